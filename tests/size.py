@@ -19,20 +19,20 @@ def measured(folder: str) -> tuple[Counter[str], int]:
     lines: Counter[str] = Counter()
     files = sorted((ROOT / folder).rglob("*.py"))
     for file in files:
-        place = file.relative_to(ROOT / folder).parts
-        lines[place[0] if len(place) > 1 else "."] += len(file.read_text(encoding="utf-8").splitlines())
+        index = file.relative_to(ROOT / folder).parts
+        lines[index[0] if len(index) > 1 else "."] += len(file.read_text(encoding="utf-8").splitlines())
     return lines, len(files)
 
 
 def excesses() -> list[str]:
     """What is above its budget, a line each."""
-    found = []
+    result = []
     for folder, budget in BUDGETS.items():
         lines, files = measured(folder)
         for name, value in (("lines", lines.total()), ("files", files)):
             if value > budget.get(name, value):
-                found.append(f"{folder} has {value:,} {name} of Python, {value - budget[name]:,} above its budget")
-    return found
+                result.append(f"{folder} has {value:,} {name} of Python, {value - budget[name]:,} above its budget")
+    return result
 
 
 def main() -> int:
@@ -40,8 +40,8 @@ def main() -> int:
         lines, files = measured(folder)
         limits = ", ".join(f"{name} {limit:,}" for name, limit in budget.items())
         print(f"{folder}: {lines.total():,} lines, {files} files (budget: {limits})")
-        for place, count in lines.most_common():
-            print(f"  {place:14}{count:7,}")
+        for index, count in lines.most_common():
+            print(f"  {index:14}{count:7,}")
     for excess in excesses():
         print(excess, file=sys.stderr)
     return bool(excesses())

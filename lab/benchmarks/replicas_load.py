@@ -30,7 +30,7 @@ from typing import Any
 import httpx2
 from replicas import events
 
-from forerun_lab.load.arrivals import Arrival, Synthetic, Trace
+from forerun_lab.load.arrivals import Arrival, SyntheticLoad, Trace
 from forerun_lab.load.fleet import Spread, affine, serve, simulate
 from forerun_lab.load.run import read_costs
 
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    drawn = Synthetic(
+    drawn = SyntheticLoad(
         given.rate, given.prompt_tokens, given.max_tokens, 0.5, given.shared_prefix, given.prefixes, 2048, given.seed
     )
     arrivals = list(drawn.part(1).arrivals[: given.requests])

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from forerun_lab.bench import beams
-from forerun_lab.bench.beams import Found, Row
+from forerun_lab.bench.beams import BeamRow, Found
 from forerun_lab.peers import outside
 from tiny_seq2seq import EOS, START, save_seq2seq
 
@@ -66,8 +66,8 @@ def test_ours_are_the_same_to_the_last_bit_and_peers_by_their_tokens():
     close = [-1.0, -2.0000001]
     own, peer = Found(plain.beams, close, 1.0, 4, 2, 8), Found(plain.beams, close, 4.0, 4)
     other = Found([[1, 2], [1, 4]], [-1.0, -2.0], 1.0, 4)
-    base = Row(2, "plain", [plain])
-    rows = [Row(2, "x", [result]).as_dict(base) for result in (own, peer, other)]
+    base = BeamRow(2, "plain", [plain])
+    rows = [BeamRow(2, "x", [result]).as_dict(base) for result in (own, peer, other)]
     assert [row["same_beams"] for row in rows] == [0.0, 1.0, 0.0]
     assert [row["speedup"] for row in rows] == [2.0, 0.5, 2.0]
     assert rows[0]["steps_per_round"] == 2.0

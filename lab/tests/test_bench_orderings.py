@@ -11,7 +11,17 @@ import scipy.stats
 from forerun.engine.config import SpeculativeConfig
 from forerun.speculate.accept import rules
 from forerun_lab.bench import orderings
-from forerun_lab.bench.orderings import BROKEN, HELD, ORDERINGS, UNDECIDED, Bench, Ordering, compare_all, lines, verdict
+from forerun_lab.bench.orderings import (
+    BROKEN,
+    HELD,
+    ORDERINGS,
+    UNDECIDED,
+    Ordering,
+    OrderingBench,
+    compare_all,
+    lines,
+    verdict,
+)
 
 
 def test_a_verdict_needs_two_standard_errors():
@@ -33,7 +43,7 @@ def test_the_target_as_its_own_draft_beats_random_guesses(llm, tiny_target):
         Ordering("b", "x", guess, own),
         Ordering("c", "x", {"method": "eagle"}, own),
     ]
-    first, second, third = compare_all(Bench(llm(), prompts, 16, 4), cases)
+    first, second, third = compare_all(OrderingBench(llm(), prompts, 16, 4), cases)
     assert (first.verdict, second.verdict, third.verdict) == (HELD, BROKEN, "left out")
     assert first.better == second.worse
     assert first.better == pytest.approx(15 / 4)  # four rounds for all but the first token

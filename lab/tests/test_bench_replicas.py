@@ -10,7 +10,7 @@ import pytest
 from forerun.core.errors import ForerunError
 from forerun.sampling.params import SamplingParams
 from forerun_lab.bench import replicas
-from forerun_lab.bench.replicas import First, Load
+from forerun_lab.bench.replicas import First, ReplicaLoad
 
 
 def test_turns_are_the_same_and_begin_with_another() -> None:
@@ -47,8 +47,8 @@ def test_a_load_keeps_so_many_under_way_and_ends_with_what_is_refused() -> None:
 
 
 def test_rows_and_tables() -> None:
-    base = [Load(2.0, 100, ["x", "y"]), Load(2.0, 100, ["x", "y"])]
-    own = [Load(4.0, 100, ["x", "z"]), Load(1.0, 100, ["x", "y"])]
+    base = [ReplicaLoad(2.0, 100, ["x", "y"]), ReplicaLoad(2.0, 100, ["x", "y"])]
+    own = [ReplicaLoad(4.0, 100, ["x", "z"]), ReplicaLoad(1.0, 100, ["x", "y"])]
     row = replicas._of_load("two", own, base)
     assert (row["tokens_per_second"], row["speedup"], row["same"]) == (62.5, 1.25, 0.75)
     chance = [[First(0.4, 100, 0), First(0.4, 100, 50)]]
@@ -71,6 +71,6 @@ def test_first_tokens_are_what_a_reader_waits_for(llm: Any) -> None:
         )
     finally:
         engine.close()
-    assert (one[0].prompt, one[0].cached) == (25, 0)
-    assert again[0].cached >= 20
+    assert (one[0].prompt, one[0].num_computed_tokens) == (25, 0)
+    assert again[0].num_computed_tokens >= 20
     assert one[0].seconds > 0

@@ -14,8 +14,8 @@ from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics
 from forerun.measure.rounds import Measured, Sample
 from forerun_lab.load.arrivals import Arrival
-from forerun_lab.load.costs import Costs, Curve, Way
-from forerun_lab.load.measured import Bench, _way
+from forerun_lab.load.costs import LoadCosts, LoadCurve, Way
+from forerun_lab.load.measured import LoadBench, _way
 from forerun_lab.load.replica import Limits
 
 
@@ -55,8 +55,8 @@ def test_how_well_each_request_is_guessed():
     runs[2].metrics = [RequestMetrics(rounds=5, decode_tokens=5), RequestMetrics()]
     result = _way("ngram", 3, runs)
     assert result.spread == [1.0, 3.0]
-    price = Costs([Way("none", 0, Curve({1: 1.0}), 1.0), result], Curve({1: 1.0}))
-    assert Costs.from_report(json.loads(json.dumps(price.describe()))).describe() == price.describe()
+    price = LoadCosts([Way("none", 0, LoadCurve({1: 1.0}), 1.0), result], LoadCurve({1: 1.0}))
+    assert LoadCosts.from_report(json.loads(json.dumps(price.describe()))).describe() == price.describe()
     assert _way("none", 0, runs).spread == []
 
 
@@ -67,7 +67,7 @@ def test_requests_decode_together_whose_prompts_take_longer_than_their_answers(t
     def prompts(count: int, length: int) -> list[list[int]]:
         return [[2 + (7 * i + j) % 90 for j in range(length)] for i in range(count)]
 
-    result = Bench(llm, Arrival(0.0, 200, 8), 200, prompts).costs([])
+    result = LoadBench(llm, Arrival(0.0, 200, 8), 200, prompts).costs([])
     assert list(result.ways[0].seconds.points) == [1, 2, 4]
 
 
@@ -78,7 +78,7 @@ def test_each_way_of_a_method_has_costs_of_its_own(tiny_target, tiny_draft):
     llm = LLM(str(tiny_target), max_num_seqs=1)
     models = [str(tiny_target), str(tiny_draft)]
     options = [{"method": "draft_model", "model": model} for model in models]
-    plain, *ways = Bench(llm, Arrival(0.0, 8, 8), 8, prompts).costs(options).ways
+    plain, *ways = LoadBench(llm, Arrival(0.0, 8, 8), 8, prompts).costs(options).ways
     assert plain.method == "none"
     tokens = {way.method: way.tokens for way in ways if way.k == 7}
     same, other = (tokens[f"draft_model model={model}"] for model in models)
@@ -87,9 +87,9 @@ def test_each_way_of_a_method_has_costs_of_its_own(tiny_target, tiny_draft):
 
 @pytest.fixture
 def costs_file(tmp_path) -> Path:
-    price = Costs(
-        [Way("none", 0, Curve({1: 0.010, 8: 0.020}), 1.0), Way("ngram", 3, Curve({1: 0.012, 8: 0.050}), 1.9)],
-        Curve({1: 0.010, 2048: 0.9}),
+    price = LoadCosts(
+        [Way("none", 0, LoadCurve({1: 0.010, 8: 0.020}), 1.0), Way("ngram", 3, LoadCurve({1: 0.012, 8: 0.050}), 1.9)],
+        LoadCurve({1: 0.010, 2048: 0.9}),
     )
     about = {"model": "a model", "processor": "a processor", "threads": 1}
     path = tmp_path / "costs.json"

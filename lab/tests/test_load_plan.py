@@ -10,8 +10,8 @@ from statistics import mean
 import pytest
 
 from forerun.core.errors import ConfigError
-from forerun_lab.load.arrivals import Arrival, Synthetic, Trace
-from forerun_lab.load.costs import Costs, Curve, Way
+from forerun_lab.load.arrivals import Arrival, SyntheticLoad, Trace
+from forerun_lab.load.costs import LoadCosts, LoadCurve, Way
 from forerun_lab.load.fleet import Served, Spread, affine, at_random, serve, simulate
 from forerun_lab.load.replica import Limits
 from forerun_lab.load.run import plan_load
@@ -22,9 +22,11 @@ NOTHING = 1e-9
 ONE = Limits(seats=1)
 
 
-def costs(seconds: dict[int, float], prompt: dict[int, float] | None = None, **more) -> Costs:
+def costs(seconds: dict[int, float], prompt: dict[int, float] | None = None, **more) -> LoadCosts:
     """Plain decoding with these seconds of a round by requests."""
-    return Costs([Way("none", 0, Curve(seconds), 1.0)], Curve(prompt or {1: NOTHING, 4096: NOTHING}), **more)
+    return LoadCosts(
+        [Way("none", 0, LoadCurve(seconds), 1.0)], LoadCurve(prompt or {1: NOTHING, 4096: NOTHING}), **more
+    )
 
 
 def poisson(rate: float, count: int, output, seed: int = 0) -> list[Arrival]:
@@ -35,7 +37,7 @@ def poisson(rate: float, count: int, output, seed: int = 0) -> list[Arrival]:
     return result
 
 
-def sojourn(arrivals, price: Costs, limits: Limits = ONE, count: int = 1, choose=None) -> float:
+def sojourn(arrivals, price: LoadCosts, limits: Limits = ONE, count: int = 1, choose=None) -> float:
     jobs, _ = simulate(price, limits, arrivals, count, choose or at_random(0))
     return mean(job.done - job.arrival.at for job in jobs)
 
@@ -91,10 +93,10 @@ def test_random_routing_makes_queues_of_their_own():
 
 def test_a_busy_share_is_what_the_load_is():
     price = costs({1: 1.0})
-    result = serve(price, ONE, Synthetic(0.06, 1, 11), 1, "random")
+    result = serve(price, ONE, SyntheticLoad(0.06, 1, 11), 1, "random")
     assert result.utilisation == pytest.approx(0.6, rel=0.05)
     assert result.tokens_per_second == pytest.approx(0.66, rel=0.05)
-    wide = serve(price, ONE, Synthetic(0.06 * 1000, 1, 11), 1000, "random")
+    wide = serve(price, ONE, SyntheticLoad(0.06 * 1000, 1, 11), 1000, "random")
     assert wide.utilisation == pytest.approx(0.6, rel=0.06)
     assert wide.tokens_per_second == pytest.approx(660, rel=0.06)
 
@@ -159,39 +161,39 @@ def test_a_long_text_makes_room_for_one_that_leaves_it_early():
 
 def test_drafts_where_they_pay():
     """Two tokens a round for 1.5 times the price alone; at eight for 2.5 times."""
-    plain = Way("none", 0, Curve({1: 1.0, 8: 1.0}), 1.0)
-    drafted = Way("ngram", 3, Curve({1: 1.5, 8: 2.5}), 2.0)
-    price = Costs([plain, drafted], Curve({1: NOTHING, 4096: NOTHING}))
+    plain = Way("none", 0, LoadCurve({1: 1.0, 8: 1.0}), 1.0)
+    drafted = Way("ngram", 3, LoadCurve({1: 1.5, 8: 2.5}), 2.0)
+    price = LoadCosts([plain, drafted], LoadCurve({1: NOTHING, 4096: NOTHING}))
     assert [price.best(count) for count in (1, 8)] == [drafted, plain]
     result = serve(price, Limits(), Trace([Arrival(0.0, 1, 101)]), 1)
     assert result.latency.p50 == pytest.approx(50 * 1.5)
     many = serve(price, Limits(), Trace([Arrival(0.0, 1, 101)] * 8), 1)
     assert many.latency.p50 == pytest.approx(100, abs=4)
-    barely = Way("ngram", 1, Curve({1: 1.0}), 1.03)
-    assert Costs([plain, barely], price.prompt).best(1) is plain
+    barely = Way("ngram", 1, LoadCurve({1: 1.0}), 1.03)
+    assert LoadCosts([plain, barely], price.prompt).best(1) is plain
 
 
 def test_some_are_guessed_better_than_others():
     """A third of all get three tokens a round, and the others one; who decodes together waits for nobody."""
-    plain = Way("none", 0, Curve({1: 1.0}), 1.0)
-    drafted = Way("ngram", 3, Curve({1: 1.0}), 9 / 7, (1.0, 1.0, 3.0))
-    price = Costs([plain, drafted], Curve({1: NOTHING, 4096: NOTHING}))
+    plain = Way("none", 0, LoadCurve({1: 1.0}), 1.0)
+    drafted = Way("ngram", 3, LoadCurve({1: 1.0}), 9 / 7, (1.0, 1.0, 3.0))
+    price = LoadCosts([plain, drafted], LoadCurve({1: NOTHING, 4096: NOTHING}))
     apart, _ = simulate(price, ONE, [Arrival(100.0 * n, 1, 31) for n in range(300)], 1, at_random(0))
     took = [round(job.done - job.first) for job in apart]
     assert set(took) == {10, 30}
     assert took.count(10) == pytest.approx(100, abs=1)
     usual = replace(drafted, spread=(1.0, 2.0, 3.0))
-    (one,), _ = simulate(Costs([plain, usual], price.prompt), ONE, [Arrival(0.0, 1, 31)], 1, at_random(0))
+    (one,), _ = simulate(LoadCosts([plain, usual], price.prompt), ONE, [Arrival(0.0, 1, 31)], 1, at_random(0))
     assert round(one.done - one.first) == 15  # alone, it is neither lucky nor not
     together, _ = simulate(price, Limits(seats=300), [Arrival(0.0, 1, 31)] * 300, 1, at_random(0))
     assert [round(job.done - job.first) for job in together] == took
 
 
 def test_a_curve_goes_through_what_was_measured():
-    curve = Curve({1: 1.0, 4: 4.0, 2: 6.0})
+    curve = LoadCurve({1: 1.0, 4: 4.0, 2: 6.0})
     assert [curve(n) for n in (1, 2, 3, 4)] == [1.0, 4.0, 4.0, 4.0]
-    assert Curve({1: 1.0, 3: 2.0})(5) == 3.0
-    assert Curve({2: 7.0})(9) == 7.0
+    assert LoadCurve({1: 1.0, 3: 2.0})(5) == 3.0
+    assert LoadCurve({2: 7.0})(9) == 7.0
 
 
 # -------------------------------------------------------------------------------------------------------- all loads
@@ -201,7 +203,7 @@ def test_a_curve_goes_through_what_was_measured():
 @pytest.mark.parametrize("router", ["affine", "random"])
 def test_every_request_is_answered_once(limits, router):
     price = costs({1: 0.010, 8: 0.020}, {1: 0.010, 2048: 0.9}, deep=1e-7)
-    load = Synthetic(30.0, 120, 30, spread=0.8, shared=0.4, prefixes=6, limit=500).part(1)
+    load = SyntheticLoad(30.0, 120, 30, spread=0.8, shared=0.4, prefixes=6, limit=500).part(1)
     jobs, machines = simulate(
         price, limits, load.arrivals, 5, affine(limits.page) if router == "affine" else at_random(1)
     )
@@ -219,7 +221,7 @@ def test_every_request_is_answered_once(limits, router):
 
 def test_more_replicas_serve_no_worse():
     price = costs({1: 0.010, 8: 0.020}, {1: 0.010, 2048: 0.9})
-    load = Trace(Synthetic(40.0, 120, 30, spread=0.8, shared=0.4, limit=500).part(1).arrivals[:600])
+    load = Trace(SyntheticLoad(40.0, 120, 30, spread=0.8, shared=0.4, limit=500).part(1).arrivals[:600])
     result = [serve(price, Limits(), load, count) for count in (1, 2, 4, 8, 16, 32)]
     for name in ("ttft", "latency"):
         times = [getattr(one, name).p95 for one in result]
@@ -238,7 +240,7 @@ def assert_alike(fraction: Served, whole: Served) -> None:
 def test_a_share_stands_for_the_whole(router):
     """Six of 24 replicas, with a quarter of the requests."""
 
-    class Whole(Synthetic):
+    class Whole(SyntheticLoad):
         SHARE, EACH, ALL = 24, 200, 0
 
     class Share(Whole):

@@ -12,13 +12,13 @@ from forerun.cache.prefix import PrefixTree
 from forerun.core.request import RequestState
 from forerun.engine.scheduler import PrefillBudget, Scheduler
 from forerun_lab.load.arrivals import Arrival
-from forerun_lab.load.costs import Costs, Curve, Way
+from forerun_lab.load.costs import LoadCosts, LoadCurve, Way
 from forerun_lab.load.fleet import at_random, simulate
 from forerun_lab.load.replica import Limits
 
-PRICE = Costs(
-    [Way("none", 0, Curve({1: 0.010, 4: 0.012, 8: 0.016}), 1.0)],
-    Curve({1: 0.010, 64: 0.030, 256: 0.100, 2048: 0.800}),
+PRICE = LoadCosts(
+    [Way("none", 0, LoadCurve({1: 0.010, 4: 0.012, 8: 0.016}), 1.0)],
+    LoadCurve({1: 0.010, 64: 0.030, 256: 0.100, 2048: 0.800}),
     deep=1e-7,
 )
 
@@ -64,16 +64,18 @@ class Played:
 
     def _round(self, now: float) -> float:
         chosen = self.scheduler.schedule()
-        decoding = [one for one in chosen if one.num_output and one.cached + one.scheduled == len(one.tokens)]
+        decoding = [
+            one for one in chosen if one.num_output and one.num_computed_tokens + one.scheduled == len(one.tokens)
+        ]
         decoding = [one for one in decoding if one.scheduled == 1]
         reading = [one for one in chosen if one not in decoding]
         read = sum(one.scheduled for one in reading)
-        depth = sum(one.scheduled * one.cached for one in reading) / max(1, read)
+        depth = sum(one.scheduled * one.num_computed_tokens for one in reading) / max(1, read)
         seconds = PRICE.round(PRICE.ways[0], len(decoding), read, depth)
         for one in chosen:
             emits = one.decodes
-            self.pool.advance(one.id, one.cached + one.scheduled)
-            one.cached += one.scheduled
+            self.pool.advance(one.id, one.num_computed_tokens + one.scheduled)
+            one.num_computed_tokens += one.scheduled
             if emits:
                 one.tokens.append(50_000 + one.id)
                 self.first.setdefault(one.id, now + seconds)

@@ -10,7 +10,7 @@ import pytest
 
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
-from forerun_lab.load.arrivals import Arrival, Synthetic, Trace, read_trace
+from forerun_lab.load.arrivals import Arrival, SyntheticLoad, Trace, read_trace
 
 GOOD = {"arrival": 1.5, "prompt_tokens": 100, "output_tokens": 20}
 
@@ -127,7 +127,7 @@ def test_a_trace_for_a_model_with_fewer_positions():
 
 
 def test_drawn_requests_have_the_means_that_were_asked_for():
-    part = Synthetic(4.0, 300, 80, spread=0.7, shared=0.4, prefixes=8, limit=4096, seed=1).part(64)
+    part = SyntheticLoad(4.0, 300, 80, spread=0.7, shared=0.4, prefixes=8, limit=4096, seed=1).part(64)
     arrivals = part.arrivals
     assert part.replicas == 16
     count = len(arrivals)
@@ -136,7 +136,7 @@ def test_drawn_requests_have_the_means_that_were_asked_for():
     assert sum(one.output for one in arrivals) / count == pytest.approx(80, rel=0.05)
     assert {one.shared for one in arrivals} == {120}
     assert len({one.prefix for one in arrivals}) == 2
-    tight = Synthetic(4.0, 100, 100, spread=2.0, limit=256).part(1)
+    tight = SyntheticLoad(4.0, 100, 100, spread=2.0, limit=256).part(1)
     assert all(one.prompt + one.output <= 256 and min(one.prompt, one.output) > 0 for one in tight.arrivals)
 
 
@@ -145,7 +145,7 @@ def test_drawn_requests_have_the_means_that_were_asked_for():
 )
 def test_a_drawn_answer_is_nobody_elses(prompt, shared, limit):
     """A prompt that is all shared would be a conversation's."""
-    load = Synthetic(1.0, prompt, 10, spread=1.0, shared=shared, limit=limit)
+    load = SyntheticLoad(1.0, prompt, 10, spread=1.0, shared=shared, limit=limit)
     assert all(one.shared < one.prompt for one in [*load.part(1).arrivals, load.typical()])
 
 

@@ -31,7 +31,7 @@ def test_engine_and_server_answer_the_same_requests(llm, monkeypatch, stream):
         assert sorted(prompt for _, prompt in result.arrivals) == sorted(body["prompt"] for body in bodies)
         seen.append(result.arrivals)
         seconds, processor = next(times)
-        return overhead.Served(seconds, processor, result.tokens, result.arrivals)
+        return overhead.ServedRun(seconds, processor, result.tokens, result.arrivals)
 
     monkeypatch.setattr(overhead, "alone", alone)
     monkeypatch.setattr(overhead, "served", served)
@@ -110,7 +110,7 @@ def test_rounds_count_where_everybody_decodes(llm, monkeypatch):
 def test_shares_of_turns_are_averaged(llm, monkeypatch):
     """The first turn warms up; one without such rounds has no share."""
     fractions = iter([(0.9, 0.9), (0.1, 0.05), (None, None), (0.2, 0.07)])
-    through = overhead.Served(2.0, 1.0, 10, [])
+    through = overhead.ServedRun(2.0, 1.0, 10, [])
     monkeypatch.setattr(overhead, "_turn", lambda *given: overhead.Turn(1.0, (1.0, 0.5), through, *next(fractions)))
     result = overhead.measure(llm(), 1, requests=2, tokens=5, temperature=0.0, stream=True, repeats=3)
     assert result.of_round == pytest.approx(0.15)

@@ -11,7 +11,7 @@ import torch
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun_lab.reproduce import pairs, seq2seq
-from forerun_lab.reproduce.distributions import LENIENCE, Counts, Sums
+from forerun_lab.reproduce.distributions import LENIENCE, NgramCounts, Sums
 from forerun_lab.reproduce.parts import Settings
 from forerun_lab.reproduce.run import PARTS, reproduce
 
@@ -92,7 +92,7 @@ def test_rates_are_the_sums_of_their_definitions():
 
 
 def test_counted_drafts_are_shares():
-    counts = Counts([[0, 1, 0, 1, 2], [1, 2]], vocabulary=4)
+    counts = NgramCounts([[0, 1, 0, 1, 2], [1, 2]], vocabulary=4)
     assert counts.q([3], 1)[0].tolist() == pytest.approx([3 / 11, 4 / 11, 3 / 11, 1 / 11])
     unigram = counts.q([0], 1)[0].tolist()
     after = counts.q([1, 3], 2)
@@ -111,7 +111,9 @@ def test_functions_lose_their_docstrings():
 
 def test_training_goes_on_where_it_was(settings):
     end = 1
-    task = pairs.Task("toy", pairs._word_tokenizer(["<pad>", "</s>", "a", "b"]), end, [([2, 3, 1], [3, 2, 1])] * 4, [])
+    task = pairs.PairTask(
+        "toy", pairs._word_tokenizer(["<pad>", "</s>", "a", "b"]), end, [([2, 3, 1], [3, 2, 1])] * 4, []
+    )
     first = Settings(settings.folder, 1, 0.02)
     folder = pairs.trained(task, "draft", first)
     steps = torch.load(folder / "training.pt", weights_only=True)["step"]
@@ -126,7 +128,7 @@ def test_training_goes_on_where_it_was(settings):
 
 def test_rates_come_first_and_train_their_pair(settings, monkeypatch):
     pair = ([2, 3, 1], [3, 2, 1])
-    task = pairs.Task("toy", pairs._word_tokenizer(["<pad>", "</s>", "a", "b"]), 1, [pair] * 4, [pair] * 4)
+    task = pairs.PairTask("toy", pairs._word_tokenizer(["<pad>", "</s>", "a", "b"]), 1, [pair] * 4, [pair] * 4)
     monkeypatch.setitem(seq2seq.TASKS, "toy", lambda: task)
     assert set(seq2seq.rates("toy", settings, 0.0)) == {"unigram", "bigram", "draft"}
     assert (settings.folder / "models" / "toy-target" / "training.pt").exists()

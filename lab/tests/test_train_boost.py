@@ -17,7 +17,7 @@ from forerun import LLM, ConfigError, SamplingParams
 from forerun.tune.loop import LoopSettings, run
 from forerun.tune.losses import kl
 from forerun_lab.train.boost import coverage, mean_over, missed
-from forerun_lab.train.config import Shape
+from forerun_lab.train.config import ModelShape
 from forerun_lab.train.distill import DistillConfig, train_draft_model
 from forerun_lab.train.target import forward
 from tiny import ALPHABET, save_tokenizer
@@ -133,7 +133,7 @@ def distil(target, corpus, out, after=()):
     config = DistillConfig(
         out=out, target=Path(target), corpus=corpus, tokens=4_000, batch_tokens=256, length=32, long_share=0.0,
         held_out=1, generated_tokens=0, threads=1, progress=False, loss="kl", after=after,
-        shape=Shape(hidden_size=8, layers=1, heads=1, kv_heads=1, intermediate_size=8, positions=256),
+        shape=ModelShape(hidden_size=8, layers=1, heads=1, kv_heads=1, intermediate_size=8, positions=256),
     )  # fmt: skip
     return train_draft_model(config)
 

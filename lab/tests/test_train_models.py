@@ -10,18 +10,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forerun.core.errors import ConfigError, ModelError
 from forerun.tune.state import load_target
-from forerun_lab.train.config import Shape
+from forerun_lab.train.config import ModelShape
 from forerun_lab.train.corpus import TokenStream
 from forerun_lab.train.distill import DistillConfig, acceptance, inherit_embeddings, train_draft_model
 from forerun_lab.train.material import gather
-from forerun_lab.train.on_policy import Mixture, mixed_batches
+from forerun_lab.train.on_policy import DataMixture, mixed_batches
 from forerun_lab.train.report import report
 from forerun_lab.train.rollout import continue_prompts
 from forerun_lab.train.target import TargetConfig, held_out_loss, train_target
 
 pytestmark = pytest.mark.slow
 
-TINY = Shape(hidden_size=32, layers=2, heads=2, kv_heads=1, intermediate_size=48, positions=64)
+TINY = ModelShape(hidden_size=32, layers=2, heads=2, kv_heads=1, intermediate_size=48, positions=64)
 SMALL = {"batch_tokens": 256, "length": 32, "threads": 1, "progress": False, "held_out": 2, "eval_tokens": 10_000}
 
 
@@ -109,7 +109,7 @@ def test_the_page_beside_the_weights_has_the_figures_of_the_records(draft, targe
 def test_a_draft_starts_from_its_target_s_embeddings(target):
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     embeddings = model.get_output_embeddings().weight
-    draft = Shape(16, 1, 2, 1, 16, 64).build(300, 0, seed=0)
+    draft = ModelShape(16, 1, 2, 1, 16, 64).build(300, 0, seed=0)
     inherit_embeddings(draft, model)
     ours = draft.get_output_embeddings().weight
     best = torch.linalg.svd(embeddings).S[:16].square().sum()
@@ -146,7 +146,7 @@ def test_continuations_repeat_by_seed_and_greedy_ones_are_the_argmax(target):
 
 def test_a_mixture_has_the_asked_share():
     low, high = TokenStream(torch.zeros(200).int(), 0), TokenStream(torch.ones(200).int(), 0)
-    batch = Mixture(low, high, 0.25).batch(0, 8, 10)
+    batch = DataMixture(low, high, 0.25).batch(0, 8, 10)
     assert batch[:, 0].tolist() == [0] * 6 + [1] * 2
 
 
@@ -170,7 +170,7 @@ def test_bad_options_are_named(tmp_path, corpus):
     with pytest.raises(ConfigError, match="vocab_size must be at least 257"):
         TargetConfig(out=tmp_path, vocab_size=100)
     with pytest.raises(ConfigError, match="heads a multiple of kv_heads"):
-        Shape(heads=6, kv_heads=4)
+        ModelShape(heads=6, kv_heads=4)
     with pytest.raises(ConfigError, match="does not exist"):
         train_target(TargetConfig(out=tmp_path, corpus=tmp_path / "nowhere"))
 

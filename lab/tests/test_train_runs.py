@@ -25,7 +25,7 @@ from forerun.tune import loop
 from forerun.tune import loop as progress
 from forerun.tune.config import LoopSettings
 from forerun.tune.loop import Stopped
-from forerun_lab.train.config import DistillConfig, HeadTrainConfig, Shape, TargetConfig
+from forerun_lab.train.config import DistillConfig, HeadTrainConfig, ModelShape, TargetConfig
 from forerun_lab.train.corpus import TokenStream, encode_files
 from forerun_lab.train.distill import train_draft_model
 from forerun_lab.train.files import Excerpt, read_text, split_files
@@ -147,7 +147,7 @@ def test_a_folder_that_does_not_say_what_it_trains_is_refused(trained, tmp_path,
 
 
 def test_a_target_of_another_corpus_is_refused_before_its_tokenizer_is_taken(corpus, tmp_path):
-    shape = Shape(hidden_size=32, layers=1, heads=2, kv_heads=1, intermediate_size=32, positions=64)
+    shape = ModelShape(hidden_size=32, layers=1, heads=2, kv_heads=1, intermediate_size=32, positions=64)
     config = TargetConfig(out=tmp_path / "t", corpus=corpus, tokens=512, vocab_size=270, shape=shape, **SMALL)
     train_target(config)
     (tmp_path / "elsewhere").mkdir()
@@ -285,7 +285,7 @@ def test_text_that_was_written_before_a_stop_is_not_written_again(tiny_target, c
     monkeypatch.setattr(rollout, "continue_prompts", counted)
     config = DistillConfig(
         out=tmp_path / "d", target=Path(tiny_target), corpus=corpus, tokens=512, generated_tokens=400,
-        shape=Shape(16, 1, 2, 1, 16, 64), **{**SMALL, "length": 16},
+        shape=ModelShape(16, 1, 2, 1, 16, 64), **{**SMALL, "length": 16},
     )  # fmt: skip
     resumed = False
     with pytest.raises(KeyboardInterrupt):
@@ -308,7 +308,7 @@ def test_a_corpus_may_be_one_file(tmp_path, tiny_target):
     assert isinstance(train[0], Excerpt)
     assert 0.05 < len(read_text(held_out[0])) / len(TEXT) < 0.15
     assert read_text(train[0]).endswith("\n")
-    shape = Shape(hidden_size=32, layers=1, heads=2, kv_heads=1, intermediate_size=32, positions=64)
+    shape = ModelShape(hidden_size=32, layers=1, heads=2, kv_heads=1, intermediate_size=32, positions=64)
     target = train_target(
         TargetConfig(
             out=tmp_path / "t", corpus=path, tokens=512, vocab_size=270, shape=shape, **{**SMALL, "length": 16}

@@ -108,7 +108,7 @@ class Proposer:
             for index in sorted(left, key=lambda index: -len(left[index].tokens)):
                 take(row, index)
         for sequence in left.values():
-            sequence.cached = len(sequence.tokens)  # it has ended: its output may be learnt from
+            sequence.num_computed_tokens = len(sequence.tokens)  # it has ended: its output may be learnt from
             self.drafter.release(sequence)
         self._rows = [self._grown(known, row, new) for known, row, new in zip(result, rows, sampled)]
         return self._rows

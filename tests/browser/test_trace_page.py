@@ -8,7 +8,7 @@ from playwright.sync_api import Browser
 from running import Running
 
 from forerun.cli.trace import KINDS, page
-from forerun.engine.metrics import ACCEPTED, BONUS, CORRECTED, PLAIN, TraceRound
+from forerun.engine.metrics import ACCEPTED, BONUS, CORRECTED, PLAIN, RoundTrace
 
 LOOK = """element => {
   const { color, backgroundColor, boxShadow, textDecorationLine } = getComputedStyle(element);
@@ -21,9 +21,9 @@ def test_a_colour_means_the_same_as_in_the_playground(
     browser: Browser, talking: Running, size: dict[str, object], scheme: str
 ) -> None:
     rounds = [
-        TraceRound((5, 6), (ACCEPTED, CORRECTED), (7,), 2, "ngram"),
-        TraceRound((8, 9), (ACCEPTED, BONUS), (), 1, "ngram"),
-        TraceRound((10,), (PLAIN,), (), 0, None),
+        RoundTrace((5, 6), (ACCEPTED, CORRECTED), (7,), 2, "ngram"),
+        RoundTrace((8, 9), (ACCEPTED, BONUS), (), 1, "ngram"),
+        RoundTrace((10,), (PLAIN,), (), 0, None),
     ]
     written = page(rounds, talking.engine.tokenizer, "x" * 500, {"model": "tiny " * 30})
     options = {**size, "color_scheme": scheme}

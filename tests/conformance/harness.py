@@ -104,7 +104,7 @@ def check_idle(engine: Engine, jobs: Sequence[Job]) -> None:
         for job in jobs:
             assert not drafter.cached_tokens(job.sequence)
         for pool in pools(drafter):
-            assert not pool.tables
+            assert not pool.block_tables
             pool.check()
     for job in jobs:
         check_metrics(job)

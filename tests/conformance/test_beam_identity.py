@@ -39,7 +39,7 @@ def check(engine: Engine) -> None:
         each.check()
     for root in engine.scheduler.running:
         for sequence in root.parts:
-            assert pool.length(sequence.id) == sequence.cached < len(sequence.tokens)
+            assert pool.length(sequence.id) == sequence.num_computed_tokens < len(sequence.tokens)
             known = engine.router.drafters[sequence.drafter].cached_tokens(sequence) if sequence.drafter else None
             assert known is None or known == sequence.tokens[: len(known)]
 

@@ -194,7 +194,7 @@ def test_keep_leaves_the_accepted_path(feeder, same, shape, page_size):
         assert pool.length(0) == kept
         pool.check()
         if page_size is not None:
-            assert len(pool.tables[0]) == -(-kept // page_size)
+            assert len(pool.block_tables[0]) == -(-kept // page_size)
         tokens = prompt + draft.path_tokens(node) + more
         same(one.feed(Span(0, kept, more))[0], one.alone(tokens, len(more)))
 

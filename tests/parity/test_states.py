@@ -170,10 +170,10 @@ def test_a_decoder_out_of_a_model_that_reads_pictures(tmp_path, caplog):
     module.save_pretrained(tmp_path)
     ids = torch.randint(3, SIZES["vocab_size"], (30,)).tolist()
     with torch.inference_mode():
-        wanted = module(torch.tensor([ids]), use_cache=False).logits[0]
+        expected = module(torch.tensor([ids]), use_cache=False).logits[0]
     with caplog.at_level("INFO", logger="forerun"):
         model = load_model(tmp_path)
     assert "also reads pictures: that part is left out" in caplog.text
     batch = Batch([Span(0, 0, ids, logits=list(range(30)))])
     got = model.forward(batch, new_attention(model, max_seqs=1, max_len=64)).logits
-    assert (got - wanted).abs().max() < 2e-4 * wanted.abs().max()
+    assert (got - expected).abs().max() < 2e-4 * expected.abs().max()

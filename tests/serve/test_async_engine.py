@@ -202,7 +202,7 @@ def test_a_slow_reader_is_set_aside_and_loses_nothing(engine: AsyncEngine, serve
         # The others were not stalled, the slow one made nothing more, and its pages are free.
         assert slow.backlog == backlog
         assert engine.max_backlog <= backlog < engine.max_backlog + engine.max_backlog // 4
-        assert not served.engine.target.attention.pool.tables
+        assert not served.engine.target.attention.pool.block_tables
         assert engine.snapshot().waiting == 1
         return await read(slow)
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from forerun import LLM, ConfigError, RequestError, SamplingParams, StructuredOutputsParams
 from forerun.core.request import RequestState
-from forerun.engine.grammar import Constraint, Cost, GrammarCompiler
+from forerun.engine.grammar import GrammarCompiler, GrammarConstraint, GrammarCost
 
 SCHEMA = {
     "type": "object",
@@ -323,7 +323,7 @@ def test_a_lexer_that_is_full_is_made_anew(served: LLM, monkeypatch: pytest.Monk
     made: list[Any] = []
     compile_anew = GrammarCompiler._compile
 
-    def few(self: GrammarCompiler, kind: str, text: str, cost: Cost) -> Any:
+    def few(self: GrammarCompiler, kind: str, text: str, cost: GrammarCost) -> Any:
         made.append(kind)
         return compile_anew(self, kind, text, replace(cost, states=1500))
 
@@ -356,7 +356,7 @@ def test_a_matcher_that_breaks_ends_its_request_only(served: LLM, monkeypatch: p
     expected = served.generate(["x = "], good)[0].outputs[0].token_ids
     start = GrammarCompiler.start
 
-    def broken(self: GrammarCompiler, requested: StructuredOutputsParams) -> Constraint:
+    def broken(self: GrammarCompiler, requested: StructuredOutputsParams) -> GrammarConstraint:
         constraint = start(self, requested)
         constraint._matcher.consume_tokens([5] * 3)
         return constraint

@@ -21,10 +21,10 @@ from forerun.engine.stream import Delta
 from forerun.sampling.noise import fold
 from forerun.scale import pool as pools
 from forerun.scale.messages import Message, News, Request
-from forerun.scale.pool import LostError, Pool
+from forerun.scale.pool import LostError, ReplicaPool
 from forerun.scale.replica import Replica, alike
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.batch import Ask, asking
+from forerun.serve.batch import Ask, requester
 
 PROMPT = [5, 6, 7, 8]
 
@@ -84,14 +84,14 @@ FOREVER = itertools.repeat(10**9)
 
 
 @pytest.fixture
-def asked(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Ask, Lossy, Pool]]:
+def asked(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Ask, Lossy, ReplicaPool]]:
     """``asked(lives)``: a way to ask the API of a pool that loses requests so."""
     monkeypatch.setattr(pools, "WAIT", 0.0)
 
-    def make(lives: Iterator[int] = FOREVER) -> tuple[Ask, Lossy, Pool]:
+    def make(lives: Iterator[int] = FOREVER) -> tuple[Ask, Lossy, ReplicaPool]:
         lossy = Lossy(replicas, lives)
-        pool = Pool(replicas[0].facts, lossy.send, capacity=lambda: 8)
-        return asking(create_app(pool, ServerOptions(model_name="tiny", chat_template=TEMPLATE))), lossy, pool
+        pool = ReplicaPool(replicas[0].facts, lossy.send, capacity=lambda: 8)
+        return requester(create_app(pool, ServerOptions(model_name="tiny", chat_template=TEMPLATE))), lossy, pool
 
     return make
 
@@ -166,7 +166,7 @@ def test_a_stream_repeats_nothing(asked: Callable[..., Any], plain: Callable[...
     params = SamplingParams(max_tokens=60, temperature=0.9, seed=2, ignore_eos=True)
     one = plain({"prompt_token_ids": PROMPT}, params)
 
-    async def read(pool: Pool) -> tuple[list[int], str]:
+    async def read(pool: ReplicaPool) -> tuple[list[int], str]:
         stream = await pool.submit(PROMPT, params)
         deltas = [delta async for delta in stream]
         return [token for delta in deltas for token in delta.token_ids], "".join(delta.text for delta in deltas)
@@ -245,7 +245,7 @@ def test_beams_are_one_engines(asked: Callable[..., Any], served: LLM, life: int
     params = BeamSearchParams(3, 12, length_penalty=0.5, early_stopping="never", num_return_sequences=2)
     (result,) = served.beam_search([{"prompt_token_ids": PROMPT}], params)
 
-    async def read(pool: Pool) -> tuple[list[tuple[int, str, str | None]], int]:
+    async def read(pool: ReplicaPool) -> tuple[list[tuple[int, str, str | None]], int]:
         stream = await pool.submit(PROMPT, params)
         deltas = [delta async for delta in stream]
         told = [(delta.index, delta.text, delta.finish.reason if delta.finish else None) for delta in deltas]
@@ -287,7 +287,7 @@ def test_errors_are_the_requests(asked: Callable[..., Any]) -> None:
 
 
 def test_who_leaves_is_forgotten(asked: Callable[..., Any], replicas: list[Replica]) -> None:
-    async def leave(pool: Pool) -> None:
+    async def leave(pool: ReplicaPool) -> None:
         stream = await pool.submit(PROMPT, SamplingParams(max_tokens=400, n=3, ignore_eos=True))
         await stream.read()
         stream.abort()
@@ -323,8 +323,8 @@ def test_an_encoder_reads_its_own_positions(seq2seq: Callable[[str], str], monke
     one = llm.generate([source], params, use_tqdm=False)[0].outputs[0]
     replica = Replica({"model": seq2seq(kind)})
     lossy = Lossy([replica], itertools.chain([4, 9], FOREVER))
-    pool = Pool(replica.facts, lossy.send, capacity=lambda: 8)
-    ask = asking(create_app(pool, ServerOptions(model_name="tiny")))
+    pool = ReplicaPool(replica.facts, lossy.send, capacity=lambda: 8)
+    ask = requester(create_app(pool, ServerOptions(model_name="tiny")))
     body = {"prompt": source, "max_tokens": 40, "temperature": 0.9, "seed": 3, "ignore_eos": True}
     try:
         status, answer = asyncio.run(ask("/v1/completions", body))

@@ -323,7 +323,7 @@ def soak(alone: Engine, served: LLM, bursts: int, size: int, seed: int, *, named
             wait_idle(server)
             served.engine.check()
             for drafter in served.engine.router.drafters.values():
-                assert not any(pool.tables for pool in drafter.pools())
+                assert not any(pool.block_tables for pool in drafter.pools())
             for request in todo:
                 compare(alone, request)
             tally.add(todo)

@@ -36,7 +36,7 @@ def build(method: str, rule: str = "coupled", **options):
 
 def sequence(tokens, *, prompt=None, temperature=0.0, seed=1, key=1) -> RequestState:
     prompt = len(tokens) if prompt is None else prompt
-    return RequestState(key, list(tokens), prompt, SamplingParams(temperature=temperature), seed, cached=1)
+    return RequestState(key, list(tokens), prompt, SamplingParams(temperature=temperature), seed, num_computed_tokens=1)
 
 
 def noisy_text(rng: random.Random, length: int, letters: int = 4) -> list[int]:

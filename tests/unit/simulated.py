@@ -112,7 +112,7 @@ def play(
         while todo and len(running) < count:
             running.append(todo.pop())
         for sequence in running:
-            sequence.scheduled, sequence.cached = 1, len(sequence.tokens) - 1
+            sequence.scheduled, sequence.num_computed_tokens = 1, len(sequence.tokens) - 1
         budgets = decides.budgets(running)
         drafting = [i for i, budget in enumerate(budgets) if budget]
         behind = 0

@@ -190,7 +190,7 @@ def learner(rings):
 def feed(learner: Learner, sequence: RequestState, count: int) -> None:
     """``count`` more tokens of a request have been read."""
     sequence.tokens += [3] * count
-    sequence.cached += count
+    sequence.num_computed_tokens += count
     learner.watch(sequence, {learner.layers[-1]: torch.randn(count, 32)})
 
 
@@ -229,7 +229,7 @@ def test_without_a_share_only_tokens_count(learner, rings):
 def test_logits_that_are_no_numbers_teach_nothing(learner):
     made, _ = learner
     before = [parameter.clone() for parameter in made.head.parameters()]
-    sequence = RequestState(1, [4] * 16, 0, None, 0, cached=16)
+    sequence = RequestState(1, [4] * 16, 0, None, 0, num_computed_tokens=16)
     made.watch(sequence, {made.layers[-1]: torch.full((16, 32), float("nan"))})
     made.learn()
     assert made.steps == 1

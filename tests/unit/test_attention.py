@@ -184,7 +184,7 @@ def test_bits_depend_on_the_row_alone(dtype, window, width, threads):
 def test_nan_shows_and_stays_in_its_row(dtype):
     case = Case(dtype, 4, 2, 32, 16)
     case.check([Span(0, 0, [1] * 20), Span(1, 0, [1] * 20)])
-    case.pool.keys[0][case.pool.tables[0][0], 0, 3] = float("nan")
+    case.pool.keys[0][case.pool.block_tables[0][0], 0, 3] = float("nan")
     q, k, v = case.rows(2)
     out = case.run([Span(0, 20, [1]), Span(1, 20, [1])], q, k, v).view(2, 4, 32)
     assert out[0, :2].isnan().all()

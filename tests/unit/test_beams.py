@@ -12,7 +12,7 @@ import torch
 from forerun import LLM, BeamSearchParams, ForerunError, SamplingParams
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.request import Beams, RequestState
-from forerun.speculate.beams import Chosen, finished, step
+from forerun.speculate.beams import Continuation, finished, step
 
 pytestmark = pytest.mark.slow
 
@@ -40,10 +40,10 @@ def group(**given: Any) -> Beams:
 def test_a_step_keeps_the_best_and_ends_only_what_is_among_them() -> None:
     rows = [([9, 3, 4, 5], [-0.1, -1.0, -2.0, -3.0]), ([6, 9, 7, 8], [-0.2, -0.3, -4.0, -5.0])]
     live, ended = step(group(), [-1.0, -1.5], rows, 3)
-    assert ended == [Chosen(0, 9, -1.1)]  # the other end comes third of two
-    assert live == [Chosen(1, 6, -1.7), Chosen(0, 3, -2.0)]
+    assert ended == [Continuation(0, 9, -1.1)]  # the other end comes third of two
+    assert live == [Continuation(1, 6, -1.7), Continuation(0, 3, -2.0)]
     live, ended = step(group(), [-1.0, -1.5], rows, 8)
-    assert (live, ended) == ([], [Chosen(0, 9, -1.1), Chosen(1, 6, -1.7)])  # no room for more
+    assert (live, ended) == ([], [Continuation(0, 9, -1.1), Continuation(1, 6, -1.7)])  # no room for more
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_step_keeps_the_best_and_ends_only_what_is_among_them() -> None:
 def test_when_enough_have_finished(early_stopping: Any, penalty: float, best: float, over: bool) -> None:
     """At a length of 4 of 8, the worst finished beam having a score of -1."""
     beams = group(early_stopping=early_stopping, length_penalty=penalty)
-    live = [Chosen(0, 3, best)]
+    live = [Continuation(0, 3, best)]
     assert not finished(beams, live, 4)
     beams.finished = [_hypothesis(-0.5), _hypothesis(-1.0)]
     assert finished(beams, live, 4) == over
@@ -110,7 +110,7 @@ def test_requests_with_and_without_beams_in_one_batch(drafting: Callable[..., LL
 def test_beams_share_the_pages_of_what_they_have_in_common(drafting: Callable[..., LLM], plain: list[Any]) -> None:
     model = drafting(page_size=4)
     pool, held = model.engine.target.attention.pool, []
-    model.engine.on_round = lambda result: held.append({page for table in pool.tables.values() for page in table})
+    model.engine.on_round = lambda result: held.append({page for table in pool.block_tables.values() for page in table})
     try:
         assert model.beam_search(PROMPT, SEARCH)[0].sequences == plain
     finally:
@@ -255,7 +255,7 @@ def filled(pool: Pool, key: int, count: int) -> None:
 
 
 def entries(pool: Pool, key: int) -> list[int]:
-    keys, values = pool.gather(0, torch.tensor(pool.tables[key]))
+    keys, values = pool.gather(0, torch.tensor(pool.block_tables[key]))
     assert torch.equal(keys, -values)
     return [int(value) for value in keys[0, : pool.length(key), 0].tolist()]
 

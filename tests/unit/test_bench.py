@@ -20,7 +20,7 @@ from forerun.measure.config import BenchConfig
 from forerun.measure.methods import EngineContender, method_configs, runnable, shape, with_trees
 from forerun.measure.planner import CostCurve, Estimate, predict, recommend
 from forerun.measure.prompts import make_prompts, repetition_rate
-from forerun.measure.rounds import TURN, Costs, Measured, Sample, measure, shares
+from forerun.measure.rounds import TURN, Measured, RoundCosts, Sample, measure, shares
 from forerun.models.tokenizer import load_tokenizer
 from forerun.speculate.draft import drafters
 from forerun.theory import predicted_speedup
@@ -133,7 +133,7 @@ def test_every_request_gets_the_sampling_options():
 def test_prediction_is_the_theorys_for_constant_drafts():
     plain = [sample([0], 1, 0.0, seconds) for seconds in (1.9, 2.0, 2.5)]
     rounds = [sample([3], 4, draft, verify) for draft, verify in ((0.55, 2.5), (0.6, 2.6), (0.7, 2.9))]
-    costs = Costs.of(rounds, plain, 1)
+    costs = RoundCosts.of(rounds, plain, 1)
     assert (costs.plain_seconds, costs.c, costs.typical) == (2.0, pytest.approx(0.1), pytest.approx(1.3))
     assert costs.predict(rounds, 0.7) == pytest.approx(predicted_speedup(0.7, 3, 0.1, 1.3))
 
@@ -142,15 +142,15 @@ def test_prediction_weighs_rounds_without_a_draft():
     plain = [sample([0, 0], 2, 0.0, 1.0)] * 3
     rounds = [sample([2, 0], 4, 0.2, 1.5), sample([0, 0], 2, 0.0, 1.0)]
     tokens = (1 + 0.5 + 0.25) + 1 + 1 + 1
-    assert Costs.of(rounds, plain, 2).predict(rounds, 0.5) == pytest.approx(tokens / 2 / (0.2 + 1.5 + 1.0))
+    assert RoundCosts.of(rounds, plain, 2).predict(rounds, 0.5) == pytest.approx(tokens / 2 / (0.2 + 1.5 + 1.0))
 
 
 def test_rounds_of_other_sizes_are_left_out_of_prices():
     plain = [sample([0, 0], 2, 0.0, 1.0), sample([0], 1, 0.0, 9.0)]
     rounds = [sample([1, 1], 4, 0.3, 1.2), sample([1], 2, 9.0, 9.0)]
-    costs = Costs.of(rounds, plain, 2)
+    costs = RoundCosts.of(rounds, plain, 2)
     assert (costs.plain_seconds, costs.c, costs.verify) == (1.0, pytest.approx(0.3), {4: 1.2})
-    assert Costs.of([], plain, 2) is None
+    assert RoundCosts.of([], plain, 2) is None
 
 
 def test_shares_add_up():

@@ -21,7 +21,7 @@ from forerun.core.errors import ConfigError
 from forerun.engine.metrics import RequestMetrics
 from forerun.measure.bench import by_category, median_interval, ratio_error, run_interleaved
 from forerun.measure.config import CATEGORIES, HUMANEVAL, BenchConfig
-from forerun.measure.conversations import FOLDER, Conversation, Texts, make_texts, read_set, stops
+from forerun.measure.conversations import FOLDER, RecordedConversation, Texts, make_texts, read_set, stops
 from forerun.measure.rounds import Measured
 from forerun.models.chat import render_chat
 from forerun.speculate.accept.synthetic import profile
@@ -109,12 +109,16 @@ def test_a_file_of_prompts_is_checked(tmp_path: Path, text: str, message: str) -
 def test_places_in_a_file_of_ones_own_are_plain_text(tmp_path: Path) -> None:
     file = tmp_path / "mine.jsonl"
     file.write_text('{"category": "a", "turns": ["see {file:minutes.txt}"]}', encoding="utf-8")
-    assert read_set(CATEGORIES, file) == [Conversation("a", ["see {file:minutes.txt}"])]
+    assert read_set(CATEGORIES, file) == [RecordedConversation("a", ["see {file:minutes.txt}"])]
 
 
 def test_a_turn_follows_plain_decodings_answer_to_the_one_before(llm: Any, chat_model: str) -> None:
     target = llm(model=chat_model, max_model_len=200)
-    talks = [Conversation("a", ["one", "two", "three"]), Conversation("b", ["x" * 150]), Conversation("b", ["four"])]
+    talks = [
+        RecordedConversation("a", ["one", "two", "three"]),
+        RecordedConversation("b", ["x" * 150]),
+        RecordedConversation("b", ["four"]),
+    ]
     config = BenchConfig(prompt_set=CATEGORIES, max_tokens=48)
     texts = make_texts(config, target, talks)
     said: list[dict[str, str]] = []
@@ -138,7 +142,9 @@ def test_a_turn_follows_plain_decodings_answer_to_the_one_before(llm: Any, chat_
 
 def test_a_model_without_a_template_reads_plain_text(llm: Any, tasks_file: Path) -> None:
     target = llm()
-    talk = make_texts(BenchConfig(prompt_set=CATEGORIES, max_tokens=8), target, [Conversation("a", ["one", "two"])])
+    talk = make_texts(
+        BenchConfig(prompt_set=CATEGORIES, max_tokens=8), target, [RecordedConversation("a", ["one", "two"])]
+    )
     first, second = (target.tokenizer.decode(prompt) for prompt in talk.prompts)
     assert first == "one\n\n"
     assert second.startswith(first)
@@ -180,7 +186,7 @@ def test_figures_by_category_by_hand() -> None:
     texts = Texts(
         [[1], [1, 2], [3], [4]],
         [0, 0, 1, 2],
-        [Conversation("a", ["t", "u"]), Conversation("a", ["v"]), Conversation("b", ["w"])],
+        [RecordedConversation("a", ["t", "u"]), RecordedConversation("a", ["v"]), RecordedConversation("b", ["w"])],
     )
 
     def measured(rounds: list[int], tokens: int, seconds: list[float], drafted: bool, last: int = 9) -> Measured:
@@ -222,7 +228,7 @@ def test_figures_by_category_by_hand() -> None:
 
 
 def test_prompts_that_were_answered_together_have_no_speed_of_their_own() -> None:
-    texts = Texts([[1]], [0], [Conversation("a", ["t"])])
+    texts = Texts([[1]], [0], [RecordedConversation("a", ["t"])])
     together = Measured(answers=[[7]], metrics=[RequestMetrics(rounds=1, decode_tokens=1)], tokens=1, seconds=1.0)
     rows = by_category([Fake("none", promised=False)], [[together]], texts, 0.0, 4, None)  # type: ignore
     assert (rows[0]["speedup"], rows[0]["identical"], rows[0]["same_answers"]) == (None, None, 1)

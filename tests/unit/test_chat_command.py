@@ -15,7 +15,7 @@ from rich.console import Console
 
 from forerun import SamplingParams
 from forerun.cli.chat import PAGE_SIZE
-from forerun.cli.conversation import COMMANDS, NOT_HERE, Commands, Conversation, read_messages
+from forerun.cli.conversation import COMMANDS, NOT_HERE, ChatCommands, Conversation, read_messages
 from forerun.cli.main import load, run
 from forerun.cli.talking import MarkdownView, PlainView, TraceView, answer, read_message, split
 from forerun.core.errors import ConfigError, ForerunError, RequestError
@@ -220,8 +220,8 @@ def test_an_answer_that_is_stopped_keeps_what_was_said(llm, chat_model):
     model.engine.check()
 
 
-def talk(**options) -> Commands:
-    return Commands(
+def talk(**options) -> ChatCommands:
+    return ChatCommands(
         Conversation(SamplingParams(temperature=0.0, seed=0), {"temperature": 0.0}, **options), {"model": "m"}
     )
 

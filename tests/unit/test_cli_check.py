@@ -158,9 +158,9 @@ def test_a_rollback_that_keeps_too_much_is_found(check, monkeypatch):
     def careless(pool, sequences, drafts, verdicts):
         correct(pool, sequences, drafts, verdicts)
         for sequence, draft, verdict in zip(sequences, drafts, verdicts):
-            if len(draft) > len(verdict.path) and sequence.cached > sequence.num_prompt + 2:
+            if len(draft) > len(verdict.path) and sequence.num_computed_tokens > sequence.num_prompt + 2:
                 for side in (pool.keys, pool.values):
-                    index = pool.slot_mapping(sequence.id, [sequence.cached - 1])
+                    index = pool.slot_mapping(sequence.id, [sequence.num_computed_tokens - 1])
                     side[0][index[0], :, index[1]] += 1.0
 
     correct = rounds.roll_back

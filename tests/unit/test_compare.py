@@ -52,7 +52,7 @@ def draws(size: int, temperatures: list[float], drawn: list[bool], depth: int = 
     logits[:, size // 2] = -numpy.inf  # a banned token
     for index, (temperature, q_drawn) in enumerate(zip(temperatures, drawn)):
         params = SamplingParams(temperature=temperature)
-        sequences.append(RequestState(index, [1, 2], 1, params, seed=index, scheduled=1, cached=1))
+        sequences.append(RequestState(index, [1, 2], 1, params, seed=index, scheduled=1, num_computed_tokens=1))
         first.append(index * (depth + 1))
         rows = logits[first[-1] : first[-1] + depth + 1]
         if temperature:

@@ -74,8 +74,8 @@ def test_a_model_whose_parts_do_not_fit(model):
         with pytest.raises(KernelError):
             run()
         model.fused.model[at] = kept
-    for at in range(len(structs.Layer._fields), len(model.fused.layers) // 2):
-        name = structs.Linear._fields[(at - len(structs.Layer._fields)) % len(structs.Linear._fields)]
+    for at in range(len(structs.LayerStruct._fields), len(model.fused.layers) // 2):
+        name = structs.LinearStruct._fields[(at - len(structs.LayerStruct._fields)) % len(structs.LinearStruct._fields)]
         if name in ("weight", "outputs", "inputs"):
             run, *_ = decoding(model)
             kept = model.fused.layers[at]
@@ -107,7 +107,7 @@ BAD_MODELS = [{"rotaries": -1}, {"rotaries": 0}, {"rotaries": 99}, {"activation"
 
 def test_a_layer_whose_parts_do_not_fit(model):
     fused = model.fused
-    cases = [(fused.model, structs.Model, BAD_MODELS), (fused.layers, structs.Layer, BAD_LAYERS)]
+    cases = [(fused.model, structs.ModelStruct, BAD_MODELS), (fused.layers, structs.LayerStruct, BAD_LAYERS)]
     run, *_ = decoding(model)
     run()
     for fields, kind, changes in cases:
@@ -126,9 +126,9 @@ def test_a_layer_whose_parts_do_not_fit(model):
 
 def test_a_model_without_ends(model):
     """Its rows are given, its logits not asked for; its sums are the caller's, and may fail."""
-    fused, line = model.fused, len(structs.Linear._fields)
-    head = len(structs.Model._fields)
-    embedding = structs.Model._fields.index("embedding")
+    fused, line = model.fused, len(structs.LinearStruct._fields)
+    head = len(structs.ModelStruct._fields)
+    embedding = structs.ModelStruct._fields.index("embedding")
     x = torch.randn(3, fused.hidden)
     failing = kernels.SUM(lambda *_: 1)
 
@@ -146,13 +146,13 @@ def test_a_model_without_ends(model):
                 run(**change)
         with pytest.raises(KernelError, match="a sum failed"):
             run(sum=ctypes.cast(failing, ctypes.c_void_p).value)
-        outputs = head + structs.Linear._fields.index("outputs")
+        outputs = head + structs.LinearStruct._fields.index("outputs")
         with changed(fused.model, outputs, 5), pytest.raises(KernelError, match="out of range"):
             run()
-        token = structs.Layer._fields.index("norm_token")
+        token = structs.LayerStruct._fields.index("norm_token")
         with changed(fused.layers, token, x.data_ptr()), pytest.raises(KernelError, match="null"):
             run()
-        mix = head + 2 * line + structs.Linear._fields.index("weight")
+        mix = head + 2 * line + structs.LinearStruct._fields.index("weight")
         with changed(fused.model, mix, x.data_ptr()), pytest.raises(KernelError, match="null"):
             run()
 
@@ -167,13 +167,13 @@ def test_experts_that_do_not_fit(mixture):
     """By themselves and within a decoder."""
     experts = mixture._layers[0].experts.compiled
     layers = experts.kept[2]
-    router = len(structs.Experts._fields)
-    bad = [(experts.fields, structs.Experts._fields.index(name), value)
+    router = len(structs.ExpertsStruct._fields)
+    bad = [(experts.fields, structs.ExpertsStruct._fields.index(name), value)
            for change in BAD_EXPERTS for name, value in change.items()]  # fmt: skip
     for name, values in {"weight": [NOWHERE], "inputs": [0, -1, 1 << 40], "outputs": [0, 3, 1 << 40]}.items():
-        at = structs.Linear._fields.index(name)
+        at = structs.LinearStruct._fields.index(name)
         bad += [(experts.fields, router + at, value) for value in values]
-        bad += [(layers, index + at, value) for index in range(0, len(layers), len(structs.Linear._fields))
+        bad += [(layers, index + at, value) for index in range(0, len(layers), len(structs.LinearStruct._fields))
                 for value in values]  # fmt: skip
     x = torch.randn(3, experts.inputs)
     run, *_ = decoding(mixture)

@@ -303,8 +303,8 @@ def test_other_files_are_refused_in_one_line(tiny_target: str, tmp_path: Path) -
         ({**config, "num_hidden_layers": 3}, weights, "the weights do not fit their config: blocks.2"),
         ({**config, "vocab_size": 12}, {**weights, **codes}, "was trained for a target"),
     ]  # fmt: skip
-    for place, (said, tensors, message) in enumerate(cases):
-        folder = write(tmp_path / str(place), said, tensors)
+    for index, (said, tensors, message) in enumerate(cases):
+        folder = write(tmp_path / str(index), said, tensors)
         with pytest.raises(ForerunError) as caught:
             LLM(tiny_target, speculative_config={"method": "dflash", "model": str(folder)})
         assert message in str(caught.value), str(caught.value)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from described import CASES, save_described
 from forerun import LLM, SamplingParams, kernels
 from forerun.speculate.draft import drafters
-from forerun.speculate.draft.chain import Chains
+from forerun.speculate.draft.chain import ChainRunner
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.model import DraftModel
@@ -66,7 +66,7 @@ def record(target: str, options: dict[str, Any], *, page_size=None, stepwise: bo
         speculative_config={**options, "num_speculative_tokens": 4},
     )  # fmt: skip
     drafter = next(iter(llm.engine.router.drafters.values()))
-    assert isinstance(drafter.chains, Chains)
+    assert isinstance(drafter.chains, ChainRunner)
     if stepwise:
         drafter.chains = None
     rounds: list[Any] = []

@@ -20,7 +20,7 @@ from forerun.sampling.draw import Sampler
 from forerun.speculate.accept import rules
 from forerun.speculate.accept.synthetic import Synthetic
 from forerun.speculate.draft import DraftContext, drafters
-from forerun.speculate.draft.heterogeneous import Bridge, Reading, Vocabulary
+from forerun.speculate.draft.heterogeneous import Bridge, Vocabulary, VocabularyReading
 from forerun.speculate.draft.nested import merge
 from forerun.speculate.draft.staged import Ahead
 
@@ -64,7 +64,7 @@ def build(method: str, **options):
 
 
 def sequence(key: int) -> RequestState:
-    return RequestState(key, [1, 2, 3], 3, SamplingParams(temperature=0.0), 1, cached=2)
+    return RequestState(key, [1, 2, 3], 3, SamplingParams(temperature=0.0), 1, num_computed_tokens=2)
 
 
 def rows(*weights: dict[int, float]) -> torch.Tensor:
@@ -299,7 +299,7 @@ def test_a_draft_reads_the_targets_text_whatever_the_cuts() -> None:
     ids = bridge.target.encode(TEXT)
     rng = random.Random(0)
     for _ in range(20):
-        reading, known = Reading(bridge), rng.randrange(1, len(ids))
+        reading, known = VocabularyReading(bridge), rng.randrange(1, len(ids))
         while True:
             reading.follow(ids[:known])
             assert reading.read == known
@@ -326,7 +326,7 @@ def test_reading_only_grows() -> None:
     target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
     bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
     ids = bridge.target.encode(TEXT)
-    reading, before = Reading(bridge), []
+    reading, before = VocabularyReading(bridge), []
     for known in range(1, len(ids) + 1):
         reading.follow(ids[:known])
         assert reading.tokens[: len(before)] == before
@@ -336,7 +336,7 @@ def test_reading_only_grows() -> None:
 def test_special_tokens_that_both_have_are_read_where_they_stand() -> None:
     target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
     bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
-    reading = Reading(bridge)
+    reading = VocabularyReading(bridge)
     reading.follow(bridge.target.encode("def "))
     expected = list(reading.tokens)
     foreseen = [*bridge.draft.encode("path"), 0]
@@ -354,7 +354,7 @@ def test_special_tokens_that_both_have_are_read_where_they_stand() -> None:
 def test_what_the_draft_wrote_is_kept_as_far_as_its_text_was_committed() -> None:
     target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
     bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
-    reading = Reading(bridge)
+    reading = VocabularyReading(bridge)
     reading.follow(bridge.target.encode("def "))
     start = len(reading.tokens)
     written = bridge.draft.encode("path in os")

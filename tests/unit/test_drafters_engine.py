@@ -103,7 +103,7 @@ def kept(part: Any, ids: set[int], seen: tuple[int, ...] = ()) -> list[str]:
             if name in ("base", "inner", "parts", "policy") and id(holder) not in seen:
                 result += kept(holder, ids, (*seen, id(holder)))
     for pool in part.pools() if hasattr(part, "pools") else []:
-        result += [f"pages of {key}" for key in pool.tables if key in ids]
+        result += [f"pages of {key}" for key in pool.block_tables if key in ids]
     return result
 
 

@@ -129,7 +129,7 @@ def test_a_preempted_request_is_not_a_past_output() -> None:
     drafter = build("suffix")
     preempted = sequence([30, 1, 2, 3, 4], prompt=1, key=1)
     drafter.propose([preempted], [3])
-    preempted.cached = 0
+    preempted.num_computed_tokens = 0
     drafter.release(preempted)
     assert not len(drafter.propose([sequence([9, 1, 2], key=2)], [3])[0])
 

@@ -22,7 +22,7 @@ from forerun.models.formats.int8 import TiledInt8
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.load import load_model
 from forerun.models.native import NativeModel
-from forerun.sampling.compiled import Compiled, penalise, restrict
+from forerun.sampling.compiled import CompiledSampling, penalise, restrict
 from forerun.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -120,9 +120,9 @@ class Attending:
     def __init__(self) -> None:
         self.kept, at = memory()
         self.rows = 2
-        self.span = structs.Span(0, 2, 3, 3, 0, -1)
+        self.span = structs.SpanStruct(0, 2, 3, 3, 0, -1)
         self.tables, self.paths, self.entries = [1, 0], [0, 4, 0, 5], [0, 1, 2, 3, 4]
-        self.pool = structs.Pool(2, 4, 1, 4, 16, 16, 4, 16, 16, 4)
+        self.pool = structs.PoolStruct(2, 4, 1, 4, 16, 16, 4, 16, 16, 4)
         self.heads = structs.Heads(2, 0, 8, 4, 4, 0, 0, 0)
         self.plan = structs.Plan(at, 1, at, 2, at, 0, at, 0)
         self.at = at
@@ -250,7 +250,7 @@ def test_spans_that_are_none(model):
         attention = new_attention(model, max_seqs=2, max_len=32)
         with pytest.raises(ValueError, match=r"negative|parents"):
             model.forward(Batch([span]), attention)
-        assert not attention.pool.tables
+        assert not attention.pool.block_tables
     for parents in ([0, -1], [1, 0], [-1, 5]):
         with pytest.raises((ValueError, IndexError)):
             model.forward(Batch([Span(0, 2, [1, 2], parents)]), new_attention(model, max_seqs=2, max_len=32))
@@ -287,21 +287,22 @@ def test_layers_over_tensors_that_do_not_fit():
     with pytest.raises(TypeError, match="float64"):
         TiledInt8(torch.randn(4, 4), None, "int8")(torch.randn(2, 4).double())
     with pytest.raises(ValueError, match="8 numbers"):
-        kernel_layers.Norm(torch.randn(8), 1e-5)(torch.randn(2, 7))
+        kernel_layers.KernelNorm(torch.randn(8), 1e-5)(torch.randn(2, 7))
     with pytest.raises(ValueError, match="2 width"):
-        kernel_layers.Gate("silu", torch.float32)(torch.randn(2, 7))
+        kernel_layers.KernelGate("silu", torch.float32)(torch.randn(2, 7))
     wide = torch.randn(2, 16)[:, ::2]
     assert torch.equal(
-        kernel_layers.Gate("silu", torch.float32)(wide), kernel_layers.Gate("silu", torch.float32)(wide.contiguous())
+        kernel_layers.KernelGate("silu", torch.float32)(wide),
+        kernel_layers.KernelGate("silu", torch.float32)(wide.contiguous()),
     )
 
 
 def test_sampling_over_lists_that_do_not_fit():
-    sampler, scores = Compiled(torch.arange(8, dtype=torch.int32)), torch.randn(2, 8)
+    sampler, scores = CompiledSampling(torch.arange(8, dtype=torch.int32)), torch.randn(2, 8)
     q = torch.rand(8)
     ids, logs = torch.zeros(2, 3, dtype=torch.int32), torch.zeros(2, 3)
     wrong = [
-        lambda: Compiled(torch.arange(8)),
+        lambda: CompiledSampling(torch.arange(8)),
         lambda: sampler.noise([1], 9),
         lambda: sampler.choose(torch.randn(2, 9), [1, 2], False),
         lambda: sampler.choose(scores.double(), [1, 2], False),

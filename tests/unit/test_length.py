@@ -147,7 +147,7 @@ def test_each_sequence_has_its_own_budget() -> None:
     ]
     for _ in range(150):
         for sequence in sequences:
-            sequence.scheduled, sequence.cached = 1, len(sequence.tokens) - 1
+            sequence.scheduled, sequence.num_computed_tokens = 1, len(sequence.tokens) - 1
         budgets = policy.budgets(sequences)
         given.append(budgets)
         kept = [budget if sequence.id < 4 else 0 for sequence, budget in zip(sequences, budgets)]
@@ -178,15 +178,17 @@ def _expected(machine: Machine, depth: int, rate: float) -> float:
 
 def test_rows_that_are_not_planned_are_not_reserved() -> None:
     policy = policies["adaptive"](Setting({"m": [0, 1, 2, 3]}, 2))
-    sequence = RequestState(0, [0] * 9, 8, SamplingParams(), 0, max_tokens=500, drafter="m", scheduled=1, cached=8)
+    sequence = RequestState(
+        0, [0] * 9, 8, SamplingParams(), 0, max_tokens=500, drafter="m", scheduled=1, num_computed_tokens=8
+    )
     assert policy.longest_nodes(sequence) == 3
     for _ in range(400):
-        sequence.scheduled, sequence.cached = 1, len(sequence.tokens) - 1
+        sequence.scheduled, sequence.num_computed_tokens = 1, len(sequence.tokens) - 1
         budget = policy.budgets([sequence])[0]
         sequence.tokens.append(0)
         verdict = Verdict(token=0, tokens=[0], fed=1, tested=min(budget, 1))
         policy.observe([sequence], [Draft.chain([0] * budget)], [verdict], Seconds(0.01 * budget, 0.01, 0.0))
-    sequence.scheduled, sequence.cached = 1, len(sequence.tokens) - 1
+    sequence.scheduled, sequence.num_computed_tokens = 1, len(sequence.tokens) - 1
     expected = {policy.longest_nodes(sequence)}
     assert expected <= {0, 3}
     policy.release(sequence)
@@ -323,7 +325,7 @@ def test_newcomers_draft_as_soon_as_their_prompt_is_read() -> None:
         for sequence in sequences:
             reads = sequence.id == 4 and turn < 63
             sequence.scheduled = 4 if reads else 1
-            sequence.cached = 0 if reads else len(sequence.tokens) - 1
+            sequence.num_computed_tokens = 0 if reads else len(sequence.tokens) - 1
             sequence.draft_budget = None  # as the scheduler does it
             sequence.draft_budget = None if reads else policy.longest_nodes(sequence)
         budgets = policy.budgets(sequences)

@@ -29,7 +29,7 @@ def test_a_cold_start_is_not_held_against_drafts(seed: int) -> None:
 
 def sequence(key: int, scheduled: int = 1) -> RequestState:
     made = RequestState(key, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m", scheduled=scheduled)
-    made.cached = len(made.tokens) - scheduled
+    made.num_computed_tokens = len(made.tokens) - scheduled
     return made
 
 
@@ -38,7 +38,7 @@ def drive(policy: LengthPolicy, running: list[RequestState], count: int) -> list
     plans: list[object] = []
     for _ in range(count):
         for one in running[:4]:
-            one.scheduled, one.cached = 1, len(one.tokens) - 1
+            one.scheduled, one.num_computed_tokens = 1, len(one.tokens) - 1
         drafts = [Draft.chain([0] * budget) for budget in policy.budgets(running)]
         if not plans or policy._plan is not plans[-1]:
             plans.append(policy._plan)

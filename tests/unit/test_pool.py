@@ -41,7 +41,7 @@ def read(pool: Pool, key: int) -> list[int]:
     length = pool.length(key)
     result: set[tuple[float, ...]] = set()
     for layer in range(len(pool.layers)):
-        keys, values = pool.gather(layer, torch.tensor(pool.tables[key], dtype=torch.long))
+        keys, values = pool.gather(layer, torch.tensor(pool.block_tables[key], dtype=torch.long))
         result |= {tuple(row.tolist()) for row in keys[:, :length].transpose(1, 2).reshape(-1, length)}
         result |= {tuple((-row).tolist()) for row in values[:, :length].transpose(1, 2).reshape(-1, length)}
     assert len(result) == 1
@@ -95,7 +95,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(key=sequences, count=st.integers(1, 8))
     def append(self, key: int, count: int) -> None:
         values = self.fresh(count)
-        before = {other: list(table) for other, table in self.pool.tables.items()}
+        before = {other: list(table) for other, table in self.pool.block_tables.items()}
         fits = self.pool.can_reserve(key, len(self.account[key]) + count)
         if fits:
             write(self.pool, key, values)
@@ -103,16 +103,16 @@ class PoolMachine(RuleBasedStateMachine):
         else:
             with pytest.raises(OutOfPages, match="the KV cache is full"):
                 self.pool.reserve(key, len(self.account[key]) + count)
-            assert before == self.pool.tables
+            assert before == self.pool.block_tables
 
     @rule(key=sequences, data=st.data())
     def truncate(self, key: int, data: st.DataObject) -> None:
         length = data.draw(st.integers(0, len(self.account[key])))
         refs, whole = list(self.pool.refs), -(-length // self.pool.page_size)
-        kept, held = self.pool.tables[key][:whole], self.pool.tables[key][whole:]
+        kept, held = self.pool.block_tables[key][:whole], self.pool.block_tables[key][whole:]
         self.pool.truncate(key, length)
         del self.account[key][length:]
-        assert self.pool.tables[key] == kept
+        assert self.pool.block_tables[key] == kept
         assert all(self.pool.refs[page] == refs[page] - 1 for page in held)
 
     @rule(key=sequences, count=st.integers(1, 7), data=st.data())
@@ -126,7 +126,7 @@ class PoolMachine(RuleBasedStateMachine):
         chosen = sorted(data.draw(st.sets(st.integers(0, count - 1))))
         self.pool.keep(key, start, chosen)
         self.account[key] += [values[offset] for offset in chosen]
-        assert len(self.pool.tables[key]) == -(-len(self.account[key]) // self.pool.page_size)
+        assert len(self.pool.block_tables[key]) == -(-len(self.account[key]) // self.pool.page_size)
 
     @rule(target=sequences, source=sequences, data=st.data())
     def fork(self, source: int, data: st.DataObject):
@@ -143,8 +143,8 @@ class PoolMachine(RuleBasedStateMachine):
         """The prefix tree takes an interest in a full page."""
         size = self.pool.page_size
         values = self.account[key][index * size : (index + 1) * size]
-        if len(values) == size and self.pool.tables[key][index] not in self.shelf.pages:
-            self.shelf.keep(self.pool.tables[key][index], values)
+        if len(values) == size and self.pool.block_tables[key][index] not in self.shelf.pages:
+            self.shelf.keep(self.pool.block_tables[key][index], values)
 
     @precondition(lambda self: hasattr(self, "shelf") and bool(self.shelf.pages))
     @rule(target=sequences, data=st.data())
@@ -168,7 +168,7 @@ class PoolMachine(RuleBasedStateMachine):
     def contents_are_those_of_the_account(self) -> None:
         if not hasattr(self, "pool"):
             return
-        assert set(self.pool.tables) == set(self.account)
+        assert set(self.pool.block_tables) == set(self.account)
         for key, values in self.account.items():
             assert self.pool.length(key) == len(values)
             if values:
@@ -179,10 +179,10 @@ class PoolMachine(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         self.pool.check()
-        used = {page for table in self.pool.tables.values() for page in table} | set(self.shelf.pages)
+        used = {page for table in self.pool.block_tables.values() for page in table} | set(self.shelf.pages)
         assert self.pool.num_free == self.pool.num_pages - len(used)
         for key, values in self.account.items():
-            assert len(self.pool.tables[key]) == -(-len(values) // self.pool.page_size)
+            assert len(self.pool.block_tables[key]) == -(-len(values) // self.pool.page_size)
 
 
 TestPool = PoolMachine.TestCase
@@ -195,10 +195,10 @@ def test_truncation_keeps_a_partial_last_page_and_frees_those_past_it():
     pages = Pages(8, 4)
     pages.reserve(1, 15)
     pages.advance(1, 15)
-    table = list(pages.tables[1])
+    table = list(pages.block_tables[1])
     for length, kept in ((13, 4), (12, 3), (9, 3), (8, 2), (1, 1), (0, 0)):
         pages.truncate(1, length)
-        assert pages.tables[1] == table[:kept]
+        assert pages.block_tables[1] == table[:kept]
         assert pages.num_free == 8 - kept
         assert pages.length(1) == length
 
@@ -229,7 +229,7 @@ def test_a_shared_page_is_copied_before_it_is_written():
     pool = Pool(SHAPES, 4, 4, torch.float32)
     write(pool, 1, [1, 2])
     pool.fork(1, 2, 2)
-    assert pool.tables[1] == pool.tables[2]
+    assert pool.block_tables[1] == pool.block_tables[2]
     write(pool, 2, [3])
     write(pool, 1, [4])
     assert (read(pool, 1), read(pool, 2)) == ([1, 2, 4], [1, 2, 3])
@@ -264,7 +264,7 @@ def test_check_notices_what_is_wrong():
         return pages
 
     def leak(pages):
-        del pages.tables[1]
+        del pages.block_tables[1]
 
     def double(pages):
         pages.free_pages.append(pages.free_pages[-1])
@@ -273,7 +273,7 @@ def test_check_notices_what_is_wrong():
         pages.lengths[1] = 9
 
     def freed_in_use(pages):
-        pages.free_pages.append(pages.tables[1][0])
+        pages.free_pages.append(pages.block_tables[1][0])
 
     for change in (leak, double, too_long, freed_in_use):
         with pytest.raises(AssertionError):
@@ -293,7 +293,7 @@ def test_the_slotted_layout_is_one_page_per_sequence():
     pool = Pool(SHAPES, 2, 8, torch.float32)
     for key in (1, 2):
         write(pool, key, [key] * 8)
-    assert [len(pool.tables[key]) for key in (1, 2)] == [1, 1]
+    assert [len(pool.block_tables[key]) for key in (1, 2)] == [1, 1]
     assert not pool.can_reserve(3, 1)
     pool.free(1)
     assert pool.can_reserve(3, 8)

@@ -51,7 +51,7 @@ class PrefixMachine(RuleBasedStateMachine):
         self.pool.reserve(key, length)
         kept = self.entered()
         gone = before - kept
-        held = [self.pool.tables[key], *self.pool.tables.values()]
+        held = [self.pool.block_tables[key], *self.pool.block_tables.values()]
         used = {page for table in held for page in table}
         unused = [run for run in before if run in gone or self.page_of(run) not in used]
         unused.sort(key=lambda run: (self.known[run], -len(run)))
@@ -146,7 +146,7 @@ class PrefixMachine(RuleBasedStateMachine):
             return
         for key, tokens in self.tokens.items():
             assert self.pool.length(key) == len(tokens)
-            keys, _ = self.pool.gather(0, torch.tensor(self.pool.tables[key], dtype=torch.long))
+            keys, _ = self.pool.gather(0, torch.tensor(self.pool.block_tables[key], dtype=torch.long))
             assert keys[0, : len(tokens), 0].tolist() == tokens
 
     @invariant()
@@ -187,7 +187,7 @@ def test_pages_computed_twice_are_kept_once():
     assert pool.num_free == 4
     for key in (1, 2):
         tree.commit(key, [7, 8, 9, 10], 4)
-    assert pool.tables[1] == pool.tables[2]
+    assert pool.block_tables[1] == pool.block_tables[2]
     assert pool.num_free == 6
     pool.free(1)
     assert pool.num_idle == 0
@@ -208,7 +208,7 @@ def test_taking_entries_back_starts_from_the_root_again():
     tree.commit(1, [1, 5, 6, 7], 4)
     assert tree.start(2, [1, 2, 3, 4, 9], 4) == 4
     assert tree.start(3, [1, 5, 6, 7, 9], 4) == 4
-    assert set(pool.tables[2]).isdisjoint(pool.tables[3])
+    assert set(pool.block_tables[2]).isdisjoint(pool.block_tables[3])
     pool.check()
 
 

@@ -19,7 +19,7 @@ from forerun.models.architectures.spec import bind
 from forerun.models.base import new_attention
 from forerun.models.formats.base import size
 from forerun.models.formats.tiled import can_tile
-from forerun.models.fused import Sums
+from forerun.models.fused import PartialSums
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model, read_config
 from forerun.models.mapped import CheckpointWeights
@@ -175,7 +175,7 @@ def pieces(model) -> list[Output]:
 
 def test_what_sums_is_gone_with_its_model():
     """Other ranks end when the first one's team does, which must not wait for a search for cycles."""
-    sums = Sums(lambda shard: shard, 16, torch.float32)
+    sums = PartialSums(lambda shard: shard, 16, torch.float32)
     seen = weakref.ref(sums)
     gc.disable()
     try:

@@ -41,14 +41,14 @@ class Rounds:
         pool = self.scheduler.pool
         chosen = self.scheduler.schedule()
         for one in chosen:
-            end = one.cached + one.scheduled + (one.draft_budget or 0)
+            end = one.num_computed_tokens + one.scheduled + (one.draft_budget or 0)
             pool.reserve(one.id, end)
             pool.advance(one.id, end)
             emitted = 0
             if one.decodes:
                 emitted = 1 + min(accepted(one), one.draft_budget or 0, one.remaining - 1)
-            one.cached += one.scheduled + max(0, emitted - 1)
-            pool.truncate(one.id, one.cached)
+            one.num_computed_tokens += one.scheduled + max(0, emitted - 1)
+            pool.truncate(one.id, one.num_computed_tokens)
             one.tokens.extend([one.id + 1] * emitted)
         for one in chosen:
             if one.remaining == 0:
@@ -144,7 +144,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.victims.clear()
         waiting = [one.id for one in self.scheduler.waiting]
         tokens = {key: len(one.tokens) for key, one in self.alive.items()}
-        cached = {one.id: one.cached for one in self.scheduler.running}
+        cached = {one.id: one.num_computed_tokens for one in self.scheduler.running}
         chosen = self.rounds.step(lambda one: accepts)
         self.check_rows(chosen, tokens, cached)
         self.check_turns(chosen, waiting)
@@ -183,7 +183,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             if one in self.paused:
                 self.paused.remove(one)
             self.scheduler.remove(one)
-            assert key not in self.pool.tables
+            assert key not in self.pool.block_tables
 
     @rule(data=st.data())
     def pause(self, data: st.DataObject) -> None:
@@ -191,7 +191,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             one = self.alive[data.draw(st.sampled_from(sorted(self.alive)))]
             if one not in self.paused:
                 self.scheduler.remove(one)
-                one.cached = one.scheduled = 0
+                one.num_computed_tokens = one.scheduled = 0
                 self.paused.append(one)
 
     @rule()
@@ -205,11 +205,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.pool.check()
         running = {one.id: one for one in self.scheduler.running}
-        assert set(self.pool.tables) <= set(running)
+        assert set(self.pool.block_tables) <= set(running)
         for key, one in running.items():
-            assert self.pool.length(key) == one.cached <= len(one.tokens)
+            assert self.pool.length(key) == one.num_computed_tokens <= len(one.tokens)
             assert self.admitted[key] <= len(one.tokens) - 1
-        assert all(one.cached == 0 for one in self.scheduler.waiting)
+        assert all(one.num_computed_tokens == 0 for one in self.scheduler.waiting)
 
     def teardown(self) -> None:
         """Whatever happened, everyone's turn comes, and nothing is left."""
@@ -219,7 +219,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.resume()
         todo = sum(2 * len(one.tokens) + 2 * one.remaining for one in self.alive.values())
         self.rounds.finish(limit=20 + 4 * todo)
-        assert not self.pool.tables
+        assert not self.pool.block_tables
         assert self.pool.num_free + self.pool.num_idle == self.pool.num_pages
         self.pool.check()
 
@@ -245,8 +245,8 @@ def test_a_long_prompt_does_not_stop_the_others():
     for _ in range(6):
         chosen = {one.id: (one.scheduled, one.draft_budget) for one in scheduler.schedule()}
         assert chosen == {1: (1, 3), 2: (1, 3), 3: (8, 0)}
-        scheduler.running[-1].cached += 8
-        scheduler.pool.advance(3, scheduler.running[-1].cached)
+        scheduler.running[-1].num_computed_tokens += 8
+        scheduler.pool.advance(3, scheduler.running[-1].num_computed_tokens)
     assert [one.scheduled for one in scheduler.schedule()] == [1, 1, 2]
 
 

@@ -106,7 +106,7 @@ def test_prefixes_by_source():
     result = {}
     for key, source in enumerate((None, ONE, TWO, THREE)):
         assert tree.start(10 + key, tokens, 4, source=source) == (0 if source is THREE else 4)
-        result[source] = tuple(pool.tables.get(10 + key, ()))
+        result[source] = tuple(pool.block_tables.get(10 + key, ()))
         pool.free(10 + key)
     assert len({*result.values()}) == 4
     pool.check()

@@ -17,7 +17,7 @@ from forerun import LLM, SamplingParams
 from forerun.cli.trace import REJECTED, parts
 from forerun.core.errors import ConfigError, ModelError
 from forerun.engine.jobs import TokenLogprobs, by_token
-from forerun.engine.metrics import CORRECTED, TraceRound
+from forerun.engine.metrics import CORRECTED, RoundTrace
 from forerun.models.gguf_tokenizer import make_tokenizer
 from forerun.models.tokenizer import REPLACEMENT, Detokenizer, load_tokenizer, token_text
 from forerun.serve.text import TextService
@@ -177,7 +177,7 @@ def test_a_token_keeps_the_space_that_it_begins_with():
     assert service.token_text(ids[0]) == (" true", [*b" true"])
     assert service.token_text(half) == (REPLACEMENT, [0xC3])
     service.close()
-    round_ = TraceRound((ids[1],), (CORRECTED,), (ids[0],), 1, "ngram")
+    round_ = RoundTrace((ids[1],), (CORRECTED,), (ids[0],), 1, "ngram")
     assert parts(round_, SENTENCE_PIECE) == [(REJECTED, " true"), (CORRECTED, "true")]
 
 

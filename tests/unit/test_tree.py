@@ -107,7 +107,7 @@ def test_a_batch_lays_spans_end_to_end():
 
 def sequence(key: int, tokens: int, cached: int, scheduled: int) -> RequestState:
     made = RequestState(key, list(range(100, 100 + tokens)), tokens, SamplingParams(), 0)
-    made.cached, made.scheduled = cached, scheduled
+    made.num_computed_tokens, made.scheduled = cached, scheduled
     return made
 
 
@@ -139,8 +139,8 @@ def test_rolling_back_keeps_the_accepted_path(paths, data):
     pool.write(0, pool.slot_mapping(0, range(end)), entries, entries)
     pool.advance(0, end)
     roll_back(pool, [who], [draft], [Verdict(path=path, tokens=[0] * accepted)])
-    keys, _ = pool.gather(0, torch.tensor(pool.tables[0]))
+    keys, _ = pool.gather(0, torch.tensor(pool.block_tables[0]))
     expected = [*range(6), *[6 + step for step in path[:accepted]]]
     assert keys.flatten()[: pool.length(0)].tolist() == expected
-    assert who.cached == pool.length(0) == len(expected)
+    assert who.num_computed_tokens == pool.length(0) == len(expected)
     pool.check()

@@ -25,7 +25,7 @@ from forerun.tune import run as stages
 from forerun.tune.config import TRAINED, TuneConfig
 from forerun.tune.features import scale
 from forerun.tune.kinds import KINDS
-from forerun.tune.state import State
+from forerun.tune.state import TuneState
 from tiny import save_tokenizer, tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -352,7 +352,7 @@ def test_another_tuning_does_not_go_on(folder: Path, model: str) -> None:
 def test_a_damaged_state_is_said(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be read"):
-        State(tmp_path, {})
+        TuneState(tmp_path, {})
 
 
 def test_a_model_without_a_template_goes_on_with_texts(tmp_path: Path) -> None:

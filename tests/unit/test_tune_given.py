@@ -23,7 +23,7 @@ from forerun.tune.config import TuneConfig
 from forerun.tune.data import Data, Writer
 from forerun.tune.features import Features
 from forerun.tune.kinds import AHEAD
-from forerun.tune.state import State
+from forerun.tune.state import TuneState
 
 __all__ = ["few_turns", "folder", "model"]
 
@@ -121,7 +121,7 @@ def test_a_text_is_read_for_its_share_of_the_time(
     assert len(list((out / "run" / "text").iterdir())) == 1
     assert (out / "text.safetensors").read_bytes() == text.read_bytes()
     assert seconds == [1.0]
-    state = State(out / "run", json.loads((out / "run" / "state.json").read_text("utf-8"))["marks"])
+    state = TuneState(out / "run", json.loads((out / "run" / "state.json").read_text("utf-8"))["marks"])
     state.seconds["write"] = 3.0
     config = TuneConfig(model=model, out=out, text=tmp_path / "out" / "tuned.json", **{**QUICK, "hours": 8 / 3600})
     assert stages._each(config, state) == pytest.approx(3.0)

@@ -18,7 +18,7 @@ from forerun.engine.engine import Engine
 from forerun.measure.planner import CostCurve
 from forerun.measure.rounds import measure
 from forerun.models.load import load_shared, resolve, sharing
-from forerun.tune.pair import Answer, PairConfig, Price, Replayed, on_paper, replay, tune_pair
+from forerun.tune.pair import PairAnswer, PairConfig, Price, Replayed, on_paper, replay, tune_pair
 from tiny import save_tokenizer, tiny_llama
 
 QUICK = {"minutes": 3 / 60, "answer": 16, "progress": False}
@@ -74,7 +74,7 @@ def test_a_replay_says_what_the_draft_really_does(temperature: float, options: d
     engine = Engine(llm.model, llm.tokenizer, llm.config, SpeculativeConfig.parse({**config, "length": "fixed"}))
     real = measure(engine, prompts, [params] * 2)
     drafter = engine.router.drafters["draft_model"]
-    result, seconds = replay(drafter, [Answer(p, said, params) for p, said in zip(prompts, real.answers)])
+    result, seconds = replay(drafter, [PairAnswer(p, said, params) for p, said in zip(prompts, real.answers)])
     assert seconds > 0
     threshold = options.get("confidence_threshold")
     for number, one in enumerate(result):

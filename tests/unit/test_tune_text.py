@@ -11,7 +11,7 @@ import pytest
 from chat_model import save_chat_model
 
 from forerun import LLM
-from forerun.tune.data import SPOKEN, Data, Record, Writer, known, turns
+from forerun.tune.data import SPOKEN, Data, TuneRecord, Writer, known, turns
 
 SAID = [("stop", " What is rain? "), ("length", "And then the"), ("stop", "  "), ("stop", "Hello;")]
 
@@ -19,9 +19,9 @@ SAID = [("stop", " What is rain? "), ("length", "And then the"), ("stop", "  "),
 @pytest.fixture
 def writer(tmp_path: Path) -> Writer:
     with known():
-        llm = LLM(save_chat_model(tmp_path), speculative_config={"method": Record.name, "layers": [1]})
-    record = llm.engine.router.drafters[Record.name]
-    assert isinstance(record, Record)
+        llm = LLM(save_chat_model(tmp_path), speculative_config={"method": TuneRecord.name, "layers": [1]})
+    record = llm.engine.router.drafters[TuneRecord.name]
+    assert isinstance(record, TuneRecord)
     return Writer(llm, record, Data(), rows=10)
 
 

@@ -33,19 +33,19 @@ def _serves(width: int) -> bool:
 
 
 @dataclass(slots=True)
-class Plan(Metadata):
-    """Arguments that hold for every layer of a forward: what ``structs.Plan`` points to, and itself."""
+class AttentionPlan(Metadata):
+    """Arguments that hold for every layer of a forward: what ``structs.AttentionPlan`` points to, and itself."""
 
     lists: tuple[array[int], ...]
     plan: array[int]
     address: int
     begins: list[int]
     """Where each span's pages begin in the tables."""
-    across: Plan | None = None
+    across: AttentionPlan | None = None
     """Of attention to the sequences' sources, if they have any."""
 
 
-class KernelAttention(Backend[Plan]):
+class KernelAttention(Backend[AttentionPlan]):
     """The protocol of ``attention/base.py`` on the kernel."""
 
     def __init__(self, pool: Pool) -> None:
@@ -55,7 +55,7 @@ class KernelAttention(Backend[Plan]):
         self._sides = self._shape = array("q")
 
     def sides(self) -> tuple[int, int]:
-        """Addresses of every layer's keys and values, and of their ``structs.Pool``: all layers' entries have one
+        """Addresses of every layer's keys and values, and of their ``structs.PoolStruct``: all layers' entries have one
         shape."""
         pool = self.pool
         if self._keys is not pool.keys:  # at first, and after the pool was resized
@@ -64,7 +64,7 @@ class KernelAttention(Backend[Plan]):
             self._shape = _lay_out(pool.keys[0], pool.values[0])
         return self._sides.buffer_info()[0], self._shape.buffer_info()[0]
 
-    def begin(self, batch: Batch) -> Plan:
+    def begin(self, batch: Batch) -> AttentionPlan:
         """Raises ValueError, before anything is reserved, for spans that are no rows of a sequence."""
         pool = self.pool
         for span in batch.spans:
@@ -75,8 +75,8 @@ class KernelAttention(Backend[Plan]):
             before = span.start + span.stored
             where = CHAIN if span.parents is None else len(paths)
             begins.append(len(tables))
-            spans.extend(structs.Span(offset, len(span.tokens), span.start, before, len(tables), where))
-            tables.extend(pool.tables[span.key])
+            spans.extend(structs.SpanStruct(offset, len(span.tokens), span.start, before, len(tables), where))
+            tables.extend(pool.block_tables[span.key])
             if span.parents is not None:
                 _list_paths(span, span.parents, paths, entries)
         at = [numbers.buffer_info()[0] for numbers in (spans, tables, paths, entries)]
@@ -84,9 +84,9 @@ class KernelAttention(Backend[Plan]):
             at[0], len(begins), at[1], len(tables), at[2], len(paths), at[3], len(entries)
         ))  # fmt: skip
         across = None if pool.sources is None else _plan_sources(pool.sources, batch)
-        return Plan(batch, (spans, tables, paths, entries), plan, plan.buffer_info()[0], begins, across)
+        return AttentionPlan(batch, (spans, tables, paths, entries), plan, plan.buffer_info()[0], begins, across)
 
-    def run(self, query: Query, plan: Plan) -> torch.Tensor:
+    def run(self, query: Query, plan: AttentionPlan) -> torch.Tensor:
         pool, count = self.pool, plan.batch.num_rows
         q, k, v = (_by_row(side) for side in (query.q, query.k, query.v))
         keys, values = pool.keys[query.layer], pool.values[query.layer]
@@ -106,7 +106,7 @@ class KernelAttention(Backend[Plan]):
             out[count:] = out[count - 1]
         return out
 
-    def cross(self, layer: int, q: torch.Tensor, scale: float, plan: Plan) -> torch.Tensor:
+    def cross(self, layer: int, q: torch.Tensor, scale: float, plan: AttentionPlan) -> torch.Tensor:
         sources, across, count = self.pool.sources, plan.across, plan.batch.num_rows
         assert sources is not None
         assert across is not None
@@ -124,24 +124,24 @@ class KernelAttention(Backend[Plan]):
 
 
 def _lay_out(keys: torch.Tensor, values: torch.Tensor) -> array[int]:
-    """One layer's ``structs.Pool``."""
-    return array("q", structs.Pool(
+    """One layer's ``structs.PoolStruct``."""
+    return array("q", structs.PoolStruct(
         keys.shape[0], keys.shape[2], keys.shape[1], keys.shape[3], *keys.stride()[:3], *values.stride()[:3]
     ))  # fmt: skip
 
 
-def _plan_sources(sources: Sources, batch: Batch) -> Plan:
+def _plan_sources(sources: Sources, batch: Batch) -> AttentionPlan:
     """Rows that see all the entries of their sequence's source and nothing else: paths of no nodes behind them."""
     spans, tables, begins = array("q"), array("q"), []
     paths, entries = array("q", (0,) * 2 * batch.num_rows), array("q", (0,))
     for span, offset in zip(batch.spans, batch.offsets):
         page, length = sources.page(span.key)
         begins.append(len(tables))
-        spans.extend(structs.Span(offset, len(span.tokens), length, length, len(tables), 2 * offset))
+        spans.extend(structs.SpanStruct(offset, len(span.tokens), length, length, len(tables), 2 * offset))
         tables.append(page)
     at = [numbers.buffer_info()[0] for numbers in (spans, tables, paths, entries)]
     plan = array("q", structs.Plan(at[0], len(begins), at[1], len(tables), at[2], len(paths), at[3], 0))
-    return Plan(batch, (spans, tables, paths, entries), plan, plan.buffer_info()[0], begins)
+    return AttentionPlan(batch, (spans, tables, paths, entries), plan, plan.buffer_info()[0], begins)
 
 
 def _check_bias(bias: torch.Tensor | None, heads: int) -> tuple[int, int]:

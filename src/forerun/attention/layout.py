@@ -19,7 +19,7 @@ BUCKET = 128
 
 
 @dataclass(slots=True)
-class Call:
+class AttentionCall:
     """``count`` consecutive rows of each of one or more sequences, over the same number of keys.
 
     ``offset`` is the first row in the batch if all rows lie side by side; ``rows`` lists them otherwise.
@@ -57,7 +57,7 @@ class Where:
 
 def where(pool: Pool, batch: Batch) -> Where:
     """Where the rows of ``batch`` are stored."""
-    size, tables = pool.page_size, pool.tables
+    size, tables = pool.page_size, pool.block_tables
     runs = [(tables[span.key], span.start + span.stored, span.end) for span in batch.spans]
     if len(runs) == 1:
         table, first, end = runs[0]
@@ -73,7 +73,7 @@ class Layout(Metadata):
     """``order`` lists where in the calls' results, end to end, each of the batch's rows is (None: in place)."""
 
     where: Where
-    calls: list[Call]
+    calls: list[AttentionCall]
     order: torch.Tensor | None = None
 
 
@@ -117,7 +117,7 @@ class Planner:
         for index, (span, offset) in enumerate(zip(batch.spans, batch.offsets)):
             pages, tree = self._pages(span.key, span.end), span.parents is not None
             first = span.start if tree else span.start + span.stored
-            parts.append(Call([index], span.count, [first], span.end, pages, offset, tree=tree))
+            parts.append(AttentionCall([index], span.count, [first], span.end, pages, offset, tree=tree))
         layout = Layout(batch, where(self.pool, batch), parts if len(parts) < 2 else list(self._merge(parts)))
         attended: list[int] = []
         for call in layout.calls:
@@ -130,16 +130,16 @@ class Planner:
     def _pages(self, key: int, columns: int) -> int | torch.Tensor:
         """The page that holds all the keys, or the list of pages up to the padded end."""
         count = -(-columns // self.pool.page_size)
-        table = self.pool.tables[key]
+        table = self.pool.block_tables[key]
         if count <= 1:
             return table[0]
         # Padding repeats a page of its own: another sequence's may hold a NaN, which no mask stops.
         listed = table[:count] + table[:1] * (count - len(table))
         return torch.tensor([listed], device=self.pool.device)
 
-    def _merge(self, parts: list[Call]) -> Iterator[Call]:
+    def _merge(self, parts: list[AttentionCall]) -> Iterator[AttentionCall]:
         """Put short parts of equal shape into one call."""
-        groups: dict[tuple[int, int, bool], list[Call]] = {}
+        groups: dict[tuple[int, int, bool], list[AttentionCall]] = {}
         for part in parts:
             if part.tree or part.count > BATCHED_ROWS:
                 yield part
@@ -154,7 +154,7 @@ class Planner:
             else:
                 yield self._join(group)
 
-    def _runs(self, group: list[Call]) -> Iterator[Call]:
+    def _runs(self, group: list[AttentionCall]) -> Iterator[AttentionCall]:
         """One call for each run of consecutive pages."""
         first = 0
         for at in range(1, len(group) + 1):
@@ -162,7 +162,7 @@ class Planner:
                 yield self._join(group[first:at])
                 first = at
 
-    def _join(self, group: list[Call]) -> Call:
+    def _join(self, group: list[AttentionCall]) -> AttentionCall:
         if len(group) == 1:
             return group[0]
         count = group[0].count
@@ -180,7 +180,7 @@ class Planner:
             listed = [offset + row for offset in offsets for row in range(count)]
             rows = torch.tensor(listed, device=self.pool.device)
         spans = [part.spans[0] for part in group]
-        return Call(spans, count, [part.firsts[0] for part in group], columns, pages, offsets[0], rows)
+        return AttentionCall(spans, count, [part.firsts[0] for part in group], columns, pages, offsets[0], rows)
 
 
 NEG_INF = float("-inf")

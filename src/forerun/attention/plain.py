@@ -30,7 +30,7 @@ class PlainAttention(Backend[Stored]):
         stored.where.store(self.pool, query.layer, query.k, query.v)
         parts, batch = [], stored.batch
         for span, offset in zip(batch.spans, batch.offsets):
-            pages = torch.tensor(self.pool.tables[span.key], device=self.pool.device)
+            pages = torch.tensor(self.pool.block_tables[span.key], device=self.pool.device)
             k, v = (side[:, : span.end] for side in self.pool.gather(query.layer, pages))
             mask = tree_mask(span, span.end, query.window, torch.float32).to(k.device)
             if query.bias is not None:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from forerun.attention.base import Backend, Query
-from forerun.attention.layout import FOLDED, Call, ChainMasks, Layout, Planner, repeat, tree_mask
+from forerun.attention.layout import FOLDED, AttentionCall, ChainMasks, Layout, Planner, repeat, tree_mask
 from forerun.cache.pool import Pool
 from forerun.core.batch import Batch
 
@@ -38,7 +38,7 @@ class SdpaAttention(Backend[Layout]):
             out = out.index_select(0, layout.order)
         return torch.cat([out, out[-1:].expand(spare, -1)]) if spare else out
 
-    def _attend(self, query: Query, call: Call, batch: Batch) -> torch.Tensor:
+    def _attend(self, query: Query, call: AttentionCall, batch: Batch) -> torch.Tensor:
         k, v = self._keys_and_values(query.layer, call)
         q, sequences, rows = query.q, len(call.spans), call.count
         if call.rows is not None:
@@ -54,7 +54,7 @@ class SdpaAttention(Backend[Layout]):
             sinks = F.pad(sinks, (0, folded.shape[2] - sinks.shape[1]))[..., None]
         return unfold(attend(folded, k, v, mask, query.scale, query.softcap, sinks), rows, groups)
 
-    def _keys_and_values(self, layer: int, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    def _keys_and_values(self, layer: int, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
         """[sequences, kv heads, columns, width] of one layer."""
         if isinstance(call.pages, int):
             sides = self.pool.keys[layer], self.pool.values[layer]
@@ -63,12 +63,12 @@ class SdpaAttention(Backend[Layout]):
         return k[:, :, : call.columns], v[:, :, : call.columns]
 
     @staticmethod
-    def _view(side: torch.Tensor, call: Call, page: int) -> torch.Tensor:
+    def _view(side: torch.Tensor, call: AttentionCall, page: int) -> torch.Tensor:
         strides = side.stride()
         shape = (len(call.spans), side.shape[1], call.columns, side.shape[3])
         return side.as_strided(shape, strides, side.storage_offset() + page * strides[0])
 
-    def _mask(self, batch: Batch, call: Call, groups: int, window: int | None) -> torch.Tensor | None:
+    def _mask(self, batch: Batch, call: AttentionCall, groups: int, window: int | None) -> torch.Tensor | None:
         """Additive mask, [folded rows, columns] or [sequences, 1, folded rows, columns]; None hides nothing. All the
         folded rows of a single row share one."""
         groups = 1 if call.count == 1 else groups
@@ -77,7 +77,7 @@ class SdpaAttention(Backend[Layout]):
             call.masks[key] = self._make_mask(batch, call, groups, window)
         return call.masks[key]
 
-    def _make_mask(self, batch: Batch, call: Call, groups: int, window: int | None) -> torch.Tensor | None:
+    def _make_mask(self, batch: Batch, call: AttentionCall, groups: int, window: int | None) -> torch.Tensor | None:
         rows, columns = call.count, call.columns
         if call.tree:
             mask = tree_mask(batch.spans[call.spans[0]], columns, window, self.masks.dtype)

@@ -27,7 +27,7 @@ SIZES = (4, 8, 16, 32, 64, 128, 256)
 
 
 @dataclass(slots=True)
-class Part:
+class KeyPart:
     """Rows of one sequence, all of whose positions lie in the same block."""
 
     rows: list[int]
@@ -51,7 +51,7 @@ class Part:
 @dataclass(slots=True)
 class Parts(Metadata):
     where: Where
-    parts: list[Part]
+    parts: list[KeyPart]
 
 
 class TiledAttention(Backend[Parts]):
@@ -64,7 +64,7 @@ class TiledAttention(Backend[Parts]):
         parts = [part for span, offset in zip(batch.spans, batch.offsets) for part in self._parts(span, offset)]
         return Parts(batch, where(pool, batch), parts)
 
-    def _parts(self, span: Span, offset: int) -> Iterator[Part]:
+    def _parts(self, span: Span, offset: int) -> Iterator[KeyPart]:
         before = span.start + span.stored
         if span.parents is None:
             yield from self._pieces(span, list(range(offset, offset + span.count)), before, None)
@@ -73,7 +73,7 @@ class TiledAttention(Backend[Parts]):
             new = [offset + node - span.stored for node in path.nodes[path.done :]]
             yield from self._pieces(span, new, span.start + path.done, path.nodes)
 
-    def _pieces(self, span: Span, rows: list[int], first: int, path: list[int] | None) -> Iterator[Part]:
+    def _pieces(self, span: Span, rows: list[int], first: int, path: list[int] | None) -> Iterator[KeyPart]:
         """``rows`` at positions from ``first`` on, cut where the number of blocks changes."""
         end = first + len(rows)
         while first < end:
@@ -81,11 +81,11 @@ class TiledAttention(Backend[Parts]):
             columns = (first // BLOCK + 1) * BLOCK
             taken, rows = rows[: last - first], rows[last - first :]
             page, entries = self._keys(span, columns, path)
-            yield Part(taken, list(range(first, last)), page, entries)
+            yield KeyPart(taken, list(range(first, last)), page, entries)
             first = last
 
     def _keys(self, span: Span, columns: int, path: list[int] | None) -> tuple[int | None, torch.Tensor | None]:
-        table, size = self.pool.tables[span.key], self.pool.page_size
+        table, size = self.pool.block_tables[span.key], self.pool.page_size
         if path is None and columns <= size:
             return table[0], None
         entries = torch.arange(columns)
@@ -120,7 +120,7 @@ class TiledAttention(Backend[Parts]):
         return out
 
     @staticmethod
-    def _blocks(side: torch.Tensor, part: Part, first: int) -> list[torch.Tensor]:
+    def _blocks(side: torch.Tensor, part: KeyPart, first: int) -> list[torch.Tensor]:
         """float32 [kv heads, BLOCK, width] each, from block ``first`` on."""
         if part.page is not None:
             home = side[part.page]
@@ -132,7 +132,7 @@ class TiledAttention(Backend[Parts]):
         return [block.float() for block in result]
 
     @staticmethod
-    def _mask(part: Part, at: int, count: int, first: int, window: int | None) -> torch.Tensor:
+    def _mask(part: KeyPart, at: int, count: int, first: int, window: int | None) -> torch.Tensor:
         """Additive [blocks, 1, rows, 1, BLOCK]: the last block's alone where the others hide nothing."""
         key = at, window
         if key not in part.masks:

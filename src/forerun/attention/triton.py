@@ -146,7 +146,7 @@ def _merge(
 
 
 @dataclass(slots=True)
-class Tables(Metadata):
+class TritonTables(Metadata):
     """One forward's metadata on the device, shared by all layers."""
 
     slot_mapping: tuple[torch.Tensor, torch.Tensor]
@@ -184,16 +184,16 @@ def _pack_bits(spans: list[Span], nodes: int) -> torch.Tensor:
     return torch.cat(parts)
 
 
-class TritonAttention(Backend[Tables]):
+class TritonAttention(Backend[TritonTables]):
     """The protocol of ``attention/base.py`` on the kernels above."""
 
-    def begin(self, batch: Batch) -> Tables:
+    def begin(self, batch: Batch) -> TritonTables:
         pool, spans, device = self.pool, batch.spans, self.pool.device
         pages: list[int] = []
         offsets: list[int] = []
         for span in spans:
             pool.reserve(span.key, span.end)
-            table = pool.tables[span.key]
+            table = pool.block_tables[span.key]
             for entry in range(span.start + span.stored, span.end):
                 pages.append(table[entry // pool.page_size])
                 offsets.append(entry % pool.page_size)
@@ -201,14 +201,14 @@ class TritonAttention(Backend[Tables]):
         def ints(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        widest = max(len(pool.tables[span.key]) for span in spans)
-        tables = [pool.tables[s.key] + [0] * (widest - len(pool.tables[s.key])) for s in spans]
+        widest = max(len(pool.block_tables[span.key]) for span in spans)
+        tables = [pool.block_tables[s.key] + [0] * (widest - len(pool.block_tables[s.key])) for s in spans]
         trees = [span for span in spans if span.parents is not None]
         nodes = max((span.stored + span.count for span in trees), default=0)
         depths = [((s.depths() if s.parents is not None else []) + [0] * nodes)[:nodes] for s in spans]
         before = [span.start + span.stored for span in spans]
         bits = _pack_bits(spans, nodes) if trees else torch.zeros(1, 1, dtype=torch.int32)
-        return Tables(
+        return TritonTables(
             batch,
             slot_mapping=(ints(pages, torch.long), ints(offsets, torch.long)),
             tables=ints([page for table in tables for page in table]).view(len(spans), widest),
@@ -225,14 +225,14 @@ class TritonAttention(Backend[Tables]):
         )
 
     @staticmethod
-    def _tiles(tables: Tables, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _tiles(tables: TritonTables, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         if block not in tables.tiles:
             tiles = [(i, row) for i, span in enumerate(tables.batch.spans) for row in range(0, span.count, block)]
             pair = torch.tensor(tiles, dtype=torch.int32, device=tables.start.device)
             tables.tiles[block] = (pair[:, 0].contiguous(), pair[:, 1].contiguous())
         return tables.tiles[block]
 
-    def run(self, query: Query, tables: Tables) -> torch.Tensor:
+    def run(self, query: Query, tables: TritonTables) -> torch.Tensor:
         batch = tables.batch
         q, rows = query.q, batch.num_rows
         self.pool.write(query.layer, tables.slot_mapping, query.k[:rows], query.v[:rows])

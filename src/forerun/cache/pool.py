@@ -57,7 +57,7 @@ class Pages:
         self.page_size = page_size
         self.refs = [0] * num_pages
         self.free_pages = list(range(num_pages - 1, -1, -1))
-        self.tables: dict[int, list[int]] = {}
+        self.block_tables: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
         self.version = 0
         self.reclaimer: Reclaimer | None = None
@@ -92,7 +92,7 @@ class Pages:
 
     def _missing(self, key: int, length: int) -> int:
         """How many fresh pages ``length`` entries take: new ones, and copies of shared ones that would be written."""
-        table = self.tables.get(key, ())
+        table = self.block_tables.get(key, ())
         requested, missing = self.pages_for(length), 0
         for index in range(self.lengths.get(key, 0) // self.page_size, requested):
             if index >= len(table) or self.refs[table[index]] > 1:
@@ -111,7 +111,7 @@ class Pages:
     def try_reserve(self, key: int, length: int) -> bool:
         """``reserve``, or False and no change where the pool is too full."""
         missing = self._missing(key, length)
-        if not missing and key in self.tables:
+        if not missing and key in self.block_tables:
             return True
         short = missing - len(self.free_pages)
         if short > self.num_idle or (self.states is not None and not self.states.has_room(key)):
@@ -120,7 +120,7 @@ class Pages:
             self.states.take(key)
         if short > 0 and self.reclaimer is not None:
             self.reclaimer.reclaim(short)
-        table = self.tables.setdefault(key, [])
+        table = self.block_tables.setdefault(key, [])
         current = self.lengths.setdefault(key, 0)
         for index in range(current // self.page_size, min(len(table), self.pages_for(length))):
             if self.refs[table[index]] > 1:
@@ -136,15 +136,15 @@ class Pages:
 
     def advance(self, key: int, length: int) -> None:
         """Record that entries up to ``length`` have been written."""
-        if length > len(self.tables[key]) * self.page_size:
-            raise ValueError(f"{length} entries were written where {len(self.tables[key])} pages are reserved")
+        if length > len(self.block_tables[key]) * self.page_size:
+            raise ValueError(f"{length} entries were written where {len(self.block_tables[key])} pages are reserved")
         self.lengths[key] = length
 
     def truncate(self, key: int, length: int) -> None:
         """Forget entries from ``length`` on. Pages whose first position is at or past it go back to the pool; a
         partial last page stays; a shared page only loses this sequence's reference. All entries go where layers' states
         cannot go back so far."""
-        table = self.tables[key]
+        table = self.block_tables[key]
         if self.states is not None:
             length = self.states.truncate(key, length)
         self.lengths[key] = min(self.lengths[key], length)
@@ -154,24 +154,24 @@ class Pages:
 
     def fork(self, source: int, key: int, length: int) -> None:
         """Give ``key`` the first ``length`` entries of ``source``, sharing their pages."""
-        self.adopt(key, self.tables[source][: self.pages_for(length)], length)
+        self.adopt(key, self.block_tables[source][: self.pages_for(length)], length)
         if self.states is not None:
             self.states.fork(source, key)
             self.truncate(key, length)
 
     def adopt(self, key: int, pages: Sequence[int], length: int) -> None:
         """Start ``key`` on existing ``pages`` (a cached prefix), sharing them."""
-        if self.tables.get(key):
+        if self.block_tables.get(key):
             raise ValueError(f"sequence {key} already has pages")
         for page in pages:
             self._share(page)
-        self.tables[key] = list(pages)
+        self.block_tables[key] = list(pages)
         self.lengths[key] = length
         self.version += 1
 
     def free(self, key: int) -> None:
         """Give up everything ``key`` holds; unknown keys hold nothing."""
-        for page in self.tables.pop(key, []):
+        for page in self.block_tables.pop(key, []):
             self._drop(page)
         self.lengths.pop(key, None)
         self.version += 1
@@ -184,7 +184,7 @@ class Pages:
 
     def replace(self, key: int, index: int, page: int) -> None:
         """Let ``key`` use ``page``, which holds the same entries, in the place of its ``index``-th page."""
-        table = self.tables[key]
+        table = self.block_tables[key]
         self._share(page)
         self._drop(table[index])
         table[index] = page
@@ -223,7 +223,7 @@ class Pages:
     def check(self) -> None:
         """Raise AssertionError unless every reference to a page is accounted for, the reclaimer's included."""
         counts = [int(held) for held in self.held]
-        for key, table in self.tables.items():
+        for key, table in self.block_tables.items():
             for page in table:
                 counts[page] += 1
             if self.lengths[key] > len(table) * self.page_size:
@@ -237,7 +237,7 @@ class Pages:
         if self.sources is not None:
             self.sources.check()
         if self.states is not None:
-            self.states.check(list(self.tables))
+            self.states.check(list(self.block_tables))
         idle = sum(1 for held, refs in zip(self.held, self.refs) if held and refs == 1)
         if idle != self.num_idle:
             raise AssertionError(f"{idle} pages are held by the reclaimer alone, but {self.num_idle} were counted")
@@ -318,7 +318,7 @@ class Pool(Pages):
         if self.states is not None and self.states.has_nan(key):
             return True
         page, offset = divmod(first, self.page_size)
-        pages = self.tables.get(key, ())[page:]
+        pages = self.block_tables.get(key, ())[page:]
         if not pages:
             return False
         keys = next((side for side in reversed(self.keys) if side.shape[1]), self.keys[-1])
@@ -346,7 +346,7 @@ class Pool(Pages):
 
     def slot_mapping(self, key: int, entries: Sequence[int]) -> SlotMapping:
         """(page, offset) int64 tensors of the given entries of ``key``."""
-        table = self.tables[key]
+        table = self.block_tables[key]
         pages = [table[entry // self.page_size] for entry in entries]
         offsets = [entry % self.page_size for entry in entries]
         return (

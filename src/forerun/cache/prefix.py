@@ -122,7 +122,7 @@ class PrefixTree:
         if ((result.depth if result is not None else 0) + 1) * size > length:
             return
         node = result or self.roots.setdefault(source, _Node(None, source or (), -1))
-        table = self.pages.tables[key]
+        table = self.pages.block_tables[key]
         fresh = []
         while (node.depth + 1) * size <= length:
             index = node.depth
@@ -146,7 +146,7 @@ class PrefixTree:
         node = self.ends.get(key)
         if node is None:
             return None
-        table = self.pages.tables.get(key, [])
+        table = self.pages.block_tables.get(key, [])
         if node.depth * self.pages.page_size > length or table[node.depth - 1] != node.page:
             return None
         return node

@@ -63,7 +63,7 @@ class Sources:
         for source in sources:
             end, key = first + len(source), self._evict()
             self.pool.reserve(key, len(source))
-            page = self.pool.tables[key][0]
+            page = self.pool.block_tables[key][0]
             for layer, (k, v) in enumerate(layers):
                 self.pool.write_run(layer, page, 0, k[first:end], v[first:end])
             self.pool.advance(key, len(source))
@@ -100,12 +100,12 @@ class Sources:
     def page(self, key: int) -> tuple[int, int]:
         """Which page holds what a sequence reads, and its tokens."""
         source = self.readers[key]
-        return self.pool.tables[self.keys[source]][0], len(source)
+        return self.pool.block_tables[self.keys[source]][0], len(source)
 
     def check(self) -> None:
         """Raise AssertionError unless every reader and every page is accounted for."""
         self.pool.check()
         if Counter(self.readers.values()) != self.counts or not self.counts.keys() <= self.keys.keys():
             raise AssertionError("readers of encoded sources are counted wrongly")
-        if sorted(self.keys.values()) != sorted(self.pool.tables):
+        if sorted(self.keys.values()) != sorted(self.pool.block_tables):
             raise AssertionError("encoded sources and their pages disagree")

@@ -19,7 +19,7 @@ from forerun.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from forerun.engine.async_engine import AsyncEngine
-    from forerun.scale.pool import Pool
+    from forerun.scale.pool import ReplicaPool
     from forerun.serve.answering import Answering
     from forerun.serve.app import ServerOptions
     from forerun.serve.batch import Answers, Tally
@@ -95,7 +95,7 @@ def by(replicas: int, engine: Mapping[str, Any], drafters: Any, threads: int | N
 
     with cluster(requested) as (handle,):
 
-        async def opening() -> tuple[Pool, str, int]:
+        async def opening() -> tuple[ReplicaPool, str, int]:
             pool = await Cluster(handle).pool(requested.max_queue)
             return pool, pool.facts.model, pool.capacity()
 
@@ -121,11 +121,11 @@ def opened(file: Path, out: Path) -> Iterator[Answers]:
 def work(file: Path, out: Path, written: Answers, opening: Opening, options: ServerOptions) -> int:
     """Answer the file and say what was done; the command's exit code."""
     from forerun.serve.app import create_app
-    from forerun.serve.batch import asking, run
+    from forerun.serve.batch import requester, run
 
     async def answered() -> Tally:
         answering, name, together = await opening()
-        ask = asking(create_app(answering, options.serving(name)))
+        ask = requester(create_app(answering, options.serving(name)))
         return await run(file, written, ask, together=2 * together)
 
     async def until_stopped() -> Tally | None:

@@ -45,7 +45,7 @@ def chat(
     """
     template = None if chat_template is None else read_file(chat_template)
     params = SamplingParams(**{**DEFAULTS, **sampling})
-    from forerun.cli.talking import Chat, Piped, Terminal, facts
+    from forerun.cli.talking import ChatSession, Piped, Terminal, facts
     from forerun.engine.llm import LLM
 
     set_threads(threads)
@@ -61,6 +61,6 @@ def chat(
             "forerun generate"
         )
     talk = Conversation(params, DEFAULTS, system=system, trace=trace)
-    kind: type[Chat] = Terminal if terminal else Piped
+    kind: type[ChatSession] = Terminal if terminal else Piped
     kind(llm, talk, template, facts(llm, named=names_method(speculative))).run()
     llm.close()

@@ -47,7 +47,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Reply:
+class ReplyText:
     """What a command leads to: a text to show, an answer to make, the end."""
 
     text: str = ""
@@ -56,20 +56,20 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Command:
+class ChatCommand:
     usage: str
     help: str
-    run: Callable[[Commands, str], Reply]
+    run: Callable[[ChatCommands, str], ReplyText]
 
 
-class Commands:
+class ChatCommands:
     """The lines that begin with a slash. ``facts`` are what ``/show`` tells of the model."""
 
     def __init__(self, talk: Conversation, facts: Mapping[str, str]) -> None:
         self.talk = talk
         self.facts = facts
 
-    def run(self, line: str) -> Reply:
+    def run(self, line: str) -> ReplyText:
         """Raises ForerunError for what cannot be done; nothing has changed then."""
         name, _, rest = line.removeprefix("/").partition(" ")
         command = COMMANDS.get(name)
@@ -80,34 +80,34 @@ class Commands:
             raise ConfigError(f"/{name} takes nothing behind it")
         return command.run(self, rest)
 
-    def help(self, rest: str) -> Reply:
+    def help(self, rest: str) -> ReplyText:
         shown = table({f"/{command.usage}": command.help for command in COMMANDS.values()})
-        return Reply(
+        return ReplyText(
             f"{shown}\n\n"
             'A line that ends with a backslash goes on in the next; """ begins and ends several lines.\n'
             "Ctrl-C stops an answer; Ctrl-D, or Ctrl-C twice, ends the program."
         )
 
-    def reset(self, rest: str) -> Reply:
+    def reset(self, rest: str) -> ReplyText:
         self.talk.turns.clear()
-        return Reply("a new conversation")
+        return ReplyText("a new conversation")
 
-    def set_system(self, rest: str) -> Reply:
+    def set_system(self, rest: str) -> ReplyText:
         self.talk.system = rest or None
-        return Reply("the system prompt is set" if rest else "there is no system prompt")
+        return ReplyText("the system prompt is set" if rest else "there is no system prompt")
 
-    def set(self, rest: str) -> Reply:
+    def set(self, rest: str) -> ReplyText:
         """``NAME VALUE``; a value that is JSON is read as such. ``NAME`` alone: back to its default."""
         talk = self.talk
         name, _, text = rest.partition(" ")
         if not name:
-            return Reply(self._sampling())
+            return ReplyText(self._sampling())
         name = name.replace("-", "_")
         if name not in SETTABLE:
             raise ConfigError(f"there is no sampling option {name!r} here: there are {', '.join(SETTABLE)}")
         value = _parse(text.strip()) if text.strip() else talk.defaults.get(name, DEFAULTS[name])
         talk.params = replace(talk.params, **{name: value})
-        return Reply(f"{name} is {json.dumps(value, default=list)}")
+        return ReplyText(f"{name} is {json.dumps(value, default=list)}")
 
     def _sampling(self) -> str:
         params = self.talk.params
@@ -118,25 +118,25 @@ class Commands:
         usual = ("temperature", "seed", "max_tokens")
         return [n for n in SETTABLE if n in usual or getattr(self.talk.params, n) != getattr(PLAIN, n)]
 
-    def show(self, rest: str) -> Reply:
+    def show(self, rest: str) -> ReplyText:
         talk = self.talk
         result = {**self.facts, "sampling": self._sampling(), "system": talk.system or "none"}
         result["messages"] = str(len(talk.turns))
         result["colours"] = "on" if talk.trace else "off"
-        return Reply(table(result))
+        return ReplyText(table(result))
 
-    def trace(self, rest: str) -> Reply:
+    def trace(self, rest: str) -> ReplyText:
         if rest not in ("on", "off"):
             raise ConfigError("/trace takes on or off")
         self.talk.trace = rest == "on"
-        return Reply()
+        return ReplyText()
 
-    def undo(self, rest: str) -> Reply:
+    def undo(self, rest: str) -> ReplyText:
         if not self.talk.take_back():
             raise RequestError("there is nothing to undo")
-        return Reply("the last message and its answer are forgotten")
+        return ReplyText("the last message and its answer are forgotten")
 
-    def retry(self, rest: str) -> Reply:
+    def retry(self, rest: str) -> ReplyText:
         talk = self.talk
         if not talk.turns:
             raise RequestError("there is nothing to answer again")
@@ -144,42 +144,42 @@ class Commands:
             talk.turns.pop()
         params = talk.params
         if params.greedy:
-            return Reply("temperature 0 answers alike again: /set temperature 0.7 makes it vary", ask=True)
+            return ReplyText("temperature 0 answers alike again: /set temperature 0.7 makes it vary", ask=True)
         if params.seed is None:
-            return Reply(ask=True)
+            return ReplyText(ask=True)
         talk.params = replace(params, seed=params.seed + 1)
-        return Reply(f"seed is {params.seed + 1}", ask=True)
+        return ReplyText(f"seed is {params.seed + 1}", ask=True)
 
-    def save(self, rest: str) -> Reply:
+    def save(self, rest: str) -> ReplyText:
         path = _path("save", rest)
         check_file(path)
         write_file(path, json.dumps(self.talk.messages(), ensure_ascii=False, indent=2) + "\n")
-        return Reply(f"{len(self.talk.messages())} messages are in {path}")
+        return ReplyText(f"{len(self.talk.messages())} messages are in {path}")
 
-    def load(self, rest: str) -> Reply:
+    def load(self, rest: str) -> ReplyText:
         path = _path("load", rest)
         messages = read_messages(path)
         first = messages[0]["role"] if messages else None
         self.talk.system = messages[0]["content"] if first == SYSTEM else None
         self.talk.turns = messages[1:] if first == SYSTEM else messages
-        return Reply(f"{len(messages)} messages are back")
+        return ReplyText(f"{len(messages)} messages are back")
 
-    def exit(self, rest: str) -> Reply:
-        return Reply(end=True)
+    def exit(self, rest: str) -> ReplyText:
+        return ReplyText(end=True)
 
 
 COMMANDS = {
-    "help": Command("help", "this list", Commands.help),
-    "reset": Command("reset", "forget the conversation; the system prompt stays", Commands.reset),
-    "system": Command("system [TEXT]", "set the system prompt, or remove it", Commands.set_system),
-    "set": Command("set [NAME [VALUE]]", "show or change sampling options: /set temperature 0.7", Commands.set),
-    "show": Command("show", "the model, the options and the length of the conversation", Commands.show),
-    "trace": Command("trace on|off", "colour each token by what became of its draft", Commands.trace),
-    "undo": Command("undo", "forget the last message and its answer", Commands.undo),
-    "retry": Command("retry", "answer the last message again, with the next seed", Commands.retry),
-    "save": Command("save FILE", "write the messages as JSON", Commands.save),
-    "load": Command("load FILE", "go on with messages that were saved", Commands.load),
-    "exit": Command("exit", "end the program", Commands.exit),
+    "help": ChatCommand("help", "this list", ChatCommands.help),
+    "reset": ChatCommand("reset", "forget the conversation; the system prompt stays", ChatCommands.reset),
+    "system": ChatCommand("system [TEXT]", "set the system prompt, or remove it", ChatCommands.set_system),
+    "set": ChatCommand("set [NAME [VALUE]]", "show or change sampling options: /set temperature 0.7", ChatCommands.set),
+    "show": ChatCommand("show", "the model, the options and the length of the conversation", ChatCommands.show),
+    "trace": ChatCommand("trace on|off", "colour each token by what became of its draft", ChatCommands.trace),
+    "undo": ChatCommand("undo", "forget the last message and its answer", ChatCommands.undo),
+    "retry": ChatCommand("retry", "answer the last message again, with the next seed", ChatCommands.retry),
+    "save": ChatCommand("save FILE", "write the messages as JSON", ChatCommands.save),
+    "load": ChatCommand("load FILE", "go on with messages that were saved", ChatCommands.load),
+    "exit": ChatCommand("exit", "end the program", ChatCommands.exit),
 }
 PLAIN = SamplingParams()
 DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}

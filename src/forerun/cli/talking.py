@@ -19,7 +19,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from forerun.cli.console import one_line, out, warn
-from forerun.cli.conversation import ASSISTANT, USER, Commands, Conversation, table
+from forerun.cli.conversation import ASSISTANT, USER, ChatCommands, Conversation, table
 from forerun.cli.trace import KINDS, REJECTED, marked, plain_terminal
 from forerun.core.errors import ForerunError, RequestError
 from forerun.engine.engine import Engine
@@ -49,14 +49,14 @@ def facts(llm: LLM, *, named: bool) -> dict[str, str]:
     }
 
 
-class Chat(ABC):
+class ChatSession(ABC):
     """Messages in, answers out, until the input ends. What a subclass does is how they are read and shown."""
 
     def __init__(self, llm: LLM, talk: Conversation, template: str | None, facts: Mapping[str, str]) -> None:
         self.llm = llm
         self.talk = talk
         self.template = template
-        self.commands = Commands(talk, facts)
+        self.commands = ChatCommands(talk, facts)
 
     def run(self) -> None:
         for line in self.lines():
@@ -128,7 +128,7 @@ class Chat(ABC):
         yield lambda: False
 
 
-class Piped(Chat):
+class Piped(ChatSession):
     """Every line is a message or a command; nothing but answers goes to standard output."""
 
     def lines(self) -> Iterator[str]:
@@ -143,7 +143,7 @@ class Piped(Chat):
         return TraceView(out()) if self.talk.trace else PlainView(sys.stdout)
 
 
-class Terminal(Chat):
+class Terminal(ChatSession):
     """Line editing, Markdown and colours; Ctrl-C stops an answer and not the program."""
 
     def __init__(self, llm: LLM, talk: Conversation, template: str | None, facts: Mapping[str, str]) -> None:
@@ -405,7 +405,7 @@ def figures(job: Job, method: str, max_model_len: int) -> str:
     """The line under an answer."""
     metrics, count = job.metrics, len(job.output_ids)
     rate = metrics.tokens_per_second
-    read = min(job.sequence.num_prompt, job.sequence.cached) - metrics.num_cached_tokens
+    read = min(job.sequence.num_prompt, job.sequence.num_computed_tokens) - metrics.num_cached_tokens
     result = [f"{count} tokens" + (f", {rate:.0f} tokens/s" if rate else "")]
     if metrics.num_drafts:
         result.append(

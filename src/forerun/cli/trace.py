@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.text import Text
 
-from forerun.engine.metrics import ACCEPTED, BONUS, CORRECTED, PLAIN, TraceRound
+from forerun.engine.metrics import ACCEPTED, BONUS, CORRECTED, PLAIN, RoundTrace
 
 REJECTED = "rejected"
 
 
-class Kind(NamedTuple):
+class TokenKind(NamedTuple):
     """How one kind of token looks: a terminal style, marks where there is no colour, and what it means."""
 
     style: str
@@ -25,15 +25,15 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    ACCEPTED: Kind("green", "[", "]", "drafted and accepted"),
-    REJECTED: Kind("red strike", "~", "~", "drafted and rejected"),
-    CORRECTED: Kind("bold yellow", "<", ">", "the target's own token in its place"),
-    BONUS: Kind("bold blue", "+", "+", "the target's extra token after a whole draft"),
-    PLAIN: Kind("default", "", "", "decoded without a draft"),
+    ACCEPTED: TokenKind("green", "[", "]", "drafted and accepted"),
+    REJECTED: TokenKind("red strike", "~", "~", "drafted and rejected"),
+    CORRECTED: TokenKind("bold yellow", "<", ">", "the target's own token in its place"),
+    BONUS: TokenKind("bold blue", "+", "+", "the target's extra token after a whole draft"),
+    PLAIN: TokenKind("default", "", "", "decoded without a draft"),
 }
 
 
-def parts(round_: TraceRound, tokenizer: Any) -> list[tuple[str, str]]:
+def parts(round_: RoundTrace, tokenizer: Any) -> list[tuple[str, str]]:
     """(kind, text) of a round's tokens: accepted ones, then rejected ones, then the target's own."""
     from forerun.models.tokenizer import token_text
 
@@ -58,7 +58,7 @@ def marked(kind: str, text: str, *, plain: bool) -> Text:
     return Text(f"{look.left}{text}{look.right}") if plain else Text(text, style=look.style)
 
 
-def line(round_: TraceRound, tokenizer: Any, *, plain: bool) -> Text:
+def line(round_: RoundTrace, tokenizer: Any, *, plain: bool) -> Text:
     """One round on one line."""
     return Text.assemble(*(marked(kind, text, plain=plain) for kind, text in parts(round_, tokenizer)))
 
@@ -68,13 +68,13 @@ def legend(*, plain: bool) -> Text:
     return Text("\n").join(samples)
 
 
-def telling(rounds: Sequence[TraceRound]) -> TraceRound | None:
+def telling(rounds: Sequence[RoundTrace]) -> RoundTrace | None:
     """The round that shows most: with accepted and rejected tokens if there is one, else with most accepted."""
     drafted = [r for r in rounds if r.drafted]
     return max(drafted, key=lambda r: (ACCEPTED in r.origins and bool(r.rejected), len(r.tokens)), default=None)
 
 
-def show(console: Console, rounds: Sequence[TraceRound], tokenizer: Any) -> None:
+def show(console: Console, rounds: Sequence[RoundTrace], tokenizer: Any) -> None:
     """Every round on a line of its own, and the legend."""
     plain = plain_terminal(console)
     width = len(str(len(rounds)))
@@ -110,7 +110,7 @@ def span(kind: str, text: str, title: str = "") -> str:
     return f'<span class="{kind}"{reported}>{escape(text)}</span>'
 
 
-def _cells(round_: TraceRound, number: int, tokenizer: Any) -> list[tuple[str, str, str]]:
+def _cells(round_: RoundTrace, number: int, tokenizer: Any) -> list[tuple[str, str, str]]:
     """(kind, text, title) of a round's tokens, in the order of ``parts``."""
     kept = round_.origins.count(ACCEPTED)
     ids = [*round_.tokens[:kept], *round_.rejected, *round_.tokens[kept:]]
@@ -118,7 +118,7 @@ def _cells(round_: TraceRound, number: int, tokenizer: Any) -> list[tuple[str, s
     return [(kind, text, f"{kind} in round {number}, token {token}") for (kind, text), token in reported]
 
 
-def page(rounds: Sequence[TraceRound], tokenizer: Any, prompt: str, facts: dict[str, str]) -> str:
+def page(rounds: Sequence[RoundTrace], tokenizer: Any, prompt: str, facts: dict[str, str]) -> str:
     """A self-contained HTML page: the text, its rounds, the legend and ``facts``; light and dark."""
     reported = [_cells(round_, number, tokenizer) for number, round_ in enumerate(rounds, start=1)]
     text = "".join(span(*cell) for cells in reported for cell in cells if cell[0] != REJECTED)

@@ -29,7 +29,8 @@ class RequestState:
     """A growing list of committed tokens and what this round does with it.
 
     ``tokens`` holds the prompt and every token emitted so far. The last one is sampled but not yet fed to the
-    target, so between rounds ``cached == len(tokens) - 1``; a fresh or preempted sequence has ``cached == 0``.
+    target, so between rounds ``num_computed_tokens == len(tokens) - 1``; a fresh or preempted sequence has
+    ``num_computed_tokens == 0``.
     """
 
     id: int
@@ -42,7 +43,7 @@ class RequestState:
     """Longest permitted ``len(tokens)``: the prompt plus its allowed output, within the context."""
     scheduled: int = 0
     """How many uncached committed tokens the next target forward feeds."""
-    cached: int = 0
+    num_computed_tokens: int = 0
     """How many committed tokens have their KV in the target's cache."""
     drafter: str | None = None
     """Which of the engine's drafters proposes for this request; None: it decodes plainly."""
@@ -69,7 +70,7 @@ class RequestState:
     @property
     def decodes(self) -> bool:
         """Whether the next forward reaches the last committed token, so that a new one can be sampled."""
-        return self.scheduled > 0 and self.cached + self.scheduled == len(self.tokens)
+        return self.scheduled > 0 and self.num_computed_tokens + self.scheduled == len(self.tokens)
 
     @property
     def prompt(self) -> list[int]:

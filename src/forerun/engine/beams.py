@@ -96,7 +96,7 @@ def publish(engine: Engine, group: Beams, prefilling: set[int], result: Round, n
     job.metrics.draft_error = next(filter(None, errors), job.metrics.draft_error)
     for beam in group.dropped:
         if beam is not group.root:
-            beam.cached = 0  # what it said is nobody's answer
+            beam.num_computed_tokens = 0  # what it said is nobody's answer
         engine.forget(beam)
     group.dropped = []
     if not group.done:

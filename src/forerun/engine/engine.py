@@ -21,7 +21,7 @@ from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.jobs import Job, Update, emitted_logprobs, prompt_logprobs
 from forerun.engine.memory import budget, share
-from forerun.engine.metrics import EngineStats, RequestMetrics, TraceRound
+from forerun.engine.metrics import EngineStats, RequestMetrics, RoundTrace
 from forerun.engine.scheduler import PrefillBudget, Scheduler
 from forerun.engine.stop import ABORT, ERROR, Finish, Stopper
 from forerun.models.base import Model, new_attention
@@ -224,7 +224,7 @@ class Engine:
     def pause(self, job: Job) -> None:
         """Take an unfinished request off the engine, its pages freed; ``resume`` queues it again, recomputed."""
         self.scheduler.remove(job.sequence)
-        job.sequence.cached = job.sequence.scheduled = 0
+        job.sequence.num_computed_tokens = job.sequence.scheduled = 0
         self._preempted(job.sequence)
 
     def resume(self, job: Job) -> None:
@@ -273,7 +273,7 @@ class Engine:
             if job.sequence.params.prompt_logprobs is not None and sequence.num_output <= len(verdict.tokens):
                 prompt_logprobs(job, result.verification, index, sequence)
             if verdict.token is None:
-                if self.target.attention.pool.has_nan(sequence.id, sequence.cached - verdict.fed):
+                if self.target.attention.pool.has_nan(sequence.id, sequence.num_computed_tokens - verdict.fed):
                     # Nobody sees the logits of these rows, and their entries must not stay where others may get them.
                     self.end(job, Finish(ERROR, NAN), now)
                     updates.append(Update(job, [], 0, job.finish))
@@ -294,7 +294,7 @@ class Engine:
         if not prefill:
             metrics.add(draft, verdict)
         if job.traced:
-            job.trace.append(TraceRound.of(draft, verdict))
+            job.trace.append(RoundTrace.of(draft, verdict))
         stats.add(draft, verdict, len(job.sequence.tokens) - len(verdict.tokens))
 
     def end(self, job: Job, finish: Finish | None, now: float | None = None) -> None:
@@ -366,7 +366,7 @@ class Engine:
         """Raise AssertionError if a page is unaccounted for, or an idle engine still holds some."""
         for pool in self.pools:
             pool.check()
-            held = {*pool.tables, *(pool.sources.readers if pool.sources is not None else ())}
+            held = {*pool.block_tables, *(pool.sources.readers if pool.sources is not None else ())}
             if not self.jobs and held:
                 raise AssertionError(f"idle, but sequences {sorted(held)} hold pages")
 

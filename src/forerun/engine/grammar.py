@@ -37,7 +37,7 @@ FULL = "too many states"
 
 
 @dataclass(frozen=True)
-class Cost:
+class GrammarCost:
     """The most that a compiled grammar may grow to, from its text's length. The figures are rounded up from what ten
     kinds of grammars of 1 to 500 kB took: 1 kB for a symbol, 1.4 kB for a state, 100 bytes for a character."""
 
@@ -46,12 +46,12 @@ class Cost:
     memory: int
 
     @classmethod
-    def of(cls, size: int) -> Cost:
+    def of(cls, size: int) -> GrammarCost:
         symbols, states = 2000 + size // 2, 8192 + size // 2
         return cls(symbols, states, 1024 * symbols + 1536 * states + 128 * size)
 
 
-class Constraint:
+class GrammarConstraint:
     """One sequence's place in its grammar: a copy of the compiled matcher, made when the first mask is asked for, so
     that requests which wait hold none.
 
@@ -183,7 +183,7 @@ class AfterThoughts:
     """One sequence's grammar where the model thinks first: it begins behind the thoughts. These are free, but an answer
     does not end within them."""
 
-    def __init__(self, grammar: Constraint, boundary: Boundary, ends: torch.Tensor) -> None:
+    def __init__(self, grammar: GrammarConstraint, boundary: Boundary, ends: torch.Tensor) -> None:
         self._grammar = grammar
         self._boundary = boundary
         self._free = ~ends
@@ -304,10 +304,10 @@ class GrammarCompiler:
         except ValueError as error:
             raise ConfigError(f"structured output cannot read this tokenizer: {_first_line(str(error))}") from error
 
-    def start(self, options: StructuredOutputsParams) -> Constraint | AfterThoughts:
+    def start(self, options: StructuredOutputsParams) -> GrammarConstraint | AfterThoughts:
         """A constraint at the beginning of its grammar, which is known to be right."""
         self.compile(options)
-        grammar = Constraint(self, options)
+        grammar = GrammarConstraint(self, options)
         return grammar if self._boundary is None else AfterThoughts(grammar, self._boundary, self.ends)
 
     def compile(self, options: StructuredOutputsParams, *, instead_of: Any = None) -> Any:
@@ -323,7 +323,7 @@ class GrammarCompiler:
             raise RequestError(
                 f"structured output, {key[0]}: {size} bytes are more than the {self.longest} that a grammar may have"
             )
-        cost = Cost.of(size)
+        cost = GrammarCost.of(size)
         matcher = self._compile(*key, cost)
         with self._lock:
             self._drop(key)
@@ -337,7 +337,7 @@ class GrammarCompiler:
         _, memory = self._known.pop(key, (None, 0))
         self.held -= memory
 
-    def _compile(self, kind: str, text: str, cost: Cost) -> Any:
+    def _compile(self, kind: str, text: str, cost: GrammarCost) -> Any:
         library = self._library
         lark, schemas = json.loads(text) if kind == "schemas" else (text, {})
         if kind in ("grammar", "schemas") and len(re.findall("::=|:", lark)) > MOST_RULES:

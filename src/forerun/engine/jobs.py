@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from forerun.core.request import Hypothesis, RequestState
 from forerun.core.tree import Verdict
-from forerun.engine.metrics import RequestMetrics, TraceRound
+from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.stop import Finish, Stopper
 from forerun.models.tokenizer import Detokenizer, token_text
 from forerun.speculate.verify import Verification
@@ -114,7 +114,7 @@ class Job:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     traced: bool = False
-    trace: list[TraceRound] = field(default_factory=list)
+    trace: list[RoundTrace] = field(default_factory=list)
     beam: Hypothesis | None = None
     """Of a beam search: what it found for this answer."""
     peers: list[Job] = field(default_factory=list)

@@ -21,7 +21,7 @@ from forerun.engine.admission import token_ids
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job, Logprob, ProgressBar, TokenLogprobs, Update, by_token
-from forerun.engine.metrics import RequestMetrics, TraceRound
+from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.tuned import load as load_tuned
 from forerun.models.chat import Message, conversations, render_chat
 from forerun.models.load import load_model, resolve
@@ -46,7 +46,7 @@ class CompletionOutput:
     """By token id, for each token: its own, then the likeliest ones' (``SamplingParams.logprobs`` of them)."""
     cumulative_logprob: float | None = None
     """The sum over the answer's tokens, where ``logprobs`` were asked for, and of beams."""
-    trace: list[TraceRound] | None = None
+    trace: list[RoundTrace] | None = None
 
 
 @dataclass(frozen=True)

@@ -253,7 +253,7 @@ ACCEPTED, CORRECTED, BONUS, PLAIN = "accepted", "corrected", "bonus", "plain"
 
 
 @dataclass(frozen=True, slots=True)
-class TraceRound:
+class RoundTrace:
     """One round of one sequence.
 
     ``tokens`` were emitted, each of the kind beside it in ``origins``: accepted from the draft, corrected by the
@@ -268,7 +268,7 @@ class TraceRound:
     method: str | None
 
     @classmethod
-    def of(cls, draft: Draft, verdict: Verdict) -> TraceRound:
+    def of(cls, draft: Draft, verdict: Verdict) -> RoundTrace:
         origins = [ACCEPTED] * verdict.accepted
         if len(verdict.tokens) > verdict.accepted:
             last = verdict.path[-1] if verdict.path else -1

@@ -206,7 +206,9 @@ class Scheduler:
         if any(map(_reads, self.running)) or self._has_seats():
             prompts = self._read_prompts(self._allowance(decoding, rows) if decoding else rows)
             self._prompt_tokens = sum(sequence.scheduled for sequence in prompts)
-            depths = sum(sequence.scheduled * (sequence.cached + sequence.scheduled / 2) for sequence in prompts)
+            depths = sum(
+                sequence.scheduled * (sequence.num_computed_tokens + sequence.scheduled / 2) for sequence in prompts
+            )
             self._depth = depths / max(1, self._prompt_tokens)
         self._draft(decoding, rows - self._prompt_tokens)
         return decoding + prompts
@@ -222,7 +224,7 @@ class Scheduler:
         """Prompt tokens beside decoding sequences: not at the cost of drafts, but always some."""
         drafts = sum(self.draft_rows(sequence) for sequence in decoding)
         least = fewest(sum(map(_reads, self.running)) + len(self.waiting), len(decoding))
-        depth = next((sequence.cached for sequence in self.running if _reads(sequence)), 0)
+        depth = next((sequence.num_computed_tokens for sequence in self.running if _reads(sequence)), 0)
         return min(rows, self.prefill_budget.allowance(len(decoding), depth, least), max(SMALLEST_CHUNK, rows - drafts))
 
     def _secure(self, sequence: RequestState) -> None:
@@ -278,7 +280,7 @@ class Scheduler:
         if not pool.try_reserve(sequence.id, requested):
             pool.free(sequence.id)
             return False
-        sequence.cached = reused
+        sequence.num_computed_tokens = reused
         self.waiting.pop(0)
         insort(self.running, sequence, key=_rank)
         self.on_admit(sequence, reused)
@@ -288,7 +290,9 @@ class Scheduler:
         """Whether a running sequence is about to compute the next page that this one needs: better wait for it."""
         end = (reused // self.pool.page_size + 1) * self.pool.page_size
         return end <= limit and any(
-            other.cached < end and other.source == sequence.source and other.tokens[:end] == sequence.tokens[:end]
+            other.num_computed_tokens < end
+            and other.source == sequence.source
+            and other.tokens[:end] == sequence.tokens[:end]
             for other in self.running
         )
 
@@ -311,7 +315,7 @@ class Scheduler:
         """Take a sequence's pages back; it waits in its old rank and is recomputed."""
         self.running.remove(sequence)
         self._free(sequence)
-        sequence.cached = sequence.scheduled = sequence.draft_budget = 0
+        sequence.num_computed_tokens = sequence.scheduled = sequence.draft_budget = 0
         insort(self.waiting, sequence, key=_rank)
         self.on_preempt(sequence)
 
@@ -322,7 +326,7 @@ def fewest(prompts: int, decoding: int) -> int:
 
 
 def _missing(sequence: RequestState) -> int:
-    return len(sequence.tokens) - sequence.cached
+    return len(sequence.tokens) - sequence.num_computed_tokens
 
 
 def _reads(sequence: RequestState) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from forerun.engine.jobs import Job, TokenLogprobs
-from forerun.engine.metrics import TraceRound
+from forerun.engine.metrics import RoundTrace
 from forerun.engine.stop import Finish, held_back
 from forerun.models.tokenizer import Detokenizer
 
@@ -42,7 +42,7 @@ class Delta:
     index: int
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
-    round: TraceRound | None
+    round: RoundTrace | None
     finish: Finish | None
     seconds: float
     text: str = ""

@@ -1,7 +1,7 @@
 """What crosses into the kernels as arrays of int64, a field each: ``structs.h`` names the same fields in the same
-order, and says what they mean; ``library`` compares the names. Other things go behind: a ``Layer`` is followed by the
-``Linear`` of qkv, out, gate_up and down, ``Experts`` by the router's, a ``Model`` by those of the head, the embedding
-and the mix. Pointers are addresses, 0 for null; numbers that are not whole go through ``number``.
+order, and says what they mean; ``library`` compares the names. Other things go behind: a ``LayerStruct`` is followed by
+the ``LinearStruct`` of qkv, out, gate_up and down, ``ExpertsStruct`` by the router's, a ``ModelStruct`` by those of the
+head, the embedding and the mix. Pointers are addresses, 0 for null; numbers that are not whole go through ``number``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import struct
 from typing import NamedTuple
 
 
-class Span(NamedTuple):
+class SpanStruct(NamedTuple):
     first: int
     rows: int
     base: int
@@ -30,7 +30,7 @@ class Plan(NamedTuple):
     num_entries: int
 
 
-class Pool(NamedTuple):
+class PoolStruct(NamedTuple):
     pages: int
     page_size: int
     kv_heads: int
@@ -54,7 +54,7 @@ class Heads(NamedTuple):
     sinks: int
 
 
-class Linear(NamedTuple):
+class LinearStruct(NamedTuple):
     kind: int
     weight: int
     bias: int
@@ -65,7 +65,7 @@ class Linear(NamedTuple):
     next: int
 
 
-class Experts(NamedTuple):
+class ExpertsStruct(NamedTuple):
     size: int
     first: int
     here: int
@@ -76,7 +76,7 @@ class Experts(NamedTuple):
     layers: int
 
 
-class Layer(NamedTuple):
+class LayerStruct(NamedTuple):
     norm_attention: int
     norm_qk: int
     norm_query: int
@@ -92,7 +92,7 @@ class Layer(NamedTuple):
     sinks: int
 
 
-class Model(NamedTuple):
+class ModelStruct(NamedTuple):
     heads: int
     kv_heads: int
     width: int
@@ -167,9 +167,9 @@ QUANTS = {
 """Weights in 4 to 8 bits with scales by blocks: inputs and bytes of a record of 16 outputs; ``quants.h`` says how they
 lie."""
 KINDS = ("own", "int8", *QUANTS)
-"""How a layer's weights lie, by ``Linear.kind``; ``own``: in the dtype of the rows."""
+"""How a layer's weights lie, by ``LinearStruct.kind``; ``own``: in the dtype of the rows."""
 ACTIVATIONS = ("silu", "gelu_tanh", "xielu", "clamped")
-NO_LAYER = Linear(*[0] * len(Linear._fields))
+NO_LAYER = LinearStruct(*[0] * len(LinearStruct._fields))
 
 
 def number(value: float) -> int:
@@ -178,9 +178,9 @@ def number(value: float) -> int:
 
 
 def _layout() -> str:
-    structs = (Span, Plan, Pool, Heads, Linear, Experts, Layer, Model, Call, Chains)
+    structs = (SpanStruct, Plan, PoolStruct, Heads, LinearStruct, ExpertsStruct, LayerStruct, ModelStruct, Call, Chains)
     sizes = (f"{name} {inputs} {size}" for name, (inputs, size) in QUANTS.items())
-    lines = [(each.__name__, *each._fields) for each in structs]
+    lines = [(each.__name__.removesuffix("Struct"), *each._fields) for each in structs]
     return "\n".join(map(" ".join, [*lines, ("Kinds own int8", *sizes), ("Activations", *ACTIVATIONS)]))
 
 

@@ -25,7 +25,7 @@ from forerun.measure.conversations import Texts, make_texts, read_set, stops
 from forerun.measure.environment import environment, read_bandwidth, weights
 from forerun.measure.methods import FASTEST, Contender, EngineContender, labels, method_configs, runnable, with_trees
 from forerun.measure.prompts import repetition_rate
-from forerun.measure.rounds import Costs, Measured, interleave, shares
+from forerun.measure.rounds import Measured, RoundCosts, interleave, shares
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept.synthetic import LENGTH, RATES
 
@@ -278,7 +278,7 @@ def _speculation(result: Sequence[Measured], plain: Sequence[Measured], concurre
     """Acceptance and prices of all repeats together, and what the theory makes of them."""
     rounds = [r for m in result for r in m.rounds]
     total = Measured(metrics=[metric for m in result for metric in m.metrics]).total
-    costs = Costs.of(rounds, [r for m in plain for r in m.rounds], concurrency) if total.num_drafts else None
+    costs = RoundCosts.of(rounds, [r for m in plain for r in m.rounds], concurrency) if total.num_drafts else None
     predicted = None
     if costs is not None and total.match_rate is not None:
         predicted = costs.predict(rounds, total.match_rate)

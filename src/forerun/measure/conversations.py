@@ -31,7 +31,7 @@ PLACE = re.compile(r"\{(file|topic|source):([\w.-]+)(?::(\d+))?\}")
 
 
 @dataclass(frozen=True)
-class Conversation:
+class RecordedConversation:
     """What a user says in turn; each turn is answered, and the answer becomes history."""
 
     category: str
@@ -47,19 +47,19 @@ class Texts:
     prompts: list[list[int]]
     owners: list[int] = field(default_factory=list)
     """Index into ``conversations`` for each prompt, ascending."""
-    conversations: list[Conversation] = field(default_factory=list)
+    conversations: list[RecordedConversation] = field(default_factory=list)
     left_out: int = 0
     """Turns that do not fit into the model's context with their answers."""
     chat: bool = False
     """Whether they are written by the model's chat template."""
 
 
-def read_set(name: str, file: Path | None = None) -> list[Conversation]:
+def read_set(name: str, file: Path | None = None) -> list[RecordedConversation]:
     """The conversations of a set, or of ``file``: JSON lines with ``category`` and ``turns``; for ``humaneval`` its
     package. Raises ConfigError."""
     if name == HUMANEVAL:
         read_tasks = from_lab(HUMANEVAL, HUMANEVAL).read_tasks
-        return [Conversation(HUMANEVAL, (task.question,), task) for task in read_tasks(file)]
+        return [RecordedConversation(HUMANEVAL, (task.question,), task) for task in read_tasks(file)]
     path = file or FOLDER / "categories.jsonl"
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -69,11 +69,13 @@ def read_set(name: str, file: Path | None = None) -> list[Conversation]:
     if not result:
         raise ConfigError(f"{path} has no prompts: write one JSON object with category and turns per line")
     if file is None:
-        result = [Conversation(each.category, [PLACE.sub(_text, turn) for turn in each.turns]) for each in result]
+        result = [
+            RecordedConversation(each.category, [PLACE.sub(_text, turn) for turn in each.turns]) for each in result
+        ]
     return result[:SMALL] if name == CATEGORIES_SMALL else result
 
 
-def _conversation(line: str, where: str) -> Conversation:
+def _conversation(line: str, where: str) -> RecordedConversation:
     try:
         item = json.loads(line)
     except json.JSONDecodeError as error:
@@ -85,7 +87,7 @@ def _conversation(line: str, where: str) -> Conversation:
         raise ConfigError(f"{where}: category must be a name, not {category!r}")
     if not isinstance(turns, list) or not turns or not all(isinstance(t, str) and t.strip() for t in turns):
         raise ConfigError(f"{where}: turns must be a list of at least one text, none of them empty")
-    return Conversation(category, turns)
+    return RecordedConversation(category, turns)
 
 
 def _text(placeholder: re.Match[str]) -> str:
@@ -111,7 +113,7 @@ def _text(placeholder: re.Match[str]) -> str:
     return text.strip()
 
 
-def make_texts(config: BenchConfig, llm: LLM, conversations: Sequence[Conversation]) -> Texts:
+def make_texts(config: BenchConfig, llm: LLM, conversations: Sequence[RecordedConversation]) -> Texts:
     """The prompts of ``config``; those of ``conversations`` where its set has them. Raises ConfigError."""
     together = max(config.concurrency)
     if config.prompt_set in SETS:
@@ -133,7 +135,7 @@ def make_texts(config: BenchConfig, llm: LLM, conversations: Sequence[Conversati
     return texts
 
 
-def _ask(llm: LLM, conversations: Sequence[Conversation], config: BenchConfig) -> Texts:
+def _ask(llm: LLM, conversations: Sequence[RecordedConversation], config: BenchConfig) -> Texts:
     """Every turn's prompt. Earlier turns are answered by plain decoding at T = 0, so that all contenders read the same
     history, whatever they would have answered themselves."""
     chat = getattr(llm.tokenizer, "chat_template", None) is not None

@@ -39,7 +39,7 @@ TREE_NODES = 8
 DRAFT_TEMPERATURE = 0.6
 
 
-class Answer(NamedTuple):
+class CheckedAnswer(NamedTuple):
     """All that a client sees of one answer."""
 
     tokens: list[int]
@@ -50,7 +50,7 @@ class Answer(NamedTuple):
     prompt_logprobs: list[TokenLogprobs | None] | None
 
     @classmethod
-    def of(cls, job: Job) -> Answer:
+    def of(cls, job: Job) -> CheckedAnswer:
         assert job.finish is not None
         return cls(
             job.output_ids, job.text, job.finish.reason, job.finish.stopped_by, job.logprobs, job.prompt_logprobs
@@ -78,7 +78,7 @@ def answers(
     *,
     concurrency: int,
     page_size: int | None = None,
-) -> tuple[list[list[Answer]], RequestMetrics]:
+) -> tuple[list[list[CheckedAnswer]], RequestMetrics]:
     """Every prompt's answers, and what speculation did for all of them."""
     longest = max(len(prompt) + (options.max_tokens or 0) for prompt, options in zip(prompts, params)) + ROOM
     config = replace(
@@ -89,7 +89,7 @@ def answers(
     while engine.busy:
         engine.step()
     metrics = RequestMetrics.merged([job.metrics for group in jobs for job in group])
-    return [[Answer.of(job) for job in group] for group in jobs], metrics
+    return [[CheckedAnswer.of(job) for job in group] for group in jobs], metrics
 
 
 def accepted(total: RequestMetrics) -> str:
@@ -183,8 +183,8 @@ def _result(
     layout: str,
     temperature: float,
     count: int,
-    wrong: Sequence[tuple[int, list[Answer]]],
-    plain: Sequence[list[Answer]],
+    wrong: Sequence[tuple[int, list[CheckedAnswer]]],
+    plain: Sequence[list[CheckedAnswer]],
     total: RequestMetrics,
     idle: Sequence[str],
 ) -> Result:
@@ -206,11 +206,11 @@ def _result(
     )
 
 
-def _difference(prompt: int, plain: Sequence[Answer], result: Sequence[Answer]) -> str:
+def _difference(prompt: int, plain: Sequence[CheckedAnswer], result: Sequence[CheckedAnswer]) -> str:
     index = next(i for i, (a, b) in enumerate(zip(plain, result)) if a != b)
     requested, got = plain[index], result[index]
     if requested.tokens == got.tokens:
-        fields = [name for name in Answer._fields if getattr(requested, name) != getattr(got, name)]
+        fields = [name for name in CheckedAnswer._fields if getattr(requested, name) != getattr(got, name)]
         return f"prompt {prompt} has the same tokens and another {', '.join(fields)}"
     slot = next(
         (i for i, (a, b) in enumerate(zip(requested.tokens, got.tokens)) if a != b),

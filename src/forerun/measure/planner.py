@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.engine.metrics import RequestMetrics
-from forerun.measure.rounds import Costs, Measured, Sample, full
+from forerun.measure.rounds import Measured, RoundCosts, Sample, full
 from forerun.theory import best_gamma, best_shape, expected_tokens, walltime_improvement
 
 LAYERSKIP = "layerskip"
@@ -23,7 +23,7 @@ MARGIN = 1.02
 
 
 @dataclass(frozen=True)
-class Drafted:
+class PlannedDraft:
     """What a sequence's drafts of one length did in measured rounds: mean ``tokens`` that it gained in a round over
     plain decoding, ``coverage``, the share of rounds in which it had a draft, and mean ``nodes`` of one."""
 
@@ -49,15 +49,15 @@ class Estimate:
     start: float = 0.0
     step: float | None = None
     rest: float = 0.0
-    lengths: Mapping[int, Drafted] = field(default_factory=dict)
+    lengths: Mapping[int, PlannedDraft] = field(default_factory=dict)
     """By how many tokens were asked for."""
 
-    def drafted(self, k: int, nodes: int) -> Drafted:
+    def drafted(self, k: int, nodes: int) -> PlannedDraft:
         """What drafts of ``k`` tokens, or of ``nodes`` in a tree so deep, do: the theory's independent positions,
         corrected by what the measured lengths next to ``k`` did beside it."""
         theory = expected_tokens(self.match_rate, k) - 1
         if not self.lengths:
-            return Drafted(self.coverage * theory, self.coverage, nodes)
+            return PlannedDraft(self.coverage * theory, self.coverage, nodes)
         known = sorted(self.lengths)
         low = max((length for length in known if length <= k), default=known[0])
         high = min((length for length in known if length >= k), default=known[-1])
@@ -72,7 +72,7 @@ class Estimate:
 
         coverage = between(lambda length: self.lengths[length].coverage)
         full = between(lambda length: self.lengths[length].nodes / length)
-        return Drafted(theory * between(gained), coverage, min(full * k, nodes))
+        return PlannedDraft(theory * between(gained), coverage, min(full * k, nodes))
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def estimate(method: str, by_length: Mapping[int, Measured], plain: Measured, se
     was drafted."""
     total = RequestMetrics.merged([metrics for result in by_length.values() for metrics in result.metrics])
     every = [r for result in by_length.values() for r in result.rounds]
-    costs = Costs.of(every, plain.rounds, sequences)
+    costs = RoundCosts.of(every, plain.rounds, sequences)
     if costs is None or costs.c is None or total.alpha is None or total.match_rate is None:
         return None
     drafted = [r for r in full(every, sequences) if r.depth]
@@ -170,11 +170,11 @@ def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return mean_y - step * mean_x, step
 
 
-def _drafted(rounds: Sequence[Sample]) -> Drafted:
+def _drafted(rounds: Sequence[Sample]) -> PlannedDraft:
     every = sum(len(r.depths) for r in rounds)
     drafts = sum(depth > 0 for r in rounds for depth in r.depths)
     nodes = sum(r.rows - len(r.depths) for r in rounds)
-    return Drafted(sum(r.tokens for r in rounds) / every - 1, drafts / every, nodes / drafts if drafts else 0.0)
+    return PlannedDraft(sum(r.tokens for r in rounds) / every - 1, drafts / every, nodes / drafts if drafts else 0.0)
 
 
 def predict(
@@ -190,7 +190,7 @@ def predict(
     return predictions
 
 
-def speedup(result: Estimate, drafted: Drafted, depth: int, curve: CostCurve, sequences: int) -> float:
+def speedup(result: Estimate, drafted: PlannedDraft, depth: int, curve: CostCurve, sequences: int) -> float:
     """Tokens a round over its mean time, each of ``sequences`` having a draft by itself or none."""
     work = result.start + depth * (result.c if result.step is None else result.step)
     time = result.rest
@@ -312,7 +312,7 @@ DEPTH = 3
 """How deep at most the tree is whose rounds say what trees cost."""
 
 
-class Trial(Protocol):
+class PlanTrial(Protocol):
     """What measures configurations on the same prompts."""
 
     concurrency: int
@@ -329,7 +329,7 @@ def rank_acceptance(result: Measured) -> list[float]:
 
 
 def plan_trees(
-    options: Mapping[str, Mapping[str, Any]], nodes: int, longest: int, trial: Trial, curve: CostCurve
+    options: Mapping[str, Mapping[str, Any]], nodes: int, longest: int, trial: PlanTrial, curve: CostCurve
 ) -> list[dict[str, Any]]:
     """For each drafter that branches: ``acceptance`` by rank, ``fixed`` (``Shaped``, of every ``tree`` of at most
     ``nodes`` tokens, ``longest`` deep, whose nodes of one depth have as many children, no more than those above),
@@ -405,7 +405,7 @@ class _Paper:
         real = self.estimate.lengths[len(self.probe)]
         on_paper = self.gained(self.probe)
         tokens = gained * real.tokens / on_paper if on_paper else 0.0
-        drafted = Drafted(tokens, real.coverage, nodes * real.nodes / size(self.probe))
+        drafted = PlannedDraft(tokens, real.coverage, nodes * real.nodes / size(self.probe))
         return 1 + tokens, speedup(self.estimate, drafted, depth, self.curve, self.concurrency)
 
     def shaped(self, tree: tuple[int, ...]) -> Shaped:

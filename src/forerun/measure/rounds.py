@@ -188,7 +188,7 @@ def in_plain_forwards(result: Measured, plain: Measured, sequences: int) -> None
 
 
 @dataclass(frozen=True)
-class Costs:
+class RoundCosts:
     """Prices in units of a plain target forward of the same sequences.
 
     ``c`` is one draft step (Leviathan et al. 2023, definition 3.7), ``verify[rows]`` a forward of so many rows;
@@ -202,7 +202,7 @@ class Costs:
     typical: float | None
 
     @classmethod
-    def of(cls, rounds: Sequence[Sample], plain: Sequence[Sample], sequences: int) -> Costs | None:
+    def of(cls, rounds: Sequence[Sample], plain: Sequence[Sample], sequences: int) -> RoundCosts | None:
         """From a method's rounds and plain decoding's of the same run; None if either is empty. Medians."""
         rounds, plain = full(rounds, sequences), full(plain, sequences)
         if not rounds or not plain:

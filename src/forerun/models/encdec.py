@@ -23,10 +23,10 @@ from forerun.core.errors import ConfigError
 from forerun.core.inference import inference
 from forerun.core.loading import watch
 from forerun.models import activations, quantize, tiling
-from forerun.models.architectures.seq2seq import ACTIVATIONS, SPARE, Seq2Seq, Stack
+from forerun.models.architectures.seq2seq import ACTIVATIONS, SPARE, LayerStack, Seq2Seq
 from forerun.models.base import EncoderInfo, ModelInfo, Tiles
 from forerun.models.formats.base import Linear, size
-from forerun.models.kernel_layers import Norm
+from forerun.models.kernel_layers import KernelNorm
 from forerun.models.linear import choose, describe
 from forerun.models.parts import Gate, LayerNorm, RMSNorm
 from forerun.models.weights import Maker, Weights
@@ -48,7 +48,7 @@ class Tied(Weights, Protocol):
 
 
 @dataclass(slots=True)
-class Block:
+class EncoderDecoderBlock:
     """An attention or an MLP and its norm."""
 
     weights: Any
@@ -63,11 +63,11 @@ class Block:
 class Side:
     """The encoder or the decoder."""
 
-    stack: Stack
+    stack: LayerStack
     words: Words
-    attention: list[Block] = field(default_factory=list)
-    cross: list[Block] = field(default_factory=list)
-    mlp: list[Block] = field(default_factory=list)
+    attention: list[EncoderDecoderBlock] = field(default_factory=list)
+    cross: list[EncoderDecoderBlock] = field(default_factory=list)
+    mlp: list[EncoderDecoderBlock] = field(default_factory=list)
     norm_embedding: Any = None
     norm: Any = None
     positions: torch.Tensor | None = None
@@ -143,7 +143,7 @@ class EncoderDecoder:
         return (
             can_attend(self.dtype, self.device, shapes)
             and all(linear.exact for linear in self.linears())
-            and all(isinstance(norm, Norm) for norm in norms)
+            and all(isinstance(norm, KernelNorm) for norm in norms)
             and tiling.steady()
         )
 
@@ -208,14 +208,14 @@ class EncoderDecoder:
             x = x + side.positions[positions]
         return x if side.norm_embedding is None else side.norm_embedding(x)
 
-    def _before(self, block: Block, x: torch.Tensor) -> torch.Tensor:
+    def _before(self, block: EncoderDecoderBlock, x: torch.Tensor) -> torch.Tensor:
         return block.norm(x) if self.spec.norm_first else x
 
-    def _add(self, block: Block, made: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _add(self, block: EncoderDecoderBlock, made: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         x = block.out(made, x)
         return x if self.spec.norm_first else block.norm(x)
 
-    def _mlp(self, block: Block, x: torch.Tensor) -> torch.Tensor:
+    def _mlp(self, block: EncoderDecoderBlock, x: torch.Tensor) -> torch.Tensor:
         return self._add(block, self._activation(block.weights(self._before(block, x))), x)
 
     def _encode(self, sources: list[Source]) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -259,7 +259,7 @@ class _Builder:
     def __init__(self, spec: Seq2Seq, maker: Maker, kernels: bool) -> None:
         self.spec, self.maker, self.kernels = spec, maker, kernels
 
-    def side(self, stack: Stack, head: Linear | None, words: Words | None = None) -> Side:
+    def side(self, stack: LayerStack, head: Linear | None, words: Words | None = None) -> Side:
         spec, maker = self.spec, self.maker
         made = Side(stack, words or maker.words(stack.embedding, head, spec.embedding_scale))
         for layer in range(stack.count):
@@ -281,15 +281,17 @@ class _Builder:
             made.bias = _by_distance(maker.numbers(f"{stack.bias}.weight"), spec, reach, both=stack.cross is None)
         return made
 
-    def _block(self, at: str, part: Any, weights: Linear, memory: Linear | None = None) -> Block:
-        return Block(weights, self.maker.linear(f"{at}.{part.out}"), self._norm(f"{at}.{part.norm}"), memory)
+    def _block(self, at: str, part: Any, weights: Linear, memory: Linear | None = None) -> EncoderDecoderBlock:
+        return EncoderDecoderBlock(
+            weights, self.maker.linear(f"{at}.{part.out}"), self._norm(f"{at}.{part.norm}"), memory
+        )
 
     def _norm(self, name: str) -> Any:
         weight, dtype = self.maker.numbers(f"{name}.weight"), self.maker.dtype
         if self.spec.rms:
-            return (Norm if self.kernels else RMSNorm)(weight, self.spec.eps, dtype)
+            return (KernelNorm if self.kernels else RMSNorm)(weight, self.spec.eps, dtype)
         bias = self.maker.numbers(f"{name}.bias")
-        made = Norm.centred if self.kernels else LayerNorm
+        made = KernelNorm.centred if self.kernels else LayerNorm
         return made(weight, bias, self.spec.eps, dtype)
 
 

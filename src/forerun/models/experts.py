@@ -17,7 +17,7 @@ from forerun.kernels import structs
 from forerun.models.base import pad_rows
 from forerun.models.formats.base import Linear, size
 from forerun.models.formats.compiled import Compiled
-from forerun.models.kernel_layers import Gate, Mixture
+from forerun.models.kernel_layers import KernelGate, KernelMixture
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class Experts:
         self.compiled = self._compile()
         """All of it in one call, where every part has a kernel."""
 
-    def _compile(self) -> Mixture | None:
+    def _compile(self) -> KernelMixture | None:
         layers = [layer for layer in self.linears() if isinstance(layer, Compiled)]
-        if len(layers) != 1 + 2 * len(self.experts) or not isinstance(self.gate, Gate):
+        if len(layers) != 1 + 2 * len(self.experts) or not isinstance(self.gate, KernelGate):
             return None
-        sizes = structs.Experts(
+        sizes = structs.ExpertsStruct(
             self.count,
             self.first,
             len(self.experts),
@@ -66,7 +66,7 @@ class Experts:
             self.gate.pointer,
             0,
         )
-        return Mixture(sizes, layers[0], layers[1:], self.gate.dtype)
+        return KernelMixture(sizes, layers[0], layers[1:], self.gate.dtype)
 
     def linears(self) -> Iterator[Linear]:
         yield self.router

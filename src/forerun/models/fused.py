@@ -14,12 +14,12 @@ from typing import Any, cast
 import torch
 
 from forerun import kernels
-from forerun.attention.kernel import KernelAttention, Plan
+from forerun.attention.kernel import AttentionPlan, KernelAttention
 from forerun.core.batch import Batch, Output
 from forerun.kernels import KernelError, structs
 from forerun.models.architectures.spec import SILU, Growth
 from forerun.models.formats.compiled import Compiled
-from forerun.models.kernel_layers import Norm
+from forerun.models.kernel_layers import KernelNorm
 from forerun.models.layer import Layer
 from forerun.models.ranks.shards import Summed
 from forerun.models.rotary import Rotary
@@ -70,7 +70,7 @@ class Decoder:
             and (self.total is not None or self.words.fields() is not None)
             and kernels.has(f"decode_{kernels.dtype_name(self.words.dtype)}")
             and all(isinstance(_own(linear), Compiled) for linear in (*ends, *linears))
-            and all(isinstance(norm, Norm) for norm in norms)
+            and all(isinstance(norm, KernelNorm) for norm in norms)
             and all(layer.experts is None or layer.experts.compiled is not None for layer in self.layers)
             and all(layer.mixer is None and not layer.gated for layer in self.layers)
         )
@@ -110,13 +110,13 @@ def _own(linear: Any) -> Any:
 
 
 def _fields(layer: Layer, rotaries: list[str]) -> list[int]:
-    """A ``structs.Layer`` and what goes behind it."""
+    """A ``structs.LayerStruct`` and what goes behind it."""
 
-    def at(norm: Norm | None) -> int:
+    def at(norm: KernelNorm | None) -> int:
         return norm.pointer if norm is not None else 0
 
     mixture = None if layer.experts is None else layer.experts.compiled
-    own = structs.Layer(
+    own = structs.LayerStruct(
         norm_attention=at(layer.norm_attention),
         norm_qk=at(layer.norm_qk),
         norm_query=at(layer.norm_query),
@@ -135,7 +135,7 @@ def _fields(layer: Layer, rotaries: list[str]) -> list[int]:
     return [field for part in (own, layer.qkv.fields(), _own(layer.out).fields(), *dense) for field in part]
 
 
-class Sums:
+class PartialSums:
     """Lets compiled code ask for ``total``."""
 
     def __init__(self, total: Callable[[torch.Tensor], torch.Tensor], width: int, dtype: torch.dtype) -> None:
@@ -143,7 +143,7 @@ class Sums:
         self.error: BaseException | None = None
         """What ended the last call."""
         whole = weakref.ref(self)  # a cycle would keep other ranks' processes
-        self.call = kernels.SUM(lambda *part: cast("Sums", whole())._sum(*part))
+        self.call = kernels.SUM(lambda *part: cast("PartialSums", whole())._sum(*part))
         self.address = ctypes.cast(self.call, ctypes.c_void_p).value or 0
 
     def _sum(self, part: int, wide: int, total: int, rows: int) -> int:
@@ -167,7 +167,7 @@ class Prepared:
     address: int
     logits: torch.Tensor
     hidden: dict[int, torch.Tensor]
-    plan: Plan
+    plan: AttentionPlan
     kept: tuple[Any, ...]
     """What the arguments point to."""
 
@@ -183,7 +183,7 @@ class Fused:
         decoder.check()
         words, whole = decoder.words, decoder.total is None
         self.known, self.hidden = words.count, words.width
-        self.sums = None if decoder.total is None else Sums(decoder.total, self.hidden, self.dtype)
+        self.sums = None if decoder.total is None else PartialSums(decoder.total, self.hidden, self.dtype)
         head = decoder.head.fields() if whole else structs.NO_LAYER
         self.vocab_size = head.outputs
         fields = words.fields() if whole else (0, structs.NO_LAYER)
@@ -196,7 +196,7 @@ class Fused:
             decoder.norm.eps, decoder.scale, decoder.softcap or 0, decoder.logits_softcap or 0, words.scale,
             decoder.residual_scale, decoder.logits_scale, 0 if decoder.growth is None else decoder.growth.rate,
         )  # fmt: skip
-        model = structs.Model(
+        model = structs.ModelStruct(
             decoder.heads, decoder.kv_heads, decoder.width, self.hidden, inner, len(decoder.layers), self.known,
             numbers, decoder.norm.pointer, len(decoder.rotaries), structs.ACTIVATIONS.index(decoder.activation),
             decoder.gated, decoder.norm.subtracts, decoder.parallel, decoder.norm_rotated,
@@ -226,7 +226,9 @@ class Fused:
         attention.finish(call.plan)
         return Output(call.logits, call.hidden)
 
-    def through(self, batch: Batch, attention: KernelAttention, plan: Plan, x: torch.Tensor) -> dict[int, torch.Tensor]:
+    def through(
+        self, batch: Batch, attention: KernelAttention, plan: AttentionPlan, x: torch.Tensor
+    ) -> dict[int, torch.Tensor]:
         """The batch's layers of one rank: hidden states as ``Output.hidden``, and under ``RAW`` the output of the rows
         whose logits are wanted, or of all where the normed one is asked for too. Raises what ``total`` raises."""
         assert self.sums is not None
@@ -247,7 +249,7 @@ class Fused:
         attention: KernelAttention,
         given: torch.Tensor | None = None,
         ahead: int = 0,
-        plan: Plan | None = None,
+        plan: AttentionPlan | None = None,
     ) -> Prepared:
         """A call's arguments; positions up to ``ahead`` behind the batch's have angles too. ``plan``: what attention's
         ``begin`` returned, if that has been called."""

@@ -46,7 +46,7 @@ class GGUFTensor:
     """Bytes."""
 
 
-class Metadata(Mapping[str, Any]):
+class GgufMetadata(Mapping[str, Any]):
     """Values by key. Lists of texts are long, and read when they are asked for: then one that is not UTF-8 raises
     ModelError."""
 
@@ -144,7 +144,7 @@ class GGUFFile:
             if name in placed:
                 raise self._broken(f"tensor {name} is there twice")
             placed[name] = self._checked(name, shape, kind, offset, first, alignment)
-        return Metadata(metadata), placed
+        return GgufMetadata(metadata), placed
 
     def _checked(
         self, name: str, shape: tuple[int, ...], kind: int, offset: int, first: int, alignment: int

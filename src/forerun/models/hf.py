@@ -45,7 +45,7 @@ HARMLESS = frozenset(
 )  # fmt: skip
 
 
-class _Context:
+class _HFContext:
     """What one forward hands to every attention layer."""
 
     __slots__ = ("attention", "metadata")
@@ -55,7 +55,7 @@ class _Context:
         self.metadata = metadata
 
 
-class _Probe:
+class _MaskProbe:
     """Stands in for the context once, to learn each layer's KV shape and keywords. Rows do not meet in its attention:
     it adds nothing, but NaN to a row that brings NaN."""
 
@@ -93,7 +93,7 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
-    forerun: _Context | _Probe | None = None,
+    forerun: _HFContext | _MaskProbe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function that transformers calls: query [1, heads, rows, width]."""
@@ -112,7 +112,7 @@ def _attend(
     layer = getattr(module, "layer_idx", None)
     if layer is None or forerun is None:
         raise ModelError(f"{type(module).__name__} does not pass its layer or its keywords on to attention")
-    if isinstance(forerun, _Probe):
+    if isinstance(forerun, _MaskProbe):
         if layer in forerun.shapes:
             raise ModelError(f"{type(module).__name__} attends more than once in layer {layer}; forerun cannot run it")
         return forerun.attend(layer, query, key, value), None
@@ -151,13 +151,13 @@ def _sizes(module: PreTrainedModel, replaced: list[Linear]) -> tuple[int, int]:
     return held, held if shared else held - table.nbytes
 
 
-def _run(module: PreTrainedModel, device: torch.device) -> tuple[_Probe, torch.Tensor]:
+def _run(module: PreTrainedModel, device: torch.device) -> tuple[_MaskProbe, torch.Tensor]:
     """Some rows through the module, and their logits."""
-    probe = _Probe()
+    probe = _MaskProbe()
     with library(f"{type(module).__name__} cannot run with this checkpoint's config"):
         out = module(
-            input_ids=torch.zeros(1, _Probe.rows, dtype=torch.long, device=device),
-            position_ids=torch.arange(_Probe.rows, device=device)[None],
+            input_ids=torch.zeros(1, _MaskProbe.rows, dtype=torch.long, device=device),
+            position_ids=torch.arange(_MaskProbe.rows, device=device)[None],
             use_cache=False,
             output_hidden_states=True,  # what collects them settles on the layers of the first call that asks
             forerun=probe,
@@ -237,11 +237,11 @@ class HFModel:
         readers: list[str] = []
 
         def follow(part: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], out: Any) -> None:
-            if _Probe.spread(out) and not _Probe.spread((args, given)):
+            if _MaskProbe.spread(out) and not _MaskProbe.spread((args, given)):
                 readers.append(type(part).__name__)
 
         def mark(part: torch.nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> torch.Tensor:
-            return out.index_fill(1, torch.tensor([_Probe.marked], device=out.device), math.nan)
+            return out.index_fill(1, torch.tensor([_MaskProbe.marked], device=out.device), math.nan)
 
         linears = [part for part in module.modules() if type(part) is torch.nn.Linear]
         hooks = [part.register_forward_hook(lambda part, *_: called.update({part: None})) for part in linears]
@@ -254,7 +254,7 @@ class HFModel:
         marked = _run(module, device)[1]
         for hook in hooks:
             hook.remove()
-        if not whole.isnan().any() and (_Probe.spread(marked) or not marked[0, _Probe.marked].isnan().any()):
+        if not whole.isnan().any() and (_MaskProbe.spread(marked) or not marked[0, _MaskProbe.marked].isnan().any()):
             raise ModelError(
                 f"{name} does not use transformers' attention interface wherever tokens meet: its "
                 f"{readers[0] if readers else 'decoder'} reads other tokens than its own (as states, convolutions and "
@@ -298,7 +298,7 @@ class HFModel:
                 use_cache=False,
                 output_hidden_states=bool(batch.hidden),
                 logits_to_keep=keep,
-                forerun=_Context(attention, metadata),
+                forerun=_HFContext(attention, metadata),
             )
         attention.finish(metadata)
         last = self.info.num_layers

@@ -62,12 +62,12 @@ class _Probe:
         return Span(key, start, self.tokens[start:end])
 
     def back(self, length: int, key: int = TARGET) -> None:
-        if key in self.attention.pool.tables:
+        if key in self.attention.pool.block_tables:
             self.attention.pool.truncate(key, length)
 
     def forget(self) -> None:
         """Have sources encoded again."""
-        for key in list(self.attention.pool.tables):
+        for key in list(self.attention.pool.block_tables):
             self.attention.pool.free(key)
         if self.attention.pool.sources is not None:
             self.attention.pool.sources.clear()

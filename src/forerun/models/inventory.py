@@ -24,7 +24,7 @@ from forerun.models.tokenizer import read_vocabulary
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredModel:
     """One model: ``name`` is what --model takes."""
 
     name: str
@@ -36,22 +36,22 @@ class Kept:
     """Whether all parts have been fetched."""
 
 
-def on_disk() -> list[Kept]:
+def on_disk() -> list[StoredModel]:
     """What was fetched, then what the hub's cache holds."""
     return [*_fetched(), *(each for repository in hub.repositories() for each in _of(repository))]
 
 
-def _fetched() -> Iterator[Kept]:
+def _fetched() -> Iterator[StoredModel]:
     for name, known in KNOWN.items():
         kind = f"GGUF {hub.quantization(known.file_name)}"
         if place(name).is_file():
-            yield Kept(name, kind, known.size, place(name))
+            yield StoredModel(name, kind, known.size, place(name))
         elif held_parts(name):
             about = f"{held_parts(name)} of {known.parts} parts"
-            yield Kept(name, about, partial(name).stat().st_size, partial(name), whole=False)
+            yield StoredModel(name, about, partial(name).stat().st_size, partial(name), whole=False)
 
 
-def _of(repository: Any) -> Iterator[Kept]:
+def _of(repository: Any) -> Iterator[StoredModel]:
     """The models of a repository's newest revision."""
     revision = max(repository.revisions, key=lambda each: each.last_modified, default=None)
     if revision is None:
@@ -62,11 +62,11 @@ def _of(repository: Any) -> Iterator[Kept]:
     name, folder = hub.PREFIX + repository.repo_id, revision.snapshot_path
     if hub.is_checkpoint(sizes):
         held = sum(size for file, size in sizes.items() if not file.endswith(hub.GGUF))
-        yield Kept(name, "safetensors", held, folder)
+        yield StoredModel(name, "safetensors", held, folder)
     for files in hub.ggufs(sizes):
         kind, whole = hub.quantization(files[0]), all(file in sizes for file in files)
         held = sum(sizes.get(file, 0) for file in files)
-        yield Kept(f"{name}:{files[0]}", f"GGUF {kind}" if kind else "GGUF", held, folder / files[0], whole)
+        yield StoredModel(f"{name}:{files[0]}", f"GGUF {kind}" if kind else "GGUF", held, folder / files[0], whole)
 
 
 def known_draft(model: str | Path) -> Path | None:
@@ -162,7 +162,7 @@ def _drafts(name: str, path: Path, size: int) -> list[dict[str, Any]]:
     return result
 
 
-def _vocabulary(kept: Kept) -> dict[str, int] | None:
+def _vocabulary(kept: StoredModel) -> dict[str, int] | None:
     try:
         return read_vocabulary(kept.path)
     except ForerunError:  # it is no model that can be run

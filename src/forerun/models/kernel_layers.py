@@ -12,7 +12,7 @@ from forerun.kernels import structs
 from forerun.models.formats.compiled import Compiled, kernel
 
 
-class Norm:
+class KernelNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32; weight [width], or [heads,
     width] for x [rows, heads, width]. With ``shift`` a layer norm: x less its mean, and the shift is added."""
 
@@ -35,7 +35,7 @@ class Norm:
             raise ValueError(f"a norm's weights {[*weight.shape]} on {weight.device}")
 
     @classmethod
-    def centred(cls, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, dtype: torch.dtype) -> Norm:
+    def centred(cls, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, dtype: torch.dtype) -> KernelNorm:
         """A layer norm."""
         return cls(weight, eps, dtype, torch.zeros_like(weight) if bias is None else bias)
 
@@ -58,7 +58,7 @@ class Norm:
         return y
 
 
-class Gate:
+class KernelGate:
     """activation(gate) * up of rows [gate, up], or, not ``gated``, activation(up); the activation by its name in
     ``structs.py``, with its ``numbers`` if it has some."""
 
@@ -85,13 +85,13 @@ class Gate:
         return y
 
 
-class Mixture:
+class KernelMixture:
     """A router and the experts that are here, ``kernels/experts.cpp``."""
 
     __slots__ = ("address", "call", "dtype", "fields", "inputs", "kept")
 
     def __init__(
-        self, sizes: structs.Experts, router: Compiled, layers: Sequence[Compiled], dtype: torch.dtype
+        self, sizes: structs.ExpertsStruct, router: Compiled, layers: Sequence[Compiled], dtype: torch.dtype
     ) -> None:
         """``layers``: gate_up and down of each expert; rows are in ``dtype``. Raises ValueError for layers of rows in
         another one."""

@@ -13,7 +13,7 @@ from forerun.models.architectures.description import Name
 from forerun.models.architectures.spec import ALL, Spec
 from forerun.models.experts import Expert, Experts
 from forerun.models.formats.base import Linear
-from forerun.models.kernel_layers import Norm
+from forerun.models.kernel_layers import KernelNorm
 from forerun.models.parts import LayerNorm, RMSNorm
 from forerun.models.ranks.shards import OverAll, Summed
 from forerun.models.ranks.team import Team
@@ -97,10 +97,10 @@ class Builder:
         if not norms.centred:
             return self._norm(weight)
         bias = self.maker.numbers(f"{name}.bias") if norms.bias else None
-        return (Norm.centred if self.kernels else LayerNorm)(weight, bias, self.spec.eps, self.maker.dtype)
+        return (KernelNorm.centred if self.kernels else LayerNorm)(weight, bias, self.spec.eps, self.maker.dtype)
 
-    def _norm(self, weight: torch.Tensor) -> RMSNorm | Norm:
-        return (Norm if self.kernels else RMSNorm)(weight, self.spec.eps, self.maker.dtype)
+    def _norm(self, weight: torch.Tensor) -> RMSNorm | KernelNorm:
+        return (KernelNorm if self.kernels else RMSNorm)(weight, self.spec.eps, self.maker.dtype)
 
     def _numbers(self, name: str) -> torch.Tensor:
         result, plus = self.maker.numbers(f"{name}.weight"), self.spec.architecture.norms.plus

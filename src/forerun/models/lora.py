@@ -158,7 +158,7 @@ def _scale(folder: Path, config: Mapping[str, Any], name: str, held: int) -> flo
     return scale
 
 
-class Merged:
+class MergedRows:
     """A weight with what adapters add to it, in float32."""
 
     dtype = torch.float32
@@ -196,7 +196,7 @@ class MergedWeights:
 
     def values(self, name: str) -> Rows:
         result = self.weights.values(name)
-        return Merged(result, self.pairs[name]) if name in self.pairs else result
+        return MergedRows(result, self.pairs[name]) if name in self.pairs else result
 
     def blocks(self, name: str) -> Blocks | Levels | None:
         return None if name in self.pairs else self.weights.blocks(name)

@@ -19,7 +19,7 @@ from forerun.models.checkpoint import DTYPES, Tensor
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.int8 import Levels
-from forerun.models.prequantized import Grouped, Mxfp4, Scaled, gather
+from forerun.models.prequantized import Grouped, Mxfp4, ScaledRows, gather
 from forerun.models.weights import Read, unstacked
 
 log = logging.getLogger("forerun")
@@ -95,7 +95,7 @@ class CheckpointWeights:
 
     def blocks(self, name: str) -> Blocks | Levels | None:
         result = self.values(name)
-        return result.blocks() if isinstance(result, (Grouped, Mxfp4, Scaled)) and not self.numbers else None
+        return result.blocks() if isinstance(result, (Grouped, Mxfp4, ScaledRows)) and not self.numbers else None
 
     def release(self) -> int:
         self.files.release()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from forerun.attention.base import Attention, Metadata, Query
-from forerun.attention.kernel import KernelAttention, Plan, can_attend
+from forerun.attention.kernel import AttentionPlan, KernelAttention, can_attend
 from forerun.cache.pool import KVShape
 from forerun.cache.states import Replay
 from forerun.core import tiles
@@ -26,7 +26,7 @@ from forerun.models.base import ModelInfo, Tiles, pad_rows
 from forerun.models.formats import prefetch
 from forerun.models.formats.base import Linear, size
 from forerun.models.fused import RAW, Decoder, Fused
-from forerun.models.kernel_layers import Norm, softcap
+from forerun.models.kernel_layers import KernelNorm, softcap
 from forerun.models.layer import Builder, Layer
 from forerun.models.linear import choose, describe
 from forerun.models.parts import make_gate
@@ -145,7 +145,7 @@ class NativeModel:
         return (
             can_attend(self.dtype, self.device, self.info.kv_shapes)
             and all(linear.exact for linear in self.linears())
-            and all(isinstance(norm, Norm) for norm in norms)
+            and all(isinstance(norm, KernelNorm) for norm in norms)
             and (self.fused is not None or self.ranges is not None or tiling.steady())
         )
 
@@ -202,7 +202,7 @@ class NativeModel:
     def _feed(self, batch: Batch, attention: Attention, metadata: Metadata) -> Output:
         x, last = self._inputs(batch), len(self._layers)
         rows, normed = self._logit_rows(batch), last in batch.hidden
-        if self.ranges is not None and isinstance(attention, KernelAttention) and isinstance(metadata, Plan):
+        if self.ranges is not None and isinstance(attention, KernelAttention) and isinstance(metadata, AttentionPlan):
             hidden = self.ranges.through(batch, attention, metadata, x)
             raw = hidden.pop(RAW)
             x = hidden[last] if normed else raw

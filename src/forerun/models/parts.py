@@ -92,10 +92,10 @@ def make_gate(
     invariant: bool,
     gated: bool = True,
     numbers: torch.Tensor | None = None,
-) -> Gate | Clamped | kernel_layers.Gate:
+) -> Gate | Clamped | kernel_layers.KernelGate:
     """Under its name in ``spec.py``, with its ``numbers`` if it has some; on a kernel where ``kernels``."""
     if kernels:
-        return kernel_layers.Gate(activation, dtype, gated=gated, numbers=numbers)
+        return kernel_layers.KernelGate(activation, dtype, gated=gated, numbers=numbers)
     if activation == CLAMPED and numbers is not None:
         return Clamped(*numbers.tolist())
     if activation == XIELU and numbers is not None:

@@ -125,7 +125,7 @@ def _packed(kind: str, heads: list[np.ndarray], levels: np.ndarray, inputs: int)
     return Blocks(kind, np.concatenate([*heads, levels], axis=-1).reshape(len(levels), -1), inputs)
 
 
-class Scaled:
+class ScaledRows:
     """Numbers in 8 bits times scales of tiles of them: [rows of tiles, columns of tiles], or one."""
 
     dtype, device = torch.float32, torch.device("cpu")
@@ -199,7 +199,7 @@ def _whole(weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | Non
     if weight.dtype is not torch.int8:
         if outputs % scales.shape[0] or inputs % scales.shape[1]:
             raise ValueError(f"its scales are {[*scales.shape]}")
-        return Scaled(weight, scales, (outputs // scales.shape[0], inputs // scales.shape[1]))
+        return ScaledRows(weight, scales, (outputs // scales.shape[0], inputs // scales.shape[1]))
     scales = scales.expand(outputs, -1) if len(scales) == 1 else scales
     _fits(scales, (outputs, None), inputs)
     if zeros is not None:
@@ -225,7 +225,7 @@ def _fp8(result: Tensors, config: Mapping[str, Any]) -> Rows:
         raise ValueError(f"weight_block_size is {shown(tile)}, not two sizes")
     rows, columns = tile
     _fits(scales, (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)))
-    return Scaled(weight, scales, (rows, columns))
+    return ScaledRows(weight, scales, (rows, columns))
 
 
 def _bits(config: Mapping[str, Any]) -> int:

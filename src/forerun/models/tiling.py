@@ -72,7 +72,7 @@ def steady() -> bool:
     return result == [every]
 
 
-class Echo(Backend[Metadata]):
+class RowRecorder(Backend[Metadata]):
     """Stands in for attention: of each row its own values, with queries and keys added."""
 
     def __init__(self, info: ModelInfo) -> None:
@@ -196,7 +196,7 @@ def _run(model: Torch, layers: tuple[int, ...] | None, head: bool) -> Any:
 
     def run(size: int) -> torch.Tensor:
         with _sizes(model, size), Products(probe=True) as products:
-            output = model.feed(_batch(model, [token] * size, layers, head=head), Echo(model.info))
+            output = model.feed(_batch(model, [token] * size, layers, head=head), RowRecorder(model.info))
         return torch.cat([_results(output), *(rows for rows in products.results if rows.shape[0] == size)], 1)
 
     return run
@@ -205,7 +205,7 @@ def _run(model: Torch, layers: tuple[int, ...] | None, head: bool) -> Any:
 def _affordable(model: Torch, layers: tuple[int, ...] | None, *, head: bool) -> list[int]:
     """The sizes that can be compared at a bearable cost."""
     with _sizes(model, 1), Products(probe=False) as products:
-        model.feed(_batch(model, [0], layers, head=head), Echo(model.info))
+        model.feed(_batch(model, [0], layers, head=head), RowRecorder(model.info))
     sizes: list[int] = []
     for size in tiles.SIZES:
         if size <= FEWEST or products.work * (sum(sizes) + size) <= WORK:
@@ -220,11 +220,13 @@ def _by_content(model: Torch, layers: tuple[int, ...] | None) -> bool:
     generator = torch.Generator().manual_seed(0)
     calls, firsts = [], []
     with _sizes(model, 1):
-        model.feed(_batch(model, [0], layers, head=False), Echo(model.info))  # what is made at the first call, is made
+        model.feed(
+            _batch(model, [0], layers, head=False), RowRecorder(model.info)
+        )  # what is made at the first call, is made
     for _ in range(3):
         others = torch.randint(model.info.vocab_size, (size - 1,), generator=generator).tolist()
         with _sizes(model, size), Products(probe=False) as products:
-            output = model.feed(_batch(model, [0, *others], layers, head=False), Echo(model.info))
+            output = model.feed(_batch(model, [0, *others], layers, head=False), RowRecorder(model.info))
         calls.append(products.calls)
         firsts.append(_results(output)[0])
     refused = activations.UNSTEADY if model.routes else UNFIXED

@@ -21,7 +21,7 @@ from forerun.models.formats.plain import Plain
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.kinds import KINDS
 from forerun.models.linear import make_linear
-from forerun.models.words import LayerRows, Scaled, Table, Words
+from forerun.models.words import LayerRows, ScaledWords, Words, WordTable
 
 Order = Callable[[torch.Tensor], torch.Tensor] | None
 """Brings rows of a weight, or numbers of a bias, into another order; it may leave some out."""
@@ -216,11 +216,11 @@ class Maker:
         elif isinstance(head, TiledLinear):
             words = LayerRows(head, self.dtype, shared=True)
         elif isinstance(head, Plain):
-            words = Table(head.weight, shared=True)
+            words = WordTable(head.weight, shared=True)
         else:
-            words = Table(whole(self._stack([name], [None])))
+            words = WordTable(whole(self._stack([name], [None])))
         self.advance(self.weights.release())
-        return words if scale == 1.0 else Scaled(words, scale)
+        return words if scale == 1.0 else ScaledWords(words, scale)
 
 
 def _packed(parts: Sequence[Blocks | Levels], bias: torch.Tensor | None) -> Linear:

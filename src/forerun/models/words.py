@@ -30,11 +30,11 @@ class Words(Protocol):
     def one(self, token: int) -> torch.Tensor:
         """[1, width]"""
 
-    def fields(self) -> tuple[int, structs.Linear] | None:
+    def fields(self) -> tuple[int, structs.LinearStruct] | None:
         """What a compiled decoder reads: the address of the numbers, or 0 and the layer; None: it cannot."""
 
 
-class Table:
+class WordTable:
     """Numbers [tokens, width], which may be the output layer's (``shared``)."""
 
     scale = 1.0
@@ -50,7 +50,7 @@ class Table:
     def one(self, token: int) -> torch.Tensor:
         return self.numbers.narrow(0, token, 1)
 
-    def fields(self) -> tuple[int, structs.Linear]:
+    def fields(self) -> tuple[int, structs.LinearStruct]:
         return self.numbers.data_ptr(), structs.NO_LAYER
 
 
@@ -71,11 +71,11 @@ class LayerRows:
     def one(self, token: int) -> torch.Tensor:
         return self.layer.rows(torch.tensor([token]), self.dtype)
 
-    def fields(self) -> tuple[int, structs.Linear]:
+    def fields(self) -> tuple[int, structs.LinearStruct]:
         return 0, self.layer.fields()
 
 
-class Scaled:
+class ScaledWords:
     """Another embedding times ``scale``."""
 
     def __init__(self, words: Words, scale: float) -> None:
@@ -91,5 +91,5 @@ class Scaled:
     def one(self, token: int) -> torch.Tensor:
         return self.words.one(token) * self.factor
 
-    def fields(self) -> tuple[int, structs.Linear] | None:
+    def fields(self) -> tuple[int, structs.LinearStruct] | None:
         return self.words.fields()

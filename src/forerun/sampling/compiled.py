@@ -74,7 +74,7 @@ class Weighed:
     shared: list[float]
 
 
-class Compiled:
+class CompiledSampling:
     """``ids`` int32 [at least the vocabulary]: a well-mixed word for each token id, see ``Gumbel``."""
 
     def __init__(self, ids: torch.Tensor) -> None:

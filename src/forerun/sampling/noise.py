@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import torch
 
-from forerun.sampling.compiled import Compiled, can_sample
+from forerun.sampling.compiled import CompiledSampling, can_sample
 
 _MASK = (1 << 64) - 1
 
@@ -70,7 +70,7 @@ class Gumbel:
         for factor in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35):
             ids = self._fold_high(ids.mul_(_signed(factor)))
         self._ids = ids
-        self.compiled = Compiled(ids) if can_sample(self.device) else None
+        self.compiled = CompiledSampling(ids) if can_sample(self.device) else None
         # Wide rows are made one by one: several at once leave the processor's cache.
         one_by_one = self.compiled is not None or (width > 1 << 15 and self.device.type == "cpu")
         self.together = 1 if one_by_one else 16

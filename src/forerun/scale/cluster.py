@@ -26,7 +26,7 @@ from forerun.engine.async_engine import ClosedError
 from forerun.engine.metrics import Snapshot
 from forerun.scale.affinity import BLOCK, BOUND, Affinity
 from forerun.scale.messages import KEPT, Entry, Facts, Line, Message, Outbox, Request
-from forerun.scale.pool import LostError, Pool
+from forerun.scale.pool import LostError, ReplicaPool
 from forerun.scale.replica import Replica, alike
 
 log = logging.getLogger("forerun")
@@ -318,15 +318,15 @@ class Cluster:
                 for inbox in lost():
                     inbox.said.put_nowait(LostError(f"replica {line.replica} cannot be listened to any more"))
 
-    async def pool(self, max_queue: int) -> Pool:
+    async def pool(self, max_queue: int) -> ReplicaPool:
         """The replicas as one engine, which knows how they stand for as long as the event loop runs."""
         facts = await self.facts()
-        pool = Pool(facts, self.send, max_queue=max_queue, capacity=lambda: self.number * facts.max_num_seqs)
+        pool = ReplicaPool(facts, self.send, max_queue=max_queue, capacity=lambda: self.number * facts.max_num_seqs)
         pool.latest = await asyncio.to_thread(self.together)
         self.watching = asyncio.create_task(self.watch(pool))
         return pool
 
-    async def watch(self, pool: Pool) -> None:
+    async def watch(self, pool: ReplicaPool) -> None:
         """Tell ``pool`` how the replicas stand, for as long as it runs."""
         while True:
             try:

@@ -61,7 +61,7 @@ class _Answer:
     moves: int = 0
 
 
-class Pool:
+class ReplicaPool:
     """``AsyncEngine``'s side that the server sees, with replicas behind it; ``send`` chooses among them and
     ``capacity`` says how many sequences all of them decode at a time.
 

@@ -87,18 +87,18 @@ class Metrics(Answer):
     speculative_decoding: SpeculativeMetrics
 
 
-class Head(Answer):
+class AnswerBase(Answer):
     id: str
     created: int
     model: str
 
 
-class Whole(Head):
+class Whole(AnswerBase):
     usage: Usage
     metrics: Metrics
 
 
-class Chunk(Head):
+class Chunk(AnswerBase):
     """One event of a stream. The last may bring the counts and no choices."""
 
     usage: Usage = sometimes("if stream_options asked for it")
@@ -430,7 +430,7 @@ class DraftsOf(Answer):
     num_speculative_tokens: int
 
 
-class Model(Answer):
+class ModelCard(Answer):
     id: str
     object: Literal["model"]
     created: int
@@ -442,7 +442,7 @@ class Model(Answer):
 
 class Models(Answer):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
 class Health(Answer):

@@ -423,7 +423,7 @@ def _operations(app: FastAPI, server: Server) -> None:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model()]}
 
-    @app.get("/v1/models/{name:path}", responses=responses(404, good=answers.Model))
+    @app.get("/v1/models/{name:path}", responses=responses(404, good=answers.ModelCard))
     async def one_model(name: str) -> dict[str, Any]:
         server.check_model(name)
         return model()

@@ -40,7 +40,7 @@ class Tally:
 
 
 @dataclass
-class Line:
+class BatchLine:
     """One line of a batch: a request, or why it is none."""
 
     id: str
@@ -50,9 +50,9 @@ class Line:
     error: str | None = None
 
 
-def parse(number: int, raw: bytes, known: set[str]) -> Line:
+def parse(number: int, raw: bytes, known: set[str]) -> BatchLine:
     """The request on line ``number``, from 1. ``known`` is each ``custom_id`` before it, and then this one's too."""
-    line = Line(f"batch_req_{number}_{hashlib.sha256(raw).hexdigest()[:16]}")
+    line = BatchLine(f"batch_req_{number}_{hashlib.sha256(raw).hexdigest()[:16]}")
     try:
         given = json.loads(raw)
     except (ValueError, RecursionError) as error:
@@ -88,7 +88,7 @@ def _wrong(number: int, given: dict[str, Any], repeated: bool) -> str | None:
     return f"line {number}: unknown field {unknown[0]!r}: remove it" if unknown else None
 
 
-def lines(path: Path) -> Iterator[Line]:
+def lines(path: Path) -> Iterator[BatchLine]:
     """The lines of a batch that are not empty. Raises ConfigError for a file that cannot be read."""
     known: set[str] = set()
     try:
@@ -141,7 +141,7 @@ class Answers:
         self.file.seek(end)
         self.file.truncate()
 
-    def write(self, line: Line, status: int, body: dict[str, Any] | None) -> None:
+    def write(self, line: BatchLine, status: int, body: dict[str, Any] | None) -> None:
         """Append one answer, whole; ``body`` None: the line itself is wrong."""
         response = None
         if body is not None:
@@ -161,7 +161,7 @@ async def run(source: Path, answers: Answers, ask: Ask, *, together: int) -> Tal
     tally = Tally()
     slots = asyncio.Semaphore(together)
 
-    async def answer(line: Line) -> None:
+    async def answer(line: BatchLine) -> None:
         try:
             status, body = await ask(line.url, line.body)
             while status in LATER:
@@ -190,7 +190,7 @@ async def run(source: Path, answers: Answers, ask: Ask, *, together: int) -> Tal
     return tally
 
 
-def asking(app: ASGIApp) -> Ask:
+def requester(app: ASGIApp) -> Ask:
     """Asks an ASGI application in this process."""
 
     async def ask(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from forerun.models.chat import CallForm
 from forerun.models.reasoning import PARSERS, Markers
 from forerun.serve.schema import ChatRequest
-from forerun.serve.tools import Call, Piece, ToolParser, begun_marker
+from forerun.serve.tools import ParsedCall, Piece, ToolParser, begun_marker
 
 MESSAGE = "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
@@ -22,7 +22,7 @@ BEGUN_HEADER = ("<|start|>", "<|channel|>", "assistant", " to=")
 class Reader(Protocol):
     """Reads one answer. ``content`` is its text and ``reasoning`` its thoughts, ``calls`` what it calls."""
 
-    calls: list[Call]
+    calls: list[ParsedCall]
 
     @property
     def content(self) -> str: ...
@@ -42,7 +42,7 @@ class Thoughts:
     def __init__(self, markers: Markers, opened: bool | None, parser: ToolParser | None) -> None:
         self.markers = markers
         self.parser = parser
-        self.calls: list[Call] = parser.calls if parser is not None else []
+        self.calls: list[ParsedCall] = parser.calls if parser is not None else []
         self.reasoning = ""
         self._content = ""
         self._opened = opened
@@ -96,7 +96,7 @@ class Channels:
         self.names = names
         self.most = most
         self.silent = silent
-        self.calls: list[Call] = []
+        self.calls: list[ParsedCall] = []
         self.content = ""
         self.reasoning = ""
         self._held = ""
@@ -124,7 +124,7 @@ class Channels:
         if name in self.names:
             self._channel = "call" if self.most is None or len(self.calls) < self.most else "dropped"
         if self._channel == "call":
-            self.calls.append(Call(len(self.calls), name))
+            self.calls.append(ParsedCall(len(self.calls), name))
         return True
 
     def _rest(self, pieces: list[Piece]) -> bool:

@@ -12,7 +12,7 @@ from forerun.engine.stream import Delta
 from forerun.serve.reasoning import Reader, Reading
 from forerun.serve.stream import Choice, Reply
 from forerun.serve.text import Placed, by_name
-from forerun.serve.tools import Call, Piece
+from forerun.serve.tools import ParsedCall, Piece
 
 TOOL_CALLS = "tool_calls"
 
@@ -158,7 +158,7 @@ class ChatReply(Reply):
         return {"token": text, "logprob": finite(value), "bytes": encoded}
 
 
-def _call(call: Call) -> dict[str, Any]:
+def _call(call: ParsedCall) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 

@@ -31,12 +31,12 @@ from forerun.serve.schema import (
     one_of,
 )
 from forerun.serve.stream import Choice
-from forerun.serve.tools import Call, Piece
+from forerun.serve.tools import ParsedCall, Piece
 
 LOGPROBS = "message.output_text.logprobs"
 
 
-class Part(Body):
+class ContentPart(Body):
     type: Literal["input_text", "output_text"]
     text: Text
     annotations: Absent = None
@@ -44,11 +44,11 @@ class Part(Body):
 
 
 Parts = Annotated[
-    Annotated[Text, Tag("text")] | Annotated[list[Part], Tag("list")], one_of("a text or a list of text parts")
+    Annotated[Text, Tag("text")] | Annotated[list[ContentPart], Tag("list")], one_of("a text or a list of text parts")
 ]
 
 
-def _text(content: str | list[Part]) -> str:
+def _text(content: str | list[ContentPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -303,7 +303,7 @@ class ResponseReply(ChatReply):
         self.id = f"resp_{self.head['id'].removeprefix(f'{self.prefix}-')}"
         self.output: list[Output] = []
         self._reader = self.reading.reader()
-        self._call: Call | None = None
+        self._call: ParsedCall | None = None
         """The last one."""
         self._numbers = count()
 

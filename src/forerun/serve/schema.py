@@ -177,17 +177,17 @@ ToolChoice = Annotated[
 ]
 
 
-class CalledFunction(Body):
+class GivenFunction(Body):
     name: Annotated[str, Field(min_length=1, max_length=256), Whole]
     arguments: Text = Field(description="a JSON object, as text")
 
 
-class ToolCall(Body):
+class GivenToolCall(Body):
     """A call that an answer made."""
 
     id: CallId
     type: Literal["function"] = "function"
-    function: CalledFunction
+    function: GivenFunction
     index: int | None = Field(None, description="left over from a stream; makes no difference")
 
 
@@ -205,7 +205,7 @@ class Message(Body):
     """A turn. An answer's own message is one: what clients add to it may stay, as long as it says nothing."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: list[ToolCall] | None = Field(None, max_length=1024, description="an assistant's")
+    tool_calls: list[GivenToolCall] | None = Field(None, max_length=1024, description="an assistant's")
     tool_call_id: CallId | None = Field(None, description="the call that a tool's message answers")
     function_call: Replaced = None
     refusal: Absent = None
@@ -225,7 +225,7 @@ class Message(Body):
 
     @field_validator("tool_calls")
     @classmethod
-    def _by_an_assistant(cls, calls: list[ToolCall] | None, given: ValidationInfo) -> list[ToolCall] | None:
+    def _by_an_assistant(cls, calls: list[GivenToolCall] | None, given: ValidationInfo) -> list[GivenToolCall] | None:
         if calls and given.data.get("role", "assistant") != "assistant":
             raise ValueError("goes with the role assistant")
         return calls

@@ -56,7 +56,7 @@ HEADS = ((("{",), *HEAD), (("{",), ('"type"',), (":",), ('"function"',), (",",),
 
 
 @dataclass(slots=True)
-class Call:
+class ParsedCall:
     """A call so far. ``arguments`` is JSON as the model wrote it."""
 
     index: int
@@ -72,7 +72,7 @@ class Piece:
     call, which ``begins`` with this."""
 
     text: str = ""
-    call: Call | None = None
+    call: ParsedCall | None = None
     begins: bool = False
     reasoning: bool = False
 
@@ -129,7 +129,7 @@ class ToolParser:
         self.most = most
         self.silent = silent
         self.fenced = fenced
-        self.calls: list[Call] = []
+        self.calls: list[ParsedCall] = []
         self.content = ""
         """Text outside of calls."""
         self._held = ""
@@ -372,7 +372,7 @@ class ToolParser:
         return True
 
     def _start(self, name: str) -> None:
-        self.calls.append(Call(len(self.calls), name))
+        self.calls.append(ParsedCall(len(self.calls), name))
         self._new.append(Piece(call=self.calls[-1], begins=True))
 
     def _more(self, arguments: str) -> None:

@@ -34,7 +34,7 @@ class Live(NamedTuple):
     log: float
 
 
-class Chosen(NamedTuple):
+class Continuation(NamedTuple):
     """A beam of the next step: the live one that it continues, its token, and its log-probability."""
 
     parent: int
@@ -57,14 +57,16 @@ class Follower(Protocol):
     def fork(self, source: RequestState, sequence: RequestState) -> None: ...
 
 
-def step(beams: Beams, logs: Sequence[float], rows: Sequence[Ranked], length: int) -> tuple[list[Chosen], list[Chosen]]:
+def step(
+    beams: Beams, logs: Sequence[float], rows: Sequence[Ranked], length: int
+) -> tuple[list[Continuation], list[Continuation]]:
     """One plain beam step (transformers' since 4.50): of all continuations of the live beams, the ``candidates`` best;
     the best ``width`` of them that go on, and those that end among the best ``width``.
 
     ``length`` is the output's with the new token. Ties go to the better beam, then to the smaller id.
     """
     every = [
-        Chosen(parent, token, log + value)
+        Continuation(parent, token, log + value)
         for parent, (log, (ids, values)) in enumerate(zip(logs, rows, strict=True))
         for token, value in zip(ids, values)
     ]
@@ -76,7 +78,7 @@ def step(beams: Beams, logs: Sequence[float], rows: Sequence[Ranked], length: in
     return live[: beams.width], ended
 
 
-def finished(beams: Beams, live: Sequence[Chosen], length: int) -> bool:
+def finished(beams: Beams, live: Sequence[Continuation], length: int) -> bool:
     """Whether no live beam, of ``length`` output tokens, goes on: none is left, or enough have finished for
     ``early_stopping``."""
     if not live:
@@ -233,7 +235,7 @@ def _permitted(ids: list[int], logs: list[float]) -> Ranked:
     return ids[:count], logs[:count]
 
 
-def _finish(beams: Beams, scores: Scores, live: Sequence[Live], ended: Sequence[Chosen], length: int) -> None:
+def _finish(beams: Beams, scores: Scores, live: Sequence[Live], ended: Sequence[Continuation], length: int) -> None:
     """Enter ended beams among the finished ones, of which the best ``width`` stay."""
     for one in ended:
         beam = live[one.parent]

@@ -20,16 +20,16 @@ def roll_back(
     """
     counts = []
     for sequence, draft, verdict in zip(sequences, drafts, verdicts, strict=True):
-        start = sequence.cached + sequence.scheduled
+        start = sequence.num_computed_tokens + sequence.scheduled
         path = verdict.path[: verdict.accepted]
         count = len(path)
-        if sequence.id not in pool.tables:
+        if sequence.id not in pool.block_tables:
             count = 0
         elif draft.is_chain:
             Pages.truncate(pool, sequence.id, start + count)
         else:
             count = pool.keep(sequence.id, start, path)
-        sequence.cached = start + count
+        sequence.num_computed_tokens = start + count
         counts.append(count)
     return counts
 

@@ -80,7 +80,7 @@ def pack(
     """
     spans = []
     for index, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-        first, count = sequence.cached, sequence.scheduled
+        first, count = sequence.num_computed_tokens, sequence.scheduled
         tokens = sequence.tokens[first : first + count] + draft.tokens
         parents = None
         if not draft.is_chain:

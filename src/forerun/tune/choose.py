@@ -21,7 +21,7 @@ from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.levels import StepsConfig
 from forerun.tune.loop import progress
-from forerun.tune.state import State
+from forerun.tune.state import TuneState
 
 HISTORY: tuple[dict[str, Any], ...] = (
     {"method": "ngram", "num_speculative_tokens": 4},
@@ -188,7 +188,7 @@ def verdict(result: Mapping[str, Any]) -> str:
     )
 
 
-def page(model: str, state: State) -> str:
+def page(model: str, state: TuneState) -> str:
     """HTML, UTF-8."""
     results, trained = state.results["choose"], state.results.get("train", {})
     wrote = state.results.get("write", {"tokens": 0})

@@ -52,7 +52,7 @@ class Writer:
     at most ``prompt`` tokens; ``rows`` are written together."""
 
     llm: LLM
-    record: Record
+    record: TuneRecord
     data: Data
     rows: int = ROWS
     answer: int = 256
@@ -365,7 +365,7 @@ class RecordConfig(DrafterConfig):
     """Hidden states to keep, as ``Needs.hidden`` counts them."""
 
 
-class Record(Drafter[RecordConfig]):
+class TuneRecord(Drafter[RecordConfig]):
     name = "record"
     config_class = RecordConfig
 
@@ -404,8 +404,8 @@ class Record(Drafter[RecordConfig]):
 @contextmanager
 def known() -> Iterator[None]:
     """Engines that are built meanwhile know the method; nobody else has a use for it."""
-    drafters.register(Record.name)(Record)
+    drafters.register(TuneRecord.name)(TuneRecord)
     try:
         yield
     finally:
-        drafters.remove(Record.name)
+        drafters.remove(TuneRecord.name)

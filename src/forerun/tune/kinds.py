@@ -31,7 +31,7 @@ DISTILLED = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 """Targets whose layers may be a draft: their parts take and give float32, and least squares know what these say."""
 
 
-class Kind(ABC):
+class HeadKind(ABC):
     """A kind of draft. ``matrix_lr`` and ``lr`` are peak learning rates of hidden matrices and of the rest."""
 
     matrix_lr: ClassVar[float]
@@ -59,7 +59,7 @@ class Kind(ABC):
         """Writes what a drafter loads, with what ``said`` tells of it."""
 
 
-class Eagle(Kind):
+class EagleKind(HeadKind):
     matrix_lr = 2e-3
     lr = 1e-3
     quantization = "q4_0"
@@ -78,7 +78,7 @@ class Eagle(Kind):
         export(draft, folder, said)
 
 
-class Medusa(Kind):
+class MedusaKind(HeadKind):
     """Starts as the target's own guess of the next token, for every token ahead: its blocks are no matrices that least
     squares could find."""
 
@@ -102,7 +102,7 @@ class Medusa(Kind):
         draft.save(folder, dict(said))
 
 
-class Parallel(Medusa):
+class ParallelKind(MedusaKind):
     """Starts with the target's last layer, which looks at its last hidden states; least squares say what it makes of
     what it finds."""
 
@@ -126,9 +126,9 @@ class Parallel(Medusa):
         return _narrowed(head, target, ids)
 
 
-class DFlash(Medusa):
-    """Starts as ``Parallel`` does, with one layer that samples from its anchor; its masks are a token that no text has
-    inside."""
+class DFlashKind(MedusaKind):
+    """Starts as ``ParallelKind`` does, with one layer that samples from its anchor; its masks are a token that no text
+    has inside."""
 
     head = DFlashHead
 
@@ -152,7 +152,7 @@ class DFlash(Medusa):
         return _narrowed(head, target, ids)
 
 
-class Distilled(Kind):
+class Distilled(HeadKind):
     """A few of the target's layers; least squares say what the last of them makes of what it finds."""
 
     matrix_lr = 3e-3
@@ -180,11 +180,11 @@ class Distilled(Kind):
         save_model(draft.model, tokenizer, folder, said)
 
 
-KINDS: dict[str, Kind] = {
-    "eagle": Eagle(),
-    "medusa": Medusa(),
-    "parallel": Parallel(),
-    "dflash": DFlash(),
+KINDS: dict[str, HeadKind] = {
+    "eagle": EagleKind(),
+    "medusa": MedusaKind(),
+    "parallel": ParallelKind(),
+    "dflash": DFlashKind(),
     "draft_model": Distilled(),
 }
 
@@ -216,7 +216,7 @@ def save_start(draft: nn.Module, path: Path) -> None:
     replace_with(path, lambda to: torch.save({"sizes": sizes, "state": draft.state_dict()}, to))
 
 
-def read_start(kind: Kind, path: Path, target: PreTrainedModel) -> nn.Module:
+def read_start(kind: HeadKind, path: Path, target: PreTrainedModel) -> nn.Module:
     """What ``save_start`` wrote. Raises ConfigError where that is damaged."""
     try:
         saved = torch.load(path, weights_only=True)
@@ -311,14 +311,14 @@ class Trainer:
     def loss(self, draft: nn.Module, indices: Tensor) -> Tensor:
         lesson = self.train.lesson(indices, self.target, self.embedding, self.narrow, narrow=True)
         with torch.autocast("cpu", torch.bfloat16):
-            guesses = cast(Draft, draft).guesses(lesson)
+            guesses = cast(DraftLayers, draft).guesses(lesson)
             losses = [lk(guess.wanted, guess.logits).mean() for guess in guesses]
         fractions = weights(len(losses))
         return torch.stack([fraction * loss for fraction, loss in zip(fractions, losses)]).sum() / sum(fractions)
 
     def evaluate(self, draft: nn.Module) -> Figures:
         def guesses(row: Tensor) -> Iterator[Guess]:
-            return cast(Draft, draft).guesses(
+            return cast(DraftLayers, draft).guesses(
                 self.test.lesson(row, self.target, self.embedding, self.output, narrow=False)
             )
 
@@ -330,7 +330,7 @@ LOUD = 8.0
 """The size of what is said over that of the stream it is said into, which is no guess and cannot be unsaid."""
 
 
-class Draft(Protocol):
+class DraftLayers(Protocol):
     """What ``Trainer`` trains."""
 
     def guesses(self, lesson: Lesson) -> Iterator[Guess]: ...
@@ -358,7 +358,7 @@ class Material:
 
 
 @torch.no_grad()
-def fit_last(draft: Draft, norm: Any, linears: Sequence[nn.Linear], material: Material) -> None:
+def fit_last(draft: DraftLayers, norm: Any, linears: Sequence[nn.Linear], material: Material) -> None:
     """Fits each of ``linears`` in turn, what the parts of the last layer say, so that the stream before ``norm`` points
     where the target's last hidden state does. What is behind one says nothing until then."""
     size = len(norm.weight)
@@ -388,7 +388,7 @@ def fit_last(draft: Draft, norm: Any, linears: Sequence[nn.Linear], material: Ma
 
 
 @torch.no_grad()
-def sharpen(draft: Draft, norm: Any, material: Material) -> None:
+def sharpen(draft: DraftLayers, norm: Any, material: Material) -> None:
     """Scales ``norm``, and logits with it, so that most of the drafts are kept at temperature 1."""
     kept = torch.zeros(len(SHARPNESS))
     for lesson, fraction in replace(material, tokens=CALIBRATED):

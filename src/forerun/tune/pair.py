@@ -202,7 +202,7 @@ class _Search:
     bar: Progress
     loaded: dict[Any, Any]
     llm: LLM = field(init=False)
-    answers: dict[float, list[Answer]] = field(default_factory=dict)
+    answers: dict[float, list[PairAnswer]] = field(default_factory=dict)
     curves: dict[int, CostCurve] = field(default_factory=dict)
     rests: dict[int, float] = field(default_factory=dict)
     points: dict[int, dict[int, float]] = field(default_factory=dict)
@@ -282,7 +282,7 @@ class _Search:
                 prompts = self.seen[first : first + TOGETHER]
                 params = [self.params(temperature, first + i, self.config.answer) for i in range(len(prompts))]
                 said = measure(self.plain, prompts, params).answers
-                result = [Answer(*each) for each in zip(prompts, said, params) if len(each[1]) > 1]
+                result = [PairAnswer(*each) for each in zip(prompts, said, params) if len(each[1]) > 1]
                 self.answers.setdefault(temperature, []).extend(result)
 
     def _verify(self) -> None:
@@ -451,7 +451,7 @@ def _check(result: Mapping[tuple[int, int], list[Measured]], way: int, cells: in
 
 
 @dataclass(frozen=True)
-class Answer:
+class PairAnswer:
     """What the target said behind a prompt."""
 
     prompt: list[int]
@@ -491,7 +491,7 @@ class _Place:
     at: int = 0
 
 
-def replay(drafter: DraftModel, answers: Sequence[Answer]) -> tuple[list[Replayed], float]:
+def replay(drafter: DraftModel, answers: Sequence[PairAnswer]) -> tuple[list[Replayed], float]:
     """What ``drafter`` would have drafted for ``answers``, and the seconds that it takes to read a prompt's token."""
     result, seconds, read = [], 0.0, 0
     pool, size = drafter.attention.pool, drafter.model.info.vocab_size

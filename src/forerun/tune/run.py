@@ -27,11 +27,11 @@ from forerun.speculate.draft import datastore
 from forerun.tune import choose, loop
 from forerun.tune.choose import page
 from forerun.tune.config import SHARES, TEXTS, LoopSettings, TuneConfig
-from forerun.tune.data import ROWS, Data, Record, Writer, known, read, save_part
+from forerun.tune.data import ROWS, Data, TuneRecord, Writer, known, read, save_part
 from forerun.tune.features import Features
-from forerun.tune.kinds import AHEAD, KINDS, LENGTH, MEANING, Kind, Trainer, drafted, layers, read_start, save_start
+from forerun.tune.kinds import AHEAD, KINDS, LENGTH, MEANING, HeadKind, Trainer, drafted, layers, read_start, save_start
 from forerun.tune.loop import progress
-from forerun.tune.state import State, load_target
+from forerun.tune.state import TuneState, load_target
 
 VERSION = 3
 """Of what is kept in ``run``."""
@@ -67,7 +67,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
         "text": None if config.text is None else hashlib.sha256(config.text.read_bytes()).hexdigest()[:16],
     }
     run = config.out / "run"
-    state = State(run, marks)
+    state = TuneState(run, marks)
     if state.results.get("alone", {}).get("asked", _asked(config)) != _asked(config):
         state.forget("alone", "held", "choose", "check")
     if "write" not in state.results and "alone" not in state.results:
@@ -121,16 +121,16 @@ def _load(config: TuneConfig, **more: Any) -> LLM:
     return LLM(config.model, quantization=config.quantization, **{"speculative_config": None, **more})
 
 
-def _write(config: TuneConfig, data: Data, state: State, run: Path, say: Callable[[str], None]) -> None:
+def _write(config: TuneConfig, data: Data, state: TuneState, run: Path, say: Callable[[str], None]) -> None:
     """Stage 1: the model writes, for its share of the time."""
     text = read_config(resolve(config.model)).get_text_config()
     which = layers(text) if config.train else []
     longest = min(config.answer + 704, text.max_position_embeddings)
-    recording = {"method": Record.name, "layers": which}
+    recording = {"method": TuneRecord.name, "layers": which}
     with known():
         llm = _load(config, max_model_len=longest, max_num_seqs=ROWS, speculative_config=recording)
-    record = llm.engine.router.drafters[Record.name]
-    assert isinstance(record, Record)
+    record = llm.engine.router.drafters[TuneRecord.name]
+    assert isinstance(record, TuneRecord)
     writer = Writer(llm, record, data, answer=config.answer, prompt=longest - config.answer)
     held = writer.held_out_prompts()
     budget = config.writing * config.seconds
@@ -254,7 +254,7 @@ def _room(
         )
 
 
-def _train(config: TuneConfig, folder: Path, state: State, run: Path, say: Callable[[str], None]) -> None:
+def _train(config: TuneConfig, folder: Path, state: TuneState, run: Path, say: Callable[[str], None]) -> None:
     """Stage 2: each draft starts from what the target knows and learns for its share of the time; the better of both
     is kept."""
     target, tokenizer = load_target(folder)
@@ -290,7 +290,7 @@ def _train(config: TuneConfig, folder: Path, state: State, run: Path, say: Calla
             state.trained(name, {**figures, "fitted": fitted, "kept": "learnt" if better else "fitted"})
 
 
-def _each(config: TuneConfig, state: State) -> float:
+def _each(config: TuneConfig, state: TuneState) -> float:
     """Seconds that each draft learns for."""
     if config.cpu_minutes:
         return 60 * config.cpu_minutes
@@ -298,7 +298,7 @@ def _each(config: TuneConfig, state: State) -> float:
     return (config.learning * config.seconds - read) / len(config.train)
 
 
-def _settings(config: TuneConfig, kind: Kind, seconds: float, out: Path) -> LoopSettings:
+def _settings(config: TuneConfig, kind: HeadKind, seconds: float, out: Path) -> LoopSettings:
     return LoopSettings(
         out=out, tokens=config.max_tokens, seconds=seconds, cpu_time=config.cpu_minutes is not None, batch_tokens=BATCH,
         micro_tokens=BATCH, length=LENGTH, long_length=LENGTH, long_share=0.0, matrix_lr=kind.matrix_lr, lr=kind.lr,
@@ -307,7 +307,7 @@ def _settings(config: TuneConfig, kind: Kind, seconds: float, out: Path) -> Loop
     )  # fmt: skip
 
 
-def _finish(config: TuneConfig, state: State, say: Callable[[str], None]) -> Path:
+def _finish(config: TuneConfig, state: TuneState, say: Callable[[str], None]) -> Path:
     result, checked = state.results["choose"], state.results["check"]
     if not checked["passed"]:
         raise ConfigError(f"{config.out}: speculation changed {checked['different']} answers; nothing is recommended")

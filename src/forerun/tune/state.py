@@ -22,7 +22,7 @@ from forerun.models.modules import read_module
 from forerun.models.tokenizer import load_tokenizer
 
 
-class State:
+class TuneState:
     """``run/state.json`` of a tuned folder. ``marks`` say what is tuned: another tuning must not go on with it."""
 
     def __init__(self, folder: Path, marks: dict[str, Any]) -> None:

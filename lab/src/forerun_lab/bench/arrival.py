@@ -27,7 +27,7 @@ ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
 @dataclass(frozen=True)
-class Arrival:
+class TimedArrival:
     """Seconds, on the engine's clock."""
 
     before: float
@@ -63,7 +63,7 @@ class Arrival:
     """How many they are; ``PATIENCE`` if it did not draft."""
 
 
-def arrival(engine: Engine, running: Sequence[Sequence[int]], prompt: Sequence[int]) -> Arrival:
+def arrival(engine: Engine, running: Sequence[Sequence[int]], prompt: Sequence[int]) -> TimedArrival:
     """Serve the prompts ``running``; when all of them decode, add ``prompt``, until it drafts. Then the same without
     it, for as many rounds. The engine must be idle."""
     alone = _first_token(engine, prompt)
@@ -84,7 +84,7 @@ def arrival(engine: Engine, running: Sequence[Sequence[int]], prompt: Sequence[i
     at_first, alike, beside = (time_per_token(rounds, len(running)) for rounds in (before, without, during))
     behind = time_per_token(catching, len(running)) if catching else None
     usual = mean(seconds for seconds, _ in before)
-    return Arrival(
+    return TimedArrival(
         before=at_first,
         without=alike,
         during=beside,
@@ -157,12 +157,12 @@ def _rounds(
     return result
 
 
-def measure(llm: LLM, running: int, prompt_tokens: int, repeats: int) -> Arrival:
+def measure(llm: LLM, running: int, prompt_tokens: int, repeats: int) -> TimedArrival:
     """Medians of ``repeats`` arrivals on held-out text, after one that is not counted."""
     prompts = make_prompts(HELD_OUT, llm.tokenizer, count=running, length=64)
     long = make_prompts(HELD_OUT, llm.tokenizer, count=1, length=prompt_tokens, seed=1)[0]
     result = [asdict(arrival(llm.engine, prompts, long)) for _ in range(repeats + 1)][1:]
-    return Arrival(**medians(result))
+    return TimedArrival(**medians(result))
 
 
 def main() -> None:

@@ -72,14 +72,14 @@ class Found:
 
 
 @dataclass
-class Row:
+class BeamRow:
     """One contender at one width, over all prompts."""
 
     beams: int
     setting: str
     found: list[Found] = field(default_factory=list)
 
-    def as_dict(self, plain: Row) -> dict[str, Any]:
+    def as_dict(self, plain: BeamRow) -> dict[str, Any]:
         ratios = [base.seconds / own.seconds for base, own in zip(plain.found, self.found)]
         rounds = [result.rounds for result in self.found if result.rounds is not None]
         whole = sum(rounds) if len(rounds) == len(self.found) else None
@@ -204,7 +204,7 @@ def measure(requested: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[s
     rows = []
     for width in widths:
         params = BeamSearchParams(width, requested.tokens, ignore_eos=base.model.info.encoder is None)
-        group = {name: Row(width, name) for name in contenders}
+        group = {name: BeamRow(width, name) for name in contenders}
         for search in contenders.values():
             search(prompts[0], params)  # the first time compiles and allocates
         for prompt in prompts:

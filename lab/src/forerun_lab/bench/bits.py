@@ -65,7 +65,7 @@ PAGE = 16
 
 
 @dataclass(frozen=True)
-class Row:
+class BitsRow:
     """One checkpoint, loaded one way: what was compared, and the first way of feeding in which bits differed."""
 
     architecture: str
@@ -88,7 +88,7 @@ def save(kind: str, options: dict[str, Any], folder: str) -> None:
     module.save_pretrained(folder)
 
 
-def measure(names: list[str], dtypes: list[str], paths: list[str]) -> Iterator[Row]:
+def measure(names: list[str], dtypes: list[str], paths: list[str]) -> Iterator[BitsRow]:
     with tempfile.TemporaryDirectory() as work:
         for index, name in enumerate(names):
             folder = str(Path(work) / str(index))
@@ -102,7 +102,7 @@ def measure(names: list[str], dtypes: list[str], paths: list[str]) -> Iterator[R
                     seen.add(model.info.path)
                     result = [finding for size in (None, PAGE) for finding in self_test(model, page_size=size)]
                     sizes = "any" if model.tiles is None else ", ".join(map(str, model.tiles.rows))
-                    yield Row(name, dtype, model.info.path, sizes, len(result), str(result[0]) if result else "")
+                    yield BitsRow(name, dtype, model.info.path, sizes, len(result), str(result[0]) if result else "")
 
 
 def _cell(rows: list[dict[str, Any]]) -> str:

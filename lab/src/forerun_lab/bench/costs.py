@@ -39,7 +39,7 @@ TURNS_BEFORE = 2
 
 
 @dataclass
-class Cost:
+class ForwardCost:
     """A forward of ``rows`` rows of one sequence; ``share``: of the read bandwidth, for one row."""
 
     format: str
@@ -51,7 +51,7 @@ class Cost:
 
 
 @dataclass
-class Stream:
+class CostStream:
     """Rounds of ``streams`` requests without drafts; shares of the engine's time."""
 
     format: str
@@ -85,7 +85,7 @@ class Forwards:
         return seconds
 
 
-def costs(formats: Sequence[Forwards], counts: Sequence[int], turns: int) -> list[Cost]:
+def costs(formats: Sequence[Forwards], counts: Sequence[int], turns: int) -> list[ForwardCost]:
     """Counts begin with 1."""
     bandwidth = read_bandwidth(torch.device("cpu"))
     result: dict[tuple[str, int], list[float]] = {}
@@ -102,7 +102,9 @@ def costs(formats: Sequence[Forwards], counts: Sequence[int], turns: int) -> lis
             own = result[each.name, count]
             ratios = [a / b for a, b in zip(own, one, strict=True)]
             fraction = each.model.info.token_bytes / median(one) / bandwidth if count == 1 else None
-            rows.append(Cost(each.name, count, median(own) * 1e3, median(ratios), median_interval(ratios), fraction))
+            rows.append(
+                ForwardCost(each.name, count, median(own) * 1e3, median(ratios), median_interval(ratios), fraction)
+            )
     return rows
 
 
@@ -162,7 +164,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 
 def streams(
     model: str, name: str, counts: Sequence[int], tokens: int, prompts: Sequence[Sequence[int]]
-) -> list[Stream]:
+) -> list[CostStream]:
     longest = max(map(len, prompts)) + tokens
     llm = LLM(model, quantization=name, max_num_seqs=max(counts), max_model_len=longest, speculative_config=None)
     rows = []
@@ -178,12 +180,14 @@ def streams(
             forward, sampler, rest = (b - a for a, b in zip(before, after))
             whole = forward + sampler + rest
             rows.append(
-                Stream(name, count, sampling, count * tokens / whole, forward / whole, sampler / whole, rest / whole)
+                CostStream(
+                    name, count, sampling, count * tokens / whole, forward / whole, sampler / whole, rest / whole
+                )
             )
     return rows
 
 
-def table(rows: Sequence[Cost]) -> str:
+def table(rows: Sequence[ForwardCost]) -> str:
     """Markdown, a line for each format."""
     counts = list(dict.fromkeys(row.rows for row in rows))
     lines = ["| weights | one row | of the bandwidth | " + " | ".join(map(str, counts[1:])) + " |"]
@@ -198,7 +202,7 @@ def table(rows: Sequence[Cost]) -> str:
     return "\n".join(lines)
 
 
-def streams_table(rows: Sequence[Stream]) -> str:
+def streams_table(rows: Sequence[CostStream]) -> str:
     """Markdown."""
     lines = ["| weights | streams | sampling | tokens/s | forward | sampling's share | the rest |", "|---" * 7 + "|"]
     lines += [
@@ -245,7 +249,7 @@ def main() -> None:
             read = prefills({**models, PACKED: packed}, lengths, requested.turns, longest)
             print("\n" + prefill_table(read))
             del packed
-        rounds: list[Stream] = []
+        rounds: list[CostStream] = []
         if requested.streams:
             models = {}
             prompts = torch.randint(size, (16, PROMPT), generator=generator).tolist()

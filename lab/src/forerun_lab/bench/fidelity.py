@@ -32,7 +32,7 @@ EXACT = "float32"
 
 
 @dataclass
-class Row:
+class FidelityRow:
     """One format. ``error``: of logits, relative to their spread; ``kl``: nats a token, from the exact ones."""
 
     format: str
@@ -69,9 +69,9 @@ class Seen:
         self.count += len(window)
         self.windows += 1
 
-    def row(self, name: str, size: int | None) -> Row:
+    def row(self, name: str, size: int | None) -> FidelityRow:
         perplexity = math.exp(self.nats / (self.count - self.windows))
-        return Row(name, size, perplexity, error=self.error / self.windows, kl=self.kl / self.count,
+        return FidelityRow(name, size, perplexity, error=self.error / self.windows, kl=self.kl / self.count,
                    same_choices=self.same / self.count)  # fmt: skip
 
 
@@ -108,7 +108,7 @@ class Exact:
         return answer
 
 
-def measure(requested: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[Row]:
+def measure(requested: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[FidelityRow]:
     """Row by row, the exact one first. Raises ForerunError."""
     text = Path(requested.text).read_text("utf-8") if requested.text else "\n".join(topics.topics.values())
     windows = windows_of(text, requested.model, requested.window, requested.windows)
@@ -140,7 +140,7 @@ def measure(requested: argparse.Namespace, tell: Callable[[str], None]) -> Itera
 def _ours(
     requested: argparse.Namespace, name: str, windows: Sequence[list[int]], references: Sequence[torch.Tensor],
     prompts: Sequence[list[int]], answers: Sequence[list[int]],
-) -> Row:  # fmt: skip
+) -> FidelityRow:  # fmt: skip
     model = load_model(requested.model, quantization=name, invariant=True)
     seen = Seen()
     for window, reference in zip(windows, references):
@@ -154,7 +154,9 @@ def _ours(
     return row
 
 
-def _llama_cpp(requested: argparse.Namespace, windows: Sequence[list[int]], references: Sequence[torch.Tensor]) -> Row:
+def _llama_cpp(
+    requested: argparse.Namespace, windows: Sequence[list[int]], references: Sequence[torch.Tensor]
+) -> FidelityRow:
     """llama.cpp's own logits of the file: what it chose, and the log-probabilities of the text's tokens."""
     nats, same = 0.0, 0
     with scorer(requested.llama_cpp, requested.model, requested.window, requested.threads) as score:
@@ -163,10 +165,10 @@ def _llama_cpp(requested: argparse.Namespace, windows: Sequence[list[int]], refe
             nats -= math.fsum(answer["logprobs"])
             same += sum(a == b for a, b in zip(answer["choices"], reference.argmax(-1).tolist(), strict=True))
     tokens = sum(map(len, windows))
-    return Row("llama.cpp", None, math.exp(nats / (tokens - len(windows))), same_choices=same / tokens)
+    return FidelityRow("llama.cpp", None, math.exp(nats / (tokens - len(windows))), same_choices=same / tokens)
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[FidelityRow]) -> str:
     """Markdown."""
 
     def shown(value: float | None, form: str) -> str:

@@ -74,7 +74,7 @@ ORDERINGS = (
 
 
 @dataclass(frozen=True)
-class Comparison:
+class OrderingComparison:
     """Tokens per round of both sides, the mean difference per prompt and its standard error, over ``prompts``."""
 
     claim: str
@@ -99,7 +99,7 @@ def verdict(differences: Sequence[float]) -> tuple[float, float, str]:
 
 
 @dataclass
-class Bench:
+class OrderingBench:
     """Runs each configuration once per temperature."""
 
     llm: LLM
@@ -124,8 +124,8 @@ class Bench:
             self.known[key] = measure(engine, self.prompts, params).metrics
         return self.known[key]
 
-    def compare(self, ordering: Ordering, temperature: float) -> Comparison:
-        empty = Comparison(ordering.claim, ordering.source, temperature)
+    def compare(self, ordering: Ordering, temperature: float) -> OrderingComparison:
+        empty = OrderingComparison(ordering.claim, ordering.source, temperature)
         try:
             sides = [self.run(side, temperature) for side in (ordering.better, ordering.worse)]
         except ForerunError as error:
@@ -144,11 +144,11 @@ class Bench:
         )
 
 
-def compare_all(bench: Bench, orderings: Sequence[Ordering] = ORDERINGS) -> list[Comparison]:
+def compare_all(bench: OrderingBench, orderings: Sequence[Ordering] = ORDERINGS) -> list[OrderingComparison]:
     return [bench.compare(ordering, temperature) for ordering in orderings for temperature in ordering.temperatures]
 
 
-def lines(result: Sequence[Comparison]) -> list[str]:
+def lines(result: Sequence[OrderingComparison]) -> list[str]:
     """A markdown table."""
     heads = ["ordering", "T", "tokens per round", "the other's", "difference per prompt", "", "source"]
     table = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
@@ -177,7 +177,7 @@ def main() -> None:
     torch.set_num_threads(1)
     llm = LLM(given.model, dtype=given.dtype, speculative_config=None)
     prompts = make_prompts(given.prompt_set, llm.tokenizer, count=given.prompts, length=given.prompt_tokens)
-    result = compare_all(Bench(llm, prompts, given.max_tokens, given.concurrency, given.speculative_config))
+    result = compare_all(OrderingBench(llm, prompts, given.max_tokens, given.concurrency, given.speculative_config))
     print(json.dumps([asdict(item) for item in result], indent=1) if given.json else "\n".join(lines(result)))
 
 

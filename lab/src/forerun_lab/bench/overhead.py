@@ -133,14 +133,14 @@ def alone(engine: Engine, arrivals: Arrivals, params: SamplingParams, speculate:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedRun:
     seconds: float
     processor: float
     tokens: int
     arrivals: Arrivals
 
 
-def served(engine: Engine, bodies: Sequence[dict], streams: int) -> Served:
+def served(engine: Engine, bodies: Sequence[dict], streams: int) -> ServedRun:
     """The same through a server in this process and a client in another. Raises ForerunError if the client fails."""
     asynchronous = Noting(engine)
     app = create_app(asynchronous, ServerOptions())
@@ -167,7 +167,7 @@ def served(engine: Engine, bodies: Sequence[dict], streams: int) -> Served:
     result = json.loads(done.stdout)
     came = asynchronous.arrivals[1:]
     arrivals = [(rounds - came[0][0], prompt) for rounds, prompt in came]
-    return Served(result["seconds"], spent - asynchronous.spent[1], result["tokens"], arrivals)
+    return ServedRun(result["seconds"], spent - asynchronous.spent[1], result["tokens"], arrivals)
 
 
 def measure(
@@ -212,7 +212,7 @@ class Turn(NamedTuple):
     """Seconds."""
     alike: tuple[float, float]
     """Seconds, and processor seconds."""
-    served: Served
+    served: ServedRun
     of_round: float | None
     alone_of_round: float | None
 

@@ -37,7 +37,7 @@ from forerun.measure.prompts import make_prompts
 from forerun.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
-    from forerun.scale.pool import Pool
+    from forerun.scale.pool import ReplicaPool
     from forerun.serve.answering import Answering
     from forerun.serve.batch import Ask
 
@@ -48,7 +48,7 @@ NO_LIMIT = 10.0**9
 
 
 @dataclass(frozen=True)
-class Load:
+class ReplicaLoad:
     """What one contender made of one turn's requests."""
 
     seconds: float
@@ -65,7 +65,7 @@ class First:
     cached: int
 
 
-async def load(ask: Ask, bodies: Sequence[dict[str, Any]], streams: int) -> Load:
+async def load(ask: Ask, bodies: Sequence[dict[str, Any]], streams: int) -> ReplicaLoad:
     """Every body, ``streams`` at a time. Raises ForerunError for one that is refused."""
     slots = asyncio.Semaphore(streams)
 
@@ -78,7 +78,7 @@ async def load(ask: Ask, bodies: Sequence[dict[str, Any]], streams: int) -> Load
 
     began = perf_counter()
     answers = await asyncio.gather(*map(one, bodies))
-    return Load(perf_counter() - began, sum(tokens for _, tokens in answers), [text for text, _ in answers])
+    return ReplicaLoad(perf_counter() - began, sum(tokens for _, tokens in answers), [text for text, _ in answers])
 
 
 async def first_tokens(
@@ -115,7 +115,7 @@ def throughput(requested: argparse.Namespace) -> list[dict[str, Any]]:
     from forerun.scale.cluster import Cluster, Replicas
     from forerun.scale.front import cluster
     from forerun.serve.app import ServerOptions, create_app
-    from forerun.serve.batch import asking
+    from forerun.serve.batch import requester
 
     torch.set_num_threads(NUMBER)
     drafters = json.loads(requested.speculative_config)
@@ -132,14 +132,14 @@ def throughput(requested: argparse.Namespace) -> list[dict[str, Any]]:
         chosen = prompts[turn * requested.requests : (turn + 1) * requested.requests]
         return [{"prompt": prompt, "seed": seed, **given} for seed, prompt in enumerate(chosen)]
 
-    async def measure(handle: Any) -> dict[str, list[Load]]:
+    async def measure(handle: Any) -> dict[str, list[ReplicaLoad]]:
         pool = await Cluster(handle).pool(4 * requested.requests)
         asks = {
-            f"one process, {NUMBER} threads": asking(create_app(one, options)),
-            f"{NUMBER} replicas, 1 thread each": asking(create_app(pool, options)),
+            f"one process, {NUMBER} threads": requester(create_app(one, options)),
+            f"{NUMBER} replicas, 1 thread each": requester(create_app(pool, options)),
         }
 
-        def contender(ask: Ask) -> Callable[[int], Awaitable[Load]]:
+        def contender(ask: Ask) -> Callable[[int], Awaitable[ReplicaLoad]]:
             return lambda turn: load(ask, bodies(turn), requested.streams)
 
         return await interleaved({name: contender(ask) for name, ask in asks.items()}, requested.turns)
@@ -153,7 +153,7 @@ def throughput(requested: argparse.Namespace) -> list[dict[str, Any]]:
     return [_of_load(name, loads, base) for name, loads in result.items()]
 
 
-def _of_load(name: str, loads: Sequence[Load], base: Sequence[Load]) -> dict[str, Any]:
+def _of_load(name: str, loads: Sequence[ReplicaLoad], base: Sequence[ReplicaLoad]) -> dict[str, Any]:
     speeds = [each.tokens / each.seconds for each in loads]
     ratios = [before.seconds / own.seconds for before, own in zip(base, loads)]
     pairs = [pair for before, own in zip(base, loads) for pair in zip(before.texts, own.texts)]
@@ -194,7 +194,7 @@ def routing(requested: argparse.Namespace) -> list[dict[str, Any]]:
             random.Random(turn).shuffle(order)
             return [prefixes[each] + tails[turn * len(order) + index] for index, each in enumerate(order)]
 
-        def contender(pool: Pool) -> Callable[[int], Awaitable[list[First]]]:
+        def contender(pool: ReplicaPool) -> Callable[[int], Awaitable[list[First]]]:
             return lambda turn: first_tokens(pool, prompts(turn), params, requested.clients)
 
         return await interleaved({name: contender(pool) for name, pool in zip(names, pools)}, requested.turns)

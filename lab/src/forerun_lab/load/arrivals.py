@@ -38,7 +38,7 @@ class Arrival:
 
 
 @dataclass(frozen=True)
-class Part:
+class LoadPart:
     """What stands for a load on a fleet: ``arrivals`` on so many ``replicas``. Figures leave out the first ``settling``
     of them, in which queues and caches fill."""
 
@@ -50,7 +50,7 @@ class Part:
 class Load(Protocol):
     """What is to be served."""
 
-    def part(self, replicas: int, router: str = "affine") -> Part:
+    def part(self, replicas: int, router: str = "affine") -> LoadPart:
         """For a fleet of so many replicas: all of it, or a share of both. With the ``router`` "random" every replica
         sees every prefix, and so does a share of them; with others most prefixes are on a few replicas only."""
 
@@ -73,15 +73,15 @@ class Trace:
     arrivals: Sequence[Arrival]
     seed: int = 0
 
-    def part(self, replicas: int, router: str = "affine") -> Part:
+    def part(self, replicas: int, router: str = "affine") -> LoadPart:
         """Where a simulation would take too long, a share of the replicas gets the same share of the requests."""
         count = len(self.arrivals)
         if count * replicas <= COMPARISONS and count <= LONGEST:
-            return Part(self.arrivals, replicas)
+            return LoadPart(self.arrivals, replicas)
         most = min(math.sqrt(COMPARISONS * replicas / count), replicas * LONGEST / count)
         kept = min(replicas, max(1, round(most)))
         together = 0.0 if router == "random" else count / replicas * min(1.0, kept / PREFIXES)
-        return Part(self._thinned(kept / replicas, together), kept)
+        return LoadPart(self._thinned(kept / replicas, together), kept)
 
     def _thinned(self, fraction: float, together: float) -> list[Arrival]:
         """This share of the requests. Those of a prefix with up to ``together`` of them stay or go together, but for
@@ -128,7 +128,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Synthetic:
+class SyntheticLoad:
     """Requests at random times, ``rate`` a second (Poisson). Lengths are lognormal with the means ``prompt`` and
     ``output`` and the coefficient of variation ``spread``; the first ``shared`` of a mean prompt's tokens, from 0 to 1,
     are those of one of ``prefixes`` texts. No request with its answer is longer than ``limit`` tokens."""
@@ -166,7 +166,7 @@ class Synthetic:
                 f"model's {self.limit} positions"
             )
 
-    def part(self, replicas: int, router: str = "affine") -> Part:
+    def part(self, replicas: int, router: str = "affine") -> LoadPart:
         """The same distribution at a share of the rate: independent requests at random times, thinned, stay that. There
         are fewer prefixes, each as frequent as before, but for random routing."""
         kept = min(replicas, self.SHARE)
@@ -181,7 +181,7 @@ class Synthetic:
             own = self._length(draw, self.prompt - begun)
             one = Arrival(now, begun + own, self._length(draw, self.output), prefix, begun)
             arrivals.append(self._fitting(one))
-        return Part(arrivals, kept, round(self.SETTLING * count))
+        return LoadPart(arrivals, kept, round(self.SETTLING * count))
 
     def _begun(self) -> int:
         """Shared tokens of a prompt: never all, as its answer is nobody else's."""
@@ -200,7 +200,7 @@ class Synthetic:
         shared = min(one.shared, prompt - 1)
         return replace(one, prompt=prompt, output=min(one.output, self.limit - prompt), shared=shared)
 
-    def within(self, positions: int) -> Synthetic:
+    def within(self, positions: int) -> SyntheticLoad:
         return replace(self, limit=positions)
 
     def longest(self) -> int:

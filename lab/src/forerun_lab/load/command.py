@@ -14,7 +14,7 @@ from forerun_lab.load.arrivals import Load
 from forerun_lab.load.options import MOST, LoadOptions
 
 if TYPE_CHECKING:
-    from forerun_lab.load.costs import Costs
+    from forerun_lab.load.costs import LoadCosts
     from forerun_lab.load.replica import Limits
 
 LOAD = Flags("load", flags_of(LoadOptions, "A load, and how many replicas it takes"))
@@ -26,7 +26,7 @@ FIGURES = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class LoadSetting:
     """What a plan is measured with."""
 
     engine: Mapping[str, Any]
@@ -51,7 +51,7 @@ def read_load(
     return options, options.made(prompt_tokens, max_tokens, seed)
 
 
-def plan_load(options: LoadOptions, load: Load, setting: Setting) -> dict[str, Any]:
+def plan_load(options: LoadOptions, load: Load, setting: LoadSetting) -> dict[str, Any]:
     """Measure a replica, unless that has been done, and play the load on as many as it takes."""
     from forerun_lab.load.run import plan_load as run
     from forerun_lab.load.run import read_costs
@@ -67,12 +67,12 @@ def plan_load(options: LoadOptions, load: Load, setting: Setting) -> dict[str, A
     return result | {"environment": about}
 
 
-def _measure(load: Load, setting: Setting) -> tuple[Costs, Limits, dict[str, Any]]:
+def _measure(load: Load, setting: LoadSetting) -> tuple[LoadCosts, Limits, dict[str, Any]]:
     from forerun.cli.serve import PAGE_SIZE
     from forerun.engine.llm import LLM
     from forerun.measure.environment import environment
     from forerun.measure.prompts import make_prompts
-    from forerun_lab.load.measured import Bench, limits_of, steps
+    from forerun_lab.load.measured import LoadBench, limits_of, steps
 
     engine = {"page_size": PAGE_SIZE, **setting.engine}
     with progress("loading", steps(engine.get("max_num_seqs"), len(setting.drafters))) as step:
@@ -83,7 +83,7 @@ def _measure(load: Load, setting: Setting) -> tuple[Costs, Limits, dict[str, Any
             kind, file = setting.prompt_set, setting.prompts_file
             return make_prompts(kind, llm.tokenizer, count=count, length=length, seed=setting.seed, file=file)
 
-        bench = Bench(llm, load.typical(), load.longest(), prompts, setting.temperature, setting.seed, step)
+        bench = LoadBench(llm, load.typical(), load.longest(), prompts, setting.temperature, setting.seed, step)
         return bench.costs(setting.drafters), limits_of(llm), environment(llm, engine)
 
 

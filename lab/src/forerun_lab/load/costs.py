@@ -13,7 +13,7 @@ from forerun.engine.config import NONE
 from forerun.speculate.length.adaptive import Adaptive
 
 
-class Curve:
+class LoadCurve:
     """Seconds by a count: straight lines between measured ``points``, and beyond the last ones as between them. More
     never costs less: a dearer point before a cheaper one was disturbed."""
 
@@ -42,7 +42,7 @@ class Way:
 
     method: str
     k: int
-    seconds: Curve
+    seconds: LoadCurve
     tokens: float
     spread: Sequence[float] = ()
 
@@ -53,14 +53,14 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Costs:
+class LoadCosts:
     """A replica's, in seconds. ``ways[0]`` is plain decoding. ``prompt`` is a round by the prompt tokens that it reads
     and nothing else, ``deep`` what each of these costs more for each token before it, ``outside`` what a request
     spends on its way to an engine and back, and ``telling`` what a round takes longer for each request that gets tokens
     in it, as these leave the engine."""
 
     ways: Sequence[Way]
-    prompt: Curve
+    prompt: LoadCurve
     deep: float = 0.0
     outside: float = 0.0
     telling: float = 0.0
@@ -109,7 +109,7 @@ class Costs:
         return reported | {"deep": self.deep, "outside": self.outside, "telling": self.telling}
 
     @classmethod
-    def from_report(cls, result: Mapping[str, Any]) -> Costs:
+    def from_report(cls, result: Mapping[str, Any]) -> LoadCosts:
         """From what ``describe`` gave, JSON or not. Raises ConfigError for anything else."""
         try:
             ways = [_way(way) for way in result["ways"]]
@@ -133,10 +133,10 @@ def _way(reported: Mapping[str, Any]) -> Way:
     return Way(str(reported["method"]), k, _curve(reported["seconds"]), tokens, sorted(map(float, spread)))
 
 
-def _curve(points: Mapping[Any, Any]) -> Curve:
+def _curve(points: Mapping[Any, Any]) -> LoadCurve:
     if not points:
         raise ConfigError("a curve has no points")
-    return Curve({_count(count): _positive(seconds) for count, seconds in points.items()})
+    return LoadCurve({_count(count): _positive(seconds) for count, seconds in points.items()})
 
 
 def _count(value: Any, least: int = 1) -> int:

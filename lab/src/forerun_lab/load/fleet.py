@@ -14,9 +14,9 @@ import numpy as np
 from forerun.core.errors import ConfigError
 from forerun.scale.affinity import Affinity
 from forerun_lab.load.arrivals import Arrival, Load
-from forerun_lab.load.costs import Costs
+from forerun_lab.load.costs import LoadCosts
 from forerun_lab.load.options import ROUTERS
-from forerun_lab.load.replica import Job, Limits, Replica
+from forerun_lab.load.replica import Limits, SimulatedJob, SimulatedReplica
 
 Choose = Callable[[Mapping[int, int], int, Arrival], int]
 """A router: which replica, by the requests in progress of each, gets the request of this number."""
@@ -86,12 +86,12 @@ def at_random(seed: int) -> Choose:
 
 
 def simulate(
-    costs: Costs, limits: Limits, arrivals: Sequence[Arrival], count: int, choose: Choose
-) -> tuple[list[Job], Any]:
+    costs: LoadCosts, limits: Limits, arrivals: Sequence[Arrival], count: int, choose: Choose
+) -> tuple[list[SimulatedJob], Any]:
     """All requests through ``count`` replicas: the jobs in the arrivals' order, and the replicas."""
-    replicas = [Replica(costs, limits) for _ in range(count)]
+    replicas = [SimulatedReplica(costs, limits) for _ in range(count)]
     load = dict.fromkeys(range(count), 0)
-    jobs = [Job(number, arrival) for number, arrival in enumerate(arrivals)]
+    jobs = [SimulatedJob(number, arrival) for number, arrival in enumerate(arrivals)]
     events: list[tuple[float, int]] = []
 
     def ended(index: int) -> None:
@@ -118,7 +118,7 @@ def simulate(
     return jobs, replicas
 
 
-def serve(costs: Costs, limits: Limits, load: Load, replicas: int, router: str = "affine", seed: int = 0) -> Served:
+def serve(costs: LoadCosts, limits: Limits, load: Load, replicas: int, router: str = "affine", seed: int = 0) -> Served:
     """The figures of so many replicas. Raises ConfigError for a router that is none of ``ROUTERS``, and for a request
     that a replica's pages could never hold."""
     if router not in ROUTERS:

@@ -19,7 +19,7 @@ from forerun.measure.methods import labels
 from forerun.measure.rounds import Measured, Sample, measure
 from forerun.sampling.params import SamplingParams
 from forerun_lab.load.arrivals import Arrival
-from forerun_lab.load.costs import Costs, Curve, Way
+from forerun_lab.load.costs import LoadCosts, LoadCurve, Way
 from forerun_lab.load.replica import Limits
 
 LENGTHS = (1, 3, 5, 7)
@@ -36,7 +36,7 @@ PASSES = 2
 
 
 @dataclass
-class Bench:
+class LoadBench:
     """Runs ``llm``'s engine at the lengths that ``typical`` has, and reads prompts of up to ``longest`` tokens.
     ``prompts(count, length)`` gives texts."""
 
@@ -48,7 +48,7 @@ class Bench:
     seed: int = 0
     step: Callable[[str], None] = lambda note: None
 
-    def costs(self, options: Sequence[Mapping[str, Any]]) -> Costs:
+    def costs(self, options: Sequence[Mapping[str, Any]]) -> LoadCosts:
         """With the drafters of ``options``, each at ``LENGTHS``."""
         result: dict[tuple[str, int], dict[int, Measured]] = defaultdict(lambda: defaultdict(Measured))
         several = options or [{"method": NONE}]
@@ -65,7 +65,7 @@ class Bench:
                         result[name if k else NONE, k][count].extend(run)
         ways = [way for (method, k), runs in result.items() if (way := _way(method, k, runs)) is not None]
         self.step("reading prompts")
-        return Costs(ways, self._prompt_curve(), self._deep())
+        return LoadCosts(ways, self._prompt_curve(), self._deep())
 
     def _decoded(self, engine: Engine, count: int, k: int) -> Measured:
         """``count`` requests that decode together, around the middle of a typical answer."""
@@ -85,7 +85,7 @@ class Bench:
         result.check()
         return result
 
-    def _prompt_curve(self) -> Curve:
+    def _prompt_curve(self) -> LoadCurve:
         """Seconds of rounds that read one prompt from its beginning."""
         longest = max(2, min(self.llm.config.max_num_batched_tokens, self.longest))
         lengths, length = [1], SHORTEST
@@ -98,7 +98,7 @@ class Bench:
             for length in [*lengths, longest]:
                 text = self.prompts(repeat + 1, length)[repeat]
                 times[len(text)] += [seconds for _, seconds in self._read(engine, text)][:1] if repeat else []
-        return Curve({length: median(values) for length, values in times.items() if values})
+        return LoadCurve({length: median(values) for length, values in times.items() if values})
 
     def _deep(self) -> float:
         """Seconds that a prompt's token costs more for each token before it: least squares over a prompt's chunks."""
@@ -117,7 +117,7 @@ class Bench:
         with torch.inference_mode():
             (job,) = engine.add(prompt, SamplingParams(temperature=self.temperature, max_tokens=1, ignore_eos=True))
             while engine.busy:
-                depth, began = job.sequence.cached, perf_counter()
+                depth, began = job.sequence.num_computed_tokens, perf_counter()
                 engine.step()
                 result.append((depth, perf_counter() - began))
         return result
@@ -128,7 +128,7 @@ class Bench:
 
 
 def steps(seats: int | None, drafters: int) -> int:
-    """How often ``Bench.costs`` says what it does."""
+    """How often ``LoadBench.costs`` says what it does."""
     lengths = 1 + len(LENGTHS) if drafters else 1
     return len(counts(seats or EngineConfig.max_num_seqs)) * PASSES * lengths * max(1, drafters) + 1
 
@@ -164,7 +164,7 @@ def _way(method: str, k: int, runs: Mapping[int, Measured]) -> Way | None:
         )
     requests = [one for run in runs.values() for one in run.metrics if one.rounds]
     spread = sorted(one.decode_tokens / one.rounds for one in requests) if k else []
-    return Way(method, k, Curve(points), tokens / fractions, spread)
+    return Way(method, k, LoadCurve(points), tokens / fractions, spread)
 
 
 def _usual(rounds: Sequence[Sample]) -> float:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from forerun.core.errors import ConfigError
-from forerun_lab.load.arrivals import KEYS, Load, Synthetic, read_trace
+from forerun_lab.load.arrivals import KEYS, Load, SyntheticLoad, read_trace
 
 ROUTERS = ("affine", "random")
 MOST = 10_000
@@ -66,4 +66,4 @@ class LoadOptions:
         if self.rate is None:
             raise ConfigError("there is no load: give a trace (--load) or a --rate")
         shape = self.spread, self.shared_prefix, self.prefixes
-        return Synthetic(self.rate, prompt_tokens, max_tokens, *shape, seed=seed)
+        return SyntheticLoad(self.rate, prompt_tokens, max_tokens, *shape, seed=seed)

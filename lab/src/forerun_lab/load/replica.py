@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from forerun.core.errors import ConfigError, shown
 from forerun.engine.scheduler import SMALLEST_CHUNK, PrefillBudget, fewest
 from forerun_lab.load.arrivals import Arrival
-from forerun_lab.load.costs import Costs, Way
+from forerun_lab.load.costs import LoadCosts, Way
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 """Multiples of it, modulo 1, lie evenly however many there are."""
@@ -44,7 +44,7 @@ class Limits:
                 raise ConfigError(f"a replica's {name} must be a whole number, 1 or more, not {shown(value)}")
 
 
-class Job:
+class SimulatedJob:
     """A request in a replica."""
 
     __slots__ = ("arrival", "common", "done", "first", "held", "left", "number", "quantile", "read", "reused", "wanted")
@@ -77,7 +77,7 @@ class Job:
         return self.arrival.prompt + self.arrival.output - self.left
 
 
-class Text:
+class SimulatedText:
     """The cached beginning of a text that prompts share."""
 
     __slots__ = ("pages", "tokens", "users")
@@ -97,14 +97,14 @@ class Cache:
         self.page = limits.page
         self.total = math.inf if limits.pages is None else limits.pages
         self.free: float = self.total
-        self.texts: OrderedDict[Hashable, Text] = OrderedDict()
+        self.texts: OrderedDict[Hashable, SimulatedText] = OrderedDict()
         """By prefix, or, behind an ended job, by its number in a tuple."""
         self.unused = 0
 
-    def text(self, name: Hashable) -> Text:
+    def text(self, name: Hashable) -> SimulatedText:
         result = self.texts.get(name)
         if result is None:
-            result = self.texts[name] = Text()
+            result = self.texts[name] = SimulatedText()
         self.texts.move_to_end(name)
         return result
 
@@ -125,30 +125,30 @@ class Cache:
         self.free -= count
         return True
 
-    def use(self, text: Text) -> None:
+    def use(self, text: SimulatedText) -> None:
         if not text.users:
             self.unused -= text.pages
         text.users += 1
 
-    def trim(self, text: Text, pages: int) -> None:
+    def trim(self, text: SimulatedText, pages: int) -> None:
         """Free what its only user does not need of a text."""
         if text.users == 1 and text.pages > pages:
             self.free += text.pages - pages
             text.pages, text.tokens = pages, min(text.tokens, pages * self.page)
 
-    def leave(self, text: Text) -> None:
+    def leave(self, text: SimulatedText) -> None:
         text.users -= 1
         if not text.users:
             self.unused += text.pages
 
-    def keep(self, job: Job, pages: int) -> None:
+    def keep(self, job: SimulatedJob, pages: int) -> None:
         """Of the free pages, so many hold what a job has computed, until somebody needs them."""
         if pages and self.total < math.inf:
             self.text(("job", job.number)).pages += pages
             self.free -= pages
             self.unused += pages
 
-    def pop(self, job: Job) -> int:
+    def pop(self, job: SimulatedJob) -> int:
         """Free what was kept of a job; its pages."""
         text = self.texts.pop(("job", job.number), None)
         if text is None:
@@ -158,16 +158,16 @@ class Cache:
         return text.pages
 
 
-class Replica:
+class SimulatedReplica:
     """``add`` requests as they come, and ``end`` the stretch under way at ``until``, which begins the next one."""
 
-    def __init__(self, costs: Costs, limits: Limits) -> None:
+    def __init__(self, costs: LoadCosts, limits: Limits) -> None:
         self.costs = costs
         self.limits = limits
         self.cache = Cache(limits)
         self.prefill_budget = PrefillBudget(limits.chunk)
-        self.waiting: deque[Job] = deque()
-        self.running: list[Job] = []
+        self.waiting: deque[SimulatedJob] = deque()
+        self.running: list[SimulatedJob] = []
         self.until = math.inf
         self.busy = 0.0
         """Seconds in which it computed."""
@@ -178,7 +178,7 @@ class Replica:
         self._each = 0.0
         self._rounds = 0
         self._way: Way = costs.ways[0]
-        self._chunks: list[tuple[Job, int]] = []
+        self._chunks: list[tuple[SimulatedJob, int]] = []
         self._held = False
         """Whether there were prompts to read and no rows for them."""
 
@@ -186,7 +186,7 @@ class Replica:
     def load(self) -> int:
         return len(self.waiting) + len(self.running)
 
-    def add(self, job: Job, now: float) -> None:
+    def add(self, job: SimulatedJob, now: float) -> None:
         """A request arrives: it is seen when the round under way ends."""
         self.waiting.append(job)
         if self.until == math.inf:
@@ -197,7 +197,7 @@ class Replica:
                 self._rounds, self.until = gone, self._began + gone * self._each
                 self._give_back()
 
-    def end(self) -> list[Job]:
+    def end(self) -> list[SimulatedJob]:
         """The stretch ends; who is answered."""
         now, rounds = self.until, self._rounds
         decoding = [job for job in self.running if not job.reads]
@@ -244,14 +244,14 @@ class Replica:
             self._rounds = self._alike(decoding)
         self.until = now + self._rounds * self._each
 
-    def _alike(self, decoding: list[Job]) -> int:
+    def _alike(self, decoding: list[SimulatedJob]) -> int:
         """Rounds until the first one is done, or pages must be found."""
         rounds = math.ceil(min(job.left / self._way.brings(job.quantile) for job in decoding) - 1e-6)
         if self.cache.total < math.inf and not self._grow(decoding, rounds):
             return 1
         return max(1, rounds)
 
-    def _prompts(self, decoding: int) -> list[tuple[Job, int]]:
+    def _prompts(self, decoding: int) -> list[tuple[SimulatedJob, int]]:
         """Whose prompts are read in the next round, and how much of each, as ``Scheduler`` decides it."""
         limits, chosen = self.limits, []
         self._held = False
@@ -280,7 +280,7 @@ class Replica:
 
     # ------------------------------------------------------------------------------------------------------- pages
 
-    def _admit(self, job: Job) -> bool:
+    def _admit(self, job: SimulatedJob) -> bool:
         """Pages for all its tokens, those of a known beginning included, unless somebody is computing that now."""
         cache = self.cache
         name = job.arrival.prefix if self.limits.prefixes else None
@@ -312,7 +312,7 @@ class Replica:
         job.reused += reused
         return True
 
-    def _being_read(self, job: Job, reused: int, limit: int) -> bool:
+    def _being_read(self, job: SimulatedJob, reused: int, limit: int) -> bool:
         """Whether another one is about to compute the next page that this one needs."""
         end = (reused // self.limits.page + 1) * self.limits.page
         return end <= limit and any(
@@ -321,18 +321,18 @@ class Replica:
         )
 
     @staticmethod
-    def _shared(job: Job) -> int:
+    def _shared(job: SimulatedJob) -> int:
         """How many of the tokens that it has to read are its text's."""
         arrival = job.arrival
         return job.wanted if arrival.shared == arrival.prompt else arrival.shared
 
-    def _computed(self, job: Job) -> None:
+    def _computed(self, job: SimulatedJob) -> None:
         """Its text's tokens may be reused as far as it has read them."""
         if job.arrival.prefix is not None and self.limits.prefixes:
             text = self.cache.text(job.arrival.prefix)
             text.tokens = max(text.tokens, min(job.read, self._shared(job)))
 
-    def _grow(self, decoding: list[Job], rounds: int) -> bool:
+    def _grow(self, decoding: list[SimulatedJob], rounds: int) -> bool:
         """Pages for so many rounds' tokens of all; False: there are not as many, and nothing was taken."""
         requested = [max(0, self._lacks(job, rounds)) for job in decoding]
         if not self.cache.take(sum(requested)):
@@ -348,7 +348,7 @@ class Replica:
                 spare = -self._lacks(job, self._rounds)
                 job.held, self.cache.free = job.held - spare, self.cache.free + spare
 
-    def _lacks(self, job: Job, rounds: int) -> int:
+    def _lacks(self, job: SimulatedJob, rounds: int) -> int:
         """Pages that it needs for so many rounds beyond those that it has; below 0: that it could do without."""
         # The last token is not fed before the round that follows it.
         length = job.length + min(rounds * self._way.brings(job.quantile), job.left) - 1
@@ -362,13 +362,13 @@ class Replica:
             while not job.reads and self._lacks(job, 1) > 0 and not self._grow([job], 1):
                 self._preempt(self.running[-1])
 
-    def _preempt(self, job: Job) -> None:
+    def _preempt(self, job: SimulatedJob) -> None:
         self.preempted += 1
         self._release(job)
         job.wanted, job.read = math.ceil(job.length - 1e-6), 0
         self.waiting.appendleft(job)
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: SimulatedJob) -> None:
         """An answered request: what it has computed stays, as long as there is room."""
         arrival, text = job.arrival, None
         if arrival.prefix is not None and self.limits.prefixes:
@@ -381,7 +381,7 @@ class Replica:
             job.held -= moved
         self._release(job)
 
-    def _release(self, job: Job) -> None:
+    def _release(self, job: SimulatedJob) -> None:
         """Take it out; its full pages stay known."""
         self.running.remove(job)
         fed = math.ceil(job.length - 1e-6) - 1 if not job.reads else job.read
@@ -393,5 +393,5 @@ class Replica:
             self.cache.leave(self.cache.texts[job.arrival.prefix])
 
 
-def _number(job: Job) -> int:
+def _number(job: SimulatedJob) -> int:
     return job.number

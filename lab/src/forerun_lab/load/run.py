@@ -10,7 +10,7 @@ from typing import Any
 from forerun.core.config import check_types
 from forerun.core.errors import ConfigError, one_line, shown
 from forerun_lab.load.arrivals import Load
-from forerun_lab.load.costs import Costs
+from forerun_lab.load.costs import LoadCosts
 from forerun_lab.load.fleet import Served, serve
 from forerun_lab.load.options import MOST
 from forerun_lab.load.replica import Limits
@@ -21,7 +21,7 @@ ENVIRONMENT = {"model": str, "processor": str, "threads": int}
 
 
 def plan_load(
-    costs: Costs, limits: Limits, load: Load, targets: Targets, replicas: int | None = None, router: str = "affine"
+    costs: LoadCosts, limits: Limits, load: Load, targets: Targets, replicas: int | None = None, router: str = "affine"
 ) -> dict[str, Any]:
     """``{"replicas": the fewest that keep the targets, or those asked for, "kept": whether they do, "fleets": [...],
     "load": ..., "costs": ...}``. ``replicas`` is None where not even ``MOST`` keep them."""
@@ -46,7 +46,7 @@ def plan_load(
     }
 
 
-def read_costs(path: Path) -> tuple[Costs, Limits, dict[str, Any]]:
+def read_costs(path: Path) -> tuple[LoadCosts, Limits, dict[str, Any]]:
     """What was measured for an earlier plan, from what it printed with ``--json``, and where. Raises ConfigError."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -58,4 +58,4 @@ def read_costs(path: Path) -> tuple[Costs, Limits, dict[str, Any]]:
                 raise ConfigError(f"its environment has no {name}, but {shown(parts[2][name])}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"cannot read a plan's costs from {path}: {one_line(error)}") from None
-    return Costs.from_report(parts[0]), limits, parts[2]
+    return LoadCosts.from_report(parts[0]), limits, parts[2]

@@ -22,7 +22,7 @@ from forerun.sampling.params import SamplingParams
 PROMPT_LOOKUP_TOKENS = 10
 
 
-class Clock(StoppingCriteria):
+class RoundClock(StoppingCriteria):
     """Never stops; notes when the first tokens were there, so that reading the prompt is left out of the time."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class TransformersContender:
         for prompt, options in zip(prompts, params, strict=True):
             torch.manual_seed(options.seed or 0)
             ids = torch.tensor([list(prompt)], device=self.model.device)
-            clock = Clock()
+            clock = RoundClock()
             sampling: dict[str, Any] = {"do_sample": False}
             if options.temperature > 0:
                 sampling = {"do_sample": True, "temperature": options.temperature, "top_k": 0, "top_p": 1.0}

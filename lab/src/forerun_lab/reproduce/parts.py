@@ -22,7 +22,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Table:
+class ReportTable:
     """Rows under ``columns``; ``notes`` are sentences under the table."""
 
     columns: Sequence[str]
@@ -31,13 +31,13 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Part:
+class Section:
     """One table. ``place`` is where it stands in its reference, ``why`` says why our values differ."""
 
     name: str
     title: str
     place: str
     why: str
-    make: Callable[[Settings], Table] = field(repr=False)
+    make: Callable[[Settings], ReportTable] = field(repr=False)
     seconds: bool = True
     """Whether it takes seconds, or else minutes to hours."""

@@ -14,9 +14,9 @@ import forerun
 from forerun.core.errors import ConfigError
 from forerun.measure.environment import processor
 from forerun_lab.reproduce import asked, formulas, measured, seq2seq, worked
-from forerun_lab.reproduce.parts import Part, Settings
+from forerun_lab.reproduce.parts import Section, Settings
 
-PARTS: dict[str, Part] = {
+PARTS: dict[str, Section] = {
     part.name: part
     for group in (formulas.PARTS, measured.PARTS, seq2seq.PARTS, worked.PARTS, asked.PARTS)
     for part in group
@@ -60,7 +60,7 @@ def reproduce(settings: Settings, only: Sequence[str] = (), again: bool = False)
     return page
 
 
-def _found(folder: Path, warn: Callable[[str], None]) -> Iterable[tuple[Part, Mapping[str, Any]]]:
+def _found(folder: Path, warn: Callable[[str], None]) -> Iterable[tuple[Section, Mapping[str, Any]]]:
     for part in PARTS.values():
         path = folder / f"{part.name}.json"
         if not path.exists():
@@ -71,7 +71,7 @@ def _found(folder: Path, warn: Callable[[str], None]) -> Iterable[tuple[Part, Ma
             warn(f"{path} is not what was written: remove it, and it is made again")
 
 
-def written(parts: Iterable[tuple[Part, Mapping[str, Any]]]) -> str:
+def written(parts: Iterable[tuple[Section, Mapping[str, Any]]]) -> str:
     """The page, in markdown."""
     lines = [HEAD.rstrip(), ""]
     for part, made in parts:

@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import T5ForConditionalGeneration
 
 from forerun.engine.llm import LLM
-from forerun.measure.rounds import Costs, Measured, measure
+from forerun.measure.rounds import Measured, RoundCosts, measure
 from forerun.sampling.params import SamplingParams
 from forerun.theory import walltime_improvement
-from forerun_lab.reproduce.distributions import LENIENCE, Counts, Rates, Sums
-from forerun_lab.reproduce.pairs import ANSWER, DOCSTRINGS, PAD, SOUNDS, Task, batch, docstrings, sounds, trained
-from forerun_lab.reproduce.parts import Cell, Part, Settings, Table
+from forerun_lab.reproduce.distributions import LENIENCE, NgramCounts, Rates, Sums
+from forerun_lab.reproduce.pairs import ANSWER, DOCSTRINGS, PAD, SOUNDS, PairTask, batch, docstrings, sounds, trained
+from forerun_lab.reproduce.parts import Cell, ReportTable, Section, Settings
 
 TASKS = {SOUNDS: sounds, DOCSTRINGS: docstrings}
 PAPER_3 = {("unigram", 0): 0.08, ("bigram", 0): 0.20, ("draft", 0): 0.75} | {
@@ -32,7 +32,7 @@ SOURCES = 32
 """Sources over which speed is measured."""
 
 
-def pair(task: Task, settings: Settings) -> tuple[Path, Path]:
+def pair(task: PairTask, settings: Settings) -> tuple[Path, Path]:
     return trained(task, "target", settings), trained(task, "draft", settings)
 
 
@@ -44,9 +44,9 @@ def rates(name: str, settings: Settings, temperature: float) -> dict[str, Rates]
 
 
 @torch.inference_mode()
-def _rates(task: Task, folders: tuple[Path, Path], settings: Settings, temperature: float) -> dict[str, Rates]:
+def _rates(task: PairTask, folders: tuple[Path, Path], settings: Settings, temperature: float) -> dict[str, Rates]:
     target, draft = (T5ForConditionalGeneration.from_pretrained(folder).eval() for folder in folders)
-    counts = Counts([[PAD, *answer] for _, answer in task.train[:20_000]], task.vocabulary)
+    counts = NgramCounts([[PAD, *answer] for _, answer in task.train[:20_000]], task.vocabulary)
     sums = {name: Sums() for name in ("unigram", "bigram", "draft")}
     torch.manual_seed(0)
     done = 0
@@ -82,25 +82,25 @@ def _answers(model: Any, sources: Sequence[list[int]], temperature: float, end: 
     return result
 
 
-def table_3(settings: Settings) -> Table:
+def table_3(settings: Settings) -> ReportTable:
     rows: list[list[Cell]] = []
     for name in TASKS:
         for temperature in (0, 1):
             for draft, rate in rates(name, settings, float(temperature)).items():
                 alpha = rate.greedy if temperature == 0 else rate.sampled
                 rows.append([name, draft, temperature, PAPER_3[draft, temperature], f"{alpha:.3f}"])
-    return Table(["task", "draft", "T", "alpha, paper (T5-XXL, T5-small; EnDe)", "ours"], rows)
+    return ReportTable(["task", "draft", "T", "alpha, paper (T5-XXL, T5-small; EnDe)", "ours"], rows)
 
 
-def table_5(settings: Settings) -> Table:
+def table_5(settings: Settings) -> ReportTable:
     rows: list[list[Cell]] = []
     for name in TASKS:
         for draft, rate in rates(name, settings, 1.0).items():
             rows.append([name, draft, *(f"{fraction:.3f}" for fraction in rate.lenient)])
-    return Table(["task", "draft", *(f"l = {keep:g}" for keep in LENIENCE)], rows)
+    return ReportTable(["task", "draft", *(f"l = {keep:g}" for keep in LENIENCE)], rows)
 
 
-def table_2(settings: Settings) -> Table:
+def table_2(settings: Settings) -> ReportTable:
     """Wall-clock in the engine: plain and speculated rounds in turns, one request at a time."""
     rows: list[list[Cell]] = []
     for name in TASKS:
@@ -114,7 +114,7 @@ def table_2(settings: Settings) -> Table:
             params = [SamplingParams(temperature=temperature, max_tokens=ANSWER, seed=i) for i in range(len(sources))]
             ratios, slow, quick = _interleaved(plain, fast, sources, params)
             alpha = quick.total.alpha or 0.0
-            costs = Costs.of(quick.rounds, slow.rounds, 1)
+            costs = RoundCosts.of(quick.rounds, slow.rounds, 1)
             c = costs.c if costs is not None and costs.c is not None else 0.0
             expected = costs.predict(quick.rounds, quick.total.match_rate or 0.0) if costs is not None else None
             same = sum(a == b for a, b in zip(slow.answers, quick.answers, strict=True))
@@ -124,7 +124,7 @@ def table_2(settings: Settings) -> Table:
                  f"{same} of {len(slow.answers)}"]
             )  # fmt: skip
     columns = ["task", "T", "gamma", "alpha", "c", "speed, paper", "ours", "EXP", "EXP with verification priced"]
-    return Table([*columns, "answers the same"], rows)
+    return ReportTable([*columns, "answers the same"], rows)
 
 
 def _interleaved(
@@ -145,7 +145,7 @@ def _interleaved(
     return ratios, *result
 
 
-def figure_5(settings: Settings) -> Table:
+def figure_5(settings: Settings) -> ReportTable:
     """The first answer of a pair round by round, for the paper's gammas."""
     task = _task(SOUNDS)
     target, draft = pair(task, settings)
@@ -162,11 +162,13 @@ def figure_5(settings: Settings) -> Table:
         )
         rows.append([gamma, len(result.rounds), result.tokens, f"{draft_ms:.2f}", f"{verify_ms:.2f}", f"`{drawn}`"])
     note = "q: a step of the draft, P: a pass of the target, with the tokens that the round gave. Encoders ran before."
-    return Table(["gamma", "rounds", "tokens", "drafting, ms a round", "target, ms a round", "trace"], rows, [note])
+    return ReportTable(
+        ["gamma", "rounds", "tokens", "drafting, ms a round", "target, ms a round", "trace"], rows, [note]
+    )
 
 
 @cache
-def _task(name: str) -> Task:
+def _task(name: str) -> PairTask:
     return TASKS[name]()
 
 
@@ -179,10 +181,10 @@ WHY = (
     "0.02."
 )
 PARTS = [
-    Part("table-2", "Encoder-decoder pairs: speed", "Reference 002, Table 2", WHY, table_2, False),
-    Part(
+    Section("table-2", "Encoder-decoder pairs: speed", "Reference 002, Table 2", WHY, table_2, False),
+    Section(
         "table-3-seq2seq", "Encoder-decoder pairs: acceptance", "Reference 002, Table 3, T5 rows", WHY, table_3, False
     ),
-    Part("table-5-seq2seq", "Encoder-decoder pairs: lenience", "Reference 002, Table 5", WHY, table_5, False),
-    Part("figure-5", "A trace of rounds", "Reference 002, Figure 5", WHY, figure_5, False),
+    Section("table-5-seq2seq", "Encoder-decoder pairs: lenience", "Reference 002, Table 5", WHY, table_5, False),
+    Section("figure-5", "A trace of rounds", "Reference 002, Figure 5", WHY, figure_5, False),
 ]

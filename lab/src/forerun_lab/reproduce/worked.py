@@ -12,9 +12,9 @@ from forerun.core.tree import Draft
 from forerun.sampling.draw import Sampler
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept import rules
-from forerun.speculate.draft.ngram import Tables
+from forerun.speculate.draft.ngram import NgramTables
 from forerun.theory import acceptance_probability, expected_accepted, expected_tokens, predicted_speedup
-from forerun_lab.reproduce.parts import Cell, Part, Settings, Table
+from forerun_lab.reproduce.parts import Cell, ReportTable, Section, Settings
 
 ROUNDS = 20_000
 WORDS_000 = ("the", "cat", "sat", "on")
@@ -49,7 +49,7 @@ def decide(
     return [verdict.decided(draft) for draft, verdict in zip(drafts, result, strict=True)]
 
 
-def reference_000(settings: Settings) -> Table:
+def reference_000(settings: Settings) -> ReportTable:
     """Two words a position: the drafted one, with the printed probabilities, and all others together."""
     p = [[1 - x, x] for x in TARGET_000] + [[0.5, 0.5]]
     q = torch.tensor([[1 - x, x] for x in DRAFT_000])
@@ -77,12 +77,12 @@ def reference_000(settings: Settings) -> Table:
         "ours",
         "rule `token`, kept of those reached",
     ]
-    return Table(
+    return ReportTable(
         columns, rows, [f"Position 3 was rejected, and three tokens emitted, in {three:,} of {ROUNDS:,} rounds."]
     )
 
 
-def reference_003(settings: Settings) -> Table:
+def reference_003(settings: Settings) -> ReportTable:
     """The prefix tree of four drafts, and greedy decoding along it for every child that the target could prefer."""
     letters = sorted({letter for line in TREE_003 for letter in line.split()})
     draft = Draft()
@@ -102,7 +102,7 @@ def reference_003(settings: Settings) -> Table:
         rows.append([f"greedy text of p: {requested}", requested, result, _same(result == requested)])
     length = expected_tokens(0.8, 10)
     rows.append(["E[L], beta = 0.8, T = 10", "> 4", f"{length:.2f}", _same(length > 4)])
-    return Table(["what", "reference", "ours", "agrees"], rows)
+    return ReportTable(["what", "reference", "ours", "agrees"], rows)
 
 
 def _favour(letters: Sequence[str], text: Sequence[str], path: Sequence[str]) -> list[float]:
@@ -112,7 +112,7 @@ def _favour(letters: Sequence[str], text: Sequence[str], path: Sequence[str]) ->
     return [float(token == requested) for token in range(len(letters) + 1)]
 
 
-def reference_004(settings: Settings) -> Table:
+def reference_004(settings: Settings) -> ReportTable:
     words = list(dict.fromkeys([*DRAFTED_004, *VERIFIED_004]))
     logits = [[float(word == requested) for word in words] for requested in VERIFIED_004]
     (tokens,) = decide("coupled", logits, [Draft.chain([words.index(word) for word in DRAFTED_004])], 0.0, [0])
@@ -128,7 +128,7 @@ def reference_004(settings: Settings) -> Table:
         rows.append([f"drafts kept of 4, rate {alpha}", printed, kept, _same(kept == printed)])
     slow = predicted_speedup(0.2, 4, 0.0, 1.3)
     rows.append(["speed-up, rate 0.2, a verification at 1.3", "never hurts", f"{slow:.2f}", _same(slow >= 1)])
-    return Table(["what", "reference", "ours", "agrees"], rows, NOTES_004)
+    return ReportTable(["what", "reference", "ours", "agrees"], rows, NOTES_004)
 
 
 def ngram_trace() -> tuple[str, str]:
@@ -142,7 +142,7 @@ def ngram_trace() -> tuple[str, str]:
         ("the mat .", 5),
     ]
     words = list(dict.fromkeys(word for text, _ in pieces for word in text.split()))
-    tables = Tables(max_order=4, max_history=512)
+    tables = NgramTables(max_order=4, max_history=512)
     for text, times in pieces:
         for _ in range(times):
             tables.seen.clear()
@@ -158,21 +158,21 @@ def _same(holds: bool) -> str:
 
 
 PARTS = [
-    Part(
+    Section(
         "reference-000",
         "A round of four drafted tokens",
         "Reference 000, table",
         "The share kept is counted over random rounds of the rule that serves, so it has a sampling error of 0.003.",
         reference_000,
     ),
-    Part(
+    Section(
         "reference-003",
         "Greedy decoding along a tree",
         "Reference 003, 2.1 and appendix A",
         "The drawing of the greedy example is not in the text that we have: the tree is that of section 2.1.",
         reference_003,
     ),
-    Part(
+    Section(
         "reference-004",
         "n-gram drafts, step by step",
         "Reference 004, The Core Idea; Prediction",

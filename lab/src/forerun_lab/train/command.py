@@ -18,8 +18,8 @@ from forerun_lab.train.config import (
     DistillConfig,
     HeadTrainConfig,
     JointConfig,
+    ModelShape,
     RunConfig,
-    Shape,
     TargetConfig,
 )
 
@@ -56,8 +56,8 @@ def command(
     ``sized``: the model's shape can be chosen."""
     shape = next(item.default_factory for item in fields(kind) if item.name == "shape")
     assert shape is not MISSING
-    default_shape: Shape = shape()
-    sizes = Flags("sizes", flags_of(Shape, "Model", defaults=vars(default_shape)) if sized else [])
+    default_shape: ModelShape = shape()
+    sizes = Flags("sizes", flags_of(ModelShape, "Model", defaults=vars(default_shape)) if sized else [])
     run = Flags("run", flags_of(kind, "Run", skip=("shape", *fixed)))
 
     @takes(run, sizes)
@@ -66,7 +66,7 @@ def command(
             raise ConfigError("--out is missing: name the folder for the finished model")
         given = {**run, **fixed}
         if sizes:
-            given["shape"] = Shape(**{**vars(default_shape), **sizes})
+            given["shape"] = ModelShape(**{**vars(default_shape), **sizes})
         config = kind(**given)
         set_threads(config.threads or None)
         module, name = index.split(":")

@@ -18,7 +18,7 @@ LOSS_NAMES = ("kl", "lk", "tv_ce")
 
 
 @dataclass(frozen=True)
-class Shape:
+class ModelShape:
     """Size of a Llama model with tied embeddings."""
 
     hidden_size: int = 384
@@ -66,7 +66,7 @@ class RunConfig:
     out: Path  # folder of the finished model; its `run` folder holds what a run needs to go on
     corpus: Path = field(default_factory=standard_library)  # folder of text files, or one file
     held_out: int | None = None  # files that are not trained on; none means 25, or a tenth of fewer than 250
-    shape: Shape = field(default_factory=Shape)
+    shape: ModelShape = field(default_factory=ModelShape)
     tokens: int = 9_000_000  # length of the run; on resume a smaller number starts the decay earlier
     batch_tokens: int = 4096  # tokens of one optimizer step
     length: int = 512  # tokens of a training sequence
@@ -142,7 +142,7 @@ class DistillConfig(OnPolicyConfig):
     """What `forerun train draft_model` is told; `held_out` counts where the target's record names no files."""
 
     loss: str = "lk"  # kl, lk or tv_ce
-    shape: Shape = field(default_factory=lambda: Shape(128, 2, 2, 1, 384, 2048))
+    shape: ModelShape = field(default_factory=lambda: ModelShape(128, 2, 2, 1, 384, 2048))
     tokens: int = 2_400_000
     matrix_lr: float = 0.01
     lr: float = 4e-3

@@ -19,7 +19,7 @@ from forerun_lab.train.on_policy import mixed_batches
 
 
 @dataclass(frozen=True)
-class Material:
+class TrainingMaterial:
     """The frozen target and its texts, token ids int32 [tokens] where they are whole."""
 
     target: PreTrainedModel
@@ -30,7 +30,7 @@ class Material:
     test: Tensor  # the held-out files
 
 
-def gather(config: OnPolicyConfig, method: str) -> Material:
+def gather(config: OnPolicyConfig, method: str) -> TrainingMaterial:
     """Loads the target, reads the corpus and, if asked for, lets the target write; sets torch's threads.
 
     Raises ModelError or ConfigError for a folder without a usable target, ConfigError for a corpus that is not there
@@ -44,7 +44,7 @@ def gather(config: OnPolicyConfig, method: str) -> Material:
     stream = corpora.encode_files(train_files, tokenizer, config.seed)
     test = corpora.encode_files(held_out, tokenizer, config.seed)
     claim(config, method, (stream, test), folder)
-    return Material(target, tokenizer, mixed_batches(config, target, stream), len(stream), held_out, test)
+    return TrainingMaterial(target, tokenizer, mixed_batches(config, target, stream), len(stream), held_out, test)
 
 
 def record_of(config: RunConfig, folder: Path) -> tuple[list[Document], list[Document]]:

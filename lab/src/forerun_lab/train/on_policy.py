@@ -15,7 +15,7 @@ from forerun_lab.train.rollout import read, rollout_stream, save
 
 
 @dataclass(frozen=True)
-class Mixture:
+class DataMixture:
     """Sequences of two streams: `share` of every batch comes from the second."""
 
     first: loop.Batches
@@ -44,7 +44,7 @@ def mixed_batches(config: OnPolicyConfig, target: PreTrainedModel, stream: Tenso
     if not config.generated_share or (config.generated is None and not config.generated_tokens):
         return batches
     generated = _generated(config, target, stream)
-    return Mixture(batches, corpora.TokenStream(generated, config.seed), config.generated_share)
+    return DataMixture(batches, corpora.TokenStream(generated, config.seed), config.generated_share)
 
 
 def _generated(config: OnPolicyConfig, target: PreTrainedModel, stream: Tensor) -> Tensor:

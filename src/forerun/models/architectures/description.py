@@ -101,7 +101,7 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class ExpertsSpec:
     """Instead of the MLP: those experts whose router scores are highest, added up with weights that are the softmax of
     all scores. ``count``, ``width``, ``chosen`` and
     ``normalised`` name config keys."""
@@ -126,7 +126,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShortConv:
+class ShortConvSpec:
     """out(C * conv(B * x)) of one projection's [B, C, x], in layers of the kind ``layers``. ``kernel`` and ``bias`` are
     config keys."""
 
@@ -164,7 +164,7 @@ class Recurrence:
     layers: str = "linear_attention"
 
 
-Mixer = ShortConv | Recurrence
+Mixer = ShortConvSpec | Recurrence
 """What a layer may have in the place of attention: it keeps a state."""
 
 
@@ -201,7 +201,7 @@ class Architecture:
     norms: Norms = Norms()
     attention: Attention = Attention()
     mlp: Mlp = Mlp()
-    experts: Experts | None = None
+    experts: ExpertsSpec | None = None
     mixer: Mixer | None = None
     within: str | None = None
     """What ``model`` is called in checkpoints that also read pictures; what ``beside`` names is left out of those."""

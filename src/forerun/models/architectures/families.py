@@ -7,12 +7,12 @@ from dataclasses import replace
 from forerun.models.architectures.description import (
     Architecture,
     Attention,
-    Experts,
+    ExpertsSpec,
     Mlp,
     Name,
     Norms,
     Recurrence,
-    ShortConv,
+    ShortConvSpec,
 )  # fmt: skip
 
 HEAD_NORMS = Norms(query=Name("self_attn.q_norm", "attn_q_norm"), key=Name("self_attn.k_norm", "attn_k_norm"))
@@ -71,7 +71,7 @@ OLMO2 = Architecture(
 )  # fmt: skip
 MIXTRAL = replace(
     MISTRAL, model_type="mixtral", causal="MixtralForCausalLM",
-    experts=Experts(
+    experts=ExpertsSpec(
         router=Name("block_sparse_moe.gate", "ffn_gate_inp"),
         gate_up=(
             Name("block_sparse_moe.experts.{}.w1", "ffn_gate_exps"),
@@ -81,7 +81,7 @@ MIXTRAL = replace(
         count="num_local_experts",
     ),
 )  # fmt: skip
-MOE = Experts(
+MOE = ExpertsSpec(
     router=Name("mlp.gate", "ffn_gate_inp"),
     gate_up=(Name("mlp.experts.{}.gate_proj", "ffn_gate_exps"), Name("mlp.experts.{}.up_proj", "ffn_up_exps")),
     down=Name("mlp.experts.{}.down_proj", "ffn_down_exps"),
@@ -183,7 +183,7 @@ LFM2 = Architecture(
         gate_up=(Name("feed_forward.w1", "ffn_gate"), Name("feed_forward.w3", "ffn_up")),
         down=Name("feed_forward.w2", "ffn_down"), activation=None,
     ),
-    mixer=ShortConv(),
+    mixer=ShortConvSpec(),
 )  # fmt: skip
 DELTA_NET = Recurrence(
     kind="delta",

@@ -18,7 +18,7 @@ ACTIVATIONS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class ModulePart:
     """An attention or an MLP of a layer, by its tensors' names behind the layer's; ``norm`` is the norm before or
     behind it."""
 
@@ -29,16 +29,16 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stack:
+class LayerStack:
     """The encoder or the decoder. Names without ``.weight``; None: there is no such part."""
 
     embedding: str
     layers: str
     count: int
     heads: int
-    attention: Part
-    mlp: Part
-    cross: Part | None = None
+    attention: ModulePart
+    mlp: ModulePart
+    cross: ModulePart | None = None
     norm_embedding: str | None = None
     norm: str | None = None
     """Behind the last layer."""
@@ -55,8 +55,8 @@ class Seq2Seq:
     hidden: int
     width: int
     """Of a head."""
-    encoder: Stack
-    decoder: Stack
+    encoder: LayerStack
+    decoder: LayerStack
     norm_first: bool
     """Norms before attentions and MLPs, which are then added to what was; or behind the sum."""
     rms: bool
@@ -80,22 +80,22 @@ class Seq2Seq:
 def _t5(config: Any, max_model_len: int | None) -> Seq2Seq:
     gated = config.is_gated_act
 
-    def attention(index: int, name: str) -> Part:
+    def attention(index: int, name: str) -> ModulePart:
         inside = f"layer.{index}.{name}"
         weights = tuple(f"{inside}.{each}" for each in "qkv")
-        return Part(weights=weights, out=f"{inside}.o", norm=f"layer.{index}.layer_norm")
+        return ModulePart(weights=weights, out=f"{inside}.o", norm=f"layer.{index}.layer_norm")
 
-    def stack(name: str, count: int, *, decodes: bool) -> Stack:
+    def stack(name: str, count: int, *, decodes: bool) -> LayerStack:
         last = f"layer.{2 if decodes else 1}"
         inner = tuple(f"{last}.DenseReluDense.{each}" for each in (("wi_0", "wi_1") if gated else ("wi",)))
-        return Stack(
+        return LayerStack(
             embedding=f"{name}.embed_tokens",
             layers=f"{name}.block",
             count=count,
             heads=config.num_heads,
             attention=attention(0, "SelfAttention"),
             cross=attention(1, "EncDecAttention") if decodes else None,
-            mlp=Part(weights=inner, out=f"{last}.DenseReluDense.wo", norm=f"{last}.layer_norm"),
+            mlp=ModulePart(weights=inner, out=f"{last}.DenseReluDense.wo", norm=f"{last}.layer_norm"),
             norm=f"{name}.final_layer_norm",
             bias=f"{name}.block.0.layer.0.SelfAttention.relative_attention_bias",
         )
@@ -120,19 +120,19 @@ def _t5(config: Any, max_model_len: int | None) -> Seq2Seq:
 
 
 def _bart(config: Any, max_model_len: int | None) -> Seq2Seq:
-    def attention(name: str) -> Part:
+    def attention(name: str) -> ModulePart:
         weights = tuple(f"{name}.{each}_proj" for each in "qkv")
-        return Part(weights=weights, out=f"{name}.out_proj", norm=f"{name}_layer_norm")
+        return ModulePart(weights=weights, out=f"{name}.out_proj", norm=f"{name}_layer_norm")
 
-    def stack(name: str, count: int, heads: int, cross: Part | None = None) -> Stack:
-        return Stack(
+    def stack(name: str, count: int, heads: int, cross: ModulePart | None = None) -> LayerStack:
+        return LayerStack(
             embedding=f"model.{name}.embed_tokens",
             layers=f"model.{name}.layers",
             count=count,
             heads=heads,
             attention=attention("self_attn"),
             cross=cross,
-            mlp=Part(weights=("fc1",), out="fc2", norm="final_layer_norm"),
+            mlp=ModulePart(weights=("fc1",), out="fc2", norm="final_layer_norm"),
             norm_embedding=f"model.{name}.layernorm_embedding",
             positions=f"model.{name}.embed_positions",
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from forerun.models.architectures.description import Architecture, Name, ShortConv
+from forerun.models.architectures.description import Architecture, Name, ShortConvSpec
 from forerun.models.architectures.spec import LayerSpec, Spec, bind
 
 Shape = tuple[int, ...]
@@ -53,7 +53,7 @@ def _mixer(spec: Spec) -> Iterator[tuple[str, Shape]]:
     names, sizes = spec.architecture.mixer, spec.mixer
     assert names is not None
     assert sizes is not None
-    if isinstance(names, ShortConv):
+    if isinstance(names, ShortConvSpec):
         yield from _linears((names.inputs,), (3 * sizes.inner,), spec.hidden, bias=sizes.biased)
     else:
         outputs: Shape = (sizes.channels, sizes.inner, sizes.heads, sizes.heads)

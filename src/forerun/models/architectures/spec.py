@@ -10,7 +10,7 @@ import torch
 
 from forerun.cache.states import StateShape
 from forerun.core.errors import shown
-from forerun.models.architectures.description import Architecture, Mixer, Recurrence, ShortConv
+from forerun.models.architectures.description import Architecture, Mixer, Recurrence, ShortConvSpec
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.rotary import ROPE_TYPES, is_constant
 
@@ -207,7 +207,7 @@ def _inner(key: str, config: Any) -> int:
 def _mixer(mixer: Mixer, config: Any) -> MixerSpec:
     columns = getattr(config, mixer.kernel) - 1
     biased = mixer.bias is not None and bool(getattr(config, mixer.bias))
-    if isinstance(mixer, ShortConv):
+    if isinstance(mixer, ShortConvSpec):
         return MixerSpec(config.hidden_size, columns, config.hidden_size, biased, biased)
     keys = mixer.heads, mixer.groups, mixer.key_dim, mixer.value_dim
     heads, groups, key_dim, value_dim = (int(getattr(config, key)) for key in keys)
@@ -234,7 +234,7 @@ def _mixer_applies(mixer: Mixer, config: Any) -> str | None:
         return f"{mixer.kernel} is {shown(kernel)}, not an integer from 2 to {LONGEST_KERNEL}"
     if FULL not in config.layer_types:
         return "no layer with attention"
-    if isinstance(mixer, ShortConv):
+    if isinstance(mixer, ShortConvSpec):
         return None
     for key in (mixer.heads, mixer.groups, mixer.key_dim, mixer.value_dim):
         value = getattr(config, key)

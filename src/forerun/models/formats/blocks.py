@@ -40,9 +40,9 @@ class Blocked(Compiled):
         self.nbytes = self.tiles.nbytes
         self.dtype = None
 
-    def fields(self) -> structs.Linear:
+    def fields(self) -> structs.LinearStruct:
         weight, bias = self.pointers
-        return structs.Linear(self.number, weight, bias or 0, 0, 0, self.outputs, self.inputs, 0)
+        return structs.LinearStruct(self.number, weight, bias or 0, 0, 0, self.outputs, self.inputs, 0)
 
     def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
         if x.dtype not in self.calls:

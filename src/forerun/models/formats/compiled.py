@@ -93,7 +93,7 @@ class Compiled(ABC):
         TypeError for a dtype without a kernel."""
 
     @abstractmethod
-    def fields(self) -> structs.Linear:
+    def fields(self) -> structs.LinearStruct:
         """What a compiled decoder reads; the layer must outlive it."""
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
@@ -147,7 +147,7 @@ class Joined(Compiled):
     def _next(self) -> int:
         return self.later[-1].buffer_info()[0] if self.later else 0
 
-    def fields(self) -> structs.Linear:
+    def fields(self) -> structs.LinearStruct:
         return self.parts[0].fields()._replace(next=self._next())
 
     def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:

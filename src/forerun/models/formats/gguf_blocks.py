@@ -21,7 +21,7 @@ Bytes = np.ndarray
 
 
 @dataclass(frozen=True)
-class Unpacked:
+class UnpackedBlocks:
     """What a record is made of. Levels [outputs, blocks, 16 or 32 bytes] of blocks of 32 inputs, in their order, or
     two in a byte, 16 inputs apart; of the scales and minima those of each block [outputs, blocks] and those of each
     record [outputs, records]."""
@@ -36,12 +36,12 @@ def half(raw: Bytes, at: int) -> np.ndarray:
     return raw[..., at : at + 2].view("<u2")[..., 0]
 
 
-def _q4_0(raw: Bytes) -> Unpacked:
-    return Unpacked(raw[..., 2:], (half(raw, 0),))
+def _q4_0(raw: Bytes) -> UnpackedBlocks:
+    return UnpackedBlocks(raw[..., 2:], (half(raw, 0),))
 
 
-def _q4_1(raw: Bytes) -> Unpacked:
-    return Unpacked(raw[..., 4:], (half(raw, 0), half(raw, 2)))
+def _q4_1(raw: Bytes) -> UnpackedBlocks:
+    return UnpackedBlocks(raw[..., 4:], (half(raw, 0), half(raw, 2)))
 
 
 def _fifth_bits(raw: Bytes, at: int) -> Bytes:
@@ -51,16 +51,16 @@ def _fifth_bits(raw: Bytes, at: int) -> Bytes:
     return np.concatenate([low & 15, low >> 4], axis=-1) | bits << 4
 
 
-def _q5_0(raw: Bytes) -> Unpacked:
-    return Unpacked(_fifth_bits(raw, 2), (half(raw, 0),))
+def _q5_0(raw: Bytes) -> UnpackedBlocks:
+    return UnpackedBlocks(_fifth_bits(raw, 2), (half(raw, 0),))
 
 
-def _q5_1(raw: Bytes) -> Unpacked:
-    return Unpacked(_fifth_bits(raw, 4), (half(raw, 0), half(raw, 2)))
+def _q5_1(raw: Bytes) -> UnpackedBlocks:
+    return UnpackedBlocks(_fifth_bits(raw, 4), (half(raw, 0), half(raw, 2)))
 
 
-def _q8_0(raw: Bytes) -> Unpacked:
-    return Unpacked(raw[..., 2:] ^ 128, (half(raw, 0),))
+def _q8_0(raw: Bytes) -> UnpackedBlocks:
+    return UnpackedBlocks(raw[..., 2:] ^ 128, (half(raw, 0),))
 
 
 def _whole_scales(raw: Bytes) -> tuple[Bytes, Bytes]:
@@ -77,29 +77,29 @@ def _sides(raw: Bytes) -> Bytes:
     return np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(len(raw), -1, 32)
 
 
-def _q4_k(raw: Bytes) -> Unpacked:
+def _q4_k(raw: Bytes) -> UnpackedBlocks:
     halves = raw[..., 16:].reshape(len(raw), -1, 2, 16)
     low, high = halves[..., 0, :], halves[..., 1, :]
     levels = np.stack([low & 15 | high << 4, low >> 4 | high & 240], axis=-2).reshape(len(raw), -1, 16)
-    return Unpacked(levels, _whole_scales(raw[..., 4:16]), (half(raw, 0), half(raw, 2)))
+    return UnpackedBlocks(levels, _whole_scales(raw[..., 4:16]), (half(raw, 0), half(raw, 2)))
 
 
-def _q5_k(raw: Bytes) -> Unpacked:
+def _q5_k(raw: Bytes) -> UnpackedBlocks:
     bits = np.unpackbits(raw[..., 16:48, None], axis=-1, bitorder="little").swapaxes(-1, -2)
     levels = _sides(raw[..., 48:]) | bits.reshape(len(raw), -1, 32) << 4
-    return Unpacked(levels, _whole_scales(raw[..., 4:16]), (half(raw, 0), half(raw, 2)))
+    return UnpackedBlocks(levels, _whole_scales(raw[..., 4:16]), (half(raw, 0), half(raw, 2)))
 
 
-def _q6_k(raw: Bytes) -> Unpacked:
+def _q6_k(raw: Bytes) -> UnpackedBlocks:
     low, high = raw[..., :128].reshape(*raw.shape[:-1], 2, 2, 32), raw[..., 128:192].reshape(*raw.shape[:-1], 2, 1, 32)
     fours = np.concatenate([low & 15, low >> 4], axis=-2)
     twos = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=-2)
     scales = raw[..., 192:208].view(np.int8).reshape(len(raw), -1, 2)
     levels = (fours | twos << 4).reshape(len(raw), -1, 32)
-    return Unpacked(levels, (scales[..., 0], scales[..., 1]), (half(raw, 208),))
+    return UnpackedBlocks(levels, (scales[..., 0], scales[..., 1]), (half(raw, 208),))
 
 
-UNPACK: dict[str, Callable[[Bytes], Unpacked]] = {
+UNPACK: dict[str, Callable[[Bytes], UnpackedBlocks]] = {
     "q4_0": _q4_0, "q4_1": _q4_1, "q4_k": _q4_k, "q5_0": _q5_0, "q5_1": _q5_1, "q5_k": _q5_k, "q6_k": _q6_k,
     "q8_0": _q8_0,
 }  # fmt: skip

@@ -83,10 +83,10 @@ class TiledInt8(Compiled):
         self.nbytes = self.outputs * self.inputs + self.scales.nbytes
         self.calls = {d: kernel("linear_int8", d) for d in DTYPES}
 
-    def fields(self) -> structs.Linear:
+    def fields(self) -> structs.LinearStruct:
         weight, bias, scales, offsets = self.pointers
         kind = structs.KINDS.index("int8")
-        return structs.Linear(kind, weight, bias or 0, scales, offsets, self.outputs, self.inputs, 0)
+        return structs.LinearStruct(kind, weight, bias or 0, scales, offsets, self.outputs, self.inputs, 0)
 
     def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
         if x.dtype not in self.calls:

@@ -71,9 +71,9 @@ class TiledLinear(Compiled):
         self.nbytes = weight.shape.numel() * weight.dtype.itemsize
         self.dtype = weight.dtype
 
-    def fields(self) -> structs.Linear:
+    def fields(self) -> structs.LinearStruct:
         weight, bias = self.pointers
-        return structs.Linear(structs.KINDS.index("own"), weight, bias or 0, 0, 0, self.outputs, self.inputs, 0)
+        return structs.LinearStruct(structs.KINDS.index("own"), weight, bias or 0, 0, 0, self.outputs, self.inputs, 0)
 
     def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
         if x.dtype is not self.dtype:

@@ -25,7 +25,7 @@ from forerun.cache.pool import Pool
 from forerun.core.batch import Batch
 from forerun.core.errors import RankError
 from forerun.models.base import Tiles
-from forerun.models.ranks.messages import FAILED, READY, UP, Call, Feed, Hello
+from forerun.models.ranks.messages import FAILED, READY, UP, Feed, Hello, RankCall
 from forerun.models.ranks.team import TIMEOUT, Team
 
 START = 600.0
@@ -105,8 +105,8 @@ class Leader(Team):
         pool, gone = attention.pool, list(self._gone)
         message = Feed(
             self._number(pool), pool.num_pages, pool.page_size, pool.changes or [],
-            {span.key: pool.tables[span.key] for span in batch.spans}, gone, batch.spans, batch.hidden, batch.layers,
-            batch.embeds, batch.embed_rows, tiles, invariant, torch.get_num_threads(),
+            {span.key: pool.block_tables[span.key] for span in batch.spans}, gone, batch.spans, batch.hidden,
+            batch.layers, batch.embeds, batch.embed_rows, tiles, invariant, torch.get_num_threads(),
         )  # fmt: skip
         with self._telling(message):
             pool.changes = []
@@ -115,11 +115,11 @@ class Leader(Team):
 
     @contextmanager
     def calling(self, name: str, rows: torch.Tensor) -> Iterator[None]:
-        with self._telling(Call(name, rows)):
+        with self._telling(RankCall(name, rows)):
             yield
 
     @contextmanager
-    def _telling(self, message: Feed | Call) -> Iterator[None]:
+    def _telling(self, message: Feed | RankCall) -> Iterator[None]:
         if self._broken is not None:
             raise RankError(self._broken)
         said = pickle.dumps(message)

@@ -48,7 +48,7 @@ class Feed:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class RankCall:
     """Another method of the model, ``embed`` or ``lm_head``."""
 
     name: str

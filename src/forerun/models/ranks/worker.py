@@ -28,7 +28,7 @@ class Mirror(Pool):
         return True
 
 
-class Follower:
+class RankWorker:
     """Runs forwards over caches that are as rank 0's."""
 
     def __init__(self, model: NativeModel) -> None:
@@ -44,7 +44,7 @@ class Follower:
         attention = self._attention(message)
         for change in message.changes:
             attention.pool.redo(change)
-        attention.pool.tables, attention.pool.lengths = message.tables, {}
+        attention.pool.block_tables, attention.pool.lengths = message.tables, {}
         attention.pool.version += 1
         batch = Batch(
             message.spans, self.model.device, hidden=message.hidden, layers=message.layers, embeds=message.embeds,
@@ -85,7 +85,7 @@ def _serve(pipe: Connection) -> None:
         _say(pipe, FAILED, str(error))
         return
     _say(pipe, READY)
-    follower = Follower(model)
+    follower = RankWorker(model)
     with torch.inference_mode():
         while True:
             message = pickle.loads(pipe.recv_bytes())

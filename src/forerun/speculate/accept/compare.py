@@ -10,7 +10,7 @@ import torch
 
 from forerun.core.scores import Scores
 from forerun.core.tree import POINT_MASS
-from forerun.sampling.compiled import Compiled
+from forerun.sampling.compiled import CompiledSampling
 from forerun.sampling.draw import Sampler, fetch, probabilities
 from forerun.sampling.warp import Row
 
@@ -230,7 +230,7 @@ class Comparison:
 class CompiledComparison(Comparison):
     """The same for float32 scores on the host: chains are compared with q in one call, without a p of their own."""
 
-    def __init__(self, scores: Scores, sampler: Sampler, kernels: Compiled) -> None:
+    def __init__(self, scores: Scores, sampler: Sampler, kernels: CompiledSampling) -> None:
         super().__init__(scores, sampler)
         self.kernels = kernels
         self._shared: list[float] | None = None

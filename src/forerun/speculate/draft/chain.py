@@ -35,7 +35,7 @@ def plain(sequence: RequestState) -> bool:
     return sequence.group is None and sequence.constraint is None and not sequence.params.edits
 
 
-class Chains:
+class ChainRunner:
     """Drafts with ``fused``, which predicts over the target's ids or, in ascending order, those of ``names`` int64.
     ``feeds``: a step's input is the last one's output before the final norm, beside the token (EAGLE-3). They end as
     ``config`` says."""
@@ -68,7 +68,7 @@ class Chains:
         *,
         feeds: bool = False,
         names: torch.Tensor | None = None,
-    ) -> Chains | None:
+    ) -> ChainRunner | None:
         """None where the call is not here or does not do what is asked for."""
         sampler = chooser.sampler
         serves = (

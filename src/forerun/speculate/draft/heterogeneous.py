@@ -36,7 +36,7 @@ class CrossVocabularyDraftModel(DraftModel):
         if context.tokenizer is None:
             raise ConfigError("use_heterogeneous_vocab needs the target's tokenizer")
         super().__init__(config, replace(context, prefix_caching=False))
-        self.readings: dict[int, Reading] = {}
+        self.readings: dict[int, VocabularyReading] = {}
         self.starts: dict[int, int] = {}
 
     def _check_vocabulary(self, path: str) -> None:
@@ -52,7 +52,7 @@ class CrossVocabularyDraftModel(DraftModel):
     def _read(self, sequence: RequestState) -> list[int]:
         reading = self.readings.get(sequence.id)
         if reading is None:
-            reading = self.readings[sequence.id] = Reading(self.bridge)
+            reading = self.readings[sequence.id] = VocabularyReading(self.bridge)
         if reading.read < len(sequence.tokens):
             reading.follow(sequence.tokens)
         return reading.tokens
@@ -80,7 +80,7 @@ class CrossVocabularyDraftModel(DraftModel):
         pool = self.attention.pool
         for sequence, draft, verdict in zip(sequences, drafts, verdicts):
             start = self.starts.pop(sequence.id, None)
-            if start is None or sequence.id not in pool.tables or not len(draft):
+            if start is None or sequence.id not in pool.block_tables or not len(draft):
                 continue
             pool.keep(sequence.id, start, self._kept(sequence, verdict, start))
 
@@ -176,7 +176,7 @@ class StringDraftModel(CrossVocabularyDraftModel):
         pool = self.attention.pool
         for sequence, verdict in zip(sequences, verdicts):
             start, written = self.starts.pop(sequence.id, None), self.written.pop(sequence.id, [])
-            if start is None or sequence.id not in pool.tables or not written:
+            if start is None or sequence.id not in pool.block_tables or not written:
                 continue
             kept = self.readings[sequence.id].adopt(written, verdict.tokens)
             pool.truncate(sequence.id, min(pool.length(sequence.id), start + kept))
@@ -260,7 +260,7 @@ class Bridge:
         return {draft: target for target, draft in self.shared.items()}
 
 
-class Reading:
+class VocabularyReading:
     """A target's text as the draft reads it. It only grows: what was read once stays as it was read."""
 
     def __init__(self, bridge: Bridge) -> None:

@@ -93,7 +93,8 @@ class Layerskip(Drafter[LayerskipConfig]):
         ready = [
             index
             for index, (s, depth) in enumerate(zip(sequences, budgets))
-            if s.cached == len(s.tokens) - 1 and pool.try_reserve(s.id, len(s.tokens) + nodes[depth] * s.spread)
+            if s.num_computed_tokens == len(s.tokens) - 1
+            and pool.try_reserve(s.id, len(s.tokens) + nodes[depth] * s.spread)
         ]
 
         def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
@@ -101,7 +102,7 @@ class Layerskip(Drafter[LayerskipConfig]):
             for index in dict.fromkeys(index for index, _ in frontier):
                 sequence, draft = sequences[index], drafts[index]
                 if depth == 0:
-                    spans.append(Span(sequence.id, sequence.cached, [sequence.tokens[-1]], logits=[0]))
+                    spans.append(Span(sequence.id, sequence.num_computed_tokens, [sequence.tokens[-1]], logits=[0]))
                     continue
                 stored = next(node for i, node in frontier if i == index)
                 parents = None if draft.is_chain else draft.parents
@@ -112,7 +113,7 @@ class Layerskip(Drafter[LayerskipConfig]):
 
         drafts, _ = grow(sequences, ready, budgets, self.config, self.chooser, score)
         for index in ready:
-            pool.truncate(sequences[index].id, sequences[index].cached)
+            pool.truncate(sequences[index].id, sequences[index].num_computed_tokens)
         return drafts
 
     def _logits(self, spans: list[Span]) -> torch.Tensor:

@@ -25,7 +25,7 @@ from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.load import load_shared, parse_dtype, quick_config, resolve, weight_sizes
 from forerun.models.tokenizer import check_compatible, read_vocabulary
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
-from forerun.speculate.draft.chain import CatchUpConfig, Chains, plain
+from forerun.speculate.draft.chain import CatchUpConfig, ChainRunner, plain
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
 from forerun.speculate.verify import Verification
 
@@ -136,7 +136,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
         translates = config.use_heterogeneous_vocab
         fused = None if translates else self.model.fused
-        self.chains = Chains.find(fused, self.attention, self.chooser, config, names=self.names)
+        self.chains = ChainRunner.find(fused, self.attention, self.chooser, config, names=self.names)
 
     @classmethod
     def build(cls, config: DraftModelConfig, context: DraftContext) -> DraftModel:
@@ -288,7 +288,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def _fits(self, sequence: RequestState, depth: int) -> bool:
         """Whether there are pages for its tokens and a draft; a sequence that is new here starts on a known prefix."""
-        pool, new = self.attention.pool, sequence.id not in self.attention.pool.tables
+        pool, new = self.attention.pool, sequence.id not in self.attention.pool.block_tables
         if new and sequence.reads is not None and self.windows:
             self.begins[sequence.id] = max(0, len(sequence.tokens) - sequence.reads)
         known = self._read(sequence)
@@ -322,7 +322,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         """Truncate to the committed prefix: of the drafted nodes this model has fed, the accepted ones stay."""
         pool = self.attention.pool
         for sequence, draft, verdict in zip(sequences, drafts, verdicts):
-            if sequence.id not in pool.tables:
+            if sequence.id not in pool.block_tables:
                 continue
             if len(draft):
                 start = len(sequence.tokens) - len(verdict.tokens) + self._shift(sequence)
@@ -340,7 +340,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
         pool = self.attention.pool
-        if source.id in pool.tables:
+        if source.id in pool.block_tables:
             pool.fork(source.id, sequence.id, pool.length(source.id))
         if source.id in self.begins:
             self.begins[sequence.id] = self.begins[source.id]
@@ -359,7 +359,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def behind(self, sequence: RequestState) -> int:
         known, pool = self._read(sequence), self.attention.pool
-        if sequence.id in pool.tables:
+        if sequence.id in pool.block_tables:
             return len(known) - pool.length(sequence.id)
         result = self.tree.find(known, len(known) - 1, self._root(sequence)) if self.tree is not None else 0
         return len(known) - result

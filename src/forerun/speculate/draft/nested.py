@@ -19,16 +19,16 @@ from forerun.speculate.verify import Verification
 
 
 @dataclass(frozen=True)
-class Part:
+class NestedPart:
     """One drafter inside another: its method and options."""
 
     method: str
     config: DrafterConfig
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any] | Part, num_speculative_tokens: int) -> Part:
+    def parse(cls, options: Mapping[str, Any] | NestedPart, num_speculative_tokens: int) -> NestedPart:
         """From ``{"method": ..., its options}``; ``num_speculative_tokens`` unless it has its own."""
-        if isinstance(options, Part):
+        if isinstance(options, NestedPart):
             return options
         if not isinstance(options, Mapping) or "method" not in options:
             raise ConfigError(f"a drafter inside a drafter is a mapping like {{'method': 'suffix'}}, not {options!r}")
@@ -58,7 +58,7 @@ class PartsConfig(DrafterConfig):
             raise ConfigError("give 'draft_temperature' to the drafters inside, not to the one that holds them")
         if not isinstance(self.drafters, (list, tuple)) or not 2 <= len(self.drafters) <= 15:
             raise ConfigError("'drafters' must list the options of 2 to 15 drafters")
-        parts = tuple(Part.parse(options, self.num_speculative_tokens) for options in self.drafters)
+        parts = tuple(NestedPart.parse(options, self.num_speculative_tokens) for options in self.drafters)
         object.__setattr__(self, "drafters", parts)
         object.__setattr__(self, "num_speculative_tokens", max(p.config.num_speculative_tokens for p in parts))
 
@@ -76,7 +76,7 @@ class PartsConfig(DrafterConfig):
 class PartsDrafter(Drafter[C]):
     """Keeps its parts' state in step, whichever of their drafts a round used."""
 
-    def __init__(self, config: C, context: DraftContext, parts: Sequence[Part]) -> None:
+    def __init__(self, config: C, context: DraftContext, parts: Sequence[NestedPart]) -> None:
         super().__init__(config, context)
         self.parts = [part.build(context, number) for number, part in enumerate(parts)]
         needs = [part.needs for part in self.parts]

@@ -166,7 +166,7 @@ class NgramConfig(DrafterConfig):
             raise ConfigError("draft_temperature does nothing to method 'ngram' unless counts_as_q is true")
 
 
-class Tables:
+class NgramTables:
     """Counted continuations of one request. Of equally frequent ones the latest wins."""
 
     def __init__(self, max_order: int, max_history: int) -> None:
@@ -217,7 +217,7 @@ class Tables:
 
 
 @drafters.register("ngram")
-class Ngram(HistoryDrafter[NgramConfig, Tables]):
+class Ngram(HistoryDrafter[NgramConfig, NgramTables]):
     name = "ngram"
     config_class = NgramConfig
 
@@ -226,13 +226,13 @@ class Ngram(HistoryDrafter[NgramConfig, Tables]):
         temperature = config.draft_temperature or 1.0
         self.counted = CountChooser(Chooser(context.sampler, context.rule, temperature, context.stream))
 
-    def new_index(self) -> Tables:
-        return Tables(self.config.max_order, self.config.max_history)
+    def new_index(self) -> NgramTables:
+        return NgramTables(self.config.max_order, self.config.max_history)
 
     def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         return self.counted.finish(super().propose(sequences, budgets))
 
-    def draft(self, sequence: RequestState, index: Tables, tail: list[int], budget: int) -> Draft:
+    def draft(self, sequence: RequestState, index: NgramTables, tail: list[int], budget: int) -> Draft:
         context = index.context(tail)
         confidence = index.confidence(context)
         if self.config.counts_as_q and not sequence.params.greedy:
@@ -242,7 +242,7 @@ class Ngram(HistoryDrafter[NgramConfig, Tables]):
         draft.confidence = confidence
         return draft
 
-    def _drawn(self, sequence: RequestState, index: Tables, context: list[int], budget: int) -> Draft:
+    def _drawn(self, sequence: RequestState, index: NgramTables, context: list[int], budget: int) -> Draft:
         draft = Draft()
         while len(draft) < budget and (suffix := index.known(context)) is not None:
             token, q_row = index.best[suffix], POINT_MASS

@@ -27,7 +27,7 @@ from forerun.sampling.noise import fold
 from forerun.speculate.accept import rules
 from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.model import DraftModel, DraftModelConfig
-from forerun.speculate.draft.nested import Part
+from forerun.speculate.draft.nested import NestedPart
 from forerun.speculate.draft.router import Router
 from forerun.speculate.length.base import LengthPolicy, Seconds, Setting
 from forerun.speculate.round import Round, speculate
@@ -52,8 +52,8 @@ class StagedConfig(DraftModelConfig):
             raise ConfigError("method 'staged' drafts chains; give 'tree' or 'tree_nodes' to 'drafter', or remove it")
         if self.confidence_threshold is not None:
             raise ConfigError("method 'staged' drafts as far as asked; give confidence_threshold to 'drafter'")
-        options: Mapping[str, Any] | Part = self.drafter if self.drafter is not None else {"method": "ngram"}
-        object.__setattr__(self, "drafter", Part.parse(options, self.num_speculative_tokens))
+        options: Mapping[str, Any] | NestedPart = self.drafter if self.drafter is not None else {"method": "ngram"}
+        object.__setattr__(self, "drafter", NestedPart.parse(options, self.num_speculative_tokens))
 
 
 class Aligned:
@@ -213,8 +213,8 @@ class Staged(Drafter[StagedConfig]):
         """Those who take part in the next inner round, with the tokens that each of them is to read."""
         missing = []
         for copy in copies:
-            copy.cached = self.base.attention.pool.length(copy.id)
-            missing.append(len(copy.tokens) - copy.cached)
+            copy.num_computed_tokens = self.base.attention.pool.length(copy.id)
+            missing.append(len(copy.tokens) - copy.num_computed_tokens)
         for copy, count in zip(copies, self.config.shares(missing)):
             copy.scheduled = count
         return [copy for copy in copies if copy.scheduled]

@@ -175,7 +175,7 @@ class Match(NamedTuple):
     state: int
     length: int
     occurrences: int
-    source: Block | None = None
+    source: TextBlock | None = None
 
     def continuations(self, state: int) -> Iterator[tuple[int, float, int]]:
         shift = 0.0 if state != self.state else log(self.automaton.counts[state] / self.occurrences)
@@ -209,7 +209,7 @@ class Text:
 
 
 @dataclass(eq=False)
-class Block:
+class TextBlock:
     """Past outputs that are forgotten together. ``docs`` holds each request's tokens; ``keys`` are the requests and
     ``starts`` the automaton's size before each, in the order added."""
 
@@ -256,7 +256,7 @@ class Past:
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self.max_requests = max_requests
         self.max_tokens = max_tokens
-        self.blocks: list[Block] = []
+        self.blocks: list[TextBlock] = []
 
     def add(self, key: int, tokens: list[int]) -> None:
         """Remember an output; of one longer than half the room, its end."""
@@ -269,12 +269,12 @@ class Past:
             or len(newest.docs) >= max(1, self.max_requests // 2)
             or newest.tokens + len(tokens) > self.max_tokens // 2
         ):
-            self.blocks = [newest := Block(), *self.blocks[:1]]
+            self.blocks = [newest := TextBlock(), *self.blocks[:1]]
             if self.max_requests == 1:
                 self.blocks = self.blocks[:1]
         newest.add(key, tokens)
 
-    def touch(self, block: Block, key: int) -> None:
+    def touch(self, block: TextBlock, key: int) -> None:
         """An output helped: keep it for another turn."""
         if len(self.blocks) == 2 and block is self.blocks[1] and key not in self.blocks[0].docs:
             self.add(key, block.docs[key])
@@ -293,7 +293,7 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
     def __init__(self, config: SuffixConfig, context: DraftContext) -> None:
         super().__init__(config, context)
         self.past = Past(config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_cached_tokens)
-        self.used: dict[int, tuple[Block, int]] = {}
+        self.used: dict[int, tuple[TextBlock, int]] = {}
         self.store: Datastore | None = None
         if config.datastore is not None:
             vocab_size = context.target.info.vocab_size
@@ -350,5 +350,5 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
         super().release(sequence)
         self.used.pop(sequence.id, None)
         self.past.forget(sequence.id)
-        if sequence.cached:
+        if sequence.num_computed_tokens:
             self.past.add(sequence.id, sequence.tokens[sequence.num_prompt :])

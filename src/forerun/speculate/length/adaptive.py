@@ -56,7 +56,7 @@ class Entry(NamedTuple):
 
 
 @dataclass
-class Plan:
+class DraftPlan:
     """Who drafts how far, for how many rounds."""
 
     budgets: Mapping[int, int] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class Adaptive(LengthPolicy):
         self.own: dict[int, Acceptance] = {}
         self.lengths = Lengths()
         self.balance = self.MODEL_START if setting.models else self.START
-        self._plan = Plan()
+        self._plan = DraftPlan()
         self._entries: list[Entry] = []
         self._asked: list[int] = []
         self._behind: dict[str, int] = {}
@@ -239,29 +239,29 @@ class Adaptive(LengthPolicy):
             gain = entry.tokens / entry.sequences - cost / plain
             self.balance = max(min(self.balance + gain, self.MOST), -self.MOST)
 
-    def _decide(self, sequences: Sequence[RequestState], longest: list[int]) -> Plan:
+    def _decide(self, sequences: Sequence[RequestState], longest: list[int]) -> DraftPlan:
         """The best plan if the balance covers it, else a short trial, else rest until there is enough for one."""
         self._learn(sequences)
         known = frozenset([sequence.id for sequence in sequences])
         reading = any(sequence.scheduled > 1 for sequence in sequences)  # such rounds measure nothing
         if not self.costs.sure(len(sequences)) and not (reading and self.costs.rows.points):
-            return Plan({}, 1 if reading else self.costs.SURE, self._plan.promise, known)
+            return DraftPlan({}, 1 if reading else self.costs.SURE, self._plan.promise, known)
         if self._since >= self._check and not reading:
             self._check = min(2 * self._check, self.CHECKS[1]) if self._plan.promise > 1.0 else self.CHECKS[0]
             sure = self.costs.cold_known or self._plan.promise > self.CLEAR
-            return Plan({}, self.CHECK if sure else self.costs.SETTLED + 3, self._plan.promise, known)
+            return DraftPlan({}, self.CHECK if sure else self.costs.SETTLED + 3, self._plan.promise, known)
         goes_on = self._plan.promise > 1.0
         self._invest(sequences, longest)
         if not any(longest):  # they wait until reading pays, or seems to again
             for belief in self.methods.values():
                 belief.forget(self._rested)
             self._pay_in()
-            return Plan({}, self.TRIAL, self._plan.promise, known)
+            return DraftPlan({}, self.TRIAL, self._plan.promise, known)
         best = self._best(sequences, longest)
         pays = best.promise > (self.KEEP if goes_on else self.MARGIN)
         if pays and self.balance > (self.DEBT if goes_on else 0.0):
             if self._untried(sequences, longest):
-                return Plan(self._few(sequences, longest), self.TRIAL, 1.0, best.known)
+                return DraftPlan(self._few(sequences, longest), self.TRIAL, 1.0, best.known)
             self._next_wait = self.WAITS[0]
             due = self._check - self._since  # a check may be overdue while prompts are read
             best.left = min(self.ROUNDS, due if due > 0 else self.TRIAL * 4)
@@ -283,16 +283,16 @@ class Adaptive(LengthPolicy):
         likely = sorted((-self._rates(s)[0], s.id, min(cap, depth)) for s, cap in zip(sequences, longest) if cap)
         return {key: depth for _, key, depth in likely[:2]}
 
-    def _explore(self, sequences: Sequence[RequestState], longest: list[int], best: Plan) -> Plan:
+    def _explore(self, sequences: Sequence[RequestState], longest: list[int], best: DraftPlan) -> DraftPlan:
         """Now and then the deepest drafts, for the sake of their price and acceptance."""
         self._deeper -= best.left
         if self._deeper > 0 or self.balance < self.START:
             return best
         self._deeper, self._next_deeper = self._next_deeper, 2 * self._next_deeper
         budgets = {s.id: cap for s, cap in zip(sequences, longest) if best.budgets.get(s.id)}
-        return Plan(budgets, min(best.left, self.TRIAL), best.promise, best.known)
+        return DraftPlan(budgets, min(best.left, self.TRIAL), best.promise, best.known)
 
-    def _rest_or_try(self, sequences: Sequence[RequestState], longest: list[int], best: Plan) -> Plan:
+    def _rest_or_try(self, sequences: Sequence[RequestState], longest: list[int], best: DraftPlan) -> DraftPlan:
         aftermath = self.costs.aftermath()
         if not self._streak:
             self.balance -= aftermath
@@ -308,9 +308,9 @@ class Adaptive(LengthPolicy):
                 for belief in beliefs.values():
                     belief.loosen(most)
             self._next_wait = self.WAITS[0] if rich else min(2 * self._next_wait, self.WAITS[1])
-            return Plan(trial, self.TRIAL, 1.0, known)
+            return DraftPlan(trial, self.TRIAL, 1.0, known)
         self._check = self.CHECKS[0]
-        return Plan({}, min(max(int(short / self.SPEND), self._wait, 1), self.REST), known=known)
+        return DraftPlan({}, min(max(int(short / self.SPEND), self._wait, 1), self.REST), known=known)
 
     def _pay_in(self) -> None:
         """Book the plain rounds since this was done last."""
@@ -327,7 +327,7 @@ class Adaptive(LengthPolicy):
             self.own[key] = Acceptance(len(self.methods[method].asked), self.OWN_WEIGHT, self.OWN_FADE)
         return self.own[key]
 
-    def _best(self, sequences: Sequence[RequestState], longest: list[int]) -> Plan:
+    def _best(self, sequences: Sequence[RequestState], longest: list[int]) -> DraftPlan:
         """The budgets with the most expected tokens per second."""
         chances: list[tuple[float, int, int]] = []
         for index, (sequence, cap) in enumerate(zip(sequences, longest)):
@@ -345,7 +345,7 @@ class Adaptive(LengthPolicy):
             if result > speed:
                 best, speed = list(depths), result
         known = frozenset([sequence.id for sequence, cap in zip(sequences, longest) if cap])
-        return Plan({s.id: d for s, d in zip(sequences, best) if d}, 0, speed, known)
+        return DraftPlan({s.id: d for s, d in zip(sequences, best) if d}, 0, speed, known)
 
     def _tokens(self, sequences: Sequence[RequestState], budgets: Mapping[int, int]) -> float:
         """Expected tokens of a round with ``budgets``."""
@@ -510,7 +510,7 @@ class Planned(Adaptive):
         self._rounds = dict.fromkeys(setting.nodes, 0)
         self._sums = {method: [0, 0] for method in setting.nodes}
 
-    def _decide(self, sequences: Sequence[RequestState], longest: list[int]) -> Plan:
+    def _decide(self, sequences: Sequence[RequestState], longest: list[int]) -> DraftPlan:
         for entry in self._entries:
             for _, method, _, made, kept in entry.drafts:
                 self._rounds[method] += 1
@@ -522,12 +522,12 @@ class Planned(Adaptive):
         undecided = methods - set(self.plans)
         due = undecided and (not self.costs.sure(len(sequences)) or self._since >= self.CHECKS[0])
         if due and all(sequence.scheduled <= 1 for sequence in sequences):
-            return Plan({}, 2, known=known)
+            return DraftPlan({}, 2, known=known)
         for method in undecided:
             if self._rounds[method] >= self.MEASURED:
                 self.plans[method] = self._length(method, len(sequences))
         caps = {s.id: self.plans.get(s.drafter or "", cap) for s, cap in zip(sequences, longest)}
-        return Plan(caps, self.TRIAL, 2.0, known)
+        return DraftPlan(caps, self.TRIAL, 2.0, known)
 
     def _length(self, method: str, count: int) -> int:
         """The depth with the most expected tokens per second when ``count`` sequences draft alike."""

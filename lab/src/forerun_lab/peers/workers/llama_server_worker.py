@@ -21,7 +21,7 @@ FLAGS = re.compile(r"AVX\w* = \d.*\d \|")
 UNCUT = {"top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": False, "return_tokens": True}
 
 
-class Server:
+class LlamaServer:
     """The process, which has read its model."""
 
     def __init__(self, command: list[str]) -> None:
@@ -102,7 +102,7 @@ def main() -> None:
     command = [program, "-m", model, "-c", str(about["context"]), "-np", "1", "-t", threads, "-tb", threads, *options]
     with tempfile.TemporaryDirectory(prefix="forerun-server-") as folder:
         os.chdir(folder)  # some write a log wherever they are
-        server = Server(command)
+        server = LlamaServer(command)
         try:
             flags = FLAGS.search(server.printed())
             reported = " ".join(["llama-server", *options, f"[{flags[0] if flags else ''}]"])
@@ -114,7 +114,7 @@ def main() -> None:
                 asked = json.loads(line)
                 if tuple(asked["prompts"][0]) in server.seen:  # some drafters would recite its answer
                     server.end()
-                    server = Server(command)
+                    server = LlamaServer(command)
                 print(json.dumps(server.answer(asked)), file=replies, flush=True)
         finally:
             server.end()

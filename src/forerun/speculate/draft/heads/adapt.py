@@ -122,7 +122,7 @@ class Learner:
         rows = torch.stack([hidden[layer] for layer in self.layers], dim=1)
         count, window = rows.shape[0], self.options.window
         tokens, states = self.open.pop(sequence.id, ([], []))
-        tokens = tokens + sequence.tokens[sequence.cached - count : sequence.cached]
+        tokens = tokens + sequence.tokens[sequence.num_computed_tokens - count : sequence.num_computed_tokens]
         rows = torch.cat([*states, rows]) if states else rows.clone()
         while len(tokens) >= window:
             self.tokens[self.next] = torch.tensor(tokens[:window])

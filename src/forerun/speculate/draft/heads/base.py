@@ -147,8 +147,8 @@ class HeadDrafter(Drafter[C]):
             if rows is None:
                 continue
             seen = self.seen.get(sequence.id, 0)
-            if seen + rows.shape[0] == sequence.cached:
-                self.seen[sequence.id] = sequence.cached
+            if seen + rows.shape[0] == sequence.num_computed_tokens:
+                self.seen[sequence.id] = sequence.num_computed_tokens
                 self.keep(sequence, rows)
                 if self.learner is not None and verdict.hidden is not None:
                     self.learner.watch(sequence, verdict.hidden)
@@ -177,7 +177,7 @@ class HeadDrafter(Drafter[C]):
             if source.id in state:
                 state[sequence.id] = copy.deepcopy(state[source.id])
         for pool in self.pools():
-            if source.id in pool.tables:
+            if source.id in pool.block_tables:
                 pool.fork(source.id, sequence.id, pool.length(source.id))
 
     def release(self, sequence: RequestState) -> None:

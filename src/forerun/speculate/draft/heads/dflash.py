@@ -48,7 +48,7 @@ COPIES = {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weigh
 """The target's own weights again."""
 
 
-class Convolution(nn.Module):
+class BlockConvolution(nn.Module):
     """What goes into a part and what comes out of it, each mixed with the row before, by weights that are partly fixed
     and partly made from the row, ``group`` numbers at a time."""
 
@@ -73,7 +73,7 @@ class Convolution(nn.Module):
         return weights[..., 0, :] * x + weights[..., 1, :] * before
 
 
-class _Block(nn.Module):
+class _DFlashBlock(nn.Module):
     """One layer: attention over context and block, then a feed-forward layer."""
 
     def __init__(self, size: int, options: Mapping[str, Any]) -> None:
@@ -92,8 +92,8 @@ class _Block(nn.Module):
         self.q_norm, self.k_norm = Norm(self.width, options["eps"]), Norm(self.width, options["eps"])
         self.mlp = FeedForward(size, options["inner_size"])
         group = options["group"]
-        self.attention_conv = None if group is None else Convolution(size, group)
-        self.mlp_conv = None if group is None else Convolution(size, group)
+        self.attention_conv = None if group is None else BlockConvolution(size, group)
+        self.mlp_conv = None if group is None else BlockConvolution(size, group)
 
     def keys(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [..., n, kv heads, width] of context features or block rows."""
@@ -111,7 +111,7 @@ class _Block(nn.Module):
 
     @staticmethod
     def _mixed(
-        convolution: Convolution | None, x: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]
+        convolution: BlockConvolution | None, x: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         if convolution is None:
             return part(x)
@@ -130,8 +130,8 @@ class Selector(nn.Module):
 
     def forward(self, before: torch.Tensor, states: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
         """[n, candidates] for the tokens ``before`` int64 [n] and states [n, hidden size]."""
-        wanted = self.predecessor_codebook[before] * self.hidden_projection(states)
-        return (wanted[:, None] * self.successor_codebook[candidates]).sum(-1)
+        requested = self.predecessor_codebook[before] * self.hidden_projection(states)
+        return (requested[:, None] * self.successor_codebook[candidates]).sum(-1)
 
 
 class DFlashHead(Head):
@@ -149,7 +149,7 @@ class DFlashHead(Head):
         size = sizes.hidden_size
         self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
         self.hidden_norm, self.norm = Norm(size, o["eps"]), Norm(size, o["eps"])
-        self.blocks = nn.ModuleList(_Block(size, o) for _ in range(o["blocks"]))
+        self.blocks = nn.ModuleList(_DFlashBlock(size, o) for _ in range(o["blocks"]))
         chosen, rank = o["selector"], o["markov"]
         self.candidate_selector = None if chosen is None else Selector(size, sizes.vocab_size, chosen["rank"])
         self.make_output(bool(o.get("own_head")))
@@ -169,24 +169,24 @@ class DFlashHead(Head):
         """Of a block."""
         return self.sizes.depth + (0 if self.options["from_anchor"] else 1)
 
-    def each_block(self) -> list[_Block]:
+    def each_block(self) -> list[_DFlashBlock]:
         return list(self.blocks)  # type: ignore[arg-type]
 
     def context(self, features: torch.Tensor) -> torch.Tensor:
         """[..., layers * hidden size] -> [..., hidden size]."""
         return self.hidden_norm(self.fc(features))
 
-    def seen(self, index: int, places: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """bool [..., block, context + block]: what rows at ``places`` int64 [..., block] see in layer ``index`` of the
+    def seen(self, index: int, indices: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """bool [..., block, context + block]: what rows at ``indices`` int64 [..., block] see in layer ``index`` of the
         ``context`` int64 [length] before the first of them, and of each other."""
         windows, causal = self.options["windows"], self.options["causal"]
         window = windows[index] if windows else None
-        at = places[..., :, None]
-        before = (context < places[..., :1, None]).expand(*places.shape, len(context))
-        own = places[..., None, :] <= (at if causal and causal[index] else places[..., -1:, None])
-        own = own.expand(*places.shape, places.shape[-1])
+        at = indices[..., :, None]
+        before = (context < indices[..., :1, None]).expand(*indices.shape, len(context))
+        own = indices[..., None, :] <= (at if causal and causal[index] else indices[..., -1:, None])
+        own = own.expand(*indices.shape, indices.shape[-1])
         if window is not None:
-            before, own = before & (at - context < window), own & (at - places[..., None, :] < window)
+            before, own = before & (at - context < window), own & (at - indices[..., None, :] < window)
         return torch.cat([before, own], dim=-1)
 
     def bias(self, before: torch.Tensor) -> torch.Tensor:
@@ -267,7 +267,7 @@ def read_public(folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.T
     own = config.get("dflash_config") or config.get("dspark_config") or {}
     if not isinstance(inner, Mapping) or not isinstance(own, Mapping):
         raise ModelError(f"{folder} is no DFlash drafter: its {CONFIG} has no usable sizes")
-    told = {**inner, **config, **own}
+    reported = {**inner, **config, **own}
     weights = {
         name.removeprefix("model."): tensor
         for name, tensor in tensors.items()
@@ -279,11 +279,11 @@ def read_public(folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.T
             f"{folder} is no DFlash drafter: {'it is ' + shown(kind) if kind else 'it has no fc and hidden_norm'}; "
             f"{', '.join(KINDS)} files are read"
         )
-    options = _options(folder, config, told, weights, num_layers)
-    block = told.get("block_size", 16)
+    options = _options(folder, config, reported, weights, num_layers)
+    block = reported.get("block_size", 16)
     if isinstance(block, bool) or not isinstance(block, int) or block < 2:
         raise ModelError(f"{folder}: block_size is an integer of at least 2, not {shown(block)}")
-    size, vocabulary = weights["fc.weight"].shape[0], told.get("vocab_size")
+    size, vocabulary = weights["fc.weight"].shape[0], reported.get("vocab_size")
     for name in ("predecessor_codebook", "successor_codebook"):
         codes = weights.get(f"candidate_selector.{name}")
         if codes is not None and codes.shape[0] != vocabulary:
@@ -308,19 +308,25 @@ def _rename(name: str) -> str:
 
 
 def _options(
-    folder: Path, config: Mapping[str, Any], told: Mapping[str, Any], weights: Mapping[str, torch.Tensor], depth: int
+    folder: Path,
+    config: Mapping[str, Any],
+    reported: Mapping[str, Any],
+    weights: Mapping[str, torch.Tensor],
+    depth: int,
 ) -> dict[str, Any]:
     """The head's options. Raises ModelError for what is not served."""
     for key, neutral in NEUTRAL.items():
-        if told.get(key, neutral) not in (neutral, None):
-            raise ModelError(f"{folder}: {key} {shown(told[key])} is not served")
-    if told.get("markov_head_type", "vanilla") != "vanilla":
-        raise ModelError(f"{folder}: markov_head_type {shown(told['markov_head_type'])} is not served, only 'vanilla'")
-    rope = told.get("rope_parameters") or told.get("rope_scaling") or {}
+        if reported.get(key, neutral) not in (neutral, None):
+            raise ModelError(f"{folder}: {key} {shown(reported[key])} is not served")
+    if reported.get("markov_head_type", "vanilla") != "vanilla":
+        raise ModelError(
+            f"{folder}: markov_head_type {shown(reported['markov_head_type'])} is not served, only 'vanilla'"
+        )
+    rope = reported.get("rope_parameters") or reported.get("rope_scaling") or {}
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ModelError(f"{folder}: its block turns queries and keys in the default way alone, not by {shown(rope)}")
-    counts = {name: told.get(name) for name in ("num_attention_heads", "intermediate_size", "num_hidden_layers")}
-    mask, vocabulary = told.get("mask_token_id"), told.get("vocab_size")
+    counts = {name: reported.get(name) for name in ("num_attention_heads", "intermediate_size", "num_hidden_layers")}
+    mask, vocabulary = reported.get("mask_token_id"), reported.get("vocab_size")
     counts |= {"mask_token_id": mask, "vocab_size": vocabulary}
     for name, value in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < (name != "mask_token_id"):
@@ -330,49 +336,51 @@ def _options(
     heads, blocks, size = counts["num_attention_heads"], counts["num_hidden_layers"], weights["fc.weight"].shape[0]
     options: dict[str, Any] = {
         "heads": heads,
-        "kv_heads": told.get("num_key_value_heads") or heads,
-        "width": told.get("head_dim") or size // heads,  # type: ignore[operator]
+        "kv_heads": reported.get("num_key_value_heads") or heads,
+        "width": reported.get("head_dim") or size // heads,  # type: ignore[operator]
         "inner_size": counts["intermediate_size"],
         "blocks": blocks,
-        "theta": float(rope.get("rope_theta") or told.get("rope_theta") or 10000.0),
-        "eps": told.get("rms_norm_eps", 1e-6),
+        "theta": float(rope.get("rope_theta") or reported.get("rope_theta") or 10000.0),
+        "eps": reported.get("rms_norm_eps", 1e-6),
         "mask": mask,
-        "layers": _taps(folder, config, told, weights["fc.weight"].shape, depth),
+        "layers": _taps(folder, config, reported, weights["fc.weight"].shape, depth),
         "biased": "layers.0.self_attn.q_proj.bias" in weights,
         "own_head": "d2t" in weights and "lm_head.weight" in weights,
         "draft_vocab_size": weights["d2t"].shape[0] if "d2t" in weights else None,
     }
     dspark = "markov_head.markov_w1.weight" in weights
-    options["from_anchor"] = told.get("sample_from_anchor", dspark and "speculators_model_type" not in config)
+    options["from_anchor"] = reported.get("sample_from_anchor", dspark and "speculators_model_type" not in config)
     if dspark:
         options["markov"] = weights["markov_head.markov_w1.weight"].shape[1]
     if "confidence_head.proj.weight" in weights:
         reads = weights["confidence_head.proj.weight"].shape[1]
         options["confidence"] = "markov" if reads > size else "plain"
     if "layers.0.attention_conv.base_kernel" in weights:
-        options["group"] = told.get("conv_group_size", CANDIDATES)
-        if told.get("conv_kernel_size", TAPS) != TAPS:
+        options["group"] = reported.get("conv_group_size", CANDIDATES)
+        if reported.get("conv_kernel_size", TAPS) != TAPS:
             raise ModelError(
-                f"{folder}: convolutions over {shown(told['conv_kernel_size'])} rows are not served, only {TAPS}"
+                f"{folder}: convolutions over {shown(reported['conv_kernel_size'])} rows are not served, only {TAPS}"
             )
     if "candidate_selector.hidden_projection.weight" in weights:
         rank = weights["candidate_selector.hidden_projection.weight"].shape[0]
-        options["selector"] = {"rank": rank, "top": told.get("selector_top_k", CANDIDATES)}
-    types = told.get("layer_types") or []
+        options["selector"] = {"rank": rank, "top": reported.get("selector_top_k", CANDIDATES)}
+    types = reported.get("layer_types") or []
     sliding = [kind == "sliding_attention" for kind in types][: counts["num_hidden_layers"]]
     if any(sliding):
-        options["windows"] = [told.get("sliding_window") if each else None for each in sliding]
-    causal = told.get("is_causal")
+        options["windows"] = [reported.get("sliding_window") if each else None for each in sliding]
+    causal = reported.get("is_causal")
     options["causal"] = [bool(causal)] * blocks if causal is not None else (sliding or None)  # type: ignore[operator]
     return options
 
 
-def _taps(folder: Path, config: Mapping[str, Any], told: Mapping[str, Any], fc: torch.Size, depth: int) -> list[int]:
+def _taps(
+    folder: Path, config: Mapping[str, Any], reported: Mapping[str, Any], fc: torch.Size, depth: int
+) -> list[int]:
     """Hidden states that the block reads, the embeddings being number 0. z-lab's and SGLang's number i is what layer i
     says; speculators count from the embeddings. Raises ModelError for ids that the target has not."""
-    ids, shift = told.get("target_layer_ids"), 1
+    ids, shift = reported.get("target_layer_ids"), 1
     if "speculators_model_type" in config or ids is None:
-        ids, shift = told.get("aux_hidden_state_layer_ids", ids), 0 if "speculators_model_type" in config else 1
+        ids, shift = reported.get("aux_hidden_state_layer_ids", ids), 0 if "speculators_model_type" in config else 1
     if not isinstance(ids, list) or not ids or any(type(each) is not int for each in ids):
         raise ModelError(
             f"{folder}: its {CONFIG} does not say which of the target's layers it reads (target_layer_ids)"
@@ -437,7 +445,9 @@ class DFlash(HeadDrafter[DFlashConfig]):
     @inference
     def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
         features = self.flash.context(rows)
-        positions = torch.arange(sequence.cached - len(rows), sequence.cached, device=rows.device)
+        positions = torch.arange(
+            sequence.num_computed_tokens - len(rows), sequence.num_computed_tokens, device=rows.device
+        )
         pairs = [block.keys(features, positions) for block in self.flash.each_block()]
         if sequence.id not in self.contexts:
             self.contexts[sequence.id] = _Context(len(pairs), pairs[0][0])

@@ -33,7 +33,7 @@ from forerun.models.layer import Layer
 from forerun.models.linear import make_linear
 from forerun.models.rotary import Rotary
 from forerun.speculate.draft.base import DraftContext, drafters
-from forerun.speculate.draft.chain import CatchUpConfig, Chains, plain
+from forerun.speculate.draft.chain import CatchUpConfig, ChainRunner, plain
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.eagle_files import is_public, read_public
 from forerun.speculate.draft.heads.head import FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate
@@ -201,7 +201,7 @@ class EagleHead(Head):
             return stored(torch.cat([part.weight for part in parts]))
 
         def norm(part: Norm) -> Any:
-            return kernel_layers.Norm(part.weight, part.eps)
+            return kernel_layers.KernelNorm(part.weight, part.eps)
 
         qkv = torch.cat([part.weight for part in (self.q_proj, self.k_proj, self.v_proj)])
         layer = Layer(
@@ -259,9 +259,9 @@ class Eagle(HeadDrafter[EagleConfig]):
         self.pending: dict[int, list[torch.Tensor]] = {}
         self.chains = self._find_chains()
 
-    def _find_chains(self) -> Chains | None:
+    def _find_chains(self) -> ChainRunner | None:
         names = self.eagle.token_ids()
-        return Chains.find(self.fused, self.attention, self.chooser, self.config, feeds=True, names=names)
+        return ChainRunner.find(self.fused, self.attention, self.chooser, self.config, feeds=True, names=names)
 
     def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
         """Rows wait here until the token behind each of them is known and the layer has read them."""

@@ -49,9 +49,9 @@ def read_drafter(path: Path, architecture: str) -> tuple[dict[str, Any], dict[st
     if not is_gguf(path):
         return read_object(path / CONFIG), read_tensors(path)
     file = open_gguf(path)
-    found = file.metadata.get("general.architecture")
-    if found != architecture:
-        raise ModelError(f"{path} holds a model of architecture {shown(found)}, not a drafter ({architecture})")
+    result = file.metadata.get("general.architecture")
+    if result != architecture:
+        raise ModelError(f"{path} holds a model of architecture {shown(result)}, not a drafter ({architecture})")
     config = _config(file, architecture)
     weights = {_name(name): _values(file, name) for name in file.tensors if name != "rope_freqs.weight"}
     if architecture == "eagle3":  # rotated pairs lie side by side
@@ -69,8 +69,8 @@ def read_drafter(path: Path, architecture: str) -> tuple[dict[str, Any], dict[st
 
 def _config(file: GGUFFile, architecture: str) -> dict[str, Any]:
     """As a folder's ``config.json`` says it."""
-    told = {key: file.metadata.get(f"{architecture}.{key}") for key in KEYS}
-    config: dict[str, Any] = {KEYS[key]: value for key, value in told.items() if value is not None}
+    reported = {key: file.metadata.get(f"{architecture}.{key}") for key in KEYS}
+    config: dict[str, Any] = {KEYS[key]: value for key, value in reported.items() if value is not None}
     layers = file.metadata.get(f"{architecture}.target_layers") or file.metadata.get(f"{architecture}.extract_layers")
     if not isinstance(layers, list) or not layers:
         raise ModelError(
@@ -92,10 +92,10 @@ def _name(name: str) -> str:
     """A tensor's name in a folder."""
     if name.removesuffix(".weight") == "d2t":
         return "d2t"
-    place = re.fullmatch(r"blk\.(\d+)\.(\w+?)(?:\.(weight|bias))?", name)
-    if place is not None:
-        stem = f"layers.{place[1]}.{LAYER.get(place[2], place[2])}"
-        return stem if stem.endswith(BARE) else f"{stem}.{place[3] or 'weight'}"
+    index = re.fullmatch(r"blk\.(\d+)\.(\w+?)(?:\.(weight|bias))?", name)
+    if index is not None:
+        stem = f"layers.{index[1]}.{LAYER.get(index[2], index[2])}"
+        return stem if stem.endswith(BARE) else f"{stem}.{index[3] or 'weight'}"
     stem, _, kind = name.rpartition(".")
     renamed = OTHERS.get(stem, stem)
     return renamed if renamed.endswith(BARE) else f"{renamed}.{kind}"

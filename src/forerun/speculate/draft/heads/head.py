@@ -295,7 +295,7 @@ class Norm(nn.Module):
 
     def stream(self) -> None:
         """Run on the CPU kernel from now on."""
-        self.forward = kernel_layers.Norm(self.weight.detach(), self.eps).__call__  # type: ignore[method-assign]
+        self.forward = kernel_layers.KernelNorm(self.weight.detach(), self.eps).__call__  # type: ignore[method-assign]
 
 
 class FeedForward(nn.Module):
@@ -314,7 +314,7 @@ class FeedForward(nn.Module):
     def stream(self) -> None:
         """Run on the CPU kernels from now on."""
         weight = torch.cat([self.gate_proj.weight, self.up_proj.weight]).detach()
-        gate_up, gate = make_linear(weight, None, "streamed"), kernel_layers.Gate("silu", weight.dtype)
+        gate_up, gate = make_linear(weight, None, "streamed"), kernel_layers.KernelGate("silu", weight.dtype)
         down = make_linear(self.down_proj.weight.detach(), None, "streamed")
 
         def forward(x: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,7 @@ class Lookahead(BlockDrafter):
         super().__init__(config, context)
 
     def ready(self, sequence: RequestState) -> bool:
-        return sequence.cached == len(sequence.tokens) - 1
+        return sequence.num_computed_tokens == len(sequence.tokens) - 1
 
     def guess(self, sequences: Sequence[RequestState]) -> torch.Tensor:
         assert isinstance(self.head, LookaheadHead)
@@ -87,12 +87,12 @@ class Lookahead(BlockDrafter):
         rows: list[int] = []
         for index, sequence in enumerate(sequences):
             tokens = [sequence.tokens[-1]] + [0] * ahead
-            spans.append(Span(sequence.id, sequence.cached, tokens, logits=list(range(ahead + 1))))
+            spans.append(Span(sequence.id, sequence.num_computed_tokens, tokens, logits=list(range(ahead + 1))))
             first = index * (ahead + 1)
             rows.extend(range(first + 1, first + ahead + 1))
         embeds = self.head.embeddings.weight[:ahead].repeat(len(sequences), 1)
         batch = Batch(spans, self.context.target.info.device, embeds=embeds, embed_rows=rows)
         logits = self.context.target.forward(batch, attention).logits
         for sequence in sequences:
-            attention.pool.truncate(sequence.id, sequence.cached)
+            attention.pool.truncate(sequence.id, sequence.num_computed_tokens)
         return logits.unflatten(0, (len(sequences), ahead + 1))

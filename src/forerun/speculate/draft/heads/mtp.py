@@ -62,7 +62,7 @@ LATER = re.compile(r"layers\.\d+\.")
 LATENT = ("kv_a_proj_with_mqa", "attn_kv_a_mqa")
 
 
-class Mixture(nn.Module):
+class MtpExperts(nn.Module):
     """Experts: down(silu(gate x) * up x) of those with the highest scores, weighted; and shared ones."""
 
     def __init__(self, size: int, experts: Mapping[str, Any]) -> None:
@@ -85,15 +85,15 @@ class Mixture(nn.Module):
         weights = torch.sigmoid(scores) if self.sigmoid else torch.softmax(scores, dim=-1)
         ranked = weights + self.correction if self.sigmoid else weights
         chosen = ranked.topk(self.chosen, dim=-1).indices
-        shares = weights.gather(1, chosen)
+        fractions = weights.gather(1, chosen)
         if self.normalised:
-            shares = shares / (shares.sum(-1, keepdim=True) + 1e-20)
-        shares = (shares * self.factor).to(x.dtype)
+            fractions = fractions / (fractions.sum(-1, keepdim=True) + 1e-20)
+        fractions = (fractions * self.factor).to(x.dtype)
         out = torch.zeros_like(x)
         for expert in chosen.unique().tolist():
             row, rank = (chosen == expert).nonzero(as_tuple=True)
             gate, up = F.linear(x[row], self.gate_up[expert]).chunk(2, dim=-1)
-            out.index_add_(0, row, F.linear(F.silu(gate) * up, self.down[expert]) * shares[row, rank, None])
+            out.index_add_(0, row, F.linear(F.silu(gate) * up, self.down[expert]) * fractions[row, rank, None])
         if self.shared is not None:
             more = self.shared(x)
             out = out + (more if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * more)
@@ -127,7 +127,7 @@ class MtpHead(Head):
         self.o_proj = linear("o_proj", self.heads * self.width, size)
         self.q_norm = Norm(self.width, o["eps"]) if o["norms"] else None
         self.k_norm = Norm(self.width, o["eps"]) if o["norms"] else None
-        self.mlp = FeedForward(size, o["inner_size"]) if o["experts"] is None else Mixture(size, o["experts"])
+        self.mlp = FeedForward(size, o["inner_size"]) if o["experts"] is None else MtpExperts(size, o["experts"])
         self.make_output()
 
     def step(
@@ -194,13 +194,13 @@ class Tensors:
 def read_layer(path: Path, num_layers: int, config: Any) -> dict[str, torch.Tensor]:
     """The layer's weights by the head's names. Raises ModelError where ``path`` has none, or one that is not served."""
     tensors = Tensors(path)
-    patterns = [re.compile(place.replace("{n}", str(num_layers))) for place in PLACES]
+    patterns = [re.compile(index.replace("{n}", str(num_layers))) for index in PLACES]
     weights: dict[str, torch.Tensor] = {}
     for name in tensors.names:
-        place = next((match for pattern in patterns if (match := pattern.fullmatch(name))), None)
-        if place is None or place[1].endswith(IGNORED) or LATER.match(place[1]):
+        index = next((match for pattern in patterns if (match := pattern.fullmatch(name))), None)
+        if index is None or index[1].endswith(IGNORED) or LATER.match(index[1]):
             continue
-        stem, _, kind = place[1].removeprefix("mtp_block.").removeprefix("self_attn.").rpartition(".")
+        stem, _, kind = index[1].removeprefix("mtp_block.").removeprefix("self_attn.").rpartition(".")
         if any(part in stem for part in LATENT):
             raise ModelError(
                 f"{path}: its layer for multi-token prediction has latent attention, which mtp does not run"

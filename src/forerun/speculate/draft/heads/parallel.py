@@ -188,7 +188,9 @@ class Parallel(BlockDrafter):
         assert isinstance(head, ParallelHead)
         window = head.options["window"]
         features = head.context(rows[-window:])
-        positions = torch.arange(sequence.cached - features.shape[0], sequence.cached, device=rows.device)
+        positions = torch.arange(
+            sequence.num_computed_tokens - features.shape[0], sequence.num_computed_tokens, device=rows.device
+        )
         pairs = [block.keys(features, positions) for block in head.each_block()]
         if sequence.id not in self.memory:
             self.memory[sequence.id] = _Memory(len(pairs), window, head.sizes.depth, pairs[0][0])
