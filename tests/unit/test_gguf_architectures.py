@@ -41,6 +41,10 @@ SIZES = {
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7}
+DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "llama-3.2": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
@@ -73,9 +77,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **YARN, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 11,
     }}),
     "starcoder2": ("starcoder2", {"use_bias": True, "sliding_window": 9, "head_dim": 16}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "head_dim": 16,
+                      "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True}),
+    "qwen3_5": ("qwen3_5_text", {**DELTA, "linear_num_key_heads": 4}),
+    "qwen3_5-grouped": ("qwen3_5_text", DELTA),
 }  # fmt: skip
 NAMES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2", "hunyuan_v1_dense": "hunyuan-dense",
-         "gpt_oss": "gpt-oss", "ministral3": "mistral3"}  # fmt: skip
+         "gpt_oss": "gpt-oss", "ministral3": "mistral3", "qwen3_5_text": "qwen35"}  # fmt: skip
+STATEFUL = ("lfm2", "qwen3_5_text")
 SIDE_BY_SIDE = ("llama", "mixtral", "smollm3", "granite", "ministral3")
 """Whose rotated pairs the converter puts side by side."""
 IDS = torch.randint(3, len(TOKENS), (40,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -104,6 +113,9 @@ def converted(module: PreTrainedModel):
             weight = weight.reshape(heads, 2, len(weight) // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
         if kind == "gemma2" and name.endswith("norm.weight"):
             weight = weight + 1
+        if kind in STATEFUL:
+            yield stateful(name, weight, config, names)
+            continue
         if ".act_fn." in name:
             continue  # a list in the metadata
         if kind == "gpt_oss" and (".experts." in name or ".sinks" in name or ".router." in name):
@@ -120,6 +132,27 @@ def converted(module: PreTrainedModel):
     rope = base_rope(config)
     if rope["rope_type"] == "llama3":
         yield FREQUENCIES, divisors(rope, config.head_dim)
+
+
+def stateful(name: str, weight: torch.Tensor, config: Any, names: gguf.TensorNameMap) -> tuple[str, torch.Tensor]:
+    """What the converter does to models with state: heads in tiles, decays as they multiply, flat convolutions."""
+    if config.model_type == "qwen3_5_text":
+        keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+        width = 1 if ".in_proj_b" in name or ".in_proj_a" in name or weight.dim() == 1 else config.linear_value_head_dim
+        order = torch.arange(values * width).view(keys, values // keys, width).transpose(0, 1).flatten()
+        before = 2 * keys * config.linear_key_head_dim
+        if "in_proj_qkv" in name or "conv1d" in name:
+            weight = torch.cat([weight[:before], weight[before:][order]])
+        elif "linear_attn.out_proj" in name:
+            weight = weight[:, order]
+        elif "linear_attn" in name and not name.endswith("norm.weight"):
+            weight = weight[order]
+        if name.endswith("norm.weight") and "linear_attn.norm" not in name:
+            weight = weight + 1
+    if name.endswith("A_log"):
+        weight = -weight.exp()
+    to = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias"))
+    return to, weight.squeeze(1) if "conv" in name and weight.dim() == 3 else weight
 
 
 def gpt_oss(name: str, weight: torch.Tensor):
@@ -175,11 +208,23 @@ def write(
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    recurrent = [each != "full_attention" for each in getattr(config, "layer_types", None) or ()]
+    listed = [0 if each else config.num_key_value_heads for each in recurrent]
+    writer.add_head_count_kv(listed if kind in ("lfm2",) else config.num_key_value_heads)
     if kind in ("cohere2", "starcoder2"):
         writer.add_layer_norm_eps(config.layer_norm_eps if kind == "cohere2" else config.norm_epsilon)
     else:
-        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+        writer.add_layer_norm_rms_eps(config.norm_eps if kind == "lfm2" else config.rms_norm_eps)
+    if kind == "lfm2":
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    if kind == "qwen3_5_text":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_rope_dimension_sections([2, 1, 1, 0])
+        writer.add_array("qwen35.attention.recurrent_layers", recurrent)
     rope = base_rope(config)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "yarn":
@@ -279,6 +324,10 @@ def test_the_config_and_weights_are_those_of_the_checkpoint(models, case):
     assert type(config) is type(module.config)
     if case in ("mixtral", "qwen3_moe", "gpt_oss"):
         return  # the transformers path does not read stacked experts
+    if case == "qwen3_5-grouped":
+        with pytest.raises(ModelError, match="which only the native path computes with"):
+            read_module(path, config, torch.float32, attention=None)
+        return
     result = dict(read_module(path, config, torch.float32, attention=None).named_parameters())
     for name, weight in module.named_parameters():
         assert torch.allclose(result.pop(name), weight, atol=1e-6), name
@@ -307,6 +356,10 @@ def test_drafts_change_no_token(models, case):
         ("qwen3_moe", {"qwen3moe.expert_used_count": 9}, "num_experts_per_tok must be an integer"),
         ("gemma2", {"gemma2.attention.sliding_window_pattern": [True]}, "has 3 layers, but says of 1"),
         ("phi3", {"phi3.rope.dimension_count": 7}, "heads of 16 numbers, but 7"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0, 2]}, "has 3 layers, but does not say of each"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [1, 2, 0]}, r"layers of \[1, 2\] heads of keys"),
+        ("qwen3_5", {"qwen35.ssm.inner_size": 63}, "has 63 numbers in 4 heads"),
+        ("qwen3_5", {"qwen35.ssm.state_size": 8}, "ssm_conv1d.weight has shape .* contradict"),
     ],
 )
 def test_what_is_not_read_is_named(tmp_path, models, case, changes, message):

@@ -16,19 +16,20 @@ from forerun.models.architectures.families import (
     EXAONE4,
     GEMMA2,
     GEMMA3,
-    GLM4,
     GPT_OSS,
     GRANITE,
+    LFM2,
     LLAMA,
     MINISTRAL3,
     MIXTRAL,
     OLMO2,
     OLMO3,
     PHI3,
+    QWEN3_5,
     QWEN3_MOE,
     STARCODER2,
 )
-from forerun.models.architectures.spec import FULL, SLIDING
+from forerun.models.architectures.spec import FULL, SLIDING, TILED_HEADS
 from forerun.models.formats.gguf_types import FLOATS
 from forerun.models.gguf import GGUFFile
 
@@ -44,6 +45,7 @@ LARGEST = {GEMMA2.gguf: 46, GEMMA3.gguf: 62}
 """The depth of the Gemma (27B) whose scores are scaled by another width than a head's."""
 GPT_OSS_PERIOD = 2
 OLMO3_PERIOD = EXAONE4_PERIOD = COHERE2_PERIOD = 4
+QWEN3_5_PERIOD = 4
 GEMMA2_PERIOD, GEMMA3_PERIOD, GEMMA3_LOCAL_BASE = 2, 6, 10000.0
 """Of llama.cpp's Gemmas, which their files leave out: every so many layers one without a window, and the rotary base of
 those with one."""
@@ -102,7 +104,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "intermediate_size": keys.whole("feed_forward_length", keys.get("expert_feed_forward_length")),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.whole("attention.head_count_kv", heads),
+        "num_key_value_heads": _kv_heads(keys, heads),
         "head_dim": width,
         "max_position_embeddings": keys.whole("context_length"),
         result.norms.eps: keys.positive(f"attention.layer_norm_{'' if result.norms.centred else 'rms_'}epsilon"),
@@ -111,20 +113,34 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "dtype": _dtype(file),
     }
     config |= {"num_nextn_predict_layers": predicting} if predicting else {}
-    config |= _biases(file, result)
+    config |= _biases(file, result, layers)
     config["rope_parameters"] = _rope(file, keys, width)
     config |= _further(file, keys, config)
     return config | {"pad_token_id": None} | _special_ids(file, vocabulary)  # transformers has defaults
 
 
-def _biases(file: GGUFFile, of: Architecture) -> dict[str, bool]:
+def _kv_heads(keys: Keys, heads: int) -> int:
+    """Of the layers with attention; a list has 0 for others. Raises ModelError."""
+    given = keys.get("attention.head_count_kv")
+    if not isinstance(given, list):
+        return keys.whole("attention.head_count_kv", heads)
+    counts = {count for count in given if count != 0}
+    if len(counts) != 1 or not isinstance(count := min(counts), int) or not 0 < count <= heads:
+        raise ModelError(f"{keys.file.path} has layers of {shown(sorted(counts))} heads of keys, not all of one number")
+    return count
+
+
+def _biases(file: GGUFFile, of: Architecture, layers: int) -> dict[str, bool]:
     """The config keys that say whether projections have biases."""
     parts = (
         (of.attention.bias, of.attention.qkv[0]),
         (of.attention.out_bias, of.attention.out),
         (of.mlp.bias, of.mlp.down),
     )
-    return {key: f"blk.0.{name.gguf}.bias" in file.tensors for key, name in parts if key not in (None, "always")}
+    return {
+        key: any(f"blk.{index}.{name.gguf}.bias" in file.tensors for index in range(layers))
+        for key, name in parts if key not in (None, "always")
+    }  # fmt: skip
 
 
 def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -171,6 +187,13 @@ def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, An
         return {"sliding_window": _window(keys), "rope_parameters": {**config["rope_parameters"], **scale}}
     if kind == APERTUS.gguf:
         return {"hidden_act": "xielu"}
+    if kind == LFM2.gguf:
+        return {
+            "layer_types": _mixed(keys, config, LFM2), "conv_L_cache": keys.whole("shortconv.l_cache"),
+            "block_auto_adjust_ff_dim": False,
+        }  # fmt: skip
+    if kind == QWEN3_5.gguf:
+        return _qwen3_5(keys, config)
     if kind == QWEN3_MOE.gguf:
         return _experts(keys, "num_experts") | {
             "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
@@ -180,6 +203,33 @@ def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, An
         result = {"architectures": [MIXTRAL.causal], "model_type": MIXTRAL.model_type, "sliding_window": None}
         return result | _experts(keys, "num_local_experts")
     return {}
+
+
+def _qwen3_5(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    heads, groups, inner = (keys.whole(f"ssm.{key}") for key in ("time_step_rank", "group_count", "inner_size"))
+    if inner % heads:
+        raise ModelError(f"{keys.file.path} has {inner} numbers in {heads} heads of a delta net")
+    return {
+        "layer_types": _mixed(keys, config, QWEN3_5), "linear_num_value_heads": heads, "linear_num_key_heads": groups,
+        "linear_key_head_dim": keys.whole("ssm.state_size"), "linear_value_head_dim": inner // heads,
+        "linear_conv_kernel_dim": keys.whole("ssm.conv_kernel"), TILED_HEADS: heads != groups,
+    }  # fmt: skip
+
+
+def _mixed(keys: Keys, config: dict[str, Any], of: Architecture) -> list[str]:
+    """The kinds of layers where some keep a state: those without keys, those that a list says, or all but one in so
+    many. Raises ModelError."""
+    assert of.mixer is not None
+    layers = config["num_hidden_layers"]
+    given, heads = keys.get("attention.recurrent_layers"), keys.get("attention.head_count_kv")
+    if given is None and isinstance(heads, list):
+        given = [count == 0 for count in heads]
+    if given is None:
+        period = keys.whole("full_attention_interval", QWEN3_5_PERIOD)
+        given = [bool((index + 1) % period) for index in range(layers)]
+    if not isinstance(given, list) or len(given) < layers:
+        raise ModelError(f"{keys.file.path} has {layers} layers, but does not say of each whether it keeps a state")
+    return [of.mixer.layers if recurrent else FULL for recurrent in given[:layers]]
 
 
 def _window(keys: Keys) -> int | None:
@@ -206,7 +256,7 @@ def _rope(file: GGUFFile, keys: Keys, width: int) -> dict[str, Any]:
     result: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.positive("rope.freq_base", 10000.0)}
     rotated = keys.whole("rope.dimension_count", width)
     if rotated != width:
-        if keys.architecture not in (PHI3.gguf, GLM4.gguf) or rotated > width or rotated % 2:
+        if not READ[keys.architecture].attention.partial or rotated > width or rotated % 2:
             other = f"{shown(rotated)} as {keys.architecture}.rope.dimension_count"
             raise ModelError(f"{file.path} has heads of {width} numbers, but {other}")
         result["partial_rotary_factor"] = rotated / width

@@ -18,6 +18,7 @@ from forerun.models import gguf_split
 from forerun.models.architectures.description import Architecture
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.shapes import shapes
+from forerun.models.architectures.spec import TILED_HEADS
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.gguf_types import FLOATS, TYPES, described, packed
@@ -67,6 +68,12 @@ class Held(NamedTuple):
     shape: tuple[int, ...]
     place: int = 0
 
+    def like(self, shape: tuple[int, ...]) -> Held:
+        """In ``shape``, where that differs by dimensions of one alone, or is that of a vector."""
+        mine, other = ([size for size in each if size != 1] for each in (self.shape, shape))
+        vector = len(shape) == 1 and math.prod(self.shape) == math.prod(shape)
+        return self._replace(shape=shape) if mine == other or vector else self
+
     @property
     def size(self) -> int:
         return self.tensor.size * math.prod(self.shape) // math.prod(self.tensor.shape)
@@ -115,7 +122,9 @@ class GGUFWeights:
         shared = config.num_key_value_heads or config.num_attention_heads
         counts = {"q_proj": config.num_attention_heads, "k_proj": shared}
         self.heads = counts if architecture.interleaved else {}
-        self.plus = architecture.norms.plus
+        self.plus, self.decay = architecture.norms.plus, architecture.decay
+        self.norms = {name.checkpoint for name in architecture.outer_norms()}
+        self.prefix = f"{architecture.layers.checkpoint}."
         self.nbytes = sum(tensor.size for tensor in file.tensors.values())
         self.read = Read()
         self.tensors: dict[str, Held] = {}
@@ -131,6 +140,7 @@ class GGUFWeights:
             for own, held in _parts(to, tensor):
                 if own not in requested:
                     raise ModelError(f"{file.path} has a tensor {name}, which its metadata leave out")
+                held = held.like(requested[own])
                 if held.shape != requested[own]:
                     asked = [*tensor.shape[: len(tensor.shape) - len(held.shape)], *requested[own]]
                     raise ModelError(f"{file.path}: {name} has shape {list(tensor.shape)}, which its metadata "
@@ -151,17 +161,27 @@ class GGUFWeights:
             return self.listed[name]
         held = self.tensors[name]
         self.read.add(name, held.size)
-        if len(held.shape) > 1:
+        if len(held.shape) == 2:
             return self._matrix(name)
         result = self.file.values(held.tensor.name)
-        if held.shape != held.tensor.shape:  # one expert's of a stack
-            result = result.view(held.tensor.shape)[held.place]
+        if held.size != held.tensor.size:  # one expert's of a stack
+            result = result[held.place]
+        result = result.view(held.shape)
+        part = name.split(".", 3)[-1] if name.startswith(self.prefix) else name.removesuffix(".weight")
         if name.endswith(".bias"):
             order = self._order(name)
             result = result if order is None else result[order]
-        elif self.plus:
+        elif part == self.decay:
+            result = self._log(name, result)
+        elif self.plus and part.removesuffix(".weight") in self.norms:
             result = result - self.plus
         return result.to(FLOATS.get(held.tensor.kind.name, torch.float32))
+
+    def _log(self, name: str, decay: torch.Tensor) -> torch.Tensor:
+        """What a checkpoint has of a recurrence's decay: its logarithm, without the sign."""
+        if not bool((decay < 0).all()):
+            raise ModelError(f"{self.file.path}: {self.tensors[name].tensor.name} holds numbers that are not negative")
+        return torch.log(-decay)
 
     def blocks(self, name: str) -> Blocks | None:
         self.read.add(name, self.tensors[name].size)
@@ -210,5 +230,7 @@ def _parts(name: str, tensor: GGUFTensor) -> Iterator[tuple[str, Held]]:
 
 def read_weights(file: GGUFFile, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
     """Every weight by its name in a checkpoint, dequantized. Raises ModelError."""
+    if getattr(config, TILED_HEADS, False):
+        raise ModelError(f"{file.path} has its heads in an order of its own, which only the native path computes with")
     weights = GGUFWeights(file, config)
     return {name: weights.values(name)[:].to(dtype) for name in (*weights.tensors, *weights.listed)}

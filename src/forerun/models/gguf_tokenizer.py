@@ -33,6 +33,7 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _CAPITALISED, _CAPITALS = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{few}{_LOWER}{many}" for few, many in ("*+", "+*"))
 _SLASHED = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
 _GPT4O = f"{_CAPITALISED}{_ENDINGS}?|{_CAPITALS}{_ENDINGS}?|" + r"\p{N}{1,3}" + _SLASHED
+_QWEN35 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES
 _TEKKEN = f"{_CAPITALISED}|{_CAPITALS}|" + r"\p{N}" + _SLASHED
 _THREE_DIGITS = r"[0-9][0-9][0-9]"
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
@@ -77,8 +78,9 @@ def _named() -> dict[str, PreTokenizer]:
         "smaug-bpe": PreTokenizer((_LLAMA3,), whole_words=True),
         "dbrx": PreTokenizer((_LLAMA3,)),
         "command-r": PreTokenizer((r"\p{N}", _GPT2), composed=True),
-        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), llama3),
+        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), llama3),
         "qwen2": PreTokenizer((_QWEN2,), composed=True),
+        "qwen35": PreTokenizer((_QWEN35,), composed=True),
         "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),
         **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((_GPT4O,))),
         "tekken": PreTokenizer((_TEKKEN,), whole_words=True, begins=True),

@@ -24,7 +24,7 @@ from forerun.core.tiles import ENOUGH
 from forerun.models import checkpoint, gguf_config, gguf_model, hub, sanity
 from forerun.models import lora as adapter
 from forerun.models.architectures.families import ARCHITECTURES
-from forerun.models.architectures.spec import applies, bind, keeps_state
+from forerun.models.architectures.spec import TILED_HEADS, applies, bind, keeps_state
 from forerun.models.base import Model
 from forerun.models.fingerprint import files, fingerprint
 from forerun.models.formats import kept
@@ -462,6 +462,8 @@ def _shard(requested: LoadRequest, config: Any, where: torch.device, size: int) 
 
 def _tensors(folder: Path, config: Any, *, numbers: bool, lora: Sequence[str] | str | None) -> Weights:
     adapters = [adapter.read(*each) for each in adapter.parse(lora)]
+    if adapters and getattr(config, TILED_HEADS, False):
+        raise ModelError(f"{folder} orders its heads as GGUF does: merge an adapter into the checkpoint it was made of")
     tensors: Weights
     if gguf_model.is_gguf(folder):
         tensors = gguf_model.GGUFWeights(gguf_model.open_gguf(folder), config, numbers=numbers)

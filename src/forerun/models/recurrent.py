@@ -126,6 +126,11 @@ class Recurrent(ABC):
     def gate(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """The rows [rows, inner] normed and gated."""
 
+    def spread(self, side: torch.Tensor) -> torch.Tensor:
+        """[heads, key width] of a row's numbers for each group."""
+        times = self.sizes.heads // self.sizes.groups
+        return side.repeat(times, 1) if self.sizes.tiled else side.repeat_interleave(times, 0)
+
     def norms(self) -> Iterator[object]:
         yield self.norm
 
@@ -145,8 +150,7 @@ class DeltaNet(Recurrent):
 
     def advance(self, state: torch.Tensor, *row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v, beta, decay = row
-        times = self.sizes.heads // self.sizes.groups
-        q, k = (_unit(side).repeat_interleave(times, 0)[:, :, None] for side in (q, k))
+        q, k = (self.spread(_unit(side))[:, :, None] for side in (q, k))
         state = state * decay[:, None, None]
         added = (v - (state * k).sum(1)) * beta[:, None]
         state = state + k * added[:, None]
@@ -175,8 +179,7 @@ class Mamba2(Recurrent):
 
     def advance(self, state: torch.Tensor, *row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, b, c, step, decay = row
-        times = self.sizes.heads // self.sizes.groups
-        b, c = (side.repeat_interleave(times, 0) for side in (b, c))
+        b, c = self.spread(b), self.spread(c)
         state = state * decay[:, None, None] + (b * step[:, None])[:, :, None] * x[:, None]
         return state, (state * c[:, :, None]).sum(1) + self.skip[:, None] * x
 

@@ -211,13 +211,17 @@ class Architecture:
         """A weight or bias of a GGUF file in a checkpoint; None for one that such a model does not have. GGUF stacks
         experts: their names have ``{}`` for the number of one."""
         stem, _, kind = gguf.rpartition(".")
+        if kind not in KINDS:
+            stem, kind = gguf, ""
         ends = {name.gguf: name.checkpoint for name in (self.embedding, self.norm, self.head)}
         if stem in ends:
             return f"{ends[stem]}.{kind}" if self._has(ends[stem], kind) else None
         block, _, rest = stem.partition(".")
         index, _, part = rest.partition(".")
         inside = {name.gguf: name for name in self.names()}
-        if block != self.layers.gguf or not index.isdecimal() or part not in inside or kind not in KINDS:
+        if block != self.layers.gguf or not index.isdecimal() or part not in inside:
+            return None
+        if not kind and not inside[part].bare:
             return None
         end = "" if inside[part].bare else f".{kind}"
         return f"{self.layers.checkpoint}.{index}.{inside[part].checkpoint}{end}"
@@ -231,6 +235,16 @@ class Architecture:
         index, _, part = stem.removeprefix(f"{self.layers.checkpoint}.").partition(".")
         inside = {name.checkpoint: name.gguf for name in self.names() if "{}" not in name.checkpoint}
         return f"{self.layers.gguf}.{index}.{inside[part]}.{kind}" if part in inside and kind in KINDS else None
+
+    @property
+    def decay(self) -> str | None:
+        """What a recurrence's decay is called in a checkpoint's layer."""
+        return self.mixer.decay.checkpoint if isinstance(self.mixer, Recurrence) else None
+
+    def outer_norms(self) -> Iterator[Name]:
+        """Every norm but those inside a mixer."""
+        values = (getattr(self.norms, field.name) for field in fields(self.norms))
+        yield from (self.norm, *(value for value in values if isinstance(value, Name)))
 
     def _has(self, end: str, kind: str) -> bool:
         """Whether the embedding, the final norm or the output layer has such a tensor, by its name in a checkpoint."""

@@ -20,6 +20,8 @@ ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH, "gel
 LONGEST_KERNEL = 16
 """Rows that a convolution reads."""
 LARGEST = 1 << 20
+TILED_HEADS = "tiled_heads"
+"""A config key that GGUF files of delta nets get: see ``MixerSpec.tiled``."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 ALL = "all layers"
 """Names the rotary parameters of a model that has one set."""
@@ -70,6 +72,9 @@ class MixerSpec:
     value_dim: int = 0
     gates: int = 0
     """Numbers of a row's record behind the channels."""
+    tiled: bool = False
+    """Head i has keys and queries of group i modulo the groups, as GGUF files order a delta net's heads; else the heads
+    of a group follow one another."""
 
     @property
     def shape(self) -> StateShape:
@@ -222,6 +227,7 @@ def _mixer(mixer: Mixer, config: Any) -> MixerSpec:
         key_dim=key_dim,
         value_dim=value_dim,
         gates=2 * heads if mixer.kind == "delta" else heads,
+        tiled=mixer.kind == "delta" and bool(getattr(config, TILED_HEADS, False)),
     )
 
 
