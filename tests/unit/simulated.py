@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -102,8 +103,7 @@ def play(
     def lag(sequence: RequestState) -> int:
         if not machine.per_token_behind:  # it reads nothing that costs
             return 0
-        missing = len(sequence.tokens) - drawn_until.get(sequence.id, 0)
-        return missing if sequence.reads is None else min(missing, sequence.reads)
+        return len(sequence.tokens) - drawn_until.get(sequence.id, 0)
 
     decides = _policy(machine, policy, depth, lag)
     todo = [_request(i, prompt, length, policy) for i in range(max(requests, count))][::-1]
@@ -117,7 +117,8 @@ def play(
         drafting = [i for i, budget in enumerate(budgets) if budget]
         behind = 0
         for i in drafting:
-            behind += lag(running[i])
+            window = None if running[i].id in drawn_until else running[i].reads
+            behind += min(lag(running[i]), window or sys.maxsize)
             drawn_until[running[i].id] = len(running[i].tokens)
         drafts = [Draft.chain([0] * budget if draw.random() < exists else []) for budget in budgets]
         verdicts = [_verdict(sequence, draft, accepts, draw) for sequence, draft in zip(running, drafts)]

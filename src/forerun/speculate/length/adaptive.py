@@ -7,6 +7,7 @@ deepseek-ai/DeepSpec, algorithm 1). They depend on earlier rounds alone, so rule
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -175,7 +176,10 @@ class Adaptive(LengthPolicy):
         self._asked = longest
         self._behind = {}
         for sequence, depth in zip(sequences, longest):
-            if depth and sequence.drafter is not None and (behind := self.setting.behind(sequence)) > depth + 1:
+            if not depth or sequence.drafter is None:
+                continue
+            behind = min(self.setting.behind(sequence), sequence.reads or sys.maxsize)
+            if behind > depth + 1:
                 self._behind[sequence.drafter] = self._behind.get(sequence.drafter, 0) + behind
         return longest
 

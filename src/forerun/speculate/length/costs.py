@@ -202,7 +202,7 @@ class Costs:
     def _learn(self, part: Drafted, seconds: float) -> None:
         key = part.method, part.sequences.bit_length()
         if part.behind:
-            if key in self.drafts:
+            if key in self.drafts and part.depth:  # else it has read a part of that only
                 excess = seconds - self.draft(part.method, part.sequences, part.depth)
                 self.reading[part.method].append(max(excess, 0.0) / part.behind)
             return
