@@ -3,7 +3,9 @@
 ``python benchmarks/auto.py MODEL --out FILE.json``: both engines are in one process and answer every prompt in turns.
 FILE keeps each pair as soon as it is measured, and the same command goes on where it stopped; ``--seconds`` ends it
 early. ``--show`` prints the table. Prompts are pieces of Python's standard library and of its prose (licence texts,
-docstrings), a new one for each pair, so that nothing is in the prefix cache.
+docstrings), a new one for each pair, so that nothing is in the prefix cache. ``--set`` takes a prompt set of the
+bench instead, as chats, with answers that end where the model ends them. ``--llama-server PROGRAM`` answers the same
+prompts by llama.cpp, plain and, with ``--draft FILE``, with that draft.
 """
 
 from __future__ import annotations
@@ -14,16 +16,22 @@ import json
 import pydoc_data.topics
 import random
 import statistics
+import subprocess
 import sys
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from math import comb
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
 
 import torch
 
 from forerun import LLM, SamplingParams
+from forerun.measure.config import CATEGORIES, CATEGORIES_SMALL, HUMANEVAL
+from forerun.measure.conversations import read_set
 from forerun.measure.environment import processor
 
 PROMPTS, ANSWERS = (50, 300, 1500), (8, 32, 128)
@@ -70,6 +78,60 @@ def answer(llm: LLM, prompt: list[int], params: SamplingParams) -> dict[str, Any
     return {"seconds": ended - began, "first": seen[0] - began, "tokens": len(ids), "ids": ids}
 
 
+def serve(stack: ExitStack, program: str, model: Path, port: int, threads: int, *flags: str) -> Callable[..., Any]:
+    """llama.cpp's server for ``model``, until ``stack`` ends; what answers one request with it."""
+    command = [program, "-m", str(model), "-t", str(threads), "-c", "2048", "-np", "1", "--port", str(port), *flags]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    stack.callback(process.kill)
+    base = f"http://127.0.0.1:{port}"
+    while process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{base}/health").close()
+            break
+        except OSError:  # it loads the model
+            sleep(0.1)
+
+    def request(prompt: list[int], params: SamplingParams) -> dict[str, Any]:
+        body = {"prompt": prompt, "n_predict": params.max_tokens, "temperature": params.temperature}
+        body |= {"seed": params.seed, "ignore_eos": params.ignore_eos, "cache_prompt": False}
+        if params.temperature:
+            body |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "samplers": ["temperature"]}
+        began = perf_counter()
+        with urllib.request.urlopen(f"{base}/completion", json.dumps(body).encode()) as reply:
+            timings = json.load(reply)["timings"]
+        seconds = perf_counter() - began
+        first = seconds - 1e-3 * timings["predicted_ms"]
+        return {"seconds": seconds, "first": first, "tokens": timings["predicted_n"], "ids": []}
+
+    return request
+
+
+def requests(options: argparse.Namespace, llm: LLM) -> Iterator[tuple[dict[str, Any], list[int], SamplingParams]]:
+    """What is measured, in order: what names it, the prompt, and how it is answered."""
+    temperatures = [float(t) for t in options.temperatures.split(",")]
+    if options.set:
+        for number, chat in enumerate(read_set(options.set, options.prompts_file)):
+            message = [{"role": "user", "content": chat.turns[0]}]
+            prompt = llm.get_tokenizer().apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+            for t in temperatures:
+                key = {"temperature": t, "prompt": options.set, "answer": int(options.answers), "number": number}
+                yield key, prompt, SamplingParams(temperature=t, seed=number, max_tokens=int(options.answers))
+        return
+    cells = [
+        (t, int(p), int(a))
+        for t in temperatures
+        for p in options.prompts.split(",")
+        for a in options.answers.split(",")
+    ]
+    for number in range(options.pairs):
+        random.Random(number).shuffle(cells)
+        for temperature, length, tokens in cells:
+            prompts = texts(llm.get_tokenizer(), length, 1000 * length + tokens)
+            prompt = [next(prompts) for _ in range(number + 1)][-1]
+            key = {"temperature": temperature, "prompt": length, "answer": tokens, "number": number}
+            yield key, prompt, SamplingParams(temperature=temperature, seed=number, max_tokens=tokens, ignore_eos=True)
+
+
 def interval(ratios: list[float]) -> tuple[float, float]:
     """A 95 % interval of the median from order statistics, whatever the distribution."""
     ordered, n, k = sorted(ratios), len(ratios), 0
@@ -78,23 +140,25 @@ def interval(ratios: list[float]) -> tuple[float, float]:
     return ordered[max(0, k - 1)], ordered[n - max(1, k)]
 
 
+def rate(result: dict[str, Any]) -> float:
+    """Tokens per second behind the first token."""
+    return (result["tokens"] - 1) / max(result["seconds"] - result["first"], 1e-9)
+
+
 def show(pairs: list[dict[str, Any]]) -> None:
-    print("temperature  prompt  answer  pairs  whole requests       decoding  plain tokens/s  same")
-    cells = sorted({(p["temperature"], p["prompt"], p["answer"]) for p in pairs})
-    for cell in cells:
-        rows = [p for p in pairs if (p["temperature"], p["prompt"], p["answer"]) == cell]
-        whole = [p["plain"]["seconds"] / p["auto"]["seconds"] for p in rows]
-        decode = [
-            (p["plain"]["seconds"] - p["plain"]["first"]) / (p["auto"]["seconds"] - p["auto"]["first"]) for p in rows
-        ]
-        rate = statistics.median(
-            (p["plain"]["tokens"] - 1) / (p["plain"]["seconds"] - p["plain"]["first"]) for p in rows
-        )
-        low, high = interval(whole)
-        print(
-            f"{cell[0]:11}  {cell[1]:6}  {cell[2]:6}  {len(rows):5}  {statistics.median(whole):.2f} ({low:.2f} to "
-            f"{high:.2f})  {statistics.median(decode):8.2f}  {rate:14.1f}  {sum(p['same'] for p in rows)}"
-        )
+    for cell in sorted({(p["temperature"], p["prompt"], p["answer"]) for p in pairs}):
+        rows = [p for p in pairs if (p["temperature"], p["prompt"], p["answer"]) == cell and p["plain"]["tokens"] > 1]
+        same = f"{sum(p['same'] for p in rows)} of {len(rows)} the same tokens"
+        print(f"T {cell[0]}, prompts {cell[1]}, answers {cell[2]}: {same}")
+        for name in [name for name in rows[0] if isinstance(rows[0][name], dict)]:
+            there = [p for p in rows if name in p]
+            whole = [p["plain"]["seconds"] / p[name]["seconds"] for p in there]
+            decoding = [rate(p[name]) / rate(p["plain"]) for p in there]
+            speed, first = (statistics.median(f(p[name]) for p in there) for f in (rate, lambda r: r["first"]))
+            both = [
+                f"{statistics.median(r):.2f} ({interval(r)[0]:.2f} to {interval(r)[1]:.2f})" for r in (whole, decoding)
+            ]
+            print(f"  {name:12} {speed:6.1f} tokens/s, first {first:.2f} s, over plain {both[0]}, decoding {both[1]}")
 
 
 def main() -> None:
@@ -106,6 +170,14 @@ def main() -> None:
     parser.add_argument("--temperatures", default="0,0.7")
     parser.add_argument("--prompts", default=",".join(map(str, PROMPTS)))
     parser.add_argument("--answers", default=",".join(map(str, ANSWERS)))
+    parser.add_argument(
+        "--set",
+        choices=(CATEGORIES, CATEGORIES_SMALL, HUMANEVAL),
+        help="prompts of the bench instead; --answers is then one length",
+    )
+    parser.add_argument("--prompts-file", type=Path, help="for --set humaneval: its wheel")
+    parser.add_argument("--llama-server", help="llama.cpp's program")
+    parser.add_argument("--draft", type=Path, help="a GGUF file that drafts for llama.cpp")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop before this is over")
     parser.add_argument("--show", action="store_true", help="only print what FILE has")
     options = parser.parse_args()
@@ -119,31 +191,27 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     common: dict[str, Any] = {"max_model_len": 2048}
     llms = {"plain": LLM(options.model, speculative_config=None, **common), "auto": LLM(options.model, **common)}
-    print(f"loaded in {perf_counter() - began:.1f} s; auto is {llms['auto'].speculative}")
-    for llm in llms.values():  # what is made once is not measured
-        answer(llm, [1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
-    cells = [
-        (float(t), int(p), int(a))
-        for t in options.temperatures.split(",")
-        for p in options.prompts.split(",")
-        for a in options.answers.split(",")
-    ]
-    for number in range(options.pairs):
-        random.Random(number).shuffle(cells)
-        for cell in cells:
-            temperature, length, tokens = cell
-            key = {"temperature": temperature, "prompt": length, "answer": tokens, "number": number}
+    answers: dict[str, Callable[..., Any]] = {name: partial(answer, llm) for name, llm in llms.items()}
+    with ExitStack() as stack:
+        if options.llama_server:
+            file = llms["plain"].model.info.path
+            start = partial(serve, stack, options.llama_server, file)
+            answers["llama"] = start(18081, options.threads)
+            if options.draft:
+                flags = ["-md", str(options.draft), "--spec-type", "draft-simple"]
+                answers["llama draft"] = start(18082, options.threads, *flags)
+        print(f"loaded in {perf_counter() - began:.1f} s; auto is {llms['auto'].speculative}")
+        for each in answers.values():  # what is made once is not measured
+            each([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+        for key, prompt, params in requests(options, llms["plain"]):
             if any(key.items() <= pair.items() for pair in kept["pairs"]):
                 continue
             if perf_counter() - began > options.seconds:
-                return
-            prompts = texts(llms["plain"].get_tokenizer(), length, 1000 * length + tokens)
-            prompt = [next(prompts) for _ in range(number + 1)][-1]
-            params = SamplingParams(temperature=temperature, seed=number, max_tokens=tokens, ignore_eos=True)
-            order = ["plain", "auto"] if number % 2 else ["auto", "plain"]
-            results = {name: answer(llms[name], prompt, params) for name in order}
-            same = results["plain"].pop("ids") == results["auto"].pop("ids")
-            kept["pairs"].append(key | results | {"same": same})
+                break
+            order = list(answers)[:: 1 if key["number"] % 2 else -1]
+            results = {name: answers[name](prompt, params) for name in order}
+            ids = {name: results[name].pop("ids") for name in order}
+            kept["pairs"].append(key | results | {"same": ids["plain"] == ids["auto"]})
             options.out.write_text(json.dumps(kept, indent=1))
     show(kept["pairs"])
 
