@@ -78,14 +78,13 @@ class Feeder:
         return self.known[tuple(tokens), count]
 
 
-BACKENDS = [
-    *product(PATHS, (True, False), (LLAMA,)),
-    ("native", True, WIDE),
-    *(("native", True, name) for name in MAIN),
-]
+CACHES = [*product(PATHS, (True, False), (LLAMA,)), ("native", True, WIDE)]
+"""What meets every tree in every layout."""
+FAMILIES = [("native", True, name) for name in MAIN]
+"""Whose layers differ: the cache under them does not, so that few trees in one layout each tell the rest."""
 
 
-@pytest.fixture(params=BACKENDS, ids=str)
+@pytest.fixture
 def backend(request) -> tuple[str, bool, str]:
     """How the model is run, whether to the bit, and which it is."""
     return request.param
@@ -145,6 +144,21 @@ def shapes() -> dict[str, Draft]:
 
 
 SHAPES = shapes()
+TREES = pytest.mark.parametrize(
+    ("backend", "shape", "page_size"),
+    [
+        *product(CACHES, SHAPES, LAYOUTS),
+        *((family, *case) for family in FAMILIES for case in (("mixed order", 4), ("comb", None))),
+    ],
+    indirect=["backend"],
+    ids=str,
+)
+PAGES = pytest.mark.parametrize(
+    ("backend", "page_size"),
+    [*product(CACHES, LAYOUTS), *product(FAMILIES, [4])],
+    indirect=["backend"],
+    ids=str,
+)
 
 
 def behind(key: int, start: int, last: int, draft: Draft) -> Span:
@@ -165,8 +179,7 @@ def test_the_models_take_the_paths_that_they_are_for(model):
     assert not isinstance(new_attention(wide, max_seqs=1, max_len=8), KernelAttention)
 
 
-@pytest.mark.parametrize("page_size", LAYOUTS)
-@pytest.mark.parametrize("shape", SHAPES)
+@TREES
 def test_every_path_of_a_tree_is_as_if_decoded(feeder, same, shape, page_size):
     draft, prompt = SHAPES[shape], some_tokens(PROMPT)
     one = feeder(page_size)
@@ -178,8 +191,7 @@ def test_every_path_of_a_tree_is_as_if_decoded(feeder, same, shape, page_size):
         same(got[[0, *[step + 1 for step in path]]], expected)
 
 
-@pytest.mark.parametrize("page_size", LAYOUTS)
-@pytest.mark.parametrize("shape", SHAPES)
+@TREES
 def test_keep_leaves_the_accepted_path(feeder, same, shape, page_size):
     """After ``keep``, decoding goes on as if the accepted path had been decoded, whichever path it was."""
     draft, prompt, more = SHAPES[shape], some_tokens(PROMPT), some_tokens(4, seed=3)
@@ -199,7 +211,7 @@ def test_keep_leaves_the_accepted_path(feeder, same, shape, page_size):
         same(one.feed(Span(0, kept, more))[0], one.alone(tokens, len(more)))
 
 
-@pytest.mark.parametrize("page_size", LAYOUTS)
+@PAGES
 def test_everything_in_one_forward(feeder, same, page_size):
     """A prefill chunk, the end of a prompt, two plain decodes, a chain and two trees share a forward, twice."""
     texts = [some_tokens(40, seed) for seed in range(6)]
@@ -229,7 +241,7 @@ def test_everything_in_one_forward(feeder, same, page_size):
     many.attention.pool.check()
 
 
-@pytest.mark.parametrize("page_size", LAYOUTS)
+@PAGES
 def test_any_chunking_of_a_prompt(feeder, same, page_size):
     prompt, last = some_tokens(61), some_tokens(3, seed=5)
     expected = feeder().alone(prompt + last, len(last))

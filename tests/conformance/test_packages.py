@@ -62,14 +62,22 @@ def test_it_can_be_built_beside_other_scripts(tmp_path):
     assert [path.name for path in (tmp_path / "build" / "lib").iterdir()] == ["my_drafter.py"]
 
 
-def test_it_is_found_by_name_and_changes_no_token(run, tiny_target):
-    result = {}
-    for method in ("periodic", "none"):
-        output = run(
-            "-m", "forerun", "generate", PROMPT, "--model", tiny_target, "--spec-method", method, "--max-tokens", "40",
-            "--temperature", "0.8", "--seed", "3", "--json",
-        )  # fmt: skip
-        result[method] = json.loads(output)
+COMMANDS = """
+import sys
+from forerun.cli.main import run
+for method in ("periodic", "none"):
+    assert run(["generate", *sys.argv[1:], "--spec-method", method]) == 0
+    print("END")
+"""
+
+
+def test_it_is_found_by_name_and_changes_no_token_and_the_documents_example_runs(run, tiny_target, tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(COMMANDS + blocks("python")[1], encoding="utf-8")
+    options = ["--max-tokens", "40", "--temperature", "0.8", "--seed", "3", "--json"]
+    *answers, gain = run(str(script), PROMPT, "--model", tiny_target, *options).split("END\n")
+    assert float(gain) >= 1
+    result = dict(zip(("periodic", "none"), map(json.loads, answers), strict=True))
     assert result["periodic"]["token_ids"] == result["none"]["token_ids"]
     assert result["periodic"]["metrics"]["num_draft_tokens"] > 0
     assert result["none"]["metrics"]["num_draft_tokens"] == 0
@@ -83,9 +91,3 @@ def test_the_conformance_matrix_covers_it_unasked(run):
     passed = re.findall(r"\[periodic-(chain|tree)-(\w+)-\w+-\w+-\w+\] PASSED", output)
     assert {shape for shape, _ in passed} == {"chain", "tree"}
     assert "FAILED" not in output
-
-
-def test_the_documents_example_runs(run, tmp_path):
-    script = tmp_path / "example.py"
-    script.write_text(blocks("python")[1], encoding="utf-8")
-    assert float(run(str(script))) >= 1

@@ -100,7 +100,7 @@ def test_an_ambiguous_grammar_holds_nobody_up(served: LLM, method: str) -> None:
     assert answer(served, "x = ", params, method) == plain
 
 
-@pytest.mark.parametrize("regex", ["(a{1000}){500}", "a{1000000}", "(a{1000}){999}b"])
+@pytest.mark.parametrize("regex", ["(a{1000}){500}", "a{1000000}"])
 def test_a_regex_beyond_all_limits_is_refused(served: LLM, regex: str) -> None:
     with pytest.raises(RequestError, match="too many expressions"):
         served.generate(["def f("], SamplingParams(max_tokens=40, structured_outputs={"regex": regex}))

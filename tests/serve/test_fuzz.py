@@ -21,12 +21,12 @@ from schemathesis.specs.openapi.checks import (
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 MODES = {"valid": GenerationMode.POSITIVE, "invalid": GenerationMode.NEGATIVE}
 PATHS = {
-    "/v1/completions": 50,
-    "/v1/chat/completions": 50,
-    "/v1/responses": 50,
+    "/v1/completions": 30,
+    "/v1/chat/completions": 30,
+    "/v1/responses": 30,
     "/v1/responses/{id}": 10,
     "/v1/embeddings": 1,
-    "/tokenize": 40,
+    "/tokenize": 20,
     "/detokenize": 12,
     "/v1/models/{name}": 10,
     "/v1/models": 1,

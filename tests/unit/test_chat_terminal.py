@@ -83,7 +83,7 @@ def terminal(chat_model) -> Iterator[Callable[..., Screen]]:
 
 
 def test_in_a_terminal(terminal):
-    """Ctrl-C stops an answer and not the program, a command works, several lines are one message, Ctrl-D ends it."""
+    """Ctrl-C stops an answer and not the program, a command works, several lines are one message, two Ctrl-C end it."""
     shown = terminal("--max-tokens", "30000", "--ignore-eos")
     shown.wait(r"/help lists the commands.*>>> ")
     shown.type("hello\r")
@@ -104,13 +104,6 @@ def test_in_a_terminal(terminal):
     shown.wait(r"Ctrl-C again, Ctrl-D or /exit ends.*?>>> ")
     shown.type("/trace on\r")
     shown.wait(r"drafted and accepted.*?>>> ")
-    shown.type("\x04")
-    assert shown.process.wait(30) == 0
-
-
-def test_ctrl_c_twice_at_the_prompt_ends_it(terminal):
-    shown = terminal()
-    shown.wait(r"/help lists the commands.*>>> ")
     shown.interrupt_prompt()
     shown.wait(r"Ctrl-C again.*?>>> ")
     shown.interrupt_prompt()
@@ -118,6 +111,7 @@ def test_ctrl_c_twice_at_the_prompt_ends_it(terminal):
 
 
 def test_pasted_lines_are_one_message(terminal, tmp_path):
+    """Saved as one, and Ctrl-D ends it."""
     shown = terminal("--max-tokens", "3")
     shown.wait(r"/help lists the commands.*>>> ")
     shown.type("\x1b[200~first\rsecond\x1b[201~\r")
@@ -126,3 +120,5 @@ def test_pasted_lines_are_one_message(terminal, tmp_path):
     shown.wait(r"2 messages.*?>>> ")
     saved = read_messages(Path(tmp_path) / "saved.json")
     assert saved[0]["content"].split() == ["first", "second"]
+    shown.type("\x04")
+    assert shown.process.wait(30) == 0

@@ -76,44 +76,34 @@ def lines(result: dict, check: str) -> list[dict]:
     return [item for item in result["results"] if item["check"] == check]
 
 
+IDENTITY, BITS, DISTRIBUTION = "same-seed identity", "bit-equal logits", "distribution"
+
+
 @pytest.mark.parametrize(
-    ("options", "kind", "reason"),
+    ("options", "reasons"),
     [
         (
-            ["--methods", "pattern,draft_model", "--samples", "0", "--no-trees"],
-            "same-seed identity",
-            "nothing was drafted: give",
+            "pattern,draft_model --accept token --layout slotted",
+            dict.fromkeys((IDENTITY, DISTRIBUTION), "nothing was drafted: give"),
         ),
-        (["--methods", "pattern,draft_model", "--accept", "token"], "distribution", "nothing was drafted: give"),
+        ("ngram,draft_model --samples 4 --layout slotted", {DISTRIBUTION: "4 samples cannot tell two answers apart"}),
         (
-            ["--methods", "ngram,draft_model", "--samples", "4"],
-            "distribution",
-            "4 samples cannot tell two answers apart",
+            "ngram,draft_model --samples 0 --max-tokens 1 --layout slotted",
+            {IDENTITY: "nothing was drafted", BITS: "two tokens of a verif"},
         ),
         (
-            ["--methods", "ngram,draft_model", "--samples", "0", "--max-tokens", "1"],
-            "same-seed identity",
-            "nothing was drafted",
-        ),
-        (
-            ["--methods", "ngram,draft_model", "--samples", "0", "--max-tokens", "1"],
-            "bit-equal logits",
-            "two tokens of a verif",
-        ),
-        (
-            ["--methods", "draft_model", "--samples", "0", "--no-trees", "--prompts", "4"],
-            "same-seed identity",
-            "nothing was drafted at a temperature of its own",
+            "draft_model --samples 0 --no-trees --prompts 4",
+            {IDENTITY: "nothing was drafted at a temperature of its own"},
         ),
     ],
 )
-def test_what_was_not_tested_has_not_passed(check, capsys, options, kind, reason):
-    options = [*options, "--temperature", "0.8"]
-    code, result = check(*options)
+def test_what_was_not_tested_has_not_passed(check, capsys, options, reasons):
+    code, result = check("--methods", *options.split(), "--temperature", "0.8")
     assert (code, result["passed"], result["tested"]) == (1, False, False)
-    idle = [item for item in lines(result, kind) if not item["tested"]]
-    assert idle
-    assert all(reason in item["detail"] and not item["passed"] for item in idle)
+    for kind, reason in reasons.items():
+        idle = [item for item in lines(result, kind) if not item["tested"]]
+        assert idle
+        assert all(reason in item["detail"] and not item["passed"] for item in idle)
     assert {item["tested"] for item in result["results"] if item["passed"]} <= {True}
     show_checks(result)
     shown = capsys.readouterr().out

@@ -10,8 +10,8 @@ from simulated import Machine, play
 from forerun import SamplingParams
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
-from forerun.speculate.length import Seconds, Setting, policies
-from forerun.speculate.length.adaptive import Acceptance
+from forerun.speculate.length import Seconds, Setting
+from forerun.speculate.length.adaptive import Acceptance, Adaptive
 from forerun.speculate.length.costs import Costs, Curve, Drafted
 
 COUNTS = (1, 4, 8, 16)
@@ -31,6 +31,13 @@ def speeds(machine: Machine, count: int, rate: float, policy: str = "adaptive") 
 @pytest.mark.parametrize("costs", [{}, LOOKUP], ids=["model", "lookup"])
 def test_useless_drafts_cost_next_to_nothing(count: int, costs: dict[str, float]) -> None:
     assert speeds(Machine(**costs), count, rate=0.0) > 0.97
+
+
+def unhurried(row_multiple: int) -> Adaptive:
+    """The policy with a clock that stands still: its own time depends on what else the machine does."""
+    policy = Adaptive(Setting({"m": [0, 1, 2, 3]}, row_multiple))
+    policy.clock = lambda: 0.0
+    return policy
 
 
 def busy(seconds: float) -> float:
@@ -139,7 +146,7 @@ def test_what_drafts_have_earned_is_spent_on_looking_for_more() -> None:
 
 def test_each_sequence_has_its_own_budget() -> None:
     """Drafts of the first four requests are always accepted, of the other four never."""
-    policy = policies["adaptive"](Setting({"m": [0, 1, 2, 3]}, 1))
+    policy = unhurried(1)
     machine = Machine(**LOOKUP)
     given = [[0] * 8]
     sequences = [
@@ -177,7 +184,7 @@ def _expected(machine: Machine, depth: int, rate: float) -> float:
 
 
 def test_rows_that_are_not_planned_are_not_reserved() -> None:
-    policy = policies["adaptive"](Setting({"m": [0, 1, 2, 3]}, 2))
+    policy = unhurried(2)
     sequence = RequestState(
         0, [0] * 9, 8, SamplingParams(), 0, max_tokens=500, drafter="m", scheduled=1, num_computed_tokens=8
     )
@@ -312,7 +319,7 @@ def test_a_sequence_moves_what_is_expected_of_its_method() -> None:
 
 def test_newcomers_draft_as_soon_as_their_prompt_is_read() -> None:
     """Of four whose drafts are all accepted one leaves, and another reads its prompt for three rounds."""
-    policy = policies["adaptive"](Setting({"m": [0, 1, 2, 3]}, 1))
+    policy = unhurried(1)
     machine = Machine(**LOOKUP)
 
     def request(number: int) -> RequestState:

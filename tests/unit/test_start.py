@@ -51,11 +51,20 @@ def loaded(code: str) -> tuple[list[str], str]:
     return json.loads(last), "\n".join(printed) + done.stderr
 
 
-@pytest.mark.parametrize("case", CALLS)
-def test_help_and_mistakes_import_nothing_heavy(case):
-    result, printed = loaded(f"from forerun.cli.main import run; run({CALLS[case]!r})")
-    assert result == []
-    assert "error: " in printed or "forerun" in printed
+ONE_AFTER_ANOTHER = """
+import contextlib, io
+from forerun.cli.main import run
+for case, arguments in {!r}.items():
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
+        run(arguments)
+    assert "error: " in out.getvalue() or "forerun" in out.getvalue(), case
+    assert not [name for name in {!r} if name in sys.modules], case
+"""
+
+
+def test_help_and_mistakes_import_nothing_heavy():
+    """One after another in one process: what is imported stays, and the first case that imports it is named."""
+    assert loaded(ONE_AFTER_ANOTHER.format(CALLS, HEAVY)) == ([], "")
 
 
 def test_the_package_imports_a_name_when_it_is_used():
