@@ -40,6 +40,11 @@ METHODS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+def in_turns(names: list[str]) -> list[tuple[str, int | None]]:
+    """A draft model without pages too: the others keep their tokens in the same pool."""
+    return [(name, 16) for name in names] + [("draft_model", None)]
+
+
 @pytest.fixture
 def configured(tiny_target: str, tiny_draft: str, tiny_stranger: str, tmp_path: Path) -> Any:
     """``configured(name, **more)``: the ``speculative_config`` of one of ``METHODS``, or of eagle."""
@@ -66,8 +71,7 @@ def settled(engine: Engine) -> list[Job]:
     return jobs
 
 
-@pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("name", [*METHODS, "eagle"])
+@pytest.mark.parametrize(("name", "page_size"), in_turns([*METHODS, "eagle"]))
 def test_long_prompts_are_read_in_parts_while_others_draft(
     name: str, page_size: int | None, tiny_target: str, configured: Any
 ) -> None:
@@ -179,8 +183,7 @@ def short_sighted(tmp_path_factory: pytest.TempPathFactory, tiny_draft: str) -> 
     return str(folder)
 
 
-@pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("name", ["checkpoint", *METHODS])
+@pytest.mark.parametrize(("name", "page_size"), in_turns(["checkpoint", *METHODS]))
 def test_drafts_stop_where_the_drafts_context_ends(
     name: str, page_size: int | None, tiny_target: str, short_sighted: str, configured: Any
 ) -> None:
