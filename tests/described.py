@@ -80,9 +80,22 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Some layers keep a state."""
 CASES |= HYBRIDS
+ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "sliding_window": 7}
+EMBEDS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": TOKENS}
+PLAIN = {"hidden_size_per_layer_input": 0}
+UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma4": ("gemma4_text", {**ALTERNATING, **EMBEDS, "global_head_dim": 32, "num_kv_shared_layers": 2,
+                               "use_double_wide_mlp": True, "final_logit_softcapping": 3.0}),
+    "gemma4-dense": ("gemma4_text", {**TYPES, **PLAIN, "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
+                                     "global_head_dim": 32, "num_global_key_value_heads": 1,
+                                     "attention_k_eq_v": True}),
+}  # fmt: skip
+"""Layers have sizes of their own, or read others' keys and values."""
+CASES |= UNEVEN
 MAIN = (
     "gemma2", "gemma3", "phi3-partial", "olmo2", "mixtral", "qwen3_moe-some", "granite", "olmo3", "exaone4", "glm4",
     "hunyuan", "ernie4_5", "seed_oss", "apertus", "cohere2", "starcoder2", "gpt_oss", "ministral3", "lfm2",
+    "gemma4",
 )  # fmt: skip
 """One of each."""
 
@@ -93,8 +106,11 @@ def save_described(name: str, folder: Path) -> None:
     torch.manual_seed(sorted(CASES).index(name))
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
     for part, parameter in module.named_parameters():
-        around_one = part.endswith("norm.weight") and "gemma" not in name
+        around_one = part.endswith("norm.weight") and not name.startswith(("gemma2", "gemma3"))
         torch.nn.init.normal_(parameter, 1.0 if around_one else 0.0, 0.2)
+    for part, buffer in module.named_buffers():
+        if part.endswith("layer_scalar"):
+            torch.nn.init.uniform_(buffer, 0.5, 1.5)
     module.tie_weights()
     module.save_pretrained(folder)
     save_tokenizer(folder)

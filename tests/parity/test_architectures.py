@@ -12,16 +12,16 @@ from gguf import GGMLQuantizationType
 from gguf.constants import MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES
 from gguf.quants import dequantize, quantize
 from safetensors import safe_open
-from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 import one_call
-from described import CASES, HYBRIDS, MAIN, PARTIAL, SIZES, TOKENS, save_described
+from described import CASES, HYBRIDS, MAIN, PARTIAL, SIZES, TOKENS, UNEVEN, save_described
 from forerun import LLM, SamplingParams
 from forerun.attention.sdpa import SdpaAttention
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, ModelError
 from forerun.models.architectures.description import Name
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import applies, bind
@@ -137,14 +137,14 @@ def test_bits_do_not_depend_on_the_batch_with_our_kernels(checkpoint, name, dtyp
 
 @pytest.mark.parametrize("quantization", [None, "int8_rows", "q8_0"])
 @pytest.mark.parametrize("dtype", where(can_tile, DTYPES))
-@pytest.mark.parametrize("name", sorted(CASES.keys() - HYBRIDS.keys()))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - HYBRIDS.keys() - UNEVEN.keys()))
 def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoint, name, dtype, quantization):
     one_call.check(load_model(checkpoint(name), dtype=dtype, invariant=True, quantization=quantization))
 
 
 @pytest.mark.usefixtures("cpu_attention")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["gemma2", "mixtral"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma4", "mixtral"])
 def test_bits_do_not_depend_on_the_batch_with_torch(checkpoint, name, dtype):
     model = load_model(checkpoint(name), dtype=dtype, invariant=None, weights="plain")
     assert model.invariant
@@ -153,7 +153,7 @@ def test_bits_do_not_depend_on_the_batch_with_torch(checkpoint, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "olmo2", "phi3", "mixtral-tied"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gemma4", "olmo2", "phi3", "mixtral-tied"])
 def test_half_precision(checkpoint, name, dtype):
     folder, tokens = checkpoint(name), ids(24)
     other = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
@@ -264,12 +264,18 @@ def test_a_checkpoint_calls_its_tensors_so(checkpoint, name):
     spec = bind(AutoConfig.from_pretrained(checkpoint(name)))
     of, named = spec.architecture, set()
     ends = [of.embedding, of.norm, of.head]
+    inputs = set(mixer_names(of.inputs)) if of.inputs else set()
+    ends += [of.inputs.table, of.inputs.project, of.inputs.norm] if spec.inputs else []
     for index, layer in enumerate(spec.layers):
         dense = {*of.mlp.gate_up, of.mlp.down}
         routed = {*of.experts.gate_up, of.experts.down, of.experts.router} if of.experts else set()
         mixing = set(mixer_names(of.mixer)) if of.mixer else set()
         attending = {*of.attention.qkv, of.attention.out, of.norms.query, of.norms.key}
-        for part in set(of.names()) - (dense if layer.experts else routed) - (attending if layer.mixer else mixing):
+        absent = (dense if layer.experts else routed) | (attending if layer.mixer else mixing)
+        absent |= set(ends) if spec.inputs else inputs
+        absent |= {*of.attention.qkv[1:], of.norms.key} if layer.source is not None else set()
+        absent |= {of.attention.qkv[2]} if layer.twice else set()
+        for part in set(of.names()) - absent:
             copies = {part.checkpoint.format(expert) for expert in range(layer.experts or 1)}
             end = "" if part.bare else ".weight"
             named |= {f"{of.layers.checkpoint}.{index}.{copy}{end}" for copy in copies}
@@ -286,8 +292,40 @@ def test_gguf_calls_its_tensors_so(architecture):
     kind = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}[architecture.gguf]
     known = {TENSOR_NAMES[tensor] for tensor in MODEL_TENSORS[kind]}
     dense = {*architecture.mlp.gate_up, architecture.mlp.down} if architecture.experts is not None else set()
-    assert {f"blk.{{bid}}.{part.gguf}" for part in set(architecture.names()) - dense} <= known
-    assert {architecture.embedding.gguf, architecture.norm.gguf} <= known
+    inputs = architecture.inputs
+    whole = {inputs.table, inputs.project, inputs.norm} if inputs is not None else set()
+    assert {f"blk.{{bid}}.{part.gguf}" for part in set(architecture.names()) - dense - whole} <= known
+    assert {part.gguf for part in (architecture.embedding, architecture.norm, *whole)} <= known
+
+
+def test_layers_read_the_keys_and_values_of_others(checkpoint):
+    """They have no cache of their own, and none of them is run without the layer that they read."""
+    model, tokens = load_model(checkpoint("gemma4"), invariant=False), ids(20)
+    assert model.info.kv_shapes == tuple(KVShape(heads, *[16 + 16 * (i % 2)] * 2) for i, heads in
+                                         enumerate([2, 2, 2, 2, 0, 0]))  # fmt: skip
+    with pytest.raises(ModelError, match="layer 4 reads the keys and values of layer 2, which is left out"):
+        feed(model, Span(0, 0, tokens), layers=(0, 4))
+    given = torch.zeros(1, model.info.hidden_size)
+    with pytest.raises(ModelError, match="it cannot be given other rows"):
+        feed(model, Span(0, 0, tokens), embeds=given, embed_rows=torch.tensor([0]))
+
+
+def test_gemma_4_inside_a_model_that_reads_pictures(tmp_path):
+    """Vision is left out, and so are keys that nobody reads, which the published checkpoints have."""
+    text = {**SIZES, **CASES["gemma4"][1]}
+    sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4}  # fmt: skip
+    config = AutoConfig.for_model("gemma4", text_config=text, vision_config=sight, audio_config=None)
+    torch.manual_seed(0)
+    module = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    module.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert any(name.startswith("model.vision_tower.") for name in tensors)
+    unread = "model.language_model.layers.5.self_attn.k_proj.weight"
+    assert unread not in tensors
+    save_file({**tensors, unread: torch.ones(64, 64)}, tmp_path / "model.safetensors", {"format": "pt"})
+    expected = module(torch.tensor([ids(30)]), use_cache=False).logits[0]
+    assert apart(feed(load_model(tmp_path), Span(0, 0, ids(30))).logits, expected) < 1e-5
 
 
 @pytest.mark.parametrize("name", EXPERTS)
@@ -310,6 +348,7 @@ def test_a_row_reads_its_experts_only(checkpoint, name):
         ("apertus", {"hidden_act": "silu"}, "activation 'silu'"),
         ("olmo2", {"rope_parameters": {**PARTIAL["rope_parameters"]}}, "partial rotary"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attention to later tokens"),
+        ("gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}, "enable_moe_block True"),
         ("qwen3_moe", {"architectures": ["Qwen3MoeForSequenceClassification"]}, "is not Qwen3MoeForCausalLM"),
         ("stablelm", {}, "stablelm is not among the described architectures"),
     ],

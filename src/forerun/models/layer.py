@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,15 @@ from forerun.models.ranks.team import Team
 from forerun.models.recurrent import Mixer, make_inputs, make_mixer
 from forerun.models.rotary import Rotary
 from forerun.models.weights import Maker
+
+
+@dataclass(slots=True)
+class Inputs:
+    """How a layer reads its per-layer embedding: ``description.LayerInputs``."""
+
+    gate: Any
+    out: Any
+    after: Any
 
 
 @dataclass(slots=True)
@@ -56,9 +65,19 @@ class Layer:
     """Between ``gate_up`` and ``down``; None in a head, whose decoder has it."""
     sinks: torch.Tensor | None = None
     """[heads] float32, as in ``attention.base.Query``."""
+    kv_heads: int = 0
+    """That ``qkv`` makes."""
+    width: int = 0
+    """Of a head; 0: the model's."""
+    source: int | None = None
+    """The layer whose keys and values are read; None: its own."""
+    inputs: Inputs | None = None
+    scale: torch.Tensor | None = None
+    """What the output is multiplied by."""
 
     def linears(self) -> Iterator[Any]:
         yield from (self.qkv, self.out)
+        yield from () if self.inputs is None else (self.inputs.gate, self.inputs.out)
         yield from (self.gate_up, self.down) if self.experts is None else self.experts.linears()
 
     def norms(self) -> tuple[Any, ...]:
@@ -67,7 +86,8 @@ class Layer:
 
     def outer_norms(self) -> tuple[Any, ...]:
         """Of rows of the hidden size."""
-        result = (self.norm_attention, self.norm_mlp, self.norm_token, self.after_attention, self.after_mlp)
+        after = None if self.inputs is None else self.inputs.after
+        result = (self.norm_attention, self.norm_mlp, self.norm_token, self.after_attention, self.after_mlp, after)
         return tuple(norm for norm in result if norm is not None)
 
 
@@ -78,7 +98,7 @@ class Builder:
         self,
         spec: Spec,
         maker: Maker,
-        rotary: Rotary,
+        rotaries: Mapping[str, Rotary],
         gate: Callable[..., Any],
         *,
         kernels: bool,
@@ -86,7 +106,7 @@ class Builder:
     ) -> None:
         self.spec = spec
         self.maker = maker
-        self.rotary = rotary
+        self.rotaries = rotaries
         self.gate = gate
         self.kernels = kernels
         self.team = team
@@ -107,7 +127,8 @@ class Builder:
         return result.float() + plus if plus else result
 
     def layer(self, index: int) -> Layer:
-        architecture, spec = self.spec.architecture, self.spec.layers[index]
+        architecture, spec, sized = self.spec.architecture, self.spec.layers[index], self.spec.at(index)
+        rotary = self.rotaries[spec.rotary or self.spec.rotaries[0]]
         prefix = f"{architecture.layers.checkpoint}.{index}"
         norms, attention = architecture.norms, architecture.attention
 
@@ -122,8 +143,12 @@ class Builder:
 
         dense, mixer = not spec.experts, architecture.mixer if spec.mixer else None
         sizes, names = self.spec.mixer, [at(name) for name in attention.qkv]
+        if spec.source is not None:
+            names = names[:1]
+        elif spec.twice:
+            names = [names[0], names[1], names[1]]
         layer = Layer(
-            qkv=self._inputs(names) if mixer is None else make_inputs(mixer, sizes, self.maker, at),
+            qkv=self._projections(names, sized, rotary) if mixer is None else make_inputs(mixer, sizes, self.maker, at),
             out=self._summed(linear(attention.out if mixer is None else mixer.out)),
             gate_up=linear(*architecture.mlp.gate_up) if dense else None,
             down=self._summed(linear(architecture.mlp.down)) if dense else None,
@@ -139,24 +164,32 @@ class Builder:
             sinks=None if attention.sinks is None else self.maker.numbers(at(attention.sinks)).float(),
             gated=attention.gated and mixer is None,
             mixer=None if mixer is None else make_mixer(mixer, sizes, self.maker, at, self._norm, index),
+            kv_heads=sized.kv_heads,
+            width=sized.width,
+            source=spec.source,
+            scale=None if architecture.layer_scale is None else self.maker.number(at(architecture.layer_scale)),
         )
+        if self.spec.inputs and (own := architecture.inputs) is not None:
+            layer.inputs = Inputs(linear(own.gate), linear(own.out), norm(own.after))
         if mixer is None and norms.query is not None and norms.key is not None:
-            self._norm_heads(layer, self._numbers(at(norms.query)), self._numbers(at(norms.key)))
+            query = self._numbers(at(norms.query))
+            key = query if spec.source is not None else self._numbers(at(norms.key))
+            self._norm_heads(layer, query, key, rotary)
         return layer
 
-    def _inputs(self, names: list[str]) -> Linear:
+    def _projections(self, names: list[str], sized: Spec, rotary: Rotary) -> Linear:
         """Queries, keys and values, and behind them the gate if there is one."""
         if not self.spec.architecture.attention.gated:
-            return self.maker.linear(*names, order=self._rotated(len(names)))
-        width = self.spec.width
+            return self.maker.linear(*names, order=self._rotated(len(names), sized, rotary))
+        width = sized.width
 
         def part(rows: torch.Tensor, which: int) -> torch.Tensor:
             return rows.unflatten(0, (-1, 2, width))[:, which].flatten(0, 1)
 
         def queries(rows: torch.Tensor) -> torch.Tensor:
-            return self.rotary.arrange_rows(part(rows, 0), len(rows) // width // 2)
+            return rotary.arrange_rows(part(rows, 0), len(rows) // width // 2)
 
-        order = (queries, *self._rotated(len(names))[1:], lambda rows: part(rows, 1))
+        order = (queries, *self._rotated(len(names), sized, rotary)[1:], lambda rows: part(rows, 1))
         return self.maker.linear(*names, names[0], order=order)
 
     def _gate(self, prefix: str) -> Any:
@@ -167,27 +200,32 @@ class Builder:
     def _summed(self, linear: Linear) -> Linear:
         return linear if self.team is None else Summed(linear, self.team)
 
-    def _rotated(self, count: int) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...]:
-        """Orders for the rows of queries and keys, which ``rotary`` turns."""
-        width, both = self.spec.width, self.spec.heads + self.spec.kv_heads
+    def _rotated(
+        self, count: int, sized: Spec, rotary: Rotary
+    ) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...]:
+        """Orders for the rows of queries and keys, which ``rotary`` turns, of ``count`` weights."""
+        width, both = sized.width, sized.heads + sized.kv_heads
 
         def alone(rows: torch.Tensor) -> torch.Tensor:
-            return self.rotary.arrange_rows(rows, len(rows) // width)
+            return rotary.arrange_rows(rows, len(rows) // width)
 
         def joint(rows: torch.Tensor) -> torch.Tensor:
-            return self.rotary.arrange_rows(rows, both)
+            return rotary.arrange_rows(rows, both)
 
         return (joint,) if count == 1 else (alone, alone, None)
 
-    def _norm_heads(self, layer: Layer, query: torch.Tensor, key: torch.Tensor) -> None:
-        heads, kv_heads = self.spec.heads, self.spec.kv_heads
+    def _norm_heads(self, layer: Layer, query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> None:
+        heads, kv_heads = self.spec.heads, layer.kv_heads  # values follow where they are normed
         if self.spec.architecture.norms.whole:
-            rotated = (self.rotary.arrange(weight.view(-1, self.spec.width)).flatten() for weight in (query, key))
+            rotated = (rotary.arrange(weight.view(-1, layer.width)).flatten() for weight in (query, key))
             made = map(self._norm, rotated)
             layer.norm_query, layer.norm_key = made if self.team is None else (OverAll(n, self.team) for n in made)
         else:
             stacked = torch.cat([query.expand(heads, -1), key.expand(kv_heads, -1)])
-            layer.norm_qk = self._norm(self.rotary.arrange(stacked))
+            weights = rotary.arrange(stacked)
+            if self.spec.architecture.norms.values:
+                weights = torch.cat([weights, weights.new_ones(kv_heads, layer.width)])
+            layer.norm_qk = self._norm(weights)
 
     def _experts(self, prefix: str, count: int) -> Experts:
         names = self.spec.architecture.experts

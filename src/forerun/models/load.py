@@ -24,7 +24,7 @@ from forerun.core.tiles import ENOUGH
 from forerun.models import checkpoint, gguf_config, gguf_model, hub, sanity
 from forerun.models import lora as adapter
 from forerun.models.architectures.families import ARCHITECTURES
-from forerun.models.architectures.spec import TILED_HEADS, applies, bind, keeps_state
+from forerun.models.architectures.spec import TILED_HEADS, applies, bind, is_sized, keeps_state
 from forerun.models.base import Model
 from forerun.models.fingerprint import files, fingerprint
 from forerun.models.formats import kept
@@ -123,7 +123,7 @@ def quick_config(folder: Path) -> Any:
 
 def _values(config: Any) -> dict[str, Any] | None:
     """A config's values by all names that they have, as JSON holds them; None if it cannot hold them."""
-    if config.get_text_config() is not config or not _plain_rope(config.rope_parameters or {}):
+    if config.get_text_config() is not config or is_sized(config) or not _plain_rope(config.rope_parameters or {}):
         return None
     names = {*config.to_dict(), *config.attribute_map} - {"id2label", "label2id", "transformers_version"}
     values = {name: getattr(config, name) for name in names if hasattr(config, name)}
@@ -300,6 +300,7 @@ def _goes_native(config: Any, folder: Path, model_path: str, wish: str | None) -
         raise ConfigError(f"the native path does not run {folder}: {reason}")
     native = model_path != "hf" and reason is None
     wish = wish or ("a model with state" if keeps_state(config) else None)
+    wish = wish or ("a model whose layers differ in size" if is_sized(config) else None)
     if wish and not native:
         raise ConfigError(f"{wish} needs the native path: {reason or 'model_path is hf'}")
     return native

@@ -13,7 +13,7 @@ import torch
 
 from forerun.core.errors import ModelError
 from forerun.models import checkpoint, sanity
-from forerun.models.architectures.shapes import Shape, shapes
+from forerun.models.architectures.shapes import Shape, shapes, unread
 from forerun.models.architectures.spec import bind
 from forerun.models.checkpoint import DTYPES, Tensor
 from forerun.models.formats.base import Rows
@@ -118,6 +118,6 @@ def _check(folder: Path, result: Mapping[str, Rows], requested: Mapping[str, Sha
     missing = sorted(requested.keys() - result.keys())
     if missing:
         raise ModelError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them")
-    extra = sanity.misplaced(result.keys() - requested.keys(), requested, config)
+    extra = sanity.misplaced(result.keys() - requested.keys() - unread(config), requested, config)
     if extra:
         raise ModelError(f"{folder} has {len(extra)} weights that its config leaves out, {extra[0]} among them")

@@ -6,7 +6,8 @@ tables are computed once; nothing in the loop is an ``nn.Module``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,6 +36,20 @@ from forerun.models.ranks.shards import Gathered, SplitWords
 from forerun.models.ranks.team import Team
 from forerun.models.rotary import Rotary
 from forerun.models.weights import Maker, Weights
+
+
+@dataclass(slots=True)
+class Pass:
+    """What the layers of one forward read beside their rows."""
+
+    attention: Attention
+    metadata: Metadata
+    angles: Mapping[str, torch.Tensor]
+    replay: Replay | None
+    inputs: torch.Tensor | None
+    """[rows, layers, numbers]: per-layer embeddings, if the model has some."""
+    entries: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """Keys and values of the layers so far, in a model whose layers read those of others."""
 
 
 class NativeModel:
@@ -95,7 +110,9 @@ class NativeModel:
 
     def _rotary(self, config: Any, kind: str) -> Rotary:
         paired = self.spec.architecture.attention.paired
-        return Rotary(config, self.spec.width, self.device, self.dtype, None if kind == ALL else kind, paired=paired)
+        widths = [self.spec.at(i).width for i, layer in enumerate(self.spec.layers) if layer.rotary == kind]
+        width = widths[0] if widths else self.spec.width
+        return Rotary(config, width, self.device, self.dtype, None if kind == ALL else kind, paired=paired)
 
     def _build(self, maker: Maker, tensors: Weights, outputs: torch.Tensor | None) -> None:
         spec, tiled = self.spec, self._how == "streamed"
@@ -109,10 +126,11 @@ class NativeModel:
                 gated=spec.architecture.mlp.gated, numbers=numbers,
             )  # fmt: skip
 
-        rotary = self._rotaries[spec.rotaries[0]]  # all of them want one order
-        builder = Builder(spec, maker, rotary, gate, kernels=tiled, team=self.team)
+        builder = Builder(spec, maker, self._rotaries, gate, kernels=tiled, team=self.team)
         self._layers = [builder.layer(index) for index in range(len(spec.layers))]
         self._norm = builder.norm(norm.checkpoint)
+        self._borrows = any(layer.source is not None for layer in spec.layers)
+        self._build_inputs(maker, builder)
         tied = f"{head.checkpoint}.weight" not in tensors
         source = (embedding if tied else head).checkpoint
         self._head = maker.linear(source, order=[] if outputs is None else [lambda rows: rows[outputs]])
@@ -126,8 +144,21 @@ class NativeModel:
             self._head = Gathered(self._head, self.team, self._tokens)
             self._words = SplitWords(self._words, self.team, self._tokens)
 
+    def _build_inputs(self, maker: Maker, builder: Builder) -> None:
+        """The model's parts of per-layer embeddings."""
+        names, width = self.spec.architecture.inputs, self.spec.inputs
+        self._table: Any = None
+        if names is None or not width:
+            return
+        scale = float(torch.tensor(width**0.5, dtype=self.dtype))
+        self._table = maker.words(names.table.checkpoint, None, scale)
+        self._project = maker.linear(names.project.checkpoint)
+        self._norm_inputs = builder.norm(names.norm.checkpoint)
+
     def _compile(self) -> Fused | None:
         spec = self.spec
+        if spec.uneven:
+            return None
         decoder = Decoder(
             spec.heads, spec.kv_heads, spec.width, self._words, self._layers, self._norm, self._head, self._rotaries,
             spec.scale, activation=spec.activation, gated=spec.architecture.mlp.gated,
@@ -141,7 +172,11 @@ class NativeModel:
     def _exact(self) -> bool:
         """Whether kernels compute all that has an order of additions, and torch rounds alike at every place, where it
         does the rest."""
-        norms = [self._norm, *(norm for layer in self._layers for norm in layer.norms())]
+        norms = [
+            self._norm,
+            *([] if self._table is None else [self._norm_inputs]),
+            *(norm for layer in self._layers for norm in layer.norms()),
+        ]
         return (
             can_attend(self.dtype, self.device, self.info.kv_shapes)
             and all(linear.exact for linear in self.linears())
@@ -150,8 +185,8 @@ class NativeModel:
         )
 
     def _describe(self, config: Any, name: str, eos_ids: frozenset[int], quantization: str | None) -> ModelInfo:
-        layers, width = list(self.linears()), self.spec.width
-        attended, none = KVShape(self.spec.kv_heads, width, width), KVShape(0, width, width)
+        layers, sizes = list(self.linears()), [self.spec.at(index) for index in range(len(self._layers))]
+        kv_heads = [0 if layer.mixer else own.kv_heads for layer, own in zip(self.spec.layers, sizes)]
         held = size(layers)
         idle = sum(layer.experts.idle_bytes for layer in self._layers if layer.experts is not None)
         return ModelInfo(
@@ -162,12 +197,12 @@ class NativeModel:
             hidden_size=self.spec.hidden,
             num_layers=len(self._layers),
             max_len=int(config.max_position_embeddings),
-            kv_shapes=tuple(none if layer.mixer else attended for layer in self.spec.layers),
+            kv_shapes=tuple(KVShape(count, own.width, own.width) for count, own in zip(kv_heads, sizes)),
             state_shapes=self.spec.states,
             dtype=self.dtype,
             device=self.device,
             eos_ids=eos_ids,
-            weight_bytes=held + self._words.nbytes,
+            weight_bytes=held + self._words.nbytes + (0 if self._table is None else self._table.nbytes),
             token_bytes=held - idle,
             quantization=quantization,
         )
@@ -175,6 +210,8 @@ class NativeModel:
     def linears(self) -> Iterable[Linear]:
         for layer in self._layers:
             yield from layer.linears()
+        if self._table is not None:
+            yield self._project
         yield self._head
 
     @inference
@@ -223,22 +260,14 @@ class NativeModel:
         that go on behind the last one's attention. Where the normed output is asked for, that is returned."""
         hidden: dict[int, torch.Tensor] = {}
         angles = {kind: rotary.angles(batch) for kind, rotary in self._rotaries.items()}
-        layers = range(len(self._layers)) if batch.layers is None else batch.layers
+        layers: Sequence[int] = range(len(self._layers)) if batch.layers is None else batch.layers
         states = attention.states
         replay = None if states is None else states.plan(batch)
+        run = Pass(attention, metadata, angles, replay, self._layer_inputs(batch, x))
         for index in layers:
             if index in batch.hidden:
                 hidden[index] = x[: batch.num_rows]
-            x = self._run(
-                self._layers[index],
-                index,
-                x,
-                angles,
-                only if index == layers[-1] else None,
-                attention,
-                metadata,
-                replay,
-            )
+            x = self._run(self._layers[index], index, x, only if index == layers[-1] else None, run)
         attention.finish(metadata)
         if states is not None and replay is not None:
             states.settle(replay)
@@ -246,6 +275,18 @@ class NativeModel:
             x = self._norm(x)
             hidden[len(self._layers)] = x[: batch.num_rows]
         return x, hidden
+
+    def _layer_inputs(self, batch: Batch, x: torch.Tensor) -> torch.Tensor | None:
+        """[rows, layers, numbers] of rows ``x`` of the embedding. Raises ModelError for rows that are no tokens'."""
+        if self._table is None:
+            return None
+        if batch.embeds is not None:
+            raise ModelError(f"{self.info.architecture} embeds tokens for each layer: it cannot be given other rows")
+        shape = (x.shape[0], len(self._layers), self.spec.inputs)
+        made = self._project(x) * self.spec.hidden**-0.5
+        made = self._norm_inputs(made.view(shape))
+        result: torch.Tensor = (made + self._pad(self._table(batch.input_ids)).view(shape)) * 2**-0.5
+        return result
 
     def _cap(self, logits: torch.Tensor) -> torch.Tensor:
         cap = self.spec.logits_softcap
@@ -281,23 +322,20 @@ class NativeModel:
         layer: Layer,
         index: int,
         x: torch.Tensor,
-        angles: Mapping[str, torch.Tensor],
         only: torch.Tensor | None,
-        attention: Attention,
-        metadata: Metadata,
-        replay: Replay | None,
+        run: Pass,
     ) -> torch.Tensor:
         """One layer; ``only`` names the rows that go on behind its attention."""
         normed = x if layer.norm_attention is None else layer.norm_attention(x)
-        qkv, count = layer.qkv(normed), metadata.batch.num_rows
+        qkv, count = layer.qkv(normed), run.metadata.batch.num_rows
         if x.shape[0] != count:
             qkv = qkv[:count]
         if layer.mixer is not None:
-            assert attention.states is not None
-            assert replay is not None
-            out = layer.mixer(qkv, attention.states, replay)
+            assert run.attention.states is not None
+            assert run.replay is not None
+            out = layer.mixer(qkv, run.attention.states, run.replay)
         else:
-            out = self._attend(layer, index, qkv, angles, attention, metadata)
+            out = self._attend(layer, index, qkv, run)
         if only is not None:
             x, out = x.index_select(0, only), out.index_select(0, only)
         elif x.shape[0] != count:
@@ -310,25 +348,31 @@ class NativeModel:
         if layer.experts is not None:
             made = layer.experts(normed, None if self.tiles is None else self.tiles.rows)
             return self._scaled(made, x) if layer.after_mlp is None else layer.after_mlp(made, x)
-        return self._add(layer.down, layer.gate(layer.gate_up(normed)), layer.after_mlp, x)
+        x = self._add(layer.down, layer.gate(layer.gate_up(normed)), layer.after_mlp, x)
+        if layer.inputs is not None:
+            assert run.inputs is not None
+            own = run.inputs[:, index] if only is None else run.inputs[:, index].index_select(0, only)
+            gated = layer.gate(torch.cat([layer.inputs.gate(x), own], 1))
+            x = self._add(layer.inputs.out, gated, layer.inputs.after, x)
+        return x if layer.scale is None else x * layer.scale
 
-    def _attend(
-        self,
-        layer: Layer,
-        index: int,
-        qkv: torch.Tensor,
-        angles: Mapping[str, torch.Tensor],
-        attention: Attention,
-        metadata: Metadata,
-    ) -> torch.Tensor:
-        attended = self.spec.heads * self.spec.width
+    def _attend(self, layer: Layer, index: int, qkv: torch.Tensor, run: Pass) -> torch.Tensor:
+        attended = self.spec.heads * layer.width
         qkv, gate = (qkv[:, :-attended], qkv[:, -attended:]) if layer.gated else (qkv, None)
-        q, k, v = self._heads(layer, qkv, angles[layer.rotary] if layer.rope else None)
-        factors = None if self.spec.growth is None else self.spec.growth.factors(metadata.batch.positions)
+        q, k, v = self._heads(layer, qkv, run.angles[layer.rotary] if layer.rope else None)
+        if self._borrows and layer.source is None:
+            run.entries[index] = k, v
+        elif layer.source is not None:  # stored again, to the bit
+            if layer.source not in run.entries:
+                missing = f"layer {index} reads the keys and values of layer {layer.source}, which is left out"
+                raise ModelError(f"{self.info.architecture}: {missing}")
+            k, v = run.entries[layer.source]
+        index = index if layer.source is None else layer.source
+        factors = None if self.spec.growth is None else self.spec.growth.factors(run.metadata.batch.positions)
         if factors is not None:
             q = q * factors.to(q.dtype)[:, None, None]
         query = Query(index, q, k, v, self.spec.scale, layer.window, self.spec.softcap, sinks=layer.sinks)
-        out = attention.run(query, metadata)
+        out = run.attention.run(query, run.metadata)
         return out if gate is None else out[: len(gate)] * activations.sigmoid(gate)
 
     def _add(self, linear: Linear, rows: torch.Tensor, after: Any, x: torch.Tensor) -> torch.Tensor:
@@ -347,7 +391,7 @@ class NativeModel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values [rows, heads, width]; ``angles`` None: nothing is turned."""
         spec, rotary = self.spec, self._rotaries.get(layer.rotary)
-        heads, kv_heads, width = spec.heads, spec.kv_heads, spec.width
+        heads, kv_heads, width = spec.heads, layer.kv_heads, layer.width
         every = qkv.view(qkv.shape[0], heads + 2 * kv_heads, width)
         rotated = heads + kv_heads
 
@@ -360,6 +404,10 @@ class NativeModel:
             k = layer.norm_key(key).view(-1, kv_heads, width)
             return apply_rotary(q, heads), apply_rotary(k, kv_heads), every[:, rotated:]
         if layer.norm_qk is None:
+            q, k, v = apply_rotary(every, rotated).split_with_sizes((heads, kv_heads, kv_heads), 1)
+            return q, k, v
+        if spec.architecture.norms.values:
+            every = layer.norm_qk(every)
             q, k, v = apply_rotary(every, rotated).split_with_sizes((heads, kv_heads, kv_heads), 1)
             return q, k, v
         qk, v = every.split_with_sizes((rotated, kv_heads), 1)
@@ -394,5 +442,6 @@ class NativeModel:
         for index, layer in enumerate(self._layers):
             parts = [(linear.kind, linear.nbytes) for linear in layer.linears()]
             kind = parts, layer.norm_qk is None, layer.rope, layer.window, layer.rotary, layer.mixer is None
-            result.setdefault(repr(kind), index)
-        return [(index,) for index in result.values()]
+            result.setdefault(repr((kind, layer.source is None, layer.width)), index)
+        sources = ((self._layers[index].source, index) for index in result.values())
+        return [(index,) if source is None else (source, index) for source, index in sources]

@@ -12,7 +12,7 @@ from forerun.core.batch import Batch
 from forerun.core.errors import shown
 from forerun.models import checkpoint
 
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """Kinds whose frequencies do not depend on the length of the text."""
 GROWTH = 2048
 

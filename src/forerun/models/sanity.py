@@ -139,8 +139,15 @@ def check_config(config: Any, path: Path) -> None:
     text = config.get_text_config()
     if not isinstance(text, PretrainedConfig):
         raise ModelError(f"{path} cannot be used: text_config must be an object, not {shown(text)}")
+    described = ARCHITECTURES.get(text.model_type)
     differing = text.per_layer_attributes
-    if differing:
+    if differing and described is not None and described.attention.sized:
+        text.allow_global_per_layer_attribute_access = True
+        for layer in text.per_layer_config:
+            for name in ("num_key_value_heads", "head_dim"):
+                if not _is_count(getattr(layer, name)):
+                    raise ModelError(f"{path} cannot be used: {name} of a layer is {shown(getattr(layer, name))}")
+    elif differing:
         raise ModelError(
             f"{path.parent} ({text.model_type}) gives its layers sizes of their own ({', '.join(sorted(differing))}), "
             "which forerun does not run"
@@ -153,7 +160,6 @@ def check_config(config: Any, path: Path) -> None:
         for value in _each(getattr(text, name, None)):
             if not _is_count(value):
                 refuse(name, f"an integer from 1 to {LARGEST}")
-    described = ARCHITECTURES.get(text.model_type)
     stateful = described.mixer.layers if described is not None and described.mixer is not None else None
     run = [kind for kind in ("full_attention", "sliding_attention", stateful) if kind]
     for kind in _each(getattr(text, "layer_types", None)):

@@ -32,6 +32,8 @@ class Norms:
     after_mlp: Name | None = None
     query: Name | None = None
     key: Name | None = None
+    values: bool = False
+    """Values are normed head by head too, without weights."""
     whole: bool = False
     """Query and key are normed over all heads together, not head by head."""
     after_rotary: bool = False
@@ -61,8 +63,8 @@ class Attention:
     """As ``bias``, of ``out``."""
     scale: str | None = None
     """Scores are multiplied by its power of -1/2; None: by that of a head's width."""
-    multiplier: str | None = None
-    """Scores are multiplied by this instead."""
+    multiplier: str | float | None = None
+    """Scores are multiplied by this instead; a number is itself."""
     softcap: str | None = None
     window: Literal["none", "every", "typed"] = "none"
     """``sliding_window`` holds in no layer, in every one, or in those that ``layer_types`` calls sliding."""
@@ -71,6 +73,12 @@ class Attention:
     the parameters of its type in ``layer_types``; or those with a window (all, where the config has none)."""
     grows: bool = False
     """Queries are multiplied by a factor that grows with the position, as ``llama_4_scaling_beta`` says."""
+    sized: bool = False
+    """Heads have a width and a number of their own in each layer, as ``per_layer_config`` says."""
+    borrowed: str | None = None
+    """So many last layers have no keys and values: they read those of the last layer of their type before them."""
+    twice: str | None = None
+    """Whether layers without a window make keys and values by one projection: it stands for both."""
     sinks: Name | None = None
     """A score for each head that takes its part in the softmax and has no value."""
     gated: bool = False
@@ -94,6 +102,8 @@ class Mlp:
     """The config key that names it; None: silu."""
     width: str = "intermediate_size"
     """The config key of the outputs of the gate; LFM2's ``block_*`` keys change what it says."""
+    doubled: str | None = None
+    """Whether layers that borrow keys and values have twice as many."""
     bias: str | None = None
     """A config key that says whether projections have biases."""
     numbers: tuple[Name, ...] = ()
@@ -123,6 +133,22 @@ class ExpertsSpec:
     """A checkpoint stacks a layer's experts, [experts, inputs, outputs], the outputs of gate and up by turns."""
     placed: Literal["every", "stepped"] = "every"
     """In every layer, or in those of ``decoder_sparse_step`` that are not in ``mlp_only_layers``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerInputs:
+    """Per-layer embeddings (Gemma 3n and 4): beside its rows each layer reads (normed projection of the embedding + row
+    of a table) / sqrt(2), and adds norm(out(activation(gate(x)) * that)). ``width`` and ``tokens`` are config keys; a
+    width of 0: there are none. ``table``, ``project`` and ``norm`` are whole names, the others a layer's."""
+
+    table: Name = Name("model.embed_tokens_per_layer", "per_layer_token_embd")
+    project: Name = Name("model.per_layer_model_projection", "per_layer_model_proj")
+    norm: Name = Name("model.per_layer_projection_norm", "per_layer_proj_norm")
+    gate: Name = Name("per_layer_input_gate", "inp_gate")
+    out: Name = Name("per_layer_projection", "proj")
+    after: Name = Name("post_per_layer_input_norm", "post_norm")
+    width: str = "hidden_size_per_layer_input"
+    tokens: str = "vocab_size_per_layer_input"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +229,11 @@ class Architecture:
     mlp: Mlp = Mlp()
     experts: ExpertsSpec | None = None
     mixer: Mixer | None = None
+    inputs: LayerInputs | None = None
+    layer_scale: Name | None = None
+    """A number that a layer's output is multiplied by."""
+    missing: tuple[str, ...] = ()
+    """Config keys of parts that are not described: such a checkpoint is refused."""
     within: str | None = None
     """What ``model`` is called in checkpoints that also read pictures; what ``beside`` names is left out of those."""
     beside: tuple[str, ...] = ()
@@ -213,7 +244,7 @@ class Architecture:
         stem, _, kind = gguf.rpartition(".")
         if kind not in KINDS:
             stem, kind = gguf, ""
-        ends = {name.gguf: name.checkpoint for name in (self.embedding, self.norm, self.head)}
+        ends = {name.gguf: name.checkpoint for name in self._ends()}
         if stem in ends:
             return f"{ends[stem]}.{kind}" if self._has(ends[stem], kind) else None
         block, _, rest = stem.partition(".")
@@ -229,7 +260,7 @@ class Architecture:
     def gguf_name(self, checkpoint: str) -> str | None:
         """The other way, for what is not stacked."""
         stem, _, kind = checkpoint.rpartition(".")
-        ends = {name.checkpoint: name.gguf for name in (self.embedding, self.norm, self.head)}
+        ends = {name.checkpoint: name.gguf for name in self._ends()}
         if stem in ends:
             return f"{ends[stem]}.{kind}" if self._has(stem, kind) else None
         index, _, part = stem.removeprefix(f"{self.layers.checkpoint}.").partition(".")
@@ -246,13 +277,18 @@ class Architecture:
         values = (getattr(self.norms, field.name) for field in fields(self.norms))
         yield from (self.norm, *(value for value in values if isinstance(value, Name)))
 
+    def _ends(self) -> tuple[Name, ...]:
+        more = () if self.inputs is None else (self.inputs.table, self.inputs.project, self.inputs.norm)
+        return self.embedding, self.norm, self.head, *more
+
     def _has(self, end: str, kind: str) -> bool:
         """Whether the embedding, the final norm or the output layer has such a tensor, by its name in a checkpoint."""
         return kind == "weight" or (kind == "bias" and self.norms.bias and end == self.norm.checkpoint)
 
     def names(self) -> Iterator[Name]:
         """Of every tensor of a layer."""
-        for part in (self.norms, self.attention, self.mlp, self.experts, self.mixer):
+        yield from () if self.layer_scale is None else (self.layer_scale,)
+        for part in (self.norms, self.attention, self.mlp, self.experts, self.mixer, self.inputs):
             for field in fields(part) if part is not None else ():
                 value = getattr(part, field.name)
                 each = () if field.name == "numbers" else value if isinstance(value, tuple) else (value,)

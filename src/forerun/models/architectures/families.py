@@ -8,6 +8,7 @@ from forerun.models.architectures.description import (
     Architecture,
     Attention,
     ExpertsSpec,
+    LayerInputs,
     Mlp,
     Name,
     Norms,
@@ -202,12 +203,24 @@ QWEN3_5 = Architecture(
     attention=Attention(bias=BIAS, out_bias=BIAS, gated=True, partial=True), mixer=DELTA_NET,
     within="model.language_model", beside=("model.visual.", "mtp."),
 )  # fmt: skip
+GEMMA4 = replace(
+    GEMMA3, model_type="gemma4_text", causal="Gemma4ForCausalLM", gguf="gemma4",
+    norms=replace(GEMMA3.norms, plus=0.0, values=True),
+    attention=Attention(
+        bias=BIAS, out_bias=BIAS, multiplier=1.0, window="typed", rotary="typed", partial=True, sized=True,
+        borrowed="num_kv_shared_layers", twice="attention_k_eq_v",
+    ),
+    mlp=replace(GEMMA3.mlp, doubled="use_double_wide_mlp"), inputs=LayerInputs(),
+    layer_scale=Name("layer_scalar", "layer_output_scale", bare=True), missing=("enable_moe_block",),
+    within="model.language_model",
+    beside=("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
+)  # fmt: skip
 
 ARCHITECTURES = {
     each.model_type: each
     for each in (
         LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GRANITE, OLMO3,
         EXAONE4, GLM4, HUNYUAN, ERNIE4_5, SEED_OSS, APERTUS, COHERE2, STARCODER2, GPT_OSS, MINISTRAL3, LFM2,
-        QWEN3_5,
+        QWEN3_5, GEMMA4,
     )
 }  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from forerun.models.architectures.description import Architecture, Name, ShortConvSpec
+from forerun.models.architectures.description import KINDS, Architecture, Name, ShortConvSpec
 from forerun.models.architectures.spec import LayerSpec, Spec, bind
 
 Shape = tuple[int, ...]
@@ -17,8 +17,13 @@ def shapes(config: Any) -> dict[str, Shape]:
     spec = bind(config)
     architecture, rows = spec.architecture, (config.vocab_size, spec.hidden)
     result: dict[str, Shape] = {f"{architecture.embedding.checkpoint}.weight": rows}
+    if spec.inputs and architecture.inputs is not None:
+        names, every = architecture.inputs, len(spec.layers) * spec.inputs
+        result[f"{names.table.checkpoint}.weight"] = (getattr(config, names.tokens), every)
+        result[f"{names.project.checkpoint}.weight"] = (every, spec.hidden)
+        result[f"{names.norm.checkpoint}.weight"] = (spec.inputs,)
     for index, layer in enumerate(spec.layers):
-        for part, shape in _layer(spec, layer, config):
+        for part, shape in _layer(spec.at(index), layer, config):
             result[f"{architecture.layers.checkpoint}.{index}.{part}"] = shape
     result |= _norm(architecture, architecture.norm.checkpoint, spec.hidden)
     if not config.tie_word_embeddings:
@@ -26,26 +31,48 @@ def shapes(config: Any) -> dict[str, Shape]:
     return result
 
 
+def unread(config: Any) -> set[str]:
+    """Names of tensors that checkpoints hold for layers which read keys and values of others."""
+    spec = bind(config)
+    norms, attention, at = spec.architecture.norms, spec.architecture.attention, spec.architecture.layers.checkpoint
+    names = [name.checkpoint for name in (*attention.qkv[1:], norms.key) if name is not None]
+    return {
+        f"{at}.{index}.{name}.{kind}"
+        for index, layer in enumerate(spec.layers)
+        if layer.source is not None
+        for name in names
+        for kind in KINDS
+    }
+
+
 def _layer(spec: Spec, layer: LayerSpec, config: Any) -> Iterator[tuple[str, Shape]]:
     norms = spec.architecture.norms
-    yield from _attention(spec, config) if not layer.mixer else _mixer(spec)
+    yield from _attention(spec, layer, config) if not layer.mixer else _mixer(spec)
     yield from _mlp(spec, config) if not layer.experts else _experts(spec, layer.experts, config)
+    if spec.architecture.layer_scale is not None:
+        yield spec.architecture.layer_scale.checkpoint, (1,)
+    if spec.inputs and spec.architecture.inputs is not None:
+        names = spec.architecture.inputs
+        yield from _linears((names.gate,), (spec.inputs,), spec.hidden, bias=False)
+        yield from _linears((names.out,), (spec.hidden,), spec.inputs, bias=False)
+        yield from _norm(spec.architecture, names.after.checkpoint, spec.hidden).items()
     outer = (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp)
     for name in outer:
         if name is not None:
             yield from _norm(spec.architecture, name.checkpoint, spec.hidden).items()
 
 
-def _attention(spec: Spec, config: Any) -> Iterator[tuple[str, Shape]]:
+def _attention(spec: Spec, layer: LayerSpec, config: Any) -> Iterator[tuple[str, Shape]]:
     norms, attention = spec.architecture.norms, spec.architecture.attention
     queries, shared = spec.heads * spec.width, spec.kv_heads * spec.width
     first = 2 * queries if attention.gated else queries
-    yield from _linears(attention.qkv, (first, shared, shared), spec.hidden, bias=_has(config, attention.bias))
+    names = attention.qkv[:1] if layer.source is not None else attention.qkv[:2] if layer.twice else attention.qkv
+    yield from _linears(names, (first, shared, shared), spec.hidden, bias=_has(config, attention.bias))
     yield from _linears((attention.out,), (spec.hidden,), queries, bias=_has(config, attention.out_bias))
     if attention.sinks is not None:
         yield attention.sinks.checkpoint, (spec.heads,)
     for name, whole in ((norms.query, queries), (norms.key, shared)):
-        if name is not None:
+        if name is not None and (layer.source is None or name is norms.query):
             yield f"{name.checkpoint}.weight", (whole if norms.whole else spec.width,)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,14 @@ class LayerSpec:
     """0: an MLP."""
     mixer: bool = False
     """In the place of attention."""
+    heads: tuple[int, int] | None = None
+    """Key-value heads, and the width of a head; None: the model's."""
+    inner: int | None = None
+    """Outputs of the gate of an MLP; None: the model's."""
+    source: int | None = None
+    """The layer whose keys and values are read; None: its own."""
+    twice: bool = False
+    """One projection makes keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +116,20 @@ class Spec:
     """Outputs of the gate of an MLP."""
     layers: tuple[LayerSpec, ...]
     mixer: MixerSpec | None = None
+    inputs: int = 0
+    """Numbers of a row of per-layer embeddings."""
+
+    def at(self, index: int) -> Spec:
+        """The sizes of one layer; it has no key-value heads where it reads another's."""
+        layer = self.layers[index]
+        kv_heads, width = layer.heads or (self.kv_heads, self.width)
+        kv_heads = kv_heads if layer.source is None else 0
+        return replace(self, kv_heads=kv_heads, width=width, inner=layer.inner or self.inner)
+
+    @property
+    def uneven(self) -> bool:
+        """Whether layers have sizes, keys or inputs that differ from layer to layer."""
+        return bool(self.inputs) or any(layer.heads or layer.source is not None for layer in self.layers)
 
     @property
     def states(self) -> tuple[StateShape | None, ...]:
@@ -135,12 +157,24 @@ def applies(config: Any) -> str | None:
         return f"activation {activation!r}"
     if getattr(config, "use_bidirectional_attention", None):
         return "attention to later tokens"
+    for key in result.missing:
+        if getattr(config, key, None):
+            return f"{key} {shown(getattr(config, key))}"
     types = set(getattr(config, "layer_types", None) or ()) - {SLIDING, FULL}
     types -= {result.mixer.layers} if result.mixer is not None else set()
     if (result.attention.window == "typed" or result.mixer is not None) and types:
         return f"layers of type {types.pop()!r}"
+    borrowed = _borrowed(result, config)
+    if borrowed and set(config.layer_types[-borrowed:]) - set(config.layer_types[:-borrowed]):
+        return f"{result.attention.borrowed} {borrowed}: layers that borrow keys of a type that none before them has"
     reason = None if result.mixer is None else _mixer_applies(result.mixer, config)
     return reason or _rope_applies(result, config)
+
+
+def is_sized(config: Any) -> bool:
+    """Whether an architecture is described whose layers may have heads of sizes of their own."""
+    result = ARCHITECTURES.get(config.model_type)
+    return result is not None and result.attention.sized
 
 
 def keeps_state(config: Any) -> bool:
@@ -167,13 +201,14 @@ def bind(config: Any) -> Spec:
     result = ARCHITECTURES[config.model_type]
     attention, experts = result.attention, result.experts
     heads, clamp = config.num_attention_heads, experts.clamp if experts is not None else ()
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    own = config.per_layer_config[0] if attention.sized else config
+    width = getattr(own, "head_dim", None) or config.hidden_size // heads
     normalised = experts is not None and (experts.normalised is None or bool(getattr(config, experts.normalised)))
     return Spec(
         architecture=result,
         hidden=config.hidden_size,
         heads=heads,
-        kv_heads=config.num_key_value_heads,
+        kv_heads=own.num_key_value_heads,
         width=width,
         eps=getattr(config, result.norms.eps),
         scale=_scale(result, config, width),
@@ -190,6 +225,7 @@ def bind(config: Any) -> Spec:
         inner=_inner(result.mlp.width, config),
         layers=tuple(_layer(result, config, index) for index in range(config.num_hidden_layers)),
         mixer=None if result.mixer is None else _mixer(result.mixer, config),
+        inputs=0 if result.inputs is None else int(getattr(config, result.inputs.width) or 0),
     )
 
 
@@ -254,7 +290,8 @@ def _scale(architecture: Architecture, config: Any, width: int) -> float:
     """Of attention's scores."""
     attention = architecture.attention
     if attention.multiplier is not None:
-        return float(getattr(config, attention.multiplier))
+        given = attention.multiplier
+        return given if isinstance(given, float) else float(getattr(config, given))
     return float((width if attention.scale is None else getattr(config, attention.scale)) ** -0.5)
 
 
@@ -286,7 +323,27 @@ def _layer(architecture: Architecture, config: Any, index: int) -> LayerSpec:
     if attention.rotary == "sliding" and kind != SLIDING and getattr(config, "sliding_window", None) is not None:
         rotary = None
     mixer = architecture.mixer is not None and config.layer_types[index] == architecture.mixer.layers
-    return LayerSpec(window, rotary, _experts(architecture, config, index), mixer)
+    result = LayerSpec(window, rotary, _experts(architecture, config, index), mixer)
+    return _sized(result, architecture, config, index) if attention.sized else result
+
+
+def _borrowed(architecture: Architecture, config: Any) -> int:
+    """How many last layers have no keys and values."""
+    key = architecture.attention.borrowed
+    return 0 if key is None else int(getattr(config, key) or 0)
+
+
+def _sized(layer: LayerSpec, architecture: Architecture, config: Any, index: int) -> LayerSpec:
+    """A layer with the sizes of its own, and where its keys and values are."""
+    attention, mlp, own = architecture.attention, architecture.mlp, config.per_layer_config[index]
+    types, first = config.layer_types, config.num_hidden_layers - _borrowed(architecture, config)
+    source = max(i for i in range(first) if types[i] == types[index]) if index >= first else None
+    doubled = source is not None and mlp.doubled is not None and getattr(config, mlp.doubled)
+    twice = attention.twice is not None and types[index] != SLIDING and getattr(config, attention.twice)
+    return replace(
+        layer, heads=(own.num_key_value_heads, own.head_dim), inner=2 * _inner(mlp.width, config) if doubled else None,
+        source=source, twice=bool(twice) and source is None,
+    )  # fmt: skip
 
 
 def _experts(architecture: Architecture, config: Any, index: int) -> int:

@@ -25,6 +25,10 @@ def check(spec: Spec, config: Any, size: int) -> None:
     """Raise ConfigError unless ``size`` ranks can have equal parts."""
     if spec.states:
         raise ConfigError("tensor_parallel_size splits layers of attention: leave it out for a model with state")
+    if spec.uneven:
+        raise ConfigError(
+            f"tensor_parallel_size splits layers of one size: leave it out for {spec.architecture.causal}"
+        )
     if spec.architecture.attention.sinks is not None:
         raise ConfigError(f"tensor_parallel_size {size}: {spec.architecture.causal} has sinks, which are not split")
     counts = {"heads": spec.heads}
