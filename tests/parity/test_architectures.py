@@ -310,6 +310,7 @@ def test_layers_read_the_keys_and_values_of_others(checkpoint):
         feed(model, Span(0, 0, tokens), embeds=given, embed_rows=torch.tensor([0]))
 
 
+@torch.inference_mode()
 def test_gemma_4_inside_a_model_that_reads_pictures(tmp_path):
     """Vision is left out, and so are keys that nobody reads, which the published checkpoints have."""
     text = {**SIZES, **CASES["gemma4"][1]}
