@@ -33,6 +33,7 @@ from forerun import LLM, SamplingParams
 from forerun.measure.config import CATEGORIES, CATEGORIES_SMALL, HUMANEVAL
 from forerun.measure.conversations import read_set
 from forerun.measure.environment import processor
+from forerun.models.inventory import here
 
 PROMPTS, ANSWERS = (50, 300, 1500), (8, 32, 128)
 MODULES = [
@@ -84,7 +85,9 @@ def serve(stack: ExitStack, program: str, model: Path, port: int, threads: int, 
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     stack.callback(process.kill)
     base = f"http://127.0.0.1:{port}"
-    while process.poll() is None:
+    while True:
+        if process.poll() is not None:
+            raise SystemExit(f"{' '.join(command)} ended with status {process.returncode}")
         try:
             urllib.request.urlopen(f"{base}/health").close()
             break
@@ -194,7 +197,7 @@ def main() -> None:
     answers: dict[str, Callable[..., Any]] = {name: partial(answer, llm) for name, llm in llms.items()}
     with ExitStack() as stack:
         if options.llama_server:
-            file = llms["plain"].model.info.path
+            file = here(options.model)
             start = partial(serve, stack, options.llama_server, file)
             answers["llama"] = start(18081, options.threads)
             if options.draft:
