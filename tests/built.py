@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,12 +15,11 @@ from forerun import kernels
 
 def kernels_for(folder: Path, *machine: str) -> ctypes.CDLL:
     """As the compiler makes them with the options ``machine``, quickly."""
-    compiler = next(filter(None, map(shutil.which, kernels.COMPILERS)))
     path = folder / "kernels.so"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "FLAGS", ("-O1", *kernels.FLAGS[1:]))
         patch.delenv("FORERUN_SANITIZE", raising=False)
-        kernels._compile(compiler, path, machine)
+        kernels._compile(kernels.compiler(), path, machine)
     result = ctypes.CDLL(str(path))
     kernels._bind(result)
     return result

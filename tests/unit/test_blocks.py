@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -227,14 +226,15 @@ def built(tmp_path_factory):
     """The kernels as compiled for each of them."""
     folder = tmp_path_factory.mktemp("units")
     (folder / "call.cpp").write_text(CALL)
-    compiler = next(filter(None, map(shutil.which, kernels.COMPILERS)))
     flags = ["-O0", "-std=c++17", "-fPIC", "-pthread", "-shared", "-I", str(kernels.HERE)]
 
     def build(unit: str) -> ctypes.CDLL:
         parts = [folder / "call.cpp", kernels.HERE / "quants.cpp", kernels.HERE / "threads.cpp"]
         sources = [*map(str, parts), "-o", str(folder / f"{unit}.so")]
         around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's
-        subprocess.run([compiler, *flags, f"-march={unit}", *sources], check=True, capture_output=True, env=around)
+        subprocess.run(
+            [*kernels.compiler(), *flags, f"-march={unit}", *sources], check=True, capture_output=True, env=around
+        )
         return ctypes.CDLL(str(folder / f"{unit}.so"))
 
     with ThreadPoolExecutor(2) as pool:

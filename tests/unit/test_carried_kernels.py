@@ -52,6 +52,7 @@ def test_the_best_that_the_processor_has_is_loaded(carried, monkeypatch, units, 
 def test_nothing_is_compiled_where_they_are_carried(carried, monkeypatch):
     monkeypatch.setattr(kernels, "_compile", lambda *arguments: pytest.fail("compiled"))
     monkeypatch.setattr(kernels, "COMPILERS", ())
+    monkeypatch.setattr(kernels, "ZIG", "no_such_module")
     result = kernels.library.__wrapped__()
     assert result is not None
     assert Path(result._name).parent == carried
@@ -69,3 +70,28 @@ def test_kernels_of_other_sources_or_damaged_ones_are_left(carried, monkeypatch,
             assert chosen() == ""
         assert "is damaged" in caplog.text
         assert "cannot be loaded, they are compiled instead" in caplog.text
+
+
+ZIG = """import pathlib, sys
+assert sys.argv[1] == "c++"
+to = pathlib.Path(sys.argv[sys.argv.index("-o") + 1])
+to.write_bytes(pathlib.Path({kernels!r}).read_bytes()[: -{seal}] if to.suffix == ".so" else b"")
+"""
+
+
+def test_without_a_compiler_of_the_system_the_extras_one_compiles(tmp_path, monkeypatch):
+    """Also where every program is out of reach: it is called as a module of this Python."""
+    whole = kernels.library()
+    assert whole is not None
+    package = tmp_path / "packages" / "zig_like"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text(ZIG.format(kernels=whole._name, seal=kernels.SEAL), encoding="utf-8")
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("PYTHONPATH", str(package.parent))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kernels, "ZIG", "zig_like")
+    result = kernels.library.__wrapped__()
+    assert result is not None
+    assert Path(result._name).parent == tmp_path / "cache"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -223,11 +222,10 @@ def test_a_unit_that_adds_up_wrongly_is_not_used(monkeypatch, caplog):
 
 
 def test_the_words_of_the_unit_itself_compile(tmp_path: Path):
-    compiler = next(filter(None, map(shutil.which, kernels.COMPILERS)))
     around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     flags = [*kernels.CARRIABLE["avx512_amx"][1], "-O1", "-std=c++17", "-fopenmp", "-S", "-o", "-"]
     for name in ("linear", "quants"):
-        command = [compiler, *flags, str(kernels.HERE / f"{name}.cpp")]
+        command = [*kernels.compiler(), *flags, str(kernels.HERE / f"{name}.cpp")]
         made = subprocess.run(command, check=True, capture_output=True, text=True, env=around).stdout
         assert {"linear": "tdpbf16ps", "quants": "tdpbsud"}[name] in made
         assert "tilerelease" in made

@@ -16,6 +16,7 @@ from forerun.cli.console import all_threads, read_file, set_threads
 from forerun.cli.options import SERVED, SPECULATIVE, takes
 from forerun.cli.serve import PAGE_SIZE, ServedName, load_served, replicated, served_drafters
 from forerun.core.errors import ConfigError
+from forerun.core.folders import POSIX
 
 if TYPE_CHECKING:
     from forerun.engine.async_engine import AsyncEngine
@@ -130,7 +131,7 @@ def work(file: Path, out: Path, written: Answers, opening: Opening, options: Ser
 
     async def until_stopped() -> Tally | None:
         task = asyncio.create_task(answered())
-        for kind in (signal.SIGINT, signal.SIGTERM):
+        for kind in (signal.SIGINT, signal.SIGTERM) if POSIX else ():  # on Windows a signal ends it with an exception
             asyncio.get_running_loop().add_signal_handler(kind, task.cancel)
         try:
             return await task

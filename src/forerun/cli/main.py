@@ -115,7 +115,6 @@ app = typer.Typer(
     name="forerun",
     cls=Commands,
     help="Lossless speculative decoding: the same tokens, sooner.",
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )

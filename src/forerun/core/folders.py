@@ -98,6 +98,16 @@ def _name(user: int) -> str:
         return f"user-{user}"
 
 
+def lock(file: int) -> None:
+    """Keep an open file for this process alone, until it is closed; on Windows for all. Raises BlockingIOError where
+    another process keeps it."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def make_folder(path: Path) -> Path:
     """Makes a folder, and those above it, that nobody but this user and root can write to. Raises OSError where that
     cannot be."""

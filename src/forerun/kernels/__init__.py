@@ -1,8 +1,8 @@
 """Kernels in C++ for x86-64 processors with AVX2 and FMA or with AVX-512, compiled once per processor and kept in the
 user's cache folder.
 
-A platform wheel (``make wheel``) carries them compiled, for AVX2 and up; then nothing is compiled. Where there is
-neither that nor a compiler, no such processor or no place to keep the result, or where the environment variable
+A wheel for Linux (``make wheels``) carries them compiled, for AVX2 and up; then nothing is compiled. Elsewhere, with
+neither that nor a compiler, without such a processor or a place to keep the result, or where the environment variable
 ``FORERUN_KERNELS`` is 0, ``library`` is None and callers use torch. With ``FORERUN_TILES`` 0 they leave a matrix unit
 alone.
 """
@@ -16,10 +16,12 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -56,6 +58,10 @@ CARRIABLE: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
 }  # fmt: skip
 """What a processor must have for each, as ``/proc/cpuinfo`` has it, and how it is compiled; the best first."""
 COMPILERS = ("c++", "g++", "clang++")
+ZIG = "ziglang"
+"""A module that compiles C++, for every system from each: the extra ``forerun[compiler]``."""
+TARGET = ("-target", "x86_64-linux-gnu.2.28")
+"""What a wheel's kernels are for: ``manylinux_2_28_x86_64``."""
 SEAL = hashlib.sha256().digest_size
 """Bytes at a library's end, behind all that a loader reads: the hash of what is before them, so that one that is cut
 short or changed is known before it is loaded."""
@@ -112,14 +118,30 @@ def processor() -> str:
     return "\n".join([platform.platform(), *sorted(about)])
 
 
-def _compile(compiler: str, to: Path, machine: Sequence[str] = ("-march=native",)) -> None:
+def _zig() -> tuple[str, ...]:
+    """The command of ``ZIG``; empty where it is not installed."""
+    return (sys.executable, "-m", ZIG, "c++") if find_spec(ZIG) else ()
+
+
+def compiler() -> tuple[str, ...]:
+    """The command of the C++ compiler that is there; empty where there is none."""
+    path = next(filter(None, map(shutil.which, COMPILERS)), None)
+    return (path,) if path else _zig()
+
+
+def _compile(
+    compiler: Sequence[str],
+    to: Path,
+    machine: Sequence[str] = ("-march=native",),
+    patience: float | None = PATIENCE,
+) -> None:
     """Compile the kernels into the file ``to``, with their seal. Raises OSError or a SubprocessError."""
     around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's, or anyone's
     with tempfile.TemporaryDirectory(dir=to.parent) as work, watch_parts.get()(ONCE, len(SOURCES) + 1) as advance:
 
         def run(*arguments: str) -> None:
-            command = [compiler, *_flags(), *machine, *arguments]
-            subprocess.run(command, check=True, capture_output=True, timeout=PATIENCE, env=around)
+            command = [*compiler, *_flags(), *machine, *arguments]
+            subprocess.run(command, check=True, capture_output=True, timeout=patience, env=around)
             advance(1)
 
         parts = {source: str(Path(work) / f"{source.stem}.o") for source in SOURCES}
@@ -165,15 +187,16 @@ def carried(name: str) -> Path:
 
 
 def carry() -> None:
-    """Compile them all for a wheel; ``python -m forerun.kernels``. Raises KernelError without a compiler, OSError or a
+    """Compile them all for a wheel; ``python -m forerun.kernels``. Raises KernelError without ``ZIG``, OSError or a
     SubprocessError where it fails."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        raise KernelError("there is no C++ compiler")
+    zig = _zig()
+    if not zig:
+        raise KernelError(f"wheels are compiled by {ZIG}: pip install 'forerun[compiler]'")
     shutil.rmtree(CARRIED, ignore_errors=True)
     CARRIED.mkdir()
     for name, (_, machine) in CARRIABLE.items():
-        _compile(compiler, carried(name), machine)
+        units = (flag.removeprefix("-march=").removeprefix("-m").replace("-", "_") for flag in machine)
+        _compile(zig, carried(name), (*TARGET, f"-mcpu={'+'.join(units)}"), patience=None)
 
 
 def _carried() -> ctypes.CDLL | None:
@@ -196,13 +219,8 @@ def _carried() -> ctypes.CDLL | None:
 
 
 def _serves() -> bool:
-    """Whether this processor has what the kernels are written in."""
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return False
-    result = _units()
-    if not result:  # not Linux
-        return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return result >= NEEDED
+    """Whether this system and processor have what the kernels are written in."""
+    return sys.platform == "linux" and platform.machine() == "x86_64" and _units() >= NEEDED
 
 
 def _switched_on(name: str = "FORERUN_KERNELS", without: str = "kernels of our own") -> bool:
@@ -240,22 +258,29 @@ def library() -> ctypes.CDLL | None:
     """The compiled kernels by their names in ``SIGNATURES``, each with its argument types. A call raises KernelError
     for arguments that the kernel refuses. ``tiles``: whether a matrix unit serves them."""
     _switched_on("FORERUN_TILES", "a matrix unit")  # which the kernels look at themselves
-    if not _switched_on() or not _serves():
+    if not _switched_on():
+        return None
+    if not _serves():
+        log.warning(
+            "torch runs the models: our kernels need Linux and x86-64 with AVX2, FMA and F16C; this is %s on %s",
+            platform.system(),
+            platform.machine(),
+        )
         return None
     if (ready := _carried()) is not None:
         return ready
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
+    command = compiler()
+    if not command:
         log.warning(
             "no C++ compiler, so torch runs the models, at about half the speed and less; install one "
-            "(apt-get install g++), or set FORERUN_KERNELS=0 to do without"
+            "(pip install 'forerun[compiler]', or apt-get install g++), or set FORERUN_KERNELS=0 to do without"
         )
         return None
     try:
         folder = make_folder(cache_folder())
-        path = folder / f"kernels-{_key([*_written(), compiler, *_flags(), processor()])}.so"
+        path = folder / f"kernels-{_key([*_written(), *command, *_flags(), processor()])}.so"
         if not path.is_file() or distrust(path) or not _whole(path):
-            _compile(compiler, path)
+            _compile(command, path)
         result = ctypes.CDLL(str(path))
         _bind(result)
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:

@@ -108,7 +108,8 @@ class GGUFFile:
 
     def release(self) -> None:
         """Give the pages back that were read; they are read again where they are asked for again."""
-        self._bytes.madvise(mmap.MADV_DONTNEED)
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            self._bytes.madvise(mmap.MADV_DONTNEED)
 
     def _tensor(self, name: str) -> GGUFTensor:
         if name not in self.tensors:

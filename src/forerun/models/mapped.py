@@ -48,8 +48,9 @@ class Files:
 
     def release(self) -> None:
         """Give the pages back that were read; they are read again where they are asked for again."""
-        for mapped in self._maps.values():
-            mapped.madvise(mmap.MADV_DONTNEED)
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            for mapped in self._maps.values():
+                mapped.madvise(mmap.MADV_DONTNEED)
 
 
 class CheckpointWeights:

@@ -6,7 +6,6 @@ An answer's ``id`` names its line and the line's content: what has been answered
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import hashlib
 import json
 import os
@@ -19,6 +18,7 @@ from typing import Any, BinaryIO
 from starlette.types import ASGIApp, Message
 
 from forerun.core.errors import ConfigError
+from forerun.core.folders import lock
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 LATER = (429, 503)
@@ -100,17 +100,21 @@ def lines(path: Path) -> Iterator[BatchLine]:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
 
 
+BINARY = getattr(os, "O_BINARY", 0)
+"""Windows has text files too."""
+
+
 class Answers:
     """The file of answers to the lines of ``source``. One process at a time may have it open; what it holds then stays,
     up to an answer that was cut off. Raises ConfigError for a file that cannot be had, or holds anything else."""
 
     def __init__(self, path: Path, source: Path) -> None:
         try:
-            self.file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "r+b")
+            self.file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | BINARY, 0o644), "r+b")
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}") from None
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self.file.fileno())
         except BlockingIOError:
             self.file.close()
             raise ConfigError(f"{path} is being written by another process: wait for it") from None

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import gc
-import resource
 import socket
 from functools import partial
 from time import monotonic
@@ -52,6 +51,10 @@ def address_of(host: str, listener: socket.socket) -> str:
 
 def allow_files(connections: int) -> None:
     """Let this process have so many connections. Raises ConfigError where the system does not."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return
     requested = connections + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= requested:

@@ -1,0 +1,86 @@
+"""What other systems lack, and what a shell asks for."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+WITHOUT = """
+import os, pkgutil, sys, importlib
+import torch, fastapi, uvicorn, transformers  # which have forms of their own for every system
+
+LACKING = {"fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "readline", "syslog"}
+
+class Lacking:
+    def find_spec(self, name, path=None, target=None):
+        if name in LACKING:
+            raise ModuleNotFoundError(name)
+
+for name in LACKING:
+    sys.modules.pop(name, None)
+sys.meta_path.insert(0, Lacking())
+for name in ("geteuid", "getuid", "getgid", "fork", "sched_getaffinity", "sched_getscheduler", "getloadavg", "sysconf"):
+    delattr(os, name)
+import forerun
+for module in pkgutil.walk_packages(forerun.__path__, "forerun."):
+    try:
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("ray", "triton", "vllm"):  # extras
+            raise
+from forerun.core.folders import cache_folder, lock
+from forerun.serve.run import allow_files
+cache_folder()
+allow_files(1 << 30)
+with open(os.devnull) as file:
+    lock(file.fileno())
+print(len([name for name in sys.modules if name.startswith("forerun.")]))
+"""
+
+
+@pytest.mark.slow
+def test_everything_imports_without_the_modules_that_windows_lacks():
+    result = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) > 150
+
+
+SHELLS = {
+    "bash": ({"COMP_WORDS": "forerun gene", "COMP_CWORD": "1"}, "complete -o default -F"),
+    "zsh": ({"_TYPER_COMPLETE_ARGS": "forerun gene"}, "#compdef forerun"),
+    "fish": ({"_TYPER_COMPLETE_ARGS": "forerun gene", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}, "complete --command"),
+}
+
+
+def completed(action: str, **variables: str) -> str:
+    around = {**os.environ, "_FORERUN_COMPLETE": action, **variables}
+    command = [sys.executable, "-m", "forerun"]
+    return subprocess.run(command, env=around, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_shells_complete_a_command(shell):
+    typed, script = SHELLS[shell]
+    assert script in completed(f"source_{shell}")
+    answer = completed(f"complete_{shell}", **typed)
+    assert "generate" in answer
+    assert "serve" not in answer
+
+
+def test_bash_itself_completes(tmp_path):
+    program = tmp_path / "forerun"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m forerun "$@"\n', encoding="utf-8")
+    program.chmod(0o755)
+    script = completed("source_bash") + (
+        'COMP_WORDS=(forerun generate --max-tok); COMP_CWORD=2; _forerun_completion forerun; echo "${COMPREPLY[@]}"'
+    )
+    around = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    bash = shutil.which("bash")
+    assert bash is not None
+    result = subprocess.run([bash, "-c", script], env=around, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["--max-tokens"]
