@@ -24,6 +24,7 @@ PROGRAMS = (*OURS, *LAB)
 HISTORY = {"complaints.md"}
 """Pages that name files and flags of other projects."""
 PIP = {"--index-url"}
+TOP = {"--version", "--install-completion", "--show-completion"}
 PYTEST = {"--full", "--conformance-table"}
 COSTS = {"--both"}
 """Flags of `python -m forerun_lab.bench.costs`."""
@@ -66,7 +67,7 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
         name = line.split()[0]
         assert name in PROGRAMS, line
         assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) <= options(load(name)), line
-    everywhere = set().union(*(options(load(name)) for name in PROGRAMS)) | {"--version"} | PYTEST | COSTS | PIP
+    everywhere = set().union(*(options(load(name)) for name in PROGRAMS)) | TOP | PYTEST | COSTS | PIP
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - everywhere == set()
 
 
