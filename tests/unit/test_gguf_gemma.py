@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kinds
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Gemma4ForCausalLM, Gemma4TextConfig
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ModelError
@@ -26,15 +27,16 @@ LINEAR = {"rope_parameters": {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }}  # fmt: skip
 
+SIZES = {
+    "vocab_size": len(TOKENS), "hidden_size": 64, "num_hidden_layers": 7, "num_attention_heads": 4, "head_dim": 32,
+    "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 256, "sliding_window": 7,
+    "eos_token_id": 0,
+}  # fmt: skip
+
 
 def make(**options) -> Gemma3ForCausalLM:
     torch.manual_seed(0)
-    sizes = {
-        "vocab_size": len(TOKENS), "hidden_size": 64, "num_hidden_layers": 7, "num_attention_heads": 4, "head_dim": 32,
-        "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 256, "sliding_window": 7,
-        "query_pre_attn_scalar": 32, "eos_token_id": 0,
-    }  # fmt: skip
-    module = Gemma3ForCausalLM(Gemma3TextConfig(**{**sizes, **options})).eval()
+    module = Gemma3ForCausalLM(Gemma3TextConfig(**{**SIZES, "query_pre_attn_scalar": 32, **options})).eval()
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     module.tie_weights()
@@ -128,3 +130,62 @@ def test_the_transformers_path_reads_the_same_file(tmp_path):
     assert model.info.path.startswith("hf")
     with torch.inference_mode():
         assert (logits(model, [IDS]) - module(torch.tensor([IDS])).logits[0]).abs().max() < 1e-4
+
+
+GEMMA4 = {
+    "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": len(TOKENS), "global_head_dim": 64, "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True, "final_logit_softcapping": 3.0,
+}  # fmt: skip
+
+
+def write_gemma4(path: Path, kind: Kinds = Kinds.F32) -> tuple[Gemma4ForCausalLM, Path]:
+    torch.manual_seed(0)
+    module = Gemma4ForCausalLM(Gemma4TextConfig(**{**SIZES, **GEMMA4})).eval()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    module.tie_weights()
+    writer = gguf.GGUFWriter(path, "gemma4")
+    first, slides = 4, [True, False] * 3
+    writer.add_context_length(SIZES["max_position_embeddings"])
+    writer.add_embedding_length(64)
+    writer.add_block_count(6)
+    writer.add_feed_forward_length([96] * first + [192] * 2)
+    writer.add_head_count(4)
+    writer.add_head_count_kv([2] * 6)
+    writer.add_layer_norm_rms_eps(module.config.rms_norm_eps)
+    writer.add_sliding_window(7)
+    writer.add_sliding_window_pattern(slides)
+    writer.add_shared_kv_layers(2)
+    writer.add_embedding_length_per_layer_input(32)
+    for add_width, width in (
+        (writer.add_key_length, 64), (writer.add_value_length, 64), (writer.add_key_length_swa, 32),
+        (writer.add_value_length_swa, 32), (writer.add_rope_dimension_count, 64),
+        (writer.add_rope_dimension_count_swa, 32),
+    ):  # fmt: skip
+        add_width(width)
+    writer.add_rope_freq_base(1e6)
+    writer.add_rope_freq_base_swa(1e4)
+    writer.add_final_logit_softcapping(3.0)
+    for key, value in VOCABULARY.items():
+        add(writer, key, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, 6)
+    held = {
+        **dict(module.named_parameters()),
+        **{n: b for n, b in module.named_buffers() if n.endswith("layer_scalar")},
+    }
+    for name, weight in held.items():
+        own = Kinds.F32 if weight.dim() == 1 else kind
+        data = gguf.quants.quantize(weight.detach().numpy(), own)
+        writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", data, raw_dtype=own)
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * 8 + [1e30] * 24, np.float32))
+    writer.add_tensor("blk.5.attn_k.weight", np.ones((128, 64), np.float32))  # which nobody reads
+    return module, finish(writer, path)
+
+
+def test_gemma_4_comes_back_as_it_went(tmp_path):
+    """Heads of two widths, borrowed keys, embeddings for each layer."""
+    module, path = write_gemma4(tmp_path / "model.gguf")
+    with torch.inference_mode():
+        expected = module(torch.tensor([IDS])).logits[0]
+    assert (logits(load_model(path), [IDS]) - expected).abs().max() < 1e-4

@@ -108,3 +108,14 @@ def test_phi_3s_added_tokens_take_the_spaces_behind_them():
 def test_what_is_missing_is_named(changes, message):
     with pytest.raises(ModelError, match=message):
         tokenizer(**changes)
+
+
+def test_pairs_that_are_listed_are_merged_in_their_order():
+    """As Gemma 4's files have them; one of them that is no pair of tokens is named."""
+    merges = ["i n", "t h", "e r", "th e", "▁ the", "r e"]
+    ours = tokenizer(model="gemma4", merges=merges, scores=None, add_space_prefix=None)
+    assert ours.tokenize("the here") == ["the", "▁", "h", "er", "e"]
+    with pytest.raises(ModelError, match=r"'q z' in tokenizer\.ggml\.merges, which is no pair of its tokens"):
+        tokenizer(model="gemma4", merges=["q z"])
+    with pytest.raises(ModelError, match=r"has no list of pairs in tokenizer\.ggml\.merges"):
+        tokenizer(model="gemma4")

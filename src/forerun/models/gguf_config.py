@@ -16,6 +16,7 @@ from forerun.models.architectures.families import (
     EXAONE4,
     GEMMA2,
     GEMMA3,
+    GEMMA4,
     GPT_OSS,
     GRANITE,
     LFM2,
@@ -76,6 +77,15 @@ class Keys:
             )
         return value
 
+    def each(self, key: str, layers: int, default: int | None = None) -> list[int]:
+        """One for each layer; where they may not differ, the same for all."""
+        value = self.get(key)
+        if self.architecture != GEMMA4.gguf or not isinstance(value, list):
+            return [self.whole(key, default)] * layers
+        if len(value) != layers or not all(isinstance(each, int) and each > 0 for each in value):
+            raise ModelError(f"{self.file.path} has {shown(value)} as {self.architecture}.{key}, for {layers} layers")
+        return value
+
     def positive(self, key: str, default: float | None = None) -> float:
         value = self.file.metadata.get(f"{self.architecture}.{key}", default)
         if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
@@ -101,7 +111,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "architectures": [result.causal],
         "model_type": result.model_type,
         "hidden_size": hidden,
-        "intermediate_size": keys.whole("feed_forward_length", keys.get("expert_feed_forward_length")),
+        "intermediate_size": keys.each("feed_forward_length", layers, keys.get("expert_feed_forward_length"))[0],
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": _kv_heads(keys, heads),
@@ -114,7 +124,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     }
     config |= {"num_nextn_predict_layers": predicting} if predicting else {}
     config |= _biases(file, result, layers)
-    config["rope_parameters"] = _rope(file, keys, width)
+    config["rope_parameters"] = {} if architecture == GEMMA4.gguf else _rope(file, keys, width)
     config |= _further(file, keys, config)
     return config | {"pad_token_id": None} | _special_ids(file, vocabulary)  # transformers has defaults
 
@@ -122,6 +132,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
 def _kv_heads(keys: Keys, heads: int) -> int:
     """Of the layers with attention; a list has 0 for others. Raises ModelError."""
     given = keys.get("attention.head_count_kv")
+    if isinstance(given, list) and keys.architecture == GEMMA4.gguf:
+        return keys.each("attention.head_count_kv", len(given))[0]  # layers have counts of their own
     if not isinstance(given, list):
         return keys.whole("attention.head_count_kv", heads)
     counts = {count for count in given if count != 0}
@@ -155,6 +167,8 @@ def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, An
         base = {**config["rope_parameters"], "rope_theta": keys.positive("rope.freq_base", 1e6)}
         rope = {FULL: base, SLIDING: {"rope_type": "default", "rope_theta": local}}
         return _gemma(keys, config, GEMMA3_PERIOD) | {"rope_parameters": rope}
+    if kind == GEMMA4.gguf:
+        return _gemma4(file, keys, config)
     if kind in (PHI3.gguf, STARCODER2.gguf):
         return {"sliding_window": _window(keys)}
     if kind == OLMO2.gguf and keys.get("attention.sliding_window"):
@@ -328,6 +342,55 @@ def _gemma(keys: Keys, config: dict[str, Any], period: int) -> dict[str, Any]:
         "query_pre_attn_scalar": width if layers == LARGEST[keys.architecture] else config["head_dim"],
         "final_logit_softcapping": _cap(keys, "final_logit_softcapping"),
     }
+
+
+def _gemma4(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Its layers have two kinds of heads; ``config`` has the width of those without a window."""
+    layers, width, narrow = config["num_hidden_layers"], config["head_dim"], keys.whole("attention.key_length_swa")
+    inner, kv_heads = (keys.each(key, layers) for key in ("feed_forward_length", "attention.head_count_kv"))
+    borrowed = keys.whole("attention.shared_kv_layers") if keys.get("attention.shared_kv_layers") else 0
+    doubled = borrowed > 0 and inner[-1] == 2 * inner[0]
+    if inner != [inner[0]] * (layers - borrowed) + [inner[0] * (1 + doubled)] * borrowed:
+        raise ModelError(
+            f"{file.path} has {shown(inner)} as {keys.architecture}.feed_forward_length, which is not read"
+        )
+    types = _sliding(keys, layers, GEMMA3_PERIOD)
+    own = {index: {"head_dim": width, "num_key_value_heads": kv_heads[index]} for index in range(layers)}
+    full = {str(index): sizes for index, sizes in own.items() if types[index] == FULL}
+    few = {kv_heads[index] for index in range(layers) if types[index] == SLIDING}
+    rotated = (keys.whole("rope.dimension_count", width), keys.whole("rope.dimension_count_swa", narrow))
+    if len(few) > 1 or rotated != (width, narrow):
+        raise ModelError(f"{file.path} has {shown(kv_heads)} key-value heads and rotates {shown(rotated)} numbers of "
+                         f"heads of {(width, narrow)}, which is not read")  # fmt: skip
+    table = file.tensors.get("per_layer_token_embd.weight")
+    return {
+        "head_dim": narrow, "num_key_value_heads": few.pop() if few else kv_heads[0], "per_layer_config": full,
+        "layer_types": types, "sliding_window": keys.whole("attention.sliding_window"),
+        "num_kv_shared_layers": borrowed, "use_double_wide_mlp": doubled,
+        "attention_k_eq_v": any(f"blk.{index}.attn_v.weight" not in file.tensors for index in map(int, full)
+                                if index < layers - borrowed),
+        "hidden_size_per_layer_input": keys.get("embedding_length_per_layer_input") or 0,
+        "vocab_size_per_layer_input": config["vocab_size"] if table is None else table.shape[0],
+        "final_logit_softcapping": _cap(keys, "final_logit_softcapping"),
+        "enable_moe_block": bool(keys.get("expert_count")),
+        "rope_parameters": {
+            FULL: _proportional(file, keys, width),
+            SLIDING: {"rope_type": "default", "rope_theta": keys.positive("rope.freq_base_swa", GEMMA3_LOCAL_BASE)},
+        },
+    }  # fmt: skip
+
+
+def _proportional(file: GGUFFile, keys: Keys, width: int) -> dict[str, Any]:
+    """Rotary parameters where the file divides the frequencies of the pairs that stay by 1e30, those of others by 1."""
+    base = keys.positive("rope.freq_base", 1e6)
+    if FREQUENCIES not in file.tensors:
+        return {"rope_type": "default", "rope_theta": base}
+    given = file.values(FREQUENCIES).double()
+    turned = int((given == 1).sum())
+    if given.shape != (width // 2,) or not (given[:turned] == 1).all() or not (given[turned:] >= 1e20).all():
+        raise ModelError(f"{file.path} divides its rotary frequencies ({FREQUENCIES}) in another way than Gemma 4 does")
+    factor = turned / (width // 2)
+    return {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": factor}
 
 
 def _cap(keys: Keys, name: str) -> float | None:

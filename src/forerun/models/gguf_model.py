@@ -17,7 +17,7 @@ from forerun.core.errors import ModelError, shown
 from forerun.models import gguf_split
 from forerun.models.architectures.description import Architecture
 from forerun.models.architectures.families import ARCHITECTURES
-from forerun.models.architectures.shapes import shapes
+from forerun.models.architectures.shapes import shapes, unread
 from forerun.models.architectures.spec import TILED_HEADS
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
@@ -128,7 +128,7 @@ class GGUFWeights:
         self.nbytes = sum(tensor.size for tensor in file.tensors.values())
         self.read = Read()
         self.tensors: dict[str, Held] = {}
-        requested = shapes(config)
+        requested, ignored = shapes(config), unread(config)
         first, more = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
         predicting = tuple(f"{architecture.layers.gguf}.{index}." for index in range(first, first + more))
         for name, tensor in file.tensors.items():
@@ -138,6 +138,8 @@ class GGUFWeights:
             if to is None:
                 raise ModelError(f"{file.path} has a tensor {name}, which {architecture.causal} does not have")
             for own, held in _parts(to, tensor):
+                if own in ignored:
+                    continue
                 if own not in requested:
                     raise ModelError(f"{file.path} has a tensor {name}, which its metadata leave out")
                 held = held.like(requested[own])

@@ -163,10 +163,10 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> Any:
     and for lists that contradict each other.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", gguf_sentencepiece.MERGED):
         raise ModelError(
             f"{where} has a tokenizer of kind {shown(kind)}; only byte-level BPE ('gpt2') and SentencePiece's "
-            "('llama') are read from GGUF files"
+            f"('llama', '{gguf_sentencepiece.MERGED}') are read from GGUF files"
         )
     rules = _rules(metadata, where) if kind == "gpt2" else None
     given = _texts(metadata, "tokens", where)

@@ -155,7 +155,7 @@ def applies(config: Any) -> str | None:
     activation = _activation(result, config)
     if activation not in ACTIVATIONS or (ACTIVATIONS[activation] == XIELU) != bool(result.mlp.numbers):
         return f"activation {activation!r}"
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # that is pictures alone
         return "attention to later tokens"
     for key in result.missing:
         if getattr(config, key, None):
