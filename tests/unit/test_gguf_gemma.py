@@ -134,7 +134,8 @@ def test_the_transformers_path_reads_the_same_file(tmp_path):
 
 GEMMA4 = {
     "num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3,
-    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": len(TOKENS), "global_head_dim": 64, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": len(TOKENS), "global_head_dim": 64,
+    "num_kv_shared_layers": 2,
     "use_double_wide_mlp": True, "final_logit_softcapping": 3.0,
 }  # fmt: skip
 
