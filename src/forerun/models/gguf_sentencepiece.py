@@ -23,11 +23,11 @@ def make_model(
 ) -> Tokenizer:
     """Raises ModelError, in which ``where`` names the file, where a score, a pair or a byte's token is missing."""
     vocabulary = {token: index for index, token in enumerate(tokens)}
+    listed = metadata.get("tokenizer.ggml.model") == MERGED
+    merges = _listed(metadata, vocabulary, where) if listed else _by_score(metadata, tokens, kinds, where)
     missing = [byte for byte in range(256) if f"<0x{byte:02X}>" not in vocabulary]
     if missing:
         raise ModelError(f"{where} has a tokenizer without a token for byte {missing[0]}")
-    listed = metadata.get("tokenizer.ggml.model") == MERGED
-    merges = _listed(metadata, vocabulary, where) if listed else _by_score(metadata, tokens, kinds, where)
     named = tokens[unknown] if unknown is not None else None
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=named, fuse_unk=True, byte_fallback=True))
     prefixed = metadata.get("tokenizer.ggml.add_space_prefix", not listed)
