@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.cli.console import usable_cores
+from forerun.core.threads import usable_cores
 
 
 @pytest.fixture

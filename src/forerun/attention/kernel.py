@@ -100,7 +100,7 @@ class KernelAttention(Backend[AttentionPlan]):
         self.call(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(),
             shape.buffer_info()[0], sizes.buffer_info()[0], plan.address, count, query.scale,
-            query.softcap or 0.0, torch.get_num_threads(),
+            query.softcap or 0.0, kernels.threads(),
         )  # fmt: skip
         if rows != count:
             out[count:] = out[count - 1]
@@ -118,7 +118,7 @@ class KernelAttention(Backend[AttentionPlan]):
         shape, sizes = _lay_out(keys, values), array("q", structs.Heads(heads, 0, q.stride(0), 0, 0, 0, 0, 0))
         self.call(
             q.data_ptr(), None, None, out.data_ptr(), keys.data_ptr(), values.data_ptr(), shape.buffer_info()[0],
-            sizes.buffer_info()[0], across.address, count, scale, 0.0, torch.get_num_threads(),
+            sizes.buffer_info()[0], across.address, count, scale, 0.0, kernels.threads(),
         )  # fmt: skip
         return out
 

@@ -42,7 +42,10 @@ def batch(
     ] = None,
     served_model_name: ServedName = None,
     chat_template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="the cores it may use")] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="CPU threads", show_default="auto: the cores it may use, fewer while others need them"),
+    ] = None,
     replicas: Annotated[
         int | None, typer.Option(help="engines that share the work, on Ray Serve; --threads are each one's", min=1)
     ] = None,
@@ -74,8 +77,7 @@ def here(engine: Mapping[str, Any], drafters: Any, threads: int | None) -> Itera
     """An engine in this process."""
     from forerun.engine.async_engine import AsyncEngine
 
-    set_threads(threads)
-    llm = load_served(engine, drafters)
+    llm = load_served({**engine, "threads": set_threads(threads)}, drafters)
     asynchronous = AsyncEngine(llm.engine)
 
     async def opening() -> tuple[AsyncEngine, str, int]:

@@ -33,7 +33,10 @@ def chat(
     system: Annotated[str | None, typer.Option(help="system prompt")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="colour each token by what became of its draft")] = False,
     chat_template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="the cores it may use")] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="CPU threads", show_default="auto: the cores it may use, fewer while others need them"),
+    ] = None,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
@@ -48,8 +51,7 @@ def chat(
     from forerun.cli.talking import ChatSession, Piped, Terminal, facts
     from forerun.engine.llm import LLM
 
-    set_threads(threads)
-    options = {"model": MODEL, "page_size": PAGE_SIZE, "max_num_seqs": 1, **engine}
+    options = {"threads": set_threads(threads), "model": MODEL, "page_size": PAGE_SIZE, "max_num_seqs": 1, **engine}
     terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if terminal:
         out().print(Text(f"loading {options['model']}", style="dim"))

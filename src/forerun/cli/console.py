@@ -20,11 +20,10 @@ from typer.core import TyperArgument, TyperCommand
 
 from forerun.core.errors import ConfigError
 from forerun.core.loading import Advance, watch, watch_parts
+from forerun.core.threads import AUTO, MOST_THREADS, usable_cores
 
 WORTH_A_BAR = 64 << 20
 """Bytes of a model's files."""
-MOST_THREADS = 4096
-"""More than a machine has; OpenMP ends a process without a word where it cannot make as many."""
 
 
 def out() -> Console:
@@ -119,15 +118,20 @@ def read_file(path: Path) -> str:
         raise ConfigError(f"cannot read {path}: {error}") from None
 
 
-def set_threads(count: int | None) -> None:
-    """None: as many as ``all_threads``. Raises ConfigError for a number out of range."""
+def set_threads(count: int | None, most: int | None = None) -> str | int:
+    """Set torch's threads; returns the engine's option ``threads``. None: "auto", up to ``most`` (``all_threads``).
+    Raises ConfigError for a number out of range."""
+    result = AUTO if count is None else count
     if count is None:
-        count = all_threads()
+        count = all_threads() if most is None else most
     if not 1 <= count <= MOST_THREADS:
         raise ConfigError(f"--threads must be from 1 to {MOST_THREADS}, not {count}")
+    if count > (cores := usable_cores()):
+        warn(f"{count} threads on {cores} core{'s'[: cores > 1]}: they wait for each other")
     import torch
 
     torch.set_num_threads(count)
+    return result
 
 
 def all_threads() -> int:
@@ -135,28 +139,6 @@ def all_threads() -> int:
     import torch
 
     return min(torch.get_num_threads(), usable_cores())
-
-
-def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Processors that the affinity mask and the quotas of control groups (version 2) leave; at least 1.
-
-    ``groups`` is where the groups are mounted, ``own`` the file that names this process's."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    try:
-        name = next(line[3:] for line in own.read_text(encoding="utf-8").splitlines() if line.startswith("0::"))
-    except (OSError, UnicodeDecodeError, StopIteration):
-        return cores
-    folder = groups / name.strip().lstrip("/")
-    for group in (folder, *folder.parents):
-        if not group.is_relative_to(groups):
-            break
-        try:
-            quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
-            cores = min(cores, -(-int(quota) // int(period)))
-        except (OSError, ValueError):  # no limit: there is no such file, or it says "max"
-            continue
-    return max(1, cores)
 
 
 def all_but_one() -> int:

@@ -49,7 +49,10 @@ def generate(
     early_stopping: Annotated[
         str | None, typer.Option(help="with --beams, as in transformers: true, false or never", show_default="false")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="CPU threads", show_default="the cores it may use")] = None,
+    threads: Annotated[
+        int | None,
+        typer.Option(help="CPU threads", show_default="auto: the cores it may use, fewer while others need them"),
+    ] = None,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
@@ -76,7 +79,7 @@ def generate(
     from forerun.engine.llm import LLM
 
     named = "model" not in engine or names_method(speculative)
-    set_threads(threads)
+    engine = {**engine, "threads": set_threads(threads)}
     llm = LLM(**{**engine, "speculative_config": speculative_config(speculative, engine), "trace": True})
     answer = llm.generate([text], params, use_tqdm=False)[0]
     llm.close()

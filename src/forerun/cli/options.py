@@ -184,8 +184,8 @@ def method_options() -> str:
     return "\n\n".join([f"every method: {', '.join(SHARED_KEYS.split())}", *lines])
 
 
-ENGINE = Flags("engine", flags_of(EngineConfig, "Engine", skip=("seed", "trace")))
-SERVED = Flags("engine", flags_of(EngineConfig, "Engine", skip=("trace",)))
+ENGINE = Flags("engine", flags_of(EngineConfig, "Engine", skip=("seed", "trace", "threads")))
+SERVED = Flags("engine", flags_of(EngineConfig, "Engine", skip=("trace", "threads")))
 """For a command without a seed of its own."""
 SAMPLING = Flags(
     "sampling",

@@ -15,6 +15,7 @@ import typer
 from forerun.cli.console import all_but_one, out, read_file, set_threads, warn, warn_synthetic
 from forerun.cli.options import SERVED, SPECULATIVE, parse_json, speculative_config, takes
 from forerun.core.errors import ConfigError
+from forerun.core.threads import AUTO
 from forerun.engine.memory import megabytes
 from forerun.speculate.names import rules
 
@@ -126,7 +127,7 @@ def serve(
     if replicas or max_replicas:
         _by_replicas(door, options, engine, drafters, replicas or 1, max_replicas, threads)
     else:
-        set_threads(all_but_one() if threads is None else threads)
+        engine = {**engine, "threads": set_threads(threads, all_but_one())}
         _here(door, options, load_served(engine, drafters), max_delay)
 
 
@@ -202,7 +203,7 @@ def replicated(
         raise ConfigError(f"--replicas needs {error.name}: pip install 'forerun[ray]'") from None
     ranks = int(engine.get("tensor_parallel_size") or 1)
     fraction = max(1, cores // (number * ranks)) if threads is None else threads
-    engine = {"page_size": PAGE_SIZE, **engine}
+    engine = {"page_size": PAGE_SIZE, "threads": AUTO if threads is None else threads, **engine}
     return Replicas(engine=engine, speculative=drafters, number=number, threads=fraction, **others)
 
 
@@ -214,6 +215,7 @@ def _set_up(connections: int, *, log_requests: bool) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logging.getLogger("forerun").addHandler(handler)
+    logging.getLogger("forerun.core.threads").setLevel(logging.INFO)
     logging.getLogger("forerun.requests").setLevel(logging.INFO if log_requests else logging.WARNING)
 
 

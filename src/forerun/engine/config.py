@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from forerun.core.config import check_seed, check_types
 from forerun.core.errors import ConfigError, shown
+from forerun.core.threads import AUTO, check_threads
 from forerun.engine.memory import parse_bytes
 from forerun.models.kinds import CPU_KINDS, FLOATS, GPU_KINDS, UNQUANTIZED
 from forerun.models.reasoning import PARSERS, check_parser
@@ -206,6 +207,9 @@ class EngineConfig:
             "help": f"the model thinks before it answers, and grammars begin behind the thoughts: {', '.join(PARSERS)}"
         },
     )
+    threads: str | int = AUTO
+    """Threads that the CPU kernels compute on; "auto": as many of torch's as there are cores, fewer while others need
+    them."""
     seed: int | None = field(default=None, metadata={"help": "seed of requests that name none"})
     logprobs_mode: str = field(
         default="raw_logprobs", metadata={"help": "raw_logprobs (the model's) or processed_logprobs (as sampled)"}
@@ -239,6 +243,7 @@ class EngineConfig:
         if self.reasoning_parser is not None:
             check_parser(self.reasoning_parser)
         check_seed(self.seed)
+        check_threads(self.threads)
         if self.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
             raise ConfigError(f"logprobs_mode must be raw_logprobs or processed_logprobs, not {self.logprobs_mode!r}")
 

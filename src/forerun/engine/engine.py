@@ -9,11 +9,15 @@ from functools import cached_property
 from time import perf_counter
 from typing import Any
 
+import torch
+
+from forerun import kernels
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.inference import inference
 from forerun.core.request import RequestState
+from forerun.core.threads import MOST_THREADS, Threads, check_threads, usable_cores
 from forerun.core.tree import Draft, Verdict
 from forerun.engine import beams
 from forerun.engine.admission import Validator
@@ -93,12 +97,21 @@ class Engine:
             on_admit=self._admitted,
             on_preempt=self._preempted,
         )
+        self.threads = self._threads()
         self.stats = EngineStats(synthetic=self.speculative.synthetic is not None)
         self.jobs: dict[int, Job] = {}
         self.on_round: Callable[[Round], None] | None = None
         """Sees every round as it ends, for measurements."""
         self.on_close: list[Callable[[], object]] = []
         self._ids = itertools.count()
+
+    def _threads(self) -> Threads:
+        """As configured; "auto" where kernels compute all of this model's layers, for only those are free to change."""
+        requested = check_threads(self.config.threads)
+        if requested is not None:
+            return Threads(requested, fixed=True)
+        free = getattr(self.model, "fused", None) is not None and self.config.tensor_parallel_size == 1
+        return Threads(min(torch.get_num_threads(), usable_cores() if free else MOST_THREADS), fixed=not free)
 
     def _drafters(self, configs: Sequence[SpeculativeConfig]) -> dict[str, Any]:
         context = DraftContext(
@@ -242,11 +255,14 @@ class Engine:
         if not sequences:
             return []
         prefilling = {s.id for s in sequences if s.scheduled > 1 or not s.num_output}
-        result = speculate(sequences, self.target, self.router, self.rule, self.policy, self.sampler, self._clip)
+        self.stats.threads = self.threads.count
+        with kernels.on_threads(self.threads.count):
+            result = speculate(sequences, self.target, self.router, self.rule, self.policy, self.sampler, self._clip)
         updates = self._publish(sequences, prefilling, result)
         if any(verdict.error == NAN for verdict in result.verdicts):
             self.target.attention.pool.scrub()  # a stop may have ended what NaN stands behind
         self.scheduler.observe(self.clock() - began)
+        self.threads.observe(result.verification.batch.num_rows, self.clock() - began)
         self.stats.rounds += 1
         seconds = result.seconds
         self.stats.draft_seconds += seconds.draft

@@ -174,6 +174,8 @@ class EngineStats:
     """Prompt tokens looked up in, and found in, the prefix cache."""
     synthetic: bool = False
     """Drafts are accepted at given rates, whatever their tokens."""
+    threads: int = 0
+    """CPU threads of the latest round."""
 
     def add(self, draft: Draft, verdict: Verdict, length: int) -> None:
         """Count what one sequence of ``length`` tokens got from a round."""

@@ -18,8 +18,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -289,6 +290,26 @@ def library() -> ctypes.CDLL | None:
         log.warning("no CPU kernels of our own, torch's serve instead: %s", said[0] if said else error)
         return None
     return result
+
+
+@contextmanager
+def on_threads(count: int) -> Iterator[None]:
+    """Within, kernels compute on so many threads; torch's own sums stay as they are. Which number it is changes no
+    bit, so that engines in several threads may set it beside each other."""
+    global _threads
+    before, _threads = _threads, count
+    try:
+        yield
+    finally:
+        _threads = before
+
+
+def threads() -> int:
+    """Threads that kernels compute on: torch's number, but within ``on_threads``."""
+    return torch.get_num_threads() if _threads is None else _threads
+
+
+_threads: int | None = None
 
 
 def has(name: str) -> bool:

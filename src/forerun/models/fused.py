@@ -273,7 +273,7 @@ class Fused:
         at = [numbers.buffer_info()[0] for numbers in lists]
         sides, entries = attention.sides()
         call = array("q", structs.Call(
-            rows, torch.get_num_threads(), at[0], 0 if given is None else given.data_ptr(), at[1], at[5],
+            rows, kernels.threads(), at[0], 0 if given is None else given.data_ptr(), at[1], at[5],
             min(map(len, tables)), at[2], len(which), at[3], at[4], requested, workspace.data_ptr(), len(workspace),
             logits.data_ptr() if self.vocab_size else 0, sides, entries, plan.address,
             0 if self.sums is None else self.sums.address,

@@ -113,7 +113,7 @@ class KernelMixture:
             raise ValueError(f"rows {[*x.shape]} on {x.device} for experts with {self.inputs} inputs on cpu")
         x = x.contiguous()
         total = torch.empty(x.shape)
-        self.call(self.address, x.data_ptr(), total.data_ptr(), len(x), torch.get_num_threads())
+        self.call(self.address, x.data_ptr(), total.data_ptr(), len(x), kernels.threads())
         return total
 
 

@@ -30,7 +30,7 @@ def restrict(
         )
     lists = array("f", temperatures), array("f", thresholds), array("q", top_ks)
     kernels.library().restrict_rows(  # type: ignore[union-attr]
-        rows.data_ptr(), *rows.shape, *(numbers.buffer_info()[0] for numbers in lists), torch.get_num_threads()
+        rows.data_ptr(), *rows.shape, *(numbers.buffer_info()[0] for numbers in lists), kernels.threads()
     )
     return rows
 
@@ -118,7 +118,7 @@ class CompiledSampling:
         self._choose(
             scores.data_ptr(), count, size, self._at, words.buffer_info()[0], noisy.buffer_info()[0],
             tops.buffer_info()[0], indices.buffer_info()[0], None if softmax is None else softmax.data_ptr(),
-            torch.get_num_threads(),
+            kernels.threads(),
         )  # fmt: skip
         return tops.tolist(), indices.tolist(), softmax
 
@@ -197,6 +197,6 @@ class CompiledSampling:
         lists = array("q", rows), array("q", [0 if q is None else q.data_ptr() for q in kept]), array("q", tokens)
         self._overlaps(
             scores.data_ptr(), *scores.shape, len(rows), *(numbers.buffer_info()[0] for numbers in lists),
-            out.buffer_info()[0], torch.get_num_threads(),
+            out.buffer_info()[0], kernels.threads(),
         )  # fmt: skip
         return out.tolist()

@@ -76,6 +76,7 @@ class EngineCollector:
         yield self._gauge("num_requests_running", "sequences that decode or read their prompt", now.running)
         yield self._gauge("num_requests_waiting", "sequences in the queue, or set aside for a slow reader", now.waiting)
         yield self._gauge("kv_cache_usage_perc", "share of the target's KV pages in use", now.usage)
+        yield self._gauge("threads", "CPU threads of the latest round", stats.threads)
         rate = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
         yield self._gauge("prefix_cache_hit_rate", "prompt tokens found in the prefix cache, of those looked up", rate)
         for name, text, value in (

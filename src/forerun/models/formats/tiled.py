@@ -79,7 +79,7 @@ class TiledLinear(Compiled):
         if x.dtype is not self.dtype:
             raise TypeError(f"rows in {x.dtype} for weights in {self.dtype}")
         weight, bias = self.pointers
-        self.call(weight, x.data_ptr(), y, add, bias, rows, self.outputs, self.inputs, stride, torch.get_num_threads())
+        self.call(weight, x.data_ptr(), y, add, bias, rows, self.outputs, self.inputs, stride, kernels.threads())
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows of the weights [ids, inputs]. Raises TypeError for another dtype than theirs, KernelError for ids out of
