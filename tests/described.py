@@ -70,6 +70,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 DELTA = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 12,
 }  # fmt: skip
+MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 8, "num_local_experts": 0,
+    "shared_intermediate_size": 56,
+}  # fmt: skip
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
     "lfm2-wide": ("lfm2", {"layer_types": ["conv", "conv", "full_attention"], "block_auto_adjust_ff_dim": True,
@@ -77,8 +81,17 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5_text", {"layer_types": ["linear_attention", "full_attention", "linear_attention"], **DELTA}),
     "qwen3_5-grouped": ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention", "full_attention"],
                                          **DELTA, "linear_num_key_heads": 4, "tie_word_embeddings": True}),
+    "granite-h": ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                                       **MAMBA, **GRANITE, "tie_word_embeddings": True}),
+    "granite-h-grouped": ("granitemoehybrid", {
+        "layer_types": ["linear_attention", "linear_attention", "full_attention"], **MAMBA, **GRANITE,
+        "mamba_n_groups": 2, "position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_conv_bias": False,
+    }),
 }  # fmt: skip
 """Some layers keep a state."""
+CASES["granite-h-dense"] = ("granitemoehybrid", {
+    "layer_types": ["full_attention"] * 3, **MAMBA, **GRANITE, "position_embedding_type": "rope",
+})  # fmt: skip
 CASES |= HYBRIDS
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "sliding_window": 7}
 EMBEDS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": TOKENS}

@@ -26,6 +26,21 @@ KINDS: dict[str, dict[str, Any]] = {
         "linear_value_head_dim": 16,
         "tie_word_embeddings": True,
     },
+    "granitemoehybrid": {
+        "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
+        "mamba_n_heads": 4,
+        "mamba_d_head": "auto",
+        "mamba_d_state": 8,
+        "mamba_n_groups": 2,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 64,
+        "head_dim": 8,
+        "residual_multiplier": 0.8,
+        "embedding_multiplier": 1.3,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 0.5,
+        "tie_word_embeddings": True,
+    },
 }
 """By ``model_type``: what differs from ``SIZES``."""
 

@@ -34,7 +34,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "bamba": ({**HEADS, "attn_layer_indices": [1]}, LINEAR, "BambaMixer"),
     "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "hybrid", "FalconH1Mixer"),
     "falcon_mamba": ({"state_size": 4}, LINEAR, "FalconMambaMixer"),
-    "granitemoehybrid": ({**HEADS, "layer_types": [LINEAR, FULL]}, LINEAR, "GraniteMoeHybridMambaLayer"),
     "jamba": ({"mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1}, LINEAR, "JambaMambaMixer"),
     "kimi_linear": ({}, LINEAR, "KimiLinearDeltaAttention"),
     "lara_mini": ({}, LINEAR, "LaraMiniGatedDeltaNet"),
@@ -110,6 +109,12 @@ def test_a_model_with_state_runs_on_the_native_path_alone(tmp_path, name):
         load_model(tmp_path, model_path="hf")
     with pytest.raises(ConfigError, match="leave it out for a model with state"):
         load_model(tmp_path, tensor_parallel_size=2)
+
+
+def test_experts_beside_an_mlp_in_a_model_with_state_are_refused(tmp_path):
+    save("granitemoehybrid", {**HEADS, "layer_types": [LINEAR, FULL]}, tmp_path, 1e-3)
+    with pytest.raises(ConfigError, match=r"needs the native path: 4 experts beside an MLP \(num_local_experts\)"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("types", [["telepathy", FULL], [FULL, "chunked_attention"], ["moe", FULL]])

@@ -81,11 +81,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                       "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True}),
     "qwen3_5": ("qwen3_5_text", {**DELTA, "linear_num_key_heads": 4}),
     "qwen3_5-grouped": ("qwen3_5_text", DELTA),
+    "granite-h": ("granitemoehybrid", {
+        "layer_types": DELTA["layer_types"], "mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 16,
+        "num_local_experts": 0, "shared_intermediate_size": 96, "embedding_multiplier": 1.3, "head_dim": 16,
+        "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.5, "tie_word_embeddings": True,
+    }),
 }  # fmt: skip
 NAMES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2", "hunyuan_v1_dense": "hunyuan-dense",
-         "gpt_oss": "gpt-oss", "ministral3": "mistral3", "qwen3_5_text": "qwen35"}  # fmt: skip
-STATEFUL = ("lfm2", "qwen3_5_text")
-SIDE_BY_SIDE = ("llama", "mixtral", "smollm3", "granite", "ministral3")
+         "gpt_oss": "gpt-oss", "ministral3": "mistral3", "qwen3_5_text": "qwen35",
+         "granitemoehybrid": "granitehybrid"}  # fmt: skip
+STATEFUL = ("lfm2", "qwen3_5_text", "granitemoehybrid")
+SIDE_BY_SIDE = ("llama", "mixtral", "smollm3", "granite", "ministral3", "granitemoehybrid")
 """Whose rotated pairs the converter puts side by side."""
 IDS = torch.randint(3, len(TOKENS), (40,), generator=torch.Generator().manual_seed(1)).tolist()
 
@@ -114,7 +120,7 @@ def converted(module: PreTrainedModel):
         if kind == "gemma2" and name.endswith("norm.weight"):
             weight = weight + 1
         if kind in STATEFUL:
-            yield stateful(name, weight, config, names)
+            yield from stateful(name, weight, config, names)
             continue
         if ".act_fn." in name:
             continue  # a list in the metadata
@@ -134,8 +140,13 @@ def converted(module: PreTrainedModel):
         yield FREQUENCIES, divisors(rope, config.head_dim)
 
 
-def stateful(name: str, weight: torch.Tensor, config: Any, names: gguf.TensorNameMap) -> tuple[str, torch.Tensor]:
+def stateful(name: str, weight: torch.Tensor, config: Any, names: gguf.TensorNameMap):
     """What the converter does to models with state: heads in tiles, decays as they multiply, flat convolutions."""
+    if "shared_mlp" in name:
+        at = f"blk.{name.split('.')[2]}."
+        ends, parts = (("ffn_gate", "ffn_up"), weight.chunk(2)) if "input" in name else (("ffn_down",), (weight,))
+        yield from ((f"{at}{end}.weight", part) for end, part in zip(ends, parts))
+        return
     if config.model_type == "qwen3_5_text":
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads
         width = 1 if ".in_proj_b" in name or ".in_proj_a" in name or weight.dim() == 1 else config.linear_value_head_dim
@@ -152,7 +163,11 @@ def stateful(name: str, weight: torch.Tensor, config: Any, names: gguf.TensorNam
     if name.endswith("A_log"):
         weight = -weight.exp()
     to = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias"))
-    return to, weight.squeeze(1) if "conv" in name and weight.dim() == 3 else weight
+    if config.model_type == "granitemoehybrid" and name.endswith(("A_log", ".D")):
+        weight = weight[:, None]
+    elif config.model_type == "granitemoehybrid" and "mamba.norm" in name:
+        weight = weight.view(config.mamba_n_groups, -1)
+    yield to, weight.squeeze(1) if "conv" in name and weight.dim() == 3 else weight
 
 
 def gpt_oss(name: str, weight: torch.Tensor):
@@ -210,7 +225,7 @@ def write(
     writer.add_head_count(config.num_attention_heads)
     recurrent = [each != "full_attention" for each in getattr(config, "layer_types", None) or ()]
     listed = [0 if each else config.num_key_value_heads for each in recurrent]
-    writer.add_head_count_kv(listed if kind in ("lfm2",) else config.num_key_value_heads)
+    writer.add_head_count_kv(listed if kind in ("lfm2", "granitemoehybrid") else config.num_key_value_heads)
     if kind in ("cohere2", "starcoder2"):
         writer.add_layer_norm_eps(config.layer_norm_eps if kind == "cohere2" else config.norm_epsilon)
     else:
@@ -242,7 +257,14 @@ def write(
         writer.add_sliding_window_pattern([each == "sliding_attention" for each in config.layer_types])
     if kind == "cohere2":
         writer.add_logit_scale(config.logit_scale)
-    if kind == "granite":
+    if kind == "granitemoehybrid":
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
+        writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+        writer.add_rope_scaling_finetuned(False)
+    if kind in ("granite", "granitemoehybrid"):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier)
@@ -359,6 +381,8 @@ def test_drafts_change_no_token(models, case):
         ("lfm2", {"lfm2.attention.head_count_kv": [0, 2]}, "has 3 layers, but does not say of each"),
         ("lfm2", {"lfm2.attention.head_count_kv": [1, 2, 0]}, r"layers of \[1, 2\] heads of keys"),
         ("qwen3_5", {"qwen35.ssm.inner_size": 63}, "has 63 numbers in 4 heads"),
+        ("granite-h", {"granitehybrid.ssm.inner_size": 96}, "has 96 numbers in 4 heads of Mamba-2, 64 in a row"),
+        ("granite-h", {"granitehybrid.expert_count": 4}, "4 experts beside an MLP"),
         ("qwen3_5", {"qwen35.ssm.state_size": 8}, "ssm_conv1d.weight has shape .* contradict"),
     ],
 )

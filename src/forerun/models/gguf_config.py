@@ -19,6 +19,7 @@ from forerun.models.architectures.families import (
     GEMMA4,
     GPT_OSS,
     GRANITE,
+    GRANITE_HYBRID,
     LFM2,
     LLAMA,
     MINISTRAL3,
@@ -182,8 +183,9 @@ def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, An
         return _windows(keys, config, EXAONE4_PERIOD)
     if kind == COHERE2.gguf:
         return _windows(keys, config, COHERE2_PERIOD) | {"logit_scale": keys.positive("logit_scale")}
-    if kind == GRANITE.gguf:
+    if kind in (GRANITE.gguf, GRANITE_HYBRID.gguf):
         return {
+            **(_granite_hybrid(keys, config) if kind == GRANITE_HYBRID.gguf else {}),
             "embedding_multiplier": keys.positive("embedding_scale", 1.0),
             "residual_multiplier": keys.positive("residual_scale", 1.0),
             "attention_multiplier": keys.positive("attention.scale", config["head_dim"] ** -0.5),
@@ -227,6 +229,23 @@ def _qwen3_5(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         "layer_types": _mixed(keys, config, QWEN3_5), "linear_num_value_heads": heads, "linear_num_key_heads": groups,
         "linear_key_head_dim": keys.whole("ssm.state_size"), "linear_value_head_dim": inner // heads,
         "linear_conv_kernel_dim": keys.whole("ssm.conv_kernel"), TILED_HEADS: heads != groups,
+    }  # fmt: skip
+
+
+def _granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    heads, inner = keys.whole("ssm.time_step_rank"), keys.whole("ssm.inner_size")
+    if inner % heads or inner % config["hidden_size"]:
+        raise ModelError(f"{keys.file.path} has {inner} numbers in {heads} heads of Mamba-2, {config['hidden_size']} "
+                         "in a row")  # fmt: skip
+    types = _mixed(keys, config, GRANITE_HYBRID)
+    convs = [f"blk.{index}.ssm_conv1d.bias" in keys.file.tensors for index in range(len(types))]
+    return {
+        "layer_types": types, "mamba_n_heads": heads, "mamba_d_head": inner // heads,
+        "mamba_n_groups": keys.whole("ssm.group_count"), "mamba_d_state": keys.whole("ssm.state_size"),
+        "mamba_d_conv": keys.whole("ssm.conv_kernel"), "mamba_expand": inner // config["hidden_size"],
+        "mamba_conv_bias": any(convs), "mamba_proj_bias": False, "num_local_experts": keys.get("expert_count") or 0,
+        "shared_intermediate_size": config["intermediate_size"],
+        "position_embedding_type": None if keys.get("rope.scaling.finetuned") is False else "rope",
     }  # fmt: skip
 
 

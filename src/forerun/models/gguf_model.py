@@ -67,6 +67,8 @@ class Held(NamedTuple):
     tensor: GGUFTensor
     shape: tuple[int, ...]
     place: int = 0
+    behind: GGUFTensor | None = None
+    """Holds the later rows."""
 
     def like(self, shape: tuple[int, ...]) -> Held:
         """In ``shape``, where that differs by dimensions of one alone, or is that of a vector."""
@@ -91,6 +93,8 @@ class Dequantized:
         self.shape = torch.Size(held.shape)
         first = held.place * self.shape[0]
         self.raw = file.rows(held.tensor.name)[first : first + self.shape[0]]
+        if held.behind is not None:
+            self.raw = np.concatenate([self.raw, file.rows(held.behind.name)])
         self.dtype = FLOATS.get(held.tensor.kind.name, torch.float32)
         self.nbytes = held.size
 
@@ -137,7 +141,10 @@ class GGUFWeights:
             to = architecture.checkpoint_name(name)
             if to is None:
                 raise ModelError(f"{file.path} has a tensor {name}, which {architecture.causal} does not have")
-            for own, held in _parts(to, tensor):
+            joined = architecture.joined(name)
+            if joined is not None and name == joined[1]:
+                continue  # read with the first
+            for own, held in _parts(to, tensor, None if joined is None else _second(file, *joined)):
                 if own in ignored:
                     continue
                 if own not in requested:
@@ -221,8 +228,19 @@ def _listed(file: GGUFFile, architecture: Architecture, layers: int) -> dict[str
     return result
 
 
-def _parts(name: str, tensor: GGUFTensor) -> Iterator[tuple[str, Held]]:
+def _second(file: GGUFFile, first: str, second: str) -> GGUFTensor:
+    """The tensor whose rows come behind another's. Raises ModelError unless it is like that one."""
+    one, two = file.tensors[first], file.tensors.get(second)
+    if two is None or (two.shape, two.kind) != (one.shape, one.kind):
+        raise ModelError(f"{file.path} has no {second} of the shape and type of {first}, {one.kind.name}")
+    return two
+
+
+def _parts(name: str, tensor: GGUFTensor, behind: GGUFTensor | None) -> Iterator[tuple[str, Held]]:
     """By their names in a checkpoint."""
+    if behind is not None:
+        yield name, Held(tensor, (2 * tensor.shape[0], *tensor.shape[1:]), behind=behind)
+        return
     if "{}" not in name:
         yield name, Held(tensor, tensor.shape)
         return

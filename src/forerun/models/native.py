@@ -79,7 +79,7 @@ class NativeModel:
         self._tokens = config.vocab_size
         self.spec, self.team = bind(config), team
         if team is not None:
-            tensors = split.SplitWeights(tensors, self.spec, config.intermediate_size, team.rank, team.size)
+            tensors = split.SplitWeights(tensors, self.spec, self.spec.inner, team.rank, team.size)
             self.spec = split.own(self.spec, team.size)
         self.routes = any(layer.experts for layer in self.spec.layers)
         self.dtype, self.device = dtype, device

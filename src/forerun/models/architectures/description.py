@@ -19,6 +19,8 @@ class Name:
     gguf: str
     bare: bool = False
     """In a checkpoint the name is whole."""
+    behind: str | None = None
+    """The tensor of GGUF files that holds the later rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +70,10 @@ class Attention:
     softcap: str | None = None
     window: Literal["none", "every", "typed"] = "none"
     """``sliding_window`` holds in no layer, in every one, or in those that ``layer_types`` calls sliding."""
-    rotary: Literal["every", "listed", "typed", "sliding"] = "every"
+    rotary: Literal["every", "listed", "typed", "sliding", "named"] = "every"
     """Which layers have a rotary embedding: every layer; those that ``no_rope_layers`` has a 1 for; every one, with
-    the parameters of its type in ``layer_types``; or those with a window (all, where the config has none)."""
+    the parameters of its type in ``layer_types``; those with a window (all, where the config has none); or every
+    one where ``position_embedding_type`` is ``rope``, else none."""
     grows: bool = False
     """Queries are multiplied by a factor that grows with the position, as ``llama_4_scaling_beta`` says."""
     sized: bool = False
@@ -234,6 +237,8 @@ class Architecture:
     """A number that a layer's output is multiplied by."""
     missing: tuple[str, ...] = ()
     """Config keys of parts that are not described: such a checkpoint is refused."""
+    dense: str | None = None
+    """A config key that counts experts beside the MLP, which are not run: it must be 0."""
     within: str | None = None
     """What ``model`` is called in checkpoints that also read pictures; what ``beside`` names is left out of those."""
     beside: tuple[str, ...] = ()
@@ -249,7 +254,7 @@ class Architecture:
             return f"{ends[stem]}.{kind}" if self._has(ends[stem], kind) else None
         block, _, rest = stem.partition(".")
         index, _, part = rest.partition(".")
-        inside = {name.gguf: name for name in self.names()}
+        inside = {gguf: name for name in self.names() for gguf in (name.gguf, name.behind) if gguf is not None}
         if block != self.layers.gguf or not index.isdecimal() or part not in inside:
             return None
         if not kind and not inside[part].bare:
@@ -266,6 +271,15 @@ class Architecture:
         index, _, part = stem.removeprefix(f"{self.layers.checkpoint}.").partition(".")
         inside = {name.checkpoint: name.gguf for name in self.names() if "{}" not in name.checkpoint}
         return f"{self.layers.gguf}.{index}.{inside[part]}.{kind}" if part in inside and kind in KINDS else None
+
+    def joined(self, gguf: str) -> tuple[str, str] | None:
+        """The two tensors of a GGUF file whose rows are one's in a checkpoint, if ``gguf`` is one of them."""
+        for name in self.names():
+            for end in (name.gguf, name.behind) if name.behind is not None else ():
+                if gguf.endswith(f".{end}.weight"):
+                    at = gguf.removesuffix(f"{end}.weight")
+                    return f"{at}{name.gguf}.weight", f"{at}{name.behind}.weight"
+        return None
 
     @property
     def decay(self) -> str | None:

@@ -215,12 +215,28 @@ GEMMA4 = replace(
     within="model.language_model",
     beside=("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
 )  # fmt: skip
+GRANITE_HYBRID = replace(
+    GRANITE, model_type="granitemoehybrid", causal="GraniteMoeHybridForCausalLM", gguf="granitehybrid",
+    attention=replace(GRANITE.attention, rotary="named"), dense="num_local_experts",
+    mlp=Mlp(
+        gate_up=(Name("shared_mlp.input_linear", "ffn_gate", behind="ffn_up"),),
+        down=Name("shared_mlp.output_linear", "ffn_down"), width="shared_intermediate_size",
+    ),
+    mixer=Recurrence(
+        kind="mamba", inputs=(Name("mamba.in_proj", "ssm_in"),), conv=Name("mamba.conv1d", "ssm_conv1d"),
+        decay=Name("mamba.A_log", "ssm_a", bare=True), step=Name("mamba.dt_bias", "ssm_dt", bare=True),
+        skip=Name("mamba.D", "ssm_d", bare=True), norm=Name("mamba.norm", "ssm_norm"),
+        out=Name("mamba.out_proj", "ssm_out"), heads="mamba_n_heads", groups="mamba_n_groups",
+        key_dim="mamba_d_state", value_dim="mamba_d_head", kernel="mamba_d_conv", bias="mamba_proj_bias",
+        conv_bias="mamba_conv_bias",
+    ),
+)  # fmt: skip
 
 ARCHITECTURES = {
     each.model_type: each
     for each in (
         LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GRANITE, OLMO3,
         EXAONE4, GLM4, HUNYUAN, ERNIE4_5, SEED_OSS, APERTUS, COHERE2, STARCODER2, GPT_OSS, MINISTRAL3, LFM2,
-        QWEN3_5, GEMMA4,
+        QWEN3_5, GRANITE_HYBRID, GEMMA4,
     )
 }  # fmt: skip

@@ -20,6 +20,7 @@ ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH, "gel
 LONGEST_KERNEL = 16
 """Rows that a convolution reads."""
 LARGEST = 1 << 20
+NO_LIMIT = (0.0, math.inf)
 TILED_HEADS = "tiled_heads"
 """A config key that GGUF files of delta nets get: see ``MixerSpec.tiled``."""
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -152,6 +153,8 @@ def applies(config: Any) -> str | None:
         return f"{kind} is not among the described architectures ({', '.join(ARCHITECTURES)})"
     if result.causal not in (config.architectures or [result.causal]):
         return f"{', '.join(config.architectures or [])} is not {result.causal}"
+    if result.dense is not None and getattr(config, result.dense):
+        return f"{getattr(config, result.dense)} experts beside an MLP ({result.dense})"
     activation = _activation(result, config)
     if activation not in ACTIVATIONS or (ACTIVATIONS[activation] == XIELU) != bool(result.mlp.numbers):
         return f"activation {activation!r}"
@@ -269,6 +272,10 @@ def _mixer(mixer: Mixer, config: Any) -> MixerSpec:
 
 def _mixer_applies(mixer: Mixer, config: Any) -> str | None:
     """Why the layers with a state cannot be run, if so."""
+    if mixer.layers not in config.layer_types:
+        return None
+    if tuple(getattr(config, "time_step_limit", None) or NO_LIMIT) != NO_LIMIT:
+        return f"time steps with limits, {shown(config.time_step_limit)}"
     if isinstance(mixer, Recurrence) and getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
         return f"a convolution's activation {config.hidden_act!r}"
     kernel = getattr(config, mixer.kernel)
@@ -321,6 +328,8 @@ def _layer(architecture: Architecture, config: Any, index: int) -> LayerSpec:
     if attention.rotary == "listed" and not config.no_rope_layers[index]:
         rotary = None
     if attention.rotary == "sliding" and kind != SLIDING and getattr(config, "sliding_window", None) is not None:
+        rotary = None
+    if attention.rotary == "named" and config.position_embedding_type != "rope":
         rotary = None
     mixer = architecture.mixer is not None and config.layer_types[index] == architecture.mixer.layers
     result = LayerSpec(window, rotary, _experts(architecture, config, index), mixer)

@@ -34,7 +34,7 @@ def check(spec: Spec, config: Any, size: int) -> None:
     counts = {"heads": spec.heads}
     layers = {layer.experts for layer in spec.layers}
     if 0 in layers:
-        counts["intermediate size"] = config.intermediate_size
+        counts["intermediate size"] = spec.inner
     experts = max(layers)
     if experts:
         counts["number of experts"] = experts
