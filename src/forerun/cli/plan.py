@@ -103,7 +103,7 @@ def plan(
             "speculative_config": speculative_config,
         }  # fmt: skip
         given = [name for name, value in measuring.items() if value] + list(speculative)
-        setting = fleets.Setting(engine, options, prompt_set, prompts_file, temperature, seed, given)
+        setting = fleets.LoadSetting(engine, options, prompt_set, prompts_file, temperature, seed, given)
         fleets.tell(fleets.plan_load(*asked, setting), page, as_json)
         return
     texts = {"kind": prompt_set, "count": max(prompts, *loads), "length": prompt_tokens, "file": prompts_file}
