@@ -26,7 +26,7 @@ PATHS = {
     "/v1/responses": 30,
     "/v1/responses/{id}": 10,
     "/v1/embeddings": 1,
-    "/tokenize": 20,
+    "/tokenize": 40,
     "/detokenize": 12,
     "/v1/models/{name}": 10,
     "/v1/models": 1,

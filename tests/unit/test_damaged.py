@@ -135,7 +135,7 @@ def test_experts_are_compared_with_the_weights(tmp_path, monkeypatch, path):
         load_model(tmp_path, model_path=path)
 
 
-@pytest.mark.parametrize("kind", ["gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"])
+@pytest.mark.parametrize("kind", ["gemma4_unified", "gemma4_unified_text"])
 def test_layers_of_different_sizes_are_refused_by_what_differs(folder, kind):
     AutoConfig.for_model(kind).save_pretrained(folder)
     assert "gives its layers sizes of their own (head_dim), which forerun does not run" in refused(folder)

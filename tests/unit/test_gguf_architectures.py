@@ -211,6 +211,26 @@ def divisors(rope: dict[str, Any], width: int) -> torch.Tensor:
     return torch.tensor(result)
 
 
+def add_state(writer: gguf.GGUFWriter, config: Any, recurrent: list[bool]) -> None:
+    """The sizes of layers with state."""
+    kind = config.model_type
+    if kind == "qwen3_5_text":
+        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(config.linear_key_head_dim)
+        writer.add_ssm_group_count(config.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
+        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+        writer.add_rope_dimension_sections([2, 1, 1, 0])
+        writer.add_array("qwen35.attention.recurrent_layers", recurrent)
+    if kind == "granitemoehybrid":
+        writer.add_ssm_conv_kernel(config.mamba_d_conv)
+        writer.add_ssm_state_size(config.mamba_d_state)
+        writer.add_ssm_group_count(config.mamba_n_groups)
+        writer.add_ssm_time_step_rank(config.mamba_n_heads)
+        writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+        writer.add_rope_scaling_finetuned(False)
+
+
 def write(
     module: PreTrainedModel, path: Path, changes: dict[str, Any] | None = None, experts: Kinds = Kinds.F32
 ) -> Path:
@@ -232,14 +252,7 @@ def write(
         writer.add_layer_norm_rms_eps(config.norm_eps if kind == "lfm2" else config.rms_norm_eps)
     if kind == "lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
-    if kind == "qwen3_5_text":
-        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
-        writer.add_ssm_state_size(config.linear_key_head_dim)
-        writer.add_ssm_group_count(config.linear_num_key_heads)
-        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
-        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
-        writer.add_rope_dimension_sections([2, 1, 1, 0])
-        writer.add_array("qwen35.attention.recurrent_layers", recurrent)
+    add_state(writer, config, recurrent)
     rope = base_rope(config)
     writer.add_rope_freq_base(rope["rope_theta"])
     if rope["rope_type"] == "yarn":
@@ -257,13 +270,6 @@ def write(
         writer.add_sliding_window_pattern([each == "sliding_attention" for each in config.layer_types])
     if kind == "cohere2":
         writer.add_logit_scale(config.logit_scale)
-    if kind == "granitemoehybrid":
-        writer.add_ssm_conv_kernel(config.mamba_d_conv)
-        writer.add_ssm_state_size(config.mamba_d_state)
-        writer.add_ssm_group_count(config.mamba_n_groups)
-        writer.add_ssm_time_step_rank(config.mamba_n_heads)
-        writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
-        writer.add_rope_scaling_finetuned(False)
     if kind in ("granite", "granitemoehybrid"):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)

@@ -14,12 +14,13 @@ from forerun.models.weights import unstacked
 SIZES = {
     "vocab_size": 51, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "intermediate_size": 40, "moe_intermediate_size": 24, "pad_token_id": 0, "num_experts": 4,
-    "num_local_experts": 4, "num_experts_per_tok": 2,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "mamba_n_heads": 4, "mamba_d_head": 16,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{}, {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}])
-@pytest.mark.parametrize("kind", ARCHITECTURES)
+# Gemma 4's config refuses one head_dim for all layers; its parity tests load what transformers saved.
+@pytest.mark.parametrize("kind", [kind for kind in ARCHITECTURES if kind != "gemma4_text"])
 def test_they_are_transformers_own(kind, options):
     known = AutoConfig.for_model(kind)
     given = {name: value for name, value in {**SIZES, **options}.items() if hasattr(known, name)}
