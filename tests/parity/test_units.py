@@ -30,7 +30,9 @@ def logits(folder: str) -> torch.Tensor:
     return model.forward(Batch(spans), new_attention(model, max_seqs=1, max_len=64)).logits
 
 
-@pytest.mark.parametrize("name", where(kernels.has("decode_float32"), [name for name in MAIN if name not in ("lfm2", "gemma4")]))
+@pytest.mark.parametrize(
+    "name", where(kernels.has("decode_float32"), [name for name in MAIN if name not in ("lfm2", "gemma4")])
+)
 def test_avx2_gives_the_bits_of_this_processor(avx2, monkeypatch, tmp_path, name):
     save_described(name, tmp_path)
     expected = logits(str(tmp_path))

@@ -24,6 +24,8 @@ SIZES = {
 def test_they_are_transformers_own(kind, options):
     known = AutoConfig.for_model(kind)
     given = {name: value for name, value in {**SIZES, **options}.items() if hasattr(known, name)}
+    if kind == "granitemoehybrid":
+        given["num_local_experts"] = 0  # its experts are not described
     config = AutoConfig.for_model(kind, tie_word_embeddings=False) if not options else known
     for name, value in given.items():
         setattr(config, name, value)
