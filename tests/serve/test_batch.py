@@ -21,7 +21,7 @@ from forerun.cli.main import run as forerun
 from forerun.core.errors import ConfigError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.batch import Answers, Ask, Tally, requester, run
+from forerun.serve.batch import Answers, Ask, Tally, asking, run
 
 SEEDED = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0.9, "seed": 3, "ignore_eos": True}
 
@@ -29,7 +29,7 @@ SEEDED = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0.9, "seed": 3, 
 @pytest.fixture
 def ask(served: LLM) -> Iterator[Ask]:
     engine = AsyncEngine(served.engine)
-    yield requester(create_app(engine, ServerOptions(model_name="tiny", chat_template=TEMPLATE)))
+    yield asking(create_app(engine, ServerOptions(model_name="tiny", chat_template=TEMPLATE)))
     engine.close()
 
 

@@ -24,7 +24,7 @@ from forerun.scale.messages import Message, News, Request
 from forerun.scale.pool import LostError, ReplicaPool
 from forerun.scale.replica import Replica, alike
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.batch import Ask, requester
+from forerun.serve.batch import Ask, asking
 
 PROMPT = [5, 6, 7, 8]
 
@@ -91,7 +91,7 @@ def asked(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> Callable[
     def make(lives: Iterator[int] = FOREVER) -> tuple[Ask, Lossy, ReplicaPool]:
         lossy = Lossy(replicas, lives)
         pool = ReplicaPool(replicas[0].facts, lossy.send, capacity=lambda: 8)
-        return requester(create_app(pool, ServerOptions(model_name="tiny", chat_template=TEMPLATE))), lossy, pool
+        return asking(create_app(pool, ServerOptions(model_name="tiny", chat_template=TEMPLATE))), lossy, pool
 
     return make
 
@@ -324,7 +324,7 @@ def test_an_encoder_reads_its_own_positions(seq2seq: Callable[[str], str], monke
     replica = Replica({"model": seq2seq(kind)})
     lossy = Lossy([replica], itertools.chain([4, 9], FOREVER))
     pool = ReplicaPool(replica.facts, lossy.send, capacity=lambda: 8)
-    ask = requester(create_app(pool, ServerOptions(model_name="tiny")))
+    ask = asking(create_app(pool, ServerOptions(model_name="tiny")))
     body = {"prompt": source, "max_tokens": 40, "temperature": 0.9, "seed": 3, "ignore_eos": True}
     try:
         status, answer = asyncio.run(ask("/v1/completions", body))

@@ -19,7 +19,7 @@ from forerun.scale.pool import ReplicaPool
 from forerun.scale.replica import Replica
 from forerun.serve import answers
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.batch import requester
+from forerun.serve.batch import asking
 from forerun.serve.responses import ResponseReply, ResponseStore
 from forerun.serve.stream import Choice
 
@@ -406,7 +406,7 @@ def test_a_failure_within_a_stream_is_its_last_event(
 def test_replicas_serve_them_too(server: Running, model_folder: Path) -> None:
     replica = Replica({"model": str(model_folder), "max_num_seqs": 4, "page_size": 16}, [{"method": "ngram"}])
     pool = ReplicaPool(replica.facts, replica.answer, capacity=lambda: 8)
-    ask = requester(create_app(pool, ServerOptions(model_name="tiny", chat_template=TEMPLATE)))
+    ask = asking(create_app(pool, ServerOptions(model_name="tiny", chat_template=TEMPLATE)))
 
     async def talk() -> list[dict[str, Any]]:
         first = await ask(PATH, ASK)

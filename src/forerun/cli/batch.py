@@ -124,11 +124,11 @@ def opened(file: Path, out: Path) -> Iterator[Answers]:
 def work(file: Path, out: Path, written: Answers, opening: Opening, options: ServerOptions) -> int:
     """Answer the file and say what was done; the command's exit code."""
     from forerun.serve.app import create_app
-    from forerun.serve.batch import requester, run
+    from forerun.serve.batch import asking, run
 
     async def answered() -> Tally:
         answering, name, together = await opening()
-        ask = requester(create_app(answering, options.serving(name)))
+        ask = asking(create_app(answering, options.serving(name)))
         return await run(file, written, ask, together=2 * together)
 
     async def until_stopped() -> Tally | None:

@@ -194,7 +194,7 @@ async def run(source: Path, answers: Answers, ask: Ask, *, together: int) -> Tal
     return tally
 
 
-def requester(app: ASGIApp) -> Ask:
+def asking(app: ASGIApp) -> Ask:
     """Asks an ASGI application in this process."""
 
     async def ask(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:

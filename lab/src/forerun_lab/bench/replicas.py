@@ -115,7 +115,7 @@ def throughput(requested: argparse.Namespace) -> list[dict[str, Any]]:
     from forerun.scale.cluster import Cluster, Replicas
     from forerun.scale.front import cluster
     from forerun.serve.app import ServerOptions, create_app
-    from forerun.serve.batch import requester
+    from forerun.serve.batch import asking
 
     torch.set_num_threads(NUMBER)
     drafters = json.loads(requested.speculative_config)
@@ -135,8 +135,8 @@ def throughput(requested: argparse.Namespace) -> list[dict[str, Any]]:
     async def measure(handle: Any) -> dict[str, list[ReplicaLoad]]:
         pool = await Cluster(handle).pool(4 * requested.requests)
         asks = {
-            f"one process, {NUMBER} threads": requester(create_app(one, options)),
-            f"{NUMBER} replicas, 1 thread each": requester(create_app(pool, options)),
+            f"one process, {NUMBER} threads": asking(create_app(one, options)),
+            f"{NUMBER} replicas, 1 thread each": asking(create_app(pool, options)),
         }
 
         def contender(ask: Ask) -> Callable[[int], Awaitable[ReplicaLoad]]:
