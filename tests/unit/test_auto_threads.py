@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -121,3 +122,26 @@ def test_changing_threads_within_an_answer_changes_no_bit(llm):
 def test_both_names_of_the_default():
     assert module.check_threads("auto") is None
     assert module.check_threads(3) == 3
+
+
+def test_engines_in_two_threads_do_not_change_each_others_number() -> None:
+    usual = torch.get_num_threads()
+    entered, left = threading.Event(), threading.Event()
+    seen = []
+
+    def other() -> None:
+        with kernels.on_threads(usual + 2):
+            entered.set()
+            left.wait(10)
+            seen.append(kernels.threads())
+        seen.append(kernels.threads())
+
+    thread = threading.Thread(target=other)
+    with kernels.on_threads(usual + 1):
+        thread.start()
+        assert entered.wait(10)
+        assert kernels.threads() == usual + 1
+    left.set()
+    thread.join()
+    assert seen == [usual + 2, usual]
+    assert kernels.threads() == usual

@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -292,24 +293,27 @@ def library() -> ctypes.CDLL | None:
     return result
 
 
+class _Threads(threading.local):
+    count: int | None = None
+
+
+_threads = _Threads()
+
+
 @contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Within, kernels compute on so many threads; torch's own sums stay as they are. Which number it is changes no
-    bit, so that engines in several threads may set it beside each other."""
-    global _threads
-    before, _threads = _threads, count
+    """Within, kernels that this thread calls compute on so many threads; torch's own sums stay as they are. Which
+    number it is changes no bit."""
+    before, _threads.count = _threads.count, count
     try:
         yield
     finally:
-        _threads = before
+        _threads.count = before
 
 
 def threads() -> int:
     """Threads that kernels compute on: torch's number, but within ``on_threads``."""
-    return torch.get_num_threads() if _threads is None else _threads
-
-
-_threads: int | None = None
+    return _threads.count or torch.get_num_threads()
 
 
 def has(name: str) -> bool:
