@@ -213,21 +213,19 @@ def divisors(rope: dict[str, Any], width: int) -> torch.Tensor:
 
 def add_state(writer: gguf.GGUFWriter, config: Any, recurrent: list[bool]) -> None:
     """The sizes of layers with state."""
-    kind = config.model_type
-    if kind == "qwen3_5_text":
-        writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
-        writer.add_ssm_state_size(config.linear_key_head_dim)
-        writer.add_ssm_group_count(config.linear_num_key_heads)
-        writer.add_ssm_time_step_rank(config.linear_num_value_heads)
-        writer.add_ssm_inner_size(config.linear_value_head_dim * config.linear_num_value_heads)
+    if config.model_type not in ("qwen3_5_text", "granitemoehybrid"):
+        return
+    delta = config.model_type == "qwen3_5_text"
+    heads = config.linear_num_value_heads if delta else config.mamba_n_heads
+    writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim if delta else config.mamba_d_conv)
+    writer.add_ssm_state_size(config.linear_key_head_dim if delta else config.mamba_d_state)
+    writer.add_ssm_group_count(config.linear_num_key_heads if delta else config.mamba_n_groups)
+    writer.add_ssm_time_step_rank(heads)
+    writer.add_ssm_inner_size(heads * (config.linear_value_head_dim if delta else config.mamba_d_head))
+    if delta:
         writer.add_rope_dimension_sections([2, 1, 1, 0])
         writer.add_array("qwen35.attention.recurrent_layers", recurrent)
-    if kind == "granitemoehybrid":
-        writer.add_ssm_conv_kernel(config.mamba_d_conv)
-        writer.add_ssm_state_size(config.mamba_d_state)
-        writer.add_ssm_group_count(config.mamba_n_groups)
-        writer.add_ssm_time_step_rank(config.mamba_n_heads)
-        writer.add_ssm_inner_size(config.mamba_n_heads * config.mamba_d_head)
+    else:
         writer.add_rope_scaling_finetuned(False)
 
 
