@@ -146,12 +146,14 @@ def _plans(
     settings: dict[str, Any],
 ) -> dict[str, Any]:
     """The first load's plan, and the others' in short; ``texts`` are ``make_prompts``' options."""
+    import torch
+
     from forerun.engine.llm import LLM
     from forerun.measure.plan import LENGTHS, run_plan
     from forerun.measure.prompts import make_prompts
 
     with progress("loading", len(loads) * (len(LENGTHS) + settings["layer_trials"])) as step:
-        llm = LLM(**engine, speculative_config=None)
+        llm = LLM(**engine, threads=torch.get_num_threads(), speculative_config=None)
         prompts = make_prompts(tokenizer=llm.tokenizer, **texts)
         plans = [run_plan(llm, options, prompts, concurrency=count, step=step, **settings) for count in loads]
     result = plans[0] | {"loads": [_load(one) for one in plans]}

@@ -15,6 +15,8 @@ from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
+import torch
+
 from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab
 from forerun.engine.config import NONE
@@ -68,14 +70,14 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     options = method_configs(config.methods, config.accepts, config.lengths, config.counts, config.speculative)
     options = with_trees(options, config.trees or 0)
     conversations = read_set(config.prompt_set, config.prompts_file) if config.prompt_set in WRITTEN else []
-    llm = LLM(**config.engine, speculative_config=None)
+    llm = LLM(**config.engine, threads=torch.get_num_threads(), speculative_config=None)
     left_out: dict[str, str] = {}
     if ALL in config.methods:
         progress("building every method")
         options, left_out = runnable(llm, options)
     fastest = None
     if config.fastest and llm.model.invariant:
-        fastest = LLM(**{**config.engine, "invariant": False}, speculative_config=None)
+        fastest = LLM(**{**config.engine, "invariant": False}, threads=torch.get_num_threads(), speculative_config=None)
     texts = make_texts(config, llm, conversations)
     prompts = texts.prompts
     config = _with_stops(config, stops(texts))

@@ -71,7 +71,7 @@ def run_checks(config: CheckConfig, step: Callable[[str], None] = lambda note: N
     """``{"passed": bool, "tested": bool, "environment": ..., "results": [...], "left_out": {method: why}}``: whether
     every result passed, and whether every one tested something. Raises ForerunError subclasses."""
     options = method_configs(config.methods, ("coupled",), ("fixed",), (), config.speculative)[1:]
-    llm = LLM(**config.engine, speculative_config=None)
+    llm = LLM(**config.engine, threads=torch.get_num_threads(), speculative_config=None)
     left_out: dict[str, str] = {}
     if ALL in config.methods:
         step("building every method")

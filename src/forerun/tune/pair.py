@@ -214,7 +214,13 @@ class _Search:
             LONGEST + config.answer, read_config(resolve(config.model)).get_text_config().max_position_embeddings
         )
         most = max(TOGETHER, *config.concurrency)
-        self.llm = LLM(config.model, quantization=config.quantization, max_model_len=room, max_num_seqs=most)
+        self.llm = LLM(
+            config.model,
+            quantization=config.quantization,
+            threads=torch.get_num_threads(),
+            max_model_len=room,
+            max_num_seqs=most,
+        )
         prompts = held_out_prompts(self.llm, room - config.answer)
         if len(prompts) < 8:
             raise ConfigError(f"an answer of {config.answer} tokens leaves no room for a prompt: lower it")

@@ -118,7 +118,12 @@ def _texts(config: TuneConfig, run: Path) -> Path | None:
 
 
 def _load(config: TuneConfig, **more: Any) -> LLM:
-    return LLM(config.model, quantization=config.quantization, **{"speculative_config": None, **more})
+    return LLM(
+        config.model,
+        quantization=config.quantization,
+        threads=torch.get_num_threads(),
+        **{"speculative_config": None, **more},
+    )
 
 
 def _write(config: TuneConfig, data: Data, state: TuneState, run: Path, say: Callable[[str], None]) -> None:

@@ -181,7 +181,7 @@ def measure(requested: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[s
     """Rows and the environment. Raises ForerunError."""
     widths = [int(width) for width in requested.widths.split(",")]
     engine = {"dtype": requested.dtype, "page_size": 16, "max_num_seqs": max(8, *widths)}
-    base = LLM(requested.model, speculative_config=None, **engine)
+    base = LLM(requested.model, threads=torch.get_num_threads(), speculative_config=None, **engine)
     contenders = {"plain": ours(base, speculate=False)}
     for setting in json.loads(requested.settings) if requested.settings else SETTINGS:
         given = (
@@ -189,7 +189,9 @@ def measure(requested: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[s
             if requested.draft is None or setting["method"] != "draft_model"
             else {**setting, "model": requested.draft}
         )
-        contenders[_name(setting)] = ours(LLM(requested.model, speculative_config=given, **engine), speculate=True)
+        contenders[_name(setting)] = ours(
+            LLM(requested.model, threads=torch.get_num_threads(), speculative_config=given, **engine), speculate=True
+        )
     contenders["transformers"] = theirs(base)
     worker = None
     if requested.ctranslate2:

@@ -166,7 +166,14 @@ def streams(
     model: str, name: str, counts: Sequence[int], tokens: int, prompts: Sequence[Sequence[int]]
 ) -> list[CostStream]:
     longest = max(map(len, prompts)) + tokens
-    llm = LLM(model, quantization=name, max_num_seqs=max(counts), max_model_len=longest, speculative_config=None)
+    llm = LLM(
+        model,
+        quantization=name,
+        threads=torch.get_num_threads(),
+        max_num_seqs=max(counts),
+        max_model_len=longest,
+        speculative_config=None,
+    )
     rows = []
     for count in counts:
         asked = [{"prompt_token_ids": list(prompts[i % len(prompts)])} for i in range(count)]

@@ -147,7 +147,7 @@ def _ours(
         seen.add(window, reference, logits(model, [window]).float())
     row = seen.row(name, model.info.weight_bytes)
     del model
-    llm = LLM(requested.model, quantization=name, speculative_config=None)
+    llm = LLM(requested.model, quantization=name, threads=torch.get_num_threads(), speculative_config=None)
     params = SamplingParams(temperature=0, max_tokens=requested.text_tokens, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     row.same_texts = sum(list(o.outputs[0].token_ids) == a for o, a in zip(outputs, answers, strict=True))

@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    llm = LLM(given.model, dtype=given.dtype, speculative_config=None)
+    llm = LLM(given.model, dtype=given.dtype, threads=torch.get_num_threads(), speculative_config=None)
     prompts = make_prompts(given.prompt_set, llm.tokenizer, count=given.prompts, length=given.prompt_tokens)
     result = compare_all(OrderingBench(llm, prompts, given.max_tokens, given.concurrency, given.speculative_config))
     print(json.dumps([asdict(item) for item in result], indent=1) if given.json else "\n".join(lines(result)))

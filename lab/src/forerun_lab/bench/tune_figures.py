@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import torch
+
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
@@ -96,7 +98,14 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--depth", type=int, default=3)
     given = parser.parse_args()
-    llm = LLM(given.model, quantization=given.quantization, max_num_seqs=1, max_model_len=2048, speculative_config=None)
+    llm = LLM(
+        given.model,
+        quantization=given.quantization,
+        threads=torch.get_num_threads(),
+        max_num_seqs=1,
+        max_model_len=2048,
+        speculative_config=None,
+    )
     compared = ways(given.head, given.depth, given.text)
     rows = [
         row

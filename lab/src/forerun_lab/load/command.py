@@ -68,6 +68,8 @@ def plan_load(options: LoadOptions, load: Load, setting: LoadSetting) -> dict[st
 
 
 def _measure(load: Load, setting: LoadSetting) -> tuple[LoadCosts, Limits, dict[str, Any]]:
+    import torch
+
     from forerun.cli.serve import PAGE_SIZE
     from forerun.engine.llm import LLM
     from forerun.measure.environment import environment
@@ -76,7 +78,7 @@ def _measure(load: Load, setting: LoadSetting) -> tuple[LoadCosts, Limits, dict[
 
     engine = {"page_size": PAGE_SIZE, **setting.engine}
     with progress("loading", steps(engine.get("max_num_seqs"), len(setting.drafters))) as step:
-        llm = LLM(**engine, speculative_config=None)
+        llm = LLM(**engine, threads=torch.get_num_threads(), speculative_config=None)
         load = load.within(llm.engine.max_model_len)
 
         def prompts(count: int, length: int) -> list[list[int]]:
