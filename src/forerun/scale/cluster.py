@@ -22,7 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from forerun.core.errors import ConfigError, one_line
-from forerun.engine.async_engine import ClosedError
+from forerun.engine.answering import ClosedError
 from forerun.engine.metrics import Snapshot
 from forerun.scale.affinity import BLOCK, BOUND, Affinity
 from forerun.scale.messages import KEPT, Entry, Facts, Line, Message, Outbox, Request
