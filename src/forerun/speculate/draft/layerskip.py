@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from forerun.core.batch import Batch, Span
+from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError
 from forerun.core.inference import inference
 from forerun.core.request import RequestState
@@ -31,6 +32,7 @@ class LayerskipConfig(StepsConfig):
     exit_head: str | None = None
     """Folder of a trained exit head (``forerun train layerskip``). None: the bundled one for the bundled target, where
     neither ``exit_layer`` nor ``layers`` is given; else no head."""
+    limits: ClassVar = {"exit_layer": COUNT}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,8 +47,6 @@ class LayerskipConfig(StepsConfig):
             ):
                 raise ConfigError(f"layers must be ascending layer numbers from 0, not {self.layers!r}")
             object.__setattr__(self, "layers", layers)
-        elif self.exit_layer is not None and self.exit_layer < 1:
-            raise ConfigError(f"exit_layer must be at least 1, not {self.exit_layer}")
 
 
 class ExitHead(MedusaHead):

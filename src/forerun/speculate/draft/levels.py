@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, log
+from typing import ClassVar
 
 import torch
 
+from forerun.core.config import Within
 from forerun.core.errors import ConfigError
 from forerun.core.request import Beams, RequestState
 from forerun.core.tree import POINT_MASS, Draft
@@ -32,14 +34,11 @@ class StepsConfig(TreeConfig):
     """A chain ends with the token that makes the chance that all of it is kept less than this: the product of the
     likeliest tokens' probabilities at temperature 1, in the drafter's own eyes. None: chains are as long as asked for,
     as a beam search's always are. (transformers' ``assistant_confidence_threshold`` looks at each token alone.)"""
+    limits: ClassVar = {"confidence_threshold": Within(above=0, below=1)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.confidence_threshold is None:
-            return
-        if not 0 < self.confidence_threshold < 1:
-            raise ConfigError(f"confidence_threshold must lie between 0 and 1, not {self.confidence_threshold!r}")
-        if self.branches:
+        if self.confidence_threshold is not None and self.branches:
             raise ConfigError("confidence_threshold ends chains, not trees: remove it, or 'tree' and 'tree_nodes'")
 
     @property

@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
 from forerun.core.batch import Batch, Span
+from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
@@ -58,6 +59,7 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
     """The draft has another tokenizer than the target."""
     heterogeneous_vocab_method: str = "tli"
     """How two vocabularies meet: tli (draft among the tokens that both have) or slem (draft text, encode it anew)."""
+    limits: ClassVar = {"draft_vocab_size": COUNT}
 
     @classmethod
     def usual(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,10 +71,7 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        size = self.draft_vocab_size
-        if size is not None and size < 1:
-            raise ConfigError(f"draft_vocab_size must be an integer of at least 1, not {size!r}")
-        if size is not None and self.use_heterogeneous_vocab:
+        if self.draft_vocab_size is not None and self.use_heterogeneous_vocab:
             raise ConfigError("draft_vocab_size is for drafts with the target's tokenizer: leave it out")
         method = self.heterogeneous_vocab_method
         if method not in ("tli", "slem"):

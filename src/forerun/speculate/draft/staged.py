@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,6 +40,10 @@ INNER = "inner"
 class StagedConfig(DraftModelConfig):
     drafter: Any = None
     """Options of the drafter that drafts for the draft model (it may be staged itself); None: ``ngram``."""
+    without: ClassVar = dict.fromkeys(
+        ("tree", "tree_nodes", "confidence_threshold"),
+        "method 'staged' drafts chains as long as asked for, and 'drafter' may have options of its own",
+    )
 
     @classmethod
     def usual(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,10 +52,6 @@ class StagedConfig(DraftModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.branches:
-            raise ConfigError("method 'staged' drafts chains; give 'tree' or 'tree_nodes' to 'drafter', or remove it")
-        if self.confidence_threshold is not None:
-            raise ConfigError("method 'staged' drafts as far as asked; give confidence_threshold to 'drafter'")
         options: Mapping[str, Any] | NestedPart = self.drafter if self.drafter is not None else {"method": "ngram"}
         object.__setattr__(self, "drafter", NestedPart.parse(options, self.num_speculative_tokens))
 

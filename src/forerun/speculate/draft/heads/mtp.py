@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError, ModelError
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.base import Model
@@ -305,13 +306,8 @@ class MtpConfig(EagleConfig):
     draft_vocab_size: int | None = None
     """How many tokens its output layer predicts, as a draft model's. None: 32,768 of a vocabulary of more than 65,536,
     else all of them."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
-            raise ConfigError(f"draft_vocab_size must be an integer of at least 1, not {self.draft_vocab_size!r}")
-        if self.adapt is not None:
-            raise ConfigError("method 'mtp' does not learn: remove adapt")
+    limits: ClassVar = {"draft_vocab_size": COUNT}
+    without: ClassVar = {"adapt": "method 'mtp' does not learn"}
 
 
 @drafters.register("mtp")
