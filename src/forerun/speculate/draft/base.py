@@ -153,6 +153,14 @@ class DraftContext:
                 "use draft_model, ngram, prompt_lookup, suffix or table"
             )
 
+    def commonest(self, size: int, known: int) -> torch.Tensor:
+        """Tokens that are worth an output, int64 [size] ascending, of the first ``known`` of the vocabulary: special
+        ones, then the first others, which in BPE are the commonest."""
+        special = {*self.target.info.eos_ids, *(self.tokenizer.added_tokens_decoder if self.tokenizer else ())}
+        special = {token for token in special if token < known}
+        ranked = [*sorted(special), *(token for token in range(known) if token not in special)]
+        return torch.tensor(sorted(ranked[:size]))
+
     def attention(self) -> Attention:
         if self.target_attention is None:
             raise ConfigError("this drafter runs the target itself and needs an engine around it")

@@ -20,7 +20,7 @@ from forerun.core.tree import Draft
 from forerun.models.load import BUNDLED, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs, drafters
 from forerun.speculate.draft.heads.medusa import MedusaHead
-from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
+from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level
 
 
 @dataclass(frozen=True)
@@ -98,17 +98,10 @@ class Layerskip(Drafter[LayerskipConfig]):
         ]
 
         def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
-            spans: list[Span] = []
-            for index in dict.fromkeys(index for index, _ in frontier):
-                sequence, draft = sequences[index], drafts[index]
-                if depth == 0:
-                    spans.append(Span(sequence.id, sequence.num_computed_tokens, [sequence.tokens[-1]], logits=[0]))
-                    continue
-                stored = next(node for i, node in frontier if i == index)
-                parents = None if draft.is_chain else draft.parents
-                tokens = draft.tokens[stored:]
-                start, rows = len(sequence.tokens), list(range(len(tokens)))
-                spans.append(Span(sequence.id, start, tokens, parents, stored, logits=rows))
+            if depth:
+                return self._logits(newest_level(sequences, frontier, drafts, lambda each: len(each.tokens)))
+            chosen = [sequences[index] for index, _ in frontier]
+            spans = [Span(each.id, each.num_computed_tokens, each.tokens[-1:], logits=[0]) for each in chosen]
             return self._logits(spans)
 
         drafts, _ = grow(sequences, ready, budgets, self.config, self.chooser, score)

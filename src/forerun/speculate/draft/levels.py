@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 
+from forerun.core.batch import Span
 from forerun.core.config import Within
 from forerun.core.errors import ConfigError
 from forerun.core.request import Beams, RequestState
@@ -116,6 +117,25 @@ def grow_levels(
         for index in ready:
             drafts[index].q = q
     return drafts
+
+
+def newest_level(
+    sequences: Sequence[RequestState],
+    frontier: Frontier,
+    drafts: Sequence[Draft],
+    start: Callable[[RequestState], int],
+    spell: Callable[[list[int]], list[int]] = list,
+) -> list[Span]:
+    """The newest level of every growing draft, to feed behind ``start`` of a sequence's entries, with logits of every
+    node. ``spell`` gives drafted tokens in the drafter's own ids."""
+    spans = []
+    for index in dict.fromkeys(index for index, _ in frontier):
+        sequence, draft = sequences[index], drafts[index]
+        stored = next(node for i, node in frontier if i == index)
+        tokens, parents = spell(draft.tokens[stored:]), None if draft.is_chain else draft.parents
+        rows = list(range(len(tokens)))
+        spans.append(Span(sequence.id, start(sequence), tokens, parents, stored, rows, sequence.source))
+    return spans
 
 
 def groups(sequences: Sequence[RequestState], ready: Sequence[int]) -> list[Beams]:

@@ -153,7 +153,12 @@ class Head(nn.Module, ABC):
     @property
     def layers(self) -> tuple[int, ...]:
         """Hidden states of the target that it reads."""
-        return (self.sizes.num_layers,)
+        given = self.sizes.options.get("layers")
+        return self.usual_layers(self.sizes.num_layers) if given is None else tuple(given)
+
+    def usual_layers(self, last: int) -> tuple[int, ...]:
+        """Those that it reads of a target of ``last`` layers unless its options say others."""
+        return (last,)
 
     def make_output(self, own: bool = False) -> None:
         """The output layer that its options ask for: ``draft_vocab_size`` rows, of which row i stands for token

@@ -15,7 +15,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -324,17 +323,9 @@ class Mtp(Eagle):
         if size is not None and head.lm_head is None:
             if size > info.vocab_size:
                 raise ConfigError(f"draft_vocab_size is {size}, and {info.name} has {info.vocab_size} tokens")
-            ids = self._commonest(size)
+            ids = self.context.commonest(size, info.vocab_size)
             head.narrow(ids, output_rows(own, ids))
         return head
-
-    def _commonest(self, size: int) -> torch.Tensor:
-        """The special tokens and the first ones of the vocabulary, int64 [size], ascending."""
-        count, tokenizer = self.context.target.info.vocab_size, self.context.tokenizer
-        special = {*self.context.target.info.eos_ids, *(tokenizer.added_tokens_decoder if tokenizer else ())}
-        special = {token for token in special if token < count}
-        others = (token for token in range(count) if token not in special)
-        return torch.tensor(sorted([*sorted(special)[:size], *islice(others, max(0, size - len(special)))]))
 
 
 def output_rows(path: Path, ids: torch.Tensor) -> torch.Tensor:
