@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from math import inf, isfinite
+from math import inf
+from sys import float_info
 from typing import Any
 
 from forerun.core.errors import ConfigError, shown
@@ -30,10 +31,11 @@ class Within:
     whole: bool = False
 
     def permits(self, value: Any) -> bool:
-        """Whether ``value`` is such a number, and finite; no flag is."""
+        """Whether ``value`` is such a number; no flag is, and nothing that a float cannot hold."""
         if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
             return False
-        return self.least <= value <= self.most and self.above < value < self.below and (self.whole or isfinite(value))
+        finite = self.whole or abs(value) <= float_info.max
+        return finite and self.least <= value <= self.most and self.above < value < self.below
 
     def __str__(self) -> str:
         if self.least > -inf:

@@ -10,7 +10,7 @@ that it carries.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -141,7 +141,7 @@ class Staged(Drafter[StagedConfig]):
         part = config.drafter
         # The draft model's cache also holds the nodes that are drafted for it.
         rows = config.num_speculative_tokens + part.config.max_nodes()
-        names = DraftModelConfig.__dataclass_fields__
+        names = [field.name for field in fields(DraftModelConfig)]
         own = {name: getattr(config, name) for name in names if name != "num_speculative_tokens"}
         base_context = replace(context, prefix_caching=False)
         self.base = DraftModel(DraftModelConfig(num_speculative_tokens=rows, **own), base_context)

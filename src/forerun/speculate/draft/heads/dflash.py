@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forerun.core.config import Within
 from forerun.core.errors import ModelError, shown
 from forerun.core.inference import inference
 from forerun.core.request import RequestState
@@ -256,7 +257,7 @@ def read_public(folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.T
         )
     options = _options(folder, config, reported, weights, num_layers)
     block = reported.get("block_size", 16)
-    if isinstance(block, bool) or not isinstance(block, int) or block < 2:
+    if not Within(least=2, whole=True).permits(block):
         raise ModelError(f"{folder}: block_size is an integer of at least 2, not {shown(block)}")
     size, vocabulary = weights["fc.weight"].shape[0], reported.get("vocab_size")
     for name in ("predecessor_codebook", "successor_codebook"):
@@ -304,7 +305,7 @@ def _options(
     mask, vocabulary = reported.get("mask_token_id"), reported.get("vocab_size")
     counts |= {"mask_token_id": mask, "vocab_size": vocabulary}
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < (name != "mask_token_id"):
+        if not Within(least=name != "mask_token_id", whole=True).permits(value):
             raise ModelError(f"{folder}: its {CONFIG} has {shown(value)} as {name}")
     if mask >= vocabulary:  # type: ignore[operator]
         raise ModelError(f"{folder}: mask_token_id {mask} is outside a vocabulary of {vocabulary}")
