@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,9 +73,9 @@ class BlockHead(Head):
     def usual_layers(self, last: int) -> tuple[int, ...]:
         return tuple(sorted({max(1, last // 3), max(1, 2 * last // 3), last}))
 
+    @abstractmethod
     def context(self, features: torch.Tensor) -> torch.Tensor:
         """[..., layers * hidden size] -> [..., hidden size]."""
-        raise NotImplementedError
 
 
 class BlockMemory:
