@@ -1,8 +1,5 @@
-"""``python -m forerun.kernels PLATFORM FOLDER``: compile the kernels that a platform's wheel carries."""
-
-import sys
-from pathlib import Path
+"""``python -m forerun.kernels``: compile the kernels that a platform wheel carries."""
 
 from forerun.kernels import carry
 
-carry(sys.argv[1], Path(sys.argv[2]))
+carry()
