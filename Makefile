@@ -36,14 +36,12 @@ sanitize_threads:  ## the kernels' threads under ThreadSanitizer: 10,000 starts 
 	g++ -std=c++17 -O1 -g -fsanitize=thread -pthread tests/threads.cpp src/forerun/kernels/threads.cpp -o build/threads
 	TSAN_OPTIONS=halt_on_error=1:die_after_fork=0 build/threads 10000
 
-wheels:  ## dist/: a wheel for each platform; Linux x86-64 carries the kernels, compiled for all its variants by ziglang
-	PYTHONPATH=src $(RUN) forerun.kernels
+wheels:  ## dist/: a wheel for each platform, with the kernels that ziglang compiles for it; what is in build/kernels stays
 	for platform in $(PLATFORMS); do \
+		PYTHONPATH=src $(RUN) forerun.kernels $$platform build/kernels/$$platform && \
 		FORERUN_WHEEL_PLATFORM=$$platform $(RUN) build --wheel --outdir dist . > /dev/null || exit 1; \
 	done
-	rm -r src/forerun/kernels/carried
-	$(RUN) auditwheel show dist/forerun-*-manylinux_2_28_x86_64.whl | tee /dev/stderr | grep -q 'tag: "manylinux_2_28_x86_64"'
-	@echo "With kernels: manylinux_2_28_x86_64. The others run torch."
+	PYTHONPATH=src $(firstword $(RUN)) tests/wheels.py $(foreach p,$(PLATFORMS),dist/forerun-*-$(p).whl)
 
 bench:  ## both drafters of the bundled pair against plain decoding and transformers
 	.venv/bin/forerun bench --peers transformers

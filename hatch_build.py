@@ -1,7 +1,8 @@
-"""A wheel for the platform that ``FORERUN_WHEEL_PLATFORM`` names, any Python 3, with kernels if there are
-some for it; without that variable one without kernels, for all platforms."""
+"""A wheel for the platform that ``FORERUN_WHEEL_PLATFORM`` names, any Python 3, with the kernels that ``make wheels``
+compiled for it; without that variable one without kernels, for all platforms."""
 
 import os
+from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
@@ -12,5 +13,5 @@ class CustomBuildHook(BuildHookInterface):
         if version == "standard" and platform:
             build_data["pure_python"] = False
             build_data["tag"] = f"py3-none-{platform}"
-            if platform == "manylinux_2_28_x86_64":
-                build_data["artifacts"].append("src/forerun/kernels/carried/*.so")
+            for path in Path(self.root, "build", "kernels", platform).glob("*.so"):
+                build_data["force_include"][str(path)] = f"forerun/kernels/carried/{path.name}"

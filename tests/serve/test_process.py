@@ -76,6 +76,20 @@ def begin(url: str, texts: list[str], **body: Any) -> threading.Thread:
     return reader
 
 
+def test_it_serves_what_a_file_of_options_says() -> None:
+    example = Path(__file__).parents[2] / "docs" / "examples" / "forerun.yaml"
+    with (
+        serving("--config", str(example), "--served-model-name", "mine") as (_, url),
+        httpx2.Client(base_url=f"{url}/v1", headers=KEY, timeout=60) as client,
+    ):
+        assert client.get("/models").json()["data"][0]["id"] == "mine"
+        for method in ("draft_model", "ngram"):
+            body = {"prompt": "def ", "max_tokens": 4, "speculative": {"method": method}}
+            assert client.post("/completions", json=body).status_code == 200
+        for host, status in (("llm.example.org", 200), ("other.example.org", 403)):
+            assert client.get("/models", headers={"Host": host}).status_code == status
+
+
 def test_it_serves_and_ends(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drafters = ["--spec-method", "ngram", "--also-draft", '{"method": "pattern"}']
     with serving("--allowed-host", "models.example", "--model", str(model_folder), *drafters) as (server, url):

@@ -14,8 +14,8 @@ from forerun.engine.memory import share
 SHAPES = [None, StateShape(6, 2, (3, 4)), StateShape(5, 2)]
 
 
-def states(count: int = 2, depth: int = 4) -> States:
-    return States(SHAPES, count, depth, torch.float32, torch.device("cpu"))
+def states(count: int = 2, depth: int = 4, kept: int = 0) -> States:
+    return States(SHAPES, count, depth, torch.float32, torch.device("cpu"), kept)
 
 
 def pool(count: int = 2, **options: int) -> Pool:
@@ -131,6 +131,43 @@ def test_layers_that_are_left_out_keep_everybodys_checkpoint():
     of.reserve(0, 6)
     replay = of.states.plan(Batch([Span(0, 3, [1, 1])], layers=(0, 1)))
     assert replay.runs[0].length == 3
+
+
+def test_a_marked_state_is_stored_by_the_forward_that_settles_it_and_a_sequence_begins_with_it():
+    """The records in front of it are those of the forward, of the one before, and of the state that it began with."""
+    of = pool(kept=2)
+    feed(of, Span(0, 0, [1] * 5, settled=5))
+    early, late = of.states.keep(), of.states.keep()
+    assert of.states.keep() is None
+    of.states.mark(0, 6, early)
+    of.states.mark(0, 9, late)
+    of.reserve(0, 12)
+    replay = of.states.plan(Batch([Span(0, 5, [1] * 3, settled=8)]))
+    assert replay.runs[0].copies == [(0, early)]
+    feed(of, Span(0, 5, [1] * 3, settled=8))
+    assert of.states.made(0) == [(6, early)]
+    assert of.states.made(0) == []
+    of.states.numbers[1][early] = 7.0
+    of.states.restore(1, early, 6)
+    assert of.states.lengths[1] == 6
+    assert [held(of, 1, entry) for entry in (4, 5)] == [4, 5]
+    assert bool((of.states.numbers[1][of.states.slots[1]] == 7.0).all())
+    of.free(0)
+    of.states.release(1)
+    assert of.states.kept == {early}
+    of.check()
+
+
+def test_the_state_of_a_sequence_that_goes_stays_where_it_is():
+    of = pool(kept=1)
+    feed(of, Span(0, 0, [1] * 5, settled=4))
+    slot = of.states.slots[0]
+    assert of.states.leave(0) == slot
+    of.free(0)
+    feed(of, Span(1, 0, [1] * 2, settled=2))
+    assert of.states.leave(1) is None
+    of.states.drop(slot)
+    of.check()
 
 
 def test_half_of_the_memory_is_for_states_at_most():

@@ -8,7 +8,7 @@ a length, and a rejected draft costs the next round nothing (ReplaySSM and Tenso
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -46,6 +46,8 @@ class Run:
     """Entries that the new checkpoint covers."""
     first: int
     """The number of its first node."""
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    """(node, slot): the state behind that node is stored in that slot, too."""
 
 
 @dataclass(slots=True)
@@ -65,7 +67,8 @@ class Replay:
 
 
 class States:
-    """Room for ``count`` sequences; up to ``depth`` entries behind a checkpoint may be taken back."""
+    """Room for ``count`` sequences, and for ``kept`` states that stay when their sequences go (``cache/prefix.py``); up
+    to ``depth`` entries behind a sequence's checkpoint may be taken back."""
 
     def __init__(
         self,
@@ -74,28 +77,34 @@ class States:
         depth: int,
         dtype: torch.dtype,
         device: torch.device,
+        kept: int = 0,
     ) -> None:
         self.layers = list(layers)
         self.columns = max(shape.columns for shape in layers if shape is not None)
         self.depth = depth
         self.ring = self.columns + depth
         self.dtype, self.device = dtype, device
-        self._hold(count)
+        self._hold(count, kept)
 
-    def _hold(self, count: int) -> None:
-        self.count = count
+    def _hold(self, count: int, kept: int) -> None:
+        self.count, self.most_kept = count, kept
         self.slots: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
         """Entries that a sequence's checkpoint covers."""
-        self.free_slots = list(range(count - 1, -1, -1))
+        self.free_slots = list(range(count + kept - 1, -1, -1))
+        self.kept: set[int] = set()
+        """Slots of states that stay."""
+        self.marks: dict[int, dict[int, int]] = {}
+        """Per sequence: behind which of its entries the state will be stored, and in which slot."""
         for made in ("records", "numbers"):
             self.__dict__.pop(made, None)
 
     @cached_property
     def records(self) -> list[torch.Tensor | None]:
         """Per layer, [slots, ring, width]; entry e is at e modulo the ring."""
+        every = self.count + self.most_kept
         return [
-            None if shape is None else zeros((self.count, self.ring, shape.width), self.dtype, self.device)
+            None if shape is None else zeros((every, self.ring, shape.width), self.dtype, self.device)
             for shape in self.layers
         ]
 
@@ -103,7 +112,9 @@ class States:
     def numbers(self) -> list[torch.Tensor | None]:
         """Per layer, the checkpoints [slots, ...]."""
         return [
-            zeros((self.count, *shape.numbers), torch.float32, self.device) if shape and shape.numbers else None
+            None
+            if shape is None or not shape.numbers
+            else zeros((self.count + self.most_kept, *shape.numbers), torch.float32, self.device)
             for shape in self.layers
         ]
 
@@ -116,16 +127,16 @@ class States:
 
     @property
     def nbytes(self) -> int:
-        return self.count * self.bytes_each
+        return (self.count + self.most_kept) * self.bytes_each
 
-    def resize(self, count: int) -> None:
-        """Hold ``count`` sequences instead. Only while nobody is here."""
-        if self.slots:
+    def resize(self, count: int, kept: int = 0) -> None:
+        """Hold ``count`` sequences and ``kept`` states instead. Only while nobody is here."""
+        if self.slots or self.kept:
             raise ValueError("states in use cannot be resized")
-        self._hold(count)
+        self._hold(count, kept)
 
     def has_room(self, key: int) -> bool:
-        return key in self.slots or bool(self.free_slots)
+        return key in self.slots or len(self.slots) < self.count
 
     def take(self, key: int) -> None:
         """Give ``key`` a state: that of no tokens at all."""
@@ -147,6 +158,56 @@ class States:
         if slot is not None:
             self.free_slots.append(slot)
             del self.lengths[key]
+        for marked in self.marks.pop(key, {}).values():
+            self.drop(marked)
+
+    def keep(self) -> int | None:
+        """A slot for a state that stays; None: there is no room for one more."""
+        if len(self.kept) >= self.most_kept:
+            return None
+        slot = self.free_slots.pop()
+        self.kept.add(slot)
+        return slot
+
+    def drop(self, slot: int) -> None:
+        """Give up a kept state."""
+        self.kept.remove(slot)
+        self.free_slots.append(slot)
+
+    def mark(self, key: int, length: int, slot: int) -> None:
+        """Have the state behind the first ``length`` entries of ``key`` stored in ``slot`` as well, by the forward that
+        settles it."""
+        self.marks.setdefault(key, {})[length] = slot
+
+    def made(self, key: int) -> list[tuple[int, int]]:
+        """(length, slot) of the marks that were stored, once."""
+        marks, covered = self.marks.get(key, {}), self.lengths.get(key, 0)
+        return [(length, marks.pop(length)) for length in sorted(marks) if length <= covered]
+
+    def leave(self, key: int) -> int | None:
+        """``key`` goes, and its checkpoint stays where it is, if there is room; returns the slot."""
+        if len(self.kept) >= self.most_kept:
+            return None
+        slot = self.slots.pop(key)
+        del self.lengths[key]
+        self.kept.add(slot)
+        return slot
+
+    def restore(self, key: int, slot: int, length: int) -> None:
+        """``key``, new here, begins with the state of ``length`` entries that is kept in ``slot``."""
+        self.take(key)
+        self.lengths[key] = length
+        self._copy_records(slot, self.slots[key], range(length - self.columns, length))
+        for numbers in self.numbers:
+            if numbers is not None:
+                numbers[self.slots[key]] = numbers[slot]
+
+    def _copy_records(self, source: int, target: int, entries: Iterable[int]) -> None:
+        """Those of entries before the first one are zeros wherever a sequence begins."""
+        places = [entry % self.ring for entry in entries if entry >= 0]
+        for records in self.records if places else ():
+            if records is not None:
+                records[target, places] = records[source, places]
 
     def truncate(self, key: int, length: int) -> int:
         """How many of ``length`` entries are left: all, or none where the checkpoint covers more."""
@@ -208,6 +269,13 @@ class States:
             stored = range(max(first, span.end - self.ring), span.end)
             written += [slot * self.ring + entry % self.ring for entry in stored]
             kept += [indices[entry] for entry in stored]
+            for length, target in self.marks.get(span.key, {}).items():
+                if base < length <= run.length:
+                    run.copies.append((run.first + length - base - 1, target))
+                    last = range(length - self.columns, length)
+                    self._copy_records(slot, target, (entry for entry in last if entry < first))
+                    written += [target * self.ring + entry % self.ring for entry in last if entry >= first]
+                    kept += [indices[entry] for entry in last if entry >= first]
             runs.append(run)
 
         def index(numbers: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
@@ -241,7 +309,8 @@ class States:
         """Raise AssertionError unless those who have pages, and nobody else, have a state."""
         if sorted(self.slots) != sorted(keys):
             raise AssertionError("sequences with pages and those with states differ")
-        if sorted([*self.slots.values(), *self.free_slots]) != [*range(self.count)]:
+        every = sorted([*self.slots.values(), *self.kept, *self.free_slots])
+        if every != [*range(self.count + self.most_kept)] or len(self.kept) > self.most_kept:
             raise AssertionError("the slots of states are counted wrongly")
 
 

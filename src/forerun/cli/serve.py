@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from forerun.cli.config import Config
 from forerun.cli.console import all_but_one, out, read_file, set_threads, warn, warn_synthetic
 from forerun.cli.options import SERVED, SPECULATIVE, parse_json, speculative_config, takes
 from forerun.core.errors import ConfigError
@@ -92,6 +93,7 @@ def serve(
     kv_events: Events = None,
     replicas: Replicated = None,
     max_replicas: Annotated[int | None, typer.Option(help="as many replicas as the load wants, up to", min=1)] = None,
+    config: Config = None,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],

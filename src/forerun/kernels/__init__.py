@@ -62,8 +62,8 @@ CARRIABLE: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
 COMPILERS = ("c++", "g++", "clang++")
 ZIG = "ziglang"
 """A module that compiles C++, for every system from each: the extra ``forerun[compiler]``."""
-TARGET = ("-target", "x86_64-linux-gnu.2.28")
-"""What a wheel's kernels are for: ``manylinux_2_28_x86_64``."""
+TARGETS = {"manylinux_2_28_x86_64": ("x86_64-linux-gnu.2.28", "avx2")}
+"""By platform tag, for wheels that carry kernels: what ``ZIG`` compiles for, and the unit that its variants share."""
 SEAL = hashlib.sha256().digest_size
 """Bytes at a library's end, behind all that a loader reads: the hash of what is before them, so that one that is cut
 short or changed is known before it is loaded."""
@@ -146,11 +146,12 @@ def _compile(
             subprocess.run(command, check=True, capture_output=True, timeout=patience, env=around)
             advance(1)
 
+        strip = () if "-g" in _flags() else ("-s",)  # a library is a tenth as large without symbols
         parts = {source: str(Path(work) / f"{source.stem}.o") for source in SOURCES}
         with ThreadPoolExecutor() as pool:
             list(pool.map(lambda source: run("-c", str(source), "-o", parts[source]), SOURCES))
         made = Path(work) / to.name
-        run("-shared", *parts.values(), "-o", str(made))
+        run("-shared", *strip, *parts.values(), "-o", str(made))
         content = made.read_bytes()
         replace_with(to, lambda file: file.write_bytes(content + hashlib.sha256(content).digest()))
 
@@ -183,22 +184,28 @@ def sources() -> str:
     return _key(_written())
 
 
-def carried(name: str) -> Path:
+def carried(name: str, folder: Path | None = None) -> Path:
     """Where a wheel has the kernels compiled as ``CARRIABLE[name]``, for the sources as they are."""
-    return CARRIED / f"{name}-{sources()}.so"
+    return (folder or CARRIED) / f"{name}-{sources()}.so"
 
 
-def carry() -> None:
-    """Compile them all for a wheel; ``python -m forerun.kernels``. Raises KernelError without ``ZIG``, OSError or a
-    SubprocessError where it fails."""
+def carry(platform: str, folder: Path) -> None:
+    """Compile into ``folder`` what the wheel for a platform carries, which may be nothing; what is there stays.
+    ``python -m forerun.kernels PLATFORM FOLDER``. Raises KernelError without ``ZIG``, OSError or a SubprocessError
+    where it fails."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target, common = TARGETS.get(platform, ("", None))
+    variants = {carried(name, folder): machine for name, (needed, machine) in CARRIABLE.items() if common in needed}
+    for other in set(folder.iterdir()) - set(variants):  # of other sources
+        other.unlink()
     zig = _zig()
-    if not zig:
-        raise KernelError(f"wheels are compiled by {ZIG}: pip install 'forerun[compiler]'")
-    shutil.rmtree(CARRIED, ignore_errors=True)
-    CARRIED.mkdir()
-    for name, (_, machine) in CARRIABLE.items():
+    for path, machine in variants.items():
+        if path.is_file() and _whole(path):
+            continue
+        if not zig:
+            raise KernelError(f"wheels are compiled by {ZIG}: pip install 'forerun[compiler]'")
         units = (flag.removeprefix("-march=").removeprefix("-m").replace("-", "_") for flag in machine)
-        _compile(zig, carried(name), (*TARGET, f"-mcpu={'+'.join(units)}"), patience=None)
+        _compile(zig, path, ("-target", target, f"-mcpu={'+'.join(units)}"), patience=None)
 
 
 def _carried() -> ctypes.CDLL | None:

@@ -1,5 +1,8 @@
-"""``python -m forerun.kernels``: compile the kernels that a platform wheel carries."""
+"""``python -m forerun.kernels PLATFORM FOLDER``: compile the kernels that a platform's wheel carries."""
+
+import sys
+from pathlib import Path
 
 from forerun.kernels import carry
 
-carry()
+carry(sys.argv[1], Path(sys.argv[2]))

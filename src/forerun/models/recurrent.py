@@ -98,11 +98,12 @@ class Recurrent(ABC):
         out = torch.empty(len(inputs), self.sizes.inner, device=inputs.device)
         rows = self.prepare(mixed.to(self.dtype).float(), gates)
         for run in replay.runs:
-            self._run(run, numbers[run.slot], rows, out)
+            self._run(run, numbers, rows, out)
         return self.gate(out.to(self.dtype), inputs[:, width:])
 
-    def _run(self, run: Run, checkpoint: torch.Tensor, rows: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+    def _run(self, run: Run, numbers: torch.Tensor, rows: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
         """One sequence's nodes, each from the state of the node before it, one by one."""
+        checkpoint, copies = numbers[run.slot], dict(run.copies)
         held, last = {NONE: checkpoint}, {before: run.first + i for i, before in enumerate(run.before)}
         for node, (before, row) in enumerate(zip(run.before, run.rows), run.first):
             state, made = self.advance(held[before], *(each[node] for each in rows))
@@ -113,6 +114,8 @@ class Recurrent(ABC):
                 del held[before]
             if node == run.settled:
                 checkpoint.copy_(state)
+            if node in copies:
+                numbers[copies[node]] = state
 
     @abstractmethod
     def prepare(self, mixed: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
