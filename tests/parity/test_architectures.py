@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 import one_call
-from described import CASES, HYBRIDS, MAIN, PARTIAL, SIZES, TOKENS, UNEVEN, save_described
+from described import CASES, MAIN, PARTIAL, SIZES, TOKENS, UNEVEN, save_described
 from forerun import LLM, SamplingParams
 from forerun.attention.sdpa import SdpaAttention
 from forerun.cache.pool import KVShape, Pool
@@ -127,7 +127,7 @@ def test_what_is_described_bites(checkpoint, part):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", where(can_tile(torch.bfloat16), MAIN))
+@pytest.mark.parametrize("name", where(can_tile(torch.bfloat16), (*MAIN, "qwen3_5-grouped", "granite-h-grouped")))
 def test_bits_do_not_depend_on_the_batch_with_our_kernels(checkpoint, name, dtype):
     model = load_model(checkpoint(name), dtype=dtype, invariant=None, weights="streamed")
     assert model.invariant
@@ -137,7 +137,7 @@ def test_bits_do_not_depend_on_the_batch_with_our_kernels(checkpoint, name, dtyp
 
 @pytest.mark.parametrize("quantization", [None, "int8_rows", "q8_0"])
 @pytest.mark.parametrize("dtype", where(can_tile, DTYPES))
-@pytest.mark.parametrize("name", sorted(CASES.keys() - HYBRIDS.keys() - UNEVEN.keys()))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - UNEVEN.keys()))
 def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoint, name, dtype, quantization):
     one_call.check(load_model(checkpoint(name), dtype=dtype, invariant=True, quantization=quantization))
 

@@ -195,3 +195,32 @@ def test_experts_that_do_not_fit(mixture):
         experts(torch.randn(3, 63))
     with pytest.raises(TypeError, match="float64"):
         experts(x.double())
+
+
+def test_layers_with_state_that_do_not_fit(tmp_path):
+    save_described("qwen3_5", tmp_path)
+    model = load_model(str(tmp_path))
+    fused, mixer = model.fused, model._layers[0].mixer
+    run, prepared, _, attention = decoding(model)
+    run()
+    for change in ({"replay": 0}, {"states": 0}):
+        attempt, *_ = decoding(model, **change)
+        with pytest.raises(KernelError, match="null"):
+            attempt()
+    held = prepared.kept[-2]
+    for at in (0, 1):  # records and checkpoints of the first layer; attention has neither
+        with changed(held, at, NOWHERE), pytest.raises(KernelError, match="null"):
+            run()
+    for fields, kind, change in (
+        (fused.layers, structs.LayerStruct, {"gated": 1}), (fused.layers, structs.LayerStruct, {"mixer": 0}),
+        (mixer.fields, structs.MixerStruct, {"heads": 1}), (mixer.fields, structs.MixerStruct, {"columns": 2}),
+    ):  # fmt: skip
+        for name, value in change.items():
+            with changed(fields, kind._fields.index(name), value), pytest.raises(KernelError):
+                run()
+    chains = array("q", [0] * len(structs.Chains._fields))
+    with pytest.raises(KernelError, match="unknown kind"):
+        fused.draft(*fused.addresses, prepared.address, chains.buffer_info()[0])
+    attention.pool.states = None
+    with pytest.raises(ValueError, match="states are not those of these layers"):
+        fused.prepare(Batch([Span(0, 0, [5])]), attention)

@@ -55,13 +55,14 @@ class KernelAttention(Backend[AttentionPlan]):
         self._sides = self._shape = array("q")
 
     def sides(self) -> tuple[int, int]:
-        """Addresses of every layer's keys and values, and of their ``structs.PoolStruct``: all layers' entries have one
-        shape."""
+        """Addresses of every layer's keys and values, and of their ``structs.PoolStruct``: the entries of all layers
+        that have some have one shape."""
         pool = self.pool
         if self._keys is not pool.keys:  # at first, and after the pool was resized
             self._keys = pool.keys
             self._sides = array("q", (side.data_ptr() for pair in zip(pool.keys, pool.values) for side in pair))
-            self._shape = _lay_out(pool.keys[0], pool.values[0])
+            first = next((index for index, side in enumerate(pool.keys) if side.shape[1]), 0)
+            self._shape = _lay_out(pool.keys[first], pool.values[first])
         return self._sides.buffer_info()[0], self._shape.buffer_info()[0]
 
     def begin(self, batch: Batch) -> AttentionPlan:

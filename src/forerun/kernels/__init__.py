@@ -83,6 +83,7 @@ _BY_TYPE = {
     "mix": (_P, _P, _P, _N, _I),
     "attend": (_P, _P, _P, _P, _P, _P, _P, _P, _P, _N, _F, _F, _I),
     "apply_rotary": (_P, _N, _P, _N, _N, _N),
+    "recur": (_P, _P, _P, _P, _P, _P, _N, _I),
     "decode": (_P, _P, _P),
     "draft": (_P, _P, _P, _P),
 }

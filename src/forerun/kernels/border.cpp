@@ -155,6 +155,56 @@ Complaint experts_fit(const Experts &e, int64_t hidden) {
   return FINE;
 }
 
+Complaint mixer_fits(const Mixer &m) {
+  REQUIRE(within(m.kind, 0, MIXERS - 1), LAYER_KIND);
+  REQUIRE(within(m.columns, 1, MOST_TAPS - 1) && within(m.channels, 1, MOST) && m.conv, SIZE);
+  if (m.kind == MIXER_conv) {
+    REQUIRE(m.inner == m.channels && !m.gates, SIZE);
+    return FINE;
+  }
+  for (int64_t size : {m.heads, m.groups, m.key_dim, m.value_dim}) REQUIRE(within(size, 1, MOST_INT8), HEADS_SIZE);
+  REQUIRE(m.heads % m.groups == 0 && m.inner == m.heads * m.value_dim && m.inner % m.groups == 0, HEADS_SIZE);
+  REQUIRE(m.channels == m.inner + 2 * m.groups * m.key_dim, HEADS_SIZE);
+  REQUIRE(m.gates == m.heads * (m.kind == MIXER_delta ? 2 : 1), HEADS_SIZE);
+  REQUIRE(given(m.decay, m.step, m.norm) && (m.skip || m.kind == MIXER_delta), NULL_POINTER);
+  return FINE;
+}
+
+// Numbers of a row of inputs.
+int64_t mixer_inputs(const Mixer &m) {
+  return m.kind == MIXER_conv ? 3 * m.channels : m.channels + m.gates + m.inner;
+}
+
+Complaint list_fits(const int64_t *list, int64_t count, int64_t least, int64_t most, Complaint wrong) {
+  REQUIRE(within(count, 0, MOST), SIZE);
+  REQUIRE(!count || list, NULL_POINTER);
+  for (int64_t i = 0; i < count; i++) REQUIRE(within(list[i], least, most), wrong);
+  return FINE;
+}
+
+Complaint replay_fits(const Replay &p, int64_t rows) {
+  REQUIRE(within(p.num_runs, 1, MOST) && within(p.columns, 1, MOST_TAPS - 1), SIZE);
+  REQUIRE(within(p.slots, 1, MOST) && within(p.records, 1, MOST) && within(p.num_read, 0, MOST), SIZE);
+  REQUIRE(p.runs && p.before, NULL_POINTER);
+  int64_t nodes = 0;
+  for (int64_t r = 0; r < p.num_runs; r++) {
+    const Run &run = p.runs[r];
+    REQUIRE(within(run.slot, 0, p.slots - 1) && run.first == nodes && within(run.nodes, 0, MOST), SPAN_RANGE);
+    nodes += run.nodes;
+    REQUIRE(nodes <= p.nodes && (run.settled == -1 || within(run.settled, run.first, nodes - 1)), SPAN_RANGE);
+    for (int64_t node = run.first; node < nodes; node++)
+      REQUIRE(p.before[node] == -1 || within(p.before[node], run.first, node - 1), PATH_ENTRY);
+  }
+  REQUIRE(nodes == p.nodes, SPAN_RANGE);
+  if (const Complaint wrong = list_fits(p.rows, p.nodes, -1, rows - 1, ROW_RANGE)) return wrong;
+  if (const Complaint wrong = list_fits(p.copies, p.nodes, -1, p.slots - 1, PAGE_INDEX)) return wrong;
+  const int64_t taps = p.nodes * (p.columns + 1);
+  if (const Complaint wrong = list_fits(p.taps, taps, 0, rows + p.num_read - 1, PATH_ENTRY)) return wrong;
+  if (const Complaint wrong = list_fits(p.read, p.num_read, 0, p.records - 1, PAGE_INDEX)) return wrong;
+  if (const Complaint wrong = list_fits(p.written, p.num_written, 0, p.records - 1, PAGE_INDEX)) return wrong;
+  return list_fits(p.kept, p.num_written, 0, rows - 1, ROW_RANGE);
+}
+
 template <class T>
 bool has_words(const Model<T> &m) {
   return m.embedding || m.words.weight;
@@ -188,7 +238,11 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
     REQUIRE((l.norm_attention && has_words(m)) || !l.norm_token, NULL_POINTER);
     REQUIRE(!m.parallel || (!l.experts && !l.norm_mlp && !l.norm_token), LAYER_KIND);
     REQUIRE(l.qkv.inputs == layers[0].qkv.inputs && l.window >= 0 && within(l.rotary, -1, m.rotaries - 1), SIZE);
-    const int64_t heads = m.heads * m.width, qkv = (m.heads + 2 * m.kv_heads) * m.width;
+    REQUIRE(within(l.gated, 0, 1) && !(l.mixer && (l.gated || l.norm_token || m.parallel)), LAYER_KIND);
+    if (l.mixer)
+      if (const Complaint wrong = mixer_fits(*l.mixer)) return wrong;
+    const int64_t heads = l.mixer ? l.mixer->inner : m.heads * m.width;
+    const int64_t qkv = l.mixer ? mixer_inputs(*l.mixer) : (m.heads * (1 + l.gated) + 2 * m.kv_heads) * m.width;
     if (const Complaint wrong = layer_fits(l.qkv, m.hidden * (l.norm_token ? 2 : 1), qkv)) return wrong;
     if (const Complaint wrong = layer_fits(l.out, heads, m.hidden)) return wrong;
     if (l.experts) {
@@ -224,12 +278,25 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   }
   if (const Complaint wrong = pool_fits(*c.pool)) return wrong;
   REQUIRE(c.pool->kv_heads == m.kv_heads && c.pool->width == m.width, HEADS_SIZE);
-  for (int64_t i = 0; i < 2 * c.num_which; i++) REQUIRE(c.sides[2 * c.which[i / 2] + i % 2], NULL_POINTER);
+  bool keeps = false;
+  for (int64_t i = 0; i < c.num_which; i++) {
+    const int64_t at = 2 * c.which[i];
+    const Mixer *const mixer = layers[c.which[i]].mixer;
+    REQUIRE(mixer || given(c.sides[at], c.sides[at + 1]), NULL_POINTER);
+    if (!mixer) continue;
+    REQUIRE(given(c.replay, c.states) && c.states[at], NULL_POINTER);
+    REQUIRE(c.states[at + 1] || mixer->kind == MIXER_conv, NULL_POINTER);
+    REQUIRE(c.replay->columns == mixer->columns, SIZE);
+    keeps = true;
+  }
+  if (keeps)
+    if (const Complaint wrong = replay_fits(*c.replay, c.rows)) return wrong;
   return plan_fits(*c.plan, *c.pool, c.rows);
 }
 
 template <class T>
-Complaint chains_fit(const Model<T> &m, const Call<T> &c, const Chains<T> &d) {
+Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, const Chains<T> &d) {
+  for (int64_t i = 0; i < m.layers; i++) REQUIRE(!layers[i].mixer, LAYER_KIND);
   REQUIRE(d.sequences == c.num_out && d.sequences >= 1 && within(d.longest, 1, MOST), CHAIN_RANGE);
   REQUIRE(m.head.weight && has_words(m) && !c.sum, NULL_POINTER);
   REQUIRE(given(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.words, d.tokens), NULL_POINTER);
@@ -283,8 +350,9 @@ const char *forerun_words(int complaint) { return WORDS[within(complaint, 0, UNK
 #define WORD(NAME) " " #NAME
 const char *forerun_layout() {
   return "Span" SPAN(NAMES) "\nPlan" PLAN(NAMES) "\nPool" POOL(NAMES) "\nHeads" HEADS(NAMES) "\nLinear" LINEAR(NAMES)
-         "\nExperts" EXPERTS(NAMES) "\nLayer" LAYER(NAMES) "\nModel" MODEL(NAMES) "\nCall" CALL(NAMES)
-         "\nChains" CHAINS(NAMES) "\nKinds own int8" QUANTS(FORMS) "\nActivations" ACTIVATIONS_OF(WORD);
+         "\nExperts" EXPERTS(NAMES) "\nMixer" MIXER(NAMES) "\nRun" RUN(NAMES) "\nReplay" REPLAY(NAMES) "\nLayer" LAYER(NAMES) "\nModel" MODEL(NAMES) "\nCall" CALL(NAMES)
+         "\nChains" CHAINS(NAMES) "\nKinds own int8" QUANTS(FORMS) "\nActivations" ACTIVATIONS_OF(WORD)
+         "\nMixers" MIXERS_OF(WORD);
 }
 
 int forerun_advise(char *at, int64_t bytes) {
@@ -378,6 +446,16 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     CHECK(bias_fits(*plan, *heads));                                                                                 \
     return guarded([=] { attend(q, k, v, out, keys, values, *pool, *heads, *plan, scale, softcap, threads); });      \
   }                                                                                                                  \
+  int forerun_recur_##KIND(const Mixer *mixer, const Replay *replay, T *inputs, T *records, float *numbers, T *out,  \
+                           int64_t rows, int threads) {                                                              \
+    REQUIRE(given(mixer, replay, inputs, records, out), NULL_POINTER);                                               \
+    REQUIRE(within(rows, 1, MOST) && threads_fit(threads), SIZE);                                                    \
+    CHECK(mixer_fits(*mixer));                                                                                       \
+    REQUIRE((numbers || mixer->kind == MIXER_conv), NULL_POINTER);                                                   \
+    REQUIRE(replay->columns == mixer->columns, SIZE);                                                                \
+    CHECK(replay_fits(*replay, rows));                                                                               \
+    return guarded([=] { recur(*mixer, *replay, inputs, records, numbers, out, rows, threads); });                   \
+  }                                                                                                                  \
   int forerun_decode_##KIND(const Model<T> *model, const Layer *layers, const Call<T> *call) {                       \
     REQUIRE(given(model, layers, call), NULL_POINTER);                                                             \
     CHECK(model_fits(*model, layers));                                                                               \
@@ -391,7 +469,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     REQUIRE(given(model, layers, call, chains), NULL_POINTER);                                                     \
     CHECK(model_fits(*model, layers));                                                                               \
     CHECK(call_fits(*model, layers, *call));                                                                         \
-    CHECK(chains_fit(*model, *call, *chains));                                                                       \
+    CHECK(chains_fit(*model, layers, *call, *chains));                                                               \
     return guarded([=] { draft(*model, layers, *call, *chains); });                                                  \
   }
 FOR_EACH_TYPE(ENTRIES)

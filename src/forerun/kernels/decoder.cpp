@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -21,12 +22,23 @@ int64_t widest_input(const Model<T> &m, const Layer *layers) {
   return std::max(layers[0].qkv.inputs, m.mix.weight ? 2 * m.hidden : 0);
 }
 
+// Numbers of a row that a layer's first projection makes, and that its second one reads; the most of all layers.
+template <class T>
+std::pair<int64_t, int64_t> widest_middle(const Model<T> &m, const Layer *layers) {
+  int64_t made = 0, read = 0;
+  for (int64_t i = 0; i < m.layers; i++) {
+    made = std::max(made, layers[i].qkv.all_outputs());
+    read = std::max(read, layers[i].out.inputs);
+  }
+  return {made, read};
+}
+
 template <class T>
 class Decoder {
  public:
   Decoder(const Model<T> &model, const Layer *layers, const Call<T> &call)
       : m(model), layers(layers), c(call), eps(static_cast<float>(model.eps)), threads(static_cast<int>(call.threads)) {
-    qkv_width = (m.heads + 2 * m.kv_heads) * m.width;
+    const auto [made, read] = widest_middle(m, layers);
     T *at = c.workspace;
     const auto take = [&at](int64_t numbers) {
       T *result = at;
@@ -35,8 +47,8 @@ class Decoder {
     };
     x = take(c.rows * m.hidden);
     normed = take(c.rows * widest_input(m, layers));
-    qkv = take(c.rows * qkv_width);
-    attended = take(c.rows * m.heads * m.width);
+    qkv = take(c.rows * made);
+    attended = take(c.rows * read);
     wide = take(c.rows * 2 * m.inner);
     inner = take(c.rows * m.inner);
     angles = reinterpret_cast<float *>(take(c.rows * m.rotaries * m.width * FLOATS<T>));
@@ -68,7 +80,7 @@ class Decoder {
       look_back(layer, c.which[i]);
       if (i == c.num_which - 1 && !output && c.num_out < rows) {
         pick(x, m.hidden);
-        pick(attended, m.heads * m.width);
+        pick(attended, layer.out.inputs);
         if (m.parallel) pick(layer.norm_attention ? normed : x, m.hidden);
         rows = c.num_out;
       }
@@ -170,6 +182,12 @@ class Decoder {
     } else {
       multiply(layer.qkv, read(layer.norm_attention, c.rows), qkv, nullptr, c.rows);
     }
+    if (layer.mixer) {
+      void *const *const held = c.states + 2 * index;
+      return recur(*layer.mixer, *c.replay, qkv, static_cast<T *>(held[0]), static_cast<float *>(held[1]), attended,
+                   c.rows, threads);
+    }
+    const int64_t qkv_width = layer.qkv.all_outputs();
     const int64_t rotated = m.heads + m.kv_heads, queries = m.heads * m.width, shared = m.kv_heads * m.width;
     for (int64_t row = 0; row < c.rows; row++) {
       T *const q = qkv + row * qkv_width;
@@ -186,6 +204,17 @@ class Decoder {
     T *const k = qkv + queries, *const v = k + shared;
     attend(qkv, k, v, attended, c.sides[2 * index], c.sides[2 * index + 1], *c.pool, heads, *c.plan,
            static_cast<float>(m.scale), static_cast<float>(m.softcap), threads);
+    for (int64_t row = 0; layer.gated && row < c.rows; row++)
+      close(qkv + row * qkv_width + queries + 2 * shared, attended + row * queries, queries);
+  }
+
+  // What attention made, times the sigmoid of its gate.
+  static void close(const T *gate, T *at, int64_t count) {
+    const Floats one = broadcast(1);
+    for (int64_t i = 0; i < count; i += 16) {
+      const First lanes = first(count - i);
+      store(at + i, lanes, one / (one + exponential(zeros() - load(gate + i, lanes))) * load(at + i, lanes));
+    }
   }
 
   void grow(T *query, int64_t position, int64_t count) const {
@@ -229,7 +258,6 @@ class Decoder {
   const Call<T> &c;
   const float eps;
   const int threads;
-  int64_t qkv_width;
   T *x, *normed, *qkv, *attended, *wide, *inner, *scores;
   float *angles;
   bool failed = false;
@@ -344,8 +372,8 @@ void draft(const Model<T> &model, const Layer *layers, const Call<T> &call, cons
 template <class T>
 int64_t workspace_needed(const Model<T> &m, const Layer *layers, int64_t rows, int64_t num_out) {
   int64_t numbers = num_out * m.head.outputs;
-  for (int64_t width : {m.hidden, widest_input(m, layers), (m.heads + 2 * m.kv_heads) * m.width, m.heads * m.width,
-                        2 * m.inner, m.inner, m.rotaries * m.width * FLOATS<T>})
+  const auto [made, read] = widest_middle(m, layers);
+  for (int64_t width : {m.hidden, widest_input(m, layers), made, read, 2 * m.inner, m.inner, m.rotaries * m.width * FLOATS<T>})
     numbers += rounded(rows * width);
   return numbers;
 }

@@ -7,6 +7,7 @@
 #define FOR_EACH_TYPE(F) F(float32, float) F(bfloat16, Bfloat16) F(float16, Float16)
 
 constexpr int64_t WIDEST = 512;     // numbers in a head
+constexpr int64_t MOST_TAPS = 16;   // rows that a convolution reads
 constexpr int64_t ROUND_UP = 32;    // numbers to which a piece of a decoder's workspace is rounded up
 
 // Rows of y and ``add`` are ``stride`` numbers apart.
@@ -44,6 +45,11 @@ void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, cons
 // What a row's experts make of it, added up in the order of their numbers: of those that are here.
 template <class T>
 void mix(const Experts &experts, const T *x, float *total, int64_t rows, int threads);
+// Rows of a layer that keeps a state, from the inputs that its projection made, which change, to what the projection
+// behind it reads. ``records`` and ``numbers`` are the layer's, of all sequences.
+template <class T>
+void recur(const Mixer &mixer, const Replay &replay, T *inputs, T *records, float *numbers, T *out, int64_t rows,
+           int threads);
 // Whether every sum was had.
 template <class T>
 bool decode(const Model<T> &model, const Layer *layers, const Call<T> &call);

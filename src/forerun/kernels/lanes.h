@@ -49,6 +49,24 @@ LANES_INLINE Floats exponential(Floats x) {
   return times_power(p, n);
 }
 
+// ln x of positive normal numbers: cephes' polynomial around 1.
+LANES_INLINE Floats logarithm(Floats x) {
+  const Floats one = broadcast(1);
+  Floats m = mantissa(x), e = exponent(x);
+  const Mask large = greater(m, broadcast(1.41421356f));
+  m = select(large, m * broadcast(0.5f), m);
+  e = select(large, e + one, e);
+  const Floats r = m - one, z = r * r;
+  Floats p = broadcast(7.0376836292e-2f);
+  for (float c : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                  2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
+    p = fma(p, r, broadcast(c));
+  p = p * z * r;
+  p = fma(e, broadcast(-2.12194440e-4f), p);
+  p = fnma(broadcast(0.5f), z, p);
+  return fma(e, broadcast(0.693359375f), r + p);
+}
+
 LANES_INLINE Floats capped(Floats v, float softcap) {  // softcap * tanh(v / softcap)
   const Floats one = broadcast(1), two = broadcast(2), cap = broadcast(softcap);
   const Floats power = exponential(two * (v / cap));

@@ -470,7 +470,8 @@ void gate(int64_t activation, const float *numbers, bool gated, const T *x, T *y
       }
       if (activation == ACTIVATION_gelu_tanh)  // 1 + tanh(u) is 2 sigmoid(2 u)
         inside = v * fma(v * v, broadcast(2 * 0.79788456f * 0.044715f), broadcast(2 * 0.79788456f));
-      store(y + i, lanes, v / (one + exponential(zeros() - inside)) * up);
+      const Floats top = activation == ACTIVATION_sigmoid ? one : v;
+      store(y + i, lanes, top / (one + exponential(zeros() - inside)) * up);
     }
 }
 

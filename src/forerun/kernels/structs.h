@@ -62,7 +62,7 @@
   F(const Linear *, next) /* a layer over the same inputs whose outputs follow, or null */
 
 // What is between a gate and the numbers that it multiplies.
-#define ACTIVATIONS_OF(F) F(silu) F(gelu_tanh) F(xielu) F(clamped)
+#define ACTIVATIONS_OF(F) F(silu) F(gelu_tanh) F(xielu) F(clamped) F(sigmoid)
 
 // Instead of gate_up and down: the experts of a row. Behind it the router's ``Linear``.
 #define EXPERTS(F)                                                                                                  \
@@ -74,6 +74,53 @@
   F(int64_t, activation)                                                                                            \
   F(const float *, numbers)  /* of the activation, or null */                                                       \
   F(const Linear *, layers)  /* gate_up and down of each that is here */
+
+// Instead of attention: a layer that keeps a state. A row of its inputs is the row's record, what the convolution reads
+// and then the gates, and behind it what the output is gated by; of a short convolution B, C and x.
+#define MIXERS_OF(F) F(conv) F(delta) F(mamba)
+
+#define MIXER(F)                                                                                                    \
+  F(int64_t, kind)       /* a ``MixerKind`` */                                                                      \
+  F(int64_t, channels)   /* that the convolution reads, each by itself */                                           \
+  F(int64_t, columns)    /* rows before a row that it reads */                                                      \
+  F(int64_t, inner)      /* numbers of a row's output */                                                            \
+  F(int64_t, gates)                                                                                                 \
+  F(int64_t, heads)                                                                                                 \
+  F(int64_t, groups)     /* of keys and queries */                                                                  \
+  F(int64_t, key_dim)                                                                                               \
+  F(int64_t, value_dim)                                                                                             \
+  F(int64_t, tiled)      /* head i has the keys of group i modulo the groups, not of its share of heads */          \
+  F(const float *, conv) /* [columns + 1, channels], the oldest row first */                                        \
+  F(const float *, bias) /* of the convolution, or null */                                                          \
+  F(const float *, decay) /* [heads] the logarithm of what a time step is multiplied by */                          \
+  F(const float *, step) /* [heads] added to the time step */                                                       \
+  F(const float *, skip) /* [heads] what Mamba-2 multiplies x by and adds */                                        \
+  F(const float *, norm) /* weights: [value_dim], or for Mamba-2 [inner] */                                         \
+  F(double, eps)
+
+// One sequence's nodes: rows of the batch, and records of rows that it had before.
+#define RUN(F)                                                                                                      \
+  F(int64_t, slot)                                                                                                  \
+  F(int64_t, first) /* its first node: one run's come behind another's */                                           \
+  F(int64_t, nodes)                                                                                                 \
+  F(int64_t, settled) /* behind this node the state is stored; -1: nowhere */
+
+#define REPLAY(F)                                                                                                   \
+  F(const Run *, runs)                                                                                              \
+  F(int64_t, num_runs)                                                                                              \
+  F(int64_t, nodes)                                                                                                 \
+  F(const int64_t *, before)  /* [nodes] the node whose state it changes; -1: the stored one */                     \
+  F(const int64_t *, rows)    /* [nodes] its row in the batch; -1: none */                                          \
+  F(const int64_t *, copies)  /* [nodes] the slot where the state behind it is stored as well; -1: nowhere */       \
+  F(const int64_t *, taps)    /* [nodes, columns + 1] what the convolution reads, in [rows | records read] */       \
+  F(int64_t, columns)                                                                                               \
+  F(const int64_t *, read)    /* records of all slots, end to end */                                                \
+  F(int64_t, num_read)                                                                                              \
+  F(const int64_t *, written) /* where records of rows go */                                                        \
+  F(const int64_t *, kept)    /* which rows those are */                                                            \
+  F(int64_t, num_written)                                                                                           \
+  F(int64_t, slots)                                                                                                 \
+  F(int64_t, records)
 
 // A norm that is null is not there.
 #define LAYER(F)                                                                                                    \
@@ -89,7 +136,9 @@
   F(int64_t, window)                                                                                                \
   F(const Experts *, experts) /* or null */                                                                         \
   F(const float *, numbers)   /* of the activation, or null */                                                      \
-  F(const float *, sinks)     /* as in ``Heads`` */
+  F(const float *, sinks)     /* as in ``Heads`` */                                                                  \
+  F(int64_t, gated)           /* qkv makes a gate of attention's output behind the values */                        \
+  F(const Mixer *, mixer)     /* in the place of attention, or null */
 
 #define MODEL(F)                                                                                                    \
   F(int64_t, heads)                                                                                                 \
@@ -140,7 +189,9 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(T *const *, sides) /* keys and values of every layer */                                                         \
   F(const Pool *, pool)                                                                                             \
   F(const Plan *, plan)                                                                                             \
-  F(Sum, sum) /* of what attention and MLP make of rows, or null: they are whole */
+  F(Sum, sum) /* of what attention and MLP make of rows, or null: they are whole */                                 \
+  F(const Replay *, replay)   /* null where no layer keeps a state */                                               \
+  F(void *const *, states)    /* records and states of every layer; read for those that keep some */
 
 #define CHAINS(F)                                                                                                   \
   F(int64_t, sequences)       /* each with a row of the first call's logits, in order */                            \
@@ -204,6 +255,22 @@ enum Activation : int64_t { ACTIVATIONS_OF(ACTIVATION) ACTIVATIONS };
 struct Experts {
   EXPERTS(FIELD)
   Linear router;
+};
+
+#define MIXER_NAME(NAME) MIXER_##NAME,
+enum MixerKind : int64_t { MIXERS_OF(MIXER_NAME) MIXERS };
+#undef MIXER_NAME
+
+struct Mixer {
+  MIXER(FIELD)
+};
+
+struct Run {
+  RUN(FIELD)
+};
+
+struct Replay {
+  REPLAY(FIELD)
 };
 
 struct Layer {

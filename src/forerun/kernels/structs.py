@@ -76,6 +76,51 @@ class ExpertsStruct(NamedTuple):
     layers: int
 
 
+class MixerStruct(NamedTuple):
+    kind: int
+    channels: int
+    columns: int
+    inner: int
+    gates: int
+    heads: int
+    groups: int
+    key_dim: int
+    value_dim: int
+    tiled: int
+    conv: int
+    bias: int
+    decay: int
+    step: int
+    skip: int
+    norm: int
+    eps: int
+
+
+class RunStruct(NamedTuple):
+    slot: int
+    first: int
+    nodes: int
+    settled: int
+
+
+class ReplayStruct(NamedTuple):
+    runs: int
+    num_runs: int
+    nodes: int
+    before: int
+    rows: int
+    copies: int
+    taps: int
+    columns: int
+    read: int
+    num_read: int
+    written: int
+    kept: int
+    num_written: int
+    slots: int
+    records: int
+
+
 class LayerStruct(NamedTuple):
     norm_attention: int
     norm_qk: int
@@ -90,6 +135,8 @@ class LayerStruct(NamedTuple):
     experts: int
     numbers: int
     sinks: int
+    gated: int
+    mixer: int
 
 
 class ModelStruct(NamedTuple):
@@ -139,6 +186,8 @@ class Call(NamedTuple):
     pool: int
     plan: int
     sum: int
+    replay: int
+    states: int
 
 
 class Chains(NamedTuple):
@@ -168,7 +217,8 @@ QUANTS = {
 lie."""
 KINDS = ("own", "int8", *QUANTS)
 """How a layer's weights lie, by ``LinearStruct.kind``; ``own``: in the dtype of the rows."""
-ACTIVATIONS = ("silu", "gelu_tanh", "xielu", "clamped")
+ACTIVATIONS = ("silu", "gelu_tanh", "xielu", "clamped", "sigmoid")
+MIXERS = ("conv", "delta", "mamba")
 NO_LAYER = LinearStruct(*[0] * len(LinearStruct._fields))
 
 
@@ -178,10 +228,14 @@ def number(value: float) -> int:
 
 
 def _layout() -> str:
-    structs = (SpanStruct, Plan, PoolStruct, Heads, LinearStruct, ExpertsStruct, LayerStruct, ModelStruct, Call, Chains)
+    structs = (
+        SpanStruct, Plan, PoolStruct, Heads, LinearStruct, ExpertsStruct, MixerStruct, RunStruct, ReplayStruct,
+        LayerStruct, ModelStruct, Call, Chains,
+    )  # fmt: skip
     sizes = (f"{name} {inputs} {size}" for name, (inputs, size) in QUANTS.items())
     lines = [(each.__name__.removesuffix("Struct"), *each._fields) for each in structs]
-    return "\n".join(map(" ".join, [*lines, ("Kinds own int8", *sizes), ("Activations", *ACTIVATIONS)]))
+    words = ("Activations", *ACTIVATIONS), ("Mixers", *MIXERS)
+    return "\n".join(map(" ".join, [*lines, ("Kinds own int8", *sizes), *words]))
 
 
 LAYOUT = _layout()

@@ -15,11 +15,13 @@ import torch
 
 from forerun import kernels
 from forerun.attention.kernel import AttentionPlan, KernelAttention
+from forerun.cache.states import Replay
 from forerun.core.batch import Batch, Output
 from forerun.kernels import KernelError, structs
 from forerun.models.architectures.spec import SILU, Growth
 from forerun.models.formats.compiled import Compiled
 from forerun.models.kernel_layers import KernelNorm
+from forerun.models.kernel_states import CompiledReplay, KernelMixer, addresses, lay_out
 from forerun.models.layer import Layer
 from forerun.models.ranks.shards import Summed
 from forerun.models.rotary import Rotary
@@ -72,7 +74,7 @@ class Decoder:
             and all(isinstance(_own(linear), Compiled) for linear in (*ends, *linears))
             and all(isinstance(norm, KernelNorm) for norm in norms)
             and all(layer.experts is None or layer.experts.compiled is not None for layer in self.layers)
-            and all(layer.mixer is None and not layer.gated for layer in self.layers)
+            and all(layer.mixer is None or isinstance(layer.mixer, KernelMixer) for layer in self.layers)
         )
 
     def check(self) -> None:
@@ -130,6 +132,8 @@ def _fields(layer: Layer, rotaries: list[str]) -> list[int]:
         experts=0 if mixture is None else mixture.address,
         numbers=0 if layer.gate is None else layer.gate.pointer,
         sinks=0 if layer.sinks is None else layer.sinks.data_ptr(),
+        gated=layer.gated,
+        mixer=layer.mixer.address if isinstance(layer.mixer, KernelMixer) else 0,
     )
     dense = [structs.NO_LAYER] * 2 if mixture is not None else [layer.gate_up.fields(), _own(layer.down).fields()]
     return [field for part in (own, layer.qkv.fields(), _own(layer.out).fields(), *dense) for field in part]
@@ -170,6 +174,8 @@ class Prepared:
     plan: AttentionPlan
     kept: tuple[Any, ...]
     """What the arguments point to."""
+    replay: Replay | None = None
+    """Of layers that keep a state."""
 
 
 class Fused:
@@ -191,7 +197,8 @@ class Fused:
             raise ValueError("embeddings that the call cannot read")
         numbers, rows = fields
         inner = max((_own(layer.down).inputs for layer in decoder.layers if layer.experts is None), default=0)
-        attended = decoder.heads * decoder.width
+        attended = max(_own(layer.out).inputs for layer in decoder.layers)
+        self.keeps_state = any(layer.mixer is not None for layer in decoder.layers)
         real = (
             decoder.norm.eps, decoder.scale, decoder.softcap or 0, decoder.logits_softcap or 0, words.scale,
             decoder.residual_scale, decoder.logits_scale, 0 if decoder.growth is None else decoder.growth.rate,
@@ -210,7 +217,7 @@ class Fused:
             self.layers.extend(_fields(layer, [*decoder.rotaries]))
         self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]
         angles = len(decoder.rotaries) * decoder.width * (4 // self.dtype.itemsize)
-        qkv = attended + 2 * decoder.kv_heads * decoder.width
+        qkv = max(layer.qkv.outputs for layer in decoder.layers)
         read = max(decoder.layers[0].qkv.inputs, 2 * self.hidden if decoder.mix is not None else 0)
         self.row = self.hidden, read, qkv, attended, 2 * inner, inner, angles
         """Numbers per row of every piece of the workspace."""
@@ -224,6 +231,8 @@ class Fused:
         call = self.prepare(batch, attention, given)
         self.call(*self.addresses, call.address)
         attention.finish(call.plan)
+        if attention.states is not None and call.replay is not None:
+            attention.states.settle(call.replay)
         return Output(call.logits, call.hidden)
 
     def through(
@@ -272,13 +281,26 @@ class Fused:
         lists = (ids, positions, which, keep, out, angles)
         at = [numbers.buffer_info()[0] for numbers in lists]
         sides, entries = attention.sides()
+        replay, laid, held = None, None, array("q")
+        if self.keeps_state:
+            replay, laid, held = self._states(batch, attention)
         call = array("q", structs.Call(
             rows, kernels.threads(), at[0], 0 if given is None else given.data_ptr(), at[1], at[5],
             min(map(len, tables)), at[2], len(which), at[3], at[4], requested, workspace.data_ptr(), len(workspace),
             logits.data_ptr() if self.vocab_size else 0, sides, entries, plan.address,
-            0 if self.sums is None else self.sums.address,
+            0 if self.sums is None else self.sums.address, 0 if laid is None else laid.address,
+            held.buffer_info()[0] if held else 0,
         ))  # fmt: skip
-        return Prepared(call.buffer_info()[0], logits, hidden, plan, (call, given, tables, workspace, lists))
+        kept = call, given, tables, workspace, laid, held, lists
+        return Prepared(call.buffer_info()[0], logits, hidden, plan, kept, replay)
+
+    def _states(self, batch: Batch, attention: KernelAttention) -> tuple[Replay, CompiledReplay, array[int]]:
+        """What to run, and where every layer's state is. Raises ValueError for states that are not these layers'."""
+        states, layers = attention.states, self.decoder.layers
+        if states is None or any((a is None) != (b.mixer is None) for a, b in zip(states.layers, layers, strict=True)):
+            raise ValueError("the cache's states are not those of these layers")
+        replay = states.plan(batch)
+        return replay, lay_out(replay, states, batch.num_rows), addresses(states)
 
     def _fitting(self, given: torch.Tensor, rows: int) -> torch.Tensor:
         if given.shape != (rows, self.hidden) or given.dtype is not self.dtype or not given.is_cpu:

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from forerun.models.architectures.description import Mixer as Description
 from forerun.models.architectures.description import Name
 from forerun.models.architectures.spec import ALL, Spec
 from forerun.models.experts import Expert, Experts
 from forerun.models.formats.base import Linear
 from forerun.models.kernel_layers import KernelNorm
+from forerun.models.kernel_states import KernelMixer
 from forerun.models.parts import LayerNorm, RMSNorm
 from forerun.models.ranks.shards import OverAll, Summed
 from forerun.models.ranks.team import Team
@@ -163,7 +165,7 @@ class Builder:
             gate=self._gate(prefix) if dense else None,
             sinks=None if attention.sinks is None else self.maker.numbers(at(attention.sinks)).float(),
             gated=attention.gated and mixer is None,
-            mixer=None if mixer is None else make_mixer(mixer, sizes, self.maker, at, self._norm, index),
+            mixer=None if mixer is None else self._mixer(mixer, at, index),
             kv_heads=sized.kv_heads,
             width=sized.width,
             source=spec.source,
@@ -176,6 +178,10 @@ class Builder:
             key = query if spec.source is not None else self._numbers(at(norms.key))
             self._norm_heads(layer, query, key, rotary)
         return layer
+
+    def _mixer(self, names: Description, at: Callable[[Name], str], index: int) -> Mixer:
+        made = make_mixer(names, self.spec.mixer, self.maker, at, self._norm, index)
+        return KernelMixer(made) if self.kernels else made
 
     def _projections(self, names: list[str], sized: Spec, rotary: Rotary) -> Linear:
         """Queries, keys and values, and behind them the gate if there is one."""

@@ -27,7 +27,8 @@ from forerun.models.base import ModelInfo, Tiles, pad_rows
 from forerun.models.formats import prefetch
 from forerun.models.formats.base import Linear, size
 from forerun.models.fused import RAW, Decoder, Fused
-from forerun.models.kernel_layers import KernelNorm, softcap
+from forerun.models.kernel_layers import KernelGate, KernelNorm, softcap
+from forerun.models.kernel_states import CompiledReplay, lay_out
 from forerun.models.layer import Builder, Layer
 from forerun.models.linear import choose, describe
 from forerun.models.parts import make_gate
@@ -45,7 +46,7 @@ class Pass:
     attention: Attention
     metadata: Metadata
     angles: Mapping[str, torch.Tensor]
-    replay: Replay | None
+    replay: Replay | CompiledReplay | None
     inputs: torch.Tensor | None
     """[rows, layers, numbers]: per-layer embeddings, if the model has some."""
     entries: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -129,6 +130,8 @@ class NativeModel:
         builder = Builder(spec, maker, self._rotaries, gate, kernels=tiled, team=self.team)
         self._layers = [builder.layer(index) for index in range(len(spec.layers))]
         self._norm = builder.norm(norm.checkpoint)
+        self._close = KernelGate("sigmoid", self.dtype) if tiled and spec.architecture.attention.gated else None
+        """Of [gate, output of attention], where a kernel does it."""
         self._borrows = any(layer.source is not None for layer in spec.layers)
         self._build_inputs(maker, builder)
         tied = f"{head.checkpoint}.weight" not in tensors
@@ -263,7 +266,10 @@ class NativeModel:
         layers: Sequence[int] = range(len(self._layers)) if batch.layers is None else batch.layers
         states = attention.states
         replay = None if states is None else states.plan(batch)
-        run = Pass(attention, metadata, angles, replay, self._layer_inputs(batch, x))
+        laid: Replay | CompiledReplay | None = replay
+        if states is not None and replay is not None and self._how == "streamed":
+            laid = lay_out(replay, states, batch.num_rows)
+        run = Pass(attention, metadata, angles, laid, self._layer_inputs(batch, x))
         for index in layers:
             if index in batch.hidden:
                 hidden[index] = x[: batch.num_rows]
@@ -373,7 +379,10 @@ class NativeModel:
             q = q * factors.to(q.dtype)[:, None, None]
         query = Query(index, q, k, v, self.spec.scale, layer.window, self.spec.softcap, sinks=layer.sinks)
         out = run.attention.run(query, run.metadata)
-        return out if gate is None else out[: len(gate)] * activations.sigmoid(gate)
+        if gate is None:
+            return out
+        out = out[: len(gate)]
+        return out * activations.sigmoid(gate) if self._close is None else self._close(torch.cat([gate, out], 1))
 
     def _add(self, linear: Linear, rows: torch.Tensor, after: Any, x: torch.Tensor) -> torch.Tensor:
         """x and what ``linear`` makes of ``rows``, normed by ``after`` if that is there."""

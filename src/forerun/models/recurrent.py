@@ -27,7 +27,7 @@ UNIT_EPS = 1e-6
 class Mixer(Protocol):
     """Of the inputs [rows, numbers] that a projection makes of a batch's rows, what the projection behind it reads."""
 
-    def __call__(self, inputs: torch.Tensor, states: States, replay: Replay) -> torch.Tensor: ...
+    def __call__(self, inputs: torch.Tensor, states: States, replay: Any) -> torch.Tensor: ...
 
     def norms(self) -> Iterator[object]:
         """Those inside."""
@@ -216,7 +216,7 @@ def make_mixer(
     at: Callable[[Name], str],
     norm: Callable[[torch.Tensor], Any],
     index: int,
-) -> Mixer:
+) -> ShortConv | Recurrent:
     """Of layer ``index``, whose tensors ``at`` names."""
     assert sizes is not None
     conv = at(names.conv)

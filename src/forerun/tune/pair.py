@@ -8,6 +8,7 @@ take turns with plain decoding on other prompts.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,6 @@ from typing import Any
 import torch
 
 from forerun.core.batch import Batch, Span
-from forerun.core.config import COUNT, NOT_NEGATIVE, POSITIVE, Within, check_within
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.engine import tuned
@@ -85,10 +85,14 @@ class PairConfig:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        check_within(self, {
-            "minutes": POSITIVE, "temperatures": NOT_NEGATIVE, "concurrency": COUNT,
-            "answer": Within(least=4, whole=True),
-        })  # fmt: skip
+        if not 0 < self.minutes < math.inf:
+            raise ConfigError(f"minutes must be above 0, not {self.minutes}")
+        if not self.temperatures or not all(0 <= each < math.inf for each in self.temperatures):
+            raise ConfigError(f"temperature must list numbers of at least 0, not {list(self.temperatures)}")
+        if not self.concurrency or min(self.concurrency) < 1:
+            raise ConfigError(f"concurrency must list integers of at least 1, not {list(self.concurrency)}")
+        if self.answer < 4:
+            raise ConfigError(f"answer must be at least 4, not {self.answer}")
 
     @property
     def cells(self) -> list[tuple[float, int]]:

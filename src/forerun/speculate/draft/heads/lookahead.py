@@ -30,7 +30,8 @@ class LookaheadHead(Head):
         self.embeddings = nn.Embedding(sizes.depth - 1, sizes.hidden_size)
         nn.init.normal_(self.embeddings.weight, std=0.02)
 
-    def usual_layers(self, last: int) -> tuple[int, ...]:
+    @property
+    def layers(self) -> tuple[int, ...]:
         return ()
 
     def guesses(self, lesson: Lesson) -> Iterator[Guess]:
