@@ -47,7 +47,7 @@ def batch(
         typer.Option(help="CPU threads", show_default="auto: the cores it may use, fewer while others need them"),
     ] = None,
     replicas: Annotated[
-        int | None, typer.Option(help="engines that share the work, on Ray Serve; --threads are each one's", min=1)
+        int | None, typer.Option(help="engines that share the work, on Ray Serve, each with --threads", min=1)
     ] = None,
     *,
     engine: Mapping[str, Any],

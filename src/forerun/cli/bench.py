@@ -81,7 +81,7 @@ def split(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
 Methods = Annotated[
     str,
     typer.Option(
-        help=f"who drafts, comma-separated, or {ALL} (none twice: how noisy it is): {', '.join([NONE, *drafters])}",
+        help=f"methods, comma-separated, or {ALL} (name none twice to see the noise): {', '.join([NONE, *drafters])}",
         show_default=True,
     ),
 ]
@@ -93,7 +93,7 @@ MoreOptions = Annotated[
         "{METHOD: [{...}, ...]}: a row each",
     ),
 ]
-Peers = Annotated[str, typer.Option(help=f"others, NAME, NAME=PYTHON or llama-server=COMMAND: {', '.join(PEERS)}")]
+Peers = Annotated[str, typer.Option(help=f"engines: NAME, NAME=PYTHON or llama-server=COMMAND: {', '.join(PEERS)}")]
 Plots = Annotated[
     Path | None, typer.Option("--plots", metavar="FOLDER", help="draw the result as .svg files, with forerun-lab")
 ]
@@ -294,7 +294,7 @@ def cell(key: str, value: Any) -> str:
 LAYOUTS = {"slotted": None, "paged": 16}
 
 
-Checked = Annotated[str, typer.Option(help=f"who drafts, comma-separated, or all: {', '.join(drafters)}")]
+Checked = Annotated[str, typer.Option(help=f"methods, comma-separated, or all: {', '.join(drafters)}")]
 
 
 @takes(ENGINE, MODEL_ONLY)
@@ -314,7 +314,7 @@ def check(
     prompt_set: Annotated[str, typer.Option(help=f"prompts: {', '.join(SETS)}")] = HELD_OUT,
     speculative_config: MoreOptions = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
-    seed: Annotated[int, typer.Option(help="of prompts and sampling")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of prompts and sampling")] = 0,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print the table as markdown")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
     *,

@@ -41,7 +41,7 @@ Config = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="these options as YAML, by their names without dashes; the command line wins",
+        help="YAML file with these options, named without dashes; the command line wins",
         callback=read_config,
         is_eager=True,
     ),

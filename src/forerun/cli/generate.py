@@ -40,9 +40,9 @@ METRICS = (
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="the text to continue; - reads it from standard input")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
-    trace: Annotated[bool, typer.Option("--trace", help="show every round, its tokens by what became of them")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="show every round, and what became of its tokens")] = False,
     trace_html: Annotated[Path | None, typer.Option(help="write the traced rounds to this page")] = None,
-    beams: Annotated[int | None, typer.Option(help="search with so many beams instead of sampling")] = None,
+    beams: Annotated[int | None, typer.Option(help="search with this many beams instead of sampling")] = None,
     length_penalty: Annotated[
         float | None, typer.Option(help="with --beams: above 0 favours long answers", show_default="1.0")
     ] = None,

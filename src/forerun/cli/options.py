@@ -20,16 +20,16 @@ from forerun.sampling.params import COLDEST, SamplingParams
 from forerun.speculate.names import KEYS, PROFILES, SHARED_KEYS, drafters, policies, rules
 
 SAMPLING_HELP = {
-    "n": "so many answers, each from a seed of its own",
-    "logprobs": "show each token's log-probability, and those of so many of the likeliest (see --logprobs-mode)",
+    "n": "number of answers, each with its own seed",
+    "logprobs": "show each token's log-probability, and those of this many of the likeliest (see --logprobs-mode)",
     "prompt_logprobs": "the same for the prompt's tokens, always raw",
     "temperature": f"0, or less than {COLDEST:g}, takes the likeliest token; above, tokens are sampled",
     "top_k": "sample among the k likeliest tokens (0: all)",
-    "top_p": "sample among the likeliest tokens that hold this probability together",
+    "top_p": "sample among the likeliest tokens that together have this probability",
     "min_p": "drop tokens less likely than this share of the likeliest one",
     "seed": "the same seed gives the same text, with and without speculation under --accept coupled",
     "max_tokens": "longest answer, in tokens",
-    "min_tokens": "no stop before this many tokens",
+    "min_tokens": "least length of an answer, in tokens",
     "stop": "text that ends the answer (repeatable)",
     "stop_token_ids": "token id that ends the answer (repeatable)",
     "include_stop_str_in_output": "keep the stop text",
@@ -39,7 +39,7 @@ SAMPLING_HELP = {
     "frequency_penalty": "subtracted per occurrence in the answer",
     "logit_bias": 'added to logits, as JSON: {"token id": value}',
     "allowed_token_ids": "only these token ids may come (repeatable)",
-    "truncate_prompt_tokens": "read only so many of the prompt's last tokens; -1: as many as leave room for the answer",
+    "truncate_prompt_tokens": "read only this many last tokens of the prompt; -1: as many as leave room for the answer",
     "bad_words": "text that must not appear, with or without a space before it (repeatable)",
     "structured_outputs": "what the answer must look like, as JSON: one of json, regex, choice, grammar, json_object",
     "skip_special_tokens": "leave special tokens out of the text",
@@ -205,13 +205,13 @@ SYNTHETIC_HELP = (
 )
 BUNDLED = "bundled"
 """What ``--tuned`` calls the folder that comes with the package."""
-TUNED_HELP = f"what forerun tune found for the model: its folder, or {BUNDLED}"
+TUNED_HELP = f"result of forerun tune for the model: its folder, or {BUNDLED}"
 SPECULATIVE = Flags(
     "speculative",
     [
         Flag("speculative_config", str, "all options of speculation as JSON, vLLM's keys", None, "Speculation", True),
         Flag("tuned", str, TUNED_HELP, None, "Speculation"),
-        Flag("spec_method", str, f"who drafts: {', '.join([NONE, *drafters])}", DEFAULTS, "Speculation"),
+        Flag("spec_method", str, f"drafting method: {', '.join([NONE, *drafters])}", DEFAULTS, "Speculation"),
         Flag("spec_model", str, "the drafter's checkpoint, folder or hub id", "the bundled one", "Speculation"),
         Flag("spec_tokens", int, "tokens drafted per round", "the method's", "Speculation"),
         Flag("accept", str, f"acceptance rule: {', '.join(rules)}", "coupled", "Speculation"),

@@ -43,23 +43,24 @@ LOAD = _load_flags()
 def plan(
     methods: Annotated[str, typer.Option(help=f"candidates: {', '.join(drafters)}")] = METHODS,
     accept: Annotated[str, typer.Option(help=f"acceptance rule: {', '.join(rules)}")] = SpeculativeConfig.accept,
-    temperature: Annotated[float, typer.Option(help="of your requests")] = 0.0,
-    concurrency: Annotated[str, typer.Option(help="requests decoded together; several: a plan for each load")] = "1",
-    longest: Annotated[int, typer.Option(help="most drafted tokens to consider")] = 8,
+    temperature: Annotated[float, typer.Option(help="temperature of your requests")] = 0.0,
+    concurrency: Annotated[str, typer.Option(help="requests decoded together; several: a plan for each")] = "1",
+    longest: Annotated[int, typer.Option(help="longest draft to consider, in tokens")] = 8,
     layer_trials: Annotated[
-        int, typer.Option(min=0, help="try so many subsets of the target's layers for layerskip")
+        int, typer.Option(min=0, help="how many subsets of the target's layers to try for layerskip")
     ] = 0,
-    trees: Annotated[int, typer.Option(min=0, help="plan trees of up to so many tokens")] = 0,
-    prompts: Annotated[int, typer.Option(help="how many prompts")] = 4,
+    trees: Annotated[int, typer.Option(min=0, help="plan trees of up to this many tokens")] = 0,
+    prompts: Annotated[int, typer.Option(help="number of prompts")] = 4,
     prompt_tokens: Annotated[int, typer.Option(help="tokens of a prompt")] = 64,
     max_tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 48,
     prompt_set: Annotated[str, typer.Option(help=f"prompts: {', '.join(SETS)}")] = HELD_OUT,
     prompts_file: Annotated[Path | None, typer.Option(help="take prompts from this file, one per line")] = None,
     speculative_config: MoreOptions = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
-    seed: Annotated[int, typer.Option(help="of prompts and sampling")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of prompts and sampling")] = 0,
     minutes: Annotated[
-        float | None, typer.Option(help="search as tune --draft does, for so long, with --spec-model; writes nothing")
+        float | None,
+        typer.Option(help="search for this long, as tune --draft does, but write nothing; needs --spec-model"),
     ] = None,
     page: Annotated[Path | None, typer.Option("--html", help="write a page with plots")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,

@@ -31,13 +31,13 @@ AllowedHosts = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="name that requests may be sent to, beside loopback ones (repeatable)",
+        help="host name under which the server may be reached, beside loopback names (repeatable)",
         show_default="--host if that is a loopback address, else any",
     ),
 ]
 AllowedOrigins = Annotated[
     list[str] | None,
-    typer.Option(metavar="ORIGIN", help="web page's origin that may read answers, or * (repeatable)"),
+    typer.Option(metavar="ORIGIN", help="origin whose web pages may use the API, or * (repeatable)"),
 ]
 ServedName = Annotated[
     str | None,
@@ -45,13 +45,13 @@ ServedName = Annotated[
 ]
 NoRequestLog = Annotated[bool, typer.Option("--no-request-log", help="no line in the log for each request")]
 MetricsNames = Annotated[
-    str, typer.Option(metavar="forerun|vllm", help="vllm: its names, beside our own, for gateways that read them")
+    str, typer.Option(metavar="forerun|vllm", help="vllm adds vLLM's metric names, for gateways that read them")
 ]
 Replicated = Annotated[
-    int | None, typer.Option(help="engines behind this server, on Ray Serve; --threads are each one's", min=1)
+    int | None, typer.Option(help="engines behind this server, on Ray Serve, each with --threads", min=1)
 ]
 Events = Annotated[
-    str | None, typer.Option(metavar="ENDPOINT", help="tell over ZeroMQ which prefixes are cached, as vLLM does")
+    str | None, typer.Option(metavar="ENDPOINT", help="publish cached prefixes over ZeroMQ, as vLLM does")
 ]
 AlsoDraft = Annotated[
     list[str] | None,
@@ -81,7 +81,7 @@ def serve(
     max_body_bytes: Annotated[int, typer.Option(help="largest request", min=1024)] = 4 << 20,
     max_header_bytes: Annotated[int, typer.Option(help="largest request line and headers together", min=256)] = 32768,
     header_timeout: Annotated[float, typer.Option(help="seconds for the headers to arrive", min=0.1)] = 10.0,
-    max_connections: Annotated[int, typer.Option(help="connections; then idle ones are closed", min=1)] = 1024,
+    max_connections: Annotated[int, typer.Option(help="open connections; then idle ones are closed", min=1)] = 1024,
     request_timeout: Annotated[float, typer.Option(help="seconds from arrival to the last token", min=1)] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="seconds for running requests when asked to stop", min=0)] = 30.0,
     threads: Annotated[
@@ -92,7 +92,9 @@ def serve(
     metrics_names: MetricsNames = "forerun",
     kv_events: Events = None,
     replicas: Replicated = None,
-    max_replicas: Annotated[int | None, typer.Option(help="as many replicas as the load wants, up to", min=1)] = None,
+    max_replicas: Annotated[
+        int | None, typer.Option(help="most replicas; their number follows the load", min=1)
+    ] = None,
     config: Config = None,
     *,
     engine: Mapping[str, Any],

@@ -26,13 +26,13 @@ def tune(
     model: Annotated[
         str, typer.Argument(help="checkpoint folder, GGUF file, hf:OWNER/NAME, or a name that forerun ls gives")
     ],
-    out_folder: Annotated[Path, typer.Option("--out", help="folder for what is found; the same goes on")],
+    out_folder: Annotated[Path, typer.Option("--out", help="folder for the result; the same command continues there")],
     draft: Annotated[
-        str | None, typer.Option(help="train nothing: find how this draft model drafts quickest", rich_help_panel=PAIR)
+        str | None, typer.Option(help="train nothing; find the fastest settings of this draft", rich_help_panel=PAIR)
     ] = None,
-    minutes: Annotated[float | None, typer.Option(help="time for that (10)", rich_help_panel=PAIR)] = None,
+    minutes: Annotated[float | None, typer.Option(help="minutes for --draft (10)", rich_help_panel=PAIR)] = None,
     temperature: Annotated[
-        str | None, typer.Option(help="of your requests, comma-separated (0,0.7)", rich_help_panel=PAIR)
+        str | None, typer.Option(help="temperatures of your requests, comma-separated (0,0.7)", rich_help_panel=PAIR)
     ] = None,
     concurrency: Annotated[
         str | None, typer.Option(help="requests decoded together, comma-separated (1)", rich_help_panel=PAIR)
@@ -101,7 +101,7 @@ def export(
     head: Annotated[str, typer.Argument(help="folder of an eagle head, or forerun:eagle")],
     out: Annotated[Path, typer.Option("--out", help="folder to write")],
     target: Annotated[str, typer.Option(help="checkpoint folder of the model it drafts for")] = "forerun:target",
-    form: Annotated[str, typer.Option("--as", metavar="speculators|sglang", help="whose folder")] = "speculators",
+    form: Annotated[str, typer.Option("--as", metavar="speculators|sglang", help="the format")] = "speculators",
 ) -> None:
     """Write a trained eagle head as other engines read it.
 

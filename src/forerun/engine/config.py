@@ -183,17 +183,17 @@ class EngineConfig:
     num_pages: int | None = field(default=None, metadata={"help": "pages of each KV cache; none: enough for all"})
     kv_cache_memory: str | int | None = field(
         default=None,
-        metadata={"help": "bytes (or 2GiB) of all KV caches together; none: enough for all, as far as memory goes"},
+        metadata={"help": "bytes (or 2GiB) of all KV caches together; none: enough for all, if memory permits"},
     )
     gpu_memory_utilization: float | None = field(
-        default=None, metadata={"help": "share of a GPU's memory for weights and KV caches together, above 0 to 1"}
+        default=None, metadata={"help": "share of a GPU's memory for weights and KV caches, above 0 and at most 1"}
     )
     prefix_caching: bool | None = field(
-        default=None, metadata={"help": "reuse the KV of prompts that begin alike; on by default with page_size"}
+        default=None, metadata={"help": "reuse the KV cache of prompts that begin alike; on by default with page_size"}
     )
     max_prefill_tokens: int | None = field(
         default=None,
-        metadata={"help": "prompt tokens read beside decoding requests; none: as many as double a round"},
+        metadata={"help": "prompt tokens read per round beside decoding requests; none: as many as double its time"},
     )
     max_grammar_bytes: int = field(
         default=65536, metadata={"help": "longest schema, regex, list of choices or grammar of a structured output"}

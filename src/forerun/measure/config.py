@@ -53,13 +53,13 @@ class BenchConfig:
     sampling: dict[str, Any] = field(default_factory=dict)
     """``SamplingParams`` of every request beside its temperature, length and seed."""
     prompts: int = 8
-    """how many prompts; all of a written set"""
+    """number of prompts; by default all of a written set"""
     prompt_tokens: int = 64
     """tokens of a drawn prompt"""
     max_tokens: int = 64
-    """tokens of an answer, at most; categories 128, humaneval 256"""
+    """most tokens of an answer; categories 128, humaneval 256"""
     repeats: int = 3
-    """runs of everything; medians are reported; categories and humaneval 1"""
+    """how often everything is run; medians are reported; categories and humaneval 1"""
     prompt_set: str = field(
         default=HELD_OUT,
         metadata={"help": f"prompts, drawn ({', '.join(SETS)}) or written ({', '.join(WRITTEN)}): see docs/bench.md"},
@@ -73,20 +73,20 @@ class BenchConfig:
     execute: bool = False
     """run humaneval's tests on the answers, in child processes with limits: generated code is run only with this"""
     seed: int = 0
-    """of prompts and sampling"""
+    """seed of prompts and sampling"""
     random_shape: str | None = field(
         default=None, metadata={"help": f"measure random weights of this shape instead of a model: {', '.join(SIZES)}"}
     )
     random_draft_shape: str | None = None
-    """and a draft model of this shape"""
+    """add a draft model of this shape, with random weights"""
     whole: bool = False
-    """count the rounds that read prompts, too: the speed of requests that come and go"""
+    """count rounds that read prompts, too, as for requests that come and go"""
     fresh: bool = False
     """forget after every repeat what the length policy has measured"""
     fastest: bool = True
     """measure plain decoding without bit-equal logits too"""
     trees: int | None = None
-    """measure each method's trees of about so many nodes beside its chains; 0: none; by default with all methods"""
+    """also measure each method's trees of about this many nodes; 0: none; by default only with all methods"""
 
     def __post_init__(self) -> None:
         if self.trees is None:

@@ -26,19 +26,19 @@ class TuneConfig:
 
     model: str
     out: Path
-    hours: float = 0.75  # time for all of it
+    hours: float = 0.75  # hours for the whole run
     data: Path | None = None  # your own prompts, chats or texts: a JSONL or text file, or a folder of them
-    text: Path | None = None  # what the model wrote before (a tuned folder's text.safetensors): read, none is written
-    quantization: str | None = None  # the model's weights while it is tuned, as they will be served: int8_rows, or none
-    train: tuple[str, ...] = ("eagle",)  # learns to draft: eagle, medusa, parallel, dflash, draft_model; or none
-    cpu_minutes: float | None = None  # processor time that each learns for, its start included; none: a share of hours
-    rows: int = 8192  # tokens that are learnt, the commonest; heads draft no others
-    min_tokens: int = 20_000  # with time to write fewer nothing is trained: history alone is measured
-    max_tokens: int = 2_000_000  # text that the model writes at most, in tokens
-    answer: int = 256  # tokens of an answer, at most
-    probe: int = 16  # held-out prompts that methods are compared on
-    probe_tokens: int = 48  # tokens of their answers
-    seed: int = 0  # of everything that is drawn
+    text: Path | None = None  # text written earlier (a tuned folder's text.safetensors), instead of new text
+    quantization: str | None = None  # form of the model's weights, as they will be served: int8_rows, or none
+    train: tuple[str, ...] = ("eagle",)  # what to train: eagle, medusa, parallel, dflash, draft_model; or none
+    cpu_minutes: float | None = None  # processor time for training each of them; none: a share of hours
+    rows: int = 8192  # how many tokens, the commonest, a head may draft
+    min_tokens: int = 20_000  # with less text, nothing is trained: only drafters without a model are compared
+    max_tokens: int = 2_000_000  # most tokens of text that the model writes
+    answer: int = 256  # most tokens of an answer
+    probe: int = 16  # held-out prompts for comparing methods
+    probe_tokens: int = 48  # tokens of the answers to them
+    seed: int = 0  # random seed
     threads: int = 0  # CPU threads; 0 leaves torch's choice
     progress: bool = True  # show progress bars
 

@@ -18,27 +18,25 @@ class LoadOptions:
     """Each is a flag of ``forerun plan``."""
 
     load: Path | None = field(
-        default=None, metadata={"help": f"a trace: on each line JSON with {', '.join(KEYS[:3])} (docs/plan.md)"}
+        default=None, metadata={"help": f"trace file, on each line JSON with {', '.join(KEYS[:3])} (docs/plan.md)"}
     )
     rate: float | None = field(
-        default=None, metadata={"help": "requests a second, at random, of --prompt-tokens and --max-tokens: no trace"}
+        default=None, metadata={"help": "random requests a second, of --prompt-tokens and --max-tokens; no trace"}
     )
-    spread: float = field(default=0.5, metadata={"help": "of such requests' lengths: standard deviation over mean"})
-    shared_prefix: float = field(
-        default=0.0, metadata={"help": "share of their prompts' tokens that others begin with"}
-    )
-    prefixes: int = field(default=16, metadata={"help": "different beginnings, where they share any"})
-    replicas: int | None = field(default=None, metadata={"help": "what so many do, instead of how many it takes"})
-    router: str = field(default="affine", metadata={"help": "where requests go: affine (as serve does), random"})
-    ttft_p95: float | None = field(default=None, metadata={"help": "seconds to the first token, for 95 of 100"})
-    tpot_p95: float | None = field(default=None, metadata={"help": "seconds for each further token, for 95 of 100"})
-    latency_p95: float | None = field(default=None, metadata={"help": "seconds to the last token, for 95 of 100"})
+    spread: float = field(default=0.5, metadata={"help": "of the lengths of --rate: standard deviation over mean"})
+    shared_prefix: float = field(default=0.0, metadata={"help": "share of their prompts' tokens that others have, too"})
+    prefixes: int = field(default=16, metadata={"help": "how many beginnings they share"})
+    replicas: int | None = field(default=None, metadata={"help": "predict this many; none: find how many it takes"})
+    router: str = field(default="affine", metadata={"help": "where requests go: affine (as serve does) or random"})
+    ttft_p95: float | None = field(default=None, metadata={"help": "most seconds to the first token, for 95 %"})
+    tpot_p95: float | None = field(default=None, metadata={"help": "most seconds for each further token, for 95 %"})
+    latency_p95: float | None = field(default=None, metadata={"help": "most seconds to the last token, for 95 %"})
     costs: Path | None = field(
-        default=None, metadata={"help": "what such a plan printed with --json: its costs, so that nothing is measured"}
+        default=None, metadata={"help": "costs of an earlier plan (its --json), so that nothing is measured"}
     )
-    outside: float | None = field(default=None, metadata={"help": "seconds that a request spends on its way and back"})
+    outside: float | None = field(default=None, metadata={"help": "seconds that a request spends outside the engine"})
     telling: float | None = field(
-        default=None, metadata={"help": "seconds by which a round is longer for each request that gets tokens in it"}
+        default=None, metadata={"help": "seconds that each request with new tokens adds to a round"}
     )
 
     def __post_init__(self) -> None:
