@@ -1,16 +1,12 @@
-# An image with compiled kernels and without a compiler: docker build -t forerun . && docker run -p 8000:8000 forerun
-FROM python:3.11-slim AS build
-RUN apt-get update && apt-get install -y --no-install-recommends make && rm -rf /var/lib/apt/lists/*
-WORKDIR /forerun
-COPY . .
-RUN python -m venv .venv && .venv/bin/pip install --no-cache-dir "torch>=2.11,<2.14" --index-url https://download.pytorch.org/whl/cpu \
-    && .venv/bin/pip install --no-cache-dir ".[compiler]" build auditwheel && make wheels PLATFORMS=manylinux_2_28_x86_64
-
-FROM python:3.11-slim
-RUN useradd --create-home forerun && install --directory --owner forerun /models
-COPY --from=build /forerun/dist /dist
-RUN pip install --no-cache-dir "torch>=2.11,<2.14" --index-url https://download.pytorch.org/whl/cpu \
-    && pip install --no-cache-dir "$(ls /dist/forerun-*-manylinux_2_28_x86_64.whl)[serve]" && rm -r /dist
+# Forerun from its wheel, without a compiler: make wheels && docker build -t forerun . && docker run -p 8000:8000 forerun
+ARG BASE=python:3.11-slim
+FROM $BASE
+ARG TORCH="--index-url https://download.pytorch.org/whl/cpu"
+RUN useradd --create-home forerun && install --directory --owner forerun /models && python3 -m venv /opt/forerun
+ENV PATH=/opt/forerun/bin:$PATH
+RUN --mount=type=bind,source=dist,target=/dist \
+    pip install --no-cache-dir $TORCH "torch>=2.11,<2.14" \
+    && pip install --no-cache-dir "$(ls /dist/forerun-*-manylinux_2_28_$(uname -m).whl)[serve]"
 USER forerun
 ENV FORERUN_CACHE=/models HF_HOME=/models/huggingface
 VOLUME /models

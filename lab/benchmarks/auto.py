@@ -179,6 +179,7 @@ def main() -> None:
         help="prompts of the bench instead; --answers is then one length",
     )
     parser.add_argument("--prompts-file", type=Path, help="for --set humaneval: its wheel")
+    parser.add_argument("--line", action="append", default=[], help="NAME=JSON: a speculative_config beside auto")
     parser.add_argument("--llama-server", help="llama.cpp's program")
     parser.add_argument("--draft", type=Path, help="a GGUF file that drafts for llama.cpp")
     parser.add_argument("--seconds", type=float, default=1e9, help="stop before this is over")
@@ -194,6 +195,9 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     common: dict[str, Any] = {"max_model_len": 2048}
     llms = {"plain": LLM(options.model, speculative_config=None, **common), "auto": LLM(options.model, **common)}
+    for line in options.line:
+        name, _, config = line.partition("=")
+        llms[name] = LLM(options.model, speculative_config=json.loads(config), **common)
     answers: dict[str, Callable[..., Any]] = {name: partial(answer, llm) for name, llm in llms.items()}
     with ExitStack() as stack:
         if options.llama_server:
@@ -214,7 +218,7 @@ def main() -> None:
             order = list(answers)[:: 1 if key["number"] % 2 else -1]
             results = {name: answers[name](prompt, params) for name in order}
             ids = {name: results[name].pop("ids") for name in order}
-            kept["pairs"].append(key | results | {"same": ids["plain"] == ids["auto"]})
+            kept["pairs"].append(key | results | {"same": all(ids["plain"] == ids[name] for name in llms)})
             options.out.write_text(json.dumps(kept, indent=1))
     show(kept["pairs"])
 

@@ -12,7 +12,8 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.core.errors import RequestError
 from forerun.engine import async_engine
-from forerun.engine.async_engine import AsyncEngine, ClosedError, QueueFullError, TimeLimitError
+from forerun.engine.answering import ClosedError, QueueFullError, TimeLimitError
+from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.stream import Delta
 
 PROMPT = "def parse("
@@ -194,7 +195,7 @@ def test_a_slow_reader_is_set_aside_and_loses_nothing(engine: AsyncEngine, serve
 
     async def work() -> list[Delta]:
         slow = await engine.submit(ids, LONG, speculate=False)
-        while not slow._paused:
+        while not slow.paused:
             await asyncio.sleep(0.005)
         backlog = slow.backlog
         others = [await engine.submit(ids, SamplingParams(max_tokens=60, seed=1)) for _ in range(4)]
@@ -214,7 +215,7 @@ def test_a_slow_reader_is_set_aside_and_loses_nothing(engine: AsyncEngine, serve
 def test_a_set_aside_request_can_be_aborted(engine: AsyncEngine, served: LLM) -> None:
     async def work() -> None:
         slow = await engine.submit(served.tokenizer.encode(PROMPT), LONG)
-        while not slow._paused:
+        while not slow.paused:
             await asyncio.sleep(0.005)
         slow.abort()
 

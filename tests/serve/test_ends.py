@@ -11,7 +11,8 @@ import pytest
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ForerunError
-from forerun.engine.async_engine import AsyncEngine, ClosedError, TimeLimitError
+from forerun.engine.answering import ClosedError, TimeLimitError
+from forerun.engine.async_engine import AsyncEngine
 
 PROMPT = [5, 6, 7]
 PARAMS = SamplingParams(max_tokens=400, ignore_eos=True)

@@ -89,20 +89,28 @@ def play(
     requests: int = 0,
     prompt: int = 64,
     exists: float = 1.0,
+    windowed: float = 1.0,
     seed: int = 0,
 ) -> Play:
     """Decode ``requests`` (0: ``count``) answers of ``length`` tokens, ``count`` at a time.
 
     ``accepts(request, position)`` is the chance that the draft of a position is accepted; a draft is made at all with
-    chance ``exists``. ``policy`` None: plain decoding.
+    chance ``exists``. Where a drafter began with the last tokens, ``windowed`` multiplies the chances. ``policy`` None:
+    plain decoding.
     """
     draw = random.Random(seed)
     result, silent = Play(), 99
     drawn_until: dict[int, int] = {}
+    began: dict[int, int | None] = {}
+
+    def accepted(request: int, position: int) -> float:
+        return accepts(request, position) * (1.0 if began.get(request) is None else windowed)
 
     def lag(sequence: RequestState) -> int:
         if not machine.per_token_behind:  # it reads nothing that costs
             return 0
+        if sequence.reads is None and began.get(sequence.id) is not None:
+            return len(sequence.tokens)
         return len(sequence.tokens) - drawn_until.get(sequence.id, 0)
 
     decides = _policy(machine, policy, depth, lag)
@@ -119,9 +127,11 @@ def play(
         for i in drafting:
             window = None if running[i].id in drawn_until else running[i].reads
             behind += min(lag(running[i]), window or sys.maxsize)
+            if window is not None or running[i].reads is None:
+                began[running[i].id] = running[i].reads
             drawn_until[running[i].id] = len(running[i].tokens)
         drafts = [Draft.chain([0] * budget if draw.random() < exists else []) for budget in budgets]
-        verdicts = [_verdict(sequence, draft, accepts, draw) for sequence, draft in zip(running, drafts)]
+        verdicts = [_verdict(sequence, draft, accepted, draw) for sequence, draft in zip(running, drafts)]
         rows = len(running) + sum(len(draft) for draft in drafts)
         silent = 0 if drafting else silent + 1
         cold = 1.0 + (machine.cold_penalty * math.exp((1 - silent) / machine.thaws) if silent else 0.0)

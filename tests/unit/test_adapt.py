@@ -248,10 +248,10 @@ def test_clear_errors(rings, tmp_path):
     for adapt, message in (
         ({"rate": 1}, "adapt has no option 'rate'; it has every, share"),
         ("yes", "adapt must be true or a mapping"),
-        ({"share": 2.0}, "share must be above 0 and at most 1"),
+        ({"share": 2.0}, "share must be a number above 0 and at most 1"),
         ({"every": "often"}, "every must be an integer"),
-        ({"every": 0}, "every must be at least 1"),
-        ({"lr": 0.0}, "lr must be above 0"),
+        ({"every": 0}, "every must be an integer of at least 1"),
+        ({"lr": 0.0}, "lr must be a number above 0"),
         ({"buffer_tokens": 8}, "must hold a window"),
         ({"window": 5}, "window must be above 5 for a head that guesses 4 tokens ahead"),
     ):
@@ -326,7 +326,7 @@ def test_a_table_forgets_rare_followers_and_refuses_damaged_files(rings, tmp_pat
             LLM(str(rings), speculative_config={"method": "table", "table_file": str(damaged)})
     with pytest.raises(ConfigError, match="set 'adapt' too"):
         LLM(str(rings), speculative_config={"method": "table", "adapt_save": "x"})
-    with pytest.raises(ConfigError, match="adapt_weight must be above 0"):
+    with pytest.raises(ConfigError, match="adapt_weight must be a number above 0"):
         LLM(str(rings), speculative_config={"method": "table", "adapt": True, "adapt_weight": 0.0})
 
 

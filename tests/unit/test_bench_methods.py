@@ -47,7 +47,7 @@ def test_each_way_that_cannot_run_is_reported(llm):
     kept, left_out = runnable(llm(), [config for config in configs if config["method"] == "ngram"])
     assert [config.get("max_order") for config in kept] == [None]
     told = {name: reason for name, reason in left_out.items() if "max_order" in name}
-    assert told == {f"ngram max_order={n}": f"max_order must be at least 2, not {n}" for n in (0, 1)}
+    assert told == {f"ngram max_order={n}": f"max_order must be an integer of at least 2, not {n}" for n in (0, 1)}
     assert labels(kept + configs[:1], ()) == ["ngram", "none"]
     assert labels([{"method": "ngram", "num_speculative_tokens": n} for n in (1, 2)], ()) == [
         "ngram num_speculative_tokens=1",

@@ -170,7 +170,10 @@ def test_options_of_drafters_inside_drafters() -> None:
         ({"method": "draft_model", "quantization": []}, r"quantization must be text, not \[\]"),
         ({"method": "table", "table_file": 5}, "table_file must be text, not 5"),
         ({"method": "layerskip", "layers": 5}, "layers must be ascending layer numbers from 0, not 5"),
-        ({"method": "ngram", "num_speculative_tokens": 10**9}, "num_speculative_tokens must be at most 4096"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 10**9},
+            "num_speculative_tokens must be an integer from 1 to 4096",
+        ),
     ],
 )
 def test_options_of_another_kind_are_reported(options: dict[str, object], said: str) -> None:

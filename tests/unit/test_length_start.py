@@ -12,6 +12,11 @@ from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.length import LengthPolicy, Seconds, Setting, policies
 
+PAIR = {
+    "base": 33.0, "per_sequence": 0.3, "per_row": 1.6, "draft": 1.0, "per_level": 8.0, "per_draft_token": 0.8,
+    "per_token_behind": 1.1, "cold_penalty": 0.03, "host": 0.3, "multiple": 1,
+}  # fmt: skip
+"""A target of 1.5B parameters and a draft of 0.5B, as measured."""
 BUNDLED = {
     "base": 0.34, "per_sequence": 0.045, "per_row": 0.06, "draft": 0.05, "per_level": 0.017, "per_draft_token": 0.0133,
     "per_token_behind": 0.0025, "cold_penalty": 0.12, "thaws": 2.5, "host": 0.02, "jitter": 0.06, "multiple": 1,
@@ -25,6 +30,16 @@ def test_a_cold_start_is_not_held_against_drafts(seed: int) -> None:
     machine = Machine(**BUNDLED, slow=lambda seconds: 1.0 + 1.2 * exp(-seconds / 0.004))
     result = play(machine, "adaptive", 1, lambda *_: 0.63, requests=24, seed=seed)
     assert result.plain_work / result.work > 1.1
+
+
+@pytest.mark.parametrize(("prompt", "length", "least"), [(200, 128, 0.9), (1500, 1000, 0.85)])
+@pytest.mark.parametrize("seed", range(4))
+def test_a_draft_that_needs_the_whole_text_reads_it(prompt: int, length: int, least: float, seed: int) -> None:
+    """Drafts that began with the last tokens are poor here: nobody stays with them for a long answer."""
+    whole, poor = {"requests": 12, "prompt": prompt, "length": length, "depth": 7, "seed": seed}, {"windowed": 0.5}
+    result = play(Machine(**PAIR), "adaptive", 1, lambda *_: 0.95, **whole, **poor)
+    best = play(Machine(**PAIR), "fixed", 1, lambda *_: 0.95, **whole)
+    assert best.work / result.work > least
 
 
 def sequence(key: int, scheduled: int = 1) -> RequestState:

@@ -181,9 +181,9 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["--draft", str(tmp_path / "nowhere")], "no model is called"),
         (["--draft", DRAFT, "--train", "eagle"], "--train is for tuning that trains"),
         (["--draft", DRAFT, "--temperature", "warm"], "--temperature must be a comma-separated list"),
-        (["--draft", DRAFT, "--temperature", "-1"], "temperature must list numbers of at least 0"),
-        (["--draft", DRAFT, "--concurrency", "0"], "concurrency must list integers of at least 1"),
-        (["--draft", DRAFT, "--minutes", "0"], "minutes must be above 0"),
+        (["--draft", DRAFT, "--temperature", "-1"], "each of temperatures must be a number of at least 0"),
+        (["--draft", DRAFT, "--concurrency", "0"], "each of concurrency must be an integer of at least 1"),
+        (["--draft", DRAFT, "--minutes", "0"], "minutes must be a number above 0"),
         (["--minutes", "3"], "--minutes is for tuning with a draft model"),
     ):
         assert main.run([*asked, *more]) != 0

@@ -19,9 +19,9 @@ from forerun.core.errors import ConfigError
 from forerun.core.folders import POSIX
 
 if TYPE_CHECKING:
+    from forerun.engine.answering import Answering
     from forerun.engine.async_engine import AsyncEngine
     from forerun.scale.pool import ReplicaPool
-    from forerun.serve.answering import Answering
     from forerun.serve.app import ServerOptions
     from forerun.serve.batch import Answers, Tally
 

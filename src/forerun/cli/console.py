@@ -40,6 +40,17 @@ def warn_synthetic(llm: Any) -> None:
         warn("synthetic acceptance: drafts are accepted at given rates, so that answers are not the model's text")
 
 
+class _Warnings(logging.Handler):
+    """Shows log records that are warnings; who meets an error says so in another way."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.levelno == logging.WARNING:
+            warn(record.getMessage())
+
+
+_WARNINGS = _Warnings()
+
+
 def one_line(message: object) -> str:
     return " ".join(str(message).split())
 
@@ -51,7 +62,7 @@ def quiet() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     quiet_transformers()
-    logging.getLogger("forerun").addHandler(logging.NullHandler())
+    logging.getLogger("forerun").addHandler(_WARNINGS)
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     warnings.filterwarnings("always", category=RuntimeWarning, module=r"forerun\b")

@@ -218,7 +218,7 @@ def _set_up(connections: int, *, log_requests: bool) -> None:
     allow_files(connections)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logging.getLogger("forerun").addHandler(handler)
+    logging.getLogger("forerun").handlers = [handler]  # with the time, in place of the commands' own
     logging.getLogger("forerun.core.threads").setLevel(logging.INFO)
     logging.getLogger("forerun.requests").setLevel(logging.INFO if log_requests else logging.WARNING)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
+from math import inf
+from sys import float_info
 from typing import Any
 
 from forerun.core.errors import ConfigError, shown
@@ -16,6 +18,52 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 NO_TEXT = (int, float, list, tuple, dict)
 """What JSON has beside text; from Python a path, a dtype or a device may stand for its name."""
+
+
+@dataclass(frozen=True)
+class Within:
+    """The numbers that an option may be: from ``least`` to ``most``, or between ``above`` and ``below``."""
+
+    least: float = -inf
+    most: float = inf
+    above: float = -inf
+    below: float = inf
+    whole: bool = False
+
+    def permits(self, value: Any) -> bool:
+        """Whether ``value`` is such a number; no flag is, and nothing that a float cannot hold."""
+        if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
+            return False
+        finite = self.whole or abs(value) <= float_info.max
+        return finite and self.least <= value <= self.most and self.above < value < self.below
+
+    def __str__(self) -> str:
+        if self.least > -inf:
+            bounds = f"from {self.least:g} to {self.most:g}" if self.most < inf else f"of at least {self.least:g}"
+        else:
+            upper = f" and at most {self.most:g}" if self.most < inf else ""
+            bounds = f"above {self.above:g}{upper}" + (f" and below {self.below:g}" if self.below < inf else "")
+        return f"{'an integer' if self.whole else 'a number'} {bounds}"
+
+
+COUNT = Within(least=1, whole=True)
+POSITIVE = Within(above=0)
+NOT_NEGATIVE = Within(least=0)
+FRACTION = Within(least=0, most=1)
+SHARE = Within(above=0, most=1)
+
+
+def check_within(options: Any, limits: Mapping[str, Within], label: str = "") -> None:
+    """Raise ConfigError, which begins with ``label``, for a field of the dataclass ``options`` beyond its limits. Keys
+    are names, separated by spaces. None is within where the field's type has it; of a list, each is looked at."""
+    types = {field.name: str(field.type) for field in fields(options)}
+    for name, limit in ((name, limit) for names, limit in limits.items() for name in names.split()):
+        value = getattr(options, name)
+        if isinstance(value, (list, tuple)):
+            if not value or not all(map(limit.permits, value)):
+                raise ConfigError(f"{label}each of {name} must be {limit}, not {shown(value)}")
+        elif not limit.permits(value) and (value is not None or "None" not in types[name]):
+            raise ConfigError(f"{label}{name} must be {limit}, not {shown(value)}")
 
 
 def as_python(value: Any) -> Any:

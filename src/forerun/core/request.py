@@ -50,7 +50,7 @@ class RequestState:
     max_draft: int | None = None
     """The request's own bound on drafted tokens per round (None: the engine's)."""
     reads: int | None = None
-    """How many of its last tokens a drafter that has not seen it yet reads before it drafts (None: all of them)."""
+    """How many of its last tokens a drafter begins with before it drafts (None: all of them)."""
     tentative: int = 0
     """How many of the last tokens may still be taken back: inside a staged draft, a draft model's own output."""
     draft_budget: int | None = None

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from forerun.core.config import check_seed, check_types
-from forerun.core.errors import ConfigError, shown
+from forerun.core.config import COUNT, SHARE, check_seed, check_types, check_within
+from forerun.core.errors import ConfigError
 from forerun.core.threads import AUTO, check_threads
 from forerun.engine.memory import parse_bytes
 from forerun.models.kinds import CPU_KINDS, FLOATS, GPU_KINDS, UNQUANTIZED
@@ -217,14 +217,10 @@ class EngineConfig:
     trace: bool = field(default=False, metadata={"help": "record every round of every request"})
 
     def __post_init__(self) -> None:
-        optionals = ("max_model_len", "page_size", "num_pages", "max_prefill_tokens")
-        required = ("max_num_seqs", "max_num_batched_tokens", "max_grammar_bytes", "tensor_parallel_size")
-        for name in (*required, *optionals):
-            value = getattr(self, name)
-            optional = name in optionals
-            if (value is None and optional) or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-                continue
-            raise ConfigError(f"{name} must be an integer of at least 1, not {shown(value)}")
+        check_within(self, {
+            "max_num_seqs max_num_batched_tokens max_grammar_bytes tensor_parallel_size max_model_len page_size": COUNT,
+            "num_pages max_prefill_tokens": COUNT, "gpu_memory_utilization": SHARE,
+        })  # fmt: skip
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
@@ -232,10 +228,7 @@ class EngineConfig:
             )
         if self.kv_cache_memory is not None and self.num_pages is not None:
             raise ConfigError("kv_cache_memory and num_pages both size the KV caches: give one of them")
-        fraction = self.gpu_memory_utilization
-        if fraction is not None and not 0.0 < fraction <= 1.0:
-            raise ConfigError(f"gpu_memory_utilization must be above 0 and at most 1, not {fraction!r}")
-        if fraction is not None and (self.kv_cache_memory is not None or self.num_pages is not None):
+        if self.gpu_memory_utilization is not None and (self.kv_cache_memory is not None or self.num_pages is not None):
             raise ConfigError("gpu_memory_utilization sizes the KV caches, as kv_cache_memory or num_pages: give one")
         if self.prefix_caching and self.page_size is None:
             raise ConfigError("prefix_caching shares pages: set page_size, to 16 for example")

@@ -4,31 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from forerun.engine.jobs import Job, TokenLogprobs
 from forerun.engine.metrics import RoundTrace
 from forerun.engine.stop import Finish, held_back
 from forerun.models.tokenizer import Detokenizer
 
-
-class Owner(Protocol):
-    """Who fills a stream."""
-
-    max_backlog: int
-
-    def clock(self) -> float: ...
-
-    def forget(self, stream: Stream) -> None:
-        """Nobody reads the stream any more."""
-
-    def post(self, command: Callable[[], None]) -> None:
-        """Run ``command`` where streams are filled."""
-
-    def resume(self, stream: Stream) -> None:
-        """Go on with a stream that was set aside until its reader caught up."""
+if TYPE_CHECKING:
+    from forerun.engine.answering import Answering
 
 
 @dataclass(slots=True)
@@ -79,37 +65,33 @@ class ShownText:
 class Stream:
     """One request: iterate over its deltas, in the event loop that submitted it. ``abort`` ends it at once."""
 
-    def __init__(self, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, owner: Answering, loop: asyncio.AbstractEventLoop, unfinished: int) -> None:
         self.jobs: list[Job] = []
         self.arrival = owner.clock()
         self.error: Exception | None = None
+        self.loop = loop
+        self.begun: asyncio.Future[None] = loop.create_future()
+        """Done once the engine has taken the request, or it has ended before that."""
         self._owner = owner
-        self._loop = loop
-        self._begun: asyncio.Future[None] = loop.create_future()
-        """What ``submit`` waits for: the engine has taken the request, or it has ended before that."""
         self._deltas: deque[Delta] = deque()
         self._reader: asyncio.Future[None] | None = None
         """What the reader waits for, if it waits."""
-        self._unfinished = 0
-        self._texts: list[ShownText] = []
+        self.unfinished = unfinished
+        """Answers whose end the reader has not been given."""
+        self.texts: list[ShownText] = []
         # One writer each, so that two threads can read the difference without a lock.
-        self._produced = 0
+        self.produced = 0
         self._consumed = 0
-        self._paused = False
+        self.paused = False
         """The reader should ask for the request to go on, once it has caught up."""
-        self._aside = False
+        self.aside = False
         """The request is off the engine; the engine thread's own flag."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
     def backlog(self) -> int:
         """Deltas made but not read yet."""
-        return self._produced - self._consumed
-
-    @property
-    def unfinished(self) -> int:
-        """Answers whose end the reader has not been given."""
-        return self._unfinished
+        return self.produced - self._consumed
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -136,9 +118,9 @@ class Stream:
         while not self._deltas:
             if self.error is not None:
                 raise self.error
-            if not self._unfinished:
+            if not self.unfinished:
                 return False
-            self._reader = self._loop.create_future()
+            self._reader = self.loop.create_future()
             await self._reader
         return True
 
@@ -159,36 +141,45 @@ class Stream:
             if plain:
                 delta.token_ids = list(delta.token_ids)  # the engine's own list must not grow
                 latest[delta.index] = delta
-        for delta in joined if self._texts else ():
-            delta.text = self._texts[delta.index].after(delta.token_ids, delta.finish)
+        for delta in joined if self.texts else ():
+            delta.text = self.texts[delta.index].after(delta.token_ids, delta.finish)
         self._consumed += len(deltas)
-        if self._paused and self.backlog <= self._owner.max_backlog // 2:
-            self._paused = False
+        if self.paused and self.backlog <= self._owner.max_backlog // 2:
+            self.paused = False
             self._owner.post(lambda: self._owner.resume(self))
         return joined
 
     def abort(self) -> None:
         """End the request, if it has not ended; everything it holds is free before the next round."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._owner.forget(self)
 
-    def _deliver(self, deltas: Sequence[Delta]) -> None:
+    def deliver(self, deltas: Sequence[Delta]) -> None:
+        """Take what is new for the reader."""
         self._deltas.extend(deltas)
-        self._unfinished -= sum(delta.finish is not None for delta in deltas)
-        if not self._unfinished:
-            self._owner.forget(self)
-        self._notify()
+        self.unfinished -= sum(delta.finish is not None for delta in deltas)
+        if not self.unfinished:
+            self.abort()
+        self.notify()
 
-    def _fail(self, error: Exception) -> None:
+    def fail_after(self, seconds: float, error: Exception) -> None:
+        """``fail``, unless it has ended by then."""
+        self._timer = self.loop.call_later(seconds, self.fail, error)
+
+    def fail(self, error: Exception) -> None:
+        """End the request with an error."""
         self.error = error
-        self._owner.forget(self)
-        self._notify()
+        self.abort()
+        self.notify()
 
-    def _refuse(self, error: Exception) -> None:
+    def refuse(self, error: Exception) -> None:
         """The engine does not take it: there are no answers, so that none of them ends."""
-        self._unfinished = 0
-        self._fail(error)
+        self.unfinished = 0
+        self.fail(error)
 
-    def _notify(self) -> None:
-        for waiting in (self._begun, self._reader):
+    def notify(self) -> None:
+        """Wake whoever waits."""
+        for waiting in (self.begun, self._reader):
             if waiting is not None and not waiting.done():
                 waiting.set_result(None)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from forerun.core.batch import Batch, Span
+from forerun.core.config import COUNT, NOT_NEGATIVE, check_within
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 from forerun.measure.config import ALL, HELD_OUT, REPETITIVE, SAMPLES
@@ -50,11 +51,7 @@ class CheckConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "prompt_tokens", "max_tokens", "concurrency"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.samples < 0:
-            raise ConfigError(f"samples must not be negative, not {self.samples}")
+        check_within(self, {"prompts prompt_tokens max_tokens concurrency": COUNT, "samples": NOT_NEGATIVE})
         for name in ("temperatures", "page_sizes", *(("accepts",) if self.samples else ())):
             if not getattr(self, name):
                 raise ConfigError(f"{name} is empty: name at least one, or nothing is checked")

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forerun.core.config import COUNT, NOT_NEGATIVE, check_within
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
 from forerun.sampling.params import SamplingParams
@@ -91,14 +92,12 @@ class BenchConfig:
     def __post_init__(self) -> None:
         if self.trees is None:
             object.__setattr__(self, "trees", TREE_NODES if ALL in self.methods else 0)
-        elif self.trees < 0:
-            raise ConfigError(f"trees must not be negative, not {self.trees}")
+        check_within(self, {
+            "prompts prompt_tokens max_tokens repeats concurrency": COUNT, "trees temperatures": NOT_NEGATIVE,
+        })  # fmt: skip
         for name in ("methods", "accepts", "lengths"):
             if not getattr(self, name):
                 raise ConfigError(f"{name} must name at least one")
-        for name in ("prompts", "prompt_tokens", "max_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.prompt_set not in SETS and self.prompt_set not in WRITTEN:
             raise ConfigError(f"unknown prompt set {self.prompt_set!r}: choose one of {', '.join([*SETS, *WRITTEN])}")
         if self.prompt_set in WRITTEN and self.random_shape is not None:
@@ -117,7 +116,3 @@ class BenchConfig:
             raise ConfigError("sampling options are not passed on to peers: leave one of the two out")
         if self.whole and self.peers:
             raise ConfigError("only decoding is timed where peers take part: leave whole or peers out")
-        if not self.concurrency or min(self.concurrency) < 1:
-            raise ConfigError(f"concurrency must be at least 1, not {list(self.concurrency)}")
-        if not self.temperatures or min(self.temperatures) < 0:
-            raise ConfigError(f"temperatures must be at least 0, not {list(self.temperatures)}")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from forerun.core.config import COUNT, POSITIVE
 from forerun.core.errors import ModelError, shown
 from forerun.models.architectures.description import Architecture
 from forerun.models.architectures.families import (
@@ -72,7 +73,7 @@ class Keys:
 
     def whole(self, key: str, default: int | None = None) -> int:
         value = self.file.metadata.get(f"{self.architecture}.{key}", default)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not COUNT.permits(value):
             raise ModelError(
                 f"{self.file.path} has {shown(value)} as {self.architecture}.{key}, not a positive integer"
             )
@@ -89,7 +90,7 @@ class Keys:
 
     def positive(self, key: str, default: float | None = None) -> float:
         value = self.file.metadata.get(f"{self.architecture}.{key}", default)
-        if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        if not POSITIVE.permits(value):
             raise ModelError(f"{self.file.path} has {shown(value)} as {self.architecture}.{key}, not a positive number")
         return float(f"{value:.7g}")  # written in single precision
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from gguf.quants import dequantize
 
+from forerun.core.config import Within
 from forerun.core.errors import ModelError, shown
 from forerun.models import gguf_split
 from forerun.models.architectures.description import Architecture
@@ -24,7 +25,6 @@ from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.gguf_types import FLOATS, TYPES, described, packed
 from forerun.models.gguf import GGUFFile, GGUFTensor
 from forerun.models.gguf_config import FREQUENCIES
-from forerun.models.sanity import is_number
 from forerun.models.weights import Read
 
 log = logging.getLogger("forerun")
@@ -219,7 +219,7 @@ def _listed(file: GGUFFile, architecture: Architecture, layers: int) -> dict[str
     result: dict[str, torch.Tensor] = {}
     for name in architecture.mlp.numbers:
         values = file.metadata.get(name.gguf)
-        if not isinstance(values, list) or len(values) != layers or not all(map(is_number, values)):
+        if not isinstance(values, list) or len(values) != layers or not all(map(Within().permits, values)):
             raise ModelError(
                 f"{file.path} has {shown(values)} as {name.gguf}, not a number for each of {layers} layers"
             )

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from forerun.core.config import POSITIVE, Within
 from forerun.core.errors import ConfigError, ModelError, shown
 from forerun.models import checkpoint
 from forerun.models.checkpoint import ADAPTER
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.int8 import Levels
-from forerun.models.sanity import is_number
 from forerun.models.weights import Weights
 
 WEIGHTS = "adapter_model.safetensors"
@@ -145,9 +145,9 @@ def _of(folder: Path, config: Mapping[str, Any], key: str, name: str) -> Any:
 
 def _scale(folder: Path, config: Mapping[str, Any], name: str, held: int) -> float:
     rank, alpha = (_of(folder, config, key, name) for key in ("r", "lora_alpha"))
-    if not is_number(alpha):
+    if not Within().permits(alpha):
         raise ModelError(f"{folder / ADAPTER} cannot be used: lora_alpha must be a number, not {shown(alpha)}")
-    if not is_number(rank, above=0.0) or rank != held:
+    if not POSITIVE.permits(rank) or rank != held:
         raise ModelError(
             f"{folder}: the rank of {name} is {shown(rank)} by its {ADAPTER} and {held} by its weights; both must be "
             "the same, and at least 1"

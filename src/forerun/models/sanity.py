@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import re
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from forerun.core.config import NOT_NEGATIVE, POSITIVE, Within
 from forerun.core.errors import ModelError, shown
 from forerun.models import checkpoint
 from forerun.models.architectures import seq2seq
@@ -17,6 +16,8 @@ from forerun.models.checkpoint import Tensor
 from forerun.models.prequantized import refusal
 
 LARGEST = 2**31 - 1
+_is_integer = Within(whole=True).permits
+_is_count = Within(least=1, most=LARGEST, whole=True).permits
 SHORTEST_CONTEXT = 32
 """Tokens. Nobody trains shorter ones, and tests of a model as it is loaded need some room."""
 SIZES = (
@@ -176,10 +177,10 @@ def check_config(config: Any, path: Path) -> None:
     if _is_count(heads) and _is_count(shared) and heads % shared:
         refuse("num_attention_heads", f"a multiple of num_key_value_heads ({shared})")
     for name in EPSILONS:
-        if getattr(text, name, None) is not None and not is_number(getattr(text, name), least=0.0):
+        if getattr(text, name, None) is not None and not NOT_NEGATIVE.permits(getattr(text, name)):
             refuse(name, "a number of at least 0")
     for name in SCALES:
-        if getattr(text, name, None) is not None and not is_number(getattr(text, name), above=0.0):
+        if getattr(text, name, None) is not None and not POSITIVE.permits(getattr(text, name)):
             refuse(name, "a number above 0, or null")
     chosen = getattr(text, "num_experts_per_tok", None)
     for name in EXPERTS:
@@ -219,7 +220,7 @@ def check_rope(rope: Any, path: Path) -> None:
                 raise ModelError(f"{path} cannot be used: transformers knows no rope type {shown(value)}")
         elif isinstance(value, Mapping):
             check_rope(value, path)
-        elif name in ROPE_NUMBERS and value is not None and not is_number(value, above=0.0):
+        elif name in ROPE_NUMBERS and value is not None and not POSITIVE.permits(value):
             raise ModelError(f"{path} cannot be used: {name} of rope_parameters must be above 0, not {shown(value)}")
 
 
@@ -295,18 +296,3 @@ def _each(value: Any) -> list[Any]:
 
 def _largest(value: Any) -> int:
     return max(_each(value), default=1)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return _is_integer(value) and 1 <= value <= LARGEST
-
-
-def is_number(value: Any, *, least: float = -math.inf, above: float = -math.inf) -> bool:
-    """Whether a value that was read from a file is a number which a float can hold, in a range."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return abs(value) <= sys.float_info.max and value > above and value >= least

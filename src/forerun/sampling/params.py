@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from json import dumps
-from math import isfinite
 from numbers import Integral
 from typing import Any
 
-from forerun.core.config import as_python, check_seed, hold_python
+from forerun.core.config import (
+    COUNT,
+    FRACTION,
+    SHARE,
+    Within,
+    as_python,
+    check_seed,
+    check_types,
+    check_within,
+    hold_python,
+)
 from forerun.core.errors import ConfigError, shown
 
 LARGEST = 1e30
@@ -22,13 +31,25 @@ MOST_ANSWERS = 16384
 
 COLDEST = 1e-5
 """The lowest temperature that is sampled at; below it a request is greedy. Logits divided by much less overflow."""
-
-
-def _number(name: str, value: Any, low: float, high: float = LARGEST, *, open_low: bool = False) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
-    if not good or value < low or value > high or (open_low and value == low):
-        bounds = f"{'above' if open_low else 'at least'} {low:g} and at most {high:g}"
-        raise ConfigError(f"{name} must be a number {bounds}, not {shown(value)}")
+STEEPEST = 10.0
+"""The largest length penalty, either way: longest context ** it stays a number."""
+ID = Within(least=0, whole=True)
+LIMITS = {
+    "n": Within(least=1, most=MOST_ANSWERS, whole=True),
+    "temperature": Within(least=0, most=LARGEST),
+    "top_k": Within(least=-1, whole=True),
+    "top_p": SHARE,
+    "min_p": FRACTION,
+    "max_tokens": COUNT,
+    "min_tokens logprobs prompt_logprobs": Within(least=0, whole=True),
+    "repetition_penalty": Within(least=1 / LARGEST, most=LARGEST),
+    "presence_penalty frequency_penalty": Within(least=-2, most=2),
+}
+BEAM_LIMITS = {
+    "beam_width": LIMITS["n"],
+    "max_tokens num_return_sequences": COUNT,
+    "length_penalty": Within(least=-STEEPEST, most=STEEPEST),
+}
 
 
 def _tuple(name: str, value: Any) -> tuple:
@@ -39,10 +60,10 @@ def _tuple(name: str, value: Any) -> tuple:
     return tuple(as_python(item) for item in value)
 
 
-def _integer(name: str, value: Any, low: int, high: float = math.inf) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        bounds = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
-        raise ConfigError(f"{name} must be an integer {bounds}, not {shown(value)}")
+def _ids(name: str, tokens: Iterable[Any]) -> None:
+    for token in tokens:
+        if not ID.permits(token):
+            raise ConfigError(f"each of {name} must be {ID}, not {shown(token)}")
 
 
 def _bias(given: Any) -> dict[int, float]:
@@ -175,28 +196,13 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         hold_python(self)
-        _integer("n", self.n, 1, MOST_ANSWERS)
-        _number("temperature", self.temperature, 0.0)
-        _integer("top_k", self.top_k, -1)
-        _number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        _number("min_p", self.min_p, 0.0, 1.0)
+        check_types(SamplingParams, vars(self))
+        check_within(self, LIMITS)
         check_seed(self.seed)
-        if self.max_tokens is not None:
-            _integer("max_tokens", self.max_tokens, 1)
-        _integer("min_tokens", self.min_tokens, 0)
+        if self.truncate_prompt_tokens != -1:
+            check_within(self, {"truncate_prompt_tokens": COUNT})
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ConfigError(f"min_tokens ({shown(self.min_tokens)}) exceeds max_tokens ({shown(self.max_tokens)})")
-        _number("repetition_penalty", self.repetition_penalty, 1 / LARGEST)
-        _number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), 0)
-        if self.truncate_prompt_tokens not in (None, -1):
-            _integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
-        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false, not {shown(getattr(self, name))}")
         self._freeze()
 
     def _freeze(self) -> None:
@@ -205,13 +211,11 @@ class SamplingParams:
         if any(not isinstance(text, str) or not text for text in stop):
             raise ConfigError("stop must be a non-empty string or a list of them")
         ids = _tuple("stop_token_ids", self.stop_token_ids)
-        for token in ids:
-            _integer("stop_token_ids", token, 0)
+        _ids("stop_token_ids", ids)
         allowed = self.allowed_token_ids
         if allowed is not None:
             allowed = tuple(dict.fromkeys(_tuple("allowed_token_ids", allowed)))
-            for token in allowed:
-                _integer("allowed_token_ids", token, 0)
+            _ids("allowed_token_ids", allowed)
             if not allowed:
                 raise ConfigError("allowed_token_ids is empty, so that no token may come: name some, or leave it out")
         object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
@@ -222,8 +226,7 @@ class SamplingParams:
         for word in banned:
             if not word:
                 raise ConfigError("bad_words_ids must be a list of non-empty lists of token ids")
-            for token in word:
-                _integer("bad_words_ids", token, 0)
+            _ids("bad_words_ids", word)
         frozen: list[tuple[str, Any]] = [
             *((name, float(getattr(self, name))) for name in NUMBERS),  # tensors take no large integers
             ("temperature", float(self.temperature) if self.temperature >= COLDEST else 0.0),
@@ -276,10 +279,6 @@ class SamplingParams:
         return [field.name for field in fields(cls)]
 
 
-STEEPEST = 10.0
-"""The largest length penalty, either way: longest context ** it stays a number."""
-
-
 @dataclass(frozen=True)
 class BeamSearchParams:
     """How to search. Beams do not sample: temperature, top-p, penalties and grammars are not among them.
@@ -303,26 +302,12 @@ class BeamSearchParams:
 
     def __post_init__(self) -> None:
         hold_python(self)
-        for name, most in (("beam_width", MOST_ANSWERS), ("max_tokens", None), ("num_return_sequences", None)):
-            value = getattr(self, name)
-            if value is None and name == "num_return_sequences":
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1 or (most and value > most):
-                bounds = f"from 1 to {most}" if most else "of at least 1"
-                raise ConfigError(f"{name} must be an integer {bounds}, not {shown(value)}")
+        check_within(self, BEAM_LIMITS)
+        check_types(BeamSearchParams, vars(self))
         if self.n > self.beam_width:
             raise ConfigError(f"num_return_sequences is {self.n}; there are {self.beam_width} beams")
-        for name in ("ignore_eos", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false, not {shown(getattr(self, name))}")
         if isinstance(self.temperature, bool) or self.temperature != 0:
             raise ConfigError(f"beams are not sampled: temperature must be 0, not {shown(self.temperature)}")
-        penalty = self.length_penalty
-        good = isinstance(penalty, (int, float)) and not isinstance(penalty, bool) and isfinite(penalty)
-        if not good or abs(penalty) > STEEPEST:
-            raise ConfigError(
-                f"length_penalty must be a number from {-STEEPEST:g} to {STEEPEST:g}, not {shown(penalty)}"
-            )
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ConfigError(f"early_stopping must be true, false or 'never', not {shown(self.early_stopping)}")
 

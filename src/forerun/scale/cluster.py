@@ -21,8 +21,9 @@ from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from forerun.core.config import COUNT, check_within
 from forerun.core.errors import ConfigError, one_line
-from forerun.engine.async_engine import ClosedError
+from forerun.engine.answering import ClosedError
 from forerun.engine.metrics import Snapshot
 from forerun.scale.affinity import BLOCK, BOUND, Affinity
 from forerun.scale.messages import KEPT, Entry, Facts, Line, Message, Outbox, Request
@@ -61,8 +62,7 @@ class Replicas:
     """The same for fewer."""
 
     def __post_init__(self) -> None:
-        if self.number < 1 or self.threads < 1:
-            raise ConfigError(f"replicas and threads are 1 or more, not {self.number} and {self.threads}")
+        check_within(self, {"number threads": COUNT})
         if self.most is not None and self.most < self.number:
             raise ConfigError(f"max_replicas ({self.most}) is less than the replicas to begin with ({self.number})")
 

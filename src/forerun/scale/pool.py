@@ -9,18 +9,17 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from time import perf_counter
 from typing import Any
 
 from forerun.core.errors import ForerunError
 from forerun.core.request import RequestState
 from forerun.engine.admission import check_length, check_source
-from forerun.engine.async_engine import ClosedError, QueueFullError, TimeLimitError, drained
+from forerun.engine.answering import Answering, ClosedError
 from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.jobs import Job
 from forerun.engine.metrics import RequestMetrics, Snapshot
 from forerun.engine.stop import Stopper
-from forerun.engine.stream import Delta, ShownText, Stream
+from forerun.engine.stream import ShownText, Stream
 from forerun.models.tokenizer import load_tokenizer
 from forerun.sampling.noise import fold
 from forerun.sampling.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
@@ -61,26 +60,21 @@ class _Answer:
     moves: int = 0
 
 
-class ReplicaPool:
-    """``AsyncEngine``'s side that the server sees, with replicas behind it; ``send`` chooses among them and
+class ReplicaPool(Answering):
+    """Replicas as one engine; ``send`` chooses among them and
     ``capacity`` says how many sequences all of them decode at a time.
 
     Whatever a replica has given is kept in front; if it is lost, another one goes on behind that, and the seed, which
     every request has or gets, gives the tokens that the first one would have given.
     """
 
-    max_backlog = 64
-
     def __init__(self, facts: Facts, send: Send, *, max_queue: int = 1024, capacity: Callable[[], int]) -> None:
+        super().__init__(
+            load_tokenizer(facts.tokenizer), max_queue, capacity, max_model_len=facts.max_model_len,
+            drafters=dict(facts.drafters), identity=facts.identity, reasoning_parser=facts.reasoning_parser,
+        )  # fmt: skip
         self.facts = facts
         self.send = send
-        self.max_queue = max_queue
-        self.capacity = capacity
-        self.tokenizer = load_tokenizer(facts.tokenizer)
-        self.on_deltas: Callable[[Stream, Sequence[Delta]], None] | None = None
-        self.on_forget: Callable[[Stream], None] | None = None
-        self.streams: set[Stream] = set()
-        self.draining = False
         self.moved = 0
         """Answers that have gone on at another replica."""
         self.latest: Snapshot | None = None
@@ -92,25 +86,6 @@ class ReplicaPool:
     def ready(self) -> bool:
         """Whether requests are taken and replicas answer."""
         return not self.draining and self.latest is not None
-
-    @property
-    def max_model_len(self) -> int:
-        return self.facts.max_model_len
-
-    @property
-    def drafters(self) -> dict[str, int]:
-        return dict(self.facts.drafters)
-
-    @property
-    def identity(self) -> bool:
-        return self.facts.identity
-
-    @property
-    def reasoning_parser(self) -> str | None:
-        return self.facts.reasoning_parser
-
-    def clock(self) -> float:
-        return perf_counter()
 
     def check_length(self, prompt: Sequence[int]) -> None:
         if self.facts.longest_source is None:
@@ -138,41 +113,22 @@ class ReplicaPool:
             raise ClosedError("no replica has told yet how it stands")
         return self.latest
 
-    async def submit(
+    async def _begin(
         self,
+        stream: Stream,
         prompt: Sequence[int],
         params: SamplingParams | BeamSearchParams,
-        *,
-        timeout: float | None = None,
-        session: str | None = None,
-        **choices: Any,
-    ) -> Stream:
-        """As ``AsyncEngine.submit``. Each of n answers is a request of its own, in parallel; a beam search is one,
-        because its beams belong to one engine."""
-        if self.draining:
-            raise ClosedError("the server is shutting down and takes no new requests")
-        ahead, capacity = sum(stream._unfinished for stream in self.streams), self.capacity()
-        if ahead and ahead + params.n > capacity + self.max_queue:
-            waiting = max(0, ahead - capacity)
-            raise QueueFullError(f"{waiting} sequences wait already; at most {self.max_queue} may: try again later")
-        loop = asyncio.get_running_loop()
-        stream = Stream(self, loop)
-        stream._unfinished = params.n
-        if timeout is not None:
-            late = TimeLimitError(f"the request was not answered within {timeout:g} seconds")
-            stream._timer = loop.call_later(timeout, stream._fail, late)
-        self.streams.add(stream)
+        session: str | None,
+        choices: Mapping[str, Any],
+    ) -> None:
+        """Each of n answers is a request of its own, in parallel; a beam search is one, because its beams belong to one
+        engine."""
         answers = self._answers(stream, prompt, params, session, choices)
-        self._tasks[stream] = [loop.create_task(self._work(answer)) for answer in answers]
-        try:
-            for answer in answers:
-                await answer.begun.wait()
-                if stream.error is not None:
-                    raise stream.error
-        except BaseException:
-            self.forget(stream)
-            raise
-        return stream
+        self._tasks[stream] = [stream.loop.create_task(self._work(answer)) for answer in answers]
+        for answer in answers:
+            await answer.begun.wait()
+            if stream.error is not None:
+                return
 
     def _answers(
         self, stream: Stream, prompt: Sequence[int], params: SamplingParams | BeamSearchParams, session: str | None,
@@ -211,35 +167,16 @@ class ReplicaPool:
         )
         job = Job(sequence, Stopper(sequence, None), None, RequestMetrics(start=self.clock()), index)
         stream.jobs.append(job)
-        stream._texts.append(ShownText(job, self.tokenizer))
+        stream.texts.append(ShownText(job, self.tokenizer))
         return job
-
-    async def drain(self, seconds: float) -> None:
-        """As ``AsyncEngine.drain``."""
-        self.draining = True
-        await drained(self.streams, seconds)
 
     def close(self) -> None:
         """End everything that is under way with ClosedError."""
         self.draining = True
         for stream in list(self.streams):
-            stream._fail(ClosedError("the engine was closed"))
+            stream.fail(ClosedError("the engine was closed"))
 
-    def post(self, command: Callable[[], None]) -> None:
-        command()
-
-    def resume(self, stream: Stream) -> None:
-        """Nothing is ever set aside here: what a slow reader leaves is kept, as numbers."""
-
-    def forget(self, stream: Stream) -> None:
-        """Stop counting a request; what is unfinished of it is taken off the replicas."""
-        if stream not in self.streams:
-            return
-        self.streams.discard(stream)
-        if stream._timer is not None:
-            stream._timer.cancel()
-        if self.on_forget is not None:
-            self.on_forget(stream)
+    def _drop(self, stream: Stream) -> None:
         for task in self._tasks.pop(stream, ()):
             if task is not asyncio.current_task():
                 task.cancel()
@@ -250,7 +187,7 @@ class ReplicaPool:
             while not await self._ask(answer):
                 pass
         except Exception as error:  # noqa: BLE001 - it belongs to whoever submitted the request
-            answer.stream._refuse(error)
+            answer.stream.refuse(error)
         finally:
             answer.begun.set()
 
@@ -305,9 +242,6 @@ class ReplicaPool:
             answer.request = replace(answer.request, committed=committed, weights=answer.weights)
         if news.prompt_logprobs is not None:
             answer.jobs[0].prompt_logprobs = news.prompt_logprobs
-        if stream in self.streams:
-            stream._produced += len(news.deltas)
-            if self.on_deltas is not None:
-                self.on_deltas(stream, news.deltas)
-            stream._deliver(news.deltas)
+        stream.produced += len(news.deltas)
+        self.deliver(stream, news.deltas)
         return all(job.finish is not None for job in answer.jobs)

@@ -14,7 +14,8 @@ import torch
 
 from forerun import __version__
 from forerun.core.errors import ConfigError, ForerunError
-from forerun.engine.async_engine import AsyncEngine, ClosedError
+from forerun.engine.answering import ClosedError
+from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.llm import LLM
 from forerun.engine.memory import megabytes
 from forerun.engine.metrics import Snapshot

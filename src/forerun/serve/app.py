@@ -16,11 +16,11 @@ from starlette.types import Send
 
 from forerun import __version__
 from forerun.core.errors import ConfigError, RequestError
+from forerun.engine.answering import Answering
 from forerun.engine.config import NONE
 from forerun.engine.stream import Stream
 from forerun.sampling.params import BeamSearchParams, SamplingParams
 from forerun.serve import answers, errors, openapi, page
-from forerun.serve.answering import Answering
 from forerun.serve.errors import ApiError
 from forerun.serve.guard import Guard, allowed_host, allowed_origin, names
 from forerun.serve.metrics import NAMES, Recorder, RequestLog

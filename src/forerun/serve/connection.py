@@ -11,7 +11,7 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from forerun.core.errors import ConfigError
+from forerun.core.config import COUNT, Within, check_within
 from forerun.serve.errors import ApiError
 
 
@@ -28,9 +28,10 @@ class ConnectionLimits:
     connections: int = 1024
 
     def __post_init__(self) -> None:
-        for name, least in (("head_bytes", 256), ("head_timeout", 0.01), ("write_timeout", 0.01), ("connections", 1)):
-            if not getattr(self, name) >= least:
-                raise ConfigError(f"{name} must be at least {least}, not {getattr(self, name)!r}")
+        check_within(self, {
+            "head_bytes": Within(least=256, whole=True), "head_timeout write_timeout": Within(least=0.01),
+            "connections": COUNT,
+        })  # fmt: skip
 
 
 class Connection(HttpToolsProtocol):

@@ -15,7 +15,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from forerun.core.errors import ConfigError
-from forerun.serve.answering import Answering
+from forerun.engine.answering import Answering
 from forerun.serve.connection import Connection, ConnectionLimits
 
 OTHER_FILES = 128

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from forerun.core.config import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, Within, check_within
 from forerun.core.errors import ConfigError
 from forerun.models.kinds import UNQUANTIZED
 
@@ -61,13 +61,10 @@ class TuneConfig:
             raise ConfigError("text is to be learnt from, and with train none nothing learns: leave one of them out")
         if self.cpu_minutes is not None and not self.train:
             raise ConfigError("cpu_minutes is time to learn, and with train none nothing learns: leave one of them out")
-        if self.cpu_minutes is not None and not 0 < self.cpu_minutes < math.inf:
-            raise ConfigError(f"cpu_minutes must be above 0, not {self.cpu_minutes}")
-        if not 0 < self.hours < math.inf:
-            raise ConfigError(f"hours must be above 0, not {self.hours}")
-        for name in ("rows", "min_tokens", "max_tokens", "answer", "probe", "probe_tokens"):
-            if getattr(self, name) < 2:
-                raise ConfigError(f"{name} must be at least 2, not {getattr(self, name)}")
+        check_within(self, {
+            "hours cpu_minutes": POSITIVE,
+            "rows min_tokens max_tokens answer probe probe_tokens": Within(least=2, whole=True),
+        })  # fmt: skip
 
     @property
     def seconds(self) -> float:
@@ -114,17 +111,12 @@ class LoopSettings:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "batch_tokens", "micro_tokens", "length", "long_length", "eval_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("long_share", "warmup_share", "decay_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must be between 0 and 1, not {getattr(self, name)}")
-        for name in ("seconds", "matrix_lr", "lr", "weight_decay", "threads"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} must not be negative, not {getattr(self, name)}")
-        if self.clip <= 0:
-            raise ConfigError(f"clip must be positive, not {self.clip}")
+        check_within(self, {
+            "tokens batch_tokens micro_tokens length long_length eval_tokens": COUNT,
+            "long_share warmup_share decay_share": FRACTION,
+            "seconds matrix_lr lr weight_decay threads": NOT_NEGATIVE,
+            "clip": POSITIVE,
+        })  # fmt: skip
 
     def planned(self, tokens: int, seconds: float) -> LoopSettings:
         """The same once ``tokens`` took ``seconds``: the run is as long as its time allows."""

@@ -106,50 +106,43 @@ class ParallelKind(MedusaKind):
     """Starts with the target's last layer, which looks at its last hidden states; least squares say what it makes of
     what it finds."""
 
-    head = ParallelHead
+    head: ClassVar[type[Head]] = ParallelHead
+
+    def blank_for(self, target: PreTrainedModel, known: dict[str, Any]) -> tuple[Any, nn.Linear, tuple[Any, Any]]:
+        """A fresh head with options ``known``, the matrix that reads features, and the norms of its layer."""
+        head = ParallelHead(_sizes(target, known))
+        (block,) = head.each_block()
+        return head, head.fuse, (block.norm, block.norm_mlp)
 
     def fitted(self, target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> nn.Module:
         config: Any = target.config.get_text_config()
         own = options(config, features.layers, len(ids))
         known = {name: own[name] for name in ("heads", "kv_heads", "width", "inner_size", "theta", "layers")}
         torch.manual_seed(0)
-        head = ParallelHead(_sizes(target, known))
+        head, reader, norms = self.blank_for(target, known)
         (block,) = head.each_block()
         body: Any = target.get_decoder()
         with torch.no_grad():
             head.norm.weight.copy_(scale(body.norm))
-            head.fuse.weight.zero_()
+            reader.weight.zero_()
             last = torch.diag(1 / scale(body.norm))  # features are what comes behind the norm
-            head.fuse.weight[:, -len(last) :] = last
-            take(block, (block.norm, block.norm_mlp), body.layers[-1])
+            reader.weight[:, -len(last) :] = last
+            take(block, norms, body.layers[-1])
         _settled(head, head.norm, [block.o_proj, block.mlp.down_proj], target, features, ids, tokens)
         return _narrowed(head, target, ids)
 
 
-class DFlashKind(MedusaKind):
+class DFlashKind(ParallelKind):
     """Starts as ``ParallelKind`` does, with one layer that samples from its anchor; its masks are a token that no text
     has inside."""
 
     head = DFlashHead
 
-    def fitted(self, target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> nn.Module:
-        config: Any = target.config.get_text_config()
-        own = options(config, features.layers, len(ids))
-        known = {name: own[name] for name in ("heads", "kv_heads", "width", "inner_size", "theta", "layers")}
-        ends = config.eos_token_id
-        mask = ends[0] if isinstance(ends, list) and ends else ends
-        torch.manual_seed(0)
-        head = DFlashHead(_sizes(target, {**known, "from_anchor": True, "mask": mask or 0}))
+    def blank_for(self, target: PreTrainedModel, known: dict[str, Any]) -> tuple[Any, nn.Linear, tuple[Any, Any]]:
+        ends = _ends(target)
+        head = DFlashHead(_sizes(target, {**known, "from_anchor": True, "mask": ends[0] if ends else 0}))
         (block,) = head.each_block()
-        body: Any = target.get_decoder()
-        with torch.no_grad():
-            head.norm.weight.copy_(scale(body.norm))
-            head.fc.weight.zero_()
-            last = torch.diag(1 / scale(body.norm))  # features are what comes behind the norm
-            head.fc.weight[:, -len(last) :] = last
-            take(block, (block.input_layernorm, block.post_attention_layernorm), body.layers[-1])
-        _settled(head, head.norm, [block.o_proj, block.mlp.down_proj], target, features, ids, tokens)
-        return _narrowed(head, target, ids)
+        return head, head.fc, (block.input_layernorm, block.post_attention_layernorm)
 
 
 class Distilled(HeadKind):

@@ -8,7 +8,6 @@ take turns with plain decoding on other prompts.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 
 from forerun.core.batch import Batch, Span
+from forerun.core.config import COUNT, NOT_NEGATIVE, POSITIVE, Within, check_within
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.engine import tuned
@@ -85,14 +85,10 @@ class PairConfig:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 < self.minutes < math.inf:
-            raise ConfigError(f"minutes must be above 0, not {self.minutes}")
-        if not self.temperatures or not all(0 <= each < math.inf for each in self.temperatures):
-            raise ConfigError(f"temperature must list numbers of at least 0, not {list(self.temperatures)}")
-        if not self.concurrency or min(self.concurrency) < 1:
-            raise ConfigError(f"concurrency must list integers of at least 1, not {list(self.concurrency)}")
-        if self.answer < 4:
-            raise ConfigError(f"answer must be at least 4, not {self.answer}")
+        check_within(self, {
+            "minutes": POSITIVE, "temperatures": NOT_NEGATIVE, "concurrency": COUNT,
+            "answer": Within(least=4, whole=True),
+        })  # fmt: skip
 
     @property
     def cells(self) -> list[tuple[float, int]]:

@@ -76,7 +76,7 @@ class Noting(AsyncEngine):
         """The process's time at each arrival."""
         super().__init__(engine)
 
-    def _add(self, stream: Any, prompt: Sequence[int], params: Any, choices: dict) -> None:
+    def _add(self, stream: Any, prompt: Sequence[int], params: Any, choices: Any) -> None:
         self.arrivals.append((self.engine.stats.rounds, prompt))
         self.spent.append(process_time())
         super()._add(stream, prompt, params, choices)

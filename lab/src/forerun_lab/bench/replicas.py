@@ -37,8 +37,8 @@ from forerun.measure.prompts import make_prompts
 from forerun.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
+    from forerun.engine.answering import Answering
     from forerun.scale.pool import ReplicaPool
-    from forerun.serve.answering import Answering
     from forerun.serve.batch import Ask
 
 PAGE_SIZE = 64

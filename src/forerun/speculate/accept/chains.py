@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from forerun.core.errors import ConfigError
+from forerun.core.config import SHARE, check_within
 from forerun.core.scores import Scores
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
@@ -45,10 +45,7 @@ class LenientConfig(RuleConfig):
     """l in (0, 1]: no token becomes more likely than 1 / l times what the target gives it; 1 is lossless."""
 
     def __post_init__(self) -> None:
-        value = self.lenience
-        good = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not good or not 0 < value <= 1:
-            raise ConfigError(f"lenience must be a number above 0 and at most 1, not {value!r}")
+        check_within(self, {"lenience": SHARE})
 
 
 @rules.register("lenient")

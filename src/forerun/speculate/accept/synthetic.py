@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from forerun.core.config import FRACTION, Within
 from forerun.core.errors import ConfigError
 from forerun.core.scores import Scores
 from forerun.core.tree import Draft, Verdict
@@ -51,19 +52,15 @@ def take_rates(options: dict[str, Any], depth: int) -> tuple[float, ...] | None:
     if isinstance(rates, str):
         rates = profile(rates, depth)
     if rates is None:
-        if not _is_number(length) or not 1 <= length <= depth + 1:
+        if not Within(least=1, most=depth + 1).permits(length):
             raise ConfigError(f"{LENGTH} must be from 1 to num_speculative_tokens + 1 ({depth + 1}), not {length!r}")
         return tuple(min(1.0, max(0.0, length - 1.0 - position)) for position in range(depth))
-    good = isinstance(rates, (list, tuple)) and all(_is_number(rate) and 0 <= rate <= 1 for rate in rates)
+    good = isinstance(rates, (list, tuple)) and all(map(FRACTION.permits, rates))
     if not good or list(rates) != sorted(rates, reverse=True):
         raise ConfigError(f"{RATES} must list numbers from 0 to 1, none above the one before, not {rates!r}")
     if len(rates) != depth:
         raise ConfigError(f"{RATES} must have one entry per drafted position: {depth}, not {len(rates)}")
     return tuple(float(rate) for rate in rates)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 class Synthetic(Rule):

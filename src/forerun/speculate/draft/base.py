@@ -12,7 +12,7 @@ import torch
 
 from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
-from forerun.core.config import check_types
+from forerun.core.config import Within, check_types, check_within
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft, Verdict
@@ -42,22 +42,26 @@ class DrafterConfig:
     draft_temperature: float | None = None
     """Temperature of q where it should differ from the request's (lossless: q is what tokens are drawn from)."""
 
+    limits: ClassVar[Mapping[str, Within]] = {
+        "num_speculative_tokens": Within(least=1, most=DEEPEST, whole=True),
+        "draft_temperature": Within(least=COLDEST, most=LARGEST),
+    }
+    """What numbers its own options may be, as ``check_within`` takes it."""
+    without: ClassVar[Mapping[str, str]] = {}
+    """Inherited options that it does not have, and why."""
+
     def __post_init__(self) -> None:
-        k = self.num_speculative_tokens
-        if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-            raise ConfigError(f"num_speculative_tokens must be an integer of at least 1, not {k!r}")
-        if k > DEEPEST:
-            raise ConfigError(f"num_speculative_tokens must be at most {DEEPEST}, not {k}")
+        for kind in type(self).__mro__:
+            check_within(self, vars(kind).get("limits", {}))
+            for name, why in vars(kind).get("without", {}).items():
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{why}: remove {name!r}")
         if self.tree is not None:
             shape = tuple(self.tree) if isinstance(self.tree, Sequence) else ()
             if not shape or any(not isinstance(w, int) or w < 1 for w in shape):
                 raise ConfigError(f"tree must list how many children each depth has, e.g. [4, 2, 1], not {self.tree!r}")
             object.__setattr__(self, "tree", shape)
             object.__setattr__(self, "num_speculative_tokens", len(shape))
-        if self.draft_temperature is not None and not COLDEST <= self.draft_temperature <= LARGEST:
-            raise ConfigError(
-                f"draft_temperature must be a number from {COLDEST:g} to {LARGEST:g}, not {self.draft_temperature!r}"
-            )
 
     @classmethod
     def from_dict(cls, method: str, options: dict[str, Any]) -> DrafterConfig:
@@ -148,6 +152,14 @@ class DraftContext:
                 f"method {method!r} builds on a decoder's layers, and {self.target.info.name} is an encoder-decoder: "
                 "use draft_model, ngram, prompt_lookup, suffix or table"
             )
+
+    def commonest(self, size: int, known: int) -> torch.Tensor:
+        """Tokens that are worth an output, int64 [size] ascending, of the first ``known`` of the vocabulary: special
+        ones, then the first others, which in BPE are the commonest."""
+        special = {*self.target.info.eos_ids, *(self.tokenizer.added_tokens_decoder if self.tokenizer else ())}
+        special = {token for token in special if token < known}
+        ranked = [*sorted(special), *(token for token in range(known) if token not in special)]
+        return torch.tensor(sorted(ranked[:size]))
 
     def attention(self) -> Attention:
         if self.target_attention is None:

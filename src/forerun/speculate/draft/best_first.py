@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count, islice
 from math import exp, inf
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
+from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError
 from forerun.core.tree import Draft
 from forerun.speculate.draft.base import DrafterConfig
@@ -27,13 +28,11 @@ class TreeConfig(DrafterConfig):
 
     tree_nodes: int | None = None
     """Tokens of a tree whose shape follows the likeliest paths, at most ``num_speculative_tokens`` deep."""
+    limits: ClassVar = {"tree_nodes": COUNT}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        n = self.tree_nodes
-        if n is not None and (not isinstance(n, int) or isinstance(n, bool) or n < 1):
-            raise ConfigError(f"tree_nodes must be an integer of at least 1, not {n!r}")
-        if n is not None and self.tree is not None:
+        if self.tree_nodes is not None and self.tree is not None:
             raise ConfigError("'tree' fixes a shape and 'tree_nodes' asks for one that adapts: remove one of them")
 
     @property

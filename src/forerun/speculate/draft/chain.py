@@ -9,13 +9,14 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from forerun.attention.base import Attention
 from forerun.attention.kernel import KernelAttention
 from forerun.core.batch import Batch
-from forerun.core.errors import ConfigError
+from forerun.core.config import COUNT
 from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.kernels import structs
@@ -150,11 +151,7 @@ class CatchUpConfig(DrafterConfig):
 
     prefill_chunk: int = 192
     """Most tokens per round that sequences catch up on before they draft, all of them together."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not isinstance(self.prefill_chunk, int) or isinstance(self.prefill_chunk, bool) or self.prefill_chunk < 1:
-            raise ConfigError(f"prefill_chunk must be an integer of at least 1, not {self.prefill_chunk!r}")
+    limits: ClassVar = {"prefill_chunk": COUNT}
 
     def shares(self, missing: Sequence[int]) -> list[int]:
         """How many of the tokens that each sequence lacks it reads this round.

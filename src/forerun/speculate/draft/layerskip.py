@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from forerun.core.batch import Batch, Span
+from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError
 from forerun.core.inference import inference
 from forerun.core.request import RequestState
@@ -19,7 +20,7 @@ from forerun.core.tree import Draft
 from forerun.models.load import BUNDLED, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs, drafters
 from forerun.speculate.draft.heads.medusa import MedusaHead
-from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
+from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class LayerskipConfig(StepsConfig):
     exit_head: str | None = None
     """Folder of a trained exit head (``forerun train layerskip``). None: the bundled one for the bundled target, where
     neither ``exit_layer`` nor ``layers`` is given; else no head."""
+    limits: ClassVar = {"exit_layer": COUNT}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -45,8 +47,6 @@ class LayerskipConfig(StepsConfig):
             ):
                 raise ConfigError(f"layers must be ascending layer numbers from 0, not {self.layers!r}")
             object.__setattr__(self, "layers", layers)
-        elif self.exit_layer is not None and self.exit_layer < 1:
-            raise ConfigError(f"exit_layer must be at least 1, not {self.exit_layer}")
 
 
 class ExitHead(MedusaHead):
@@ -98,17 +98,10 @@ class Layerskip(Drafter[LayerskipConfig]):
         ]
 
         def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
-            spans: list[Span] = []
-            for index in dict.fromkeys(index for index, _ in frontier):
-                sequence, draft = sequences[index], drafts[index]
-                if depth == 0:
-                    spans.append(Span(sequence.id, sequence.num_computed_tokens, [sequence.tokens[-1]], logits=[0]))
-                    continue
-                stored = next(node for i, node in frontier if i == index)
-                parents = None if draft.is_chain else draft.parents
-                tokens = draft.tokens[stored:]
-                start, rows = len(sequence.tokens), list(range(len(tokens)))
-                spans.append(Span(sequence.id, start, tokens, parents, stored, logits=rows))
+            if depth:
+                return self._logits(newest_level(sequences, frontier, drafts, lambda each: len(each.tokens)))
+            chosen = [sequences[index] for index, _ in frontier]
+            spans = [Span(each.id, each.num_computed_tokens, each.tokens[-1:], logits=[0]) for each in chosen]
             return self._logits(spans)
 
         drafts, _ = grow(sequences, ready, budgets, self.config, self.chooser, score)

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, log
+from typing import ClassVar
 
 import torch
 
+from forerun.core.batch import Span
+from forerun.core.config import Within
 from forerun.core.errors import ConfigError
 from forerun.core.request import Beams, RequestState
 from forerun.core.tree import POINT_MASS, Draft
@@ -32,14 +35,11 @@ class StepsConfig(TreeConfig):
     """A chain ends with the token that makes the chance that all of it is kept less than this: the product of the
     likeliest tokens' probabilities at temperature 1, in the drafter's own eyes. None: chains are as long as asked for,
     as a beam search's always are. (transformers' ``assistant_confidence_threshold`` looks at each token alone.)"""
+    limits: ClassVar = {"confidence_threshold": Within(above=0, below=1)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.confidence_threshold is None:
-            return
-        if not 0 < self.confidence_threshold < 1:
-            raise ConfigError(f"confidence_threshold must lie between 0 and 1, not {self.confidence_threshold!r}")
-        if self.branches:
+        if self.confidence_threshold is not None and self.branches:
             raise ConfigError("confidence_threshold ends chains, not trees: remove it, or 'tree' and 'tree_nodes'")
 
     @property
@@ -117,6 +117,25 @@ def grow_levels(
         for index in ready:
             drafts[index].q = q
     return drafts
+
+
+def newest_level(
+    sequences: Sequence[RequestState],
+    frontier: Frontier,
+    drafts: Sequence[Draft],
+    start: Callable[[RequestState], int],
+    spell: Callable[[list[int]], list[int]] = list,
+) -> list[Span]:
+    """The newest level of every growing draft, to feed behind ``start`` of a sequence's entries, with logits of every
+    node. ``spell`` gives drafted tokens in the drafter's own ids."""
+    spans = []
+    for index in dict.fromkeys(index for index, _ in frontier):
+        sequence, draft = sequences[index], drafts[index]
+        stored = next(node for i, node in frontier if i == index)
+        tokens, parents = spell(draft.tokens[stored:]), None if draft.is_chain else draft.parents
+        rows = list(range(len(tokens)))
+        spans.append(Span(sequence.id, start(sequence), tokens, parents, stored, rows, sequence.source))
+    return spans
 
 
 def groups(sequences: Sequence[RequestState], ready: Sequence[int]) -> list[Beams]:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
 from forerun.core.batch import Batch, Span
+from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
@@ -26,7 +26,7 @@ from forerun.models.load import load_shared, parse_dtype, quick_config, resolve,
 from forerun.models.tokenizer import check_compatible, read_vocabulary
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
 from forerun.speculate.draft.chain import CatchUpConfig, ChainRunner, plain
-from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
+from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level
 from forerun.speculate.verify import Verification
 
 log = logging.getLogger("forerun")
@@ -58,6 +58,7 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
     """The draft has another tokenizer than the target."""
     heterogeneous_vocab_method: str = "tli"
     """How two vocabularies meet: tli (draft among the tokens that both have) or slem (draft text, encode it anew)."""
+    limits: ClassVar = {"draft_vocab_size": COUNT}
 
     @classmethod
     def usual(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,10 +70,7 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        size = self.draft_vocab_size
-        if size is not None and size < 1:
-            raise ConfigError(f"draft_vocab_size must be an integer of at least 1, not {size!r}")
-        if size is not None and self.use_heterogeneous_vocab:
+        if self.draft_vocab_size is not None and self.use_heterogeneous_vocab:
             raise ConfigError("draft_vocab_size is for drafts with the target's tokenizer: leave it out")
         method = self.heterogeneous_vocab_method
         if method not in ("tli", "slem"):
@@ -200,11 +198,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         known = min(vocabulary, self.context.sampler.vocab_size)
         if size > known:
             raise ConfigError(f"draft_vocab_size is {size}, and {path} has {known} tokens")
-        tokenizer = self.context.tokenizer
-        special = {*self.context.target.info.eos_ids, *(tokenizer.added_tokens_decoder if tokenizer else ())}
-        special = {token for token in special if token < known}
-        others = (token for token in range(known) if token not in special)
-        return torch.tensor(sorted([*special, *islice(others, max(0, size - len(special)))]))
+        return self.context.commonest(size, known)
 
     def _dtype(self, path: str) -> torch.dtype:
         """On CPU, narrow layers run nearly twice as fast in float32 as in half precision, unless they are streamed."""
@@ -244,8 +238,9 @@ class DraftModel(Drafter[DraftModelConfig]):
             return drafts
 
         def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
-            fresh = spans if depth == 0 else self._newest(sequences, frontier, drafts)
-            return self.translate(self._forward(fresh))
+            if depth:
+                fed = newest_level(sequences, frontier, drafts, lambda each: len(self._read(each)), self._own)
+            return self.translate(self._forward(fed if depth else spans))
 
         if spans and not ready:
             self._forward(spans)
@@ -288,6 +283,8 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def _fits(self, sequence: RequestState, depth: int) -> bool:
         """Whether there are pages for its tokens and a draft; a sequence that is new here starts on a known prefix."""
+        if self._starts_over(sequence):
+            self.release(sequence)
         pool, new = self.attention.pool, sequence.id not in self.attention.pool.block_tables
         if new and sequence.reads is not None and self.windows:
             self.begins[sequence.id] = max(0, len(sequence.tokens) - sequence.reads)
@@ -300,17 +297,9 @@ class DraftModel(Drafter[DraftModelConfig]):
             self.release(sequence)
         return False
 
-    def _newest(self, sequences: Sequence[RequestState], frontier: Frontier, drafts: Sequence[Draft]) -> list[Span]:
-        """The newest level of every growing draft, to feed."""
-        spans: list[Span] = []
-        for index in dict.fromkeys(index for index, _ in frontier):
-            draft, start = drafts[index], len(self._read(sequences[index]))
-            stored = next(node for i, node in frontier if i == index)
-            parents = None if draft.is_chain else draft.parents
-            tokens = self._own(draft.tokens[stored:])
-            key, requested, source = sequences[index].id, list(range(len(tokens))), sequences[index].source
-            spans.append(Span(key, start, tokens, parents, stored, requested, source))
-        return spans
+    def _starts_over(self, sequence: RequestState) -> bool:
+        """Whether it is to read all of a text that it has begun with the last tokens of."""
+        return sequence.reads is None and self.begins.get(sequence.id, 0) > 0
 
     def observe(
         self,
@@ -359,6 +348,8 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def behind(self, sequence: RequestState) -> int:
         known, pool = self._read(sequence), self.attention.pool
+        if self._starts_over(sequence):
+            return len(sequence.tokens)
         if sequence.id in pool.block_tables:
             return len(known) - pool.length(sequence.id)
         result = self.tree.find(known, len(known) - 1, self._root(sequence)) if self.tree is not None else 0

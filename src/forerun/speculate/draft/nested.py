@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from forerun.cache.pool import Pool
+from forerun.core.config import FRACTION
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft, Verdict
@@ -49,13 +50,10 @@ class PartsConfig(DrafterConfig):
 
     drafters: tuple[Any, ...] = ({"method": "ngram"}, {"method": "draft_model"})
     """Options of each drafter, the first to be asked first; ``num_speculative_tokens`` is their default."""
+    without: ClassVar = dict.fromkeys(("tree", "draft_temperature"), "it is an option of the drafters inside")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tree is not None:
-            raise ConfigError("give 'tree' to the drafters inside, not to the one that holds them")
-        if self.draft_temperature is not None:
-            raise ConfigError("give 'draft_temperature' to the drafters inside, not to the one that holds them")
         if not isinstance(self.drafters, (list, tuple)) or not 2 <= len(self.drafters) <= 15:
             raise ConfigError("'drafters' must list the options of 2 to 15 drafters")
         parts = tuple(NestedPart.parse(options, self.num_speculative_tokens) for options in self.drafters)
@@ -157,13 +155,10 @@ def _own_verdict(own: Draft, draft: Draft, verdict: Verdict) -> Verdict:
 class CascadeConfig(PartsConfig):
     drafters: tuple[Any, ...] = ({"method": "suffix"}, {"method": "draft_model"})
     """Options of each drafter, the first to be asked first; ``num_speculative_tokens`` is their default."""
+    without: ClassVar = dict.fromkeys(("tree", "draft_temperature"), "it is an option of the drafters inside")
     min_confidence: float = 0.5
     """How sure, from 0 to 1, a drafter other than the last must be of its draft."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 <= self.min_confidence <= 1:
-            raise ConfigError(f"min_confidence must be from 0 to 1, not {self.min_confidence!r}")
+    limits: ClassVar = {"min_confidence": FRACTION}
 
     def nodes_by_depth(self) -> list[int]:
         return [max(nodes) for nodes in zip(*self.part_nodes())]

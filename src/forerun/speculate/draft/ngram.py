@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
+from forerun.core.config import Within
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft
@@ -153,13 +154,11 @@ class NgramConfig(DrafterConfig):
     """How many of the latest tokens may serve as context."""
     counts_as_q: bool = False
     """Draw each token from the counted continuations, with the counts as its q, where the request samples."""
+    without: ClassVar = {"tree": "method 'ngram' drafts chains"}
+    limits: ClassVar = {"max_order": Within(least=2, whole=True)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tree is not None:
-            raise ConfigError("method 'ngram' drafts chains; remove 'tree'")
-        if self.max_order < 2:
-            raise ConfigError(f"max_order must be at least 2, not {self.max_order}")
         if self.max_history < self.max_order - 1:
             raise ConfigError(f"max_history must be at least max_order - 1, not {self.max_history}")
         if self.draft_temperature is not None and not self.counts_as_q:
@@ -262,13 +261,13 @@ class PromptLookupConfig(DrafterConfig):
     """Longest suffix that is looked up, in tokens."""
     prompt_lookup_min: int = 2
     """Shortest suffix whose match is copied."""
+    without: ClassVar = {
+        "tree": "method 'prompt_lookup' drafts chains",
+        "draft_temperature": "method 'prompt_lookup' draws nothing from a distribution",
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.tree is not None:
-            raise ConfigError("method 'prompt_lookup' drafts chains; remove 'tree'")
-        if self.draft_temperature is not None:
-            raise ConfigError("method 'prompt_lookup' draws nothing from a distribution; remove 'draft_temperature'")
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if not 1 <= low <= high:
             raise ConfigError(f"prompt_lookup_min must be from 1 to prompt_lookup_max ({high}), not {low}")

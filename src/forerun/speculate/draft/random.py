@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import node_key
@@ -17,10 +17,7 @@ from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Drafter
 
 @dataclass(frozen=True)
 class RandomConfig(DrafterConfig):
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.draft_temperature is not None:
-            raise ConfigError("method 'random' draws uniformly; remove 'draft_temperature'")
+    without: ClassVar = {"draft_temperature": "method 'random' draws uniformly"}
 
 
 @drafters.register("random")
@@ -79,12 +76,7 @@ def _distinct(draws: Sequence[float], size: int) -> list[int]:
 @dataclass(frozen=True)
 class PatternConfig(DrafterConfig):
     num_speculative_tokens: int = 8
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("tree", "draft_temperature"):
-            if getattr(self, name) is not None:
-                raise ConfigError(f"method 'pattern' drafts chains of certain tokens; remove {name!r}")
+    without: ClassVar = dict.fromkeys(("tree", "draft_temperature"), "method 'pattern' drafts chains of certain tokens")
 
 
 @drafters.register("pattern")

@@ -10,9 +10,9 @@ that it carries.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -40,6 +40,10 @@ INNER = "inner"
 class StagedConfig(DraftModelConfig):
     drafter: Any = None
     """Options of the drafter that drafts for the draft model (it may be staged itself); None: ``ngram``."""
+    without: ClassVar = dict.fromkeys(
+        ("tree", "tree_nodes", "confidence_threshold"),
+        "method 'staged' drafts chains as long as asked for, and 'drafter' may have options of its own",
+    )
 
     @classmethod
     def usual(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -48,10 +52,6 @@ class StagedConfig(DraftModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.branches:
-            raise ConfigError("method 'staged' drafts chains; give 'tree' or 'tree_nodes' to 'drafter', or remove it")
-        if self.confidence_threshold is not None:
-            raise ConfigError("method 'staged' drafts as far as asked; give confidence_threshold to 'drafter'")
         options: Mapping[str, Any] | NestedPart = self.drafter if self.drafter is not None else {"method": "ngram"}
         object.__setattr__(self, "drafter", NestedPart.parse(options, self.num_speculative_tokens))
 
@@ -141,7 +141,7 @@ class Staged(Drafter[StagedConfig]):
         part = config.drafter
         # The draft model's cache also holds the nodes that are drafted for it.
         rows = config.num_speculative_tokens + part.config.max_nodes()
-        names = DraftModelConfig.__dataclass_fields__
+        names = [field.name for field in fields(DraftModelConfig)]
         own = {name: getattr(config, name) for name in names if name != "num_speculative_tokens"}
         base_context = replace(context, prefix_caching=False)
         self.base = DraftModel(DraftModelConfig(num_speculative_tokens=rows, **own), base_context)

@@ -13,9 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import log
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from forerun.core.errors import ConfigError
+from forerun.core.config import COUNT, FRACTION, POSITIVE, Within
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.speculate.draft.base import DraftContext, drafters
@@ -152,19 +152,14 @@ class SuffixConfig(TreeConfig):
     """Tokens whose path is estimated to be less likely are not drafted."""
     datastore: str | None = None
     """File that is searched, too: text, or token ids (``.safetensors``), as ``forerun tune`` writes the model's own."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.draft_temperature is not None:
-            raise ConfigError("method 'suffix' draws nothing from a distribution; remove 'draft_temperature'")
-        for name, low in (("max_tree_depth", 2), ("max_cached_requests", 0), ("max_cached_tokens", 1)):
-            value = getattr(self, f"suffix_decoding_{name}")
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ConfigError(f"suffix_decoding_{name} must be an integer of at least {low}, not {value!r}")
-        if not self.suffix_decoding_max_spec_factor > 0:
-            raise ConfigError("suffix_decoding_max_spec_factor must be above 0")
-        if not 0 <= self.suffix_decoding_min_token_prob <= 1:
-            raise ConfigError("suffix_decoding_min_token_prob must be from 0 to 1")
+    without: ClassVar = {"draft_temperature": "method 'suffix' draws nothing from a distribution"}
+    limits: ClassVar = {
+        "suffix_decoding_max_tree_depth": Within(least=2, whole=True),
+        "suffix_decoding_max_cached_requests": Within(least=0, whole=True),
+        "suffix_decoding_max_cached_tokens": COUNT,
+        "suffix_decoding_max_spec_factor": POSITIVE,
+        "suffix_decoding_min_token_prob": FRACTION,
+    }
 
 
 class Match(NamedTuple):

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from forerun import pretrained
+from forerun.core.config import POSITIVE, Within
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
@@ -44,17 +45,13 @@ class TableConfig(DrafterConfig):
     adapt_weight: float = 4.0
     adapt_save: str | None = None
     """File for the counts, written when the engine closes; name it as ``table_file`` next time."""
+    without: ClassVar = {"tree": "method 'table' drafts chains"}
+    limits: ClassVar = {"adapt_weight": POSITIVE, "table_order": Within(least=1, most=2, whole=True)}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.adapt_weight > 0:
-            raise ConfigError(f"adapt_weight must be above 0, not {self.adapt_weight!r}")
         if self.adapt_save is not None and not self.adapt:
             raise ConfigError("adapt_save keeps what 'adapt' learns: set 'adapt' too")
-        if self.tree is not None:
-            raise ConfigError("method 'table' drafts chains; remove 'tree'")
-        if self.table_order not in (1, 2):
-            raise ConfigError(f"table_order must be 1 or 2, not {self.table_order!r}")
 
 
 def default_text() -> str:

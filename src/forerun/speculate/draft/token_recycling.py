@@ -11,9 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import exp, inf, log
+from typing import ClassVar
 
 import torch
 
+from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
@@ -29,16 +31,14 @@ class TokenRecyclingConfig(TreeConfig):
     num_speculative_tokens: int = 5
     recycled_candidates: int = 8
     """Next tokens remembered per token."""
+    without: ClassVar = {"draft_temperature": "method 'token_recycling' draws nothing from a distribution"}
+    limits: ClassVar = {"recycled_candidates": COUNT}
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.draft_temperature is not None:
-            raise ConfigError("method 'token_recycling' draws nothing from a distribution; remove 'draft_temperature'")
-        k = self.recycled_candidates
-        if not isinstance(k, int) or isinstance(k, bool) or k < 1:
-            raise ConfigError(f"recycled_candidates must be an integer of at least 1, not {k!r}")
-        if self.tree is not None and max(self.tree) > k:
-            raise ConfigError(f"a node has at most recycled_candidates ({k}) children, not {max(self.tree)}")
+        if self.tree is not None and max(self.tree) > self.recycled_candidates:
+            most = self.recycled_candidates
+            raise ConfigError(f"a node has at most recycled_candidates ({most}) children, not {max(self.tree)}")
 
 
 @drafters.register("token_recycling")

@@ -45,8 +45,9 @@ class Lengths:
 class Entry(NamedTuple):
     """A round with drafts, until it is learnt from."""
 
-    drafts: list[tuple[int, str, int, int, int]]
-    """Per sequence that was asked for a draft: its id, the method, depths that were asked, made and kept."""
+    drafts: list[tuple[int, str, int | None, int, int, int]]
+    """Per sequence that was asked for a draft: its id, the method, what it ``reads``, depths that were asked, made and
+    kept."""
     sequences: int
     rows: int
     tokens: int
@@ -116,9 +117,9 @@ class Adaptive(LengthPolicy):
     DEEPER = 64
     """Rounds after which deeper drafts than planned are tried, and twice as many the next time."""
     WINDOWS = (64, 128, 256)
-    """How many of the last tokens a drafter may begin with, instead of all."""
-    BLUR = 12.0
-    """A drafter that reads the last n tokens keeps n / (n + BLUR) of the gain (measured: 0.85 at 64, 0.89 at 128)."""
+    """How many of the last tokens a drafter may begin with, instead of at least twice as many."""
+    BLUR = 24.0
+    """A drafter that reads the last n tokens keeps n / (n + BLUR) of each rate (measured at 128: 0.83 to 0.89)."""
     clock = staticmethod(perf_counter)
 
     def __init__(self, setting: Setting) -> None:
@@ -130,6 +131,8 @@ class Adaptive(LengthPolicy):
             )
             for method, nodes in setting.nodes.items()
         }
+        self.windowed: dict[tuple[str, int], Acceptance] = {}
+        """The same of drafters that began with the last tokens, so many of them."""
         self.own: dict[int, Acceptance] = {}
         self.lengths = Lengths()
         self.balance = self.MODEL_START if setting.models else self.START
@@ -198,7 +201,7 @@ class Adaptive(LengthPolicy):
         self._streak = 0
         self._since += 1
         made = [
-            (s.id, s.drafter or "", asked, draft.depth, verdict.matched)
+            (s.id, s.drafter or "", s.reads, asked, draft.depth, verdict.matched)
             for s, asked, draft, verdict in zip(sequences, self._asked, drafts, verdicts)
             if asked
         ]
@@ -222,14 +225,13 @@ class Adaptive(LengthPolicy):
         """Learn from the rounds with drafts since the last plan, and book them. Nothing is kept about who has left."""
         entries, self._entries = self._entries, []
         costs, took = self.costs, self._took / max(1, len(entries))
-        self._took, here = 0.0, {sequence.id for sequence in sequences}
+        self._took, here = 0.0, {sequence.id: sequence.reads for sequence in sequences}
         for entry in entries:
             parts: dict[str, list[int]] = {}
-            for key, method, asked, made, kept in entry.drafts:
-                belief = self.methods[method]
-                if key in here:
+            for key, method, reads, asked, made, kept in entry.drafts:
+                if here.get(key, 0) == reads:
                     self._own(key, method).learn(asked, made, kept)
-                belief.learn(asked, made, kept)
+                self._belief(method, reads).learn(asked, made, kept)
                 parts.setdefault(method, []).append(made)
             if not entry.measured:
                 continue
@@ -257,7 +259,7 @@ class Adaptive(LengthPolicy):
         goes_on = self._plan.promise > 1.0
         self._invest(sequences, longest)
         if not any(longest):  # they wait until reading pays, or seems to again
-            for belief in self.methods.values():
+            for belief in (*self.methods.values(), *self.windowed.values()):
                 belief.forget(self._rested)
             self._pay_in()
             return DraftPlan({}, self.TRIAL, self._plan.promise, known)
@@ -278,8 +280,8 @@ class Adaptive(LengthPolicy):
 
     def _untried(self, sequences: Sequence[RequestState], longest: list[int]) -> bool:
         """Whether hardly anything is known of the drafts of somebody who would get some."""
-        methods = {s.drafter for s, cap in zip(sequences, longest) if cap and s.drafter is not None}
-        return any(self.methods[method].reached[0] < self.TRIAL for method in methods)
+        asked = {(s.drafter, s.reads) for s, cap in zip(sequences, longest) if cap and s.drafter is not None}
+        return any(self._belief(*each).reached[0] < self.TRIAL for each in asked)
 
     def _few(self, sequences: Sequence[RequestState], longest: list[int]) -> dict[int, int]:
         """Short drafts for those two who are likeliest to get them accepted."""
@@ -308,9 +310,10 @@ class Adaptive(LengthPolicy):
         if trial and self._wait <= 0 and not short:
             self._wait = self._next_wait
             rich = self.balance > self.START
-            for beliefs, most in ((self.methods, self.OPEN), (self.own, self.OWN_OPEN)):
-                for belief in beliefs.values():
-                    belief.loosen(most)
+            for belief in (*self.methods.values(), *self.windowed.values()):
+                belief.loosen(self.OPEN)
+            for belief in self.own.values():
+                belief.loosen(self.OWN_OPEN)
             self._next_wait = self.WAITS[0] if rich else min(2 * self._next_wait, self.WAITS[1])
             return DraftPlan(trial, self.TRIAL, 1.0, known)
         self._check = self.CHECKS[0]
@@ -318,13 +321,24 @@ class Adaptive(LengthPolicy):
 
     def _pay_in(self) -> None:
         """Book the plain rounds since this was done last."""
-        self.balance = max(self.balance, min(self.balance + self._rested * self.SPEND, self.START))
+        most = self.MOST if self.setting.models else self.START  # a draft model's try may cost a whole prompt
+        self.balance = max(self.balance, min(self.balance + self._rested * self.SPEND, most))
         self._wait, self._rested = self._wait - self._rested, 0
 
     def _rates(self, sequence: RequestState) -> list[float]:
-        rates = self.methods[sequence.drafter or ""].rates()
+        method, reads = sequence.drafter or "", sequence.reads
+        rates = self.methods[method].rates()
+        if reads is not None:
+            quality = reads / (reads + self.BLUR)
+            rates = self._belief(method, reads).rates([quality * rate for rate in rates])
         own = self.own.get(sequence.id)
         return own.rates(rates) if own is not None else rates
+
+    def _belief(self, method: str, reads: int | None) -> Acceptance:
+        whole = self.methods[method]
+        if reads is None:
+            return whole
+        return self.windowed.setdefault((method, reads), Acceptance(len(whole.asked), whole.weight, whole.fade))
 
     def _own(self, key: int, method: str) -> Acceptance:
         if key not in self.own:
@@ -365,7 +379,8 @@ class Adaptive(LengthPolicy):
             depth, method = budgets.get(sequence.id, 0), sequence.drafter
             if not depth or method is None:
                 continue
-            nodes, exists = self.setting.nodes[method], list(accumulate(self.methods[method].existence()[:depth], mul))
+            nodes, belief = self.setting.nodes[method], self._belief(method, sequence.reads)
+            exists = list(accumulate(belief.existence()[:depth], mul))
             ends = [here - after for here, after in zip([1.0, *exists], [*exists, 0.0])]  # by length
             made = sum(exists)
             if count == 1:
@@ -380,29 +395,51 @@ class Adaptive(LengthPolicy):
         return tokens / count * costs.verify(count) / seconds
 
     def _invest(self, sequences: Sequence[RequestState], longest: list[int]) -> None:
-        """Who has a drafter that must read first what it missed: whether that pays, and how much of it. Sets
-        ``sequence.reads`` and the caps of those who wait to 0."""
+        """Who has a drafter that must read first what it missed: whether that pays, and how much of it; and whether
+        one that began with the last tokens should read them all. Sets ``sequence.reads``, and the caps of those who
+        wait to 0."""
+        each = self.costs.verify(len(sequences)) / len(sequences)  # what one token of a sequence takes
         for index, sequence in enumerate(sequences):
             method = sequence.drafter
             if not longest[index] or method is None:
                 continue
-            behind = self.setting.behind(sequence)
-            if behind <= self.setting.nodes[method][-1] + 1:
+            behind, began, before = self.setting.behind(sequence), sequence.id in self.own, sequence.reads
+            away = behind > self.setting.nodes[method][-1] + 1
+            options: list[tuple[int | None, int]] = [(before, behind if away else 0)]
+            if began and before is not None:
+                options.append((None, len(sequence.tokens)))
+            elif away and not began:
+                options = [(None, behind), *((n, n) for n in self.WINDOWS if 2 * n <= behind)]
+            elif not away:
                 continue
-            best = self._best([sequence], [longest[index]])
-            gain = best.promise - 1.0
-            each = self.costs.verify(len(sequences)) / len(sequences)  # what one token of this sequence takes
-            # An answer ends somewhere in a draft.
-            rest = (self.lengths.rest(sequence) - self._tokens([sequence], best.budgets)) * each
-            options = [(behind, None, 1.0), *((n, n, n / (n + self.BLUR)) for n in self.WINDOWS if n < behind)]
-            worth, reads = max(
-                (rest * (1.0 - 1.0 / (1.0 + gain * quality)) - self.costs.read(method, tokens), window or 0)
-                for tokens, window, quality in options
-            )
-            if worth <= 0.0:
+            saved = [self._saved(sequence, longest[index], reads) for reads, _ in options]
+            worth = [seconds * each - self.costs.read(method, n) for seconds, (_, n) in zip(saved, options)]
+            most = max(worth)
+            choice = worth.index(most) if most > 0.0 else None
+            room = longest[index] == len(self.setting.nodes[method]) - 1
+            for n in (0, worth.index(most)) if room and not began else ():
+                loss = (max(most, 0.0) - worth[n]) / each
+                if loss < self.balance and self._belief(method, options[n][0]).reached[0] < self.TRIAL:
+                    self.balance, choice = self.balance - loss, n  # little is known: the balance pays for a try
+                    break
+            if choice is not None:
+                sequence.reads = options[choice][0]
+                if began and sequence.reads != before:
+                    del self.own[sequence.id]
+            elif away:
                 longest[index] = 0
-            else:
-                sequence.reads = reads or None
+
+    def _saved(self, sequence: RequestState, cap: int, reads: int | None) -> float:
+        """Plain rounds that drafts save over the rest of an answer when the drafter began with ``reads`` tokens."""
+        before, sequence.reads = sequence.reads, reads
+        own = self.own.pop(sequence.id) if reads != before and sequence.id in self.own else None
+        best = self._best([sequence], [cap])
+        # An answer ends somewhere in a draft.
+        rest = self.lengths.rest(sequence) - self._tokens([sequence], best.budgets)
+        sequence.reads = before
+        if own is not None:
+            self.own[sequence.id] = own
+        return rest * (1.0 - 1.0 / best.promise)
 
     def state(self) -> dict[str, Any] | None:
         """What was learnt, for the next engine of the same kind on this machine; None: next to nothing."""
@@ -516,7 +553,7 @@ class Planned(Adaptive):
 
     def _decide(self, sequences: Sequence[RequestState], longest: list[int]) -> DraftPlan:
         for entry in self._entries:
-            for _, method, _, made, kept in entry.drafts:
+            for _, method, _, _, made, kept in entry.drafts:
                 self._rounds[method] += 1
                 self._sums[method][0] += kept
                 self._sums[method][1] += min(kept + 1, made)

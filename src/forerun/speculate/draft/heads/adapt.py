@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forerun.core.config import check_types
+from forerun.core.config import COUNT, POSITIVE, SHARE, check_types, check_within
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.models.base import Model
@@ -53,15 +53,9 @@ class Adaptation:
     """Folder for the adapted head, written when the engine closes; name it as ``model`` next time."""
 
     def __post_init__(self) -> None:
-        for name in ("every", "window", "batch"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"adapt: {name} must be at least 1, not {getattr(self, name)}")
+        check_within(self, {"every window batch": COUNT, "share": SHARE, "lr": POSITIVE}, "adapt: ")
         if self.buffer_tokens < self.window:
             raise ConfigError(f"adapt: buffer_tokens ({self.buffer_tokens}) must hold a window ({self.window})")
-        if self.share is not None and not 0 < self.share <= 1:
-            raise ConfigError(f"adapt: share must be above 0 and at most 1, not {self.share}")
-        if not self.lr > 0:
-            raise ConfigError(f"adapt: lr must be above 0, not {self.lr}")
 
     @classmethod
     def parse(cls, given: Any) -> Adaptation | None:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forerun.core.config import Within
 from forerun.core.errors import ModelError, shown
 from forerun.core.inference import inference
 from forerun.core.request import RequestState
@@ -29,8 +30,9 @@ from forerun.models.checkpoint import CONFIG
 from forerun.models.load import read_config
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
+from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, BlockMemory, remember
 from forerun.speculate.draft.heads.gguf_files import is_ours, read_drafter
-from forerun.speculate.draft.heads.head import FORMAT, FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate
+from forerun.speculate.draft.heads.head import FORMAT, Guess, Head, Lesson, Norm, Sizes
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
 
 DEFAULTS: dict[str, Any] = {
@@ -73,36 +75,16 @@ class BlockConvolution(nn.Module):
         return weights[..., 0, :] * x + weights[..., 1, :] * before
 
 
-class _DFlashBlock(nn.Module):
+class _DFlashBlock(BlockLayer):
     """One layer: attention over context and block, then a feed-forward layer."""
 
     def __init__(self, size: int, options: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.width = options["heads"], options["kv_heads"], options["width"]
-        self.theta = options["theta"]
-        self.input_layernorm, self.post_attention_layernorm = Norm(size, options["eps"]), Norm(size, options["eps"])
-
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=options["biased"])
-
-        self.q_proj = linear(size, self.heads * self.width)
-        self.k_proj = linear(size, self.kv_heads * self.width)
-        self.v_proj = linear(size, self.kv_heads * self.width)
-        self.o_proj = linear(self.heads * self.width, size)
-        self.q_norm, self.k_norm = Norm(self.width, options["eps"]), Norm(self.width, options["eps"])
-        self.mlp = FeedForward(size, options["inner_size"])
+        eps = options["eps"]
+        super().__init__(size, options, eps=eps, biased=options["biased"])
+        self.input_layernorm, self.post_attention_layernorm = Norm(size, eps), Norm(size, eps)
         group = options["group"]
         self.attention_conv = None if group is None else BlockConvolution(size, group)
         self.mlp_conv = None if group is None else BlockConvolution(size, group)
-
-    def keys(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [..., n, kv heads, width] of context features or block rows."""
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.width)))
-        return rotate(k, positions, self.theta), self.v_proj(x).unflatten(-1, (self.kv_heads, self.width))
-
-    def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.width)))
-        return rotate(q, positions, self.theta)
 
     def forward(self, x: torch.Tensor, attend: Any) -> torch.Tensor:
         """Rows [..., block, hidden size]; ``attend`` gives what attention says of normed rows."""
@@ -134,7 +116,7 @@ class Selector(nn.Module):
         return (requested[:, None] * self.successor_codebook[candidates]).sum(-1)
 
 
-class DFlashHead(Head):
+class DFlashHead(BlockHead):
     """Options: sizes, ``layers`` (hidden states read), ``mask`` (the token of unfilled rows), ``from_anchor``,
     ``windows`` and ``causal`` per layer, ``group`` of the convolutions, ``selector`` (rank, top), ``markov`` (rank),
     ``confidence`` (whether its head reads the Markov code, too), ``own_head``, ``draft_vocab_size``."""
@@ -160,11 +142,6 @@ class DFlashHead(Head):
         self.confidence = nn.Linear(read, 1) if o["confidence"] else None
 
     @property
-    def layers(self) -> tuple[int, ...]:
-        given, last = self.sizes.options.get("layers"), self.sizes.num_layers
-        return tuple(given) if given is not None else tuple(sorted({max(1, last // 3), max(1, 2 * last // 3), last}))
-
-    @property
     def rows(self) -> int:
         """Of a block."""
         return self.sizes.depth + (0 if self.options["from_anchor"] else 1)
@@ -173,7 +150,6 @@ class DFlashHead(Head):
         return list(self.blocks)  # type: ignore[arg-type]
 
     def context(self, features: torch.Tensor) -> torch.Tensor:
-        """[..., layers * hidden size] -> [..., hidden size]."""
         return self.hidden_norm(self.fc(features))
 
     def seen(self, index: int, indices: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
@@ -281,7 +257,7 @@ def read_public(folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.T
         )
     options = _options(folder, config, reported, weights, num_layers)
     block = reported.get("block_size", 16)
-    if isinstance(block, bool) or not isinstance(block, int) or block < 2:
+    if not Within(least=2, whole=True).permits(block):
         raise ModelError(f"{folder}: block_size is an integer of at least 2, not {shown(block)}")
     size, vocabulary = weights["fc.weight"].shape[0], reported.get("vocab_size")
     for name in ("predecessor_codebook", "successor_codebook"):
@@ -329,7 +305,7 @@ def _options(
     mask, vocabulary = reported.get("mask_token_id"), reported.get("vocab_size")
     counts |= {"mask_token_id": mask, "vocab_size": vocabulary}
     for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < (name != "mask_token_id"):
+        if not Within(least=name != "mask_token_id", whole=True).permits(value):
             raise ModelError(f"{folder}: its {CONFIG} has {shown(value)} as {name}")
     if mask >= vocabulary:  # type: ignore[operator]
         raise ModelError(f"{folder}: mask_token_id {mask} is outside a vocabulary of {vocabulary}")
@@ -395,36 +371,6 @@ def _taps(
     return layers
 
 
-class _Context:
-    """One sequence's context in one layer after the other: keys and values [layers, kv heads, capacity, width], of
-    which the first ``count`` are there, and free entries behind them for a block's own rows."""
-
-    def __init__(self, layers: int, like: torch.Tensor) -> None:
-        kv_heads, width = like.shape[1:]
-        self.count = 0
-        self.keys, self.values = (like.new_zeros(layers, kv_heads, 0, width) for _ in range(2))
-
-    def add(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], spare: int) -> None:
-        """Append keys and values [n, kv heads, width] per layer; ``spare`` entries stay free behind them."""
-        end = self.count + pairs[0][0].shape[0]
-        if end + spare > self.keys.shape[2]:
-            more = 2 * (end + spare) - self.keys.shape[2]
-            self.keys, self.values = (F.pad(side, (0, 0, 0, more)) for side in (self.keys, self.values))
-        for index, (k, v) in enumerate(pairs):
-            self.write(index, k, v)
-        self.count = end
-
-    def write(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        end = self.count + k.shape[0]
-        self.keys[index, :, self.count : end] = k.transpose(0, 1)
-        self.values[index, :, self.count : end] = v.transpose(0, 1)
-
-    def read(self, index: int, own: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Context and ``own`` rows behind it, [1, kv heads, n, width]."""
-        rows = slice(0, self.count + own)
-        return self.keys[index, None, :, rows], self.values[index, None, :, rows]
-
-
 @dataclass(frozen=True)
 class DFlashConfig(StepsConfig, HeadConfig):
     """A head's options and a tree's. ``confidence_threshold`` reads DSpark's own head where a file has one."""
@@ -440,18 +386,11 @@ class DFlash(HeadDrafter[DFlashConfig]):
         super().__init__(config, context)
         assert isinstance(self.head, DFlashHead)
         self.flash = self.head
-        self.contexts: dict[int, _Context] = {}
+        self.memories: dict[int, BlockMemory] = {}
 
     @inference
     def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
-        features = self.flash.context(rows)
-        positions = torch.arange(
-            sequence.num_computed_tokens - len(rows), sequence.num_computed_tokens, device=rows.device
-        )
-        pairs = [block.keys(features, positions) for block in self.flash.each_block()]
-        if sequence.id not in self.contexts:
-            self.contexts[sequence.id] = _Context(len(pairs), pairs[0][0])
-        self.contexts[sequence.id].add(pairs, self.flash.rows)
+        remember(self.memories, sequence, self.flash, rows, self.flash.rows)
 
     @inference
     def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
@@ -506,26 +445,22 @@ class DFlash(HeadDrafter[DFlashConfig]):
         starts = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences], device=device)
         where = starts[:, None] + torch.arange(rows, device=device)
         free = not head.options["windows"] and not any(head.options["causal"] or ())
+        memories = [self.memories[sequence.id] for sequence in sequences]
         for index, block in enumerate(head.each_block()):
+            seen = [
+                None if free else head.seen(index, at, torch.arange(memory.end, device=device))
+                for at, memory in zip(where, memories)
+            ]
 
-            def attend(normed: torch.Tensor, index=index, block=block) -> torch.Tensor:
-                q = block.queries(normed, where).transpose(1, 2)
-                own_k, own_v = block.keys(normed, where)
-                parts = []
-                for i, sequence in enumerate(sequences):
-                    kept = self.contexts[sequence.id]
-                    kept.write(index, own_k[i], own_v[i])
-                    k, v = kept.read(index, rows)
-                    seen = None if free else head.seen(index, where[i], torch.arange(kept.count, device=device))
-                    parts.append(F.scaled_dot_product_attention(q[i, None], k, v, attn_mask=seen, enable_gqa=True)[0])
-                return torch.stack(parts).transpose(1, 2).flatten(2)
+            def attend(normed: torch.Tensor, block=block, index=index, seen=seen) -> torch.Tensor:
+                return block.attend(normed, where, memories, index, seen)
 
             x = block(x, attend)
         first = rows - head.sizes.depth
         return head.norm(x[:, first : first + self.config.num_speculative_tokens])
 
     def states(self) -> list[dict[int, Any]]:
-        return [*super().states(), self.contexts]
+        return [*super().states(), self.memories]
 
     @classmethod
     def example(cls, target: Path, folder: Path) -> dict[str, Any]:

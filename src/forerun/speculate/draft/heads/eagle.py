@@ -37,7 +37,7 @@ from forerun.speculate.draft.chain import CatchUpConfig, ChainRunner, plain
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.eagle_files import is_public, read_public
 from forerun.speculate.draft.heads.head import FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate
-from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
+from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "theta": 10000.0, "eps": 1e-5}
 LEAST = 8
@@ -75,13 +75,8 @@ class EagleHead(Head):
         self.mlp = FeedForward(size, o["inner_size"])
         self.make_output(bool(o.get("own_head")))
 
-    @property
-    def layers(self) -> tuple[int, ...]:
+    def usual_layers(self, last: int) -> tuple[int, ...]:
         """Low, middle and high; the paper's 2, n / 2 and n - 3 where the target is deep enough."""
-        given = self.sizes.options.get("layers")
-        last = self.sizes.num_layers
-        if given is not None:
-            return tuple(given)
         return (2, last // 2, last - 3) if last >= 12 else tuple(sorted({1, max(1, last // 2), max(1, last - 1)}))
 
     def enter(self, embedded: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
@@ -312,8 +307,11 @@ class Eagle(HeadDrafter[EagleConfig]):
         states: dict[tuple[int, int], torch.Tensor] = {}
 
         def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
-            fresh = (spans, feature) if depth == 0 else self._newest(sequences, frontier, drafts, states)
-            out, logits = self._run(*fresh)
+            fed, read = spans, feature
+            if depth:
+                fed = newest_level(sequences, frontier, drafts, lambda sequence: len(sequence.tokens) - 1)
+                read = torch.stack([states[index, drafts[index].parents[node]] for index, node in frontier])
+            out, logits = self._run(fed, read)
             states.update(zip(frontier, out))
             return logits
 
@@ -362,24 +360,6 @@ class Eagle(HeadDrafter[EagleConfig]):
             tokens = sequence.tokens[start + 1 : start + 1 + count]
             spans.append(Span(sequence.id, start, tokens, logits=[count - 1] if count == lacks else []))
         return spans, self.eagle.fc(torch.cat(rows)).contiguous(), ready
-
-    def _newest(
-        self,
-        sequences: Sequence[RequestState],
-        frontier: Frontier,
-        drafts: Sequence[Draft],
-        states: dict[tuple[int, int], torch.Tensor],
-    ) -> tuple[list[Span], torch.Tensor]:
-        """The newest level of every growing draft, to feed."""
-        spans: list[Span] = []
-        for index in dict.fromkeys(index for index, _ in frontier):
-            draft, start = drafts[index], len(sequences[index].tokens) - 1
-            stored = next(node for i, node in frontier if i == index)
-            parents = None if draft.is_chain else draft.parents
-            tokens = draft.tokens[stored:]
-            requested = list(range(len(tokens)))
-            spans.append(Span(sequences[index].id, start, tokens, parents, stored, logits=requested))
-        return spans, torch.stack([states[index, drafts[index].parents[node]] for index, node in frontier])
 
     def pools(self) -> list[Pool]:
         return [self.attention.pool]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -17,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
+from forerun.core.config import POSITIVE, Within
 from forerun.core.errors import ModelError, one_line, shown
 from forerun.core.folders import let_read
 from forerun.models import kernel_layers
@@ -26,6 +26,7 @@ from forerun.models.kinds import BLOCKS
 from forerun.models.linear import choose, make_linear
 
 FORMAT = "forerun_head"
+SIZE = Within(least=1, most=2**31 - 1, whole=True)
 DEPTH_DECAY = 0.8
 COUNTS = ("heads", "kv_heads", "width", "inner_size", "blocks", "window", "draft_vocab_size")
 NUMBERS = ("theta", "eps")
@@ -51,15 +52,14 @@ class Sizes:
         counts = {name: getattr(self, name) for name in ("hidden_size", "vocab_size", "depth")}
         counts |= {name: value for name, value in self.options.items() if name in COUNTS and value is not None}
         for name, value in counts.items():
-            if not _is_count(value):
+            if not SIZE.permits(value):
                 raise ModelError(f"a head's {name} is an integer of at least 1, not {shown(value)}")
         for name in NUMBERS:
-            value = self.options.get(name, 1.0)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            if not POSITIVE.permits(value := self.options.get(name, 1.0)):
                 raise ModelError(f"a head's {name} is a number above 0, not {shown(value)}")
         layers = self.options.get("layers", [])
         depth = self.num_layers
-        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+        if not Within(least=0, whole=True).permits(depth):
             raise ModelError(f"a head's num_layers is the depth of its target, not {shown(depth)}")
         if not isinstance(layers, list | tuple) or not all(type(x) is int and 0 <= x <= depth for x in layers):
             raise ModelError(f"a head's layers are some of its target's, 0 to {depth}, not {shown(layers)}")
@@ -153,7 +153,12 @@ class Head(nn.Module, ABC):
     @property
     def layers(self) -> tuple[int, ...]:
         """Hidden states of the target that it reads."""
-        return (self.sizes.num_layers,)
+        given = self.sizes.options.get("layers")
+        return self.usual_layers(self.sizes.num_layers) if given is None else tuple(given)
+
+    def usual_layers(self, last: int) -> tuple[int, ...]:
+        """Those that it reads of a target of ``last`` layers unless its options say others."""
+        return (last,)
 
     def make_output(self, own: bool = False) -> None:
         """The output layer that its options ask for: ``draft_vocab_size`` rows, of which row i stands for token
@@ -264,10 +269,6 @@ class Head(nn.Module, ABC):
         head = cls(sizes)
         head.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in weights.items()})
         return head
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
 
 
 def weights(depth: int) -> list[float]:

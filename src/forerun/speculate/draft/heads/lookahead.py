@@ -30,8 +30,7 @@ class LookaheadHead(Head):
         self.embeddings = nn.Embedding(sizes.depth - 1, sizes.hidden_size)
         nn.init.normal_(self.embeddings.weight, std=0.02)
 
-    @property
-    def layers(self) -> tuple[int, ...]:
+    def usual_layers(self, last: int) -> tuple[int, ...]:
         return ()
 
     def guesses(self, lesson: Lesson) -> Iterator[Guess]:

@@ -15,14 +15,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError, ModelError
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.base import Model
@@ -305,13 +305,8 @@ class MtpConfig(EagleConfig):
     draft_vocab_size: int | None = None
     """How many tokens its output layer predicts, as a draft model's. None: 32,768 of a vocabulary of more than 65,536,
     else all of them."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
-            raise ConfigError(f"draft_vocab_size must be an integer of at least 1, not {self.draft_vocab_size!r}")
-        if self.adapt is not None:
-            raise ConfigError("method 'mtp' does not learn: remove adapt")
+    limits: ClassVar = {"draft_vocab_size": COUNT}
+    without: ClassVar = {"adapt": "method 'mtp' does not learn"}
 
 
 @drafters.register("mtp")
@@ -328,17 +323,9 @@ class Mtp(Eagle):
         if size is not None and head.lm_head is None:
             if size > info.vocab_size:
                 raise ConfigError(f"draft_vocab_size is {size}, and {info.name} has {info.vocab_size} tokens")
-            ids = self._commonest(size)
+            ids = self.context.commonest(size, info.vocab_size)
             head.narrow(ids, output_rows(own, ids))
         return head
-
-    def _commonest(self, size: int) -> torch.Tensor:
-        """The special tokens and the first ones of the vocabulary, int64 [size], ascending."""
-        count, tokenizer = self.context.target.info.vocab_size, self.context.tokenizer
-        special = {*self.context.target.info.eos_ids, *(tokenizer.added_tokens_decoder if tokenizer else ())}
-        special = {token for token in special if token < count}
-        others = (token for token in range(count) if token not in special)
-        return torch.tensor(sorted([*sorted(special)[:size], *islice(others, max(0, size - len(special)))]))
 
 
 def output_rows(path: Path, ids: torch.Tensor) -> torch.Tensor:

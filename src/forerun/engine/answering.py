@@ -1,0 +1,175 @@
+"""What takes requests for asyncio readers: the engine in this process, or replicas of it elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from time import perf_counter
+from typing import Any
+
+from forerun.core.errors import RequestError
+from forerun.engine.metrics import Snapshot
+from forerun.engine.stream import Delta, Stream
+from forerun.sampling.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+
+
+class QueueFullError(RequestError):
+    """More sequences would wait than the queue holds; try again later."""
+
+
+class TimeLimitError(RequestError):
+    """The request took longer than it was given."""
+
+
+class ClosedError(RequestError):
+    """The engine is draining or has ended: it takes no new requests."""
+
+
+class Answering(ABC):
+    """Requests in, a stream of deltas out for each; what the server answers from.
+
+    ``max_queue`` bounds the sequences that wait beyond those that can run (QueueFullError above it; a request for n
+    answers is n of them). Where nothing runs, any one request is taken. ``on_deltas`` and ``on_forget`` may be set to
+    see every request's deltas and its end, in its reader's event loop.
+    """
+
+    max_backlog = 64
+
+    def __init__(
+        self, tokenizer: Any, max_queue: int, capacity: Callable[[], int], *, max_model_len: int,
+        drafters: Mapping[str, int], identity: bool, reasoning_parser: str | None,
+    ) -> None:  # fmt: skip
+        self.tokenizer = tokenizer
+        self.max_queue = max_queue
+        self.capacity = capacity
+        """How many sequences run at a time."""
+        self.max_model_len = max_model_len
+        self.drafters = drafters
+        """The loaded drafters' names, the first being the default, and how many tokens each drafts at most."""
+        self.identity = identity
+        """Whether the same seed gives the same tokens as plain decoding."""
+        self.reasoning_parser = reasoning_parser
+        self.on_deltas: Callable[[Stream, Sequence[Delta]], None] | None = None
+        self.on_forget: Callable[[Stream], None] | None = None
+        self.streams: set[Stream] = set()
+        self.draining = False
+
+    @property
+    @abstractmethod
+    def ready(self) -> bool:
+        """Whether requests are taken."""
+
+    @abstractmethod
+    def check_length(self, prompt: Sequence[int]) -> None:
+        """Raise ContextLengthError if ``prompt`` leaves no room for an answer."""
+
+    @abstractmethod
+    def prompt_tokens_computed(self, prompt: Sequence[int]) -> int:
+        """How many of the ``max_model_len`` tokens a prompt takes: a source takes none."""
+
+    @abstractmethod
+    def compile(self, requested: StructuredOutputsParams) -> None:
+        """Make what ``submit`` needs for structured output, which may take a second; in any thread."""
+
+    @abstractmethod
+    def snapshot(self) -> Snapshot:
+        """How the engine stands. Raises ClosedError where nobody says so."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End everything; whoever still waits for a request gets ClosedError."""
+
+    @abstractmethod
+    async def _begin(
+        self,
+        stream: Stream,
+        prompt: Sequence[int],
+        params: SamplingParams | BeamSearchParams,
+        session: str | None,
+        choices: Mapping[str, Any],
+    ) -> None:
+        """Have a request run; returns when it is taken, or has ended before that."""
+
+    @abstractmethod
+    def _drop(self, stream: Stream) -> None:
+        """Nobody reads the stream any more: what is unfinished of it is aborted."""
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Run ``command`` where streams are filled."""
+        command()
+
+    def resume(self, stream: Stream) -> None:
+        """Go on with a stream that was set aside until its reader caught up."""
+
+    def clock(self) -> float:
+        """Seconds, as deltas have them."""
+        return perf_counter()
+
+    async def submit(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams | BeamSearchParams,
+        *,
+        timeout: float | None = None,
+        session: str | None = None,
+        **choices: Any,
+    ) -> Stream:
+        """Queue a request; ``choices`` are ``Engine.add``'s keywords. After ``timeout`` seconds it fails with
+        TimeLimitError. Requests of one ``session`` go to the same replica where they can. Raises RequestError if it
+        cannot be run, QueueFullError if too many wait and ClosedError while draining."""
+        if self.draining:
+            raise ClosedError("the server is shutting down and takes no new requests")
+        ahead, slots = sum(stream.unfinished for stream in list(self.streams)), self.capacity()
+        if ahead and ahead + params.n > slots + self.max_queue:
+            waiting = max(0, ahead - slots)
+            raise QueueFullError(f"{waiting} sequences wait already; at most {self.max_queue} may: try again later")
+        loop = asyncio.get_running_loop()
+        stream = Stream(self, loop, params.n)
+        if timeout is not None:
+            stream.fail_after(timeout, TimeLimitError(f"the request was not answered within {timeout:g} seconds"))
+        self.streams.add(stream)
+        try:
+            await self._begin(stream, prompt, params, session, choices)
+            if stream.error is not None:
+                raise stream.error
+        except BaseException:
+            stream.abort()
+            raise
+        return stream
+
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams | BeamSearchParams, **choices: Any
+    ) -> AsyncIterator[Delta]:
+        """``submit`` and read; leaving the loop early, by ``aclose`` or cancellation, aborts the request."""
+        stream = await self.submit(prompt, params, **choices)
+        try:
+            async for delta in stream:
+                yield delta
+        finally:
+            stream.abort()
+
+    async def drain(self, seconds: float) -> None:
+        """Take no new requests and wait for the present ones; those unfinished after ``seconds`` fail with
+        ClosedError."""
+        self.draining = True
+        ends = perf_counter() + seconds
+        while self.streams and perf_counter() < ends:
+            await asyncio.sleep(0.02)
+        for stream in list(self.streams):
+            stream.fail(ClosedError(f"the server shut down before this request ended (it had {seconds:g} s)"))
+
+    def forget(self, stream: Stream) -> None:
+        """Stop counting a request; what is unfinished of it is aborted."""
+        if stream in self.streams:
+            self.streams.discard(stream)
+            if self.on_forget is not None:
+                self.on_forget(stream)
+            self._drop(stream)
+
+    def deliver(self, stream: Stream, deltas: Sequence[Delta]) -> None:
+        """Give a reader what came, in its event loop; nothing once it has left."""
+        if stream in self.streams:
+            if self.on_deltas is not None:
+                self.on_deltas(stream, deltas)
+            stream.deliver(deltas)

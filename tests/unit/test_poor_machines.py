@@ -1,0 +1,97 @@
+"""Machines with less: the command answers with the same tokens, and says in one line what it does without."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from compiler import install_compiler
+from forerun import kernels
+
+pytestmark = pytest.mark.slow
+
+ANSWER = ["generate", "def parse(", "--max-tokens", "8", "--json", "--speculative-config", '{"method": "ngram"}']
+ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
+RUN = "import sys; from forerun.cli.main import run; sys.exit(run(sys.argv[1:]))"
+CARRYING = "import pathlib; from forerun import kernels; kernels.CARRIED = pathlib.Path({!r})\n"
+
+
+def answered(
+    before: str = "", more: Sequence[str] = (), wrapper: Sequence[str] = (), **around: str
+) -> tuple[list[int], list[str]]:
+    """The tokens that the command gives after the code ``before``, and the lines on standard error."""
+    command = [*wrapper, sys.executable, "-c", before + RUN, *ANSWER, *more]
+    done = subprocess.run(command, env={**os.environ, **around}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)["token_ids"], done.stderr.splitlines()
+
+
+@pytest.fixture(scope="module")
+def tokens() -> list[int]:
+    result, said = answered()
+    assert said == []
+    return result
+
+
+def test_an_affinity_mask_of_one_core(tokens):
+    assert answered(ONE_CORE) == (tokens, [])
+    got, said = answered(ONE_CORE, ["--threads", "3"])
+    assert got == tokens
+    assert said == ["warning: 3 threads on 1 core: they wait for each other"]
+
+
+@pytest.fixture
+def no_compiler(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+
+
+def of_another_processor() -> bytes:
+    """The kernels with another machine in ELF's header, and a seal that is right."""
+    import hashlib
+
+    whole = kernels.library()
+    assert whole is not None
+    content = bytearray(Path(whole._name).read_bytes()[: -kernels.SEAL])
+    content[18:20] = b"\xb7\x00"  # ARM64
+    return bytes(content) + hashlib.sha256(content).digest()
+
+
+@pytest.mark.parametrize("kind", ["other", "damaged"])
+def test_a_library_that_cannot_be_loaded_and_no_compiler(tmp_path, no_compiler, kind):
+    content = of_another_processor() if kind == "other" else of_another_processor()[:-1]
+    carried = tmp_path / "carried"
+    carried.mkdir()
+    for name in kernels.CARRIABLE:
+        kernels.carried(name, carried).write_bytes(content)
+    hidden = "from forerun import kernels; kernels._zig = lambda: ()\n"
+    got, said = answered(hidden + CARRYING.format(str(carried)))
+    assert len(got) == 8
+    reason = "is damaged" if kind == "damaged" else "cannot open shared object file"
+    assert len(said) == 2
+    assert said[0].startswith("warning: the kernels of this installation cannot be loaded")
+    assert reason in said[0] or "wrong ELF" in said[0]
+    assert said[1].startswith("warning: no C++ compiler, so torch runs the models")
+
+
+def test_folders_from_which_nothing_may_be_executed(tmp_path, monkeypatch):
+    unshare = shutil.which("unshare")
+    if unshare is None or os.geteuid() != 0:
+        pytest.skip("only root mounts a folder without the right to execute")
+    install_compiler(tmp_path / "compiler", monkeypatch)
+    folder = tmp_path / "mounted"
+    folder.mkdir()
+    mount = f'mount -t tmpfs -o noexec tmpfs {folder} && exec "$@"'
+    around = {"FORERUN_CACHE": str(folder / "cache"), "TMPDIR": str(folder)}
+    got, said = answered(wrapper=[unshare, "-m", "sh", "-c", mount, "sh"], **around)
+    assert len(got) == 8
+    assert [line for line in said if line.startswith("warning")] == said[-1:]
+    assert "no CPU kernels of our own, torch's serve instead" in said[-1]
+    assert "failed to map segment" in said[-1]
