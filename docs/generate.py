@@ -214,6 +214,17 @@ def known_models() -> str:
     return table(("name", "model", "size", "licence", "drafts for it"), rows)
 
 
+def gguf_types() -> str:
+    from forerun.models.formats.gguf_types import EXPANDED, PACKED, bits
+
+    rows = []
+    for kind in sorted((*PACKED, *EXPANDED), key=lambda kind: (-bits(kind)[0], kind)):
+        file, memory = (f"{each:.3g}" for each in bits(kind))
+        form = "bfloat16" if kind in EXPANDED else PACKED[kind].form
+        rows.append((kind.upper(), file, memory, "itself" if form == kind else form))
+    return table(("type", "bits a weight in the file", "in memory", "held as"), rows)
+
+
 def weight_forms() -> str:
     from forerun.models.kinds import CPU_KINDS, FLOATS, GPU_KINDS
 
@@ -280,7 +291,7 @@ PARTS: dict[str, Callable[[], str]] = {
     each.__name__: each
     for each in (
         commands, methods, rules, policies, engine_options, sampling_options, request_fields, metrics, architectures,
-        known_models, weight_forms, performance,
+        known_models, gguf_types, weight_forms, performance,
     )
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ import numpy as np
 from gguf import GGMLQuantizationType as Kinds
 
 from forerun.models.formats.gguf_blocks import Blocks
+from forerun.models.formats.gguf_types import PACKED
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789.,!?'", "Ġ", "Ċ"]
 MERGES = ["t h", "th e", "Ġ the", "1 2"]
@@ -48,6 +49,8 @@ SCALES = {
     Kinds.IQ2_XXS: {0: 2e-3}, Kinds.IQ1_S: {0: 1e-2}, Kinds.IQ1_M: {}, Kinds.NVFP4: {}, Kinds.Q1_0: {},
 }  # fmt: skip
 """Where float16 scales lie in a block, and such that its values are like others'."""
+FORMS = [*{packed.form: kind for kind, packed in reversed(PACKED.items())}.values()]
+"""A type for each form that the kernels have."""
 
 
 def shapes(width: int) -> dict[str, tuple[int, ...]]:
@@ -108,8 +111,8 @@ def blocks(kind: Kinds, shape: tuple[int, ...], noise: np.random.Generator) -> n
 
 
 def weights(kind: str, outputs: int, inputs: int, seed: int = 0) -> Blocks:
-    """As a file has them; for what the gguf package can round, with blocks of the least and of the highest levels."""
-    of = 256 if kind.endswith("_k") else 32
+    """As a file has them, with zeros up to whole blocks."""
+    of, _ = gguf.GGML_QUANT_SIZES[Kinds[kind.upper()]]
     raw = blocks(Kinds[kind.upper()], (outputs, -(-inputs // of) * of), np.random.default_rng(seed))
     raw = np.array(raw).reshape(outputs, -1)
     return Blocks(kind, raw, -(-inputs // of) * of)

@@ -1,4 +1,4 @@
-"""Layers in 4 to 8 bits with scales by blocks: exact weights and sums, and the same bits for any rows, on any unit."""
+"""Layers in 2 to 8 bits with scales by blocks: exact weights and sums, and the same bits for any rows, on any unit."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from forerun.kernels import KernelError, structs
 from forerun.models.formats import ON_CPU, blocks, gguf_blocks
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import Joined
-from forerun.models.formats.gguf_blocks import UNPACK, Blocks, join
+from forerun.models.formats.gguf_blocks import Blocks, form, join
+from forerun.models.formats.gguf_types import PACKED, sizes
 from forerun.models.formats.tiled import TiledLinear
 from gguf_files import weights
 from here import where
 
-KINDS = where(blocks.can_run(), UNPACK)
-ROUNDED = where(blocks.can_run(), [kind for kind in ON_CPU if kind in UNPACK])
+KINDS = where(blocks.can_run(), PACKED)
+ROUNDED = where(blocks.can_run(), [kind for kind in ON_CPU if kind in PACKED])
 FLAGS = {"haswell": "avx2", "skylake-avx512": "avx512bw", "alderlake": "avx_vnni"}
 """Processors for which the compiler is asked, and a flag in which those that can run its code differ."""
 CALL = """
@@ -37,16 +38,19 @@ extern "C" void run(int64_t kind, const char *w, const float *x, float *y, int64
 """
 
 
+EXTREME = {
+    "q4_0": slice(2, None), "q4_1": slice(4, None), "q4_k": slice(4, None), "q5_0": slice(2, None),
+    "q5_1": slice(4, None), "q5_k": slice(4, None), "q8_0": slice(2, None), "iq4_nl": slice(2, None),
+    "iq4_xs": slice(2, None), "mxfp4": slice(1, None), "q2_k": slice(80), "q3_k": slice(108),
+}  # fmt: skip
+"""Where levels and whole scales are in a block."""
+
+
 def extreme(kind: str, outputs: int, inputs: int) -> Blocks:
     """Weights whose levels, and whole scales, are all the least or all the highest there are."""
     result = weights(kind, outputs, inputs)
-    sizes = {"q4_0": (18, 2), "q4_1": (20, 4), "q4_k": (144, 4), "q5_0": (22, 2), "q5_1": (24, 4), "q5_k": (176, 4),
-             "q8_0": (34, 2)}  # fmt: skip
-    size, level = sizes[kind]
-    view = result.raw.reshape(outputs, -1, size)
-    view[0::3, :, level:], view[1::3, :, level:] = 0, 255
-    if kind == "q8_0":
-        view[0::3, :, level:], view[1::3, :, level:] = 128, 127
+    view = result.raw.reshape(outputs, -1, sizes(kind)[1])[..., EXTREME[kind]]
+    view[0::3], view[1::3] = {"q8_0": (128, 127), "mxfp4": (0x77, 0xFF)}.get(kind, (0, 255))
     return result
 
 
@@ -82,7 +86,8 @@ def test_weights_are_those_of_the_file(kind, monkeypatch):
     for bad in (-1, 50):
         with pytest.raises(KernelError, match="row is out of range"):
             layer.rows(torch.tensor([bad]), torch.float32)
-    assert layer.nbytes == -(-50 // 16) * 512 // structs.QUANTS[kind][0] * structs.QUANTS[kind][1]
+    of, size = structs.QUANTS[form(kind)]
+    assert layer.nbytes == -(-50 // 16) * 512 // of * size
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,7 +111,7 @@ def test_rounding_a_row_costs_half_a_step_at_most(kind):
     assert (got - expected).norm() <= 0.008 * expected.norm()
 
 
-@pytest.mark.parametrize("kind", where(blocks.can_run(), ["q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q8_0"]))
+@pytest.mark.parametrize("kind", where(blocks.can_run(), EXTREME))
 def test_nothing_saturates(kind):
     result = extreme(kind, 33, 256)
     x = torch.ones(5, 256)
@@ -149,7 +154,9 @@ def test_scales_of_scales_lose_less():
         assert (Blocks.of(weight, "q4_k").values() - weight).abs().max() < 0.01
 
 
-@pytest.mark.parametrize("kind", where(blocks.can_run(), ["q4_0", "q4_1", "q4_k", "q6_k", "q8_0"]))
+@pytest.mark.parametrize(
+    "kind", where(blocks.can_run(), ["q4_0", "q4_1", "q4_k", "q6_k", "q8_0", "mxfp4", "q2_k", "iq3_s"])
+)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_what_is_not_finite_is_not_hidden(kind, bad):
     x = torch.randn(3, 512)
@@ -159,7 +166,7 @@ def test_what_is_not_finite_is_not_hidden(kind, bad):
     assert got[0::2].isfinite().all()
 
 
-@pytest.mark.parametrize("kind", where(blocks.can_run(), ["q4_1", "q4_k", "q6_k"]))
+@pytest.mark.parametrize("kind", where(blocks.can_run(), ["q4_1", "q4_k", "q6_k", "iq4_xs", "q2_k"]))
 def test_threads_change_no_bit(kind):
     layer, x = Blocked(weights(kind, 200, 512), None), torch.randn(70, 512)
     expected = layer(x)
@@ -250,6 +257,6 @@ def test_every_unit_gives_the_same_bits(kind, built):
         got, call = torch.zeros(13, 40), library.run
         call.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3]
         call.restype = None
-        call(structs.KINDS.index(kind), layer.tiles.data_ptr(), x.data_ptr(), got.data_ptr(), 13, 40, 512)
+        call(structs.KINDS.index(form(kind)), layer.tiles.data_ptr(), x.data_ptr(), got.data_ptr(), 13, 40, 512)
         assert torch.equal(got, expected), unit
     assert "haswell" in built

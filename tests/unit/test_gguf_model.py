@@ -176,7 +176,7 @@ def test_types_that_are_not_served_are_named_with_those_that_are(tmp_path):
     path = write_model(tmp_path / "model.gguf", kinds={"attn_v": Kinds.Q1_0}, width=256)
     said = refused(path)
     assert "blk.0.attn_v.weight is of type Q1_0; F32, F16, BF16, Q4_0, Q4_1, Q4_K, Q5_0" in said
-    assert "Q6_K, Q8_0, IQ4_NL, IQ4_XS, MXFP4, Q3_K" in said
+    assert "Q6_K, Q8_0, IQ4_NL, IQ4_XS, MXFP4, Q2_K, Q3_K, IQ3_S" in said
     assert "TQ2_0, NVFP4 are read" in said
 
 

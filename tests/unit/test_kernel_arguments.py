@@ -27,6 +27,7 @@ from forerun.sampling.params import SamplingParams
 
 CPU = torch.device("cpu")
 TYPES = kernels.TYPES
+KINDS = len(structs.KINDS)
 
 
 def memory(count: int = 4096) -> tuple[torch.Tensor, int]:
@@ -47,10 +48,10 @@ def test_rows(kind):
         "linear_int8": ((at, at, at, None, None, at, at, 2, 3, 4, 3, 1),
                         {0: [None], 5: [None], 6: [None], 7: sizes, 9: [0, 1 << 17], 10: [2, *sizes], 11: threads}),
         "linear_quants": ((2, at, at, at, None, None, 2, 3, 4, 3, 1),
-                          {0: [-1, 0, 1, 10, 1 << 40], 1: [None], 2: [None], 3: [None], 6: sizes, 7: [0, 4, *sizes],
-                           8: [0, *sizes], 9: [2, *sizes], 10: threads}),
-        "take_rows": ((2, at, at, at, 2, 3, 4), {0: [-1, 1, 10, 1 << 40], 1: [None], 2: [None, *outside], 3: [None],
-                                                 4: sizes, 5: [0, *sizes], 6: [0, *sizes]}),
+                          {0: [-1, 0, 1, KINDS, 1 << 40], 1: [None], 2: [None], 3: [None], 6: sizes,
+                           7: [0, 4, *sizes], 8: [0, *sizes], 9: [2, *sizes], 10: threads}),
+        "take_rows": ((2, at, at, at, 2, 3, 4), {0: [-1, 1, KINDS, 1 << 40], 1: [None], 2: [None, *outside],
+                                                 3: [None], 4: sizes, 5: [0, *sizes], 6: [0, *sizes]}),
         "norm": ((at, at, at, None, 2, 1, 4, 1e-5, 0),
                  {0: [None], 1: [None], 2: [None], 4: sizes, 5: [0, -1], 6: [0, *sizes]}),
         "gate": ((1, None, 1, at, at, 2, 4),

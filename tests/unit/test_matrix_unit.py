@@ -21,8 +21,10 @@ from forerun.models.formats import ON_CPU, prefetch
 from forerun.models.formats.base import Linear
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import Compiled
+from forerun.models.formats.gguf_types import sizes
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.load import load_model
+from gguf_files import FORMS as FILES
 from gguf_files import weights
 from here import where
 
@@ -129,7 +131,7 @@ def test_bfloat16_rounds_as_the_unit_does_for_every_number_of_rows(outputs, inpu
         assert torch.equal(layer(x[len(x) - rows :]), expected[len(x) - rows :]), rows
 
 
-@pytest.mark.parametrize("kind", structs.QUANTS)
+@pytest.mark.parametrize("kind", FILES)
 def test_what_files_hold_adds_up_to_the_same_bits(kind):
     torch.manual_seed(0)
     layer, x = Blocked(weights(kind, 50, 768), None), torch.randn(ROWS[-1], 768)
@@ -141,9 +143,9 @@ def test_what_files_hold_adds_up_to_the_same_bits(kind):
     assert products() > before
 
 
-@pytest.mark.parametrize("kind", structs.QUANTS)
+@pytest.mark.parametrize("kind", FILES)
 def test_rows_of_any_length_are_multiplied_piece_by_piece(kind):
-    size, _ = structs.QUANTS[kind]
+    size, _ = sizes(kind)
     for blocks in (1, 3, 9) if size == 256 else (1, 2, 3, 5, 31, 33, 66, 73):
         layer, x = Blocked(weights(kind, 20, blocks * size), None), torch.randn(50, blocks * size)
         use(layer, prefetch.NEAR)

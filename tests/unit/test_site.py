@@ -13,6 +13,7 @@ import pytest
 
 from forerun.cli.main import COMMANDS
 from forerun.models.architectures.families import ARCHITECTURES
+from forerun.models.formats.gguf_types import FLOATS, TYPES
 from forerun.models.known import KNOWN
 from forerun.speculate.names import KEYS, policies, rules
 
@@ -49,6 +50,7 @@ def test_generated_parts_name_all_that_there_is(generate: Any) -> None:
         "rules": [f"| `{name}` |" for name in rules],
         "policies": [f"| `{name}` |" for name in policies],
         "architectures": [f"| `{name}` |" for name in ARCHITECTURES],
+        "gguf_types": [f"| {kind} |" for kind in TYPES if kind not in FLOATS],
         "known_models": [f"| `{name}` |" for name in KNOWN],
     }.items():
         text = generate.PARTS[part]()

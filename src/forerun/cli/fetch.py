@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,10 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")
 
 def megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.2f} GB"
+
+
+def _shares(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {size / sum(sizes.values()):.1%}" for name, size in sizes.items())
 
 
 def fetch_command(
@@ -112,7 +117,8 @@ def show_command(
         "architecture": result["architecture"],
         "parameters": "packed" if count is None else f"{count / 1e6:,.1f} million",
         "format": result["format"],
-        "holds": result["held"],
+        "types": _shares(result["types"]),
+        "in memory": result["held"],
         "context": f"{result['context']} tokens" if result["context"] else "not stated",
         "vocabulary": f"{result['vocabulary']} tokens",
         "size": megabytes(result["size"]),

@@ -6,7 +6,7 @@
 // ``min`` give the second argument. ``fma``: a b + c; ``fnma``: c - a b; ``fms``: a b - c. ``exponent`` and
 // ``mantissa`` are for positive numbers, neither 0 nor denormal; ``times_power`` for whole powers and normal results.
 // ``compress`` moves the lanes of a mask to the front, with zeros behind them. ``short_products``: of numbers of 16 bits,
-// added up in pairs.
+// added up in pairs. ``look_up``: for each byte, below 16, the byte there in a table.
 #pragma once
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include "lanes_avx512.h"

@@ -314,3 +314,7 @@ LANES_INLINE Ints add_byte_products(Ints sum, Ints x, Ints w) {
 LANES_INLINE Ints in_register(Ints v) { return v; }  // there are too few
 LANES_INLINE void stay(Ints &v) { asm("" : "+x"(v.a), "+x"(v.b)); }
 LANES_INLINE Ints byte_sizes(Ints v) { return {_mm256_abs_epi8(v.a), _mm256_abs_epi8(v.b)}; }
+LANES_INLINE Ints look_up(const void *table, Ints places) {
+  const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i *>(table)));
+  return {_mm256_shuffle_epi8(twice, places.a), _mm256_shuffle_epi8(twice, places.b)};
+}

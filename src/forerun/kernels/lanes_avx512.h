@@ -133,3 +133,6 @@ LANES_INLINE Ints with_sign_of(Ints v, Ints of) {
 LANES_INLINE Ints byte_pairs(Ints a, Ints b) { return _mm512_maddubs_epi16(a, b); }
 LANES_INLINE Ints multiply_shorts(Ints a, Ints b) { return _mm512_mullo_epi16(a, b); }
 LANES_INLINE Ints short_products(Ints a, Ints b) { return _mm512_madd_epi16(a, b); }
+LANES_INLINE Ints look_up(const void *table, Ints places) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i *>(table))), places);
+}

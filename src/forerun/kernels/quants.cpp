@@ -1,4 +1,4 @@
-// Linear layers whose weights have 4 to 8 bits and scales by blocks of inputs, as GGUF files have them.
+// Linear layers whose weights have 2 to 8 bits and scales by blocks of inputs, as GGUF files have them.
 //
 // A row's inputs are brought to 255 levels, each block of 32 with a step of its own, or each 256 where a record's blocks
 // have whole scales, as ggml has them but for the step, which stays in float32. Products of levels, and those with whole
@@ -28,7 +28,7 @@ constexpr int AT_ONCE = 4;          // of them whose sums of products are in reg
 // What is known of a row's inputs that share a step.
 struct Block {
   float step;
-  float sum;         // of its inputs, as the levels give them
+  float sums[2];     // of its inputs, as the levels give them: of both halves, or of all
   int32_t start[2];  // where sums of products begin, such that a level's zero counts as 0: for both halves, or for all
 };
 
@@ -121,7 +121,10 @@ LANES_INLINE Floats add_scaled(Floats sum, const Ints *whole, const Scales<K::PA
   const Floats step = broadcast(side.step);
 #pragma GCC unroll 2
   for (int p = 0; p < K::PARTS; p++) sum = fma(to_floats(whole[p]), scales.part[p] * step, sum);
-  return K::MINIMA ? fma(scales.minimum, broadcast(side.sum), sum) : sum;
+  if constexpr (K::MINIMA)
+#pragma GCC unroll 2
+    for (int p = 0; p < K::PARTS; p++) sum = fma(scales.minima[p], broadcast(side.sums[p]), sum);
+  return sum;
 }
 
 template <class K, int ROWS>
@@ -220,8 +223,7 @@ void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Prefetch
         prefetcher.at += prefetcher.step;
       }
       Ints levels[8];
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) K::get(w, j, levels[j], levels[4 + j]);
+      K::get(head, w, levels);
       if constexpr (K::WHOLE)
         add_blocks<K, ROWS, 0>(levels, Sum<K::MOST>::scale(K::scale(w)), at, sides, sums);
       else
@@ -239,9 +241,14 @@ void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Prefetch
     for (int r = 0; r < ROWS; r++) store(out + OUTPUTS * r, sums[r]);
 }
 
+// Rows that are multiplied where so many are there; what becomes of one that is added does not matter.
+template <class K>
+constexpr int64_t taken(int64_t rows) { return K::EACH || rows <= 6 ? rows : rows + rows % 2; }
+
 template <class K, int ROWS>
 void passes(int64_t rows, const char *w, const Rows<K> &x, int64_t records, float *out, Prefetcher prefetcher) {
-  if (rows == ROWS) return pass<K, ROWS>(w, x, records, out, prefetcher);
+  if constexpr (taken<K>(ROWS) == ROWS)
+    if (rows == ROWS) return pass<K, ROWS>(w, x, records, out, prefetcher);
   if constexpr (ROWS > 1) passes<K, ROWS - 1>(rows, w, x, records, out, prefetcher);
 }
 
@@ -260,11 +267,12 @@ inline Bfloat16 short_float(int32_t whole) {
 }
 
 // A row, as one of those that have a place side by side. Steps are NaN if an input is NaN, infinite if one is infinite,
-// and so is or becomes every output.
-template <class K, class T>
-void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *levels, Side<K> *to, int64_t count) {
-  constexpr int64_t VECTORS = SPAN<K> / 16;
-  for (int64_t from = 0, end = SPAN<K> * spans, block = 0; from < end; from += SPAN<K>, to += count) {
+// and so is or becomes every output. ``zero``: the level that stands for 0; ``parts``: of a block that have a scale.
+template <class S, class T>
+void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *levels, S *to, int64_t count, int zero, int parts) {
+  constexpr bool WHOLE = std::is_same<S, Blocks>::value;
+  constexpr int64_t SIZE = INPUTS * (WHOLE ? 8 : 1), VECTORS = SIZE / 16;
+  for (int64_t from = 0, end = SIZE * spans, block = 0; from < end; from += SIZE, to += count) {
     const auto get = [=](int64_t v) {
       const int64_t at = from + 16 * v;
       return at < inputs ? load(x + at, first(inputs - at)) : zeros();
@@ -279,7 +287,7 @@ void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *levels, Side<K>
     const float step = largest <= LEAST ? 1 : largest / 127;
     const Floats scale = broadcast(1 / step);
     to->step = step;
-    if constexpr (K::WHOLE) std::memset(to->parts, 0, sizeof to->parts);
+    if constexpr (WHOLE) std::memset(to->parts, 0, sizeof to->parts);
     for (int64_t v = 0; v < VECTORS; v += 2, block++) {
       int8_t *const at = levels + (block >> 1) * count * 2 * INPUTS + (block & 1) * INPUTS;
       const Ints low = to_nearest(get(v) * scale), high = to_nearest(get(v + 1) * scale);
@@ -288,16 +296,17 @@ void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *levels, Side<K>
       const auto sum = [=](Ints of) {
         return std::isfinite(step) ? static_cast<int32_t>(reduce_sum(to_floats(of))) : 0;
       };
-      if constexpr (K::WHOLE) {
+      if constexpr (WHOLE) {
         const int32_t whole = sum(add(low, high)), top = whole & ~63;
         to->sums[v / 2] = static_cast<int16_t>(whole);
         to->parts[v] = short_float(top);
         to->parts[v + 1] = short_float(whole - top);
       } else {
-        const int32_t second = sum(high), both = sum(low) + second;
-        to->sum = step * static_cast<float>(both);
-        to->start[0] = -ZERO<K> * (K::PARTS == 2 ? both - second : both);
-        to->start[1] = -ZERO<K> * second;
+        const int32_t second = sum(high), first = parts == 2 ? sum(low) : sum(low) + second;
+        to->sums[0] = step * static_cast<float>(first);
+        to->sums[1] = step * static_cast<float>(second);
+        to->start[0] = -zero * first;
+        to->start[1] = -zero * second;
       }
     }
   }
@@ -336,7 +345,7 @@ struct Kept {
   int8_t *at;
 
   Kept(int64_t rows, int64_t blocks)
-      : groups(rows), lines((blocks + 1) / 2), sides(blocks * INPUTS / SPAN<K>), count(groups.most()),
+      : groups(rows), lines((blocks + 1) / 2), sides(blocks * INPUTS / SPAN<K>), count(taken<K>(groups.most())),
         at(reinterpret_cast<int8_t *>(aligned(workspace(groups.count * count * place(blocks) + 63)))) {}
   static char *aligned(char *workspace) { return workspace + -reinterpret_cast<uintptr_t>(workspace) % 64; }
   static int64_t place(int64_t blocks) {
@@ -351,8 +360,8 @@ struct Kept {
   template <class T>
   void fill(const T *x, int64_t inputs, int64_t group) const {
     for (int64_t first = groups.begin(group), r = first; r < groups.begin(group + 1); r++)
-      quantize<K>(x + r * inputs, inputs, sides, levels(group) + (r - first) * 2 * INPUTS, beside(group) + r - first,
-                  count);
+      quantize(x + r * inputs, inputs, sides, levels(group) + (r - first) * 2 * INPUTS, beside(group) + r - first,
+               count, ZERO<K>, K::PARTS);
   }
 };
 
@@ -366,8 +375,12 @@ template <int N>
 using Number = std::integral_constant<int, N>;
 
 template <class K>
+const char *head_of(const char *w, int64_t block) {
+  return w + block / K::BLOCKS * RECORD<K>;
+}
+template <class K>
 const char *block_at(const char *w, int64_t block) {
-  return w + block / K::BLOCKS * RECORD<K> + K::HEAD + block % K::BLOCKS * K::BLOCK;
+  return head_of<K>(w, block) + K::HEAD + block % K::BLOCKS * K::BLOCK;
 }
 
 #if defined(TILES_WRITTEN_OUT)
@@ -394,14 +407,10 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
     const Prefetcher prefetcher{at, TILES_AHEAD, K::BLOCK, FAR, TILES_AHEAD};
     for (int64_t line = 0; line < K::BLOCK; line += 64) prefetcher.line(line);
     if constexpr (K::LEVELS != UNPACKED) {
-      char *const levels = unpacked[block % kept];
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) {
-        Ints low, high;
-        K::get(at, j, low, high);
-        store(reinterpret_cast<int32_t *>(levels + TILE_BYTES * j), low);
-        store(reinterpret_cast<int32_t *>(levels + TILE_BYTES * (4 + j)), high);
-      }
+      Ints levels[8];
+      K::get(head_of<K>(w, block), at, levels);
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; j++) store(reinterpret_cast<int32_t *>(unpacked[block % kept] + TILE_BYTES * j), levels[j]);
     }
   };
   const auto multiply = [&](int64_t block, auto turn) HERE {
@@ -422,7 +431,7 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
     }
   };
   const auto scale = [&](int64_t block, int turn) HERE {
-    const char *const head = w + block / K::BLOCKS * RECORD<K>, *const at = block_at<K>(w, block);
+    const char *const head = head_of<K>(w, block), *const at = block_at<K>(w, block);
     if constexpr (K::WHOLE) {
       const Ints scale = K::scale(at);
 #pragma GCC unroll 16
@@ -467,7 +476,8 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
 
 template <class K, int ROWS, class... More>
 void passes_by_blocks(int64_t rows, More... more) {
-  if (rows == ROWS) return pass_by_blocks<K, ROWS>(more...);
+  if constexpr (taken<K>(ROWS) == ROWS)
+    if (rows == ROWS) return pass_by_blocks<K, ROWS>(more...);
   if constexpr (ROWS > 1) passes_by_blocks<K, ROWS - 1>(rows, more...);
 }
 
@@ -492,16 +502,13 @@ struct ByRecords {
       for (int64_t line = 0; line < K::BLOCK; line += 64) prefetcher.line(line);
       const Ints part = broadcast_int(0x00070007), scale = twice(K::scale(at));
       const Ints parts[2] = {bit_and(scale, part), bit_and(shift_right<LOW>(scale), part)};
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; j++) {
-        Ints sides[2];
-        K::get(at, j, sides[0], sides[1]);
-#pragma GCC unroll 4
-        for (int p = 0; p < 4; p++)
-          store(reinterpret_cast<int32_t *>(weights[record & 1][step][p / 2] + UNPACKED * i +
-                                            TILE_BYTES * (4 * (p % 2) + j)),
-                multiply_shorts(sides[p % 2], parts[p / 2]));
-      }
+      Ints levels[8];
+      K::get(nullptr, at, levels);
+#pragma GCC unroll 8
+      for (int j = 0; j < 8; j++)
+        for (int p = 0; p < 2; p++)
+          store(reinterpret_cast<int32_t *>(weights[record & 1][step][p] + UNPACKED * i + TILE_BYTES * j),
+                multiply_shorts(levels[j], parts[p]));
       const Ints top = as_ints(to_floats(K::minimum(at)));  // a Bfloat16 in the high half
       store(reinterpret_cast<int32_t *>(minima[record & 1] + TILE_BYTES * block), add(top, shift_right<16>(top)));
     }
@@ -616,7 +623,7 @@ void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int
         if constexpr (MAY_TILE)
           if (tiled) pass_by_tiles<K>(tile, kept, records, sums);
         for (int64_t g = 0; g < groups.count && !tiled; g++)
-          passes<K, TOGETHER>(groups.begin(g + 1) - groups.begin(g), tile, kept.rows(g), records,
+          passes<K, TOGETHER>(taken<K>(groups.begin(g + 1) - groups.begin(g)), tile, kept.rows(g), records,
                               sums + g * kept.count * OUTPUTS, {tile, AHEAD, K::BLOCK, g ? NOTHING : how});
         for (int64_t g = 0; g < groups.count; g++)
           for (int64_t first = groups.begin(g), r = first; r < groups.begin(g + 1); r++)
@@ -635,21 +642,19 @@ void take_row(const char *w, int64_t row, T *to, int64_t inputs) {
     for (int64_t b = 0; b < K::BLOCKS && from + INPUTS * b < inputs; b++) {
       const char *const at = w + K::HEAD + b * K::BLOCK;
       const auto scales = K::scales(w, at);
-      float parts[2][16], minimum[16], values[INPUTS];
+      float parts[K::PARTS][16], minima[K::PARTS][16], values[INPUTS];
       for (int p = 0; p < K::PARTS; p++) store(parts[p], scales.part[p]);
-      store(minimum, scales.minimum);
-      for (int j = 0; j < 4; j++) {
-        Ints sides[2];
-        K::get(at, j, sides[0], sides[1]);
-        for (int side = 0; side < 2; side++) {
-          alignas(64) int32_t words[16];
-          store(words, sides[side]);
-          uint8_t levels[4];
-          std::memcpy(levels, words + lane, 4);
-          const float scale = parts[K::PARTS == 2 ? side : 0][lane];
-          for (int i = 0; i < 4; i++)
-            values[16 * side + 4 * j + i] = scale * static_cast<float>(levels[i] - K::ZERO) + minimum[lane];
-        }
+      for (int p = 0; p < K::PARTS; p++) store(minima[p], scales.minima[p]);
+      Ints vectors[8];
+      K::get(w, at, vectors);
+      for (int j = 0; j < 8; j++) {
+        alignas(64) int32_t words[16];
+        store(words, vectors[j]);
+        uint8_t levels[4];
+        std::memcpy(levels, words + lane, 4);
+        const int part = j * K::PARTS / 8;
+        for (int i = 0; i < 4; i++)
+          values[4 * j + i] = parts[part][lane] * static_cast<float>(levels[i] - K::ZERO) + minima[part][lane];
       }
       for (int64_t i = from + INPUTS * b; i < from + INPUTS * (b + 1) && i < inputs; i += 16)
         store(to + i, first(inputs - i), load(values + i - from - INPUTS * b));

@@ -1,10 +1,10 @@
-// How blocks of weights in 4 and 8 bits lie, and what their levels stand for.
+// How blocks of weights in 2 to 8 bits lie, and what their levels stand for.
 //
 // A record holds 16 outputs of one block of 32 inputs, or of 8 blocks with common scales before them. Of a block first
-// come the levels: in vector j of four, outputs side by side, inputs 4 j to 4 j + 3 of each in the low halves of its
-// bytes and inputs 16 + 4 j on in the high ones; or in bytes, in eight vectors of four inputs. Then the scales and
-// minima of the 16 outputs. A weight is scale (level - ZERO) + minimum. WHOLE: scales and minima of a record's blocks are
-// whole numbers by which sums of levels are multiplied as such; the record's own come in once for 256 inputs.
+// come the levels, in vectors of four bytes of each output side by side: those of inputs 4 j to 4 j + 3 are vector j, or
+// the j-th bits of vectors that hold several; those of inputs 16 + 4 j on follow, or lie in higher bits. Then the scales
+// and minima of the 16 outputs. A weight is scale (level - ZERO) + minimum. WHOLE: scales and minima of a record's blocks
+// are whole numbers by which sums of levels are multiplied as such; the record's own come in once for 256 inputs.
 #pragma once
 #include "lanes.h"
 #include "structs.h"
@@ -13,41 +13,108 @@ namespace {
 
 constexpr int64_t OUTPUTS = 16, INPUTS = 32;  // of a block
 
+// ``get``: the levels of a block ``at``, of a record ``head``, in eight vectors: four of the first half's inputs, then four
+// of the second's. EACH: whether there is code for each number of rows, which takes seconds to compile.
 template <int MOST_LEVEL>
 struct Nibbles {
+  static constexpr bool EACH = true;
   static constexpr int MOST = MOST_LEVEL;
   static constexpr int64_t LEVELS = 256;  // bytes
-  static void get(const char *at, int j, Ints &low, Ints &high) {
-    const Ints v = load_ints(at + 64 * j), mask = broadcast_int(0x0f0f0f0f);
-    low = bit_and(v, mask);
-    high = bit_and(shift_right<4>(v), mask);
+  static void get(const char *, const char *at, Ints *levels) {
+    const Ints mask = broadcast_int(0x0f0f0f0f);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      const Ints v = load_ints(at + 64 * j);
+      levels[j] = bit_and(v, mask);
+      levels[4 + j] = bit_and(shift_right<4>(v), mask);
+    }
   }
 };
 
 template <int MOST_LEVEL>
 struct Bytes {
+  static constexpr bool EACH = true;
   static constexpr int MOST = MOST_LEVEL;
   static constexpr int64_t LEVELS = 512;
-  static void get(const char *at, int j, Ints &low, Ints &high) {
-    low = load_ints(at + 64 * j);
-    high = load_ints(at + 256 + 64 * j);
+  static void get(const char *, const char *at, Ints *levels) {
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) levels[j] = load_ints(at + 64 * j);
   }
+};
+
+// Two bits: a vector for each half.
+struct Twos {
+  static constexpr bool EACH = false;
+  static constexpr int MOST = 3;
+  static constexpr int64_t LEVELS = 128;
+  static void get(const char *, const char *at, Ints *levels) {
+    const Ints mask = broadcast_int(0x03030303);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      const Ints v = load_ints(at + 64 * half);
+      levels[4 * half] = bit_and(v, mask);
+      levels[4 * half + 1] = bit_and(shift_right<2>(v), mask);
+      levels[4 * half + 2] = bit_and(shift_right<4>(v), mask);
+      levels[4 * half + 3] = bit_and(shift_right<6>(v), mask);
+    }
+  }
+};
+
+// Three: the third ones in a vector behind them.
+struct Threes {
+  static constexpr bool EACH = false;
+  static constexpr int MOST = 7;
+  static constexpr int64_t LEVELS = 192;
+  static void get(const char *head, const char *at, Ints *levels) {
+    Twos::get(head, at, levels);
+    const Ints v = load_ints(at + 128), mask = broadcast_int(0x04040404);
+    const Ints thirds[8] = {shift_left<2>(v),  shift_left<1>(v),  v,
+                            shift_right<1>(v), shift_right<2>(v), shift_right<3>(v),
+                            shift_right<4>(v), shift_right<5>(v)};
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) levels[j] = bit_xor(levels[j], bit_and(thirds[j], mask));
+  }
+};
+
+// Four bits that stand for levels of a table.
+LANES_INLINE void get_codes(const void *table, const char *at, Ints *levels) {
+  Nibbles<15>::get(nullptr, at, levels);
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; j++) levels[j] = look_up(table, levels[j]);
+}
+
+template <const uint8_t *TABLE, int MOST_LEVEL>
+struct Codes {
+  static constexpr bool EACH = false;
+  static constexpr int MOST = MOST_LEVEL;
+  static constexpr int64_t LEVELS = 256;
+  static void get(const char *, const char *at, Ints *levels) { get_codes(TABLE, at, levels); }
 };
 
 // Scales of a block: one for its 32 inputs, or (PARTS = 2) one for each half.
 template <int PARTS>
 struct Scales {
-  Floats part[PARTS], minimum;
+  Floats part[PARTS], minima[PARTS];
 };
 
 LANES_INLINE Floats halves(const char *at) { return load_half(reinterpret_cast<const uint16_t *>(at), first(16)); }
+
+// A step times whole numbers of each part of a block.
+template <int PARTS>
+LANES_INLINE Scales<PARTS> times(Floats step, const char *at) {
+  const auto numbers = reinterpret_cast<const int8_t *>(at);
+  Scales<PARTS> result{};
+#pragma GCC unroll 2
+  for (int p = 0; p < PARTS; p++) result.part[p] = step * to_floats(load_bytes(numbers + 16 * p));
+  return result;
+}
 
 template <class L, int ZERO_LEVEL>
 struct Scaled : L {
   static constexpr int PARTS = 1, ZERO = ZERO_LEVEL;
   static constexpr bool MINIMA = false, WHOLE = false;
   static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 32;
-  static Scales<1> scales(const char *, const char *at) { return {{halves(at + L::LEVELS)}, zeros()}; }
+  static Scales<1> scales(const char *, const char *at) { return {{halves(at + L::LEVELS)}, {}}; }
 };
 
 template <class L>
@@ -56,7 +123,7 @@ struct ScaledAndMoved : L {
   static constexpr bool MINIMA = true, WHOLE = false;
   static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 64;
   static Scales<1> scales(const char *, const char *at) {
-    return {{halves(at + L::LEVELS)}, halves(at + L::LEVELS + 32)};
+    return {{halves(at + L::LEVELS)}, {halves(at + L::LEVELS + 32)}};
   }
 };
 
@@ -69,22 +136,64 @@ struct TwiceScaledAndMoved : L {
   static Ints scale(const char *at) { return load_bytes(reinterpret_cast<const uint8_t *>(at + L::LEVELS)); }
   static Ints minimum(const char *at) { return load_bytes(reinterpret_cast<const uint8_t *>(at + L::LEVELS + 16)); }
   static Scales<1> scales(const char *head, const char *at) {
-    return {{halves(head) * to_floats(scale(at))}, zeros() - halves(head + 32) * to_floats(minimum(at))};
+    return {{halves(head) * to_floats(scale(at))}, {zeros() - halves(head + 32) * to_floats(minimum(at))}};
   }
 };
 
-// Sixteen half blocks share a scale of their scales, which are whole numbers.
-template <class L, int ZERO_LEVEL>
-struct TwiceScaledHalves : L {
-  static constexpr int PARTS = 2, ZERO = ZERO_LEVEL;
+// Eight blocks, or (PARTS = 2) sixteen halves of them, share a scale of their scales, which are whole numbers.
+template <class L, int ZERO_LEVEL, int PARTS_OF_BLOCK>
+struct TwiceScaled : L {
+  static constexpr int PARTS = PARTS_OF_BLOCK, ZERO = ZERO_LEVEL;
   static constexpr bool MINIMA = false, WHOLE = false;
-  static constexpr int64_t HEAD = 32, BLOCKS = 8, BLOCK = L::LEVELS + 32;
-  static Scales<2> scales(const char *head, const char *at) {
-    const auto numbers = reinterpret_cast<const int8_t *>(at + L::LEVELS);
-    const Floats scale = halves(head);
-    return {{scale * to_floats(load_bytes(numbers)), scale * to_floats(load_bytes(numbers + 16))}, zeros()};
+  static constexpr int64_t HEAD = 32, BLOCKS = 8, BLOCK = L::LEVELS + 16 * PARTS;
+  static Scales<PARTS> scales(const char *head, const char *at) {
+    return times<PARTS>(halves(head), at + L::LEVELS);
   }
 };
+
+// So do sixteen halves of blocks and their minima, in 4 bits of a byte each.
+template <class L>
+struct TwiceScaledAndMovedHalves : L {
+  static constexpr int PARTS = 2, ZERO = 0;
+  static constexpr bool MINIMA = true, WHOLE = false;
+  static constexpr int64_t HEAD = 64, BLOCKS = 8, BLOCK = L::LEVELS + 32;
+  static Scales<2> scales(const char *head, const char *at) {
+    const Floats scale = halves(head), least = zeros() - halves(head + 32);
+    const auto both = reinterpret_cast<const uint8_t *>(at + L::LEVELS);
+    const Ints low = load_bytes(both), high = load_bytes(both + 16), mask = broadcast_int(15);
+    return {{scale * to_floats(bit_and(low, mask)), scale * to_floats(bit_and(high, mask))},
+            {least * to_floats(shift_right<4>(low)), least * to_floats(shift_right<4>(high))}};
+  }
+};
+
+// Scales are powers of two: 2^(byte - 128), which may be denormal, as a product of two that are not.
+template <class L, int ZERO_LEVEL>
+struct ScaledByPowers : L {
+  static constexpr int PARTS = 1, ZERO = ZERO_LEVEL;
+  static constexpr bool MINIMA = false, WHOLE = false;
+  static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 16;
+  static Floats power(Ints exponent) { return as_floats(shift_left<23>(add(exponent, broadcast_int(63)))); }
+  static Scales<1> scales(const char *, const char *at) {
+    const Ints byte = load_bytes(reinterpret_cast<const uint8_t *>(at + L::LEVELS)), half = shift_right<1>(byte);
+    return {{power(half) * power(subtract(byte, half))}, {}};
+  }
+};
+
+// Whatever has at most 16 levels, from -64 to 63, and whole scales of half blocks: a record begins with its table of
+// levels.
+struct codes {
+  static constexpr bool EACH = false;
+  static constexpr int MOST = 127, PARTS = 2, ZERO = 64;
+  static constexpr bool MINIMA = false, WHOLE = false;
+  static constexpr int64_t LEVELS = 256, TABLE = 16, HEAD = TABLE + 64, BLOCKS = 8, BLOCK = LEVELS + 32;
+  static void get(const char *head, const char *at, Ints *levels) { get_codes(head, at, levels); }
+  static Scales<2> scales(const char *head, const char *at) {
+    return times<2>(load(reinterpret_cast<const float *>(head + TABLE)), at + LEVELS);
+  }
+};
+
+constexpr uint8_t IQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // 128 is 0
+constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};               // twice; 12 is 0
 
 using q4_0 = Scaled<Nibbles<15>, 8>;
 using q4_1 = ScaledAndMoved<Nibbles<15>>;
@@ -92,8 +201,13 @@ using q4_k = TwiceScaledAndMoved<Nibbles<15>>;
 using q5_0 = Scaled<Bytes<31>, 16>;
 using q5_1 = ScaledAndMoved<Bytes<31>>;
 using q5_k = TwiceScaledAndMoved<Bytes<31>>;
-using q6_k = TwiceScaledHalves<Bytes<63>, 32>;
+using q6_k = TwiceScaled<Bytes<63>, 32, 2>;
 using q8_0 = Scaled<Bytes<255>, 128>;
+using iq4_nl = Scaled<Codes<IQ4, 255>, 128>;
+using iq4_xs = TwiceScaled<Codes<IQ4, 255>, 128, 1>;
+using mxfp4 = ScaledByPowers<Codes<E2M1, 24>, 12>;
+using q2_k = TwiceScaledAndMovedHalves<Twos>;
+using q3_k = TwiceScaled<Threes, 4, 2>;
 
 template <class K>
 constexpr int64_t RECORD = K::HEAD + K::BLOCKS * K::BLOCK;  // bytes

@@ -46,10 +46,11 @@
   F(int64_t, reach)                                                                                                 \
   F(const float *, sinks) /* [heads] scores of a key without a value, which every row sees; or null */
 
-// Weights in 4 to 8 bits with scales by blocks: inputs and bytes of a record of 16 outputs. F(name, inputs, bytes)
+// Weights in 2 to 8 bits with scales by blocks: inputs and bytes of a record of 16 outputs. F(name, inputs, bytes)
 #define QUANTS(F)                                                                                                   \
   F(q4_0, 32, 288) F(q4_1, 32, 320) F(q4_k, 256, 2368) F(q5_0, 32, 544) F(q5_1, 32, 576) F(q5_k, 256, 4416)         \
-  F(q6_k, 256, 4384) F(q8_0, 32, 544)
+  F(q6_k, 256, 4384) F(q8_0, 32, 544) F(iq4_nl, 32, 288) F(iq4_xs, 256, 2208) F(mxfp4, 32, 272)                     \
+  F(q2_k, 256, 1344) F(q3_k, 256, 1824) F(codes, 256, 2384)
 
 #define LINEAR(F)                                                                                                   \
   F(int64_t, kind) /* a ``Kind`` */                                                                                 \

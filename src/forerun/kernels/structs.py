@@ -211,9 +211,10 @@ class Chains(NamedTuple):
 
 QUANTS = {
     "q4_0": (32, 288), "q4_1": (32, 320), "q4_k": (256, 2368), "q5_0": (32, 544), "q5_1": (32, 576),
-    "q5_k": (256, 4416), "q6_k": (256, 4384), "q8_0": (32, 544),
+    "q5_k": (256, 4416), "q6_k": (256, 4384), "q8_0": (32, 544), "iq4_nl": (32, 288), "iq4_xs": (256, 2208),
+    "mxfp4": (32, 272), "q2_k": (256, 1344), "q3_k": (256, 1824), "codes": (256, 2384),
 }  # fmt: skip
-"""Weights in 4 to 8 bits with scales by blocks: inputs and bytes of a record of 16 outputs; ``quants.h`` says how they
+"""Weights in 2 to 8 bits with scales by blocks: inputs and bytes of a record of 16 outputs; ``quants.h`` says how they
 lie."""
 KINDS = ("own", "int8", *QUANTS)
 """How a layer's weights lie, by ``LinearStruct.kind``; ``own``: in the dtype of the rows."""

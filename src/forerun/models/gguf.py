@@ -102,9 +102,13 @@ class GGUFFile:
             raise self._broken(f"{name} is of kind {tensor.kind.name}, which cannot be dequantized") from error
         return torch.from_numpy(np.array(result, dtype=np.float32)).reshape(tensor.shape)
 
-    def types(self) -> set[str]:
-        """Of its matrices."""
-        return {tensor.kind.name for tensor in self.tensors.values() if len(tensor.shape) > 1}
+    def types(self) -> dict[str, int]:
+        """Of its matrices, and how many bytes of each there are, the most first."""
+        result: dict[str, int] = {}
+        for tensor in self.tensors.values():
+            if len(tensor.shape) > 1:
+                result[tensor.kind.name] = result.get(tensor.kind.name, 0) + tensor.size
+        return dict(sorted(result.items(), key=lambda each: -each[1]))
 
     def release(self) -> None:
         """Give the pages back that were read; they are read again where they are asked for again."""

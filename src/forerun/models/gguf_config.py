@@ -429,11 +429,7 @@ def _sliding(keys: Keys, layers: int, usual: int) -> list[str]:
 
 def _dtype(file: GGUFFile) -> str:
     """That of rows: the one in which most of the matrices' bytes are numbers, bfloat16 where they are quantized."""
-    sizes: dict[str, int] = {}
-    for tensor in file.tensors.values():
-        if len(tensor.shape) > 1:
-            sizes[tensor.kind.name] = sizes.get(tensor.kind.name, 0) + tensor.size
-    most = max(sizes, key=lambda kind: sizes[kind], default="BF16")
+    most = next(iter(file.types()), "BF16")
     return str(FLOATS.get(most, torch.bfloat16)).removeprefix("torch.")
 
 

@@ -22,7 +22,7 @@ from forerun.models.architectures.shapes import shapes, unread
 from forerun.models.architectures.spec import TILED_HEADS
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
-from forerun.models.formats.gguf_types import FLOATS, TYPES, described, packed
+from forerun.models.formats.gguf_types import FLOATS, PACKED, TYPES, described
 from forerun.models.gguf import GGUFFile, GGUFTensor
 from forerun.models.gguf_config import FREQUENCIES
 from forerun.models.weights import Read
@@ -89,7 +89,6 @@ class Dequantized:
 
     def __init__(self, file: GGUFFile, held: Held, order: torch.Tensor | None) -> None:
         self.file, self.kind, self.order = file, held.tensor.kind, order
-        self.place = f"{file.path}: {held.tensor.name}"
         self.shape = torch.Size(held.shape)
         first = held.place * self.shape[0]
         self.raw = file.rows(held.tensor.name)[first : first + self.shape[0]]
@@ -104,10 +103,11 @@ class Dequantized:
         return torch.from_numpy(np.array(result, dtype=np.float32)).to(self.dtype)
 
     def blocks(self) -> Blocks | None:
-        if self.kind.name in FLOATS:
+        kind = self.kind.name.lower()
+        if kind not in PACKED:
             return None
         raw = self.raw if self.order is None else self.raw[self.order.numpy()]
-        return packed(self.kind.name.lower(), raw, self.shape[1], self.place)
+        return Blocks(kind, raw, self.shape[1])
 
 
 class GGUFWeights:
@@ -195,7 +195,7 @@ class GGUFWeights:
     def blocks(self, name: str) -> Blocks | None:
         self.read.add(name, self.tensors[name].size)
         if self.untold:
-            log.warning("%s holds types that are kept as others: %s", self.file.path, self.untold)
+            log.warning("%s holds types that take more room in memory: %s", self.file.path, self.untold)
             self.untold = ""
         return None if self.numbers else self._matrix(name).blocks()
 

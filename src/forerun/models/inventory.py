@@ -123,19 +123,20 @@ def describe(name: str) -> dict[str, Any]:
         counts = [math.prod(tensor.shape) for tensor in file.tensors.values()]
         size = sum(part.stat().st_size for part in parts_of(path))
         kind = f"GGUF {_file_type(file.metadata.get('general.file_type'))}"
-        held = described(file.types())
+        types, held = file.types(), described(file.types())
     else:
         tensors = checkpoint.read_headers(checkpoint.weight_files(path), packed=True).values()
         counts = [tensor.numel for tensor in tensors]
         size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
         kind = f"safetensors {max(tensors, key=lambda each: each.nbytes).kind}"
-        held = ""
+        types, held = {}, ""
     packed = getattr(config, "quantization_config", None)
     return {
         "name": name,
         "architecture": (config.architectures or [config.model_type])[0],
         "parameters": None if packed else sum(counts),
         "format": kind,
+        "types": types,
         "held": held,
         "context": getattr(text, "max_position_embeddings", None),
         "vocabulary": text.vocab_size,

@@ -20,7 +20,6 @@ from gguf.quants import dequantize
 from forerun.core.errors import ModelError, shown
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
-from forerun.models.formats.gguf_types import packed
 from forerun.models.formats.int8 import Levels
 
 AWQ_SHIFTS = tuple(4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7))
@@ -299,7 +298,7 @@ class Mxfp4:
         return torch.from_numpy(dequantize(self._raw(rows), GGMLQuantizationType.MXFP4))
 
     def blocks(self) -> Blocks | None:
-        return packed("mxfp4", self._raw(slice(None)), self.shape[1], "an MXFP4 weight")
+        return Blocks("mxfp4", self._raw(slice(None)), self.shape[1])
 
 
 def _mxfp4(result: Tensors, config: Mapping[str, Any]) -> Rows:

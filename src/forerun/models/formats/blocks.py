@@ -1,4 +1,4 @@
-"""``q4_0``, ``q8_0`` and so on: weights in 4 to 8 bits with scales by blocks of inputs, through
+"""``q4_0``, ``q8_0`` and so on: weights in 2 to 8 bits with scales by blocks of inputs, through
 ``kernels/quants.cpp``. They come from GGUF files without loss, or are rounded while a checkpoint is loaded.
 
 Activations are rounded to 8 bits by blocks of 32, or of 256 for q4_k and q5_k, with a step in float32; sums of products
@@ -15,7 +15,7 @@ from forerun import kernels
 from forerun.kernels import structs
 from forerun.models.formats.base import Format, Rows
 from forerun.models.formats.compiled import Compiled, address, kernel, take_rows, wide_bias
-from forerun.models.formats.gguf_blocks import Blocks, Rounding, pack, record_bytes
+from forerun.models.formats.gguf_blocks import Blocks, Rounding, form, pack, record_bytes
 from forerun.models.formats.kept import made
 from forerun.models.formats.tiled import DTYPES, works
 from forerun.models.kinds import BLOCKS
@@ -34,7 +34,7 @@ class Blocked(Compiled):
         self.calls = {d: kernel("linear_quants", d) for d in DTYPES}
         size = record_bytes(blocks.kind, self.outputs, self.inputs)
         self.tiles = made(f"{blocks.kind} {self.outputs} {self.inputs}", size, partial(pack, blocks))
-        self.number = structs.KINDS.index(blocks.kind)
+        self.number = structs.KINDS.index(form(blocks.kind))
         self.pointers = self.tiles.data_ptr(), address(self.bias)
         self.kind = blocks.kind.upper()
         self.nbytes = self.tiles.nbytes

@@ -1,125 +1,60 @@
-"""Types of GGUF files that the kernels do not read, as types that they do: without loss where one can hold them.
+"""Types of GGUF files, and how the kernels are given them. No weight changes: it is a scale times a whole number, its
+level, and perhaps a minimum, and that is what the kernels compute with.
 
-A weight is a step times a whole number, its level. ``Q8_0`` has a step in float16 for 32 inputs and levels in 8 bits,
-``Q6_K`` one for 256 inputs, times a whole number for 16, and levels in 6 bits. The levels of codebooks follow from what
-the gguf package dequantizes. A step that float16 cannot hold is rounded, and levels are chosen anew: no weight moves by
-more than half a step.
+Types that are seldom used have no form of their own in the kernels. They become one that holds them: ``q2_k`` for
+three levels, and ``codes`` for up to 16 levels and whole scales, whose levels are a table that comes with the weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 from gguf import quants
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from forerun.core.errors import ModelError
-from forerun.models.formats.base import CHUNK
-from forerun.models.formats.gguf_blocks import UNPACK, Blocks, Bytes, Raw, half, sizes
+from forerun.kernels.structs import QUANTS
 
-SMALLEST = 2.0**-24
-"""What steps below 2**-14 are multiples of in float16."""
+OUTPUTS, INPUTS = 16, 32
+Bytes = np.ndarray
+"""Of dtype uint8."""
+TABLE_ZERO = 64
+"""The byte in a table of ``codes`` that stands for level 0."""
 
 
 @dataclass(frozen=True)
-class Recoded:
-    """What a type is held as, the bytes [rows, blocks, bytes] of its blocks as those of the other's; ``loss``: of a
-    weight, for people; empty: none."""
+class UnpackedBlocks:
+    """What a record is made of. Levels [outputs, blocks, bytes] of blocks of 32 inputs: in their order in 32 bytes; in
+    16, two in each, 16 inputs apart; in 8, four in each, 4 inputs apart, and in 4 more bytes third bits of them. Of the
+    scales and minima those of each block [outputs, blocks] and those of each record [outputs, records]."""
 
-    to: str
-    recode: Callable[[Bytes], Bytes]
-    loss: str = ""
-
-
-def _to_float16(steps: np.ndarray) -> np.ndarray:
-    """Steps of float32. Where float16 is coarser they are rounded up, so that levels stay in their range. Raises
-    OverflowError for those beyond its range."""
-    size = np.abs(steps)
-    with np.errstate(over="ignore"):
-        up = np.copysign(np.ceil(size / SMALLEST) * SMALLEST, steps)
-        result = np.where(size < 2.0**-14, up, steps).astype("<f2")
-    if (np.isinf(result) & np.isfinite(steps)).any():
-        raise OverflowError
-    return result
+    levels: Bytes
+    scales: tuple[np.ndarray, ...]
+    heads: tuple[np.ndarray, ...] = ()
 
 
-def _levels(values: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Whole numbers [..., n] of ``steps`` [...]; 0 where a step is none, or no number."""
-    wide = steps.astype(np.float32)[..., None]
-    with np.errstate(invalid="ignore"):
-        result = np.divide(values, wide, out=np.zeros_like(values), where=(wide != 0) & np.isfinite(wide))
-    return np.rint(result)
+def sizes(kind: str) -> tuple[int, int]:
+    """Inputs and bytes of a block."""
+    return GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
 
 
-def _values(raw: Bytes, kind: str, inputs: int) -> np.ndarray:
-    """In float32 [rows, blocks of ``inputs``, inputs]."""
-    with np.errstate(invalid="ignore", over="ignore"):
-        result = quants.dequantize(raw.reshape(len(raw), -1), GGMLQuantizationType[kind.upper()])
-    return result.reshape(len(raw), -1, inputs)
-
-
-def _bytes(numbers: np.ndarray) -> Bytes:
-    """Numbers [...] as bytes [..., those of each]."""
-    return np.ascontiguousarray(numbers)[..., None].view(np.uint8)
+def _half(raw: Bytes, at: int) -> np.ndarray:
+    """A float16 in every block, as bits."""
+    return raw[..., at : at + 2].view("<u2")[..., 0]
 
 
 def _float(raw: Bytes, at: int) -> np.ndarray:
-    """A float16 in every block, in float32."""
-    return half(raw, at).view(np.float16).astype(np.float32)
+    """The same in float32."""
+    return _half(raw, at).view(np.float16).astype(np.float32)
 
 
-def _nibbles(raw: Bytes) -> np.ndarray:
-    """The 4 bits of two halves in bytes, one half behind the other."""
-    return np.concatenate([raw & 15, raw >> 4], axis=-1)
-
-
-def _q8_0(steps: np.ndarray, levels: np.ndarray) -> Bytes:
-    """Of steps in float16 [rows, blocks of 32]."""
-    return np.concatenate([_bytes(steps), levels.astype(np.int8).view(np.uint8)], axis=-1)
-
-
-def _q6_k(steps: np.ndarray, scales: np.ndarray, levels: np.ndarray) -> Bytes:
-    """Of steps in float16 [rows, blocks], whole scales [rows, blocks, 16] and levels from -32 to 31."""
-    result = (levels.reshape(*steps.shape, 2, 4, 32) + 32).astype(np.uint8)
-    low = result[..., :2, :] & 15 | (result[..., 2:, :] & 15) << 4
-    high = np.zeros_like(result[..., 0, :])
-    for where in range(4):
-        high |= result[..., where, :] >> 4 << 2 * where
-    parts = [low, high, scales.astype(np.int8).view(np.uint8)]
-    return np.concatenate([*(part.reshape(*steps.shape, -1) for part in parts), _bytes(steps)], axis=-1)
-
-
-def _by_halves(kind: str, raw: Bytes, step: np.ndarray, scales: np.ndarray) -> Bytes:
-    """As Q6_K, of steps [rows, blocks] and scales [rows, blocks, 16], or 8 for twice as many inputs."""
-    scales = scales.repeat(16 // scales.shape[-1], axis=-1)
-    steps = _to_float16(step)
-    each = (steps[..., None].astype(np.float32) * scales).reshape(len(raw), -1)
-    return _q6_k(steps, scales, _levels(_values(raw, kind, 16), each))
-
-
-def _iq4_nl(raw: Bytes) -> Bytes:
-    return _q8_0(half(raw, 0), np.array(quants.IQ4_NL.kvalues, np.int8)[_nibbles(raw[..., 2:])])
-
-
-def _iq4_xs(raw: Bytes) -> Bytes:
-    high = half(raw, 2)[..., None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    scales = (_fours(raw[..., 4:8]) | high << 4).astype(np.float32) - 32
-    steps = _to_float16((_float(raw, 0)[..., None] * scales).reshape(len(raw), -1))
-    codes = _nibbles(raw[..., 8:].reshape(*steps.shape, 16))
-    return _q8_0(steps, np.array(quants.IQ4_NL.kvalues, np.int8)[codes])
-
-
-def _mxfp4(raw: Bytes) -> Bytes:
-    exact = quants.MXFP4.e8m0_to_fp32_half(raw[..., 0])
-    steps = _to_float16(exact)
-    levels = np.array(quants.MXFP4.kvalues, np.int8)[_nibbles(raw[..., 1:])]
-    if (exact < SMALLEST).any():
-        levels = np.rint(levels * (exact / steps.astype(np.float32))[..., None])
-    return _q8_0(steps, levels)
+def _halves(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Scales [outputs, blocks, 2 for each of 32 inputs, or any multiple], of first and second halves."""
+    pairs = scales.reshape(len(scales), -1, 2)
+    return pairs[..., 0], pairs[..., 1]
 
 
 def _fours(raw: Bytes) -> np.ndarray:
@@ -127,123 +62,226 @@ def _fours(raw: Bytes) -> np.ndarray:
     return np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:-1], -1)
 
 
-def _q3_k(raw: Bytes) -> Bytes:
-    low = raw[..., 32:96].reshape(*raw.shape[:-1], 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
-    high = raw[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1
-    levels = low.reshape(high.shape).view(np.int8) + (high << 2).view(np.int8) - np.int8(4)
+def _q4_0(raw: Bytes) -> UnpackedBlocks:
+    return UnpackedBlocks(raw[..., 2:], (_half(raw, 0),))
+
+
+def _q4_1(raw: Bytes) -> UnpackedBlocks:
+    return UnpackedBlocks(raw[..., 4:], (_half(raw, 0), _half(raw, 2)))
+
+
+def _fifth_bits(raw: Bytes, at: int) -> Bytes:
+    """Levels of 5 bits in bytes: 32 high bits at ``at``, the low ones behind them."""
+    bits = np.unpackbits(raw[..., at : at + 4], axis=-1, bitorder="little")
+    low = raw[..., at + 4 :]
+    return np.concatenate([low & 15, low >> 4], axis=-1) | bits << 4
+
+
+def _q5_0(raw: Bytes) -> UnpackedBlocks:
+    return UnpackedBlocks(_fifth_bits(raw, 2), (_half(raw, 0),))
+
+
+def _q5_1(raw: Bytes) -> UnpackedBlocks:
+    return UnpackedBlocks(_fifth_bits(raw, 4), (_half(raw, 0), _half(raw, 2)))
+
+
+def _q8_0(raw: Bytes) -> UnpackedBlocks:
+    return UnpackedBlocks(raw[..., 2:] ^ 128, (_half(raw, 0),))
+
+
+def _whole_scales(raw: Bytes) -> tuple[Bytes, Bytes]:
+    """The 8 scales and 8 minima of 6 bits in 12 bytes, [outputs, blocks] each."""
+    first, second, third = raw[..., :4], raw[..., 4:8], raw[..., 8:12]
+    scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=-1)
+    minima = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=-1)
+    return scales.reshape(len(raw), -1), minima.reshape(len(raw), -1)
+
+
+def _sides(raw: Bytes) -> Bytes:
+    """128 bytes, 32 of them with the levels of two blocks, as [outputs, blocks, 32]."""
+    pairs = raw.reshape(*raw.shape[:-1], 4, 1, 32)
+    return np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(len(raw), -1, 32)
+
+
+def _q4_k(raw: Bytes) -> UnpackedBlocks:
+    halves = raw[..., 16:].reshape(len(raw), -1, 2, 16)
+    low, high = halves[..., 0, :], halves[..., 1, :]
+    levels = np.stack([low & 15 | high << 4, low >> 4 | high & 240], axis=-2).reshape(len(raw), -1, 16)
+    return UnpackedBlocks(levels, _whole_scales(raw[..., 4:16]), (_half(raw, 0), _half(raw, 2)))
+
+
+def _q5_k(raw: Bytes) -> UnpackedBlocks:
+    bits = np.unpackbits(raw[..., 16:48, None], axis=-1, bitorder="little").swapaxes(-1, -2)
+    levels = _sides(raw[..., 48:]) | bits.reshape(len(raw), -1, 32) << 4
+    return UnpackedBlocks(levels, _whole_scales(raw[..., 4:16]), (_half(raw, 0), _half(raw, 2)))
+
+
+def _q6_k(raw: Bytes) -> UnpackedBlocks:
+    low, high = raw[..., :128].reshape(*raw.shape[:-1], 2, 2, 32), raw[..., 128:192].reshape(*raw.shape[:-1], 2, 1, 32)
+    fours = np.concatenate([low & 15, low >> 4], axis=-2)
+    twos = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=-2)
+    levels = (fours | twos << 4).reshape(len(raw), -1, 32)
+    return UnpackedBlocks(levels, _halves(raw[..., 192:208].view(np.int8)), (_half(raw, 208),))
+
+
+def _iq4_xs(raw: Bytes) -> UnpackedBlocks:
+    high = _half(raw, 2)[..., None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    scales = (_fours(raw[..., 4:8]) | high << 4).astype(np.int8) - np.int8(32)
+    return UnpackedBlocks(raw[..., 8:].reshape(len(raw), -1, 16), (scales.reshape(len(raw), -1),), (_half(raw, 0),))
+
+
+def _mxfp4(raw: Bytes) -> UnpackedBlocks:
+    return UnpackedBlocks(raw[..., 1:], (raw[..., 0],))
+
+
+def _joined(levels: Bytes, count: int) -> Bytes:
+    """Levels [outputs, blocks, 32] of which so many, 4 inputs apart, share a byte."""
+    words = np.ascontiguousarray(levels).view("<u4").reshape(*levels.shape[:2], -1, count)
+    result = words[..., 0].copy()
+    for place in range(1, count):
+        result |= words[..., place] << 8 // count * place
+    return result.view(np.uint8)
+
+
+def _twos(raw: Bytes) -> Bytes:
+    """64 bytes, 32 of them with the levels of four blocks, as [outputs, blocks, 32]."""
+    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
+    return (raw.reshape(*raw.shape[:-1], 2, 1, 32) >> shifts & 3).reshape(len(raw), -1, 32)
+
+
+def _q2_k(raw: Bytes) -> UnpackedBlocks:
+    return UnpackedBlocks(_joined(_twos(raw[..., 16:80]), 4), _halves(raw[..., :16]), (_half(raw, 80), _half(raw, 82)))
+
+
+def _q3_k(raw: Bytes) -> UnpackedBlocks:
+    thirds = (raw[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(len(raw), -1, 32)
+    levels = np.concatenate([_joined(_twos(raw[..., 32:96]), 4), _joined(thirds, 8)], axis=-1)
     fours, twos = raw[..., 96:104], raw[..., None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
-    scales = (_nibbles(fours) | twos.reshape(*raw.shape[:-1], 16) << 4).view(np.int8) - np.int8(32)
-    return _q6_k(half(raw, 108), scales, levels)
+    low = np.concatenate([fours & 15, fours >> 4], axis=-1)
+    scales = (low | twos.reshape(*raw.shape[:-1], 16) << 4).view(np.int8) - np.int8(32)
+    return UnpackedBlocks(levels, _halves(scales), (_half(raw, 108),))
 
 
-def _iq3_s(raw: Bytes) -> Bytes:
-    return _by_halves("iq3_s", raw, _float(raw, 0), 1 + 2 * _fours(raw[..., 106:110]))
+def _values(raw: Bytes, kind: str, inputs: int) -> np.ndarray:
+    """In float32 [outputs, blocks of ``inputs``, inputs]."""
+    result = quants.dequantize(raw.reshape(len(raw), -1), GGMLQuantizationType[kind.upper()])
+    return result.reshape(len(raw), -1, inputs)
 
 
-def _iq3_xxs(raw: Bytes) -> Bytes:
-    scales = raw[..., 66:98].view("<u4") >> 28
-    return _by_halves("iq3_xxs", raw, _float(raw, 0) / 2, 1 + 2 * scales)
+def _levels(values: np.ndarray, steps: np.ndarray) -> np.ndarray:
+    """Whole numbers [..., n] of ``steps`` [...]; 0 where a step is none, or no number."""
+    wide = steps[..., None]
+    result = np.divide(values, wide, out=np.zeros_like(values), where=(wide != 0) & np.isfinite(wide))
+    return np.rint(result).astype(np.int8)
 
 
-def _iq2_xxs(raw: Bytes) -> Bytes:
-    scales = (raw[..., 2:66].view("<u4")[..., 1::2] >> 28).astype(np.float32)
-    steps = _to_float16((_float(raw, 0)[..., None] * (1 + 2 * scales) / 8).reshape(len(raw), -1))
-    return _q8_0(steps, _levels(_values(raw, "iq2_xxs", 32), steps))
+def _ternary(kind: str, at: int, raw: Bytes) -> UnpackedBlocks:
+    """Three levels, as those of Q2_K less one."""
+    steps = _half(raw, at)
+    levels = _levels(_values(raw, kind, INPUTS), _float(raw, at).repeat(8, axis=-1)) + np.int8(1)
+    ones = np.full(levels.shape[:2], 1 | 1 << 4, np.uint8)
+    return UnpackedBlocks(_joined(levels.view(np.uint8), 4), (ones, ones), (steps, steps))
 
 
-def _iq1_s(raw: Bytes) -> Bytes:
+def _signed(sizes: Sequence[float]) -> list[int]:
+    return [int(sign * size) for sign in (1, -1) for size in sizes]
+
+
+def _codes(kind: str, raw: Bytes, step: np.ndarray, scales: np.ndarray, table: Sequence[int]) -> UnpackedBlocks:
+    """Of steps in float32 [outputs, blocks] and whole scales [outputs, blocks, 16], or 8 for twice as many inputs."""
+    scales = scales.astype(np.int8).repeat(16 // scales.shape[-1], axis=-1)
+    levels = _levels(_values(raw, kind, INPUTS // 2), (step[..., None] * scales).reshape(len(raw), -1))
+    places = np.zeros(2 * TABLE_ZERO, np.uint8)
+    places[np.array(table) + TABLE_ZERO] = np.arange(len(table))
+    pairs = places[levels + TABLE_ZERO].reshape(len(raw), -1, 2, 16)
+    lanes = np.resize(np.pad(np.array(table) + TABLE_ZERO, (0, 16 - len(table))), len(raw)).astype(np.uint8)
+    heads = np.repeat(lanes[:, None], step.shape[1], axis=1), step
+    return UnpackedBlocks(pairs[:, :, 0] | pairs[:, :, 1] << 4, _halves(scales), heads)
+
+
+def _iq3_s(raw: Bytes) -> UnpackedBlocks:
+    table = _signed(quants.IQ3_S.grid_map)
+    return _codes("iq3_s", raw, _float(raw, 0), 1 + 2 * _fours(raw[..., 106:110]), table)
+
+
+def _iq3_xxs(raw: Bytes) -> UnpackedBlocks:
+    table = _signed([size / 2 for size in quants.IQ3_XXS.grid_map])
+    return _codes("iq3_xxs", raw, _float(raw, 0) / 2, 1 + 2 * (raw[..., 66:98].view("<u4") >> 28), table)
+
+
+def _iq2_xxs(raw: Bytes) -> UnpackedBlocks:
+    scales = 1 + 2 * (raw[..., 2:66].view("<u4")[..., 1::2] >> 28)
+    return _codes("iq2_xxs", raw, _float(raw, 0) / 8, scales, _signed(quants.IQ2_XXS.grid_map))
+
+
+def _iq2(kind: str, at: int, raw: Bytes) -> UnpackedBlocks:
+    scales = 1 + 2 * _fours(raw[..., at : at + 8])
+    return _codes(kind, raw, _float(raw, 0) / 8, scales, _signed(quants.IQ2_XXS.grid_map))
+
+
+ONE_BIT = _signed([1, 7, 9])
+"""Eight times -1, 0 or 1, plus or minus one."""
+
+
+def _iq1_s(raw: Bytes) -> UnpackedBlocks:
     scales = raw[..., 34:50].view("<u2") >> 12 & 7
-    return _by_halves("iq1_s", raw, _float(raw, 0) / 8, 1 + 2 * scales)
+    return _codes("iq1_s", raw, _float(raw, 0) / 8, 1 + 2 * scales, ONE_BIT)
 
 
-def _iq1_m(raw: Bytes) -> Bytes:
+def _iq1_m(raw: Bytes) -> UnpackedBlocks:
     words = raw[..., 48:56].view("<u2")
     tops = words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)
     step = np.bitwise_or.reduce(tops, axis=-1).view(np.float16).astype(np.float32)
     scales = words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7
-    return _by_halves("iq1_m", raw, step / 8, 1 + 2 * scales.reshape(*step.shape, 16))
+    return _codes("iq1_m", raw, step / 8, 1 + 2 * scales.reshape(*step.shape, 16), ONE_BIT)
 
 
-def _ternary(kind: str, at: int) -> Callable[[Bytes], Bytes]:
-    def recode(raw: Bytes) -> Bytes:
-        steps = half(raw, at).repeat(8, axis=-1)
-        levels = (_levels(_values(raw, kind, 32), steps.view(np.float16)) + 8).astype(np.uint8)
-        return np.concatenate([_bytes(steps), levels[..., :16] | levels[..., 16:] << 4], axis=-1)
+@dataclass(frozen=True)
+class Packed:
+    """How the kernels have a type: as which of their forms, and what bytes [outputs, blocks, bytes] of it hold."""
 
-    return recode
-
-
-def _nearest(kind: str) -> Callable[[Bytes], Bytes]:
-    def recode(raw: Bytes) -> Bytes:
-        values = _values(raw, kind, 32)
-        steps = _to_float16(np.abs(values).max(-1) / 127)
-        return _q8_0(steps, _levels(values, steps))
-
-    return recode
+    form: str
+    unpack: Callable[[Bytes], UnpackedBlocks]
 
 
-SMALL_STEPS = "exact but for steps under {}"
-HALF_STEP = "within 0.4 % of the largest of 32"
-RECODED: Mapping[str, Recoded] = {
-    "iq4_nl": Recoded("q8_0", _iq4_nl),
-    "iq4_xs": Recoded("q8_0", _iq4_xs, "within 0.05 %"),
-    "mxfp4": Recoded("q8_0", _mxfp4, SMALL_STEPS.format("6e-8")),
-    "q3_k": Recoded("q6_k", _q3_k),
-    "q2_k": Recoded("q8_0", _nearest("q2_k"), HALF_STEP),
-    "iq3_s": Recoded("q6_k", _iq3_s),
-    "iq3_xxs": Recoded("q6_k", _iq3_xxs, SMALL_STEPS.format("6.2e-5")),
-    "iq2_xxs": Recoded("q8_0", _iq2_xxs, "within 0.05 % but for steps under 6.2e-5"),
-    "iq2_xs": Recoded("q8_0", _nearest("iq2_xs"), HALF_STEP),
-    "iq2_s": Recoded("q8_0", _nearest("iq2_s"), HALF_STEP),
-    "iq1_s": Recoded("q6_k", _iq1_s, SMALL_STEPS.format("6.2e-5")),
-    "iq1_m": Recoded("q6_k", _iq1_m, SMALL_STEPS.format("6.2e-5")),
-    "tq1_0": Recoded("q4_0", _ternary("tq1_0", 52)),
-    "tq2_0": Recoded("q4_0", _ternary("tq2_0", 64)),
+_OWN: Mapping[str, Callable[[Bytes], UnpackedBlocks]] = {
+    "q4_0": _q4_0, "q4_1": _q4_1, "q4_k": _q4_k, "q5_0": _q5_0, "q5_1": _q5_1, "q5_k": _q5_k, "q6_k": _q6_k,
+    "q8_0": _q8_0, "iq4_nl": _q4_0, "iq4_xs": _iq4_xs, "mxfp4": _mxfp4, "q2_k": _q2_k, "q3_k": _q3_k,
+}  # fmt: skip
+PACKED: Mapping[str, Packed] = {
+    **{kind: Packed(kind, unpack) for kind, unpack in _OWN.items()},
+    "iq3_s": Packed("codes", _iq3_s),
+    "iq3_xxs": Packed("codes", _iq3_xxs),
+    "iq2_xxs": Packed("codes", _iq2_xxs),
+    "iq2_xs": Packed("codes", partial(_iq2, "iq2_xs", 66)),
+    "iq2_s": Packed("codes", partial(_iq2, "iq2_s", 74)),
+    "iq1_s": Packed("codes", _iq1_s),
+    "iq1_m": Packed("codes", _iq1_m),
+    "tq1_0": Packed("q2_k", partial(_ternary, "tq1_0", 52)),
+    "tq2_0": Packed("q2_k", partial(_ternary, "tq2_0", 64)),
 }
 EXPANDED = ("nvfp4",)
-"""Scales in 8 bits for 16 inputs each: only numbers hold them, which bfloat16 does without loss."""
+"""Scales are fractions in 8 bits for 16 inputs each: only numbers hold them, which bfloat16 does without loss."""
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-TYPES = (*FLOATS, *(kind.upper() for kind in (*UNPACK, *RECODED, *EXPANDED)))
+TYPES = (*FLOATS, *(kind.upper() for kind in (*PACKED, *EXPANDED)))
 """By their names in files."""
 
 
-class _RecodedRows:
-    def __init__(self, raw: Raw, kind: str, where: str) -> None:
-        self.raw, self.kind, self.place = raw, kind, where
-        self.block, self.size = sizes(kind)
-        self.recode = RECODED[kind].recode
-
-    def __len__(self) -> int:
-        return len(self.raw)
-
-    def __getitem__(self, rows: Any) -> Bytes:
-        result = self.raw[rows]
-        result = result.reshape(len(result), -1, self.size)
-        step = max(1, CHUNK // (result.shape[1] * self.block))
-        try:  # what is recoded at a time stays small
-            made = [self.recode(result[first : first + step]) for first in range(0, max(1, len(result)), step)]
-        except OverflowError as error:
-            raise ModelError(f"{self.place} is of type {self.kind.upper()} with weights beyond what "
-                             "packed types hold: use quantization bfloat16") from error  # fmt: skip
-        return np.concatenate(made).reshape(len(result), -1)
-
-
-def packed(kind: str, raw: Raw, inputs: int, where: str) -> Blocks | None:
-    """Weights of a quantized type that is read, as the kernels want them; None: they are to be numbers. Raises
-    ModelError, which ``where`` begins, when rows are asked for that the kernels' types cannot hold."""
+def bits(kind: str) -> tuple[float, float]:
+    """Of a weight: in a file and in memory, for a type of blocks."""
+    of, size = sizes(kind)
     if kind in EXPANDED:
-        return None
-    if kind in UNPACK:
-        return Blocks(kind, raw, inputs)
-    return Blocks(RECODED[kind].to, _RecodedRows(raw, kind, where), inputs)
+        return 8 * size / of, 16
+    inputs, held = QUANTS[PACKED[kind].form]
+    return 8 * size / of, 8 * held / inputs / OUTPUTS
 
 
 def described(types: Iterable[str]) -> str:
-    """How those of ``TYPES`` are held that the kernels do not read; empty: there are none such."""
+    """Those of ``TYPES`` that take more room in memory, since the kernels have no form of their own for them; empty:
+    there are none."""
     result = []
-    for kind in sorted({each.lower() for each in types}):
-        if kind in EXPANDED:
-            result.append(f"{kind.upper()} as numbers (exact in bfloat16)")
-        elif kind in RECODED:
-            result.append(f"{kind.upper()} as {RECODED[kind].to.upper()} ({RECODED[kind].loss or 'exact'})")
+    for kind in sorted({each.lower() for each in types} & {*PACKED, *EXPANDED}):
+        if kind not in PACKED or PACKED[kind].form != kind:
+            file, memory = bits(kind)
+            result.append(f"{kind.upper()} in {memory:.3g} bits a weight instead of {file:.3g}")
     return ", ".join(result)
