@@ -16,6 +16,7 @@ from forerun.engine.engine import Engine
 from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
 from forerun.speculate.draft import drafters
+from hybrids import save_hybrid
 from tiny import WIDE, save_tokenizer, tiny_llama
 
 COLLECTED = pytest.StashKey[int]()
@@ -37,6 +38,12 @@ def wide_target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """``hybrid(kind)``: the folder of a tiny model with state."""
+    return cache(lambda kind: save_hybrid(kind, tmp_path_factory.mktemp(kind)))
+
+
+@pytest.fixture(scope="session")
 def engine(tiny_target: str) -> Callable[..., Engine]:
     """``engine(speculative_config=None, path="native", model=None, **options)``: a fresh engine on a shared model,
     ``tiny_target`` or that of another folder with its tokenizer."""
@@ -44,13 +51,16 @@ def engine(tiny_target: str) -> Callable[..., Engine]:
     tokenizer = load_tokenizer(tiny_target)
 
     def build(
-        config: dict[str, Any] | None = None, path: str = "native", model: str | None = None, **options: Any
+        config: dict[str, Any] | list[dict[str, Any]] | None = None,
+        path: str = "native",
+        model: str | None = None,
+        **options: Any,
     ) -> Engine:
         folder = model or tiny_target
         if (folder, path) not in models:
             models[folder, path] = load_model(folder, invariant=True, model_path=path)
         engine_config = EngineConfig(model=folder, model_path=path, **{"max_model_len": LONGEST, **options})
-        return Engine(models[folder, path], tokenizer, engine_config, SpeculativeConfig.parse(config))
+        return Engine(models[folder, path], tokenizer, engine_config, SpeculativeConfig.parse_all(config))
 
     return build
 

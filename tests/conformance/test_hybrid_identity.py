@@ -12,7 +12,7 @@ from test_beam_identity import SEARCHES, add, beams, check
 
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters
-from hybrids import KINDS, save_hybrid
+from hybrids import KINDS
 
 COPYING = ("prompt_lookup", "ngram", "suffix")
 NATIVE = [one for one in COMBINATIONS if one.path == "native"]
@@ -28,33 +28,24 @@ def rotating(cases: list[Case]) -> list[tuple[str, Case]]:
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    @cache
-    def get(kind: str) -> str:
-        return save_hybrid(kind, tmp_path_factory.mktemp(kind))
-
-    return get
-
-
-@pytest.fixture(scope="session")
-def plainly(engine, folder):
+def plainly(engine, hybrid):
     """``plainly(kind, "all" or "short")``: the answers of decoding one token, and one request, at a time."""
 
     @cache
     def get(kind: str, which: str = "short"):
-        return answers(run(engine(model=folder(kind), max_num_seqs=1), SHORT if which == "short" else REQUESTS))
+        return answers(run(engine(model=hybrid(kind), max_num_seqs=1), SHORT if which == "short" else REQUESTS))
 
     return get
 
 
 @pytest.fixture(scope="session")
-def config(folder, tiny_draft, tmp_path_factory):
+def config(hybrid, tiny_draft, tmp_path_factory):
     """``config(kind, case)``: a ``speculative_config``. A draft model is the target, which keeps a state itself."""
     examples = {}
 
     def get(kind: str, case: Case, **more):
         if (kind, case.method) not in examples:
-            made = drafters[case.method].example(Path(folder(kind)), tmp_path_factory.mktemp(case.method))
+            made = drafters[case.method].example(Path(hybrid(kind)), tmp_path_factory.mktemp(case.method))
             examples[kind, case.method] = made
         result = {"method": case.method, **examples[kind, case.method], **SHAPES[case.shape], **more}
         if case.method == "draft_model" and not {"tree", "tree_nodes"} & set(result):
@@ -65,15 +56,15 @@ def config(folder, tiny_draft, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("kind", "page_size"), LAYOUTS)
-def test_plain_decoding_in_batches(engine, folder, plainly, kind, page_size):
-    built = engine(model=folder(kind), page_size=page_size)
+def test_plain_decoding_in_batches(engine, hybrid, plainly, kind, page_size):
+    built = engine(model=hybrid(kind), page_size=page_size)
     assert built.identity
     assert answers(run(built)) == plainly(kind, "all")
 
 
 @pytest.mark.parametrize(("kind", "case"), rotating(CASES), ids=str)
-def test_a_drafter_drafts_what_plain_decoding_says(engine, folder, plainly, config, kind, case):
-    jobs = run(engine(config(kind, case), model=folder(kind), max_num_seqs=16), SHORT)
+def test_a_drafter_drafts_what_plain_decoding_says(engine, hybrid, plainly, config, kind, case):
+    jobs = run(engine(config(kind, case), model=hybrid(kind), max_num_seqs=16), SHORT)
     assert answers(jobs) == plainly(kind)
     assert not any(job.metrics.draft_error for job in jobs)
     drafted = sum(job.metrics.num_draft_tokens for job in jobs)
@@ -82,20 +73,20 @@ def test_a_drafter_drafts_what_plain_decoding_says(engine, folder, plainly, conf
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_its_own_draft_is_always_right(engine, folder, config, kind):
+def test_its_own_draft_is_always_right(engine, hybrid, config, kind):
     """A draft with state, rolled back and read again, says what the target says."""
     for case in (Case("draft_model", "chain"), Case("draft_model", "tree")):
         requests = [(prompt, options(max_tokens=24)) for prompt, _ in SHORT[:3]]
-        jobs = run(engine(config(kind, case), model=folder(kind)), requests)
+        jobs = run(engine(config(kind, case), model=hybrid(kind)), requests)
         assert all(job.metrics.num_accepted_draft_tokens >= job.metrics.rounds for job in jobs)
 
 
 @pytest.mark.parametrize("combination", marked(NATIVE, lambda every: every[:: len(every) // 12]))
-def test_every_rule(engine, folder, plainly, config, combination):
+def test_every_rule(engine, hybrid, plainly, config, combination):
     kind = ROTATED[NATIVE.index(combination) % len(ROTATED)]
     rule = rules[combination.rule]
     made = config(kind, combination.case, accept=combination.rule, length=combination.length)
-    jobs = run(engine(made, model=folder(kind), page_size=combination.page_size, max_num_seqs=16), SHORT)
+    jobs = run(engine(made, model=hybrid(kind), page_size=combination.page_size, max_num_seqs=16), SHORT)
     same = [rule.identity or params.greedy for _, params in SHORT for _ in range(params.n)]
     for got, expected, promised in zip(answers(jobs), plainly(kind), same, strict=True):
         if promised:
@@ -103,17 +94,17 @@ def test_every_rule(engine, folder, plainly, config, combination):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_draft_of_another_kind(engine, folder, plainly, tiny_draft, kind):
+def test_a_draft_of_another_kind(engine, hybrid, plainly, tiny_draft, kind):
     drafts = {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3}
-    assert answers(run(engine(drafts, model=folder(kind)), SHORT)) == plainly(kind)
+    assert answers(run(engine(drafts, model=hybrid(kind)), SHORT)) == plainly(kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_beams(engine, folder, config, kind):
+def test_beams(engine, hybrid, config, kind):
     result = []
     for case in (None, Case("draft_model", "tree"), Case("layerskip", "chain"), Case("suffix", "chain")):
         made = None if case is None else config(kind, case)
-        built = engine(made, model=folder(kind), page_size=4, max_num_seqs=12)
+        built = engine(made, model=hybrid(kind), page_size=4, max_num_seqs=12)
         jobs = add(built, SEARCHES)
         while built.busy:
             built.step()
@@ -124,11 +115,11 @@ def test_beams(engine, folder, config, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_pages_and_states(engine, folder, plainly, config, kind):
+def test_few_pages_and_states(engine, hybrid, plainly, config, kind):
     """Requests are preempted, and wait for a state; prompts are read in chunks."""
     for made in (None, config(kind, Case("draft_model", "chain")), config(kind, Case("ngram", "chain"))):
         limits = {"page_size": 8, "num_pages": 24, "max_num_seqs": 4, "max_prefill_tokens": 5}
-        built = engine(made, model=folder(kind), **limits)
+        built = engine(made, model=hybrid(kind), **limits)
         jobs = run(built)
         assert answers(jobs) == plainly(kind, "all")
         assert built.stats.preemptions > 0

@@ -19,6 +19,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job
 from forerun.engine.stop import ABORT
 from held import Held, held
+from hybrids import KINDS
 
 CONCURRENCY = 32
 PAGE_SIZE = 8
@@ -207,6 +208,21 @@ def test_soak(engine: Callable[..., Engine], tiny_draft: str) -> None:
     assert stats.preemptions > 20
     assert 0 < stats.prefix_hits < stats.prefix_queries
     assert stats.num_accepted_tokens > 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_soak_of_a_model_with_state(engine: Callable[..., Engine], hybrid: Callable[[str], str], kind: str) -> None:
+    """Its drafts keep a state, too."""
+    drafters = [
+        {"method": "draft_model", "model": hybrid("lfm2"), "num_speculative_tokens": 3},
+        {"method": "suffix"},
+        {"method": "staged", "model": hybrid(kind), "num_speculative_tokens": 3},
+    ]
+    alone = engine(model=hybrid(kind), max_num_seqs=1, max_model_len=LONGEST)
+    stats = serve(alone, drafters, bursts=1, size=45, seed=1, num_pages=40, options=OPTIONS)[0].stats
+    assert stats.preemptions > 10
+    assert stats.state_hits > 5
+    assert stats.num_accepted_tokens > 20
 
 
 @pytest.mark.full

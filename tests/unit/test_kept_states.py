@@ -148,7 +148,8 @@ def test_a_marked_state_is_stored_by_the_forward_that_settles_it_and_a_sequence_
     assert of.states.made(0) == [(6, early)]
     assert of.states.made(0) == []
     of.states.numbers[1][early] = 7.0
-    of.states.restore(1, early, 6)
+    of.states.begin(1, early, 6)
+    of.states.take(1)
     assert of.states.lengths[1] == 6
     assert [held(of, 1, entry) for entry in (4, 5)] == [4, 5]
     assert bool((of.states.numbers[1][of.states.slots[1]] == 7.0).all())
@@ -178,3 +179,11 @@ def test_half_of_the_memory_is_for_states_at_most():
     assert of.num_pages == (2 * each + page) // page
     with pytest.raises(ConfigError, match=f"less than a sequence's state and one page .*{each + page} bytes"):
         share([pool()], each, None)
+
+
+def test_a_quarter_of_the_memory_is_for_kept_states_at_most():
+    of = pool(count=16, kept=9)
+    each, page = of.states.bytes_each, of.page_bytes
+    share([of], 12 * each, None)
+    assert (of.states.count, of.states.most_kept) == (12, 3)
+    assert of.num_pages == 3 * each // page

@@ -68,6 +68,12 @@ class Shelf:
     def forget(self, key: int) -> None:
         pass
 
+    def drop_states(self) -> None:
+        pass
+
+    def check(self) -> None:
+        assert all(self.pool.held[page] for page in self.pages)
+
 
 class PoolMachine(RuleBasedStateMachine):
     """Any order of operations: contents, tables and free pages are those of the account."""

@@ -48,6 +48,12 @@ class Reclaimer(Protocol):
     def forget(self, key: int) -> None:
         """A sequence gave up its pages."""
 
+    def drop_states(self) -> None:
+        """Give up every state that is kept of layers with one."""
+
+    def check(self) -> None:
+        """Raise AssertionError where what is held is not what the pool says."""
+
 
 class Pages:
     """The bookkeeping of a pool: which pages hold which sequence's entries. No tensors."""
@@ -110,13 +116,13 @@ class Pages:
 
     def try_reserve(self, key: int, length: int) -> bool:
         """``reserve``, or False and no change where the pool is too full."""
-        missing = self._missing(key, length)
-        if not missing and key in self.block_tables:
+        missing, new = self._missing(key, length), self.states is not None and key not in self.states.slots
+        if not missing and key in self.block_tables and not new:
             return True
         short = missing - len(self.free_pages)
         if short > self.num_idle or (self.states is not None and not self.states.has_room(key)):
             return False
-        if self.states is not None and key not in self.states.slots:
+        if self.states is not None and new:
             self.states.take(key)
         if short > 0 and self.reclaimer is not None:
             self.reclaimer.reclaim(short)
@@ -238,6 +244,8 @@ class Pages:
             self.sources.check()
         if self.states is not None:
             self.states.check(list(self.block_tables))
+        if self.reclaimer is not None:
+            self.reclaimer.check()
         idle = sum(1 for held, refs in zip(self.held, self.refs) if held and refs == 1)
         if idle != self.num_idle:
             raise AssertionError(f"{idle} pages are held by the reclaimer alone, but {self.num_idle} were counted")
@@ -294,6 +302,7 @@ class Pool(Pages):
         a page's last owner."""
         if self.reclaimer is not None:
             self.reclaimer.reclaim(self.num_idle)
+            self.reclaimer.drop_states()
         if self.sources is not None:
             self.sources.clear()
         self._zero(list(self.free_pages))

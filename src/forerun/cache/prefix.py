@@ -4,6 +4,11 @@ A new sequence starts on the pages of the longest prefix that an earlier one has
 enter the tree, drafts never do, so rolling back a draft cannot touch it. Pages that no sequence uses stay until the
 pool runs short; then the least recently used go first. What a decoder computes depends on the source that it reads as
 well: each source has a root of its own.
+
+Where layers keep a state (``cache/states.py``), a sequence starts where one was kept, at or before the end of the pages
+that are known, and computes the rest. States are kept behind a prompt's last full page, every ``interval`` tokens of
+it, where it left a known prefix, and where a sequence ended. There is a number of slots for them: the least recently
+used state goes first, whatever happens to pages.
 """
 
 from __future__ import annotations
@@ -16,9 +21,10 @@ from forerun.cache.pool import Pages
 
 
 class _Node:
-    """A full page: the tokens it covers, behind those of its ancestors."""
+    """A page: the tokens it covers, behind those of its ancestors. It is full, unless a sequence with a state ended in
+    it; then nothing is behind it."""
 
-    __slots__ = ("children", "depth", "page", "parent", "run")
+    __slots__ = ("children", "depth", "page", "parent", "run", "states")
 
     def __init__(self, parent: _Node | None, run: tuple[int, ...], page: int) -> None:
         self.parent = parent
@@ -26,6 +32,8 @@ class _Node:
         self.page = page
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.children: dict[tuple[int, ...], _Node] = {}
+        self.states: dict[int, int] = {}
+        """Slots of kept states, by how many of the page's tokens they cover."""
 
 
 class Listener(Protocol):
@@ -52,6 +60,10 @@ class PrefixTree:
         # From the least to the most recently used, descendants before their ancestors.
         self.order: OrderedDict[_Node, None] = OrderedDict()
         self.ends: dict[int, _Node] = {}
+        self.states: OrderedDict[int, tuple[_Node, int]] = OrderedDict()
+        """Where the state in a slot belongs: a page, and how many of its tokens. Least recently used first."""
+        self.matched: dict[int, int] = {}
+        """How many tokens of a sequence were in known pages when it came, where no state was kept so far."""
         self.listener: Listener | None = None
         pool.reclaimer = self
 
@@ -69,69 +81,108 @@ class PrefixTree:
 
         With ``partial`` the prefix may end inside a page: the pool copies that page before it is written.
         """
-        size = self.pages.page_size
-        root = self.roots.get(source)
-        if root is None:
+        node = self._known(tokens, limit, source)
+        if node is None:
             return 0
-        node, length, pages = root, 0, []
-        while length + size <= limit:
+        length = node.depth * self.pages.page_size
+        rest = tokens[length : min(length + self.pages.page_size, limit)]
+        if self.pages.states is not None:
+            return self._resume(key, node, rest, partial=partial)
+        last, longest = self._inside(node, rest) if partial else (None, 0)
+        self._adopt(key, node, last, length + longest)
+        return length + longest
+
+    def find(self, tokens: Sequence[int], limit: int, source: tuple[int, ...] | None = None) -> int:
+        """At how many of ``tokens[:limit]`` under ``source`` a sequence could start in whole known pages."""
+        node = self._known(tokens, limit, source)
+        while node is not None and self.pages.states is not None and len(node.run) not in node.states:
+            node = node.parent
+        return 0 if node is None else node.depth * self.pages.page_size
+
+    def _known(self, tokens: Sequence[int], limit: int, source: tuple[int, ...] | None) -> _Node | None:
+        """The last of the full pages that ``tokens[:limit]`` begin with, or the source's root, if there is one."""
+        size, node, length = self.pages.page_size, self.roots.get(source), 0
+        while node is not None and length + size <= limit:
             child = node.children.get(tuple(tokens[length : length + size]))
             if child is None:
                 break
             node, length = child, length + size
-            pages.append(child.page)
-        if node is not root:
+        return node
+
+    def _adopt(self, key: int, node: _Node, inside: _Node | None, length: int) -> None:
+        """Put ``key`` on the pages up to ``node`` and on a part of the next one."""
+        if node.parent is not None:
             self.ends[key] = node
             self._touch(node)
-        if partial:
-            longest, inside = self._inside(node, tokens[length : min(length + size, limit)])
-            if inside is not None:
-                pages.append(inside.page)
-                length += longest
-                self._touch(inside)
+        if inside is not None:
+            self._touch(inside)
+        pages, last = [], inside or node
+        while last.parent is not None:
+            pages.append(last.page)
+            last = last.parent
         if pages:
-            self.pages.adopt(key, pages, length)
-        return length
+            self.pages.adopt(key, pages[::-1], length)
 
-    def find(self, tokens: Sequence[int], limit: int, source: tuple[int, ...] | None = None) -> int:
-        """How many of ``tokens[:limit]`` under ``source`` stand in known full pages."""
-        size, node, length = self.pages.page_size, self.roots.get(source), 0
-        while node is not None and length + size <= limit:
-            node = node.children.get(tuple(tokens[length : length + size]))
-            length += size if node is not None else 0
+    def _resume(self, key: int, known: _Node, rest: Sequence[int], *, partial: bool) -> int:
+        """``start`` where there are states: at the nearest one before the end of the known pages."""
+        states, size = self.pages.states, self.pages.page_size
+        assert states is not None
+        node, offset = known, 0
+        if partial:
+            inside = [(max(fitting), child) for child in known.children.values() if (fitting := _covered(child, rest))]
+            offset, node = max(inside, key=lambda found: found[0], default=(0, known))
+        while not offset and node.parent is not None:
+            offset = max((offset for offset in node.states if partial or offset == size), default=0)
+            node = node if offset else node.parent
+        length = (node.depth - 1) * size + offset if offset else 0
+        if length < known.depth * size:
+            self.matched[key] = known.depth * size
+        if not offset:
+            return 0
+        slot = node.states[offset]
+        self.states.move_to_end(slot)
+        parent = node.parent
+        assert parent is not None
+        whole = offset == size
+        self._adopt(key, node if whole else parent, None if whole else node, length)
+        states.begin(key, slot, length)
         return length
 
     @staticmethod
-    def _inside(node: _Node, rest: Sequence[int]) -> tuple[int, _Node | None]:
+    def _inside(node: _Node, rest: Sequence[int]) -> tuple[_Node | None, int]:
         """The child that shares the most leading tokens with ``rest``, and how many."""
-        longest, best = 0, None
-        if not rest:
-            return longest, best
-        for run, child in node.children.items():
-            if run[0] == rest[0]:
-                shared = next((i for i, (a, b) in enumerate(zip(run, rest)) if a != b), len(rest))
-                if shared > longest:
-                    longest, best = shared, child
-        return longest, best
+        shared = [(_common(run, rest), child) for run, child in node.children.items() if rest and run[0] == rest[0]]
+        longest, child = max(shared, key=lambda found: found[0], default=(0, None))
+        return child, longest
 
     def commit(self, key: int, tokens: Sequence[int], limit: int, *, source: tuple[int, ...] | None = None) -> None:
-        """Enter the full pages of what ``key`` has cached of ``tokens[:limit]``, its committed ones."""
+        """Enter the full pages of what ``key`` has cached of ``tokens[:limit]``, its committed ones, and the states
+        that were kept of it on the way."""
         size = self.pages.page_size
         length = min(self.pages.length(key), limit)
-        result = self._end(key, length)
-        if ((result.depth if result is not None else 0) + 1) * size > length:
+        node = self._end(key, length)
+        if ((node.depth if node is not None else 0) + 1) * size <= length:
+            node = self._enter(
+                key, node or self.roots.setdefault(source, _Node(None, source or (), -1)), tokens, length
+            )
+        if self.pages.states is None:
             return
-        node = result or self.roots.setdefault(source, _Node(None, source or (), -1))
-        table = self.pages.block_tables[key]
+        for position, slot in self.pages.states.made(key):
+            page = node
+            while page is not None and page.depth * size > position:
+                page = page.parent
+            self._attach(page, size, slot)
+
+    def _enter(self, key: int, node: _Node, tokens: Sequence[int], length: int) -> _Node:
+        """Enter the full pages up to ``length`` behind ``node``; returns the last one's."""
+        size, table = self.pages.page_size, self.pages.block_tables[key]
         fresh = []
         while (node.depth + 1) * size <= length:
             index = node.depth
             run = tuple(tokens[index * size : (index + 1) * size])
             child = node.children.get(run)
             if child is None:
-                child = node.children[run] = _Node(node, run, table[index])
-                self.pages.hold(child.page)
-                self.order[child] = None
+                child = self._add(node, run, table[index])
                 fresh.append(child)
             elif child.page != table[index]:
                 self.pages.replace(key, index, child.page)
@@ -140,6 +191,121 @@ class PrefixTree:
         self._touch(node)
         if fresh and self.listener is not None:
             self.listener.stored(fresh)
+        return node
+
+    def _add(self, parent: _Node, run: tuple[int, ...], page: int) -> _Node:
+        child = _Node(parent, run, page)
+        self.pages.hold(page)
+        self.order[child] = None
+        for other in list(parent.children.values()) if self.pages.states is not None else ():
+            if other.run == run[: len(other.run)]:  # a sequence ended in this page
+                for offset, slot in other.states.items():
+                    child.states[offset] = slot
+                    self.states[slot] = child, offset
+                other.states.clear()
+                self._remove(other)
+        parent.children[run] = child
+        return child
+
+    def _remove(self, node: _Node) -> None:
+        parent = node.parent
+        assert parent is not None
+        for slot in list(node.states.values()):
+            self._lose(slot)
+        del self.order[node]
+        del parent.children[node.run]
+        if parent.parent is None and parent is not self.root and not parent.children:
+            del self.roots[parent.run]
+        self.pages.release(node.page)
+
+    def mark(self, key: int, end: int, total: int) -> None:
+        """Have the states kept that a forward up to entry ``end`` of a prompt of ``total`` tokens passes: those that
+        another sequence is likely to start from. One prompt gets a quarter of the room at most."""
+        if self.pages.states is None or not self.pages.states.most_kept:
+            return
+        begin = self.pages.length(key)
+        for position in self._worth(key, total):
+            if begin < position <= end:
+                slot = self._room()
+                if slot is not None:
+                    self.pages.states.mark(key, position, slot)
+
+    def _worth(self, key: int, total: int) -> list[int]:
+        """Behind which of a prompt's ``total`` tokens a state is kept, ascending."""
+        size, states = self.pages.page_size, self.pages.states
+        assert states is not None
+        interval = max(size, states.interval // size * size)
+        interval *= max(1, -(-4 * total // (interval * states.most_kept)))
+        positions = {self.matched.get(key, 0), (total - 1) // size * size, *range(interval, total, interval)}
+        return sorted(positions - {0})
+
+    def next_start(self, key: int, total: int, computed: int, known: int) -> int:
+        """Up to which of its tokens ``key``, who reads a prompt of ``total`` and has ``computed`` so many, has to come
+        before others can start behind more than ``known`` of them. 0: nothing is to be waited for."""
+        size, states = self.pages.page_size, self.pages.states
+        if states is None:
+            position = (known // size + 1) * size
+            return position if computed < position else 0
+        worth = self._worth(key, total) if states.most_kept else []
+        return next((position for position in worth if position > max(known, computed)), 0)
+
+    def end(self, key: int, tokens: Sequence[int], limit: int, *, source: tuple[int, ...] | None = None) -> None:
+        """``commit`` for a sequence that goes: its state is kept."""
+        self.commit(key, tokens, limit, source=source)
+        states, size, node = self.pages.states, self.pages.page_size, self.ends.get(key)
+        if states is None or node is None or not states.most_kept:
+            return
+        position = states.lengths.get(key, 0)
+        if not size <= position <= min(limit, self.pages.length(key)):
+            return
+        index = (position - 1) // size
+        offset = position - index * size
+        while node.depth > index + 1 and node.parent is not None:
+            node = node.parent
+        if node.depth == index:  # the page is not full
+            run = tuple(tokens[index * size : position])
+            child = next((child for child in node.children.values() if child.run[:offset] == run), None)
+            node = child or self._add(node, run, self.pages.block_tables[key][index])
+        self._touch(node)
+        if offset in node.states:
+            self.states.move_to_end(node.states[offset])
+            return
+        self._make_room()
+        slot = states.leave(key)
+        if slot is not None:
+            self._attach(node, offset, slot)
+
+    def _attach(self, node: _Node | None, offset: int, slot: int) -> None:
+        """The state in ``slot`` is that behind ``offset`` of the page's tokens."""
+        assert self.pages.states is not None
+        if node is None or node.parent is None or offset in node.states:
+            self.pages.states.drop(slot)
+        else:
+            node.states[offset] = slot
+            self.states[slot] = node, offset
+
+    def _room(self) -> int | None:
+        """A slot for a state; None: all are about to be filled."""
+        assert self.pages.states is not None
+        self._make_room()
+        return self.pages.states.keep()
+
+    def _make_room(self) -> None:
+        """If there is none, the least recently used state goes."""
+        states = self.pages.states
+        if states is not None and len(states.kept) >= states.most_kept and self.states:
+            self._lose(next(iter(self.states)))
+
+    def _lose(self, slot: int) -> None:
+        assert self.pages.states is not None
+        node, offset = self.states.pop(slot)
+        del node.states[offset]
+        self.pages.states.drop(slot)
+
+    def drop_states(self) -> None:
+        """Lose every kept state."""
+        for slot in list(self.states):
+            self._lose(slot)
 
     def _end(self, key: int, length: int) -> _Node | None:
         """Where ``key`` got to in the tree; None: to its root, or it has taken entries back since."""
@@ -161,19 +327,34 @@ class PrefixTree:
         unused = (node for node in self.order if self.pages.refs[node.page] == 1)
         gone = [node for node, _ in zip(unused, range(count))]
         for node in gone:
-            parent = node.parent
-            assert parent is not None
-            del self.order[node]
-            del parent.children[node.run]
-            if parent.parent is None and parent is not self.root and not parent.children:
-                del self.roots[parent.run]
-            self.pages.release(node.page)
+            self._remove(node)
         if gone and self.listener is not None:
             self.listener.removed(gone)
 
     def forget(self, key: int) -> None:
         self.ends.pop(key, None)
+        self.matched.pop(key, None)
+
+    def check(self) -> None:
+        """Raise AssertionError unless kept states are where they are said to be."""
+        if any(node.states.get(offset) != slot for slot, (node, offset) in self.states.items()):
+            raise AssertionError("a page does not know of its state")
+        states = self.pages.states
+        marked = {slot for marks in (states.marks if states is not None else {}).values() for slot in marks.values()}
+        if states is not None and states.kept != marked | {*self.states}:
+            raise AssertionError("a kept state belongs to nobody")
 
     def clear(self) -> None:
         """Drop every page that no sequence holds."""
         self.reclaim(len(self.order))
+
+
+def _common(run: Sequence[int], rest: Sequence[int]) -> int:
+    """How many leading tokens both have."""
+    return next((i for i, (ours, theirs) in enumerate(zip(run, rest)) if ours != theirs), min(len(run), len(rest)))
+
+
+def _covered(node: _Node, rest: Sequence[int]) -> list[int]:
+    """Those of a page's states that ``rest`` begins with."""
+    shared = _common(node.run, rest) if node.states else 0
+    return [offset for offset in node.states if offset <= shared]

@@ -18,6 +18,8 @@ import torch
 from forerun.cache.storage import zeros
 from forerun.core.batch import Batch, Span
 
+INTERVAL = 256
+"""Most tokens of a prompt between states that are kept."""
 NONE = -1
 """In place of a node: the checkpoint; in place of a row: there is none."""
 
@@ -79,6 +81,8 @@ class States:
         device: torch.device,
         kept: int = 0,
     ) -> None:
+        self.interval = INTERVAL
+        """Tokens of a prompt behind which a state is kept (``cache/prefix.py``)."""
         self.layers = list(layers)
         self.columns = max(shape.columns for shape in layers if shape is not None)
         self.depth = depth
@@ -96,6 +100,8 @@ class States:
         """Slots of states that stay."""
         self.marks: dict[int, dict[int, int]] = {}
         """Per sequence: behind which of its entries the state will be stored, and in which slot."""
+        self.origins: dict[int, tuple[int, int]] = {}
+        """Per sequence that has none yet: the kept state that it begins with, and how many entries that covers."""
         for made in ("records", "numbers"):
             self.__dict__.pop(made, None)
 
@@ -139,18 +145,24 @@ class States:
         return key in self.slots or len(self.slots) < self.count
 
     def take(self, key: int) -> None:
-        """Give ``key`` a state: that of no tokens at all."""
+        """Give ``key`` a state: that of no tokens at all, or the one that it begins with."""
         self.slots[key] = self.free_slots.pop()
-        self._clear(key)
+        self._clear(key, *self.origins.pop(key, (None, 0)))
 
-    def _clear(self, key: int) -> None:
+    def begin(self, key: int, slot: int, length: int) -> None:
+        """``key``, which comes now, will begin with the state of ``length`` entries that is kept in ``slot``."""
+        self.origins[key] = slot, length
+
+    def _clear(self, key: int, origin: int | None = None, length: int = 0) -> None:
         slot = self.slots[key]
-        self.lengths[key] = 0
+        self.lengths[key] = length
         for records, numbers in zip(self.records, self.numbers):
             if records is not None:
                 records[slot] = 0
             if numbers is not None:
-                numbers[slot] = 0
+                numbers[slot] = 0 if origin is None else numbers[origin]
+        if origin is not None:
+            self._copy_records(origin, slot, range(length - self.columns, length))
 
     def release(self, key: int) -> None:
         """Unknown sequences have none."""
@@ -158,6 +170,7 @@ class States:
         if slot is not None:
             self.free_slots.append(slot)
             del self.lengths[key]
+        self.origins.pop(key, None)
         for marked in self.marks.pop(key, {}).values():
             self.drop(marked)
 
@@ -192,15 +205,6 @@ class States:
         del self.lengths[key]
         self.kept.add(slot)
         return slot
-
-    def restore(self, key: int, slot: int, length: int) -> None:
-        """``key``, new here, begins with the state of ``length`` entries that is kept in ``slot``."""
-        self.take(key)
-        self.lengths[key] = length
-        self._copy_records(slot, self.slots[key], range(length - self.columns, length))
-        for numbers in self.numbers:
-            if numbers is not None:
-                numbers[self.slots[key]] = numbers[slot]
 
     def _copy_records(self, source: int, target: int, entries: Iterable[int]) -> None:
         """Those of entries before the first one are zeros wherever a sequence begins."""

@@ -107,6 +107,7 @@ class AsyncEngine(Answering):
             page_size=pool.page_size,
             caches_prefixes=engine.config.caches_prefixes,
             stats=engine.stats,
+            kept_states=0 if pool.states is None else len(pool.states.kept),
         )
 
     async def _begin(

@@ -77,6 +77,7 @@ class Engine:
             page_size=self.config.page_size,
             slack=self.max_nodes,
             back=self.max_nodes * (2 if "layerskip" in self.router.drafters else 1) + 1,
+            keeps=self.config.caches_prefixes,
         )
         memory = budget(self.config.kv_cache_bytes, self.config.gpu_memory_utilization, model.info.device)
         share([attention.pool, *self.router.pools()], memory, self.config.num_pages, self.config.tensor_parallel_size)
@@ -92,7 +93,7 @@ class Engine:
             draft_rows=self.policy.longest_nodes,
             most_nodes=min((each.depth for each in states), default=None),
             prefill_budget=PrefillBudget(self.config.max_prefill_tokens),
-            tree=PrefixTree(attention.pool) if self.config.caches_prefixes and attention.states is None else None,
+            tree=PrefixTree(attention.pool) if self.config.caches_prefixes else None,
             reusable=self._reusable,
             on_admit=self._admitted,
             on_preempt=self._preempted,
@@ -350,6 +351,10 @@ class Engine:
             metrics.num_cached_tokens = reused
             self.stats.prefix_queries += len(sequence.tokens)
             self.stats.prefix_hits += reused
+            if self.target.attention.states is not None and self.scheduler.tree is not None:
+                known = self.scheduler.tree.matched.get(sequence.id, reused)
+                self.stats.state_hits += reused > 0
+                self.stats.prefix_reread += known - reused
 
     def _preempted(self, sequence: RequestState) -> None:
         for part in beams.parts(sequence):

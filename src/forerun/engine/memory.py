@@ -19,6 +19,10 @@ UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
+KEPT_STATES = 2**30
+"""Bytes for states in the prefix cache where nobody knows how much memory there is."""
+
+
 def parse_bytes(size: int | str, name: str = "kv_cache_memory") -> int:
     """Bytes of a number or a text such as ``2GiB``, ``512 MB`` or ``1.5GiB``. Raises ConfigError."""
     result = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
@@ -76,6 +80,8 @@ def share(pools: Sequence[Pool], budget: int | None, num_pages: int | None, proc
         sources = sum(pool.sources.nbytes for pool in pools if pool.sources is not None)
         states = _share_states(pools, budget, each)
         num_pages = max(0, budget - sources - states) // each if budget is not None else None
+    else:
+        _share_states(pools, None, each)
     if num_pages is not None and num_pages < 1:
         raise ConfigError(
             f"{budget} bytes for KV caches are less than one page of every one of them ({each} bytes): raise "
@@ -87,19 +93,21 @@ def share(pools: Sequence[Pool], budget: int | None, num_pages: int | None, proc
 
 
 def _share_states(pools: Sequence[Pool], budget: int | None, page: int) -> int:
-    """Bytes for what layers keep of as many sequences as there may be, or as are paid for by half of the budget. Raises
-    ConfigError where that is none. Beams that begin while others end may take as much again for a moment."""
+    """Bytes for what layers keep of as many sequences as there may be, or as are paid for by half of the budget, and
+    for states in the prefix cache, of a quarter of it (None: of ``KEPT_STATES``). Raises ConfigError where not even
+    one sequence is paid for. Beams that begin while others end may take as much again for a moment."""
     kept = [pool.states for pool in pools if pool.states is not None]
-    if not kept or budget is None:
+    if not kept:
         return 0
     each = sum(states.bytes_each for states in kept)
-    if budget < each + page:
+    if budget is not None and budget < each + page:
         raise ConfigError(
             f"{budget} bytes for caches are less than a sequence's state and one page of keys and values "
             f"({each + page} bytes): raise kv_cache_memory or gpu_memory_utilization"
         )
-    count = max(1, min(kept[0].count // 2, budget // 2 // each))
+    count, stay = kept[0].count // 2, (KEPT_STATES if budget is None else budget // 4) // each
+    if budget is not None:
+        count = max(1, min(count, budget // 2 // each))
     for states in kept:
-        if 2 * count < states.count:
-            states.resize(2 * count)
-    return count * each
+        states.resize(min(2 * count, states.count), min(stay, states.most_kept))
+    return count * each + sum(states.most_kept * states.bytes_each for states in kept)

@@ -172,6 +172,10 @@ class EngineStats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     """Prompt tokens looked up in, and found in, the prefix cache."""
+    state_hits: int = 0
+    """Requests that began with a kept state, where layers have one."""
+    prefix_reread: int = 0
+    """Prompt tokens in known pages that were read again, because no state was kept so far into them."""
     synthetic: bool = False
     """Drafts are accepted at given rates, whatever their tokens."""
     threads: int = 0
@@ -208,6 +212,8 @@ class Snapshot:
     page_size: int
     caches_prefixes: bool
     stats: EngineStats
+    kept_states: int = 0
+    """Layers' states that are kept for prompts that begin alike."""
 
     @property
     def usage(self) -> float:
@@ -219,12 +225,12 @@ class Snapshot:
         """Several engines of one kind as one."""
         first, *rest = parts
         running, waiting, pages, free = first.running, first.waiting, first.pages, first.free_pages
-        stats = _copy(first.stats)
+        stats, states = _copy(first.stats), first.kept_states
         for part in rest:
             running, waiting = running + part.running, waiting + part.waiting
-            pages, free = pages + part.pages, free + part.free_pages
+            pages, free, states = pages + part.pages, free + part.free_pages, states + part.kept_states
             _add(stats, part.stats)
-        return cls(running, waiting, pages, free, first.page_size, first.caches_prefixes, stats)
+        return cls(running, waiting, pages, free, first.page_size, first.caches_prefixes, stats, states)
 
 
 def _copy(stats: EngineStats) -> EngineStats:

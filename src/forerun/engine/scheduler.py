@@ -173,16 +173,17 @@ class Scheduler:
         """Drop a finished or aborted sequence and free its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
-            self._commit(sequence)
+            self._commit(sequence, ends=True)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
         self._free(sequence)
 
-    def _commit(self, sequence: RequestState) -> None:
-        """Enter what it has computed, all its beams, among the known prefixes."""
+    def _commit(self, sequence: RequestState, *, ends: bool = False) -> None:
+        """Enter what it has computed, all its beams, among the known prefixes; the state of one that ``ends``, too."""
         for part in sequence.parts if self.tree is not None else ():
             assert self.tree is not None
-            self.tree.commit(part.id, part.tokens, len(part.tokens), source=part.source)
+            enter = self.tree.end if ends and sequence.group is None else self.tree.commit
+            enter(part.id, part.tokens, len(part.tokens), source=part.source)
 
     def _free(self, sequence: RequestState) -> None:
         for part in sequence.parts:
@@ -205,6 +206,9 @@ class Scheduler:
         self._decoding, self._prompt_tokens, self._depth = len(decoding), 0, 0.0
         if any(map(_reads, self.running)) or self._has_seats():
             prompts = self._read_prompts(self._allowance(decoding, rows) if decoding else rows)
+            if self.tree is not None:
+                for sequence in prompts:
+                    self.tree.mark(sequence.id, sequence.num_computed_tokens + sequence.scheduled, len(sequence.tokens))
             self._prompt_tokens = sum(sequence.scheduled for sequence in prompts)
             depths = sum(
                 sequence.scheduled * (sequence.num_computed_tokens + sequence.scheduled / 2) for sequence in prompts
@@ -269,10 +273,9 @@ class Scheduler:
         if self.tree is not None:
             # The last token is always fed: its logits are what a new token is drawn from.
             limit = min(self.reusable(sequence), requested - 1)
-            reused = self.tree.start(sequence.id, sequence.tokens, limit, source=sequence.source)
-            if self._being_read(sequence, reused, limit):
-                pool.free(sequence.id)
+            if self._being_read(sequence, limit):
                 return False
+            reused = self.tree.start(sequence.id, sequence.tokens, limit, source=sequence.source)
             if not pool.can_reserve(sequence.id, requested):
                 # Copying a page that is reused in part takes one more page than reading its tokens again.
                 pool.free(sequence.id)
@@ -286,15 +289,16 @@ class Scheduler:
         self.on_admit(sequence, reused)
         return True
 
-    def _being_read(self, sequence: RequestState, reused: int, limit: int) -> bool:
-        """Whether a running sequence is about to compute the next page that this one needs: better wait for it."""
-        end = (reused // self.pool.page_size + 1) * self.pool.page_size
-        return end <= limit and any(
-            other.num_computed_tokens < end
-            and other.source == sequence.source
-            and other.tokens[:end] == sequence.tokens[:end]
-            for other in self.running
-        )
+    def _being_read(self, sequence: RequestState, limit: int) -> bool:
+        """Whether a running sequence is about to compute the next part of what this one begins with: better wait."""
+        tree = self.tree
+        assert tree is not None
+        known = tree.find(sequence.tokens, limit, sequence.source)
+        for other in self.running:
+            end = tree.next_start(other.id, len(other.tokens), other.num_computed_tokens, known)
+            if 0 < end <= limit and other.source == sequence.source and other.tokens[:end] == sequence.tokens[:end]:
+                return True
+        return False
 
     def _draft(self, decoding: list[RequestState], rows: int) -> None:
         """Rows and pages for drafts, where there are enough for whole ones."""
@@ -314,6 +318,7 @@ class Scheduler:
     def preempt(self, sequence: RequestState) -> None:
         """Take a sequence's pages back; it waits in its old rank and is recomputed."""
         self.running.remove(sequence)
+        self._commit(sequence, ends=True)
         self._free(sequence)
         sequence.num_computed_tokens = sequence.scheduled = sequence.draft_budget = 0
         insort(self.waiting, sequence, key=_rank)

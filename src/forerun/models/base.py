@@ -15,7 +15,7 @@ from forerun.attention.sdpa import SdpaAttention
 from forerun.attention.tiled import BLOCK, TiledAttention
 from forerun.cache.pool import KVShape, Pool
 from forerun.cache.sources import Sources
-from forerun.cache.states import States, StateShape
+from forerun.cache.states import INTERVAL, States, StateShape
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ConfigError
 
@@ -134,6 +134,7 @@ def new_attention(
     num_pages: int | None = None,
     slack: int = 0,
     back: int | None = None,
+    keeps: bool = False,
 ) -> Attention:
     """An attention with a pool of its own for ``model``.
 
@@ -142,7 +143,8 @@ def new_attention(
     (default: enough for every sequence at full length). Beside an encoder-decoder's pool, there is room for
     ``max_seqs`` encoded sources of ``max_len`` tokens. Layers' states go ``back`` by so many tokens (default: for a
     draft that is read while the last one is still to be settled, at least ``BACK``), for ``max_seqs`` sequences and as
-    many beams that begin while others end.
+    many beams that begin while others end. Where prefix caching ``keeps`` states, there is room for two of every
+    sequence, and for one every ``INTERVAL`` tokens, or as many as take a state's bytes in the pool.
     """
     info = model.info
     ours = can_attend(info.dtype, info.device, info.kv_shapes)
@@ -157,7 +159,9 @@ def new_attention(
     pool = Pool(info.kv_shapes, num_pages, page_size, info.dtype, info.device)
     if info.state_shapes:
         depth = max(BACK, 2 * slack + 1) if back is None else max(1, back)
-        pool.states = States(info.state_shapes, 2 * max_seqs, depth, info.dtype, info.device)
+        pool.states = states = States(info.state_shapes, 2 * max_seqs, depth, info.dtype, info.device)
+        states.interval = min(INTERVAL, max(1, states.bytes_each * page_size // max(1, pool.page_bytes)))
+        states.resize(states.count, 2 * max_seqs + pool.num_tokens // states.interval if keeps else 0)
     if info.encoder is not None:
         longest = min(info.encoder.max_len, max_len)
         pool.sources = Sources(info.encoder.kv_shapes, max_seqs, longest, info.dtype, info.device)

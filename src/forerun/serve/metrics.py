@@ -79,11 +79,18 @@ class EngineCollector:
         yield self._gauge("threads", "CPU threads of the latest round", stats.threads)
         rate = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
         yield self._gauge("prefix_cache_hit_rate", "prompt tokens found in the prefix cache, of those looked up", rate)
+        yield self._gauge("prefix_cache_states", "states kept for prompts that begin alike", now.kept_states)
         for name, text, value in (
             ("prompt_tokens", "prompt tokens of accepted requests", stats.prompt_tokens),
             ("generation_tokens", "emitted tokens", stats.generated_tokens),
             ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_queries),
             ("prefix_cache_hits", "prompt tokens found in the prefix cache", stats.prefix_hits),
+            ("prefix_cache_state_hits", "requests that began with a kept state", stats.state_hits),
+            (
+                "prefix_cache_reread",
+                "prompt tokens in known pages, read again: no state",
+                stats.prefix_reread,
+            ),
             ("num_preemptions", "times a sequence lost its pages", stats.preemptions),
             ("num_rounds", "target forwards", stats.rounds),
             ("spec_decode_num_drafts", "rounds of a sequence that carried a draft", stats.num_drafts),

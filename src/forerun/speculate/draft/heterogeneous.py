@@ -93,6 +93,7 @@ class CrossVocabularyDraftModel(DraftModel):
         self.starts.pop(sequence.id, None)
 
     def rewind(self, sequence: RequestState) -> None:
+        self.attention.pool.free(sequence.id)  # first: what was read is no prefix of the text any more
         self.release(sequence)
 
     def cached_tokens(self, sequence: RequestState) -> list[int]:

@@ -123,9 +123,9 @@ class DraftModel(Drafter[DraftModelConfig]):
             max_len=self.max_len,
             page_size=page_size,
             slack=config.rows_by_depth()[-1],
+            keeps=context.prefix_caching,
         )
-        keeps = context.prefix_caching and self.attention.states is None
-        self.tree = PrefixTree(self.attention.pool) if keeps else None
+        self.tree = PrefixTree(self.attention.pool) if context.prefix_caching else None
         self.nodes = config.rows_by_depth()
         self.begins: dict[int, int] = {}
         """Per sequence of which it reads the last tokens only: how many it leaves out. Their positions count from 0."""
@@ -277,6 +277,8 @@ class DraftModel(Drafter[DraftModelConfig]):
             requested = [count - 1] if count == lacks else []
             settled = max(length, min(length + count, length + lacks - sequence.tentative))
             spans.append(Span(sequence.id, length, tokens, logits=requested, source=sequence.source, settled=settled))
+            if self.tree is not None and lacks > pool.page_size:  # it reads; a few tokens are what it was not asked for
+                self.tree.mark(sequence.id, settled, length + lacks)
             if count == lacks:
                 ready.append(index)
         return spans, ready
@@ -337,6 +339,9 @@ class DraftModel(Drafter[DraftModelConfig]):
             self.places[sequence.id] = self.places[source.id]
 
     def release(self, sequence: RequestState) -> None:
+        if self.tree is not None and sequence.id in self.attention.pool.block_tables:
+            known = self._read(sequence)
+            self.tree.end(sequence.id, known, len(known) - sequence.tentative, source=self._root(sequence))
         self.attention.pool.free(sequence.id)
         self.begins.pop(sequence.id, None)
         self.places.pop(sequence.id, None)

@@ -92,6 +92,8 @@ class Router:
             self.failures[sequence.id] = f"{type(error).__name__}: {error}"
             sequence.drafter = None
             drafter.release(sequence)
+        for pool in drafter.pools():
+            pool.scrub()  # a state may be half that of another token
 
     def pools(self) -> list[Pool]:
         return [pool for drafter in self.drafters.values() for pool in drafter.pools()]

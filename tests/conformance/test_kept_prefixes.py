@@ -1,0 +1,141 @@
+"""Prefix caching where layers keep a state: every answer has the bits that an engine without a past gives.
+
+Conversations go on, go back and branch off anywhere, on few pages and fewer kept states, with every way to feed them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from forerun import SamplingParams
+from forerun.engine.engine import Engine
+from forerun.engine.jobs import Job
+from forerun.engine.stop import ABORT
+from hybrids import KINDS
+
+LONGEST = 144
+PAGE_SIZE = 8
+BURSTS = 12
+DRAFTS: dict[str, list[dict[str, Any]]] = {
+    "plain": [],
+    "ngram": [{"method": "ngram", "num_speculative_tokens": 4}],
+    "tree": [{"method": "draft_model", "tree": (2, 2, 1)}],
+    "chains": [
+        {"method": "draft_model", "num_speculative_tokens": 3},
+        {"method": "staged", "num_speculative_tokens": 3},
+    ],
+}
+MODELLED = ("draft_model", "staged")
+"""A draft model is one with state, of another kind than the target or of the same."""
+
+
+class Talk:
+    """Random requests, each behind a part of what was said before."""
+
+    def __init__(self, built: Engine, alone: Engine, seed: int, methods: list[str]) -> None:
+        self.built, self.alone = built, alone
+        self.draw = random.Random(seed)
+        self.methods = methods
+        self.texts: list[list[int]] = [[]]
+
+    def prompt(self) -> list[int]:
+        said = self.draw.choice(self.texts[-8:])
+        said = said[: self.draw.choice([len(said), len(said), self.draw.randint(0, len(said))])][: LONGEST - 50]
+        new = self.draw.choice([0, 1, 3, 9, 30]) if said else self.draw.choice([7, 8, 25, 70])
+        return said + [self.draw.randrange(2, self.alone.model.info.vocab_size) for _ in range(new)]
+
+    def options(self) -> SamplingParams:
+        chosen = self.draw.choice([{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.9, "n": 3}])
+        count = self.draw.choice([1, 6, 25, 45])
+        return SamplingParams(**chosen, max_tokens=count, seed=self.draw.randrange(99), ignore_eos=True, logprobs=1)
+
+    def how(self) -> dict[str, Any]:
+        method = self.draw.choice([None, *self.methods])
+        return {"speculate": False} if method is None else {"method": method}
+
+    def burst(self, count: int) -> None:
+        """So many requests at once, some of which are cancelled; then all are compared."""
+        asked = []
+        for prompt, params in [(self.prompt(), self.options()) for _ in range(count)]:
+            cancel = self.draw.randrange(30) if self.draw.random() < 0.2 else None
+            asked.append((prompt, params, cancel, self.built.add(prompt, params, **self.how())))
+        age = 0
+        while self.built.busy:
+            self.built.step()
+            age += 1
+            for _, _, cancel, jobs in asked:
+                for job in jobs if cancel == age else ():
+                    self.built.abort(job)
+        self.built.check()
+        for prompt, params, _, jobs in asked:
+            self.compare(prompt, params, jobs)
+
+    def compare(self, prompt: list[int], params: SamplingParams, jobs: list[Job]) -> None:
+        lone = self.alone.add(prompt, params, speculate=False)
+        while self.alone.busy:
+            self.alone.step()
+        for job, expected in zip(jobs, lone, strict=True):
+            assert job.metrics.draft_error is None
+            count = len(job.output_ids)
+            assert job.output_ids == expected.output_ids[:count]
+            assert job.logprobs == expected.logprobs[: len(job.logprobs)]
+            assert job.finish == expected.finish or job.finish.reason == ABORT
+            self.texts.append(prompt + job.output_ids)
+
+
+def test_where_states_are_kept(engine: Callable[..., Engine], hybrid: Callable[[str], str]) -> None:
+    built = engine(model=hybrid("qwen3_5_text"), page_size=4, max_model_len=LONGEST)
+    states = built.target.attention.states
+    states.interval = 16
+
+    def ask(prompt: list[int], **options: Any) -> Job:
+        (job,) = built.add(prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, **options))
+        while built.busy:
+            built.step()
+        built.check()
+        return job
+
+    text = list(range(2, 41))
+    first = ask(text)
+    assert first.metrics.num_cached_tokens == 0
+    assert ask(text).metrics.num_cached_tokens == 36  # the last full page that leaves a token to read
+    said = text + first.output_ids
+    assert ask([*said, 5]).metrics.num_cached_tokens == len(said) - 1  # the answer's last token was never fed
+    assert ask(text[:22] + [41] * 10).metrics.num_cached_tokens == 16  # an interval's end; 20 are in known pages
+    assert built.stats.prefix_reread == 4
+    assert ask(text[:22] + [42] * 10).metrics.num_cached_tokens == 20  # where one left it
+    assert ask(text, prompt_logprobs=0).metrics.num_cached_tokens == 0
+    assert built.stats.state_hits == 4
+    used = len(states.kept)
+    built.scheduler.tree.reclaim(1)
+    assert len(states.kept) < used  # pages that go take their states with them
+    built.target.attention.pool.scrub()
+    assert not states.kept
+    off = engine(model=hybrid("qwen3_5_text"), page_size=4, max_model_len=LONGEST, prefix_caching=False)
+    assert off.target.attention.states.most_kept == 0
+    assert off.scheduler.tree is None
+
+
+@pytest.mark.parametrize("drafts", DRAFTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_conversations(engine: Callable[..., Engine], hybrid: Callable[[str], str], kind: str, drafts: str) -> None:
+    kinds = list(KINDS)
+    model = hybrid(kinds[(kinds.index(kind) + (drafts == "chains")) % len(kinds)])
+    configs = [{**keys, "model": model} if keys["method"] in MODELLED else keys for keys in DRAFTS[drafts]]
+    alone = engine(model=hybrid(kind), max_num_seqs=1, max_model_len=LONGEST)
+    limits = {"page_size": PAGE_SIZE, "num_pages": 24, "max_num_seqs": 6, "max_prefill_tokens": 11}
+    built = engine(configs or None, model=hybrid(kind), max_model_len=LONGEST, **limits)
+    assert built.identity
+    for pool in built.pools:
+        if pool.states is not None:
+            pool.states.resize(pool.states.count, 6)
+            pool.states.interval = 24
+    talk = Talk(built, alone, seed=len(drafts), methods=[keys["method"] for keys in configs])
+    for _ in range(BURSTS):
+        talk.burst(talk.draw.choice([1, 4, 8]))
+    assert built.stats.prefix_hits > 0.2 * built.stats.prefix_queries
+    assert built.stats.preemptions > 0
