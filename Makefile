@@ -39,7 +39,7 @@ sanitize_threads:  ## the kernels' threads under ThreadSanitizer: 10,000 starts 
 wheels:  ## dist/: a wheel for each platform, with the kernels that ziglang compiles for it; what is in build/kernels stays
 	for platform in $(PLATFORMS); do \
 		PYTHONPATH=src $(RUN) forerun.kernels $$platform build/kernels/$$platform && \
-		FORERUN_WHEEL_PLATFORM=$$platform $(RUN) build --wheel --outdir dist . > /dev/null || exit 1; \
+		FORERUN_WHEEL_PLATFORM=$$platform $(RUN) build --wheel --outdir dist . || exit 1; \
 	done
 	PYTHONPATH=src $(firstword $(RUN)) tests/wheels.py $(foreach p,$(PLATFORMS),dist/forerun-*-$(p).whl)
 

@@ -42,8 +42,8 @@ def wrong(path: Path) -> tuple[list[str], list[str]]:
     if contents and "manylinux" in platform:
         command = [sys.executable, "-m", "auditwheel", "show", str(path)]
         shown = subprocess.run(command, capture_output=True, text=True, check=False)
-        tags = re.findall(r'platform\s+tag: "(\w+)"', " ".join(shown.stdout.split()))
-        if tags[:1] != [platform]:
+        tag = re.search(r'platform tag: "manylinux_2_(\d+)_(\w+)"', " ".join(shown.stdout.split()))
+        if tag is None or int(tag[1]) > 28 or not platform.endswith(tag[2]):
             found.append(f"auditwheel: {' '.join((shown.stdout + shown.stderr).split())}")
     return found, names
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,35 @@ def test_without_a_compiler_of_the_system_the_extras_one_compiles(tmp_path, monk
     result = kernels.library.__wrapped__()
     assert result is not None
     assert Path(result._name).parent == tmp_path / "cache"
+
+
+ANSWERS = """
+import ctypes, sys
+from forerun import LLM, SamplingParams, kernels
+
+if len(sys.argv) > 1:
+    made = ctypes.CDLL(sys.argv[1])
+    kernels._bind(made)
+    kernels.library = lambda: made
+how = SamplingParams(seed=3, temperature=0.9, max_tokens=40, ignore_eos=True, logprobs=5, prompt_logprobs=3)
+for name in ("float32", "bfloat16", "q4_0", "q4_k", "q8_0", "int8_rows"):
+    options = {"quantization" if "_" in name else "dtype": name}
+    for out in LLM(speculative_config={"method": "ngram"}, **options).generate(["def parse(", "import os"], how):
+        print(options, out.outputs[0].token_ids, out.outputs[0].logprobs, out.prompt_logprobs)
+"""
+
+
+@pytest.mark.full
+def test_ziglangs_kernels_give_the_bits_of_the_systems_compiler(tmp_path):
+    """A whole model's log-probabilities, to the last digit."""
+    if not (kernels._zig() and shutil.which("g++")):
+        pytest.skip("one of the two compilers is not here")
+    kernels._compile(kernels._zig(), tmp_path / "kernels.so", patience=None)
+
+    def answers(*library: str) -> str:
+        command = [sys.executable, "-c", ANSWERS, *library]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    ours = answers()
+    assert len(ours.splitlines()) == 12
+    assert answers(str(tmp_path / "kernels.so")) == ours

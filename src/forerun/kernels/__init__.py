@@ -137,10 +137,11 @@ def _compile(
     to: Path,
     machine: Sequence[str] = ("-march=native",),
     patience: float | None = PATIENCE,
+    title: str = ONCE,
 ) -> None:
     """Compile the kernels into the file ``to``, with their seal. Raises OSError or a SubprocessError."""
     around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's, or anyone's
-    with tempfile.TemporaryDirectory(dir=to.parent) as work, watch_parts.get()(ONCE, len(SOURCES) + 1) as advance:
+    with tempfile.TemporaryDirectory(dir=to.parent) as work, watch_parts.get()(title, len(SOURCES) + 1) as advance:
 
         def run(*arguments: str) -> None:
             command = [*compiler, *_flags(), *machine, *arguments]
@@ -198,7 +199,7 @@ def carry(platform: str, folder: Path) -> None:
     target, common = TARGETS.get(platform, ("", None))
     variants = {carried(name, folder): machine for name, (needed, machine) in CARRIABLE.items() if common in needed}
     for other in set(folder.iterdir()) - set(variants):  # of other sources
-        other.unlink()
+        shutil.rmtree(other) if other.is_dir() else other.unlink()
     zig = _zig()
     for path, machine in variants.items():
         if path.is_file() and _whole(path):
@@ -206,7 +207,8 @@ def carry(platform: str, folder: Path) -> None:
         if not zig:
             raise KernelError(f"wheels are compiled by {ZIG}: pip install 'forerun[compiler]'")
         units = (flag.removeprefix("-march=").removeprefix("-m").replace("-", "_") for flag in machine)
-        _compile(zig, path, ("-target", target, f"-mcpu={'+'.join(units)}"), patience=None)
+        flags = ("-target", target, f"-mcpu={'+'.join(units)}")
+        _compile(zig, path, flags, patience=None, title=f"Compiling {path.name} for {platform}")
 
 
 def _carried() -> ctypes.CDLL | None:
