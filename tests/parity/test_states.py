@@ -3,6 +3,7 @@ by what its modules read; however small its weights are."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from forerun.models import sanity
 from forerun.models.base import new_attention
 from forerun.models.hf import HFModel
 from forerun.models.load import load_model
+from hybrids import save_hybrid
 
 SIZES = {
     "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -123,6 +125,31 @@ def test_layers_of_unknown_kinds_are_refused(types):
     config.layer_types = types
     with pytest.raises(ModelError, match=f"has layers of kind {next(kind for kind in types if kind != FULL)!r}"):
         sanity.check_config(config, Path("m/config.json"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("lfm2", {"conv_L_cache": 5}, r"has shape \[32, 1, 3\]; its config asks for \[32, 1, 5\]"),
+        ("lfm2", {"conv_L_cache": 0}, "conv_L_cache is 0, not an integer from 2 to 16"),
+        ("lfm2", {"layer_types": ["conv", FULL, "conv", "mamba"]}, "of kind .*; it runs models of .* and conv"),
+        ("lfm2", {"layer_types": [FULL, FULL, "conv", "conv"]}, r"lacks 6 weights, model\.layers\.0\.self_attn"),
+        ("qwen3_5_text", {"linear_key_head_dim": 16}, r"has shape \[96, 1, 4\]; its config asks for \[128, 1, 4\]"),
+        ("qwen3_5_text", {"linear_num_value_heads": 3}, r"_heads \(3\) is no multiple of .*_heads \(2\)"),
+        ("qwen3_5_text", {"linear_value_head_dim": 2**40}, "is 1099511627776, not an integer from 1 to 1048576"),
+        ("qwen3_5_text", {"layer_types": [LINEAR] * 4}, "no layer with attention"),
+        ("granitemoehybrid", {"mamba_d_state": 16}, r"has shape \[96\]; its config asks for \[128\]"),
+        ("granitemoehybrid", {"mamba_d_conv": 3}, r"has shape \[96, 1, 4\]; its config asks for \[96, 1, 3\]"),
+        ("granitemoehybrid", {"mamba_n_heads": 8}, "do not match the model intermediate_size"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_named_in_one_line(tmp_path, kind, changes, message):
+    save_hybrid(kind, tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    with pytest.raises((ConfigError, ModelError), match=message) as caught:
+        load_model(tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 class Shifted(torch.nn.Module):

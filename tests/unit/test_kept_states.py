@@ -48,6 +48,22 @@ def test_bytes_are_those_of_checkpoints_and_records():
     assert states().bytes_each == 4 * (3 * 4 + (2 + 4) * (6 + 5))
 
 
+@pytest.mark.parametrize(
+    ("state", "layers", "token"),
+    [
+        (StateShape(1024, 2), 10, 6 * 2 * 8 * 64),
+        (StateShape(6144 + 32, 3, (16, 128, 128)), 18, 6 * 2 * 2 * 256),
+        (StateShape(1792 + 48, 3, (48, 128, 32)), 28, 4 * 2 * 4 * 64),
+    ],
+    ids=["LFM2-350M", "Qwen3.5-0.8B", "Granite-4.0-H-350M"],
+)
+def test_eight_drafted_tokens_take_little_memory(state: StateShape, layers: int, token: int):
+    """Of a sequence of 256 tokens, in bfloat16."""
+    plain, drafted = (States([state] * layers, 1, back, torch.bfloat16, torch.device("cpu")) for back in (1, 9))
+    pages = 256 * 2 * token
+    assert drafted.bytes_each + pages <= 1.3 * (plain.bytes_each + pages)
+
+
 def test_a_rollback_moves_a_length_and_keeps_records():
     of = pool()
     feed(of, Span(0, 0, [1] * 9, settled=9))
