@@ -93,6 +93,8 @@ NAMES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2", "hunyuan
 STATEFUL = ("lfm2", "qwen3_5_text", "granitemoehybrid")
 SIDE_BY_SIDE = ("llama", "mixtral", "smollm3", "granite", "ministral3", "granitemoehybrid")
 """Whose rotated pairs the converter puts side by side."""
+NO_MATRICES = ("conv.weight", "conv1d.weight", "norm.weight", "ssm_a", "ssm_d")
+"""Ends of names of what is written with two dimensions, and never in blocks."""
 IDS = torch.randint(3, len(TOKENS), (40,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
@@ -230,7 +232,11 @@ def add_state(writer: gguf.GGUFWriter, config: Any, recurrent: list[bool]) -> No
 
 
 def write(
-    module: PreTrainedModel, path: Path, changes: dict[str, Any] | None = None, experts: Kinds = Kinds.F32
+    module: PreTrainedModel,
+    path: Path,
+    changes: dict[str, Any] | None = None,
+    experts: Kinds = Kinds.F32,
+    matrices: Kinds = Kinds.F32,
 ) -> Path:
     config, kind = module.config, module.config.model_type
     name = NAMES.get(kind, kind)
@@ -294,7 +300,8 @@ def write(
         else:
             add(writer, key, value)
     for to, weight in converted(module):
-        kind = experts if "_exps.weight" in to else Kinds.F32
+        matrix = weight.dim() == 2 and not to.endswith(NO_MATRICES)
+        kind = experts if "_exps.weight" in to else matrices if matrix else Kinds.F32
         raw = gguf.quants.quantize(weight.detach().float().contiguous().numpy(), kind)
         writer.add_tensor(to, raw, raw_dtype=kind)
     return finish(writer, path)
@@ -341,6 +348,31 @@ def test_stacks_of_experts_stay_packed(tmp_path, case):
     assert "MXFP4" in model.info.path
     assert error(expected, logits(model, [IDS])) < 0.03
     assert error(expected, logits(LLM(str(path), quantization="float32").model, [IDS])) < 1e-5
+
+
+@pytest.mark.parametrize("case", where(blocks.can_run(), ["llama", "lfm2", "qwen3_5", "granite-h"]))
+def test_blocks_of_8_bits_in_every_matrix(tmp_path, case):
+    """The weights are those that gguf reads, in float64; that inputs are rounded to 8 bits costs what it costs with the
+    blocks that llama.cpp rounds them to."""
+    module = make(*CASES[case])
+    path = write(module, tmp_path / "model.gguf", matrices=Kinds.Q8_0)
+
+    def rounded(numbers: torch.Tensor) -> torch.Tensor:
+        raw = gguf.quants.quantize(numbers.detach().float().contiguous().numpy(), Kinds.Q8_0)
+        return torch.from_numpy(np.array(gguf.quants.dequantize(raw, Kinds.Q8_0))).to(numbers.dtype)
+
+    for layer in module.modules():
+        if isinstance(layer, torch.nn.Linear | torch.nn.Embedding):
+            layer.weight.data = rounded(layer.weight)
+    module.double()
+    with torch.inference_mode():
+        expected = module(torch.tensor([IDS])).logits[0]
+        assert error(expected, logits(load_model(path, dtype="float32", quantization="float32"), [IDS]).double()) < 1e-5
+        for layer in module.modules():
+            if isinstance(layer, torch.nn.Linear):
+                layer.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))
+        theirs = error(expected, module(torch.tensor([IDS])).logits[0])
+    assert error(expected, logits(load_model(path, dtype="float32"), [IDS]).double()) < 1.25 * theirs
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -178,7 +178,8 @@ def test_a_state_is_stored_behind_an_entry_as_well(name):
         got = layer.feed(rows, Span(0, 0, [1] * 12, settled=settled), threads=2)
         assert layer.states.made(0) == [(5, slot)]
         layer.states.release(1)
-        layer.states.restore(1, slot, 5)
+        layer.states.begin(1, slot, 5)
+        layer.states.take(1)
         assert torch.equal(layer.feed(rows[5:], Span(1, 5, [1] * 7)), got[5:])
 
 

@@ -30,13 +30,24 @@ struct Float16 {
 LANES_INLINE Floats load(const Bfloat16 *at, First lanes) {
   return as_floats(shift_left<16>(load_shorts(&at->bits, lanes)));
 }
-LANES_INLINE void store(Bfloat16 *at, First lanes, Floats v) {
+LANES_INLINE Ints to_bfloat16(Floats v) {
   const Ints odd = bit_and(shift_right<16>(as_ints(v)), broadcast_int(1));  // to the nearest, ties to even
   const Ints top = shift_right<16>(add(add(as_ints(v), odd), broadcast_int(0x7fff)));
-  store_shorts(&at->bits, lanes, select(is_nan(v), broadcast_int(0x7fc0), top));
+  return select(is_nan(v), broadcast_int(0x7fc0), top);
 }
+LANES_INLINE void store(Bfloat16 *at, First lanes, Floats v) { store_shorts(&at->bits, lanes, to_bfloat16(v)); }
 LANES_INLINE Floats load(const Float16 *at, First lanes) { return load_half(&at->bits, lanes); }
 LANES_INLINE void store(Float16 *at, First lanes, Floats v) { store_half(&at->bits, lanes, v); }
+
+// As it is behind a store and a load in T.
+template <class T>
+Floats rounded(Floats v);
+template <>
+LANES_INLINE Floats rounded<float>(Floats v) { return v; }
+template <>
+LANES_INLINE Floats rounded<Bfloat16>(Floats v) { return as_floats(shift_left<16>(to_bfloat16(v))); }
+template <>
+LANES_INLINE Floats rounded<Float16>(Floats v) { return round_half(v); }
 
 // e^x to about one unit in the last place: 2^n times a polynomial in what is left of x.
 LANES_INLINE Floats exponential(Floats x) {

@@ -249,6 +249,10 @@ LANES_INLINE Floats load_half(const uint16_t *at, First lanes) {
   const __m256i v = load_some(at, lanes);
   return {_mm256_cvtph_ps(_mm256_castsi256_si128(v)), _mm256_cvtph_ps(_mm256_extracti128_si256(v, 1))};
 }
+LANES_INLINE Floats round_half(Floats v) {
+  return {_mm256_cvtph_ps(_mm256_cvtps_ph(v.a, _MM_FROUND_TO_NEAREST_INT)),
+          _mm256_cvtph_ps(_mm256_cvtps_ph(v.b, _MM_FROUND_TO_NEAREST_INT))};
+}
 LANES_INLINE void store_half(uint16_t *at, First lanes, Floats v) {
   store_some(at, lanes,
              _mm256_set_m128i(_mm256_cvtps_ph(v.b, _MM_FROUND_TO_NEAREST_INT),

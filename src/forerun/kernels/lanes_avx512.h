@@ -88,6 +88,9 @@ LANES_INLINE void store_shorts(uint16_t *at, First lanes, Ints v) {
 LANES_INLINE Floats load_half(const uint16_t *at, First lanes) {
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(lanes, at));
 }
+LANES_INLINE Floats round_half(Floats v) {
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
 LANES_INLINE void store_half(uint16_t *at, First lanes, Floats v) {
   _mm256_mask_storeu_epi16(at, lanes, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }

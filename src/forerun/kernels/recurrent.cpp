@@ -22,15 +22,6 @@ Floats softplus(Floats v) {
   return max(v, zeros()) + (logarithm(w) - lost / w);
 }
 
-template <class T>
-Floats rounded(Floats v, First lanes) {
-  T kept[16];
-  store(kept, lanes, v);
-  return load(kept, lanes);
-}
-template <>
-Floats rounded<float>(Floats v, First) { return v; }
-
 // A block of a state's columns: row after row, ``step`` numbers apart.
 struct Side {
   float *at;
@@ -209,13 +200,13 @@ class Recurring {
     const T *const gate = inputs + p.rows[node] * stride + m.channels;
     T *const to = out + p.rows[node] * m.inner;
     convolve(node, [&](int64_t i, First lanes, Floats sum) {
-      store(to + i, lanes, rounded<T>(sum, lanes) * load(gate + i, lanes));
+      store(to + i, lanes, rounded<T>(sum) * load(gate + i, lanes));
     });
   }
 
   // What the heads read of a node: the channels behind the convolution, and behind them a gate and a decay of each.
   void prepare(int64_t node, float *to) const {
-    convolve(node, [&](int64_t i, First lanes, Floats sum) { store(to + i, lanes, rounded<T>(silu(sum), lanes)); });
+    convolve(node, [&](int64_t i, First lanes, Floats sum) { store(to + i, lanes, rounded<T>(silu(sum))); });
     const bool delta = m.kind == MIXER_delta;
     const T *const own = tap(node, m.columns) + m.channels;
     float *const gates = to + m.channels, *const decays = gates + m.heads;
