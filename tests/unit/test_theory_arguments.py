@@ -17,6 +17,7 @@ from forerun.theory import (
     lenient_token_distribution,
     operations_increase,
     predicted_speedup,
+    round_traffic,
     walltime_improvement,
 )
 
@@ -41,6 +42,8 @@ half = [0.5, 0.5]
         (lambda: walltime_improvement(0.5, 2, -0.1), "c must be finite and >= 0, got -0.1"),
         (lambda: walltime_improvement(0.5, 2, math.inf), "c must be finite"),
         (lambda: predicted_speedup(0.5, 2, 0.1, 0), "verify_cost must be finite and > 0, got 0"),
+        (lambda: round_traffic(1e9, 2, state=-1.0), "state must be finite and >= 0, got -1"),
+        (lambda: round_traffic(1e9, 0), "sequences must be >= 1"),
         (lambda: operations_increase(0.5, 2, -1), "c_hat must be finite and >= 0"),
         (lambda: best_gamma(0.5, 0.1, max_gamma=-1), "max_gamma must be >= 0"),
         (lambda: alpha_from_tokens(2.0, 0), "gamma must be >= 1"),

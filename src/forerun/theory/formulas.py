@@ -323,6 +323,17 @@ def memory_access_factor(alpha: float, gamma: int) -> float:
     return expected_tokens(alpha, gamma)
 
 
+def round_traffic(weights: float, sequences: int, keys: float = 0.0, state: float = 0.0) -> float:
+    """Bytes that a round moves: the ``weights`` once, and of each of its ``sequences`` the ``keys`` and values of its
+    text, read, and its layers' ``state``, read and written: ``weights + sequences (keys + 2 state)``.
+
+    Drafted tokens add nothing that grows with any of these. So what a draft saves, :func:`memory_access_factor`, holds
+    for states, too, while a batch shares the weights alone.
+    """
+    shared, own, held = _number("weights", weights, 0), _number("keys", keys, 0), _number("state", state, 0)
+    return shared + _count("sequences", sequences, 1) * (own + 2 * held)
+
+
 def best_gamma(alpha: float, c: float, max_gamma: int = 1024) -> int:
     """The draft length with the greatest :func:`walltime_improvement`, in [0, max_gamma]; the shorter of two equals.
 
