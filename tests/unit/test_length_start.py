@@ -32,14 +32,21 @@ def test_a_cold_start_is_not_held_against_drafts(seed: int) -> None:
     assert result.plain_work / result.work > 1.1
 
 
-@pytest.mark.parametrize(("prompt", "length", "least"), [(200, 128, 0.9), (1500, 1000, 0.85)])
-@pytest.mark.parametrize("seed", range(4))
-def test_a_draft_that_needs_the_whole_text_reads_it(prompt: int, length: int, least: float, seed: int) -> None:
+@pytest.mark.parametrize(("prompt", "length", "least"), [(200, 128, 0.93), (1500, 1000, 0.85)])
+def test_a_draft_that_needs_the_whole_text_reads_it(prompt: int, length: int, least: float) -> None:
     """Drafts that began with the last tokens are poor here: nobody stays with them for a long answer."""
-    whole, poor = {"requests": 12, "prompt": prompt, "length": length, "depth": 7, "seed": seed}, {"windowed": 0.5}
-    result = play(Machine(**PAIR), "adaptive", 1, lambda *_: 0.95, **whole, **poor)
-    best = play(Machine(**PAIR), "fixed", 1, lambda *_: 0.95, **whole)
-    assert best.work / result.work > least
+
+    def seconds(policy: str, windowed: float) -> float:
+        runs = [
+            play(
+                Machine(**PAIR), policy, 1, lambda *_: 0.95, requests=12, prompt=prompt, length=length, depth=7,
+                windowed=windowed, seed=seed,
+            )
+            for seed in range(4)
+        ]  # fmt: skip
+        return sum(run.work for run in runs)
+
+    assert seconds("fixed", 1.0) / seconds("adaptive", 0.5) > least
 
 
 def sequence(key: int, scheduled: int = 1) -> RequestState:

@@ -17,12 +17,15 @@ def quartile(times: Collection[float]) -> float:
 
 class Curve:
     """Seconds by a count (of rows, of drafted tokens). At a count that was measured: the lower quartile of the last
-    times there, as what disturbs a measurement makes it longer. Between: a straight line. It never falls.
+    times there, as what disturbs a measurement makes it longer, drawn to a straight line through all counts until it
+    was measured often. Between: a straight line. It never falls.
 
     ``slope`` is how much of the seconds at count 1 a further unit is expected to cost before two counts are known.
     """
 
     WINDOW = 9
+    LINE = 2.0
+    """Measurements that the line through all counts is worth."""
 
     def __init__(self, slope: float) -> None:
         self.slope = slope
@@ -57,14 +60,27 @@ class Curve:
         """Quartiles, where a lower one behind a higher one shares their weighted mean."""
         blocks: list[list[float]] = []  # seconds, weight, counts in the block
         counts = sorted(self.points)
-        for count in counts:
-            blocks.append([quartile(self.points[count]), float(len(self.points[count])), 1.0])
+        times, known = [quartile(self.points[count]) for count in counts], [len(self.points[n]) for n in counts]
+        for seconds, often in zip(self._straightened(counts, times, known), known):
+            blocks.append([seconds, float(often), 1.0])
             while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
                 (high, many, some), (low, few, more) = blocks[-2], blocks[-1]
                 blocks[-2:] = [[(high * many + low * few) / (many + few), many + few, some + more]]
-        seconds = [value for value, _, size in blocks for _ in range(int(size))]
-        self._line = counts, seconds
+        result = [value for value, _, size in blocks for _ in range(int(size))]
+        self._line = counts, result
         return self._line
+
+    def _straightened(self, counts: list[int], times: list[float], known: list[int]) -> list[float]:
+        """``times`` drawn to the line of least squared relative errors; three counts and more have one."""
+        if len(counts) < 3:
+            return times
+        weights = [n / seconds**2 for n, seconds in zip(known, times)]
+        total = sum(weights)
+        centre, level = (sum(w * x for w, x in zip(weights, each)) / total for each in (counts, times))
+        spread = sum(w * (x - centre) ** 2 for w, x in zip(weights, counts))
+        slope = sum(w * (x - centre) * y for w, x, y in zip(weights, counts, times)) / spread
+        line = [level + slope * (x - centre) for x in counts]
+        return [(n * n * y + self.LINE * at) / (n * n + self.LINE) for n, y, at in zip(known, times, line)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +104,8 @@ class Costs:
 
     SURE = 3
     """Plain rounds to be measured before the first draft."""
+    TAKEN = 3
+    """So many times of each count are taken from them."""
     BLOCK = 8
     """So many of the rounds with drafts between two plain ones count: the last ones."""
     AGREE = (0.6, 1.7)
@@ -194,19 +212,27 @@ class Costs:
         if not self.AGREE[0] <= self.slowdown / self._before <= self.AGREE[1]:
             return
         slowdown = (self.slowdown * self._before) ** 0.5
-        for rows, draft, verify, parts in block:
-            self.rows.add(rows, max(verify / slowdown, self.verify(1)))
-            for part in parts if len(parts) == 1 else ():
-                self._learn(part, draft / slowdown)
-
-    def _learn(self, part: Drafted, seconds: float) -> None:
-        key = part.method, part.sequences.bit_length()
-        if part.behind:
-            if key in self.drafts and part.depth:  # else it has read a part of that only
+        # What disturbs one round of a block disturbs its neighbours: of each count, only a few are taken.
+        rows: dict[int, list[float]] = {}
+        drafts: dict[tuple[str, int], dict[int, list[float]]] = {}
+        alone = [(draft / slowdown, parts[0]) for _, draft, _, parts in block if len(parts) == 1]
+        for count, _, verify, _ in block:
+            rows.setdefault(count, []).append(max(verify / slowdown, self.verify(1)))
+        for seconds, part in alone:
+            if not part.behind:
+                key = part.method, part.sequences.bit_length()
+                drafts.setdefault(key, {}).setdefault(max(part.depth, 1), []).append(seconds)
+        for count, times in rows.items():
+            for seconds in sorted(times)[: self.TAKEN]:
+                self.rows.add(count, seconds)
+        for key, depths in drafts.items():
+            for depth, times in depths.items():
+                for seconds in sorted(times)[: self.TAKEN]:
+                    self.drafts.setdefault(key, Curve(0.8)).add(depth, seconds)
+        for seconds, part in alone:
+            if part.behind and part.depth and self.priced(part.method):  # without a depth it has read a part of that
                 excess = seconds - self.draft(part.method, part.sequences, part.depth)
                 self.reading[part.method].append(max(excess, 0.0) / part.behind)
-            return
-        self.drafts.setdefault(key, Curve(0.8)).add(max(part.depth, 1), seconds)
 
     def state(self) -> dict[str, Any]:
         """What was learnt, over the seconds of a plain round of one sequence: for the next engine of the same kind."""
