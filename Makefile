@@ -6,7 +6,7 @@ SANITIZED = tests/unit/test_kernel_arguments.py tests/unit/test_decoder_argument
 	tests/unit/test_sampling_draw.py tests/unit/test_sampling_warp.py tests/unit/test_drafted_chains.py \
 	tests/unit/test_compare.py tests/conformance/test_forward.py tests/conformance/test_rounds.py
 
-.PHONY: setup check quick test size sanitize sanitize_threads wheels bench docs
+.PHONY: setup check quick test size sanitize sanitize_threads emulated wheels bench docs
 
 setup:  ## virtual environment with everything that development needs
 	$(PYTHON) -m venv .venv
@@ -35,6 +35,9 @@ sanitize_threads:  ## the kernels' threads under ThreadSanitizer: 10,000 starts 
 	mkdir -p build
 	g++ -std=c++17 -O1 -g -fsanitize=thread -pthread tests/threads.cpp src/forerun/kernels/threads.cpp -o build/threads
 	TSAN_OPTIONS=halt_on_error=1:die_after_fork=0 build/threads 10000
+
+emulated:  ## tests that call the kernels, with those for ARM, which qemu runs on the tests' own memory
+	FORERUN_EMULATED=neon_dotprod PYTHONPATH=tests $(RUN) pytest -p emulated -p no:cacheprovider -n 0 --timeout 0 $(SANITIZED)
 
 wheels:  ## dist/: a wheel for each platform, with the kernels that ziglang compiles for it; what is in build/kernels stays
 	for platform in $(PLATFORMS); do \

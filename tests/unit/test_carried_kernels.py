@@ -44,11 +44,34 @@ AVX512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
         (AVX512, "avx512"),
         (AVX512 | {"avx512_vnni", "avx_vnni"}, "avx512_vnni"),
         (AVX512 | {"avx512_vnni", "avx512_bf16"}, "avx512_vnni_bf16"),
+        ({"asimd"}, "neon"),
+        ({"asimd", "asimddp"}, "neon_dotprod"),
     ],
 )
 def test_the_best_that_the_processor_has_is_loaded(carried, monkeypatch, units, expected):
     monkeypatch.setattr(kernels, "_units", lambda: frozenset(units))
     assert chosen() == expected
+
+
+@pytest.mark.parametrize(("word", "expected"), [(0b10, {"asimd"}), (1 << 20 | 0b10, {"asimd", "asimddp"}), (0, set())])
+@pytest.mark.parametrize("system", ["linux", "darwin"])
+def test_on_arm_the_system_says_what_the_processor_has(monkeypatch, system, word, expected):
+    class System:
+        def __init__(self, path):
+            assert path is None
+
+        def sysctlbyname(self, name, value, size, new, length):
+            if name == b"hw.optional.arm.FEAT_DotProd" and "asimddp" not in expected:
+                return -1  # as older systems do, which do not know it
+            units = {b"hw.optional.neon": "asimd", b"hw.optional.arm.FEAT_DotProd": "asimddp"}
+            value._obj.value = units[name] in expected
+            return 0
+
+    System.getauxval = staticmethod(lambda which: {16: word}[which])
+    monkeypatch.setattr(kernels, "ON_ARM", True)
+    monkeypatch.setattr(kernels.sys, "platform", system)
+    monkeypatch.setattr(kernels.ctypes, "CDLL", System)
+    assert kernels._units() == expected
 
 
 def test_nothing_is_compiled_where_they_are_carried(carried, monkeypatch):

@@ -1,8 +1,8 @@
-"""Kernels in C++ for x86-64 processors with AVX2 and FMA or with AVX-512, compiled once per processor and kept in the
-user's cache folder.
+"""Kernels in C++ for x86-64 processors with AVX2 and FMA or with AVX-512, and for ARM64, compiled once per processor
+and kept in the user's cache folder.
 
-A wheel for Linux (``make wheels``) carries them compiled, for AVX2 and up; then nothing is compiled. Elsewhere, with
-neither that nor a compiler, without such a processor or a place to keep the result, or where the environment variable
+A wheel for Linux or macOS (``make wheels``) carries them compiled; then nothing is compiled. Elsewhere, with neither
+that nor a compiler, without such a processor or a place to keep the result, or where the environment variable
 ``FORERUN_KERNELS`` is 0, ``library`` is None and callers use torch. With ``FORERUN_TILES`` 0 they leave a matrix unit
 alone.
 """
@@ -40,11 +40,15 @@ HEADERS = tuple(sorted(HERE.glob("*.h")))
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread")
 SANITIZE = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 """Added if ``FORERUN_SANITIZE`` is 1; ``make sanitize`` runs tests under it."""
-NEEDED = frozenset(("avx2", "fma", "f16c"))
+ON_ARM = platform.machine() in ("aarch64", "arm64")
+_AVX2, _NEON = frozenset(("avx2", "fma", "f16c")), frozenset(("asimd",))
+NEEDED = _NEON if ON_ARM else _AVX2
 """Of a processor, as ``/proc/cpuinfo`` has them."""
+SYSTEMS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
+"""Those that the kernels are written for, and their processors."""
 CARRIED = HERE / "carried"
 """Where a platform wheel has them, a file for each of ``CARRIABLE``."""
-_AVX512 = NEEDED | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 CARRIABLE: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512_amx": (
         _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"},
@@ -55,14 +59,20 @@ CARRIABLE: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     ),
     "avx512_vnni": (_AVX512 | {"avx512_vnni"}, ("-march=x86-64-v4", "-mavx512vnni")),
     "avx512": (_AVX512, ("-march=x86-64-v4",)),
-    "avx_vnni": (NEEDED | {"avx_vnni"}, ("-march=x86-64-v3", "-mavxvnni")),
-    "avx2": (NEEDED, ("-march=x86-64-v3",)),
+    "avx_vnni": (_AVX2 | {"avx_vnni"}, ("-march=x86-64-v3", "-mavxvnni")),
+    "avx2": (_AVX2, ("-march=x86-64-v3",)),
+    "neon_dotprod": (_NEON | {"asimddp"}, ("-mcpu=generic+dotprod",)),
+    "neon": (_NEON, ("-mcpu=generic",)),
 }  # fmt: skip
 """What a processor must have for each, as ``/proc/cpuinfo`` has it, and how it is compiled; the best first."""
 COMPILERS = ("c++", "g++", "clang++")
 ZIG = "ziglang"
 """A module that compiles C++, for every system from each: the extra ``forerun[compiler]``."""
-TARGETS = {"manylinux_2_28_x86_64": ("x86_64-linux-gnu.2.28", "avx2")}
+TARGETS = {
+    "manylinux_2_28_x86_64": ("x86_64-linux-gnu.2.28", "avx2"),
+    "manylinux_2_28_aarch64": ("aarch64-linux-gnu.2.28", "asimd"),
+    "macosx_11_0_arm64": ("aarch64-macos.11.0", "asimd"),
+}
 """By platform tag, for wheels that carry kernels: what ``ZIG`` compiles for, and the unit that its variants share."""
 SEAL = hashlib.sha256().digest_size
 """Bytes at a library's end, behind all that a loader reads: the hash of what is before them, so that one that is cut
@@ -117,7 +127,8 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    about = {line for line in lines if line.startswith(("model name", "flags", "cpu family", "model\t"))}
+    names = ("model name", "flags", "cpu family", "model\t", "Features", "CPU ")
+    about = {line for line in lines if line.startswith(names)}
     return "\n".join([platform.platform(), *sorted(about)])
 
 
@@ -135,7 +146,7 @@ def compiler() -> tuple[str, ...]:
 def _compile(
     compiler: Sequence[str],
     to: Path,
-    machine: Sequence[str] = ("-march=native",),
+    machine: Sequence[str] = ("-mcpu=native" if ON_ARM else "-march=native",),
     patience: float | None = PATIENCE,
     title: str = ONCE,
 ) -> None:
@@ -164,8 +175,24 @@ def _whole(path: Path) -> bool:
     return hashlib.sha256(content[:-SEAL]).digest() == content[-SEAL:]
 
 
+_ARM_UNITS = {"asimd": (1, b"hw.optional.neon"), "asimddp": (20, b"hw.optional.arm.FEAT_DotProd")}
+"""Which bit Linux has for them, and how macOS calls them."""
+
+
+def _has_on_arm(unit: str) -> bool:
+    system, (bit, name) = ctypes.CDLL(None), _ARM_UNITS[unit]
+    if sys.platform == "darwin":
+        value, size = _I(), ctypes.c_size_t(ctypes.sizeof(_I))
+        at = ctypes.byref(value), ctypes.byref(size)
+        return system.sysctlbyname(name, *at, None, ctypes.c_size_t(0)) == 0 and value.value == 1
+    system.getauxval.argtypes, system.getauxval.restype = (ctypes.c_ulong,), ctypes.c_ulong
+    return bool(system.getauxval(16) >> bit & 1)  # AT_HWCAP
+
+
 def _units() -> frozenset[str]:
-    """What the processor has, as ``/proc/cpuinfo`` has it; empty where there is no such file."""
+    """What the processor has, as ``/proc/cpuinfo`` has it; empty where that is not told."""
+    if ON_ARM and sys.platform in ("linux", "darwin"):
+        return frozenset(filter(_has_on_arm, _ARM_UNITS))
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -206,9 +233,14 @@ def carry(platform: str, folder: Path) -> None:
             continue
         if not zig:
             raise KernelError(f"wheels are compiled by {ZIG}: pip install 'forerun[compiler]'")
-        units = (flag.removeprefix("-march=").removeprefix("-m").replace("-", "_") for flag in machine)
-        flags = ("-target", target, f"-mcpu={'+'.join(units)}")
+        flags = ("-target", target, for_zig(machine))
         _compile(zig, path, flags, patience=None, title=f"Compiling {path.name} for {platform}")
+
+
+def for_zig(machine: Sequence[str]) -> str:
+    """What other compilers are told about a processor, as ``ZIG`` wants it."""
+    units = (flag.removeprefix("-march=").removeprefix("-mcpu=").removeprefix("-m") for flag in machine)
+    return f"-mcpu={'+'.join(units).replace('-', '_')}"
 
 
 def _carried() -> ctypes.CDLL | None:
@@ -232,7 +264,7 @@ def _carried() -> ctypes.CDLL | None:
 
 def _serves() -> bool:
     """Whether this system and processor have what the kernels are written in."""
-    return sys.platform == "linux" and platform.machine() == "x86_64" and _units() >= NEEDED
+    return (sys.platform, platform.machine()) in SYSTEMS and _units() >= NEEDED
 
 
 def _switched_on(name: str = "FORERUN_KERNELS", without: str = "kernels of our own") -> bool:
@@ -274,7 +306,8 @@ def library() -> ctypes.CDLL | None:
         return None
     if not _serves():
         log.warning(
-            "torch runs the models: our kernels need Linux and x86-64 with AVX2, FMA and F16C; this is %s on %s",
+            "torch runs the models: our kernels need Linux on x86-64 with AVX2, FMA and F16C, Linux on ARM64, or macOS "
+            "on ARM64; this is %s on %s",
             platform.system(),
             platform.machine(),
         )

@@ -108,9 +108,9 @@ struct Block {
     constexpr int LINE = 64 / sizeof(T);
     if constexpr (WIDTH > 0) {
 #pragma GCC unroll 16
-      for (int i = 0; i < WIDTH; i += LINE) _mm_prefetch(reinterpret_cast<const char *>(at + i), _MM_HINT_T0);
+      for (int i = 0; i < WIDTH; i += LINE) __builtin_prefetch(at + i);
     } else {
-      for (int64_t i = 0; i < width; i += LINE) _mm_prefetch(reinterpret_cast<const char *>(at + i), _MM_HINT_T0);
+      for (int64_t i = 0; i < width; i += LINE) __builtin_prefetch(at + i);
     }
   }
 

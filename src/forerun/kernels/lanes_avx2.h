@@ -299,11 +299,13 @@ LANES_INLINE Floats whole(const Floats *four) {
 
 #if defined(__AVXVNNI__)
 #define HAS_BYTE_PRODUCTS 1
+constexpr bool BYTES_ARE_SIGNED = false;
 LANES_INLINE Ints add_byte_products(Ints sum, Ints x, Ints w) {
   return {_mm256_dpbusd_avx_epi32(sum.a, x.a, w.a), _mm256_dpbusd_avx_epi32(sum.b, x.b, w.b)};
 }
 #elif defined(TILES_WRITTEN_OUT)  // and so are these, in which tests run what uses them anywhere
 #define HAS_BYTE_PRODUCTS 1
+constexpr bool BYTES_ARE_SIGNED = false;
 LANES_INLINE __m256i add_byte_products(__m256i sum, __m256i x, __m256i w) {
   const __m256i even = _mm256_madd_epi16(_mm256_and_si256(x, _mm256_set1_epi16(0xff)),
                                          _mm256_srai_epi16(_mm256_slli_epi16(w, 8), 8));

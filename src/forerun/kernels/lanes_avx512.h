@@ -122,6 +122,7 @@ LANES_INLINE Floats whole(const Floats *four) {
 
 #if defined(__AVX512VNNI__)
 #define HAS_BYTE_PRODUCTS 1
+constexpr bool BYTES_ARE_SIGNED = false;
 LANES_INLINE Ints add_byte_products(Ints sum, Ints x, Ints w) { return _mm512_dpbusd_epi32(sum, x, w); }
 #endif
 LANES_INLINE Ints in_register(Ints v) {  // or GCC reads it anew for every use

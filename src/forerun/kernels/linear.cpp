@@ -104,7 +104,7 @@ struct Int8 {
   using Weights = Ints;
   static constexpr Kind KIND = KIND_int8;
   static constexpr int64_t STEP = 4, TOGETHER = NARROW ? 6 : 8, WHOLE = NARROW ? 3 : 8;
-  static constexpr int32_t ZERO = 128;  // the byte that stands for 0: one factor of the product has no sign
+  static constexpr int32_t ZERO = BYTES_ARE_SIGNED ? 0 : 128;  // the byte that stands for 0
   static Sum zero() { return zero_ints(); }
   static Weights get(const char *w) { return in_register(load_ints(w)); }
   static void add(Sum &sum, const Weights &w, const char *x) {

@@ -58,10 +58,12 @@ struct Rows {
 #if defined(HAS_BYTE_PRODUCTS)
 template <int MOST>
 struct Sum {
-  static constexpr bool SIGNED = false;  // whether weights' levels lose their zero here
+  static constexpr bool SIGNED = BYTES_ARE_SIGNED && MOST > 127;  // whether weights' levels lose their zero here
   Ints v;
   void begin(int32_t start) { v = broadcast_int(start); }
-  void add(Ints w, Ints x) { v = add_byte_products(v, w, x); }
+  void add(Ints w, Ints x) {
+    v = add_byte_products(v, SIGNED ? bit_xor(w, broadcast_int(static_cast<int32_t>(0x80808080))) : w, x);
+  }
   Ints end() const { return v; }
   static Ints scale(Ints whole) { return whole; }
   Ints scaled(Ints scale) const { return multiply(v, scale); }

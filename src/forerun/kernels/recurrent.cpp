@@ -57,7 +57,7 @@ struct Step {
 
   void ask(const float *row) const {
     if (!ahead) return;
-    for (int64_t line = 0; line < ACROSS; line += 16) _mm_prefetch(reinterpret_cast<const char *>(row + ahead + line), _MM_HINT_T0);
+    for (int64_t line = 0; line < ACROSS; line += 16) __builtin_prefetch(row + ahead + line);
   }
 };
 

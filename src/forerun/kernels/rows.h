@@ -1,7 +1,5 @@
 // Where layers keep rows that they have brought into another form, and how they ask for weights ahead of their use.
 #pragma once
-#include <immintrin.h>
-
 #include <cstdint>
 #include <vector>
 
@@ -43,8 +41,8 @@ struct Prefetcher {
       : at(used + (how == FAR ? distance : near)), step(how == NOTHING ? 0 : step), far(how == FAR) {}
   void line(int64_t offset) const {
     if (far)
-      _mm_prefetch(at + offset, _MM_HINT_T1);
+      __builtin_prefetch(at + offset, 0, 2);
     else
-      _mm_prefetch(at + offset, _MM_HINT_T0);
+      __builtin_prefetch(at + offset);
   }
 };

@@ -170,8 +170,9 @@ class Workers {
     if (started.load() >= count) return count;
     const std::lock_guard<std::mutex> lock(starting);
 #ifndef _WIN32
-    sigset_t all, before;  // signals are for the threads of the process, not for ours
+    sigset_t all, before;  // signals are for the threads of the process, not for ours, but for those of a thread's own faults
     sigfillset(&all);
+    for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, fault);
     pthread_sigmask(SIG_SETMASK, &all, &before);
 #endif
     int there = started.load();

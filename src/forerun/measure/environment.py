@@ -24,7 +24,7 @@ from forerun.models.tokenizer import load_tokenizer
 
 UNITS = {
     "avx2": "AVX2", "avx512f": "AVX-512", "avx_vnni": "AVX-VNNI", "avx512_vnni": "VNNI", "avx512_bf16": "BF16",
-    "amx_tile": "AMX",
+    "amx_tile": "AMX", "asimd": "NEON", "asimddp": "DotProd",
 }  # fmt: skip
 """What arithmetic is made of, by the flags in /proc/cpuinfo."""
 KERNEL = Path("/proc/sys/kernel")
@@ -37,7 +37,7 @@ def processor() -> str:
     except OSError:
         return platform.processor() or platform.machine()
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines) if value}
-    flags = facts.get("flags", "").split()
+    flags = (facts.get("flags") or facts.get("Features", "")).split()
     units = ", ".join(name for flag, name in UNITS.items() if flag in flags)
     return facts.get("model name", platform.machine()) + (f" ({units})" if units else "")
 

@@ -133,7 +133,7 @@ class EncoderDecoder:
         if invariant and not self.invariant:
             raise ConfigError(
                 "an encoder-decoder's logits are bit-equal only where our kernels compute all of its layers (a CPU "
-                "with AVX2 and a C++ compiler): leave invariant out"
+                "with AVX2 or ARM64, and a C++ compiler): leave invariant out"
             )
 
     def _exact(self) -> bool:

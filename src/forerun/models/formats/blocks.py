@@ -80,5 +80,6 @@ def make(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Blocked:
 
 
 FORMATS = tuple(
-    Format(name, can, "kernels of ours (AVX2 and a C++ compiler)", partial(make, name=name)) for name in BLOCKS
+    Format(name, can, "kernels of ours (AVX2 or ARM64, and a C++ compiler)", partial(make, name=name))
+    for name in BLOCKS
 )

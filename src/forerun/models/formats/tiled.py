@@ -116,7 +116,7 @@ def works(make: Try, dtype: torch.dtype = torch.float32) -> bool:
 FORMAT = Format(
     "streamed",
     lambda dtype, device: device.type == "cpu" and can_tile(dtype),
-    "a CPU on which this torch compiles kernels (AVX2 and a C++ compiler)",
+    "a CPU on which this torch compiles kernels (AVX2 or ARM64, and a C++ compiler)",
     TiledLinear,
     lambda weight: weight.shape[1] * weight.dtype.itemsize % GROUP_BYTES == 0,
 )

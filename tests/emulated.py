@@ -1,0 +1,131 @@
+"""Kernels for ARM, run by qemu on this process's own memory; ``make emulated`` runs tests of the kernels with them."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forerun import kernels
+
+QEMU = "qemu-aarch64-static"
+LIBRARIES = Path("/usr/aarch64-linux-gnu")
+"""Where Debian has ARM's C library."""
+PROCESSORS = {"neon": "cortex-a72", "neon_dotprod": "neoverse-n1"}
+"""What qemu is told to be for each form of the kernels, the least that has what it needs."""
+LACKING = "needs Linux on x86-64 with qemu-user-static, libc6-arm64-cross and ziglang"
+MASK = (1 << 64) - 1
+
+
+def can_emulate() -> bool:
+    return bool(shutil.which(QEMU) and LIBRARIES.is_dir() and kernels._zig()) and kernels.library() is not None
+
+
+def _address(argument: Any) -> int:
+    if argument is None or isinstance(argument, int):
+        return (argument or 0) & MASK
+    if isinstance(argument, ctypes.c_void_p):
+        return argument.value or 0
+    return ctypes.addressof(getattr(argument, "_obj", argument))  # also what ``byref`` makes
+
+
+class Emulated:
+    """A library of kernels as ``ctypes.CDLL`` has it, for what ``kernels._bind`` and callers do with one."""
+
+    def __init__(self, library: Path, runner: Path, processor: str) -> None:
+        self._name = str(library)
+        memory = os.open("/proc/self/mem", os.O_RDWR)
+        command = [QEMU, "-L", str(LIBRARIES), "-cpu", processor, str(runner), str(library), str(memory)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory])
+        os.close(memory)
+        self.turn = threading.Lock()
+        kernels._bind(self)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Function:
+        if not name.startswith("forerun_"):
+            raise AttributeError(name)
+        result = Function(partial(self._call, name))
+        setattr(self, name, result)
+        return result
+
+    def _call(self, name: str, text: bool, numbers: list[int], floats: list[float]) -> Any:
+        numbers, floats = numbers + [0] * (16 - len(numbers)), floats + [0.0] * (4 - len(floats))
+        pipe, answer = self.process.stdin, self.process.stdout
+        assert pipe is not None
+        assert answer is not None
+        with self.turn:
+            pipe.write(struct.pack("64sq16Q4f", name.encode(), text, *numbers, *floats))
+            pipe.flush()
+            head = answer.read(16)
+            if len(head) < 16:
+                pytest.fail(f"the emulated {name} ended with {self.process.wait()}")
+            result, length = struct.unpack("qq", head)
+            return answer.read(length) if text else result
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+class Function:
+    """One of its functions."""
+
+    argtypes: tuple[type, ...] = ()
+    restype: Any = ctypes.c_int
+
+    def __init__(self, call: Callable[[bool, list[int], list[float]], Any]) -> None:
+        self.call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        kinds = self.argtypes or (ctypes.c_int64,) * len(arguments)
+        pairs = list(zip(arguments, kinds, strict=True))
+        numbers = [_address(argument) for argument, kind in pairs if kind is not ctypes.c_float]
+        floats = [float(argument) for argument, kind in pairs if kind is ctypes.c_float]
+        result = self.call(self.restype is ctypes.c_char_p, numbers, floats)
+        return result if isinstance(self.restype, type) else self.restype(result)
+
+
+def build(name: str, platform: str, folder: Path) -> Path:
+    """The kernels as a platform's wheel carries them under a name of ``kernels.CARRIABLE``, but compiled sooner."""
+    library, target = folder / f"{name}.so", kernels.TARGETS[platform][0]
+    machine = ("-target", target, kernels.for_zig(kernels.CARRIABLE[name][1]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "FLAGS", ("-O1", *kernels.FLAGS[1:]))
+        kernels._compile(kernels._zig(), library, machine, patience=None)
+    return library
+
+
+def command(processor: str, program: Path, *arguments: object) -> list[str]:
+    return [QEMU, "-L", str(LIBRARIES), "-cpu", processor, str(program), *map(str, arguments)]
+
+
+def compile_program(language: str, to: Path, *sources: Path) -> None:
+    """For ARM; ``language`` is ``cc`` or ``c++``."""
+    zig = [sys.executable, "-m", kernels.ZIG, language, "-target", "aarch64-linux-gnu", "-O1", "-pthread"]
+    subprocess.run([*zig, *map(str, sources), "-o", str(to), "-ldl"], check=True, capture_output=True)
+
+
+def emulate(name: str, folder: Path) -> Emulated:
+    library, runner = build(name, "manylinux_2_28_aarch64", folder), folder / "emulated"
+    compile_program("cc", runner, Path(__file__).with_suffix(".c"))
+    return Emulated(library, runner, PROCESSORS[name])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """As a plugin, ``-p emulated``: every test's kernels are those of FORERUN_EMULATED."""
+    name = os.environ["FORERUN_EMULATED"]
+    folder = Path(config.rootpath) / "build" / "emulated"
+    folder.mkdir(parents=True, exist_ok=True)
+    if not can_emulate():
+        raise pytest.UsageError(LACKING)
+    result = emulate(name, folder)
+    kernels.library = lambda: result  # type: ignore[assignment, return-value]

@@ -1,0 +1,165 @@
+"""The kernels for ARM, under an emulator, give the bits of those for x86-64 by the same compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import emulated
+from forerun import kernels
+from forerun.core.batch import Batch, Span
+from forerun.kernels import structs
+from forerun.models.base import new_attention
+from forerun.models.formats.blocks import Blocked
+from forerun.models.formats.int8 import TiledInt8
+from forerun.models.formats.tiled import TiledLinear
+from forerun.models.load import load_model
+from forerun.sampling import compiled
+from forerun.sampling.params import SamplingParams
+from gguf_files import weights
+from here import where
+
+ROWS, OUTPUTS, INPUTS, WORDS = 33, 50, 768, 1003
+KINDS = ("float32", "bfloat16", "float16", "int8", *structs.QUANTS)
+FORMS = where(emulated.can_emulate(), emulated.PROCESSORS, emulated.LACKING)
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(3600),
+    pytest.mark.parametrize("form", FORMS, scope="module"),
+]
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> ctypes.CDLL:
+    result = ctypes.CDLL(str(emulated.build("avx2", "manylinux_2_28_x86_64", tmp_path_factory.mktemp("x86"))))
+    kernels._bind(result)
+    return result
+
+
+@pytest.fixture(scope="module")
+def arm(form, tmp_path_factory) -> Iterator[emulated.Emulated]:
+    result = emulated.emulate(form, tmp_path_factory.mktemp(form))
+    yield result
+    result.close()
+
+
+@pytest.fixture
+def both(plain, arm, monkeypatch) -> Callable[[Callable[[], Any]], tuple[Any, Any]]:
+    """What a function gives with the kernels for x86-64, and with those for ARM."""
+
+    def run(make: Callable[[], Any]) -> tuple[Any, Any]:
+        results = []
+        for library in (plain, arm):
+            monkeypatch.setattr(kernels, "library", lambda library=library: library)
+            torch.manual_seed(0)
+            results.append(make())
+        return results[0], results[1]
+
+    return run
+
+
+def same(expected: Any, got: Any) -> None:
+    """Every bit but a NaN's, which has another sign."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def layer(kind: str) -> Any:
+    if kind in structs.QUANTS:
+        return Blocked(weights("iq3_s" if kind == "codes" else kind, OUTPUTS, INPUTS), torch.randn(OUTPUTS))
+    weight, bias = torch.randn(OUTPUTS, INPUTS), torch.randn(OUTPUTS)
+    if kind == "int8":
+        return TiledInt8(weight, bias, kind)
+    dtype = getattr(torch, kind)
+    return TiledLinear(weight.to(dtype), bias.to(dtype))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_for_every_number_of_rows(both, kind):
+    own = getattr(torch, kind, None)
+    for dtype in [own] if isinstance(own, torch.dtype) and own.is_floating_point else [torch.float32, torch.bfloat16]:
+        x, parts = torch.randn(ROWS, INPUTS).mul(3).to(dtype), []
+        x[1], x[7, 5], x[9, 700], x[11] = 0, torch.nan, torch.inf, 1e-35
+
+        def run(dtype=dtype, x=x, parts=parts) -> list[torch.Tensor]:
+            made, ids = layer(kind), torch.tensor([0, 17, OUTPUTS - 1])
+            parts.append([made(x[:rows]) for rows in range(1, ROWS + 1)])
+            rows = [] if kind == "int8" else [made.rows(ids, dtype)]
+            return [made(x), made(x, torch.ones(ROWS, OUTPUTS, dtype=dtype)), *rows]
+
+        expected, got = both(run)
+        same(expected, got)
+        for rows, part in enumerate(parts[1], 1):
+            same(expected[0][:rows], part)
+
+
+@pytest.mark.parametrize("threads", [2, 5])
+def test_threads_change_no_bit(both, threads):
+    def run(count: int) -> list[torch.Tensor]:
+        made, x = layer("q4_0"), torch.randn(ROWS, INPUTS)
+        with kernels.on_threads(count):
+            result = [made(x) for _ in range(10)]
+        kernels.library().rest()
+        return result
+
+    expected, _ = both(lambda: run(1))
+    same(expected, both(lambda: run(threads))[1])
+
+
+def test_thousands_of_starts_and_forks(form, tmp_path):
+    program, tests = tmp_path / "threads", Path(emulated.__file__).parent
+    emulated.compile_program("c++", program, tests / "threads.cpp", kernels.HERE / "threads.cpp")
+    subprocess.run(emulated.command(emulated.PROCESSORS[form], program, 2000), check=True, timeout=600)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8_rows", "q4_k"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_whole_model(both, dtype, quantization):
+    ids = [(31 * index + 7) % 1000 for index in range(40)]
+
+    def run(cuts: list[int]) -> torch.Tensor:
+        model = load_model("forerun:target", dtype=dtype, invariant=True, quantization=quantization)
+        assert model.fused is not None
+        attention, result = new_attention(model, max_seqs=1, max_len=64), []
+        for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+            span = Span(0, start, ids[start:end], logits=list(range(end - start)))
+            result.append(model.forward(Batch([span]), attention).logits)
+        return torch.cat(result)
+
+    expected, got = both(lambda: run([]))
+    same(expected, got)
+    same(expected, both(lambda: run([*range(1, 10), 22]))[1])
+
+
+def test_sampling(both):
+    scores, other = torch.randn(7, WORDS) * 4, torch.randn(7, WORDS)
+    scores[2, 5], scores[3, :900], scores[4] = torch.nan, -torch.inf, 0.25
+    words, q = torch.arange(WORDS, dtype=torch.int32) * 0x2545F491, other.softmax(1)
+    shares = [0.05, 1, 0, 0.9, 0, 1] + [0, 0.3] * 4
+    text, params = [5, 9, 9, 700, 5], SamplingParams(repetition_penalty=1.3, presence_penalty=0.4)
+    trials, tokens = [0, 1, 5], [3, 4, 5]
+
+    def run() -> list[Any]:
+        sampling, row = compiled.CompiledSampling(words), other[0].clone()
+        compiled.penalise(row, text, 2, params)
+        ids, logs = torch.empty(3, 6, dtype=torch.int32), torch.empty(3, 6)
+        sampling.rank(other, trials, [2, 0, 1], ids, logs)
+        at = [q[2].data_ptr(), 0, q[4].data_ptr()]
+        weighed = sampling.weigh(other, [row == 5 for row in range(7)], trials, tokens, at, [False, True, False], 0.9)
+        return [
+            sampling.noise([1, 2**63 + 5], WORDS),
+            *sampling.choose(scores, [1, None, 7, 8, None, 1 << 40, 3], True),
+            sampling.draw(scores.softmax(1).nan_to_num(), [0.1, 0.5, 0.5, 0.999999, 0.25, 0.0, 1.0]),
+            compiled.restrict(other, [0.7, 1, 2, 0, 0.1, 1, 1], shares, [0, 20, 0, 5] + [WORDS] * 3),
+            sampling.overlaps(other, trials, tokens, [q[1], None, q[3]]),
+            *[row, ids, logs, weighed.residual, weighed.tops, weighed.weights, weighed.left, weighed.shared],
+        ]
+
+    expected, got = both(run)
+    same(expected, got)
