@@ -1,4 +1,4 @@
-"""Random checkpoints of described architectures beside Llama's family."""
+"""Random checkpoints of the described architectures."""
 
 from __future__ import annotations
 
@@ -105,18 +105,41 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Layers have sizes of their own, or read others' keys and values."""
 CASES |= UNEVEN
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"tie_word_embeddings": True}),
+    "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-rope3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-linear": ("llama", {"rope_parameters": LINEAR}),
+    "llama-eps": ("llama", {"rms_norm_eps": 0.3, "head_dim": 10}),
+    "mistral": ("mistral", {"sliding_window": 7, "head_dim": 24}),
+    "mistral-whole": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 6,
+                               "max_window_layers": 2}),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1]}),
+    "smollm3-window": ("smollm3", {**TYPES, "no_rope_layers": [1, 0, 1], "use_sliding_window": True}),
+}  # fmt: skip
+CASES |= LLAMAS
 MAIN = (
     "gemma2", "gemma3", "phi3-partial", "olmo2", "mixtral", "qwen3_moe-some", "granite", "olmo3", "exaone4", "glm4",
     "hunyuan", "ernie4_5", "seed_oss", "apertus", "cohere2", "starcoder2", "gpt_oss", "ministral3", "lfm2",
     "gemma4",
 )  # fmt: skip
-"""One of each."""
+"""One of each beside Llama's family."""
 
 
 def save_described(name: str, folder: Path) -> None:
     """As transformers saves it, float32, with the tokenizer of ``tiny.py``."""
     kind, options = CASES[name]
-    torch.manual_seed(sorted(CASES, key=lambda each: (each.startswith("granite-h"), each)).index(name))
+    order = sorted(CASES, key=lambda each: (each in LLAMAS, each.startswith("granite-h"), each))
+    torch.manual_seed(order.index(name))
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
     for part, parameter in module.named_parameters():
         around_one = part.endswith("norm.weight") and not name.startswith(("gemma2", "gemma3"))

@@ -1,7 +1,8 @@
-"""Described architectures against transformers, on random checkpoints; ``test_native.py`` has Llama's family."""
+"""Described architectures against transformers, on random checkpoints."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 import one_call
-from described import CASES, MAIN, PARTIAL, SIZES, TOKENS, UNEVEN, save_described
+from described import CASES, LINEAR, MAIN, PARTIAL, SIZES, TOKENS, UNEVEN, save_described
 from forerun import LLM, SamplingParams
 from forerun.attention.sdpa import SdpaAttention
 from forerun.cache.pool import KVShape, Pool
@@ -95,7 +96,7 @@ def test_logits_and_hidden_states_of_transformers(checkpoint, name, invariant):
     assert apart(model.embed(torch.tensor(tokens)), expected.hidden_states[0][0]) < 1e-6
 
 
-@pytest.mark.parametrize("name", MAIN)
+@pytest.mark.parametrize("name", [*MAIN, "llama", "mistral", "qwen3-biases", "smollm3-window"])
 def test_chunks_mates_and_trees(checkpoint, name):
     folder, tokens, nodes = checkpoint(name), ids(30), ids(5, 9)
     model, parents = load_model(folder, invariant=True), [-1, 0, 0, 1, 2]
@@ -107,6 +108,54 @@ def test_chunks_mates_and_trees(checkpoint, name):
     tree = feed(model, Span(0, 30, nodes, parents), attention=attention).logits
     for leaf, path in {3: [0, 1, 3], 4: [0, 2, 4]}.items():
         assert apart(tree[leaf], reference(folder, tokens + [nodes[node] for node in path])[-1]) < 1e-5
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_stored_nodes_grow_a_tree_level_by_level(checkpoint, invariant):
+    model = load_model(checkpoint("mistral"), invariant=invariant)
+    nodes, parents = ids(6, 9), [-1, -1, 0, 0, 1, 2]
+    attention = new_attention(model, max_seqs=1, max_len=64)
+    feed(model, Span(0, 0, ids(13)), attention=attention)
+    whole = feed(model, Span(0, 13, nodes, parents), attention=attention).logits
+    attention.pool.truncate(0, 13)
+    grown = [
+        feed(model, Span(0, 13, nodes[a:b], parents[:b], stored=a), attention=attention).logits
+        for a, b in ((0, 2), (2, 5), (5, 6))
+    ]
+    assert apart(torch.cat(grown), whole) < 1e-5
+
+
+@torch.inference_mode()
+def test_some_layers_and_given_embeddings(checkpoint):
+    folder, tokens = checkpoint("llama"), ids(9)
+    model, module = load_model(folder, invariant=False), theirs(folder)
+    embeds = torch.randn(2, model.info.hidden_size)
+    inputs = module.get_input_embeddings()(torch.tensor([tokens])).clone()
+    inputs[0, [3, 8]] = embeds
+    got = feed(model, Span(0, 0, tokens), embeds=embeds, embed_rows=[3, 8]).logits
+    assert apart(got[3:], module(inputs_embeds=inputs).logits[0, 3:]) < 1e-5
+
+    early = copy.deepcopy(module)
+    early.model.layers = torch.nn.ModuleList([early.model.layers[0], early.model.layers[2]])
+    early.config.num_hidden_layers = 2
+    got = feed(model, Span(0, 0, tokens), layers=(0, 2), hidden=(2, 3))
+    expected = early(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
+    assert apart(got.logits, expected.logits[0]) < 1e-5
+    assert apart(got.hidden[2], expected.hidden_states[1][0]) < 1e-5
+    assert apart(got.hidden[3], expected.hidden_states[2][0]) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", where(can_tile, DTYPES))
+def test_the_one_call_refuses_what_it_would_misread(checkpoint, dtype):
+    model = load_model(checkpoint("llama"), dtype=dtype)
+    attention = new_attention(model, max_seqs=1, max_len=64)
+    for token in (-1, TOKENS):
+        with pytest.raises(IndexError, match=f"from 0 to {TOKENS - 1}"):
+            feed(model, Span(0, 0, [5, token]), attention=attention)
+    with pytest.raises(ValueError, match="ascend"):
+        model.forward(Batch([Span(0, 0, [5, 6, 7], logits=[1, 0])]), attention)
+    assert attention.pool.length(0) == 0
+    assert model.forward(Batch([Span(0, 0, [5])]), attention).logits.shape == (0, TOKENS)
 
 
 @pytest.mark.parametrize("part", ["softcap", "logits_softcap", "scale", "window", "rotary"])
@@ -135,7 +184,7 @@ def test_bits_do_not_depend_on_the_batch_with_our_kernels(checkpoint, name, dtyp
     assert self_test(model, page_size=16, rows=60, chunks=(5, 33)) == []
 
 
-@pytest.mark.parametrize("quantization", [None, "int8_rows", "q8_0"])
+@pytest.mark.parametrize("quantization", [None, "int8_rows", "q4_0", "q8_0"])
 @pytest.mark.parametrize("dtype", where(can_tile, DTYPES))
 @pytest.mark.parametrize("name", sorted(CASES.keys() - UNEVEN.keys()))
 def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoint, name, dtype, quantization):
@@ -153,7 +202,9 @@ def test_bits_do_not_depend_on_the_batch_with_torch(checkpoint, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "gemma4", "olmo2", "phi3", "mixtral-tied"])
+@pytest.mark.parametrize(
+    "name", ["gemma2", "gemma3", "gemma4", "llama-biases", "olmo2", "phi3", "qwen3", "mixtral-tied"]
+)
 def test_half_precision(checkpoint, name, dtype):
     folder, tokens = checkpoint(name), ids(24)
     other = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
@@ -351,15 +402,20 @@ def test_a_row_reads_its_experts_only(checkpoint, name):
         ("gemma3_text", {"use_bidirectional_attention": True}, "attention to later tokens"),
         ("gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}, "enable_moe_block True"),
         ("qwen3_moe", {"architectures": ["Qwen3MoeForSequenceClassification"]}, "is not Qwen3MoeForCausalLM"),
+        ("llama", {"hidden_act": "gelu"}, "activation 'gelu'"),
+        ("llama", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}, "dynamic"),
         ("stablelm", {}, "stablelm is not among the described architectures"),
     ],
 )
 def test_what_is_not_described_says_why_in_one_line(tmp_path, kind, options, reason):
     config = AutoConfig.for_model(kind, **{**SIZES, **options})
-    result = applies(config)
-    assert reason in result
+    assert reason in applies(config)
+    with pytest.raises(ModelError, match="use the transformers path") as caught:
+        NativeModel(config, {}, dtype=torch.float32, device=torch.device("cpu"), name="t", eos_ids=frozenset(),
+                    invariant=False)  # fmt: skip
+    assert reason in str(caught.value)
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="the native path does not run") as caught:
-        load_model(tmp_path, model_path="native")
+        load_model(tmp_path, model_path="native", max_model_len=64)
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
