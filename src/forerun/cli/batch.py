@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.cli.console import all_threads, read_file, set_threads
-from forerun.cli.options import SERVED, SPECULATIVE, takes
+from forerun.cli.options import SERVED, SPECULATIVE, ChatTemplate, Threads, takes
 from forerun.cli.serve import PAGE_SIZE, ServedName, load_served, replicated, served_drafters
 from forerun.core.errors import ConfigError
 from forerun.core.folders import POSIX
@@ -41,11 +41,8 @@ def batch(
         Path | None, typer.Option("--out", help="file for the answers", show_default="FILE.answers.jsonl")
     ] = None,
     served_model_name: ServedName = None,
-    chat_template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(help="CPU threads", show_default="auto: the cores it may use, fewer while others need them"),
-    ] = None,
+    chat_template: ChatTemplate = None,
+    threads: Threads = None,
     replicas: Annotated[
         int | None, typer.Option(help="engines that share the work, on Ray Serve, each with --threads", min=1)
     ] = None,

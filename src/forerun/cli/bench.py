@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from forerun.cli.console import print_json, print_markdown, print_table, progress, set_threads, warn
-from forerun.cli.options import ENGINE, SPECULATIVE, TUNED_HELP, Flags, flags_of, parse_json, read_tuned, takes
+from forerun.cli.options import ENGINE, SPECULATIVE, TUNED_HELP, AsJson, Flags, flags_of, parse_json, read_tuned, takes
 from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab
 from forerun.engine.config import NONE
@@ -116,7 +116,7 @@ def bench(
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     plot_folder: Plots = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print the table as markdown")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    as_json: AsJson = False,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
@@ -316,7 +316,7 @@ def check(
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     seed: Annotated[int, typer.Option(help="seed of prompts and sampling")] = 0,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print the table as markdown")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    as_json: AsJson = False,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],

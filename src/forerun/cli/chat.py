@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +11,17 @@ from rich.text import Text
 
 from forerun.cli.console import out, read_file, set_threads, warn_synthetic
 from forerun.cli.conversation import NOT_HERE, Conversation
-from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, Flags, names_method, speculative_config, takes
+from forerun.cli.options import (
+    ENGINE,
+    SAMPLING,
+    SPECULATIVE,
+    ChatTemplate,
+    Flags,
+    Threads,
+    names_method,
+    speculative_config,
+    takes,
+)
 from forerun.core.errors import ConfigError
 from forerun.sampling.params import SamplingParams
 
@@ -32,11 +41,8 @@ CHAT_SAMPLING = Flags("sampling", [flag for flag in SAMPLING.flags if flag.name 
 def chat(
     system: Annotated[str | None, typer.Option(help="system prompt")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="colour each token by what became of its draft")] = False,
-    chat_template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(help="CPU threads", show_default="auto: the cores it may use, fewer while others need them"),
-    ] = None,
+    chat_template: ChatTemplate = None,
+    threads: Threads = None,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],

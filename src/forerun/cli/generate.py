@@ -13,7 +13,7 @@ from rich.text import Text
 
 from forerun.cli import trace as tracing
 from forerun.cli.console import check_file, out, print_json, set_threads, warn, write_file
-from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, names_method, speculative_config, takes
+from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, AsJson, Threads, names_method, speculative_config, takes
 from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.memory import megabytes
 from forerun.sampling.params import BeamSearchParams, SamplingParams
@@ -39,7 +39,7 @@ METRICS = (
 @takes(ENGINE, SPECULATIVE, SAMPLING)
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="the text to continue; - reads it from standard input")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    as_json: AsJson = False,
     trace: Annotated[bool, typer.Option("--trace", help="show every round, and what became of its tokens")] = False,
     trace_html: Annotated[Path | None, typer.Option(help="write the traced rounds to this page")] = None,
     beams: Annotated[int | None, typer.Option(help="search with this many beams instead of sampling")] = None,
@@ -49,10 +49,7 @@ def generate(
     early_stopping: Annotated[
         str | None, typer.Option(help="with --beams, as in transformers: true, false or never", show_default="false")
     ] = None,
-    threads: Annotated[
-        int | None,
-        typer.Option(help="CPU threads", show_default="auto: the cores it may use, fewer while others need them"),
-    ] = None,
+    threads: Threads = None,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],

@@ -10,7 +10,8 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -19,6 +20,12 @@ from forerun.engine.config import NONE, EngineConfig
 from forerun.sampling.params import COLDEST, SamplingParams
 from forerun.speculate.names import KEYS, PROFILES, SHARED_KEYS, drafters, policies, rules
 
+Threads = Annotated[
+    int | None,
+    typer.Option(help="CPU threads", show_default="auto: the cores it may use, fewer while others need them"),
+]
+ChatTemplate = Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")]
+AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
 SAMPLING_HELP = {
     "n": "number of answers, each with its own seed",
     "logprobs": "show each token's log-probability, and those of this many of the likeliest (see --logprobs-mode)",

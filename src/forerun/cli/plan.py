@@ -11,7 +11,7 @@ import typer
 
 from forerun.cli.bench import MODEL_ONLY, MoreOptions, more_options, split
 from forerun.cli.console import print_json, print_table, progress, set_threads
-from forerun.cli.options import ENGINE, Flag, Flags, takes
+from forerun.cli.options import ENGINE, AsJson, Flag, Flags, takes
 from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab, has_lab
 from forerun.engine.config import NONE, SpeculativeConfig
@@ -63,7 +63,7 @@ def plan(
         typer.Option(help="search for this long, as tune --draft does, but write nothing; needs --spec-model"),
     ] = None,
     page: Annotated[Path | None, typer.Option("--html", help="write a page with plots")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")] = False,
+    as_json: AsJson = False,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],

@@ -7,14 +7,13 @@ import os
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from forerun.cli.config import Config
 from forerun.cli.console import all_but_one, out, read_file, set_threads, warn, warn_synthetic
-from forerun.cli.options import SERVED, SPECULATIVE, parse_json, speculative_config, takes
+from forerun.cli.options import SERVED, SPECULATIVE, ChatTemplate, parse_json, speculative_config, takes
 from forerun.core.errors import ConfigError
 from forerun.core.threads import AUTO
 from forerun.engine.memory import megabytes
@@ -75,7 +74,7 @@ def serve(
     allowed_origin: AllowedOrigins = None,
     served_model_name: ServedName = None,
     also_draft: AlsoDraft = None,
-    chat_template: Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")] = None,
+    chat_template: ChatTemplate = None,
     max_queue: Annotated[int, typer.Option(help="sequences that may wait before 429", min=1)] = 1024,
     max_delay: Annotated[float, typer.Option(help="seconds to gather tokens that are sent together", min=0)] = 0.01,
     max_body_bytes: Annotated[int, typer.Option(help="largest request", min=1024)] = 4 << 20,
