@@ -1,7 +1,7 @@
 PYTHON ?= python3
 RUN = .venv/bin/python -m
 PLATFORMS = manylinux_2_28_x86_64 manylinux_2_28_aarch64 macosx_11_0_arm64 win_amd64
-SANITIZED = tests/unit/test_kernel_arguments.py tests/unit/test_decoder_arguments.py tests/unit/test_linear.py tests/unit/test_blocks.py \
+SANITIZED = tests/unit/test_kernel_arguments.py tests/unit/test_decoder_arguments.py tests/unit/test_recurrent.py tests/unit/test_linear.py tests/unit/test_blocks.py \
 	tests/unit/test_gguf_model.py tests/unit/test_attention.py \
 	tests/unit/test_sampling_draw.py tests/unit/test_sampling_warp.py tests/unit/test_drafted_chains.py \
 	tests/unit/test_compare.py tests/conformance/test_forward.py tests/conformance/test_rounds.py
