@@ -112,14 +112,3 @@ def test_beams(engine, hybrid, config, kind):
         check_idle(built, [])
         result.append(beams(jobs))
     assert all(one == result[0] for one in result)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_few_pages_and_states(engine, hybrid, plainly, config, kind):
-    """Requests are preempted, and wait for a state; prompts are read in chunks."""
-    for made in (None, config(kind, Case("draft_model", "chain")), config(kind, Case("ngram", "chain"))):
-        limits = {"page_size": 8, "num_pages": 24, "max_num_seqs": 4, "max_prefill_tokens": 5}
-        built = engine(made, model=hybrid(kind), **limits)
-        jobs = run(built)
-        assert answers(jobs) == plainly(kind, "all")
-        assert built.stats.preemptions > 0

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from test_soak import Request, compare, soak
 
 from forerun import SamplingParams
 from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job
-from forerun.engine.stop import ABORT
 from hybrids import KINDS
 
 LONGEST = 144
@@ -48,43 +48,23 @@ class Talk:
         new = self.draw.choice([0, 1, 3, 9, 30]) if said else self.draw.choice([7, 8, 25, 70])
         return said + [self.draw.randrange(2, self.alone.model.info.vocab_size) for _ in range(new)]
 
-    def options(self) -> SamplingParams:
-        chosen = self.draw.choice([{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.9, "n": 3}])
-        count = self.draw.choice([1, 6, 25, 45])
-        return SamplingParams(**chosen, max_tokens=count, seed=self.draw.randrange(99), ignore_eos=True, logprobs=1)
-
-    def how(self) -> dict[str, Any]:
-        method = self.draw.choice([None, *self.methods])
-        return {"speculate": False} if method is None else {"method": method}
+    def request(self) -> Request:
+        draw = self.draw
+        chosen = draw.choice([{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.9, "n": 3}])
+        count = draw.choice([1, 6, 25, 45])
+        params = SamplingParams(**chosen, max_tokens=count, seed=draw.randrange(99), ignore_eos=True, logprobs=1)
+        method = draw.choice([None, *self.methods])
+        how: dict[str, Any] = {"speculate": False} if method is None else {"method": method}
+        cancel = (draw.randrange(30), count + 1) if draw.random() < 0.2 else None
+        return Request(self.prompt(), params, how, cancel, draw.randrange(12) if draw.random() < 0.1 else None)
 
     def burst(self, count: int) -> None:
-        """So many requests at once, some of which are cancelled; then all are compared."""
-        asked = []
-        for prompt, params in [(self.prompt(), self.options()) for _ in range(count)]:
-            cancel = self.draw.randrange(30) if self.draw.random() < 0.2 else None
-            asked.append((prompt, params, cancel, self.built.add(prompt, params, **self.how())))
-        age = 0
-        while self.built.busy:
-            self.built.step()
-            age += 1
-            for _, _, cancel, jobs in asked:
-                for job in jobs if cancel == age else ():
-                    self.built.abort(job)
+        """So many requests at once, some of which are cancelled or set aside; then all are compared."""
+        todo = [self.request() for _ in range(count)]
+        soak(self.built, todo, count)
         self.built.check()
-        for prompt, params, _, jobs in asked:
-            self.compare(prompt, params, jobs)
-
-    def compare(self, prompt: list[int], params: SamplingParams, jobs: list[Job]) -> None:
-        lone = self.alone.add(prompt, params, speculate=False)
-        while self.alone.busy:
-            self.alone.step()
-        for job, expected in zip(jobs, lone, strict=True):
-            assert job.metrics.draft_error is None
-            count = len(job.output_ids)
-            assert job.output_ids == expected.output_ids[:count]
-            assert job.logprobs == expected.logprobs[: len(job.logprobs)]
-            assert job.finish == expected.finish or job.finish.reason == ABORT
-            self.texts.append(prompt + job.output_ids)
+        compare(self.alone, todo)
+        self.texts += [request.prompt + job.output_ids for request in todo for job in request.jobs]
 
 
 def test_where_states_are_kept(engine: Callable[..., Engine], hybrid: Callable[[str], str]) -> None:
