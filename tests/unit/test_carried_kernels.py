@@ -122,6 +122,19 @@ def test_without_a_compiler_of_the_system_the_extras_one_compiles(tmp_path, monk
     assert Path(result._name).parent == tmp_path / "cache"
 
 
+def test_a_compiler_that_takes_too_long_is_one_short_line(tmp_path, monkeypatch, caplog):
+    def compile_for_ever(command, *arguments):
+        raise subprocess.TimeoutExpired([*command, "-o", "x" * 5000], kernels.PATIENCE)
+
+    monkeypatch.setattr(kernels, "_compile", compile_for_ever)
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
+    with caplog.at_level(logging.WARNING):
+        assert kernels.library.__wrapped__() is None
+    assert caplog.messages == [
+        "no CPU kernels of our own, torch's serve instead: the compiler was not done with a file after 600 s"
+    ]
+
+
 ANSWERS = """
 import ctypes, sys
 from forerun import LLM, SamplingParams, kernels

@@ -331,6 +331,8 @@ def library() -> ctypes.CDLL | None:
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
         said = [line for line in said if "error" in line] or said
+        if isinstance(error, subprocess.TimeoutExpired):  # whose own words are the whole command
+            said = [f"the compiler was not done with a file after {PATIENCE:.0f} s"]
         log.warning("no CPU kernels of our own, torch's serve instead: %s", said[0] if said else error)
         return None
     return result
