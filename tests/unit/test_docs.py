@@ -23,7 +23,9 @@ PAGES = [
 PROGRAMS = (*OURS, *LAB)
 HISTORY = {"complaints.md"}
 """Pages that name files and flags of other projects."""
-PIP = {"--index-url"}
+PIP = {"--index-url", "--find-links"}
+IMAGE = {"--isolation", "--format", "--build-arg"}
+"""Of what builds the container."""
 TOP = {"--version", "--install-completion", "--show-completion"}
 PYTEST = {"--full", "--conformance-table"}
 COSTS = {"--both"}
@@ -67,7 +69,7 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
         name = line.split()[0]
         assert name in PROGRAMS, line
         assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) <= options(load(name)), line
-    everywhere = set().union(*(options(load(name)) for name in PROGRAMS)) | TOP | PYTEST | COSTS | PIP
+    everywhere = set().union(*(options(load(name)) for name in PROGRAMS)) | TOP | PYTEST | COSTS | PIP | IMAGE
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - everywhere == set()
 
 
