@@ -37,13 +37,14 @@ class BlockLayer(nn.Module):
 
     def keys(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [..., n, kv heads, width] of context features or block rows."""
-        k, v = (part(x).unflatten(-1, (self.kv_heads, self.width)) for part in (self.k_proj, self.v_proj))
-        return rotate(k if self.k_norm is None else self.k_norm(k), positions, self.theta), v
+        shape, norm = (*x.shape[:-1], self.kv_heads, self.width), self.k_norm
+        k = self.k_proj(x).view(shape)
+        return rotate(k if norm is None else norm(k), positions, self.theta), self.v_proj(x).view(shape)
 
     def queries(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Queries [..., n, heads, width] of block rows."""
-        q = self.q_proj(x).unflatten(-1, (self.heads, self.width))
-        return rotate(q if self.q_norm is None else self.q_norm(q), positions, self.theta)
+        q, norm = self.q_proj(x).view(*x.shape[:-1], self.heads, self.width), self.q_norm
+        return rotate(q if norm is None else norm(q), positions, self.theta)
 
     def attend(
         self, normed: torch.Tensor, where: torch.Tensor, memories: Sequence[BlockMemory], index: int,
@@ -53,16 +54,16 @@ class BlockLayer(nn.Module):
         own memory of layer ``index`` and in itself, [sequences, rows, heads * width]. ``seen`` bool [rows, all] of
         each sequence; None: everything."""
         q, (own_k, own_v) = self.queries(normed, where), self.keys(normed, where)
-        rows, groups = q.shape[1], self.heads // self.kv_heads
+        count, rows, groups = *q.shape[:2], self.heads // self.kv_heads
+        folded = q.view(count, rows, -1, groups, self.width).permute(0, 2, 3, 1, 4).flatten(2, 3)
         parts = []
-        for own_q, k, v, memory, mask in zip(q, own_k, own_v, memories, seen, strict=True):
+        for own_q, k, v, memory, mask in zip(folded, own_k, own_v, memories, seen, strict=True):
             memory.write(index, k, v)
             k, v = memory.read(index, rows)
-            folded = own_q.unflatten(1, (-1, groups)).permute(1, 2, 0, 3).flatten(1, 2)
             mask = None if mask is None else mask.repeat(groups, 1)
-            out = F.scaled_dot_product_attention(folded[None], k, v, attn_mask=mask)[0]
-            parts.append(out.unflatten(1, (groups, rows)).permute(2, 0, 1, 3).flatten(1))
-        return torch.stack(parts)
+            parts.append(F.scaled_dot_product_attention(own_q[None], k, v, attn_mask=mask))
+        out = torch.cat(parts).view(count, -1, groups, rows, self.width)
+        return out.permute(0, 3, 1, 2, 4).flatten(2)
 
 
 class BlockHead(Head):
@@ -101,7 +102,9 @@ class BlockMemory:
                 side[:, :, :kept] = side[:, :, self.end - kept : self.end].clone()
             self.end = kept
         for index, (k, v) in enumerate(pairs):
-            self.write(index, k[-count:], v[-count:])
+            if count < len(k):
+                k, v = k[-count:], v[-count:]
+            self.write(index, k, v)
         self.end += count
 
     def write(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
