@@ -89,6 +89,19 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     }),
 }  # fmt: skip
 """Some layers keep a state."""
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_experts": 5}
+SHARED_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2_moe": ("lfm2_moe", {"layer_types": ["conv", "full_attention", "conv"], **EXPERTS, "num_dense_layers": 1,
+                              "routed_scaling_factor": 1.3}),
+    "lfm2_moe-bare": ("lfm2_moe", {"layer_types": ["full_attention", "conv", "conv"], **EXPERTS, "num_dense_layers": 0,
+                                   "use_expert_bias": False, "norm_topk_prob": False}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**HYBRIDS["qwen3_5-grouped"][1], **EXPERTS,
+                                         "shared_expert_intermediate_size": 24}),
+    "granite-h-experts": ("granitemoehybrid", {**HYBRIDS["granite-h"][1], "num_local_experts": 5,
+                                               "num_experts_per_tok": 2, "intermediate_size": 40}),
+}  # fmt: skip
+"""Experts beside an MLP, or with weights that are sigmoids: layer by layer, not in one call. Layers keep a state."""
+HYBRIDS |= SHARED_EXPERTS
 CASES["granite-h-dense"] = ("granitemoehybrid", {
     "layer_types": ["full_attention"] * 3, **MAMBA, **GRANITE, "position_embedding_type": "rope",
 })  # fmt: skip
@@ -130,7 +143,7 @@ CASES |= LLAMAS
 MAIN = (
     "gemma2", "gemma3", "phi3-partial", "olmo2", "mixtral", "qwen3_moe-some", "granite", "olmo3", "exaone4", "glm4",
     "hunyuan", "ernie4_5", "seed_oss", "apertus", "cohere2", "starcoder2", "gpt_oss", "ministral3", "lfm2",
-    "gemma4",
+    "gemma4", "lfm2_moe", "qwen3_5_moe", "granite-h-experts",
 )  # fmt: skip
 """One of each beside Llama's family."""
 
@@ -138,15 +151,17 @@ MAIN = (
 def save_described(name: str, folder: Path) -> None:
     """As transformers saves it, float32, with the tokenizer of ``tiny.py``."""
     kind, options = CASES[name]
-    order = sorted(CASES, key=lambda each: (each in LLAMAS, each.startswith("granite-h"), each))
+    order = sorted(CASES, key=lambda each: (each in SHARED_EXPERTS, each in LLAMAS, each.startswith("granite-h"), each))
     torch.manual_seed(order.index(name))
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
     for part, parameter in module.named_parameters():
-        around_one = part.endswith("norm.weight") and not name.startswith(("gemma2", "gemma3"))
+        around_one = part.endswith("norm.weight") and not name.startswith(("gemma2", "gemma3", "qwen3_5_moe"))
         torch.nn.init.normal_(parameter, 1.0 if around_one else 0.0, 0.2)
     for part, buffer in module.named_buffers():
         if part.endswith("layer_scalar"):
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
+        elif part.endswith("expert_bias"):
+            torch.nn.init.normal_(buffer, 0.0, 0.5)
     module.tie_weights()
     module.save_pretrained(folder)
     save_tokenizer(folder)

@@ -38,6 +38,7 @@ SIZES = {
     "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 256, "bos_token_id": 1,
     "eos_token_id": 0, "pad_token_id": 0,
 }  # fmt: skip
+LFM2 = {"layer_types": ["conv", "full_attention", "conv"], "head_dim": 16, "tie_word_embeddings": True}
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7}
@@ -77,10 +78,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **YARN, "llama_4_scaling_beta": 0.5, "original_max_position_embeddings": 11,
     }}),
     "starcoder2": ("starcoder2", {"use_bias": True, "sliding_window": 9, "head_dim": 16}),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "head_dim": 16,
-                      "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True}),
+    "lfm2": ("lfm2", {**LFM2, "block_auto_adjust_ff_dim": False}),
     "qwen3_5": ("qwen3_5_text", {**DELTA, "linear_num_key_heads": 4}),
     "qwen3_5-grouped": ("qwen3_5_text", DELTA),
+    "lfm2_moe": ("lfm2_moe", {**LFM2, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40,
+                              "num_dense_layers": 1}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**DELTA, "linear_num_key_heads": 4, "num_experts": 4, "num_experts_per_tok": 2,
+                                         "moe_intermediate_size": 40, "shared_expert_intermediate_size": 56}),
     "granite-h": ("granitemoehybrid", {
         "layer_types": DELTA["layer_types"], "mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 16,
         "num_local_experts": 0, "shared_intermediate_size": 96, "embedding_multiplier": 1.3, "head_dim": 16,
@@ -89,8 +93,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 NAMES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2", "hunyuan_v1_dense": "hunyuan-dense",
          "gpt_oss": "gpt-oss", "ministral3": "mistral3", "qwen3_5_text": "qwen35",
+         "lfm2_moe": "lfm2moe", "qwen3_5_moe_text": "qwen35moe",
          "granitemoehybrid": "granitehybrid"}  # fmt: skip
-STATEFUL = ("lfm2", "qwen3_5_text", "granitemoehybrid")
+DELTAS = ("qwen3_5_text", "qwen3_5_moe_text")
+STATEFUL = ("lfm2", "lfm2_moe", *DELTAS, "granitemoehybrid")
+MIXTURES = {"qwen3_moe", "gpt_oss", "lfm2_moe", "qwen3_5_moe_text"}
+"""Beside Mixtral, which is a Llama there."""
 SIDE_BY_SIDE = ("llama", "mixtral", "smollm3", "granite", "ministral3", "granitemoehybrid")
 """Whose rotated pairs the converter puts side by side."""
 NO_MATRICES = ("conv.weight", "conv1d.weight", "norm.weight", "ssm_a", "ssm_d")
@@ -104,6 +112,9 @@ def make(kind: str, options: dict[str, Any]) -> PreTrainedModel:
     for name, parameter in module.named_parameters():
         around_one = parameter.dim() == 1 and kind != "gemma2" and not name.endswith("bias")
         torch.nn.init.normal_(parameter, mean=float(around_one), std=0.2)
+    for name, buffer in module.named_buffers():
+        if name.endswith("expert_bias"):
+            torch.nn.init.normal_(buffer, std=0.5)
     module.tie_weights()
     return module
 
@@ -121,20 +132,21 @@ def converted(module: PreTrainedModel):
             weight = weight.reshape(heads, 2, len(weight) // heads // 2, -1).transpose(1, 2).reshape(weight.shape)
         if kind == "gemma2" and name.endswith("norm.weight"):
             weight = weight + 1
-        if kind in STATEFUL:
-            yield from stateful(name, weight, config, names)
-            continue
         if ".act_fn." in name:
             continue  # a list in the metadata
         if kind == "gpt_oss" and (".experts." in name or ".sinks" in name or ".router." in name):
             yield from gpt_oss(name, weight)
-        elif name.endswith("mlp.experts.gate_up_proj"):
+        elif name.endswith(".experts.gate_up_proj"):
             at = f"blk.{name.split('.')[2]}."
             gate, up = weight.chunk(2, dim=1)
             yield f"{at}ffn_gate_exps.weight", gate
             yield f"{at}ffn_up_exps.weight", up
-        elif name.endswith("mlp.experts.down_proj"):
+        elif name.endswith(".experts.down_proj"):
             yield f"blk.{name.split('.')[2]}.ffn_down_exps.weight", weight
+        elif name.endswith(".expert_bias"):
+            yield f"blk.{name.split('.')[2]}.exp_probs_b.bias", weight
+        elif kind in STATEFUL:
+            yield from stateful(name, weight, config, names)
         else:
             yield names.get_name(name, (".weight", ".bias")), weight
     rope = base_rope(config)
@@ -149,7 +161,7 @@ def stateful(name: str, weight: torch.Tensor, config: Any, names: gguf.TensorNam
         ends, parts = (("ffn_gate", "ffn_up"), weight.chunk(2)) if "input" in name else (("ffn_down",), (weight,))
         yield from ((f"{at}{end}.weight", part) for end, part in zip(ends, parts))
         return
-    if config.model_type == "qwen3_5_text":
+    if config.model_type in DELTAS:
         keys, values = config.linear_num_key_heads, config.linear_num_value_heads
         width = 1 if ".in_proj_b" in name or ".in_proj_a" in name or weight.dim() == 1 else config.linear_value_head_dim
         order = torch.arange(values * width).view(keys, values // keys, width).transpose(0, 1).flatten()
@@ -215,9 +227,9 @@ def divisors(rope: dict[str, Any], width: int) -> torch.Tensor:
 
 def add_state(writer: gguf.GGUFWriter, config: Any, recurrent: list[bool]) -> None:
     """The sizes of layers with state."""
-    if config.model_type not in ("qwen3_5_text", "granitemoehybrid"):
+    if config.model_type not in (*DELTAS, "granitemoehybrid"):
         return
-    delta = config.model_type == "qwen3_5_text"
+    delta = config.model_type in DELTAS
     heads = config.linear_num_value_heads if delta else config.mamba_n_heads
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim if delta else config.mamba_d_conv)
     writer.add_ssm_state_size(config.linear_key_head_dim if delta else config.mamba_d_state)
@@ -226,7 +238,7 @@ def add_state(writer: gguf.GGUFWriter, config: Any, recurrent: list[bool]) -> No
     writer.add_ssm_inner_size(heads * (config.linear_value_head_dim if delta else config.mamba_d_head))
     if delta:
         writer.add_rope_dimension_sections([2, 1, 1, 0])
-        writer.add_array("qwen35.attention.recurrent_layers", recurrent)
+        writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
     else:
         writer.add_rope_scaling_finetuned(False)
 
@@ -249,12 +261,12 @@ def write(
     writer.add_head_count(config.num_attention_heads)
     recurrent = [each != "full_attention" for each in getattr(config, "layer_types", None) or ()]
     listed = [0 if each else config.num_key_value_heads for each in recurrent]
-    writer.add_head_count_kv(listed if kind in ("lfm2", "granitemoehybrid") else config.num_key_value_heads)
+    writer.add_head_count_kv(listed if kind in STATEFUL and kind not in DELTAS else config.num_key_value_heads)
     if kind in ("cohere2", "starcoder2"):
         writer.add_layer_norm_eps(config.layer_norm_eps if kind == "cohere2" else config.norm_epsilon)
     else:
-        writer.add_layer_norm_rms_eps(config.norm_eps if kind == "lfm2" else config.rms_norm_eps)
-    if kind == "lfm2":
+        writer.add_layer_norm_rms_eps(config.norm_eps if kind.startswith("lfm2") else config.rms_norm_eps)
+    if kind.startswith("lfm2"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
     add_state(writer, config, recurrent)
     rope = base_rope(config)
@@ -286,12 +298,16 @@ def write(
     if kind == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    if kind in ("mixtral", "qwen3_moe", "gpt_oss"):
-        writer.add_expert_count(config.num_experts if kind == "qwen3_moe" else config.num_local_experts)
+    if kind in {"mixtral", *MIXTURES}:
+        writer.add_expert_count(config.num_local_experts if kind in ("mixtral", "gpt_oss") else config.num_experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    if kind in ("qwen3_moe", "gpt_oss"):
-        expert = config.moe_intermediate_size if kind == "qwen3_moe" else config.intermediate_size
+    if kind in MIXTURES:
+        expert = config.intermediate_size if kind == "gpt_oss" else config.moe_intermediate_size
         writer.add_expert_feed_forward_length(expert)
+    if kind == "qwen3_5_moe_text":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
+    if kind == "lfm2_moe":
+        writer.add_leading_dense_block_count(config.num_dense_layers)
     if "llama_4_scaling_beta" in rope:
         writer.add_attn_temperature_scale(rope["llama_4_scaling_beta"])
     for key, value in {**VOCABULARY, **(changes or {})}.items():
@@ -380,7 +396,7 @@ def test_the_config_and_weights_are_those_of_the_checkpoint(models, case):
     module, path = models(case)
     config = read_config(path)
     assert type(config) is type(module.config)
-    if case in ("mixtral", "qwen3_moe", "gpt_oss"):
+    if module.config.model_type in {"mixtral", *MIXTURES}:
         return  # the transformers path does not read stacked experts
     if case == "qwen3_5-grouped":
         with pytest.raises(ModelError, match="which only the native path computes with"):
@@ -417,6 +433,7 @@ def test_drafts_change_no_token(models, case):
         ("lfm2", {"lfm2.attention.head_count_kv": [0, 2]}, "has 3 layers, but does not say of each"),
         ("lfm2", {"lfm2.attention.head_count_kv": [1, 2, 0]}, r"layers of \[1, 2\] heads of keys"),
         ("qwen3_5", {"qwen35.ssm.inner_size": 63}, "has 63 numbers in 4 heads"),
+        ("granite-h", {"granitehybrid.expert_count": 4}, "GraniteMoeHybridForCausalLM's, folders of safetensors are"),
         ("granite-h", {"granitehybrid.ssm.inner_size": 96}, "has 96 numbers in 4 heads of Mamba-2, 64 in a row"),
         ("qwen3_5", {"qwen35.ssm.state_size": 8}, "ssm_conv1d.weight has shape .* contradict"),
     ],

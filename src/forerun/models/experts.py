@@ -14,6 +14,7 @@ import torch
 
 from forerun.core import tiles
 from forerun.kernels import structs
+from forerun.models import activations
 from forerun.models.base import pad_rows
 from forerun.models.formats.base import Linear, size
 from forerun.models.formats.compiled import Compiled
@@ -26,9 +27,23 @@ class Expert:
     down: Linear
 
 
+UNIT_EPS = 1e-6
+"""Added to the sum that sigmoids are divided by."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sigmoids:
+    """Weights are the sigmoids of scores, times ``factor``; ``correction`` [experts] float32 is added to them where the
+    highest are chosen."""
+
+    correction: torch.Tensor | None
+    factor: float
+
+
 class Experts:
     """Router and experts of a layer; ``chosen`` experts per row, whose weights add up to 1 if ``normalised``. There may
-    be others elsewhere: ``count`` in all, those here from number ``first`` on; ``total`` adds what they make."""
+    be others elsewhere: ``count`` in all, those here from number ``first`` on; ``total`` adds what they make.
+    ``sigmoids`` None: weights are the softmax of scores."""
 
     def __init__(
         self,
@@ -41,6 +56,7 @@ class Experts:
         count: int | None = None,
         first: int = 0,
         total: Callable[[torch.Tensor], torch.Tensor] = lambda made: made,
+        sigmoids: Sigmoids | None = None,
     ) -> None:
         self.router = router
         self.experts = tuple(experts)
@@ -49,12 +65,13 @@ class Experts:
         self.normalised = normalised
         self.count = len(self.experts) if count is None else count
         self.first, self.total = first, total
+        self.sigmoids = sigmoids
         self.compiled = self._compile()
         """All of it in one call, where every part has a kernel."""
 
     def _compile(self) -> KernelMixture | None:
         layers = [layer for layer in self.linears() if isinstance(layer, Compiled)]
-        if len(layers) != 1 + 2 * len(self.experts) or not isinstance(self.gate, KernelGate):
+        if len(layers) != 1 + 2 * len(self.experts) or not isinstance(self.gate, KernelGate) or self.sigmoids:
             return None
         sizes = structs.ExpertsStruct(
             self.count,
@@ -81,11 +98,21 @@ class Experts:
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which experts each row goes to, the highest first, and their weights in float32: [rows, chosen] both."""
+        if self.sigmoids is not None:
+            return self._by_sigmoids(activations.sigmoid(self.router(x).float()), self.sigmoids)
         scores, order = self.router(x).float().sort(dim=-1, descending=True, stable=True)
         fractions = torch.exp(scores - scores[:, :1])
         taken = fractions[:, : self.chosen]
         summed = taken if self.normalised else fractions
         return order[:, : self.chosen], taken / summed.cumsum(-1)[:, -1:]  # cumsum adds one by one
+
+    def _by_sigmoids(self, all_weights: torch.Tensor, how: Sigmoids) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = all_weights if how.correction is None else all_weights + how.correction
+        order = scores.argsort(dim=-1, descending=True, stable=True)[:, : self.chosen]
+        taken = all_weights.gather(1, order)
+        if self.normalised:
+            taken = taken / (taken.cumsum(-1)[:, -1:] + UNIT_EPS)
+        return order, taken * how.factor
 
     def __call__(self, x: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """What the experts make of rows [rows, width], in their dtype; ``sizes``: the row counts of calls."""

@@ -74,6 +74,7 @@ class Decoder:
             and all(isinstance(_own(linear), Compiled) for linear in (*ends, *linears))
             and all(isinstance(norm, KernelNorm) for norm in norms)
             and all(layer.experts is None or layer.experts.compiled is not None for layer in self.layers)
+            and all(layer.experts is None or layer.gate_up is None for layer in self.layers)
             and all(layer.mixer is None or isinstance(layer.mixer, KernelMixer) for layer in self.layers)
         )
 

@@ -22,6 +22,7 @@ from forerun.models.architectures.families import (
     GRANITE,
     GRANITE_HYBRID,
     LFM2,
+    LFM2_MOE,
     LLAMA,
     MINISTRAL3,
     MIXTRAL,
@@ -29,6 +30,7 @@ from forerun.models.architectures.families import (
     OLMO3,
     PHI3,
     QWEN3_5,
+    QWEN3_5_MOE,
     QWEN3_MOE,
     STARCODER2,
 )
@@ -204,13 +206,18 @@ def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, An
         return {"sliding_window": _window(keys), "rope_parameters": {**config["rope_parameters"], **scale}}
     if kind == APERTUS.gguf:
         return {"hidden_act": "xielu"}
-    if kind == LFM2.gguf:
-        return {
+    if kind in (LFM2.gguf, LFM2_MOE.gguf):
+        return (_lfm2_moe(keys, config) if kind == LFM2_MOE.gguf else {}) | {
             "layer_types": _mixed(keys, config, LFM2), "conv_L_cache": keys.whole("shortconv.l_cache"),
             "block_auto_adjust_ff_dim": False,
         }  # fmt: skip
     if kind == QWEN3_5.gguf:
         return _qwen3_5(keys, config)
+    if kind == QWEN3_5_MOE.gguf:
+        return _qwen3_5(keys, config) | _experts(keys, "num_experts") | {
+            "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
+            "shared_expert_intermediate_size": keys.whole("expert_shared_feed_forward_length"),
+        }  # fmt: skip
     if kind == QWEN3_MOE.gguf:
         return _experts(keys, "num_experts") | {
             "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
@@ -220,6 +227,16 @@ def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, An
         result = {"architectures": [MIXTRAL.causal], "model_type": MIXTRAL.model_type, "sliding_window": None}
         return result | _experts(keys, "num_local_experts")
     return {}
+
+
+def _lfm2_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    held = [f"blk.{index}.exp_probs_b.bias" in keys.file.tensors for index in range(config["num_hidden_layers"])]
+    dense = keys.get("leading_dense_block_count")
+    return _experts(keys, "num_experts") | {
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length"), "use_expert_bias": any(held),
+        "num_dense_layers": 0 if dense == 0 else keys.whole("leading_dense_block_count"), "norm_topk_prob": True,
+        "routed_scaling_factor": keys.positive("expert_weights_scale", 1.0),
+    }  # fmt: skip
 
 
 def _qwen3_5(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -234,6 +251,9 @@ def _qwen3_5(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    if keys.get("expert_count"):
+        raise ModelError(f"{keys.file.path} is a mixture of experts: of {GRANITE_HYBRID.causal}'s, folders of "
+                         "safetensors are read")  # fmt: skip
     heads, inner = keys.whole("ssm.time_step_rank"), keys.whole("ssm.inner_size")
     if inner % heads or inner % config["hidden_size"]:
         raise ModelError(f"{keys.file.path} has {inner} numbers in {heads} heads of Mamba-2, {config['hidden_size']} "
@@ -244,7 +264,7 @@ def _granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
         "layer_types": types, "mamba_n_heads": heads, "mamba_d_head": inner // heads,
         "mamba_n_groups": keys.whole("ssm.group_count"), "mamba_d_state": keys.whole("ssm.state_size"),
         "mamba_d_conv": keys.whole("ssm.conv_kernel"), "mamba_expand": inner // config["hidden_size"],
-        "mamba_conv_bias": any(convs), "mamba_proj_bias": False, "num_local_experts": keys.get("expert_count") or 0,
+        "mamba_conv_bias": any(convs), "mamba_proj_bias": False, "num_local_experts": 0,
         "shared_intermediate_size": config["intermediate_size"],
         "position_embedding_type": None if keys.get("rope.scaling.finetuned") is False else "rope",
     }  # fmt: skip

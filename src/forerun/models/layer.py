@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from forerun.models.architectures.description import Mixer as Description
 from forerun.models.architectures.description import Name
 from forerun.models.architectures.spec import ALL, Spec
-from forerun.models.experts import Expert, Experts
+from forerun.models.experts import Expert, Experts, Sigmoids
 from forerun.models.formats.base import Linear
 from forerun.models.kernel_layers import KernelNorm
 from forerun.models.kernel_states import KernelMixer
@@ -56,7 +56,9 @@ class Layer:
     """A norm of what attention adds, as ``after_mlp``."""
     after_mlp: Any = None
     experts: Experts | None = None
-    """In place of ``gate_up`` and ``down``."""
+    """In place of ``gate_up`` and ``down``, or beside them."""
+    share: Any = None
+    """Of a row, one number: its sigmoid multiplies what ``down`` makes beside experts."""
     rotary: str = ALL
     """Which of the model's tables."""
     gated: bool = False
@@ -80,7 +82,8 @@ class Layer:
     def linears(self) -> Iterator[Any]:
         yield from (self.qkv, self.out)
         yield from () if self.inputs is None else (self.inputs.gate, self.inputs.out)
-        yield from (self.gate_up, self.down) if self.experts is None else self.experts.linears()
+        yield from (part for part in (self.gate_up, self.down, self.share) if part is not None)
+        yield from () if self.experts is None else self.experts.linears()
 
     def norms(self) -> tuple[Any, ...]:
         heads = tuple(norm for norm in (self.norm_qk, self.norm_query, self.norm_key) if norm is not None)
@@ -143,7 +146,8 @@ class Builder:
         def linear(*names: Name) -> Linear:
             return self.maker.linear(*map(at, names))
 
-        dense, mixer = not spec.experts, architecture.mixer if spec.mixer else None
+        dense, mixer = not spec.experts or spec.beside, architecture.mixer if spec.mixer else None
+        share = architecture.experts.gate if architecture.experts is not None and spec.beside else None
         sizes, names = self.spec.mixer, [at(name) for name in attention.qkv]
         if spec.source is not None:
             names = names[:1]
@@ -160,7 +164,8 @@ class Builder:
             window=spec.window,
             after_attention=norm(norms.after_attention),
             after_mlp=norm(norms.after_mlp),
-            experts=None if dense else self._experts(prefix, spec.experts),
+            experts=self._experts(prefix, spec.experts) if spec.experts else None,
+            share=None if share is None else self.maker.router(at(share)),
             rotary=spec.rotary or ALL,
             gate=self._gate(prefix) if dense else None,
             sinks=None if attention.sinks is None else self.maker.numbers(at(attention.sinks)).float(),
@@ -251,6 +256,11 @@ class Builder:
             for expert in range(first, first + fraction)
         ]
         options: dict[str, Any] = {} if team is None else {"count": count, "first": first, "total": team.sum}
+        if names.sigmoid:
+            correction = None
+            if names.correction is not None and self.spec.corrected:
+                correction = self.maker.numbers(f"{prefix}.{names.correction.checkpoint}").float()
+            options["sigmoids"] = Sigmoids(correction, self.spec.factor)
         return Experts(router, experts, self.gate(), self.spec.chosen, normalised=self.spec.normalised, **options)
 
 

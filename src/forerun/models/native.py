@@ -353,6 +353,8 @@ class NativeModel:
             normed = x if layer.norm_mlp is None else layer.norm_mlp(x)
         if layer.experts is not None:
             made = layer.experts(normed, None if self.tiles is None else self.tiles.rows)
+            if layer.gate_up is not None:
+                made = made + self._beside(layer, normed)
             return self._scaled(made, x) if layer.after_mlp is None else layer.after_mlp(made, x)
         x = self._add(layer.down, layer.gate(layer.gate_up(normed)), layer.after_mlp, x)
         if layer.inputs is not None:
@@ -361,6 +363,11 @@ class NativeModel:
             gated = layer.gate(torch.cat([layer.inputs.gate(x), own], 1))
             x = self._add(layer.inputs.out, gated, layer.inputs.after, x)
         return x if layer.scale is None else x * layer.scale
+
+    def _beside(self, layer: Layer, normed: torch.Tensor) -> torch.Tensor:
+        """What the MLP beside experts adds to theirs."""
+        made: torch.Tensor = layer.down(layer.gate(layer.gate_up(normed)))
+        return made if layer.share is None else made * activations.sigmoid(layer.share(normed))
 
     def _attend(self, layer: Layer, index: int, qkv: torch.Tensor, run: Pass) -> torch.Tensor:
         attended = self.spec.heads * layer.width

@@ -70,14 +70,14 @@ def unstacked(result: dict[str, torch.Tensor], spec: Spec) -> dict[str, torch.Te
     names = spec.architecture.experts
     for index, layer in enumerate(spec.layers):
         at = f"{spec.architecture.layers.checkpoint}.{index}."
-        stacks = [f"{at}mlp.experts.{part}" for part in ("gate_up_proj", "down_proj")]
         if names is not None and names.interleaved and layer.experts:
             _unstack(result, f"{at}mlp.experts", layer.experts)
             continue
-        if names is None or not layer.experts or stacks[0] not in result:
+        if names is None or not layer.experts or any(f"{at}{stack}" not in result for stack in names.stacks):
             continue
-        gate_up, down = (result.pop(stack) for stack in stacks)
-        result[f"{at}{names.router.checkpoint}.weight"] = result.pop(f"{at}mlp.gate.weight")
+        gate_up, down = (result.pop(f"{at}{stack}") for stack in names.stacks)
+        if (gate := result.pop(f"{at}mlp.gate.weight", None)) is not None:
+            result[f"{at}{names.router.checkpoint}.weight"] = gate
         for expert, (both, last) in enumerate(zip(gate_up.detach(), down.detach())):
             for name, part in zip((*names.gate_up, names.down), (*both.chunk(2), last)):
                 result[f"{at}{name.checkpoint.format(expert)}.weight"] = part

@@ -115,9 +115,9 @@ class Mlp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
-    """Instead of the MLP: those experts whose router scores are highest, added up with weights that are the softmax of
-    all scores. ``count``, ``width``, ``chosen`` and
-    ``normalised`` name config keys."""
+    """Instead of the MLP, or beside it: those experts whose router scores are highest, added up with weights that are
+    the softmax of all scores. ``count``, ``width``, ``chosen``, ``normalised``, ``corrected``, ``factor`` and ``dense``
+    name config keys."""
 
     router: Name
     gate_up: tuple[Name, Name]
@@ -134,6 +134,21 @@ class ExpertsSpec:
     from above: what experts have between their layers instead of the MLP's activation."""
     interleaved: bool = False
     """A checkpoint stacks a layer's experts, [experts, inputs, outputs], the outputs of gate and up by turns."""
+    stacks: tuple[str, str] = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    """What a checkpoint calls its other stacks, [experts, outputs, inputs], gate before up in the first."""
+    sigmoid: bool = False
+    """Weights are the scores' sigmoids."""
+    correction: Name | None = None
+    """Added to the sigmoids where the highest are chosen, not to weights; ``corrected``: whether there is one."""
+    corrected: str = ""
+    factor: str | None = None
+    """What the sigmoids of the chosen are multiplied by."""
+    beside: bool = False
+    """What the MLP makes is added to what the experts make."""
+    gate: Name | None = None
+    """A projection to one number, whose sigmoid that of the MLP is multiplied by."""
+    dense: str | None = None
+    """So many first layers have the MLP alone."""
     placed: Literal["every", "stepped"] = "every"
     """In every layer, or in those of ``decoder_sparse_step`` that are not in ``mlp_only_layers``."""
 
@@ -237,8 +252,6 @@ class Architecture:
     """A number that a layer's output is multiplied by."""
     missing: tuple[str, ...] = ()
     """Config keys of parts that are not described: such a checkpoint is refused."""
-    dense: str | None = None
-    """A config key that counts experts beside the MLP, which are not run: it must be 0."""
     within: str | None = None
     """What ``model`` is called in checkpoints that also read pictures; what ``beside`` names is left out of those."""
     beside: tuple[str, ...] = ()

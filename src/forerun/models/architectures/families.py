@@ -186,6 +186,20 @@ LFM2 = Architecture(
     ),
     mixer=ShortConvSpec(),
 )  # fmt: skip
+LFM2_MOE = replace(
+    LFM2, model_type="lfm2_moe", causal="Lfm2MoeForCausalLM", gguf="lfm2moe",
+    experts=ExpertsSpec(
+        router=Name("feed_forward.gate", "ffn_gate_inp"),
+        gate_up=(
+            Name("feed_forward.experts.{}.w1", "ffn_gate_exps"), Name("feed_forward.experts.{}.w3", "ffn_up_exps")
+        ),
+        down=Name("feed_forward.experts.{}.w2", "ffn_down_exps"), count="num_experts", width="moe_intermediate_size",
+        normalised="norm_topk_prob", sigmoid=True,
+        correction=Name("feed_forward.expert_bias", "exp_probs_b", bare=True),
+        corrected="use_expert_bias", factor="routed_scaling_factor", dense="num_dense_layers",
+        stacks=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+    ),
+)  # fmt: skip
 DELTA_NET = Recurrence(
     kind="delta",
     inputs=(
@@ -203,6 +217,16 @@ QWEN3_5 = Architecture(
     attention=Attention(bias=BIAS, out_bias=BIAS, gated=True, partial=True), mixer=DELTA_NET,
     within="model.language_model", beside=("model.visual.", "mtp."),
 )  # fmt: skip
+QWEN3_5_MOE = replace(
+    QWEN3_5, model_type="qwen3_5_moe_text", causal="Qwen3_5MoeForCausalLM", gguf="qwen35moe",
+    mlp=Mlp(
+        gate_up=(
+            Name("mlp.shared_expert.gate_proj", "ffn_gate_shexp"), Name("mlp.shared_expert.up_proj", "ffn_up_shexp")
+        ),
+        down=Name("mlp.shared_expert.down_proj", "ffn_down_shexp"), width="shared_expert_intermediate_size",
+    ),
+    experts=replace(MOE, beside=True, gate=Name("mlp.shared_expert_gate", "ffn_gate_inp_shexp")),
+)  # fmt: skip
 GEMMA4 = replace(
     GEMMA3, model_type="gemma4_text", causal="Gemma4ForCausalLM", gguf="gemma4",
     norms=replace(GEMMA3.norms, plus=0.0, values=True),
@@ -217,7 +241,7 @@ GEMMA4 = replace(
 )  # fmt: skip
 GRANITE_HYBRID = replace(
     GRANITE, model_type="granitemoehybrid", causal="GraniteMoeHybridForCausalLM", gguf="granitehybrid",
-    attention=replace(GRANITE.attention, rotary="named"), dense="num_local_experts",
+    attention=replace(GRANITE.attention, rotary="named"),
     mlp=Mlp(
         gate_up=(Name("shared_mlp.input_linear", "ffn_gate", behind="ffn_up"),),
         down=Name("shared_mlp.output_linear", "ffn_down"), width="shared_intermediate_size",
@@ -230,6 +254,15 @@ GRANITE_HYBRID = replace(
         key_dim="mamba_d_state", value_dim="mamba_d_head", kernel="mamba_d_conv", bias="mamba_proj_bias",
         conv_bias="mamba_conv_bias",
     ),
+    experts=ExpertsSpec(
+        router=Name("block_sparse_moe.router.layer", "ffn_gate_inp"),
+        gate_up=(
+            Name("block_sparse_moe.experts.{}.gate_proj", "ffn_gate_exps"),
+            Name("block_sparse_moe.experts.{}.up_proj", "ffn_up_exps"),
+        ),
+        down=Name("block_sparse_moe.experts.{}.down_proj", "ffn_down_exps"), count="num_local_experts",
+        stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"), beside=True,
+    ),
 )  # fmt: skip
 
 ARCHITECTURES = {
@@ -237,6 +270,6 @@ ARCHITECTURES = {
     for each in (
         LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GRANITE, OLMO3,
         EXAONE4, GLM4, HUNYUAN, ERNIE4_5, SEED_OSS, APERTUS, COHERE2, STARCODER2, GPT_OSS, MINISTRAL3, LFM2,
-        QWEN3_5, GRANITE_HYBRID, GEMMA4,
+        LFM2_MOE, QWEN3_5, QWEN3_5_MOE, GRANITE_HYBRID, GEMMA4,
     )
 }  # fmt: skip

@@ -48,7 +48,10 @@ def unread(config: Any) -> set[str]:
 def _layer(spec: Spec, layer: LayerSpec, config: Any) -> Iterator[tuple[str, Shape]]:
     norms = spec.architecture.norms
     yield from _attention(spec, layer, config) if not layer.mixer else _mixer(spec)
-    yield from _mlp(spec, config) if not layer.experts else _experts(spec, layer.experts, config)
+    if not layer.experts or layer.beside:
+        yield from _mlp(spec, config)
+    if layer.experts:
+        yield from _experts(spec, layer.experts, config)
     if spec.architecture.layer_scale is not None:
         yield spec.architecture.layer_scale.checkpoint, (1,)
     if spec.inputs and spec.architecture.inputs is not None:
@@ -128,6 +131,10 @@ def _experts(spec: Spec, count: int, config: Any) -> Iterator[tuple[str, Shape]]
     assert experts is not None
     width = getattr(config, experts.width)
     yield from _linears((experts.router,), (count,), spec.hidden, bias=experts.bias)
+    if experts.gate is not None:
+        yield from _linears((experts.gate,), (1,), spec.hidden, bias=False)
+    if experts.correction is not None and spec.corrected:
+        yield experts.correction.checkpoint, (count,)
     for expert in range(count):
         gate, up, down = (Name(name.checkpoint.format(expert), name.gguf) for name in (*experts.gate_up, experts.down))
         yield from _linears((gate, up), (width, width), spec.hidden, bias=experts.bias)

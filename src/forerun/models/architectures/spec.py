@@ -51,6 +51,8 @@ class LayerSpec:
     """Which rotary parameters; None: nothing is turned."""
     experts: int
     """0: an MLP."""
+    beside: bool = False
+    """There is an MLP beside the experts."""
     mixer: bool = False
     """In the place of attention."""
     heads: tuple[int, int] | None = None
@@ -113,6 +115,10 @@ class Spec:
     chosen: int
     """Experts per row."""
     normalised: bool
+    corrected: bool
+    """A number is added to each expert's score where some are chosen."""
+    factor: float
+    """Of the experts' weights."""
     inner: int
     """Outputs of the gate of an MLP."""
     layers: tuple[LayerSpec, ...]
@@ -153,8 +159,8 @@ def applies(config: Any) -> str | None:
         return f"{kind} is not among the described architectures ({', '.join(ARCHITECTURES)})"
     if result.causal not in (config.architectures or [result.causal]):
         return f"{', '.join(config.architectures or [])} is not {result.causal}"
-    if result.dense is not None and getattr(config, result.dense):
-        return f"{getattr(config, result.dense)} experts beside an MLP ({result.dense})"
+    if result.mixer is not None and not config.layer_types:
+        return "no layer_types, which say what each layer is"
     activation = _activation(result, config)
     if activation not in ACTIVATIONS or (ACTIVATIONS[activation] == XIELU) != bool(result.mlp.numbers):
         return f"activation {activation!r}"
@@ -183,7 +189,7 @@ def is_sized(config: Any) -> bool:
 def keeps_state(config: Any) -> bool:
     """Whether an architecture is described whose layers keep more of a text than keys and values."""
     result = ARCHITECTURES.get(config.model_type)
-    return result is not None and result.mixer is not None and result.mixer.layers in config.layer_types
+    return result is not None and result.mixer is not None and result.mixer.layers in (config.layer_types or ())
 
 
 def _rope_applies(architecture: Architecture, config: Any) -> str | None:
@@ -225,6 +231,8 @@ def bind(config: Any) -> Spec:
         growth=_growth(result, config),
         chosen=getattr(config, experts.chosen) if experts is not None else 0,
         normalised=normalised,
+        corrected=experts is not None and experts.correction is not None and bool(getattr(config, experts.corrected)),
+        factor=_factor(config, None if experts is None else experts.factor),
         inner=_inner(result.mlp.width, config),
         layers=tuple(_layer(result, config, index) for index in range(config.num_hidden_layers)),
         mixer=None if result.mixer is None else _mixer(result.mixer, config),
@@ -332,7 +340,9 @@ def _layer(architecture: Architecture, config: Any, index: int) -> LayerSpec:
     if attention.rotary == "named" and config.position_embedding_type != "rope":
         rotary = None
     mixer = architecture.mixer is not None and config.layer_types[index] == architecture.mixer.layers
-    result = LayerSpec(window, rotary, _experts(architecture, config, index), mixer)
+    experts = _experts(architecture, config, index)
+    beside = experts > 0 and architecture.experts is not None and architecture.experts.beside
+    result = LayerSpec(window, rotary, experts, beside, mixer)
     return _sized(result, architecture, config, index) if attention.sized else result
 
 
@@ -363,4 +373,6 @@ def _experts(architecture: Architecture, config: Any, index: int) -> int:
     if experts.placed == "stepped":
         dense = index in config.mlp_only_layers or (index + 1) % config.decoder_sparse_step
         return 0 if dense else count
+    if experts.dense is not None and index < int(getattr(config, experts.dense)):
+        return 0
     return count

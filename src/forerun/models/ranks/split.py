@@ -31,6 +31,10 @@ def check(spec: Spec, config: Any, size: int) -> None:
         )
     if spec.architecture.attention.sinks is not None:
         raise ConfigError(f"tensor_parallel_size {size}: {spec.architecture.causal} has sinks, which are not split")
+    if any(layer.beside for layer in spec.layers):
+        raise ConfigError(
+            f"tensor_parallel_size {size}: {spec.architecture.causal} has an MLP beside experts, which is not split"
+        )
     counts = {"heads": spec.heads}
     layers = {layer.experts for layer in spec.layers}
     if 0 in layers:
