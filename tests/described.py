@@ -87,6 +87,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "layer_types": ["linear_attention", "linear_attention", "full_attention"], **MAMBA, **GRANITE,
         "mamba_n_groups": 2, "position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_conv_bias": False,
     }),
+    "bamba": ("bamba", {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 2}),
 }  # fmt: skip
 """Some layers keep a state."""
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_experts": 5}
@@ -143,7 +144,7 @@ CASES |= LLAMAS
 MAIN = (
     "gemma2", "gemma3", "phi3-partial", "olmo2", "mixtral", "qwen3_moe-some", "granite", "olmo3", "exaone4", "glm4",
     "hunyuan", "ernie4_5", "seed_oss", "apertus", "cohere2", "starcoder2", "gpt_oss", "ministral3", "lfm2",
-    "gemma4", "lfm2_moe", "qwen3_5_moe", "granite-h-experts",
+    "gemma4", "lfm2_moe", "qwen3_5_moe", "granite-h-experts", "bamba",
 )  # fmt: skip
 """One of each beside Llama's family."""
 
@@ -151,7 +152,8 @@ MAIN = (
 def save_described(name: str, folder: Path) -> None:
     """As transformers saves it, float32, with the tokenizer of ``tiny.py``."""
     kind, options = CASES[name]
-    order = sorted(CASES, key=lambda each: (each in SHARED_EXPERTS, each in LLAMAS, each.startswith("granite-h"), each))
+    late = {*SHARED_EXPERTS, "bamba"}  # the seeds of others stay
+    order = sorted(CASES, key=lambda each: (each in late, each in LLAMAS, each.startswith("granite-h"), each))
     torch.manual_seed(order.index(name))
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
     for part, parameter in module.named_parameters():

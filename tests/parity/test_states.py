@@ -33,7 +33,6 @@ GDN = {
 }  # fmt: skip
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "bailing_hybrid": ({}, LINEAR, "BailingHybridDeltaAttention"),
-    "bamba": ({**HEADS, "attn_layer_indices": [1]}, LINEAR, "BambaMixer"),
     "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "hybrid", "FalconH1Mixer"),
     "falcon_mamba": ({"state_size": 4}, LINEAR, "FalconMambaMixer"),
     "jamba": ({"mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1}, LINEAR, "JambaMambaMixer"),

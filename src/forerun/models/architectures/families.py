@@ -264,12 +264,22 @@ GRANITE_HYBRID = replace(
         stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"), beside=True,
     ),
 )  # fmt: skip
+BAMBA = Architecture(
+    model_type="bamba", causal="BambaForCausalLM", gguf="granitehybrid",
+    norm=Name("model.final_layernorm", "output_norm"), norms=Norms(before_mlp=Name("pre_ff_layernorm", "ffn_norm")),
+    attention=Attention(bias=BIAS, out_bias=BIAS, partial=True),
+    mlp=Mlp(
+        gate_up=(Name("feed_forward.gate_proj", "ffn_gate"), Name("feed_forward.up_proj", "ffn_up")),
+        down=Name("feed_forward.down_proj", "ffn_down"), bias="mlp_bias",
+    ),
+    mixer=GRANITE_HYBRID.mixer,
+)  # fmt: skip
 
 ARCHITECTURES = {
     each.model_type: each
     for each in (
         LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GRANITE, OLMO3,
         EXAONE4, GLM4, HUNYUAN, ERNIE4_5, SEED_OSS, APERTUS, COHERE2, STARCODER2, GPT_OSS, MINISTRAL3, LFM2,
-        LFM2_MOE, QWEN3_5, QWEN3_5_MOE, GRANITE_HYBRID, GEMMA4,
+        LFM2_MOE, QWEN3_5, QWEN3_5_MOE, GRANITE_HYBRID, BAMBA, GEMMA4,
     )
 }  # fmt: skip
