@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from described import HYBRIDS, save_described
@@ -183,14 +184,19 @@ def test_a_class_that_may_have_state_runs_without(tmp_path, kind):
     assert (torch.cat(rows) - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-def test_a_decoder_out_of_a_model_that_reads_pictures(tmp_path, caplog):
-    """The same tokens with the rest left out; its tensors are called otherwise there."""
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_a_decoder_out_of_a_model_that_reads_pictures(tmp_path, caplog, kind):
+    """The same tokens with the rest left out; its tensors are called otherwise there. The published mixtures stack a
+    layer's experts."""
     text = {**SIZES, **GDN, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 0, 0]}}
     sight = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=sight)
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=sight)
     torch.manual_seed(0)
     module = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
     module.save_pretrained(tmp_path)
+    if kind == "qwen3_5_moe":
+        save_file(module.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+        assert "model.language_model.layers.0.mlp.experts.gate_up_proj" in module.state_dict()
     ids = torch.randint(3, SIZES["vocab_size"], (30,)).tolist()
     with torch.inference_mode():
         expected = module(torch.tensor([ids]), use_cache=False).logits[0]
