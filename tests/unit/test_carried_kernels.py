@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from forerun import kernels
+from here import where
 
 
 @pytest.fixture
@@ -152,10 +153,11 @@ for name in ("float32", "bfloat16", "q4_0", "q4_k", "q8_0", "int8_rows"):
 
 
 @pytest.mark.full
-def test_ziglangs_kernels_give_the_bits_of_the_systems_compiler(tmp_path):
+@pytest.mark.parametrize(
+    "other", where(bool(kernels._zig() and shutil.which("g++")), ["g++"], "ziglang and g++ are not both here")
+)
+def test_ziglangs_kernels_give_the_bits_of_the_systems_compiler(tmp_path, other):
     """A whole model's log-probabilities, to the last digit."""
-    if not (kernels._zig() and shutil.which("g++")):
-        pytest.skip("one of the two compilers is not here")
     kernels._compile(kernels._zig(), tmp_path / "kernels.so", patience=None)
 
     def answers(*library: str) -> str:

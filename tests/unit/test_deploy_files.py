@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from forerun.cli.main import load
+from here import where
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs" / "examples"
@@ -46,10 +47,8 @@ def test_the_units_command_is_the_servers_and_may_finish():
     assert int(unit["Service"]["TimeoutStopSec"]) > float(str(taken["drain_timeout"]))
 
 
-def test_systemd_takes_the_unit(tmp_path):
-    verify = shutil.which("systemd-analyze")
-    if verify is None:
-        pytest.skip("no systemd here")
+@pytest.mark.parametrize("verify", where(bool, [shutil.which("systemd-analyze")], "systemd-analyze is not installed"))
+def test_systemd_takes_the_unit(tmp_path, verify):
     program = tmp_path / "forerun"
     program.touch(mode=0o755)
 

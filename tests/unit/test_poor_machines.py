@@ -14,6 +14,7 @@ import pytest
 
 from compiler import install_compiler
 from forerun import kernels
+from here import where
 
 pytestmark = pytest.mark.slow
 
@@ -81,10 +82,13 @@ def test_a_library_that_cannot_be_loaded_and_no_compiler(tmp_path, no_compiler, 
     assert said[1].startswith("warning: no C++ compiler, so torch runs the models")
 
 
-def test_folders_from_which_nothing_may_be_executed(tmp_path, monkeypatch):
-    unshare = shutil.which("unshare")
-    if unshare is None or os.geteuid() != 0:
-        pytest.skip("only root mounts a folder without the right to execute")
+MOUNTS = shutil.which("unshare") is not None and os.geteuid() == 0
+
+
+@pytest.mark.parametrize(
+    "unshare", where(MOUNTS, ["unshare"], "only root mounts a folder without the right to execute")
+)
+def test_folders_from_which_nothing_may_be_executed(tmp_path, monkeypatch, unshare):
     install_compiler(tmp_path / "compiler", monkeypatch)
     folder = tmp_path / "mounted"
     folder.mkdir()
