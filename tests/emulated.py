@@ -105,12 +105,13 @@ def build(name: str, platform: str, folder: Path) -> Path:
 
 
 def command(processor: str, program: Path, *arguments: object) -> list[str]:
-    return [QEMU, "-L", str(LIBRARIES), "-cpu", processor, str(program), *map(str, arguments)]
+    """The emulator's own memory lies at other addresses than this process's, which the program sees as its own."""
+    return ["setarch", "-L", QEMU, "-L", str(LIBRARIES), "-cpu", processor, str(program), *map(str, arguments)]
 
 
 def compile_program(language: str, to: Path, *sources: Path) -> None:
     """For ARM; ``language`` is ``cc`` or ``c++``."""
-    zig = [sys.executable, "-m", kernels.ZIG, language, "-target", "aarch64-linux-gnu", "-O1", "-pthread"]
+    zig = [sys.executable, "-m", kernels.ZIG, language, "-target", "aarch64-linux-gnu", "-O1", "-pthread", "-rdynamic"]
     subprocess.run([*zig, *map(str, sources), "-o", str(to), "-ldl"], check=True, capture_output=True)
 
 
