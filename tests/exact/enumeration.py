@@ -14,8 +14,8 @@ import numpy
 import torch
 
 from forerun import SamplingParams
+from forerun.core.batch import Scores
 from forerun.core.request import RequestState
-from forerun.core.scores import Scores
 from forerun.core.tree import Draft
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept import RatioRule

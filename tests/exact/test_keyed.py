@@ -16,8 +16,8 @@ import torch
 from scipy import stats
 
 from forerun import SamplingParams
+from forerun.core.batch import Scores
 from forerun.core.request import RequestState
-from forerun.core.scores import Scores
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import Sampler
 from forerun.sampling.noise import Gumbel, uniform

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from forerun import LLM, RequestError, SamplingParams
+from forerun.core.batch import Scores
 from forerun.core.request import RequestState
-from forerun.core.scores import Scores
 from forerun.core.tree import Draft
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept import rules

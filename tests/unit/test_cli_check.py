@@ -17,9 +17,21 @@ from forerun import kernels
 from forerun.cli.bench import show_checks
 from forerun.cli.main import run
 from forerun.engine import engine
-from forerun.measure import identity
-from forerun.measure.check import LENGTH, SUPPORT, _self_tested, check_distribution, chi_square, exact_distribution
-from forerun.measure.identity import METHOD, MIXES, SHAPES, check_identity, hand_made, variants
+from forerun.measure import check as checking
+from forerun.measure.check import (
+    LENGTH,
+    METHOD,
+    MIXES,
+    SHAPES,
+    SUPPORT,
+    _self_tested,
+    check_distribution,
+    check_identity,
+    chi_square,
+    exact_distribution,
+    hand_made,
+    variants,
+)
 from forerun.models.native import NativeModel
 from forerun.speculate import round as rounds
 from forerun.speculate.accept import base
@@ -130,13 +142,13 @@ def test_an_empty_list_checks_nothing(capsys, tiny_target, option):
 
 def test_a_failure_without_a_draft_is_a_failure(llm, monkeypatch):
     """Another answer than plain decoding's is wrong, whether or not anything was drafted."""
-    right = identity.answers
+    right = checking.answers
 
     def wrong(llm, speculative, *arguments, **options):
         result, total = right(llm, speculative, *arguments, **options)
         return [[answer._replace(text="?") for answer in group] if speculative else group for group in result], total
 
-    monkeypatch.setattr(identity, "answers", wrong)
+    monkeypatch.setattr(checking, "answers", wrong)
     settings = {"temperatures": [0.0], "max_tokens": 4, "page_sizes": [None], "concurrency": 8, "seed": 0}
     result = list(
         check_identity(llm(), [{"method": "pattern"}], [[5, 6, 7]], trees=False, step=lambda note: None, **settings)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from forerun import SamplingParams, kernels
+from forerun.core.batch import Scores
 from forerun.core.request import RequestState
-from forerun.core.scores import Scores
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept import base, rules

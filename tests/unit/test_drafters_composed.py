@@ -13,8 +13,8 @@ from tokenizers.models import BPE, Unigram
 from transformers import PreTrainedTokenizerFast
 
 from forerun import LLM, ConfigError, Draft, Drafter, DrafterConfig, SamplingParams, SpeculativeConfig
+from forerun.core.batch import Scores
 from forerun.core.request import RequestState
-from forerun.core.scores import Scores
 from forerun.core.tree import Trial, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept import rules

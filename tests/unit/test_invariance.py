@@ -12,7 +12,7 @@ from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
 from forerun.models.base import new_attention
 from forerun.models.formats import plain
-from forerun.models.formats.packed import can_pack
+from forerun.models.formats.plain import can_pack
 from forerun.models.formats.tiled import can_tile
 from forerun.models.hf import HFModel
 from forerun.models.invariance import self_test

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from forerun import kernels
 from forerun.core.errors import ConfigError
 from forerun.models import kernel_layers, linear
-from forerun.models.formats import blocks, compiled, int8, packed, tiled
+from forerun.models.formats import blocks, compiled, int8, plain, tiled
 from forerun.models.parts import RMSNorm
 from here import NO_PACKING, where
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
-PACKED = where(lambda layer: packed.can_pack(layer[0]), [(d, "packed") for d in DTYPES], NO_PACKING)
+PACKED = where(lambda layer: plain.can_pack(layer[0]), [(d, "packed") for d in DTYPES], NO_PACKING)
 STREAMED = where(lambda layer: tiled.can_tile(layer[0]), [(d, "streamed") for d in tiled.DTYPES])
 SERVED = where(tiled.can_tile, tiled.DTYPES)
 LAYERS = [*((d, "plain") for d in DTYPES), *PACKED, *STREAMED]
@@ -150,7 +150,7 @@ def test_streamed_weights_lie_side_by_side(dtype, monkeypatch):
         assert (layer(x) - expected).norm() < (1e-5 if dtype == torch.float32 else 0.01) * expected.norm()
 
 
-@pytest.mark.parametrize("dtype", where(packed.can_pack, DTYPES, NO_PACKING))
+@pytest.mark.parametrize("dtype", where(plain.can_pack, DTYPES, NO_PACKING))
 def test_packed_layers_meet_few_row_counts(dtype):
     weight, x = cancelling(256, 256, dtype)
     layer = linear.make_linear(weight, None, "packed")
@@ -172,7 +172,7 @@ def test_small_layers_stay_plain():
 
 def test_the_option():
     assert linear.choose(torch.float32, CPU, "plain") == "plain"
-    able = {"streamed": tiled.can_tile, "packed": packed.can_pack, "plain": lambda dtype: True}
+    able = {"streamed": tiled.can_tile, "packed": plain.can_pack, "plain": lambda dtype: True}
     best = next(how for how, can in able.items() if can(torch.float32))
     assert linear.choose(torch.float32, CPU, "auto") == best
     assert linear.choose(torch.float16, CPU, "auto") == ("streamed" if tiled.can_tile(torch.float16) else "plain")
@@ -217,7 +217,7 @@ def test_without_our_kernels(lacking, monkeypatch, tmp_path, caplog):
     assert ("torch's serve instead" in caplog.text) == (lacking in ("folder", "success") and serves and compiles)
     assert ("kernels need Linux" in caplog.text) == (not serves and lacking != "wish")
     assert ("apt-get install g++" in caplog.text) == (serves and not compiles and lacking != "wish")
-    assert linear.choose(torch.float32, CPU, "auto") == ("packed" if packed.can_pack(torch.float32) else "plain")
+    assert linear.choose(torch.float32, CPU, "auto") == ("packed" if plain.can_pack(torch.float32) else "plain")
     with pytest.raises(ConfigError, match="C\\+\\+ compiler"):
         linear.choose(torch.float32, CPU, "streamed")
 
@@ -308,21 +308,21 @@ def test_soft_caps(cap):
 
 def test_without_the_private_operations(monkeypatch):
     monkeypatch.setattr(tiled, "can_tile", lambda dtype: False)
-    packed.can_pack.cache_clear()
-    monkeypatch.setattr(packed, "pack", lambda weight: torch.ops.mkldnn._no_such_operation(weight))
+    plain.can_pack.cache_clear()
+    monkeypatch.setattr(plain, "pack", lambda weight: torch.ops.mkldnn._no_such_operation(weight))
     try:
-        assert not packed.can_pack(torch.float32)
+        assert not plain.can_pack(torch.float32)
         assert linear.choose(torch.float32, CPU, "auto") == "plain"
         with pytest.raises(ConfigError, match="float32"):
             linear.choose(torch.float32, CPU, "packed")
     finally:
-        packed.can_pack.cache_clear()
+        plain.can_pack.cache_clear()
 
 
 def test_the_description_names_what_holds_most_of_the_weights():
     layers = [linear.make_linear(torch.randn(8, 8), None, "packed") for _ in range(3)]
     assert linear.describe(layers, torch.float32) == "plain float32"
-    if packed.can_pack(torch.float32):
+    if plain.can_pack(torch.float32):
         layers.append(linear.make_linear(torch.randn(300, 300), None, "packed"))
         assert linear.describe(layers, torch.float32) == "packed float32"
         layers.append(linear.make_linear(torch.randn(200, 200), None, "packed"))

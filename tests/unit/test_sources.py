@@ -7,7 +7,7 @@ import torch
 
 from forerun.attention.base import Query
 from forerun.attention.kernel import KernelAttention, can_attend
-from forerun.attention.plain import PlainAttention
+from forerun.attention.sdpa import PlainAttention
 from forerun.cache.pool import KVShape, OutOfPages, Pool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.sources import Sources

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from forerun.core.errors import ConfigError
 from forerun.models import quantize
-from forerun.models.formats import torchao
+from forerun.models.formats import plain
 from forerun.models.formats.base import size
 from forerun.models.kinds import GPU_KINDS
 from here import where
@@ -27,7 +27,7 @@ def test_a_layer_is_close_and_small(kind, dtype):
     torch.manual_seed(0)
     weight, bias, x = torch.randn(300, 250).to(dtype), torch.randn(300).to(dtype), torch.randn(40, 250).to(dtype)
     with torch.inference_mode():
-        layer = torchao.make(weight, bias, name=kind)
+        layer = plain.through_torchao(weight, bias, name=kind)
         expected, got = F.linear(x.float(), weight.float(), bias.float()), layer(x)
         added = layer(x, torch.ones_like(got))
     assert type(layer.weight) is not torch.nn.Parameter
@@ -41,4 +41,4 @@ def test_without_it_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ConfigError, match=r"pip install 'forerun\[gpu\]'"):
-        torchao.make(torch.ones(4, 4), None, name="int8")
+        plain.through_torchao(torch.ones(4, 4), None, name="int8")

@@ -15,7 +15,7 @@ from math import prod
 
 import torch
 
-from forerun.cache.storage import zeros
+from forerun.cache.pool import zeros
 from forerun.core.batch import Batch, Span
 
 INTERVAL = 256

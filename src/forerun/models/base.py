@@ -10,8 +10,7 @@ import torch
 
 from forerun.attention.base import Attention
 from forerun.attention.kernel import KernelAttention, can_attend
-from forerun.attention.plain import PlainAttention
-from forerun.attention.sdpa import SdpaAttention
+from forerun.attention.sdpa import PlainAttention, SdpaAttention
 from forerun.attention.tiled import BLOCK, TiledAttention
 from forerun.cache.pool import KVShape, Pool
 from forerun.cache.sources import Sources

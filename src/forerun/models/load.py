@@ -363,10 +363,10 @@ def load_model(
     where = parse_device(device)
     kind, ids, name = parse_dtype(dtype, config), eos_ids(folder, config), str(path_or_id)
     if sanity.has_encoder(config):
-        from forerun.models import encdec_load  # modules of transformers' take as long to import as torch
+        from forerun.models import encdec  # modules of transformers' take as long to import as torch
 
-        encdec_load.check_wishes(folder, config, kind, model_path=model_path, lora=lora, ranks=tensor_parallel_size)
-        return encdec_load.load_encoder_decoder(
+        encdec.check_wishes(folder, config, kind, model_path=model_path, lora=lora, ranks=tensor_parallel_size)
+        return encdec.load_encoder_decoder(
             folder, config, kind, where, name=name, eos_ids=ids, invariant=invariant, weights=weights,
             quantization=quantization, max_model_len=max_model_len,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
 from forerun.models import activations
 from forerun.models.base import ModelInfo, Tiles
-from forerun.models.formats.packed import pack
+from forerun.models.formats.plain import pack
 
 WORK = 25e9
 """Multiplications, at most, that a layer's sizes may cost to compare, as long as there are ``FEWEST`` rows."""

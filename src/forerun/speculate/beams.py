@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from forerun.cache.pool import Pool
+from forerun.core.batch import Scores
 from forerun.core.request import Beams, Hypothesis, RequestState
-from forerun.core.scores import Scores
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept.base import NAN

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from forerun.attention.base import Attention
-from forerun.core.batch import Batch, Output, Span
+from forerun.core.batch import Batch, Output, Scores, Span
 from forerun.core.request import RequestState
-from forerun.core.scores import Scores
 from forerun.core.tree import Draft
 from forerun.models.base import Model
 from forerun.sampling.warp import warp

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from forerun.core.batch import Scores
 from forerun.core.request import RequestState
-from forerun.core.scores import Scores
 from forerun.core.tree import Draft
 from forerun.sampling.draw import Sampler
 from forerun.sampling.params import SamplingParams

@@ -25,8 +25,7 @@ from forerun.cache.pool import Pool
 from forerun.core.batch import Batch
 from forerun.core.errors import RankError
 from forerun.models.base import Tiles
-from forerun.models.ranks.messages import FAILED, READY, UP, Feed, Hello, RankCall
-from forerun.models.ranks.team import TIMEOUT, Team
+from forerun.models.ranks.team import FAILED, READY, TIMEOUT, UP, Feed, Hello, RankCall, Team
 
 START = 600.0
 """Seconds that the others have to come up, and again to load their parts."""

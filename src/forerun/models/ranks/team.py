@@ -1,4 +1,4 @@
-"""The processes that share a model's layers, as one of them sees them: all that they tell each other in a forward.
+"""The processes that share a model's layers, as one of them sees them: all that they tell each other.
 
 Every rank gets every rank's part and adds the parts up itself, number by number, in the order of the ranks, in float32.
 So a row's sums depend on nothing but the row and how many ranks there are; a library's reduction has an order of its
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -17,7 +18,8 @@ import torch
 import torch.distributed as dist
 
 from forerun.attention.base import Attention
-from forerun.core.batch import Batch
+from forerun.cache.pool import Change
+from forerun.core.batch import Batch, Span
 from forerun.core.errors import RankError
 from forerun.models.base import Tiles
 
@@ -108,3 +110,46 @@ def _group(store: Any, rank: int, size: int, device: torch.device) -> Any:
     options._timeout = TIMEOUT
     options._devices = [library.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # nobody else is to connect
     return library.ProcessGroupGloo(store, rank, size, options)
+
+
+UP, READY, FAILED = "up", "ready", "failed"
+"""What a rank answers while it starts; FAILED with a reason."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """What to load, a ``load.Wanted``, and where to meet."""
+
+    rank: int
+    size: int
+    folder: Path
+    wanted: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """One forward: the rows, where their entries go in the cache ``pool``, and what happened to that since its last
+    forward; ``gone`` are caches that are no more."""
+
+    pool: int
+    pages: int
+    page_size: int
+    changes: list[Change]
+    tables: dict[int, list[int]]
+    gone: list[int]
+    spans: list[Span]
+    hidden: tuple[int, ...]
+    layers: tuple[int, ...] | None
+    embeds: torch.Tensor | None
+    embed_rows: list[int] | None
+    tiles: Tiles | None
+    invariant: bool
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankCall:
+    """Another method of the model, ``embed`` or ``lm_head``."""
+
+    name: str
+    rows: torch.Tensor

@@ -17,8 +17,7 @@ from forerun.core.errors import ForerunError, RankError
 from forerun.models.base import attention_over
 from forerun.models.load import load_shard, quick_config, rank_device
 from forerun.models.native import NativeModel
-from forerun.models.ranks.messages import FAILED, READY, UP, Feed, Hello
-from forerun.models.ranks.team import Team
+from forerun.models.ranks.team import FAILED, READY, UP, Feed, Hello, Team
 
 
 class Mirror(Pool):

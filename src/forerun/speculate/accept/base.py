@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
+from forerun.core.batch import Scores
 from forerun.core.errors import ConfigError
-from forerun.core.scores import Scores
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.sampling.noise import ACCEPT, RESIDUAL, fold, uniform

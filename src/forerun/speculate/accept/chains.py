@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from forerun.core.batch import Scores
 from forerun.core.config import SHARE, check_within
-from forerun.core.scores import Scores
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept.base import RatioRule, Rule, RuleConfig, follow, rules

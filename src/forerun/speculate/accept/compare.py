@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from forerun.core.scores import Scores
+from forerun.core.batch import Scores
 from forerun.core.tree import POINT_MASS
 from forerun.sampling.compiled import CompiledSampling
 from forerun.sampling.draw import Sampler, fetch, probabilities

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from forerun.core.batch import Scores
 from forerun.core.config import FRACTION, Within
 from forerun.core.errors import ConfigError
-from forerun.core.scores import Scores
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.sampling.noise import ACCEPT, fold, uniform

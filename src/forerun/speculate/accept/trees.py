@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from forerun.core.batch import Scores
 from forerun.core.errors import ConfigError
-from forerun.core.scores import Scores
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.speculate.accept.base import RatioRule, RuleConfig, rules
 from forerun.speculate.accept.compare import Comparison, Trials, column, slots, take

@@ -32,6 +32,35 @@ import torch
 
 from forerun.core.errors import ConfigError
 
+__all__ = [
+    "Execution",
+    "Shape",
+    "acceptance_probability",
+    "acceptance_rate",
+    "alpha_from_tokens",
+    "best_gamma",
+    "best_shape",
+    "d_lk",
+    "expected_accepted",
+    "expected_latency",
+    "expected_tokens",
+    "guaranteed_improvement",
+    "lenient_acceptance_rate",
+    "lenient_argmax_mask",
+    "lenient_token_bound",
+    "lenient_token_distribution",
+    "memory_access_factor",
+    "operations_increase",
+    "oracle_improvement",
+    "oracle_tokens",
+    "predicted_speedup",
+    "rejection_sampling_rate",
+    "round_traffic",
+    "settle",
+    "speculate",
+    "walltime_improvement",
+]
+
 Distribution = torch.Tensor | Sequence[float] | Sequence[Sequence[float]]
 
 _SUM_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2}  # any other type: 1e-6
