@@ -101,7 +101,7 @@ SHARED_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-h-experts": ("granitemoehybrid", {**HYBRIDS["granite-h"][1], "num_local_experts": 5,
                                                "num_experts_per_tok": 2, "intermediate_size": 40}),
 }  # fmt: skip
-"""Experts beside an MLP, or with weights that are sigmoids: layer by layer, not in one call. Layers keep a state."""
+"""Experts beside an MLP, or with weights that are sigmoids. Layers keep a state."""
 HYBRIDS |= SHARED_EXPERTS
 CASES["granite-h-dense"] = ("granitemoehybrid", {
     "layer_types": ["full_attention"] * 3, **MAMBA, **GRANITE, "position_embedding_type": "rope",

@@ -36,5 +36,6 @@ def check(model: NativeModel) -> None:
         model.fused = None
     for one, many in zip(*result, strict=True):
         assert torch.equal(one.logits, many.logits)
+        assert one.experts == many.experts
         assert one.hidden.keys() == many.hidden.keys()
         assert all(torch.equal(one.hidden[layer], many.hidden[layer]) for layer in one.hidden)

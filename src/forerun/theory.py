@@ -42,6 +42,7 @@ __all__ = [
     "best_shape",
     "d_lk",
     "expected_accepted",
+    "expected_experts",
     "expected_latency",
     "expected_tokens",
     "guaranteed_improvement",
@@ -361,6 +362,43 @@ def round_traffic(weights: float, sequences: int, keys: float = 0.0, state: floa
     """
     shared, own, held = _number("weights", weights, 0), _number("keys", keys, 0), _number("state", state, 0)
     return shared + _count("sequences", sequences, 1) * (own + 2 * held)
+
+
+def expected_experts(
+    count: int, chosen: int, rows: float, again: float | None = None, sequences: int = 1, common: float | None = None
+) -> float:
+    """Experts of a layer of ``count`` that a forward of ``rows`` rows reads, each row choosing ``chosen`` of them.
+
+    ``again``: the share of a row's experts that another row of its text chooses, too; ``common``: that a row of another
+    text does; None, of either: p = chosen / count, mere chance. The rows are those of so many texts, of equal length.
+    By mere chance ``count (1 - (1 - p)^rows)`` are read: Huang et al., "MoESD" (arXiv 2505.19645). But a text prefers
+    some experts. If the chance of each in a text has a beta distribution of mean p, so that two rows share ``again``,
+    rows leave an expert out with chance
+
+    ``L(rows) = product over i < rows of (s (1 - p) + i) / (s + i)``, with ``s = (1 - again) / (again - p)``,
+
+    and ``count (1 - L)`` are read (the beta-binomial distribution; not from that paper). First rows of the texts leave
+    out as rows of one text with ``common`` would, and each text's other rows multiply that by L(rows) / (1 - p).
+    """
+    every, each = _count("count", count, 1), _count("chosen", chosen, 1)
+    texts, size = _count("sequences", sequences, 1), _number("rows", rows, sequences)
+    p = _number("chosen / count", each / every, 0, 1)
+    if p == 1:
+        return float(every)
+    same, shared = (p if share is None else _number("a share", share, 0, 1) for share in (again, common))
+    left = _left_out(p, texts, shared) * (_left_out(p, size / texts, same) / (1 - p)) ** texts
+    return every * (1 - left)
+
+
+def _left_out(p: float, rows: float, again: float) -> float:
+    """The chance that so many rows of a text leave an expert out."""
+    if again >= 1:
+        return 1 - p
+    if again - p < 1e-6:
+        return (1 - p) ** rows
+    s = (1 - again) / (again - p)
+    out = s * (1 - p)
+    return math.exp(math.lgamma(out + rows) - math.lgamma(out) + math.lgamma(s) - math.lgamma(s + rows))
 
 
 def best_gamma(alpha: float, c: float, max_gamma: int = 1024) -> int:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 import one_call
-from described import CASES, LINEAR, MAIN, PARTIAL, SHARED_EXPERTS, SIZES, TOKENS, UNEVEN, save_described
+from described import CASES, LINEAR, MAIN, PARTIAL, SIZES, TOKENS, UNEVEN, save_described
 from forerun import LLM, SamplingParams
 from forerun.attention.sdpa import SdpaAttention
 from forerun.cache.pool import KVShape, Pool
@@ -186,7 +186,7 @@ def test_bits_do_not_depend_on_the_batch_with_our_kernels(checkpoint, name, dtyp
 
 @pytest.mark.parametrize("quantization", [None, "int8_rows", "q4_0", "q8_0"])
 @pytest.mark.parametrize("dtype", where(can_tile, DTYPES))
-@pytest.mark.parametrize("name", sorted(CASES.keys() - UNEVEN.keys() - SHARED_EXPERTS.keys()))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - UNEVEN.keys()))
 def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoint, name, dtype, quantization):
     one_call.check(load_model(checkpoint(name), dtype=dtype, invariant=True, quantization=quantization))
 

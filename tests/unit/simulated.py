@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from forerun import SamplingParams
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
+from forerun.models.base import MixtureInfo
 from forerun.speculate.length import LengthPolicy, Seconds, Setting, policies
 from forerun.speculate.length.adaptive import Adaptive
+from forerun.theory import expected_experts
 
 
 @dataclass
@@ -38,10 +40,23 @@ class Machine:
     """In how many rounds that falls to a third."""
     host: float = 0.0
     """What the policy and the drafter's bookkeeping take in a round with drafts."""
+    mixture: MixtureInfo | None = None
+    again: float = 0.0
+    """The share of experts that two rows have in common, of one text or of two."""
+    per_expert: float = 0.0
+    """Of all layers."""
+
+    def experts(self, rows: int) -> float:
+        """That rows read, those of all layers."""
+        if self.mixture is None:
+            return 0.0
+        count, chosen = self.mixture.count, self.mixture.chosen
+        return self.mixture.layers * expected_experts(count, chosen, rows, self.again)
 
     def verify(self, sequences: int, rows: int) -> float:
         padded = -(-rows // self.multiple) * self.multiple
-        return 1e-3 * (self.base + self.per_sequence * sequences + self.per_row * padded)
+        experts = self.per_expert * self.experts(padded)
+        return 1e-3 * (self.base + self.per_sequence * sequences + self.per_row * padded + experts)
 
     def drafting(self, sequences: int, levels: int, behind: int) -> float:
         if not sequences:
@@ -145,7 +160,7 @@ def play(
             sequence.tokens.extend(verdict.tokens)
             if sequence.id in drawn_until:
                 drawn_until[sequence.id] += len(verdict.tokens)
-        decides.observe(running, drafts, verdicts, Seconds(*parts, 0.0))
+        decides.observe(running, drafts, verdicts, Seconds(*parts, 0.0, round(machine.experts(rows))))
         result.seconds += sum(parts)
         result.emitted.append(emitted)
         result.rounds += 1
@@ -159,7 +174,7 @@ def play(
 
 def _policy(machine: Machine, policy: str | None, depth: int, lag: Callable[[RequestState], int]) -> LengthPolicy:
     models = frozenset({"m"} if machine.per_token_behind > 1.0 else ())
-    setting = Setting({"m": list(range(depth + 1))}, machine.multiple, lag, models)
+    setting = Setting({"m": list(range(depth + 1))}, machine.multiple, lag, models, machine.mixture)
     decides: LengthPolicy = policies[policy or "fixed"](setting)
     ticks = itertools.count()
     if isinstance(decides, Adaptive):

@@ -237,6 +237,9 @@ def show(result: Mapping[str, Any]) -> None:
     print("; ".join(map(line, result["environment"]["weights"])))
     prices = ", ".join(f"{rows} rows {price:.2f}" for rows, price in result["verify_cost"].items())
     print(f"verification, in plain forwards: {prices}")
+    if result["experts"] is not None:
+        read = ", ".join(f"{rows} rows {times:.2f}" for rows, times in result["experts"]["read"].items())
+        print(f"experts read, in those of one row: {read}")
     print(f"plain decoding: {result['plain_tokens_per_second']:.0f} tokens/s at temperature {result['temperature']:g}")
     for load in result["loads"] if len(result["loads"]) > 1 else ():
         print(f"{load['concurrency']} at a time: {json.dumps(load['recommended'])}, {load['best']:.2f} predicted")

@@ -170,6 +170,8 @@ class Output:
 
     logits: torch.Tensor
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
+    experts: int = 0
+    """How many experts were read, those of all layers; 0: none, or nobody counted."""
 
 
 @dataclass(slots=True)

@@ -68,7 +68,8 @@ class Engine:
         self.max_nodes = max((c.drafter.max_nodes() for c in configs if c.drafter is not None), default=0)
         self.router = Router(self._drafters(configs))
         nodes = {name: drafter.config.nodes_by_depth() for name, drafter in self.router.drafters.items()}
-        setting = Setting(nodes, model.row_multiple, self.router.behind, self.router.modelled)
+        behind, modelled = self.router.behind, self.router.modelled
+        setting = Setting(nodes, model.row_multiple, behind, modelled, model.info.mixture)
         self.policy = policies[self.speculative.length](setting)
         attention = new_attention(
             model,

@@ -149,6 +149,7 @@ Complaint experts_fit(const Experts &e, int64_t hidden) {
   REQUIRE(within(e.chosen, 1, e.size), SIZE);
   if (const Complaint wrong = activation_fits(e.activation, e.numbers, true)) return wrong;
   REQUIRE(!e.here || e.layers, NULL_POINTER);
+  REQUIRE(within(e.sigmoid, 0, 1) && (e.sigmoid || !e.correction), LAYER_KIND);
   if (const Complaint wrong = layer_fits(e.router, hidden, e.size)) return wrong;
   for (int64_t i = 0; i < e.here; i++)
     if (const Complaint wrong = mlp_fits(e.layers[2 * i], e.layers[2 * i + 1], hidden, true)) return wrong;
@@ -247,7 +248,9 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
     if (const Complaint wrong = layer_fits(l.out, heads, m.hidden)) return wrong;
     if (l.experts) {
       if (const Complaint wrong = experts_fit(*l.experts, m.hidden)) return wrong;
-      continue;
+      if (!l.gate_up.weight) continue;
+      if (l.share)
+        if (const Complaint wrong = layer_fits(*l.share, m.hidden, 1)) return wrong;
     }
     REQUIRE(l.down.inputs <= m.inner, SIZE);
     if (const Complaint wrong = activation_fits(m.activation, l.numbers, m.gated)) return wrong;
@@ -419,13 +422,14 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     gate(activation, numbers, gated != 0, x, y, rows, width);                                                                             \
     return FINE;                                                                                                     \
   }                                                                                                                  \
-  int forerun_mix_##KIND(const Experts *experts, const T *x, float *total, int64_t rows, int threads) {              \
-    REQUIRE(experts, NULL_POINTER);                                                                                  \
+  int forerun_mix_##KIND(const Experts *experts, const T *x, float *total, int64_t rows, int threads,                \
+                         int64_t *read) {                                                                            \
+    REQUIRE(experts && read, NULL_POINTER);                                                                          \
     REQUIRE(threads_fit(threads), SIZE);                                                                             \
     CHECK(rows_fit(x, rows, experts->router.inputs));                                                                \
     CHECK(experts_fit(*experts, experts->router.inputs));                                                            \
     REQUIRE(!rows || total, NULL_POINTER);                                                                           \
-    return guarded([=] { mix(*experts, x, total, rows, threads); });                                                 \
+    return guarded([=] { *read = mix(*experts, x, total, rows, threads); });                                         \
   }                                                                                                                  \
   int forerun_apply_rotary_##KIND(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width) {\
     CHECK(rows_fit(x, rows, width));                                                                                 \

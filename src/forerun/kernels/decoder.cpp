@@ -242,15 +242,39 @@ class Decoder {
   }
 
   void add_experts(const Layer &layer, const T *in, int64_t rows) {
-    std::vector<float> total(rows * m.hidden);
-    mix(*layer.experts, in, total.data(), rows, threads);
+    const int64_t all = rows * m.hidden;
+    std::vector<float> total(all);
+    const int64_t read = mix(*layer.experts, in, total.data(), rows, threads);
+    if (c.experts) *c.experts += read;
     if (c.sum) sum(total.data(), true, total, rows);
-    for (int64_t i = 0; i < rows * m.hidden; i += 16) {
-      const First lanes = first(rows * m.hidden - i);
+    const std::vector<T> beside = layer.gate_up.weight ? beside_experts(layer, in, rows) : std::vector<T>();
+    for (int64_t i = 0; i < all; i += 16) {
+      const First lanes = first(all - i);
       store(normed + i, lanes, load(&total[i], lanes));
+      if (!beside.empty()) store(normed + i, lanes, load(normed + i, lanes) + load(&beside[i], lanes));
     }
     if (layer.after_mlp) norm(normed, layer.after_mlp, x, x, rows, 1, m.hidden, eps, m.centred != 0);
     else add_scaled(rows);
+  }
+
+  // What the MLP beside experts makes.
+  std::vector<T> beside_experts(const Layer &layer, const T *in, int64_t rows) const {
+    std::vector<T> made(rows * m.hidden), share(rows);
+    multiply(layer.gate_up, in, wide, nullptr, rows);
+    gate(m.activation, layer.numbers, m.gated != 0, wide, inner, rows, layer.down.inputs);
+    multiply(layer.down, inner, made.data(), nullptr, rows);
+    if (!layer.share) return made;
+    multiply(*layer.share, in, share.data(), nullptr, rows);
+    const Floats one = broadcast(1);
+    for (int64_t row = 0; row < rows; row++) {
+      const Floats part = one / (one + exponential(zeros() - broadcast(front(load(&share[row], first(1))))));
+      for (int64_t i = 0; i < m.hidden; i += 16) {
+        const First lanes = first(m.hidden - i);
+        T *const at = &made[row * m.hidden + i];
+        store(at, lanes, part * load(at, lanes));
+      }
+    }
+    return made;
   }
 
   const Model<T> &m;

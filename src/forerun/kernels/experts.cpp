@@ -16,49 +16,68 @@ struct Taken {
   std::vector<float> weights;
 };
 
-// The experts of a row with the highest scores, of equal ones those with lower numbers; a NaN is higher than any number.
-template <class T>
-void route(const Experts &e, const T *scores, int64_t row, std::vector<int64_t> &order, std::vector<float> &probabilities,
-           std::vector<Taken> &taken) {
-  for (int64_t i = 0; i < e.size; i += 16) store(&probabilities[i], load(scores + i, first(e.size - i)));
+constexpr float UNIT_EPS = 1e-6f;  // added to the sum that sigmoids are divided by
+
+// The experts of a row with the highest ranks, of equal ones those with lower numbers; a NaN is higher than any number.
+void choose_experts(const std::vector<float> &ranks, int64_t chosen, std::vector<int64_t> &order) {
   std::iota(order.begin(), order.end(), 0);
-  std::partial_sort(order.begin(), order.begin() + e.chosen, order.end(), [&](int64_t a, int64_t b) {
-    const float x = probabilities[a], y = probabilities[b];
+  std::partial_sort(order.begin(), order.begin() + chosen, order.end(), [&](int64_t a, int64_t b) {
+    const float x = ranks[a], y = ranks[b];
     if (std::isnan(x) != std::isnan(y)) return std::isnan(x);
     return x > y || (!(x < y) && a < b);
   });
-  const Floats top = broadcast(probabilities[order[0]]);
-  for (int64_t i = 0; i < e.size; i += 16) store(&probabilities[i], exponential(load(&probabilities[i]) - top));
-  float sum = 0;
-  if (e.normalised)
-    for (int64_t i = 0; i < e.chosen; i++) sum += probabilities[order[i]];
-  else
-    for (int64_t i = 0; i < e.size; i++) sum += probabilities[i];
+}
+
+template <class T>
+void route(const Experts &e, const T *scores, int64_t row, std::vector<int64_t> &order, std::vector<float> &ranks,
+           std::vector<float> &weights, std::vector<Taken> &taken) {
+  const Floats one = broadcast(1);
+  for (int64_t i = 0; i < e.size; i += 16) {
+    const First lanes = first(e.size - i);
+    const Floats score = load(scores + i, lanes);
+    const Floats weight = e.sigmoid ? one / (one + exponential(zeros() - score)) : score;
+    store(&weights[i], weight);
+    store(&ranks[i], e.correction ? weight + load(e.correction + i, lanes) : weight);
+  }
+  choose_experts(ranks, e.chosen, order);
+  float sum = e.sigmoid ? 1.0f : 0.0f;
+  if (!e.sigmoid) {
+    const Floats top = broadcast(weights[order[0]]);
+    for (int64_t i = 0; i < e.size; i += 16) store(&weights[i], exponential(load(&weights[i]) - top));
+    for (int64_t i = 0; !e.normalised && i < e.size; i++) sum += weights[i];
+  }
+  if (e.normalised) {
+    sum = 0;
+    for (int64_t i = 0; i < e.chosen; i++) sum += weights[order[i]];
+    if (e.sigmoid) sum += UNIT_EPS;
+  }
   for (int64_t i = 0; i < e.chosen; i++) {
     const int64_t expert = order[i] - e.first;
     if (expert < 0 || expert >= e.here) continue;
     taken[expert].rows.push_back(row);
-    taken[expert].weights.push_back(probabilities[order[i]] / sum);
+    taken[expert].weights.push_back(weights[order[i]] / sum * static_cast<float>(e.factor));
   }
 }
 
 }  // namespace
 
 template <class T>
-void mix(const Experts &e, const T *x, float *total, int64_t rows, int threads) {
+int64_t mix(const Experts &e, const T *x, float *total, int64_t rows, int threads) {
   const int64_t hidden = e.router.inputs;
   std::vector<T> scores(rows * e.size), in(rows * hidden), made(rows * hidden), wide, inner;
-  std::vector<float> probabilities((e.size + 15) / 16 * 16);
+  std::vector<float> ranks((e.size + 15) / 16 * 16), weights(ranks.size());
   std::vector<int64_t> order(e.size);
   std::vector<Taken> taken(e.here);
   project(e.router, x, scores.data(), static_cast<const T *>(nullptr), rows, threads);
-  for (int64_t row = 0; row < rows; row++) route(e, &scores[row * e.size], row, order, probabilities, taken);
+  for (int64_t row = 0; row < rows; row++) route(e, &scores[row * e.size], row, order, ranks, weights, taken);
   std::fill(total, total + rows * hidden, 0.0f);
+  int64_t read = 0;
   for (int64_t expert = 0; expert < e.here; expert++) {
     const Linear &gate_up = e.layers[2 * expert], &down = e.layers[2 * expert + 1];
-    const auto &[which, weights] = taken[expert];
+    const auto &[which, fractions] = taken[expert];
     const int64_t count = which.size();
     if (!count) continue;
+    read++;
     for (int64_t i = 0; i < count; i++) std::memcpy(&in[i * hidden], x + which[i] * hidden, hidden * sizeof(T));
     wide.resize(count * 2 * down.inputs);
     inner.resize(count * down.inputs);
@@ -67,14 +86,15 @@ void mix(const Experts &e, const T *x, float *total, int64_t rows, int threads) 
     project(down, inner.data(), made.data(), static_cast<const T *>(nullptr), count, threads);
     for (int64_t i = 0; i < count; i++) {
       float *const to = total + which[i] * hidden;
-      const Floats weight = broadcast(weights[i]);
+      const Floats weight = broadcast(fractions[i]);
       for (int64_t at = 0; at < hidden; at += 16) {
         const First lanes = first(hidden - at);
         store(to + at, lanes, fma(load(&made[i * hidden + at], lanes), weight, load(to + at, lanes)));
       }
     }
   }
+  return read;
 }
 
-#define INSTANTIATE(KIND, T) template void mix(const Experts &, const T *, float *, int64_t, int);
+#define INSTANTIATE(KIND, T) template int64_t mix(const Experts &, const T *, float *, int64_t, int);
 FOR_EACH_TYPE(INSTANTIATE)

@@ -72,6 +72,9 @@
   F(int64_t, here)                                                                                                  \
   F(int64_t, chosen)                                                                                                \
   F(int64_t, normalised)     /* whether their weights add up to 1 */                                                \
+  F(int64_t, sigmoid)        /* weights are the sigmoids of scores, not their softmax */                            \
+  F(const float *, correction) /* [size] added to the weights where some are chosen, or null */                     \
+  F(double, factor)          /* of the weights */                                                                   \
   F(int64_t, activation)                                                                                            \
   F(const float *, numbers)  /* of the activation, or null */                                                       \
   F(const Linear *, layers)  /* gate_up and down of each that is here */
@@ -139,7 +142,8 @@
   F(const float *, numbers)   /* of the activation, or null */                                                      \
   F(const float *, sinks)     /* as in ``Heads`` */                                                                  \
   F(int64_t, gated)           /* qkv makes a gate of attention's output behind the values */                        \
-  F(const Mixer *, mixer)     /* in the place of attention, or null */
+  F(const Mixer *, mixer)     /* in the place of attention, or null */                                                \
+  F(const Linear *, share)    /* to one number: its sigmoid multiplies what the MLP beside experts makes; or null */
 
 #define MODEL(F)                                                                                                    \
   F(int64_t, heads)                                                                                                 \
@@ -192,7 +196,8 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(const Plan *, plan)                                                                                             \
   F(Sum, sum) /* of what attention and MLP make of rows, or null: they are whole */                                 \
   F(const Replay *, replay)   /* null where no layer keeps a state */                                               \
-  F(void *const *, states)    /* records and states of every layer; read for those that keep some */
+  F(void *const *, states)    /* records and states of every layer; read for those that keep some */                \
+  F(int64_t *, experts) /* grows by the experts that are read, those of all layers, or null */
 
 #define CHAINS(F)                                                                                                   \
   F(int64_t, sequences)       /* each with a row of the first call's logits, in order */                            \
@@ -276,7 +281,7 @@ struct Replay {
 
 struct Layer {
   LAYER(FIELD)
-  Linear qkv, out, gate_up, down;
+  Linear qkv, out, gate_up, down;  // where there are experts, the last two may be there, too, or have null weights
 };
 
 template <class T>

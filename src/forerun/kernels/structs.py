@@ -71,6 +71,9 @@ class ExpertsStruct(NamedTuple):
     here: int
     chosen: int
     normalised: int
+    sigmoid: int
+    correction: int
+    factor: int
     activation: int
     numbers: int
     layers: int
@@ -137,6 +140,7 @@ class LayerStruct(NamedTuple):
     sinks: int
     gated: int
     mixer: int
+    share: int
 
 
 class ModelStruct(NamedTuple):
@@ -188,6 +192,7 @@ class Call(NamedTuple):
     sum: int
     replay: int
     states: int
+    experts: int
 
 
 class Chains(NamedTuple):

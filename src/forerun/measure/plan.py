@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from forerun.core.errors import ConfigError
@@ -31,6 +31,7 @@ from forerun.measure.planner import (
 from forerun.measure.rounds import Measured, full, in_plain_forwards, interleave, measure, rounds
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import DrafterConfig
+from forerun.speculate.length.experts import ExpertReads
 
 LENGTHS = (1, 3, 5, 7)
 """Drafted tokens at which acceptance and cost are measured; other lengths are predicted from these."""
@@ -52,13 +53,14 @@ def run_plan(
     step: Callable[[str], None] = lambda note: None,
 ) -> dict[str, Any]:
     """``{"recommended": speculative_config, "predictions": [...], "estimates": [...], "verify_cost": {rows: price},
-    "measured": [...], "trees": [...], "reach": [...], "layers": [...]}``.
+    "measured": [...], "trees": [...], "reach": [...], "layers": [...], "experts": None | {...}}``.
 
     ``trees`` has up to ``tree_nodes`` tokens for drafters that branch (``planner.plan_trees``), ``reach`` what chains
     cannot come to (``planner.reach``), ``layers`` the ``layer_trials`` subsets measured for ``layerskip``, the best
-    first. Every method answers the prompts, so alpha is measured on text that the target generated (Leviathan et al.
-    2023, section 4.2). ``options`` are ``speculative_config`` mappings that pass ``check_options``; ``accept`` is
-    their rule, and that of ``layer_trials``.
+    first, ``experts`` what rounds of a mixture read (``ExpertReads.report``). Every method answers the prompts, so
+    alpha is measured on text that the target generated (Leviathan et al. 2023, section 4.2). ``options`` are
+    ``speculative_config`` mappings that pass ``check_options``; ``accept`` is their rule, and that of
+    ``layer_trials``.
     """
     params = [
         SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed + i)
@@ -68,7 +70,9 @@ def run_plan(
     by_method = {LAYERSKIP: {"method": LAYERSKIP, "accept": accept}, **named}
     trial = _Trial(llm, prompts, params, concurrency, step)
     estimates = [e for n in trial.methods(named) if (e := trial.estimate(n, trial.by_length[n])) is not None]
-    curve = trial.curve(trial.prices(result for runs in trial.by_length.values() for result in runs.values()))
+    every = [result for runs in trial.by_length.values() for result in runs.values()]
+    trial.learn([trial.plain, *every])
+    curve = trial.curve(trial.prices(every))
     predictions = [
         p
         for item in estimates
@@ -95,6 +99,7 @@ def run_plan(
         "measured": trial.measured(),
         "trees": [{**item, "fixed": [asdict(shape) for shape in item["fixed"]]} for item in trees],
         "reach": [reach(item) for item in estimates],
+        "experts": trial.experts(every),
     }
 
 
@@ -141,6 +146,27 @@ class _Trial:
     plain: Measured = field(default_factory=Measured)
     by_length: dict[str, dict[int, Measured]] = field(default_factory=dict)
     speedups: dict[tuple[str, int], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        mixture = self.llm.model.info.mixture
+        self.reads = None if mixture is None else ExpertReads(mixture)
+
+    def learn(self, result: Iterable[Measured]) -> None:
+        """How many experts rounds read."""
+        if self.reads is None:
+            return
+        for each in (each for measured in result for each in measured.rounds):
+            self.reads.learn(each.rows, len(each.depths), each.experts)
+
+    def experts(self, result: Iterable[Measured]) -> dict[str, Any] | None:
+        """``ExpertReads.report`` of the experts that forwards read by their rows: means."""
+        if self.reads is None:
+            return None
+        by_rows: dict[int, list[int]] = defaultdict(list)
+        for measured in result:
+            for each in full(measured.rounds, self.concurrency):
+                by_rows[each.rows].append(each.experts)
+        return self.reads.report({rows: mean(values) for rows, values in sorted(by_rows.items())})
 
     def engine(self, config: Mapping[str, Any]) -> Engine:
         """With room for these answers alone: several engines are here at once."""
@@ -211,4 +237,8 @@ class _Trial:
         return {rows: median(values) for rows, values in sorted(by_rows.items())}
 
     def curve(self, points: Mapping[int, float]) -> CostCurve:
-        return CostCurve(points, self.concurrency, self.llm.model.row_multiple)
+        reads, count = self.reads, self.concurrency
+        multiple = self.llm.model.row_multiple
+        if reads is None:
+            return CostCurve(points, count, multiple)
+        return CostCurve(points, count, multiple, reads.fitted(points, count))

@@ -104,11 +104,18 @@ class CostCurve:
 
     Rows are padded to a multiple, so the price comes in steps. Fewer rows never cost more than more do: a dearer point
     was disturbed. Beyond the last point the price grows as it did before it. A plain forward of ``sequences`` rows
-    costs 1.
+    costs 1. Lines are straight over ``expected``, the price by rows that nothing measured: of a mixture's, each further
+    row reads fewer experts that no row before it has read.
     """
 
-    def __init__(self, points: Mapping[int, float], sequences: int = 1, row_multiple: int = 1) -> None:
-        self.row_multiple = row_multiple
+    def __init__(
+        self,
+        points: Mapping[int, float],
+        sequences: int = 1,
+        row_multiple: int = 1,
+        expected: Callable[[int], float] = float,
+    ) -> None:
+        self.row_multiple, self.expected = row_multiple, expected
         grouped: dict[int, list[float]] = {}
         for rows, cost in points.items():
             grouped.setdefault(self.padded(rows), []).append(cost)
@@ -131,8 +138,9 @@ class CostCurve:
             return self.points[known[0]]
         right = next((i for i, value in enumerate(known) if value > rows), len(known) - 1)
         low, high = known[right - 1], known[right]
-        slope = (self.points[high] - self.points[low]) / (high - low)
-        return max(self.points[low] + slope * (rows - low), self.points[known[0]])
+        start, end, here = map(self.expected, (low, high, rows))
+        slope = (self.points[high] - self.points[low]) / (end - start)
+        return max(self.points[low] + slope * (here - start), self.points[known[0]])
 
     def mean(self, rows: float) -> float:
         """Of a mean number of rows, between those next to it."""

@@ -42,6 +42,8 @@ class Sample:
     total: float
     ranks: tuple[int | None, ...] = ()
     """Of each draft: which draw under the root was accepted, from 0; None: none was."""
+    experts: int = 0
+    """That the target's forward read, those of all layers."""
 
     @property
     def depth(self) -> int:
@@ -164,6 +166,7 @@ def _sample(round_: Round, seconds: float) -> Sample | None:
         accept=round_.seconds.accept,
         total=seconds,
         ranks=tuple(map(_rank, round_.drafts, round_.verdicts)),
+        experts=round_.seconds.experts,
     )
 
 

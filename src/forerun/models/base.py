@@ -39,6 +39,18 @@ class EncoderInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class MixtureInfo:
+    """A mixture of experts: each row chooses some of a layer's."""
+
+    count: int
+    chosen: int
+    layers: int
+    """That have experts."""
+    share: float
+    """Of the bytes that a row reads, those of its experts."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What the engine needs to know of a model."""
 
@@ -65,6 +77,8 @@ class ModelInfo:
     """None: a decoder alone."""
     state_shapes: tuple[StateShape | None, ...] = ()
     """Per layer, what it keeps of a sequence beside keys and values; () where none does."""
+    mixture: MixtureInfo | None = None
+    """None: there are no experts, or ``Output.experts`` does not count them."""
 
     def begin(self, prompt: Sequence[int]) -> tuple[list[int], tuple[int, ...] | None]:
         """What a decoder is fed for a prompt, and what its encoder reads, if it has one."""
@@ -94,7 +108,8 @@ class Tiles:
             attention.pool.reserve(span.key, span.end)
         outputs = [feed(piece, attention) for piece in pieces]
         hidden = {layer: torch.cat([output.hidden[layer] for output in outputs]) for layer in batch.hidden}
-        return Output(torch.cat([output.logits for output in outputs]), hidden)
+        read = sum(output.experts for output in outputs)
+        return Output(torch.cat([output.logits for output in outputs]), hidden, read)
 
 
 class Model(Protocol):

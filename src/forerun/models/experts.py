@@ -71,14 +71,18 @@ class Experts:
 
     def _compile(self) -> KernelMixture | None:
         layers = [layer for layer in self.linears() if isinstance(layer, Compiled)]
-        if len(layers) != 1 + 2 * len(self.experts) or not isinstance(self.gate, KernelGate) or self.sigmoids:
+        if len(layers) != 1 + 2 * len(self.experts) or not isinstance(self.gate, KernelGate):
             return None
+        how = self.sigmoids or Sigmoids(None, 1.0)
         sizes = structs.ExpertsStruct(
             self.count,
             self.first,
             len(self.experts),
             self.chosen,
             int(self.normalised),
+            int(self.sigmoids is not None),
+            0 if how.correction is None else how.correction.data_ptr(),
+            structs.number(how.factor),
             self.gate.activation,
             self.gate.pointer,
             0,
@@ -89,6 +93,11 @@ class Experts:
         yield self.router
         for expert in self.experts:
             yield from (expert.gate_up, expert.down)
+
+    @property
+    def chosen_bytes(self) -> int:
+        """Of the experts that a row reads, on average."""
+        return sum(size((expert.gate_up, expert.down)) for expert in self.experts) - self.idle_bytes
 
     @property
     def idle_bytes(self) -> int:
@@ -114,10 +123,12 @@ class Experts:
             taken = taken / (taken.cumsum(-1)[:, -1:] + UNIT_EPS)
         return order, taken * how.factor
 
-    def __call__(self, x: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """What the experts make of rows [rows, width], in their dtype; ``sizes``: the row counts of calls."""
+    def __call__(self, x: torch.Tensor, sizes: Sequence[int] | None = None) -> tuple[torch.Tensor, int]:
+        """What the experts make of rows [rows, width], in their dtype; ``sizes``: the row counts of calls. And how many
+        of the experts here were read."""
         if self.compiled is not None:
-            return self.total(self.compiled(x)).to(x.dtype)
+            total, read = self.compiled(x)
+            return self.total(total).to(x.dtype), read
         chosen, weights = self.route(x)
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
@@ -126,14 +137,14 @@ class Experts:
         rows, weights = order // self.chosen, weights.flatten()[order]
         total = torch.zeros(x.shape, device=x.device)
         every = counts.tolist()
-        first = sum(every[: self.first])
-        for expert, count in zip(self.experts, every[self.first :]):
+        first, here = sum(every[: self.first]), every[self.first : self.first + len(self.experts)]
+        for expert, count in zip(self.experts, here):
             if count:
-                here, end = rows[first : first + count], first + count
-                made = self._run(expert, x.index_select(0, here), sizes).float()
-                total.index_add_(0, here, made.mul_(weights[first:end, None]))
+                own, end = rows[first : first + count], first + count
+                made = self._run(expert, x.index_select(0, own), sizes).float()
+                total.index_add_(0, own, made.mul_(weights[first:end, None]))
                 first = end
-        return self.total(total).to(x.dtype)
+        return self.total(total).to(x.dtype), sum(count > 0 for count in here)
 
     def _run(self, expert: Expert, x: torch.Tensor, sizes: Sequence[int] | None) -> torch.Tensor:
         if sizes is None:

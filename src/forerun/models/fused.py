@@ -7,7 +7,7 @@ import ctypes
 import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
 
@@ -74,7 +74,6 @@ class Decoder:
             and all(isinstance(_own(linear), Compiled) for linear in (*ends, *linears))
             and all(isinstance(norm, KernelNorm) for norm in norms)
             and all(layer.experts is None or layer.experts.compiled is not None for layer in self.layers)
-            and all(layer.experts is None or layer.gate_up is None for layer in self.layers)
             and all(layer.mixer is None or isinstance(layer.mixer, KernelMixer) for layer in self.layers)
         )
 
@@ -112,8 +111,8 @@ def _own(linear: Any) -> Any:
     return linear.linear if isinstance(linear, Summed) else linear
 
 
-def _fields(layer: Layer, rotaries: list[str]) -> list[int]:
-    """A ``structs.LayerStruct`` and what goes behind it."""
+def _fields(layer: Layer, rotaries: list[str], share: int) -> list[int]:
+    """A ``structs.LayerStruct`` and what goes behind it; ``share``: where that layer's fields are."""
 
     def at(norm: KernelNorm | None) -> int:
         return norm.pointer if norm is not None else 0
@@ -135,9 +134,11 @@ def _fields(layer: Layer, rotaries: list[str]) -> list[int]:
         sinks=0 if layer.sinks is None else layer.sinks.data_ptr(),
         gated=layer.gated,
         mixer=layer.mixer.address if isinstance(layer.mixer, KernelMixer) else 0,
+        share=share,
     )
-    dense = [structs.NO_LAYER] * 2 if mixture is not None else [layer.gate_up.fields(), _own(layer.down).fields()]
-    return [field for part in (own, layer.qkv.fields(), _own(layer.out).fields(), *dense) for field in part]
+    linears = (layer.qkv, _own(layer.out), layer.gate_up, _own(layer.down))
+    parts = [structs.NO_LAYER if linear is None else linear.fields() for linear in linears]
+    return [field for part in (own, *parts) for field in part]
 
 
 class PartialSums:
@@ -177,6 +178,8 @@ class Prepared:
     """What the arguments point to."""
     replay: Replay | None = None
     """Of layers that keep a state."""
+    experts: array[int] = field(default_factory=lambda: array("q", [0]))
+    """How many were read, those of all layers: once the call has run."""
 
 
 class Fused:
@@ -197,7 +200,7 @@ class Fused:
         if fields is None:
             raise ValueError("embeddings that the call cannot read")
         numbers, rows = fields
-        inner = max((_own(layer.down).inputs for layer in decoder.layers if layer.experts is None), default=0)
+        inner = max((_own(layer.down).inputs for layer in decoder.layers if layer.down is not None), default=0)
         attended = max(_own(layer.out).inputs for layer in decoder.layers)
         self.keeps_state = any(layer.mixer is not None for layer in decoder.layers)
         real = (
@@ -214,8 +217,9 @@ class Fused:
         mix = structs.NO_LAYER if decoder.mix is None else decoder.mix.fields()
         self.model = array("q", (*model, *head, *rows, *mix))
         self.layers = array("q")
-        for layer in decoder.layers:
-            self.layers.extend(_fields(layer, [*decoder.rotaries]))
+        self.shares = [array("q", () if layer.share is None else layer.share.fields()) for layer in decoder.layers]
+        for layer, share in zip(decoder.layers, self.shares):
+            self.layers.extend(_fields(layer, [*decoder.rotaries], share.buffer_info()[0] if share else 0))
         self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]
         angles = len(decoder.rotaries) * decoder.width * (4 // self.dtype.itemsize)
         qkv = max(layer.qkv.outputs for layer in decoder.layers)
@@ -234,7 +238,7 @@ class Fused:
         attention.finish(call.plan)
         if attention.states is not None and call.replay is not None:
             attention.states.settle(call.replay)
-        return Output(call.logits, call.hidden)
+        return Output(call.logits, call.hidden, call.experts[0])
 
     def through(
         self, batch: Batch, attention: KernelAttention, plan: AttentionPlan, x: torch.Tensor
@@ -285,15 +289,16 @@ class Fused:
         replay, laid, held = None, None, array("q")
         if self.keeps_state:
             replay, laid, held = self._states(batch, attention)
+        read = array("q", [0])
         call = array("q", structs.Call(
             rows, kernels.threads(), at[0], 0 if given is None else given.data_ptr(), at[1], at[5],
             min(map(len, tables)), at[2], len(which), at[3], at[4], requested, workspace.data_ptr(), len(workspace),
             logits.data_ptr() if self.vocab_size else 0, sides, entries, plan.address,
             0 if self.sums is None else self.sums.address, 0 if laid is None else laid.address,
-            held.buffer_info()[0] if held else 0,
+            held.buffer_info()[0] if held else 0, read.buffer_info()[0],
         ))  # fmt: skip
         kept = call, given, tables, workspace, laid, held, lists
-        return Prepared(call.buffer_info()[0], logits, hidden, plan, kept, replay)
+        return Prepared(call.buffer_info()[0], logits, hidden, plan, kept, replay, read)
 
     def _states(self, batch: Batch, attention: KernelAttention) -> tuple[Replay, CompiledReplay, array[int]]:
         """What to run, and where every layer's state is. Raises ValueError for states that are not these layers'."""

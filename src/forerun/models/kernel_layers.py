@@ -105,16 +105,18 @@ class KernelMixture:
         self.inputs, self.dtype = router.inputs, dtype
         self.call = kernel("mix", dtype)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """What the experts here make of rows [rows, inputs], added up in float32."""
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """What the experts here make of rows [rows, inputs], added up in float32; and how many of them were read."""
         if x.dtype is not self.dtype:
             raise TypeError(f"rows in {x.dtype} for experts in {self.dtype}")
         if x.dim() != 2 or x.shape[1] != self.inputs or not x.is_cpu:
             raise ValueError(f"rows {[*x.shape]} on {x.device} for experts with {self.inputs} inputs on cpu")
         x = x.contiguous()
-        total = torch.empty(x.shape)
-        self.call(self.address, x.data_ptr(), total.data_ptr(), len(x), kernels.threads())
-        return total
+        total, read = torch.empty(x.shape), array("q", [0])
+        self.call(
+            self.address, x.data_ptr(), total.data_ptr(), len(x), kernels.threads(), read.buffer_info()[0]
+        )  # fmt: skip
+        return total, read[0]
 
 
 def softcap(numbers: torch.Tensor, cap: float) -> torch.Tensor:

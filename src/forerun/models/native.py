@@ -23,7 +23,7 @@ from forerun.core.inference import inference
 from forerun.core.loading import watch
 from forerun.models import activations, quantize, tiling
 from forerun.models.architectures.spec import ALL, applies, bind
-from forerun.models.base import ModelInfo, Tiles, pad_rows
+from forerun.models.base import MixtureInfo, ModelInfo, Tiles, pad_rows
 from forerun.models.formats import prefetch
 from forerun.models.formats.base import Linear, size
 from forerun.models.fused import RAW, Decoder, Fused
@@ -49,6 +49,8 @@ class Pass:
     replay: Replay | CompiledReplay | None
     inputs: torch.Tensor | None
     """[rows, layers, numbers]: per-layer embeddings, if the model has some."""
+    experts: int = 0
+    """How many were read so far."""
     entries: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     """Keys and values of the layers so far, in a model whose layers read those of others."""
 
@@ -130,8 +132,8 @@ class NativeModel:
         builder = Builder(spec, maker, self._rotaries, gate, kernels=tiled, team=self.team)
         self._layers = [builder.layer(index) for index in range(len(spec.layers))]
         self._norm = builder.norm(norm.checkpoint)
-        self._close = KernelGate("sigmoid", self.dtype) if tiled and spec.architecture.attention.gated else None
-        """Of [gate, output of attention], where a kernel does it."""
+        self._close = KernelGate("sigmoid", self.dtype) if tiled else None
+        """Of [gate, output] of attention or of the MLP beside experts, where a kernel does it."""
         self._borrows = any(layer.source is not None for layer in spec.layers)
         self._build_inputs(maker, builder)
         tied = f"{head.checkpoint}.weight" not in tensors
@@ -191,7 +193,8 @@ class NativeModel:
         layers, sizes = list(self.linears()), [self.spec.at(index) for index in range(len(self._layers))]
         kv_heads = [0 if layer.mixer else own.kv_heads for layer, own in zip(self.spec.layers, sizes)]
         held = size(layers)
-        idle = sum(layer.experts.idle_bytes for layer in self._layers if layer.experts is not None)
+        mixtures = [layer.experts for layer in self._layers if layer.experts is not None]
+        idle = sum(experts.idle_bytes for experts in mixtures)
         return ModelInfo(
             name=name,
             architecture=self.spec.architecture.causal,
@@ -208,7 +211,11 @@ class NativeModel:
             weight_bytes=held + self._words.nbytes + (0 if self._table is None else self._table.nbytes),
             token_bytes=held - idle,
             quantization=quantization,
-        )
+            mixture=None if self.team is not None or not mixtures else MixtureInfo(
+                mixtures[0].count, mixtures[0].chosen, len(mixtures),
+                sum(experts.chosen_bytes for experts in mixtures) / (held - idle),
+            ),
+        )  # fmt: skip
 
     def linears(self) -> Iterable[Linear]:
         for layer in self._layers:
@@ -240,27 +247,28 @@ class NativeModel:
             return self._feed(batch, attention, metadata)
 
     def _feed(self, batch: Batch, attention: Attention, metadata: Metadata) -> Output:
-        x, last = self._inputs(batch), len(self._layers)
+        x, last, read = self._inputs(batch), len(self._layers), 0
         rows, normed = self._logit_rows(batch), last in batch.hidden
         if self.ranges is not None and isinstance(attention, KernelAttention) and isinstance(metadata, AttentionPlan):
             hidden = self.ranges.through(batch, attention, metadata, x)
             raw = hidden.pop(RAW)
             x = hidden[last] if normed else raw
         else:
-            x, hidden = self._through(batch, attention, metadata, x, None if normed else rows)
+            x, hidden, read = self._through(batch, attention, metadata, x, None if normed else rows)
         if normed:
             x = x if rows is None else x.index_select(0, rows)
         if not batch.num_logits:
-            return Output(x.new_zeros(0, self._predicted, dtype=torch.float32), hidden)
+            return Output(x.new_zeros(0, self._predicted, dtype=torch.float32), hidden, read)
         x = (x if normed else self._norm(x))[: batch.num_logits]
         logits = self._head(self._pad_logits(x))
-        return Output(self._cap(logits[: batch.num_logits].float()), hidden)
+        return Output(self._cap(logits[: batch.num_logits].float()), hidden, read)
 
     def _through(
         self, batch: Batch, attention: Attention, metadata: Metadata, x: torch.Tensor, only: torch.Tensor | None
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-        """The batch's layers, one after the other, and the hidden states that it asked for; ``only`` names the rows
-        that go on behind the last one's attention. Where the normed output is asked for, that is returned."""
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor], int]:
+        """The batch's layers, one after the other, the hidden states that it asked for, and how many experts were read.
+        ``only`` names the rows that go on behind the last one's attention. Where the normed output is asked for, that
+        is returned."""
         hidden: dict[int, torch.Tensor] = {}
         angles = {kind: rotary.angles(batch) for kind, rotary in self._rotaries.items()}
         layers: Sequence[int] = range(len(self._layers)) if batch.layers is None else batch.layers
@@ -280,7 +288,7 @@ class NativeModel:
         if len(self._layers) in batch.hidden:
             x = self._norm(x)
             hidden[len(self._layers)] = x[: batch.num_rows]
-        return x, hidden
+        return x, hidden, run.experts
 
     def _layer_inputs(self, batch: Batch, x: torch.Tensor) -> torch.Tensor | None:
         """[rows, layers, numbers] of rows ``x`` of the embedding. Raises ModelError for rows that are no tokens'."""
@@ -352,7 +360,8 @@ class NativeModel:
         else:
             normed = x if layer.norm_mlp is None else layer.norm_mlp(x)
         if layer.experts is not None:
-            made = layer.experts(normed, None if self.tiles is None else self.tiles.rows)
+            made, read = layer.experts(normed, None if self.tiles is None else self.tiles.rows)
+            run.experts += read
             if layer.gate_up is not None:
                 made = made + self._beside(layer, normed)
             return self._scaled(made, x) if layer.after_mlp is None else layer.after_mlp(made, x)
@@ -367,7 +376,12 @@ class NativeModel:
     def _beside(self, layer: Layer, normed: torch.Tensor) -> torch.Tensor:
         """What the MLP beside experts adds to theirs."""
         made: torch.Tensor = layer.down(layer.gate(layer.gate_up(normed)))
-        return made if layer.share is None else made * activations.sigmoid(layer.share(normed))
+        if layer.share is None:
+            return made
+        share = layer.share(normed)
+        if self._close is None:
+            return made * activations.sigmoid(share)
+        return self._close(torch.cat([share.expand_as(made), made], 1))
 
     def _attend(self, layer: Layer, index: int, qkv: torch.Tensor, run: Pass) -> torch.Tensor:
         attended = self.spec.heads * layer.width

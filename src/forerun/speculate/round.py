@@ -64,7 +64,7 @@ def speculate(
         sequence.tokens.extend(verdict.tokens)
         verdict.fed, sequence.scheduled = sequence.scheduled, 0
     drafter.observe(*batch.all, result)
-    seconds = Seconds(drafted - began, verified - drafted, perf_counter() - verified)
+    seconds = Seconds(drafted - began, verified - drafted, perf_counter() - verified, result.output.experts)
     policy.observe(sequences, drafts, batch.seen(), seconds)
     return Round(drafts, verdicts, result, seconds, batch.groups)
 

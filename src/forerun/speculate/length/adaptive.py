@@ -55,6 +55,7 @@ class Entry(NamedTuple):
     verify: float
     behind: dict[str, int]
     measured: bool
+    experts: int
 
 
 @dataclass
@@ -124,7 +125,7 @@ class Adaptive(LengthPolicy):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.costs = Costs(setting.nodes, setting.row_multiple)
+        self.costs = Costs(setting.nodes, setting.row_multiple, setting.mixture)
         self.methods = {
             method: Acceptance(
                 len(nodes) - 1, *((self.MODEL_WEIGHT, 0.95, self.MODEL) if method in setting.models else ())
@@ -196,7 +197,7 @@ class Adaptive(LengthPolicy):
             if decoding:
                 self._since = 0 if self._streak == self.CHECK else self._since
                 if self._streak <= self.costs.SETTLED + 2 or not self.costs.sure(count):
-                    self.costs.plain(count, seconds.verify + seconds.accept, self._streak)
+                    self.costs.plain(count, seconds.verify + seconds.accept, self._streak, seconds.experts)
             return
         self._streak = 0
         self._since += 1
@@ -209,7 +210,8 @@ class Adaptive(LengthPolicy):
         verify = seconds.verify + seconds.accept
         if self._plan.disappoints(tokens):
             self._plan.left = 0
-        self._entries.append(Entry(made, count, rows, tokens, seconds.draft, verify, self._behind, decoding))
+        entry = Entry(made, count, rows, tokens, seconds.draft, verify, self._behind, decoding, seconds.experts)
+        self._entries.append(entry)
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
         self._plan.known |= {sequence.id} if source.id in self._plan.known else set()
@@ -236,13 +238,14 @@ class Adaptive(LengthPolicy):
             if not entry.measured:
                 continue
             drafted = [Drafted(m, len(made), max(made), entry.behind.get(m, 0)) for m, made in parts.items()]
-            costs.drafted(entry.rows, entry.draft, entry.verify, drafted)
-            plain = costs.verify(entry.sequences)
+            count = entry.sequences
+            costs.drafted(entry.rows, entry.draft, entry.verify, drafted, count, entry.experts)
+            plain = costs.verify(count, count)
             drafting = sum(costs.draft(d.method, d.sequences, d.depth) for d in drafted)
             if not all(costs.priced(d.method) for d in drafted):
                 drafting = min(drafting, entry.draft / costs.slowdown)
-            cost = costs.verify(entry.rows) + drafting + took
-            gain = entry.tokens / entry.sequences - cost / plain
+            cost = costs.verify(entry.rows, count, entry.experts) + drafting + took
+            gain = entry.tokens / count - cost / plain
             self.balance = max(min(self.balance + gain, self.MOST), -self.MOST)
 
     def _decide(self, sequences: Sequence[RequestState], longest: list[int]) -> DraftPlan:
@@ -390,15 +393,15 @@ class Adaptive(LengthPolicy):
             rows += sum(fraction * nodes[length] for length, fraction in enumerate(ends))
             number, deepest = drafting.get(method, (0, 0.0))
             drafting[method] = number + 1, max(deepest, made)
-        seconds = seconds or costs.verify(rows)
+        seconds = seconds or costs.verify(rows, count)
         seconds += sum(costs.draft(method, number, depth) for method, (number, depth) in drafting.items())
-        return tokens / count * costs.verify(count) / seconds
+        return tokens / count * costs.verify(count, count) / seconds
 
     def _invest(self, sequences: Sequence[RequestState], longest: list[int]) -> None:
         """Who has a drafter that must read first what it missed: whether that pays, and how much of it; and whether
         one that began with the last tokens should read them all. Sets ``sequence.reads``, and the caps of those who
         wait to 0."""
-        each = self.costs.verify(len(sequences)) / len(sequences)  # what one token of a sequence takes
+        each = self.costs.verify(len(sequences), len(sequences)) / len(sequences)  # what one token of a sequence takes
         for index, sequence in enumerate(sequences):
             method = sequence.drafter
             if not longest[index] or method is None:
@@ -456,7 +459,7 @@ class Adaptive(LengthPolicy):
         try:
             beliefs = {m: [[float(x) for x in values] for values in state["acceptance"][m]] for m in self.methods}
             lengths = [int(length) for length in state["lengths"]]
-            costs = Costs(self.setting.nodes, self.setting.row_multiple)
+            costs = Costs(self.setting.nodes, self.setting.row_multiple, self.setting.mixture)
             costs.restore(state["costs"])
         except (TypeError, KeyError, ValueError):
             return
@@ -578,6 +581,6 @@ class Planned(Adaptive):
         def speed(depth: int) -> float:
             drafting = self.costs.draft(method, count, depth)
             tokens = sum(rate**level for level in range(depth + 1))
-            return tokens / (self.costs.verify(count * (1 + nodes[depth])) + drafting)
+            return tokens / (self.costs.verify(count * (1 + nodes[depth]), count) + drafting)
 
         return max(range(len(nodes)), key=speed)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
+from forerun.models.base import MixtureInfo
 from forerun.speculate.names import policies as policies
 
 
@@ -18,22 +19,24 @@ class Setting:
     ``nodes[method][depth]`` is how many rows a draft of that depth adds to a verification; rows of one forward are
     padded to a multiple of ``row_multiple``. ``behind`` says how many committed tokens of a sequence its drafter must
     read before it can draft, at most so many of the last ones. ``models`` are the methods that draft with a model of
-    their own.
+    their own. ``mixture``: the target's experts.
     """
 
     nodes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     row_multiple: int = 1
     behind: Callable[[RequestState], int] = lambda sequence: 0
     models: frozenset[str] = frozenset()
+    mixture: MixtureInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Where a round's time went."""
+    """Where a round's time went, and how many ``experts`` its forward read, those of all layers."""
 
     draft: float
     verify: float
     accept: float
+    experts: int = 0
 
 
 class LengthPolicy(ABC):

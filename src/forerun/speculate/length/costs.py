@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from forerun.models.base import MixtureInfo
+from forerun.speculate.length.experts import ExpertReads
+
 
 def quartile(times: Collection[float]) -> float:
     """The lower quartile."""
@@ -114,10 +117,16 @@ class Costs:
     """The plain round after drafts that is as fast as any: a drafter leaves its own data in the processor's caches."""
     MOST_COLD = 1.5
 
-    def __init__(self, nodes: Mapping[str, Sequence[int]], row_multiple: int = 1) -> None:
+    STEPS = 8
+    """Of a mixture's price: counts in one plain round."""
+
+    def __init__(
+        self, nodes: Mapping[str, Sequence[int]], row_multiple: int = 1, mixture: MixtureInfo | None = None
+    ) -> None:
         self.multiple = row_multiple
-        self.rows = Curve(0.06)
-        """By rows of the target's forward, acceptance included."""
+        self.reads = None if mixture is None else ExpertReads(mixture)
+        self.rows = Curve(0.06 if mixture is None else 1.0)
+        """By rows of the target's forward, acceptance included; of a mixture by ``ExpertReads.price``, in ``STEPS``."""
         self.drafts: dict[tuple[str, int], Curve] = {}
         """By method and sequences that draft (rounded to a power of two): by depth."""
         self.reading: dict[str, deque[float]] = {method: deque(maxlen=5) for method in nodes}
@@ -142,12 +151,18 @@ class Costs:
         """Plain rounds that the caches cost after drafts end."""
         return (self.cold - 1.0) * self.SETTLED / 2
 
-    def padded(self, rows: float) -> int:
-        return int(-(-rows // self.multiple) * self.multiple)
+    def _count_of(self, rows: float, sequences: int, experts: int = 0) -> int:
+        """What ``rows`` counts of a forward over so many rows of so many sequences, which read ``experts``, or as many
+        as expected."""
+        padded = int(-(-rows // self.multiple) * self.multiple)
+        if self.reads is None:
+            return padded
+        return max(1, round(self.STEPS * self.reads.price(max(padded, sequences), sequences, experts)))
 
-    def verify(self, rows: float) -> float:
-        """Expected seconds of a target forward over so many rows and of their acceptance."""
-        return self.rows.at(self.padded(rows)) or 1.0
+    def verify(self, rows: float, sequences: int = 1, experts: int = 0) -> float:
+        """Expected seconds of a target forward over so many rows of so many sequences and of their acceptance; of one
+        that read so many ``experts``, if that is known."""
+        return self.rows.at(self._count_of(rows, sequences, experts)) or 1.0
 
     def draft(self, method: str, sequences: int, depth: float) -> float:
         """Expected seconds of drafting so deep."""
@@ -170,21 +185,23 @@ class Costs:
         known = self.reading[method]
         return tokens * (median(known) if known else 0.05 * self.verify(1))
 
-    def sure(self, rows: int) -> bool:
+    def sure(self, sequences: int) -> bool:
         """Whether plain decoding of about so many sequences was measured."""
-        near = range(rows - rows // 4, rows + rows // 4 + 1)
-        return sum(self.rows.known(n) for n in {self.padded(row) for row in near}) >= self.SURE
+        low, high = (self._count_of(n, n) for n in (sequences - sequences // 4, sequences + sequences // 4))
+        return sum(self.rows.known(n) for n in range(low, high + 1)) >= self.SURE
 
-    def plain(self, sequences: int, seconds: float, since: int) -> None:
+    def plain(self, sequences: int, seconds: float, since: int, experts: int = 0) -> None:
         """A plain round was measured; it is the ``since``-th after one with drafts."""
-        rows = self.padded(sequences)
+        if self.reads is not None:
+            self.reads.learn(sequences, sequences, experts)
+        rows, expected = self._count_of(sequences, sequences, experts), self.verify(sequences, sequences, experts)
         known = self.rows.known(rows)
         if self._restored and known:
-            self.slowdown, self._restored = seconds / self.verify(rows), False
+            self.slowdown, self._restored = seconds / expected, False
         elif known and since > 1:
             if since in (2, self.SETTLED):
                 self._recent.clear()
-            self._recent.append(seconds / self.verify(rows))
+            self._recent.append(seconds / expected)
             if since == 3:
                 low, high = sorted(self._recent)[-2:] if len(self._recent) > 1 else [*self._recent] * 2
                 self._after_drafts = (low * high) ** 0.5 if high < 1.3 * low else low
@@ -199,11 +216,21 @@ class Costs:
         if known < self.SURE or (known < Curve.WINDOW and since > self.SETTLED):
             self.rows.add(rows, seconds / self.slowdown)
 
-    def drafted(self, rows: int, draft: float, verify: float, parts: Sequence[Drafted]) -> None:
+    def drafted(
+        self,
+        rows: int,
+        draft: float,
+        verify: float,
+        parts: Sequence[Drafted],
+        sequences: int = 1,
+        experts: int = 0,
+    ) -> None:
         """A round with drafts was measured."""
         if not self._block:
             self._before = self.slowdown
-        self._block.append((self.padded(rows), draft, verify, parts))
+        if self.reads is not None:
+            self.reads.learn(rows, sequences, experts)
+        self._block.append((self._count_of(rows, sequences, experts), draft, verify, parts))
         if len(self._block) > 2 * self.BLOCK:
             del self._block[: self.BLOCK]
 
@@ -245,11 +272,14 @@ class Costs:
             ],
             "reading": {method: median(times) / unit for method, times in self.reading.items() if times},
             "cold": self.cold if self.cold_known else None,
+            **({} if self.reads is None else {"experts": self.reads.state()}),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Take over ``state``: prices in plain rounds; the first plain round that is measured says what that is."""
         self._restored = True
+        if self.reads is not None:
+            self.reads.restore(state["experts"])
         for rows, seconds in state["rows"].items():
             self.rows.add(int(rows), float(seconds))
         for method, size, points in state["drafts"]:

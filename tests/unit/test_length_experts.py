@@ -1,0 +1,138 @@
+"""Mixtures of experts: how many experts rounds read, what they cost by that, and how far drafts go."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from simulated import Machine, play
+from transformers import AutoModelForCausalLM
+
+from described import save_described
+from forerun.core.batch import Batch, Span
+from forerun.measure.planner import CostCurve
+from forerun.models.base import MixtureInfo, new_attention
+from forerun.models.load import load_model
+from forerun.speculate.length.costs import Costs, Drafted
+from forerun.speculate.length.experts import ExpertReads
+
+SPARSE = MixtureInfo(count=64, chosen=4, layers=6, share=0.7)
+
+
+class Text:
+    """Rows that choose experts one by one, each layer by its own likings in this text."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = draw
+        self.likes = [[draw.gammavariate(0.3, 1.0) for _ in range(SPARSE.count)] for _ in range(SPARSE.layers)]
+
+    def row(self) -> list[set[int]]:
+        chosen = []
+        for likes in self.likes:
+            mine: set[int] = set()
+            while len(mine) < SPARSE.chosen:
+                mine.update(self.draw.choices(range(SPARSE.count), likes))
+            chosen.append(mine)
+        return chosen
+
+
+def union(rows: list[list[set[int]]]) -> int:
+    return sum(len(set().union(*layer)) for layer in zip(*rows))
+
+
+def rounds(draw: random.Random, rows: int, texts: int, count: int = 100) -> list[int]:
+    return [union([row for text in [Text(draw) for _ in range(texts)] for row in [text.row() for _ in range(rows)]])
+            for _ in range(count)]  # fmt: skip
+
+
+def test_what_more_rows_read_is_known_from_what_few_rows_read():
+    draw, reads = random.Random(1), ExpertReads(SPARSE)
+    for rows in [2, 3] * 60:
+        reads.learn(rows, 1, *rounds(draw, rows, 1, 1))
+    for _ in range(60):
+        reads.learn(3, 3, *rounds(draw, 1, 3, 1))
+    for rows, texts in ((2, 1), (5, 1), (9, 1), (17, 1), (1, 8), (3, 4)):
+        seen = rounds(draw, rows, texts)
+        mean = sum(seen) / len(seen) / SPARSE.layers / SPARSE.chosen
+        assert reads.times(rows * texts, texts) == pytest.approx(mean, rel=0.1)
+    chance = ExpertReads(SPARSE)
+    assert chance.times(9, 1) > 1.3 * reads.times(9, 1)
+
+
+def seconds(rows: int, experts: int) -> float:
+    return 0.001 * (2.0 + 0.1 * rows + 0.25 * experts)
+
+
+@pytest.mark.parametrize("mixture", [SPARSE, None])
+def test_a_long_drafts_price_is_known_from_short_ones(mixture):
+    """And not by rows alone."""
+    draw, costs = random.Random(2), Costs({"m": [*range(9)]}, 1, mixture)
+    for _ in range(8):
+        for _ in range(10):
+            rows = draw.choice((2, 3))
+            (experts,) = rounds(draw, rows, 1, 1)
+            costs.drafted(rows, 0.001, seconds(rows, experts), [Drafted("m", 1, rows - 1, 0)], 1, experts)
+        for since in range(1, 13):
+            experts = SPARSE.layers * SPARSE.chosen
+            costs.plain(1, seconds(1, experts), since, experts)
+    off = {}
+    for rows in (1, 3, 5, 9):
+        seen = rounds(draw, rows, 1)
+        truth = sum(seconds(rows, experts) for experts in seen) / len(seen)
+        off[rows] = abs(costs.verify(rows) / truth - 1.0)
+    assert max(off.values()) < 0.1 if mixture is not None else max(off.values()) > 0.15
+    other = Costs({"m": [*range(9)]}, 1, mixture)
+    other.restore(costs.state())
+    assert other.verify(9) / other.verify(1) == pytest.approx(costs.verify(9) / costs.verify(1), rel=0.1)
+
+
+def test_a_plans_curve_bends_as_the_experts_do():
+    draw, reads = random.Random(3), ExpertReads(SPARSE)
+    prices = {}
+    for rows in (1, 2, 4, 6, 12, 16):
+        seen = rounds(draw, rows, 1)
+        prices[rows] = sum(seconds(rows, experts) for experts in seen) / len(seen)
+        for experts in seen if rows < 8 else ():
+            reads.learn(rows, 1, experts)
+    points = {rows: price / prices[1] for rows, price in prices.items()}
+    known = {rows: price for rows, price in points.items() if rows < 8}
+    curve = CostCurve(known, expected=reads.fitted(known, 1))
+    for rows in (12, 16):
+        assert curve(rows) == pytest.approx(points[rows], rel=0.1)
+        assert abs(CostCurve(known)(rows) / points[rows] - 1) > 2 * abs(curve(rows) / points[rows] - 1)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_drafts_go_as_far_as_their_experts_pay(count):
+    """A mixture in which a row more costs half of a plain round; drafts are free, so plain lengths can be tried."""
+    machine = Machine(
+        base=1.0, per_row=0.1, per_sequence=0.05, per_expert=0.15, multiple=1, mixture=SPARSE, again=0.25,
+        draft=0.0, per_level=0.01, per_draft_token=0.01, per_token_behind=0.0,
+    )  # fmt: skip
+    for rate in (0.0, 0.4, 0.9):
+
+        def run(policy, depth, rate=rate):
+            return play(machine, policy, count, lambda *_: rate, depth=depth, requests=8 * count, length=128)
+
+        fixed = [run("fixed", depth).speed for depth in range(1, 6)]
+        best = max(*fixed, run(None, 1).speed)
+        assert run("adaptive", 5).speed > 0.93 * best
+
+
+def test_forwards_count_the_experts_that_transformers_chooses(tmp_path):
+    save_described("qwen3_moe", tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    ids = torch.randint(3, 90, (9,), generator=torch.Generator().manual_seed(4))
+    with torch.inference_mode():
+        scores = theirs(ids[None], output_router_logits=True, use_cache=False).router_logits
+    top = [layer.topk(theirs.config.num_experts_per_tok, dim=-1).indices for layer in scores]
+    for form in ("auto", "plain"):
+        model = load_model(tmp_path, dtype="float32", invariant=False, weights=form)
+        with torch.inference_mode():
+            for rows in (1, 4, 9):
+                span = Span(0, 0, ids[:rows].tolist(), logits=list(range(rows)))
+                output = model.forward(Batch([span]), new_attention(model, max_seqs=1, max_len=16))
+                assert output.experts == sum(len(layer[:rows].unique()) for layer in top)
+        mixture = model.info.mixture
+        assert (mixture.count, mixture.chosen, mixture.layers) == (6, 3, len(top))
