@@ -1,16 +1,12 @@
 """Tiny random checkpoints, saved by transformers, and engines on them."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import random
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterator
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -36,12 +32,12 @@ collect_ignore = (
 )
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the whole conformance matrix, not a pairwise part of it")
     parser.addoption("--conformance-table", metavar="FILE", help="write what tests/conformance found as markdown")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     """Tests marked ``full`` exist only with ``--full``, those marked ``elsewhere`` on other machines, which is said."""
     result = config.stash.setdefault(LEFT_OUT, Counter())
     kept, extra = [], []
@@ -55,27 +51,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish(session):
     """A worker of pytest-xdist tells what it left out."""
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["left out"] = dict(session.config.stash[LEFT_OUT])
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any) -> None:
+def pytest_testnodedown(node):
     """Every worker collects, and leaves out, the same tests."""
     result = node.config.stash.setdefault(LEFT_OUT, Counter())
     for reason, count in getattr(node, "workeroutput", {}).get("left out", {}).items():
         result[reason] = max(result[reason], count)
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter, config):
     for reason, count in sorted(config.stash.get(LEFT_OUT, Counter()).items()):
         terminalreporter.write_line(f"NOT TESTED here ({count} tests): {reason}", yellow=True, bold=True)
 
 
 @pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
+def handlers():
     """A command that runs in a test writes its log to that test's standard error, and to no later one's."""
     logger = logging.getLogger("forerun")
     before = list(logger.handlers)
@@ -84,14 +80,14 @@ def handlers() -> Iterator[None]:
 
 
 @pytest.fixture(params=["kernel", "torch"])
-def cpu_attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def cpu_attention(request, monkeypatch):
     """Caches made in the test attend through our kernel where it is here, then through torch."""
     if request.param == "torch":
         monkeypatch.setattr("forerun.models.base.can_attend", lambda *_: False)
 
 
 @pytest.fixture(scope="session")
-def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+def tiny_target(tmp_path_factory):
     """Folder of a Llama with two layers, grouped queries, 98 tokens and a context of 256, float32."""
     folder = tmp_path_factory.mktemp("tiny_target")
     tiny_llama().save_pretrained(folder)
@@ -100,7 +96,7 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def tiny_draft(tmp_path_factory: pytest.TempPathFactory, tiny_target: str) -> str:
+def tiny_draft(tmp_path_factory, tiny_target):
     """Folder of the target's first layer between its own embeddings and head: some drafts match, some do not."""
     folder = tmp_path_factory.mktemp("tiny_draft")
     target = LlamaForCausalLM.from_pretrained(tiny_target)
@@ -112,7 +108,7 @@ def tiny_draft(tmp_path_factory: pytest.TempPathFactory, tiny_target: str) -> st
 
 
 @pytest.fixture(scope="session")
-def tiny_stranger(tmp_path_factory: pytest.TempPathFactory, tiny_draft: str) -> str:
+def tiny_stranger(tmp_path_factory, tiny_draft):
     """The draft with a vocabulary of its own: other ids, and some of the target's tokens missing."""
     folder = tmp_path_factory.mktemp("tiny_stranger")
     rest = [token for token in ALPHABET[2:] if token not in "qQzZ#~"]
@@ -131,11 +127,11 @@ def tiny_stranger(tmp_path_factory: pytest.TempPathFactory, tiny_draft: str) -> 
 
 
 @pytest.fixture(scope="session")
-def seq2seq(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+def seq2seq(tmp_path_factory):
     """``seq2seq(kind)``: folder of a random encoder-decoder, float32, with the alphabet of ``tiny_target``."""
 
     @cache
-    def get(kind: str) -> str:
+    def get(kind):
         folder = tmp_path_factory.mktemp(kind)
         save_seq2seq(kind, folder)
         return str(folder)
@@ -144,11 +140,11 @@ def seq2seq(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 
 
 @pytest.fixture(scope="session")
-def llm(tiny_target: str) -> Callable[..., LLM]:
+def llm(tiny_target):
     """``llm(speculative_config=None, model=None, **options)``: an LLM on ``tiny_target``, loaded once per options."""
-    loaded: dict[str, LLM] = {}
+    loaded = {}
 
-    def get(speculative_config: dict[str, Any] | None = None, model: str | None = None, **options: Any) -> LLM:
+    def get(speculative_config=None, model=None, **options):
         key = json.dumps([speculative_config, model, options], sort_keys=True, default=str)
         if key not in loaded:
             loaded[key] = LLM(model or tiny_target, speculative_config=speculative_config, **options)

@@ -1,16 +1,14 @@
 """Calls across the border of compiled code."""
 
-from __future__ import annotations
-
 from forerun import kernels
 
 NOWHERE = 0
 
 
-def call(name: str, *arguments) -> None:
+def call(name, *arguments):
     getattr(kernels.library(), name)(*arguments)
 
 
-def with_each(good: tuple, bad: dict[int, list]) -> list[tuple]:
+def with_each(good, bad):
     """``good`` with one argument at a time replaced by a bad one."""
     return [(*good[:at], value, *good[at + 1 :]) for at, values in bad.items() for value in values]

@@ -1,11 +1,7 @@
 """Kernels compiled in other ways than for this processor, and torch's threads."""
 
-from __future__ import annotations
-
 import ctypes
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +9,7 @@ import torch
 from forerun import kernels
 
 
-def kernels_for(folder: Path, *machine: str) -> ctypes.CDLL:
+def kernels_for(folder, *machine):
     """As the compiler makes them with the options ``machine``, quickly."""
     path = folder / "kernels.so"
     with pytest.MonkeyPatch.context() as patch:
@@ -26,7 +22,7 @@ def kernels_for(folder: Path, *machine: str) -> ctypes.CDLL:
 
 
 @contextmanager
-def threads(count: int) -> Iterator[None]:
+def threads(count):
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

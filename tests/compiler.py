@@ -1,10 +1,6 @@
 """A compiler that takes no time: it hands over kernels that are compiled already."""
 
-from __future__ import annotations
-
 from pathlib import Path
-
-import pytest
 
 from forerun import kernels
 
@@ -15,7 +11,7 @@ case $to in *.so) cat "{kernels}" > "$to";; *) : > "$to";; esac
 """
 
 
-def install_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def install_compiler(folder, monkeypatch):
     """The only compiler that is found from now on, by processes that begin too. Returns its log, a line a call."""
     result = kernels.library()
     assert result is not None

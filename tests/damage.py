@@ -1,12 +1,8 @@
 """Ways to damage a checkpoint's folder, one at a time: what a download, a disk, a converter or an attacker leaves."""
 
-from __future__ import annotations
-
 import json
-import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -16,10 +12,10 @@ CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.sa
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 
 
-def edit(file: str, **fields: Any) -> Damage:
+def edit(file, **fields):
     """Set fields of a JSON file; a name with a dot goes one level down."""
 
-    def damage(folder: Path) -> None:
+    def damage(folder):
         content = json.loads((folder / file).read_text())
         for name, value in fields.items():
             inner, _, last = name.rpartition("__")
@@ -29,14 +25,14 @@ def edit(file: str, **fields: Any) -> Damage:
     return damage
 
 
-def replace(file: str, content: bytes | str) -> Damage:
+def replace(file, content):
     return lambda folder: (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
+def weights(change):
     """Change the tensors of ``model.safetensors``."""
 
-    def damage(folder: Path) -> None:
+    def damage(folder):
         result = load_file(folder / WEIGHTS)
         change(result)
         save_file(result, folder / WEIGHTS, metadata={"format": "pt"})
@@ -44,10 +40,10 @@ def weights(change: Callable[[dict[str, torch.Tensor]], object]) -> Damage:
     return damage
 
 
-def header(change: Callable[[dict[str, Any]], object]) -> Damage:
+def header(change):
     """Change what ``model.safetensors`` says of its tensors, and not the tensors."""
 
-    def damage(folder: Path) -> None:
+    def damage(folder):
         content = (folder / WEIGHTS).read_bytes()
         end = 8 + int.from_bytes(content[:8], "little")
         result = json.loads(content[8:end])
@@ -58,10 +54,10 @@ def header(change: Callable[[dict[str, Any]], object]) -> Damage:
     return damage
 
 
-def index(places: Any, metadata: Any = ...) -> Damage:
+def index(places, metadata=...):
     """An index in place of the one file, which becomes ``part.safetensors``."""
 
-    def damage(folder: Path) -> None:
+    def damage(folder):
         names = load_file(folder / WEIGHTS)
         (folder / WEIGHTS).rename(folder / "part.safetensors")
         result = dict.fromkeys(names, places) if isinstance(places, str) else places
@@ -71,11 +67,11 @@ def index(places: Any, metadata: Any = ...) -> Damage:
     return damage
 
 
-def without(*files: str) -> Damage:
+def without(*files):
     return lambda folder: [(folder / file).unlink() for file in files]
 
 
-def together(*damages: Damage) -> Damage:
+def together(*damages):
     return lambda folder: [damage(folder) for damage in damages]
 
 
@@ -88,7 +84,7 @@ SIZES = (
     "intermediate_size",
 )  # fmt: skip
 ODD = (0, -1, 1, 7, "32", 3.5, True, [], {}, 2**31, 2**63, 10**30, float("nan"))
-FIELDS: dict[str, tuple[Any, ...]] = {
+FIELDS = {
     **dict.fromkeys(SIZES, ODD),
     "max_position_embeddings": (0, -1, 1, 2, 3, 31, "32", 3.5, True, [], {}, 2**63),
     "rms_norm_eps": ("x", -1.0, float("nan"), float("inf"), True, [], None),
@@ -113,7 +109,7 @@ FIELDS: dict[str, tuple[Any, ...]] = {
     "configuration_files": (["config.4.0.0.json"], ["../config.4.0.0.json"]),
     "transformers_weights": ("weights.bin", "adapter_model.bin", "part.safetensors", 3),
 }  # fmt: skip
-SCHEMES: dict[str, Any] = {
+SCHEMES = {
     "AWQ (4 bits)": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"},
     "GPTQ (4 bits)": {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False},
     "FP8": {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
@@ -129,7 +125,7 @@ TEMPLATE = {
     "type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}], "pair": [],
     "special_tokens": {},
 }  # fmt: skip
-TOKENIZERS: dict[str, tuple[Any, ...]] = {
+TOKENIZERS = {
     "model": (
         3, {"type": "WordLevel", "vocab": {}, "unk_token": "<unk>"},
         {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "c"]]},
@@ -142,7 +138,7 @@ TOKENIZERS: dict[str, tuple[Any, ...]] = {
     "added_tokens": (3, [3], [{"id": -1, "content": "x"}]),
     "version": (7,),
 }  # fmt: skip
-TOKENIZER_FIELDS: dict[str, tuple[Any, ...]] = {
+TOKENIZER_FIELDS = {
     "eos_token": (3, []), "model_max_length": ("x",), "chat_template": (3, [3]), "extra_special_tokens": (3,),
     "added_tokens_decoder": (3,),
 }  # fmt: skip
@@ -152,8 +148,8 @@ ALONE = json.dumps({"tokenizer_class": "LlamaTokenizer"})
 FOREIGN = json.dumps({"tokenizer_class": "EvilTokenizer", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}})
 
 
-def _named(file: str, fields: Mapping[str, tuple[Any, ...]]) -> dict[str, Damage]:
-    def short(value: Any) -> str:
+def _named(file, fields):
+    def short(value):
         return repr(value)[:40]
 
     return {
@@ -163,8 +159,8 @@ def _named(file: str, fields: Mapping[str, tuple[Any, ...]]) -> dict[str, Damage
     }
 
 
-def _tensors() -> dict[str, Damage]:
-    def grow(result: dict[str, torch.Tensor]) -> None:
+def _tensors():
+    def grow(result):
         result["model.layers.2.mlp.up_proj.weight"] = result[SOME].clone()
 
     return {
@@ -189,11 +185,11 @@ def _tensors() -> dict[str, Damage]:
     }
 
 
-def _headers() -> dict[str, Damage]:
-    def swap(result: dict[str, Any]) -> None:
+def _headers():
+    def swap(result):
         result[SOME]["data_offsets"] = result[QUERY]["data_offsets"]
 
-    def says(**fields: Any) -> Damage:
+    def says(**fields):
         return header(lambda result: result[SOME].update(fields))
 
     return {
@@ -213,8 +209,8 @@ def _headers() -> dict[str, Damage]:
     }  # fmt: skip
 
 
-def _files() -> dict[str, Damage]:
-    def folder_in_place(folder: Path) -> None:
+def _files():
+    def folder_in_place(folder):
         (folder / WEIGHTS).unlink()
         (folder / WEIGHTS).mkdir()
 
@@ -237,7 +233,7 @@ def _files() -> dict[str, Damage]:
     }  # fmt: skip
 
 
-def _indices() -> dict[str, Damage]:
+def _indices():
     names = {
         "pickled weights": "weights.bin", "a file above": "../part.safetensors", "a file elsewhere": "/x.safetensors",
         "a file below": "sub/part.safetensors", "a file of Windows": "..\\part.safetensors", "nothing": "",
@@ -257,7 +253,7 @@ def _indices() -> dict[str, Damage]:
     }
 
 
-DAMAGES: dict[str, Damage] = {
+DAMAGES = {
     **_files(), **_headers(), **_tensors(), **_indices(),
     **_named(CONFIG, FIELDS),
     **{f"weights of {name}": edit(CONFIG, quantization_config=scheme) for name, scheme in SCHEMES.items()},
@@ -269,7 +265,7 @@ DAMAGES: dict[str, Damage] = {
 }  # fmt: skip
 
 
-JUNK: tuple[Any, ...] = (
+JUNK = (
     None, True, 0, -1, 3, 2**31 - 1, 2**63, 10**400, 0.5, 1e300, float("nan"), float("inf"), "", "x", [], [0], {},
     {"a": 1}, [[1, 2]], "[",
 )  # fmt: skip
@@ -285,10 +281,10 @@ KINDS = (
 )
 
 
-def changed(tensor: torch.Tensor, random: random.Random) -> torch.Tensor:
+def changed(tensor, random):
     """Another shape, another kind of numbers, or other numbers."""
     axis = random.randrange(max(tensor.dim(), 1))
-    ways: tuple[Callable[[], torch.Tensor], ...] = (
+    ways = (
         lambda: tensor[:0],
         lambda: tensor[tensor.shape[0] // 2 :],
         lambda: tensor.narrow(axis, 0, tensor.shape[axis] - 1),
@@ -307,8 +303,8 @@ def changed(tensor: torch.Tensor, random: random.Random) -> torch.Tensor:
     return (random.choice(ways)() if tensor.dim() else tensor.to(random.choice(KINDS))).contiguous().clone()
 
 
-def mutate_tensor(file: str, random: random.Random) -> Damage:
-    def damage(folder: Path) -> None:
+def mutate_tensor(file, random):
+    def damage(folder):
         result = load_file(folder / file)
         name = random.choice(sorted(result))
         if random.random() < 0.15:
@@ -320,10 +316,10 @@ def mutate_tensor(file: str, random: random.Random) -> Damage:
     return damage
 
 
-def mutate_json(file: str, random: random.Random, *within: str) -> Damage:
+def mutate_json(file, random, *within):
     """Another value in place of one of a JSON file, in the object at a path, at any depth."""
 
-    def damage(folder: Path) -> None:
+    def damage(folder):
         content = json.loads((folder / file).read_text())
         part = content
         for key in within:

@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,11 @@ LACKING = "needs Linux on x86-64 with qemu-user-static, libc6-arm64-cross and zi
 MASK = (1 << 64) - 1
 
 
-def can_emulate() -> bool:
+def can_emulate():
     return bool(shutil.which(QEMU) and LIBRARIES.is_dir() and kernels._zig()) and kernels.library() is not None
 
 
-def _address(argument: Any) -> int:
+def _address(argument):
     if argument is None or isinstance(argument, int):
         return (argument or 0) & MASK
     if isinstance(argument, ctypes.c_void_p):
@@ -42,23 +41,23 @@ def _address(argument: Any) -> int:
 class Emulated:
     """A library of kernels as ``ctypes.CDLL`` has it, for what ``kernels._bind`` and callers do with one."""
 
-    def __init__(self, library: Path, runner: Path, processor: str) -> None:
+    def __init__(self, library, runner, processor):
         self._name = str(library)
         memory = os.open("/proc/self/mem", os.O_RDWR)
         command = [QEMU, "-L", str(LIBRARIES), "-cpu", processor, str(runner), str(library), str(memory)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[memory])
         os.close(memory)
         self.turn = threading.Lock()
-        kernels._bind(self)  # type: ignore[arg-type]
+        kernels._bind(self)
 
-    def __getattr__(self, name: str) -> Function:
+    def __getattr__(self, name):
         if not name.startswith("forerun_"):
             raise AttributeError(name)
         result = Function(partial(self._call, name))
         setattr(self, name, result)
         return result
 
-    def _call(self, name: str, text: bool, numbers: list[int], floats: list[float]) -> Any:
+    def _call(self, name, text, numbers, floats):
         numbers, floats = numbers + [0] * (16 - len(numbers)), floats + [0.0] * (4 - len(floats))
         pipe, answer = self.process.stdin, self.process.stdout
         assert pipe is not None
@@ -72,7 +71,7 @@ class Emulated:
             result, length = struct.unpack("qq", head)
             return answer.read(length) if text else result
 
-    def close(self) -> None:
+    def close(self):
         self.process.communicate()
 
 
@@ -82,10 +81,10 @@ class Function:
     argtypes: tuple[type, ...] = ()
     restype: Any = ctypes.c_int
 
-    def __init__(self, call: Callable[[bool, list[int], list[float]], Any]) -> None:
+    def __init__(self, call):
         self.call = call
 
-    def __call__(self, *arguments: Any) -> Any:
+    def __call__(self, *arguments):
         kinds = self.argtypes or (ctypes.c_int64,) * len(arguments)
         pairs = list(zip(arguments, kinds, strict=True))
         numbers = [_address(argument) for argument, kind in pairs if kind is not ctypes.c_float]
@@ -94,7 +93,7 @@ class Function:
         return result if isinstance(self.restype, type) else self.restype(result)
 
 
-def build(name: str, platform: str, folder: Path) -> Path:
+def build(name, platform, folder):
     """The kernels as a platform's wheel carries them under a name of ``kernels.CARRIABLE``, but compiled sooner."""
     library, target = folder / f"{name}.so", kernels.TARGETS[platform][0]
     machine = ("-target", target, kernels.for_zig(kernels.CARRIABLE[name][1]))
@@ -104,24 +103,24 @@ def build(name: str, platform: str, folder: Path) -> Path:
     return library
 
 
-def command(processor: str, program: Path, *arguments: object) -> list[str]:
+def command(processor, program, *arguments):
     """The emulator's own memory lies at other addresses than this process's, which the program sees as its own."""
     return ["setarch", "-L", QEMU, "-L", str(LIBRARIES), "-cpu", processor, str(program), *map(str, arguments)]
 
 
-def compile_program(language: str, to: Path, *sources: Path) -> None:
+def compile_program(language, to, *sources):
     """For ARM; ``language`` is ``cc`` or ``c++``."""
     zig = [sys.executable, "-m", kernels.ZIG, language, "-target", "aarch64-linux-gnu", "-O1", "-pthread", "-rdynamic"]
     subprocess.run([*zig, *map(str, sources), "-o", str(to), "-ldl"], check=True, capture_output=True)
 
 
-def emulate(name: str, folder: Path) -> Emulated:
+def emulate(name, folder):
     library, runner = build(name, "manylinux_2_28_aarch64", folder), folder / "emulated"
     compile_program("cc", runner, Path(__file__).with_suffix(".c"))
     return Emulated(library, runner, PROCESSORS[name])
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     """As a plugin, ``-p emulated``: every test's kernels are those of FORERUN_EMULATED."""
     name = os.environ["FORERUN_EMULATED"]
     folder = Path(config.rootpath) / "build" / "emulated"
@@ -129,4 +128,4 @@ def pytest_configure(config: pytest.Config) -> None:
     if not can_emulate():
         raise pytest.UsageError(LACKING)
     result = emulate(name, folder)
-    kernels.library = lambda: result  # type: ignore[assignment, return-value]
+    kernels.library = lambda: result

@@ -16,7 +16,7 @@ class Held(NamedTuple):
     resident: int
     allocated: int
 
-    def growth(self, earlier: Held, requests: int) -> Held:
+    def growth(self, earlier, requests):
         """Per request, since ``earlier``."""
         return Held(*((now - then) / requests for now, then in zip(self, earlier)))
 
@@ -28,7 +28,7 @@ class _Mallinfo2(ctypes.Structure):
     ]
 
 
-def held() -> Held:
+def held():
     gc.collect()
     libc = ctypes.CDLL(None)
     libc.malloc_trim(0)

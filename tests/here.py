@@ -1,10 +1,6 @@
 """Tests of what only some machines have: elsewhere they are left out, counted, and the report says why."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 
@@ -14,10 +10,10 @@ NO_KERNELS = "no kernel of ours for this processor"
 NO_PACKING = "oneDNN packs no weights of this dtype here"
 
 
-def where(possible: bool | Callable[[Any], bool], values: Iterable[Any], reason: str = NO_KERNELS) -> list[Any]:
+def where(possible, values, reason=NO_KERNELS):
     """Parameters of a test; those that are not ``possible`` on this machine are left out, for ``reason``."""
 
-    def parameter(value: Any) -> Any:
+    def parameter(value):
         fits = possible(value) if callable(possible) else possible
         values = value if isinstance(value, tuple) else (value,)
         return pytest.param(*values, marks=() if fits else pytest.mark.elsewhere(reason))

@@ -9,10 +9,8 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 
 TOKEN = "hf_ours"
 STALL = 60.0
@@ -26,7 +24,7 @@ class Repository:
     """What it fails by: token, gated, slow, down, cut."""
 
     @property
-    def commit(self) -> str:
+    def commit(self):
         return hashlib.sha1(repr(sorted(self.files)).encode()).hexdigest()
 
 
@@ -39,7 +37,7 @@ class Hub:
 
 
 @contextlib.contextmanager
-def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
+def _serving(handler):
     """A server on loopback; yields its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
@@ -54,7 +52,7 @@ def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def hub(**repositories: Repository) -> Iterator[Hub]:
+def hub(**repositories):
     """Repositories of ``own``, by name."""
     state = Hub({f"own/{name.replace('_', '-')}": each for name, each in repositories.items()})
     ended = threading.Event()
@@ -62,15 +60,15 @@ def hub(**repositories: Repository) -> Iterator[Hub]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
-        def log_message(self, *_: Any) -> None: ...
+        def log_message(self, *_): ...
 
-        def do_HEAD(self) -> None:
+        def do_HEAD(self):
             self.answer(body=False)
 
-        def do_GET(self) -> None:
+        def do_GET(self):
             self.answer(body=True)
 
-        def answer(self, body: bool) -> None:
+        def answer(self, body):
             state.asked[f"{self.command} {self.path}"] += 1
             listed = re.fullmatch(r"/api/models/([^/]+/[^/]+)(?:/revision/([^/?]+))?(?:\?.*)?", self.path)
             file = re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", self.path)
@@ -100,7 +98,7 @@ def hub(**repositories: Repository) -> Iterator[Hub]:
             about = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X-Repo-Commit": result.commit}
             return self.send(content, about, body, cut=result.asks == "cut")
 
-        def send(self, content: bytes, about: dict[str, str], body: bool, cut: bool = False) -> None:
+        def send(self, content, about, body, cut=False):
             start = int((self.headers["Range"] or "bytes=0-").removeprefix("bytes=").split("-")[0])
             state.asked["range"] += start > 0
             self.send_response(206 if start else 200)
@@ -117,7 +115,7 @@ def hub(**repositories: Repository) -> Iterator[Hub]:
                     time.sleep(0.2)
                     self.close_connection = True
 
-        def refuse(self, status: int, code: str | None) -> None:
+        def refuse(self, status, code):
             self.send_response(status)
             if code:
                 self.send_header("X-Error-Code", code)

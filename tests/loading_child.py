@@ -2,8 +2,6 @@
 and ``stays`` beyond what there was before, and ``weights``, what the model says that it holds. The argument is JSON, a
 list of a path and options each."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -16,12 +14,12 @@ from forerun.models.load import load_model
 from tiny import save_tokenizer, tiny_llama
 
 
-def memory(name: str) -> int:
+def memory(name):
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
 
 
-def measure(tiny: str, path: str, options: dict[str, str]) -> None:
+def measure(tiny, path, options):
     load_model(tiny, invariant=False, **options)  # libraries and kernels come in with the first model
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget what the peak was before
     before = memory("VmRSS")
@@ -30,7 +28,7 @@ def measure(tiny: str, path: str, options: dict[str, str]) -> None:
     print(json.dumps(result), flush=True)
 
 
-def main(cases: list[tuple[str, dict[str, str]]]) -> None:
+def main(cases):
     torch.set_num_threads(1)  # a pool of threads does not outlive a fork
     with tempfile.TemporaryDirectory() as tiny:
         tiny_llama().save_pretrained(tiny)

@@ -1,22 +1,18 @@
 """``make size``: lines of Python by folder, and the budgets of pyproject.toml that they must keep."""
 
-from __future__ import annotations
-
 import sys
 import tomllib
 from collections import Counter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-BUDGETS: dict[str, dict[str, int]] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"][
-    "forerun"
-]["size"]
+BUDGETS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["forerun"]["size"]
 """Most ``lines`` and ``files`` of a folder."""
 
 
-def measured(folder: str) -> tuple[Counter[str], int]:
+def measured(folder):
     """Lines by the folder's own folders, and how many files."""
-    lines: Counter[str] = Counter()
+    lines = Counter()
     files = sorted((ROOT / folder).rglob("*.py"))
     for file in files:
         index = file.relative_to(ROOT / folder).parts
@@ -24,7 +20,7 @@ def measured(folder: str) -> tuple[Counter[str], int]:
     return lines, len(files)
 
 
-def excesses() -> list[str]:
+def excesses():
     """What is above its budget, a line each."""
     result = []
     for folder, budget in BUDGETS.items():
@@ -35,7 +31,7 @@ def excesses() -> list[str]:
     return result
 
 
-def main() -> int:
+def main():
     for folder, budget in BUDGETS.items():
         lines, files = measured(folder)
         limits = ", ".join(f"{name} {limit:,}" for name, limit in budget.items())

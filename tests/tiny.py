@@ -1,10 +1,6 @@
 """Tiny random checkpoints."""
 
-from __future__ import annotations
-
 import string
-from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -20,7 +16,7 @@ WIDE = 514
 """Heads that the attention kernel does not serve: such a model runs layer by layer."""
 
 
-def save_tokenizer(folder: Path, alphabet: list[str] = ALPHABET, unknown: str = UNKNOWN) -> None:
+def save_tokenizer(folder, alphabet=ALPHABET, unknown=UNKNOWN):
     """One token per character: text is readable, and a stop string crosses tokens."""
     model = WordLevel({token: index for index, token in enumerate(alphabet)}, unk_token=unknown)
     tokenizer = Tokenizer(model)
@@ -30,7 +26,7 @@ def save_tokenizer(folder: Path, alphabet: list[str] = ALPHABET, unknown: str = 
     fast.save_pretrained(folder)
 
 
-def tiny_llama(layers: int = 2, **options: Any) -> LlamaForCausalLM:
+def tiny_llama(layers=2, **options):
     """A random Llama whose logits are peaked enough that a wrong mask or position changes its choices. Each layer
     adds less than the one before, so that a model of the first layers resembles it."""
     sizes = {

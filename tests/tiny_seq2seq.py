@@ -1,9 +1,6 @@
 """Tiny random encoder-decoders with the alphabet of ``tiny.py``, saved by transformers."""
 
-from __future__ import annotations
-
 from functools import cache
-from pathlib import Path
 
 import torch
 from transformers import (
@@ -12,7 +9,6 @@ from transformers import (
     BartForConditionalGeneration,
     MT5Config,
     MT5ForConditionalGeneration,
-    PreTrainedModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -49,7 +45,7 @@ SPREADS = {"relative": 1.0, "lm_head": 0.5, "shared": 0.15, ".q.": 0.1}
 """Of weights, by a part of their names: T5 does not divide the products of queries and keys."""
 
 
-def save_seq2seq(kind: str, folder: Path, **more: object) -> None:
+def save_seq2seq(kind, folder, **more):
     """Random weights, large enough that a wrong mask, position or source changes choices."""
     torch.manual_seed(1)
     model = KINDS[kind](**more)
@@ -68,17 +64,17 @@ def save_seq2seq(kind: str, folder: Path, **more: object) -> None:
 
 
 @cache
-def theirs(folder: str) -> PreTrainedModel:
+def theirs(folder):
     """The checkpoint in transformers' own hands."""
     return AutoModelForSeq2SeqLM.from_pretrained(folder, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()
-def reference(folder: str, source: list[int], tokens: list[int]) -> torch.Tensor:
+def reference(folder, source, tokens):
     """transformers' logits [tokens, vocabulary]."""
     ids, answer = torch.tensor([source]), torch.tensor([tokens])
     return theirs(folder)(input_ids=ids, decoder_input_ids=answer, use_cache=False).logits[0]
 
 
-def some_tokens(count: int, seed: int = 0) -> list[int]:
+def some_tokens(count, seed=0):
     return torch.randint(2, len(ALPHABET), (count,), generator=torch.Generator().manual_seed(seed)).tolist()

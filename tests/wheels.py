@@ -1,8 +1,6 @@
 """``make wheels`` ends with ``python tests/wheels.py FILE...``: what each wheel carries, or what is
 wrong with it."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import subprocess
@@ -19,7 +17,7 @@ MACH_O = b"\xcf\xfa\xed\xfe\x0c\x00\x00\x01"
 """64 bits, ARM."""
 
 
-def wrong(path: Path) -> tuple[list[str], list[str]]:
+def wrong(path):
     """What is wrong with a wheel, and the variants of the kernels in it."""
     platform = path.stem.split("-", 4)[4]
     expected = kernels.TARGETS.get(platform)
@@ -48,7 +46,7 @@ def wrong(path: Path) -> tuple[list[str], list[str]]:
     return found, names
 
 
-def main(paths: list[Path]) -> int:
+def main(paths):
     bad = 0
     for path in paths:
         found, names = wrong(path)

@@ -1,18 +1,12 @@
 """The arrival measurement on a clock that counts rows."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 
-from forerun import LLM
-from forerun.engine.engine import Engine
 from forerun_lab.bench import arrival as module
 from forerun_lab.bench.arrival import arrival, medians, time_per_token
 
 
-def test_a_prompt_in_chunks_slows_the_others_by_its_share(llm: Callable[..., LLM], monkeypatch) -> None:
+def test_a_prompt_in_chunks_slows_the_others_by_its_share(llm, monkeypatch):
     """Three running requests and 6 prompt tokens a round: a round takes 9 rows' time for 3."""
     engine = llm(max_prefill_tokens=6, max_num_seqs=4, max_model_len=200).engine
     rows = [0]
@@ -38,7 +32,7 @@ def test_a_prompt_in_chunks_slows_the_others_by_its_share(llm: Callable[..., LLM
     engine.check()
 
 
-def test_growing_contexts_are_not_put_down_to_the_prompt(llm: Callable[..., LLM], monkeypatch) -> None:
+def test_growing_contexts_are_not_put_down_to_the_prompt(llm, monkeypatch):
     """On a clock that counts keys: rounds become dearer without a prompt too, and only the rest is its doing."""
     engine = llm(max_prefill_tokens=1, max_num_seqs=4, max_model_len=200).engine
     keys = [0]
@@ -61,7 +55,7 @@ def test_growing_contexts_are_not_put_down_to_the_prompt(llm: Callable[..., LLM]
     assert result.slowest == pytest.approx((14 + 9) / 14)
 
 
-def drafting(llm: Callable[..., LLM], tiny_target: str, monkeypatch: pytest.MonkeyPatch) -> Engine:
+def drafting(llm, tiny_target, monkeypatch):
     """The target drafts for itself, a token at a time, on a clock that counts the rows that it reads as a draft."""
     config = {"method": "draft_model", "model": tiny_target, "num_speculative_tokens": 1, "prefill_chunk": 6}
     engine = llm(config, max_prefill_tokens=6, max_num_seqs=4).engine
@@ -82,9 +76,7 @@ def drafting(llm: Callable[..., LLM], tiny_target: str, monkeypatch: pytest.Monk
 PROMPTS = ("abc", "hello", "x = 1")
 
 
-def test_a_draft_that_catches_up_slows_the_others_by_its_share(
-    llm: Callable[..., LLM], tiny_target: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_draft_that_catches_up_slows_the_others_by_its_share(llm, tiny_target, monkeypatch):
     """Three running requests get two tokens each per round, for two rows that their draft reads. Of the prompt's 60
     tokens and the first one of its answer, which another joins every round, it reads 6 per round: 61 - 11 * 5 = 6 are
     left to the twelfth."""
@@ -99,9 +91,7 @@ def test_a_draft_that_catches_up_slows_the_others_by_its_share(
     assert not engine.busy
 
 
-def test_a_prompt_that_is_not_drafted_for(
-    llm: Callable[..., LLM], tiny_target: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_is_not_drafted_for(llm, tiny_target, monkeypatch):
     monkeypatch.setattr(module, "PATIENCE", 7)
     engine = drafting(llm, tiny_target, monkeypatch)
     result = arrival(engine, [engine.tokenizer.encode(text) for text in PROMPTS], engine.tokenizer.encode("01234" * 12))
@@ -109,6 +99,6 @@ def test_a_prompt_that_is_not_drafted_for(
     assert result.catching_up == pytest.approx(6.0)
 
 
-def test_times_per_token_and_medians() -> None:
+def test_times_per_token_and_medians():
     assert time_per_token([(0.5, 4), (1.5, 6)], 5) == pytest.approx(1.0)
     assert medians([{"a": 3.0, "b": 1.0}, {"a": 1.0, "b": None}, {"a": 2.0, "b": 5.0}]) == {"a": 2.0, "b": None}

@@ -1,7 +1,5 @@
 """The table of beams: peers' beams beside ours on the same weights, and what counts as the same."""
 
-from __future__ import annotations
-
 import json
 import sys
 
@@ -24,7 +22,7 @@ for line in sys.stdin:
 """
 
 
-def measured(monkeypatch, tmp_path, *options: str) -> dict:
+def measured(monkeypatch, tmp_path, *options):
     out = tmp_path / "out.json"
     monkeypatch.setattr(sys, "argv", ["beams", *options, "--prompts", "2", "--prompt-set", "random", "--out", str(out)])
     beams.main()

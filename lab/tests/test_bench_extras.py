@@ -1,13 +1,9 @@
 """What the extra plots brings, pictures, and the same weights for llama.cpp. Without matplotlib, an error that
 say so."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -63,7 +59,7 @@ def test_plots_that_cannot_be_written_are_refused_first(tmp_path):
         check_folder(tmp_path / "nowhere" / "plots")
 
 
-def test_plots_draw_every_row(tmp_path: Path, tiny_target, capsys):
+def test_plots_draw_every_row(tmp_path, tiny_target, capsys):
     folder = tmp_path / "plots"
     small = "--prompts 1 --prompt-tokens 8 --max-tokens 8 --prompt-set random --repeats 1 --temperature 0,1 --trees 4"
     code = run(
@@ -92,7 +88,7 @@ def test_plots_draw_every_row(tmp_path: Path, tiny_target, capsys):
     assert label({**rows[0], **named}) == "ngram k=4 tree 2x1 token (synthetic)"
 
 
-def test_a_plain_run_has_no_trees_to_draw(tmp_path: Path):
+def test_a_plain_run_has_no_trees_to_draw(tmp_path):
     row = {
         "method": "none", "temperature": 0.0, "concurrency": 1, "speedup": 1.0, "speedup_range": [1.0, 1.0],
         "predicted_speedup": None, "tree": None, "over_chain": None, "acceptance_by_position": None, "synthetic": False,
@@ -101,7 +97,7 @@ def test_a_plain_run_has_no_trees_to_draw(tmp_path: Path):
     assert [path.name for path in plots({"rows": [row], "environment": about}, tmp_path)] == ["speedup.svg"]
 
 
-def test_drafts_that_were_all_rejected_are_drawn_and_old_pictures_go(tmp_path: Path):
+def test_drafts_that_were_all_rejected_are_drawn_and_old_pictures_go(tmp_path):
     row = {
         "method": "random", "temperature": 0.0, "concurrency": 1, "speedup": 0.9, "speedup_range": [0.9, 0.9],
         "predicted_speedup": None, "tree": None, "over_chain": None, "acceptance_by_position": [], "synthetic": False,
@@ -113,7 +109,7 @@ def test_drafts_that_were_all_rejected_are_drawn_and_old_pictures_go(tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {"speedup.svg", "acceptance.svg", "mine.svg"}
 
 
-def drawn_row(speedup: float, spread: float, temperature: float, method: str) -> dict[str, Any]:
+def drawn_row(speedup, spread, temperature, method):
     return {
         "method": method, "temperature": temperature, "concurrency": 1, "speedup": speedup,
         "speedup_range": [speedup - spread, speedup + spread], "predicted_speedup": None, "tree": None,
@@ -121,17 +117,17 @@ def drawn_row(speedup: float, spread: float, temperature: float, method: str) ->
     }  # fmt: skip
 
 
-def panels(drawing: Path) -> list[str]:
+def panels(drawing):
     """What is drawn in each panel, as SVG."""
     axes = drawing.read_text(encoding="utf-8").split('<g id="legend_')[0]
     return re.split(r'<g id="axes_\d+">', axes)[1:]
 
 
-def numbers_below(panel: str) -> list[str]:
+def numbers_below(panel):
     return re.findall(r">([\d.]+)</text>", panel.split('id="matplotlib.axis_')[1])
 
 
-def test_compared_panels_have_one_scale_and_noise_no_colour(tmp_path: Path):
+def test_compared_panels_have_one_scale_and_noise_no_colour(tmp_path):
     rows = [drawn_row(speed * (1 + 2 * t), spread, t, f"m{speed}") for t in (0.0, 1.0) for speed, spread in SPEEDS]
     about = {"model": "m", "dtype": "float32", "prompt_set": "random", "invariant": True, "threads": 1}
     plots({"rows": rows, "environment": about}, tmp_path)
@@ -146,7 +142,7 @@ def test_compared_panels_have_one_scale_and_noise_no_colour(tmp_path: Path):
 SPEEDS = ((1.5, 0.1), (0.5, 0.1), (1.02, 0.1))
 
 
-def test_trees_beside_their_chains_have_the_range_of_their_repeats(tmp_path: Path):
+def test_trees_beside_their_chains_have_the_range_of_their_repeats(tmp_path):
     chains = [drawn_row(speed, 0.1, t, "eagle") for t, speed in ((0.0, 1.2), (1.0, 0.6))]
     trees = [{**chain, "tree": "best 8", "over_chain": 1.1, "speedup": chain["speedup"] + 0.05} for chain in chains]
     about = {"model": "m", "dtype": "float32", "prompt_set": "random", "invariant": True, "threads": 1}

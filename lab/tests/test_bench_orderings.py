@@ -1,7 +1,5 @@
 """Published orderings: who wins is decided by differences and their error, and what cannot run is left out."""
 
-from __future__ import annotations
-
 import json
 import sys
 

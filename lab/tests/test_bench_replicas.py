@@ -1,9 +1,6 @@
 """What the comparison of replicas makes of its measurements; Ray itself is in ``tests/serve/test_replicas.py``."""
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -13,11 +10,11 @@ from forerun_lab.bench import replicas
 from forerun_lab.bench.replicas import First, ReplicaLoad
 
 
-def test_turns_are_the_same_and_begin_with_another() -> None:
-    called: list[tuple[str, int]] = []
+def test_turns_are_the_same_and_begin_with_another():
+    called = []
 
-    def contender(name: str) -> Any:
-        async def take(turn: int) -> int:
+    def contender(name):
+        async def take(turn):
             called.append((name, turn))
             return turn
 
@@ -28,10 +25,10 @@ def test_turns_are_the_same_and_begin_with_another() -> None:
     assert called == [("b", 0), ("a", 0), ("a", 1), ("b", 1), ("b", 2), ("a", 2), ("a", 3), ("b", 3)]
 
 
-def test_a_load_keeps_so_many_under_way_and_ends_with_what_is_refused() -> None:
+def test_a_load_keeps_so_many_under_way_and_ends_with_what_is_refused():
     running, most = 0, 0
 
-    async def ask(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    async def ask(url, body):
         nonlocal running, most
         running, most = running + 1, max(most, running + 1)
         await asyncio.sleep(0)
@@ -46,7 +43,7 @@ def test_a_load_keeps_so_many_under_way_and_ends_with_what_is_refused() -> None:
         asyncio.run(replicas.load(ask, [{"seed": 99}], streams=3))
 
 
-def test_rows_and_tables() -> None:
+def test_rows_and_tables():
     base = [ReplicaLoad(2.0, 100, ["x", "y"]), ReplicaLoad(2.0, 100, ["x", "y"])]
     own = [ReplicaLoad(4.0, 100, ["x", "z"]), ReplicaLoad(1.0, 100, ["x", "y"])]
     row = replicas._of_load("two", own, base)
@@ -60,7 +57,7 @@ def test_rows_and_tables() -> None:
     assert "| affine | 75% | 200.0 ms | 200.0 ms | 300.0 ms | 0.50 |  |" in shown
 
 
-def test_first_tokens_are_what_a_reader_waits_for(llm: Any) -> None:
+def test_first_tokens_are_what_a_reader_waits_for(llm):
     from forerun.engine.async_engine import AsyncEngine
 
     engine = AsyncEngine(llm(page_size=4).engine)

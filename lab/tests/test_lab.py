@@ -1,7 +1,5 @@
 """The laboratory beside the engine: its commands, and what is said where it is not installed."""
 
-from __future__ import annotations
-
 from importlib import metadata
 
 import pytest

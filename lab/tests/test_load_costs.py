@@ -1,10 +1,7 @@
 """Costs from measured rounds, and the command, with costs that it measures or is given."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 
@@ -19,7 +16,7 @@ from forerun_lab.load.measured import LoadBench, _way
 from forerun_lab.load.replica import Limits
 
 
-def timed(*rounds: tuple[int, float], k: int = 0) -> Measured:
+def timed(*rounds, k=0):
     """Rounds of so many requests, that took so many seconds."""
     return Measured(rounds=[Sample((k,) * n, n * (1 + k), n, 0.0, 0.0, 0.0, seconds) for n, seconds in rounds])
 
@@ -64,7 +61,7 @@ def test_how_well_each_request_is_guessed():
 def test_requests_decode_together_whose_prompts_take_longer_than_their_answers(tiny_target):
     llm = LLM(tiny_target, page_size=16, prefix_caching=False, max_num_seqs=4, max_num_batched_tokens=48)
 
-    def prompts(count: int, length: int) -> list[list[int]]:
+    def prompts(count, length):
         return [[2 + (7 * i + j) % 90 for j in range(length)] for i in range(count)]
 
     result = LoadBench(llm, Arrival(0.0, 200, 8), 200, prompts).costs([])
@@ -72,7 +69,7 @@ def test_requests_decode_together_whose_prompts_take_longer_than_their_answers(t
 
 
 def test_each_way_of_a_method_has_costs_of_its_own(tiny_target, tiny_draft):
-    def prompts(count: int, length: int) -> list[list[int]]:
+    def prompts(count, length):
         return [[2 + (7 * i + j) % 90 for j in range(length)] for i in range(count)]
 
     llm = LLM(str(tiny_target), max_num_seqs=1)
@@ -86,7 +83,7 @@ def test_each_way_of_a_method_has_costs_of_its_own(tiny_target, tiny_draft):
 
 
 @pytest.fixture
-def costs_file(tmp_path) -> Path:
+def costs_file(tmp_path):
     price = LoadCosts(
         [Way("none", 0, LoadCurve({1: 0.010, 8: 0.020}), 1.0), Way("ngram", 3, LoadCurve({1: 0.012, 8: 0.050}), 1.9)],
         LoadCurve({1: 0.010, 2048: 0.9}),

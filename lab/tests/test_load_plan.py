@@ -1,7 +1,5 @@
 """Fleets on paper, against queueing theory, the real scheduler, and cases by hand."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 from itertools import pairwise, product
@@ -22,14 +20,14 @@ NOTHING = 1e-9
 ONE = Limits(seats=1)
 
 
-def costs(seconds: dict[int, float], prompt: dict[int, float] | None = None, **more) -> LoadCosts:
+def costs(seconds, prompt=None, **more):
     """Plain decoding with these seconds of a round by requests."""
     return LoadCosts(
         [Way("none", 0, LoadCurve(seconds), 1.0)], LoadCurve(prompt or {1: NOTHING, 4096: NOTHING}), **more
     )
 
 
-def poisson(rate: float, count: int, output, seed: int = 0) -> list[Arrival]:
+def poisson(rate, count, output, seed=0):
     draw, now, result = random.Random(seed), 0.0, []
     for _ in range(count):
         now += draw.expovariate(rate)
@@ -37,7 +35,7 @@ def poisson(rate: float, count: int, output, seed: int = 0) -> list[Arrival]:
     return result
 
 
-def sojourn(arrivals, price: LoadCosts, limits: Limits = ONE, count: int = 1, choose=None) -> float:
+def sojourn(arrivals, price, limits=ONE, count=1, choose=None):
     jobs, _ = simulate(price, limits, arrivals, count, choose or at_random(0))
     return mean(job.done - job.arrival.at for job in jobs)
 
@@ -228,7 +226,7 @@ def test_more_replicas_serve_no_worse():
         assert all(after <= 1.02 * before for before, after in pairwise(times)), name
 
 
-def assert_alike(fraction: Served, whole: Served) -> None:
+def assert_alike(fraction, whole):
     for name in ("tokens_per_second", "utilisation", "hit_rate"):
         assert getattr(fraction, name) == pytest.approx(getattr(whole, name), rel=0.08), name
     for name, quantile in product(("ttft", "tpot", "latency"), ("p50", "p95")):
@@ -294,7 +292,7 @@ def test_a_request_that_no_cache_holds():
 # ------------------------------------------------------------------------------------------------------- the search
 
 
-def keeps(count: int, least: int) -> Served:
+def keeps(count, least):
     """As if the 95th percentile were a second with ``least`` replicas."""
     times = Spread(0.5, least / count)
     busy = min(1.0, 0.7 * least / count)

@@ -1,7 +1,5 @@
 """A replica on paper beside the engine's own scheduler, pages and prefixes, round by round on the same clock."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 
@@ -26,7 +24,7 @@ PRICE = LoadCosts(
 class Played:
     """The engine's scheduler with rounds that only take their time."""
 
-    def __init__(self, limits: Limits, arrivals: list[Arrival]) -> None:
+    def __init__(self, limits, arrivals):
         self.pool = Pages(limits.pages or 4096, limits.page)
         self.tree = PrefixTree(self.pool) if limits.prefixes else None
         self.preempted = 0
@@ -37,16 +35,16 @@ class Played:
             tree=self.tree, on_admit=self._admitted, on_preempt=self._preempted,
         )  # fmt: skip
         self.arrivals = arrivals
-        self.first: dict[int, float] = {}
-        self.done: dict[int, float] = {}
+        self.first = {}
+        self.done = {}
 
-    def _admitted(self, sequence: RequestState, reused: int) -> None:
+    def _admitted(self, sequence, reused):
         self.reused += reused
 
-    def _preempted(self, sequence: RequestState) -> None:
+    def _preempted(self, sequence):
         self.preempted += 1
 
-    def run(self) -> None:
+    def run(self):
         now, coming = 0.0, list(enumerate(self.arrivals))
         while coming or self.scheduler.busy:
             if not self.scheduler.busy:
@@ -55,14 +53,14 @@ class Played:
                 self._add(*coming.pop(0))
             now += self._round(now)
 
-    def _add(self, key: int, one: Arrival) -> None:
+    def _add(self, key, one):
         text = random.Random(repr(one.prefix))
         tokens = [text.randrange(1000) for _ in range(one.shared)] + [10_000 + key] * (one.prompt - one.shared)
         self.scheduler.add(
             RequestState(key, tokens, one.prompt, SimpleNamespace(), seed=0, max_tokens=one.prompt + one.output)
         )
 
-    def _round(self, now: float) -> float:
+    def _round(self, now):
         chosen = self.scheduler.schedule()
         decoding = [
             one for one in chosen if one.num_output and one.num_computed_tokens + one.scheduled == len(one.tokens)
@@ -87,7 +85,7 @@ class Played:
         return seconds
 
 
-def load(rate: float, count: int, seed: int, prefixes: int = 0) -> list[Arrival]:
+def load(rate, count, seed, prefixes=0):
     draw, now, result = random.Random(seed), 0.0, []
     for _ in range(count):
         now += draw.expovariate(rate)

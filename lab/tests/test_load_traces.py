@@ -1,10 +1,7 @@
 """Loads as they are given: what is no trace is one clear line, before a model is loaded."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ from forerun_lab.load.arrivals import Arrival, SyntheticLoad, Trace, read_trace
 GOOD = {"arrival": 1.5, "prompt_tokens": 100, "output_tokens": 20}
 
 
-def written(folder: Path, *lines) -> Path:
+def written(folder, *lines):
     path = folder / "trace.jsonl"
     path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
     return path

@@ -1,7 +1,5 @@
 """The server's overhead is measured on the same requests, through a real client process."""
 
-from __future__ import annotations
-
 import pytest
 
 from forerun.core.errors import ForerunError

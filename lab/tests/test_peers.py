@@ -1,7 +1,5 @@
 """Other implementations in the benchmark's turns."""
 
-from __future__ import annotations
-
 import os
 import sys
 import textwrap

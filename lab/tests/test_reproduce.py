@@ -1,7 +1,5 @@
 """The references' tables, made again: arithmetic by enumeration, runs that go on, and the command."""
 
-from __future__ import annotations
-
 import json
 
 import numpy
@@ -21,11 +19,11 @@ QUICK = [name for name, part in PARTS.items() if part.seconds]
 
 
 @pytest.fixture
-def settings(tmp_path) -> Settings:
+def settings(tmp_path):
     return Settings(tmp_path / "out", tokens=64, minutes=0.02)
 
 
-def column(folder, name: str, title: str) -> list:
+def column(folder, name, title):
     made = json.loads((folder / f"{name}.json").read_text())
     index = made["columns"].index(title)
     return [row[index] for row in made["rows"]]
@@ -45,8 +43,8 @@ def test_what_takes_seconds_is_made_and_agrees(settings):
     assert kept == pytest.approx([1.0, 1.0, 0.31 / 0.81, 1.0], abs=0.015)  # four standard errors
 
 
-def made_title(settings: Settings) -> str:
-    titles: list[str] = json.loads((settings.folder / "reference-000.json").read_text())["columns"]
+def made_title(settings):
+    titles = json.loads((settings.folder / "reference-000.json").read_text())["columns"]
     return titles[-1]
 
 

@@ -1,7 +1,5 @@
 """Drafts trained in sequence, each on what the earlier ones miss."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -30,7 +28,7 @@ TOKENS = 40
 class Bigram(nn.Module):
     """Next-token logits from the last token through ``width`` numbers: too few for all tokens at once."""
 
-    def __init__(self, width: int, seed: int) -> None:
+    def __init__(self, width, seed):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.inner = nn.Parameter(torch.randn(TOKENS, width, generator=generator))

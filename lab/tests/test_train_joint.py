@@ -1,7 +1,5 @@
 """Medusa-2: a copy of the target and its heads learn together, and serve together."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run that goes on, is stopped, or was another one: what a folder holds, what is said, and what is never lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -69,7 +67,7 @@ def trained(tiny_target, corpus, tmp_path_factory):
     return config
 
 
-def files(folder: Path) -> dict[str, bytes]:
+def files(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
@@ -160,7 +158,7 @@ def test_a_target_of_another_corpus_is_refused_before_its_tokenizer_is_taken(cor
 
 
 class Bigram(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(11, 8)
@@ -188,7 +186,7 @@ def settings(out, **others):
 class Pressing:
     """Sends this process Ctrl-C in the middle of a step."""
 
-    def __init__(self, at: int, times: int = 1) -> None:
+    def __init__(self, at, times=1):
         self.at, self.times = at, times
 
     def batch(self, consumed, rows, length):

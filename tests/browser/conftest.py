@@ -1,23 +1,20 @@
 """A real Chromium. Nothing is installed here: without it these tests fail and say what to install."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import expect, sync_playwright
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "serve"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 
 from chat_model import save_chat_model
-from pages import DESKTOP, SECONDS, Hold, visit
-from running import Running, run_server
+from pages import DESKTOP, SECONDS, visit
+from running import run_server
 
 from forerun import LLM
 from forerun.serve.app import ServerOptions
@@ -34,7 +31,7 @@ FLAGS = [
 
 
 @pytest.fixture(scope="module")  # Playwright keeps an event loop running in this thread until it is closed
-def browser() -> Iterator[Browser]:
+def browser():
     path = shutil.which("chromium")
     assert path is not None, "the playground's tests need a browser: apt-get install chromium"
     with sync_playwright() as playwright:
@@ -44,7 +41,7 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="session")
-def bundled() -> Iterator[Running]:
+def bundled():
     """The bundled pair, as ``forerun serve`` runs it, with a chat template."""
     llm = LLM(speculative_config=[{"method": "draft_model"}, {"method": "ngram"}], max_num_seqs=2, max_model_len=512)
     with run_server(llm) as running:
@@ -52,7 +49,7 @@ def bundled() -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def talking(tmp_path_factory):
     """A tiny chat model with its own template, which drafts for itself and writes on until it is stopped."""
     folder = save_chat_model(tmp_path_factory.mktemp("chat"))
     for name in ("config.json", "generation_config.json"):
@@ -68,7 +65,7 @@ def talking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="session")
-def no_template() -> Iterator[Running]:
+def no_template():
     """The bundled target alone, which has no chat template; it asks for a key."""
     options = ServerOptions(model_name="tiny", api_key="secret")
     with run_server(LLM(speculative_config=None, max_num_seqs=2, max_model_len=512), options) as running:
@@ -76,10 +73,10 @@ def no_template() -> Iterator[Running]:
 
 
 @pytest.fixture
-def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
+def hold(monkeypatch):
     """``hold(server)``: its rounds run only as far as what that gives is released, on a machine of any speed."""
 
-    def holding(running: Running) -> threading.Semaphore:
+    def holding(running):
         engine, rounds = running.engine.engine, threading.Semaphore(0)
         step = engine.step
         # What was made is published between steps, so that a step which may not run must end, too.
@@ -90,7 +87,7 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Hold:
 
 
 @pytest.fixture
-def talk(browser: Browser, talking: Running, request: pytest.FixtureRequest) -> Iterator[Page]:
+def talk(browser, talking, request):
     """A conversation, on a desktop's size unless the test says otherwise."""
     with visit(browser, talking.url, getattr(request, "param", DESKTOP)) as page:
         expect(page.locator("#message")).to_be_visible(timeout=20 * SECONDS)
@@ -99,7 +96,7 @@ def talk(browser: Browser, talking: Running, request: pytest.FixtureRequest) -> 
 
 
 @pytest.fixture
-def page(browser: Browser, bundled: Running, request: pytest.FixtureRequest) -> Iterator[Page]:
+def page(browser, bundled, request):
     """A text to continue, likewise."""
     with visit(browser, bundled.url, getattr(request, "param", DESKTOP)) as page:
         expect(page.locator("#message")).to_be_visible(timeout=20 * SECONDS)

@@ -1,32 +1,29 @@
 """Pages of the playground, and what tests do with them."""
 
-from __future__ import annotations
-
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Semaphore
-from typing import Any, TypeAlias
 
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import expect
 from running import Running
 
-Hold: TypeAlias = Callable[[Running], Semaphore]
+Hold = Callable[[Running], Semaphore]
 SECONDS = 1000
-DESKTOP: dict[str, Any] = {"viewport": {"width": 1280, "height": 800}}
-PHONE: dict[str, Any] = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
+DESKTOP = {"viewport": {"width": 1280, "height": 800}}
+PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True}
 REFUSED = re.compile("status of 4..")
 """The browser itself reports a refused request as an error; the page's own answer to it is tested."""
 
 
 @contextmanager
-def visit(browser: Browser, url: str, options: dict[str, Any]) -> Iterator[Page]:
+def visit(browser, url, options):
     """A page that may not err, may ask no other machine, and may not be wider than its window."""
     context = browser.new_context(**options, permissions=["clipboard-read", "clipboard-write"])
     page = context.new_page()
-    problems: list[str] = []
+    problems = []
     page.on("pageerror", lambda error: problems.append(str(error)))
     page.on(
         "console",
@@ -41,39 +38,37 @@ def visit(browser: Browser, url: str, options: dict[str, Any]) -> Iterator[Page]
     assert width <= options["viewport"]["width"]
 
 
-def ended(page: Page) -> None:
+def ended(page):
     """Nothing is in progress any more."""
     expect(page.locator(".run:visible")).to_be_visible(timeout=30 * SECONDS)
 
 
-def run(page: Page) -> None:
+def run(page):
     """The text is continued, to its end."""
     page.locator("#continuing .run").click()
     ended(page)
 
 
-def ask(page: Page, text: str) -> dict[str, Any]:
+def ask(page, text):
     """A message and its answer; gives the request."""
     page.fill("#message", text)
     with page.expect_request(lambda sent: sent.url.endswith("/v1/chat/completions")) as sent:
         page.locator("#composer .run").click()
     ended(page)
-    body: dict[str, Any] = sent.value.post_data_json
-    return body
+    return sent.value.post_data_json
 
 
-def shown(page: Page, answer: int = -1) -> list[list[str]]:
+def shown(page, answer=-1):
     """Text and kind of an answer's tokens."""
     selector = ".tokens span:not(.prompt)"
-    tokens: list[list[str]] = (
+    return (
         page.locator(".answer")
         .nth(answer)
         .evaluate(f"e => [...e.querySelectorAll('{selector}')].map(item => [item.textContent, item.className])")
     )
-    return tokens
 
 
-def screenshot(page: Page, name: str) -> None:
+def screenshot(page, name):
     """Kept where FORERUN_SCREENSHOTS names a folder."""
     if folder := os.environ.get("FORERUN_SCREENSHOTS"):
         page.screenshot(path=Path(folder) / f"{name}.png", full_page=True)

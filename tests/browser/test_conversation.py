@@ -1,25 +1,20 @@
 """The playground as a conversation, in headless Chromium, on a desktop's and a phone's size."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
-from pages import DESKTOP, PHONE, SECONDS, Hold, ask, ended, screenshot, shown, visit
-from playwright.sync_api import Browser, Page, expect
-from running import Running
+from pages import DESKTOP, PHONE, SECONDS, ask, ended, screenshot, shown, visit
+from playwright.sync_api import expect
 
 both = pytest.mark.parametrize("talk", [DESKTOP, PHONE], indirect=True, ids=["desktop", "phone"])
 
 
-def told(running: Running, body: dict[str, Any]) -> Any:
+def told(running, body):
     """The server's own answer to a request of the page's, in one piece."""
     body = {key: value for key, value in body.items() if key not in ("stream", "stream_options")}
     return running.post("/v1/chat/completions", body).json()["choices"][0]
 
 
 @both
-def test_turns_are_kept_and_sent(talk: Page, talking: Running) -> None:
+def test_turns_are_kept_and_sent(talk, talking):
     expect(talk.locator("#tab_chat")).to_have_attribute("aria-selected", "true")
     talk.fill("#system", "Be brief.")
     first = ask(talk, "Hello")
@@ -43,7 +38,7 @@ def test_turns_are_kept_and_sent(talk: Page, talking: Running) -> None:
 
 
 @both
-def test_the_answer_comes_before_the_options(talk: Page) -> None:
+def test_the_answer_comes_before_the_options(talk):
     """And is in sight, with its line, when it has come: the newest one, too."""
     for text in ("one\n" * 30, "two\n" * 30):
         ask(talk, text)
@@ -71,7 +66,7 @@ def test_the_answer_comes_before_the_options(talk: Page) -> None:
 
 
 @pytest.mark.parametrize("how", ["button", "Escape"])
-def test_a_stopped_answer_stays_as_far_as_it_came(talk: Page, talking: Running, hold: Hold, how: str) -> None:
+def test_a_stopped_answer_stays_as_far_as_it_came(talk, talking, hold, how):
     rounds = hold(talking)
     rounds.release(8)
     talk.fill("#max_tokens", "2000")
@@ -87,7 +82,7 @@ def test_a_stopped_answer_stays_as_far_as_it_came(talk: Page, talking: Running, 
     assert ask(talk, "More")["messages"][1] == {"role": "assistant", "content": text}
 
 
-def test_an_answer_is_copied_and_asked_for_again(talk: Page) -> None:
+def test_an_answer_is_copied_and_asked_for_again(talk):
     ask(talk, "first")
     before = ask(talk, "second")
     talk.get_by_role("button", name="Copy").last.click()
@@ -106,7 +101,7 @@ def test_an_answer_is_copied_and_asked_for_again(talk: Page) -> None:
 
 
 @both
-def test_a_message_that_is_refused_comes_back(talk: Page) -> None:
+def test_a_message_that_is_refused_comes_back(talk):
     ask(talk, "fine")
     talk.fill("#temperature", "200")
     talk.fill("#message", "too hot")
@@ -125,7 +120,7 @@ def test_a_message_that_is_refused_comes_back(talk: Page) -> None:
     expect(talk.locator(".wrong")).to_have_count(0)
 
 
-def test_a_welcome_that_can_be_asked(talk: Page) -> None:
+def test_a_welcome_that_can_be_asked(talk):
     question = talk.locator("#welcome button").first.inner_text()
     talk.locator("#welcome button").first.click()
     expect(talk.locator(".question")).to_have_text(question)
@@ -133,7 +128,7 @@ def test_a_welcome_that_can_be_asked(talk: Page) -> None:
     expect(talk.locator("#welcome")).to_be_hidden()
 
 
-def test_a_model_without_a_template_continues_texts(browser: Browser, no_template: Running) -> None:
+def test_a_model_without_a_template_continues_texts(browser, no_template):
     """The server's key is asked for beside its field, too."""
     with visit(browser, no_template.url, DESKTOP) as page:
         expect(page.locator(".field:has(#key) .wrong")).to_be_visible(timeout=20 * SECONDS)
@@ -152,7 +147,7 @@ def test_a_model_without_a_template_continues_texts(browser: Browser, no_templat
         expect(page.get_by_role("button", name="Compare")).to_have_count(0)
 
 
-def test_tabs_by_keyboard(talk: Page) -> None:
+def test_tabs_by_keyboard(talk):
     talk.focus("#tab_chat")
     talk.keyboard.press("ArrowRight")
     expect(talk.locator("#tab_complete")).to_be_focused()

@@ -1,32 +1,27 @@
 """What the playground tells of tokens, and how it compares with plain decoding: by pairs, with their spread."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Callable, Iterator
 from statistics import median
-from typing import Any
 
 import pytest
-from pages import DESKTOP, PHONE, SECONDS, Hold, ask, ended, run, screenshot, shown
-from playwright.sync_api import Page, Route, expect
-from running import Running
+from pages import DESKTOP, PHONE, SECONDS, ask, ended, run, screenshot, shown
+from playwright.sync_api import expect
 
 COMPLETIONS = "**/v1/completions"
 
 
-def compared(page: Page) -> str:
+def compared(page):
     page.get_by_role("button", name="Compare with plain decoding").click()
     expect(page.locator(".comparison strong")).not_to_be_empty(timeout=30 * SECONDS)
     return page.locator(".comparison").inner_text()
 
 
-def feign(page: Page, answers: Callable[[bool], tuple[float | None, str]]) -> list[dict[str, Any]]:
+def feign(page, answers):
     """Requests that do not stream get ``answers(speculating)``, a speed and a text; gives their bodies as they come."""
-    bodies: list[dict[str, Any]] = []
+    bodies = []
 
-    def handle(route: Route) -> None:
+    def handle(route):
         body = route.request.post_data_json
         if body.get("stream"):
             route.continue_()
@@ -40,16 +35,16 @@ def feign(page: Page, answers: Callable[[bool], tuple[float | None, str]]) -> li
     return bodies
 
 
-def speeds(on: list[float], off: list[float], text: str) -> Callable[[bool], tuple[float, str]]:
-    given: dict[bool, Iterator[float]] = {True: iter(on), False: iter(off)}
+def speeds(on, off, text):
+    given = {True: iter(on), False: iter(off)}
     return lambda speculating: (next(given[speculating]), text)
 
 
-def text_of(page: Page) -> str:
+def text_of(page):
     return "".join(text for text, _ in shown(page))
 
 
-def test_the_comparison_is_repeated_and_has_its_spread(page: Page) -> None:
+def test_the_comparison_is_repeated_and_has_its_spread(page):
     run(page)
     on, off = [200.0, 90.0, 150.0, 210.0, 120.0], [100.0, 50.0, 100.0, 70.0, 80.0]
     bodies = feign(page, speeds(on, off, text_of(page)))
@@ -75,7 +70,7 @@ def test_the_comparison_is_repeated_and_has_its_spread(page: Page) -> None:
     screenshot(page, "compared")
 
 
-def test_noise_is_called_noise_and_another_text_another(page: Page) -> None:
+def test_noise_is_called_noise_and_another_text_another(page):
     run(page)
     feign(page, speeds([101, 99, 100, 102, 98], [100] * 5, text_of(page) + "!"))
     said = compared(page)
@@ -85,7 +80,7 @@ def test_noise_is_called_noise_and_another_text_another(page: Page) -> None:
     assert "10 of 11 answers differ!" in said
 
 
-def test_what_is_too_short_is_not_timed(page: Page) -> None:
+def test_what_is_too_short_is_not_timed(page):
     run(page)
     feign(page, lambda _: (None, ""))
     assert compared(page).startswith("Too short to time.")
@@ -93,7 +88,7 @@ def test_what_is_too_short_is_not_timed(page: Page) -> None:
 
 
 @pytest.mark.parametrize("page", [DESKTOP, PHONE], indirect=True, ids=["desktop", "phone"])
-def test_a_real_comparison_and_one_that_is_stopped(page: Page, bundled: Running, hold: Hold) -> None:
+def test_a_real_comparison_and_one_that_is_stopped(page, bundled, hold):
     page.fill("#max_tokens", "12")
     page.fill("#temperature", "0.8")
     page.fill("#seed", "")
@@ -109,7 +104,7 @@ def test_a_real_comparison_and_one_that_is_stopped(page: Page, bundled: Running,
     ended(page)
 
 
-def test_a_conversation_goes_on_from_a_comparison(talk: Page, talking: Running, hold: Hold) -> None:
+def test_a_conversation_goes_on_from_a_comparison(talk, talking, hold):
     ask(talk, "compare this")
     rounds = hold(talking)
     talk.get_by_role("button", name="Compare with plain decoding").click()
@@ -127,7 +122,7 @@ def test_a_conversation_goes_on_from_a_comparison(talk: Page, talking: Running, 
     expect(talk.get_by_role("button", name="Copy").last).to_be_in_viewport(ratio=1)
 
 
-def probabilities(running: Running) -> tuple[list[dict[str, Any]], Any]:
+def probabilities(running):
     """Rounds and log-probabilities of the text that the page shows."""
     body = {"prompt": "def read_lines(path):\n", "temperature": 0, "seed": 7, "max_tokens": 60, "logprobs": 3}
     (choice,) = running.post("/v1/completions", {**body, "speculative": {"trace": True}}).json()["choices"]
@@ -135,7 +130,7 @@ def probabilities(running: Running) -> tuple[list[dict[str, Any]], Any]:
 
 
 @pytest.mark.parametrize("page", [DESKTOP, PHONE], indirect=True, ids=["hover", "tap"])
-def test_tokens_tell_about_themselves(page: Page, bundled: Running) -> None:
+def test_tokens_tell_about_themselves(page, bundled):
     run(page)
     page.check("#rejects")
     rounds, logprobs = probabilities(bundled)
@@ -167,7 +162,7 @@ def test_tokens_tell_about_themselves(page: Page, bundled: Running) -> None:
     expect(page.locator("#tip")).to_be_hidden()
 
 
-def test_tokens_are_reached_by_keyboard(page: Page, bundled: Running) -> None:
+def test_tokens_are_reached_by_keyboard(page, bundled):
     run(page)
     rounds, _ = probabilities(bundled)
     ids = [token for made in rounds for token in made["token_ids"]]
@@ -191,7 +186,7 @@ def test_tokens_are_reached_by_keyboard(page: Page, bundled: Running) -> None:
     expect(tip).to_be_hidden()
 
 
-def test_without_probabilities_tokens_tell_the_rest(talk: Page) -> None:
+def test_without_probabilities_tokens_tell_the_rest(talk):
     talk.uncheck("#probabilities")
     assert "logprobs" not in ask(talk, "Hello")
     talk.locator(".tokens span").first.hover()

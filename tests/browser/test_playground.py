@@ -1,25 +1,21 @@
 """The playground continuing texts, in headless Chromium: it streams, colours, draws, stops, and fits a phone."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import pytest
-from pages import DESKTOP, PHONE, SECONDS, Hold, ended, run, screenshot, shown
-from playwright.sync_api import Page, expect
-from running import Running
+from pages import DESKTOP, PHONE, SECONDS, ended, run, screenshot, shown
+from playwright.sync_api import expect
 
 DARK_PHONE = {**PHONE, "color_scheme": "dark"}
 CALM_PHONE = {**PHONE, "reduced_motion": "reduce"}
 
 
-def body(prompt: str = "def read_lines(path):\n", **options: Any) -> dict[str, Any]:
+def body(prompt="def read_lines(path):\n", **options):
     """What the page asks for, in one piece."""
     return {"prompt": prompt, "temperature": 0, "seed": 7, "max_tokens": 60, "speculative": {"trace": True}, **options}
 
 
-def contrast(page: Page, selector: str) -> float:
+def contrast(page, selector):
     """WCAG's contrast ratio of an element's text with what is behind it."""
     colours = page.evaluate(
         """selector => {
@@ -32,7 +28,7 @@ def contrast(page: Page, selector: str) -> float:
         selector,
     )
 
-    def luminance(colour: str) -> float:
+    def luminance(colour):
         parts = [int(part) / 255 for part in re.findall(r"\d+", colour)[:3]]
         linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
         return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear))
@@ -41,7 +37,7 @@ def contrast(page: Page, selector: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_a_run_streams_and_colours(page: Page, bundled: Running) -> None:
+def test_a_run_streams_and_colours(page, bundled):
     page.locator("#continuing .run").click()
     # It streams: some tokens are there while the run goes on.
     expect(page.locator(".tokens span").nth(3)).to_be_attached(timeout=20 * SECONDS)
@@ -59,7 +55,7 @@ def test_a_run_streams_and_colours(page: Page, bundled: Running) -> None:
     assert page.evaluate("scrollY") == 0
 
 
-def test_rejected_text_is_shown_on_request(page: Page, bundled: Running) -> None:
+def test_rejected_text_is_shown_on_request(page, bundled):
     run(page)
     rounds = bundled.post("/v1/completions", body()).json()["choices"][0]["trace"]
     rejected = page.locator(".tokens s.rejected")
@@ -75,11 +71,11 @@ def test_rejected_text_is_shown_on_request(page: Page, bundled: Running) -> None
     expect(rejected.first).to_be_hidden()
 
 
-def test_axes_have_numbers(page: Page, bundled: Running) -> None:
+def test_axes_have_numbers(page, bundled):
     run(page)
     rounds = bundled.post("/v1/completions", body()).json()["choices"][0]["trace"]
 
-    def numbers(chart: str) -> list[str]:
+    def numbers(chart):
         return page.locator(f"{chart} text").all_text_contents()
 
     assert set(numbers("#positions")) == {"0%", "50%", "100%", "1", "2", "3"}
@@ -95,12 +91,12 @@ def test_axes_have_numbers(page: Page, bundled: Running) -> None:
     assert line.startswith(fill)
 
 
-def test_charts_grow_while_the_answer_streams(page: Page, bundled: Running, hold: Hold) -> None:
+def test_charts_grow_while_the_answer_streams(page, bundled, hold):
     rounds = hold(bundled)
     page.fill("#max_tokens", "400")
     page.locator("#continuing .run").click()
 
-    def drawn() -> int:
+    def drawn():
         return int((page.get_attribute("#rounds", "aria-label") or "0").split()[0])
 
     rounds.release(8)
@@ -118,7 +114,7 @@ def test_charts_grow_while_the_answer_streams(page: Page, bundled: Running, hold
     expect(page.locator(".verdict")).to_contain_text("· stopped")
 
 
-def test_the_answer_ends_where_a_stop_text_cuts_it(page: Page, bundled: Running) -> None:
+def test_the_answer_ends_where_a_stop_text_cuts_it(page, bundled):
     (whole,) = bundled.post("/v1/completions", body()).json()["choices"]
     text = whole["text"]
     # Inside a token that is not its round's last: the next ones come with it and are behind the stop.
@@ -141,7 +137,7 @@ def test_the_answer_ends_where_a_stop_text_cuts_it(page: Page, bundled: Running)
     assert dropped.first.evaluate("s => getComputedStyle(s).textDecorationLine") == "line-through"
 
 
-def test_by_keyboard_alone(page: Page) -> None:
+def test_by_keyboard_alone(page):
     page.focus("#prompt")
     page.keyboard.press("Control+A")
     page.keyboard.type("x = ")
@@ -159,7 +155,7 @@ def test_by_keyboard_alone(page: Page) -> None:
     assert {"run", "method", "tokens", "rejects", "temperature", "seed", "regex"} <= reached
 
 
-def test_a_structured_answer_by_another_drafter(page: Page) -> None:
+def test_a_structured_answer_by_another_drafter(page):
     page.select_option("#method", "ngram")
     page.fill("#regex", "(red|green), (red|green)")
     run(page)
@@ -177,7 +173,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("page", [DESKTOP, CALM_PHONE], indirect=True, ids=["desktop", "phone"])
-def test_what_is_wrong_is_said_beside_its_field(page: Page) -> None:
+def test_what_is_wrong_is_said_beside_its_field(page):
     for field, value, message in WRONG:
         before = page.input_value(f"#{field}")
         page.fill(f"#{field}", value)
@@ -198,7 +194,7 @@ def test_what_is_wrong_is_said_beside_its_field(page: Page) -> None:
 
 
 @pytest.mark.parametrize("page", [DESKTOP, {**DESKTOP, "color_scheme": "dark"}], indirect=True, ids=["light", "dark"])
-def test_colours_can_be_read(page: Page) -> None:
+def test_colours_can_be_read(page):
     page.fill("#max_tokens", "8")
     run(page)
     page.check("#rejects")
@@ -219,7 +215,7 @@ def test_colours_can_be_read(page: Page) -> None:
 
 
 @pytest.mark.parametrize("page", [DARK_PHONE, CALM_PHONE], indirect=True, ids=["smooth", "calm"])
-def test_a_phone_shows_the_answer_after_run(page: Page, request: pytest.FixtureRequest) -> None:
+def test_a_phone_shows_the_answer_after_run(page, request):
     calm = "calm" in request.node.name
     assert page.evaluate("getComputedStyle(document.documentElement).scrollBehavior") == ("auto" if calm else "smooth")
     page.fill("#max_tokens", "40")

@@ -1,11 +1,7 @@
 """The page that ``forerun generate --trace-html`` writes, beside the playground: a colour means the same in both."""
 
-from __future__ import annotations
-
 import pytest
 from pages import DESKTOP, PHONE, visit
-from playwright.sync_api import Browser
-from running import Running
 
 from forerun.cli.trace import KINDS, page
 from forerun.engine.metrics import ACCEPTED, BONUS, CORRECTED, PLAIN, RoundTrace
@@ -17,9 +13,7 @@ LOOK = """element => {
 
 
 @pytest.mark.parametrize(("size", "scheme"), [(DESKTOP, "light"), (PHONE, "dark")], ids=["desktop", "phone"])
-def test_a_colour_means_the_same_as_in_the_playground(
-    browser: Browser, talking: Running, size: dict[str, object], scheme: str
-) -> None:
+def test_a_colour_means_the_same_as_in_the_playground(browser, talking, size, scheme):
     rounds = [
         RoundTrace((5, 6), (ACCEPTED, CORRECTED), (7,), 2, "ngram"),
         RoundTrace((8, 9), (ACCEPTED, BONUS), (), 1, "ngram"),

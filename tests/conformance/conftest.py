@@ -1,14 +1,10 @@
-from __future__ import annotations
-
 import shlex
-from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
-from harness import LONGEST, SETS, Answer, answers, run
-from matrix import SHAPES, Case, additions
+from harness import LONGEST, SETS, answers, run
+from matrix import SHAPES, additions
 from table import PROPERTY, markdown
 
 from forerun.engine.config import EngineConfig, SpeculativeConfig
@@ -23,13 +19,13 @@ COLLECTED = pytest.StashKey[int]()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def parts() -> Iterator[None]:
+def parts():
     with additions():
         yield
 
 
 @pytest.fixture(scope="session")
-def wide_target(tmp_path_factory: pytest.TempPathFactory) -> str:
+def wide_target(tmp_path_factory):
     """Folder of a ``tiny_target`` with heads that the attention kernel does not serve."""
     folder = tmp_path_factory.mktemp("wide_target")
     tiny_llama(head_dim=WIDE).save_pretrained(folder)
@@ -38,24 +34,19 @@ def wide_target(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+def hybrid(tmp_path_factory):
     """``hybrid(kind)``: the folder of a tiny model with state."""
     return cache(lambda kind: save_hybrid(kind, tmp_path_factory.mktemp(kind)))
 
 
 @pytest.fixture(scope="session")
-def engine(tiny_target: str) -> Callable[..., Engine]:
+def engine(tiny_target):
     """``engine(speculative_config=None, path="native", model=None, **options)``: a fresh engine on a shared model,
     ``tiny_target`` or that of another folder with its tokenizer."""
-    models: dict[tuple[str, str], Any] = {}
+    models = {}
     tokenizer = load_tokenizer(tiny_target)
 
-    def build(
-        config: dict[str, Any] | list[dict[str, Any]] | None = None,
-        path: str = "native",
-        model: str | None = None,
-        **options: Any,
-    ) -> Engine:
+    def build(config=None, path="native", model=None, **options):
         folder = model or tiny_target
         if (folder, path) not in models:
             models[folder, path] = load_model(folder, invariant=True, model_path=path)
@@ -66,11 +57,11 @@ def engine(tiny_target: str) -> Callable[..., Engine]:
 
 
 @pytest.fixture(scope="session")
-def keys(tiny_target: str, tiny_draft: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, Any]]:
+def keys(tiny_target, tiny_draft, tmp_path_factory):
     """``keys(case, **more)``: a ``speculative_config`` of the case's drafter for the tiny target."""
-    examples: dict[str, dict[str, Any]] = {}
+    examples = {}
 
-    def build(case: Case, **more: Any) -> dict[str, Any]:
+    def build(case, **more):
         if case.method not in examples:
             folder = tmp_path_factory.mktemp(case.method)
             examples[case.method] = drafters[case.method].example(Path(tiny_target), folder)
@@ -85,28 +76,28 @@ def keys(tiny_target: str, tiny_draft: str, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="session")
-def plain(engine: Callable[..., Engine]) -> Callable[..., list[Answer]]:
+def plain(engine):
     """``plain(path="native", which="all")``: the answers of decoding one token, and one request, at a time."""
 
     @cache
-    def get(path: str = "native", which: str = "all") -> list[Answer]:
+    def get(path="native", which="all"):
         return answers(run(engine(path=path, max_num_seqs=1), SETS[which]))
 
     return get
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
+def pytest_itemcollected(item):
     """A case of the matrix carries its place there to the table."""
     combination = getattr(item, "callspec", None) and item.callspec.params.get("combination")
     if combination is not None:
         item.user_properties.append((PROPERTY, tuple(combination)))
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish(session):
     session.config.stash[COLLECTED] = len(session.items)
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter, config):
     file = config.getoption("--conformance-table")
     if file is not None and not hasattr(config, "workerinput"):
         command = shlex.join(["pytest", *config.invocation_params.args])

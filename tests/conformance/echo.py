@@ -1,8 +1,5 @@
 """A drafter in the fewest lines that do: what the conformance tests need to cover the next one."""
 
-from collections.abc import Sequence
-
-from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 from forerun.speculate.draft.base import Drafter
 
@@ -12,10 +9,10 @@ class Echo(Drafter):
 
     name = "echo"
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences, budgets):
         return [self._draft(sequence.tokens, budget) for sequence, budget in zip(sequences, budgets)]
 
-    def _draft(self, tokens: list[int], budget: int) -> Draft:
+    def _draft(self, tokens, budget):
         draft, node = Draft(), -1
         before = [i for i, token in enumerate(tokens[:-1]) if token == tokens[-1]]
         for depth, token in enumerate(tokens[before[-1] + 1 :][:budget] if before else []):

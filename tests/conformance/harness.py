@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from forerun import SamplingParams
 from forerun.cache.pool import Pages
-from forerun.engine.engine import Engine
-from forerun.engine.jobs import Job
 from tiny import ALPHABET
 
 TOKENS = 64
@@ -25,7 +22,7 @@ PROMPTS = (
 )
 
 
-def options(**given: Any) -> SamplingParams:
+def options(**given):
     return SamplingParams(**{"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0, "seed": 5, **given})
 
 
@@ -60,13 +57,9 @@ class Answer(NamedTuple):
     stopped_by: str | int | None
 
 
-def run(
-    engine: Engine,
-    requests: Sequence[tuple[str, SamplingParams]] = REQUESTS,
-    each_round: Callable[[], None] = lambda: None,
-) -> list[Job]:
+def run(engine, requests=REQUESTS, each_round=lambda: None):
     """Answer all requests; every round and the idle engine are checked."""
-    jobs: list[Job] = []
+    jobs = []
     for prompt, params in requests:
         jobs.extend(engine.add(engine.tokenizer.encode(prompt), params))
     while engine.busy:
@@ -77,7 +70,7 @@ def run(
     return jobs
 
 
-def answers(jobs: Sequence[Job]) -> list[Answer]:
+def answers(jobs):
     result = []
     for job in jobs:
         assert job.finish is not None
@@ -85,7 +78,7 @@ def answers(jobs: Sequence[Job]) -> list[Answer]:
     return result
 
 
-def check_drafters(engine: Engine) -> None:
+def check_drafters(engine):
     """What a drafter has state for is a prefix of the committed tokens."""
     for drafter in engine.router.drafters.values():
         for job in engine.jobs.values():
@@ -96,7 +89,7 @@ def check_drafters(engine: Engine) -> None:
                 assert pool.length(job.sequence.id) <= len(job.sequence.tokens)
 
 
-def check_idle(engine: Engine, jobs: Sequence[Job]) -> None:
+def check_idle(engine, jobs):
     """Nothing is left of finished requests."""
     engine.check()
     assert not engine.jobs
@@ -110,7 +103,7 @@ def check_idle(engine: Engine, jobs: Sequence[Job]) -> None:
         check_metrics(job)
 
 
-def pools(drafter: Any) -> list[Pages]:
+def pools(drafter):
     """Every KV pool that a drafter owns."""
     result = []
     for value in vars(drafter).values():
@@ -120,7 +113,7 @@ def pools(drafter: Any) -> list[Pages]:
     return result
 
 
-def check_metrics(job: Job) -> None:
+def check_metrics(job):
     """The counts that must agree whatever was drafted."""
     metrics = job.metrics
     histogram = metrics.acceptance_histogram

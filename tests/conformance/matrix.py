@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import combinations, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 from echo import Echo
@@ -17,7 +16,7 @@ from forerun.speculate.draft import drafters
 from forerun.speculate.length import policies
 
 TREE = (3, 2, 1)
-SHAPES: dict[str, dict[str, Any]] = {"chain": {}, "tree": {"tree": TREE}, "best-first": {"tree_nodes": 7}}
+SHAPES = {"chain": {}, "tree": {"tree": TREE}, "best-first": {"tree_nodes": 7}}
 """Shapes of drafts and the keys of ``speculative_config`` that ask for them."""
 PAGE_SIZES = (None, 16)
 PATHS = ("native", "hf")
@@ -29,7 +28,7 @@ class Case(NamedTuple):
     method: str
     shape: str
 
-    def __str__(self) -> str:
+    def __str__(self):
         return f"{self.method}-{self.shape}"
 
 
@@ -42,16 +41,16 @@ class Combination(NamedTuple):
     length: str
 
     @property
-    def case(self) -> Case:
+    def case(self):
         return Case(self.method, self.shape)
 
-    def __str__(self) -> str:
+    def __str__(self):
         layout = "slotted" if self.page_size is None else f"paged{self.page_size}"
         return f"{self.case}-{self.rule}-{layout}-{self.path}-{self.length}"
 
 
 @contextmanager
-def additions() -> Iterator[None]:
+def additions():
     """The tests' own drafter and policies, registered as any other."""
     drafters.register("echo")(Echo)
     for policy in (Off, Restless):
@@ -64,7 +63,7 @@ def additions() -> Iterator[None]:
             policies.remove(policy.name)
 
 
-def takes(method: str, shape: str) -> bool:
+def takes(method, shape):
     try:
         drafters[method].config_class.from_dict(method, SHAPES[shape])
     except ConfigError:
@@ -72,17 +71,17 @@ def takes(method: str, shape: str) -> bool:
     return True
 
 
-def fits(combination: Combination) -> bool:
+def fits(combination):
     if combination.case not in CASES:
         return False
     config = drafters[combination.method].config_class(**SHAPES[combination.shape])
     return rules[combination.rule].trees or not config.branches
 
 
-def pairwise(everything: list[Any]) -> list[Any]:
+def pairwise(everything):
     """A subset in which every pair of values that occurs at all occurs."""
 
-    def pairs(item: Any) -> set[tuple]:
+    def pairs(item):
         return {(i, item[i], j, item[j]) for i, j in combinations(range(len(item)), 2)}
 
     missing = set().union(*map(pairs, everything))
@@ -94,7 +93,7 @@ def pairwise(everything: list[Any]) -> list[Any]:
     return chosen
 
 
-def marked(everything: list[Any], chosen: Callable[[list[Any]], list[Any]] = pairwise) -> list[Any]:
+def marked(everything, chosen=pairwise):
     """Parameters of a test: the chosen ones, and with ``--full`` the others."""
     always = set(chosen(everything))
     return [pytest.param(item, id=str(item), marks=() if item in always else pytest.mark.full) for item in everything]

@@ -1,12 +1,6 @@
 """Length policies that no user would want."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
-from forerun.speculate.length.base import LengthPolicy, Seconds
+from forerun.speculate.length.base import LengthPolicy
 
 
 class Off(LengthPolicy):
@@ -14,12 +8,10 @@ class Off(LengthPolicy):
 
     name = "off"
 
-    def budgets(self, sequences: Sequence[RequestState]) -> list[int]:
+    def budgets(self, sequences):
         return [0] * len(sequences)
 
-    def observe(
-        self, sequences: Sequence[RequestState], drafts: Sequence[Draft], verdicts: Sequence[Verdict], seconds: Seconds
-    ) -> None:
+    def observe(self, sequences, drafts, verdicts, seconds):
         pass
 
 
@@ -28,10 +20,10 @@ class Restless(Off):
 
     name = "restless"
 
-    def budgets(self, sequences: Sequence[RequestState]) -> list[int]:
+    def budgets(self, sequences):
         return [self._budget(sequence, self.longest(sequence)) for sequence in sequences]
 
     @staticmethod
-    def _budget(sequence: RequestState, most: int) -> int:
+    def _budget(sequence, most):
         count = len(sequence.tokens)
         return (7 * count + 3 * sequence.id + count // 5) % (most + 1)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 from forerun.speculate.draft.base import Drafter, DrafterConfig
 
@@ -24,10 +22,10 @@ class Scripted(Drafter[ScriptConfig]):
     config_class = ScriptConfig
     answers: tuple[list[int], ...] = ()
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences, budgets):
         return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets)]
 
-    def _draft(self, sequence: RequestState, budget: int) -> Draft:
+    def _draft(self, sequence, budget):
         draft, node = Draft(), -1
         known = self.answers[sequence.id]
         for depth, token in enumerate(known[sequence.num_output :][:budget]):

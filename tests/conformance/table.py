@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import transformers
@@ -26,33 +25,33 @@ class Outcome(NamedTuple):
     combination: Combination | None
 
     @classmethod
-    def of(cls, report: Any, outcome: str) -> Outcome:
+    def of(cls, report, outcome):
         known = dict(report.user_properties)
         index = Combination(*known[PROPERTY]) if PROPERTY in known else None
         return cls(report.nodeid, outcome, index)
 
 
-def promise(rule: str) -> str:
+def promise(rule):
     kind = rules[rule]
     if kind.identity:
         return "the same tokens at T = 0 and 0.8"
     return "the same tokens at T = 0" if kind.lossless else "counts, caches and limits only: not lossless by design"
 
 
-def cell(outcomes: Iterable[str]) -> str:
+def cell(outcomes):
     """``passed/all``, in bold where some did not pass."""
     counts = Counter(outcomes)
     text = f"{counts['passed']}/{counts.total()}"
     return text if counts["passed"] == counts.total() else f"**{text}**"
 
 
-def lines_of(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def lines_of(heads, rows):
     return ["| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows)]
 
 
-def matrix_lines(outcomes: Sequence[Outcome]) -> list[str]:
+def matrix_lines(outcomes):
     """A row per drafter, shape and layout; a column per rule."""
-    cells: dict[tuple[str, str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    cells = defaultdict(lambda: defaultdict(list))
     for outcome in outcomes:
         index = outcome.combination
         if index is not None:
@@ -66,9 +65,9 @@ def matrix_lines(outcomes: Sequence[Outcome]) -> list[str]:
     return lines_of(["drafter", "draft", "layout", *(f"`{rule}`" for rule in columns)], rows)
 
 
-def other_lines(outcomes: Sequence[Outcome]) -> list[str]:
+def other_lines(outcomes):
     """A row per test that is not of the matrix."""
-    tests: dict[str, list[str]] = defaultdict(list)
+    tests = defaultdict(list)
     for outcome in outcomes:
         if outcome.combination is None:
             name = outcome.nodeid.split("[")[0].rsplit("::", 1)[-1]
@@ -76,7 +75,7 @@ def other_lines(outcomes: Sequence[Outcome]) -> list[str]:
     return lines_of(["test", "cases"], [[name, cell(result)] for name, result in tests.items()])
 
 
-def markdown(stats: Mapping[str, Sequence[Any]], command: str, collected: int) -> str:
+def markdown(stats, command, collected):
     """The whole document, from pytest's reports by outcome. ``collected`` tests were to be run."""
     reports = [(report, kind) for kind in ("passed", "failed", "error") for report in stats.get(kind, ())]
     outcomes = [Outcome.of(report, kind) for report, kind in reports]

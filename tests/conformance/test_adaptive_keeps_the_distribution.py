@@ -1,8 +1,6 @@
 """The distribution of answers under the adaptive length policy, with every rule that compares p with q: lengths that
 follow measured prices and earlier acceptance must not follow the tokens that are being drawn."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from itertools import count
@@ -13,7 +11,6 @@ from scipy import stats
 from test_answers_keep_the_distribution import PARAMS, PROMPT, distribution
 
 from forerun import SamplingParams
-from forerun.engine.engine import Engine
 from forerun.speculate.accept import RatioRule, rules
 from forerun.speculate.length.base import Seconds
 
@@ -29,12 +26,12 @@ class Clock:
     """Prices by rows and depth in place of measured seconds, so that every run meets the same ones; counts drafts by
     length."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine):
         self.observe, self.rounds = engine.policy.observe, 0
-        self.lengths: Counter[int] = Counter()
-        engine.policy.observe = self  # type: ignore[method-assign]
+        self.lengths = Counter()
+        engine.policy.observe = self
 
-    def __call__(self, sequences, drafts, verdicts, seconds) -> None:
+    def __call__(self, sequences, drafts, verdicts, seconds):
         self.rounds += 1
         depth = max(map(len, drafts), default=0)
         level = 0.6 if self.rounds % PHASE > CHEAP else 0.001
@@ -42,7 +39,7 @@ class Clock:
         self.lengths.update(map(len, drafts))
 
 
-def counted(engine: Engine) -> tuple[Counter[tuple[int, ...]], Clock]:
+def counted(engine):
     """The answers to requests that come as others leave, eight at a time."""
     clock = Clock(engine)
     prompt = engine.tokenizer.encode(PROMPT)
@@ -53,7 +50,7 @@ def counted(engine: Engine) -> tuple[Counter[tuple[int, ...]], Clock]:
     return Counter(tuple(job.output_ids) for job in jobs), clock
 
 
-def pvalue(result: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...], float]) -> float:
+def pvalue(result, distribution):
     """Chi-square of whole answers; those expected fewer than five times count as one."""
     assert set(result) <= set(distribution)
     common = [answer for answer, fraction in distribution.items() if REQUESTS * fraction >= 5]
@@ -66,7 +63,7 @@ def pvalue(result: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...],
 
 @pytest.fixture
 def speculating(engine, keys):
-    def build(rule: str, length: str = "adaptive") -> Engine:
+    def build(rule, length="adaptive"):
         options = {"accept": rule, "length": length, "num_speculative_tokens": 2, "draft_temperature": 3.0}
         made = engine(keys(Case("draft_model", "chain"), **options), max_num_seqs=8)
         # Reading a prompt for answers as short as these would never pay.

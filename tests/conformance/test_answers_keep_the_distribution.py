@@ -1,12 +1,10 @@
 """Under a rule that compares p with q, every drafter's answers keep the target's distribution: so its q is the one that
 its tokens were drawn from."""
 
-from __future__ import annotations
-
 import numpy
 import pytest
 import torch
-from matrix import CHAINS, Case
+from matrix import CHAINS
 from scipy import stats
 from transformers import LlamaForCausalLM
 
@@ -43,7 +41,7 @@ def distribution(tiny_target, engine):
 
 
 @pytest.mark.parametrize("case", DRAFTERS, ids=str)
-def test_the_answers_keep_the_targets_distribution(engine, keys, distribution, case: Case):
+def test_the_answers_keep_the_targets_distribution(engine, keys, distribution, case):
     """Chi-square of whole answers; 400 requests with seeds of their own, 64 at a time."""
     rule = "recursive" if case.method == "merged" else "token"
     speculating = engine(keys(case, accept=rule, num_speculative_tokens=2), max_num_seqs=64)

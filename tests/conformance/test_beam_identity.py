@@ -1,18 +1,12 @@
 """Every drafter beside beams: plain beam search's beams and scores, bit for bit, and sampled requests undisturbed."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
-from harness import Answer, answers, check_idle, options
+from harness import answers, check_idle, options
 from matrix import CASES, Case
 
-from forerun.engine.engine import Engine
-from forerun.engine.jobs import Job
 from forerun.sampling.params import BeamSearchParams
 
 SEARCHES = [
@@ -27,11 +21,11 @@ WIDEST = 12
 """Sequences together: not all of the requests fit, so that some wait."""
 
 
-def add(engine: Engine, requests: list[tuple[str, Any]]) -> list[Job]:
+def add(engine, requests):
     return [job for prompt, params in requests for job in engine.add(engine.tokenizer.encode(prompt), params)]
 
 
-def check(engine: Engine) -> None:
+def check(engine):
     """Between rounds: pages are accounted for, the target holds all but the last token of every beam, or less where it
     reads some again, and its drafter knows a prefix."""
     pool = engine.target.attention.pool
@@ -44,16 +38,16 @@ def check(engine: Engine) -> None:
             assert known is None or known == sequence.tokens[: len(known)]
 
 
-def beams(jobs: list[Job]) -> list[Any]:
+def beams(jobs):
     return [job.beam for job in jobs if job.peers]
 
 
 @pytest.fixture(scope="session")
-def expected(engine: Callable[..., Engine]) -> Callable[[], tuple[list[Any], list[Answer]]]:
+def expected(engine):
     """Plain beams and plain answers, one request at a time."""
 
     @cache
-    def get() -> tuple[list[Any], list[Answer]]:
+    def get():
         plain, jobs = engine(), []
         for request in SEARCHES + ALONE:
             jobs += add(plain, [request])
@@ -65,9 +59,7 @@ def expected(engine: Callable[..., Engine]) -> Callable[[], tuple[list[Any], lis
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_beams_are_plain_ones(
-    case: Case, engine: Callable[..., Engine], keys: Callable[..., dict[str, Any]], expected: Callable[[], Any]
-) -> None:
+def test_beams_are_plain_ones(case, engine, keys, expected):
     page_size = PAGE_SIZES[CASES.index(case) % len(PAGE_SIZES)]
     built = engine(keys(case), page_size=page_size, max_num_seqs=WIDEST)
     jobs = add(built, SEARCHES[:2]) + add(built, ALONE) + add(built, SEARCHES[2:])
@@ -86,9 +78,7 @@ def test_beams_are_plain_ones(
         assert sum(metrics.decode_tokens for metrics in searches) > 1.3 * sum(metrics.rounds for metrics in searches)
 
 
-def test_the_transformers_path_finds_the_same(
-    engine: Callable[..., Engine], keys: Callable[..., dict[str, Any]]
-) -> None:
+def test_the_transformers_path_finds_the_same(engine, keys):
     result = []
     for config in (None, keys(Case("draft_model", "tree"))):
         built = engine(config, path="hf", page_size=4)
@@ -100,9 +90,7 @@ def test_the_transformers_path_finds_the_same(
 
 
 @pytest.mark.parametrize("method", ["tli", "slem"])
-def test_a_draft_with_another_vocabulary(
-    method: str, engine: Callable[..., Engine], tiny_stranger: str, expected: Callable[[], Any]
-) -> None:
+def test_a_draft_with_another_vocabulary(method, engine, tiny_stranger, expected):
     stranger = {"model": tiny_stranger, "use_heterogeneous_vocab": True, "heterogeneous_vocab_method": method}
     built = engine({"method": "draft_model", **stranger}, page_size=4, max_num_seqs=WIDEST)
     jobs = add(built, SEARCHES)
@@ -114,7 +102,7 @@ def test_a_draft_with_another_vocabulary(
     assert beams(jobs) == expected()[0]
 
 
-CONFIGS: list[tuple[str, dict[str, Any]]] = [
+CONFIGS = [
     ("draft_model", {"tree": [2, 2, 1]}),
     ("layerskip", {}),
     ("suffix", {}),
@@ -123,9 +111,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_searches_that_come_and_go(
-    seed: int, engine: Callable[..., Engine], keys: Callable[..., dict[str, Any]], expected: Callable[[], Any]
-) -> None:
+def test_searches_that_come_and_go(seed, engine, keys, expected):
     """Few pages, requests that arrive at any time, and some that are aborted: nothing leaks, and whoever ends finds
     what it would have found alone."""
     source = random.Random(seed)
@@ -136,8 +122,8 @@ def test_searches_that_come_and_go(
     built = engine({**keys(Case(method, "chain")), **shape}, max_num_seqs=6, **layout)
     waiting = [(request, index) for index, request in enumerate(SEARCHES + ALONE)] * 2
     source.shuffle(waiting)
-    ended: dict[int, list[Any]] = {}
-    begun: list[tuple[int, list[Job]]] = []
+    ended = {}
+    begun = []
     while waiting or built.busy:
         if waiting and source.random() < 0.3:
             request, index = waiting.pop()

@@ -1,11 +1,9 @@
 """Every drafter under every rule, in every cache layout: the tokens of plain decoding."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
-from harness import REQUESTS, SHORT, TOKENS, Answer, answers, run
+from harness import REQUESTS, SHORT, TOKENS, answers, run
 from matrix import CASES, COMBINATIONS, PAGE_SIZES, PATHS, SHAPES, Case, marked
 
 from forerun.speculate.accept import rules
@@ -20,7 +18,7 @@ WIDE_CASES = [
 ]
 
 
-def promised(rule: str) -> list[bool]:
+def promised(rule):
     """Per answer: whether the rule promises the tokens of plain decoding."""
     kind = rules[rule]
     same = [kind.identity or (kind.lossless and params.greedy) for _, params in REQUESTS for _ in range(params.n)]
@@ -57,13 +55,13 @@ def test_same_tokens_as_plain_decoding(engine, keys, plain, combination):
 
 
 @pytest.fixture(scope="module")
-def plain_and_wide(engine, wide_target) -> list[Answer]:
+def plain_and_wide(engine, wide_target):
     return answers(run(engine(model=wide_target, max_num_seqs=1), SHORT))
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("case", WIDE_CASES, ids=str)
-def test_heads_that_no_kernel_serves(engine, wide_target, plain_and_wide, tmp_path, case: Case, page_size):
+def test_heads_that_no_kernel_serves(engine, wide_target, plain_and_wide, tmp_path, case, page_size):
     """A target, and what drafts with its heads or layers, that runs layer by layer."""
     config = {"method": case.method, **drafters[case.method].example(Path(wide_target), tmp_path)}
     jobs = run(engine({**config, **SHAPES[case.shape]}, model=wide_target, page_size=page_size), SHORT)
@@ -72,7 +70,7 @@ def test_heads_that_no_kernel_serves(engine, wide_target, plain_and_wide, tmp_pa
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_drafter_drafts(engine, keys, case: Case):
+def test_a_drafter_drafts(engine, keys, case):
     """But for one that needs a grammar, which these requests do not have."""
     jobs = run(engine(keys(case)), SHORT)
     drafted = sum(job.metrics.num_draft_tokens for job in jobs)

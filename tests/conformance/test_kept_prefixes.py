@@ -3,24 +3,18 @@
 Conversations go on, go back and branch off anywhere, on few pages and fewer kept states, with every way to feed them.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from test_soak import Request, compare, soak
 
 from forerun import SamplingParams
-from forerun.engine.engine import Engine
-from forerun.engine.jobs import Job
 from hybrids import KINDS
 
 LONGEST = 144
 PAGE_SIZE = 8
 BURSTS = 12
-DRAFTS: dict[str, list[dict[str, Any]]] = {
+DRAFTS = {
     "plain": [],
     "ngram": [{"method": "ngram", "num_speculative_tokens": 4}],
     "tree": [{"method": "draft_model", "tree": (2, 2, 1)}],
@@ -36,29 +30,29 @@ MODELLED = ("draft_model", "staged")
 class Talk:
     """Random requests, each behind a part of what was said before."""
 
-    def __init__(self, built: Engine, alone: Engine, seed: int, methods: list[str]) -> None:
+    def __init__(self, built, alone, seed, methods):
         self.built, self.alone = built, alone
         self.draw = random.Random(seed)
         self.methods = methods
-        self.texts: list[list[int]] = [[]]
+        self.texts = [[]]
 
-    def prompt(self) -> list[int]:
+    def prompt(self):
         said = self.draw.choice(self.texts[-8:])
         said = said[: self.draw.choice([len(said), len(said), self.draw.randint(0, len(said))])][: LONGEST - 50]
         new = self.draw.choice([0, 1, 3, 9, 30]) if said else self.draw.choice([7, 8, 25, 70])
         return said + [self.draw.randrange(2, self.alone.model.info.vocab_size) for _ in range(new)]
 
-    def request(self) -> Request:
+    def request(self):
         draw = self.draw
         chosen = draw.choice([{"temperature": 0.0}, {"temperature": 0.8}, {"temperature": 0.9, "n": 3}])
         count = draw.choice([1, 6, 25, 45])
         params = SamplingParams(**chosen, max_tokens=count, seed=draw.randrange(99), ignore_eos=True, logprobs=1)
         method = draw.choice([None, *self.methods])
-        how: dict[str, Any] = {"speculate": False} if method is None else {"method": method}
+        how = {"speculate": False} if method is None else {"method": method}
         cancel = (draw.randrange(30), count + 1) if draw.random() < 0.2 else None
         return Request(self.prompt(), params, how, cancel, draw.randrange(12) if draw.random() < 0.1 else None)
 
-    def burst(self, count: int) -> None:
+    def burst(self, count):
         """So many requests at once, some of which are cancelled or set aside; then all are compared."""
         todo = [self.request() for _ in range(count)]
         soak(self.built, todo, count)
@@ -67,12 +61,12 @@ class Talk:
         self.texts += [request.prompt + job.output_ids for request in todo for job in request.jobs]
 
 
-def test_where_states_are_kept(engine: Callable[..., Engine], hybrid: Callable[[str], str]) -> None:
+def test_where_states_are_kept(engine, hybrid):
     built = engine(model=hybrid("qwen3_5_text"), page_size=4, max_model_len=LONGEST)
     states = built.target.attention.states
     states.interval = 16
 
-    def ask(prompt: list[int], **options: Any) -> Job:
+    def ask(prompt, **options):
         (job,) = built.add(prompt, SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, **options))
         while built.busy:
             built.step()
@@ -102,7 +96,7 @@ def test_where_states_are_kept(engine: Callable[..., Engine], hybrid: Callable[[
 
 @pytest.mark.parametrize("drafts", DRAFTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_conversations(engine: Callable[..., Engine], hybrid: Callable[[str], str], kind: str, drafts: str) -> None:
+def test_conversations(engine, hybrid, kind, drafts):
     kinds = list(KINDS)
     model = hybrid(kinds[(kinds.index(kind) + (drafts == "chains")) % len(kinds)])
     configs = [{**keys, "model": model} if keys["method"] in MODELLED else keys for keys in DRAFTS[drafts]]

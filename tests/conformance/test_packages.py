@@ -1,7 +1,5 @@
 """A drafter from a package of its own: the one that docs/add_a_drafter.md shows, as it stands there."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -17,7 +15,7 @@ DOCUMENT = ROOT / "docs" / "add_a_drafter.md"
 PROMPT = "abcabcabcabcabcabcabc"
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
 
 
@@ -41,7 +39,7 @@ def run(tmp_path_factory):
     path = os.pathsep.join([str(folder), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
-    def call(*arguments: str) -> str:
+    def call(*arguments):
         done = subprocess.run(
             [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )

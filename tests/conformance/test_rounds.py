@@ -1,7 +1,5 @@
 """What can happen to a round: nothing drafted, everything or nothing accepted, stops, limits, failures, preemption."""
 
-from __future__ import annotations
-
 import inspect
 import logging
 from dataclasses import replace

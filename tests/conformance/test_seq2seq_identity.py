@@ -1,16 +1,12 @@
 """Encoder-decoders: every drafter that takes them gives the tokens of plain decoding; a source is read once, shared,
 and no prefix of another source's answer is reused."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable
 from itertools import count
-from typing import Any
 
 import pytest
 import torch
-from harness import BIAS, PENALTIES, Answer, answers, check_idle, options
+from harness import BIAS, PENALTIES, answers, check_idle, options
 from transformers import LlamaForCausalLM
 
 from forerun import SamplingParams
@@ -36,7 +32,7 @@ MIXES = [
 ]  # fmt: skip
 REQUESTS = [(source, options(max_tokens=30).clone(**mix)) for source, mix in zip(SOURCES, MIXES)]
 DECODER = "a decoder"
-DRAFTING: dict[str, dict[str, Any]] = {
+DRAFTING = {
     "draft_model": {}, "tree": {"method": "draft_model", "tree": [3, 2, 1]}, "decoder": {"model": DECODER},
     "decoder tree": {"model": DECODER, "tree_nodes": 6}, "ngram": {}, "prompt_lookup": {"prompt_lookup_min": 1},
     "suffix": {}, "table": {"table_file": __file__}, "token_recycling": {}, "random": {}, "staged": {},
@@ -48,7 +44,7 @@ COUPLED = [(kind, drafting, page) for kind, (drafting, page) in zip(
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory) -> str:
+def decoder(tmp_path_factory):
     """Folder of a decoder with the same vocabulary, and as sure of what follows as the encoder-decoders."""
     folder = tmp_path_factory.mktemp("decoder")
     tiny_llama(layers=1).save_pretrained(folder)
@@ -57,10 +53,10 @@ def decoder(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def engine(seq2seq, decoder) -> Callable[..., Engine]:
-    models: dict[str, Any] = {}
+def engine(seq2seq, decoder):
+    models = {}
 
-    def build(kind: str, drafting: str | None = None, rule: str = "coupled", **more: Any) -> Engine:
+    def build(kind, drafting=None, rule="coupled", **more):
         folder = seq2seq(kind)
         if kind not in models:
             models[kind] = load_model(folder, invariant=True)
@@ -79,7 +75,7 @@ def engine(seq2seq, decoder) -> Callable[..., Engine]:
     return build
 
 
-def _filled(value: Any, decoder: str) -> Any:
+def _filled(value, decoder):
     if isinstance(value, dict):
         return {key: _filled(item, decoder) for key, item in value.items()}
     if isinstance(value, list):
@@ -87,7 +83,7 @@ def _filled(value: Any, decoder: str) -> Any:
     return decoder if value == DECODER else value
 
 
-def run(engine: Engine, requests=REQUESTS) -> list:
+def run(engine, requests=REQUESTS):
     jobs = [job for text, params in requests for job in engine.add(engine.tokenizer.encode(text), params)]
     while engine.busy:
         engine.step()
@@ -101,10 +97,10 @@ def run(engine: Engine, requests=REQUESTS) -> list:
 
 
 @pytest.fixture(scope="module")
-def plain(engine) -> Callable[[str], list[Answer]]:
-    result: dict[str, list[Answer]] = {}
+def plain(engine):
+    result = {}
 
-    def get(kind: str) -> list[Answer]:
+    def get(kind):
         if kind not in result:
             result[kind] = answers(run(engine(kind, max_num_seqs=1)))
         return result[kind]
@@ -181,11 +177,11 @@ def test_lookup_copies_from_the_source(engine):
 
 
 @pytest.fixture
-def encoded(monkeypatch) -> list[list[tuple[int, ...]]]:
+def encoded(monkeypatch):
     """Which sources each call of the encoder reads."""
     from forerun.models.encdec import EncoderDecoder
 
-    calls: list[list[tuple[int, ...]]] = []
+    calls = []
     encode = EncoderDecoder._encode
 
     def watched(self, sources):
@@ -238,7 +234,7 @@ def test_prefixes_are_reused_under_the_same_source_only(engine):
     behind = [START, *range(5, 25)]
     params = options(max_tokens=10)
 
-    def answer(text: str) -> tuple[list[int], int]:
+    def answer(text):
         (job,) = one.add(one.tokenizer.encode(text), params, decoder_prompt=behind)
         while one.busy:
             one.step()

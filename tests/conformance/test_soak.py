@@ -7,7 +7,6 @@ how many prompt tokens to read in a round, so that a run preempts and evicts exa
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job
 from forerun.engine.stop import ABORT
-from held import Held, held
+from held import held
 from hybrids import KINDS
 
 CONCURRENCY = 32
@@ -37,7 +36,7 @@ OBJECTS = 0.5
 BYTES = 2048
 """Bytes per request, likewise: resident ones, and those that malloc has handed out."""
 
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS = [
     {"temperature": 0.0},
     {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.3},
     {"temperature": 0.7},
@@ -66,15 +65,15 @@ class Request:
     age: int = 0
 
     @property
-    def unfinished(self) -> list[Job]:
+    def unfinished(self):
         return [job for job in self.jobs if job.finish is None]
 
     @property
-    def cancelled(self) -> bool:
+    def cancelled(self):
         return any(job.finish is not None and job.finish.reason == ABORT for job in self.jobs)
 
     @property
-    def to_cancel(self) -> bool:
+    def to_cancel(self):
         """Whether its turn has come."""
         if self.cancel_after is None:
             return False
@@ -82,9 +81,7 @@ class Request:
         return self.age > rounds or any(job.sequence.num_output >= tokens for job in self.jobs)
 
 
-def requests(
-    count: int, vocab_size: int, methods: list[str], seed: int, options: list[dict[str, Any]]
-) -> list[Request]:
+def requests(count, vocab_size, methods, seed, options):
     """Mixed lengths, options, drafters and priorities; many prompts begin alike; some are to be cancelled, in one of
     their first rounds, in which they may still wait or read, or somewhere within their answer."""
     draw = random.Random(seed)
@@ -100,7 +97,7 @@ def requests(
             max_tokens=draw.choice([3, 9, 20, 60]),
             seed=draw.randrange(99),
         )
-        how: dict[str, Any] = {"priority": draw.choice([0, 0, 0, -1, 1])}
+        how = {"priority": draw.choice([0, 0, 0, -1, 1])}
         method = draw.choice([None, *methods])
         how |= {"speculate": False} if method is None else {"method": method, "max_draft": draw.choice([None, None, 1])}
         cancel = (draw.randrange(60), draw.randrange(1, params.max_tokens)) if index in chosen else None
@@ -109,7 +106,7 @@ def requests(
     return made
 
 
-def soak(engine: Engine, todo: list[Request], seed: int) -> None:
+def soak(engine, todo, seed):
     """Serve all requests, ``CONCURRENCY`` at a time, until the engine is idle."""
     draw = random.Random(seed)
     waiting, active, paused = list(reversed(todo)), [], []
@@ -134,7 +131,7 @@ def soak(engine: Engine, todo: list[Request], seed: int) -> None:
         active = [request for request in active if request.unfinished]
 
 
-def compare(alone: Engine, todo: list[Request]) -> int:
+def compare(alone, todo):
     """Every answer against decoding the request alone and plainly; a cancelled one got a part of it. Returns how many
     were not cancelled."""
     finished = 0
@@ -155,15 +152,7 @@ def compare(alone: Engine, todo: list[Request]) -> int:
     return finished
 
 
-def serve(
-    alone: Engine,
-    drafters: list[dict[str, Any]],
-    bursts: int,
-    size: int,
-    seed: int,
-    num_pages: int,
-    options: list[dict[str, Any]],
-) -> tuple[Engine, list[Held]]:
+def serve(alone, drafters, bursts, size, seed, num_pages, options):
     """Bursts of ``size`` requests, between which the engine is idle, on ``num_pages`` pages. Everything that must hold
     is checked; the second result is what was ``held`` after each burst."""
     config = EngineConfig(
@@ -178,7 +167,7 @@ def serve(
     alone.sampler.noise.capacity = engine.sampler.noise.capacity = NOISE_ROWS
     methods = [keys["method"] for keys in drafters]
     cancelled = finished = 0
-    sizes: list[Held] = []
+    sizes = []
     for burst in range(bursts):
         todo = requests(size, alone.model.info.vocab_size, methods, seed + burst, options)
         soak(engine, todo, seed + burst)
@@ -196,7 +185,7 @@ def serve(
     return engine, sizes
 
 
-def test_soak(engine: Callable[..., Engine], tiny_draft: str) -> None:
+def test_soak(engine, tiny_draft):
     drafters = [
         {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3},
         {"method": "ngram"},
@@ -211,7 +200,7 @@ def test_soak(engine: Callable[..., Engine], tiny_draft: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_soak_of_a_model_with_state(engine: Callable[..., Engine], hybrid: Callable[[str], str], kind: str) -> None:
+def test_soak_of_a_model_with_state(engine, hybrid, kind):
     """Its drafts keep a state, too."""
     drafters = [
         {"method": "draft_model", "model": hybrid("lfm2"), "num_speculative_tokens": 3},
@@ -227,7 +216,7 @@ def test_soak_of_a_model_with_state(engine: Callable[..., Engine], hybrid: Calla
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_soak_of_the_bundled_pair() -> None:
+def test_soak_of_the_bundled_pair():
     """2,000 requests. What is held must be flat from the second burst on: what is remembered (noise rows, past
     answers of a drafter) is bounded, and full by then."""
     alone = LLM(dtype="float32", invariant=True, max_num_seqs=1, max_model_len=LONGEST).engine

@@ -1,14 +1,12 @@
 """The generated table counts what passed, per drafter, layout and rule, and hides no failure."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 from matrix import Combination
 from table import PROPERTY, markdown
 
 
-def report(name: str, index: Combination | None = None) -> SimpleNamespace:
+def report(name, index=None):
     properties = [] if index is None else [(PROPERTY, list(index))]
     return SimpleNamespace(nodeid=f"tests/conformance/{name}", duration=30.0, user_properties=properties)
 

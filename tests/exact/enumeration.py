@@ -7,7 +7,7 @@ comparison of p with q (probabilities of the tests, residuals), and ``walk`` (wh
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy
@@ -18,8 +18,7 @@ from forerun.core.batch import Scores
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 from forerun.sampling.draw import Sampler
-from forerun.speculate.accept import RatioRule
-from forerun.speculate.accept.compare import Comparison, CompiledComparison, compare
+from forerun.speculate.accept.compare import CompiledComparison, compare
 
 Prefix = tuple[int, ...]
 Distribution = dict[Prefix, float]
@@ -36,7 +35,7 @@ class Form:
     exact: float
     """What rounding may do to a probability."""
 
-    def compare(self, scores: Scores) -> Comparison:
+    def compare(self, scores):
         sampler = Sampler(scores.warped.shape[1])
         if self is TORCH:
             sampler.compiled = None
@@ -52,13 +51,13 @@ COMPILED = Form("compiled", torch.float32, 2e-6)
 class Tables:
     """A random distribution for every prefix, some of them with zeros, some nearly certain."""
 
-    def __init__(self, seed: int, vocab: int, sharpness: float = 1.0) -> None:
+    def __init__(self, seed, vocab, sharpness=1.0):
         self.seed = seed
         self.vocab = vocab
         self.sharpness = sharpness
-        self.known: dict[tuple, numpy.ndarray] = {}
+        self.known = {}
 
-    def __call__(self, prefix: Prefix, name: int = 0) -> numpy.ndarray:
+    def __call__(self, prefix, name=0):
         key = (name, *prefix)
         if key not in self.known:
             generator = numpy.random.default_rng([self.seed, name, len(prefix), *prefix])
@@ -78,7 +77,7 @@ class Choices:
     widths: list[int] = field(default_factory=list)
     probability: float = 1.0
 
-    def choose(self, weights: numpy.ndarray) -> int:
+    def choose(self, weights):
         possible = [i for i, weight in enumerate(weights) if weight > 0]
         index = len(self.taken)
         pick = self.script[index] if index < len(self.script) else 0
@@ -91,26 +90,26 @@ class Choices:
 class Sketch:
     """A draft in the making, with the rows of q that its tokens are drawn from."""
 
-    def __init__(self, choices: Choices, prefix: Prefix) -> None:
+    def __init__(self, choices, prefix):
         self.choices = choices
         self.prefix = prefix
         self.draft = Draft()
-        self.rows: list[numpy.ndarray] = []
+        self.rows = []
 
-    def path(self, node: int) -> Prefix:
+    def path(self, node):
         return (*self.prefix, *self.draft.path_tokens(node))
 
-    def row(self, q: numpy.ndarray) -> int:
+    def row(self, q):
         self.rows.append(q)
         return len(self.rows) - 1
 
-    def draw(self, parent: int, row: int, without: Prefix = ()) -> int:
+    def draw(self, parent, row, without=()):
         """Draw a token under ``parent`` from row ``row`` of q, with the tokens ``without`` taken out of it."""
         weights = self.rows[row].copy()
         weights[list(without)] = 0.0
         return self.draft.add(self.choices.choose(weights), parent, row)
 
-    def finished(self) -> Draft:
+    def finished(self):
         if self.rows:
             self.draft.q = torch.tensor(numpy.stack(self.rows), dtype=torch.float64)
         return self.draft
@@ -119,9 +118,9 @@ class Sketch:
 Program = Callable[[Sketch], None]
 
 
-def drafts(program: Program, prefix: Prefix) -> Iterator[tuple[float, Draft]]:
+def drafts(program, prefix):
     """Every draft the program may draw behind ``prefix``, with its probability."""
-    script: list[int] | None = []
+    script = []
     while script is not None:
         sketch = Sketch(Choices(script), prefix)
         program(sketch)
@@ -132,13 +131,11 @@ def drafts(program: Program, prefix: Prefix) -> Iterator[tuple[float, Draft]]:
         script = [*taken[:-1], taken[-1] + 1] if taken else None
 
 
-def target_rows(target: Tables, prefix: Prefix, draft: Draft) -> numpy.ndarray:
+def target_rows(target, prefix, draft):
     return numpy.stack([target((*prefix, *draft.path_tokens(node))) for node in range(-1, len(draft))])
 
 
-def round_distribution(
-    form: Form, rule: RatioRule, program: Program, target: Tables, prefix: Prefix, params: SamplingParams = HOT
-) -> Distribution:
+def round_distribution(form, rule, program, target, prefix, params=HOT):
     """Law of the tokens that one round emits behind ``prefix``. All drafts go through ``decide`` as one batch."""
     result = list(drafts(program, prefix))
     rows = [target_rows(target, prefix, draft) for _, draft in result]
@@ -149,7 +146,7 @@ def round_distribution(
     compared = form.compare(scores)
     accept = rule.decide(compared)
     assert compared.residual.dtype == form.dtype
-    distribution: Distribution = {}
+    distribution = {}
     cursor = 0
     for index, (probability, draft) in enumerate(result):
         counts = [len(t) for t in draft.trials]
@@ -169,9 +166,9 @@ def round_distribution(
     return distribution
 
 
-def plain_distribution(target: Tables, prefix: Prefix, length: int) -> Distribution:
+def plain_distribution(target, prefix, length):
     """Law of ``length`` tokens behind ``prefix``, one by one."""
-    distribution: Distribution = {(): 1.0}
+    distribution = {(): 1.0}
     for _ in range(length):
         distribution = {
             (*tokens, token): mass * fraction
@@ -181,13 +178,11 @@ def plain_distribution(target: Tables, prefix: Prefix, length: int) -> Distribut
     return distribution
 
 
-def rounds_distribution(
-    step: Callable[[Prefix], Distribution], target: Tables, prefix: Prefix, length: int, rounds: int
-) -> Distribution:
+def rounds_distribution(step, target, prefix, length, rounds):
     """Law of the first ``length`` tokens behind ``prefix``: ``rounds`` rounds in a row, the rest one by one."""
     if length <= 0:
         return {(): 1.0}
-    distribution: Distribution = {}
+    distribution = {}
     first = step(prefix) if rounds > 0 else plain_distribution(target, prefix, 1)
     for tokens, mass in first.items():
         head = tokens[:length]
@@ -198,6 +193,6 @@ def rounds_distribution(
     return distribution
 
 
-def distance(one: Distribution, other: Distribution) -> float:
+def distance(one, other):
     """The largest difference between two laws, token by token."""
     return max(abs(one.get(key, 0.0) - other.get(key, 0.0)) for key in {*one, *other})

@@ -1,13 +1,10 @@
 """Ways to draft, for enumeration: each draws with ``Sketch.draw`` and never looks at a token before keeping it."""
 
-from __future__ import annotations
-
 import numpy
-from enumeration import Program, Sketch, Tables
 
 
-def chain(draft: Tables, depth: int) -> Program:
-    def program(sketch: Sketch) -> None:
+def chain(draft, depth):
+    def program(sketch):
         node = -1
         for _ in range(depth):
             node = sketch.draw(node, sketch.row(draft(sketch.path(node), 1)))
@@ -15,10 +12,10 @@ def chain(draft: Tables, depth: int) -> Program:
     return program
 
 
-def stopping_chain(draft: Tables, depth: int) -> Program:
+def stopping_chain(draft, depth):
     """Stops where the kept prefix says so: lossless, since no drawn token is taken back."""
 
-    def program(sketch: Sketch) -> None:
+    def program(sketch):
         node = -1
         for _ in range(depth):
             row = draft(sketch.path(node), 1)
@@ -29,10 +26,10 @@ def stopping_chain(draft: Tables, depth: int) -> Program:
     return program
 
 
-def point_chain(draft: Tables, depth: int) -> Program:
+def point_chain(draft, depth):
     """Point masses: the most likely token of q, whatever it is."""
 
-    def program(sketch: Sketch) -> None:
+    def program(sketch):
         node = -1
         for _ in range(depth):
             node = sketch.draft.add(int(draft(sketch.path(node), 1).argmax()), node)
@@ -40,10 +37,10 @@ def point_chain(draft: Tables, depth: int) -> Program:
     return program
 
 
-def half_point_chain(draft: Tables, depth: int) -> Program:
+def half_point_chain(draft, depth):
     """Point masses and draws in turn."""
 
-    def program(sketch: Sketch) -> None:
+    def program(sketch):
         node = -1
         for index in range(depth):
             row = draft(sketch.path(node), 1)
@@ -55,21 +52,21 @@ def half_point_chain(draft: Tables, depth: int) -> Program:
     return program
 
 
-def nothing(sketch: Sketch) -> None:
+def nothing(sketch):
     """No draft: a plain decode."""
 
 
-def tree(draft: Tables, widths: tuple[int, ...], *, replacement: bool) -> Program:
+def tree(draft, widths, *, replacement):
     """Children of every node of a level, drawn from one row of q."""
 
-    def program(sketch: Sketch) -> None:
+    def program(sketch):
         level = [-1]
         for width in widths:
             first = len(sketch.draft)
             for parent in level:
                 q = draft(sketch.path(parent), 1)
                 row = sketch.row(q)
-                gone: list[int] = []
+                gone = []
                 for _ in range(width):
                     if not replacement and numpy.count_nonzero(numpy.delete(q, gone)) == 0:
                         break
@@ -80,17 +77,17 @@ def tree(draft: Tables, widths: tuple[int, ...], *, replacement: bool) -> Progra
     return program
 
 
-def uneven(draft: Tables, *, replacement: bool) -> Program:
+def uneven(draft, *, replacement):
     """A tree whose widths depend on the prefix: leaves at every depth."""
 
-    def program(sketch: Sketch) -> None:
+    def program(sketch):
         level = [-1]
         for depth in range(2):
             first = len(sketch.draft)
             for parent in level:
                 path = sketch.path(parent)
                 row = sketch.row(draft(path, 1))
-                gone: list[int] = []
+                gone = []
                 for _ in range((sum(path) + len(path) + depth) % 2 + 1):
                     if not replacement and numpy.count_nonzero(numpy.delete(sketch.rows[row], gone)) == 0:
                         break
@@ -101,10 +98,10 @@ def uneven(draft: Tables, *, replacement: bool) -> Program:
     return program
 
 
-def several(draft: Tables, count: int, depth: int) -> Program:
+def several(draft, count, depth):
     """Chains of ``count`` drafters, each with a q of its own, in one tree: nodes merge, trials do not."""
 
-    def program(sketch: Sketch) -> None:
+    def program(sketch):
         for drafter in range(1, count + 1):
             node = -1
             for _ in range(depth):
@@ -113,10 +110,10 @@ def several(draft: Tables, count: int, depth: int) -> Program:
     return program
 
 
-def model_and_guess(draft: Tables) -> Program:
+def model_and_guess(draft):
     """Two draws, and a point mass between them at every node: an n-gram's guess beside a model's draws."""
 
-    def program(sketch: Sketch) -> None:
+    def program(sketch):
         level = [-1]
         for _ in range(2):
             first = len(sketch.draft)
@@ -129,10 +126,10 @@ def model_and_guess(draft: Tables) -> Program:
     return program
 
 
-def point_tree(draft: Tables, width: int, depth: int) -> Program:
+def point_tree(draft, width, depth):
     """The most likely tokens of q, as point masses."""
 
-    def program(sketch: Sketch) -> None:
+    def program(sketch):
         level = [-1]
         for _ in range(depth):
             first = len(sketch.draft)

@@ -1,7 +1,5 @@
 """The distribution of the output equals the target's, for every rule that compares p and q, by enumeration."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy
@@ -13,9 +11,6 @@ from enumeration import (
     GREEDY,
     HOT,
     TORCH,
-    Distribution,
-    Form,
-    Program,
     Sketch,
     Tables,
     distance,
@@ -36,11 +31,11 @@ TREES = [name for name in LOSSLESS if rules[name].trees]
 
 
 @pytest.fixture(params=[TORCH, *where(kernels.has("weigh"), [COMPILED])], ids=lambda form: form.name)
-def form(request: pytest.FixtureRequest) -> Form:
+def form(request):
     return request.param
 
 
-def variants(name: str) -> list[RatioRule]:
+def variants(name):
     """The rule with siblings drawn with replacement and without, where that is an option of it."""
     kind = rules[name]
     if "replacement" in kind.options():
@@ -48,7 +43,7 @@ def variants(name: str) -> list[RatioRule]:
     return [kind()]
 
 
-def error(form: Form, rule: RatioRule, program: Program, target: Tables, length: int, rounds: int, params=HOT) -> float:
+def error(form, rule, program, target, length, rounds, params=HOT):
     """How far ``rounds`` rounds in a row are from the distribution of ``length`` tokens."""
     prefix = (0,)
     step = functools.cache(lambda before: round_distribution(form, rule, program, target, before, params))
@@ -59,13 +54,13 @@ def error(form: Form, rule: RatioRule, program: Program, target: Tables, length:
     return distance(rounds_distribution(step, aim, prefix, length, rounds), plain_distribution(aim, prefix, length))
 
 
-def one_hot(row: numpy.ndarray) -> numpy.ndarray:
+def one_hot(row):
     return numpy.eye(len(row))[row.argmax()]
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
 @pytest.mark.parametrize("vocab", [2, 3])
-def test_chains(form: Form, name: str, vocab: int) -> None:
+def test_chains(form, name, vocab):
     for seed in range(3):
         target, draft = Tables(seed, vocab), Tables(seed + 100, vocab)
         for rule in variants(name):
@@ -75,7 +70,7 @@ def test_chains(form: Form, name: str, vocab: int) -> None:
 
 @pytest.mark.parametrize("name", LOSSLESS)
 @pytest.mark.parametrize("make", [programs.stopping_chain, programs.point_chain, programs.half_point_chain])
-def test_other_chains(form: Form, name: str, make) -> None:
+def test_other_chains(form, name, make):
     for seed in range(4):
         target, draft = Tables(seed, 3), Tables(seed + 100, 3, sharpness=2.0)
         for rule in variants(name):
@@ -85,14 +80,14 @@ def test_other_chains(form: Form, name: str, make) -> None:
 class Reduced(Tables):
     """Knows a part of the vocabulary: all but the first token."""
 
-    def __call__(self, prefix: tuple[int, ...], name: int = 0) -> numpy.ndarray:
+    def __call__(self, prefix, name=0):
         row = super().__call__(prefix, name).copy()
         row[0] = 0.0
         return row / row.sum()
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_tokens_that_are_never_drafted(form: Form, name: str) -> None:
+def test_tokens_that_are_never_drafted(form, name):
     for seed in range(3):
         target, draft = Tables(seed, 4), Reduced(seed + 100, 4)
         assert min(target((0,))) > 0
@@ -104,14 +99,14 @@ def test_tokens_that_are_never_drafted(form: Form, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_several_rounds(form: Form, name: str) -> None:
+def test_several_rounds(form, name):
     target, draft = Tables(7, 2), Tables(107, 2)
     for rule in variants(name):
         assert error(form, rule, programs.chain(draft, 2), target, 5, 3) < form.exact
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_no_draft_is_plain_decoding(form: Form, name: str) -> None:
+def test_no_draft_is_plain_decoding(form, name):
     target = Tables(1, 3)
     for rule in variants(name):
         distribution = round_distribution(form, rule, programs.nothing, target, (0,))
@@ -119,7 +114,7 @@ def test_no_draft_is_plain_decoding(form: Form, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_greedy(form: Form, name: str) -> None:
+def test_greedy(form, name):
     """At temperature 0 the emitted tokens are the argmax, whether the drafter was right or not."""
     for seed in range(4):
         target, draft = Tables(seed, 3), Tables(seed + 100, 3)
@@ -131,7 +126,7 @@ def test_greedy(form: Form, name: str) -> None:
 
 @pytest.mark.parametrize("name", TREES)
 @pytest.mark.parametrize("widths", [(2,), (3,), (2, 1), (1, 2), (2, 2)])
-def test_trees(form: Form, name: str, widths: tuple[int, ...]) -> None:
+def test_trees(form, name, widths):
     for seed in range(2):
         target, draft = Tables(seed, 3 if len(widths) == 1 else 2), Tables(seed + 100, 3 if len(widths) == 1 else 2)
         for rule in variants(name):
@@ -140,14 +135,14 @@ def test_trees(form: Form, name: str, widths: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_wider_vocabulary(form: Form, name: str) -> None:
+def test_wider_vocabulary(form, name):
     target, draft = Tables(3, 3), Tables(103, 3)
     for rule in variants(name):
         assert error(form, rule, programs.tree(draft, (2, 1), replacement=rule.replacement), target, 3, 1) < form.exact
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_uneven_trees_over_rounds(form: Form, name: str) -> None:
+def test_uneven_trees_over_rounds(form, name):
     for seed in range(2):
         target, draft = Tables(seed, 2), Tables(seed + 100, 2)
         for rule in variants(name):
@@ -156,7 +151,7 @@ def test_uneven_trees_over_rounds(form: Form, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_several_drafters_in_one_tree(form: Form, name: str) -> None:
+def test_several_drafters_in_one_tree(form, name):
     for seed in range(2):
         target, draft = Tables(seed, 2), Tables(seed + 100, 2)
         for rule in variants(name):
@@ -165,7 +160,7 @@ def test_several_drafters_in_one_tree(form: Form, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_draws_beside_point_masses(form: Form, name: str) -> None:
+def test_draws_beside_point_masses(form, name):
     for seed in range(2):
         target, draft = Tables(seed, 2), Tables(seed + 100, 2)
         for rule in variants(name):
@@ -173,14 +168,14 @@ def test_draws_beside_point_masses(form: Form, name: str) -> None:
             assert error(form, rule, programs.point_tree(draft, 2, 2), target, 3, 1) < form.exact
 
 
-def accepted(form: Form, rule: RatioRule, program: Program, target: Tables) -> float:
+def accepted(form, rule, program, target):
     """Mean drafted tokens that one round keeps."""
     return sum(
         mass * (len(tokens) - 1) for tokens, mass in round_distribution(form, rule, program, target, (0,)).items()
     )
 
 
-def test_published_orderings(form: Form) -> None:
+def test_published_orderings(form):
     """Block keeps at least as much as token, traversal as recursive; traversal on a chain is block."""
     token, block = rules["token"](), rules["block"]()
     for seed in range(6):
@@ -207,11 +202,11 @@ def test_published_orderings(form: Form) -> None:
                 assert accepted(form, one, fork, target) >= accepted(form, other, fork, target) - form.exact
 
 
-def test_block_verification_example(form: Form) -> None:
+def test_block_verification_example(form):
     """The motivating example of arXiv 2403.10444: p = (1/3, 2/3), q = (2/3, 1/3), two tokens: 10/9 against 11/9."""
 
     class Fixed(Tables):
-        def __call__(self, prefix: tuple[int, ...], name: int = 0) -> numpy.ndarray:
+        def __call__(self, prefix, name=0):
             return numpy.array([1 / 3, 2 / 3] if name == 0 else [2 / 3, 1 / 3])
 
     tables = Fixed(0, 2)
@@ -220,7 +215,7 @@ def test_block_verification_example(form: Form) -> None:
     assert accepted(form, rules["block"](), line, tables) == pytest.approx(11 / 9, abs=form.exact)
 
 
-def test_without_replacement_keeps_more(form: Form) -> None:
+def test_without_replacement_keeps_more(form):
     gains = []
     for seed in range(6):
         target, draft = Tables(seed, 3), Tables(seed + 100, 3)
@@ -233,10 +228,10 @@ def test_without_replacement_keeps_more(form: Form) -> None:
     assert max(gains) > 0.01
 
 
-def test_merged_trials_would_be_noticed(form: Form) -> None:
+def test_merged_trials_would_be_noticed(form):
     """The check can fail: repeated draws that collapse into one trial bias the distribution of recursive rejection."""
 
-    def merged(sketch: Sketch) -> None:
+    def merged(sketch):
         programs.tree(draft, (2,), replacement=True)(sketch)
         sketch.draft.trials[0] = list(dict.fromkeys(sketch.draft.trials[0]))
 
@@ -247,8 +242,8 @@ def test_merged_trials_would_be_noticed(form: Form) -> None:
     assert worst > 0.01
 
 
-def test_dropping_tokens_by_value_would_be_noticed(form: Form) -> None:
-    def choosy(sketch: Sketch) -> None:
+def test_dropping_tokens_by_value_would_be_noticed(form):
+    def choosy(sketch):
         trial = Sketch(sketch.choices, sketch.prefix)
         programs.chain(draft, 1)(trial)
         if trial.draft.tokens[0] == 0:
@@ -262,7 +257,7 @@ def test_dropping_tokens_by_value_would_be_noticed(form: Form) -> None:
 
 
 @pytest.mark.parametrize("lenience", [0.1, 0.5, 0.8, 1.0])
-def test_lenient_distribution(form: Form, lenience: float) -> None:
+def test_lenient_distribution(form, lenience):
     """One step is A.5's law; the bound p / l holds for every token."""
     rule = Lenient(LenientConfig(lenience))
     for seed in range(6):
@@ -275,7 +270,7 @@ def test_lenient_distribution(form: Form, lenience: float) -> None:
         assert (emitted <= p / lenience + form.exact).all()
 
 
-def test_lenient_chain_stays_within_its_bound(form: Form) -> None:
+def test_lenient_chain_stays_within_its_bound(form):
     lenience = 0.4
     rule = Lenient(LenientConfig(lenience))
     for seed in range(4):
@@ -286,7 +281,7 @@ def test_lenient_chain_stays_within_its_bound(form: Form) -> None:
             assert mass <= plain[tokens] / lenience**3 + form.exact
 
 
-def test_strict_lenience_is_the_token_rule(form: Form) -> None:
+def test_strict_lenience_is_the_token_rule(form):
     target, draft = Tables(5, 3), Tables(105, 3)
     line = programs.chain(draft, 3)
     strict = round_distribution(form, Lenient(LenientConfig(1.0)), line, target, (0,))
@@ -294,15 +289,13 @@ def test_strict_lenience_is_the_token_rule(form: Form) -> None:
 
 
 @pytest.mark.parametrize("lenience", [0.2, 0.5, 1.0])
-def test_lenient_at_temperature_zero(form: Form, lenience: float) -> None:
+def test_lenient_at_temperature_zero(form, lenience):
     """A drafted token stays where p(x) >= l max p; the argmax replaces a rejected one."""
     rule = Lenient(LenientConfig(lenience))
     for seed in range(8):
         target, draft = Tables(seed, 3), Tables(seed + 100, 3)
         drafted = int(draft((0,), 1).argmax())
-        distribution: Distribution = round_distribution(
-            form, rule, programs.point_chain(draft, 1), target, (0,), GREEDY
-        )
+        distribution = round_distribution(form, rule, programs.point_chain(draft, 1), target, (0,), GREEDY)
         p = target((0,))
         mask = theory.lenient_argmax_mask(torch.tensor(p), lenience)
         expected = (drafted, int(target((0, drafted)).argmax())) if mask[drafted] else (int(p.argmax()),)
@@ -310,6 +303,6 @@ def test_lenient_at_temperature_zero(form: Form, lenience: float) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "much", True])
-def test_lenience_out_of_range(value: object) -> None:
+def test_lenience_out_of_range(value):
     with pytest.raises(ConfigError, match="lenience"):
-        LenientConfig(value)  # type: ignore[arg-type]
+        LenientConfig(value)

@@ -1,7 +1,5 @@
 """``speculate``: exactly the distribution of g(f(x)), whatever is guessed, and g's waiting time hidden behind f's."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor

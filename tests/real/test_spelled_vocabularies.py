@@ -1,10 +1,7 @@
 """Grammars over whole vocabularies: every added token and decomposed text, as texts that an answer must have."""
 
-from __future__ import annotations
-
 import json
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -18,17 +15,17 @@ NAMES = ("qwen2", "llama-bpe", "deepseek-coder", "gpt-2")
 DECOMPOSED = ["re\u0301sume\u0301.txt", "\u1112\u1161\u11ab\u1100\u1173\u11af", "A\u030angstro\u0308m", "\u212b\u2126"]
 
 
-def sequence_of(output: list[int]) -> RequestState:
+def sequence_of(output):
     return RequestState(0, [1, *output], 1, SamplingParams(), 0)
 
 
-def ids(mask: torch.Tensor | None) -> list[int]:
+def ids(mask):
     assert mask is not None
     bits = (mask[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
     return bits.flatten().nonzero()[:, 0].tolist()
 
 
-def grammars(text: str) -> list[tuple[StructuredOutputsParams, str]]:
+def grammars(text):
     """The text as a choice, and as a property's name, a constant and an enum; and what alone meets them."""
     value = {text: text, "of": text}
     schema = {
@@ -45,7 +42,7 @@ def grammars(text: str) -> list[tuple[StructuredOutputsParams, str]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_added_token_and_decomposed_text_can_be_written(vocabulary: Any, name: str) -> None:
+def test_every_added_token_and_decomposed_text_can_be_written(vocabulary, name):
     tokenizer = make_tokenizer(vocabulary(name).metadata, name)
     eos = tokenizer.eos_token_id
     compiler = GrammarCompiler(tokenizer, len(tokenizer), [eos])
@@ -62,10 +59,10 @@ def test_every_added_token_and_decomposed_text_can_be_written(vocabulary: Any, n
                 assert tokenizer.decode(walked(compiler, requested, eos, source)[:-1]) == expected
 
 
-def walked(compiler: GrammarCompiler, expected: StructuredOutputsParams, eos: int, source: random.Random) -> list[int]:
+def walked(compiler, expected, eos, source):
     """A random way by masks, some of it committed and some drafted; whatever a mask permits is taken."""
     constraint = compiler.start(expected)
-    path: list[int] = []
+    path = []
     committed = 0
     while not path or path[-1] != eos:
         sequence = sequence_of(path[:committed])

@@ -1,7 +1,5 @@
 """Whole vocabularies: the ids that each model's own tokenizer gives."""
 
-from __future__ import annotations
-
 import pytest
 import vocabularies
 

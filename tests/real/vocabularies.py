@@ -1,11 +1,9 @@
 """llama.cpp's vocabularies with texts and the token ids that their models' own tokenizers give, out of the source
 package of llama-cpp-python (MIT). Run as a script, this downloads them once into Forerun's cache folder."""
 
-from __future__ import annotations
-
 import hashlib
 import tarfile
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 
 import packages
 
@@ -19,18 +17,18 @@ SUFFIXES = (".gguf", ".gguf.inp", ".gguf.out")
 SEPARATOR = "\n__ggml_vocab_test__\n"
 
 
-def folder() -> Path:
+def folder():
     return packages.folder() / PACKAGE
 
 
-def texts(name: str) -> list[tuple[str, list[int]]]:
+def texts(name):
     """Texts and their token ids."""
     given = (folder() / f"ggml-vocab-{name}.gguf.inp").read_bytes().decode().split(SEPARATOR)
     expected = (folder() / f"ggml-vocab-{name}.gguf.out").read_text(encoding="utf-8").split("\n")
     return [(text, [int(token) for token in line.split()]) for text, line in zip(given[:-1], expected)]
 
 
-def download() -> None:
+def download():
     if folder().is_dir():
         return
     with packages.downloaded((PACKAGE,), "--no-binary=llama-cpp-python") as work:  # nothing is compiled

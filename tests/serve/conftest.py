@@ -1,14 +1,9 @@
 """A tiny random model with the bundled tokenizer, and a server in front of it."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-from running import Running, run_server
+from running import run_server
 
 from forerun import LLM, pretrained
 from forerun.models.tokenizer import load_tokenizer
@@ -18,7 +13,7 @@ ROUND = 0.01
 
 
 @pytest.fixture(scope="session")
-def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model_folder(tmp_path_factory):
     """Random weights, float32, 4,096 tokens, a context of 512."""
     folder = tmp_path_factory.mktemp("served")
     tokenizer = load_tokenizer(pretrained.path("target"))
@@ -29,7 +24,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def served(model_folder: Path) -> LLM:
+def served(model_folder):
     """The engine that the tests share, in pages as served ones are; three drafters, chosen per request."""
     drafters = [
         {"method": "draft_model", "model": str(model_folder), "num_speculative_tokens": 3},
@@ -40,11 +35,11 @@ def served(model_folder: Path) -> LLM:
 
 
 @pytest.fixture
-def slow_rounds(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def slow_rounds(served, monkeypatch):
     """Every round takes ``ROUND`` seconds and more, so that a long answer outlasts a short limit on any machine."""
     step = served.engine.step
 
-    def slow() -> Any:
+    def slow():
         time.sleep(ROUND)
         return step()
 
@@ -52,16 +47,16 @@ def slow_rounds(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(served: LLM) -> Iterator[Running]:
+def server(served):
     with run_server(served) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
-def plain(served: LLM) -> Callable[..., Any]:
+def plain(served):
     """``plain(prompt, params)``: a lone plain decode by the same engine, before any server runs on it."""
 
-    def answer(prompt: Any, params: Any) -> Any:
+    def answer(prompt, params):
         return served.generate([prompt], params, speculate=False)[0].outputs[0]
 
     return answer

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import httpx2
 import uvicorn
 
-from forerun import LLM
 from forerun.engine.async_engine import AsyncEngine
 from forerun.serve.app import ServerOptions, create_app
 from forerun.serve.connection import ConnectionLimits
@@ -35,14 +32,12 @@ class Running:
     server: uvicorn.Server
     http: httpx2.Client
 
-    def post(self, path: str, body: Any, **options: Any) -> httpx2.Response:
+    def post(self, path, body, **options):
         return self.http.post(path, json=body, **options)
 
 
 @contextmanager
-def run_server(
-    llm: LLM, options: ServerOptions | None = None, limits: ConnectionLimits | None = None, **engine: Any
-) -> Iterator[Running]:
+def run_server(llm, options=None, limits=None, **engine):
     """A uvicorn server in a thread; on leaving, it and its engine thread have ended and no page is held."""
     asynchronous = AsyncEngine(llm.engine, **engine)
     app = create_app(asynchronous, options or ServerOptions(model_name="tiny", chat_template=TEMPLATE))
@@ -64,7 +59,7 @@ def run_server(
         llm.engine.check()
 
 
-def wait_idle(server: Running) -> None:
+def wait_idle(server):
     """Until the server knows of every reader who has left, and nothing runs."""
     for _ in range(1000):
         if not server.engine.streams and not server.engine.engine.jobs:

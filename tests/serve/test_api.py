@@ -1,15 +1,11 @@
 """The HTTP API, spoken by the ``openai`` package and by hand."""
 
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import openai
 import pytest
-from running import Running, wait_idle
+from running import wait_idle
 
 from forerun import SamplingParams
 
@@ -23,13 +19,13 @@ SCHEMA = {
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
+def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
         yield client
 
 
 @pytest.fixture(scope="module", autouse=True)
-def expected(plain: Callable[..., Any]) -> dict[str, Any]:
+def expected(plain):
     """Plain decodes, made before the server's thread owns the engine."""
     chat = {"prompt": "<system>be brief\n<user>hi\n<assistant>"}
     first = plain(chat, SamplingParams(temperature=0.8, seed=7, max_tokens=24))
@@ -47,9 +43,7 @@ def expected(plain: Callable[..., Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("temperature", ["1e-400", "1e-46", "3e-38", "9.9e-6", "-0.0"])
 @pytest.mark.parametrize("speculative", [{"enabled": False}, {"method": "draft_model"}, {"method": "ngram"}])
-def test_tiny_temperatures_are_greedy(
-    server: Running, expected: dict[str, Any], temperature: str, speculative: dict[str, Any]
-) -> None:
+def test_tiny_temperatures_are_greedy(server, expected, temperature, speculative):
     body = json.dumps({"prompt": PROMPT, "max_tokens": 24, "logprobs": 2, "seed": 3, "speculative": speculative})
     content = f'{body[:-1]}, "temperature": {temperature}}}'
     answer = server.http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
@@ -61,7 +55,7 @@ def test_tiny_temperatures_are_greedy(
     ]
 
 
-def test_completion(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+def test_completion(client, expected):
     answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24)
     assert answer.object == "text_completion"
     assert answer.choices[0].text == expected["completion"].text
@@ -79,7 +73,7 @@ def test_completion(client: openai.OpenAI, expected: dict[str, Any]) -> None:
     assert speculation["mean_acceptance_length"] == pytest.approx(1 + accepted / speculation["num_spec_steps"])
 
 
-def test_streamed_completion(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+def test_streamed_completion(client, expected):
     chunks = list(
         client.completions.create(
             model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24, stream=True,
@@ -94,7 +88,7 @@ def test_streamed_completion(client: openai.OpenAI, expected: dict[str, Any]) ->
     assert len({c.id for c in chunks}) == 1
 
 
-def test_chat(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+def test_chat(client, expected):
     messages = [
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]},
@@ -108,8 +102,8 @@ def test_chat(client: openai.OpenAI, expected: dict[str, Any]) -> None:
     assert "".join(c.choices[0].delta.content or "" for c in chunks) == expected["chat"].text
 
 
-def test_an_answer_is_the_next_request_s_turn(client: openai.OpenAI, server: Running, expected: dict[str, Any]) -> None:
-    turns: list[Any] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+def test_an_answer_is_the_next_request_s_turn(client, server, expected):
+    turns = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
     options = {"model": "tiny", "temperature": 0.8, "seed": 7, "max_completion_tokens": 24}
     first = client.chat.completions.create(**options, messages=turns).choices[0].message
     raw = server.post("/v1/chat/completions", {**options, "messages": turns}).json()["choices"][0]["message"]
@@ -122,14 +116,14 @@ def test_an_answer_is_the_next_request_s_turn(client: openai.OpenAI, server: Run
         assert second.choices[0].message.content == expected["again"].text
 
 
-def test_null_is_the_default(server: Running, expected: dict[str, Any]) -> None:
+def test_null_is_the_default(server, expected):
     """Every field that may be left out may be null, those of objects in the body included."""
     description = server.http.get("/openapi.json").json()["components"]["schemas"]
     for path, name, body in (
         ("/v1/completions", "CompletionRequest", {"prompt": PROMPT, "temperature": 0}),
         ("/v1/chat/completions", "ChatRequest", {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}),
     ):
-        nulls: dict[str, Any] = dict.fromkeys(description[name]["properties"])
+        nulls = dict.fromkeys(description[name]["properties"])
         plain = server.post(path, body).json()
         full = server.post(path, nulls | body)
         assert full.status_code == 200, full.text
@@ -146,7 +140,7 @@ def test_null_is_the_default(server: Running, expected: dict[str, Any]) -> None:
     assert texts[0] == texts[1]
 
 
-def test_what_asks_for_nothing_is_accepted(server: Running) -> None:
+def test_what_asks_for_nothing_is_accepted(server):
     hello = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     for extra in (
         {"tool_choice": "none"},
@@ -161,9 +155,7 @@ def test_what_asks_for_nothing_is_accepted(server: Running) -> None:
 @pytest.mark.parametrize(
     "wish", [{"enabled": False}, {"method": "none"}, {"method": "ngram"}, {"num_speculative_tokens": 1}]
 )
-def test_speculation_is_chosen_per_request(
-    client: openai.OpenAI, expected: dict[str, Any], wish: dict[str, Any]
-) -> None:
+def test_speculation_is_chosen_per_request(client, expected, wish):
     answer = client.completions.create(
         model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24, extra_body={"speculative": wish}
     )
@@ -179,7 +171,7 @@ def test_speculation_is_chosen_per_request(
         assert speculation["num_spec_tokens"] == 1
 
 
-def test_several_prompts_and_answers(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+def test_several_prompts_and_answers(client, expected):
     options = {"model": "tiny", "prompt": ["a = ", "b = "], "n": 2, "temperature": 0.8, "seed": 7, "max_tokens": 8}
     answer = client.completions.create(**options)
     assert [c.index for c in answer.choices] == [0, 1, 2, 3]
@@ -191,7 +183,7 @@ def test_several_prompts_and_answers(client: openai.OpenAI, expected: dict[str, 
     assert texts == [c.text for c in answer.choices]
 
 
-def test_logprobs(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+def test_logprobs(client, expected):
     greedy = expected["greedy"]
     answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0, max_tokens=24, logprobs=2)
     result = answer.choices[0].logprobs
@@ -211,7 +203,7 @@ def test_logprobs(client: openai.OpenAI, expected: dict[str, Any]) -> None:
     assert b"".join(bytes(item.bytes) for item in content).decode(errors="replace") == chat.choices[0].message.content
 
 
-def test_echo(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+def test_echo(client, expected):
     options = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "max_tokens": 24, "echo": True}
     plain = client.completions.create(**options).choices[0]
     assert plain.text == PROMPT + expected["greedy"].text
@@ -222,7 +214,7 @@ def test_echo(client: openai.OpenAI, expected: dict[str, Any]) -> None:
     assert "".join(scored.tokens).startswith(PROMPT)
 
 
-def test_a_prompt_alone_is_scored(client: openai.OpenAI, server: Running) -> None:
+def test_a_prompt_alone_is_scored(client, server):
     """max_tokens 0: the probabilities are those of the prompt's part of an answer, and nothing else comes."""
     options = {"model": "tiny", "prompt": PROMPT, "temperature": 0, "echo": True}
     longer = client.completions.create(**options, max_tokens=3, logprobs=2).choices[0].logprobs
@@ -242,7 +234,7 @@ def test_a_prompt_alone_is_scored(client: openai.OpenAI, server: Running) -> Non
         assert own[-1].finish_reason == "length"
 
 
-def test_trace_tells_every_token_and_draft(client: openai.OpenAI, server: Running) -> None:
+def test_trace_tells_every_token_and_draft(client, server):
     options = {"model": "tiny", "prompt": PROMPT, "temperature": 0.8, "seed": 7, "max_tokens": 24}
     extra = {"speculative": {"trace": True}}
     answer = client.completions.create(**options, extra_body=extra)
@@ -262,7 +254,7 @@ def test_trace_tells_every_token_and_draft(client: openai.OpenAI, server: Runnin
     assert [r for chunk in tiled for r in chunk.choices[0].trace] == rounds
 
 
-def test_a_trace_begins_with_the_answers_text(server: Running) -> None:
+def test_a_trace_begins_with_the_answers_text(server):
     """Behind it are the stop text and what came in the same round; an unfinished character is in both."""
     body = {"prompt": PROMPT, "temperature": 0.8, "seed": 7, "max_tokens": 24, "speculative": {"trace": True}}
     text = server.post("/v1/completions", body).json()["choices"][0]["text"]
@@ -277,7 +269,7 @@ def test_a_trace_begins_with_the_answers_text(server: Running) -> None:
     assert choice["text"].endswith("\ufffd")
 
 
-def test_cancelling_a_stream_frees_the_request(client: openai.OpenAI, server: Running) -> None:
+def test_cancelling_a_stream_frees_the_request(client, server):
     with client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
     ) as stream:
@@ -288,19 +280,17 @@ def test_cancelling_a_stream_frees_the_request(client: openai.OpenAI, server: Ru
 
 
 @pytest.mark.usefixtures("slow_rounds")
-def test_hanging_up_frees_a_request_that_does_not_stream(server: Running) -> None:
+def test_hanging_up_frees_a_request_that_does_not_stream(server):
     with pytest.raises(Exception, match=r"(?i)time"):
         server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True}, timeout=0.2)
     wait_idle(server)
 
 
-def test_clients_that_go_cost_the_others_nothing(
-    client: openai.OpenAI, server: Running, expected: dict[str, Any]
-) -> None:
+def test_clients_that_go_cost_the_others_nothing(client, server, expected):
     """Streams are left, and connections dropped, while others wait for their answers and are given them."""
-    answers: list[str] = []
+    answers = []
 
-    def stay() -> None:
+    def stay():
         answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24)
         answers.append(answer.choices[0].text)
 
@@ -319,7 +309,7 @@ def test_clients_that_go_cost_the_others_nothing(
 
 @pytest.mark.parametrize("method", ["draft_model", "ngram", "pattern", None])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_structured_output(client: openai.OpenAI, method: str | None, temperature: float) -> None:
+def test_structured_output(client, method, temperature):
     wish = {"enabled": False} if method is None else {"method": method}
     answer = client.chat.completions.create(
         model="tiny", messages=[{"role": "user", "content": "who?"}], temperature=temperature, seed=2, max_tokens=60,
@@ -333,7 +323,7 @@ def test_structured_output(client: openai.OpenAI, method: str | None, temperatur
         assert answer.metrics["speculative_decoding"]["draft_acceptance_rate"] > 0.5
 
 
-def test_a_schema_that_is_true(server: Running) -> None:
+def test_a_schema_that_is_true(server):
     wish = {"type": "json_schema", "json_schema": {"schema": True}}
     answer = server.post("/v1/completions", {"prompt": "x = ", "response_format": wish})
     assert answer.status_code == 200, answer.text
@@ -349,13 +339,13 @@ def test_a_schema_that_is_true(server: Running) -> None:
         {"structured_outputs": {"regex": "(red|green)"}},
     ],
 )
-def test_vllms_keys_for_structured_output(client: openai.OpenAI, extra: dict[str, Any]) -> None:
+def test_vllms_keys_for_structured_output(client, extra):
     answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=10, seed=1, extra_body=extra)
     assert answer.choices[0].text in ("red", "green")
     assert answer.choices[0].finish_reason == "stop"
 
 
-def test_stop_and_bias(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+def test_stop_and_bias(client, expected):
     text = expected["completion"].text
     stop = text[12:17]
     answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24, stop=[stop])
@@ -369,7 +359,7 @@ def test_stop_and_bias(client: openai.OpenAI, expected: dict[str, Any]) -> None:
     assert banned.choices[0].logprobs.tokens != first.choices[0].logprobs.tokens
 
 
-def test_fields_that_make_no_difference_are_accepted(client: openai.OpenAI, expected: dict[str, Any]) -> None:
+def test_fields_that_make_no_difference_are_accepted(client, expected):
     answer = client.chat.completions.create(
         model="tiny", messages=[{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
         temperature=0.8, seed=7, max_tokens=24, user="me", store=False, metadata={"a": "b"},
@@ -377,7 +367,7 @@ def test_fields_that_make_no_difference_are_accepted(client: openai.OpenAI, expe
     assert answer.choices[0].message.content == expected["chat"].text
 
 
-def test_models_and_tokens(client: openai.OpenAI, server: Running) -> None:
+def test_models_and_tokens(client, server):
     (model,) = client.models.list().data
     assert model.id == "tiny"
     assert model.max_model_len == 512

@@ -1,27 +1,22 @@
 """The engine thread: streaming, cancelling, slow readers, failures, an orderly end."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from forerun import LLM, SamplingParams
+from forerun import SamplingParams
 from forerun.core.errors import RequestError
 from forerun.engine import async_engine
 from forerun.engine.answering import ClosedError, QueueFullError, TimeLimitError
 from forerun.engine.async_engine import AsyncEngine
-from forerun.engine.stream import Delta
 
 PROMPT = "def parse("
 LONG = SamplingParams(temperature=0.9, seed=3, max_tokens=160, ignore_eos=True)
 
 
 @pytest.fixture
-def engine(served: LLM) -> Iterator[AsyncEngine]:
+def engine(served):
     asynchronous = AsyncEngine(served.engine, max_queue=4, max_backlog=8)
     yield asynchronous
     asynchronous.close()
@@ -29,23 +24,23 @@ def engine(served: LLM) -> Iterator[AsyncEngine]:
     served.engine.check()
 
 
-def run(work: Coroutine[Any, Any, Any]) -> Any:
+def run(work):
     return asyncio.run(asyncio.wait_for(work, 60))
 
 
-async def read(stream: Any) -> list[Delta]:
+async def read(stream):
     return [delta async for delta in stream]
 
 
-def joined(deltas: list[Delta]) -> tuple[str, list[int]]:
+def joined(deltas):
     return "".join(d.text for d in deltas), [token for d in deltas for token in d.token_ids]
 
 
-def test_streams_what_a_lone_decode_gives(engine: AsyncEngine, served: LLM) -> None:
+def test_streams_what_a_lone_decode_gives(engine, served):
     params = [SamplingParams(temperature=t, seed=s, max_tokens=40) for t in (0.0, 0.9) for s in (1, 2, 3)]
     expected = served.generate([PROMPT] * 6, params, speculate=False)
 
-    async def work() -> list[list[Delta]]:
+    async def work():
         ids = served.tokenizer.encode(PROMPT)
         methods = ["draft_model", "ngram", None] * 2
         streams = [await engine.submit(ids, p, method=m) for p, m in zip(params, methods)]
@@ -58,18 +53,16 @@ def test_streams_what_a_lone_decode_gives(engine: AsyncEngine, served: LLM) -> N
 
 
 @pytest.mark.parametrize(("delay", "together"), [(0.0, 1), (3.5, 3), (1e9, 16)])
-def test_short_rounds_are_handed_over_together(
-    served: LLM, monkeypatch: pytest.MonkeyPatch, delay: float, together: int
-) -> None:
+def test_short_rounds_are_handed_over_together(served, monkeypatch, delay, together):
     """On a clock on which a round takes a second: first and last tokens at once, the others as late as allowed."""
     rounds, batches = 0, []
 
     class Noting(AsyncEngine):
-        def _deliver(self, batch: Any) -> None:
+        def _deliver(self, batch):
             batches.append([(delta.seconds, len(delta.token_ids)) for _, deltas in batch for delta in deltas])
             super()._deliver(batch)
 
-    def step() -> Any:
+    def step():
         nonlocal rounds
         rounds += 1
         return type(served.engine).step(served.engine)
@@ -79,7 +72,7 @@ def test_short_rounds_are_handed_over_together(
     engine = Noting(served.engine, max_backlog=64, max_delay=delay)
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=45, ignore_eos=True)
 
-    async def work() -> list[Delta]:
+    async def work():
         return await read(await engine.submit(served.tokenizer.encode(PROMPT), params, speculate=False))
 
     deltas = run(work())
@@ -90,12 +83,12 @@ def test_short_rounds_are_handed_over_together(
     assert sum(count for batch in batches for _, count in batch) == 45
 
 
-def test_readers_wake_up_while_the_model_computes(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_wake_up_while_the_model_computes(served, monkeypatch):
     """News go out as a forward begins, not while drafting; only the last ones have no forward to wait for."""
     happened = []
 
-    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*arguments: Any) -> Any:
+    def noting(name, function):
+        def noted(*arguments):
             happened.append(name)
             return function(*arguments)
 
@@ -107,7 +100,7 @@ def test_readers_wake_up_while_the_model_computes(served: LLM, monkeypatch: pyte
     engine = AsyncEngine(served.engine, max_delay=0.0)
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=20, ignore_eos=True)
 
-    async def work() -> None:
+    async def work():
         await read(await engine.submit(served.tokenizer.encode(PROMPT), params, method="draft_model"))
 
     run(work())
@@ -116,17 +109,17 @@ def test_readers_wake_up_while_the_model_computes(served: LLM, monkeypatch: pyte
     assert happened == ["news", "draft", "forward", *["draft", "news", "forward"] * (rounds - 1), "news"]
 
 
-def test_reading_joins_rounds_and_changes_nothing(engine: AsyncEngine, served: LLM) -> None:
+def test_reading_joins_rounds_and_changes_nothing(engine, served):
     """A reader that comes late gets few deltas, of the same tokens and text; rounds with more to tell stay apart."""
     ids = served.tokenizer.encode(PROMPT)
     params = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True, n=2)
     expected = served.generate([PROMPT], params, speculate=False)[0].outputs
 
-    async def work(wish: SamplingParams, **choices: Any) -> list[Delta]:
+    async def work(wish, **choices):
         stream = await engine.submit(ids, wish, **choices)
         while stream.backlog < 6:
             await asyncio.sleep(0.002)
-        deltas: list[Delta] = []
+        deltas = []
         while fresh := await stream.read():
             deltas.extend(fresh)
         return deltas
@@ -141,11 +134,11 @@ def test_reading_joins_rounds_and_changes_nothing(engine: AsyncEngine, served: L
     assert [len(delta.logprobs) for delta in with_logprobs] == [1] * 80
 
 
-def test_n_answers_share_a_stream(engine: AsyncEngine, served: LLM) -> None:
+def test_n_answers_share_a_stream(engine, served):
     params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=12)
     expected = served.generate([PROMPT], params, speculate=False)[0].outputs
 
-    async def work() -> list[Delta]:
+    async def work():
         return await read(await engine.submit(served.tokenizer.encode(PROMPT), params))
 
     deltas = run(work())
@@ -153,8 +146,8 @@ def test_n_answers_share_a_stream(engine: AsyncEngine, served: LLM) -> None:
         assert joined([d for d in deltas if d.index == answer.index])[1] == answer.token_ids
 
 
-def test_leaving_the_loop_aborts_and_frees(engine: AsyncEngine, served: LLM) -> None:
-    async def work() -> None:
+def test_leaving_the_loop_aborts_and_frees(engine, served):
+    async def work():
         answers = engine.generate(served.tokenizer.encode(PROMPT), LONG)
         async for _ in answers:
             break
@@ -169,11 +162,11 @@ def test_leaving_the_loop_aborts_and_frees(engine: AsyncEngine, served: LLM) -> 
     assert not engine.streams
 
 
-def test_cancelling_the_reader_aborts(engine: AsyncEngine, served: LLM) -> None:
-    async def work() -> None:
+def test_cancelling_the_reader_aborts(engine, served):
+    async def work():
         started = asyncio.Event()
 
-        async def consume() -> None:
+        async def consume():
             async for _ in engine.generate(served.tokenizer.encode(PROMPT), LONG):
                 started.set()
                 await asyncio.sleep(0.01)
@@ -189,11 +182,11 @@ def test_cancelling_the_reader_aborts(engine: AsyncEngine, served: LLM) -> None:
     run(work())
 
 
-def test_a_slow_reader_is_set_aside_and_loses_nothing(engine: AsyncEngine, served: LLM) -> None:
+def test_a_slow_reader_is_set_aside_and_loses_nothing(engine, served):
     ids = served.tokenizer.encode(PROMPT)
     expected = served.generate([PROMPT], LONG, speculate=False)[0].outputs[0]
 
-    async def work() -> list[Delta]:
+    async def work():
         slow = await engine.submit(ids, LONG, speculate=False)
         while not slow.paused:
             await asyncio.sleep(0.005)
@@ -212,8 +205,8 @@ def test_a_slow_reader_is_set_aside_and_loses_nothing(engine: AsyncEngine, serve
     assert served.engine.stats.preemptions > 0
 
 
-def test_a_set_aside_request_can_be_aborted(engine: AsyncEngine, served: LLM) -> None:
-    async def work() -> None:
+def test_a_set_aside_request_can_be_aborted(engine, served):
+    async def work():
         slow = await engine.submit(served.tokenizer.encode(PROMPT), LONG)
         while not slow.paused:
             await asyncio.sleep(0.005)
@@ -222,9 +215,7 @@ def test_a_set_aside_request_can_be_aborted(engine: AsyncEngine, served: LLM) ->
     run(work())
 
 
-def test_a_failing_round_ends_its_requests_only(
-    engine: AsyncEngine, served: LLM, monkeypatch: pytest.MonkeyPatch, plain: Callable[..., Any]
-) -> None:
+def test_a_failing_round_ends_its_requests_only(engine, served, monkeypatch, plain):
     ids = served.tokenizer.encode(PROMPT)
     params = SamplingParams(max_tokens=20, temperature=0.0)
     expected = plain(PROMPT, params)
@@ -232,17 +223,17 @@ def test_a_failing_round_ends_its_requests_only(
     forward = model.forward
     broke = False
 
-    def broken(batch: Any, attention: Any) -> Any:
+    def broken(batch, attention):
         nonlocal broke
         if not broke and len(served.engine.scheduler.running) == 4:
             broke = True
             raise MemoryError("no memory for this batch")
         return forward(batch, attention)
 
-    async def work() -> None:
+    async def work():
         monkeypatch.setattr(model, "forward", broken)
 
-        async def ask() -> list[Delta]:
+        async def ask():
             return await read(await engine.submit(ids, LONG, speculate=False))
 
         results = await asyncio.gather(*(ask() for _ in range(5)))
@@ -255,8 +246,8 @@ def test_a_failing_round_ends_its_requests_only(
     run(work())
 
 
-def test_a_full_queue_refuses(engine: AsyncEngine, served: LLM) -> None:
-    async def work() -> None:
+def test_a_full_queue_refuses(engine, served):
+    async def work():
         ids = served.tokenizer.encode(PROMPT)
         streams = [await engine.submit(ids, LONG) for _ in range(8)]
         with pytest.raises(QueueFullError, match="4 sequences wait already; at most 4 may"):
@@ -269,10 +260,10 @@ def test_a_full_queue_refuses(engine: AsyncEngine, served: LLM) -> None:
     run(work())
 
 
-def test_every_answer_takes_a_place_in_the_queue(engine: AsyncEngine, served: LLM) -> None:
+def test_every_answer_takes_a_place_in_the_queue(engine, served):
     """Four run and four may wait; of a request for n answers, each is one of them."""
 
-    async def work() -> None:
+    async def work():
         ids = served.tokenizer.encode(PROMPT)
         many = await engine.submit(ids, replace(LONG, n=6))
         with pytest.raises(QueueFullError, match="2 sequences wait already; at most 4 may"):
@@ -288,8 +279,8 @@ def test_every_answer_takes_a_place_in_the_queue(engine: AsyncEngine, served: LL
     run(work())
 
 
-def test_an_idle_engine_takes_any_n(engine: AsyncEngine, served: LLM) -> None:
-    async def work() -> None:
+def test_an_idle_engine_takes_any_n(engine, served):
+    async def work():
         ids = served.tokenizer.encode(PROMPT)
         short = SamplingParams(max_tokens=2, ignore_eos=True)
         stream = await engine.submit(ids, replace(short, n=128))
@@ -301,10 +292,10 @@ def test_an_idle_engine_takes_any_n(engine: AsyncEngine, served: LLM) -> None:
     run(work())
 
 
-def test_answers_that_have_ended_wait_no_more(engine: AsyncEngine, served: LLM) -> None:
+def test_answers_that_have_ended_wait_no_more(engine, served):
     """A request with one long answer left is one sequence, whatever its n was."""
 
-    async def work() -> None:
+    async def work():
         ids = served.tokenizer.encode(PROMPT)
         many = await engine.submit(ids, replace(LONG, n=8, max_tokens=40))
         with pytest.raises(QueueFullError):
@@ -317,8 +308,8 @@ def test_answers_that_have_ended_wait_no_more(engine: AsyncEngine, served: LLM) 
     run(work())
 
 
-def test_a_bad_request_fails_alone(engine: AsyncEngine, served: LLM) -> None:
-    async def work() -> None:
+def test_a_bad_request_fails_alone(engine, served):
+    async def work():
         ids = served.tokenizer.encode(PROMPT)
         good = await engine.submit(ids, SamplingParams(max_tokens=8))
         with pytest.raises(RequestError, match="empty"):
@@ -334,8 +325,8 @@ def test_a_bad_request_fails_alone(engine: AsyncEngine, served: LLM) -> None:
 
 
 @pytest.mark.usefixtures("slow_rounds")
-def test_a_request_has_so_much_time(engine: AsyncEngine, served: LLM) -> None:
-    async def work() -> None:
+def test_a_request_has_so_much_time(engine, served):
+    async def work():
         ids = served.tokenizer.encode(PROMPT)
         with pytest.raises(TimeLimitError, match=r"0\.05 seconds"):
             await read(await engine.submit(ids, LONG, timeout=0.05))
@@ -343,10 +334,10 @@ def test_a_request_has_so_much_time(engine: AsyncEngine, served: LLM) -> None:
     run(work())
 
 
-def test_draining_finishes_what_runs(engine: AsyncEngine, served: LLM) -> None:
+def test_draining_finishes_what_runs(engine, served):
     ids = served.tokenizer.encode(PROMPT)
 
-    async def work() -> None:
+    async def work():
         stream = await engine.submit(ids, SamplingParams(max_tokens=30, ignore_eos=True))
         reading = asyncio.create_task(read(stream))
         draining = asyncio.create_task(engine.drain(30))
@@ -360,8 +351,8 @@ def test_draining_finishes_what_runs(engine: AsyncEngine, served: LLM) -> None:
 
 
 @pytest.mark.usefixtures("slow_rounds")
-def test_draining_gives_up_in_time(engine: AsyncEngine, served: LLM) -> None:
-    async def work() -> None:
+def test_draining_gives_up_in_time(engine, served):
+    async def work():
         stream = await engine.submit(served.tokenizer.encode(PROMPT), LONG)
         reading = asyncio.create_task(read(stream))
         await engine.drain(0.05)
@@ -372,13 +363,13 @@ def test_draining_gives_up_in_time(engine: AsyncEngine, served: LLM) -> None:
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_text_that_may_become_a_stop_is_held_back(engine: AsyncEngine, served: LLM, include: bool) -> None:
+def test_text_that_may_become_a_stop_is_held_back(engine, served, include):
     """Stops taken out of the answer itself, at every length, so that they cross tokens."""
     ids = served.tokenizer.encode(PROMPT)
     base = SamplingParams(temperature=0.9, seed=3, max_tokens=24, ignore_eos=True)
     text = served.generate([PROMPT], base, speculate=False)[0].outputs[0].text
 
-    async def work(stop: str) -> list[Delta]:
+    async def work(stop):
         params = SamplingParams(
             temperature=0.9, seed=3, max_tokens=24, ignore_eos=True, stop=[stop, "never said"],
             include_stop_str_in_output=include,

@@ -1,16 +1,12 @@
 """What clients get wrong, what they must not be able to do, and what it costs the others: nothing."""
 
-from __future__ import annotations
-
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import httpx2
 import pytest
-from running import TEMPLATE, Running, run_server
+from running import TEMPLATE, run_server
 
-from forerun import LLM, SamplingParams
+from forerun import SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.serve.app import ServerOptions
 from forerun.serve.run import open_socket
@@ -19,7 +15,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"prompt": "def parse(", "max_tokens": 4}
 HI = {"messages": [{"role": "user", "content": "hi"}]}
 
-WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
+WRONG = [
     (COMPLETIONS, {"max_tokens": 4}, "prompt", "Field required"),
     (COMPLETIONS, {**GOOD, "foo": 1}, "foo", "unknown field 'foo'"),
     (COMPLETIONS, {**GOOD, "speculative": {"k": 1}}, "speculative.k", "unknown field 'speculative.k'"),
@@ -115,7 +111,7 @@ WRONG: list[tuple[str, dict[str, Any], str | None, str]] = [
 ]  # fmt: skip
 
 
-def check(response: httpx2.Response, status: int, message: str, param: str | None = None) -> None:
+def check(response, status, message, param=None):
     """OpenAI's shape, the status, and no trace of our code."""
     assert response.status_code == status, response.text
     error = response.json()["error"]
@@ -138,7 +134,7 @@ def check(response: httpx2.Response, status: int, message: str, param: str | Non
 
 
 @pytest.mark.parametrize(("path", "body", "param", "message"), WRONG, ids=[str(i) for i in range(len(WRONG))])
-def test_wrong_bodies(server: Running, path: str, body: dict[str, Any], param: str | None, message: str) -> None:
+def test_wrong_bodies(server, path, body, param, message):
     check(server.post(path, body), 400, message, param)
 
 
@@ -159,12 +155,12 @@ def test_wrong_bodies(server: Running, path: str, body: dict[str, Any], param: s
     ],
     ids=range(11),
 )
-def test_broken_json(server: Running, content: bytes, message: str) -> None:
+def test_broken_json(server, content, message):
     response = server.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
     check(response, 400, message)
 
 
-def test_unknown_things(server: Running) -> None:
+def test_unknown_things(server):
     check(server.post(COMPLETIONS, {**GOOD, "model": "gpt-4"}), 404, "there is no model 'gpt-4'", "model")
     check(server.http.get("/v1/models/../../etc/passwd"), 404, "")
     check(server.http.get("/v1/nothing"), 404, "nothing at /v1/nothing")
@@ -173,7 +169,7 @@ def test_unknown_things(server: Running) -> None:
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "application/jsonx", None])
-def test_a_body_that_does_not_say_it_is_json(server: Running, kind: str | None) -> None:
+def test_a_body_that_does_not_say_it_is_json(server, kind):
     """Pages of other sites can send text/plain without asking: it must not be taken for JSON. curl -d sends a form."""
     headers = {} if kind is None else {"Content-Type": kind}
     answer = server.http.post(COMPLETIONS, content=b'{"prompt": "a"}', headers=headers)
@@ -181,13 +177,13 @@ def test_a_body_that_does_not_say_it_is_json(server: Running, kind: str | None) 
     assert answer.json()["error"]["param"] is None
 
 
-def test_a_body_that_is_no_object(server: Running) -> None:
+def test_a_body_that_is_no_object(server):
     for content in (b"[1, 2]", b'"a"', b"3", b"null"):
         answer = server.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
         check(answer, 400, "the body must be a JSON object")
 
 
-def test_a_context_that_is_too_short_has_its_code(server: Running) -> None:
+def test_a_context_that_is_too_short_has_its_code(server):
     """What OpenAI's clients look at to shorten the prompt and try again."""
     long = "x " * 600
     bodies = [
@@ -201,11 +197,11 @@ def test_a_context_that_is_too_short_has_its_code(server: Running) -> None:
     assert server.post(COMPLETIONS, {"prompt": ""}).json()["error"]["code"] is None
 
 
-def test_others_lose_nothing(server: Running, plain: Callable[..., Any], good_text: str) -> None:
+def test_others_lose_nothing(server, plain, good_text):
     """Good requests and wrong ones at the same time."""
-    answers: list[httpx2.Response] = []
+    answers = []
 
-    def ask() -> None:
+    def ask():
         body = {"prompt": "def parse(", "temperature": 0.9, "seed": 11, "max_tokens": 40}
         answers.append(httpx2.post(server.url + COMPLETIONS, json=body, timeout=60))
 
@@ -220,19 +216,19 @@ def test_others_lose_nothing(server: Running, plain: Callable[..., Any], good_te
 
 
 @pytest.fixture(scope="module", autouse=True)
-def good_text(plain: Callable[..., Any]) -> str:
+def good_text(plain):
     """Answered before a server has the engine, which would run the same rounds beside."""
     return plain("def parse(", SamplingParams(temperature=0.9, seed=11, max_tokens=40)).text
 
 
 @pytest.fixture
-def strict(served: LLM) -> Iterator[Running]:
+def strict(served):
     options = ServerOptions(model_name="tiny", api_key="s3cret", max_body_bytes=2000, body_timeout=0.5)
     with run_server(served, options) as running:
         yield running
 
 
-def test_the_key_guards_all_but_three_paths(strict: Running) -> None:
+def test_the_key_guards_all_but_three_paths(strict):
     for path in ("/", "/health", "/live", "/metrics"):
         assert strict.http.get(path).status_code == 200
     for path in ("/v1/models", "/version", "/openapi.json"):
@@ -245,7 +241,7 @@ def test_the_key_guards_all_but_three_paths(strict: Running) -> None:
     check(strict.http.post(CHAT, json=HI, headers={"Authorization": "Bearer s3cret"}), 400, "--chat-template")
 
 
-def test_a_page_of_another_name_is_refused(served: LLM) -> None:
+def test_a_page_of_another_name_is_refused(served):
     """DNS rebinding: a page at evil.example, whose name now leads here, sends its own name."""
     with run_server(served) as local:
         port = local.url.rpartition(":")[2]
@@ -274,11 +270,11 @@ def test_a_page_of_another_name_is_refused(served: LLM) -> None:
         assert public.http.get("/health", headers={"Host": "any.example"}).status_code == 200
 
 
-def test_bodies_are_bounded_in_size_and_time(strict: Running) -> None:
+def test_bodies_are_bounded_in_size_and_time(strict):
     key = {"Authorization": "Bearer s3cret"}
     check(strict.http.post(COMPLETIONS, json={"prompt": "a" * 3000}, headers=key), 413, "larger than 2000 bytes")
 
-    def parts() -> Iterator[bytes]:
+    def parts():
         for _ in range(3000):
             yield b"a"
 
@@ -287,7 +283,7 @@ def test_bodies_are_bounded_in_size_and_time(strict: Running) -> None:
     with httpx2.Client(timeout=10) as client:
         stuck = threading.Event()
 
-        def slow() -> Iterator[bytes]:
+        def slow():
             yield b'{"prompt'
             stuck.wait(3)
 
@@ -297,7 +293,7 @@ def test_bodies_are_bounded_in_size_and_time(strict: Running) -> None:
 
 
 @pytest.mark.usefixtures("slow_rounds")
-def test_a_full_queue_and_a_late_answer(served: LLM) -> None:
+def test_a_full_queue_and_a_late_answer(served):
     options = ServerOptions(model_name="tiny", chat_template=TEMPLATE, request_timeout=0.3)
     body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "speculative": {"enabled": False}}
     with run_server(served, options, max_queue=1) as running:
@@ -310,8 +306,8 @@ def test_a_full_queue_and_a_late_answer(served: LLM) -> None:
         assert stream.text.endswith("data: [DONE]\n\n")
 
 
-def test_a_broken_engine_is_a_clear_500(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(batch: Any, attention: Any) -> Any:
+def test_a_broken_engine_is_a_clear_500(served, monkeypatch):
+    def broken(batch, attention):
         raise RuntimeError("the device is lost")
 
     with run_server(served) as running:
@@ -322,7 +318,7 @@ def test_a_broken_engine_is_a_clear_500(served: LLM, monkeypatch: pytest.MonkeyP
         assert running.post(COMPLETIONS, GOOD).status_code == 200
 
 
-def test_a_draining_server_refuses(served: LLM) -> None:
+def test_a_draining_server_refuses(served):
     with run_server(served) as running:
         running.engine.draining = True
         check(running.post(COMPLETIONS, GOOD), 503, "shutting down")
@@ -330,7 +326,7 @@ def test_a_draining_server_refuses(served: LLM) -> None:
         assert running.http.get("/live").status_code == 200
 
 
-def test_two_servers_on_a_port() -> None:
+def test_two_servers_on_a_port():
     with open_socket("127.0.0.1", 0) as first:
         port = first.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use: choose another with --port"):

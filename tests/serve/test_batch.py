@@ -1,7 +1,5 @@
 """Batch files: one answer for each line, however it is interrupted."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import signal
@@ -9,40 +7,37 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from running import TEMPLATE
 
-from forerun import LLM, SamplingParams
+from forerun import SamplingParams
 from forerun.cli.main import run as forerun
 from forerun.core.errors import ConfigError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.batch import Answers, Ask, Tally, asking, run
+from forerun.serve.batch import Answers, Tally, asking, run
 
 SEEDED = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0.9, "seed": 3, "ignore_eos": True}
 
 
 @pytest.fixture
-def ask(served: LLM) -> Iterator[Ask]:
+def ask(served):
     engine = AsyncEngine(served.engine)
     yield asking(create_app(engine, ServerOptions(model_name="tiny", chat_template=TEMPLATE)))
     engine.close()
 
 
-def request(name: str, **body: Any) -> str:
+def request(name, **body):
     return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {**SEEDED, **body}})
 
 
-def written(path: Path, lines: list[str]) -> Path:
+def written(path, lines):
     path.write_text("\n".join(lines) + "\n")
     return path
 
 
-def answer(source: Path, out: Path, ask: Ask) -> Tally:
+def answer(source, out, ask):
     answers = Answers(out, source)
     try:
         return asyncio.run(run(source, answers, ask, together=4))
@@ -50,7 +45,7 @@ def answer(source: Path, out: Path, ask: Ask) -> Tally:
         answers.close()
 
 
-def read(out: Path) -> dict[str, Any]:
+def read(out):
     """The answers by ``custom_id``, each of which has one."""
     result = [json.loads(line) for line in out.read_text().splitlines()]
     assert set(Counter(item["custom_id"] for item in result if item["custom_id"]).values()) <= {1}
@@ -69,7 +64,7 @@ WRONG = {
 }
 
 
-def test_every_line_has_one_answer(ask: Ask, tmp_path: Path, plain: Callable[..., Any]) -> None:
+def test_every_line_has_one_answer(ask, tmp_path, plain):
     params = SamplingParams(max_tokens=12, temperature=0.9, seed=3, ignore_eos=True)
     expected = plain({"prompt_token_ids": [5, 6, 7]}, params).text  # before the engine's thread has work
     chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -99,7 +94,7 @@ def test_every_line_has_one_answer(ask: Ask, tmp_path: Path, plain: Callable[...
     assert any("is another line's already" in text for text in said)
 
 
-def test_it_goes_on_behind_what_is_whole(ask: Ask, tmp_path: Path) -> None:
+def test_it_goes_on_behind_what_is_whole(ask, tmp_path):
     source = written(tmp_path / "in.jsonl", [request(str(i), seed=i) for i in range(9)])
     out = tmp_path / "out.jsonl"
     assert answer(source, out, ask) == Tally(0, 9, 0)
@@ -113,7 +108,7 @@ def test_it_goes_on_behind_what_is_whole(ask: Ask, tmp_path: Path) -> None:
     assert answer(source, out, ask) == Tally(9, 0, 0)
 
 
-def test_answers_to_another_file_are_kept(tmp_path: Path) -> None:
+def test_answers_to_another_file_are_kept(tmp_path):
     source = written(tmp_path / "in.jsonl", [request("a")])
     out = tmp_path / "out.jsonl"
     for content, message in ((b'{"id": "batch_req_1_x"}\n', "1 answers to lines"), (b"hello\n", "something else")):
@@ -129,19 +124,19 @@ def test_answers_to_another_file_are_kept(tmp_path: Path) -> None:
     Answers(out, source).close()
 
 
-def test_who_is_too_busy_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_too_busy_is_asked_again(tmp_path, monkeypatch):
     monkeypatch.setattr("forerun.serve.batch.WAIT", 0.0)
     source = written(tmp_path / "in.jsonl", [request("a"), request("b")])
     replies = [(429, {}), (503, {}), (200, {"x": 1}), (500, {"error": {}})]
 
-    async def busy(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    async def busy(url, body):
         return replies.pop(0)
 
     assert answer(source, tmp_path / "out.jsonl", busy) == Tally(0, 2, 1)
     assert not replies
 
 
-def test_the_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(model_folder, tmp_path, capsys):
     source = written(tmp_path / "in.jsonl", [request("a"), "oops"])
     options = ["--model", str(model_folder), "--spec-method", "ngram"]
     assert forerun(["batch", str(source), *options]) == 0
@@ -151,7 +146,7 @@ def test_the_command(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     assert "there is no such file" in capsys.readouterr().err
 
 
-def test_replicas_need_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replicas_need_ray(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "forerun.scale.cluster", raising=False)
     source, out = written(tmp_path / "in.jsonl", [request("a")]), tmp_path / "out.jsonl"
@@ -160,7 +155,7 @@ def test_replicas_need_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert not out.read_bytes()
 
 
-def test_a_killed_one_goes_on(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_one_goes_on(model_folder, tmp_path, monkeypatch):
     """Killed, then stopped, then left alone."""
     names = {str(i) for i in range(60)}
     source = written(tmp_path / "in.jsonl", [request(name, seed=int(name), max_tokens=200) for name in sorted(names)])
@@ -173,7 +168,7 @@ def test_a_killed_one_goes_on(model_folder: Path, tmp_path: Path, monkeypatch: p
         process.kill()
     write = Answers.write
 
-    def write_and_stop(*given: Any) -> None:
+    def write_and_stop(*given):
         write(*given)
         signal.raise_signal(signal.SIGTERM)
 

@@ -1,19 +1,16 @@
 """What one client may send, hold open and claim to be sent to: raw sockets against a server with small limits."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
-from running import Running, run_server
+from running import run_server
 
-from forerun import LLM, ConfigError
+from forerun import ConfigError
 from forerun.serve.app import ServerOptions
 from forerun.serve.connection import ConnectionLimits
 from forerun.serve.guard import host_name
@@ -26,7 +23,7 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 
 
 @pytest.fixture(scope="module")
-def patient(served: LLM) -> Iterator[Running]:
+def patient(served):
     with run_server(
         served, ServerOptions(model_name="tiny", max_body_bytes=20000, body_timeout=60.0), PATIENT
     ) as server:
@@ -34,18 +31,18 @@ def patient(served: LLM) -> Iterator[Running]:
 
 
 @pytest.fixture(scope="module")
-def hasty(served: LLM) -> Iterator[Running]:
+def hasty(served):
     with run_server(served, ServerOptions(model_name="tiny", max_body_bytes=20000), HASTY) as server:
         yield server
 
 
 @contextmanager
-def connection(server: Running) -> Iterator[socket.socket]:
+def connection(server):
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=30) as client:
         yield client
 
 
-def rest(client: socket.socket) -> bytes:
+def rest(client):
     """All that comes until the server ends the connection."""
     parts = []
     try:
@@ -56,7 +53,7 @@ def rest(client: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def answer(client: socket.socket) -> tuple[int, bytes]:
+def answer(client):
     """Status and body of the next answer, whose length is told."""
     data = b""
     while b"\r\n\r\n" not in data:
@@ -70,7 +67,7 @@ def answer(client: socket.socket) -> tuple[int, bytes]:
     return int(head.split()[1]), body
 
 
-def ask(server: Running, *parts: bytes) -> tuple[int, bytes]:
+def ask(server, *parts):
     with connection(server) as client:
         client.sendall(b"".join(parts))
         return answer(client)
@@ -79,7 +76,7 @@ def ask(server: Running, *parts: bytes) -> tuple[int, bytes]:
 # ------------------------------------------------------------------------------------------------------------- size
 
 
-def test_a_head_may_be_as_large_as_the_limit(patient: Running) -> None:
+def test_a_head_may_be_as_large_as_the_limit(patient):
     for size in (HEAD, HEAD - 1, 200):
         head = b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Filler: "
         head += b"x" * (size - len(head) - 4) + b"\r\n\r\n"
@@ -105,7 +102,7 @@ def test_a_head_may_be_as_large_as_the_limit(patient: Running) -> None:
     ids=["value", "name", "url", "headers", "nothing"],
 )
 @pytest.mark.parametrize("first", [False, True])
-def test_a_head_without_end_is_refused(patient: Running, endless: bytes, first: bool) -> None:
+def test_a_head_without_end_is_refused(patient, endless, first):
     filler = {b"G": b"x", b"\r": b"\r\n"}[endless[:1]]
     if endless.endswith(b"A: b\r\n"):
         filler = b"A: b\r\n"
@@ -127,7 +124,7 @@ def test_a_head_without_end_is_refused(patient: Running, endless: bytes, first: 
     assert patient.http.get("/health").status_code == 200
 
 
-def test_a_large_head_is_reported_so(patient: Running) -> None:
+def test_a_large_head_is_reported_so(patient):
     with connection(patient) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nX-Line: " + b"x" * (2 * HEAD))
         said = rest(client)
@@ -138,7 +135,7 @@ def test_a_large_head_is_reported_so(patient: Running) -> None:
 
 
 @pytest.mark.parametrize("part", [b"0\r\nX-Trailer: ", b"3;extension="], ids=["trailer", "chunk"])
-def test_what_surrounds_a_chunked_body_has_the_same_bound(patient: Running, part: bytes) -> None:
+def test_what_surrounds_a_chunked_body_has_the_same_bound(patient, part):
     with connection(patient) as client:
         client.sendall(POST + b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n" + part)
         try:
@@ -149,7 +146,7 @@ def test_what_surrounds_a_chunked_body_has_the_same_bound(patient: Running, part
         assert not rest(client).startswith(b"HTTP/1.1 200")
 
 
-def test_large_bodies_and_trailers_are_read(patient: Running) -> None:
+def test_large_bodies_and_trailers_are_read(patient):
     body = json.dumps({"prompt": "a", "max_tokens": 2, "user": "u" * 15000}).encode()
     assert ask(patient, POST, f"Content-Length: {len(body)}\r\n\r\n".encode(), body)[0] == 200
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(body[i : i + 100]), body[i : i + 100]) for i in range(0, len(body), 100))
@@ -162,7 +159,7 @@ def test_large_bodies_and_trailers_are_read(patient: Running) -> None:
 
 @pytest.mark.parametrize("start", [b"", b"GET /health HTTP/1.1\r\nHost: loc", b"\r\n"])
 @pytest.mark.parametrize("first", [False, True])
-def test_a_head_has_its_time(hasty: Running, start: bytes, first: bool) -> None:
+def test_a_head_has_its_time(hasty, start, first):
     """The connection ends without anything more from the client: the socket would wait for 30 s."""
     with connection(hasty) as client:
         if first:
@@ -173,7 +170,7 @@ def test_a_head_has_its_time(hasty: Running, start: bytes, first: bool) -> None:
         assert said.startswith(b"HTTP/1.1 408 ") if start else said == b""
 
 
-def test_drops_of_a_head_do_not_extend_it(hasty: Running) -> None:
+def test_drops_of_a_head_do_not_extend_it(hasty):
     with connection(hasty) as client:
         client.settimeout(0.05)
         client.sendall(b"GET /health HTTP/1.1\r\nX: ")
@@ -190,7 +187,7 @@ def test_drops_of_a_head_do_not_extend_it(hasty: Running) -> None:
         raise AssertionError("the server still waits")
 
 
-def test_a_body_that_is_no_longer_wanted_keeps_no_connection(hasty: Running) -> None:
+def test_a_body_that_is_no_longer_wanted_keeps_no_connection(hasty):
     """It was answered (413), and goes on arriving, drop by drop."""
     with connection(hasty) as client:
         client.sendall(POST + b"Content-Length: 10000000\r\n\r\n")
@@ -209,7 +206,7 @@ def test_a_body_that_is_no_longer_wanted_keeps_no_connection(hasty: Running) -> 
 
 
 @pytest.mark.usefixtures("slow_rounds")
-def test_an_answer_may_take_longer_than_a_head(hasty: Running) -> None:
+def test_an_answer_may_take_longer_than_a_head(hasty):
     body = b'{"prompt": "a", "max_tokens": 60, "ignore_eos": true, "speculative": {"enabled": false}}'
     with connection(hasty) as client:
         for _ in range(2):  # on one connection
@@ -218,7 +215,7 @@ def test_an_answer_may_take_longer_than_a_head(hasty: Running) -> None:
             assert (status, json.loads(result)["usage"]["completion_tokens"]) == (200, 60)
 
 
-def test_who_takes_no_answer_is_left(hasty: Running) -> None:
+def test_who_takes_no_answer_is_left(hasty):
     """More than the system's buffers hold, and nobody reads: the connection is given up, not kept for ever."""
     with connection(hasty) as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -236,7 +233,7 @@ def test_who_takes_no_answer_is_left(hasty: Running) -> None:
 # ------------------------------------------------------------------------------------------------------------- number
 
 
-def test_idle_connections_give_way(patient: Running) -> None:
+def test_idle_connections_give_way(patient):
     """More unfinished ones than there may be; whoever asks is answered, and the oldest idle one has gone."""
     patient.http.close()
     clients = []
@@ -254,7 +251,7 @@ def test_idle_connections_give_way(patient: Running) -> None:
             client.close()
 
 
-def test_connections_that_are_at_work_do_not(served: LLM) -> None:
+def test_connections_that_are_at_work_do_not(served):
     limits = ConnectionLimits(connections=3)
     with run_server(served, ServerOptions(model_name="tiny", body_timeout=60.0), limits) as server:
         server.http.close()
@@ -275,7 +272,7 @@ def test_connections_that_are_at_work_do_not(served: LLM) -> None:
             client.close()
 
 
-def test_the_system_must_allow_so_many() -> None:
+def test_the_system_must_allow_so_many():
     code = (
         "import resource; from forerun.serve.run import allow_files; "
         "resource.setrlimit(resource.RLIMIT_NOFILE, (200, 900)); allow_files(500); "
@@ -289,9 +286,9 @@ def test_the_system_must_allow_so_many() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"head_bytes": 10}, {"head_timeout": 0.0}, {"connections": 0}])
-def test_limits_that_are_none(wrong: dict[str, float]) -> None:
+def test_limits_that_are_none(wrong):
     with pytest.raises(ConfigError, match=rf"{next(iter(wrong))} must be an? \w+ of at least"):
-        ConnectionLimits(**wrong)  # type: ignore[arg-type]
+        ConnectionLimits(**wrong)
 
 
 # ------------------------------------------------------------------------------------------------------------- names
@@ -338,7 +335,7 @@ def test_limits_that_are_none(wrong: dict[str, float]) -> None:
         ("OPTIONS * HTTP/1.1\r\nHost: evil.example\r\n", 403),
     ],
 )
-def test_the_name_that_a_request_is_sent_to(patient: Running, head: str, status: int) -> None:
+def test_the_name_that_a_request_is_sent_to(patient, head, status):
     with connection(patient) as client:
         client.sendall(f"{head}Connection: close\r\n\r\n".encode())
         said = rest(client)
@@ -347,7 +344,7 @@ def test_the_name_that_a_request_is_sent_to(patient: Running, head: str, status:
         assert b"does not answer to the name" in said
 
 
-def test_one_host_wherever_it_may_be_any(served: LLM) -> None:
+def test_one_host_wherever_it_may_be_any(served):
     with run_server(served, ServerOptions(model_name="tiny", allowed_hosts=None)) as public:
         assert ask(public, b"GET /health HTTP/1.1\r\nHost: any.example\r\n\r\n")[0] == 200
         assert ask(public, b"GET /health HTTP/1.0\r\n\r\n")[0] == 200
@@ -356,7 +353,7 @@ def test_one_host_wherever_it_may_be_any(served: LLM) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "http://localhost", "b\xfccher.example", "a@b", "[::1", "fe80::1%eth0"])
-def test_a_name_that_no_request_can_have_is_refused(name: str) -> None:
+def test_a_name_that_no_request_can_have_is_refused(name):
     assert host_name(name) is None
     with pytest.raises(ConfigError, match="is no name that a request may be sent to"):
         ServerOptions(allowed_hosts=[name])

@@ -1,25 +1,21 @@
 """Where nothing may follow: an answer's tokens up to there, or its end before there, are what plain decoding gives."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 
-from forerun import LLM, RequestError, SamplingParams
+from forerun import RequestError, SamplingParams
 from forerun.core.batch import Scores
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept import rules
-from forerun.speculate.accept.base import NO_TOKEN, Rule
+from forerun.speculate.accept.base import NO_TOKEN
 from forerun.speculate.accept.synthetic import Synthetic
 
 LONG = "def parse(value): return value + xyzzy"
 
 
-def answer(llm: LLM, prompt: str, params: SamplingParams, method: str | None) -> tuple[Any, ...]:
+def answer(llm, prompt, params, method):
     job = llm.engine.add(llm.tokenizer.encode(prompt), params, speculate=method is not None, method=method)[0]
     while llm.engine.busy:
         llm.engine.step()
@@ -31,7 +27,7 @@ def answer(llm: LLM, prompt: str, params: SamplingParams, method: str | None) ->
 
 @pytest.mark.parametrize("method", ["draft_model", "pattern", "ngram"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_stop_before_a_dead_end(served: LLM, method: str, temperature: float) -> None:
+def test_a_stop_before_a_dead_end(served, method, temperature):
     """What follows "def parse" is banned, but the answer has ended there."""
     params = SamplingParams(
         temperature=temperature,
@@ -48,7 +44,7 @@ def test_a_stop_before_a_dead_end(served: LLM, method: str, temperature: float) 
 
 
 @pytest.mark.parametrize("method", ["draft_model", "pattern", "ngram"])
-def test_tokens_before_a_dead_end_stay(served: LLM, method: str) -> None:
+def test_tokens_before_a_dead_end_stay(served, method):
     """The grammar asks for the sum, which is banned."""
     params = SamplingParams(
         temperature=0.0, max_tokens=60, logprobs=2, structured_outputs={"choice": [LONG]}, bad_words=["+"]
@@ -59,7 +55,7 @@ def test_tokens_before_a_dead_end_stay(served: LLM, method: str) -> None:
     assert answer(served, "import os\n", params, method) == plain
 
 
-def test_a_draft_that_breaks_the_grammar_is_only_a_draft(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_that_breaks_the_grammar_is_only_a_draft(served, monkeypatch):
     """Behind "x" the parser grows beyond its limits: fatal for a text that says so, nothing for one that was offered
     it and went on with "y"."""
     names, letters = range(719), "abcdefghijk"
@@ -84,7 +80,7 @@ def test_a_draft_that_breaks_the_grammar_is_only_a_draft(served: LLM, monkeypatc
 
 
 @pytest.mark.parametrize("method", ["draft_model", "pattern", "ngram"])
-def test_an_ambiguous_grammar_holds_nobody_up(served: LLM, method: str) -> None:
+def test_an_ambiguous_grammar_holds_nobody_up(served, method):
     """The parser looks at more with every letter: it ends where one step would take long."""
     params = SamplingParams(
         temperature=1.0,
@@ -101,19 +97,19 @@ def test_an_ambiguous_grammar_holds_nobody_up(served: LLM, method: str) -> None:
 
 
 @pytest.mark.parametrize("regex", ["(a{1000}){500}", "a{1000000}"])
-def test_a_regex_beyond_all_limits_is_refused(served: LLM, regex: str) -> None:
+def test_a_regex_beyond_all_limits_is_refused(served, regex):
     with pytest.raises(RequestError, match="too many expressions"):
         served.generate(["def f("], SamplingParams(max_tokens=40, structured_outputs={"regex": regex}))
 
 
-def chosen(name: str) -> Rule:
+def chosen(name):
     return Synthetic(rules["coupled"](), [1.0, 1.0, 1.0]) if name == "synthetic" else rules[name]()
 
 
 @pytest.mark.parametrize("dead", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", ["coupled", "token", "block", "recursive", "traversal", "synthetic"])
 @pytest.mark.parametrize("kernels", [True, False])
-def test_a_path_ends_where_nothing_is_permitted(name: str, dead: int, kernels: bool) -> None:
+def test_a_path_ends_where_nothing_is_permitted(name, dead, kernels):
     """A chain of which every token is certain; behind its first ``dead`` tokens there is a row without any."""
     tokens, size = [3, 1, 2], 8
     warped = torch.full((4, size), float("-inf"))

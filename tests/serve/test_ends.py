@@ -1,15 +1,11 @@
 """Requests that end before the engine's thread has looked at them: whoever waits is told, at once."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any
 
 import pytest
 
-from forerun import LLM, SamplingParams
+from forerun import SamplingParams
 from forerun.core.errors import ForerunError
 from forerun.engine.answering import ClosedError, TimeLimitError
 from forerun.engine.async_engine import AsyncEngine
@@ -19,7 +15,7 @@ PARAMS = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
 @pytest.fixture
-def engine(served: LLM) -> Iterator[AsyncEngine]:
+def engine(served):
     asynchronous = AsyncEngine(served.engine)
     yield asynchronous
     asynchronous.close()
@@ -28,7 +24,7 @@ def engine(served: LLM) -> Iterator[AsyncEngine]:
 
 
 @pytest.fixture
-def free(engine: AsyncEngine) -> Iterator[Callable[[], None]]:
+def free(engine):
     """The engine's thread is busy, as with a long round, until this is called."""
     gate = threading.Event()
     engine.post(lambda: gate.wait(30) and None)
@@ -36,11 +32,11 @@ def free(engine: AsyncEngine) -> Iterator[Callable[[], None]]:
     gate.set()
 
 
-def run(work: Coroutine[Any, Any, Any]) -> Any:
+def run(work):
     return asyncio.run(asyncio.wait_for(work, 20))
 
 
-async def submitting(engine: AsyncEngine, **choices: Any) -> asyncio.Task[Any]:
+async def submitting(engine, **choices):
     task = asyncio.create_task(engine.submit(PROMPT, PARAMS, **choices))
     while not engine.streams:
         await asyncio.sleep(0)
@@ -48,8 +44,8 @@ async def submitting(engine: AsyncEngine, **choices: Any) -> asyncio.Task[Any]:
 
 
 @pytest.mark.usefixtures("free")
-def test_draining(engine: AsyncEngine) -> None:
-    async def work() -> None:
+def test_draining(engine):
+    async def work():
         task = await submitting(engine)
         await engine.drain(0.0)
         with pytest.raises(ClosedError, match="shut down before this request ended"):
@@ -59,8 +55,8 @@ def test_draining(engine: AsyncEngine) -> None:
 
 
 @pytest.mark.usefixtures("free")
-def test_being_late(engine: AsyncEngine) -> None:
-    async def work() -> None:
+def test_being_late(engine):
+    async def work():
         with pytest.raises(TimeLimitError, match=r"within 0\.05 seconds"):
             await engine.submit(PROMPT, PARAMS, timeout=0.05)
         assert not engine.streams
@@ -68,8 +64,8 @@ def test_being_late(engine: AsyncEngine) -> None:
     run(work())
 
 
-def test_being_cancelled(engine: AsyncEngine, free: Callable[[], None]) -> None:
-    async def work() -> None:
+def test_being_cancelled(engine, free):
+    async def work():
         task = await submitting(engine, timeout=30)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -83,10 +79,10 @@ def test_being_cancelled(engine: AsyncEngine, free: Callable[[], None]) -> None:
     run(work())
 
 
-def test_closing(engine: AsyncEngine, free: Callable[[], None]) -> None:
+def test_closing(engine, free):
     """One waits for the engine to take its request, one for its next token."""
 
-    async def work() -> None:
+    async def work():
         waiting = await submitting(engine)
         free()
         stream = await waiting
@@ -105,6 +101,6 @@ def test_closing(engine: AsyncEngine, free: Callable[[], None]) -> None:
     run(work())
 
 
-async def _rest(stream: Any) -> None:
+async def _rest(stream):
     async for _ in stream:
         pass

@@ -1,15 +1,10 @@
 """``schemathesis`` reads the server's own description, looks for a request that it cannot answer decently, and holds
 every answer against what was described."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from running import Running
 from schemathesis.checks import not_a_server_error
 from schemathesis.generation.modes import GenerationMode
 from schemathesis.specs.openapi.checks import (
@@ -44,17 +39,17 @@ ANSWERED = (*BODIES, "/v1/models", "/health", "/live", "/version", "/metrics")
 
 
 @pytest.fixture(scope="module")
-def description(server: Running) -> Any:
+def description(server):
     schema = schemathesis.openapi.from_dict(server.http.get("/openapi.json").json())
     schema.config.update(base_url=server.url)
     return schema
 
 
-def test_every_path_is_covered(description: Any) -> None:
+def test_every_path_is_covered(description):
     assert {operation.ok().path for operation in description.get_all_operations()} == set(PATHS)
 
 
-def short(body: Any) -> Any:
+def short(body):
     """The same body, asking for few tokens: what is looked for are crashes, not long answers."""
     if not isinstance(body, dict) or not ({"prompt", "messages", "input"} & set(body)):
         return body
@@ -64,7 +59,7 @@ def short(body: Any) -> Any:
     return {**body, **changed} if changed else {**body, "max_tokens": 2, "min_tokens": 0}
 
 
-def some(body: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
+def some(body, data):
     """A few of the optional fields: of all at once, some two always exclude each other."""
     optional = sorted(set(body) - {"prompt", "messages", "input", "tokens"})
     kept = data.draw(st.sets(st.sampled_from(optional), max_size=3)) if optional else set()
@@ -74,17 +69,17 @@ def some(body: dict[str, Any], data: st.DataObject) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("path", "mode"), [(path, mode) for path in PATHS for mode in MODES if mode == "valid" or path in BODIES]
 )
-def test_every_answer_is_as_described(description: Any, path: str, mode: str) -> None:
+def test_every_answer_is_as_described(description, path, mode):
     operations = [o.ok() for o in description.get_all_operations() if o.ok().path == path]
     cases = st.one_of([operation.as_strategy(generation_mode=MODES[mode]) for operation in operations])
-    seen: list[int] = []
+    seen = []
 
     @given(case=cases, data=st.data())
     @settings(
         max_examples=PATHS[path], deadline=None, derandomize=True, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    def attack(case: schemathesis.Case, data: st.DataObject) -> None:
+    def attack(case, data):
         if path in BODIES and mode == "valid":
             case.body = some(case.body, data)
         if path in GENERATING:

@@ -1,13 +1,10 @@
 """Structured output: masks against an independent oracle, and the same text whatever is drafted."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
 import string
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,7 @@ from hypothesis import strategies as st
 
 from forerun import LLM, ConfigError, RequestError, SamplingParams, StructuredOutputsParams
 from forerun.core.request import RequestState
-from forerun.engine.grammar import GrammarCompiler, GrammarConstraint, GrammarCost
+from forerun.engine.grammar import GrammarCompiler
 
 SCHEMA = {
     "type": "object",
@@ -38,21 +35,21 @@ LANGUAGE = ("ab", "abba", "abc", "ba c", "b\u00e9", "b\u00e8b")
 
 
 @pytest.fixture(scope="module")
-def compiler(served: LLM) -> GrammarCompiler:
+def compiler(served):
     return served.engine.grammars
 
 
-def sequence_of(served: LLM, output: list[int]) -> RequestState:
+def sequence_of(served, output):
     prompt = served.tokenizer.encode("x = ")
     return RequestState(0, [*prompt, *output], len(prompt), SamplingParams(), 0)
 
 
-def ids(mask: torch.Tensor) -> set[int]:
+def ids(mask):
     bits = (mask[:, None] >> torch.arange(32, dtype=torch.int32)) & 1
     return set(bits.flatten().nonzero()[:, 0].tolist())
 
 
-def spellings(served: LLM) -> dict[int, bytes]:
+def spellings(served):
     """Every token's bytes, from the tokenizer's own tables."""
     from tokenizers.pre_tokenizers import ByteLevel
 
@@ -67,14 +64,14 @@ def spellings(served: LLM) -> dict[int, bytes]:
 
 @settings(max_examples=15, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(data=st.data())
-def test_masks_permit_exactly_the_language(served: LLM, compiler: GrammarCompiler, data: st.DataObject) -> None:
+def test_masks_permit_exactly_the_language(served, compiler, data):
     """Walk a finite language by whole tokens: a token is permitted iff some sentence goes on with its bytes. Where the
     next byte is certain, the tokenizer's own spelling of the certain text is enough."""
     constraint = compiler.start(StructuredOutputsParams(choice=LANGUAGE))
     tokens = spellings(served)
     sentences = [sentence.encode() for sentence in LANGUAGE]
     eos = served.tokenizer.eos_token_id
-    path: list[int] = []
+    path = []
     committed = 0
     while True:
         done = b"".join(tokens[t] for t in path)
@@ -99,7 +96,7 @@ def test_masks_permit_exactly_the_language(served: LLM, compiler: GrammarCompile
         committed = data.draw(st.integers(committed, len(path)))
 
 
-def test_tentative_tokens_can_be_taken_back(served: LLM, compiler: GrammarCompiler) -> None:
+def test_tentative_tokens_can_be_taken_back(served, compiler):
     constraint = compiler.start(StructuredOutputsParams(regex="ab|ac"))
     a, b, c = (served.tokenizer.encode(letter)[0] for letter in "abc")
     sequence = sequence_of(served, [a, b])
@@ -112,7 +109,7 @@ def test_tentative_tokens_can_be_taken_back(served: LLM, compiler: GrammarCompil
     assert {b, c} <= ids(constraint.allowed(sequence, []))
 
 
-def test_forced_tokens_spell_what_is_certain(served: LLM, compiler: GrammarCompiler) -> None:
+def test_forced_tokens_spell_what_is_certain(served, compiler):
     constraint = compiler.start(StructuredOutputsParams(json={"const": {"certain": [1, 2, 3]}}))
     sequence = sequence_of(served, [])
     forced = constraint.forced(sequence, 100)
@@ -124,16 +121,14 @@ def test_forced_tokens_spell_what_is_certain(served: LLM, compiler: GrammarCompi
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("expected", GRAMMARS, ids=["json", "regex", "choice", "grammar"])
-def test_the_same_text_with_and_without_drafts(
-    served: LLM, expected: StructuredOutputsParams, temperature: float
-) -> None:
+def test_the_same_text_with_and_without_drafts(served, expected, temperature):
     """Penalties, top-k and bias beside the grammar; a stop inside an accepted block; every loaded drafter."""
     params = [
         SamplingParams(temperature=temperature, seed=seed, max_tokens=90, structured_outputs=expected, **more)
         for seed, more in enumerate([{}, {"top_k": 20}, {"frequency_penalty": 0.7, "top_p": 0.9}])
     ]
     prompt = served.tokenizer.encode("data = ")
-    answers: dict[str | None, list[Any]] = {}
+    answers = {}
     for method in (None, *served.engine.router.drafters):
         jobs = [served.engine.add(prompt, p, speculate=method is not None, method=method)[0] for p in params]
         while served.engine.busy:
@@ -146,7 +141,7 @@ def test_the_same_text_with_and_without_drafts(
         matches(expected, text)
 
 
-def matches(expected: StructuredOutputsParams, text: str) -> None:
+def matches(expected, text):
     if expected.json is not None:
         value = json.loads(text)
         assert list(value) == ["name", "age", "tags"]
@@ -162,7 +157,7 @@ def matches(expected: StructuredOutputsParams, text: str) -> None:
 
 
 @pytest.mark.parametrize("accept", ["token", "block", "recursive", "traversal"])
-def test_rules_that_compare_p_and_q_keep_the_grammar(model_folder: Any, accept: str) -> None:
+def test_rules_that_compare_p_and_q_keep_the_grammar(model_folder, accept):
     options = {"method": "draft_model", "model": str(model_folder), "num_speculative_tokens": 3, "accept": accept}
     llm = LLM(str(model_folder), speculative_config=options, max_num_seqs=4)
     params = [
@@ -175,7 +170,7 @@ def test_rules_that_compare_p_and_q_keep_the_grammar(model_folder: Any, accept: 
 
 
 @pytest.mark.parametrize("schema", [True, "true", {"type": ["object", "number"]}])
-def test_a_schema_that_is_true_permits_any_value(served: LLM, compiler: GrammarCompiler, schema: Any) -> None:
+def test_a_schema_that_is_true_permits_any_value(served, compiler, schema):
     """Each value is followed to its end; a mask that permits what is not JSON does not."""
     constraint = compiler.start(StructuredOutputsParams(json=schema))
     eos = served.tokenizer.eos_token_id
@@ -195,7 +190,7 @@ def test_a_schema_that_is_true_permits_any_value(served: LLM, compiler: GrammarC
     assert brace not in ids(constraint.allowed(sequence_of(served, []), []))
 
 
-def test_end_of_text_is_all_that_follows_the_end(served: LLM) -> None:
+def test_end_of_text_is_all_that_follows_the_end(served):
     params = SamplingParams(max_tokens=12, seed=1, ignore_eos=True, structured_outputs={"choice": ["yes"]})
     output = served.generate(["x = "], params)[0].outputs[0]
     assert output.text == "yes"
@@ -219,7 +214,7 @@ def test_end_of_text_is_all_that_follows_the_end(served: LLM) -> None:
         ({"grammar": "start: @a", "schemas": {"a": {"type": "nonsense"}}}, "Invalid type: nonsense"),
     ],
 )
-def test_a_grammar_that_cannot_be_kept_is_refused(served: LLM, expected: dict[str, Any], message: str) -> None:
+def test_a_grammar_that_cannot_be_kept_is_refused(served, expected, message):
     with pytest.raises(RequestError, match=message):
         served.generate(["x = "], SamplingParams(structured_outputs=expected))
 
@@ -241,23 +236,23 @@ def test_a_grammar_that_cannot_be_kept_is_refused(served: LLM, expected: dict[st
         {"grammar": "start: @a", "schemas": [{}]},
     ],
 )
-def test_wrong_options(expected: dict[str, Any]) -> None:
+def test_wrong_options(expected):
     with pytest.raises(ConfigError, match="structured_outputs"):
         SamplingParams(structured_outputs=expected)
 
 
-def words(count: int, seed: int) -> list[str]:
+def words(count, seed):
     source = random.Random(seed)
     return ["".join(source.choices(string.ascii_lowercase, k=8)) for _ in range(count)]
 
 
-def test_what_is_kept_stays_within_its_bytes(served: LLM) -> None:
+def test_what_is_kept_stays_within_its_bytes(served):
     """By the lengths of the texts alone, whatever their number and order; the latest stay."""
     memory = 60 << 20
     info = served.engine.model.info
     small = GrammarCompiler(served.tokenizer, info.vocab_size, info.eos_ids, longest=20000, memory=memory)
     source = random.Random(0)
-    asked: list[tuple[str, str]] = []
+    asked = []
     for turn in range(40):
         expected = StructuredOutputsParams(choice=words(source.choice([1, 10, 300, 1200]), turn % 12))
         small.compile(expected)
@@ -280,7 +275,7 @@ def test_what_is_kept_stays_within_its_bytes(served: LLM) -> None:
     assert (none.held, len(none._known)) == (0, 0)
 
 
-def test_requests_that_wait_hold_no_matcher(served: LLM, compiler: GrammarCompiler) -> None:
+def test_requests_that_wait_hold_no_matcher(served, compiler):
     waiting = [compiler.start(GRAMMARS[0]) for _ in range(3)]
     assert not any({"_start", "_matcher"} & set(vars(constraint)) for constraint in waiting)
     waiting[0].allowed(sequence_of(served, []), [])
@@ -288,13 +283,13 @@ def test_requests_that_wait_hold_no_matcher(served: LLM, compiler: GrammarCompil
 
 
 @pytest.mark.parametrize("text", ["start: r0\n{rules}", "start: R0\n{upper}", "root ::= r0\n{gbnf}"])
-def test_rules_without_end_are_refused(compiler: GrammarCompiler, text: str) -> None:
+def test_rules_without_end_are_refused(compiler, text):
     """llguidance descends from rule to rule on the stack: some thousands end the process."""
 
-    def chain(count: int, form: str, last: str) -> str:
+    def chain(count, form, last):
         return "\n".join([*(form.format(i, i + 1) for i in range(count)), last.format(count)])
 
-    def grammar(count: int) -> StructuredOutputsParams:
+    def grammar(count):
         forms = {
             "rules": chain(count, "r{}: r{}", 'r{}: "a"'),
             "upper": chain(count, "R{}: R{}", 'R{}: "a"'),
@@ -307,7 +302,7 @@ def test_rules_without_end_are_refused(compiler: GrammarCompiler, text: str) -> 
     compiler.compile(grammar(100))
 
 
-def test_a_lexer_that_is_full_is_made_anew(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lexer_that_is_full_is_made_anew(served, monkeypatch):
     """The same texts as with all the states that it could want, drafts or not; other requests go on."""
     requested = StructuredOutputsParams(regex=r"(\p{L}|\d| ){1,2000}=")
     params = [
@@ -316,14 +311,14 @@ def test_a_lexer_that_is_full_is_made_anew(served: LLM, monkeypatch: pytest.Monk
     ]
     prompts = ["x = "] * len(params)
 
-    def texts(**options: Any) -> list[list[int]]:
+    def texts(**options):
         return [output.outputs[0].token_ids for output in served.generate(prompts, params, **options)]
 
     expected = texts(speculate=False)
-    made: list[Any] = []
+    made = []
     compile_anew = GrammarCompiler._compile
 
-    def few(self: GrammarCompiler, kind: str, text: str, cost: GrammarCost) -> Any:
+    def few(self, kind, text, cost):
         made.append(kind)
         return compile_anew(self, kind, text, replace(cost, states=1500))
 
@@ -350,13 +345,13 @@ def test_a_lexer_that_is_full_is_made_anew(served: LLM, monkeypatch: pytest.Monk
     served.engine.grammars._drop(tight[0].key)
 
 
-def test_a_matcher_that_breaks_ends_its_request_only(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_matcher_that_breaks_ends_its_request_only(served, monkeypatch):
     """Grammars have limits that only a text can reach; then the text ends with the reason."""
     good = SamplingParams(max_tokens=6, seed=1)
     expected = served.generate(["x = "], good)[0].outputs[0].token_ids
     start = GrammarCompiler.start
 
-    def broken(self: GrammarCompiler, requested: StructuredOutputsParams) -> GrammarConstraint:
+    def broken(self, requested):
         constraint = start(self, requested)
         constraint._matcher.consume_tokens([5] * 3)
         return constraint

@@ -1,32 +1,28 @@
 """Whole numbers beyond a float64 in schemas: exactly the answers that another library calls valid."""
 
-from __future__ import annotations
-
 import json
 import random
-from typing import Any
 
 import jsonschema_rs
 import pytest
 
-from forerun import LLM, RequestError, SamplingParams, StructuredOutputsParams
+from forerun import RequestError, SamplingParams, StructuredOutputsParams
 from forerun.core.request import RequestState
-from forerun.engine.grammar import GrammarCompiler
 
 BIG, LAST = 9007199254740993, 1098765432109876543
 IDS = {"type": "integer", "enum": [BIG, LAST, 7]}
 
 
-def closed(properties: dict[str, Any], *required: str, **more: Any) -> dict[str, Any]:
+def closed(properties, *required, **more):
     return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False, **more}
 
 
 @pytest.fixture(scope="module")
-def compiler(served: LLM) -> GrammarCompiler:
+def compiler(served):
     return served.engine.grammars
 
 
-def permits(served: LLM, compiler: GrammarCompiler, expected: StructuredOutputsParams, text: str) -> bool:
+def permits(served, compiler, expected, text):
     """Whether a grammar permits this text, and its end behind it."""
     constraint = compiler.start(expected)
     path = [*served.tokenizer.encode(text), served.tokenizer.eos_token_id]
@@ -34,7 +30,7 @@ def permits(served: LLM, compiler: GrammarCompiler, expected: StructuredOutputsP
     return constraint.allowed(sequence, path) is not None
 
 
-CASES: list[tuple[dict[str, Any], list[Any]]] = [
+CASES = [
     ({"const": BIG}, [BIG, BIG - 1, BIG + 1, str(BIG)]),
     ({"enum": [BIG, "a", None, 2]}, [BIG, "a", None, 2, BIG + 1, "b"]),
     ({"enum": [BIG, "a", True, 1.5], "type": ["integer", "boolean"]}, [BIG, "a", True, 1.5, False]),
@@ -68,9 +64,7 @@ CASES: list[tuple[dict[str, Any], list[Any]]] = [
 
 @pytest.mark.parametrize(("schema", "values"), CASES, ids=range(len(CASES)))
 @pytest.mark.parametrize("way", ["json", "text", "tools"])
-def test_what_is_valid_is_permitted_and_nothing_else(
-    served: LLM, compiler: GrammarCompiler, schema: dict[str, Any], values: list[Any], way: str
-) -> None:
+def test_what_is_valid_is_permitted_and_nothing_else(served, compiler, schema, values, way):
     expected = StructuredOutputsParams(json=json.dumps(schema) if way == "text" else schema)
     if way == "tools":
         expected = StructuredOutputsParams(grammar="start: @a", schemas={"a": schema})
@@ -80,7 +74,7 @@ def test_what_is_valid_is_permitted_and_nothing_else(
     assert any(valid)
 
 
-def test_ranges_are_those_of_python(served: LLM, compiler: GrammarCompiler) -> None:
+def test_ranges_are_those_of_python(served, compiler):
     source = random.Random(0)
     for _ in range(60):
         size = source.choice([10, 10**3, 10**17, 10**19, 10**24])
@@ -114,13 +108,13 @@ def test_ranges_are_those_of_python(served: LLM, compiler: GrammarCompiler) -> N
         (BIG, "must be an object"),
     ],
 )
-def test_what_cannot_be_kept_is_refused(served: LLM, schema: Any, message: str) -> None:
+def test_what_cannot_be_kept_is_refused(served, schema, message):
     with pytest.raises(RequestError, match=message):
         served.generate(["x = "], SamplingParams(structured_outputs={"json": json.dumps(schema)}))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_same_numbers_with_and_without_drafts(served: LLM, temperature: float) -> None:
+def test_the_same_numbers_with_and_without_drafts(served, temperature):
     schema = closed({"id": IDS, "at": {"type": "integer", "minimum": BIG, "maximum": LAST}}, "id", "at")
     params = SamplingParams(temperature=temperature, seed=5, max_tokens=90, structured_outputs={"json": schema})
     answers = []

@@ -43,7 +43,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     data_parallel_rank: int | None = None
 
 
-def heard(socket) -> list:
+def heard(socket):
     """All that has come, in the order of its numbers."""
     result, decoder = [], msgspec.msgpack.Decoder(EventBatch)
     while socket.poll(300):
@@ -89,11 +89,11 @@ def test_what_is_stored_and_removed_is_reported(told):
     assert again.block_hashes == first.block_hashes  # the same tokens have the same hashes
 
 
-def heard_nothing(socket) -> bool:
+def heard_nothing(socket):
     return not socket.poll(300)
 
 
-def late(socket, number: int) -> list:
+def late(socket, number):
     assert socket.poll(5000)
     _, count, payload = socket.recv_multipart()
     assert int.from_bytes(count, "big") == number

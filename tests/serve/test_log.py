@@ -1,27 +1,20 @@
 """The line that a request leaves in the log, and the id that it shares with its answer."""
 
-from __future__ import annotations
-
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
-from running import Running
-
-from forerun import LLM
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"prompt": "def parse(", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., list[dict[str, str]]]]:
+def lines(caplog):
     """``lines(count)``: what the next requests leave, by key, once there are so many."""
 
-    def get(count: int) -> list[dict[str, str]]:
+    def get(count):
         for _ in range(200):
             told = [record.getMessage() for record in caplog.records if record.name == "forerun.requests"]
             if len(told) >= count:
@@ -34,14 +27,14 @@ def lines(caplog: pytest.LogCaptureFixture) -> Iterator[Callable[..., list[dict[
         yield get
 
 
-def check(line: dict[str, str], answer: Any, finish: str, tokens: int) -> None:
+def check(line, answer, finish, tokens):
     assert (line["status"], line["finish"], line["completion_tokens"]) == ("200", finish, str(tokens))
     assert line["id"] == answer.headers["x-request-id"]
     assert float(line["seconds"]) > 0
     assert float(line["tokens_per_second"]) > 0
 
 
-def test_an_answer_leaves_a_line(server: Running, lines: Callable[..., list[dict[str, str]]]) -> None:
+def test_an_answer_leaves_a_line(server, lines):
     answer = server.post(COMPLETIONS, {**PROMPT, "speculative": {"method": "draft_model"}})
     (line,) = lines(1)
     check(line, answer, "length", 12)
@@ -55,7 +48,7 @@ def test_an_answer_leaves_a_line(server: Running, lines: Callable[..., list[dict
     assert (plain["mean_acceptance_length"], plain["draft_acceptance_rate"]) == ("-", "-")
 
 
-def test_streams_and_refusals_leave_one_too(server: Running, lines: Callable[..., list[dict[str, str]]]) -> None:
+def test_streams_and_refusals_leave_one_too(server, lines):
     tiled = server.post(COMPLETIONS, {**PROMPT, "stream": True, "n": 2})
     wrong = server.post(CHAT, {"messages": []})
     server.post(CHAT, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})
@@ -70,7 +63,7 @@ def test_streams_and_refusals_leave_one_too(server: Running, lines: Callable[...
 
 
 @pytest.mark.usefixtures("slow_rounds")
-def test_whoever_leaves_leaves_a_line(server: Running, lines: Callable[..., list[dict[str, str]]]) -> None:
+def test_whoever_leaves_leaves_a_line(server, lines):
     with server.http.stream("POST", COMPLETIONS, json={**PROMPT, "max_tokens": 400, "stream": True}) as answer:
         next(answer.iter_text())
     (line,) = lines(1)
@@ -78,9 +71,7 @@ def test_whoever_leaves_leaves_a_line(server: Running, lines: Callable[..., list
     assert 0 < int(line["completion_tokens"]) < 400
 
 
-def test_a_stream_that_fails_says_so(
-    server: Running, served: LLM, lines: Callable[..., list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stream_that_fails_says_so(server, served, lines, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr(served.engine.model, "forward", lambda batch, cache: 1 / 0)
         assert '"internal_error"' in server.post(COMPLETIONS, {**PROMPT, "prompt": "b = ", "stream": True}).text

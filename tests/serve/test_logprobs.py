@@ -1,15 +1,10 @@
 """Which tokens an answer lists, under what names, and where in its text: held against the text's own bytes."""
 
-from __future__ import annotations
-
 import ast
 import json
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from running import Running
 
 from forerun import SamplingParams, pretrained
 from forerun.engine.jobs import TokenLogprobs
@@ -22,18 +17,18 @@ SAMPLED = {"prompt": "def parse(", "temperature": 0.8, "seed": 7, "max_tokens": 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def text(plain: Callable[..., Any]) -> str:
+def text(plain):
     return plain("def parse(", SamplingParams(temperature=0.8, seed=7, max_tokens=24)).text
 
 
-def encoded(name: str) -> bytes:
+def encoded(name):
     """A listed token's bytes: its text, or ``bytes:`` and Python's escapes."""
     if name.startswith("bytes:"):
         return ast.literal_eval(f"b'{name.removeprefix('bytes:')}'")
     return name.encode()
 
 
-def check(listed: dict[str, Any], text: str) -> None:
+def check(listed, text):
     """The names spell the text, and every token is placed where its first byte's character begins."""
     assert len({len(column) for column in listed.values()}) == 1
     parts = [encoded(name) for name in listed["tokens"]]
@@ -42,18 +37,18 @@ def check(listed: dict[str, Any], text: str) -> None:
     assert listed["text_offset"] == lengths
 
 
-def streamed(server: Running, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+def streamed(server, path, body):
     lines = server.post(path, {**body, "stream": True}).text.split("\n\n")
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
     return [event["choices"][0] for event in events]
 
 
-def joined(pieces: list[dict[str, Any]]) -> dict[str, list[Any]]:
+def joined(pieces):
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     return {name: [item for piece in pieces for item in piece["logprobs"][name]] for name in names}
 
 
-def test_offsets_count_the_characters_of_an_echoed_prompt(server: Running) -> None:
+def test_offsets_count_the_characters_of_an_echoed_prompt(server):
     body = {"prompt": WIDE, "echo": True, "logprobs": 2, "max_tokens": 1, "guided_choice": ["z"]}
     answer = server.post(COMPLETIONS, body).json()["choices"][0]
     assert answer["text"] == WIDE + "z"
@@ -69,7 +64,7 @@ def test_offsets_count_the_characters_of_an_echoed_prompt(server: Running) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_offsets_and_names_of_an_answer(server: Running, stream: bool) -> None:
+def test_offsets_and_names_of_an_answer(server, stream):
     body = {"prompt": "x = ", "logprobs": 3, "max_tokens": 60, "seed": 1, "guided_choice": ["日本🙂 ŝelf naïve"]}
     if stream:
         pieces = streamed(server, COMPLETIONS, body)
@@ -83,15 +78,15 @@ def test_offsets_and_names_of_an_answer(server: Running, stream: bool) -> None:
     assert all(name in top for name, top in zip(listed["tokens"], listed["top_logprobs"]))
 
 
-def test_no_two_tokens_share_a_name() -> None:
+def test_no_two_tokens_share_a_name():
     tokenizer = load_tokenizer(pretrained.path("target"))
     service = TextService(tokenizer, 512)
     assert len({service.token_name(token) for token in range(len(tokenizer))}) == len(tokenizer)
     service.close()
 
 
-def test_tokens_that_look_the_same_go_by_their_ids() -> None:
-    names: Any = SimpleNamespace(token_name={3: "a", 5: "a", 7: "a", 8: "b"}.__getitem__)
+def test_tokens_that_look_the_same_go_by_their_ids():
+    names = SimpleNamespace(token_name={3: "a", 5: "a", 7: "a", 8: "b"}.__getitem__)
     result = by_name(TokenLogprobs(5, -2.0, 2, {3: -1.0, 5: -2.0, 7: -3.0, 8: float("-inf")}), names)
     assert result == {"a": -2.0, "token_id:3": -1.0, "token_id:7": -3.0, "b": -9999.0}
 
@@ -99,7 +94,7 @@ def test_tokens_that_look_the_same_go_by_their_ids() -> None:
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("first", [0, 1, 5, 12, 23])
 @pytest.mark.parametrize("length", [1, 4, 9])
-def test_lists_end_where_a_stop_string_cut(server: Running, text: str, first: int, length: int, kept: bool) -> None:
+def test_lists_end_where_a_stop_string_cut(server, text, first, length, kept):
     """The same tokens as without the stop, those that begin before the cut: whole, streamed and in chat."""
     stop = text[first : first + length]
     whole = server.post(COMPLETIONS, {**SAMPLED, "logprobs": 1}).json()["choices"][0]
@@ -119,7 +114,7 @@ def test_lists_end_where_a_stop_string_cut(server: Running, text: str, first: in
         assert all(offset < len(seen) for offset in piece["logprobs"]["text_offset"])
 
 
-def test_chat_lists_end_there_too(server: Running) -> None:
+def test_chat_lists_end_there_too(server):
     body = {"messages": [{"role": "user", "content": "hi"}], "seed": 3, "max_tokens": 20, "logprobs": True}
     whole = server.post(CHAT, body).json()["choices"][0]
     text = whole["message"]["content"]

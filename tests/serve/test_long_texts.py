@@ -1,17 +1,13 @@
 """Long texts: nobody waits behind another's, and what cannot fit is not tokenised to its end."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import threading
-from collections.abc import Awaitable, Callable, Iterator
-from typing import Any
 
 import pytest
-from running import TEMPLATE, Running, run_server
+from running import TEMPLATE, run_server
 
-from forerun import LLM, RequestError
+from forerun import RequestError
 from forerun.core.errors import ContextLengthError
 from forerun.serve import text as text_module
 from forerun.serve.text import AROUND_A_CUT, PER_TOKEN, PIECE, SHORT, TextService
@@ -23,11 +19,11 @@ LONG = "def parse(value):\n    return value\n" * 4000
 class Held:
     """A tokenizer whose work in long texts waits until it may go on."""
 
-    def __init__(self, tokenizer: Any, release: threading.Event, begun: threading.Event) -> None:
+    def __init__(self, tokenizer, release, begun):
         self.tokenizer, self.release, self.begun = tokenizer, release, begun
 
-    def __getattr__(self, name: str) -> Any:
-        def held(*arguments: Any, **options: Any) -> Any:
+    def __getattr__(self, name):
+        def held(*arguments, **options):
             if name != "convert_ids_to_tokens":
                 self.begun.set()
                 assert self.release.wait(60)
@@ -37,13 +33,13 @@ class Held:
 
 
 @pytest.fixture
-def service(served: LLM) -> Iterator[TextService]:
+def service(served):
     made = TextService(served.tokenizer, 512, TEMPLATE)
     yield made
     made.close()
 
 
-CALLS: dict[str, tuple[Callable[[TextService], Awaitable[Any]], Callable[[TextService], Awaitable[Any]]]] = {
+CALLS = {
     "count": (lambda text: text.count(LONG), lambda text: text.count("a = 1")),
     "encode": (lambda text: text.encode(LONG), lambda text: text.encode("a = 1")),
     "decode": (lambda text: text.decode([5] * 9000), lambda text: text.decode([5] * 9)),
@@ -57,11 +53,11 @@ CALLS: dict[str, tuple[Callable[[TextService], Awaitable[Any]], Callable[[TextSe
 
 @pytest.mark.parametrize("first", CALLS)
 @pytest.mark.parametrize("second", CALLS)
-def test_short_texts_do_not_wait_for_long_ones(service: TextService, first: str, second: str) -> None:
+def test_short_texts_do_not_wait_for_long_ones(service, first, second):
     release, begun = threading.Event(), threading.Event()
     service.long.tokenizer = Held(service.long.tokenizer, release, begun)
 
-    async def both() -> tuple[bool, bool]:
+    async def both():
         long = asyncio.ensure_future(CALLS[first][0](service))
         await asyncio.to_thread(begun.wait, 30)
         assert begun.is_set()
@@ -77,19 +73,19 @@ def test_short_texts_do_not_wait_for_long_ones(service: TextService, first: str,
         release.set()
 
 
-def test_a_server_answers_while_a_long_text_is_held(served: LLM) -> None:
+def test_a_server_answers_while_a_long_text_is_held(served):
     release, begun = threading.Event(), threading.Event()
     with run_server(served) as server:
         service = next(
             cell.cell_contents.text
-            for route in server.server.config.app.routes  # type: ignore[union-attr]
+            for route in server.server.config.app.routes
             if getattr(route, "path", "") == "/tokenize"
             for cell in route.endpoint.__closure__
         )
         service.long.tokenizer = Held(service.long.tokenizer, release, begun)
-        answers: list[int] = []
+        answers = []
 
-        def ask() -> None:
+        def ask():
             answers.append(server.post("/tokenize", {"prompt": LONG}).status_code)
 
         waiting = threading.Thread(target=ask)
@@ -109,18 +105,18 @@ def test_a_server_answers_while_a_long_text_is_held(served: LLM) -> None:
 class Counting:
     """Tells how many characters it was given."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer):
         self.tokenizer, self.characters = tokenizer, 0
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(self.tokenizer, name)
 
-    def encode(self, text: str, **options: Any) -> list[int]:
+    def encode(self, text, **options):
         self.characters += len(text)
         return self.tokenizer.encode(text, **options)
 
 
-def test_what_cannot_fit_is_not_tokenised_to_its_end(service: TextService) -> None:
+def test_what_cannot_fit_is_not_tokenised_to_its_end(service):
     counting = service.long.tokenizer = Counting(service.long.tokenizer)
     most = 4 * PIECE  # twice the limit, and what cuts might have added, comes of two or three of these texts
     for text in (LONG, "x " * 2_000_000, "日本🙂" * 500_000, "a" * 4_000_000):
@@ -136,7 +132,7 @@ def test_what_cannot_fit_is_not_tokenised_to_its_end(service: TextService) -> No
 
 
 @pytest.mark.parametrize("piece", ["a", " ", "word ", "日本", "🙂", "\n    return", "0123456789", "<|endoftext|>"])
-def test_nothing_that_fits_is_refused(served: LLM, piece: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_that_fits_is_refused(served, piece, monkeypatch):
     """Texts of just the tokens that there may be, however many characters they are: as much as tokenised whole."""
     source = random.Random(piece)
     monkeypatch.setattr(text_module, "PIECE", 1024)
@@ -160,7 +156,7 @@ def test_nothing_that_fits_is_refused(served: LLM, piece: str, monkeypatch: pyte
     assert max(map(len, served.tokenizer.get_vocab())) < AROUND_A_CUT
 
 
-def test_a_text_to_be_counted_has_its_bound(service: TextService, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_to_be_counted_has_its_bound(service, monkeypatch):
     monkeypatch.setattr(text_module, "MOST_CHARACTERS", 50_000)
     assert len(asyncio.run(service.count("a" * 50_000))) > service.limit
     counting = service.long.tokenizer = Counting(service.long.tokenizer)
@@ -172,7 +168,7 @@ def test_a_text_to_be_counted_has_its_bound(service: TextService, monkeypatch: p
     assert SHORT < 50_000
 
 
-def test_over_http(server: Running) -> None:
+def test_over_http(server):
     body = {"prompt": LONG}
     answer = server.post("/v1/completions", body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")

@@ -1,17 +1,14 @@
 """Prometheus metrics, held against what answers say of themselves."""
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from running import Running, run_server
+from running import run_server
 
-from forerun import LLM, ConfigError
+from forerun import ConfigError
 from forerun.serve.app import ServerOptions
 
 PROMPT = "def parse("
@@ -19,12 +16,12 @@ Samples = dict[tuple[str, str | None], float]
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
+def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
         yield client
 
 
-def read(server: Running) -> Samples:
+def read(server):
     """Values by name and label."""
     families = text_string_to_metric_families(server.http.get("/metrics").text)
     samples = [sample for family in families for sample in family.samples]
@@ -32,13 +29,13 @@ def read(server: Running) -> Samples:
     return {(s.name.removeprefix("forerun:"), next(iter(s.labels.values()), None)): s.value for s in samples}
 
 
-def test_prometheus_metrics(client: openai.OpenAI, server: Running) -> None:
+def test_prometheus_metrics(client, server):
     before = read(server)
     answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24)
     after = read(server)
     speculation = answer.metrics["speculative_decoding"]
 
-    def grown(name: str, label: str | None = None) -> float:
+    def grown(name, label=None):
         return after[name, label] - before.get((name, label), 0.0)
 
     assert grown("spec_decode_num_drafts_total") == speculation["num_spec_steps"]
@@ -56,7 +53,7 @@ def test_prometheus_metrics(client: openai.OpenAI, server: Running) -> None:
     assert after["num_requests_running", None] == 0
 
 
-def test_what_prefixes_saved(server: Running) -> None:
+def test_what_prefixes_saved(server):
     prompt = [11, 12, 13, 14] * 10
     server.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
     before = read(server)
@@ -69,10 +66,10 @@ def test_what_prefixes_saved(server: Running) -> None:
     assert after["prefix_cache_hit_rate", None] == pytest.approx(after[hits, None] / after[queries, None])
 
 
-def test_acceptance_by_the_length_of_the_text(server: Running) -> None:
+def test_acceptance_by_the_length_of_the_text(server):
     """Every round counts for the text it drafted for, as the request's trace tells it."""
     before = read(server)
-    expected: defaultdict[tuple[str, str], int] = defaultdict(int)
+    expected = defaultdict(int)
     for length in (60, 120, 300):
         body = {"prompt": [5] * length, "max_tokens": 24, "seed": 1, "speculative": {"trace": True}}
         answer = server.post("/v1/completions", body).json()
@@ -92,10 +89,10 @@ def test_acceptance_by_the_length_of_the_text(server: Running) -> None:
         assert after[key] - before.get(key, 0.0) == count, (name, bound)
 
 
-def grown(server: Running, before: Samples, reason: str) -> Callable[[float], None]:
+def grown(server, before, reason):
     """Wait until so many more answers ended for ``reason``."""
 
-    def check(count: float) -> None:
+    def check(count):
         for _ in range(500):
             after = read(server)
             if after["request_success_total", reason] - before["request_success_total", reason] == count:
@@ -107,7 +104,7 @@ def grown(server: Running, before: Samples, reason: str) -> Callable[[float], No
 
 
 @pytest.mark.usefixtures("slow_rounds")
-def test_requests_that_are_left_or_late_are_counted(served: LLM) -> None:
+def test_requests_that_are_left_or_late_are_counted(served):
     options = ServerOptions(model_name="tiny", request_timeout=0.5)
     with run_server(served, options) as running:
         before = read(running)
@@ -123,7 +120,7 @@ def test_requests_that_are_left_or_late_are_counted(served: LLM) -> None:
         grown(running, before, "abort")(2)
 
 
-def test_refused_requests_have_no_answers_that_end(server: Running) -> None:
+def test_refused_requests_have_no_answers_that_end(server):
     before = read(server)
     for wrong in ({"prompt": [99999]}, {"prompt": PROMPT, "logit_bias": {"99999": 1}}, {"prompt": [5] * 600}):
         assert server.post("/v1/completions", {**wrong, "n": 3}).status_code == 400
@@ -144,7 +141,7 @@ GATEWAY = {
 """Names and types in vLLM's documentation that routers and dashboards read."""
 
 
-def test_what_gateways_read(served: LLM, server: Running) -> None:
+def test_what_gateways_read(served, server):
     assert "vllm:" not in server.http.get("/metrics").text
     with run_server(served, ServerOptions(model_name="tiny", metrics_names="vllm")) as running:
         running.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 24, "seed": 7})
@@ -165,6 +162,6 @@ def test_what_gateways_read(served: LLM, server: Running) -> None:
     assert (facts.labels["block_size"], facts.labels["num_gpu_blocks"]) == (str(pool.page_size), str(pool.num_pages))
 
 
-def test_unknown_names_are_refused() -> None:
+def test_unknown_names_are_refused():
     with pytest.raises(ConfigError, match="metrics_names is forerun or vllm, not 'sglang'"):
         ServerOptions(metrics_names="sglang")

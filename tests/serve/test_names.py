@@ -1,15 +1,9 @@
 """What clients may call the model, and whose pages may ask for it."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-
 import openai
 import pytest
-from running import TEMPLATE, Running, run_server
+from running import TEMPLATE, run_server
 
-from forerun import LLM
 from forerun.core.errors import ConfigError
 from forerun.serve.app import ServerOptions
 from forerun.serve.guard import names
@@ -31,14 +25,14 @@ PAGE = "https://app.example.com"
         ("smollm2", "smollm2", []),
     ],
 )
-def test_names(given: str, usual: str, others: list[str]) -> None:
+def test_names(given, usual, others):
     result = names(given)
     assert result[0] == usual
     assert set(others) <= set(result)
     assert not {"", ".gguf"} & set(result)
 
 
-def test_a_folder_here_goes_by_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_here_goes_by_its_own_name(tmp_path, monkeypatch):
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert names("org/model")[0] == "model"
@@ -48,7 +42,7 @@ def test_a_folder_here_goes_by_its_own_name(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.fixture(scope="module")
-def named(served: LLM) -> Iterator[Running]:
+def named(served):
     options = ServerOptions(
         model_name="", chat_template=TEMPLATE, api_key="s3cret", allowed_origins=[PAGE, "http://localhost:3000/"]
     )
@@ -58,7 +52,7 @@ def named(served: LLM) -> Iterator[Running]:
 
 
 @pytest.mark.parametrize("name", ["qwen15", "qwen15.gguf", "/models/here/qwen15.gguf", "/models/here/qwen15"])
-def test_all_names_are_served_and_one_is_said(named: Running, name: str) -> None:
+def test_all_names_are_served_and_one_is_said(named, name):
     with openai.OpenAI(base_url=f"{named.url}/v1", api_key="s3cret", max_retries=0) as client:
         assert client.completions.create(model=name, **ASKED).model == "qwen15"
         assert client.models.retrieve(name).id == "qwen15"
@@ -69,19 +63,19 @@ def test_all_names_are_served_and_one_is_said(named: Running, name: str) -> None
 
 
 @pytest.mark.parametrize("name", ["qwen", "here/qwen15", "", "QWEN15"])
-def test_other_names_are_not(named: Running, name: str) -> None:
+def test_other_names_are_not(named, name):
     answer = named.post("/v1/completions", {**ASKED, "model": name})
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "model_not_found"
     assert "there is 'qwen15'" in answer.json()["error"]["message"]
 
 
-def test_a_given_name_is_the_only_one(served: LLM) -> None:
+def test_a_given_name_is_the_only_one(served):
     options = ServerOptions(model_name="mine").serving("/models/here/qwen15.gguf")
     assert (options.model_name, list(options.aliases)) == ("mine", [])
 
 
-def preflight(running: Running, origin: str) -> dict[str, str]:
+def preflight(running, origin):
     headers = {"Origin": origin, "Access-Control-Request-Method": "POST",
                "Access-Control-Request-Headers": "authorization, content-type"}  # fmt: skip
     del running.http.headers["Authorization"]  # browsers ask without it
@@ -93,7 +87,7 @@ def preflight(running: Running, origin: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("origin", [PAGE, "http://localhost:3000"])
-def test_allowed_pages_may_ask(named: Running, origin: str) -> None:
+def test_allowed_pages_may_ask(named, origin):
     told = preflight(named, origin)
     assert told["status"] == "200"
     assert told["access-control-allow-origin"] == origin
@@ -107,7 +101,7 @@ def test_allowed_pages_may_ask(named: Running, origin: str) -> None:
     assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (401, origin)
 
 
-def test_other_pages_may_not(named: Running, server: Running) -> None:
+def test_other_pages_may_not(named, server):
     assert "access-control-allow-origin" not in preflight(named, "https://evil.example")
     answer = named.post("/v1/completions", ASKED, headers={"Origin": "https://evil.example"})
     assert "access-control-allow-origin" not in answer.headers
@@ -116,12 +110,12 @@ def test_other_pages_may_not(named: Running, server: Running) -> None:
 
 
 @pytest.mark.parametrize("origin", ["app.example.com", "https://app.example.com/path", "", "null"])
-def test_what_is_no_origin_is_refused(origin: str) -> None:
+def test_what_is_no_origin_is_refused(origin):
     with pytest.raises(ConfigError, match="is no origin: give one such as"):
         ServerOptions(allowed_origins=[origin])
 
 
-def test_there_are_no_embeddings(server: Running) -> None:
+def test_there_are_no_embeddings(server):
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
     with client, pytest.raises(openai.NotFoundError, match="there are no embeddings here") as caught:
         client.embeddings.create(model="tiny", input="a text")

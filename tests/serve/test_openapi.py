@@ -1,19 +1,14 @@
 """``/openapi.json`` tells what the server does: streams, errors and the key, held against real answers."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import jsonschema_rs
 import pytest
 from pydantic import ValidationError
-from running import TEMPLATE, Running, run_server
+from running import TEMPLATE, run_server
 
-from forerun import LLM
 from forerun.serve.app import ServerOptions
 from forerun.serve.schema import Body
 
@@ -26,16 +21,16 @@ TRACED = {"temperature": 0.8, "seed": 7, "speculative": {"method": "draft_model"
 
 
 @pytest.fixture(scope="module")
-def description(server: Running) -> dict[str, Any]:
+def description(server):
     return server.http.get("/openapi.json").json()
 
 
-def validate(description: dict[str, Any], name: str, body: Any) -> None:
+def validate(description, name, body):
     schema = {"$ref": f"#/components/schemas/{name}", "components": description["components"]}
     jsonschema_rs.validator_for(schema).validate(body)
 
 
-def operations(description: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+def operations(description):
     return [(path, method, op) for path, item in description["paths"].items() for method, op in item.items()]
 
 
@@ -60,9 +55,7 @@ def operations(description: dict[str, Any]) -> list[tuple[str, str, dict[str, An
         ),
     ],
 )
-def test_whole_and_streamed_answers(
-    server: Running, description: dict[str, Any], path: str, body: dict[str, Any], whole: str, chunk: str
-) -> None:
+def test_whole_and_streamed_answers(server, description, path, body, whole, chunk):
     good = description["paths"][path]["post"]["responses"]["200"]["content"]
     assert good["application/json"]["schema"] == {"$ref": f"#/components/schemas/{whole}"}
     assert chunk in good["text/event-stream"]["schema"]["description"]
@@ -80,12 +73,12 @@ def test_whole_and_streamed_answers(
         validate(description, whole, {**answer.json(), "unheard_of": 1})
 
 
-def bodies(kind: type[Body] = Body) -> list[type[Body]]:
+def bodies(kind=Body):
     """All that request bodies are made of."""
     return [result for each in kind.__subclasses__() for result in (each, *bodies(each))]
 
 
-def integers(kind: type[Body]) -> list[str]:
+def integers(kind):
     """Its fields that are described as integers."""
     described = kind.model_json_schema()["properties"].items()
     return [
@@ -97,7 +90,7 @@ def integers(kind: type[Body]) -> list[str]:
     ("kind", "name"),
     [pytest.param(kind, name, id=f"{kind.__name__}.{name}") for kind in bodies() for name in integers(kind)],
 )
-def test_integers_are_those_of_json(kind: type[Body], name: str) -> None:
+def test_integers_are_those_of_json(kind, name):
     """2.0 is one, as the description has it; 2.5 and true are none."""
     schema = {"properties": {name: kind.model_json_schema()["properties"][name]}}
     for value in (2, 2.0, 2.5, True, False, "2"):
@@ -110,14 +103,14 @@ def test_integers_are_those_of_json(kind: type[Body], name: str) -> None:
 
 
 @pytest.mark.parametrize("ids", [[5.0, 6.0], [[5.0, 6.0]], [5, 6.0]])
-def test_token_ids_may_have_a_point(server: Running, ids: list[Any]) -> None:
+def test_token_ids_may_have_a_point(server, ids):
     body = {"max_tokens": 3.0, "seed": 7.0, "stop_token_ids": [9.0]}
     (expected,) = server.post("/v1/completions", {**body, "prompt": [5, 6]}).json()["choices"]
     assert server.post("/v1/completions", {**body, "prompt": ids}).json()["choices"] == [expected]
     assert server.post("/v1/completions", {**body, "prompt": [5.0, 6.5]}).json()["error"]["param"] == "prompt.1"
 
 
-def test_errors_are_described(description: dict[str, Any]) -> None:
+def test_errors_are_described(description):
     for path, method, operation in operations(description):
         assert "422" not in operation["responses"]
         for status, response in operation["responses"].items():
@@ -131,7 +124,7 @@ def test_errors_are_described(description: dict[str, Any]) -> None:
 
 
 @pytest.mark.usefixtures("slow_rounds")
-def test_errors_are_as_described(served: LLM, description: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_as_described(served, description, monkeypatch):
     """Every status that a completion can have, the key's among them."""
     options = ServerOptions(
         model_name="tiny", api_key="s3cret", chat_template=TEMPLATE, request_timeout=0.2, max_body_bytes=400,
@@ -140,7 +133,7 @@ def test_errors_are_as_described(served: LLM, description: dict[str, Any], monke
     path, long = "/v1/completions", {"prompt": "a", "max_tokens": 500, "ignore_eos": True}
     key = {"Authorization": "Bearer s3cret"}
 
-    def slow() -> Iterator[bytes]:
+    def slow():
         yield b"{"
         time.sleep(0.6)
         yield b"}"
@@ -170,7 +163,7 @@ def test_errors_are_as_described(served: LLM, description: dict[str, Any], monke
         validate(described, "Error", answer.json())
 
 
-def test_the_key_is_described_where_it_is_needed(served: LLM, description: dict[str, Any]) -> None:
+def test_the_key_is_described_where_it_is_needed(served, description):
     assert all("security" not in op and "401" not in op["responses"] for _, _, op in operations(description))
     assert "securitySchemes" not in description["components"]
     with run_server(served, ServerOptions(model_name="tiny", api_key="s3cret")) as locked:
@@ -183,7 +176,7 @@ def test_the_key_is_described_where_it_is_needed(served: LLM, description: dict[
             assert ("401" in operation["responses"]) == refused
 
 
-def test_the_values_that_this_server_takes(description: dict[str, Any]) -> None:
+def test_the_values_that_this_server_takes(description):
     schemas = description["components"]["schemas"]
     assert schemas["ChatRequest"]["properties"]["model"]["enum"] == ["tiny", None]
     assert schemas["Chat"]["properties"]["model"]["enum"] == ["tiny"]

@@ -1,7 +1,5 @@
 """``forerun serve`` as a process: it stops when asked, once what runs is done; a second one on its port says so."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -10,11 +8,9 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 import httpx2
 import pytest
@@ -30,7 +26,7 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "FORERUN_API_KEY": "s3cret"
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(*options):
     """The process, and the address where it listens."""
     process = subprocess.Popen(
         [*COMMAND, "--port", "0", *options],
@@ -56,12 +52,12 @@ def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
         process.stdout.close()
 
 
-def begin(url: str, texts: list[str], **body: Any) -> threading.Thread:
+def begin(url, texts, **body):
     """Reads a streamed answer into ``texts``; returns once it has begun."""
     begun = threading.Event()
     body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0, **body}
 
-    def read() -> None:
+    def read():
         with httpx2.stream("POST", f"{url}/v1/completions", json=body, headers=KEY, timeout=60) as answer:
             parts = []
             with suppress(httpx2.HTTPError):
@@ -76,7 +72,7 @@ def begin(url: str, texts: list[str], **body: Any) -> threading.Thread:
     return reader
 
 
-def test_it_serves_what_a_file_of_options_says() -> None:
+def test_it_serves_what_a_file_of_options_says():
     example = Path(__file__).parents[2] / "docs" / "examples" / "forerun.yaml"
     with (
         serving("--config", str(example), "--served-model-name", "mine") as (_, url),
@@ -90,11 +86,11 @@ def test_it_serves_what_a_file_of_options_says() -> None:
             assert client.get("/models", headers={"Host": host}).status_code == status
 
 
-def test_it_serves_and_ends(model_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_serves_and_ends(model_folder, capsys):
     drafters = ["--spec-method", "ngram", "--also-draft", '{"method": "pattern"}']
     with serving("--allowed-host", "models.example", "--model", str(model_folder), *drafters) as (server, url):
         answers(url, capsys)
-        texts: list[str] = []
+        texts = []
         readers = [begin(url, texts) for _ in range(3)]
         server.send_signal(signal.SIGTERM)
         for reader in readers:
@@ -108,7 +104,7 @@ def test_it_serves_and_ends(model_folder: Path, capsys: pytest.CaptureFixture[st
             httpx2.get(f"{url}/health")
 
 
-def answers(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+def answers(url, capsys):
     assert httpx2.get(f"{url}/v1/models").status_code == 401
     model = httpx2.get(f"{url}/v1/models", headers=KEY).json()["data"][0]
     assert set(model["speculative"]) == {"ngram", "pattern"}
@@ -127,12 +123,12 @@ def answers(url: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.out == ""
 
 
-def test_who_asks_while_it_drains_is_reported(model_folder: Path) -> None:
+def test_who_asks_while_it_drains_is_reported(model_folder):
     """An answer that outlasts the drain; meanwhile new connections are taken, and refused in words."""
     options = ["--model", str(model_folder), "--max-num-seqs", "1", "--drain-timeout", "3"]
     with serving(*options) as (server, url), httpx2.Client(base_url=url, headers=KEY, timeout=30) as known:
         assert known.get("/health").status_code == 200
-        texts: list[str] = []
+        texts = []
         reader = begin(url, texts, max_tokens=500, n=128, logprobs=5)
         server.send_signal(signal.SIGTERM)
         signalled = monotonic()
@@ -151,11 +147,11 @@ def test_who_asks_while_it_drains_is_reported(model_folder: Path) -> None:
         assert 2.5 < monotonic() - signalled < 20
 
 
-def test_a_second_signal_ends_it_at_once(model_folder: Path) -> None:
+def test_a_second_signal_ends_it_at_once(model_folder):
     kind = signal.SIGINT  # SIGTERM takes the same way, as the next test shows
     options = ["--model", str(model_folder), "--max-num-seqs", "1", "--drain-timeout", "50"]
     with serving(*options) as (server, url):
-        texts: list[str] = []
+        texts = []
         reader = begin(url, texts, max_tokens=500, n=128, logprobs=5)
         server.send_signal(kind)
         while httpx2.get(f"{url}/health").status_code == 200:
@@ -194,7 +190,7 @@ DrainingServer(app, Done(), 60.0).run(sockets=[listener])
 """
 
 
-def test_a_signal_once_all_answers_are_made_ends_it_too() -> None:
+def test_a_signal_once_all_answers_are_made_ends_it_too():
     """The engine has drained, and an answer is still being written, without end."""
     with subprocess.Popen([sys.executable, "-c", SLOW], stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
@@ -210,7 +206,7 @@ def test_a_signal_once_all_answers_are_made_ends_it_too() -> None:
         assert server.stdout.read() == "closed\n"
 
 
-def test_a_key_that_protects_nothing_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_that_protects_nothing_is_refused(capsys):
     """Before a model is loaded."""
     assert run(["serve", "--port", "0", "--model", "/nonexistent", "--api-key", ""]) == 2
     shown = capsys.readouterr()
@@ -219,7 +215,7 @@ def test_a_key_that_protects_nothing_is_refused(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("variable", ["", "s3cret\n"])
-def test_a_variable_that_protects_nothing_is_refused(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_a_variable_that_protects_nothing_is_refused(monkeypatch, variable):
     """``Authorization: Bearer`` alone would be enough, or nothing would."""
     monkeypatch.setenv("FORERUN_API_KEY", variable)
     with pytest.raises(ConfigError, match="empty, or begins or ends"):
@@ -235,7 +231,7 @@ def test_a_variable_that_protects_nothing_is_refused(monkeypatch: pytest.MonkeyP
         ({"accept": "coupled"}, "adaptive"),
     ],
 )
-def test_drafts_go_as_far_as_they_pay_where_that_changes_no_token(given: dict[str, str], length: str | None) -> None:
+def test_drafts_go_as_far_as_they_pay_where_that_changes_no_token(given, length):
     first, second = served_drafters({"spec_method": "ngram", **given}, {}, ['{"method": "pattern"}'])
     assert first.get("length") == second.get("length") == length
     assert second.get("accept") == given.get("accept")
@@ -243,7 +239,7 @@ def test_drafts_go_as_far_as_they_pay_where_that_changes_no_token(given: dict[st
     assert served_drafters({}, {"model": "x"}, ['{"method": "ngram"}']) == [{"method": "ngram", "length": "adaptive"}]
 
 
-def test_a_drafter_that_options_speak_of_is_there_beside_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_that_options_speak_of_is_there_beside_others(monkeypatch):
     monkeypatch.setattr("forerun.cli.options.read_tuned", lambda folder, engine: {"method": "cascade"})
     for asked, method in (
         ({"spec_tokens": 3}, "suffix"),

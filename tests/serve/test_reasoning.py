@@ -1,16 +1,11 @@
 """Thoughts before an answer: grammars that begin behind them, and texts told apart, whole and in pieces."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import TEMPLATE, Running, run_server
+from running import TEMPLATE, run_server
 from test_tool_parser import told
 
 from forerun import LLM, ConfigError, SamplingParams, StructuredOutputsParams
@@ -29,24 +24,24 @@ DRAFTERS = [{"method": "draft_model", "num_speculative_tokens": 3}, {"method": "
 
 
 @pytest.fixture(scope="module")
-def thinking(model_folder: Path) -> Iterator[LLM]:
+def thinking(model_folder):
     with pytest.MonkeyPatch.context() as patched:
         patched.setitem(PARSERS, "tiny", Markers(THINK, ANSWER))
         yield LLM(str(model_folder), speculative_config=DRAFTERS[1], page_size=16, reasoning_parser="tiny")
 
 
 @pytest.fixture(scope="module")
-def server(thinking: LLM) -> Iterator[Running]:
+def server(thinking):
     with run_server(thinking, ServerOptions(model_name="tiny", chat_template=TEMPLATE)) as running:
         yield running
 
 
-def one(llm: LLM, text: str) -> int:
+def one(llm, text):
     (token,) = llm.tokenizer.encode(text, add_special_tokens=False)
     return token
 
 
-def permitted(llm: LLM, output: list[int], path: list[int], prompt: list[int], *, tentative: int = 0) -> set[int]:
+def permitted(llm, output, path, prompt, *, tentative=0):
     """The tokens that a new constraint permits."""
     constraint = llm.engine.grammars.start(StructuredOutputsParams(choice=CHOICES))
     sequence = RequestState(0, [*prompt, *output], len(prompt), SamplingParams(), 0)
@@ -56,7 +51,7 @@ def permitted(llm: LLM, output: list[int], path: list[int], prompt: list[int], *
     return {i for i in range(32 * len(mask)) if int(mask[i // 32]) >> (i % 32) & 1}
 
 
-def test_a_grammar_begins_behind_the_thoughts(thinking: LLM) -> None:
+def test_a_grammar_begins_behind_the_thoughts(thinking):
     think, end = one(thinking, THINK), one(thinking, ANSWER)
     prompt, text = thinking.tokenizer.encode("x = "), thinking.tokenizer.encode("a b c", add_special_tokens=False)
     first = permitted(thinking, [], [], [*prompt, think, end])
@@ -82,9 +77,7 @@ def test_a_grammar_begins_behind_the_thoughts(thinking: LLM) -> None:
 
 @pytest.mark.parametrize("drafter", DRAFTERS, ids=["draft_model", "pattern"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_change_nothing_about_thoughts_or_answer(
-    thinking: LLM, model_folder: Path, drafter: dict[str, Any], temperature: float
-) -> None:
+def test_drafts_change_nothing_about_thoughts_or_answer(thinking, model_folder, drafter, temperature):
     bias = {one(thinking, ANSWER): 6.0, one(thinking, THINK): 6.0}
     shape = StructuredOutputsParams(choice=CHOICES)
     params = [
@@ -103,7 +96,7 @@ def test_drafts_change_nothing_about_thoughts_or_answer(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_and_its_thoughts_come_apart(server: Running, thinking: LLM, stream: bool) -> None:
+def test_an_answer_and_its_thoughts_come_apart(server, thinking, stream):
     bias = {str(one(thinking, ANSWER)): 9.0, str(one(thinking, THINK)): 9.0}
     seen = 0
     for seed in range(8):
@@ -128,9 +121,9 @@ def test_an_answer_and_its_thoughts_come_apart(server: Running, thinking: LLM, s
     assert seen
 
 
-def test_responses_have_an_item_of_thoughts(server: Running, thinking: LLM) -> None:
+def test_responses_have_an_item_of_thoughts(server, thinking):
     bias = {str(one(thinking, ANSWER)): 8.0, str(one(thinking, THINK)): 11.0}
-    body: dict[str, Any] = {"input": "hi", "seed": 3, "max_output_tokens": 40, "logit_bias": bias}
+    body = {"input": "hi", "seed": 3, "max_output_tokens": 40, "logit_bias": bias}
     answer = server.post("/v1/responses", body).json()
     assert [item["type"] for item in answer["output"]][:1] == ["reasoning"]
     again = server.post("/v1/responses", {**body, "previous_response_id": answer["id"], "stream": True})
@@ -141,7 +134,7 @@ def test_responses_have_an_item_of_thoughts(server: Running, thinking: LLM) -> N
     assert item["content"] == [{"type": "reasoning_text", "text": said}]
 
 
-def test_a_tokenizer_without_the_markers_is_refused(model_folder: Path) -> None:
+def test_a_tokenizer_without_the_markers_is_refused(model_folder):
     llm = LLM(str(model_folder), speculative_config=None, reasoning_parser="deepseek_r1")
     shape = StructuredOutputsParams(choice=CHOICES)
     with pytest.raises(ConfigError, match="needs a tokenizer in which '<think>' is 1 token"):
@@ -155,7 +148,7 @@ class Spelled:
 
     PIECES = ("<|channel|>", "<|message|>", "final", "analysis", "<think>", "</think>")
 
-    def encode(self, text: str, **_: Any) -> list[int]:
+    def encode(self, text, **_):
         ids = []
         while text:
             piece = next((p for p in self.PIECES if text.startswith(p)), text[0])
@@ -163,7 +156,7 @@ class Spelled:
             text = text.removeprefix(piece)
         return ids
 
-    def decode(self, ids: list[int]) -> str:
+    def decode(self, ids):
         return "".join(self.PIECES[i] if i < 100 else chr(i - 100) for i in ids)
 
 
@@ -176,7 +169,7 @@ class Spelled:
         ("openai_gptoss", "assistant", True), ("openai_gptoss", "<|channel|>final<|message|>", False),
     ],
 )  # fmt: skip
-def test_a_prompt_says_whether_thoughts_are_open(name: str, prompt: str, opened: bool | None) -> None:
+def test_a_prompt_says_whether_thoughts_are_open(name, prompt, opened):
     spelled = Spelled()
     boundary = Boundary(spelled, name)
     assert boundary.opened(spelled.encode(prompt)) is opened
@@ -185,7 +178,7 @@ def test_a_prompt_says_whether_thoughts_are_open(name: str, prompt: str, opened:
     assert boundary.ends_at(ids, len(ids) - 2) is None
 
 
-TAGGED: list[tuple[bool | None, str, str, str]] = [
+TAGGED = [
     (None, "<think>a</think>b", "a", "b"),
     (None, "a</think>b", "", "a</think>b"),
     (None, "<thin", "", "<thin"),
@@ -209,10 +202,10 @@ HARMONY = [
 ]  # fmt: skip
 
 
-def read(reader: Any, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]]]:
+def read(reader, pieces):
     """Thoughts, text and calls as a client puts them together."""
     thoughts = content = ""
-    calls: list[list[str]] = []
+    calls = []
     for index, piece in enumerate(pieces):
         for new in reader.push(piece, last=index == len(pieces) - 1):
             if new.call is not None:
@@ -233,13 +226,13 @@ def read(reader: Any, pieces: list[str]) -> tuple[str, str, list[tuple[str, str]
 
 
 @pytest.mark.parametrize(("opened", "text", "thoughts", "content"), TAGGED)
-def test_thoughts_between_tags(opened: bool | None, text: str, thoughts: str, content: str) -> None:
+def test_thoughts_between_tags(opened, text, thoughts, content):
     for pieces in ([text], [*text, ""]):
         assert read(Thoughts(PARSERS["qwen3"], opened, None), pieces) == (thoughts, content, [])
         assert read(Thoughts(PARSERS["qwen3"], opened, ToolParser(("add",))), pieces) == (thoughts, content, [])
 
 
-def test_a_label_is_no_thought_and_calls_come_behind_thoughts() -> None:
+def test_a_label_is_no_thought_and_calls_come_behind_thoughts():
     text = "<|channel>thought\nHm.<channel|><|tool_call>call:add{a:1}<tool_call|>"
     for pieces in ([text], [*text, ""]):
         parser = ToolParser(("add",), form=CallForm.GEMMA)
@@ -247,7 +240,7 @@ def test_a_label_is_no_thought_and_calls_come_behind_thoughts() -> None:
 
 
 @pytest.mark.parametrize(("text", "thoughts", "content", "calls"), HARMONY)
-def test_messages_of_gpt_oss(text: str, thoughts: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_messages_of_gpt_oss(text, thoughts, content, calls):
     for pieces in ([text], [*text, ""]):
         assert read(Channels(("add",)), pieces) == (thoughts, content, calls)
 
@@ -257,7 +250,7 @@ SCHEMAS = {
     "add": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "l": {"type": ["array", "null"]}}},
     "get_weather": {},
 }
-FORMS: list[tuple[CallForm, str, str, list[tuple[str, Any]]]] = [
+FORMS = [
     (CallForm.QWEN, "So:\n<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n<parameter=s>\n4\n</parameter>\n"
      "<parameter=l>\n[1, \"x\"]\n</parameter>\n</function>\n</tool_call>", "So:",
      [("add", {"a": 3, "s": "4", "l": [1, "x"]})]),
@@ -293,7 +286,7 @@ FORMS: list[tuple[CallForm, str, str, list[tuple[str, Any]]]] = [
 
 
 @pytest.mark.parametrize(("form", "text", "content", "calls"), FORMS, ids=range(len(FORMS)))
-def test_calls_in_other_forms(form: CallForm, text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+def test_calls_in_other_forms(form, text, content, calls):
     for pieces in ([text], [*text, ""]):
         said, made = told(ToolParser(SCHEMAS, form=form, schemas=SCHEMAS), pieces)
         assert (said, [(name, json.loads(arguments)) for name, arguments in made]) == (content, calls)
@@ -315,12 +308,12 @@ WORDS = st.sampled_from(
     ),
     st.data(),
 )
-def test_cuts_change_nothing(text: str, data: st.DataObject) -> None:
+def test_cuts_change_nothing(text, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
     for form in CallForm:
 
-        def parser(form: CallForm = form) -> ToolParser:
+        def parser(form=form):
             return ToolParser(SCHEMAS, form=form, schemas=SCHEMAS)
 
         assert told(parser(), pieces) == told(parser(), [text])

@@ -1,15 +1,10 @@
 """Replicas behind one API, two engines in this process: what is lost in the middle goes on elsewhere, to the token."""
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import random
-from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from running import TEMPLATE
@@ -17,20 +12,19 @@ from running import TEMPLATE
 from forerun import LLM, BeamSearchParams, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.engine.metrics import EngineStats, Snapshot
-from forerun.engine.stream import Delta
 from forerun.sampling.noise import fold
 from forerun.scale import pool as pools
-from forerun.scale.messages import Message, News, Request
+from forerun.scale.messages import News
 from forerun.scale.pool import LostError, ReplicaPool
 from forerun.scale.replica import Replica, alike
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.batch import Ask, asking
+from forerun.serve.batch import asking
 
 PROMPT = [5, 6, 7, 8]
 
 
 @pytest.fixture(scope="module")
-def replicas(model_folder: Path) -> Iterator[list[Replica]]:
+def replicas(model_folder):
     engine = {"model": str(model_folder), "max_num_seqs": 4, "page_size": 16}
     result = [Replica(engine, [{"method": "ngram"}, {"method": "pattern"}]) for _ in range(2)]
     yield result
@@ -43,13 +37,13 @@ class Lossy:
     """Gives requests to the replicas in turn, and loses them: behind so many tokens as ``lives`` says, one number for
     each time; -1: before the replica says anything."""
 
-    def __init__(self, replicas: list[Replica], lives: Iterator[int]) -> None:
+    def __init__(self, replicas, lives):
         self.turn = itertools.cycle(replicas)
         self.lives = lives
-        self.requests: list[Request] = []
+        self.requests = []
         self.lost = 0
 
-    async def send(self, request: Request) -> AsyncGenerator[Message]:
+    async def send(self, request):
         self.requests.append(request)
         left = next(self.lives)
         async with aclosing(next(self.turn).answer(request)) as messages:
@@ -65,7 +59,7 @@ class Lossy:
                 yield message
 
 
-def cut(deltas: list[Delta], left: int) -> list[Delta]:
+def cut(deltas, left):
     """The first ``left`` tokens; a traced round only whole."""
     kept = []
     for delta in deltas:
@@ -84,11 +78,11 @@ FOREVER = itertools.repeat(10**9)
 
 
 @pytest.fixture
-def asked(replicas: list[Replica], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Ask, Lossy, ReplicaPool]]:
+def asked(replicas, monkeypatch):
     """``asked(lives)``: a way to ask the API of a pool that loses requests so."""
     monkeypatch.setattr(pools, "WAIT", 0.0)
 
-    def make(lives: Iterator[int] = FOREVER) -> tuple[Ask, Lossy, ReplicaPool]:
+    def make(lives=FOREVER):
         lossy = Lossy(replicas, lives)
         pool = ReplicaPool(replicas[0].facts, lossy.send, capacity=lambda: 8)
         return asking(create_app(pool, ServerOptions(model_name="tiny", chat_template=TEMPLATE))), lossy, pool
@@ -109,17 +103,17 @@ CASES = {
 }
 
 
-def shown(status: int, body: dict[str, Any]) -> Any:
+def shown(status, body):
     assert status == 200, body
     return [{key: value for key, value in choice.items() if key != "trace"} for choice in body["choices"]]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_lost_goes_on_with_the_same_tokens(asked: Callable[..., Any], case: str) -> None:
+def test_what_is_lost_goes_on_with_the_same_tokens(asked, case):
     """Before the replica says anything, before the first token, in the middle."""
     body = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True, **CASES[case]}
 
-    async def compare() -> int:
+    async def compare():
         undisturbed = shown(*await asked()[0]("/v1/completions", body))
         lost = 0
         for life in range(-1, 11, 4):
@@ -133,11 +127,11 @@ def test_what_is_lost_goes_on_with_the_same_tokens(asked: Callable[..., Any], ca
     assert asyncio.run(compare()) >= 3
 
 
-def test_it_is_the_answer_of_one_engine(asked: Callable[..., Any], served: LLM, plain: Callable[..., Any]) -> None:
+def test_it_is_the_answer_of_one_engine(asked, served, plain):
     params = SamplingParams(max_tokens=30, temperature=0.9, seed=11, ignore_eos=True)
     stopped = replace(params, stop=[plain({"prompt_token_ids": PROMPT}, params).text[20:24]])
 
-    async def ask(given: SamplingParams, **rest: Any) -> Any:
+    async def ask(given, **rest):
         body = {"prompt": PROMPT, "max_tokens": 30, "temperature": 0.9, "seed": 11, "ignore_eos": True, **rest}
         return shown(*await asked(itertools.chain([5, 3], FOREVER))[0]("/v1/completions", body))[0]
 
@@ -147,7 +141,7 @@ def test_it_is_the_answer_of_one_engine(asked: Callable[..., Any], served: LLM, 
         assert (answer["text"], answer["finish_reason"]) == (one.text, one.finish_reason)
 
 
-def test_who_names_no_seed_gets_one_first(asked: Callable[..., Any], plain: Callable[..., Any]) -> None:
+def test_who_names_no_seed_gets_one_first(asked, plain):
     body = {"prompt": PROMPT, "max_tokens": 20, "temperature": 1.0, "n": 2, "ignore_eos": True}
     ask, lossy, _ = asked(itertools.chain([3, 4, 2], FOREVER))
     choices = shown(*asyncio.run(ask("/v1/completions", body)))
@@ -161,12 +155,12 @@ def test_who_names_no_seed_gets_one_first(asked: Callable[..., Any], plain: Call
     assert choices[0]["text"] != choices[1]["text"]
 
 
-def test_a_stream_repeats_nothing(asked: Callable[..., Any], plain: Callable[..., Any]) -> None:
+def test_a_stream_repeats_nothing(asked, plain):
     """At the engine's side of the API, where a stream's pieces can be counted."""
     params = SamplingParams(max_tokens=60, temperature=0.9, seed=2, ignore_eos=True)
     one = plain({"prompt_token_ids": PROMPT}, params)
 
-    async def read(pool: ReplicaPool) -> tuple[list[int], str]:
+    async def read(pool):
         stream = await pool.submit(PROMPT, params)
         deltas = [delta async for delta in stream]
         return [token for delta in deltas for token in delta.token_ids], "".join(delta.text for delta in deltas)
@@ -180,7 +174,7 @@ def test_a_stream_repeats_nothing(asked: Callable[..., Any], plain: Callable[...
     assert not pool._tasks
 
 
-def test_a_request_that_ends_every_replica_fails(asked: Callable[..., Any], replicas: list[Replica]) -> None:
+def test_a_request_that_ends_every_replica_fails(asked, replicas):
     ask, lossy, pool = asked(itertools.repeat(-1))
     status, _ = asyncio.run(ask("/v1/completions", {"prompt": PROMPT}))
     assert (status, lossy.lost) == (503, pools.MOVES + 1)  # none is there: another time it may be answered
@@ -191,7 +185,7 @@ def test_a_request_that_ends_every_replica_fails(asked: Callable[..., Any], repl
     assert not pool.streams
 
 
-def test_other_weights_do_not_go_on(asked: Callable[..., Any], replicas: list[Replica], monkeypatch: Any) -> None:
+def test_other_weights_do_not_go_on(asked, replicas, monkeypatch):
     facts = replicas[0].facts
     monkeypatch.setattr(replicas[1], "facts", replace(facts, weights=f"{facts.checkpoint}-other"))
     body = {"prompt": PROMPT, "max_tokens": 20, "seed": 1, "ignore_eos": True}
@@ -206,9 +200,7 @@ def test_other_weights_do_not_go_on(asked: Callable[..., Any], replicas: list[Re
     assert f"replicas have other weights ({facts.checkpoint}-other) than" in answer["error"]["message"]
 
 
-def test_nothing_said_yet_may_go_on_with_other_weights(
-    asked: Callable[..., Any], replicas: list[Replica], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_said_yet_may_go_on_with_other_weights(asked, replicas, monkeypatch):
     """A replica is lost once it has begun, before its first token: one whose numbers differ answers instead."""
     facts = replicas[0].facts
     monkeypatch.setattr(replicas[1], "facts", replace(facts, weights=f"{facts.checkpoint}-other"))
@@ -218,7 +210,7 @@ def test_nothing_said_yet_may_go_on_with_other_weights(
     assert [(request.weights, request.misfits) for request in lossy.requests] == [(facts.checkpoint, 0)] * 2
 
 
-def test_another_model_answers_nothing(asked: Callable[..., Any], replicas: list[Replica], monkeypatch: Any) -> None:
+def test_another_model_answers_nothing(asked, replicas, monkeypatch):
     """A replica with another version or checkpoint is passed over; where there is no other, that is what is said."""
     right = replicas[0].facts
     monkeypatch.setattr(replicas[0], "facts", replace(right, checkpoint="0.0-x", weights="0.0-x-y"))
@@ -233,19 +225,19 @@ def test_another_model_answers_nothing(asked: Callable[..., Any], replicas: list
     assert answer["error"]["message"].endswith("deploy one version and one checkpoint")
 
 
-def test_replicas_are_alike() -> None:
+def test_replicas_are_alike():
     alike(["0.1-a", "0.1-a"])
     with pytest.raises(ConfigError, match=r"differ in version or checkpoint \(2 of 0.1-a, 1 of 0.2-a\)"):
         alike(["0.1-a", "0.2-a", "0.1-a"])
 
 
 @pytest.mark.parametrize("life", [-1, 0, 3])
-def test_beams_are_one_engines(asked: Callable[..., Any], served: LLM, life: int) -> None:
+def test_beams_are_one_engines(asked, served, life):
     """Whatever is lost of a search, another replica searches again: nothing of it is random, nothing is told twice."""
     params = BeamSearchParams(3, 12, length_penalty=0.5, early_stopping="never", num_return_sequences=2)
     (result,) = served.beam_search([{"prompt_token_ids": PROMPT}], params)
 
-    async def read(pool: ReplicaPool) -> tuple[list[tuple[int, str, str | None]], int]:
+    async def read(pool):
         stream = await pool.submit(PROMPT, params)
         deltas = [delta async for delta in stream]
         told = [(delta.index, delta.text, delta.finish.reason if delta.finish else None) for delta in deltas]
@@ -260,7 +252,7 @@ def test_beams_are_one_engines(asked: Callable[..., Any], served: LLM, life: int
     assert not pool.streams
 
 
-def test_beams_over_the_api(asked: Callable[..., Any], served: LLM) -> None:
+def test_beams_over_the_api(asked, served):
     (result,) = served.beam_search([{"prompt_token_ids": PROMPT}], BeamSearchParams(3, 12))
     body = {"prompt": PROMPT, "max_tokens": 12, "n": 3, "use_beam_search": True}
     ask, lossy, _ = asked(itertools.chain([2], FOREVER))
@@ -272,8 +264,8 @@ def test_beams_over_the_api(asked: Callable[..., Any], served: LLM) -> None:
     assert (status, answer["error"]["param"]) == (400, "beam_width")
 
 
-def test_errors_are_the_requests(asked: Callable[..., Any]) -> None:
-    async def ask(**body: Any) -> Any:
+def test_errors_are_the_requests(asked):
+    async def ask(**body):
         return await asked()[0]("/v1/completions", {"prompt": PROMPT, **body})
 
     for body, param in (
@@ -286,8 +278,8 @@ def test_errors_are_the_requests(asked: Callable[..., Any]) -> None:
         assert (status, answer["error"]["param"]) == (400, param), answer
 
 
-def test_who_leaves_is_forgotten(asked: Callable[..., Any], replicas: list[Replica]) -> None:
-    async def leave(pool: ReplicaPool) -> None:
+def test_who_leaves_is_forgotten(asked, replicas):
+    async def leave(pool):
         stream = await pool.submit(PROMPT, SamplingParams(max_tokens=400, n=3, ignore_eos=True))
         await stream.read()
         stream.abort()
@@ -302,7 +294,7 @@ def test_who_leaves_is_forgotten(asked: Callable[..., Any], replicas: list[Repli
     assert not pool.streams
 
 
-def test_snapshots_add_up(replicas: list[Replica]) -> None:
+def test_snapshots_add_up(replicas):
     one = Snapshot(1, 2, 10, 5, 16, True, EngineStats(rounds=3, accepted_per_pos=[1], by_context={64: [1, 2, 3]}))
     two = Snapshot(3, 0, 30, 30, 16, True, EngineStats(rounds=4, accepted_per_pos=[1, 1], by_context={64: [1, 1, 1]}))
     both = Snapshot.merged([one, two])
@@ -313,7 +305,7 @@ def test_snapshots_add_up(replicas: list[Replica]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bart", "t5"])
-def test_an_encoder_reads_its_own_positions(seq2seq: Callable[[str], str], monkeypatch: Any, kind: str) -> None:
+def test_an_encoder_reads_its_own_positions(seq2seq, monkeypatch, kind):
     """A source takes no room from the answer, which goes on at another replica behind what it has."""
     monkeypatch.setattr(pools, "WAIT", 0.0)
     llm = LLM(seq2seq(kind))

@@ -1,7 +1,5 @@
 """Replicas on Ray Serve, where that is installed: killed, replaced, and started wrongly."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os
@@ -12,10 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
@@ -28,7 +23,7 @@ BODY = {"prompt": [5, 6, 7, 8], "max_tokens": 300, "temperature": 0.9, "ignore_e
 
 
 @contextmanager
-def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def serving(*options):
     with subprocess.Popen([*COMMAND, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         line = " "
@@ -42,7 +37,7 @@ def serving(*options: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
             server.communicate(timeout=120)
 
 
-def replicas(server: int) -> list[int]:
+def replicas(server):
     """The processes of a server's replicas."""
     listed = subprocess.run(["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True).stdout
     rows = [line.split(None, 2) for line in listed.splitlines()[1:]]
@@ -57,12 +52,12 @@ def replicas(server: int) -> list[int]:
     return result
 
 
-def answers(url: str, seeds: list[int], on_first: Callable[[], None] = lambda: None) -> dict[int, str]:
+def answers(url, seeds, on_first=lambda: None):
     """Streamed answers, all at once; ``on_first`` when one has begun."""
-    texts: dict[int, str] = {}
+    texts = {}
     begun = threading.Event()
 
-    def ask(seed: int) -> None:
+    def ask(seed):
         text = ""
         body = {**BODY, "seed": seed, "stream": True}
         with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
@@ -84,7 +79,7 @@ def answers(url: str, seeds: list[int], on_first: Callable[[], None] = lambda: N
     return texts
 
 
-def test_a_killed_replica_costs_no_token(model_folder: Path, plain: Callable[..., Any]) -> None:
+def test_a_killed_replica_costs_no_token(model_folder, plain):
     seeds = list(range(6))
     params = [SamplingParams(max_tokens=300, temperature=0.9, seed=seed, ignore_eos=True) for seed in seeds]
     expected = {p.seed: plain({"prompt_token_ids": BODY["prompt"]}, p).text for p in params}
@@ -100,12 +95,12 @@ def test_a_killed_replica_costs_no_token(model_folder: Path, plain: Callable[...
     assert server.returncode == -signal.SIGTERM
 
 
-def lines(out: Path) -> list[dict[str, Any]]:
+def lines(out):
     """The whole answers in a file that may still be written."""
     return [json.loads(line) for line in out.read_bytes().split(b"\n")[:-1]] if out.exists() else []
 
 
-def test_a_batch_by_replicas(model_folder: Path, plain: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_batch_by_replicas(model_folder, plain, tmp_path):
     """A replica is killed, then the command itself, which then goes on; bad lines have an error each, once."""
     seeds = range(40)
     params = [SamplingParams(max_tokens=200, temperature=0.9, seed=seed, ignore_eos=True) for seed in seeds]
@@ -119,7 +114,7 @@ def test_a_batch_by_replicas(model_folder: Path, plain: Callable[..., Any], tmp_
     options = ["--out", str(out), "--replicas", "2", "--threads", "1", "--max-num-seqs", "2", "--spec-method", "ngram"]
     command = [sys.executable, "-m", "forerun", "batch", str(source), *options, "--model", str(model_folder)]
 
-    def until(count: int) -> None:
+    def until(count):
         while len(lines(out)) < count:
             assert process.poll() is None
             time.sleep(0.01)
@@ -160,7 +155,7 @@ os._exit(0)  # threads of Ray's that serve the handles would keep the process
 """
 
 
-def test_replicas_that_find_no_place(model_folder: Path, tmp_path: Path) -> None:
+def test_replicas_that_find_no_place(model_folder, tmp_path):
     """Two threads each, on a cluster with one core."""
     script = tmp_path / "wait.py"
     script.write_text(WAIT)
@@ -174,7 +169,7 @@ def test_replicas_that_find_no_place(model_folder: Path, tmp_path: Path) -> None
     assert "the replicas are not up yet: " in ended.stderr
 
 
-def test_replicas_that_do_not_come_up(tmp_path: Path) -> None:
+def test_replicas_that_do_not_come_up(tmp_path):
     command = [*COMMAND, "--replicas", "1", "--model", str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert ended.returncode == 2
@@ -227,7 +222,7 @@ os._exit(0)  # threads of Ray's that serve the handles would keep the process
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-def test_as_many_replicas_as_the_load_wants(model_folder: Path, plain: Callable[..., Any], tmp_path: Path) -> None:
+def test_as_many_replicas_as_the_load_wants(model_folder, plain, tmp_path):
     """Requests wait: a second replica comes. They are done: it goes. Nothing is lost by either."""
     script = tmp_path / "scale.py"
     script.write_text(SCALE)
@@ -290,7 +285,7 @@ os._exit(0)  # threads of Ray's that serve the handles would keep the process
 """
 
 
-def test_an_update_loses_no_answer(model_folder: Path, plain: Callable[..., Any], tmp_path: Path) -> None:
+def test_an_update_loses_no_answer(model_folder, plain, tmp_path):
     """Both deployments are replaced, one after the other, while requests come. Before, whoever came first leaves."""
     script = tmp_path / "update.py"
     script.write_text(UPDATE)

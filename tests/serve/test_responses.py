@@ -1,27 +1,21 @@
 """/v1/responses, by OpenAI's own client and types: a chat in another form, with the same tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
-from running import TEMPLATE, Running, run_server, wait_idle
+from running import TEMPLATE, run_server, wait_idle
 from test_tools import HERMES, TOOLS, check_calls
 
-from forerun import LLM
 from forerun.scale.pool import ReplicaPool
 from forerun.scale.replica import Replica
 from forerun.serve import answers
 from forerun.serve.app import ServerOptions, create_app
 from forerun.serve.batch import asking
 from forerun.serve.responses import ResponseReply, ResponseStore
-from forerun.serve.stream import Choice
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
 KINDS = {kind.model_fields["type"].annotation.__args__[0]: kind for kind in get_args(get_args(ResponseStreamEvent)[0])}
@@ -33,34 +27,34 @@ LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
 
 @pytest.fixture(scope="module")
-def hermes(served: LLM) -> Iterator[Running]:
+def hermes(served):
     with run_server(served, ServerOptions(model_name="tiny", chat_template=TEMPLATE_OF_TOOLS)) as running:
         yield running
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[openai.OpenAI]:
+def client(server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
         yield client
 
 
 @pytest.fixture
-def caller(hermes: Running) -> Iterator[openai.OpenAI]:
+def caller(hermes):
     with openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
         yield client
 
 
-def chat(running: Running, messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+def chat(running, messages, **more):
     answer = running.post(CHAT, {**ASK_CHAT, "messages": messages, **more})
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def text_of(answer: dict[str, Any]) -> str:
+def text_of(answer):
     return answer["choices"][0]["message"]["content"]
 
 
-def events_of(text: str) -> list[dict[str, Any]]:
+def events_of(text):
     """A stream's events; each is named by its type, and OpenAI's own type takes it."""
     events = []
     for block in text.split("\n\n")[:-1]:
@@ -73,14 +67,14 @@ def events_of(text: str) -> list[dict[str, Any]]:
     return events
 
 
-def steady(answer: dict[str, Any]) -> dict[str, Any]:
+def steady(answer):
     """What two answers to the same request have in common."""
     left = {key: value for key, value in answer.items() if key not in ("id", "created_at", "completed_at", "metrics")}
     left["usage"] = {**left["usage"], "input_tokens_details": None}
     return {**left, "output": [{**item, "id": "", "call_id": ""} for item in answer["output"]]}
 
 
-def test_it_is_the_chats_answer(server: Running, client: openai.OpenAI) -> None:
+def test_it_is_the_chats_answer(server, client):
     answer = client.responses.create(
         model="tiny", input="hi", instructions="be brief", max_output_tokens=12, temperature=0.8, metadata={"a": "b"},
         extra_body={"seed": 7},
@@ -99,7 +93,7 @@ def test_it_is_the_chats_answer(server: Running, client: openai.OpenAI) -> None:
     assert speculation["per_step_accepted"] == expected["metrics"]["speculative_decoding"]["per_step_accepted"]
 
 
-def test_an_answer_that_ends_is_completed(server: Running) -> None:
+def test_an_answer_that_ends_is_completed(server):
     whole = text_of(chat(server, ASK_CHAT["messages"]))
     body = {**ASK, "stop": whole[-3:]}
     answer = server.post(PATH, body).json()
@@ -114,7 +108,7 @@ def test_an_answer_that_ends_is_completed(server: Running) -> None:
     "speculative", [{"enabled": False}, {"method": "draft_model"}, {"method": "ngram", "trace": True}]
 )
 @pytest.mark.parametrize("more", [{}, LOGPROBS, {"stop": ["e"]}])
-def test_events_are_those_of_openai(server: Running, more: dict[str, Any], speculative: dict[str, Any]) -> None:
+def test_events_are_those_of_openai(server, more, speculative):
     body = {**ASK, "speculative": speculative, **more}
     whole = server.post(PATH, body).json()
     events = events_of(server.post(PATH, {**body, "stream": True}).text)
@@ -133,14 +127,14 @@ def test_events_are_those_of_openai(server: Running, more: dict[str, Any], specu
     assert ("trace" in whole) == speculative.get("trace", False)
 
 
-def test_logprobs_are_the_chats(server: Running) -> None:
+def test_logprobs_are_the_chats(server):
     answer = server.post(PATH, {**ASK, **LOGPROBS}).json()
     expected = chat(server, ASK_CHAT["messages"], logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
     assert answer["output"][0]["content"][0]["logprobs"] == expected
     assert "".join(token["token"] for token in expected) == answer["output"][0]["content"][0]["text"]
 
 
-def test_the_clients_stream(client: openai.OpenAI) -> None:
+def test_the_clients_stream(client):
     ask = {"model": "tiny", "input": "hi", "max_output_tokens": 12}
     whole = client.responses.create(**ask, extra_body={"seed": 7}).output_text
     body = {"seed": 7, "stop": whole[-3:]}
@@ -155,7 +149,7 @@ def test_the_clients_stream(client: openai.OpenAI) -> None:
     assert events[-1].response.output_text == answer.output_text == whole[: whole.index(whole[-3:])] != ""
 
 
-def test_conversations_go_on(server: Running, client: openai.OpenAI) -> None:
+def test_conversations_go_on(server, client):
     """As the same messages would in a chat, and as all items sent again; instructions are not carried over."""
     ask = {"model": "tiny", "max_output_tokens": 12, "temperature": 0.8, "extra_body": {"seed": 7}}
     first = client.responses.create(input="hi", instructions="be brief", **ask)
@@ -179,7 +173,7 @@ def test_conversations_go_on(server: Running, client: openai.OpenAI) -> None:
     assert last.output_text == text_of(chat(server, turns))
 
 
-def test_stored_ones_can_be_had_and_deleted(server: Running, client: openai.OpenAI) -> None:
+def test_stored_ones_can_be_had_and_deleted(server, client):
     made = server.post(PATH, {**ASK, "speculative": {"trace": True}}).json()
     assert server.http.get(f"{PATH}/{made['id']}").json() == made
     assert client.responses.retrieve(made["id"]).output_text == made["output"][0]["content"][0]["text"]
@@ -201,9 +195,9 @@ def test_stored_ones_can_be_had_and_deleted(server: Running, client: openai.Open
         client.responses.retrieve(hidden.id)
 
 
-def test_as_many_are_kept_as_there_is_room_for(server: Running) -> None:
+def test_as_many_are_kept_as_there_is_room_for(server):
     made = answers.Response.model_validate(server.post(PATH, ASK).json())
-    items: list[Any] = []
+    items = []
     probe = ResponseStore(1 << 20)
     probe.put(made, items)
     store = ResponseStore(3 * probe.size + 8)
@@ -218,7 +212,7 @@ def test_as_many_are_kept_as_there_is_room_for(server: Running) -> None:
     assert (nothing.size, len(nothing._kept)) == (0, 0)
 
 
-def test_a_client_that_leaves_has_nothing_stored(server: Running) -> None:
+def test_a_client_that_leaves_has_nothing_stored(server):
     with server.http.stream("POST", PATH, json={**ASK, "max_output_tokens": 400, "ignore_eos": True,
                                                 "stream": True}) as stream:  # fmt: skip
         lines = stream.iter_lines()
@@ -234,7 +228,7 @@ def test_a_client_that_leaves_has_nothing_stored(server: Running) -> None:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("wish", ["required", {"type": "function", "name": "set_date"}], ids=["required", "named"])
 @pytest.mark.parametrize("speculative", [{"enabled": False}, {"method": "draft_model"}])
-def test_calls_are_the_chats(hermes: Running, seed: int, wish: Any, speculative: dict[str, Any]) -> None:
+def test_calls_are_the_chats(hermes, seed, wish, speculative):
     body = {"input": "hi", "tools": FLAT, "tool_choice": wish, "max_output_tokens": 300, "seed": seed,
             "speculative": speculative}  # fmt: skip
     answer = hermes.post(PATH, body).json()
@@ -261,7 +255,7 @@ def test_calls_are_the_chats(hermes: Running, seed: int, wish: Any, speculative:
         assert (own[-2]["name"], own[-1]["item"]) == (item["name"], item)
 
 
-def test_a_call_is_answered_and_the_conversation_goes_on(hermes: Running, caller: openai.OpenAI) -> None:
+def test_a_call_is_answered_and_the_conversation_goes_on(hermes, caller):
     ask = {"model": "tiny", "tools": FLAT, "max_output_tokens": 300, "extra_body": {"seed": 7}}
     asked = caller.responses.create(input="hi", tool_choice="required", **ask)
     results = [{"type": "function_call_output", "call_id": item.call_id, "output": "done"} for item in asked.output]
@@ -280,7 +274,7 @@ def test_a_call_is_answered_and_the_conversation_goes_on(hermes: Running, caller
     assert kept.usage.input_tokens == again.usage.input_tokens == expected.json()["usage"]["prompt_tokens"]
 
 
-def test_a_call_that_is_cut_off_is_incomplete(hermes: Running) -> None:
+def test_a_call_that_is_cut_off_is_incomplete(hermes):
     body = {"input": "hi", "tools": FLAT, "tool_choice": {"type": "function", "name": "set_date"}, "seed": 3}
     for limit in (2, 14, 18, 22):
         answer = hermes.post(PATH, {**body, "max_output_tokens": limit}).json()
@@ -291,12 +285,12 @@ def test_a_call_that_is_cut_off_is_incomplete(hermes: Running) -> None:
         assert {item["status"] for item in answer["output"]} <= {"incomplete"}
 
 
-def test_text_before_a_call_is_a_message_before_it(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_before_a_call_is_a_message_before_it(served, monkeypatch):
     """The same order whole and streamed, whatever the model mixes."""
     call = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
     told = ResponseReply._emit
 
-    def mixed(self: ResponseReply, choice: Choice) -> list[str]:
+    def mixed(self, choice):
         choice.text = f"Well. {call} And {call}" if choice.finish is not None else ""
         return told(self, choice)
 
@@ -313,7 +307,7 @@ def test_text_before_a_call_is_a_message_before_it(served: LLM, monkeypatch: pyt
     assert [event["output_index"] for event in added] == [0, 1, 2, 3]
 
 
-def test_text_follows_a_schema(server: Running, client: openai.OpenAI) -> None:
+def test_text_follows_a_schema(server, client):
     schema = {
         "type": "object",
         "properties": {"age": {"enum": [3, 4]}},
@@ -361,9 +355,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("body", "param", "message"), WRONG)
-def test_errors_are_openais_and_name_its_own_fields(
-    server: Running, body: dict[str, Any], param: str | None, message: str
-) -> None:
+def test_errors_are_openais_and_name_its_own_fields(server, body, param, message):
     for stream in (False, True):
         answer = server.post(PATH, {**body, "stream": stream})
         assert answer.status_code == 400, answer.text
@@ -374,19 +366,17 @@ def test_errors_are_openais_and_name_its_own_fields(
         assert "\n" not in error["message"]
 
 
-def test_another_model_is_not_found(server: Running) -> None:
+def test_another_model_is_not_found(server):
     assert server.post(PATH, {**ASK, "model": "other"}).status_code == 404
 
 
-def test_what_makes_no_difference_is_said(server: Running) -> None:
+def test_what_makes_no_difference_is_said(server):
     answer = server.post(PATH, {**ASK, "reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"]})
     assert answer.headers["forerun-ignored"] == "reasoning"
     assert "forerun-ignored" not in server.post(PATH, {**ASK, "reasoning": {"effort": None}}).headers
 
 
-def test_a_failure_within_a_stream_is_its_last_event(
-    served: LLM, slow_rounds: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_within_a_stream_is_its_last_event(served, slow_rounds, monkeypatch):
     options = ServerOptions(model_name="tiny", chat_template=TEMPLATE, request_timeout=0.3)
     body = {**ASK, "max_output_tokens": 450, "ignore_eos": True, "speculative": {"enabled": False}}
     with run_server(served, options) as running:
@@ -403,12 +393,12 @@ def test_a_failure_within_a_stream_is_its_last_event(
 # ------------------------------------------------------------------------------------------------------------ replicas
 
 
-def test_replicas_serve_them_too(server: Running, model_folder: Path) -> None:
+def test_replicas_serve_them_too(server, model_folder):
     replica = Replica({"model": str(model_folder), "max_num_seqs": 4, "page_size": 16}, [{"method": "ngram"}])
     pool = ReplicaPool(replica.facts, replica.answer, capacity=lambda: 8)
     ask = asking(create_app(pool, ServerOptions(model_name="tiny", chat_template=TEMPLATE)))
 
-    async def talk() -> list[dict[str, Any]]:
+    async def talk():
         first = await ask(PATH, ASK)
         second = await ask(PATH, {**ASK, "input": "go on", "previous_response_id": first[1]["id"]})
         assert first[0] == second[0] == 200

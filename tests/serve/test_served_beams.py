@@ -1,16 +1,12 @@
 """Beams over HTTP: as ``LLM.beam_search`` finds them, beside sampled requests."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import openai
 import pytest
-from running import Running, wait_idle
+from running import wait_idle
 
-from forerun import LLM, BeamSearchOutput, BeamSearchParams, SamplingParams
+from forerun import BeamSearchParams, SamplingParams
 
 PROMPT = "def parse("
 CHAT = "<system>be brief\n<user>hi\n<assistant>"
@@ -18,11 +14,11 @@ SEARCH = {"use_beam_search": True, "length_penalty": 0.5, "early_stopping": "nev
 
 
 @pytest.fixture(scope="module", autouse=True)
-def expected(served: LLM, plain: Callable[..., Any]) -> dict[str, Any]:
+def expected(served, plain):
     """Plain searches and a plain decode, made before the server's thread owns the engine."""
     params = BeamSearchParams(3, 12, length_penalty=0.5, early_stopping="never")
 
-    def search(prompt: str) -> BeamSearchOutput:
+    def search(prompt):
         return served.beam_search([prompt], params, speculate=False)[0]
 
     return {
@@ -33,17 +29,17 @@ def expected(served: LLM, plain: Callable[..., Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def client(expected: dict[str, Any], server: Running) -> Iterator[openai.OpenAI]:
+def client(expected, server):
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
         yield client
 
 
-def texts(result: BeamSearchOutput, prompt: str) -> list[str]:
+def texts(result, prompt):
     return [sequence.text.removeprefix(prompt) for sequence in result.sequences]
 
 
-def test_completions_are_the_beams_beside_a_sampled_request(client: openai.OpenAI, expected: dict[str, Any]) -> None:
-    def search(method: str) -> Any:
+def test_completions_are_the_beams_beside_a_sampled_request(client, expected):
+    def search(method):
         body = {**SEARCH, "speculative": {"method": method}}
         return client.completions.create(model="tiny", prompt=PROMPT, n=3, max_tokens=12, extra_body=body)
 
@@ -61,11 +57,9 @@ def test_completions_are_the_beams_beside_a_sampled_request(client: openai.OpenA
     assert rounds[0] < expected["completion"].metrics.rounds
 
 
-def test_chat_streams_every_beam_once_the_search_is_over(
-    client: openai.OpenAI, server: Running, expected: dict[str, Any]
-) -> None:
-    messages: Any = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
-    told: dict[int, str] = {}
+def test_chat_streams_every_beam_once_the_search_is_over(client, server, expected):
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    told = {}
     with client.chat.completions.create(
         model="tiny", messages=messages, n=3, max_tokens=12, stream=True, extra_body=SEARCH
     ) as events:
@@ -91,8 +85,8 @@ def test_chat_streams_every_beam_once_the_search_is_over(
         ({"length_penalty": 99.0}, "less than or equal to 10"),
     ],
 )
-def test_what_beams_do_not_have(client: openai.OpenAI, server: Running, given: dict[str, Any], message: str) -> None:
+def test_what_beams_do_not_have(client, server, given, message):
     with pytest.raises(openai.BadRequestError, match=message) as caught:
         client.completions.create(model="tiny", prompt=PROMPT, extra_body={**SEARCH, **given})
-    assert "\n" not in caught.value.body["message"]  # type: ignore[index]
+    assert "\n" not in caught.value.body["message"]
     wait_idle(server)

@@ -1,12 +1,7 @@
 """An encoder-decoder behind HTTP: the prompt is its source."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
-
 import pytest
-from running import Running, run_server
+from running import run_server
 
 from forerun import LLM, SamplingParams
 from tiny_seq2seq import POSITIONS
@@ -15,29 +10,29 @@ PROMPTS = ["hello world, hello", "the cat sat on the mat"]
 
 
 @pytest.fixture(scope="module")
-def expected(seq2seq: Callable[[str], str]) -> list[Any]:
+def expected(seq2seq):
     params = SamplingParams(temperature=0.8, seed=7, max_tokens=16)
     return LLM(seq2seq("bart")).generate(PROMPTS, params, use_tqdm=False)
 
 
 @pytest.fixture(scope="module")
-def server(seq2seq: Callable[[str], str]) -> Iterator[Running]:
+def server(seq2seq):
     drafting = {"method": "draft_model", "model": seq2seq("bart"), "num_speculative_tokens": 3}
     with run_server(LLM(seq2seq("bart"), speculative_config=drafting, page_size=16)) as running:
         yield running
 
 
-def post(server: Running, path: str = "/v1/completions", **body: Any) -> Any:
+def post(server, path="/v1/completions", **body):
     return server.http.post(path, json={"temperature": 0.8, "seed": 7, "max_tokens": 16, **body})
 
 
-def test_a_source_takes_no_room_from_the_answer(server: Running) -> None:
+def test_a_source_takes_no_room_from_the_answer(server):
     answer = post(server, prompt="x" * POSITIONS, max_tokens=POSITIONS - 1, ignore_eos=True)
     assert answer.json()["usage"]["completion_tokens"] == POSITIONS - 1
     assert "together more than" in post(server, prompt="x", max_tokens=POSITIONS).json()["error"]["message"]
 
 
-def test_completions(server: Running, expected: list[Any]) -> None:
+def test_completions(server, expected):
     answer = post(server, prompt=PROMPTS).json()
     assert [choice["text"] for choice in answer["choices"]] == [output.outputs[0].text for output in expected]
     usage = answer["usage"]
@@ -61,7 +56,7 @@ def test_completions(server: Running, expected: list[Any]) -> None:
         ({"prompt": "x", "echo": True, "logprobs": 1}, "no prompt_logprobs"),
     ],
 )
-def test_bad_requests(server: Running, expected: list[Any], body: dict[str, Any], message: str) -> None:
+def test_bad_requests(server, expected, body, message):
     answer = post(server, **body)
     assert answer.status_code == 400
     assert message in answer.json()["error"]["message"]

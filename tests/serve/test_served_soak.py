@@ -10,20 +10,17 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx2
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from running import Running, run_server, wait_idle
+from running import run_server, wait_idle
 
 from forerun import LLM, SamplingParams, StructuredOutputsParams
 from forerun.cache.prefix import PrefixTree
-from forerun.engine.engine import Engine
-from forerun.engine.jobs import Job
-from held import Held, held
+from held import held
 
 CONCURRENCY = 32
 LONGEST = 208
@@ -51,7 +48,7 @@ DRAFTERS = [
     {"method": "staged", "num_speculative_tokens": 3},
     {"method": "pattern"},
 ]
-OPTIONS: list[dict[str, Any]] = [
+OPTIONS = [
     {"temperature": 0.0},
     {"temperature": 0.0, "repetition_penalty": 1.2, "presence_penalty": 0.3},
     {"temperature": 0.7},
@@ -100,12 +97,12 @@ class Request:
     usage: dict[str, Any] | None = None
     told: dict[str, Any] | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         self.texts = [""] * self.params.n
         self.logprobs = [[] for _ in self.texts]
         self.ends = [None] * self.params.n
 
-    def take(self, reply: dict[str, Any]) -> None:
+    def take(self, reply):
         """A whole answer, or an event."""
         for choice in reply["choices"]:
             index = choice["index"]
@@ -122,11 +119,11 @@ class Request:
             self.usage, self.told = reply["usage"], reply["metrics"]["speculative_decoding"]
 
 
-def words(draw: random.Random, count: int) -> str:
+def words(draw, count):
     return " ".join(draw.choice(WORDS) for _ in range(count))
 
 
-def requests(count: int, tokenizer: Any, seed: int) -> list[Request]:
+def requests(count, tokenizer, seed):
     """Mixed lengths, options, drafters, endpoints and priorities; many prompts begin alike."""
     draw = random.Random(seed)
     stems = [words(draw, length) for length in (5, 12, 25)]
@@ -138,7 +135,7 @@ def requests(count: int, tokenizer: Any, seed: int) -> list[Request]:
         stream = draw.random() < 0.5
         body = {"ignore_eos": True, **options, "seed": draw.randrange(99), "priority": draw.choice([0, 0, -1, 1])}
         body |= {"max_tokens": draw.choice([3, 9, 20, 40]), "stream": stream}
-        leaves: dict[str, Any] = {}
+        leaves = {}
         if index in chosen:
             body |= {"max_tokens": LONG, "ignore_eos": True, "n": 1}
             body = {
@@ -156,9 +153,7 @@ def requests(count: int, tokenizer: Any, seed: int) -> list[Request]:
     return made
 
 
-def request(
-    draw: random.Random, tokenizer: Any, text: str, body: dict[str, Any], method: str | None, leaves: dict[str, Any]
-) -> Request:
+def request(draw, tokenizer, text, body, method, leaves):
     """As a chat, a text or token ids; ``Request.prompt`` is what the model should read."""
     names = set(SamplingParams.__dataclass_fields__)
     options = {key: value for key, value in body.items() if key in names}
@@ -180,7 +175,7 @@ def request(
     return Request("/v1/completions", completion, ids, params, method, **leaves)
 
 
-async def ask(http: httpx2.AsyncClient, request: Request) -> None:
+async def ask(http, request):
     """Read an answer, or leave in the midst of it."""
     if not request.body["stream"]:
         try:
@@ -207,23 +202,23 @@ async def ask(http: httpx2.AsyncClient, request: Request) -> None:
             request.take(json.loads(line.removeprefix("data: ")))
 
 
-async def ask_all(url: str, todo: list[Request]) -> None:
+async def ask_all(url, todo):
     """``CONCURRENCY`` at a time."""
-    waiting: Iterator[Request] = iter(todo)
+    waiting = iter(todo)
     async with httpx2.AsyncClient(base_url=url, timeout=240) as http:
 
-        async def reader() -> None:
+        async def reader():
             for request in waiting:
                 await ask(http, request)
 
         await asyncio.gather(*(reader() for _ in range(CONCURRENCY)))
 
 
-def decode(alone: Engine, request: Request) -> list[Job]:
+def decode(alone, request):
     """The request's answers, decoded alone and plainly, as far as its reader got."""
     jobs = alone.add(request.prompt, request.params, speculate=False)
 
-    def expected(job: Job) -> bool:
+    def expected(job):
         return request.answered or len(job.text) < len(request.texts[job.index])
 
     while any(job.finish is None and expected(job) for job in jobs):
@@ -231,7 +226,7 @@ def decode(alone: Engine, request: Request) -> list[Job]:
     return jobs
 
 
-def compare(alone: Engine, request: Request) -> None:
+def compare(alone, request):
     jobs = decode(alone, request)
     for job, text, end, logprobs in zip(jobs, request.texts, request.ends, request.logprobs, strict=True):
         expected = [item.logprob for item in job.logprobs]
@@ -252,7 +247,7 @@ def compare(alone: Engine, request: Request) -> None:
         alone.abort(job)
 
 
-def samples(server: Running) -> dict[tuple[str, str | None], float]:
+def samples(server):
     """/metrics: (name, reason if it has one) -> value."""
     families = text_string_to_metric_families(server.http.get("/metrics").text)
     return {
@@ -274,7 +269,7 @@ class Tally:
     unknown: int = 0
     """Left, perhaps before the engine knew of them."""
 
-    def add(self, todo: list[Request]) -> None:
+    def add(self, todo):
         stayed = [request for request in todo if request.answered]
         self.answers += sum(request.params.n for request in todo)
         self.answered += sum(request.params.n for request in stayed)
@@ -282,7 +277,7 @@ class Tally:
         self.left += len(todo) - len(stayed)
         self.unknown += sum(not request.answered and not request.body["stream"] for request in todo)
 
-    def check(self, server: Running) -> None:
+    def check(self, server):
         """What the server says of itself, when it is idle."""
         metrics = samples(server)
         for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
@@ -295,7 +290,7 @@ class Tally:
         assert metrics["generation_tokens_total", None] - self.tokens < SPENT * LONG * self.left
 
 
-def name_all(server: Running, vocab_size: int) -> int:
+def name_all(server, vocab_size):
     """Have every token named once, as names are remembered; returns how many requests that took."""
     size = LONGEST - 1
     starts = range(0, vocab_size, size)
@@ -306,12 +301,12 @@ def name_all(server: Running, vocab_size: int) -> int:
     return len(starts)
 
 
-def soak(alone: Engine, served: LLM, bursts: int, size: int, seed: int, *, named: bool = False) -> list[Held]:
+def soak(alone, served, bursts, size, seed, *, named=False):
     """Bursts of ``size`` requests, between which the server is idle. Everything that must hold is checked; the result
     is what was ``held`` after each burst. ``named``: all tokens are named before."""
     alone.sampler.noise.capacity = served.engine.sampler.noise.capacity = NOISE_ROWS
     assert served.engine.identity
-    sizes: list[Held] = []
+    sizes = []
     tally = Tally()
     with run_server(served) as server:
         if named:
@@ -334,12 +329,12 @@ def soak(alone: Engine, served: LLM, bursts: int, size: int, seed: int, *, named
 
 
 @pytest.fixture
-def evicted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def evicted(monkeypatch):
     """Counts of pages that prefix trees gave back."""
-    counts: list[int] = []
+    counts = []
     reclaim = PrefixTree.reclaim
 
-    def counting(tree: PrefixTree, count: int) -> None:
+    def counting(tree, count):
         before = len(tree.order)
         reclaim(tree, count)
         counts.append(before - len(tree.order))
@@ -349,18 +344,18 @@ def evicted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Engine:
+def alone():
     return LLM(dtype="float32", invariant=True, max_num_seqs=1, max_model_len=LONGEST).engine
 
 
-def server_of(length: str) -> LLM:
+def server_of(length):
     """The bundled pair behind every drafter of ``DRAFTERS``."""
     drafters = [{**keys, "length": length} for keys in DRAFTERS]
     options = {"dtype": "float32", "invariant": True, "max_num_seqs": CONCURRENCY, "max_model_len": LONGEST}
     return LLM(speculative_config=drafters, **options, **POOL)
 
 
-def test_soak_over_http(alone: Engine, evicted: list[int]) -> None:
+def test_soak_over_http(alone, evicted):
     served = server_of("fixed")
     sizes = soak(alone, served, bursts=2, size=125, seed=1)
     stats = served.engine.stats
@@ -374,7 +369,7 @@ def test_soak_over_http(alone: Engine, evicted: list[int]) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("length", ["fixed", "adaptive"])
-def test_2000_requests_over_http(length: str, alone: Engine, evicted: list[int]) -> None:
+def test_2000_requests_over_http(length, alone, evicted):
     """What is held must be flat once what is remembered (noise rows, past answers of a drafter) is full."""
     served, size = server_of(length), 200
     sizes = soak(alone, served, bursts=10, size=size, seed=2, named=True)

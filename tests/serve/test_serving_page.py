@@ -1,16 +1,12 @@
 """``docs/serving.md``: what it names exists, what exists it names, and what it asks is answered."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from running import Running
 
 from forerun.cli.main import load
 from forerun.engine.scheduler import LONGEST_WAIT, PATIENCE
@@ -25,20 +21,20 @@ CURL = re.compile(
 )
 
 
-def first_column(heading: str, number: int = 0) -> list[str]:
+def first_column(heading, number=0):
     """The first cells of a section's table."""
     section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
     tables = re.findall(r"^\|[^\n]*\|\n\|[-|]+\|\n((?:\|[^\n]*\n)+)", section, re.M)
     return [row.split("|")[1].strip().strip("`") for row in tables[number].splitlines()]
 
 
-def blocks(language: str) -> list[str]:
+def blocks(language):
     return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.S | re.M)
 
 
-def serve_options() -> dict[str, set[str]]:
+def serve_options():
     """Flags of ``forerun serve``, by the panel of its help."""
-    panels: dict[str, set[str]] = {}
+    panels = {}
     for option in load("serve").params:
         panels.setdefault(getattr(option, "rich_help_panel", None) or "", set()).update(
             [*option.opts, *option.secondary_opts]
@@ -46,14 +42,14 @@ def serve_options() -> dict[str, set[str]]:
     return panels
 
 
-def test_endpoints(server: Running) -> None:
+def test_endpoints(server):
     routes = create_app(server.engine).routes
     known = {f"{method} {route.path}" for route in routes for method in getattr(route, "methods", ())}
     known = {name.replace("{name:path}", "{name}") for name in known if not name.startswith("HEAD ")}
     assert set(first_column("Endpoints")) == known - {"GET /page/{name}"}
 
 
-def test_options() -> None:
+def test_options():
     panels = serve_options()
     assert set(first_column("Limits and safety")) == panels[""]
     everywhere = set().union(*panels.values())
@@ -61,7 +57,7 @@ def test_options() -> None:
     assert named - {"--help"} <= everywhere
 
 
-def test_request_fields() -> None:
+def test_request_fields():
     assert set(first_column("Speculation, request by request")) == set(Speculative.model_fields)
     listed = PAGE.split("there are vLLM's:")[1].split("(lower")[0]
     assert set(re.findall(r"`(\w+)`", listed)) <= set(Generation.model_fields)
@@ -70,12 +66,12 @@ def test_request_fields() -> None:
         assert set(json.loads(filled(body))) <= set(model.model_fields)
 
 
-def test_metrics_of_an_answer(server: Running) -> None:
+def test_metrics_of_an_answer(server):
     metrics = server.post("/v1/completions", {"prompt": "a = ", "max_tokens": 4}).json()["metrics"]
     assert first_column("Speculation, request by request", 1) == [*metrics, *metrics["speculative_decoding"]]
 
 
-def test_metric_names(server: Running) -> None:
+def test_metric_names(server):
     server.post("/v1/completions", {"prompt": "a = ", "max_tokens": 4})
     families = text_string_to_metric_families(server.http.get("/metrics").text)
     known = {f.name + ("_total" if f.type == "counter" else "") for f in families if not f.name.endswith("_created")}
@@ -83,7 +79,7 @@ def test_metric_names(server: Running) -> None:
     assert set(re.findall(r"forerun:[a-z_]+[a-z]", PAGE)) - {"forerun:target"} <= known
 
 
-def test_limits_are_the_codes() -> None:
+def test_limits_are_the_codes():
     assert f"by {PATIENCE} rounds" in PAGE
     assert f"less than {LONGEST_WAIT} whatever" in PAGE
     assert f"{LONGEST_WAIT} rounds" in (Generation.model_fields["priority"].description or "")
@@ -91,12 +87,12 @@ def test_limits_are_the_codes() -> None:
     assert statuses == set(TYPES) - {405}
 
 
-def filled(body: str) -> str:
+def filled(body):
     """A body with a choice of the page's loop in place of the shell's variable."""
     return body.replace("'\"$wish\"'", '{"enabled": false}')
 
 
-def test_curl_examples(server: Running) -> None:
+def test_curl_examples(server):
     result = CURL.findall(PAGE)
     assert len(result) == PAGE.count("curl -s") == 8
     for path, body in result:
@@ -105,9 +101,9 @@ def test_curl_examples(server: Running) -> None:
 
 
 @pytest.mark.parametrize("code", blocks("python"), ids=["complete", "stream", "respond"])
-def test_python_examples(code: str, server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_examples(code, server, capsys):
     code = code.replace("http://localhost:8000", server.url).replace("forerun:target", "tiny")
-    scope: dict[str, Any] = {"__name__": "example"}
+    scope = {"__name__": "example"}
     exec(compile(code, "docs/serving.md", "exec"), scope)
     assert isinstance(scope["client"], openai.OpenAI)
     said = capsys.readouterr().out
@@ -115,6 +111,6 @@ def test_python_examples(code: str, server: Running, capsys: pytest.CaptureFixtu
     assert re.fullmatch(expected, said)
 
 
-def test_it_is_linked() -> None:
+def test_it_is_linked():
     assert "(docs/serving.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
     assert "(serving.md)" in (ROOT / "docs/tour.md").read_text(encoding="utf-8")

@@ -1,10 +1,7 @@
 """Texts that a tokenizer does not spell by itself: added tokens as text, and what a normalizer changes."""
 
-from __future__ import annotations
-
 import copy
 import json
-from typing import Any
 
 import pytest
 from tokenizers.pre_tokenizers import ByteLevel
@@ -25,7 +22,7 @@ TEXTS = [*SPECIAL, *SPOKEN, "re\u0301sume\u0301", "\u1112\u1161\u11ab", "\u212b"
 WAYS = [None, "ngram", "draft_model", "pattern"]
 
 
-def shapes(text: str) -> list[tuple[dict[str, Any], list[str]]]:
+def shapes(text):
     """Structured outputs that need the text, and every answer that meets them."""
     schema = {
         "type": "object",
@@ -42,7 +39,7 @@ def shapes(text: str) -> list[tuple[dict[str, Any], list[str]]]:
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+def llm(tmp_path_factory):
     """A random model whose tokenizer is like Qwen's: NFC, added tokens special and not. A draft model's trees."""
     kinds = [3] * len(SPECIAL) + [4] * len(SPOKEN) + [1] * (len(TOKENS) - len(SPECIAL) - len(SPOKEN))
     vocabulary = {"pre": "qwen2", "tokens": TOKENS, "token_type": kinds, "merges": ["t h", "Ã ©"], "eos_token_id": 2}
@@ -59,7 +56,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_text_that_must_come_comes_whatever_drafts(llm: LLM, text: str, temperature: float) -> None:
+def test_a_text_that_must_come_comes_whatever_drafts(llm, text, temperature):
     for expected, good in shapes(text):
         params = SamplingParams(
             temperature=temperature, seed=3, max_tokens=80, skip_special_tokens=False, structured_outputs=expected
@@ -77,7 +74,7 @@ def test_a_text_that_must_come_comes_whatever_drafts(llm: LLM, text: str, temper
 
 
 @pytest.mark.parametrize("committed", [1, 3, 5])
-def test_a_committed_token_that_is_not_permitted_is_an_error_at_once(llm: LLM, committed: int) -> None:
+def test_a_committed_token_that_is_not_permitted_is_an_error_at_once(llm, committed):
     """An answer that goes on behind tokens which its grammar does not permit, as after another replica's loss."""
     params = SamplingParams(temperature=0, max_tokens=20, structured_outputs={"choice": ["abcd"]})
     x = llm.tokenizer.encode("x")
@@ -90,7 +87,7 @@ def test_a_committed_token_that_is_not_permitted_is_an_error_at_once(llm: LLM, c
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_markers_of_calls_are_the_special_tokens_that_they_are_called(llm: LLM, several: bool) -> None:
+def test_markers_of_calls_are_the_special_tokens_that_they_are_called(llm, several):
     tool = {"type": "function", "function": {"name": "stop", "parameters": {"properties": {}}}}
     given = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], "parallel_tool_calls": several}
     body = ChatRequest.model_validate({**given, "tool_choice": "required"})
@@ -111,7 +108,7 @@ def test_markers_of_calls_are_the_special_tokens_that_they_are_called(llm: LLM, 
 
 @pytest.mark.parametrize("least", [6, 20])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_min_tokens_ends_where_the_grammar_does(llm: LLM, least: int, temperature: float) -> None:
+def test_min_tokens_ends_where_the_grammar_does(llm, least, temperature):
     """As long as the grammar permits more, the end is banned; behind its last text nothing else may come."""
     for expected, longest in (({"choice": ["yes", "no"]}, 3), ({"regex": "a{1,9}"}, 9), ({"json": {"const": True}}, 4)):
         params = SamplingParams(

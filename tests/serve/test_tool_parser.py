@@ -1,7 +1,5 @@
 """Calls read out of texts, whole and in pieces: what comes out does not depend on where the pieces were cut."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -12,7 +10,7 @@ from forerun.serve.tools import ToolParser
 
 NAMES = ("get_weather", "add", "add_more")
 A = '{"city": "Pa}{\\"ris"}'
-CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
+CASES = [
     ("", "", []),
     ("hello", "hello", []),
     (" \n hello \n", " \n hello \n", []),
@@ -55,7 +53,7 @@ CASES: list[tuple[str, str, list[tuple[str, str]]]] = [
 ]  # fmt: skip
 
 
-def told(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, str]]]:
+def told(parser, pieces):
     """What the stream of a text in ``pieces`` says, put together as a client does; the parser has seen the same."""
     content, calls, ids = "", [], []
     for index, piece in enumerate(pieces):
@@ -76,14 +74,14 @@ def told(parser: ToolParser, pieces: list[str]) -> tuple[str, list[tuple[str, st
 
 
 @pytest.mark.parametrize(("text", "content", "calls"), CASES, ids=range(len(CASES)))
-def test_texts(text: str, content: str, calls: list[tuple[str, str]]) -> None:
+def test_texts(text, content, calls):
     assert told(ToolParser(NAMES), [text]) == (content, calls)
     assert told(ToolParser(NAMES), [*text, ""]) == (content, calls)
 
 
 CALL = '{\n  "name": "add",\n  "arguments": {\n    "a": 1\n  }\n}'
 ADD = [("add", '{"a": 1}')]
-FENCED: list[tuple[str, list[tuple[str, str]]]] = [
+FENCED = [
     (f"```json\n{CALL}\n```", ADD),
     (f" \n```\n{CALL}\n```\n", ADD),
     ('```json{"name": "add", "parameters": {"a": 1}}```', ADD),
@@ -104,15 +102,13 @@ FENCED: list[tuple[str, list[tuple[str, str]]]] = [
 
 @pytest.mark.parametrize(("text", "calls"), FENCED, ids=range(len(FENCED)))
 @pytest.mark.parametrize("fenced", [True, False])
-def test_a_block_of_markdown_is_a_call_where_the_answer_is_nothing_else(
-    text: str, calls: list[tuple[str, str]], fenced: bool
-) -> None:
+def test_a_block_of_markdown_is_a_call_where_the_answer_is_nothing_else(text, calls, fenced):
     expected = ("", calls) if calls and fenced else (text, [])
     assert told(ToolParser(NAMES, fenced=fenced), [text]) == expected
     assert told(ToolParser(NAMES, fenced=fenced), [*text, ""]) == expected
 
 
-def test_a_block_that_is_no_call_is_reported_as_soon_as_that_is_clear() -> None:
+def test_a_block_that_is_no_call_is_reported_as_soon_as_that_is_clear():
     parser = ToolParser(NAMES, fenced=True)
     assert not parser.push("```json\n{")
     assert [new.text for new in parser.push('"n')] == []
@@ -134,7 +130,7 @@ WORDS = st.sampled_from(
     st.one_of(st.lists(WORDS, max_size=12).map("".join), st.sampled_from([case[0] for case in (*CASES, *FENCED)])),
     st.data(),
 )
-def test_cuts_change_nothing(text: str, data: st.DataObject) -> None:
+def test_cuts_change_nothing(text, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
     for fenced in (False, True):
@@ -143,7 +139,7 @@ def test_cuts_change_nothing(text: str, data: st.DataObject) -> None:
         assert told(ToolParser(NAMES, 1, fenced=fenced), pieces)[1] == whole[1][:1]
 
 
-def test_nothing_is_held_back_but_what_may_begin_a_call() -> None:
+def test_nothing_is_held_back_but_what_may_begin_a_call():
     parser = ToolParser(NAMES)
     shown = [sum(len(new.text) for new in parser.push(letter)) for letter in "is 1 <2 <to"]
     assert shown == [1, 1, 0, 2, 0, 0, 3, 0, 0, 0, 0]
@@ -153,7 +149,7 @@ def test_nothing_is_held_back_but_what_may_begin_a_call() -> None:
     assert parser.push("x")[0].text == '{"name": "adx'
 
 
-def test_arguments_come_as_they_are_written() -> None:
+def test_arguments_come_as_they_are_written():
     parser = ToolParser(NAMES)
     assert not parser.push('<tool_call>{"name": "add", "arguments": ')
     (first,) = parser.push('{"a"')
@@ -168,6 +164,6 @@ def test_arguments_come_as_they_are_written() -> None:
 @pytest.mark.parametrize(
     "text", ["<tool_call>{" * 3000, "<tool_call>" * 3000, "\n" * 30000, '{"name": "' + "a" * 30000]
 )
-def test_long_texts_take_no_time(text: str) -> None:
+def test_long_texts_take_no_time(text):
     content, calls = told(ToolParser(("a" * 40000,)), [text])
     assert (content, calls) == (text, [])

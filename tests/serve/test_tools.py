@@ -1,20 +1,15 @@
 """Tools over HTTP, with a model that knows nothing of them: what it must call it calls rightly."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
-from collections.abc import Iterator
-from typing import Any
 
 import jsonschema_rs
 import openai
 import pytest
-from running import Running, run_server
+from running import run_server
 from transformers import AddedToken
 
-from forerun import LLM
 from forerun.serve.app import ServerOptions
 from forerun.serve.text import TextService
 from forerun.serve.tools import MOST_CALLS
@@ -30,7 +25,7 @@ DATE = {
 COLOUR = {"properties": {"names": {"type": "array", "items": {"enum": ["red", 'a "b"']}, "maxItems": 2}}}
 
 
-def tool(name: str, parameters: Any = None) -> dict[str, Any]:
+def tool(name, parameters=None):
     function = {"name": name, "description": f"{name} it", "parameters": parameters}
     return {"type": "function", "function": function}
 
@@ -51,41 +46,41 @@ LLAMA = (
 
 
 @pytest.fixture(scope="module")
-def llama(served: LLM) -> Iterator[Running]:
+def llama(served):
     """A server whose template knows tools, in Llama 3's form."""
     with run_server(served, ServerOptions(model_name="tiny", chat_template=LLAMA)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
-def hermes(served: LLM) -> Iterator[Running]:
+def hermes(served):
     """A server whose template knows tools, in the Hermes models' form, and says little of them."""
     with run_server(served, ServerOptions(model_name="tiny", chat_template=HERMES)) as running:
         yield running
 
 
 @pytest.fixture
-def client(hermes: Running) -> Iterator[openai.OpenAI]:
+def client(hermes):
     with openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
         yield client
 
 
-def calls_of(choice: dict[str, Any]) -> list[tuple[str, str]]:
+def calls_of(choice):
     calls = choice["message"].get("tool_calls", [])
     assert len({call["id"] for call in calls}) == len(calls)
     assert all(re.fullmatch("[a-zA-Z0-9]{9}", call["id"]) for call in calls)  # as Mistral's templates demand
     return [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 
-def check_calls(calls: list[tuple[str, str]]) -> None:
+def check_calls(calls):
     assert calls
     for name, arguments in calls:
         jsonschema_rs.validator_for(SCHEMAS[name]).validate(json.loads(arguments))
 
 
-def together(events: str) -> dict[str, Any]:
+def together(events):
     """A stream as the whole answer's choice."""
-    message: dict[str, Any] = {"content": "", "tool_calls": []}
+    message = {"content": "", "tool_calls": []}
     finish = None
     for line in events.split("\n\n"):
         if not line or line.endswith("[DONE]"):
@@ -106,7 +101,7 @@ def together(events: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("wish", ["required", CHOSEN], ids=["required", "named"])
-def test_a_call_that_is_asked_for_is_valid(hermes: Running, seed: int, wish: Any) -> None:
+def test_a_call_that_is_asked_for_is_valid(hermes, seed, wish):
     body = {**BODY, "tool_choice": wish, "seed": seed}
     (choice,) = hermes.post(CHAT, body).json()["choices"]
     calls = calls_of(choice)
@@ -120,7 +115,7 @@ def test_a_call_that_is_asked_for_is_valid(hermes: Running, seed: int, wish: Any
     assert (tiled["message"]["content"], tiled["finish_reason"]) == ("", "tool_calls")
 
 
-def test_several_calls_come_unless_one_alone_is_wanted(hermes: Running) -> None:
+def test_several_calls_come_unless_one_alone_is_wanted(hermes):
     seen = []
     for seed in range(8):
         several = calls_of(hermes.post(CHAT, {**BODY, "seed": seed}).json()["choices"][0])
@@ -134,9 +129,7 @@ def test_several_calls_come_unless_one_alone_is_wanted(hermes: Running) -> None:
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_same_seed_gives_the_same_calls_with_and_without_drafts(
-    hermes: Running, temperature: float, stream: bool
-) -> None:
+def test_the_same_seed_gives_the_same_calls_with_and_without_drafts(hermes, temperature, stream):
     body = {**BODY, "temperature": temperature, "seed": 7, "stream": stream}
     if stream:
         body["stream_options"] = {"continuous_usage_stats": True}
@@ -151,7 +144,7 @@ def test_the_same_seed_gives_the_same_calls_with_and_without_drafts(
         assert min(drafts[1:]) > 0
 
 
-def test_a_call_that_is_cut_off_says_so(hermes: Running) -> None:
+def test_a_call_that_is_cut_off_says_so(hermes):
     body = {**BODY, "tool_choice": CHOSEN, "max_tokens": 30, "seed": 1}
     full = calls_of(hermes.post(CHAT, {**body, "max_tokens": 300}).json()["choices"][0])
     (choice,) = hermes.post(CHAT, body).json()["choices"]
@@ -163,7 +156,7 @@ def test_a_call_that_is_cut_off_says_so(hermes: Running) -> None:
     assert calls_of(together(hermes.post(CHAT, {**body, "stream": True}).text)) == [(name, arguments)]
 
 
-def test_a_call_that_is_cut_off_before_its_name_is_none(hermes: Running) -> None:
+def test_a_call_that_is_cut_off_before_its_name_is_none(hermes):
     body = {**BODY, "max_tokens": 3}
     (choice,) = hermes.post(CHAT, body).json()["choices"]
     assert choice["message"] == {"role": "assistant", "content": None, "refusal": None}
@@ -172,9 +165,9 @@ def test_a_call_that_is_cut_off_before_its_name_is_none(hermes: Running) -> None
     assert tiled == {"message": {"content": "", "tool_calls": []}, "finish_reason": "length"}
 
 
-def test_the_openai_package(client: openai.OpenAI) -> None:
+def test_the_openai_package(client):
     """Its own types, whole and streamed, and an answer's message back in the next request."""
-    options: dict[str, Any] = {"model": "tiny", "tools": TOOLS, "seed": 3, "tool_choice": CHOSEN}
+    options = {"model": "tiny", "tools": TOOLS, "seed": 3, "tool_choice": CHOSEN}
     answer = client.chat.completions.create(messages=ASK, **options)
     (call,) = answer.choices[0].message.tool_calls or []
     check_calls([(call.function.name, call.function.arguments)])
@@ -189,7 +182,7 @@ def test_the_openai_package(client: openai.OpenAI) -> None:
     assert again.choices[0].finish_reason == "tool_calls"
 
 
-def text_of(server: Running, **body: Any) -> str:
+def text_of(server, **body):
     tokens = server.post("/tokenize", body).json()["tokens"]
     return server.post("/detokenize", {"tokens": tokens}).json()["prompt"]
 
@@ -204,7 +197,7 @@ HISTORY = [
 ]
 
 
-def test_a_template_that_does_not_know_tools_is_reported_of_them(server: Running) -> None:
+def test_a_template_that_does_not_know_tools_is_reported_of_them(server):
     written = '<tool_call>\n{"name": "set_date", "arguments": {"day": 3}}\n</tool_call>'
     said = (
         f"<user>hi\n<assistant>{written}\n{written}\n"
@@ -221,14 +214,14 @@ def test_a_template_that_does_not_know_tools_is_reported_of_them(server: Running
     assert alone.endswith("\n<user>hi\n<assistant>")
 
 
-def test_a_template_that_knows_tools_gets_them(llama: Running) -> None:
+def test_a_template_that_knows_tools_gets_them(llama):
     told = text_of(llama, messages=[*ASK, *HISTORY[2:3]], tools=TOOLS)
     begun = 'Answer with {"name": it, "parameters": {...}}: set_date paint stop '
     assert told == f"{begun}<user>hi<assistant>set_date(3)set_date(3)"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_llama_s_form(llama: Running, stream: bool) -> None:
+def test_llama_s_form(llama, stream):
     body = {**BODY, "seed": 5, "stream": stream}
     answer = llama.post(CHAT, body)
     choice = together(answer.text) if stream else answer.json()["choices"][0]
@@ -237,7 +230,7 @@ def test_llama_s_form(llama: Running, stream: bool) -> None:
     assert choice["finish_reason"] == "tool_calls"
 
 
-def test_markers_that_are_special_tokens_are_not_left_out(served: LLM) -> None:
+def test_markers_that_are_special_tokens_are_not_left_out(served):
     tokenizer = copy.deepcopy(served.tokenizer)
     tokenizer.add_tokens([AddedToken("<tool_call>", special=False)])
     assert not TextService(tokenizer, 512, HERMES).special_markers(tools=True)
@@ -248,14 +241,14 @@ def test_markers_that_are_special_tokens_are_not_left_out(served: LLM) -> None:
     assert not TextService(tokenizer, 512, HERMES).special_markers(tools=False)
 
 
-def test_tools_that_may_not_be_called_are_not_there(server: Running) -> None:
+def test_tools_that_may_not_be_called_are_not_there(server):
     plain = server.post(CHAT, {"messages": ASK, "max_tokens": 8, "seed": 1}).json()
     none = server.post(CHAT, {**BODY, "tool_choice": "none", "max_tokens": 8, "seed": 1}).json()
     assert none["choices"] == plain["choices"]
     assert none["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"]
 
 
-def test_tools_that_may_be_called_leave_the_text_alone(server: Running) -> None:
+def test_tools_that_may_be_called_leave_the_text_alone(server):
     """A model that calls nothing answers as it would anyway, after the same prompt."""
     body = {**BODY, "tool_choice": "auto", "max_tokens": 24, "seed": 4}
     (choice,) = server.post(CHAT, body).json()["choices"]
@@ -266,7 +259,7 @@ def test_tools_that_may_be_called_leave_the_text_alone(server: Running) -> None:
 
 
 @pytest.mark.parametrize(("unwanted", "called"), [("{", True), ("<", False)])
-def test_a_response_format_binds_what_is_no_call(hermes: Running, served: LLM, unwanted: str, called: bool) -> None:
+def test_a_response_format_binds_what_is_no_call(hermes, served, unwanted, called):
     first = {str(i): -100 for token, i in served.tokenizer.get_vocab().items() if token.startswith(unwanted)}
     schema = {
         "type": "object",
@@ -284,7 +277,7 @@ def test_a_response_format_binds_what_is_no_call(hermes: Running, served: LLM, u
         assert choice["finish_reason"] == "stop"
 
 
-def test_efforts_are_ignored_visibly(server: Running) -> None:
+def test_efforts_are_ignored_visibly(server):
     body = {"messages": ASK, "max_tokens": 2, "seed": 1}
     plain = server.post(CHAT, body)
     assert "forerun-ignored" not in plain.headers
@@ -295,22 +288,22 @@ def test_efforts_are_ignored_visibly(server: Running) -> None:
             assert answer.json()["choices"] == plain.json()["choices"]
 
 
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "object"}
+def nested(depth):
+    schema = {"type": "object"}
     for _ in range(depth):
         schema = {"type": "object", "properties": {"a": schema}}
     return schema
 
 
-def history(**changes: Any) -> dict[str, Any]:
+def history(**changes):
     return {"messages": [*ASK, {**HISTORY[2], **changes}]}
 
 
-def called(arguments: Any) -> dict[str, Any]:
+def called(arguments):
     return history(tool_calls=[{**CALL, "function": {"name": "set_date", "arguments": arguments}}])
 
 
-WRONG: list[tuple[dict[str, Any], str | None, str]] = [
+WRONG = [
     ({"tools": []}, "tools", "at least 1 item"),
     ({"tools": [tool(f"f{i}") for i in range(200)]}, "tools", "at most 128 items, not 200"),
     ({"tools": [{"type": "function"}]}, "tools.0.function", "Field required"),
@@ -355,7 +348,7 @@ WRONG: list[tuple[dict[str, Any], str | None, str]] = [
 ]  # fmt: skip
 
 
-def test_schemas_that_are_too_large_for_a_grammar_are_refused(hermes: Running) -> None:
+def test_schemas_that_are_too_large_for_a_grammar_are_refused(hermes):
     large = [tool("a", {"properties": {"b": {"const": "x" * 70000}}})]
     answer = hermes.post(CHAT, {**BODY, "tools": large})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
@@ -364,7 +357,7 @@ def test_schemas_that_are_too_large_for_a_grammar_are_refused(hermes: Running) -
 
 
 @pytest.mark.parametrize(("body", "param", "message"), WRONG, ids=range(len(WRONG)))
-def test_wrong_bodies(server: Running, body: dict[str, Any], param: str | None, message: str) -> None:
+def test_wrong_bodies(server, body, param, message):
     answer = server.post(CHAT, {"messages": ASK, "max_tokens": 4, **body})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]

@@ -1,21 +1,18 @@
 """What a streamed answer writes, message by message, to the ASGI server."""
 
-from __future__ import annotations
-
 import asyncio
 import json
-from typing import Any
 
 import pytest
 
-from forerun import LLM, SamplingParams
+from forerun import SamplingParams
 from forerun.engine.async_engine import AsyncEngine
 from forerun.serve.app import ServerOptions, create_app
 
 PROMPTS = ["def parse(", "a = "]
 
 
-def messages(engine: AsyncEngine, body: dict[str, Any]) -> list[Any]:
+def messages(engine, body):
     """Everything that the application sends for this request; the client stays."""
     app = create_app(engine, ServerOptions(model_name="tiny"))
     scope = {
@@ -23,19 +20,19 @@ def messages(engine: AsyncEngine, body: dict[str, Any]) -> list[Any]:
         "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1", "server": ("localhost", 80),
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
     }  # fmt: skip
-    sent: list[Any] = []
+    sent = []
 
-    async def work() -> None:
+    async def work():
         ended = asyncio.Event()
         pending = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
-        async def receive() -> Any:
+        async def receive():
             if pending:
                 return pending.pop()
             await ended.wait()
             return {"type": "http.disconnect"}
 
-        async def send(message: Any) -> None:
+        async def send(message):
             sent.append(message)
             if message["type"] == "http.response.body" and not message.get("more_body"):
                 ended.set()
@@ -47,7 +44,7 @@ def messages(engine: AsyncEngine, body: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("usage", [False, True])
-def test_an_answer_ends_in_one_write(served: LLM, usage: bool) -> None:
+def test_an_answer_ends_in_one_write(served, usage):
     """Last tokens, usage, [DONE] and the response's end; several answers, of which some end earlier."""
     stops = {"stop": [" "], "temperature": 0.9, "seed": 5, "max_tokens": 30, "n": 2}
     expected = served.generate(PROMPTS, SamplingParams(**stops), speculate=False)

@@ -1,9 +1,5 @@
 """A tiny model to talk with."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 from tiny import save_tokenizer, tiny_llama
 
 TEMPLATE = (
@@ -12,7 +8,7 @@ TEMPLATE = (
 )
 
 
-def save_chat_model(folder: Path) -> str:
+def save_chat_model(folder):
     """A tiny Llama with a long context and a chat template."""
     tiny_llama(max_position_embeddings=1 << 15).save_pretrained(folder)
     save_tokenizer(folder)

@@ -1,8 +1,5 @@
 """Drafters on made-up tokens, without a model."""
 
-from __future__ import annotations
-
-import random
 from types import SimpleNamespace
 
 from forerun.core.request import RequestState
@@ -17,11 +14,11 @@ VOCAB = 50
 class Letters:
     """A tokenizer of single letters."""
 
-    def encode(self, text: str, **options) -> list[int]:
+    def encode(self, text, **options):
         return [ord(letter) - ord("a") for letter in text if "a" <= letter <= "z"]
 
 
-def build(method: str, rule: str = "coupled", **options):
+def build(method, rule="coupled", **options):
     cls = drafters[method]
     context = DraftContext(
         target=SimpleNamespace(info=SimpleNamespace(vocab_size=VOCAB)),
@@ -34,12 +31,12 @@ def build(method: str, rule: str = "coupled", **options):
     return cls.build(cls.config_class.from_dict(method, options), context)
 
 
-def sequence(tokens, *, prompt=None, temperature=0.0, seed=1, key=1) -> RequestState:
+def sequence(tokens, *, prompt=None, temperature=0.0, seed=1, key=1):
     prompt = len(tokens) if prompt is None else prompt
     return RequestState(key, list(tokens), prompt, SamplingParams(temperature=temperature), seed, num_computed_tokens=1)
 
 
-def noisy_text(rng: random.Random, length: int, letters: int = 4) -> list[int]:
+def noisy_text(rng, length, letters=4):
     """Random tokens in which parts of earlier text come back."""
     text = [rng.randrange(letters) for _ in range(5)]
     while len(text) < length:
@@ -51,6 +48,6 @@ def noisy_text(rng: random.Random, length: int, letters: int = 4) -> list[int]:
     return text[:length]
 
 
-def occurrences(part: list[int], text: list[int]) -> list[int]:
+def occurrences(part, text):
     """Where ``part`` ends in ``text``."""
     return [i for i in range(len(part), len(text) + 1) if text[i - len(part) : i] == part]

@@ -1,17 +1,9 @@
 """One row of logits at a time, in float64, straight from vLLM's description of each option."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import numpy
 
-from forerun import SamplingParams
 
-
-def edited(
-    logits: numpy.ndarray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], eos: Sequence[int]
-) -> numpy.ndarray:
+def edited(logits, params, prompt, output, eos):
     """Bias, bans and penalties: what greedy requests take the argmax of."""
     values = numpy.array(logits, dtype=numpy.float64)
     if params.allowed_token_ids:
@@ -37,12 +29,12 @@ def edited(
     return values
 
 
-def softmax(values: numpy.ndarray) -> numpy.ndarray:
+def softmax(values):
     weights = numpy.exp(values - values.max())
     return weights / weights.sum()
 
 
-def kept(values: numpy.ndarray, params: SamplingParams, slack: float = 0.0) -> numpy.ndarray:
+def kept(values, params, slack=0.0):
     """Which tokens min-p, top-k and top-p leave, of logits that are already divided by the temperature. ``slack``
     moves the thresholds, to tell a wrong decision from a rounded one."""
     values = values.copy()

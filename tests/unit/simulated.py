@@ -13,7 +13,7 @@ from forerun import SamplingParams
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.models.base import MixtureInfo
-from forerun.speculate.length import LengthPolicy, Seconds, Setting, policies
+from forerun.speculate.length import Seconds, Setting, policies
 from forerun.speculate.length.adaptive import Adaptive
 from forerun.theory import expected_experts
 
@@ -46,25 +46,25 @@ class Machine:
     per_expert: float = 0.0
     """Of all layers."""
 
-    def experts(self, rows: int) -> float:
+    def experts(self, rows):
         """That rows read, those of all layers."""
         if self.mixture is None:
             return 0.0
         count, chosen = self.mixture.count, self.mixture.chosen
         return self.mixture.layers * expected_experts(count, chosen, rows, self.again)
 
-    def verify(self, sequences: int, rows: int) -> float:
+    def verify(self, sequences, rows):
         padded = -(-rows // self.multiple) * self.multiple
         experts = self.per_expert * self.experts(padded)
         return 1e-3 * (self.base + self.per_sequence * sequences + self.per_row * padded + experts)
 
-    def drafting(self, sequences: int, levels: int, behind: int) -> float:
+    def drafting(self, sequences, levels, behind):
         if not sequences:
             return 0.0
         each = self.per_level + self.per_draft_token * sequences
         return 1e-3 * (self.draft + each * levels + self.per_token_behind * behind)
 
-    def disturb(self, draw: random.Random, seconds: float) -> float:
+    def disturb(self, draw, seconds):
         spike = 3.0 if draw.random() < self.spikes else 1.0
         return self.slow(seconds) * spike * math.exp(self.jitter * draw.gauss(0.0, 1.0))
 
@@ -85,28 +85,17 @@ class Play:
     """Per round, tokens."""
 
     @property
-    def tokens(self) -> int:
+    def tokens(self):
         return sum(self.emitted)
 
     @property
-    def speed(self) -> float:
+    def speed(self):
         return self.tokens / self.seconds
 
 
 def play(
-    machine: Machine,
-    policy: str | None,
-    count: int,
-    accepts: Callable[[int, int], float],
-    *,
-    depth: int = 3,
-    length: int = 64,
-    requests: int = 0,
-    prompt: int = 64,
-    exists: float = 1.0,
-    windowed: float = 1.0,
-    seed: int = 0,
-) -> Play:
+    machine, policy, count, accepts, *, depth=3, length=64, requests=0, prompt=64, exists=1.0, windowed=1.0, seed=0
+):
     """Decode ``requests`` (0: ``count``) answers of ``length`` tokens, ``count`` at a time.
 
     ``accepts(request, position)`` is the chance that the draft of a position is accepted; a draft is made at all with
@@ -115,13 +104,13 @@ def play(
     """
     draw = random.Random(seed)
     result, silent = Play(), 99
-    drawn_until: dict[int, int] = {}
-    began: dict[int, int | None] = {}
+    drawn_until = {}
+    began = {}
 
-    def accepted(request: int, position: int) -> float:
+    def accepted(request, position):
         return accepts(request, position) * (1.0 if began.get(request) is None else windowed)
 
-    def lag(sequence: RequestState) -> int:
+    def lag(sequence):
         if not machine.per_token_behind:  # it reads nothing that costs
             return 0
         if sequence.reads is None and began.get(sequence.id) is not None:
@@ -130,7 +119,7 @@ def play(
 
     decides = _policy(machine, policy, depth, lag)
     todo = [_request(i, prompt, length, policy) for i in range(max(requests, count))][::-1]
-    running: list[RequestState] = []
+    running = []
     while todo or running:
         while todo and len(running) < count:
             running.append(todo.pop())
@@ -172,26 +161,24 @@ def play(
     return result
 
 
-def _policy(machine: Machine, policy: str | None, depth: int, lag: Callable[[RequestState], int]) -> LengthPolicy:
+def _policy(machine, policy, depth, lag):
     models = frozenset({"m"} if machine.per_token_behind > 1.0 else ())
     setting = Setting({"m": list(range(depth + 1))}, machine.multiple, lag, models, machine.mixture)
-    decides: LengthPolicy = policies[policy or "fixed"](setting)
+    decides = policies[policy or "fixed"](setting)
     ticks = itertools.count()
     if isinstance(decides, Adaptive):
         decides.clock = lambda: next(ticks) * 0.5e-3 * machine.host
     return decides
 
 
-def _request(number: int, prompt: int, length: int, policy: str | None) -> RequestState:
+def _request(number, prompt, length, policy):
     params = SamplingParams(max_tokens=length)
     sequence = RequestState(number, [0] * (prompt + 1), prompt, params, seed=0, max_tokens=prompt + length)
     sequence.drafter = "m" if policy is not None else None
     return sequence
 
 
-def _verdict(
-    sequence: RequestState, draft: Draft, accepts: Callable[[int, int], float], draw: random.Random
-) -> Verdict:
+def _verdict(sequence, draft, accepts, draw):
     matched = 0
     while matched < len(draft) and draw.random() < accepts(sequence.id, sequence.num_output + matched):
         matched += 1

@@ -1,7 +1,5 @@
 """Activations that round alike at every place, and what happens where a library's do not."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -25,7 +23,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def model(act: str, dtype: torch.dtype = torch.float16) -> HFModel:
+def model(act, dtype=torch.float16):
     torch.manual_seed(0)
     config = AutoConfig.for_model("gpt_neox", **SIZES, hidden_act=act)
     module = AutoModelForCausalLM.from_config(config, attn_implementation="forerun").to(dtype).eval()
@@ -49,7 +47,7 @@ def test_models_use_them_whatever_row_they_are_in(act):
     assert self_test(model(act), rows=60, chunks=(2, 5, 33)) == []
 
 
-def uneven(x: torch.Tensor) -> torch.Tensor:
+def uneven(x):
     """Another last bit in the tail of a loop over sixteen numbers."""
     y = torch.exp(x)
     tail = y.shape[-1] % 16

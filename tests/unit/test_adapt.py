@@ -1,10 +1,7 @@
 """Heads that learn while they serve: what they learn from, what it costs, and that no token changes."""
 
-from __future__ import annotations
-
 import math
 import random
-from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +26,7 @@ EAGER = {"share": None, "every": 12, "window": 16, "batch": 16, "lr": 0.02}
 
 
 @pytest.fixture(scope="module")
-def rings(tmp_path_factory) -> Path:
+def rings(tmp_path_factory):
     """A target whose likeliest next token is the next one on a ring, one ring of low ids and one of high ids. The
     rings' states are at right angles, so that a head that knows one ring knows nothing of the other."""
     model = tiny_llama(layers=1)
@@ -55,19 +52,19 @@ def rings(tmp_path_factory) -> Path:
     return folder
 
 
-def prompts(ring: str, count: int, seed: int) -> list[list[int]]:
+def prompts(ring, count, seed):
     rng = random.Random(seed)
     return [[FIRST[ring] + rng.randrange(RING) for _ in range(6)] for _ in range(count)]
 
 
-def params(count: int, temperature: float) -> list[SamplingParams]:
+def params(count, temperature):
     return [SamplingParams(temperature=temperature, max_tokens=40, seed=s, ignore_eos=True) for s in range(count)]
 
 
 class Served:
     """Requests of one ring, answered with a head; the engine is closed afterwards."""
 
-    def __init__(self, target, method, head, texts, temperature, adapt=None, **options) -> None:
+    def __init__(self, target, method, head, texts, temperature, adapt=None, **options):
         config = {"method": method, "model": str(head), "num_speculative_tokens": 3, "adapt": adapt, **options}
         llm = LLM(str(target), speculative_config=config)
         state = torch.get_rng_state()
@@ -166,7 +163,7 @@ class Slow:
 
     now = 0.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
@@ -179,7 +176,7 @@ def learner(rings):
     made = Learner(head, load_model(rings), options, clock)
     step = made._step
 
-    def slow() -> None:
+    def slow():
         step()
         clock.now += 2.0
 
@@ -187,7 +184,7 @@ def learner(rings):
     return made, clock
 
 
-def feed(learner: Learner, sequence: RequestState, count: int) -> None:
+def feed(learner, sequence, count):
     """``count`` more tokens of a request have been read."""
     sequence.tokens += [3] * count
     sequence.num_computed_tokens += count
@@ -301,7 +298,7 @@ def test_a_table_counts_what_the_target_said(tiny_target, tmp_path):
     text = prompts("high", 1, 4)[0]
     tokens = llm.generate([text], params(1, 0.8))[0].outputs[0].token_ids
     p = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32)(torch.tensor([text + tokens])).logits[0]
-    expected: dict[int, dict[int, float]] = {5: {5: 1.0}}
+    expected = {5: {5: 1.0}}
     for before, row in zip([text[-1], *tokens[:-1]], p[len(text) - 1 :].softmax(-1)):
         for token in row.topk(8).indices.tolist():
             followers = expected.setdefault(before, {})

@@ -1,7 +1,5 @@
 """Where requests go, without replicas."""
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -11,23 +9,23 @@ from forerun.scale.affinity import BOUND, Affinity, blocks, policy, wanted
 NAMES = ["a", "b", "c", "d"]
 
 
-def prompt(group: int, own: int, shared: int = 256, rest: int = 64) -> list[int]:
+def prompt(group, own, shared=256, rest=64):
     """A prompt that begins as others of its group do."""
     first, then = random.Random(group), random.Random(1000 + own)
     return [first.randrange(4096) for _ in range(shared)] + [then.randrange(4096) for _ in range(rest)]
 
 
-def idle(names: list[str] = NAMES) -> dict[str, int]:
+def idle(names=NAMES):
     return dict.fromkeys(names, 0)
 
 
-def test_blocks_name_all_that_comes_before() -> None:
+def test_blocks_name_all_that_comes_before():
     one, two = list(blocks(range(200), 64)), list(blocks([9, *range(1, 200)], 64))
     assert (len(one), len(set(one) | set(two))) == (3, 6)
     assert list(blocks([*range(128), 7], 64)) == one[:2]
 
 
-def test_a_prompt_goes_where_its_beginning_was() -> None:
+def test_a_prompt_goes_where_its_beginning_was():
     affinity = Affinity()
     homes = {}
     for own, group in enumerate([*range(40), *range(40), *range(40)]):
@@ -41,7 +39,7 @@ def test_a_prompt_goes_where_its_beginning_was() -> None:
     assert affinity.order(idle(), moved)[0] == ("c" if homes[3] != "c" else "d")
 
 
-def test_no_replica_is_preferred_beyond_its_share() -> None:
+def test_no_replica_is_preferred_beyond_its_share():
     """One beginning that everybody has, and nothing that ever ends."""
     affinity, load = Affinity(), idle()
     for own in range(200):
@@ -53,7 +51,7 @@ def test_no_replica_is_preferred_beyond_its_share() -> None:
     assert len(set(load)) == 4
 
 
-def test_a_session_stays_and_moves_when_its_replica_ends() -> None:
+def test_a_session_stays_and_moves_when_its_replica_ends():
     affinity = Affinity()
     home = affinity.order(idle(), [1, 2, 3], "s")[0]
     affinity.note(home, [1, 2, 3], "s")
@@ -66,7 +64,7 @@ def test_a_session_stays_and_moves_when_its_replica_ends() -> None:
     assert affinity.order(idle(left), [1, 2, 3], "s")[0] in left
 
 
-def test_routers_that_know_nothing_agree_and_a_lost_replica_takes_only_its_own() -> None:
+def test_routers_that_know_nothing_agree_and_a_lost_replica_takes_only_its_own():
     orders = [[Affinity().order(idle(), prompt(group, own)) for group in range(60)] for own in range(2)]
     assert orders[0] == orders[1]
     for order in orders[0]:
@@ -75,11 +73,11 @@ def test_routers_that_know_nothing_agree_and_a_lost_replica_takes_only_its_own()
         assert again == [name for name in order if name != "b"]
 
 
-def test_short_prompts_go_where_least_is_done() -> None:
+def test_short_prompts_go_where_least_is_done():
     assert Affinity().order({"a": 3, "b": 1, "c": 2}, [1, 2, 3]) == ["b", "c", "a"]
 
 
-def test_who_is_refused_meets_every_replica() -> None:
+def test_who_is_refused_meets_every_replica():
     """Though each that it meets is noted as the one that has its beginning."""
     for right in NAMES:
         affinity, met, tokens = Affinity(), [], prompt(3, 4)
@@ -90,14 +88,14 @@ def test_who_is_refused_meets_every_replica() -> None:
     assert sorted(Affinity().order(idle(), tokens, refused=7)) == sorted(NAMES)
 
 
-def test_memory_is_bounded() -> None:
+def test_memory_is_bounded():
     affinity = Affinity(remembered=100)
     for own in range(100):
         affinity.note("a", prompt(own, own), f"s{own}")
     assert len(affinity._seen) == 100
 
 
-def test_replicas_follow_queue_and_pages() -> None:
+def test_replicas_follow_queue_and_pages():
     """Eight sequences a replica at a time, of which six are aimed at."""
     assert wanted(2, requests=12, usage=0.3, capacity=8) == 2
     assert wanted(2, requests=13, usage=0.3, capacity=8) == 3
@@ -108,10 +106,10 @@ def test_replicas_follow_queue_and_pages() -> None:
     assert wanted(2, requests=800, usage=0.9, capacity=8) == 134
 
 
-def test_a_front_that_listens_is_no_load() -> None:
+def test_a_front_that_listens_is_no_load():
     """Six answers at each of two replicas, to which two fronts listen: Ray counts sixteen requests."""
 
-    def told(**each: float) -> dict[str, dict[str, float]]:
+    def told(**each):
         return {name: {"a": value, "b": value} for name, value in each.items()}
 
     context = SimpleNamespace(current_num_replicas=2, target_num_replicas=2, total_num_requests=16)

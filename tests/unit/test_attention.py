@@ -1,7 +1,5 @@
 """The CPU attention kernel against softmax in float64 over each row's own keys, and its bits."""
 
-from __future__ import annotations
-
 import math
 from itertools import pairwise
 
@@ -23,7 +21,7 @@ DTYPES = where(lambda d: can_attend(d, CPU, (KVShape(1, 64, 64),)), TYPES)
 class Case:
     """A pool, and beside it every entry that was ever written, by sequence and place."""
 
-    def __init__(self, dtype, heads, kv_heads, width, page_size, seed=0) -> None:
+    def __init__(self, dtype, heads, kv_heads, width, page_size, seed=0):
         self.heads, self.kv_heads, self.width, self.dtype = heads, kv_heads, width, dtype
         pages = 6 if page_size > 100 else 90
         self.pool = Pool([KVShape(kv_heads, width, width)], pages, page_size, dtype, CPU)
@@ -31,16 +29,16 @@ class Case:
             side.fill_(float("nan"))  # what nobody wrote must not be read
         self.attention = KernelAttention(self.pool)
         self.generator = torch.Generator().manual_seed(seed)
-        self.entries: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.entries = {}
 
-    def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def rows(self, count):
         """q, k and v side by side in memory, as a fused projection leaves them."""
         total = self.heads + 2 * self.kv_heads
         together = torch.randn(count, total, self.width, generator=self.generator).mul_(2).to(self.dtype)
         q, k, v = together.split((self.heads, self.kv_heads, self.kv_heads), 1)
         return q, k, v
 
-    def run(self, spans, q, k, v, **options) -> torch.Tensor:
+    def run(self, spans, q, k, v, **options):
         batch = Batch(spans)
         metadata = self.attention.begin(batch)
         out = self.attention.run(Query(0, q, k, v, self.width**-0.5, **options), metadata)
@@ -51,7 +49,7 @@ class Case:
                 self.entries[index] = k[offset + row].double(), v[offset + row].double()
         return out
 
-    def wanted(self, spans, q, window=None, softcap=None, sinks=None) -> torch.Tensor:
+    def wanted(self, spans, q, window=None, softcap=None, sinks=None):
         """Row by row: the entries it sees, listed in words of the protocol."""
         out, index = [], 0
         for span in spans:
@@ -83,7 +81,7 @@ class Case:
                 index += 1
         return torch.stack(out)
 
-    def check(self, spans, **options) -> torch.Tensor:
+    def check(self, spans, **options):
         q, k, v = self.rows(sum(span.count for span in spans))
         got = self.run(spans, q, k, v, **options)
         expected = self.wanted(spans, q, **options)

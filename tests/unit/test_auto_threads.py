@@ -1,7 +1,5 @@
 """``threads="auto"`` on simulated machines, whose clock is the sum of what rounds take."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable
@@ -17,16 +15,16 @@ from forerun.core.threads import Threads
 Machine = Callable[[int, random.Random], float]
 
 
-def quiet(count: int, noise: random.Random) -> float:
+def quiet(count, noise):
     return (0.4 + 1.6 / count) * noise.uniform(0.95, 1.1)
 
 
-def busy(count: int, noise: random.Random) -> float:
+def busy(count, noise):
     """Two threads wait for one that the system has put aside."""
     return noise.uniform(1.8, 2.4) if count == 1 else 1.2 if noise.random() < 0.7 else 40.0
 
 
-def run(policy: Threads, machine: Machine, rounds: int, rows: Callable[[random.Random], int] = lambda _: 1) -> float:
+def run(policy, machine, rounds, rows=lambda _: 1):
     """Seconds that so many rounds take; a round of more rows takes longer."""
     noise, total = random.Random(0), 0.0
     for _ in range(rounds):
@@ -102,14 +100,14 @@ def test_half_a_core_or_one_means_one_thread(llm, monkeypatch):
 def test_changing_threads_within_an_answer_changes_no_bit(llm):
     params = SamplingParams(seed=3, temperature=1.0, max_tokens=40, ignore_eos=True)
 
-    seen: list[int] = []
+    seen = []
 
     class Alternating(Threads):
         @property
-        def count(self) -> int:
+        def count(self):
             return 1 + len(seen) // 2 % 2
 
-        def observe(self, rows: int, seconds: float) -> None:
+        def observe(self, rows, seconds):
             seen.extend((kernels.threads(), self.count))
 
     model = llm({"method": "ngram", "num_speculative_tokens": 3})
@@ -124,12 +122,12 @@ def test_both_names_of_the_default():
     assert module.check_threads(3) == 3
 
 
-def test_engines_in_two_threads_do_not_change_each_others_number() -> None:
+def test_engines_in_two_threads_do_not_change_each_others_number():
     usual = torch.get_num_threads()
     entered, left = threading.Event(), threading.Event()
     seen = []
 
-    def other() -> None:
+    def other():
         with kernels.on_threads(usual + 2):
             entered.set()
             left.wait(10)

@@ -1,15 +1,11 @@
 """Beam searches through the engine: what is shared, preempted, aborted, refused and returned."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from forerun import LLM, BeamSearchParams, ForerunError, SamplingParams
+from forerun import BeamSearchParams, ForerunError, SamplingParams
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.request import Beams, RequestState
 from forerun.speculate.beams import Continuation, finished, step
@@ -18,26 +14,26 @@ pytestmark = pytest.mark.slow
 
 PROMPT = "the cat sat on the mat; the cat sat"
 SEARCH = BeamSearchParams(4, 20, ignore_eos=True)
-DRAFT: dict[str, Any] = {"method": "draft_model", "tree": [3, 2, 1]}
+DRAFT = {"method": "draft_model", "tree": [3, 2, 1]}
 
 
 @pytest.fixture
-def drafting(llm: Callable[..., LLM], tiny_draft: str) -> Callable[..., LLM]:
+def drafting(llm, tiny_draft):
     return lambda **options: llm({**DRAFT, "model": tiny_draft}, **options)
 
 
 @pytest.fixture(scope="module")
-def plain(llm: Callable[..., LLM]) -> list[Any]:
+def plain(llm):
     return llm().beam_search(PROMPT, SEARCH)[0].sequences
 
 
-def group(**given: Any) -> Beams:
+def group(**given):
     root = RequestState(0, [1, 2], 2, None, seed=0, max_tokens=2 + 8)
     options = {"width": 2, "length_penalty": 1.0, "early_stopping": False, "ends": frozenset({9}), **given}
     return Beams(root, new_id=lambda: 1, **options)
 
 
-def test_a_step_keeps_the_best_and_ends_only_what_is_among_them() -> None:
+def test_a_step_keeps_the_best_and_ends_only_what_is_among_them():
     rows = [([9, 3, 4, 5], [-0.1, -1.0, -2.0, -3.0]), ([6, 9, 7, 8], [-0.2, -0.3, -4.0, -5.0])]
     live, ended = step(group(), [-1.0, -1.5], rows, 3)
     assert ended == [Continuation(0, 9, -1.1)]  # the other end comes third of two
@@ -51,7 +47,7 @@ def test_a_step_keeps_the_best_and_ends_only_what_is_among_them() -> None:
     [(True, 1.0, -0.1, True), (False, 1.0, -3.9, False), (False, 1.0, -4.1, True), ("never", 1.0, -7.9, False),
      ("never", 1.0, -8.1, True), ("never", -1.0, -0.24, False), ("never", -1.0, -0.26, True)],
 )  # fmt: skip
-def test_when_enough_have_finished(early_stopping: Any, penalty: float, best: float, over: bool) -> None:
+def test_when_enough_have_finished(early_stopping, penalty, best, over):
     """At a length of 4 of 8, the worst finished beam having a score of -1."""
     beams = group(early_stopping=early_stopping, length_penalty=penalty)
     live = [Continuation(0, 3, best)]
@@ -61,13 +57,13 @@ def test_when_enough_have_finished(early_stopping: Any, penalty: float, best: fl
     assert finished(beams, [], 4)
 
 
-def _hypothesis(score: float) -> Any:
+def _hypothesis(score):
     from forerun.core.request import Hypothesis
 
     return Hypothesis([9], score, score, True)
 
 
-def test_the_output_is_as_in_vllm(llm: Callable[..., LLM]) -> None:
+def test_the_output_is_as_in_vllm(llm):
     model = llm()
     result = model.beam_search([{"prompt": "abc"}, {"prompt_token_ids": [7, 8]}], BeamSearchParams(3, 5))
     for output, prompt in zip(result, ("abc", model.tokenizer.decode([7, 8]))):
@@ -83,7 +79,7 @@ def test_the_output_is_as_in_vllm(llm: Callable[..., LLM]) -> None:
         assert output.metrics.rounds == 4  # the prompt was the first
 
 
-def test_a_score_is_the_sum_of_the_log_probabilities(llm: Callable[..., LLM], plain: list[Any]) -> None:
+def test_a_score_is_the_sum_of_the_log_probabilities(llm, plain):
     model = llm()
     for sequence in plain:
         answer = model.generate(
@@ -93,7 +89,7 @@ def test_a_score_is_the_sum_of_the_log_probabilities(llm: Callable[..., LLM], pl
         assert sum(logs) == pytest.approx(sequence.cum_logprob, abs=1e-4)
 
 
-def test_requests_with_and_without_beams_in_one_batch(drafting: Callable[..., LLM], plain: list[Any]) -> None:
+def test_requests_with_and_without_beams_in_one_batch(drafting, plain):
     model = drafting(page_size=8)
     sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=20)
     alone = model.generate("hello", sampled, speculate=False)[0].outputs[0]
@@ -107,7 +103,7 @@ def test_requests_with_and_without_beams_in_one_batch(drafting: Callable[..., LL
     model.engine.check()
 
 
-def test_beams_share_the_pages_of_what_they_have_in_common(drafting: Callable[..., LLM], plain: list[Any]) -> None:
+def test_beams_share_the_pages_of_what_they_have_in_common(drafting, plain):
     model = drafting(page_size=4)
     pool, held = model.engine.target.attention.pool, []
     model.engine.on_round = lambda result: held.append({page for table in pool.block_tables.values() for page in table})
@@ -122,7 +118,7 @@ def test_beams_share_the_pages_of_what_they_have_in_common(drafting: Callable[..
 @pytest.mark.parametrize(
     "pages", [{"num_pages": 34, "page_size": 4, "prefix_caching": False}, {"page_size": None, "num_pages": 5}]
 )
-def test_pages_that_run_short(drafting: Callable[..., LLM], plain: list[Any], pages: dict[str, Any]) -> None:
+def test_pages_that_run_short(drafting, plain, pages):
     """Searches give way to those before them, begin anew, and find the same beams; what has no room to move is read
     again."""
     model = drafting(**pages, max_num_seqs=10, max_model_len=80, max_prefill_tokens=64)  # nothing follows the clock
@@ -136,7 +132,7 @@ def test_pages_that_run_short(drafting: Callable[..., LLM], plain: list[Any], pa
     model.engine.check()
 
 
-def test_an_abort_leaves_nothing_behind(drafting: Callable[..., LLM]) -> None:
+def test_an_abort_leaves_nothing_behind(drafting):
     engine = drafting(page_size=8).engine
     for rounds in range(5):
         jobs = engine.add([5, 6, 7], SEARCH)
@@ -149,7 +145,7 @@ def test_an_abort_leaves_nothing_behind(drafting: Callable[..., LLM]) -> None:
         engine.check()
 
 
-def test_a_failed_round_ends_every_beam(drafting: Callable[..., LLM]) -> None:
+def test_a_failed_round_ends_every_beam(drafting):
     engine = drafting(page_size=8).engine
     jobs = engine.add([5, 6, 7], SEARCH)
     engine.step()
@@ -159,13 +155,11 @@ def test_a_failed_round_ends_every_beam(drafting: Callable[..., LLM]) -> None:
     engine.check()
 
 
-def test_nan_ends_the_search_and_nobody_else(
-    drafting: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, plain: list[Any]
-) -> None:
+def test_nan_ends_the_search_and_nobody_else(drafting, monkeypatch, plain):
     model = drafting(page_size=8)
     engine, forward = model.engine, model.model.forward
 
-    def spoilt(batch: Any, attention: Any) -> Any:
+    def spoilt(batch, attention):
         output = forward(batch, attention)
         cursor = 0
         for span in batch.spans:
@@ -185,10 +179,8 @@ def test_nan_ends_the_search_and_nobody_else(
     engine.check()
 
 
-def test_a_drafter_that_cannot_fork_loses_its_beams_and_nothing_else(
-    drafting: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, plain: list[Any]
-) -> None:
-    def broken(source: RequestState, sequence: RequestState) -> None:
+def test_a_drafter_that_cannot_fork_loses_its_beams_and_nothing_else(drafting, monkeypatch, plain):
+    def broken(source, sequence):
         raise KeyError(source.id)
 
     model = drafting(page_size=8)
@@ -202,7 +194,7 @@ def test_a_drafter_that_cannot_fork_loses_its_beams_and_nothing_else(
 
 
 @pytest.mark.parametrize("length", ["adaptive", "planned"])
-def test_other_length_policies(llm: Callable[..., LLM], tiny_draft: str, plain: list[Any], length: str) -> None:
+def test_other_length_policies(llm, tiny_draft, plain, length):
     model = llm({**DRAFT, "model": tiny_draft, "length": length}, page_size=8)
     for _ in range(3):
         assert model.beam_search(PROMPT, SEARCH)[0].sequences == plain
@@ -227,10 +219,10 @@ def test_other_length_policies(llm: Callable[..., LLM], tiny_draft: str, plain: 
         ({"max_tokens": 200}, "may need 203 tokens of KV cache for each of 4 beams; the pool holds 256"),
     ],
 )
-def test_what_cannot_be_searched(llm: Callable[..., LLM], given: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_searched(llm, given, message):
     model = llm(page_size=8, num_pages=32)
 
-    def search() -> None:
+    def search():
         params = BeamSearchParams(**{"beam_width": 4, "max_tokens": 8, **given})
         model.generate(["abc", "xyz"], [SamplingParams(max_tokens=4), params])
 
@@ -242,25 +234,25 @@ def test_what_cannot_be_searched(llm: Callable[..., LLM], given: dict[str, Any],
     assert len(model.beam_search("abc", BeamSearchParams(2, 4))[0].sequences) == 2
 
 
-def test_sampling_params_are_no_beam_search(llm: Callable[..., LLM]) -> None:
+def test_sampling_params_are_no_beam_search(llm):
     with pytest.raises(ForerunError, match="params must be BeamSearchParams, not SamplingParams"):
-        llm().beam_search("abc", SamplingParams())  # type: ignore[arg-type]
+        llm().beam_search("abc", SamplingParams())
 
 
-def filled(pool: Pool, key: int, count: int) -> None:
+def filled(pool, key, count):
     pool.reserve(key, count)
     values = torch.arange(1.0, count + 1)[:, None, None]
     pool.write(0, pool.slot_mapping(key, range(count)), values, -values)
     pool.advance(key, count)
 
 
-def entries(pool: Pool, key: int) -> list[int]:
+def entries(pool, key):
     keys, values = pool.gather(0, torch.tensor(pool.block_tables[key]))
     assert torch.equal(keys, -values)
     return [int(value) for value in keys[0, : pool.length(key), 0].tolist()]
 
 
-def test_a_tree_is_rolled_back_on_shared_pages() -> None:
+def test_a_tree_is_rolled_back_on_shared_pages():
     pool = Pool([KVShape(1, 1, 1)], 12, 4, torch.float32)
     filled(pool, 1, 11)
     pool.fork(1, 2, 11)
@@ -271,7 +263,7 @@ def test_a_tree_is_rolled_back_on_shared_pages() -> None:
     pool.check()
 
 
-def test_what_has_no_page_to_move_to_is_forgotten() -> None:
+def test_what_has_no_page_to_move_to_is_forgotten():
     pool = Pool([KVShape(1, 1, 1)], 3, 4, torch.float32)
     filled(pool, 1, 11)
     pool.fork(1, 2, 11)
@@ -280,9 +272,7 @@ def test_what_has_no_page_to_move_to_is_forgotten() -> None:
     pool.check()
 
 
-def test_the_command_shows_every_beam(
-    tiny_target: str, tiny_draft: str, plain: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_shows_every_beam(tiny_target, tiny_draft, plain, capsys):
     from forerun.cli.main import run
 
     flags = ["--model", tiny_target, "--spec-model", tiny_draft, "--beams", "4", "--max-tokens", "20", "--ignore-eos"]
@@ -306,7 +296,7 @@ def test_the_command_shows_every_beam(
         (["--length-penalty", "2"], "--length-penalty and --early-stopping are options of --beams"),
     ],
 )
-def test_flags_that_beams_do_not_have(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_that_beams_do_not_have(flags, message, capsys):
     from forerun.cli.main import run
 
     assert run(["generate", "x", *flags]) == 2

@@ -1,7 +1,5 @@
 """The benchmark's figures: where they come from, and that a row says what was measured."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import groupby
@@ -40,7 +38,7 @@ SMALL = ["--prompts", "2", "--prompt-tokens", "12", "--max-tokens", "12", "--pro
 
 @pytest.fixture
 def bench(capsys, tiny_target):
-    def call(*options: str, command: str = "bench") -> dict:
+    def call(*options, command="bench"):
         code = run([command, "--model", tiny_target, *options, "--json"])
         captured = capsys.readouterr()
         assert (code, captured.err) == (0, "")
@@ -117,7 +115,7 @@ def sample(depths, rows, draft, verify, tokens=1, total=None):
 
 
 def test_every_request_gets_the_sampling_options():
-    seen: list[SamplingParams] = []
+    seen = []
 
     class Spy:
         def run(self, prompts, params):
@@ -201,7 +199,7 @@ def test_contenders_with_several_requests_take_turns_in_their_midst(llm):
                 turns.append(self.name)
                 yield
 
-    turns: list[str] = []
+    turns = []
     prompts, params = [[1, 2, 3], [4, 5, 6]], SamplingParams(temperature=0.0, max_tokens=TURN + 9, ignore_eos=True)
     contenders = [Noting(name, llm(), {"method": "none"}, 2) for name in ("a", "b")]
     result = [Measured(), Measured()]

@@ -1,7 +1,5 @@
 """Which configurations a benchmark measures."""
 
-from __future__ import annotations
-
 import pytest
 
 from forerun.core.errors import ConfigError

@@ -7,7 +7,6 @@ import json
 import zipfile
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import NormalDist
 from typing import Any
 
@@ -46,18 +45,18 @@ TASKS = [
 
 
 @pytest.fixture(scope="session")
-def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def chat_model(tmp_path_factory):
     return save_chat_model(tmp_path_factory.mktemp("chat_bench"))
 
 
 @pytest.fixture
-def tasks_file(tmp_path: Path) -> Path:
+def tasks_file(tmp_path):
     file = tmp_path / "tasks.jsonl"
     file.write_text("\n".join(map(json.dumps, TASKS)), encoding="utf-8")
     return file
 
 
-def test_the_categories_are_eleven_times_ten_and_the_small_set_two_of_each() -> None:
+def test_the_categories_are_eleven_times_ten_and_the_small_set_two_of_each():
     result = read_set(CATEGORIES)
     assert set(Counter(each.category for each in result).values()) == {10}
     assert len({each.category for each in result}) == 11
@@ -75,7 +74,7 @@ def test_the_categories_are_eleven_times_ten_and_the_small_set_two_of_each() -> 
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 250_000
 
 
-def test_prompts_quote_the_running_pythons_manual_and_source() -> None:
+def test_prompts_quote_the_running_pythons_manual_and_source():
     turns = [turn for each in read_set(CATEGORIES) for turn in each.turns]
     assert not any(kind in turn for turn in turns for kind in ("{file:", "{topic:", "{source:"))
     assert any("def insort_right(" in turn for turn in turns)
@@ -97,7 +96,7 @@ def test_prompts_quote_the_running_pythons_manual_and_source() -> None:
         ('{"category": "a", "turns": ["b", " "]}', "none of them empty"),
     ],
 )
-def test_a_file_of_prompts_is_checked(tmp_path: Path, text: str, message: str) -> None:
+def test_a_file_of_prompts_is_checked(tmp_path, text, message):
     file = tmp_path / "mine.jsonl"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=message):
@@ -106,13 +105,13 @@ def test_a_file_of_prompts_is_checked(tmp_path: Path, text: str, message: str) -
         read_set(CATEGORIES, tmp_path)
 
 
-def test_places_in_a_file_of_ones_own_are_plain_text(tmp_path: Path) -> None:
+def test_places_in_a_file_of_ones_own_are_plain_text(tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text('{"category": "a", "turns": ["see {file:minutes.txt}"]}', encoding="utf-8")
     assert read_set(CATEGORIES, file) == [RecordedConversation("a", ["see {file:minutes.txt}"])]
 
 
-def test_a_turn_follows_plain_decodings_answer_to_the_one_before(llm: Any, chat_model: str) -> None:
+def test_a_turn_follows_plain_decodings_answer_to_the_one_before(llm, chat_model):
     target = llm(model=chat_model, max_model_len=200)
     talks = [
         RecordedConversation("a", ["one", "two", "three"]),
@@ -121,7 +120,7 @@ def test_a_turn_follows_plain_decodings_answer_to_the_one_before(llm: Any, chat_
     ]
     config = BenchConfig(prompt_set=CATEGORIES, max_tokens=48)
     texts = make_texts(config, target, talks)
-    said: list[dict[str, str]] = []
+    said = []
     params = SamplingParams(temperature=0.0, max_tokens=48)
     expected = []
     for turn in talks[0].turns:
@@ -140,7 +139,7 @@ def test_a_turn_follows_plain_decodings_answer_to_the_one_before(llm: Any, chat_
         make_texts(BenchConfig(prompt_set=CATEGORIES, max_tokens=48, concurrency=[4]), target, talks[:2])
 
 
-def test_a_model_without_a_template_reads_plain_text(llm: Any, tasks_file: Path) -> None:
+def test_a_model_without_a_template_reads_plain_text(llm, tasks_file):
     target = llm()
     talk = make_texts(
         BenchConfig(prompt_set=CATEGORIES, max_tokens=8), target, [RecordedConversation("a", ["one", "two"])]
@@ -155,16 +154,16 @@ def test_a_model_without_a_template_reads_plain_text(llm: Any, tasks_file: Path)
     assert "\ndef " in stops(code)
 
 
-def test_answers_of_written_sets_end_where_the_model_ends_them() -> None:
-    seen: list[SamplingParams] = []
+def test_answers_of_written_sets_end_where_the_model_ends_them():
+    seen = []
 
     class Spy:
-        def run(self, prompts: Any, params: Any) -> Measured:
+        def run(self, prompts, params):
             seen.extend(params)
             return Measured()
 
     for name in ("random", CATEGORIES):
-        run_interleaved([Spy()], [[1], [2]], BenchConfig(prompt_set=name, repeats=1), temperature=0.0, concurrency=1)  # type: ignore
+        run_interleaved([Spy()], [[1], [2]], BenchConfig(prompt_set=name, repeats=1), temperature=0.0, concurrency=1)
     assert [params.ignore_eos for params in seen] == [True] * 3 + [False] * 3
 
 
@@ -174,14 +173,14 @@ class Fake:
     promised: bool = True
     about: dict[str, Any] = field(default_factory=lambda: {"synthetic": False})
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self):
         return self.about
 
-    def promises_identity(self, temperature: float) -> bool:
+    def promises_identity(self, temperature):
         return self.promised
 
 
-def test_figures_by_category_by_hand() -> None:
+def test_figures_by_category_by_hand():
     """Three conversations, the first with two turns; a method that takes 2, 4 and 5 tokens a round."""
     texts = Texts(
         [[1], [1, 2], [3], [4]],
@@ -189,7 +188,7 @@ def test_figures_by_category_by_hand() -> None:
         [RecordedConversation("a", ["t", "u"]), RecordedConversation("a", ["v"]), RecordedConversation("b", ["w"])],
     )
 
-    def measured(rounds: list[int], tokens: int, seconds: list[float], drafted: bool, last: int = 9) -> Measured:
+    def measured(rounds, tokens, seconds, drafted, last=9):
         result = Measured(answers=[[7] * 8] * 3 + [[7] * 7 + [last]])
         for count, time in zip(rounds, seconds):
             kept = tokens // count - 1
@@ -203,7 +202,7 @@ def test_figures_by_category_by_hand() -> None:
 
     plain = [measured([20] * 4, 20, [1.0] * 4, False), measured([20] * 4, 20, [2.0] * 4, False)]
     mine = [measured([10, 10, 5, 4], 20, [0.5, 0.5, 0.2, 0.4], True, last=5) for _ in range(2)]
-    rows = by_category([Fake("none"), Fake("fast")], [plain, mine], texts, 0.0, 1, None)  # type: ignore
+    rows = by_category([Fake("none"), Fake("fast")], [plain, mine], texts, 0.0, 1, None)
     assert [(row["method"], row["category"]) for row in rows] == [
         (name, kind) for name in ("none", "fast") for kind in ("a", "b", "all")
     ]
@@ -224,18 +223,18 @@ def test_figures_by_category_by_hand() -> None:
     assert rows[0]["speedup"] == 1.0
     assert rows[0]["acceptance_by_position"] is None
     assert first["repetition_rate"] == pytest.approx((4 + 4 + 4) / (6 + 7 + 6))
-    assert by_category([Fake("none")], [plain], Texts([[1]] * 4), 0.0, 1, None) == []  # type: ignore
+    assert by_category([Fake("none")], [plain], Texts([[1]] * 4), 0.0, 1, None) == []
 
 
-def test_prompts_that_were_answered_together_have_no_speed_of_their_own() -> None:
+def test_prompts_that_were_answered_together_have_no_speed_of_their_own():
     texts = Texts([[1]], [0], [RecordedConversation("a", ["t"])])
     together = Measured(answers=[[7]], metrics=[RequestMetrics(rounds=1, decode_tokens=1)], tokens=1, seconds=1.0)
-    rows = by_category([Fake("none", promised=False)], [[together]], texts, 0.0, 4, None)  # type: ignore
+    rows = by_category([Fake("none", promised=False)], [[together]], texts, 0.0, 4, None)
     assert (rows[0]["speedup"], rows[0]["identical"], rows[0]["same_answers"]) == (None, None, 1)
     assert rows[0]["tokens_per_round"] == 1.0
 
 
-def test_the_error_of_a_ratio_is_what_repetitions_show() -> None:
+def test_the_error_of_a_ratio_is_what_repetitions_show():
     """Against many samples of the same distribution."""
     generator = numpy.random.default_rng(0)
     rounds = generator.integers(10, 40, size=(4000, 30))
@@ -247,17 +246,17 @@ def test_the_error_of_a_ratio_is_what_repetitions_show() -> None:
     assert ratio_error([(3, 2), (0, 0)]) is None
 
 
-def test_the_interval_holds_the_median() -> None:
+def test_the_interval_holds_the_median():
     assert median_interval([1.0] * 5) is None
     assert median_interval(list(range(1, 11))) == [2, 9]  # the tables' ranks for 10 and 30 values
     assert median_interval(list(range(30, 0, -1))) == [10, 21]
     generator = numpy.random.default_rng(1)
     truth = numpy.exp(NormalDist().inv_cdf(0.5))
     bounds = [median_interval(list(values)) for values in generator.lognormal(size=(2000, 22))]
-    assert 0.95 <= numpy.mean([low <= truth <= high for low, high in bounds]) < 0.99  # type: ignore
+    assert 0.95 <= numpy.mean([low <= truth <= high for low, high in bounds]) < 0.99
 
 
-def test_humaneval_is_read_from_wheel_data_and_package(tmp_path: Path, tasks_file: Path, monkeypatch: Any) -> None:
+def test_humaneval_is_read_from_wheel_data_and_package(tmp_path, tasks_file, monkeypatch):
     expected = [Task(**task) for task in TASKS]
     packed = gzip.compress(tasks_file.read_bytes())
     (tmp_path / "tasks.jsonl.gz").write_bytes(packed)
@@ -287,13 +286,13 @@ def test_humaneval_is_read_from_wheel_data_and_package(tmp_path: Path, tasks_fil
         ("a.jsonl", b"\n", "has no prompts"),
     ],
 )
-def test_what_is_no_humaneval_is_refused(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+def test_what_is_no_humaneval_is_refused(tmp_path, name, data, message):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ConfigError, match=message):
         read_tasks(tmp_path / name)
 
 
-def test_answers_are_judged_by_their_tests() -> None:
+def test_answers_are_judged_by_their_tests():
     one, two = (Task(**task) for task in TASKS)
     judge = Judge()
     fenced = "Here you are.\n```python\ndef two(x):\n    return helper() if x == 2 else math.nan\n```\nIt doubles."
@@ -313,17 +312,17 @@ def test_answers_are_judged_by_their_tests() -> None:
     assert len(judge.outcomes) == before
 
 
-def bench(capsys: Any, *options: str) -> dict[str, Any]:
+def bench(capsys, *options):
     assert run(["bench", *options, "--no-fastest", "--json"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     return json.loads(captured.out)
 
 
-def test_generated_code_runs_on_request_only(capsys: Any, chat_model: str, tasks_file: Path, monkeypatch: Any) -> None:
-    ran: list[str] = []
+def test_generated_code_runs_on_request_only(capsys, chat_model, tasks_file, monkeypatch):
+    ran = []
 
-    def fake(program: str) -> Any:
+    def fake(program):
         from forerun_lab.sandbox import Outcome
 
         ran.append(program)
@@ -342,7 +341,7 @@ def test_generated_code_runs_on_request_only(capsys: Any, chat_model: str, tasks
     assert result["environment"]["offline"] is True
 
 
-def test_profiles_are_cut_and_continued() -> None:
+def test_profiles_are_cut_and_continued():
     assert profile("humaneval", 8) == [0.837, 0.685, 0.562, 0.460, 0.368, 0.283, 0.217, 0.161]
     assert profile("chat", 2) == [0.630, 0.389]
     longer = profile("chat", 6)
@@ -352,7 +351,7 @@ def test_profiles_are_cut_and_continued() -> None:
         profile("poems", 3)
 
 
-def test_synthetic_options_of_one_method_are_reported(capsys: Any, chat_model: str) -> None:
+def test_synthetic_options_of_one_method_are_reported(capsys, chat_model):
     more = {"random": [{"synthetic_acceptance_length": 2.0}, {"synthetic_acceptance_rates": "chat"}]}
     options = ["--model", chat_model, "--max-model-len", "200", "--methods", "none,ngram,random", "--prompts", "1"]
     result = bench(capsys, *options, "--max-tokens", "8", "--speculative-config", json.dumps(more))
@@ -360,7 +359,7 @@ def test_synthetic_options_of_one_method_are_reported(capsys: Any, chat_model: s
     assert all(row["synthetic"] is row["method"].startswith("random") for row in result["rows"])
 
 
-def test_synthetic_profiles_are_marked_everywhere(capsys: Any, chat_model: str, tmp_path: Path) -> None:
+def test_synthetic_profiles_are_marked_everywhere(capsys, chat_model, tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text('{"category": "a", "turns": ["one"]}\n{"category": "b", "turns": ["two"]}', encoding="utf-8")
     options = ["--model", chat_model, "--max-model-len", "200", "--methods", "none,random", "--synthetic", "humaneval"]
@@ -397,7 +396,7 @@ def test_synthetic_profiles_are_marked_everywhere(capsys: Any, chat_model: str, 
         (["--prompt-set", "categories", "--prompts-file", "nowhere.jsonl"], "cannot read prompts from nowhere.jsonl"),
     ],
 )
-def test_bad_options_are_one_line(capsys: Any, options: list[str], message: str) -> None:
+def test_bad_options_are_one_line(capsys, options, message):
     assert run(["bench", *options]) == 2
     error = capsys.readouterr().err
     assert message in error

@@ -1,11 +1,8 @@
 """What formats cost and what they change, measured on a tiny model."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +18,7 @@ WINDOW, WINDOWS = 64, 4
 
 
 @pytest.mark.parametrize("form", where(kernels.library() is not None, ["q4_0"]))
-def test_fidelity_tells_exact_weights_from_rounded_ones(
-    form: str, tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fidelity_tells_exact_weights_from_rounded_ones(form, tiny_target, tmp_path, monkeypatch, capsys):
     (tmp_path / "text").write_text(TEXT, encoding="utf-8")
     options = {
         "model": tiny_target, "text": tmp_path / "text", "window": WINDOW, "windows": WINDOWS,
@@ -47,14 +42,14 @@ def test_fidelity_tells_exact_weights_from_rounded_ones(
     assert capsys.readouterr().out.startswith("| weights |")
 
 
-def test_a_text_without_a_window_is_one_line(tiny_target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_without_a_window_is_one_line(tiny_target, tmp_path, monkeypatch):
     (tmp_path / "text").write_text("short", encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["fidelity", "--model", tiny_target, "--text", str(tmp_path / "text")])
     with pytest.raises(SystemExit, match=r"^error: the text has 5 tokens, fewer than a window of 512$"):
         fidelity.main()
 
 
-def test_forwards_leave_their_cache_as_it_was(tiny_target: str) -> None:
+def test_forwards_leave_their_cache_as_it_was(tiny_target):
     model = load_model(tiny_target, dtype="float32", invariant=True)
     forwards = costs.Forwards("none", model, 4, [5 + row % 80 for row in range(costs.CONTEXT + 4)])
     rows = costs.costs([forwards], [1, 4], turns=6)
@@ -64,7 +59,7 @@ def test_forwards_leave_their_cache_as_it_was(tiny_target: str) -> None:
     assert all(row.milliseconds > 0 for row in rows)
 
 
-def test_streams_share_out_the_time(tiny_target: str) -> None:
+def test_streams_share_out_the_time(tiny_target):
     rows = costs.streams(tiny_target, "none", [1, 3], 6, [[5, 6, 7]])
     assert [(row.streams, row.sampling) for row in rows] == [(n, name) for n in (1, 3) for name in costs.SAMPLINGS]
     for row in rows:
@@ -72,7 +67,7 @@ def test_streams_share_out_the_time(tiny_target: str) -> None:
         assert min(row.forward, row.sampler, row.rest) > 0
 
 
-def test_prompts_are_read_in_turns_beside_packed_layers(tiny_target: str) -> None:
+def test_prompts_are_read_in_turns_beside_packed_layers(tiny_target):
     """A stand-in for packed layers, which are not everywhere: what it is compared with is itself."""
     model = load_model(tiny_target, dtype="float32", invariant=True)
     rows = costs.prefills({"own": model, costs.PACKED: model}, [8, 20], 6, range(5, 25))

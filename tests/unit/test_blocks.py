@@ -1,7 +1,5 @@
 """Layers in 2 to 8 bits with scales by blocks: exact weights and sums, and the same bits for any rows, on any unit."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess
@@ -46,7 +44,7 @@ EXTREME = {
 """Where levels and whole scales are in a block."""
 
 
-def extreme(kind: str, outputs: int, inputs: int) -> Blocks:
+def extreme(kind, outputs, inputs):
     """Weights whose levels, and whole scales, are all the least or all the highest there are."""
     result = weights(kind, outputs, inputs)
     view = result.raw.reshape(outputs, -1, sizes(kind)[1])[..., EXTREME[kind]]
@@ -58,7 +56,7 @@ SPANS = {"q4_k": 256, "q5_k": 256}
 """Inputs of a row that share a step, where it is not 32: those whose scales are multiplied as whole numbers."""
 
 
-def levels_of(x: torch.Tensor, span: int) -> np.ndarray:
+def levels_of(x, span):
     """Rows in 255 levels by so many inputs, in float64: the step is largest / 127 in float32."""
     parts = x.float().numpy().reshape(len(x), -1, span)
     step = np.abs(parts).max(-1, keepdims=True) / np.float32(127)
@@ -67,7 +65,7 @@ def levels_of(x: torch.Tensor, span: int) -> np.ndarray:
     return (levels.astype(np.float64) * step.astype(np.float64)).reshape(len(x), -1)
 
 
-def check(layer: Blocked, values: torch.Tensor, x: torch.Tensor) -> None:
+def check(layer, values, x):
     """Sums over blocks of exact integers differ from float64 by float32's rounding of each block and no more."""
     rows, exact = levels_of(x, SPANS.get(layer.kind.lower(), 32)), values.double().numpy()
     expected, terms = rows @ exact.T, np.abs(rows) @ np.abs(exact).T
@@ -217,7 +215,7 @@ def test_layers_refuse_what_the_kernels_would_misread(kind):
         Blocked(Blocks(kind, np.zeros((0, 18), np.uint8), 32), None)
 
 
-def _units() -> list[str]:
+def _units():
     """Processors whose code runs here."""
     try:
         flags = next(
@@ -235,7 +233,7 @@ def built(tmp_path_factory):
     (folder / "call.cpp").write_text(CALL)
     flags = ["-O0", "-std=c++17", "-fPIC", "-pthread", "-shared", "-I", str(kernels.HERE)]
 
-    def build(unit: str) -> ctypes.CDLL:
+    def build(unit):
         parts = [folder / "call.cpp", kernels.HERE / "quants.cpp", kernels.HERE / "threads.cpp"]
         sources = [*map(str, parts), "-o", str(folder / f"{unit}.so")]
         around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's

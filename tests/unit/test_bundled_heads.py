@@ -1,7 +1,5 @@
 """The heads that come with the bundled target work by their names alone and have learnt something."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -34,7 +32,7 @@ def plain(prompts):
 
 @pytest.mark.parametrize("method", HEADS)
 def test_a_trained_head_beats_an_untrained_one(method, tmp_path, prompts, plain):
-    def accepted(**options) -> float:
+    def accepted(**options):
         """Accepted tokens per draft."""
         llm = LLM(speculative_config={"method": method, "num_speculative_tokens": 4, **options}, max_num_seqs=16)
         results = llm.generate(prompts, GREEDY)

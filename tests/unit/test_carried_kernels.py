@@ -1,7 +1,5 @@
 """Kernels that a platform wheel carries: chosen by what the processor has, never half loaded."""
 
-from __future__ import annotations
-
 import logging
 import shutil
 import subprocess
@@ -15,7 +13,7 @@ from here import where
 
 
 @pytest.fixture
-def carried(tmp_path, monkeypatch) -> Path:
+def carried(tmp_path, monkeypatch):
     """A folder as in a wheel, with this machine's own kernels under every name."""
     monkeypatch.setattr(kernels, "CARRIED", tmp_path / "carried")
     monkeypatch.delenv("FORERUN_SANITIZE", raising=False)
@@ -27,7 +25,7 @@ def carried(tmp_path, monkeypatch) -> Path:
     return kernels.CARRIED
 
 
-def chosen() -> str:
+def chosen():
     result = kernels._carried()
     return "" if result is None else Path(result._name).name.rsplit("-", 1)[0]
 
@@ -160,7 +158,7 @@ def test_ziglangs_kernels_give_the_bits_of_the_systems_compiler(tmp_path, other)
     """A whole model's log-probabilities, to the last digit."""
     kernels._compile(kernels._zig(), tmp_path / "kernels.so", patience=None)
 
-    def answers(*library: str) -> str:
+    def answers(*library):
         command = [sys.executable, "-c", ANSWERS, *library]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

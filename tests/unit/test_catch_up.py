@@ -1,18 +1,12 @@
 """A drafter's own cache is filled as drafts are asked for: a part per round, and only as far as its context goes."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 from transformers import LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
-from forerun.core.tree import Draft
-from forerun.engine.engine import Engine
-from forerun.engine.jobs import Job
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.chain import CatchUpConfig
 from tiny import save_tokenizer, tiny_llama
@@ -28,7 +22,7 @@ COLD = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
 HOT = SamplingParams(temperature=0.8, seed=5, max_tokens=90, ignore_eos=True)
 PARAMS = [COLD, HOT, COLD, HOT]
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=230, ignore_eos=True)
-METHODS: dict[str, dict[str, Any]] = {
+METHODS = {
     "draft_model": {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 3},
     "tree": {"method": "draft_model", "model": "DRAFT", "tree": [2, 1, 1]},
     "staged": {"method": "staged", "model": "DRAFT"},
@@ -40,16 +34,16 @@ METHODS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def in_turns(names: list[str]) -> list[tuple[str, int | None]]:
+def in_turns(names):
     """A draft model without pages too: the others keep their tokens in the same pool."""
     return [(name, 16) for name in names] + [("draft_model", None)]
 
 
 @pytest.fixture
-def configured(tiny_target: str, tiny_draft: str, tiny_stranger: str, tmp_path: Path) -> Any:
+def configured(tiny_target, tiny_draft, tiny_stranger, tmp_path):
     """``configured(name, **more)``: the ``speculative_config`` of one of ``METHODS``, or of eagle."""
 
-    def get(name: str, **more: Any) -> dict[str, Any]:
+    def get(name, **more):
         if name == "eagle":
             return {"method": name, **drafters[name].example(Path(tiny_target), tmp_path), **more}
         keys = METHODS[name]
@@ -58,12 +52,12 @@ def configured(tiny_target: str, tiny_draft: str, tiny_stranger: str, tmp_path: 
     return get
 
 
-def own_pool(engine: Engine) -> Any:
+def own_pool(engine):
     (pool,) = engine.router.pools()
     return pool
 
 
-def settled(engine: Engine) -> list[Job]:
+def settled(engine):
     """Requests that have drafted for a few rounds."""
     jobs = [engine.add(engine.tokenizer.encode(text), ENDLESS, trace=True)[0] for text in SHORT]
     for _ in range(6):
@@ -72,9 +66,7 @@ def settled(engine: Engine) -> list[Job]:
 
 
 @pytest.mark.parametrize(("name", "page_size"), in_turns([*METHODS, "eagle"]))
-def test_long_prompts_are_read_in_parts_while_others_draft(
-    name: str, page_size: int | None, tiny_target: str, configured: Any
-) -> None:
+def test_long_prompts_are_read_in_parts_while_others_draft(name, page_size, tiny_target, configured):
     """Two prompts at once: their drafter reads ``CHUNK`` tokens of both together in a round, and everybody else goes on
     drafting; afterwards the newcomers draft, too."""
     options = {
@@ -103,12 +95,12 @@ def test_long_prompts_are_read_in_parts_while_others_draft(
     compare(engine, [*jobs, *new])
 
 
-def watch(engine: Engine) -> dict[tuple[int, int], Draft]:
+def watch(engine):
     """Every draft that is made from here on, by its sequence and the tokens that were committed then."""
-    result: dict[tuple[int, int], Draft] = {}
+    result = {}
     propose = engine.router.propose
 
-    def watched(sequences: Any, budgets: Any) -> list[Draft]:
+    def watched(sequences, budgets):
         drafts = propose(sequences, budgets)
         result.update({(s.id, len(s.tokens)): draft for s, draft in zip(sequences, drafts) if len(draft)})
         return drafts
@@ -119,7 +111,7 @@ def watch(engine: Engine) -> dict[tuple[int, int], Draft]:
 
 @pytest.mark.usefixtures("cpu_attention")
 @pytest.mark.parametrize("name", [*METHODS, "eagle"])
-def test_what_is_read_in_parts_makes_the_same_drafts(name: str, tiny_target: str, configured: Any) -> None:
+def test_what_is_read_in_parts_makes_the_same_drafts(name, tiny_target, configured):
     """Of the same text, as far as both engines drafted there."""
     made = []
     for more in ({}, {"prefill_chunk": CHUNK}):
@@ -138,7 +130,7 @@ def test_what_is_read_in_parts_makes_the_same_drafts(name: str, tiny_target: str
 
 
 @pytest.mark.parametrize("chunk", [0, -1, True, "8"])
-def test_a_part_is_at_least_a_token(chunk: Any, tiny_target: str, tiny_draft: str) -> None:
+def test_a_part_is_at_least_a_token(chunk, tiny_target, tiny_draft):
     config = {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3, "prefill_chunk": chunk}
     with pytest.raises(ConfigError, match="prefill_chunk must be an integer"):
         LLM(tiny_target, speculative_config=config)
@@ -154,11 +146,11 @@ def test_a_part_is_at_least_a_token(chunk: Any, tiny_target: str, tiny_draft: st
         ([], []),
     ],
 )
-def test_who_lacks_least_reads_first(missing: list[int], fractions: list[int]) -> None:
+def test_who_lacks_least_reads_first(missing, fractions):
     assert CatchUpConfig(num_speculative_tokens=3, prefill_chunk=8).shares(missing) == fractions
 
 
-def compare(engine: Engine, jobs: list[Job]) -> None:
+def compare(engine, jobs):
     """Every answer, once it has ended, with a lone plain decode by the same engine."""
     while engine.busy:
         engine.step()
@@ -173,7 +165,7 @@ def compare(engine: Engine, jobs: list[Job]) -> None:
 
 
 @pytest.fixture(scope="session")
-def short_sighted(tmp_path_factory: pytest.TempPathFactory, tiny_draft: str) -> str:
+def short_sighted(tmp_path_factory, tiny_draft):
     """The draft with a context of ``CONTEXT``, where the target's is 256."""
     folder = tmp_path_factory.mktemp("short_sighted")
     model = tiny_llama(layers=1, max_position_embeddings=CONTEXT)
@@ -184,9 +176,7 @@ def short_sighted(tmp_path_factory: pytest.TempPathFactory, tiny_draft: str) -> 
 
 
 @pytest.mark.parametrize(("name", "page_size"), in_turns(["checkpoint", *METHODS]))
-def test_drafts_stop_where_the_drafts_context_ends(
-    name: str, page_size: int | None, tiny_target: str, short_sighted: str, configured: Any
-) -> None:
+def test_drafts_stop_where_the_drafts_context_ends(name, page_size, tiny_target, short_sighted, configured):
     """By the checkpoint, or by ``max_model_len``: decoding goes on without drafts, and one prompt is beyond it from the
     beginning."""
     if name == "checkpoint":
@@ -198,7 +188,7 @@ def test_drafts_stop_where_the_drafts_context_ends(
     jobs = [engine.add(engine.tokenizer.encode(text), p)[0] for text, p in zip(PROMPTS, PARAMS)]
     compare(engine, jobs)
     assert [len(job.output_ids) for job in jobs] == [COLD.max_tokens] * len(jobs)
-    reached: dict[int, int] = {}
+    reached = {}
     for (number, length), draft in drafts.items():
         reached[number] = max(reached.get(number, 0), length + draft.depth)
     *begun, beyond = [reached.get(job.sequence.id, 0) for job in jobs]

@@ -1,7 +1,5 @@
 """``LLM.chat``: conversations through a template of the test's own, so that the prompt is known."""
 
-from __future__ import annotations
-
 import io
 
 import pytest
@@ -96,7 +94,7 @@ def test_what_is_no_conversation_is_refused_in_one_line(llm, messages, options, 
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 

@@ -1,12 +1,9 @@
 """``forerun chat``: what it answers, what it remembers, its commands, and how it looks in a terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
 import sys
-from collections.abc import Callable
 
 import pytest
 from chat_model import save_chat_model
@@ -25,15 +22,15 @@ LENGTH = 12
 
 
 @pytest.fixture(scope="module")
-def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def chat_model(tmp_path_factory):
     return save_chat_model(tmp_path_factory.mktemp("chat_model"))
 
 
 @pytest.fixture
-def chat(capsys, monkeypatch, chat_model) -> Callable[..., tuple[int, str, str]]:
+def chat(capsys, monkeypatch, chat_model):
     """Run ``forerun chat`` without a terminal on these lines: exit code, stdout, stderr."""
 
-    def call(text: str, *options: str, model: str = chat_model) -> tuple[int, str, str]:
+    def call(text, *options, model=chat_model):
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
         code = run(["chat", "--model", model, "--max-tokens", str(LENGTH), *options])
         captured = capsys.readouterr()
@@ -43,10 +40,10 @@ def chat(capsys, monkeypatch, chat_model) -> Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def told(llm, chat_model) -> Callable[..., str]:
+def told(llm, chat_model):
     """The answer to a prompt by plain decoding."""
 
-    def get(prompt: str, **options) -> str:
+    def get(prompt, **options):
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": LENGTH, "seed": 0, **options})
         return llm(model=chat_model).generate(prompt, params)[0].outputs[0].text
 
@@ -110,7 +107,7 @@ def test_a_conversation_that_fills_the_context_says_so(chat):
 
 def test_a_second_turn_reads_only_what_is_new(chat, monkeypatch):
     """Counted at the target: a plain round feeds one row, whatever else it is fed is prompt."""
-    fed: list[int] = []
+    fed = []
     forward = NativeModel.forward
 
     def count(self, batch, cache):
@@ -164,7 +161,7 @@ def test_blocks_that_are_printed_for_good_are_those_of_the_whole_text():
             blocks.append(complete)
     blocks.append(rest)
 
-    def kinds(text: str) -> list[str]:
+    def kinds(text):
         return [token.type for token in MarkdownIt().enable("table").parse(text) if token.level == 0]
 
     assert "".join(blocks) == TEXT
@@ -172,7 +169,7 @@ def test_blocks_that_are_printed_for_good_are_those_of_the_whole_text():
     assert len(blocks) == 8
 
 
-def screen(width: int = 60, **options) -> Console:
+def screen(width=60, **options):
     return Console(file=io.StringIO(), width=width, height=10, highlight=False, **options)
 
 
@@ -220,7 +217,7 @@ def test_an_answer_that_is_stopped_keeps_what_was_said(llm, chat_model):
     model.engine.check()
 
 
-def talk(**options) -> ChatCommands:
+def talk(**options):
     return ChatCommands(
         Conversation(SamplingParams(temperature=0.0, seed=0), {"temperature": 0.0}, **options), {"model": "m"}
     )
@@ -300,7 +297,7 @@ def test_a_failed_answer_leaves_the_messages_as_they_were(chat, monkeypatch):
         raise RequestError("no")
 
     monkeypatch.setattr("forerun.cli.talking.answer", fail)
-    seen: list[Conversation] = []
+    seen = []
     made = Conversation.__init__
     monkeypatch.setattr(Conversation, "__init__", lambda self, *a, **n: (made(self, *a, **n), seen.append(self))[0])
     assert chat("hello\n")[0] == 2
@@ -325,7 +322,7 @@ def test_messages_of_several_lines(lines, message):
 
 
 def test_the_flags_are_those_of_generate():
-    def flags(command: str) -> set[str]:
+    def flags(command):
         return {option for parameter in load(command).params for option in parameter.opts}
 
     missing = {f"--{name.replace('_', '-')}" for name in NOT_HERE if name != "bad_words_ids"}

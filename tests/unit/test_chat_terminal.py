@@ -1,14 +1,11 @@
 """``forerun chat`` on a pseudo-terminal."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic, sleep
 
@@ -23,7 +20,7 @@ pytestmark = pytest.mark.slow
 class Screen:
     """``forerun chat`` on a pseudo-terminal."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments):
         self.master, slave = pty.openpty()
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "forerun", "chat", "--threads", "1", *arguments]
@@ -33,15 +30,15 @@ class Screen:
         os.close(slave)
         self.text = ""
 
-    def type(self, text: str) -> None:
+    def type(self, text):
         os.write(self.master, text.encode())
 
-    def interrupt_prompt(self) -> None:
+    def interrupt_prompt(self):
         """Ctrl-C at a prompt that waits: readline heeds no signal between showing its prompt and waiting for keys."""
         sleep(0.5)
         self.type("\x03")
 
-    def wait(self, pattern: str, seconds: float = 120) -> str:
+    def wait(self, pattern, seconds=120):
         """Everything up to what matches, which is then forgotten."""
         end = monotonic() + seconds
         while (result := re.search(pattern, self.text, re.DOTALL)) is None:
@@ -54,7 +51,7 @@ class Screen:
         return before
 
 
-def _adopt() -> None:
+def _adopt():
     """Make the terminal the controlling one, so that Ctrl-C is a signal."""
     import fcntl
     import termios
@@ -63,15 +60,15 @@ def _adopt() -> None:
 
 
 @pytest.fixture(scope="module")
-def chat_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def chat_model(tmp_path_factory):
     return save_chat_model(tmp_path_factory.mktemp("chat_model"))
 
 
 @pytest.fixture
-def terminal(chat_model) -> Iterator[Callable[..., Screen]]:
-    opened: list[Screen] = []
+def terminal(chat_model):
+    opened = []
 
-    def start(*arguments: str) -> Screen:
+    def start(*arguments):
         opened.append(Screen("--model", chat_model, *arguments))
         return opened[-1]
 

@@ -1,7 +1,5 @@
 """Tools in ``LLM.chat``: told through the template where it knows them, in words where it does not."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,16 +1,12 @@
 """The commands as a user meets them: what they print, what they refuse, and how."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import fields, replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 import torch
@@ -36,10 +32,10 @@ METRICS = {
 
 
 @pytest.fixture
-def forerun(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def forerun(capsys):
     """Run a command in this process: exit code, stdout, stderr."""
 
-    def call(*arguments: str) -> tuple[int, str, str]:
+    def call(*arguments):
         code = run(list(arguments))
         captured = capsys.readouterr()
         return code, captured.out, captured.err
@@ -48,7 +44,7 @@ def forerun(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str,
 
 
 @pytest.fixture
-def pair(tiny_target: str, tiny_draft: str) -> list[str]:
+def pair(tiny_target, tiny_draft):
     return ["--model", tiny_target, "--spec-model", tiny_draft, "--spec-tokens", "3", "--max-tokens", "24"]
 
 
@@ -83,7 +79,7 @@ def test_without_drafts_counts_are_zero_and_rates_null(forerun, pair):
 
 
 def test_the_seed_decides_the_text_and_speculation_does_not(forerun, pair):
-    def text(*options: str) -> str:
+    def text(*options):
         return json.loads(forerun("generate", PROMPT, *options, "--temperature", "0.9", "--json")[1])["text"]
 
     assert text(*pair) == text(*pair[:2], "--max-tokens", "24") == text(*pair, "--seed", "0")
@@ -131,11 +127,11 @@ def test_trace_shows_every_round_with_marks_on_a_plain_terminal(forerun, pair):
 class Page(HTMLParser):
     """Collects the text of every class within the page's <pre>, and whatever points outside the page."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.inside, self.kind = False, ""
-        self.spans: list[tuple[str, str]] = []
-        self.links: list[str] = []
+        self.spans = []
+        self.links = []
 
     def handle_starttag(self, tag, attrs):
         result = dict(attrs)
@@ -380,7 +376,7 @@ def test_help_texts_come_from_the_fields_comments():
     assert field_comments(drafters["ngram"].config_class)["max_order"].startswith("Longest n-gram")
 
 
-def test_train_target_makes_a_model_that_generates(forerun, tmp_path: Path):
+def test_train_target_makes_a_model_that_generates(forerun, tmp_path):
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for name in "abc":

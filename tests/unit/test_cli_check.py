@@ -1,7 +1,5 @@
 """``forerun check`` passes where speculation is lossless, and fails where it is made to lose something."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import random
@@ -46,14 +44,14 @@ SMALL = ["--prompts", "6", "--prompt-tokens", "20", "--max-tokens", "12", "--pro
 
 @pytest.fixture
 def check(capsys, tiny_target, tiny_draft):
-    def call(*options: str) -> tuple[int, dict]:
+    def call(*options):
         code = run(["check", "--model", tiny_target, "--spec-model", tiny_draft, *SMALL, "--json", *options])
         return code, json.loads(capsys.readouterr().out)
 
     return call
 
 
-def failures(result: dict) -> set[str]:
+def failures(result):
     return {item["check"] for item in result["results"] if not item["passed"]}
 
 
@@ -84,7 +82,7 @@ def test_each_way_of_a_method_is_named(check):
     assert [item["what"] for item in lines(result, "distribution")] == [f"{name}, token" for name in names]
 
 
-def lines(result: dict, check: str) -> list[dict]:
+def lines(result, check):
     return [item for item in result["results"] if item["check"] == check]
 
 

@@ -1,7 +1,5 @@
 """``generate`` with several answers and with log-probabilities."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -16,7 +14,7 @@ HOT = ["--temperature", "0.5", "--max-tokens", "6", "--ignore-eos"]
 
 @pytest.fixture
 def generate(capsys, tiny_target, tiny_draft):
-    def call(*options: str) -> str:
+    def call(*options):
         assert run(["generate", PROMPT, "--model", tiny_target, "--spec-model", tiny_draft, *HOT, *options]) == 0
         captured = capsys.readouterr()
         assert captured.err == ""
@@ -30,14 +28,14 @@ def tokenizer(tiny_target):
     return AutoTokenizer.from_pretrained(tiny_target)
 
 
-def reference(folder: str, ids: list[int], temperature: float = 1.0) -> torch.Tensor:
+def reference(folder, ids, temperature=1.0):
     """transformers' log-probabilities [len(ids) - 1, vocabulary] of what follows each token."""
     with torch.no_grad():
         logits = LlamaForCausalLM.from_pretrained(folder)(torch.tensor([ids])).logits[0, :-1]
     return torch.log_softmax(logits.double() / temperature, dim=-1)
 
 
-def agrees(item: dict, row: torch.Tensor, count: int, tokenizer) -> None:
+def agrees(item, row, count, tokenizer):
     values, best = row.topk(count)
     assert item["logprob"] == pytest.approx(float(row[item["token"]]), abs=1e-3)
     assert item["rank"] == 1 + int((row > row[item["token"]]).sum())

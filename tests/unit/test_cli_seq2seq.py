@@ -1,9 +1,6 @@
 """``forerun generate`` with an encoder-decoder."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 
 import pytest
 
@@ -15,10 +12,10 @@ PROMPT = "the cat sat on the mat; the cat"
 
 
 @pytest.fixture
-def forerun(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def forerun(capsys):
     """Run a command in this process: exit code, stdout, stderr."""
 
-    def call(*arguments: str) -> tuple[int, str, str]:
+    def call(*arguments):
         code = run(list(arguments))
         captured = capsys.readouterr()
         return code, captured.out, captured.err

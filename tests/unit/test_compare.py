@@ -1,7 +1,5 @@
 """What is left of p beside q: torch and the kernel against the definition in float64."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy
@@ -22,7 +20,7 @@ from here import where
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("size", [5, 300, 4097])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_what_is_left_of_rows(dtype: torch.dtype, size: int, scaled: bool) -> None:
+def test_what_is_left_of_rows(dtype, size, scaled):
     generator = torch.Generator().manual_seed(size)
     p, q = (torch.rand(count, size, generator=generator, dtype=torch.float64) ** 4 for count in (5, 3))
     p, q = p / p.sum(dim=1, keepdim=True), q / q.sum(dim=1, keepdim=True)
@@ -44,7 +42,7 @@ def test_what_is_left_of_rows(dtype: torch.dtype, size: int, scaled: bool) -> No
         assert numpy.allclose(left[index].double().numpy(), expected, atol=1e-6)
 
 
-def draws(size: int, temperatures: list[float], drawn: list[bool], depth: int = 3) -> tuple[Scores, numpy.ndarray]:
+def draws(size, temperatures, drawn, depth=3):
     """A chain per temperature over random logits, drawn from a q or a point mass; and p in float64."""
     generator = numpy.random.default_rng(size + depth)
     sequences, drafts, first, distributions = [], [], [], []
@@ -72,7 +70,7 @@ def draws(size: int, temperatures: list[float], drawn: list[bool], depth: int = 
 
 @pytest.mark.parametrize("name", where(kernels.has("weigh"), ["token", "block", "lenient"]))
 @pytest.mark.parametrize("size", [6, 300, 4097])
-def test_the_kernel_weighs_chains_as_the_definition_does(name: str, size: int) -> None:
+def test_the_kernel_weighs_chains_as_the_definition_does(name, size):
     temperatures, drawn = [1.0, 1.0, 0.0, 1.0, 1.0], [True, True, True, False, False]
     scores, p = draws(size, temperatures, drawn)
     rule, compared = rules[name](), compare(scores, Sampler(size))
@@ -96,13 +94,13 @@ def test_the_kernel_weighs_chains_as_the_definition_does(name: str, size: int) -
 class Sceptic(Token):
     """Asks for nothing."""
 
-    def decide(self, compared: Comparison) -> list[float]:
+    def decide(self, compared):
         return [0.0] * len(compared.trials.row)
 
 
 @pytest.mark.parametrize("form", where(lambda form: form is Comparison or kernels.has("weigh"), [Comparison, compare]))
 @pytest.mark.parametrize("rule", [Sceptic, *(rules[name] for name in ("token", "block", "recursive", "traversal"))])
-def test_rounds_with_and_without_drafts(form, rule, monkeypatch) -> None:
+def test_rounds_with_and_without_drafts(form, rule, monkeypatch):
     """A rule decides for itself and not as its parent does, whatever it asks for."""
     monkeypatch.setattr(base, "compare", form)
     scores, _ = draws(50, [1.0, 0.0], [True, False])
@@ -117,7 +115,7 @@ def test_rounds_with_and_without_drafts(form, rule, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("name", ["recursive", "traversal"])
-def test_the_q_of_drafts_stays_as_it_was(name: str) -> None:
+def test_the_q_of_drafts_stays_as_it_was(name):
     """Draws without replacement change a rule's own rows alone; in inference mode a view does not tell its base."""
     with torch.inference_mode():
         draft = Draft(q=torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]))

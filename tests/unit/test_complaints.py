@@ -1,7 +1,5 @@
 """The page that says which test stands against which complaint names tests that a usual run comes to."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path
@@ -11,7 +9,7 @@ GONE = "tests/unit/test_complaints.py::test_that_is_not_there"
 ON_DEMAND = "tests/conformance/test_soak.py::test_soak_of_the_bundled_pair"
 
 
-def named() -> set[str]:
+def named():
     """The tests on the page, at least one in each row of its tables."""
     rows = (ROOT / "docs" / "complaints.md").read_text(encoding="utf-8").splitlines()
     rows = [row for row in rows if row.startswith("| ") and not row.endswith("| tests |")]
@@ -25,7 +23,7 @@ def named() -> set[str]:
     return result
 
 
-def collected(files: set[str]) -> set[str]:
+def collected(files):
     """The tests of these files that a usual run comes to: not those that are left out of it."""
     result = set()
     for file in files:
@@ -37,7 +35,7 @@ def collected(files: set[str]) -> set[str]:
     return result
 
 
-def test_every_test_on_the_page_is_collected() -> None:
+def test_every_test_on_the_page_is_collected():
     """Beside one that is gone and one that no usual run collects, which both must be missed."""
     names = named() | {GONE, ON_DEMAND}
     assert names - collected({name.partition("::")[0] for name in names}) == {GONE, ON_DEMAND}

@@ -1,12 +1,9 @@
 """``forerun serve --config FILE``: what the file says is what the command line would have said, and the latter wins."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import typing
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -14,15 +11,15 @@ import yaml
 from forerun.cli.main import load, run
 
 
-def parsed(*arguments: object) -> dict[str, Any]:
+def parsed(*arguments):
     with load("serve").make_context("serve", list(map(str, arguments))) as context:
         return {name: value for name, value in context.params.items() if name != "config"}
 
 
-def every_option() -> tuple[dict[str, Any], list[object]]:
+def every_option():
     """A value for each of the command's options: as YAML, and as the command line has them."""
-    content: dict[str, Any] = {}
-    line: list[object] = []
+    content = {}
+    line = []
     hints = typing.get_type_hints(load("serve").callback, include_extras=True)
     for name, item in inspect.signature(load("serve").callback).parameters.items():
         hint, option = typing.get_args(hints[name])[:2]

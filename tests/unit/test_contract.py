@@ -1,7 +1,5 @@
 """What the code promises about itself: sizes, imports, names."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess
@@ -29,17 +27,17 @@ EXTRAS = {
 }  # fmt: skip
 
 
-def name(path: Path) -> str:
+def name(path):
     return str(path.relative_to(ROOT))
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
+def parsed(path):
     return ast.parse(path.read_text())
 
 
 @cache
-def imports(path: Path) -> set[str]:
+def imports(path):
     """Top-level packages that a file imports anywhere."""
     result = set()
     for node in ast.walk(parsed(path)):

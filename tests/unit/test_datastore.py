@@ -1,12 +1,9 @@
 """Texts to retrieve drafts from: against brute force, from files, and in an engine."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,25 +15,25 @@ from safetensors.torch import save_file as save_torch
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.engine import tuned
 from forerun.speculate.draft import datastore
-from forerun.speculate.draft.datastore import Datastore, Retrieved
+from forerun.speculate.draft.datastore import Datastore
 
 LETTERS = Letters()
 
 
-def texts_of(seed: int) -> list[list[int]]:
+def texts_of(seed):
     draw = random.Random(seed)
     return [noisy_text(draw, draw.randrange(40), letters=3) for _ in range(draw.randrange(1, 5))]
 
 
-def followers(part: list[int], texts: list[list[int]]) -> Counter[int | None]:
+def followers(part, texts):
     """What comes behind ``part``; None: a text's end."""
-    result: Counter[int | None] = Counter()
+    result = Counter()
     for text in texts:
         result.update(text[end] if end < len(text) else None for end in occurrences(part, text))
     return result
 
 
-def check(result: Retrieved, state: list[int], part: list[int], texts: list[list[int]], depth: int) -> None:
+def check(result, state, part, texts, depth):
     """What is said to follow ``part``, and what follows that."""
     expected = followers(part, texts)
     total = expected.total()
@@ -54,7 +51,7 @@ def check(result: Retrieved, state: list[int], part: list[int], texts: list[list
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_matches_and_what_follows_them(seed: int) -> None:
+def test_matches_and_what_follows_them(seed):
     texts, draw = texts_of(seed), random.Random(100 + seed)
     store = Datastore(texts)
     for _ in range(20):
@@ -71,7 +68,7 @@ def test_matches_and_what_follows_them(seed: int) -> None:
             assert result.length == max(more, default=0)
 
 
-def test_a_match_is_no_longer_than_what_is_sorted() -> None:
+def test_a_match_is_no_longer_than_what_is_sorted():
     text = [1, 2] * 40
     result = Datastore([text]).match(text, 100)
     assert result.length == datastore.REACH
@@ -81,7 +78,7 @@ def test_a_match_is_no_longer_than_what_is_sorted() -> None:
     assert math.exp(told[1]) == pytest.approx(24 / 26)
 
 
-def test_of_many_occurrences_some_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_many_occurrences_some_are_counted(monkeypatch):
     monkeypatch.setattr(datastore, "COUNTED", 4)
     store = Datastore([[7, token] for token in range(10, 20) for _ in range(10)])
     result = store.match([3, 7], 24)
@@ -94,14 +91,14 @@ def test_of_many_occurrences_some_are_counted(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("texts", [[[5]], [[70_000, 3], [], [3]]])
-def test_files_keep_texts(texts: list[list[int]], tmp_path: Path) -> None:
+def test_files_keep_texts(texts, tmp_path):
     datastore.save(tmp_path / "texts.safetensors", texts)
     store = Datastore.load(tmp_path / "texts.safetensors", 70_001, None)
     result = store.match([3], 24)
     assert followers([3], texts).total() == result.last - result.first
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_files_that_are_none(tmp_path):
     path = tmp_path / "texts.safetensors"
     with pytest.raises(ConfigError, match="cannot read the datastore"):
         Datastore.load(path, 10, None)
@@ -138,7 +135,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tree", [{}, {"tree": [2, 1, 1]}])
-def test_a_known_answer_is_drafted(tiny_target: str, tmp_path: Path, tree: dict) -> None:
+def test_a_known_answer_is_drafted(tiny_target, tmp_path, tree):
     prompt, other = [5, 6, 7, 8], [30, 31]
     params = [
         SamplingParams(temperature=temperature, max_tokens=40, seed=3, ignore_eos=True) for temperature in (0.0, 0.9)
@@ -151,7 +148,7 @@ def test_a_known_answer_is_drafted(tiny_target: str, tmp_path: Path, tree: dict)
     assert result[0].metrics.tokens_per_round > 3.5
 
 
-def test_a_file_of_text_is_read_in_the_models_tokens(tmp_path: Path) -> None:
+def test_a_file_of_text_is_read_in_the_models_tokens(tmp_path):
     (tmp_path / "song.txt").write_text("row row row your boat")
     drafter = build("suffix", datastore=str(tmp_path / "song.txt"), num_speculative_tokens=5)
     (draft,) = drafter.propose([sequence(LETTERS.encode("a row row your"))], [5])
@@ -169,7 +166,7 @@ def test_a_file_of_text_is_read_in_the_models_tokens(tmp_path: Path) -> None:
         build("suffix", datastore=5)
 
 
-def test_a_tuned_folder_places_it(tiny_target: str, tmp_path: Path) -> None:
+def test_a_tuned_folder_places_it(tiny_target, tmp_path):
     datastore.save(tmp_path / "text.safetensors", [[1, 2, 3]])
     config = {"method": "cascade", "drafters": [{"method": "suffix", "datastore": "text.safetensors"}]}
     tuned.save(tmp_path, tiny_target, config, ["text.safetensors"])

@@ -1,7 +1,5 @@
 """The examples beside ``docs/deploy.md``: systemd takes the unit, and every option in them is the server's."""
 
-from __future__ import annotations
-
 import configparser
 import json
 import re
@@ -22,13 +20,13 @@ UNIT = (EXAMPLES / "forerun.service").read_text(encoding="utf-8")
 IMAGE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 
 
-def options(*arguments: str) -> dict[str, object]:
+def options(*arguments):
     """What the server makes of a command line; raises where it refuses it."""
     with load("serve").make_context("serve", list(arguments)) as context:
         return context.params
 
 
-def instruction(name: str) -> list[str]:
+def instruction(name):
     return json.loads(re.findall(rf"^{name} (\[.*\])$", IMAGE, re.MULTILINE)[-1])
 
 
@@ -39,7 +37,7 @@ def test_the_example_configuration_is_taken():
 
 def test_the_units_command_is_the_servers_and_may_finish():
     unit = configparser.ConfigParser(strict=False, interpolation=None)
-    unit.optionxform = str  # type: ignore[assignment,method-assign]
+    unit.optionxform = str
     unit.read_string(UNIT)
     program, command, *rest = shlex.split(unit["Service"]["ExecStart"])
     assert (Path(program).name, command) == ("forerun", "serve")
@@ -52,7 +50,7 @@ def test_systemd_takes_the_unit(tmp_path, verify):
     program = tmp_path / "forerun"
     program.touch(mode=0o755)
 
-    def verified(text: str) -> str:
+    def verified(text):
         path = tmp_path / "forerun.service"
         path.write_text(text.replace("/opt/forerun/bin/forerun", str(program)), encoding="utf-8")
         done = subprocess.run([verify, "verify", "--man=no", str(path)], capture_output=True, text=True, check=False)

@@ -1,11 +1,8 @@
 """Blocks filled in one pass: what is drafted, and the distribution it is drawn from, are those of a dense float64
 computation out of the files' own tensors."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,11 +17,11 @@ HEADS, KV_HEADS, WIDTH, INNER, LAYERS, MASK, RANK = 4, 2, 16, 24, 2, 1, 8
 BLOCK = 5
 
 
-def random_weights(size: int, vocabulary: int, taps: int, kind: str, seed: int = 0) -> dict[str, torch.Tensor]:
+def random_weights(size, vocabulary, taps, kind, seed=0):
     """A checkpoint's tensors by the names that z-lab's files have."""
     g = torch.Generator().manual_seed(seed)
 
-    def r(*shape: int, scale: float = 0.3, mean: float = 0.0) -> torch.Tensor:
+    def r(*shape, scale=0.3, mean=0.0):
         return torch.randn(*shape, generator=g) * scale + mean
 
     w = {"fc.weight": r(size, taps * size), "hidden_norm.weight": r(size, mean=1.0), "norm.weight": r(size, mean=1.0)}
@@ -51,9 +48,9 @@ def random_weights(size: int, vocabulary: int, taps: int, kind: str, seed: int =
     return w
 
 
-def config_of(target: Path, kind: str, **more: Any) -> dict[str, Any]:
+def config_of(target, kind, **more):
     text = read_config(target).get_text_config()
-    config: dict[str, Any] = {
+    config = {
         "hidden_size": text.hidden_size, "vocab_size": text.vocab_size, "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS, "head_dim": WIDTH, "intermediate_size": INNER, "num_hidden_layers": LAYERS,
         "rms_norm_eps": 1e-6, "rope_theta": 1000.0, "block_size": BLOCK,
@@ -71,7 +68,7 @@ def config_of(target: Path, kind: str, **more: Any) -> dict[str, Any]:
     return config | more
 
 
-def write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+def write(folder, config, weights):
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
@@ -81,22 +78,22 @@ def write(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor]
 class Dense:
     """The drafter in float64, without a cache."""
 
-    def __init__(self, target: Path, weights: dict[str, torch.Tensor], kind: str, *, theta: float = 1000.0) -> None:
+    def __init__(self, target, weights, kind, *, theta=1000.0):
         self.model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64).eval()
         self.w = {name: tensor.double() for name, tensor in weights.items()}
         self.kind, self.theta = kind, theta
 
-    def rms(self, x: torch.Tensor, name: str) -> torch.Tensor:
+    def rms(self, x, name):
         return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * self.w[name]
 
-    def turn(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    def turn(self, x, at):
         half = WIDTH // 2
         angle = at[:, None].double() * self.theta ** (-torch.arange(half).double() / half)
         cos, sin = angle.cos()[:, None], angle.sin()[:, None]
         a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
-    def convolve(self, x: torch.Tensor, dynamic: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    def convolve(self, x, dynamic, base):
         out = torch.zeros_like(x)
         for row in range(len(x)):
             for tap in range(2):
@@ -106,7 +103,7 @@ class Dense:
                         out[row, cut] += (base[tap, cut] + dynamic[row, tap, group]) * x[row - tap, cut]
         return out
 
-    def part(self, name: str, x: torch.Tensor, run: Any) -> torch.Tensor:
+    def part(self, name, x, run):
         if self.kind != "dflash2":
             return run(x)
         base = self.w[f"{name}.base_kernel"]
@@ -114,7 +111,7 @@ class Dense:
         return self.convolve(run(self.convolve(x, dynamic[:, 0], base[0])), dynamic[:, 1], base[1])
 
     @torch.no_grad()
-    def states(self, committed: list[int]) -> torch.Tensor:
+    def states(self, committed):
         """Of all rows of the block behind ``committed``."""
         w, n = self.w, len(committed) - 1
         hidden = self.model(torch.tensor([committed[:-1]]), output_hidden_states=True).hidden_states
@@ -124,7 +121,7 @@ class Dense:
         for i in range(LAYERS):
             name = f"layers.{i}.self_attn."
 
-            def attend(rows: torch.Tensor, name: str = name) -> torch.Tensor:
+            def attend(rows, name=name):
                 read = torch.cat([context, rows])
                 q = self.rms((rows @ w[f"{name}q_proj.weight"].T).view(-1, HEADS, WIDTH), f"{name}q_norm.weight")
                 k = self.rms((read @ w[f"{name}k_proj.weight"].T).view(-1, KV_HEADS, WIDTH), f"{name}k_norm.weight")
@@ -134,7 +131,7 @@ class Dense:
                 weights = (torch.einsum("qhw,khw->hqk", q, k) / WIDTH**0.5).softmax(-1)
                 return torch.einsum("hqk,khw->qhw", weights, v).flatten(1) @ w[f"{name}o_proj.weight"].T
 
-            def feed(rows: torch.Tensor, i: int = i) -> torch.Tensor:
+            def feed(rows, i=i):
                 gate, up, down = (w[f"layers.{i}.mlp.{p}_proj.weight"] for p in ("gate", "up", "down"))
                 return (torch.nn.functional.silu(rows @ gate.T) * (rows @ up.T)) @ down.T
 
@@ -144,7 +141,7 @@ class Dense:
         return self.rms(x, "norm.weight")
 
     @torch.no_grad()
-    def logits(self, state: torch.Tensor, before: int) -> torch.Tensor:
+    def logits(self, state, before):
         """Of the token behind ``before``."""
         w, said = self.w, self.model.lm_head(state)
         if self.kind == "dspark":
@@ -157,13 +154,13 @@ class Dense:
             said[ids] = values + w[f"{at}successor_codebook"][ids] @ read
         return said
 
-    def sure(self, state: torch.Tensor, before: int) -> float:
+    def sure(self, state, before):
         read = torch.cat([state, self.w["markov_head.markov_w1.weight"][before]])
         return float(
             torch.sigmoid(self.w["confidence_head.proj.weight"][0] @ read + self.w["confidence_head.proj.bias"][0])
         )
 
-    def draft(self, committed: list[int], count: int) -> list[int]:
+    def draft(self, committed, count):
         states, tokens = self.states(committed), [committed[-1]]
         for depth in range(count):
             row = depth + (0 if self.kind == "dspark" else 1)
@@ -172,16 +169,14 @@ class Dense:
 
 
 @pytest.fixture(scope="module", params=["dflash", "dflash2", "dspark"])
-def made(
-    request: pytest.FixtureRequest, tiny_target: str, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path, Dense]:
+def made(request, tiny_target, tmp_path_factory):
     kind, target = request.param, Path(tiny_target)
     config = config_of(target, kind)
     weights = random_weights(config["hidden_size"], config["vocab_size"], 2, kind)
     return kind, write(tmp_path_factory.mktemp(kind), config, weights), Dense(target, weights, kind)
 
 
-def first_draft(target: str, folder: Path, **options: Any) -> tuple[list[int], list[int]]:
+def first_draft(target, folder, **options):
     config = {"method": "dflash", "model": str(folder), "num_speculative_tokens": 4, **options}
     llm = LLM(target, speculative_config=config, trace=True)
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -193,22 +188,20 @@ def first_draft(target: str, folder: Path, **options: Any) -> tuple[list[int], l
 
 
 @pytest.mark.parametrize("count", [2, 4])
-def test_it_drafts_what_the_dense_form_says(tiny_target: str, made: tuple[str, Path, Dense], count: int) -> None:
+def test_it_drafts_what_the_dense_form_says(tiny_target, made, count):
     _, folder, dense = made
     drafted, committed = first_draft(tiny_target, folder, num_speculative_tokens=count)
     assert drafted == dense.draft(committed, count)
 
 
-def test_q_is_the_dense_forms_at_every_node_of_later_rounds(
-    tiny_target: str, made: tuple[str, Path, Dense], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_q_is_the_dense_forms_at_every_node_of_later_rounds(tiny_target, made, monkeypatch):
     _, folder, dense = made
     config = {"method": "dflash", "model": str(folder), "num_speculative_tokens": 3, "accept": "token"}
     llm = LLM(tiny_target, speculative_config=config)
     (drafter,) = llm.engine.router.drafters.values()
     choose, seen = drafter.chooser.choose, []
 
-    def recorded(logits: torch.Tensor, rows: Any, *more: Any) -> Any:
+    def recorded(logits, rows, *more):
         seen.extend((list(row.sequence.tokens), list(row.path), each.clone()) for row, each in zip(rows, logits))
         return choose(logits, rows, *more)
 
@@ -221,7 +214,7 @@ def test_q_is_the_dense_forms_at_every_node_of_later_rounds(
         torch.testing.assert_close(logits.double().softmax(-1), expected, rtol=1e-3, atol=1e-5)
 
 
-def test_tokens_are_plain_decodings_in_chains_and_trees(tiny_target: str, made: tuple[str, Path, Dense]) -> None:
+def test_tokens_are_plain_decodings_in_chains_and_trees(tiny_target, made):
     _, folder, _ = made
     params = [SamplingParams(temperature=t, seed=s, max_tokens=20, ignore_eos=True) for t in (0.0, 0.8) for s in (0, 1)]
     prompts = [PROMPT[i:] for i in range(4)]
@@ -232,7 +225,7 @@ def test_tokens_are_plain_decodings_in_chains_and_trees(tiny_target: str, made: 
         assert [o.outputs[0].token_ids for o in result] == [o.outputs[0].token_ids for o in plain]
 
 
-def test_a_confidence_head_ends_chains(tiny_target: str, tmp_path: Path) -> None:
+def test_a_confidence_head_ends_chains(tiny_target, tmp_path):
     target = Path(tiny_target)
     config = config_of(target, "dspark")
     weights = random_weights(config["hidden_size"], config["vocab_size"], 2, "dspark")
@@ -253,9 +246,7 @@ def test_a_confidence_head_ends_chains(tiny_target: str, tmp_path: Path) -> None
     assert len(lengths) > 1
 
 
-def test_speculators_count_layers_from_the_embeddings_and_may_draft_from_part_of_the_vocabulary(
-    tiny_target: str, tmp_path: Path
-) -> None:
+def test_speculators_count_layers_from_the_embeddings_and_may_draft_from_part_of_the_vocabulary(tiny_target, tmp_path):
     """The same weights in speculators' form, whose own output layer has some of the target's rows."""
     target = Path(tiny_target)
     flat = config_of(target, "dspark")
@@ -281,14 +272,14 @@ def test_speculators_count_layers_from_the_embeddings_and_may_draft_from_part_of
     assert drafted == expected
 
 
-def test_other_files_are_refused_in_one_line(tiny_target: str, tmp_path: Path) -> None:
+def test_other_files_are_refused_in_one_line(tiny_target, tmp_path):
     target = Path(tiny_target)
     config = config_of(target, "dflash2")
     weights = random_weights(config["hidden_size"], config["vocab_size"], 2, "dflash2")
     own = config["dflash_config"]
     short = {**weights, "candidate_selector.successor_codebook": torch.zeros(7, RANK)}
     codes = {f"candidate_selector.{name}_codebook": torch.zeros(12, RANK) for name in ("predecessor", "successor")}
-    cases: list[tuple[dict[str, Any], dict[str, torch.Tensor], str]] = [
+    cases = [
         ({**config, "speculators_model_type": "peagle"}, weights, "it is 'peagle'; dflash, dflash2, dspark files"),
         (config, {k: t for k, t in weights.items() if k != "fc.weight"}, "it has no fc and hidden_norm"),
         ({**config, "dflash_config": {**own, "target_layer_ids": [0, 7]}}, weights, "the target has 2: it was made"),

@@ -1,12 +1,9 @@
 """What README and docs name is there: commands and their flags, files, and what is imported from the package."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,18 +40,18 @@ MADE = {
 """Files that a reader makes, or a checkpoint has."""
 
 
-def pages(*, history: bool = True) -> list[Any]:
+def pages(*, history=True):
     return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES if history or page.name not in HISTORY]
 
 
-def options(command: Any) -> set[str]:
+def options(command):
     """Flags of a command, or of a group's commands together."""
     if hasattr(command, "commands"):
         return set().union(*(options(each) for each in command.commands.values()))
     return {option for each in command.params for option in (*each.opts, *each.secondary_opts)} | {"--help"}
 
 
-def commands(text: str) -> list[str]:
+def commands(text):
     """Command lines of ``forerun`` in blocks and in quoted code, continued lines joined."""
     quoted = re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
     blocks = re.findall(r"```(?:bash|sh)\n(.*?)```", text, re.DOTALL)
@@ -63,7 +60,7 @@ def commands(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", pages(history=False))
-def test_commands_and_their_flags_exist(page: Path) -> None:
+def test_commands_and_their_flags_exist(page):
     text = page.read_text(encoding="utf-8")
     for line in commands(text):
         name = line.split()[0]
@@ -74,13 +71,13 @@ def test_commands_and_their_flags_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages())
-def test_links_lead_to_files(page: Path) -> None:
+def test_links_lead_to_files(page):
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
 
 
 @pytest.mark.parametrize("page", pages(history=False))
-def test_files_that_are_named_exist(page: Path) -> None:
+def test_files_that_are_named_exist(page):
     for name in re.findall(r"`([\w./-]+\.(?:py|md|json|jinja|toml))`", page.read_text(encoding="utf-8")):
         places = [ROOT / index for index in ("src", "lab", "tests")]
         result = [ROOT / name, *(file for index in places for file in index.rglob(Path(name).name))]
@@ -88,7 +85,7 @@ def test_files_that_are_named_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", pages())
-def test_python_imports_what_is_there(page: Path) -> None:
+def test_python_imports_what_is_there(page):
     for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "forerun":
@@ -96,6 +93,6 @@ def test_python_imports_what_is_there(page: Path) -> None:
                 assert [name.name for name in node.names if not hasattr(module, name.name)] == []
 
 
-def test_the_commands_of_a_conversation_are_all_listed() -> None:
+def test_the_commands_of_a_conversation_are_all_listed():
     page = (ROOT / "docs/chat.md").read_text(encoding="utf-8").replace("\\|", "|")
     assert set(re.findall(r"^\| `/([^`]+)` \|", page, re.MULTILINE)) == {each.usage for each in COMMANDS.values()}

@@ -1,7 +1,5 @@
 """A draft model whose output layer predicts some of its tokens."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -13,19 +11,19 @@ SIZE = 700
 PROMPTS = ["def parse(", "class Reader:", "for line in"]
 
 
-def speculating(**more: object) -> LLM:
+def speculating(**more):
     return LLM(speculative_config={"method": "draft_model", "num_speculative_tokens": 4, **more})
 
 
 @pytest.mark.parametrize("more", [{}, {"tree": [2, 2], "num_speculative_tokens": 2}, {"accept": "token"}])
-def test_only_those_tokens_are_drafted(more: dict[str, object]) -> None:
+def test_only_those_tokens_are_drafted(more):
     """Chains and trees, for greedy and sampled requests, by a coupled rule and one that compares p with q."""
     llm = speculating(draft_vocab_size=SIZE, **more)
     (drafter,) = llm.engine.router.drafters.values()
     permitted = set(drafter.names.tolist())
     assert len(permitted) == SIZE
     assert set(llm.engine.model.info.eos_ids) <= permitted
-    seen: set[int] = set()
+    seen = set()
     llm.engine.on_round = lambda result: seen.update(t for draft in result.drafts for t in draft.tokens)
     for temperature in (0.0, 0.9):
         params = SamplingParams(temperature=temperature, seed=5, max_tokens=40)
@@ -39,7 +37,7 @@ def test_only_those_tokens_are_drafted(more: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("quantization", [None, "q8_0"])
-def test_its_logits_are_the_whole_layers_rows(quantization: str | None) -> None:
+def test_its_logits_are_the_whole_layers_rows(quantization):
     from forerun import pretrained
     from forerun.core.batch import Batch, Span
     from forerun.models.base import new_attention
@@ -55,7 +53,7 @@ def test_its_logits_are_the_whole_layers_rows(quantization: str | None) -> None:
     assert torch.equal(result[0][:, names], result[1])
 
 
-def test_more_than_there_are_is_refused() -> None:
+def test_more_than_there_are_is_refused():
     with pytest.raises(ConfigError, match=r"draft_vocab_size is 5000000, and .* has \d+ tokens"):
         speculating(draft_vocab_size=5_000_000)
     with pytest.raises(ConfigError, match="at least 1"):

@@ -1,11 +1,5 @@
 """Ids that the target has and the draft does not: rows of padding that one checkpoint has more of than the other."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -19,7 +13,7 @@ PROMPTS = [[40, 41, 42, 9, 8, 40, 41], [5, 9, ROWS - 1, 7, len(ALPHABET), 9], [8
 STRANGE = 1
 """The prompt with ids that the draft lacks."""
 DRAFT = {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 3}
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     "chain": DRAFT,
     "tree": {**DRAFT, "tree": [3, 2, 1]},
     "staged": {"method": "staged", "model": "DRAFT"},
@@ -31,12 +25,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def params(temperature: float) -> SamplingParams:
+def params(temperature):
     return SamplingParams(temperature=temperature, seed=5, max_tokens=24, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory: pytest.TempPathFactory, tiny_target: str) -> str:
+def wide(tmp_path_factory, tiny_target):
     """The target with more rows than its tokenizer has tokens, likely ones."""
     folder = tmp_path_factory.mktemp("wide")
     model, known = tiny_llama(vocab_size=ROWS), LlamaForCausalLM.from_pretrained(tiny_target).state_dict()
@@ -49,7 +43,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory, tiny_target: str) -> str:
     return str(folder)
 
 
-def check(plain: LLM, speculative: LLM, prompts: list[list[int]], temperature: float) -> None:
+def check(plain, speculative, prompts, temperature):
     options = params(temperature)
     expected = plain.generate(prompts, options)
     answers = speculative.generate(prompts, options)
@@ -65,7 +59,7 @@ def check(plain: LLM, speculative: LLM, prompts: list[list[int]], temperature: f
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_they_cost_nobody_the_drafts(name: str, temperature: float, wide: str, tiny_draft: str, llm) -> None:
+def test_they_cost_nobody_the_drafts(name, temperature, wide, tiny_draft, llm):
     config = filled(CONFIGS[name], tiny_draft)
     speculative = llm(config, wide)
     seen = {token for answer in llm(None, wide).generate(PROMPTS, params(2.0)) for token in answer.outputs[0].token_ids}
@@ -73,7 +67,7 @@ def test_they_cost_nobody_the_drafts(name: str, temperature: float, wide: str, t
     check(llm(None, wide), speculative, PROMPTS, temperature)
 
 
-def filled(options: Any, draft: str) -> Any:
+def filled(options, draft):
     if isinstance(options, dict):
         return {key: filled(value, draft) for key, value in options.items()}
     if isinstance(options, list):
@@ -82,20 +76,20 @@ def filled(options: Any, draft: str) -> Any:
 
 
 @pytest.mark.parametrize("drafting", ["t5", "decoder"])
-def test_they_may_be_in_a_source(drafting: str, tmp_path: Path, seq2seq: Callable[[str], str], tiny_draft: str) -> None:
+def test_they_may_be_in_a_source(drafting, tmp_path, seq2seq, tiny_draft):
     save_seq2seq("t5", tmp_path, vocab_size=ROWS)
     draft = seq2seq("t5") if drafting == "t5" else tiny_draft
     speculative = LLM(str(tmp_path), speculative_config=filled(DRAFT, draft))
     check(LLM(str(tmp_path)), speculative, PROMPTS, 0.9)
 
 
-def test_the_last_row_is_read_for_them(tiny_draft: str, wide: str, llm) -> None:
+def test_the_last_row_is_read_for_them(tiny_draft, wide, llm):
     """What the draft says of them is what transformers says of its last token."""
     drafter = next(iter(llm(filled(DRAFT, tiny_draft), wide).engine.router.drafters.values()))
-    heard: list[torch.Tensor] = []
+    heard = []
     forward = drafter.model.forward
 
-    def listening(batch: Any, attention: Any) -> Any:
+    def listening(batch, attention):
         output = forward(batch, attention)
         heard.append(output.logits[0])
         return output

@@ -1,10 +1,7 @@
 """Chains drafted in one call are what a step at a time drafts: tokens, trials and q, bit by bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +29,7 @@ SURE = {"confidence_threshold": 0.01}
 
 
 @pytest.fixture(params=["draft_model", "sure", "eagle", "reduced", "blocks", "gemma2", "qwen3_moe-some"])
-def options(request, tiny_target: str, tiny_draft: str, tmp_path: Path) -> dict[str, Any]:
+def options(request, tiny_target, tiny_draft, tmp_path):
     if request.param in ("draft_model", "sure"):
         return {"method": "draft_model", "model": tiny_draft} | (SURE if request.param == "sure" else {})
     if request.param in CASES:
@@ -45,7 +42,7 @@ def options(request, tiny_target: str, tiny_draft: str, tmp_path: Path) -> dict[
     return {"method": "eagle", **drafters["eagle"].example(Path(tiny_target), tmp_path)}
 
 
-def reduced_head(target: Path, folder: Path) -> str:
+def reduced_head(target, folder):
     """An EAGLE head that knows every third token, with a matrix before its layer."""
     config = json.loads((target / "config.json").read_text("utf-8"))
     ids = torch.arange(1, config["vocab_size"], 3)
@@ -59,7 +56,7 @@ def reduced_head(target: Path, folder: Path) -> str:
     return str(folder)
 
 
-def record(target: str, options: dict[str, Any], *, page_size=None, stepwise: bool = False) -> list[Any]:
+def record(target, options, *, page_size=None, stepwise=False):
     """Every draft of every round: tokens, parents, and each trial with its row of q."""
     llm = LLM(
         target, dtype="bfloat16", max_num_seqs=4, page_size=page_size,
@@ -69,9 +66,9 @@ def record(target: str, options: dict[str, Any], *, page_size=None, stepwise: bo
     assert isinstance(drafter.chains, ChainRunner)
     if stepwise:
         drafter.chains = None
-    rounds: list[Any] = []
+    rounds = []
 
-    def see(result: Any) -> None:
+    def see(result):
         rounds.append([
             (draft.tokens, draft.parents, [
                 [(trial.node, draft.q[trial.row].clone() if trial.row >= 0 else None) for trial in trials]
@@ -87,8 +84,8 @@ def record(target: str, options: dict[str, Any], *, page_size=None, stepwise: bo
     return rounds
 
 
-def same(one: list[Any], other: list[Any]) -> bool:
-    def flat(value: Any) -> Any:
+def same(one, other):
+    def flat(value):
         if isinstance(value, torch.Tensor):
             return value.view(torch.int32).tolist()
         return [flat(part) for part in value] if isinstance(value, list | tuple) else value
@@ -108,7 +105,7 @@ def test_one_call_drafts_what_single_steps_draft(tiny_target, options, rule, pag
 
 @pytest.mark.parametrize("stepwise", [*where(kernels.has("draft_float32"), [False]), True])
 @torch.no_grad()
-def test_a_chain_ends_where_it_is_unlikely_to_be_kept(tiny_target: str, tiny_draft: str, stepwise: bool) -> None:
+def test_a_chain_ends_where_it_is_unlikely_to_be_kept(tiny_target, tiny_draft, stepwise):
     """By transformers' probabilities of the draft's likeliest tokens."""
     reference = AutoModelForCausalLM.from_pretrained(tiny_draft, dtype=torch.float32).eval()
     config = {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 5, **SURE}

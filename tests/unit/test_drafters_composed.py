@@ -1,9 +1,6 @@
 """Drafters made of drafters, synthetic acceptance and vocabularies, on their own."""
 
-from __future__ import annotations
-
 import random
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -32,22 +29,22 @@ class Scripted(Drafter):
 
     config_class = DrafterConfig
 
-    def __init__(self, config, context) -> None:
+    def __init__(self, config, context):
         super().__init__(config, context)
-        self.script: dict[int, Draft] = {}
-        self.asked: list[int] = []
-        self.seen: list[tuple[Draft, Verdict]] = []
+        self.script = {}
+        self.asked = []
+        self.seen = []
 
-    def propose(self, sequences, budgets) -> list[Draft]:
+    def propose(self, sequences, budgets):
         self.asked = [sequence.id for sequence in sequences]
         return [self.script.get(sequence.id, Draft()) for sequence in sequences]
 
-    def observe(self, sequences, drafts, verdicts, result) -> None:
+    def observe(self, sequences, drafts, verdicts, result):
         self.seen = list(zip(drafts, verdicts))
 
 
 @pytest.fixture
-def scripted() -> Iterator[None]:
+def scripted():
     """Two drafters that propose what they are told."""
     for name in ("first", "second"):
         drafters.register(name)(type(name.title(), (Scripted,), {"name": name}))
@@ -56,18 +53,18 @@ def scripted() -> Iterator[None]:
         drafters.remove(name)
 
 
-def build(method: str, **options):
+def build(method, **options):
     cls = drafters[method]
     options["drafters"] = [{"method": "first", "num_speculative_tokens": 3}, {"method": "second"}]
     context = DraftContext(SimpleNamespace(), Sampler(VOCAB), rules["recursive"](), None, 8, 256)
     return cls.build(cls.config_class.from_dict(method, options), context)
 
 
-def sequence(key: int) -> RequestState:
+def sequence(key):
     return RequestState(key, [1, 2, 3], 3, SamplingParams(temperature=0.0), 1, num_computed_tokens=2)
 
 
-def rows(*weights: dict[int, float]) -> torch.Tensor:
+def rows(*weights):
     q = torch.zeros(len(weights), VOCAB)
     for row, distribution in zip(q, weights):
         for token, weight in distribution.items():
@@ -75,7 +72,7 @@ def rows(*weights: dict[int, float]) -> torch.Tensor:
     return q
 
 
-def test_merging_joins_nodes_and_keeps_every_trial_with_its_own_q() -> None:
+def test_merging_joins_nodes_and_keeps_every_trial_with_its_own_q():
     model = Draft(q=rows({5: 0.9, 6: 0.1}, {7: 1.0}, {8: 0.5, 9: 0.5}))
     model.add(5, -1, 0)
     model.add(5, -1, 0)
@@ -96,7 +93,7 @@ def test_merging_joins_nodes_and_keeps_every_trial_with_its_own_q() -> None:
     assert drawn[2][0][1] is None
 
 
-def test_merging_shares_one_q_between_the_sequences_of_a_round() -> None:
+def test_merging_shares_one_q_between_the_sequences_of_a_round():
     q = rows({5: 1.0}, {6: 1.0})
     first, second = Draft.chain([5], q, [0]), Draft.chain([6], q, [1])
     merged = merge([[first, second], [Draft.chain([7]), Draft()]])
@@ -106,7 +103,7 @@ def test_merging_shares_one_q_between_the_sequences_of_a_round() -> None:
 
 
 @pytest.mark.usefixtures("scripted")
-def test_a_merged_part_sees_its_own_nodes_of_the_accepted_path() -> None:
+def test_a_merged_part_sees_its_own_nodes_of_the_accepted_path():
     merged = build("merged")
     first, second = merged.parts
     first.script[1] = Draft.tree([4, 5, 6], [-1, -1, 1])
@@ -124,7 +121,7 @@ def test_a_merged_part_sees_its_own_nodes_of_the_accepted_path() -> None:
 
 
 @pytest.mark.usefixtures("scripted")
-def test_cascade_asks_the_next_only_about_what_the_first_is_unsure_of() -> None:
+def test_cascade_asks_the_next_only_about_what_the_first_is_unsure_of():
     cascade = build("cascade", min_confidence=0.6)
     first, second = cascade.parts
     for key, sure in ((1, 0.7), (2, 0.5), (3, None)):
@@ -137,7 +134,7 @@ def test_cascade_asks_the_next_only_about_what_the_first_is_unsure_of() -> None:
     assert second.asked == [2, 3]
 
 
-def test_options_of_drafters_inside_drafters() -> None:
+def test_options_of_drafters_inside_drafters():
     parse = SpeculativeConfig.parse
     config = parse({"method": "merged", "num_speculative_tokens": 2,
                     "drafters": [{"method": "ngram"}, {"method": "suffix", "tree": [2, 2, 1]}]}).drafter  # fmt: skip
@@ -176,12 +173,12 @@ def test_options_of_drafters_inside_drafters() -> None:
         ),
     ],
 )
-def test_options_of_another_kind_are_reported(options: dict[str, object], said: str) -> None:
+def test_options_of_another_kind_are_reported(options, said):
     with pytest.raises(ConfigError, match=said):
         SpeculativeConfig.parse(options)
 
 
-def test_a_grammar_inside_a_staged_draft_counts_from_the_committed_tokens() -> None:
+def test_a_grammar_inside_a_staged_draft_counts_from_the_committed_tokens():
     """The inner copy is some drafted tokens ahead; the grammar knows the committed ones only."""
     outer, inner = sequence(1), sequence(1)
     inner.tokens += [7, 8]
@@ -194,7 +191,7 @@ def test_a_grammar_inside_a_staged_draft_counts_from_the_committed_tokens() -> N
 # synthetic acceptance
 
 
-def accepted_shares(config: dict, depth: int, rounds: int = 2000) -> list[float]:
+def accepted_shares(config, depth, rounds=2000):
     rates = SpeculativeConfig.parse({"method": "random", "num_speculative_tokens": depth, **config}).synthetic
     rule = Synthetic(rules["coupled"](), rates)
     sampler = Sampler(VOCAB)
@@ -214,12 +211,12 @@ def accepted_shares(config: dict, depth: int, rounds: int = 2000) -> list[float]
     return [count / rounds for count in counts]
 
 
-def test_synthetic_rates_are_unconditional() -> None:
+def test_synthetic_rates_are_unconditional():
     fractions = accepted_shares({"synthetic_acceptance_rates": [0.8, 0.64, 0.512]}, 3)
     assert fractions == pytest.approx([0.8, 0.64, 0.512], abs=0.04)
 
 
-def test_synthetic_length_is_reached_with_the_least_variance() -> None:
+def test_synthetic_length_is_reached_with_the_least_variance():
     fractions = accepted_shares({"synthetic_acceptance_length": 2.4}, 4)
     assert fractions == pytest.approx([1.0, 0.4, 0.0, 0.0], abs=0.04)
 
@@ -233,14 +230,14 @@ def test_synthetic_length_is_reached_with_the_least_variance() -> None:
         ({"synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [1, 1, 1]}, "not both"),
     ],
 )
-def test_synthetic_options_are_checked(options: dict, message: str) -> None:
+def test_synthetic_options_are_checked(options, message):
     with pytest.raises(ConfigError, match=message):
         SpeculativeConfig.parse({"method": "random", **options})
     with pytest.raises(ConfigError, match="method 'none' has no option"):
         SpeculativeConfig.parse({"method": "none", **options})
 
 
-def test_synthetic_results_are_marked_and_promise_nothing(tiny_target: str) -> None:
+def test_synthetic_results_are_marked_and_promise_nothing(tiny_target):
     rates = [0.9, 0.9, 0.9]
     speculative = LLM(tiny_target, speculative_config={"method": "random", "synthetic_acceptance_rates": rates})
     options = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
@@ -262,7 +259,7 @@ TEXT = "def größe(x):\n    return x  # naïve café ☕ 🎉\n" * 3
 CORPUS = [TEXT, "import os\nfor path in os.listdir('.'):\n    print(path, größe(path))\n", "the quick brown fox " * 5]
 
 
-def byte_bpe(size: int, special: str) -> PreTrainedTokenizerFast:
+def byte_bpe(size, special):
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -274,7 +271,7 @@ def byte_bpe(size: int, special: str) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=special)
 
 
-def word_pieces() -> PreTrainedTokenizerFast:
+def word_pieces():
     tokenizer = Tokenizer(Unigram())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Metaspace()
@@ -283,7 +280,7 @@ def word_pieces() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
 
 
-def test_tokens_spell_the_text_they_were_made_from() -> None:
+def test_tokens_spell_the_text_they_were_made_from():
     for tokenizer in (byte_bpe(300, "<end>"), byte_bpe(420, "<stop>")):
         vocabulary = Vocabulary(tokenizer, len(tokenizer))
         ids = vocabulary.encode(TEXT)
@@ -294,7 +291,7 @@ def test_tokens_spell_the_text_they_were_made_from() -> None:
     assert pieces.spell(pieces.encode("the quick brown fox")).decode().strip() == "the quick brown fox"
 
 
-def test_a_draft_reads_the_targets_text_whatever_the_cuts() -> None:
+def test_a_draft_reads_the_targets_text_whatever_the_cuts():
     target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
     bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
     assert bridge.shared[0] == 0
@@ -315,7 +312,7 @@ def test_a_draft_reads_the_targets_text_whatever_the_cuts() -> None:
         assert reading.covered(len(reading.tokens)) == len(ids)
 
 
-def test_an_end_that_both_have_is_the_same_end() -> None:
+def test_an_end_that_both_have_is_the_same_end():
     """Of a target with several; no other end is taken for it."""
     target, draft = byte_bpe(420, "<other>"), byte_bpe(300, "<end>")
     target.add_tokens([AddedToken("<end>", special=True)])
@@ -325,7 +322,7 @@ def test_an_end_that_both_have_is_the_same_end() -> None:
     assert 0 not in bridge.shared
 
 
-def test_reading_only_grows() -> None:
+def test_reading_only_grows():
     target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
     bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
     ids = bridge.target.encode(TEXT)
@@ -336,7 +333,7 @@ def test_reading_only_grows() -> None:
         before = list(reading.tokens)
 
 
-def test_special_tokens_that_both_have_are_read_where_they_stand() -> None:
+def test_special_tokens_that_both_have_are_read_where_they_stand():
     target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
     bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
     reading = VocabularyReading(bridge)
@@ -354,7 +351,7 @@ def test_special_tokens_that_both_have_are_read_where_they_stand() -> None:
     assert reading.tokens == expected + unforeseen
 
 
-def test_what_the_draft_wrote_is_kept_as_far_as_its_text_was_committed() -> None:
+def test_what_the_draft_wrote_is_kept_as_far_as_its_text_was_committed():
     target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
     bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
     reading = VocabularyReading(bridge)

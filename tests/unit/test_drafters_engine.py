@@ -1,10 +1,6 @@
 """Every history, composed and cross-vocabulary drafter in an engine: plain decoding's tokens, and no state left."""
 
-from __future__ import annotations
-
 import copy
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,11 +17,11 @@ TREE_NODES = 9
 
 
 @pytest.fixture
-def places(tiny_draft: str, tiny_stranger: str) -> dict[str, str]:
+def places(tiny_draft, tiny_stranger):
     return {"DRAFT": tiny_draft, "STRANGER": tiny_stranger}
 
 
-def fill(options: Any, places: dict[str, str]) -> Any:
+def fill(options, places):
     if isinstance(options, dict):
         return {key: fill(value, places) for key, value in options.items()}
     if isinstance(options, list):
@@ -36,7 +32,7 @@ def fill(options: Any, places: dict[str, str]) -> Any:
 DRAFT = {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 3}
 STRANGER = {**DRAFT, "model": "STRANGER", "use_heterogeneous_vocab": True}
 STAGED = {"method": "staged", "model": "DRAFT", "num_speculative_tokens": 5}
-CONFIGS: dict[str, dict[str, Any]] = {
+CONFIGS = {
     "prompt_lookup": {"method": "prompt_lookup", "prompt_lookup_min": 1},
     "ngram": {"method": "ngram"},
     "ngram-counts": {"method": "ngram", "counts_as_q": True},
@@ -60,7 +56,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def params(temperature: float) -> list[SamplingParams]:
+def params(temperature):
     return [
         SamplingParams(temperature=temperature, seed=seed, max_tokens=20, ignore_eos=True)
         for seed in range(len(PROMPTS))
@@ -68,7 +64,7 @@ def params(temperature: float) -> list[SamplingParams]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_same_tokens_as_plain_decoding_and_nothing_is_kept(name: str, llm, places: dict[str, str]) -> None:
+def test_same_tokens_as_plain_decoding_and_nothing_is_kept(name, llm, places):
     speculative = LLM(llm().config.model, speculative_config=fill(CONFIGS[name], places), max_num_seqs=3)
     engine = speculative.engine
     drafter = next(iter(engine.router.drafters.values()))
@@ -92,7 +88,7 @@ def test_same_tokens_as_plain_decoding_and_nothing_is_kept(name: str, llm, place
     assert kept(drafter, {job.sequence.id for job in jobs}) == []
 
 
-def kept(part: Any, ids: set[int], seen: tuple[int, ...] = ()) -> list[str]:
+def kept(part, ids, seen=()):
     """Names of what still belongs to one of the sequences ``ids`` in a drafter and the drafters inside it."""
     result = []
     for name, value in vars(part).items():
@@ -107,7 +103,7 @@ def kept(part: Any, ids: set[int], seen: tuple[int, ...] = ()) -> list[str]:
     return result
 
 
-def test_staged_drafts_what_its_draft_model_alone_would(llm, places: dict[str, str]) -> None:
+def test_staged_drafts_what_its_draft_model_alone_would(llm, places):
     alone = fill({**DRAFT, "num_speculative_tokens": 5}, places)
     for temperature in (0.0, 0.8):
         rounds = []
@@ -117,7 +113,7 @@ def test_staged_drafts_what_its_draft_model_alone_would(llm, places: dict[str, s
         assert rounds[0] == rounds[1] == rounds[2]
 
 
-def test_staged_saves_forwards_of_its_draft_model(llm, tiny_target: str, tiny_draft: str) -> None:
+def test_staged_saves_forwards_of_its_draft_model(llm, tiny_target, tiny_draft):
     config = {"method": "staged", "model": tiny_draft, "num_speculative_tokens": 5,
               "drafter": {"method": "draft_model", "model": tiny_draft}}  # fmt: skip
     speculative = LLM(tiny_target, speculative_config=config)
@@ -128,7 +124,7 @@ def test_staged_saves_forwards_of_its_draft_model(llm, tiny_target: str, tiny_dr
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_staged_tokens_carry_the_draft_models_own_distribution(rule: str, llm, tiny_draft: str, places) -> None:
+def test_staged_tokens_carry_the_draft_models_own_distribution(rule, llm, tiny_draft, places):
     """q of every drafted token, against the draft checkpoint run by transformers."""
     speculative = llm(fill({**STAGED, "accept": rule}, places))
     model = LlamaForCausalLM.from_pretrained(tiny_draft).eval()
@@ -161,7 +157,7 @@ def test_staged_tokens_carry_the_draft_models_own_distribution(rule: str, llm, t
     assert seen > 20
 
 
-def test_token_recycling_remembers_the_targets_top_candidates(llm, tiny_target: str) -> None:
+def test_token_recycling_remembers_the_targets_top_candidates(llm, tiny_target):
     speculative = LLM(tiny_target, speculative_config={"method": "token_recycling", "recycled_candidates": 4})
     answer = speculative.generate(["ab"], SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True))[0]
     drafter = next(iter(speculative.engine.router.drafters.values()))
@@ -173,7 +169,7 @@ def test_token_recycling_remembers_the_targets_top_candidates(llm, tiny_target: 
     assert drafter.logs[prompt[-1]].tolist() == pytest.approx(expected.values.tolist(), abs=1e-4)
 
 
-def test_tree_nodes_bound_the_drafts(llm) -> None:
+def test_tree_nodes_bound_the_drafts(llm):
     for method in ("suffix", "token_recycling"):
         speculative = llm({"method": method, "tree_nodes": TREE_NODES, "num_speculative_tokens": 4})
         drafter = next(iter(speculative.engine.router.drafters.values()))
@@ -198,7 +194,7 @@ def test_tree_nodes_bound_the_drafts(llm) -> None:
 
 
 @pytest.mark.parametrize("name", ["model-best-first", "tli-best-first", "staged-model", "merged"])
-def test_a_cache_that_was_rolled_back_drafts_like_one_filled_afresh(name: str, llm, places: dict[str, str]) -> None:
+def test_a_cache_that_was_rolled_back_drafts_like_one_filled_afresh(name, llm, places):
     speculative = llm(fill(CONFIGS[name], places), max_num_seqs=5)
     drafter = next(iter(speculative.engine.router.drafters.values()))
     fresh = type(drafter).build(drafter.config, drafter.context)
@@ -224,7 +220,7 @@ def test_a_cache_that_was_rolled_back_drafts_like_one_filled_afresh(name: str, l
     assert compared > 20
 
 
-def test_a_copy_of_the_target_is_accepted_whole_through_every_composition(llm, tiny_target: str) -> None:
+def test_a_copy_of_the_target_is_accepted_whole_through_every_composition(llm, tiny_target):
     same = {"method": "draft_model", "model": tiny_target, "num_speculative_tokens": 3}
     for config in (
         {"method": "staged", "model": tiny_target, "num_speculative_tokens": 4},
@@ -238,7 +234,7 @@ def test_a_copy_of_the_target_is_accepted_whole_through_every_composition(llm, t
 
 
 @pytest.mark.parametrize("method", ["tli", "slem"])
-def test_a_token_that_a_draft_cannot_read_costs_others_no_draft(llm, tiny_draft: str, tmp_path: Path, method) -> None:
+def test_a_token_that_a_draft_cannot_read_costs_others_no_draft(llm, tiny_draft, tmp_path, method):
     alphabet = ["<nothing>" if token == UNKNOWN else token for token in ALPHABET]
     LlamaForCausalLM.from_pretrained(tiny_draft).save_pretrained(tmp_path)
     save_tokenizer(tmp_path, alphabet, unknown="<nothing>")
@@ -252,7 +248,7 @@ def test_a_token_that_a_draft_cannot_read_costs_others_no_draft(llm, tiny_draft:
     assert beside.metrics.num_draft_tokens == alone.metrics.num_draft_tokens
 
 
-def test_a_checkpoint_without_shared_tokens_is_refused(tmp_path: Path, tiny_target: str) -> None:
+def test_a_checkpoint_without_shared_tokens_is_refused(tmp_path, tiny_target):
     from forerun import ConfigError
 
     tiny_llama(layers=1, vocab_size=3).save_pretrained(tmp_path)
@@ -263,9 +259,7 @@ def test_a_checkpoint_without_shared_tokens_is_refused(tmp_path: Path, tiny_targ
 
 
 @pytest.mark.parametrize(("said", "expected"), [({}, "adaptive"), ({"length": "fixed"}, "fixed")])
-def test_drafters_that_name_no_length_policy_share_the_others(
-    tiny_target: str, tiny_draft: str, said, expected
-) -> None:
+def test_drafters_that_name_no_length_policy_share_the_others(tiny_target, tiny_draft, said, expected):
     """A draft model by its name alone has another usual policy than n-grams."""
     by_name, ngram = {"model": tiny_draft}, {"method": "ngram", **said}
     for configs in ([by_name, ngram], [ngram, {"method": "staged", **by_name}, by_name]):

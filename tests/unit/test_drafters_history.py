@@ -1,7 +1,5 @@
 """Drafters that learn from tokens alone, against brute force over the same tokens."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter
@@ -20,12 +18,12 @@ from forerun.speculate.draft.random import _distinct
 # prompt_lookup
 
 
-def brute_lookup(text: list[int], low: int, high: int, count: int) -> list[int]:
+def brute_lookup(text, low, high, count):
     for length in range(min(high, len(text)), low - 1, -1):
         ends = [end for end in occurrences(text[-length:], text) if end < len(text)]
         if ends:
             distance = len(text) - ends[-1]
-            copied: list[int] = list(text)
+            copied = list(text)
             for _ in range(count):
                 copied.append(copied[-distance])
             return copied[len(text) :]
@@ -33,7 +31,7 @@ def brute_lookup(text: list[int], low: int, high: int, count: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("low", "high"), [(1, 1), (1, 4), (2, 5), (3, 3)])
-def test_prompt_lookup_copies_what_followed_the_latest_longest_match(low: int, high: int) -> None:
+def test_prompt_lookup_copies_what_followed_the_latest_longest_match(low, high):
     rng = random.Random(low * 10 + high)
     hits = 0
     for _ in range(40):
@@ -50,7 +48,7 @@ def test_prompt_lookup_copies_what_followed_the_latest_longest_match(low: int, h
     assert hits > 300
 
 
-def test_tentative_tokens_are_context_but_are_not_learnt() -> None:
+def test_tentative_tokens_are_context_but_are_not_learnt():
     rng = random.Random(3)
     for method in ("prompt_lookup", "ngram", "suffix"):
         drafter = build(method)
@@ -68,7 +66,7 @@ def test_tentative_tokens_are_context_but_are_not_learnt() -> None:
             assert again.tokens == fresh.tokens
 
 
-def test_a_lookup_behind_a_tail_continues_the_tail() -> None:
+def test_a_lookup_behind_a_tail_continues_the_tail():
     places = NgramIndex(2, 3)
     places.update([1, 2, 3, 4, 1, 2, 9])
     index, length = places.lookup([1, 2])
@@ -76,7 +74,7 @@ def test_a_lookup_behind_a_tail_continues_the_tail() -> None:
     assert places.copy(index, [1, 2], 5) == [9, 1, 2, 9, 1]
 
 
-def test_releasing_a_sequence_frees_its_index() -> None:
+def test_releasing_a_sequence_frees_its_index():
     for method in ("prompt_lookup", "ngram", "suffix"):
         drafter = build(method)
         drafter.propose([sequence([1, 2, 1, 2], key=7), sequence([3, 3, 3], key=8)], [3, 3])
@@ -89,10 +87,10 @@ def test_releasing_a_sequence_frees_its_index() -> None:
 # ngram with counts as q
 
 
-def test_counts_are_the_distribution_that_ngram_draws_from() -> None:
+def test_counts_are_the_distribution_that_ngram_draws_from():
     text = [1, 2, 1, 3, 1, 2, 1, 4, 1, 2, 1]
     drafter = build("ngram", "token", counts_as_q=True, max_order=2, num_speculative_tokens=1)
-    drawn: Counter[int] = Counter()
+    drawn = Counter()
     for seed in range(3000):
         draft = drafter.propose([sequence(text, temperature=0.7, seed=seed)], [1])[0]
         drawn[draft.tokens[0]] += 1
@@ -102,7 +100,7 @@ def test_counts_are_the_distribution_that_ngram_draws_from() -> None:
     assert chisquare([drawn[2], drawn[3], drawn[4]], [1800, 600, 600]).pvalue > 1e-4
 
 
-def test_ngram_with_one_continuation_or_a_greedy_request_is_a_point_mass() -> None:
+def test_ngram_with_one_continuation_or_a_greedy_request_is_a_point_mass():
     drafter = build("ngram", "token", counts_as_q=True)
     single = drafter.propose([sequence([1, 2, 3, 1, 2], temperature=1.0)], [3])[0]
     assert single.tokens[:1] == [3]
@@ -115,10 +113,10 @@ def test_ngram_with_one_continuation_or_a_greedy_request_is_a_point_mass() -> No
 # random and table
 
 
-def test_random_tokens_are_uniform_and_say_so() -> None:
+def test_random_tokens_are_uniform_and_say_so():
     for rule in ("token", "coupled"):
         drafter = build("random", rule, num_speculative_tokens=2)
-        seen: Counter[int] = Counter()
+        seen = Counter()
         for seed in range(2500):
             draft = drafter.propose([sequence([5, 6], temperature=1.0, seed=seed)], [2])[0]
             seen.update(draft.tokens)
@@ -127,7 +125,7 @@ def test_random_tokens_are_uniform_and_say_so() -> None:
         assert chisquare([seen[token] for token in range(VOCAB)]).pvalue > 1e-4
 
 
-def test_draws_without_replacement_cover_every_order_alike() -> None:
+def test_draws_without_replacement_cover_every_order_alike():
     rng = random.Random(0)
     seen = Counter(tuple(_distinct([rng.random() for _ in range(3)], 4)) for _ in range(12_000))
     assert len(seen) == 24
@@ -136,7 +134,7 @@ def test_draws_without_replacement_cover_every_order_alike() -> None:
 
 
 @pytest.mark.parametrize("order", [1, 2])
-def test_table_draws_from_the_counts_of_its_file(tmp_path, order: int) -> None:
+def test_table_draws_from_the_counts_of_its_file(tmp_path, order):
     text = "abacabadabacabb"
     (tmp_path / "text.txt").write_text(text)
     drafter = build("table", "token", table_file=str(tmp_path / "text.txt"), table_order=order)
@@ -155,7 +153,7 @@ def test_table_draws_from_the_counts_of_its_file(tmp_path, order: int) -> None:
     assert greedy.tokens[0] == ord(counts.most_common(1)[0][0]) - ord("a")
 
 
-def test_table_backs_off_to_all_tokens_and_names_a_missing_file(tmp_path) -> None:
+def test_table_backs_off_to_all_tokens_and_names_a_missing_file(tmp_path):
     (tmp_path / "text.txt").write_text("aab")
     drafter = build("table", table_file=str(tmp_path / "text.txt"))
     assert drafter.propose([sequence([25])], [1])[0].tokens == [0]

@@ -1,7 +1,5 @@
 """The suffix automaton, the suffix drafter and best-first trees, against brute force."""
 
-from __future__ import annotations
-
 import math
 import random
 from itertools import combinations
@@ -18,7 +16,7 @@ from forerun.speculate.draft.suffix import ROOT, Automaton
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_automaton_counts_every_substring_of_every_list(seed: int) -> None:
+def test_automaton_counts_every_substring_of_every_list(seed):
     rng = random.Random(seed)
     lists = [noisy_text(rng, rng.randrange(1, 28), letters=3) for _ in range(rng.randrange(1, 4))]
     automaton = Automaton.of(lists)
@@ -35,7 +33,7 @@ def test_automaton_counts_every_substring_of_every_list(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_automaton_follows_the_longest_match_of_another_text(seed: int) -> None:
+def test_automaton_follows_the_longest_match_of_another_text(seed):
     rng = random.Random(100 + seed)
     known, text = noisy_text(rng, 50, letters=3), noisy_text(rng, 60, letters=4)
     automaton = Automaton.of([known])
@@ -50,7 +48,7 @@ def test_automaton_follows_the_longest_match_of_another_text(seed: int) -> None:
         assert prefix.suffix()[1] == result
 
 
-def test_a_run_of_one_token_costs_no_more_than_other_text() -> None:
+def test_a_run_of_one_token_costs_no_more_than_other_text():
     automaton = Automaton.of([[1] * 3000])
     assert automaton.suffix()[1] == 2999
     assert len(automaton) == 3001
@@ -59,7 +57,7 @@ def test_a_run_of_one_token_costs_no_more_than_other_text() -> None:
 # suffix
 
 
-def check_suffix_draft(draft, texts: list[list[int]], text: list[int], budget: int, config) -> int:
+def check_suffix_draft(draft, texts, text, budget, config):
     """Every path continues some suffix of ``text`` as one of ``texts`` did; returns the shortest such suffix that
     explains the whole draft."""
     depth = draft.depth
@@ -75,7 +73,7 @@ def check_suffix_draft(draft, texts: list[list[int]], text: list[int], budget: i
 
 
 @pytest.mark.parametrize("options", [{}, {"tree": (3, 2, 1)}, {"tree_nodes": 9}, {"num_speculative_tokens": 4}])
-def test_suffix_drafts_continue_a_match(options: dict) -> None:
+def test_suffix_drafts_continue_a_match(options):
     rng = random.Random(5)
     drafter = build("suffix", **options)
     drafted = 0
@@ -89,13 +87,13 @@ def test_suffix_drafts_continue_a_match(options: dict) -> None:
     assert drafted > 100
 
 
-def test_suffix_takes_the_most_frequent_continuation() -> None:
+def test_suffix_takes_the_most_frequent_continuation():
     text = [1, 2, 3, 9, 1, 2, 3, 8, 1, 2, 3, 8, 7, 1, 2, 3]
     draft = build("suffix").propose([sequence(text)], [3])[0]
     assert draft.tokens[0] == 8
 
 
-def test_suffix_drafts_deeper_behind_longer_matches() -> None:
+def test_suffix_drafts_deeper_behind_longer_matches():
     known = list(range(1, 31))
     for matched in (1, 3, 8):
         text = [*known, 40, *known[5 : 5 + matched]]
@@ -103,18 +101,18 @@ def test_suffix_drafts_deeper_behind_longer_matches() -> None:
         assert draft.tokens == known[5 + matched : 5 + 2 * matched]
 
 
-def test_improbable_tokens_are_not_drafted() -> None:
+def test_improbable_tokens_are_not_drafted():
     text = [1, 2, 1, 3, 1, 4, 1, 5, 1]
     assert len(build("suffix", suffix_decoding_min_token_prob=0.1).propose([sequence(text)], [4])[0]) == 1
     assert not len(build("suffix", suffix_decoding_min_token_prob=0.5).propose([sequence(text)], [4])[0])
 
 
-def finish(drafter, tokens: list[int], prompt: int, key: int) -> None:
+def finish(drafter, tokens, prompt, key):
     drafter.propose([sequence(tokens, prompt=prompt, key=key)], [3])
     drafter.release(sequence(tokens, prompt=prompt, key=key))
 
 
-def test_past_outputs_are_searched_and_prompts_are_not() -> None:
+def test_past_outputs_are_searched_and_prompts_are_not():
     drafter = build("suffix")
     finish(drafter, [30, 31, 32, 1, 2, 3, 4, 5, 6], 3, key=1)
     draft = drafter.propose([sequence([9, 8, 1, 2, 3], key=2)], [3])[0]
@@ -125,7 +123,7 @@ def test_past_outputs_are_searched_and_prompts_are_not() -> None:
     assert not len(none.propose([sequence([9, 8, 1, 2, 3], key=2)], [3])[0])
 
 
-def test_a_preempted_request_is_not_a_past_output() -> None:
+def test_a_preempted_request_is_not_a_past_output():
     drafter = build("suffix")
     preempted = sequence([30, 1, 2, 3, 4], prompt=1, key=1)
     drafter.propose([preempted], [3])
@@ -134,7 +132,7 @@ def test_a_preempted_request_is_not_a_past_output() -> None:
     assert not len(drafter.propose([sequence([9, 1, 2], key=2)], [3])[0])
 
 
-def test_past_outputs_stay_within_their_bounds_and_useful_ones_stay_longer() -> None:
+def test_past_outputs_stay_within_their_bounds_and_useful_ones_stay_longer():
     drafter = build("suffix", suffix_decoding_max_cached_tokens=80)
     rng = random.Random(0)
     useful = [41, 42, 43, 44, 45, 46, 47, 48]
@@ -155,7 +153,7 @@ def test_past_outputs_stay_within_their_bounds_and_useful_ones_stay_longer() -> 
     assert not len(forgotten.propose([sequence([3, 41, 42], key=1000)], [2])[0])
 
 
-def test_cursors_survive_outputs_that_are_added_meanwhile() -> None:
+def test_cursors_survive_outputs_that_are_added_meanwhile():
     rng = random.Random(8)
     drafter = build("suffix")
     reader = sequence(noisy_text(rng, 12), prompt=1, key=500)
@@ -176,21 +174,21 @@ def test_cursors_survive_outputs_that_are_added_meanwhile() -> None:
 # best-first trees
 
 
-def ranked(tree: dict, path: tuple = ()) -> list:
+def ranked(tree, path=()):
     return sorted(
         ((token, math.log(q), (*path, token)) for token, q in tree.get(path, {}).items()), key=lambda t: -t[1]
     )
 
 
-def path_of(nodes: list, index: int) -> tuple:
+def path_of(nodes, index):
     return () if index < 0 else (*path_of(nodes, nodes[index].parent), nodes[index].token)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_best_first_is_the_best_connected_tree(seed: int) -> None:
+def test_best_first_is_the_best_connected_tree(seed):
     rng = random.Random(seed)
-    distributions: dict[tuple, dict[int, float]] = {}
-    paths: dict[tuple, float] = {}
+    distributions = {}
+    paths = {}
     for path in [(), *((i,) for i in range(3)), *((i, j) for i in range(3) for j in range(3))]:
         weights = [rng.random() ** 3 for _ in range(3)]
         distributions[path] = {i: w / sum(weights) for i, w in enumerate(weights)}
@@ -220,14 +218,14 @@ def test_best_first_is_the_best_connected_tree(seed: int) -> None:
         )
 
 
-def test_depth_first_lays_branches_out_in_one_piece() -> None:
+def test_depth_first_lays_branches_out_in_one_piece():
     distributions = {(): {1: 0.6, 2: 0.4}, (1,): {3: 0.7, 4: 0.3}, (2,): {5: 1.0}}
     draft = depth_first(shaped(lambda path: ranked(distributions, path), (), [2, 2]))
     assert draft.tokens == [1, 3, 4, 2, 5]
     assert draft.parents == [-1, 0, 0, -1, 3]
 
 
-def test_best_first_stops_at_depth_and_floor() -> None:
+def test_best_first_stops_at_depth_and_floor():
     distributions = {(): {1: 0.9, 2: 0.1}, (1,): {1: 0.9, 2: 0.1}, (1, 1): {1: 0.9, 2: 0.1}}
     nodes = best_first(lambda path: ranked(distributions, path), (), 10, 2)
     assert len(nodes) == 4

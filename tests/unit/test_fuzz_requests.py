@@ -1,11 +1,8 @@
 """Any options and any prompt: refused in one line, or answered; and the neighbours in the batch never notice."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -36,7 +33,7 @@ ANYTHING = st.one_of(
 NUMBER = st.one_of(st.floats(0, 10), st.sampled_from([0, 1e-45, 1e-30, 1e-3, 1e20, 1e30, 2**63, 10**29]))
 IDS = st.integers(0, VOCABULARY - 1)
 TEXTS = st.lists(st.text(min_size=1, max_size=3), max_size=3)
-SENSIBLE: dict[str, st.SearchStrategy[Any]] = {
+SENSIBLE = {
     "n": st.integers(1, 3),
     "temperature": NUMBER,
     "top_k": st.one_of(st.integers(-1, 200), st.sampled_from([2**31, 2**63, 10**40])),
@@ -77,12 +74,12 @@ QUIET = {
 
 
 @pytest.fixture
-def ask(llm) -> Any:
+def ask(llm):
     """Ask for one request beside another; how it ended, in one word."""
-    model: LLM = llm({"method": "ngram", "num_speculative_tokens": 3}, page_size=16)
+    model = llm({"method": "ngram", "num_speculative_tokens": 3}, page_size=16)
     expected = model.generate("the cat", NEIGHBOUR)[0].outputs[0].token_ids
 
-    def attempt(prompt: Any, options: dict[str, Any]) -> str:
+    def attempt(prompt, options):
         try:
             params = SamplingParams(**{"max_tokens": 4, **options})
             outputs = model.generate(["the cat", prompt], [NEIGHBOUR, params])
@@ -107,7 +104,7 @@ def test_options(ask, options, count):
 
     @given(options=options)
     @settings(max_examples=count, **QUIET)
-    def attack(options: dict[str, Any]) -> None:
+    def attack(options):
         ends.add(ask("a dog", options))
 
     attack()
@@ -119,7 +116,7 @@ def test_prompts(ask):
 
     @given(prompt=PROMPTS)
     @settings(max_examples=300, **QUIET)
-    def attack(prompt: Any) -> None:
+    def attack(prompt):
         ends.add(ask(prompt, {}))
 
     attack()
@@ -127,7 +124,7 @@ def test_prompts(ask):
 
 
 def test_a_top_k_beyond_the_vocabulary_is_none(llm):
-    def sample(**options: Any) -> list[int]:
+    def sample(**options):
         params = SamplingParams(seed=2, max_tokens=12, ignore_eos=True, **options)
         return llm().generate("the cat", params)[0].outputs[0].token_ids
 
@@ -143,7 +140,7 @@ def test_half_a_surrogate_pair_is_no_prompt(llm, prompt):
 
 
 def test_a_prompt_that_contains_itself_is_refused(llm):
-    prompt: dict[str, Any] = {}
+    prompt = {}
     prompt["prompt"] = prompt
     with pytest.raises(RequestError, match="a prompt is a string, a list of token ids or a mapping, not dict"):
         llm().generate([prompt])

@@ -1,7 +1,5 @@
 """Trained heads: what they compute, how they are saved, and that training them helps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -14,7 +12,7 @@ from unrolled import scramble, unrolled
 from forerun import LLM, ConfigError, ForerunError, SamplingParams
 from forerun.speculate.draft.heads.block import BlockMemory
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import Head, Lesson, Sizes
+from forerun.speculate.draft.heads.head import Lesson, Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.heads.parallel import ParallelHead
 from forerun.speculate.draft.layerskip import ExitHead
@@ -27,7 +25,7 @@ PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 
 
-def sizes_of(target: Path, depth: int = 4) -> Sizes:
+def sizes_of(target, depth=4):
     config = json.loads((target / "config.json").read_text())
     return Sizes(config["hidden_size"], config["vocab_size"], config["num_hidden_layers"], depth)
 
@@ -37,7 +35,7 @@ def reference(tiny_target):
     return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
 
 
-def first_draft(target: Path, folder: Path, method: str, prompt: list[int], **options):
+def first_draft(target, folder, method, prompt, **options):
     """The first draft of a greedy request: its tokens, and what the target had committed when it was made."""
     llm = LLM(str(target), speculative_config={"method": method, "model": str(folder), **options}, trace=True)
     out = llm.generate([prompt], GREEDY)[0]
@@ -53,7 +51,7 @@ SOME = torch.arange(1, 60, 3)
 """Tokens of a reduced vocabulary."""
 
 
-def narrowed(head: Head, reference: torch.nn.Module, ids: torch.Tensor | None) -> torch.Tensor:
+def narrowed(head, reference, ids):
     """Scrambles a head and lets it draft among ``ids`` alone; gives the rows that read it."""
     scramble(head)
     rows = reference.lm_head.weight
@@ -92,7 +90,7 @@ def test_eagle_drafts_what_a_recomputation_without_a_cache_says(tiny_target, tmp
     out = reference(torch.tensor([committed[:-1]]), output_hidden_states=True)
     features = saved.fc(torch.cat([out.hidden_states[layer][0] for layer in saved.layers], dim=-1))
     embedding = reference.get_input_embeddings()
-    tokens: list[int] = list(committed)
+    tokens = list(committed)
     expected = []
     for step in range(3):
         said = unrolled(saved, features, embedding(torch.tensor(tokens)), len(features), step + 1)[-1]
@@ -223,7 +221,7 @@ def test_public_eagle3_checkpoints_load(tiny_target, tmp_path, layout):
     prefix = PUBLIC[layout]
     generator = torch.Generator().manual_seed(0)
 
-    def weight(*shape: int) -> torch.Tensor:
+    def weight(*shape):
         return torch.randn(*shape, generator=generator) * 0.2
 
     ids = torch.arange(0, 2 * reduced, 2)
@@ -277,7 +275,7 @@ def test_clear_errors(tiny_target, tmp_path):
         LLM(target, speculative_config={"method": "layerskip", "exit_layer": 99})
 
 
-def _empty(folder: Path) -> Path:
+def _empty(folder):
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     return folder

@@ -1,10 +1,7 @@
 """Drafters in GGUF files draft what the folders that they were made of do."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -51,9 +48,7 @@ LAYER = {
 }  # fmt: skip
 
 
-def write(
-    path: Path, architecture: str, about: dict[str, Any], vocabulary: int, weights: dict[str, torch.Tensor]
-) -> Path:
+def write(path, architecture, about, vocabulary, weights):
     writer = gguf.GGUFWriter(path, architecture)
     common = {
         "embedding_length": weights["fc.weight"].shape[0], "attention.head_count": HEADS,
@@ -85,10 +80,10 @@ def write(
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
-def test_blocks_of_a_gguf_file_are_those_of_the_folder(tiny_target: str, tmp_path: Path, kind: str) -> None:
+def test_blocks_of_a_gguf_file_are_those_of_the_folder(tiny_target, tmp_path, kind):
     config = config_of(Path(tiny_target), kind)
     weights = random_weights(config["hidden_size"], config["vocab_size"], 2, kind)
-    about: dict[str, Any] = {"block_count": LAYERS, "block_size": BLOCK, "target_layers": [1, 2]}
+    about = {"block_count": LAYERS, "block_size": BLOCK, "target_layers": [1, 2]}
     if kind == "dflash2":
         about["selector_top_k"] = 6
     file = write(tmp_path / "d.gguf", "dflash", about, config["vocab_size"], weights)
@@ -96,10 +91,10 @@ def test_blocks_of_a_gguf_file_are_those_of_the_folder(tiny_target: str, tmp_pat
     assert first_draft(tiny_target, file) == first_draft(tiny_target, folder)
 
 
-def eagle_weights(size: int, vocabulary: int, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+def eagle_weights(size, vocabulary, ids):
     g = torch.Generator().manual_seed(0)
 
-    def r(*shape: int) -> torch.Tensor:
+    def r(*shape):
         return torch.randn(*shape, generator=g) * 0.3
 
     at, wide, narrow = "layers.0.", HEADS * WIDTH, KV_HEADS * WIDTH
@@ -117,12 +112,12 @@ def eagle_weights(size: int, vocabulary: int, ids: torch.Tensor) -> dict[str, to
     return weights | {f"{at}mlp.{name}_proj.weight": r(*shape) for name, shape in shapes.items()}
 
 
-def paired(rows: torch.Tensor, heads: int) -> torch.Tensor:
+def paired(rows, heads):
     """Rows as llama.cpp's converter puts them: the two of a rotated pair side by side."""
     return torch.cat([head[[i // 2 + (i % 2) * WIDTH // 2 for i in range(WIDTH)]] for head in rows.chunk(heads)])
 
 
-def eagle_draft(target: str, model: Path) -> tuple[list[int], list[int]]:
+def eagle_draft(target, model):
     config = {"method": "eagle", "model": str(model), "num_speculative_tokens": 4}
     llm = LLM(target, speculative_config=config, trace=True)
     trace = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))[0].outputs[0].trace
@@ -134,7 +129,7 @@ def eagle_draft(target: str, model: Path) -> tuple[list[int], list[int]]:
 
 @pytest.mark.parametrize("before", [False, True])
 @torch.no_grad()
-def test_an_eagle_head_in_a_gguf_file_is_the_folders(tiny_target: str, tmp_path: Path, before: bool) -> None:
+def test_an_eagle_head_in_a_gguf_file_is_the_folders(tiny_target, tmp_path, before):
     config = config_of(Path(tiny_target), "dflash", norm_before_residual=before)
     size, vocabulary = config["hidden_size"], config["vocab_size"]
     ids = torch.arange(0, 60, 3)
@@ -167,7 +162,7 @@ def test_an_eagle_head_in_a_gguf_file_is_the_folders(tiny_target: str, tmp_path:
     assert drafted == tokens[-4:]
 
 
-def test_files_of_other_architectures_are_refused(tiny_target: str, tmp_path: Path) -> None:
+def test_files_of_other_architectures_are_refused(tiny_target, tmp_path):
     config = config_of(Path(tiny_target), "dflash")
     weights = random_weights(config["hidden_size"], config["vocab_size"], 2, "dflash")
     about = {"block_count": LAYERS, "block_size": BLOCK, "target_layers": [1, 2]}

@@ -1,7 +1,5 @@
 """What an EAGLE head learns, and what it computes with when its weights are rounded."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from gguf import GGMLQuantizationType, quants

@@ -1,7 +1,5 @@
 """Models of a hub by name: what is downloaded, what is chosen, and what a hub may do wrong."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -9,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import gguf
 import pytest
@@ -54,7 +51,7 @@ LARGE = b"GGUF" + bytes(24_000_000)
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
-def ask(url: str, cache: Path, *requests: Any, **env: str) -> list[dict[str, Any]]:
+def ask(url, cache, *requests, **env):
     """``requests`` are arguments of ``resolve``, its only one, or a command line."""
     ours = {
         name: value for name, value in os.environ.items() if not name.startswith("HF_") and "proxy" not in name.lower()
@@ -71,12 +68,12 @@ def ask(url: str, cache: Path, *requests: Any, **env: str) -> list[dict[str, Any
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("model") / "tiny-q4_1.gguf")
 
 
 @pytest.fixture(scope="module")
-def ours(model: Path, tiny_target: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def ours(model, tiny_target, tmp_path_factory):
     """A hub, a home that has nothing yet, and what was downloaded there."""
     content = model.read_bytes()
     folder = tmp_path_factory.mktemp("parts")
@@ -111,7 +108,7 @@ def ours(model: Path, tiny_target: str, tmp_path_factory: pytest.TempPathFactory
         yield state, home, result
 
 
-def files(folder: Path) -> set[str]:
+def files(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
@@ -214,7 +211,7 @@ def test_a_cache_that_cannot_be_written_is_named(ours, tmp_path):
 
 
 @pytest.fixture
-def tidy(ours, tmp_path, monkeypatch) -> Path:
+def tidy(ours, tmp_path, monkeypatch):
     """A copy of what came from the hub, and no fetched model."""
     cache = Path(shutil.copytree(ours[1] / "hub", tmp_path / "hub", symlinks=True))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
@@ -222,7 +219,7 @@ def tidy(ours, tmp_path, monkeypatch) -> Path:
     return cache
 
 
-def said(capsys: pytest.CaptureFixture[str], *line: str) -> Any:
+def said(capsys, *line):
     assert run([*line, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
@@ -263,7 +260,7 @@ def test_show_describes_it(tidy, model, tiny_target, capsys):
 
 
 def test_rm_takes_one_file_or_a_repository_and_nothing_else(tidy, model, capsys):
-    def names() -> set[str]:
+    def names():
         return {each.name for each in on_disk()}
 
     before = names()
@@ -285,7 +282,7 @@ def test_rm_takes_one_file_or_a_repository_and_nothing_else(tidy, model, capsys)
 
 
 @pytest.fixture
-def pair(tidy, model, monkeypatch) -> Path:
+def pair(tidy, model, monkeypatch):
     """Two known models, "large" and "small", which drafts for it; large is fetched."""
     size, one = model.stat().st_size, {"licence": "none", "uploader": "nobody", "package": "x==1", "member": "x"}
     digest = hashlib.sha256(model.read_bytes()).hexdigest()

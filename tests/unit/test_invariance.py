@@ -1,7 +1,5 @@
 """A row's bits do not depend on what it is computed beside."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest
@@ -33,7 +31,7 @@ FAR = 275
 """Past the end of a block of keys, with room for a tree behind it."""
 
 
-def build(kind: str = "llama", dtype: torch.dtype = torch.float32, invariant: bool = True, width: int = 64, **options):
+def build(kind="llama", dtype=torch.float32, invariant=True, width=64, **options):
     torch.manual_seed(0)
     if kind == "qwen3":
         module = Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32))
@@ -55,7 +53,7 @@ CASES = [case for case in CASES if case[2] in ("plain", "auto")]
 CASES += where(lambda case: can_pack(case[1]), PACKED, NO_PACKING) + where(lambda case: can_tile(case[1]), STREAMED)
 
 
-def name_of(value) -> str:
+def name_of(value):
     return str(value).removeprefix("torch.")
 
 
@@ -121,7 +119,7 @@ def test_a_context_shorter_than_the_probe(longest):
     assert self_test(model) == []
 
 
-def summed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def summed(x, weight):
     """A matrix product that adds up every number by itself, in an order that no other row changes, on any processor."""
     return (x[:, None] * weight).sum(-1)
 
@@ -129,7 +127,7 @@ def summed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class Depends(plain.Plain):
     """A layer that adds up in another order from so many rows on, or only in the last of its rows."""
 
-    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(self, x, add=None):
         y = summed(x, self.weight)
         some = x.shape[1] * 3 // 7
         other = summed(x[:, :some], self.weight[:, :some]) + summed(x[:, some:], self.weight[:, some:])
@@ -158,7 +156,7 @@ def test_row_counts_that_disagree_are_not_used(monkeypatch, tmp_path, dtype, ind
 
 
 @pytest.fixture(scope="module")
-def experts(tmp_path_factory) -> str:
+def experts(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("experts"))
     torch.manual_seed(0)
     config = AutoConfig.for_model("olmoe", **SIZES, num_experts=4, num_experts_per_tok=2)

@@ -1,13 +1,8 @@
 """Weights that are kept for the next start: the same logits, made again wherever they are not this model's."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +19,7 @@ from here import where
 
 MIXED = {"attn_v": Kinds.Q6_K, "token_embd": Kinds.Q6_K, "ffn_up": Kinds.Q8_0, "blk": Kinds.Q4_K}
 SOME = torch.arange(0, len(TOKENS), 3)
-CASES: list[dict[str, Any]] = [{}, {"quantization": "q4_0"}, {"quantization": "q8_0", "outputs": SOME}]
+CASES = [{}, {"quantization": "q4_0"}, {"quantization": "q8_0", "outputs": SOME}]
 IDS = [5, 9, 3, 40, 17]
 PROMPTS = [IDS]
 HERE = where(blocks.can_run(), [True])
@@ -33,32 +28,32 @@ HERE = where(blocks.can_run(), [True])
 class Laid:
     """Counts the weights that are laid out."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch):
         self.count, self.pack = 0, blocks.pack
         monkeypatch.setattr(blocks, "pack", self)
 
-    def __call__(self, *arguments: Any) -> None:
+    def __call__(self, *arguments):
         self.count += 1
         self.pack(*arguments)
 
 
 @pytest.fixture
-def model(tmp_path, monkeypatch) -> Path:
+def model(tmp_path, monkeypatch):
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(kept, "LARGE", 0)
     return write_model(tmp_path / "model.gguf", kinds=MIXED, width=256)
 
 
 @pytest.fixture
-def laid(monkeypatch) -> Laid:
+def laid(monkeypatch):
     return Laid(monkeypatch)
 
 
-def said(path: Path, **options: Any) -> torch.Tensor:
+def said(path, **options):
     return logits(load_model(path, **options), PROMPTS)
 
 
-def fresh(monkeypatch: pytest.MonkeyPatch, path: Path, **options: Any) -> torch.Tensor:
+def fresh(monkeypatch, path, **options):
     with monkeypatch.context() as patch:
         patch.setenv(kept.VARIABLE, "0")
         return said(path, **options)
@@ -106,15 +101,15 @@ def test_what_another_model_has_is_not_taken(model, laid, monkeypatch, case):
     assert len(kept.files()) == (2 if case == "options" else 1)  # what was made of the file as it was is gone
 
 
-def _flip(index: float) -> Callable[[bytes], bytes]:
-    def change(content: bytes) -> bytes:
+def _flip(index):
+    def change(content):
         at = int(index * (len(content) - 1))
         return content[:at] + bytes([content[at] ^ 64]) + content[at + 1 :]
 
     return change
 
 
-DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+DAMAGE = {
     "empty": lambda content: b"",
     "cut": lambda content: content[: len(content) // 2],
     "longer": lambda content: content + bytes(64),
@@ -190,7 +185,7 @@ def test_a_full_disk_is_no_error(model, monkeypatch, here):
         assert torch.equal(said(model), expected)
         assert kept.files() == []
 
-    def write(path: Path, *arguments: Any, **options: Any) -> None:
+    def write(path, *arguments, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(kept, "replace_with", write)

@@ -1,7 +1,5 @@
 """What layers keep of sequences beside keys and values: room, records, rollback."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -14,17 +12,17 @@ from forerun.engine.memory import share
 SHAPES = [None, StateShape(6, 2, (3, 4)), StateShape(5, 2)]
 
 
-def states(count: int = 2, depth: int = 4, kept: int = 0) -> States:
+def states(count=2, depth=4, kept=0):
     return States(SHAPES, count, depth, torch.float32, torch.device("cpu"), kept)
 
 
-def pool(count: int = 2, **options: int) -> Pool:
+def pool(count=2, **options):
     made = Pool([KVShape(1, 4, 4), KVShape(0, 4, 4), KVShape(0, 4, 4)], 8, 4, torch.float32)
     made.states = states(count, **options)
     return made
 
 
-def feed(of: Pool, span: Span) -> None:
+def feed(of, span):
     """As a forward does it, each record holding its entry."""
     of.reserve(span.key, span.end)
     assert of.states is not None
@@ -37,7 +35,7 @@ def feed(of: Pool, span: Span) -> None:
     of.states.settle(replay)
 
 
-def held(of: Pool, key: int, entry: int) -> float:
+def held(of, key, entry):
     assert of.states is not None
     records = of.states.records[1]
     assert records is not None
@@ -57,7 +55,7 @@ def test_bytes_are_those_of_checkpoints_and_records():
     ],
     ids=["LFM2-350M", "Qwen3.5-0.8B", "Granite-4.0-H-350M"],
 )
-def test_eight_drafted_tokens_take_little_memory(state: StateShape, layers: int, token: int):
+def test_eight_drafted_tokens_take_little_memory(state, layers, token):
     """Of a sequence of 256 tokens, in bfloat16."""
     plain, drafted = (States([state] * layers, 1, back, torch.bfloat16, torch.device("cpu")) for back in (1, 9))
     pages = 256 * 2 * token

@@ -1,8 +1,6 @@
 """Every argument that crosses into compiled code is checked there: what would reach memory that is not the caller's is
 an error, and the process lives on."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest
@@ -21,7 +19,6 @@ from forerun.models.base import new_attention
 from forerun.models.formats.int8 import TiledInt8
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.load import load_model
-from forerun.models.native import NativeModel
 from forerun.sampling.compiled import CompiledSampling, penalise, restrict
 from forerun.sampling.params import SamplingParams
 
@@ -30,7 +27,7 @@ TYPES = kernels.TYPES
 KINDS = len(structs.KINDS)
 
 
-def memory(count: int = 4096) -> tuple[torch.Tensor, int]:
+def memory(count=4096):
     zeros = torch.zeros(count, dtype=torch.int64)
     return zeros, zeros.data_ptr()
 
@@ -118,7 +115,7 @@ def test_structs_that_differ_switch_the_kernels_off(monkeypatch, caplog):
 class Attending:
     """One good call of attention over two pages of four entries, field by field."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.kept, at = memory()
         self.rows = 2
         self.span = structs.SpanStruct(0, 2, 3, 3, 0, -1)
@@ -128,7 +125,7 @@ class Attending:
         self.plan = structs.Plan(at, 1, at, 2, at, 0, at, 0)
         self.at = at
 
-    def run(self, kind: str = "float32", *, stores: bool = True) -> None:
+    def run(self, kind="float32", *, stores=True):
         lists = [array("q", numbers) for numbers in (self.span, self.tables, self.paths, self.entries, self.pool)]
         lists.append(array("q", self.heads))
         spans, tables, paths, entries, pool, heads = (numbers.buffer_info()[0] for numbers in lists)
@@ -241,7 +238,7 @@ def test_paths_stay_inside_their_sequence():
 
 
 @pytest.fixture(scope="module")
-def model(tiny_target) -> NativeModel:
+def model(tiny_target):
     return load_model(tiny_target)
 
 

@@ -1,12 +1,9 @@
 """The kernels' own threads: the same bits on any number of them, from several callers at once, after a fork, beside
 signals, and over thousands of starts and stops."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
-from collections.abc import Callable
 
 import torch
 
@@ -18,13 +15,13 @@ CALLERS, CYCLES = 12, 10_000
 """Callers: more than share the workers at once."""
 
 
-def product(seed: int = 0) -> Callable[[int], torch.Tensor]:
+def product(seed=0):
     """Multiplies one matrix on so many threads."""
     generator = torch.Generator().manual_seed(seed)
     layer = TiledLinear(torch.randn(OUTPUTS, INPUTS, generator=generator), None)
     x = torch.randn(ROWS, INPUTS, generator=generator)
 
-    def run(threads: int) -> torch.Tensor:
+    def run(threads):
         y = torch.full((ROWS, OUTPUTS), torch.nan)
         layer.call(layer.pointers[0], x.data_ptr(), y.data_ptr(), None, None, ROWS, OUTPUTS, INPUTS, OUTPUTS, threads)
         return y
@@ -32,7 +29,7 @@ def product(seed: int = 0) -> Callable[[int], torch.Tensor]:
     return run
 
 
-def rest() -> None:
+def rest():
     library = kernels.library()
     assert library is not None
     library.rest()
@@ -60,9 +57,9 @@ def test_ten_thousand_starts_and_stops():
 def test_callers_at_once():
     runs = [product(seed) for seed in range(CALLERS)]
     expected = [run(1) for run in runs]
-    wrong: list[int] = []
+    wrong = []
 
-    def call(index: int) -> None:
+    def call(index):
         for turn in range(200):
             if not torch.equal(runs[index](2 + turn % 3), expected[index]):
                 wrong.append(index)
@@ -77,7 +74,7 @@ def test_callers_at_once():
     assert not wrong
 
 
-def forked(work: Callable[[], bool]) -> bool:
+def forked(work):
     """Whether ``work`` is true in a child process."""
     child = os.fork()
     if not child:
@@ -101,7 +98,7 @@ def test_fork_while_others_call():
     expected = run(1)
     ended = threading.Event()
 
-    def call() -> None:
+    def call():
         while not ended.is_set():
             run(2)
 
@@ -117,7 +114,7 @@ def test_fork_while_others_call():
 def test_signals_come_to_the_process():
     run = product()
     expected = run(2)
-    seen: list[int] = []
+    seen = []
     before = signal.signal(signal.SIGALRM, lambda number, frame: seen.append(number))
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)

@@ -18,7 +18,7 @@ COUNTS = (1, 4, 8, 16)
 LOOKUP = {"draft": 0.03, "per_level": 0.0, "per_draft_token": 0.005, "per_token_behind": 0.0}
 
 
-def speeds(machine: Machine, count: int, rate: float, policy: str = "adaptive") -> float:
+def speeds(machine, count, rate, policy="adaptive"):
     """Speed over plain decoding, the mean of three runs of eight batches."""
     ratios = []
     for seed in range(3):
@@ -29,18 +29,18 @@ def speeds(machine: Machine, count: int, rate: float, policy: str = "adaptive") 
 
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("costs", [{}, LOOKUP], ids=["model", "lookup"])
-def test_useless_drafts_cost_next_to_nothing(count: int, costs: dict[str, float]) -> None:
+def test_useless_drafts_cost_next_to_nothing(count, costs):
     assert speeds(Machine(**costs), count, rate=0.0) > 0.97
 
 
-def unhurried(row_multiple: int) -> Adaptive:
+def unhurried(row_multiple):
     """The policy with a clock that stands still: its own time depends on what else the machine does."""
     policy = Adaptive(Setting({"m": [0, 1, 2, 3]}, row_multiple))
     policy.clock = lambda: 0.0
     return policy
 
 
-def busy(seconds: float) -> float:
+def busy(seconds):
     """Others use the machine too, for some dozen rounds at a time."""
     return 1.7 if int(seconds / 0.11) % 3 == 1 else 1.0
 
@@ -64,30 +64,28 @@ SMALL_DRAFTS = [
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("rate", [0.0, 0.14, 0.3])
 @pytest.mark.parametrize("costs", SMALL_DRAFTS, ids=["lookup", "model"])
-def test_little_is_lost_on_a_busy_machine_where_drafts_do_not_pay(
-    count: int, rate: float, costs: dict[str, float]
-) -> None:
+def test_little_is_lost_on_a_busy_machine_where_drafts_do_not_pay(count, rate, costs):
     """Speed against plain rounds of as many sequences, undisturbed ones on both sides; a cold start is included."""
     machine = Machine(**SMALL, **costs)
     runs = [play(machine, "adaptive", count, lambda *_: rate, requests=2 * count + 6, seed=s) for s in range(2)]
     assert sum(run.plain_work for run in runs) / sum(run.work for run in runs) > 0.965
 
 
-def test_drafts_that_pay_are_found_on_a_busy_machine() -> None:
+def test_drafts_that_pay_are_found_on_a_busy_machine():
     machine = Machine(**SMALL, **SMALL_DRAFTS[1])
     result, fixed = (play(machine, name, 1, lambda *_: 0.8, requests=8, length=128) for name in ("adaptive", "fixed"))
     assert result.plain_work / result.work > 0.9 * fixed.plain_work / fixed.work > 1.1
 
 
 @pytest.mark.parametrize("count", COUNTS)
-def test_good_cheap_drafts_are_used(count: int) -> None:
+def test_good_cheap_drafts_are_used(count):
     """At least two thirds of what drafting always and as far as possible would gain."""
     machine = Machine(**LOOKUP)
     gain = speeds(machine, count, 0.7, "fixed") - 1.0
     assert speeds(machine, count, rate=0.7) - 1.0 > 2 / 3 * gain
 
 
-def test_a_slow_first_moment_is_not_believed_for_long() -> None:
+def test_a_slow_first_moment_is_not_believed_for_long():
     machine = Machine(**LOOKUP, slow=lambda seconds: 1.7 if seconds < 0.03 else 1.0)
     assert speeds(machine, 8, rate=0.0) > 0.95
 
@@ -98,29 +96,29 @@ class Cold(Machine):
 
     cold: int = 12
 
-    def verify(self, sequences: int, rows: int) -> float:
+    def verify(self, sequences, rows):
         deep = rows > 2 * sequences
         self.cold -= deep
         return super().verify(sequences, rows) * (3.0 if deep and self.cold >= 0 else 1.0)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_first_impressions_of_deep_drafts_are_reconsidered(seed: int) -> None:
+def test_first_impressions_of_deep_drafts_are_reconsidered(seed):
     result = play(Cold(**LOOKUP), "adaptive", 1, lambda *_: 0.9, length=1500, seed=seed)
     late = result.drafted[len(result.drafted) // 2 :]
     assert sum(late) / len(late) > 2.5
 
 
 @pytest.mark.parametrize("count", [1, 8])
-def test_it_gives_up_and_recovers(count: int) -> None:
+def test_it_gives_up_and_recovers(count):
     """Nothing is accepted in the middle third of every answer."""
     long = 600
 
-    def accepts(request: int, position: int) -> float:
+    def accepts(request, position):
         return 0.0 if long // 3 <= position < 2 * long // 3 else 0.9
 
     result = play(Machine(**LOOKUP), "adaptive", count, accepts, length=long)
-    drafted: dict[str, list[int]] = {"first": [], "useless": [], "last": []}
+    drafted = {"first": [], "useless": [], "last": []}
     emitted = 0
     for nodes, tokens in zip(result.drafted, result.emitted):
         done = emitted / count / long
@@ -134,17 +132,17 @@ def test_it_gives_up_and_recovers(count: int) -> None:
     assert means["last"] > 1.5
 
 
-def test_what_drafts_have_earned_is_spent_on_looking_for_more() -> None:
+def test_what_drafts_have_earned_is_spent_on_looking_for_more():
     """Good and useless stretches of 200 tokens in turn. With waits that double through a useless one it is 1.36."""
 
-    def accepts(request: int, position: int) -> float:
+    def accepts(request, position):
         return 0.9 if position % 400 < 200 else 0.0
 
     runs = [play(Machine(**LOOKUP), "adaptive", 1, accepts, length=2400, seed=seed) for seed in range(3)]
     assert sum(run.plain_work for run in runs) / sum(run.work for run in runs) > 1.4
 
 
-def test_each_sequence_has_its_own_budget() -> None:
+def test_each_sequence_has_its_own_budget():
     """Drafts of the first four requests are always accepted, of the other four never."""
     policy = unhurried(1)
     machine = Machine(**LOOKUP)
@@ -171,19 +169,19 @@ def test_each_sequence_has_its_own_budget() -> None:
     assert sum(sum(budgets[4:]) for budgets in last) < 0.5 * 4 * len(last)
 
 
-def test_planned_settles_on_the_depth_that_is_best() -> None:
+def test_planned_settles_on_the_depth_that_is_best():
     machine = Machine(jitter=0.0, spikes=0.0)
     result = play(machine, "planned", 1, lambda *_: 0.5, length=300)
     best = max(range(4), key=lambda depth: _expected(machine, depth, 0.5))
     assert set(result.drafted[-30:-5]) == {best}
 
 
-def _expected(machine: Machine, depth: int, rate: float) -> float:
+def _expected(machine, depth, rate):
     tokens = sum(rate**level for level in range(depth + 1))
     return tokens / (machine.verify(1, 1 + depth) + (machine.drafting(1, depth, 0) if depth else 0.0))
 
 
-def test_rows_that_are_not_planned_are_not_reserved() -> None:
+def test_rows_that_are_not_planned_are_not_reserved():
     policy = unhurried(2)
     sequence = RequestState(
         0, [0] * 9, 8, SamplingParams(), 0, max_tokens=500, drafter="m", scheduled=1, num_computed_tokens=8
@@ -202,7 +200,7 @@ def test_rows_that_are_not_planned_are_not_reserved() -> None:
     assert not policy.own
 
 
-def test_a_curve_gives_back_what_it_measured_and_extends_it() -> None:
+def test_a_curve_gives_back_what_it_measured_and_extends_it():
     curve = Curve(slope=0.1)
     assert curve.at(1) is None
     for count in (1, 4, 16):
@@ -212,7 +210,7 @@ def test_a_curve_gives_back_what_it_measured_and_extends_it() -> None:
         assert curve.at(count) == pytest.approx(3.0 + 0.3 * count, rel=0.02)
 
 
-def test_a_curve_bends_where_a_price_jumps() -> None:
+def test_a_curve_bends_where_a_price_jumps():
     curve = Curve(slope=0.06)
     for count, price in [(4, 1.0), (8, 1.05), (12, 2.0), (16, 2.05)]:
         for _ in range(9):
@@ -221,7 +219,7 @@ def test_a_curve_bends_where_a_price_jumps() -> None:
         assert curve.at(count) == pytest.approx(price, rel=0.01)
 
 
-def test_a_curve_is_not_moved_by_one_slow_measurement_nor_made_to_fall() -> None:
+def test_a_curve_is_not_moved_by_one_slow_measurement_nor_made_to_fall():
     curve = Curve(slope=0.8)
     for count, price in [(1, 1.0), (1, 1.0), (1, 50.0), (1, 1.0), (1, 1.0), (2, 0.5), (2, 0.5), (2, 0.5)]:
         curve.add(count, price)
@@ -229,13 +227,13 @@ def test_a_curve_is_not_moved_by_one_slow_measurement_nor_made_to_fall() -> None
     assert curve.at(9) > curve.at(5) > 0.0
 
 
-def settle(costs: Costs, seconds: float) -> None:
+def settle(costs, seconds):
     """Plain rounds after drafts, until they are as fast as any."""
     for since in range(1, 15):
         costs.plain(1, seconds, since)
 
 
-def test_reading_has_a_price_of_its_own() -> None:
+def test_reading_has_a_price_of_its_own():
     costs = Costs({"m": [0, 1, 2, 3]})
     settle(costs, 1.0)
     for behind, seconds in [(0, 0.5), (0, 0.5), (100, 2.5)]:
@@ -246,7 +244,7 @@ def test_reading_has_a_price_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("now", [1.0, 0.6])
-def test_drafts_get_their_price_from_the_plain_rounds_around_them(now: float) -> None:
+def test_drafts_get_their_price_from_the_plain_rounds_around_them(now):
     """Plain rounds took 1.0 when they were first measured and take ``now`` since: a draft of 0.5 then costs more."""
     costs = Costs({"m": [0, 1, 2, 3]})
     settle(costs, 1.0)
@@ -261,7 +259,7 @@ def test_drafts_get_their_price_from_the_plain_rounds_around_them(now: float) ->
     assert costs.draft("m", 1, 3) == pytest.approx(0.5 / now, rel=0.06)
 
 
-def test_what_was_learnt_goes_on_in_another_engine() -> None:
+def test_what_was_learnt_goes_on_in_another_engine():
     """Also on a machine where everything takes twice as long."""
     costs = Costs({"m": [0, 1, 2, 3]})
     settle(costs, 1.0)
@@ -277,7 +275,7 @@ def test_what_was_learnt_goes_on_in_another_engine() -> None:
     assert other.draft("m", 1, 3) / other.verify(1) == pytest.approx(0.5, rel=0.06)
 
 
-def test_acceptance_by_depth() -> None:
+def test_acceptance_by_depth():
     method = Acceptance(3, fade=0.999)
     assert method.rates() == pytest.approx([0.6, 0.6, 0.6])
     for _ in range(500):
@@ -294,7 +292,7 @@ def test_acceptance_by_depth() -> None:
     assert method.rates()[0] == pytest.approx((3 * 0.25 + 3 + 3 * 0.6) / 9, abs=0.02)
 
 
-def test_deep_positions_are_worth_what_they_bring_though_most_drafts_are_short() -> None:
+def test_deep_positions_are_worth_what_they_bring_though_most_drafts_are_short():
     """A drafter that copies: of four drafts two are one token, and wrong, one has four tokens that are all right, and
     one time there is nothing to copy. Each depth of the long one brings a quarter of a token."""
     method = Acceptance(4, fade=0.999)
@@ -306,7 +304,7 @@ def test_deep_positions_are_worth_what_they_bring_though_most_drafts_are_short()
         assert chance == pytest.approx(0.25, rel=0.06)
 
 
-def test_a_sequence_moves_what_is_expected_of_its_method() -> None:
+def test_a_sequence_moves_what_is_expected_of_its_method():
     own = Acceptance(2, weight=8.0, fade=0.93)
     assert own.rates([0.5, 0.8]) == pytest.approx([0.5, 0.8])
     for _ in range(40):
@@ -317,12 +315,12 @@ def test_a_sequence_moves_what_is_expected_of_its_method() -> None:
     assert own.rates([0.5, 0.5])[0] < 0.3
 
 
-def test_newcomers_draft_as_soon_as_their_prompt_is_read() -> None:
+def test_newcomers_draft_as_soon_as_their_prompt_is_read():
     """Of four whose drafts are all accepted one leaves, and another reads its prompt for three rounds."""
     policy = unhurried(1)
     machine = Machine(**LOOKUP)
 
-    def request(number: int) -> RequestState:
+    def request(number):
         return RequestState(number, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m")
 
     sequences, newest = [request(i) for i in range(4)], []

@@ -1,7 +1,5 @@
 """What ``adaptive`` makes of a cold start, of an overdue check and of drafts that stop being accepted."""
 
-from __future__ import annotations
-
 from math import exp
 
 import pytest
@@ -10,7 +8,7 @@ from simulated import Machine, play
 from forerun import SamplingParams
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
-from forerun.speculate.length import LengthPolicy, Seconds, Setting, policies
+from forerun.speculate.length import Seconds, Setting, policies
 
 PAIR = {
     "base": 33.0, "per_sequence": 0.3, "per_row": 1.6, "draft": 1.0, "per_level": 8.0, "per_draft_token": 0.8,
@@ -25,7 +23,7 @@ BUNDLED = {
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_cold_start_is_not_held_against_drafts(seed: int) -> None:
+def test_a_cold_start_is_not_held_against_drafts(seed):
     """Everything takes up to 2.2 times as long in the first milliseconds of a process."""
     machine = Machine(**BUNDLED, slow=lambda seconds: 1.0 + 1.2 * exp(-seconds / 0.004))
     result = play(machine, "adaptive", 1, lambda *_: 0.63, requests=24, seed=seed)
@@ -33,10 +31,10 @@ def test_a_cold_start_is_not_held_against_drafts(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("prompt", "length", "least"), [(200, 128, 0.93), (1500, 1000, 0.85)])
-def test_a_draft_that_needs_the_whole_text_reads_it(prompt: int, length: int, least: float) -> None:
+def test_a_draft_that_needs_the_whole_text_reads_it(prompt, length, least):
     """Drafts that began with the last tokens are poor here: nobody stays with them for a long answer."""
 
-    def seconds(policy: str, windowed: float) -> float:
+    def seconds(policy, windowed):
         runs = [
             play(
                 Machine(**PAIR), policy, 1, lambda *_: 0.95, requests=12, prompt=prompt, length=length, depth=7,
@@ -49,15 +47,15 @@ def test_a_draft_that_needs_the_whole_text_reads_it(prompt: int, length: int, le
     assert seconds("fixed", 1.0) / seconds("adaptive", 0.5) > least
 
 
-def sequence(key: int, scheduled: int = 1) -> RequestState:
+def sequence(key, scheduled=1):
     made = RequestState(key, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m", scheduled=scheduled)
     made.num_computed_tokens = len(made.tokens) - scheduled
     return made
 
 
-def drive(policy: LengthPolicy, running: list[RequestState], count: int) -> list[object]:
+def drive(policy, running, count):
     """So many rounds in which every draft is accepted; the first four decode. Returns the plans that held."""
-    plans: list[object] = []
+    plans = []
     for _ in range(count):
         for one in running[:4]:
             one.scheduled, one.num_computed_tokens = 1, len(one.tokens) - 1
@@ -76,7 +74,7 @@ def drive(policy: LengthPolicy, running: list[RequestState], count: int) -> list
     return plans
 
 
-def test_an_overdue_check_does_not_plan_every_round() -> None:
+def test_an_overdue_check_does_not_plan_every_round():
     """Plain decoding cannot be measured while somebody reads a prompt; until then plans hold for a while."""
     policy = policies["adaptive"](Setting({"m": [0, 1, 2, 3]}, 1))
     running = [sequence(i) for i in range(4)]
@@ -92,7 +90,7 @@ def test_an_overdue_check_does_not_plan_every_round() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_useless_drafts_end_a_plan_that_nobody_watches(seed: int) -> None:
+def test_useless_drafts_end_a_plan_that_nobody_watches(seed):
     """After 300 good tokens nothing is accepted: within forty rounds hardly anything is drafted."""
     result = play(Machine(**BUNDLED), "adaptive", 1, lambda _, index: 0.9 * (index < 300), length=500, seed=seed)
     emitted, late = 0, []

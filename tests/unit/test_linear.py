@@ -1,7 +1,5 @@
 """Plain, packed and streamed layers give the same numbers; rows the same bits beside any others."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -24,7 +22,7 @@ LAYERS = [*((d, "plain") for d in DTYPES), *PACKED, *STREAMED]
 """What this torch runs on this processor."""
 
 
-def cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def cancelling(outputs, inputs, dtype):
     """Weights and rows whose products cancel, so that what is left shows the order of the additions."""
     generator = torch.Generator().manual_seed(0)
     half = torch.randn(outputs, inputs // 2, generator=generator).to(dtype)

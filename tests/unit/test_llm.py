@@ -1,7 +1,5 @@
 """What ``LLM.generate`` takes for prompts and options, and what it says of anything else."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,7 @@ SHORT = SamplingParams(temperature=0.0, max_tokens=3)
 COLD = SamplingParams(temperature=0.0, max_tokens=5)
 
 
-def tokens(outputs) -> list[list[int]]:
+def tokens(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 

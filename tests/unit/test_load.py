@@ -1,7 +1,5 @@
 """Checkpoints that cannot be used: one clear line each, naming the folder."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -18,12 +16,12 @@ from tiny import save_tokenizer, tiny_llama
 
 
 @pytest.fixture
-def folder(tiny_target, tmp_path) -> Path:
+def folder(tiny_target, tmp_path):
     """A copy of the tiny target, to be damaged."""
     return Path(shutil.copytree(tiny_target, tmp_path / "copy"))
 
 
-def refuse(path, message: str, kind=ModelError, **options) -> None:
+def refuse(path, message, kind=ModelError, **options):
     with pytest.raises(kind, match=message) as caught:
         LLM(str(path), **options)
     assert "\n" not in str(caught.value)

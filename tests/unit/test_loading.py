@@ -1,13 +1,10 @@
 """Loading takes tensors one by one out of mapped files: what it takes of memory, and what it says meanwhile."""
 
-from __future__ import annotations
-
 import io
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from forerun import LLM, SamplingParams
 from forerun.cli import console
-from forerun.core.loading import Advance, watch
+from forerun.core.loading import watch
 from forerun.models.checkpoint import weight_files
 from forerun.models.formats import blocks
 from forerun.models.load import load_model
@@ -33,7 +30,7 @@ CHILD = Path(__file__).parents[1] / "loading_child.py"
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory) -> Path:
+def large(tmp_path_factory):
     """220 MB of random numbers in bfloat16, a third of them an embedding that is the output layer too."""
     folder = tmp_path_factory.mktemp("large")
     config = LlamaConfig(
@@ -53,7 +50,7 @@ def large(tmp_path_factory) -> Path:
 def test_a_load_takes_what_stays_and_a_tensor(large, tmp_path):
     """Resident memory at its peak, mapped pages included, of a folder, rounded and not, and of a GGUF file."""
     file = write_gguf(large, tmp_path / "large.gguf", torch.bfloat16)
-    cases: list[tuple[Path, dict[str, str]]] = [(large, {}), (file, {})]
+    cases = [(large, {}), (file, {})]
     cases += [(large, {"quantization": "q8_0"})] if blocks.can_run() else []
     command = [sys.executable, str(CHILD), json.dumps([(str(path), options) for path, options in cases])]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
@@ -70,11 +67,11 @@ def test_a_load_takes_what_stays_and_a_tensor(large, tmp_path):
 class Watched:
     """Stands for the bar."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.total, self.steps = 0, list[int]()
 
     @contextmanager
-    def __call__(self, title: str, total: int) -> Iterator[Advance]:
+    def __call__(self, title, total):
         self.total = total
         yield self.steps.append
 
@@ -95,7 +92,7 @@ def test_every_byte_is_reported_once(tiny_target, tmp_path, gguf):
 
 
 class Terminal(io.StringIO):
-    def isatty(self) -> bool:
+    def isatty(self):
         return True
 
 

@@ -1,17 +1,14 @@
 """LoRA adapters merged at load, against plain W + scale B A."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from forerun import LLM, ConfigError, ModelError, SamplingParams
 from forerun.cli.main import run
@@ -30,7 +27,7 @@ TEXTS = [[5, 9, 12, 40, 33, 7, 21, 20]]
 CONFIG = {"peft_type": "LORA", "base_model_name_or_path": "some/base", "r": 4, "lora_alpha": 8, "bias": "none"}
 
 
-def adapter(folder: Path, base: Path | str, seed: int = 0, rank: int = 4, **changes: Any) -> dict[str, torch.Tensor]:
+def adapter(folder, base, seed=0, rank=4, **changes):
     """A random one, and what B A is for each layer."""
     folder.mkdir()
     torch.manual_seed(seed)
@@ -46,9 +43,9 @@ def adapter(folder: Path, base: Path | str, seed: int = 0, rank: int = 4, **chan
     return products
 
 
-def merged(base: Path | str, *added: tuple[float, dict[str, torch.Tensor]]) -> torch.Tensor:
+def merged(base, *added):
     """Logits of transformers' own module with so much of each product added."""
-    module: LlamaForCausalLM = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    module = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.inference_mode():
         for scale, products in added:
             for layer, product in products.items():
@@ -56,7 +53,7 @@ def merged(base: Path | str, *added: tuple[float, dict[str, torch.Tensor]]) -> t
         return module(torch.tensor(TEXTS)).logits[0]
 
 
-def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+def close(got, expected):
     return bool((got - expected).abs().max() < 1e-3 * expected.abs().max())
 
 
@@ -95,7 +92,7 @@ def get_pattern_key(pattern_keys, key_to_match):
     return key_to_match
 
 
-PATTERNS: list[dict[str, int]] = [
+PATTERNS = [
     {"q_proj": 2}, {"proj": 2}, {"_proj": 2}, {".*_proj": 2}, {"q_proj|v_proj": 2}, {"layers.0": 2},
     {r".*\.layers\.1\..*": 2}, {r"model\.layers\.[01]\.self_attn\.q_proj": 2}, {"^model.*q_proj": 2},
     {r"layers\.0.*": 2, "q_proj": 4}, {"q_proj": 4, r"layers\.0.*": 2}, {"q_proj$": 2}, {"": 2}, {"LAYERS.*": 2},
@@ -207,7 +204,7 @@ def test_weights_behind_a_folder():
             parse(text)
 
 
-BAD: dict[str, tuple[dict[str, Any], str]] = {
+BAD = {
     "another kind": ({"peft_type": "IA3"}, "an adapter of type 'IA3'; only LORA"),
     "dora": ({"use_dora": True}, r"asks for DoRA, whose norms are learnt too \(use_dora\)"),
     "modules": ({"modules_to_save": ["lm_head"]}, "whole modules beside the adapter"),
@@ -243,7 +240,7 @@ def test_what_is_not_merged_is_named(tiny_target, tmp_path, name):
     refuse(tiny_target, tmp_path / "a", message)
 
 
-def refuse(model: str, folder: Path, message: str) -> None:
+def refuse(model, folder, message):
     for path in ("native", "hf"):
         with pytest.raises(ModelError, match=message) as caught:
             load_model(model, lora=str(folder), model_path=path)

@@ -1,12 +1,9 @@
 """Layers whose products the matrix unit makes, with that unit written out in plain code: it need not be here."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +15,6 @@ from forerun.core.batch import Batch, Span
 from forerun.kernels import structs
 from forerun.models.base import new_attention
 from forerun.models.formats import ON_CPU, prefetch
-from forerun.models.formats.base import Linear
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import Compiled
 from forerun.models.formats.gguf_types import sizes
@@ -29,7 +25,7 @@ from gguf_files import weights
 from here import where
 
 
-def units() -> frozenset[str]:
+def units():
     return kernels._units() if kernels.library() is not None else frozenset()
 
 
@@ -44,7 +40,7 @@ pytestmark = pytest.mark.parametrize("here", HERE)
 
 
 @pytest.fixture(scope="module")
-def written_out(tmp_path_factory) -> ctypes.CDLL:
+def written_out(tmp_path_factory):
     return kernels_for(tmp_path_factory.mktemp("matrix_unit"), "-march=native", "-DTILES_WRITTEN_OUT")
 
 
@@ -54,12 +50,12 @@ def unit(here, written_out, monkeypatch):
     monkeypatch.setattr(kernels, "library", lambda: written_out)
 
 
-def products() -> int:
+def products():
     """Made by the unit so far."""
     return ctypes.c_int64.in_dll(kernels.library(), "tile_products").value
 
 
-def use(layer: Linear, way: int) -> None:
+def use(layer, way):
     assert isinstance(layer, Compiled)
     prefetch.set_prefetch(layer.fields().kind, [way] * len(prefetch.COUNTS))
 
@@ -95,12 +91,12 @@ def test_what_is_not_finite_stays_in_its_row(form):
     assert torch.equal(got[kept], expected[kept])
 
 
-def as_the_manual_has_it(weight: torch.Tensor, x: torch.Tensor) -> np.ndarray:
+def as_the_manual_has_it(weight, x):
     """Sums of 32 products, those of even and those of odd inputs apart, rounded to float32 after each, where
     denormal numbers are zero. Products of bfloat16 are exact in float64, and so nearly always are their sums with a
     float32."""
 
-    def rounded(sums: np.ndarray) -> np.ndarray:
+    def rounded(sums):
         result = sums.astype(np.float32)
         return np.where(np.abs(result) < np.finfo(np.float32).tiny, np.float32(0), result)
 
@@ -176,7 +172,7 @@ def test_a_whole_model_has_the_same_bits_in_any_chunks(quantization):
         prefetch.set_prefetch(kind, [prefetch.TILED] * len(prefetch.COUNTS))
     ids = [(31 * index + 7) % 1000 for index in range(40)]
 
-    def logits(cuts: list[int]) -> torch.Tensor:
+    def logits(cuts):
         attention, result = new_attention(model, max_seqs=1, max_len=64), []
         for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
             span = Span(0, start, ids[start:end], logits=list(range(end - start)))
@@ -190,7 +186,7 @@ def test_a_whole_model_has_the_same_bits_in_any_chunks(quantization):
     assert torch.equal(logits([5, 22]), expected)
 
 
-def test_it_can_be_switched_off(written_out: ctypes.CDLL) -> None:
+def test_it_can_be_switched_off(written_out):
     set_prefetch = f"import ctypes; print(ctypes.CDLL({written_out._name!r}).forerun_tiles())"
     for said, expected in (("0", "0"), ("1", "1"), ("", "1")):
         around = {**os.environ, "FORERUN_TILES": said}
@@ -223,7 +219,7 @@ def test_a_unit_that_adds_up_wrongly_is_not_used(monkeypatch, caplog):
     assert "matrix unit" in caplog.text
 
 
-def test_the_words_of_the_unit_itself_compile(tmp_path: Path):
+def test_the_words_of_the_unit_itself_compile(tmp_path):
     around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     flags = [*kernels.CARRIABLE["avx512_amx"][1], "-O1", "-std=c++17", "-fopenmp", "-S", "-o", "-"]
     for name in ("linear", "quants"):

@@ -1,13 +1,9 @@
 """One memory budget for all KV caches, and the engine options about them."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from forerun import LLM, SamplingParams
+from forerun import SamplingParams
 from forerun.core.errors import ConfigError, RequestError
 from forerun.engine import memory
 from forerun.engine.config import EngineConfig
@@ -17,17 +13,17 @@ from forerun.engine.memory import megabytes, parse_bytes, spare_bytes
 @pytest.mark.parametrize(
     ("text", "size"), [("2GiB", 2 << 30), ("512 MB", 512_000_000), (4096, 4096), ("1.5kib", 1536), ("77", 77)]
 )
-def test_memory_sizes(text: str | int, size: int) -> None:
+def test_memory_sizes(text, size):
     assert parse_bytes(text) == size
 
 
-def test_sizes_as_they_are_shown() -> None:
+def test_sizes_as_they_are_shown():
     shown = [megabytes(size) for size in (40_000, 25_160_000, 99_900_000, 100_400_000, 2_471_000_000)]
     assert shown == ["0.0 MB", "25.2 MB", "99.9 MB", "100 MB", "2,471 MB"]
 
 
 @pytest.mark.parametrize("text", ["much", "2 GiBs", "-1", "", True])
-def test_memory_sizes_that_are_none(text) -> None:
+def test_memory_sizes_that_are_none(text):
     with pytest.raises(ConfigError, match="kv_cache_memory must be"):
         EngineConfig(kv_cache_memory=text)
 
@@ -41,7 +37,7 @@ def test_memory_sizes_that_are_none(text) -> None:
         ({"max_prefill_tokens": 0}, "max_prefill_tokens must be"),
     ],
 )
-def test_options_that_contradict_each_other(options: dict, says: str) -> None:
+def test_options_that_contradict_each_other(options, says):
     with pytest.raises(ConfigError, match=says):
         EngineConfig(**options)
 
@@ -49,7 +45,7 @@ def test_options_that_contradict_each_other(options: dict, says: str) -> None:
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 
 
-def test_one_budget_for_target_and_draft(llm: Callable[..., LLM], tiny_draft: str) -> None:
+def test_one_budget_for_target_and_draft(llm, tiny_draft):
     """The bytes of all pools are within the budget, every pool holds the same tokens, and little is left over."""
     draft = {"method": "draft_model", "model": tiny_draft}
     engine = llm(draft, page_size=8, kv_cache_memory=200_000).engine
@@ -62,7 +58,7 @@ def test_one_budget_for_target_and_draft(llm: Callable[..., LLM], tiny_draft: st
         llm(draft, page_size=8, kv_cache_memory=2_000)
 
 
-def test_without_a_budget_the_caches_take_what_is_spare(llm: Callable[..., LLM], monkeypatch) -> None:
+def test_without_a_budget_the_caches_take_what_is_spare(llm, monkeypatch):
     assert 1 << 20 < spare_bytes(torch.device("cpu")) < 1 << 45
     monkeypatch.setattr(memory, "spare_bytes", lambda device: 50_000)
     engine = llm(page_size=8, max_num_seqs=6).engine
@@ -70,7 +66,7 @@ def test_without_a_budget_the_caches_take_what_is_spare(llm: Callable[..., LLM],
     assert engine.max_model_len == engine.kv_cache_tokens
 
 
-def test_a_pool_too_small_for_a_request_says_so(llm: Callable[..., LLM]) -> None:
+def test_a_pool_too_small_for_a_request_says_so(llm):
     small = llm(page_size=8, num_pages=4, max_model_len=64)
     with pytest.raises(RequestError, match="the pool holds 32"):
         small.generate("a" * 30, GREEDY)
@@ -78,7 +74,7 @@ def test_a_pool_too_small_for_a_request_says_so(llm: Callable[..., LLM]) -> None
     small.engine.check()
 
 
-def test_a_full_draft_pool_means_plain_decoding(llm: Callable[..., LLM], tiny_draft: str) -> None:
+def test_a_full_draft_pool_means_plain_decoding(llm, tiny_draft):
     """Not an error, not a lost drafter: the next request drafts again."""
     model = llm(
         {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3}, page_size=8, prefix_caching=False

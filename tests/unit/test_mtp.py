@@ -1,11 +1,5 @@
 """Layers for multi-token prediction: what they draft is what transformers' own layer says."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import gguf
 import numpy as np
 import pytest
@@ -24,7 +18,7 @@ from tiny import save_tokenizer
 LAYERS = 2
 PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-SIZES: dict[str, Any] = {
+SIZES = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.3,
     "num_nextn_predict_layers": 1, "attn_implementation": "eager", "eos_token_id": 0, "pad_token_id": None,
@@ -32,7 +26,7 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def randomised(module: nn.Module) -> nn.Module:
+def randomised(module):
     for name, part in module.named_parameters():
         nn.init.normal_(part, mean=1.0 if "norm" in name else 0.0, std=0.3)
     for _, part in module.named_buffers():
@@ -41,7 +35,7 @@ def randomised(module: nn.Module) -> nn.Module:
 
 
 @torch.no_grad()
-def qwen(folder: Path) -> tuple[nn.Module, MtpLayer]:
+def qwen(folder):
     torch.manual_seed(1)
     config = Qwen3Config(**SIZES)
     model = Qwen3ForCausalLM(config).eval()
@@ -51,7 +45,7 @@ def qwen(folder: Path) -> tuple[nn.Module, MtpLayer]:
 
 
 @torch.no_grad()
-def glm(folder: Path) -> tuple[nn.Module, MtpLayer]:
+def glm(folder):
     """Half of a head is turned, and the layer is a mixture with a shared expert."""
     torch.manual_seed(1)
     config = Glm4MoeConfig(
@@ -64,24 +58,24 @@ def glm(folder: Path) -> tuple[nn.Module, MtpLayer]:
     return model, randomised(MtpLayer(config, Glm4MoeDecoderLayer, Glm4MoeRMSNorm, 1))
 
 
-def deepseek_names(name: str) -> str:
+def deepseek_names(name):
     return f"model.layers.{LAYERS}.{name.replace('post_norm', 'shared_head.norm').removeprefix('mtp_block.')}"
 
 
-def qwen_names(name: str) -> str:
+def qwen_names(name):
     short = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
     stem, _, kind = name.rpartition(".")
     return f"mtp.{short[stem]}.{kind}" if stem in short else f"mtp.{name.replace('mtp_block', 'layers.0')}"
 
 
-def mimo_names(name: str) -> str:
+def mimo_names(name):
     short = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj",
              "post_norm": "final_layernorm"}  # fmt: skip
     stem, _, kind = name.rpartition(".")
     return f"model.mtp_layers.0.{short.get(stem, stem).removeprefix('mtp_block.')}.{kind}"
 
 
-def add(folder: Path, layer: MtpLayer, names: Callable[[str], str]) -> None:
+def add(folder, layer, names):
     """The layer's weights beside the target's."""
     weights = load_file(folder / "model.safetensors")
     for name, tensor in layer.state_dict().items():
@@ -92,9 +86,7 @@ def add(folder: Path, layer: MtpLayer, names: Callable[[str], str]) -> None:
 
 
 @torch.no_grad()
-def expected(
-    model: nn.Module, layer: MtpLayer, committed: list[int], count: int, ids: torch.Tensor | None
-) -> list[int]:
+def expected(model, layer, committed, count, ids):
     """The whole text at once, with the layer's own outputs behind the target's hidden states."""
     hidden = model(torch.tensor([committed[:-1]]), output_hidden_states=True).hidden_states[-1]
     tokens = list(committed)
@@ -114,7 +106,7 @@ def expected(
     return drafted
 
 
-def first_draft(target: Path, invariant: bool | None = None, **options: Any) -> tuple[list[int], list[int]]:
+def first_draft(target, invariant=None, **options):
     """The first draft of a greedy request, and what was committed when it was made."""
     config = {"method": "mtp", "num_speculative_tokens": 4, **options}
     llm = LLM(str(target), speculative_config=config, trace=True, dtype="float32", max_model_len=64,
@@ -127,21 +119,21 @@ def first_draft(target: Path, invariant: bool | None = None, **options: Any) -> 
 
 
 @pytest.mark.parametrize("names", [deepseek_names, qwen_names, mimo_names])
-def test_it_drafts_what_transformers_own_layer_says(tmp_path: Path, names: Callable[[str], str]) -> None:
+def test_it_drafts_what_transformers_own_layer_says(tmp_path, names):
     model, layer = qwen(tmp_path)
     add(tmp_path, layer, names)
     drafted, committed = first_draft(tmp_path)
     assert drafted == expected(model, layer, committed, 4, None)
 
 
-def test_a_mixture_with_a_shared_expert_drafts_what_transformers_says(tmp_path: Path) -> None:
+def test_a_mixture_with_a_shared_expert_drafts_what_transformers_says(tmp_path):
     model, layer = glm(tmp_path)
     add(tmp_path, layer, deepseek_names)
     drafted, committed = first_draft(tmp_path, invariant=False)
     assert drafted == expected(model, layer, committed, 4, None)
 
 
-def test_a_cut_output_layer_drafts_the_best_of_the_commonest_tokens(tmp_path: Path) -> None:
+def test_a_cut_output_layer_drafts_the_best_of_the_commonest_tokens(tmp_path):
     model, layer = qwen(tmp_path)
     add(tmp_path, layer, deepseek_names)
     drafted, committed = first_draft(tmp_path, draft_vocab_size=40)
@@ -149,7 +141,7 @@ def test_a_cut_output_layer_drafts_the_best_of_the_commonest_tokens(tmp_path: Pa
     assert drafted == expected(model, layer, committed, 4, ids)
 
 
-def write_gguf(folder: Path, model: nn.Module, layer: MtpLayer) -> Path:
+def write_gguf(folder, model, layer):
     """Target and layer as one GGUF file in float32."""
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, "qwen3")
@@ -194,14 +186,14 @@ def write_gguf(folder: Path, model: nn.Module, layer: MtpLayer) -> Path:
     return path
 
 
-def test_a_layer_in_a_gguf_file_drafts_the_same(tmp_path: Path) -> None:
+def test_a_layer_in_a_gguf_file_drafts_the_same(tmp_path):
     model, layer = qwen(tmp_path)
     path = write_gguf(tmp_path, model, layer)
     drafted, committed = first_draft(path)
     assert drafted == expected(model, layer, committed, 4, None)
 
 
-def test_tokens_are_plain_decodings_at_any_temperature(tmp_path: Path) -> None:
+def test_tokens_are_plain_decodings_at_any_temperature(tmp_path):
     _, layer = qwen(tmp_path)
     add(tmp_path, layer, deepseek_names)
     params = [
@@ -215,7 +207,7 @@ def test_tokens_are_plain_decodings_at_any_temperature(tmp_path: Path) -> None:
         assert [o.outputs[0].token_ids for o in told] == [o.outputs[0].token_ids for o in plain]
 
 
-def test_files_without_a_layer_and_with_other_layers_are_refused(tmp_path: Path) -> None:
+def test_files_without_a_layer_and_with_other_layers_are_refused(tmp_path):
     _, layer = qwen(tmp_path)
     config = {"method": "mtp"}
     with pytest.raises(ForerunError, match="has no layer for multi-token prediction"):
@@ -224,7 +216,7 @@ def test_files_without_a_layer_and_with_other_layers_are_refused(tmp_path: Path)
     at = f"model.layers.{LAYERS}."
     full = {deepseek_names(name): tensor for name, tensor in layer.state_dict().items()}
 
-    def refused(more: dict[str, torch.Tensor], message: str) -> None:
+    def refused(more, message):
         save_file({**weights, **more}, tmp_path / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ForerunError, match=message) as caught:
             LLM(str(tmp_path), speculative_config=config)

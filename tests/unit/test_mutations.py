@@ -1,7 +1,5 @@
 """Small changes to small files of every format, in a seeded order: each leaves a model that runs, or is one line."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections.abc import Callable
@@ -28,7 +26,7 @@ ROPE = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq
 Change = Callable[[random.Random], Damage]
 
 
-def ends(intact: Path, seed: str, load: Callable[[Path], object], *changes: Change) -> set[str]:
+def ends(intact, seed, load, *changes):
     """How loads of changed copies end. Any exception but a ForerunError goes through."""
     result = set()
     for number in range(TRIES):
@@ -49,7 +47,7 @@ def ends(intact: Path, seed: str, load: Callable[[Path], object], *changes: Chan
     return result
 
 
-def run(folder: Path, **options: str) -> None:
+def run(folder, **options):
     logits(load_model(folder, invariant=False, **options), [[5, 9, 12]])
 
 
@@ -83,7 +81,7 @@ def test_configs(tiny_target, tmp_path, rope):
 def test_adapters(tiny_target, tmp_path, path):
     adapter(tmp_path / "intact", tiny_target, **KEYS)
 
-    def load(folder: Path) -> None:
+    def load(folder):
         run(Path(tiny_target), lora=str(folder), model_path=path)
 
     load(tmp_path / "intact")

@@ -1,7 +1,5 @@
 """A model that returns NaN ends the requests that meet it, and nobody else's."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -15,7 +13,7 @@ from tiny import ALPHABET, save_tokenizer
 POISON = ALPHABET.index("Z")
 
 
-def params(**given) -> SamplingParams:
+def params(**given):
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "seed": 1, **given})
 
 

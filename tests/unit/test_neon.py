@@ -1,12 +1,8 @@
 """The kernels for ARM, under an emulator, give the bits of those for x86-64 by the same compiler."""
 
-from __future__ import annotations
-
 import ctypes
 import subprocess
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -37,24 +33,24 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory) -> ctypes.CDLL:
+def plain(tmp_path_factory):
     result = ctypes.CDLL(str(emulated.build("avx2", "manylinux_2_28_x86_64", tmp_path_factory.mktemp("x86"))))
     kernels._bind(result)
     return result
 
 
 @pytest.fixture(scope="module")
-def arm(form, tmp_path_factory) -> Iterator[emulated.Emulated]:
+def arm(form, tmp_path_factory):
     result = emulated.emulate(form, tmp_path_factory.mktemp(form))
     yield result
     result.close()
 
 
 @pytest.fixture
-def both(plain, arm, monkeypatch) -> Callable[[Callable[[], Any]], tuple[Any, Any]]:
+def both(plain, arm, monkeypatch):
     """What a function gives with the kernels for x86-64, and with those for ARM."""
 
-    def run(make: Callable[[], Any]) -> tuple[Any, Any]:
+    def run(make):
         results = []
         for library in (plain, arm):
             monkeypatch.setattr(kernels, "library", lambda library=library: library)
@@ -65,12 +61,12 @@ def both(plain, arm, monkeypatch) -> Callable[[Callable[[], Any]], tuple[Any, An
     return run
 
 
-def same(expected: Any, got: Any) -> None:
+def same(expected, got):
     """Every bit but a NaN's, which has another sign."""
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
-def layer(kind: str) -> Any:
+def layer(kind):
     if kind in structs.QUANTS:
         return Blocked(weights("iq3_s" if kind == "codes" else kind, OUTPUTS, INPUTS), torch.randn(OUTPUTS))
     weight, bias = torch.randn(OUTPUTS, INPUTS), torch.randn(OUTPUTS)
@@ -87,7 +83,7 @@ def test_layers_for_every_number_of_rows(both, kind):
         x, parts = torch.randn(ROWS, INPUTS).mul(3).to(dtype), []
         x[1], x[7, 5], x[9, 700], x[11] = 0, torch.nan, torch.inf, 1e-35
 
-        def run(dtype=dtype, x=x, parts=parts) -> list[torch.Tensor]:
+        def run(dtype=dtype, x=x, parts=parts):
             made, ids = layer(kind), torch.tensor([0, 17, OUTPUTS - 1])
             parts.append([made(x[:rows]) for rows in range(1, ROWS + 1)])
             rows = [] if kind == "int8" else [made.rows(ids, dtype)]
@@ -101,7 +97,7 @@ def test_layers_for_every_number_of_rows(both, kind):
 
 @pytest.mark.parametrize("threads", [2, 5])
 def test_threads_change_no_bit(both, threads):
-    def run(count: int) -> list[torch.Tensor]:
+    def run(count):
         made, x = layer("q4_0"), torch.randn(ROWS, INPUTS)
         with kernels.on_threads(count):
             result = [made(x) for _ in range(10)]
@@ -123,7 +119,7 @@ def test_thousands_of_starts_and_forks(form, tmp_path):
 def test_a_whole_model(both, dtype, quantization):
     ids = [(31 * index + 7) % 1000 for index in range(40)]
 
-    def run(cuts: list[int]) -> torch.Tensor:
+    def run(cuts):
         model = load_model("forerun:target", dtype=dtype, invariant=True, quantization=quantization)
         assert model.fused is not None
         attention, result = new_attention(model, max_seqs=1, max_len=64), []
@@ -145,7 +141,7 @@ def test_sampling(both):
     text, params = [5, 9, 9, 700, 5], SamplingParams(repetition_penalty=1.3, presence_penalty=0.4)
     trials, tokens = [0, 1, 5], [3, 4, 5]
 
-    def run() -> list[Any]:
+    def run():
         sampling, row = compiled.CompiledSampling(words), other[0].clone()
         compiled.penalise(row, text, 2, params)
         ids, logs = torch.empty(3, 6, dtype=torch.int32), torch.empty(3, 6)

@@ -1,9 +1,6 @@
 """Keyed noise: a function of its key and the token id alone, and clean across neighbouring keys."""
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Iterator
 
 import numpy
 import pytest
@@ -17,7 +14,7 @@ GOOD = 1e-4
 
 
 @pytest.fixture(params=["kernel", "torch"], scope="module", autouse=True)
-def way(request: pytest.FixtureRequest) -> Iterator[str]:
+def way(request):
     """Noise from our kernel where it is here, then from torch."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
@@ -25,29 +22,29 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def gumbel_cdf(x: numpy.ndarray) -> numpy.ndarray:
+def gumbel_cdf(x):
     return numpy.exp(-numpy.exp(-x))
 
 
-def uniforms(noise: Gumbel, keys: list[int]) -> numpy.ndarray:
+def uniforms(noise, keys):
     return gumbel_cdf(noise.rows(keys).double().numpy())
 
 
 @pytest.fixture(scope="module")
-def rows() -> numpy.ndarray:
+def rows():
     """Uniforms [16 neighbouring positions of 4 neighbouring seeds, 20,000 ids]."""
     keys = [target_key(seed, position) for seed in range(4) for position in range(16)]
     return uniforms(Gumbel(20_000), keys)
 
 
 @pytest.fixture(scope="module")
-def columns() -> numpy.ndarray:
+def columns():
     """Uniforms [30,000 keys, 16 ids]: neighbouring seeds and positions."""
     keys = [target_key(seed, position) for seed in range(300) for position in range(100)]
     return numpy.concatenate([uniforms(Gumbel(16), keys[i : i + 2500]) for i in range(0, len(keys), 2500)])
 
 
-def test_uniform_distribution(rows: numpy.ndarray, columns: numpy.ndarray) -> None:
+def test_uniform_distribution(rows, columns):
     """Kolmogorov-Smirnov against Gumbel, along ids and along keys."""
     tests = [stats.kstest(row, "uniform").pvalue for row in rows]
     tests += [stats.kstest(column, "uniform").pvalue for column in columns.T]
@@ -55,19 +52,19 @@ def test_uniform_distribution(rows: numpy.ndarray, columns: numpy.ndarray) -> No
     assert stats.kstest(tests, "uniform").pvalue > GOOD
 
 
-def test_fine_bins(columns: numpy.ndarray) -> None:
+def test_fine_bins(columns):
     for column in columns.T:
         counts = numpy.bincount((column * 1024).astype(int).clip(0, 1023), minlength=1024)
         assert stats.chisquare(counts).pvalue > GOOD
 
 
-def pair_test(one: numpy.ndarray, other: numpy.ndarray) -> float:
+def pair_test(one, other):
     """Chi-square of the joint distribution of two uniforms on a grid: 1 if independent."""
     counts = numpy.histogram2d(one, other, bins=16, range=[[0, 1], [0, 1]])[0]
     return stats.chisquare(counts.ravel()).pvalue
 
 
-def test_neighbouring_positions_seeds_and_ids_are_independent(rows: numpy.ndarray, columns: numpy.ndarray) -> None:
+def test_neighbouring_positions_seeds_and_ids_are_independent(rows, columns):
     tests = [pair_test(rows[i], rows[i + 1]) for i in range(15)]
     tests += [pair_test(rows[i], rows[i + 16]) for i in range(0, 48, 3)]
     tests += [pair_test(rows[i][:-lag], rows[i][lag:]) for i in range(4) for lag in (1, 2, 4, 64, 256, 4096)]
@@ -77,7 +74,7 @@ def test_neighbouring_positions_seeds_and_ids_are_independent(rows: numpy.ndarra
     assert stats.kstest(tests, "uniform").pvalue > GOOD
 
 
-def test_no_correlation_between_any_rows(rows: numpy.ndarray) -> None:
+def test_no_correlation_between_any_rows(rows):
     scores = stats.norm.ppf(rows)
     off = numpy.corrcoef(scores)[numpy.triu_indices(len(rows), 1)]
     tests = 2 * stats.norm.sf(numpy.abs(off) * numpy.sqrt(rows.shape[1]))
@@ -85,7 +82,7 @@ def test_no_correlation_between_any_rows(rows: numpy.ndarray) -> None:
     assert stats.kstest(tests, "uniform").pvalue > GOOD
 
 
-def test_the_winner_is_uniform_and_independent(columns: numpy.ndarray) -> None:
+def test_the_winner_is_uniform_and_independent(columns):
     """The argmax over ids, and pairs of it at neighbouring keys: what sampling sees."""
     winners = columns.argmax(axis=1)
     assert stats.chisquare(numpy.bincount(winners, minlength=16)).pvalue > GOOD
@@ -93,7 +90,7 @@ def test_the_winner_is_uniform_and_independent(columns: numpy.ndarray) -> None:
     assert stats.chisquare(pairs).pvalue > GOOD
 
 
-def test_upper_tail() -> None:
+def test_upper_tail():
     """Rare tokens are sampled by large noise: the tail must not stop at float32's 1 - 2^-24."""
     noise = Gumbel(100_000)
     total = torch.cat([noise.rows([target_key(seed, 0)])[0] for seed in range(100)])
@@ -105,18 +102,18 @@ def test_upper_tail() -> None:
     assert float(total.min()) > -3
 
 
-def key_of(word: int) -> int:
+def key_of(word):
     """A key whose hash of the word 0 is ``word``."""
     inverse = pow(0x7FEB352D, -1, 1 << 32)
 
-    def fold_high(x: int) -> int:  # its own inverse
+    def fold_high(x):  # its own inverse
         return x ^ (x >> 16)
 
     return fold_high(fold_high(word) * inverse % (1 << 32)) << 32
 
 
 @pytest.mark.parametrize("word", [0, 1, 2, 1 << 31, (1 << 31) - 1, (1 << 31) + 1, (1 << 32) - 1, 123456789])
-def test_extreme_words_are_finite_and_exact(word: int) -> None:
+def test_extreme_words_are_finite_and_exact(word):
     """The hash may give any 32-bit word, also the most negative one, whose absolute value int32 lacks."""
     noise = Gumbel(64)
     noise._ids.zero_()
@@ -126,11 +123,11 @@ def test_extreme_words_are_finite_and_exact(word: int) -> None:
     assert torch.allclose(result.double(), torch.tensor(-numpy.log(-numpy.log1p(-u))), rtol=1e-6, atol=1e-6)
 
 
-def test_every_entry_is_the_formula(way: str) -> None:
+def test_every_entry_is_the_formula(way):
     """The hash and its uniform in single precision, then logarithms in double, by numpy."""
     size, key = 5003, target_key(11, 7)
 
-    def fold_high(x: numpy.ndarray) -> numpy.ndarray:
+    def fold_high(x):
         return x ^ (x >> numpy.uint32(16))
 
     words = numpy.arange(1, size + 1, dtype=numpy.uint32)
@@ -146,7 +143,7 @@ def test_every_entry_is_the_formula(way: str) -> None:
 @pytest.mark.parametrize(
     ("vocab", "count", "threads"), [(5, 19, 1), (98, 19, 1), (4096, 19, 1), (33_000, 19, 1), (40_001, 3, 2)]
 )
-def test_a_row_is_the_same_alone_and_among_others(vocab: int, count: int, threads: int) -> None:
+def test_a_row_is_the_same_alone_and_among_others(vocab, count, threads):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -161,12 +158,12 @@ def test_a_row_is_the_same_alone_and_among_others(vocab: int, count: int, thread
         torch.set_num_threads(before)
 
 
-def test_a_wider_vocabulary_has_the_same_entries() -> None:
+def test_a_wider_vocabulary_has_the_same_entries():
     key = target_key(1, 2)
     assert torch.equal(Gumbel(100).rows([key])[0], Gumbel(3000).rows([key])[0, :100])
 
 
-def test_a_full_store_forgets_without_changing() -> None:
+def test_a_full_store_forgets_without_changing():
     noise, fresh = Gumbel(50, capacity=4), Gumbel(50)
     keys = [target_key(0, position) for position in range(9)]
     assert torch.equal(noise.rows(keys), fresh.rows(keys))
@@ -174,7 +171,7 @@ def test_a_full_store_forgets_without_changing() -> None:
     assert sum(key in noise for key in keys) <= 4
 
 
-def test_asking_twice_for_one_key() -> None:
+def test_asking_twice_for_one_key():
     noise = Gumbel(50)
     one = noise.rows([7])[0].clone()
     both = noise.rows([7, 7])
@@ -182,12 +179,12 @@ def test_asking_twice_for_one_key() -> None:
     assert torch.equal(both[1], one)
 
 
-def test_uniform_stays_below_one() -> None:
+def test_uniform_stays_below_one():
     assert uniform((1 << 64) - 1) < 1.0
     assert uniform(0) == 0.0
 
 
-def test_fold_separates_its_parts() -> None:
+def test_fold_separates_its_parts():
     keys = {fold(*parts) for parts in itertools.product(range(-3, 9), repeat=3)}
     assert len(keys) == 12**3
     assert fold(1, 2) != fold(2, 1)
@@ -195,7 +192,7 @@ def test_fold_separates_its_parts() -> None:
     assert all(0 <= key < 1 << 64 for key in keys)
 
 
-def test_folded_keys_are_uniform() -> None:
+def test_folded_keys_are_uniform():
     values = numpy.array([uniform(fold(seed, 3, position)) for seed in range(200) for position in range(200)])
     assert stats.kstest(values, "uniform").pvalue > GOOD
     assert pair_test(values[:-1], values[1:]) > GOOD

@@ -1,22 +1,20 @@
 """What a replica's answers say to one front, gathered."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest
 
 from forerun.scale import messages as outboxes
-from forerun.scale.messages import Begun, Entry, Outbox
+from forerun.scale.messages import Begun, Outbox
 
 SAID = Begun("weights")
 
 
-def test_what_several_answers_say_is_taken_together() -> None:
-    async def gather() -> list[list[Entry]]:
+def test_what_several_answers_say_is_taken_together():
+    async def gather():
         outbox = Outbox()
 
-        async def answer(number: int) -> None:
+        async def answer(number):
             outbox.begin()
             for _ in range(3):
                 await round_ended.wait()
@@ -24,11 +22,11 @@ def test_what_several_answers_say_is_taken_together() -> None:
             outbox.put(number, None)
             outbox.end()
 
-        async def listen() -> None:
+        async def listen():
             while entries := await outbox.taken():
                 heard.append(entries)
 
-        heard: list[list[Entry]] = []
+        heard = []
         round_ended = asyncio.Event()
         tasks = [asyncio.create_task(answer(number)) for number in range(4)]
         listener = asyncio.create_task(listen())
@@ -47,8 +45,8 @@ def test_what_several_answers_say_is_taken_together() -> None:
         assert [said for whose, said in heard[0] if whose == number] == [SAID, SAID, SAID, None]
 
 
-def test_a_listener_stays_for_the_next_answer_and_for_a_slow_one() -> None:
-    async def wait() -> list[list[Entry]]:
+def test_a_listener_stays_for_the_next_answer_and_for_a_slow_one():
+    async def wait():
         outbox = Outbox()
         taking = asyncio.create_task(outbox.taken())
         await asyncio.sleep(0.03)
@@ -66,10 +64,10 @@ def test_a_listener_stays_for_the_next_answer_and_for_a_slow_one() -> None:
         assert asyncio.run(wait()) == [[(7, SAID)], [(7, None)], []]
 
 
-def test_an_answer_that_begins_as_the_listener_leaves_keeps_it() -> None:
+def test_an_answer_that_begins_as_the_listener_leaves_keeps_it():
     """In the very turn of the event loop in which its time is up."""
 
-    async def race() -> bool:
+    async def race():
         outbox = Outbox()
         loop = asyncio.get_running_loop()
         taking = asyncio.create_task(outbox.taken())

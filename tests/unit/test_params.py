@@ -1,10 +1,7 @@
 """Options of requests and of acceptance rules: what is refused, and in which words."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -76,14 +73,14 @@ OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
-def test_out_of_range(name: str, value: Any) -> None:
+def test_out_of_range(name, value):
     with pytest.raises(ConfigError, match=name) as caught:
         SamplingParams(**{name: value})
     assert isinstance(caught.value, ForerunError)
     assert "\n" not in str(caught.value)
 
 
-def test_seeds_have_64_bits() -> None:
+def test_seeds_have_64_bits():
     for seed in (-(2**63), 2**64 - 1):
         assert SamplingParams(seed=seed).seed == EngineConfig(seed=seed).seed == seed
     for seed in (-(2**63) - 1, 2**64 + 5):
@@ -91,19 +88,19 @@ def test_seeds_have_64_bits() -> None:
             EngineConfig(seed=seed)
 
 
-def test_min_tokens_above_max_tokens() -> None:
+def test_min_tokens_above_max_tokens():
     with pytest.raises(ConfigError, match="min_tokens"):
         SamplingParams(min_tokens=5, max_tokens=4)
 
 
-def test_equal_options_compare_equal() -> None:
+def test_equal_options_compare_equal():
     one = SamplingParams(stop="a", stop_token_ids=[1], logit_bias={"3": 1})
     assert one == SamplingParams(stop=["a"], stop_token_ids=(1,), logit_bias={3: 1.0})
     assert one.logit_bias == {3: 1.0}
 
 
 @pytest.mark.parametrize("temperature", [0, -0.0, 5e-324, 1e-46, 1e-40, 3e-38, 1e-7, math.nextafter(1e-5, 0)])
-def test_a_temperature_below_the_bound_is_zero(temperature: float) -> None:
+def test_a_temperature_below_the_bound_is_zero(temperature):
     params = SamplingParams(temperature=temperature)
     assert params == SamplingParams(temperature=0.0)
     assert math.copysign(1.0, params.temperature) == 1.0
@@ -116,7 +113,7 @@ def test_a_temperature_below_the_bound_is_zero(temperature: float) -> None:
         SpeculativeConfig.parse({"method": "ngram", "counts_as_q": True, "draft_temperature": temperature})
 
 
-def test_a_clone_is_equal_and_may_differ_in_what_is_named() -> None:
+def test_a_clone_is_equal_and_may_differ_in_what_is_named():
     params = SamplingParams(temperature=0.5, stop="a", allowed_token_ids=[3, 4, 3])
     assert params.clone() == params
     assert params.clone(temperature=0.7) == SamplingParams(temperature=0.7, stop="a", allowed_token_ids=(3, 4))
@@ -126,7 +123,7 @@ def test_a_clone_is_equal_and_may_differ_in_what_is_named() -> None:
         params.clone(heat=1)
 
 
-def test_defaults_are_off() -> None:
+def test_defaults_are_off():
     params = SamplingParams()
     assert not any([params.greedy, params.edits, params.filters, params.penalised])
     assert SamplingParams(temperature=0).greedy
@@ -137,7 +134,7 @@ def test_defaults_are_off() -> None:
 # ------------------------------------------------------------------------------------------------------------- rules
 
 
-def test_a_rule_takes_its_options_from_the_same_mapping() -> None:
+def test_a_rule_takes_its_options_from_the_same_mapping():
     config = SpeculativeConfig.parse({"method": "ngram", "accept": "lenient", "lenience": 0.3, "max_order": 3})
     assert config.rule == LenientConfig(0.3)
     assert SpeculativeConfig.parse({"method": "ngram", "accept": "lenient"}).rule == LenientConfig(0.5)
@@ -150,13 +147,13 @@ def test_a_rule_takes_its_options_from_the_same_mapping() -> None:
 
 
 @pytest.mark.parametrize("accept", ["coupled", "token", "block", "recursive"])
-def test_an_option_of_another_rule_names_its_owner(accept: str) -> None:
+def test_an_option_of_another_rule_names_its_owner(accept):
     for method in ("none", "ngram"):
         with pytest.raises(ConfigError, match=r"'lenience'; it belongs to lenient"):
             SpeculativeConfig.parse({"method": method, "accept": accept, "lenience": 0.5})
 
 
-def test_rule_options_out_of_range() -> None:
+def test_rule_options_out_of_range():
     with pytest.raises(ConfigError, match="lenience"):
         SpeculativeConfig.parse({"method": "ngram", "accept": "lenient", "lenience": 0.0})
     with pytest.raises(ConfigError, match="replacement"):
@@ -164,7 +161,7 @@ def test_rule_options_out_of_range() -> None:
 
 
 @pytest.mark.parametrize("accept", [name for name in rules if not rules[name].trees])
-def test_a_chain_rule_refuses_trees(accept: str) -> None:
+def test_a_chain_rule_refuses_trees(accept):
     with pytest.raises(ConfigError, match="chains"):
         SpeculativeConfig.parse({"method": "draft_model", "model": "m", "tree": [2, 1], "accept": accept})
 
@@ -172,7 +169,7 @@ def test_a_chain_rule_refuses_trees(accept: str) -> None:
 SHAPED = {"method": "draft_model", "model": "m", "tree": [2, 2]}
 
 
-def test_a_tree_has_one_depth() -> None:
+def test_a_tree_has_one_depth():
     for asked in (1, 3, 5):
         with pytest.raises(ConfigError, match=rf"num_speculative_tokens is {asked}, but tree \[2, 2\] is 2 deep"):
             SpeculativeConfig.parse({**SHAPED, "num_speculative_tokens": asked})
@@ -180,12 +177,12 @@ def test_a_tree_has_one_depth() -> None:
     assert matching == SpeculativeConfig.parse(SHAPED)
 
 
-def test_ids_that_clients_name_twice_are_refused() -> None:
+def test_ids_that_clients_name_twice_are_refused():
     body = CompletionRequest(prompt="a", logit_bias={"01": 5.0, "1": -5.0})
     with pytest.raises(ConfigError, match="logit_bias names token id 1 twice"):
         body.sampling(logprobs=None, max_tokens=1, prompt_logprobs=None)
 
 
-def test_an_unknown_rule() -> None:
+def test_an_unknown_rule():
     with pytest.raises(ConfigError, match="choose one of block, coupled"):
         SpeculativeConfig.parse({"method": "ngram", "accept": "maybe"})

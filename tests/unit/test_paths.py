@@ -1,13 +1,10 @@
 """Paths in folders that were read: none is written to, and none leads out of its folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,14 +21,14 @@ from forerun.tune.config import TuneConfig
 
 NO_PATHS = {"dtype", "quantization", "heterogeneous_vocab_method"}
 TABLE = {"method": "table", "adapt": True}
-WRITES: dict[str, dict[str, Any]] = {
+WRITES = {
     "a file": {**TABLE, "adapt_save": "VICTIM"},
     "a file in the folder": {**TABLE, "adapt_save": "counts.json"},
     "a head": {"method": "eagle", "model": "head", "adapt": {"save": "VICTIM"}},
     "in a drafter inside": {"method": "merged", "drafters": [{"method": "ngram"}, {**TABLE, "adapt_save": "VICTIM"}]},
     "in the drafter inside": {"method": "staged", "model": "head", "drafter": {**TABLE, "adapt_save": "VICTIM"}},
 }
-LEAVES: dict[str, dict[str, Any]] = {
+LEAVES = {
     "above": {"method": "draft_model", "model": "../target"},
     "elsewhere": {"method": "draft_model", "model": "TARGET"},
     "by a link": {"method": "eagle", "model": "link"},
@@ -45,7 +42,7 @@ LEAVES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny_target: str) -> Path:
+def folder(tmp_path, tiny_target):
     """A tuned folder with a head, two links that lead out of it, and what they lead to."""
     made = tmp_path / "tuned"
     (made / "head").mkdir(parents=True)
@@ -57,16 +54,16 @@ def folder(tmp_path: Path, tiny_target: str) -> Path:
     return made
 
 
-def sealed(folder: Path, target: str, config: dict[str, Any], files: list[str] | None = None) -> dict[str, Any]:
+def sealed(folder, target, config, files=None):
     """Somebody seals a folder with this in it."""
     text = json.dumps(config).replace("VICTIM", str(folder.parent / "victim"))
-    given: dict[str, Any] = json.loads(text.replace("TARGET", str(folder.parent / "target")))
+    given = json.loads(text.replace("TARGET", str(folder.parent / "target")))
     tuned.save(folder, target, given, files or [])
     return given
 
 
 @pytest.mark.parametrize("case", WRITES)
-def test_a_tuned_folder_names_no_place_to_write(folder: Path, tiny_target: str, case: str) -> None:
+def test_a_tuned_folder_names_no_place_to_write(folder, tiny_target, case):
     sealed(folder, tiny_target, WRITES[case])
     with pytest.raises(ConfigError, match=r"names a place to write \((adapt_save|save)\), which only you may do"):
         LLM(tiny_target, tuned=folder)
@@ -74,25 +71,25 @@ def test_a_tuned_folder_names_no_place_to_write(folder: Path, tiny_target: str, 
 
 
 @pytest.mark.parametrize("case", LEAVES)
-def test_no_path_of_a_tuned_folder_leaves_it(folder: Path, tiny_target: str, case: str) -> None:
+def test_no_path_of_a_tuned_folder_leaves_it(folder, tiny_target, case):
     sealed(folder, tiny_target, LEAVES[case])
     with pytest.raises(ConfigError, match=r"which leads out of it|which cannot be used"):
         tuned.load(folder, tiny_target)
 
 
-def test_nor_does_a_file_that_it_is_sealed_with(folder: Path, tiny_target: str) -> None:
+def test_nor_does_a_file_that_it_is_sealed_with(folder, tiny_target):
     for name in ("../victim", "link/config.json", str(folder.parent / "victim")):
         with pytest.raises(ConfigError, match="leads out of it"):
             sealed(folder, tiny_target, {"method": "ngram"}, [name])
 
 
-def test_a_drafter_of_another_package_is_not_named(folder: Path, tiny_target: str) -> None:
+def test_a_drafter_of_another_package_is_not_named(folder, tiny_target):
     sealed(folder, tiny_target, {"method": "cascade", "drafters": [{"method": "theirs", "log": "VICTIM"}]})
     with pytest.raises(ConfigError, match="names the method 'theirs', which forerun tune does not write"):
         tuned.load(folder, tiny_target)
 
 
-def test_a_text_inside_is_read_and_learnt_from_without_a_place_to_write(folder: Path, tiny_target: str) -> None:
+def test_a_text_inside_is_read_and_learnt_from_without_a_place_to_write(folder, tiny_target):
     (folder / "text").write_text("the cat sat on the mat", encoding="utf-8")
     sealed(folder, tiny_target, {**TABLE, "table_file": "text"}, ["text"])
     before = sorted(folder.rglob("*"))
@@ -102,16 +99,14 @@ def test_a_text_inside_is_read_and_learnt_from_without_a_place_to_write(folder: 
     assert sorted(folder.rglob("*")) == before
 
 
-def test_every_key_that_names_a_path_is_known() -> None:
+def test_every_key_that_names_a_path_is_known():
     """Every option of a drafter that is text is a path to read, a place to write, or known to be neither."""
     classes = [drafters[name].config_class for name in KEYS]
     texts = {item.name for kind in (*classes, Adaptation) for item in fields(kind) if "str" in str(item.type)}
     assert texts == {*tuned.READ, *tuned.WRITTEN, *NO_PATHS}
 
 
-def test_a_tuning_that_goes_on_believes_no_path_either(
-    folder: Path, tiny_target: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tuning_that_goes_on_believes_no_path_either(folder, tiny_target, monkeypatch):
     """``run/state.json`` of a foreign folder says what was chosen."""
     config = TuneConfig(model=tiny_target, out=folder, train=("none",), hours=1 / 3600, probe=2, progress=False)
     victim = str(folder.parent / "victim")
@@ -123,7 +118,7 @@ def test_a_tuning_that_goes_on_believes_no_path_either(
     assert Path(victim).read_text("utf-8") == "precious"
 
 
-NAMES: dict[str, dict[str, Any]] = {
+NAMES = {
     "vocab": {"vocab": "OUT/vocab.json", "merges": "OUT/merges.txt"},
     "init_inputs": {"init_inputs": ["OUT/vocab.json", "OUT/merges.txt"]},
     "fast_tokenizer_files": {"fast_tokenizer_files": ["../out/tokenizer.1.0.0.json"]},
@@ -132,7 +127,7 @@ NAMES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("key", NAMES)
-def test_a_tokenizer_names_no_other_files(tmp_path: Path, tiny_target: str, key: str, file: str) -> None:
+def test_a_tokenizer_names_no_other_files(tmp_path, tiny_target, key, file):
     """Whatever the library would read there, as GPT-2's class reads its vocabulary."""
     own, out = Path(shutil.copytree(tiny_target, tmp_path / "model")), tmp_path / "out"
     out.mkdir()
@@ -149,7 +144,7 @@ def test_a_tokenizer_names_no_other_files(tmp_path: Path, tiny_target: str, key:
         load_tokenizer(own)
 
 
-def test_a_config_names_no_other_config(tmp_path: Path, tiny_target: str) -> None:
+def test_a_config_names_no_other_config(tmp_path, tiny_target):
     own = Path(shutil.copytree(tiny_target, tmp_path / "model"))
     config = json.loads((own / "config.json").read_text("utf-8"))
     (tmp_path / "config.4.0.0.json").write_text(json.dumps(config | {"num_hidden_layers": 1}), encoding="utf-8")

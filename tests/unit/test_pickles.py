@@ -1,13 +1,10 @@
 """Only safetensors of the folder itself are read: no pickle, no other folder's file, by whatever name it goes."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,20 +24,20 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 class Trap:
     """Its pickle makes a folder when it is read."""
 
-    def __init__(self, mark: Path) -> None:
+    def __init__(self, mark):
         self.mark = mark
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self):
         return os.mkdir, (str(self.mark),)
 
 
 @pytest.fixture
-def mark(tmp_path) -> Path:
+def mark(tmp_path):
     return tmp_path / "the code has run"
 
 
 @pytest.fixture
-def folder(tiny_target, tmp_path) -> Path:
+def folder(tiny_target, tmp_path):
     return Path(shutil.copytree(tiny_target, tmp_path / "copy"))
 
 
@@ -49,7 +46,7 @@ def test_the_trap_works(mark):
     assert mark.is_dir()
 
 
-def write_index(folder: Path, name: str) -> None:
+def write_index(folder, name):
     names = load_file(folder / WEIGHTS)
     (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, name)}))
     (folder / WEIGHTS).unlink()
@@ -58,7 +55,7 @@ def write_index(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("trapped", [False, True])
 @pytest.mark.parametrize("name", ["weights.bin", "weights.pt", "pytorch_model.bin", "weights"])
 def test_an_index_that_names_a_pickle(folder, mark, name, trapped):
-    result: dict[str, Any] = load_file(folder / WEIGHTS)
+    result = load_file(folder / WEIGHTS)
     torch.save({**result, **({"trap": Trap(mark)} if trapped else {})}, folder / name)
     write_index(folder, name)
     for read in (LLM, load_target):
@@ -156,7 +153,7 @@ def test_the_config_of_a_head(tiny_target, tmp_path, method):
     drafters[method].example(Path(tiny_target), tmp_path)
     path = tmp_path / "config.json"
     original = json.loads(path.read_text())
-    changes: list[Any] = [{**original, name: value} for name, values in FIELDS.items() for value in values]
+    changes = [{**original, name: value} for name, values in FIELDS.items() for value in values]
     changes += [{key: original[key] for key in original if key != name} for name in FIELDS]
     for content in [*changes, [], None, "x"]:
         path.write_text(json.dumps(content))

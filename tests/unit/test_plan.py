@@ -1,7 +1,5 @@
 """What a plan recommends is what it measured; and the search for layerskip's layers, against all subsets."""
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import combinations, product
@@ -37,7 +35,7 @@ SUBSETS = [chosen for size in range(1, LAYERS) for chosen in combinations(range(
 WORTH = (0.5, 0.1, 0.05, 0.2, 0.02, 0.4)
 
 
-def measured(layers: tuple[int, ...]) -> Subset:
+def measured(layers):
     """Every layer brings its worth and costs a sixth of a plain forward."""
     alpha = sum(WORTH[layer] for layer in layers)
     return Subset(layers, alpha, alpha, len(layers) / LAYERS, 1, 1 + alpha - 0.15 * len(layers))
@@ -119,7 +117,7 @@ def test_each_way_of_a_method_has_figures_of_its_own(tiny_target, tiny_draft):
 @pytest.fixture
 def plan(capsys, tiny_target, monkeypatch):
     """Run the command with predictions that promise much: what it recommends, and what it ran."""
-    ran: list[SpeculativeConfig] = []
+    ran = []
     build = _Trial.engine
 
     def watched(self, config):
@@ -132,7 +130,7 @@ def plan(capsys, tiny_target, monkeypatch):
     monkeypatch.setattr(_Trial, "engine", watched)
     monkeypatch.setattr("forerun.measure.plan.predict", promising)
 
-    def call(*options: str) -> tuple[dict, list[SpeculativeConfig]]:
+    def call(*options):
         ran.clear()
         short = "--prompts 1 --prompt-tokens 12 --max-tokens 12 --prompt-set random --longest 3 --json"
         assert run(["plan", "--model", tiny_target, *short.split(), *options]) == 0
@@ -189,20 +187,20 @@ FORWARD = {1: 2.0, 2: 2.2, 3: 2.5, 4: 2.8, 6: 3.5, 8: 4.4}
 """Seconds by rows."""
 
 
-def decoded(depths: list[int], tokens: int) -> Sample:
+def decoded(depths, tokens):
     """A round whose drafting takes 0.3 seconds and 0.1 for each step, and in which 0.5 pass besides, drafts or none."""
     draft = 0.3 + 0.1 * max(depths) if any(depths) else 0.0
     rows = len(depths) + sum(depths)
     return Sample(tuple(depths), rows, tokens, draft, FORWARD[rows], 0.2, draft + FORWARD[rows] + 0.5)
 
 
-def ran(rounds: list[Sample]) -> Measured:
+def ran(rounds):
     metrics = RequestMetrics(tested=10, matched=6, overlap=7.0)
     seconds = sum(r.total for r in rounds)
     return Measured(metrics=[metrics], rounds=rounds, tokens=sum(r.tokens for r in rounds), seconds=seconds)
 
 
-def planned(plain: list[Sample], by_length: dict[int, list[Sample]], sequences: int) -> tuple[dict, dict]:
+def planned(plain, by_length, sequences):
     """Predicted and real speed over plain decoding by length, of rounds with these."""
     base, result = ran(plain), {k: ran(rounds) for k, rounds in by_length.items()}
     real = {k: each.tokens_per_second / base.tokens_per_second for k, each in result.items()}
@@ -261,14 +259,14 @@ def test_a_plan_predicts_trees(tiny_target, nodes):
 # ------------------------------------------------------------------------------------ plans beside measurements
 
 
-def as_plan(temperature: float, **speeds: float) -> dict:
+def as_plan(temperature, **speeds):
     chains = [{"method": method, "k": 2, "speedup": speed} for method, speed in speeds.items()]
     trees = [{"fixed": [{"method": "eagle", "tree": [2, 1], "speedup": 0.9}]}]
     about = {"environment": {"model": "m"}, "temperature": temperature, "concurrency": 1}
     return {**about, "predictions": chains, "trees": trees}
 
 
-def as_bench(temperature: float, **speeds: float) -> dict:
+def as_bench(temperature, **speeds):
     rows = [
         {
             "method": method.split("_")[0],

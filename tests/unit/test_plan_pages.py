@@ -1,7 +1,5 @@
 """Trees on paper, what is out of reach, and the page of a plan."""
 
-from __future__ import annotations
-
 import json
 import re
 from html.parser import HTMLParser
@@ -18,7 +16,7 @@ pytestmark = pytest.mark.slow
 SMALL = "--prompts 1 --prompt-tokens 8 --max-tokens 8 --prompt-set random --longest 3"
 
 
-def shapes(nodes: int, ranks: int) -> set[frozenset[tuple[int, ...]]]:
+def shapes(nodes, ranks):
     """Every tree of so many nodes, as paths of ranks: one more node each time, behind any node or beside it."""
     result = {frozenset[tuple[int, ...]]()}
     for _ in range(nodes):
@@ -32,7 +30,7 @@ def shapes(nodes: int, ranks: int) -> set[frozenset[tuple[int, ...]]]:
     return result
 
 
-def worth(paths, acceptance) -> float:
+def worth(paths, acceptance):
     total = 1.0
     for path in paths:
         fraction = 1.0
@@ -48,7 +46,7 @@ def test_the_best_shape_is_the_best_of_all(acceptance, nodes, depth):
     every = [paths for n in range(nodes + 1) for paths in shapes(n, 3) if max(map(len, paths), default=0) <= depth]
     result = best_shape(acceptance, nodes, depth)
     assert result.tokens == pytest.approx(max(worth(paths, acceptance) for paths in every))
-    paths: list[tuple[int, ...]] = []
+    paths = []
     for parent, rank in zip(result.parents, result.ranks, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), rank))
     assert len(set(paths)) == len(paths) <= nodes
@@ -93,15 +91,15 @@ def test_intervals_hold_the_share():
 class Tags(HTMLParser):
     """Fails where tags do not nest."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.open: list[str] = []
+        self.open = []
 
-    def handle_starttag(self, tag: str, attrs: object) -> None:
+    def handle_starttag(self, tag, attrs):
         if tag != "meta":
             self.open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
 

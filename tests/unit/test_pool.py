@@ -1,7 +1,5 @@
 """The KV pool against the simplest possible account of it: a list of values per sequence."""
 
-from __future__ import annotations
-
 import mmap
 from pathlib import Path
 
@@ -24,7 +22,7 @@ from forerun.cache.pool import KVShape, OutOfPages, Pages, Pool
 SHAPES = [KVShape(1, 1, 2), KVShape(2, 3, 1)]
 
 
-def write(pool: Pool, key: int, values: list[int], at: int | None = None) -> None:
+def write(pool, key, values, at=None):
     """What a forward does: reserve, store the same number in every component, advance."""
     start = pool.length(key) if at is None else at
     pool.reserve(key, start + len(values))
@@ -36,10 +34,10 @@ def write(pool: Pool, key: int, values: list[int], at: int | None = None) -> Non
     pool.advance(key, start + len(values))
 
 
-def read(pool: Pool, key: int) -> list[int]:
+def read(pool, key):
     """The stored numbers, once every component of every layer has been seen to hold them."""
     length = pool.length(key)
-    result: set[tuple[float, ...]] = set()
+    result = set()
     for layer in range(len(pool.layers)):
         keys, values = pool.gather(layer, torch.tensor(pool.block_tables[key], dtype=torch.long))
         result |= {tuple(row.tolist()) for row in keys[:, :length].transpose(1, 2).reshape(-1, length)}
@@ -51,27 +49,27 @@ def read(pool: Pool, key: int) -> list[int]:
 class Shelf:
     """A reclaimer that gives up its oldest idle page first."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool):
         self.pool = pool
-        self.pages: dict[int, list[int]] = {}
+        self.pages = {}
 
-    def keep(self, page: int, values: list[int]) -> None:
+    def keep(self, page, values):
         self.pool.hold(page)
         self.pages[page] = values
 
-    def reclaim(self, count: int) -> None:
+    def reclaim(self, count):
         idle = [page for page in self.pages if self.pool.refs[page] == 1]
         for page in idle[:count]:
             del self.pages[page]
             self.pool.release(page)
 
-    def forget(self, key: int) -> None:
+    def forget(self, key):
         pass
 
-    def drop_states(self) -> None:
+    def drop_states(self):
         pass
 
-    def check(self) -> None:
+    def check(self):
         assert all(self.pool.held[page] for page in self.pages)
 
 
@@ -81,25 +79,25 @@ class PoolMachine(RuleBasedStateMachine):
     sequences = Bundle("sequences")
 
     @initialize(page_size=st.integers(1, 5), num_pages=st.integers(4, 14))
-    def start(self, page_size: int, num_pages: int) -> None:
+    def start(self, page_size, num_pages):
         self.pool = Pool(SHAPES, num_pages, page_size, torch.float32)
         self.shelf = self.pool.reclaimer = Shelf(self.pool)
-        self.account: dict[int, list[int]] = {}
+        self.account = {}
         self.counter = 0
 
-    def fresh(self, count: int) -> list[int]:
+    def fresh(self, count):
         self.counter += count
         return list(range(self.counter - count + 1, self.counter + 1))
 
     @rule(target=sequences)
-    def begin(self) -> int:
+    def begin(self):
         key = self.counter = self.counter + 1
         self.account[key] = []
         self.pool.reserve(key, 0)
         return key
 
     @rule(key=sequences, count=st.integers(1, 8))
-    def append(self, key: int, count: int) -> None:
+    def append(self, key, count):
         values = self.fresh(count)
         before = {other: list(table) for other, table in self.pool.block_tables.items()}
         fits = self.pool.can_reserve(key, len(self.account[key]) + count)
@@ -112,7 +110,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert before == self.pool.block_tables
 
     @rule(key=sequences, data=st.data())
-    def truncate(self, key: int, data: st.DataObject) -> None:
+    def truncate(self, key, data):
         length = data.draw(st.integers(0, len(self.account[key])))
         refs, whole = list(self.pool.refs), -(-length // self.pool.page_size)
         kept, held = self.pool.block_tables[key][:whole], self.pool.block_tables[key][whole:]
@@ -122,7 +120,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert all(self.pool.refs[page] == refs[page] - 1 for page in held)
 
     @rule(key=sequences, count=st.integers(1, 7), data=st.data())
-    def draft_and_keep(self, key: int, count: int, data: st.DataObject) -> None:
+    def draft_and_keep(self, key, count, data):
         """Tree rollback: some of the entries written last stay, moved together."""
         start = len(self.account[key])
         if not self.pool.can_reserve(key, start + count):
@@ -135,7 +133,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert len(self.pool.block_tables[key]) == -(-len(self.account[key]) // self.pool.page_size)
 
     @rule(target=sequences, source=sequences, data=st.data())
-    def fork(self, source: int, data: st.DataObject):
+    def fork(self, source, data):
         length = data.draw(st.integers(0, len(self.account[source])))
         key = self.counter = self.counter + 1
         free = self.pool.num_free
@@ -145,7 +143,7 @@ class PoolMachine(RuleBasedStateMachine):
         return key
 
     @rule(key=sequences, index=st.integers(0, 3))
-    def shelve(self, key: int, index: int) -> None:
+    def shelve(self, key, index):
         """The prefix tree takes an interest in a full page."""
         size = self.pool.page_size
         values = self.account[key][index * size : (index + 1) * size]
@@ -154,7 +152,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: hasattr(self, "shelf") and bool(self.shelf.pages))
     @rule(target=sequences, data=st.data())
-    def adopt(self, data: st.DataObject):
+    def adopt(self, data):
         pages = data.draw(st.lists(st.sampled_from(sorted(self.shelf.pages)), max_size=3, unique=True))
         values = [value for page in pages for value in self.shelf.pages[page]]
         length = data.draw(st.integers(max(0, len(values) - self.pool.page_size + 1), len(values)))
@@ -164,14 +162,14 @@ class PoolMachine(RuleBasedStateMachine):
         return key
 
     @rule(key=consumes(sequences))
-    def free(self, key: int) -> None:
+    def free(self, key):
         self.pool.free(key)
         self.pool.free(key)
         del self.account[key]
         assert self.pool.length(key) == 0
 
     @invariant()
-    def contents_are_those_of_the_account(self) -> None:
+    def contents_are_those_of_the_account(self):
         if not hasattr(self, "pool"):
             return
         assert set(self.pool.block_tables) == set(self.account)
@@ -181,7 +179,7 @@ class PoolMachine(RuleBasedStateMachine):
                 assert read(self.pool, key) == values
 
     @invariant()
-    def pages_are_accounted_for(self) -> None:
+    def pages_are_accounted_for(self):
         if not hasattr(self, "pool"):
             return
         self.pool.check()
@@ -261,7 +259,7 @@ def test_unwritten_entries_are_zero():
 
 
 def test_check_notices_what_is_wrong():
-    def broken(change) -> Pages:
+    def broken(change):
         pages = Pages(4, 4)
         pages.reserve(1, 6)
         pages.advance(1, 6)
@@ -306,7 +304,7 @@ def test_the_slotted_layout_is_one_page_per_sequence():
 
 
 def test_entries_take_memory_when_they_are_used():
-    def resident() -> int:
+    def resident():
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
 
     pool = Pool([KVShape(4, 64, 64)] * 8, 4, 8192, torch.bfloat16)

@@ -1,13 +1,10 @@
 """Machines with less: the command answers with the same tokens, and says in one line what it does without."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -24,9 +21,7 @@ RUN = "import sys; from forerun.cli.main import run; sys.exit(run(sys.argv[1:]))
 CARRYING = "import pathlib; from forerun import kernels; kernels.CARRIED = pathlib.Path({!r})\n"
 
 
-def answered(
-    before: str = "", more: Sequence[str] = (), wrapper: Sequence[str] = (), **around: str
-) -> tuple[list[int], list[str]]:
+def answered(before="", more=(), wrapper=(), **around):
     """The tokens that the command gives after the code ``before``, and the lines on standard error."""
     command = [*wrapper, sys.executable, "-c", before + RUN, *ANSWER, *more]
     done = subprocess.run(command, env={**os.environ, **around}, capture_output=True, text=True, check=False)
@@ -35,7 +30,7 @@ def answered(
 
 
 @pytest.fixture(scope="module")
-def tokens() -> list[int]:
+def tokens():
     result, said = answered()
     assert said == []
     return result
@@ -49,12 +44,12 @@ def test_an_affinity_mask_of_one_core(tokens):
 
 
 @pytest.fixture
-def no_compiler(tmp_path, monkeypatch) -> None:
+def no_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
 
 
-def of_another_processor() -> bytes:
+def of_another_processor():
     """The kernels with another machine in ELF's header, and a seal that is right."""
     import hashlib
 

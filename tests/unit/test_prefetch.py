@@ -1,7 +1,5 @@
 """How weights are asked for ahead of their use: measured once, and of no consequence for any bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -29,14 +27,14 @@ def as_before():
         prefetch.set_prefetch(kind, [prefetch.FAR if rows > 5 else prefetch.NEAR for rows in prefetch.COUNTS])
 
 
-def layer(form: str, outputs: int = 96, inputs: int = 512) -> Compiled:
+def layer(form, outputs=96, inputs=512):
     weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
     made = (FLOATS[form] if form in FLOATS else ON_CPU[form]).make(weight, None)
     assert isinstance(made, Compiled)
     return made
 
 
-def kind_of(made: Compiled) -> int:
+def kind_of(made):
     return made.fields().kind
 
 
@@ -54,7 +52,7 @@ def test_no_bits_depend_on_it(form):
 @pytest.mark.parametrize("form", COMPILED[:1])
 def test_the_fastest_way_is_taken_for_each_count(form, monkeypatch):
     made, now = layer(form), [0.0]
-    asked: dict[int, int] = {}
+    asked = {}
 
     class Library:
         tiles = False

@@ -1,7 +1,5 @@
 """How many prompt tokens ride beside decoding sequences, on made-up machines."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -12,15 +10,15 @@ from forerun.engine.scheduler import PrefillBudget
 class Clock:
     """Seconds of a round on a machine where each decoding row and each prompt token has a price."""
 
-    def __init__(self, base: float, row: float, token: float) -> None:
+    def __init__(self, base, row, token):
         self.base, self.row, self.token = base, row, token
 
-    def seconds(self, decoding: int, tokens: int) -> float:
+    def seconds(self, decoding, tokens):
         return self.base + self.row * decoding + self.token * tokens
 
 
 @pytest.mark.parametrize("machine", [Clock(2.0, 0.3, 0.15), Clock(4.0, 0.01, 0.005), Clock(0.5, 0.5, 0.5)])
-def test_pace_at_most_doubles_a_round(machine: Clock) -> None:
+def test_pace_at_most_doubles_a_round(machine):
     prefill_budget = PrefillBudget()
     for _ in range(20):
         prefill_budget.observe(7, 0, machine.seconds(7, 0))
@@ -32,7 +30,7 @@ def test_pace_at_most_doubles_a_round(machine: Clock) -> None:
     assert ratio >= 1.5, "prompts are read no slower than the bound asks for"
 
 
-def read_prompt(prefill_budget: PrefillBudget, plain: float, base: float, slope: float) -> list[tuple[int, float]]:
+def read_prompt(prefill_budget, plain, base, slope):
     """Chunks of a prompt of 1,500 tokens, each with its round's time over a plain one."""
     depth, chunks = 0, []
     while depth < 1500:
@@ -46,7 +44,7 @@ def read_prompt(prefill_budget: PrefillBudget, plain: float, base: float, slope:
 
 
 @pytest.mark.parametrize("slope", [0.0, 0.0002, 0.0005])
-def test_pace_knows_what_depth_costs(slope: float) -> None:
+def test_pace_knows_what_depth_costs(slope):
     """The first prompt begins with the smallest chunk, the second with what the first one taught of its beginning."""
     prefill_budget, plain = PrefillBudget(), 4.0
     for _ in range(20):
@@ -60,7 +58,7 @@ def test_pace_knows_what_depth_costs(slope: float) -> None:
 
 
 @pytest.mark.parametrize("growth", [0.001, 0.004])
-def test_rounds_are_measured_by_those_before_the_prompt(growth: float) -> None:
+def test_rounds_are_measured_by_those_before_the_prompt(growth):
     """Contexts grow while a prompt is read, so that rounds would become dearer without it: it gets what is left of
     twice the time that they took before."""
     prefill_budget, plain, depth, ratios, chunks = PrefillBudget(), 4.0, 0, [], []
@@ -81,7 +79,7 @@ def test_rounds_are_measured_by_those_before_the_prompt(growth: float) -> None:
     assert min(ratios[8:-1]) >= 1.6
 
 
-def test_rounds_that_stay_dear_become_the_measure() -> None:
+def test_rounds_that_stay_dear_become_the_measure():
     """Contexts are longer for good and prompts never cease: they are not kept at the smallest chunk for ever."""
     prefill_budget = PrefillBudget()
     for _ in range(20):
@@ -95,7 +93,7 @@ def test_rounds_that_stay_dear_become_the_measure() -> None:
     assert given[-1] >= 40
 
 
-def test_pace_under_a_stream_of_prompts() -> None:
+def test_pace_under_a_stream_of_prompts():
     """Prompt tokens in every round from the first on: decoding alone is still measured now and then, and no more."""
     prefill_budget, machine = PrefillBudget(), Clock(2.0, 0.3, 0.15)
     given = []
@@ -109,7 +107,7 @@ def test_pace_under_a_stream_of_prompts() -> None:
     assert machine.seconds(7, max(given[-200:])) >= 1.5 * machine.seconds(7, 0)
 
 
-def test_one_slow_round_does_not_open_the_gate() -> None:
+def test_one_slow_round_does_not_open_the_gate():
     prefill_budget, machine = PrefillBudget(), Clock(2.0, 0.3, 0.15)
     for _ in range(20):
         prefill_budget.observe(7, 0, machine.seconds(7, 0))

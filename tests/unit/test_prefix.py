@@ -1,23 +1,19 @@
 """The prefix tree against a plain list of the token sequences it has been given; and through engines."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from forerun import LLM, SamplingParams
+from forerun import SamplingParams
 from forerun.cache.pool import KVShape, Pool
 from forerun.cache.prefix import PrefixTree
 
 Run = tuple[int, ...]
 
 
-def common(a: Run, b: Run) -> int:
+def common(a, b):
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
@@ -29,21 +25,21 @@ class PrefixMachine(RuleBasedStateMachine):
     """
 
     @initialize(page_size=st.integers(1, 4), num_pages=st.integers(4, 12))
-    def start(self, page_size: int, num_pages: int) -> None:
+    def start(self, page_size, num_pages):
         self.pool = Pool([KVShape(1, 1, 1)], num_pages, page_size, torch.float32)
         self.tree = PrefixTree(self.pool)
-        self.tokens: dict[int, list[int]] = {}
-        self.known: dict[Run, int] = {}
+        self.tokens = {}
+        self.known = {}
         self.time = 0
         self.keys = 0
 
-    def use(self, run: Run) -> None:
+    def use(self, run):
         """A run was used, and with it everything that it begins with."""
         self.time += 1
         for end in range(self.pool.page_size, len(run) + 1, self.pool.page_size):
             self.known[run[:end]] = self.time
 
-    def room(self, key: int, length: int) -> bool:
+    def room(self, key, length):
         """Reserve, and check which runs had to go for it: the least recently used of those that nobody has."""
         if not self.pool.can_reserve(key, length):
             return False
@@ -60,8 +56,8 @@ class PrefixMachine(RuleBasedStateMachine):
             del self.known[run]
         return True
 
-    def entered(self) -> set[Run]:
-        result: set[Run] = set()
+    def entered(self):
+        result = set()
         open_nodes = [((), self.tree.root)]
         while open_nodes:
             run, node = open_nodes.pop()
@@ -70,20 +66,20 @@ class PrefixMachine(RuleBasedStateMachine):
                 open_nodes.append((run + child.run, child))
         return result
 
-    def page_of(self, run: Run) -> int:
+    def page_of(self, run):
         node, size = self.tree.root, self.pool.page_size
         for start in range(0, len(run), size):
             node = node.children[run[start : start + size]]
         return node.page
 
-    def write(self, key: int, start: int, values: list[int]) -> None:
+    def write(self, key, start, values):
         places = self.pool.slot_mapping(key, range(start, start + len(values)))
         rows = torch.tensor(values, dtype=torch.float32)[:, None, None]
         self.pool.write(0, places, rows, rows)
         self.pool.advance(key, start + len(values))
 
     @rule(data=st.data(), length=st.integers(1, 14), partial=st.booleans())
-    def begin(self, data: st.DataObject, length: int, partial: bool) -> None:
+    def begin(self, data, length, partial):
         """A request whose prompt may begin like an earlier one; all but its last token may be reused."""
         like = data.draw(st.sampled_from([(), *sorted(self.known)]))
         rest = data.draw(st.lists(st.integers(0, 1), min_size=length, max_size=length))
@@ -104,12 +100,12 @@ class PrefixMachine(RuleBasedStateMachine):
         self.tokens[key] = list(prompt[:reused])
         self.feed(key, list(prompt[reused:]))
 
-    def feed(self, key: int, values: list[int]) -> None:
+    def feed(self, key, values):
         self.write(key, len(self.tokens[key]), values)
         self.tokens[key] += values
         self.commit(key)
 
-    def commit(self, key: int) -> None:
+    def commit(self, key):
         size, tokens = self.pool.page_size, self.tokens[key]
         whole = tuple(tokens[: len(tokens) // size * size])
         new = len(whole) // size > getattr(self, "ends", {}).get(key, 0)
@@ -119,7 +115,7 @@ class PrefixMachine(RuleBasedStateMachine):
             self.use(whole)
 
     @rule(data=st.data(), draft=st.lists(st.integers(0, 1), min_size=1, max_size=5))
-    def round(self, data: st.DataObject, draft: list[int]) -> None:
+    def round(self, data, draft):
         """Drafted entries are written and some of them kept; only those may enter the tree."""
         if not self.tokens:
             return
@@ -134,14 +130,14 @@ class PrefixMachine(RuleBasedStateMachine):
         self.commit(key)
 
     @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
+    def end(self, data):
         if self.tokens:
             key = data.draw(st.sampled_from(sorted(self.tokens)))
             self.pool.free(key)
             del self.tokens[key]
 
     @invariant()
-    def everyone_reads_their_own_tokens(self) -> None:
+    def everyone_reads_their_own_tokens(self):
         if not hasattr(self, "pool"):
             return
         for key, tokens in self.tokens.items():
@@ -150,7 +146,7 @@ class PrefixMachine(RuleBasedStateMachine):
             assert keys[0, : len(tokens), 0].tolist() == tokens
 
     @invariant()
-    def the_tree_is_what_was_committed(self) -> None:
+    def the_tree_is_what_was_committed(self):
         if not hasattr(self, "pool"):
             return
         self.pool.check()
@@ -160,7 +156,7 @@ class PrefixMachine(RuleBasedStateMachine):
             page = self.pool.keys[0][self.page_of(run), 0, :, 0].tolist()
             assert tuple(page) == run[-self.pool.page_size :]
 
-    def teardown(self) -> None:
+    def teardown(self):
         if hasattr(self, "pool"):
             for key in list(self.tokens):
                 self.pool.free(key)
@@ -219,11 +215,11 @@ DRAFT = {"method": "draft_model", "num_speculative_tokens": 3}
 
 
 @pytest.fixture(scope="module")
-def paged(llm: Callable[..., LLM], tiny_draft: str) -> LLM:
+def paged(llm, tiny_draft):
     return llm({**DRAFT, "model": tiny_draft}, page_size=8, invariant=True)
 
 
-def fresh(model: LLM) -> None:
+def fresh(model):
     for drafter in model.engine.router.drafters.values():
         drafter.tree.clear()
     model.engine.scheduler.tree.clear()
@@ -232,7 +228,7 @@ def fresh(model: LLM) -> None:
 
 
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_a_reused_prefix_changes_no_bit(llm: Callable[..., LLM], paged: LLM, params: SamplingParams) -> None:
+def test_a_reused_prefix_changes_no_bit(llm, paged, params):
     """Tokens and log-probabilities, against an engine that shares nothing; the tail of an answer is reused too."""
     alone = llm(invariant=True)
     fresh(paged)
@@ -250,7 +246,7 @@ def test_a_reused_prefix_changes_no_bit(llm: Callable[..., LLM], paged: LLM, par
     paged.engine.check()
 
 
-def test_a_known_prompt_recomputes_its_last_token_only(paged: LLM) -> None:
+def test_a_known_prompt_recomputes_its_last_token_only(paged):
     """Whether or not the prompt fills its last page."""
     for length in (16, 17, 23, 24):
         fresh(paged)
@@ -262,10 +258,10 @@ def test_a_known_prompt_recomputes_its_last_token_only(paged: LLM) -> None:
         assert paged.engine.stats.prefix_hits - before == length - 1
 
 
-def test_the_draft_starts_on_its_prefix_too(paged: LLM) -> None:
+def test_the_draft_starts_on_its_prefix_too(paged):
     fresh(paged)
     drafter = paged.engine.router.drafters["draft_model"]
-    rows: list[int] = []
+    rows = []
     missing = drafter._missing
 
     def counting(*given):
@@ -285,7 +281,7 @@ def test_the_draft_starts_on_its_prefix_too(paged: LLM) -> None:
     assert max(rows) <= 8
 
 
-def test_prompt_logprobs_read_the_whole_prompt(paged: LLM) -> None:
+def test_prompt_logprobs_read_the_whole_prompt(paged):
     fresh(paged)
     asked = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1)
     first, again = paged.generate(TEXT, asked)[0], paged.generate(TEXT, asked)[0]
@@ -294,7 +290,7 @@ def test_prompt_logprobs_read_the_whole_prompt(paged: LLM) -> None:
     assert len(again.prompt_logprobs) == len(again.prompt_token_ids)
 
 
-def test_off_means_off(llm: Callable[..., LLM]) -> None:
+def test_off_means_off(llm):
     off = llm(page_size=8, prefix_caching=False)
     for _ in range(2):
         assert off.generate(TEXT, GREEDY)[0].metrics.num_cached_tokens == 0
@@ -302,7 +298,7 @@ def test_off_means_off(llm: Callable[..., LLM]) -> None:
     assert off.engine.pools[0].num_free == off.engine.pools[0].num_pages
 
 
-def test_a_drafter_without_hidden_states_of_a_prefix_reads_it_again(paged: LLM) -> None:
+def test_a_drafter_without_hidden_states_of_a_prefix_reads_it_again(paged):
     """``reusable`` bounds the hit, whatever the tree knows."""
     fresh(paged)
     paged.generate(TEXT, GREEDY)
@@ -314,10 +310,10 @@ def test_a_drafter_without_hidden_states_of_a_prefix_reads_it_again(paged: LLM) 
         del drafter.reusable
 
 
-def test_answers_to_one_prompt_read_it_once(paged: LLM) -> None:
+def test_answers_to_one_prompt_read_it_once(paged):
     """Four answers queued at once: the prompt's pages are computed by the first of them."""
     fresh(paged)
-    rows: list[int] = []
+    rows = []
     forward = paged.model.forward
 
     def counting(batch, attention):

@@ -1,13 +1,8 @@
 """AWQ, GPTQ, compressed-tensors and FP8: checkpoints written here bit by bit, and dequantized here with numpy."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +26,7 @@ AWQ_PLACES = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight outputs lies in the lowest four bits, and so on."""
 
 
-def pack(levels: np.ndarray, bits: int = 4, places: tuple[int, ...] | None = None) -> np.ndarray:
+def pack(levels, bits=4, places=None):
     """Levels [a, b] into int32 [a, b * bits / 32], the lowest bits first."""
     count = 32 // bits
     grouped = levels.astype(np.uint32).reshape(len(levels), -1, count)[..., list(places or range(count))]
@@ -41,7 +36,7 @@ def pack(levels: np.ndarray, bits: int = 4, places: tuple[int, ...] | None = Non
     return words.view(np.int32)
 
 
-def rounded(weight: np.ndarray, group: int, bits: int = 4, centred: bool = False) -> tuple[np.ndarray, ...]:
+def rounded(weight, group, bits=4, centred=False):
     """Levels [outputs, inputs], scales float16 as float32 and zeros [outputs, groups]."""
     top = 2**bits - 1
     parts = weight.reshape(len(weight), -1, group)
@@ -58,22 +53,22 @@ def rounded(weight: np.ndarray, group: int, bits: int = 4, centred: bool = False
     return levels.reshape(weight.shape), scales, zeros
 
 
-def values(levels: np.ndarray, scales: np.ndarray, zeros: np.ndarray, groups: np.ndarray) -> np.ndarray:
+def values(levels, scales, zeros, groups):
     return (levels - zeros[:, groups]).astype(np.float32) * scales[:, groups]
 
 
-def every(inputs: int, group: int) -> np.ndarray:
+def every(inputs, group):
     return np.arange(inputs) // group
 
 
-def awq(weight: np.ndarray, group: int) -> Written:
+def awq(weight, group):
     levels, scales, zeros = rounded(weight, group)
     parts = {"qweight": pack(levels.T, places=AWQ_PLACES), "qzeros": pack(zeros.T, places=AWQ_PLACES),
              "scales": scales.T.astype(np.float16)}  # fmt: skip
     return parts, values(levels, scales, zeros, every(weight.shape[1], group))
 
 
-def gptq(weight: np.ndarray, group: int, centred: bool = True, shuffled: bool = False, less: int = 1) -> Written:
+def gptq(weight, group, centred=True, shuffled=False, less=1):
     levels, scales, zeros = rounded(weight, group, centred=centred)
     groups = every(weight.shape[1], group)
     if shuffled:
@@ -83,22 +78,22 @@ def gptq(weight: np.ndarray, group: int, centred: bool = True, shuffled: bool = 
     return parts, values(levels, scales, zeros, groups)
 
 
-def compressed(weight: np.ndarray, group: int, centred: bool = True, bits: int = 4) -> Written:
+def compressed(weight, group, centred=True, bits=4):
     levels, scales, zeros = rounded(weight, group, bits, centred)
-    parts: Parts = {"weight_packed": pack(levels, bits), "weight_scale": torch.from_numpy(scales),
+    parts = {"weight_packed": pack(levels, bits), "weight_scale": torch.from_numpy(scales),
                     "weight_shape": np.array(weight.shape)}  # fmt: skip
     if not centred:
         parts["weight_zero_point"] = pack(zeros.T, bits).T
     return parts, values(levels, scales, zeros, every(weight.shape[1], group))
 
 
-def in_bytes(weight: np.ndarray) -> Written:
+def in_bytes(weight):
     levels, scales, zeros = rounded(weight, weight.shape[1], 8, centred=True)
     whole = (levels - zeros).astype(np.int8)
     return {"weight": whole, "weight_scale": scales}, whole.astype(np.float32) * scales
 
 
-def fp8(weight: np.ndarray, tile: int = 32) -> Written:
+def fp8(weight, tile=32):
     rows, columns = -(-weight.shape[0] // tile), -(-weight.shape[1] // tile)
     scales = np.random.default_rng(1).uniform(0.01, 0.02, (rows, columns)).astype(np.float32)
     wide = np.repeat(np.repeat(scales, tile, 0), tile, 1)[: weight.shape[0], : weight.shape[1]]
@@ -106,13 +101,13 @@ def fp8(weight: np.ndarray, tile: int = 32) -> Written:
     return {"weight": numbers, "weight_scale_inv": scales}, numbers.float().numpy() * wide
 
 
-def of_compressed(bits: int, format: str) -> dict[str, Any]:
+def of_compressed(bits, format):
     groups = {"group_0": {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int"}}}
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups}
 
 
 GPTQ = {"quant_method": "gptq", "bits": 4}
-CASES: dict[str, tuple[Callable[[np.ndarray], Written], dict[str, Any], str]] = {
+CASES = {
     "awq, 32": (lambda w: awq(w, 32), {"quant_method": "awq", "bits": 4, "version": "gemm"}, "Q4_1"),
     "awq, 64": (lambda w: awq(w, 64), {"quant_method": "awq", "bits": 4, "group_size": 64}, "Q4_1"),
     "awq, 16": (lambda w: awq(w, 16), {"quant_method": "awq", "bits": 4, "group_size": 16}, "streamed"),
@@ -130,13 +125,13 @@ CASES: dict[str, tuple[Callable[[np.ndarray], Written], dict[str, Any], str]] = 
 }  # fmt: skip
 
 
-def write(folder: Path, name: str) -> dict[str, torch.Tensor]:
+def write(folder, name):
     """A tiny Llama whose layers are quantized so, and what its weights stand for."""
     make, config, _ = CASES[name]
     tiny_llama(hidden_size=64, intermediate_size=128, dtype="bfloat16").bfloat16().save_pretrained(folder)
     save_tokenizer(folder)
-    tensors: dict[str, torch.Tensor] = {}
-    meant: dict[str, torch.Tensor] = {}
+    tensors = {}
+    meant = {}
     for tensor, weight in load_file(folder / "model.safetensors").items():
         stem = tensor.removesuffix(".weight")
         if "_proj" not in stem:

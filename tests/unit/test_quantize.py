@@ -1,7 +1,5 @@
 """8-bit weights: how large, how far off, and whose rows depend on their batch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,7 +16,6 @@ from forerun.models.formats import ON_CPU, blocks, int8
 from forerun.models.formats.base import size
 from forerun.models.invariance import self_test
 from forerun.models.kinds import KINDS
-from forerun.models.native import NativeModel
 from forerun.speculate.draft import drafters
 from modules import native
 
@@ -35,12 +32,12 @@ def backend(request, monkeypatch):
     return request.param
 
 
-def layer(outputs: int = 300, inputs: int = 250) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def layer(outputs=300, inputs=250):
     torch.manual_seed(0)
     return torch.randn(outputs, inputs), torch.randn(outputs), torch.randn(40, inputs)
 
 
-def model(quantization: str | None, invariant: bool = False, dtype: torch.dtype = torch.float32) -> NativeModel:
+def model(quantization, invariant=False, dtype=torch.float32):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=512, hidden_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -54,7 +51,7 @@ def model(quantization: str | None, invariant: bool = False, dtype: torch.dtype 
     return native(module.to(dtype), **options)
 
 
-def logits(built: NativeModel) -> torch.Tensor:
+def logits(built):
     tokens = torch.randint(512, (50,), generator=torch.Generator().manual_seed(1)).tolist()
     attention = new_attention(built, max_seqs=1, max_len=64)
     return built.forward(Batch([Span(0, 0, tokens, logits=list(range(50)))]), attention).logits
@@ -148,7 +145,7 @@ def test_none_leaves_a_target_as_it_is():
     assert "int8" not in llm.model.info.path
 
 
-def bundled(speculative: dict, **options) -> tuple[LLM, str]:
+def bundled(speculative, **options):
     """The bundled pair, and how the draft's weights are stored."""
     llm = LLM("forerun:target", speculative_config={"method": "draft_model", **speculative}, **options)
     (drafter,) = llm.engine.router.drafters.values()
@@ -191,7 +188,7 @@ def test_a_wish_that_the_path_cannot_meet_is_refused(options, named):
 
 
 @pytest.fixture(scope="module")
-def half() -> LLM:
+def half():
     return LLM("forerun:target", dtype="float16")
 
 

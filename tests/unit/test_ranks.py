@@ -1,19 +1,16 @@
 """A model's layers over several ranks: here two threads that swap their parts, so that every architecture is quick;
 ``test_ranks_processes.py`` has the processes."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from threading import Barrier
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forerun.core.batch import Batch, Output, Span
+from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, RankError
 from forerun.models.architectures.spec import bind
 from forerun.models.base import new_attention
@@ -59,17 +56,17 @@ CASES = {
 class Swap:
     """What two threads' teams meet through."""
 
-    def __init__(self) -> None:
-        self.shards: list[torch.Tensor] = [torch.empty(0)] * 2
+    def __init__(self):
+        self.shards = [torch.empty(0)] * 2
         self.barrier = Barrier(2, timeout=20)
 
 
 class Thread(Team):
-    def __init__(self, rank: int, swap: Swap) -> None:
+    def __init__(self, rank, swap):
         super().__init__(rank, 2)
         self.leads, self.swap = rank == 0, swap
 
-    def shards(self, shard: torch.Tensor) -> list[torch.Tensor]:
+    def shards(self, shard):
         if self._apart:
             return [shard] * 2
         self.swap.shards[self.rank] = shard
@@ -82,9 +79,9 @@ class Thread(Team):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """Case name -> folder of a random checkpoint."""
-    made: dict[str, Path] = {}
+    made = {}
 
-    def get(name: str) -> str:
+    def get(name):
         if name not in made:
             kind, options = CASES[name]
             torch.manual_seed(0)
@@ -100,7 +97,7 @@ def checkpoint(tmp_path_factory):
     return get
 
 
-def two(folder: Path, dtype: torch.dtype = torch.float32, weights: str = "auto") -> list[NativeModel]:
+def two(folder, dtype=torch.float32, weights="auto"):
     """Both ranks' models."""
     config, swap = read_config(folder), Swap()
     models = []
@@ -125,7 +122,7 @@ def together(models, work):
     return first
 
 
-def logits(model) -> torch.Tensor:
+def logits(model):
     tokens = [(7 * index + 1) % TOKENS for index in range(ROWS)]
     attention = new_attention(model, max_seqs=1, max_len=64, page_size=8)
     return model.forward(Batch([Span(0, 0, tokens, logits=list(range(ROWS)))]), attention).logits
@@ -161,7 +158,7 @@ def test_a_ranks_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoint, 
 
 
 @torch.inference_mode()
-def pieces(model) -> list[Output]:
+def pieces(model):
     attention = new_attention(model, max_seqs=2, max_len=64, page_size=4)
     nodes = Span(0, 12, [9, 8, 7, 6], [-1, 0, 0, 1], logits=[1, 3])
     batches = [

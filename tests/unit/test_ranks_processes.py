@@ -1,7 +1,5 @@
 """Tensor parallelism with processes: one engine over two of them for the whole file."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -78,7 +76,7 @@ def test_a_killed_rank_ends_the_engine_with_one_line(engine):
         assert "\n" not in str(caught.value)
     assert monotonic() - began < 10
 
-    async def ask() -> tuple[bool, str]:
+    async def ask():
         server = AsyncEngine(engine.engine)
         deltas = [delta async for delta in server.generate([5, 6], SamplingParams(max_tokens=4))]
         ready = server.ready

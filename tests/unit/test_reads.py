@@ -14,12 +14,12 @@ PROMPT = "import os\n\n\ndef read(path):\n    with open(path) as file:\n        
 
 
 @pytest.fixture(params=[{}, {"tree": [2, 1, 1]}], ids=["chain", "tree"])
-def llm(request) -> LLM:
+def llm(request):
     config = {"method": "draft_model", "num_speculative_tokens": 3, **request.param}
     return LLM(speculative_config=config, page_size=16, max_num_seqs=2)
 
 
-def reading(llm: LLM, count: int | None):
+def reading(llm, count):
     """The engine's policy lets drafters begin with so many tokens."""
 
     class Reading(Fixed):
@@ -37,12 +37,12 @@ def reading(llm: LLM, count: int | None):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("count", [1, 8, 1000, None])
-def test_the_tokens_are_the_same_however_much_is_read(llm: LLM, count: int | None, temperature: float) -> None:
+def test_the_tokens_are_the_same_however_much_is_read(llm, count, temperature):
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=60)
     (plain,) = llm.generate([PROMPT], params, use_tqdm=False, speculate=False)
     policy = reading(llm, count)
     (drafter,) = llm.engine.router.drafters.values()
-    fed: list[int] = []
+    fed = []
     forward = drafter.model.forward
     drafter.chains = None  # so that every forward is seen
     drafter.model.forward = lambda batch, attention: fed.append(batch.num_rows) or forward(batch, attention)
@@ -55,7 +55,7 @@ def test_the_tokens_are_the_same_however_much_is_read(llm: LLM, count: int | Non
     llm.engine.check()
 
 
-def test_what_is_cached_is_not_behind(llm: LLM) -> None:
+def test_what_is_cached_is_not_behind(llm):
     policy = reading(llm, None)
     params = SamplingParams(temperature=0.0, max_tokens=8)
     llm.generate([PROMPT * 3], params, use_tqdm=False)
@@ -72,12 +72,12 @@ READING, PREFILL = 2.5, 3.8
 
 @pytest.mark.parametrize("prompt", [50, 300, 1500])
 @pytest.mark.parametrize("length", [8, 32, 128])
-def test_whole_requests_are_not_slower(prompt: int, length: int) -> None:
+def test_whole_requests_are_not_slower(prompt, length):
     """Time to read the prompt included, from the first answer on; drafts as far as possible lose a third of a short
     answer to a long prompt."""
     machine = Machine(**PAIR, per_token_behind=READING, multiple=1)
 
-    def seconds(policy: str | None) -> float:
+    def seconds(policy):
         runs = [
             play(machine, policy, 1, lambda *_: 0.87, depth=7, length=length, requests=8, prompt=prompt, seed=seed)
             for seed in range(3)
@@ -92,7 +92,7 @@ def test_whole_requests_are_not_slower(prompt: int, length: int) -> None:
         assert plain / seconds("fixed") < 0.7
 
 
-def test_a_token_s_price_is_learnt_from_the_tokens_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_s_price_is_learnt_from_the_tokens_that_were_read(monkeypatch):
     """Drafts that begin with the last tokens of a long prompt do not make reading look cheap."""
     make, policies = simulated._policy, []
     monkeypatch.setattr(simulated, "_policy", lambda *given: policies.append(make(*given)) or policies[-1])
@@ -103,7 +103,7 @@ def test_a_token_s_price_is_learnt_from_the_tokens_that_were_read(monkeypatch: p
     assert costs.read("m", 1) / costs.verify(1) == pytest.approx(READING / (PAIR["base"] + PAIR["per_row"]), rel=0.3)
 
 
-def test_a_draft_that_was_useless_once_is_read_again() -> None:
+def test_a_draft_that_was_useless_once_is_read_again():
     """Nothing is accepted in the first three answers; in the last ones drafts are used, though prompts must be read."""
     machine = Machine(**PAIR, per_token_behind=READING, multiple=1)
     result = play(
@@ -113,5 +113,5 @@ def test_a_draft_that_was_useless_once_is_read_again() -> None:
     assert sum(nodes > 0 for nodes in late) > 100
 
 
-def test_a_sequence_reads_all_unless_reported_otherwise() -> None:
+def test_a_sequence_reads_all_unless_reported_otherwise():
     assert RequestState(0, [1], 1, SamplingParams(), 0).reads is None

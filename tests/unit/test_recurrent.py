@@ -1,8 +1,6 @@
 """Layers that keep a state, compiled, against their recurrences in float64 from a sequence's first token on, path by
 path; and their bits, whatever is fed together, for every number of threads."""
 
-from __future__ import annotations
-
 from array import array
 
 import pytest
@@ -32,10 +30,10 @@ SIZES = {
 class Layer:
     """A compiled layer with random numbers, and rooms for two sequences."""
 
-    def __init__(self, name: str, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, name, dtype=torch.float32):
         generator = torch.Generator().manual_seed(sorted(SIZES).index(name))
 
-        def random(*shape: int) -> torch.Tensor:
+        def random(*shape):
             return torch.randn(shape, generator=generator)
 
         self.kind, sizes = name.split("-")[0], dict(SIZES[name])
@@ -62,17 +60,17 @@ class Layer:
         for key in (0, 1):
             self.states.take(key)
 
-    def inputs(self, count: int) -> torch.Tensor:
+    def inputs(self, count):
         return torch.randn(count, self.width, generator=self.generator).to(self.dtype)
 
-    def feed(self, rows: torch.Tensor, *spans: Span, threads: int = 1) -> torch.Tensor:
+    def feed(self, rows, *spans, threads=1):
         replay = self.states.plan(Batch(list(spans)))
         with kernels.on_threads(threads):
             out = self.mixer(rows.clone(), self.states, lay_out(replay, self.states, len(rows)))
         self.states.settle(replay)
         return out
 
-    def expected(self, path: torch.Tensor) -> torch.Tensor:
+    def expected(self, path):
         """The last row's output [inner] of a sequence of inputs, in float64."""
         sizes, path = self.sizes, path.double()
         if self.kind == "conv":
@@ -105,13 +103,13 @@ class Layer:
             return (normed(out) * self.norm).flatten() * gate
         return normed((out.flatten() * gate).view(sizes.groups, -1)).flatten() * self.norm
 
-    def convolved(self, rows: torch.Tensor) -> torch.Tensor:
+    def convolved(self, rows):
         padded = torch.cat([rows.new_zeros(self.sizes.columns, rows.shape[1]), rows])
         weight = self.weight[:, 0].double().T
         return sum(padded[i : i + len(rows)] * tap for i, tap in enumerate(weight)) + self.bias.double()
 
 
-def normed(rows: torch.Tensor) -> torch.Tensor:
+def normed(rows):
     return rows / (rows.square().mean(-1, keepdim=True) + EPS).sqrt()
 
 
@@ -125,7 +123,7 @@ def test_every_path_in_float64(name, dtype, bound):
     layer = Layer(name, dtype)
     ours, others = layer.inputs(20), layer.inputs(9)
 
-    def check(got: torch.Tensor, paths: list[torch.Tensor]) -> None:
+    def check(got, paths):
         expected = torch.stack([layer.expected(path) for path in paths])
         assert (got - expected).abs().max() < bound * expected.abs().max()
 
@@ -207,7 +205,7 @@ def test_arguments_that_reach_elsewhere_are_refused():
     assert records is not None
     assert numbers is not None
 
-    def run(**more: object) -> None:
+    def run(**more):
         span = Span(0, 0, [1] * 3)
         laid = lay_out(layer.states.plan(Batch([span])), layer.states, 3)
         kept, (name, changes) = laid.kept, more.get("change", ("", {}))

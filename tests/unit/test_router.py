@@ -1,7 +1,5 @@
 """Who is asked for drafts, and who learns what became of a round."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +14,7 @@ from forerun.speculate.draft.router import Router
 class Seen(Drafter):
     def __init__(self):
         super().__init__(DrafterConfig(), SimpleNamespace(sampler=SimpleNamespace(vocab_size=10)))
-        self.rounds: list[list[int]] = []
+        self.rounds = []
 
     def propose(self, sequences, budgets):
         return [Draft.chain([1] * budget) for budget in budgets]

@@ -1,7 +1,5 @@
 """Draws by inversion, the fast argmax, and the sampler's shared noise."""
 
-from __future__ import annotations
-
 import numpy
 import pytest
 import torch
@@ -17,11 +15,11 @@ from here import where
 SIZES = [2, 127, 4096, 8193, 20_000, 128_256]
 
 
-def sequence(temperature: float = 1.0, seed: int = 0, length: int = 3) -> RequestState:
+def sequence(temperature=1.0, seed=0, length=3):
     return RequestState(seed, [1] * length, length, SamplingParams(temperature=temperature), seed)
 
 
-def kernel(weights: torch.Tensor, quantiles: torch.Tensor) -> torch.Tensor:
+def kernel(weights, quantiles):
     compiled = Sampler(weights.shape[1]).compiled
     assert compiled is not None
     return torch.tensor(compiled.draw(weights, quantiles[:, 0].tolist()))
@@ -32,7 +30,7 @@ INVERSIONS = [invert] if Sampler(1).compiled is None else [invert, kernel]
 
 @pytest.mark.parametrize("invert", INVERSIONS)
 @pytest.mark.parametrize("size", SIZES)
-def test_inversion_is_exact(size: int, invert) -> None:
+def test_inversion_is_exact(size, invert):
     """The first id whose cumulative share exceeds the uniform, by an independent float64 search."""
     generator = torch.Generator().manual_seed(size)
     weights = torch.rand(7, size, generator=generator) ** 4 * 10.0 ** torch.arange(-3, 4)[:, None]
@@ -48,7 +46,7 @@ def test_inversion_is_exact(size: int, invert) -> None:
 @pytest.mark.parametrize("invert", INVERSIONS)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("quantile", [0.0, 0.5, 1.0 - 2.0**-53])
-def test_an_impossible_id_is_never_drawn(size: int, quantile: float, invert) -> None:
+def test_an_impossible_id_is_never_drawn(size, quantile, invert):
     places = torch.arange(0, size, max(1, size // 40))
     weights = torch.zeros(len(places), size)
     weights[torch.arange(len(places)), places] = 1e-30
@@ -56,7 +54,7 @@ def test_an_impossible_id_is_never_drawn(size: int, quantile: float, invert) -> 
 
 
 @pytest.mark.parametrize("invert", INVERSIONS)
-def test_inversion_of_an_empty_row_stays_inside(invert) -> None:
+def test_inversion_of_an_empty_row_stays_inside(invert):
     for size in SIZES:
         for value in (0.0, float("nan")):
             token = int(invert(torch.full((1, size), value), torch.tensor([[0.3]], dtype=torch.float64)))
@@ -64,7 +62,7 @@ def test_inversion_of_an_empty_row_stays_inside(invert) -> None:
 
 
 @pytest.mark.parametrize("size", [5, 10_000])
-def test_draws_follow_their_weights(size: int) -> None:
+def test_draws_follow_their_weights(size):
     weights = torch.zeros(1, size)
     weights[0, torch.tensor([0, 1, size // 2, size - 2, size - 1])] = torch.tensor([5.0, 1.0, 0.0, 2.0, 2.0])
     sampler = Sampler(size)
@@ -77,7 +75,7 @@ def test_draws_follow_their_weights(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_best_is_the_first_maximum(size: int) -> None:
+def test_best_is_the_first_maximum(size):
     generator = torch.Generator().manual_seed(1)
     scores = torch.randint(0, 50, (6, size), generator=generator).float()
     values, ids = best(scores)
@@ -87,7 +85,7 @@ def test_best_is_the_first_maximum(size: int) -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_best_shows_faulty_rows(size: int) -> None:
+def test_best_shows_faulty_rows(size):
     scores = torch.zeros(2, size)
     scores[0, size - 1] = float("nan")
     scores[1] = -float("inf")
@@ -97,14 +95,14 @@ def test_best_shows_faulty_rows(size: int) -> None:
 
 
 @pytest.fixture(params=["kernel", "torch"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def way(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr("forerun.sampling.noise.can_sample", lambda device: False)
     return request.param
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_pick_is_the_argmax_of_scores_and_noise(way: str, size: int) -> None:
+def test_a_pick_is_the_argmax_of_scores_and_noise(way, size):
     sampler, generator = Sampler(size), torch.Generator().manual_seed(size)
     warped = torch.randint(0, 50, (6, size), generator=generator) / 8
     warped[1, : size // 2] = -float("inf")
@@ -120,7 +118,7 @@ def test_a_pick_is_the_argmax_of_scores_and_noise(way: str, size: int) -> None:
     assert sampler.pick(warped, rows)[2] is None
 
 
-def test_a_pick_shows_faulty_rows(way: str) -> None:
+def test_a_pick_shows_faulty_rows(way):
     warped = torch.zeros(3, 300)
     warped[0, 299] = float("nan")
     warped[1] = -float("inf")
@@ -131,7 +129,7 @@ def test_a_pick_shows_faulty_rows(way: str) -> None:
 
 
 @pytest.mark.parametrize("size", where(Sampler(1).compiled is not None, SIZES))
-def test_what_two_distributions_share(size: int) -> None:
+def test_what_two_distributions_share(size):
     compiled, generator = Sampler(size).compiled, torch.Generator().manual_seed(size)
     scores, q = (torch.randn(4, size, generator=generator) * 3 for _ in range(2))
     scores[2, size // 2 :] = -float("inf")
@@ -143,7 +141,7 @@ def test_what_two_distributions_share(size: int) -> None:
     assert result[2] == 0.0
 
 
-def test_shared_noise_depends_on_seed_and_position_alone() -> None:
+def test_shared_noise_depends_on_seed_and_position_alone():
     """Target and drafter, prefix committed or drafted, alone or in a batch: one noise."""
     sampler, logits = Sampler(300), torch.randn(4, 300)
     grown = Row(sequence(length=3), [5, 6])
@@ -159,7 +157,7 @@ def test_shared_noise_depends_on_seed_and_position_alone() -> None:
         assert torch.equal(Sampler(300).shared(line[None], [row])[0], together)
 
 
-def test_a_round_s_next_positions_are_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_s_next_positions_are_ready(monkeypatch):
     """Where several rows of noise cost little more than one."""
     monkeypatch.setattr("forerun.sampling.noise.can_sample", lambda device: False)
     sampler = Sampler(300)
@@ -167,7 +165,7 @@ def test_a_round_s_next_positions_are_ready(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(target_key(0, position) in sampler.noise for position in range(3, 7))
 
 
-def test_perturb_leaves_rows_without_a_key() -> None:
+def test_perturb_leaves_rows_without_a_key():
     logits = torch.randn(3, 20)
     scores = Sampler(20).perturb(logits, [None, 5, None])
     assert torch.equal(scores[[0, 2]], logits[[0, 2]])
@@ -177,7 +175,7 @@ def test_perturb_leaves_rows_without_a_key() -> None:
 
 @pytest.mark.parametrize("kernels", [False] if Sampler(1).compiled is None else [False, True])
 @pytest.mark.parametrize("size", [1, 5, 16, 17, 8192, 20_000])
-def test_the_best_ids_and_the_logs_of_their_probabilities(size: int, kernels: bool) -> None:
+def test_the_best_ids_and_the_logs_of_their_probabilities(size, kernels):
     """Against a sort and a log-softmax in float64; equals are equally good, banned ids never come."""
     sampler = Sampler(size)
     if not kernels:

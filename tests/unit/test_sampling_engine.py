@@ -1,13 +1,10 @@
 """Sampling options in the engine: speculative equals plain, plain equals one token at a time over transformers."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy
 import pytest
@@ -31,21 +28,21 @@ LENGTH = 16
 
 
 @pytest.fixture(scope="module")
-def raw_logits(tiny_target: str) -> Callable[[Sequence[int]], numpy.ndarray]:
+def raw_logits(tiny_target):
     """transformers' logits after each of the tokens, float64 [tokens, vocabulary]."""
     model = LlamaForCausalLM.from_pretrained(tiny_target).eval()
 
     @functools.lru_cache(maxsize=4096)
-    def rows(tokens: tuple[int, ...]) -> numpy.ndarray:
+    def rows(tokens):
         with torch.inference_mode():
             return model(torch.tensor([tokens])).logits[0].double().numpy()
 
     return lambda tokens: rows(tuple(tokens))
 
 
-def mix(draw: Callable[[st.SearchStrategy], Any]) -> SamplingParams:
+def mix(draw):
     """Some options at random; what is not drawn is off."""
-    given: dict[str, st.SearchStrategy] = {
+    given = {
         "temperature": st.sampled_from([0.0, 0.5, 0.8, 1.2]),
         "top_k": st.integers(1, 30),
         "top_p": st.floats(0.3, 0.99),
@@ -69,14 +66,14 @@ mixes = st.composite(lambda draw: [mix(draw) for _ in PROMPTS])()
 slow = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-def answers(llm: LLM, params: Sequence[SamplingParams]) -> list[tuple[list[int], str | None, str | int | None]]:
+def answers(llm, params):
     outputs = llm.generate(PROMPTS, list(params))
     return [(o.token_ids, o.finish_reason, o.stop_reason) for output in outputs for o in output.outputs]
 
 
 @slow
 @given(params=mixes)
-def test_speculative_equals_plain(llm: Loader, tiny_draft: str, params: list[SamplingParams]) -> None:
+def test_speculative_equals_plain(llm, tiny_draft, params):
     """Requests with options of their own in one batch."""
     plain = answers(llm(), params)
     for spec in (
@@ -89,7 +86,7 @@ def test_speculative_equals_plain(llm: Loader, tiny_draft: str, params: list[Sam
 
 @pytest.mark.parametrize("accept", [name for name in rules if rules[name].lossless])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_only_allowed_tokens_come(llm: Loader, tiny_draft: str, accept: str, temperature: float) -> None:
+def test_only_allowed_tokens_come(llm, tiny_draft, accept, temperature):
     """With drafts that are warped alike, and with copies of the prompt, which are not."""
     allowed = [token for token in range(len(ALPHABET)) if token % 3]
     params = SamplingParams(temperature=temperature, seed=3, max_tokens=LENGTH, allowed_token_ids=allowed)
@@ -107,7 +104,7 @@ def test_only_allowed_tokens_come(llm: Loader, tiny_draft: str, accept: str, tem
             assert result == plain
 
 
-def test_a_prompt_may_be_truncated(llm: Loader) -> None:
+def test_a_prompt_may_be_truncated(llm):
     model = llm({"method": "ngram"})
     params = SamplingParams(temperature=0.0, max_tokens=LENGTH)
     ids = model.tokenizer.encode("the cat sat on the mat " * 20)
@@ -119,7 +116,7 @@ def test_a_prompt_may_be_truncated(llm: Loader) -> None:
 
 @slow
 @given(params=mixes)
-def test_plain_equals_one_token_at_a_time(llm: Loader, raw_logits: Callable, params: list[SamplingParams]) -> None:
+def test_plain_equals_one_token_at_a_time(llm, raw_logits, params):
     """Every emitted token is the best of transformers' logits, edited and filtered, plus the position's noise."""
     noise = Gumbel(len(ALPHABET))
     engine = llm().engine
@@ -142,13 +139,13 @@ def test_plain_equals_one_token_at_a_time(llm: Loader, raw_logits: Callable, par
                     assert values[token] > values.max() - 1e-3
 
 
-def log_softmax(values: numpy.ndarray) -> numpy.ndarray:
+def log_softmax(values):
     return values - values.max() - numpy.log(numpy.exp(values - values.max()).sum())
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])
-def test_logprobs(llm: Loader, tiny_draft: str, raw_logits: Callable, mode: str, method: str) -> None:
+def test_logprobs(llm, tiny_draft, raw_logits, mode, method):
     """Values, ranks and the likeliest tokens, of the model's distribution or of the sampled one."""
     spec = {"method": method, **({"model": tiny_draft, "num_speculative_tokens": 3} if method == "draft_model" else {})}
     params = [
@@ -188,7 +185,7 @@ def test_logprobs(llm: Loader, tiny_draft: str, raw_logits: Callable, mode: str,
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
 @pytest.mark.parametrize("accept", [None, *(name for name in rules if rules[name].lossless)])
-def test_the_coldest_temperatures_are_greedy(llm: Loader, tiny_draft: str, accept: str | None, mode: str) -> None:
+def test_the_coldest_temperatures_are_greedy(llm, tiny_draft, accept, mode):
     """And what is still sampled, at 1e-5, has finite logits: the best token's lead is a thousand times that."""
     drafts = {"model": tiny_draft, "accept": accept, "draft_temperature": 1e-5}
     spec = {"method": "draft_model", **drafts} if accept else {"method": "none"}
@@ -205,7 +202,7 @@ def test_the_coldest_temperatures_are_greedy(llm: Loader, tiny_draft: str, accep
 
 
 @pytest.mark.parametrize("budget", [2048, 16])
-def test_prompt_logprobs(llm: Loader, raw_logits: Callable, budget: int) -> None:
+def test_prompt_logprobs(llm, raw_logits, budget):
     """Of the raw distribution, whatever the chunks; the first token has none."""
     params = SamplingParams(temperature=0.7, seed=0, max_tokens=4, prompt_logprobs=2, top_k=5)
     for output in llm({"method": "ngram"}, max_num_batched_tokens=budget).generate(PROMPTS, params):
@@ -222,7 +219,7 @@ def test_prompt_logprobs(llm: Loader, raw_logits: Callable, budget: int) -> None
             assert max(item.logprob for item in result[index].values()) == pytest.approx(expected.max(), abs=1e-3)
 
 
-def test_several_answers(llm: Loader) -> None:
+def test_several_answers(llm):
     """The first of n answers is the only one of n = 1; the others have noise of their own."""
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=LENGTH, n=4)
     for spec in ({"method": "none"}, {"method": "ngram"}):
@@ -240,13 +237,11 @@ REQUESTS = 500
 DISTRIBUTION = {"temperature": 0.9, "top_k": 2, "repetition_penalty": 1.1, "max_tokens": TOKENS + 1, "ignore_eos": True}
 
 
-def exact_distribution(
-    raw_logits: Callable, prompt: Sequence[int], params: SamplingParams
-) -> dict[tuple[int, ...], float]:
+def exact_distribution(raw_logits, prompt, params):
     """Of all ``TOKENS`` + 1 tokens behind ``prompt``."""
-    distribution: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution = {(): 1.0}
     for _ in range(TOKENS + 1):
-        longer: dict[tuple[int, ...], float] = {}
+        longer = {}
         for tokens, mass in distribution.items():
             values = edited(raw_logits([*prompt, *tokens])[-1], params, prompt, tokens, [0]) / params.temperature
             weights = numpy.where(kept(values, params), numpy.exp(values - values.max()), 0.0)
@@ -266,9 +261,7 @@ def exact_distribution(
         ("traversal", {"tree": [2, 1]}),
     ],
 )
-def test_distribution_of_the_output(
-    llm: Loader, tiny_draft: str, raw_logits: Callable, accept: str, shape: dict
-) -> None:
+def test_distribution_of_the_output(llm, tiny_draft, raw_logits, accept, shape):
     """Chi-square of whole answers against the exact distribution of the target, from transformers' logits. The draft is
     hotter than the target, so that much is rejected."""
     spec = {"method": "draft_model", "model": tiny_draft, "accept": accept, "draft_temperature": 2.0, **shape}

@@ -1,9 +1,5 @@
 """Every sampling option, alone and together, against an independent computation of one row at a time."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy
 import pytest
 import torch
@@ -22,10 +18,10 @@ tokens = st.integers(0, VOCAB - 1)
 
 
 @st.composite
-def options(draw: Any) -> SamplingParams:
+def options(draw):
     """Any mix of options; each is off half the time."""
 
-    def maybe(off: Any, some: st.SearchStrategy) -> Any:
+    def maybe(off, some):
         return draw(st.one_of(st.just(off), some))
 
     words = maybe((), st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), min_size=1, max_size=3).map(tuple))
@@ -45,7 +41,7 @@ def options(draw: Any) -> SamplingParams:
 
 
 @st.composite
-def row(draw: Any) -> Row:
+def row(draw):
     prompt = draw(st.lists(tokens, min_size=1, max_size=6))
     output = draw(st.lists(st.integers(0, 5), max_size=6))
     params = draw(options())
@@ -58,7 +54,7 @@ def row(draw: Any) -> Row:
     return Row(sequence, output[committed:])
 
 
-def expected(logits: numpy.ndarray, row: Row, slack: float) -> tuple[numpy.ndarray, numpy.ndarray]:
+def expected(logits, row, slack):
     """Logits before the filters, and which of them stay."""
     sequence, params = row.sequence, row.sequence.params
     output = [*sequence.tokens[sequence.num_prompt :], *row.path]
@@ -70,14 +66,14 @@ def expected(logits: numpy.ndarray, row: Row, slack: float) -> tuple[numpy.ndarr
 
 
 @pytest.fixture(params=["kernels", "torch"] if can_sample(torch.device("cpu")) else ["torch"], autouse=True)
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def way(request, monkeypatch):
     if request.param == "torch":
         monkeypatch.setattr("forerun.sampling.compiled.can_sample", lambda device: False)
 
 
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(row(), min_size=1, max_size=5), st.integers(0, 1 << 30))
-def test_any_mix_of_options(rows: list[Row], seed: int) -> None:
+def test_any_mix_of_options(rows, seed):
     """A batch whose rows have options and contexts of their own."""
     logits = numpy.random.default_rng(seed).normal(scale=3.0, size=(len(rows), VOCAB)).astype(numpy.float32)
     warped = warp(torch.tensor(logits), rows).numpy()
@@ -94,7 +90,7 @@ def test_any_mix_of_options(rows: list[Row], seed: int) -> None:
 
 @pytest.mark.parametrize("size", [VOCAB, 600, 5000, 20000])
 @pytest.mark.parametrize("flat", [True, False])
-def test_top_p_of_wide_rows(size: int, flat: bool) -> None:
+def test_top_p_of_wide_rows(size, flat):
     """Nuclei of a few tokens and of thousands."""
     generator = numpy.random.default_rng(size)
     logits = generator.normal(scale=0.2 if flat else 3.0, size=(6, size)).astype(numpy.float32)
@@ -106,7 +102,7 @@ def test_top_p_of_wide_rows(size: int, flat: bool) -> None:
         assert any(numpy.array_equal(finite, kept(exact, each, slack)) for slack in (0.0, 1e-7, -1e-7, 1e-5, -1e-5))
 
 
-def test_rows_without_a_distribution_spoil_no_other() -> None:
+def test_rows_without_a_distribution_spoil_no_other():
     """NaN, and nothing permitted: both are reported later, by the rules."""
     logits = torch.randn(3, 10000, generator=torch.Generator().manual_seed(0))
     logits[0, 7], logits[1] = float("nan"), float("-inf")
@@ -118,7 +114,7 @@ def test_rows_without_a_distribution_spoil_no_other() -> None:
     assert torch.equal(warped[2:], alone)
 
 
-def test_a_bad_word_that_begins_in_the_prompt_may_go_on() -> None:
+def test_a_bad_word_that_begins_in_the_prompt_may_go_on():
     params = SamplingParams(bad_words_ids=((5, 6, 7),))
     for prompt, path, banned in [([5, 6], [], False), ([5], [6], False), ([1], [5, 6], True), ([1, 5, 6], [6], False)]:
         for committed in range(len(path) + 1):
@@ -128,7 +124,7 @@ def test_a_bad_word_that_begins_in_the_prompt_may_go_on() -> None:
             assert int(torch.isinf(warped).sum()) == banned
 
 
-def test_ties_at_the_edge_stay() -> None:
+def test_ties_at_the_edge_stay():
     logits = torch.tensor([[2.0, 2.0, 2.0, 1.0], [2.0, 2.0, 2.0, 1.0]])
     rows = [Row(RequestState(0, [1], 1, p, seed=0)) for p in (SamplingParams(top_k=2), SamplingParams(top_p=0.5))]
     assert torch.isfinite(warp(logits, rows)).tolist() == [[True, True, True, False]] * 2
@@ -149,7 +145,7 @@ MIXES = [
 
 
 @pytest.mark.parametrize(("size", "count", "threads"), [(98, 60, 1), (4096, 60, 1), (5003, 60, 1), (4096, 10, 2)])
-def test_a_row_is_warped_alike_alone_and_among_others(size: int, count: int, threads: int) -> None:
+def test_a_row_is_warped_alike_alone_and_among_others(size, count, threads):
     """Bit by bit: a sum or a sort that depends on the batch would change which tokens top-p leaves."""
     generator = torch.Generator().manual_seed(size)
     logits = torch.randn(count, size, generator=generator) * torch.rand(count, 1, generator=generator) * 4

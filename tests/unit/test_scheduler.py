@@ -1,8 +1,5 @@
 """The scheduler against an account of rows, pages and turns; no tensors."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -19,9 +16,7 @@ from forerun.engine.scheduler import LONGEST_WAIT, PATIENCE, PrefillBudget, Sche
 PARAMS = SimpleNamespace()
 
 
-def sequence(
-    key: int, prompt: int, output: int = 4, priority: int = 0, tokens: list[int] | None = None
-) -> RequestState:
+def sequence(key, prompt, output=4, priority=0, tokens=None):
     made = RequestState(key, tokens or [key] * prompt, prompt, PARAMS, seed=0, max_tokens=prompt + output)
     made.priority = priority
     return made
@@ -31,13 +26,13 @@ class Rounds:
     """Plays the part of the round: feeds what was scheduled, and answers like a model that always says ``key + 1``
     and accepts as much of a draft as it is told to."""
 
-    def __init__(self, scheduler: Scheduler, prompt_token: float = 0.1) -> None:
+    def __init__(self, scheduler, prompt_token=0.1):
         self.scheduler = scheduler
         self.prompt_token = prompt_token
         """Seconds; a round takes one without."""
-        self.done: list[RequestState] = []
+        self.done = []
 
-    def step(self, accepted: Callable[[RequestState], int] = lambda sequence: 0) -> list[RequestState]:
+    def step(self, accepted=lambda sequence: 0):
         pool = self.scheduler.pool
         chosen = self.scheduler.schedule()
         for one in chosen:
@@ -58,7 +53,7 @@ class Rounds:
         self.scheduler.observe(1.0 + self.prompt_token * read)
         return chosen
 
-    def finish(self, limit: int) -> None:
+    def finish(self, limit):
         """Step until idle, in at most ``limit`` rounds."""
         for _ in range(limit):
             if not self.scheduler.busy:
@@ -80,20 +75,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         nodes=st.integers(0, 4),
         first=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 16), st.integers(0, 1)), min_size=2, max_size=6),
     )
-    def start(
-        self,
-        page_size: int,
-        num_pages: int,
-        seqs: int,
-        rows: int,
-        prefill: int | None,
-        shared: bool,
-        nodes: int,
-        first: list[tuple[int, int, int]],
-    ) -> None:
+    def start(self, page_size, num_pages, seqs, rows, prefill, shared, nodes, first):
         self.pool = Pages(num_pages, page_size)
         self.nodes = nodes
-        self.admitted: dict[int, int] = {}
+        self.admitted = {}
         self.scheduler = Scheduler(
             self.pool,
             max_num_seqs=seqs,
@@ -105,26 +90,26 @@ class SchedulerMachine(RuleBasedStateMachine):
             on_preempt=self.preempted,
         )
         self.rounds = Rounds(self.scheduler)
-        self.alive: dict[int, RequestState] = {}
-        self.paused: list[RequestState] = []
-        self.victims: list[RequestState] = []
+        self.alive = {}
+        self.paused = []
+        self.victims = []
         self.keys = 0
         for prompt, output, like in first:
             self.add_one(prompt, output, 0, like)
 
-    def draft_rows(self, one: RequestState) -> int:
+    def draft_rows(self, one):
         return min(self.nodes, one.remaining - 1) if one.decodes else 0
 
-    def preempted(self, victim: RequestState) -> None:
+    def preempted(self, victim):
         assert all(victim.rank >= other.rank for other in self.scheduler.running)
         self.victims.append(victim)
 
     @rule(prompt=st.integers(1, 9), output=st.integers(1, 16), priority=st.integers(-1, 1), like=st.integers(0, 1))
-    def add(self, prompt: int, output: int, priority: int, like: int) -> None:
+    def add(self, prompt, output, priority, like):
         for _ in range(2):
             self.add_one(prompt, output, priority, like)
 
-    def add_one(self, prompt: int, output: int, priority: int, like: int) -> None:
+    def add_one(self, prompt, output, priority, like):
         self.keys += 1
         one = sequence(self.keys, prompt, output, priority, tokens=[like] * prompt)
         if self.pool.pages_for(prompt + output) > self.pool.num_pages:
@@ -135,12 +120,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.alive[one.id] = one
 
     @rule(accepts=st.lists(st.integers(0, 4), min_size=1, max_size=8))
-    def rounds_go_by(self, accepts: list[int]) -> None:
+    def rounds_go_by(self, accepts):
         for accepted in accepts:
             self.round(accepted)
             self.pages_are_accounted_for()
 
-    def round(self, accepts: int) -> None:
+    def round(self, accepts):
         self.victims.clear()
         waiting = [one.id for one in self.scheduler.waiting]
         tokens = {key: len(one.tokens) for key, one in self.alive.items()}
@@ -151,7 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for one in self.rounds.done:
             self.alive.pop(one.id, None)
 
-    def check_rows(self, chosen: list[RequestState], tokens: dict[int, int], cached: dict[int, int]) -> None:
+    def check_rows(self, chosen, tokens, cached):
         """Everyone who lacked one token got it, whatever else there was; the budget held."""
         assert len({one.id for one in chosen}) == len(chosen)
         used = 0
@@ -167,7 +152,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not started and (self.scheduler.running or cached):
             assert chosen
 
-    def check_turns(self, chosen: list[RequestState], waiting: list[int]) -> None:
+    def check_turns(self, chosen, waiting):
         """Nobody is admitted past someone who has waited in front."""
         admitted = [key for key in waiting if key not in [one.id for one in self.scheduler.waiting]]
         assert admitted == waiting[: len(admitted)] or self.victims
@@ -176,7 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(ranks) <= self.scheduler.max_num_seqs
 
     @rule(data=st.data())
-    def cancel(self, data: st.DataObject) -> None:
+    def cancel(self, data):
         if self.alive:
             key = data.draw(st.sampled_from(sorted(self.alive)))
             one = self.alive.pop(key)
@@ -186,7 +171,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert key not in self.pool.block_tables
 
     @rule(data=st.data())
-    def pause(self, data: st.DataObject) -> None:
+    def pause(self, data):
         if self.alive:
             one = self.alive[data.draw(st.sampled_from(sorted(self.alive)))]
             if one not in self.paused:
@@ -195,12 +180,12 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.paused.append(one)
 
     @rule()
-    def resume(self) -> None:
+    def resume(self):
         if self.paused:
             self.scheduler.add(self.paused.pop())
 
     @invariant()
-    def pages_are_accounted_for(self) -> None:
+    def pages_are_accounted_for(self):
         if not hasattr(self, "pool"):
             return
         self.pool.check()
@@ -211,7 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.admitted[key] <= len(one.tokens) - 1
         assert all(one.num_computed_tokens == 0 for one in self.scheduler.waiting)
 
-    def teardown(self) -> None:
+    def teardown(self):
         """Whatever happened, everyone's turn comes, and nothing is left."""
         if not hasattr(self, "pool"):
             return
@@ -230,7 +215,7 @@ TestScheduler.settings = settings(
 )
 
 
-def make(num_pages: int = 100, page_size: int = 4, **options) -> tuple[Scheduler, Rounds]:
+def make(num_pages=100, page_size=4, **options):
     given = {"max_num_seqs": 4, "max_num_batched_tokens": 64, **options}
     scheduler = Scheduler(Pages(num_pages, page_size), **given)
     return scheduler, Rounds(scheduler)
@@ -327,7 +312,7 @@ def test_low_priority_waits_but_not_for_ever():
     [(0, -1000), (1000, -1000), (10**9, -(10**9)), (0, -(10**400))],
     ids=["0 and -1000", "1000 and -1000", "billions", "beyond floats"],
 )
-def test_no_priority_keeps_a_request_waiting_for_ever(mine: int, theirs: int) -> None:
+def test_no_priority_keeps_a_request_waiting_for_ever(mine, theirs):
     """More urgent newcomers than can be served, as many as a bounded queue takes: whoever waits is served once those
     are who came in time, all differences of priority notwithstanding."""
     scheduler, rounds = make(max_num_seqs=2)
@@ -345,7 +330,7 @@ def test_no_priority_keeps_a_request_waiting_for_ever(mine: int, theirs: int) ->
     assert 0.95 * expected < scheduler.clock < expected + 20
 
 
-def test_lower_priority_goes_first_however_large() -> None:
+def test_lower_priority_goes_first_however_large():
     values = [10**400, 0, 1, 1000, 999, -1, 10, 20, -1000, -(10**9), -20]
     scheduler, rounds = make(max_num_seqs=1)
     for key, value in enumerate(values):
@@ -369,7 +354,7 @@ def test_urgent_requests_are_admitted_first_and_preempted_last():
 
 
 @pytest.mark.parametrize(("decoding", "prompts", "tokens"), [(7, 1, 4), (7, 2, 4), (4, 2, 8), (2, 2, 16), (1, 6, 16)])
-def test_where_prompt_tokens_are_dear_the_fewer_wait_for_the_more(decoding: int, prompts: int, tokens: int) -> None:
+def test_where_prompt_tokens_are_dear_the_fewer_wait_for_the_more(decoding, prompts, tokens):
     """A prompt token costs as much as a round: many who decode wait for a few at a time, few for more."""
     scheduler, _ = make(max_num_seqs=8)
     rounds = Rounds(scheduler, prompt_token=1.0)

@@ -1,13 +1,10 @@
 """The documentation: the site builds without a warning, and generated parts name all that there is."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,7 +21,7 @@ WORDS = 25_000
 
 
 @pytest.fixture(scope="module")
-def generate() -> Any:
+def generate():
     spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
     assert spec is not None
     assert spec.loader is not None
@@ -34,7 +31,7 @@ def generate() -> Any:
 
 
 @pytest.mark.slow
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+def test_the_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(DOCS), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -42,7 +39,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         assert (tmp_path / target).is_file(), target
 
 
-def test_generated_parts_name_all_that_there_is(generate: Any) -> None:
+def test_generated_parts_name_all_that_there_is(generate):
     for part, names in {
         "commands": [f"## forerun {name}\n" for name in COMMANDS],
         "methods": [f"### {name}\n" for name in KEYS]
@@ -57,12 +54,12 @@ def test_generated_parts_name_all_that_there_is(generate: Any) -> None:
         assert [name for name in names if name not in text] == []
 
 
-def test_every_mark_is_known_and_every_part_used(generate: Any) -> None:
+def test_every_mark_is_known_and_every_part_used(generate):
     marks = [mark for page in DOCS.rglob("*.md") for mark in generate.MARK.findall(page.read_text(encoding="utf-8"))]
     assert sorted(marks) == sorted(generate.PARTS)
 
 
-def test_where_is_it() -> None:
+def test_where_is_it():
     rows = re.findall(r"^\| [^|]+\? \| ([^|]+) \| ([^|]+) \|$", (DOCS / "internals/where.md").read_text(), re.MULTILINE)
     assert len(rows) >= 15
     for words, places in rows:
@@ -76,7 +73,7 @@ def test_where_is_it() -> None:
             assert any(word in text for text in texts), (word, places)
 
 
-def test_readme_and_docs_are_short() -> None:
+def test_readme_and_docs_are_short():
     readme = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(readme) <= 130
     assert max(map(len, readme)) <= 120

@@ -1,7 +1,5 @@
 """Encoded sources beside a cache, and attention to them and with biases: our kernel against torch."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -22,11 +20,11 @@ CPU = torch.device("cpu")
 ONE, TWO, THREE = tuple(range(7)), tuple(range(290)), (4,)
 
 
-def sources(count: int = 2) -> Sources:
+def sources(count=2):
     return Sources([SHAPE] * 2, count, LONGEST, torch.float32, CPU)
 
 
-def read(keeper: Sources, *pairs: tuple[int, tuple[int, ...]], seen: list | None = None) -> list:
+def read(keeper, *pairs, seen=None):
     """Sequences that read sources take part in a forward; what was encoded for it."""
     calls = [] if seen is None else seen
 
@@ -117,7 +115,7 @@ def test_prefixes_by_source():
     assert pool.num_free == 8
 
 
-def attentions(page_size: int) -> list:
+def attentions(page_size):
     made = []
     for kind in (PlainAttention, KernelAttention):
         pool = Pool([SHAPE], 64, page_size, torch.float32)

@@ -1,7 +1,5 @@
 """What is imported when: help and mistakes load neither torch nor transformers, a name of the package loads itself."""
 
-from __future__ import annotations
-
 import ast
 import json
 import subprocess
@@ -41,7 +39,7 @@ CALLS = {
 }
 
 
-def loaded(code: str) -> tuple[list[str], str]:
+def loaded(code):
     """Which heavy packages a child process has imported after ``code``, and what it printed before."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD.format(code, HEAVY)], capture_output=True, text=True, check=False
@@ -106,7 +104,7 @@ def test_names_and_keys_that_help_shows_are_those_of_the_classes():
 
 
 def test_a_builtin_name_is_taken_before_its_class_is_imported():
-    registry: Registry = Registry("method", "forerun.nothing", "forerun.speculate.draft", ["ngram"])
+    registry = Registry("method", "forerun.nothing", "forerun.speculate.draft", ["ngram"])
     assert "ngram" in registry
     assert list(registry) == ["ngram"]
 
@@ -125,7 +123,7 @@ def test_a_plugin_that_cannot_be_imported_is_an_error_of_whoever_asks_for_it(tmp
     (record / "METADATA").write_text("Metadata-Version: 2.1\nName: broken-plugin\nVersion: 1\n", encoding="utf-8")
     (record / "entry_points.txt").write_text("[forerun.broken]\nbad = no_such_module:Bad\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    registry: Registry = Registry("method", "forerun.broken")
+    registry = Registry("method", "forerun.broken")
     assert list(registry) == ["bad"]
     with pytest.raises(ConfigError, match="'bad' of the installed package broken-plugin cannot be loaded: No module"):
         registry["bad"]

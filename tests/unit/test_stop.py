@@ -1,7 +1,5 @@
 """Where an answer ends, with every way of handing it its tokens."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,15 +14,15 @@ from forerun.models.tokenizer import Detokenizer
 class Letters:
     """A tokenizer whose tokens are letters, but for 0, which ends texts, and 99, which is 'xyz'."""
 
-    def decode(self, tokens, **options) -> str:
+    def decode(self, tokens, **options):
         return "".join("xyz" if token == 99 else chr(96 + token) for token in tokens if token)
 
 
-def ids(text: str) -> list[int]:
+def ids(text):
     return [ord(letter) - 96 for letter in text]
 
 
-def answer(blocks: list[list[int]], limit: int = 1000, **options) -> tuple[list[int], str, Finish | None]:
+def answer(blocks, limit=1000, **options):
     """Feed blocks as rounds do: all but a block's last token were drafted and accepted."""
     params = SamplingParams(max_tokens=limit, **options)
     sequence = RequestState(0, [1, 2], 2, params, 0, frozenset([0]), max_tokens=2 + limit)
@@ -44,7 +42,7 @@ def answer(blocks: list[list[int]], limit: int = 1000, **options) -> tuple[list[
     return sequence.tokens[2:], text if finish is None or finish.cut is None else text[: finish.cut], finish
 
 
-def blocks_of(tokens: list[int], sizes: list[int]) -> list[list[int]]:
+def blocks_of(tokens, sizes):
     blocks, start, turn = [], 0, 0
     while start < len(tokens):
         size = sizes[turn % len(sizes)]

@@ -1,7 +1,5 @@
 """What other systems lack, and what a shell asks for."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -57,7 +55,7 @@ SHELLS = {
 }
 
 
-def completed(action: str, **variables: str) -> str:
+def completed(action, **variables):
     around = {**os.environ, "_FORERUN_COMPLETE": action, **variables}
     command = [sys.executable, "-m", "forerun"]
     return subprocess.run(command, env=around, capture_output=True, text=True, check=True).stdout

@@ -1,7 +1,5 @@
 """Memory traffic, counted."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

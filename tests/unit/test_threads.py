@@ -1,38 +1,34 @@
 """Several threads and one ``LLM``; interrupts and errors in the middle of a call."""
 
-from __future__ import annotations
-
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import forerun
-from forerun import LLM, ConfigError, RequestError, SamplingParams
+from forerun import ConfigError, RequestError, SamplingParams
 
 ROOT = str(Path(forerun.__file__).parent)
 PROMPTS = ["the cat", "a dog", "abab", [5, 9, 12, 5, 9]]
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3}
 
 
-def answers(llm: LLM, seed: int) -> list[list[int]]:
+def answers(llm, seed):
     params = SamplingParams(seed=seed, max_tokens=12, ignore_eos=True)
     return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
 
 
-def clean(llm: LLM) -> None:
+def clean(llm):
     assert not llm.engine.jobs
     assert not llm.engine.busy
     llm.engine.check()
 
 
 @pytest.fixture
-def model(llm) -> LLM:
+def model(llm):
     """Drafts, pages and prefixes: all that a broken call could leave in disorder."""
     return llm(DRAFTS, page_size=16, max_num_seqs=3)
 
@@ -48,7 +44,7 @@ def test_threads_get_the_answers_that_one_thread_gets(model):
 def test_an_error_in_one_thread_is_that_threads_alone(model):
     expected = answers(model, 1)
 
-    def ask(number: int) -> Any:
+    def ask(number):
         if number % 2:
             return answers(model, 1)
         with pytest.raises(RequestError):
@@ -61,7 +57,7 @@ def test_an_error_in_one_thread_is_that_threads_alone(model):
 
 
 def test_a_call_from_within_on_update_is_refused(model):
-    def nested(update: Any) -> None:
+    def nested(update):
         model.generate("abc")
 
     with pytest.raises(ConfigError, match="on_update cannot use the LLM whose generate calls it"):
@@ -73,10 +69,10 @@ def test_a_call_from_within_on_update_is_refused(model):
 class Lines:
     """A trace function that counts the lines of ours that run, and sends this process SIGINT at one of them."""
 
-    def __init__(self, target: int | None = None) -> None:
+    def __init__(self, target=None):
         self.count, self.target = 0, target
 
-    def __call__(self, frame: Any, event: str, argument: Any) -> Any:
+    def __call__(self, frame, event, argument):
         if not frame.f_code.co_filename.startswith(ROOT):
             return None
         if event == "line":
@@ -85,7 +81,7 @@ class Lines:
                 signal.raise_signal(signal.SIGINT)
         return self
 
-    def during(self, work: Callable[[], Any]) -> Any:
+    def during(self, work):
         sys.settrace(self)
         try:
             return work()
@@ -108,7 +104,7 @@ def test_an_interrupt_anywhere_leaves_the_engine_empty(model, part):
 def test_an_interrupt_within_on_update_takes_effect_there(model):
     reached = []
 
-    def watch(update: Any) -> None:
+    def watch(update):
         signal.raise_signal(signal.SIGINT)
         reached.append(update)
 
@@ -119,7 +115,7 @@ def test_an_interrupt_within_on_update_takes_effect_there(model):
 
 
 def test_a_handler_of_the_programs_own_is_called_and_decides(model):
-    calls: list[int] = []
+    calls = []
     expected, lines = answers(model, 4), Lines()
     lines.during(lambda: answers(model, 4))
     before = signal.signal(signal.SIGINT, lambda number, frame: calls.append(number))
@@ -141,7 +137,7 @@ def test_an_error_in_the_middle_leaves_the_engine_empty(model, monkeypatch, inde
     }[index]  # fmt: skip
     original, calls = getattr(broken, name), []
 
-    def fail(*arguments: Any, **options: Any) -> Any:
+    def fail(*arguments, **options):
         calls.append(index)
         if len(calls) == 3:
             raise MemoryError("no room")
@@ -158,12 +154,12 @@ def test_an_error_in_the_middle_leaves_the_engine_empty(model, monkeypatch, inde
 def test_a_thread_whose_call_fails_lets_the_next_one_in(model):
     begun, may_end = threading.Event(), threading.Event()
 
-    def stall(update: Any) -> None:
+    def stall(update):
         begun.set()
         may_end.wait(60)
         raise KeyError("a reader's mistake")
 
-    def first() -> None:
+    def first():
         with pytest.raises(KeyError):
             model.generate("the cat", on_update=stall)
 

@@ -1,7 +1,5 @@
 """Row counts whose calls agree, and batches cut to fit them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -16,7 +14,7 @@ from forerun.core.batch import Batch, Span
 def repeated(changes):
     """A run whose result is [1, 2] in every place, but for what ``changes[size]`` says: (place, value)."""
 
-    def run(size: int) -> torch.Tensor:
+    def run(size):
         rows = torch.tensor([[1.0, 2.0]]).repeat(size, 1)
         if size in changes:
             index, value = changes[size]
@@ -51,7 +49,7 @@ def test_calls():
 
 
 @st.composite
-def batches(draw) -> Batch:
+def batches(draw):
     spans = []
     for key in range(draw(st.integers(1, 4))):
         count = draw(st.integers(1, 9))
@@ -69,7 +67,7 @@ def batches(draw) -> Batch:
     return Batch(spans, embeds=embeds, embed_rows=rows or None, hidden=(1,), layers=(0,))
 
 
-def seen(batch: Batch) -> list[tuple]:
+def seen(batch):
     """Per row: sequence, token, position, what it sees behind the committed entries, whether its logits are wanted, and
     what is fed in the place of its token."""
     result = []

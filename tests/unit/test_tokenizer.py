@@ -1,9 +1,6 @@
 """Text as it grows, against decoding everything at once; and what makes two tokenizers a pair."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +24,7 @@ TEXT = "def naïve(x): return 'žluťoučký kůň' # 中文字符 и кирил
 VALID = st.text(alphabet=st.sampled_from([*TEXT, "\t", "a", "€", "𝄞", "한", "\U0001f600"]), max_size=60)
 
 
-def byte_level() -> PreTrainedTokenizerFast:
+def byte_level():
     """As GPT-2, Llama 3 and Qwen: tokens are pieces of UTF-8, 40 of them learnt."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -38,7 +35,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
 
 
-def byte_fallback() -> PreTrainedTokenizerFast:
+def byte_fallback():
     """As Llama 2: characters without a token are spelt in byte tokens, and a leading space is stripped."""
     vocabulary = ["<unk>", "</s>", *[f"<0x{byte:02X}>" for byte in range(256)], "▁", *"abcdefg", "▁a", "▁the"]
     merges = [("▁", "a")]
@@ -55,11 +52,11 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
 
 
-def whole(tokenizer, tokens) -> str:
+def whole(tokenizer, tokens):
     return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-def grown(tokenizer, tokens, prompt=(), sizes=(1,)) -> str:
+def grown(tokenizer, tokens, prompt=(), sizes=(1,)):
     """The text from pushing ``tokens`` in pieces of the given sizes; what was said once is never taken back."""
     detokenizer = Detokenizer(tokenizer, prompt)
     start, turn, said = 0, 0, ""
@@ -155,7 +152,7 @@ def test_special_tokens_are_said_on_request():
     assert shown.push(tokens) == "a<eos>"
 
 
-def sentence_piece() -> PreTrainedTokenizerFast:
+def sentence_piece():
     """As Llama 2's: a space before every text, which decoding takes off again."""
     special, letters = ["<unk>", "<s>", "</s>"], [*"\u2581abcdefghijklmnopqrstuvwxyz"]
     pieces = ["\u2581t", "ru", "\u2581tru", "\u2581true", "tr", "tru", "true", "hi", "\u2581hi", "\u2581\u2581"]
@@ -181,7 +178,7 @@ def test_a_token_keeps_the_space_that_it_begins_with():
     assert parts(round_, SENTENCE_PIECE) == [(REJECTED, " true"), (CORRECTED, "true")]
 
 
-def refuse(target: str, draft: Path, message: str) -> None:
+def refuse(target, draft, message):
     with pytest.raises(ConfigError, match=message):
         LLM(target, speculative_config={"method": "draft_model", "model": str(draft)})
 

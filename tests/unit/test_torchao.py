@@ -1,7 +1,5 @@
 """8-bit weights on GPU, through torchao, whose layers run on CPU too: as far as it is installed."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 

@@ -17,7 +17,7 @@ VOCABULARY = 11
 class Bigram(nn.Module):
     """Next-token logits from the last token: an embedding, a hidden matrix and an output layer."""
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed=0):
         super().__init__()
         torch.manual_seed(seed)
         self.embedding = nn.Embedding(VOCABULARY, 8)

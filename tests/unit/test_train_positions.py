@@ -1,7 +1,5 @@
 """Acceptance by position: what of a draft is kept, counted by hand."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

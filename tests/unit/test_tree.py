@@ -1,7 +1,5 @@
 """Trees, the rows they become, and who sees whom: against paths written out."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,7 +17,7 @@ from forerun.speculate.verify import pack
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=6)
 
 
-def grown(paths: list[list[int]]) -> Draft:
+def grown(paths):
     """The tree of all paths, each drawn token by token."""
     draft = Draft()
     for row, path in enumerate(paths):
@@ -105,7 +103,7 @@ def test_a_batch_lays_spans_end_to_end():
     assert batch.num_logits == 3
 
 
-def sequence(key: int, tokens: int, cached: int, scheduled: int) -> RequestState:
+def sequence(key, tokens, cached, scheduled):
     made = RequestState(key, list(range(100, 100 + tokens)), tokens, SamplingParams(), 0)
     made.num_computed_tokens, made.scheduled = cached, scheduled
     return made

@@ -1,7 +1,5 @@
 """The Triton kernel under Triton's interpreter, against the reference backend on the same cache contents."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -24,7 +22,7 @@ CASES = [
 ]
 
 
-def spans() -> list[Span]:
+def spans():
     """A prefill chunk, a decode, a chain, a tree, and a tree grown behind stored nodes."""
     return [
         Span(0, 0, list(range(19))),
@@ -35,7 +33,7 @@ def spans() -> list[Span]:
     ]
 
 
-def filled(pool: Pool) -> None:
+def filled(pool):
     generator = torch.Generator().manual_seed(1)
     for span in spans():
         length = span.start + span.stored

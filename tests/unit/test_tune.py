@@ -1,10 +1,7 @@
 """``forerun tune`` on tiny random models, in seconds."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,7 +31,7 @@ QUICK = {"hours": 2 / 3600, "answer": 24, "rows": 40, "min_tokens": 2, "probe": 
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_turns() -> Iterator[None]:
+def few_turns():
     """A few of the held-out turns, so that a tuning takes a second."""
     with pytest.MonkeyPatch.context() as patch:
         few = data.held_out()[:6]
@@ -43,26 +40,26 @@ def few_turns() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+def model(tmp_path_factory):
     return save_chat_model(tmp_path_factory.mktemp("tuned_target"))
 
 
 @pytest.fixture(scope="module")
-def folder(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(model, tmp_path_factory):
     return stages.tune(TuneConfig(model=model, out=tmp_path_factory.mktemp("tuned"), **QUICK))
 
 
-def copied(folder: Path, to: Path) -> Path:
+def copied(folder, to):
     return Path(shutil.copytree(folder, to / "copy", ignore=shutil.ignore_patterns("run")))
 
 
-def use_head(folder: Path, model: str) -> None:
+def use_head(folder, model):
     """Makes a tuned folder recommend its head, whatever was quickest."""
     config = {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3}
     tuned.save(folder, model, config, ["eagle/config.json", "eagle/model.safetensors"])
 
 
-def test_a_tuned_folder_keeps_every_token(folder: Path, model: str, tmp_path: Path) -> None:
+def test_a_tuned_folder_keeps_every_token(folder, model, tmp_path):
     own = copied(folder, tmp_path)
     use_head(own, model)
     plain, quick = LLM(model), LLM(model, tuned=own)
@@ -74,7 +71,7 @@ def test_a_tuned_folder_keeps_every_token(folder: Path, model: str, tmp_path: Pa
     assert sum(answer.metrics.num_draft_tokens for answer in said[1]) > 20
 
 
-def test_what_a_tuning_leaves(folder: Path) -> None:
+def test_what_a_tuning_leaves(folder):
     result = json.loads((folder / "tuned.json").read_text("utf-8"))
     methods = [row["config"]["method"] for row in result["figures"]]
     assert {"none", "ngram", "suffix", "prompt_lookup", "eagle", "merged", "cascade"} == set(methods)
@@ -85,7 +82,7 @@ def test_what_a_tuning_leaves(folder: Path) -> None:
     assert "<script" not in page
 
 
-def test_text_alone(model: str, tmp_path: Path) -> None:
+def test_text_alone(model, tmp_path):
     """Nothing is trained: history is compared, with what the model wrote and without."""
     config = TuneConfig(model=model, out=tmp_path / "texts", train=("none",), **QUICK)
     own = stages.tune(config)
@@ -102,14 +99,14 @@ def test_text_alone(model: str, tmp_path: Path) -> None:
         TuneConfig(model=model, out=own, train=("none", "eagle"))
 
 
-def test_a_finished_tuning_does_nothing_again(folder: Path, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_tuning_does_nothing_again(folder, model, monkeypatch):
     before = (folder / "eagle" / "model.safetensors").stat().st_mtime_ns
     monkeypatch.setattr(data.Writer, "part", lambda *_: pytest.fail("wrote again"))
     stages.tune(TuneConfig(model=model, out=folder, **QUICK))
     assert (folder / "eagle" / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_other_weights_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_other_weights_are_refused(folder, tmp_path):
     torch.manual_seed(9)
     other = tiny_llama(max_position_embeddings=1 << 15)
     with torch.no_grad():
@@ -122,7 +119,7 @@ def test_other_weights_are_refused(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["tuned.json", "eagle/config.json", "eagle/model.safetensors"])
-def test_a_changed_folder_is_refused(folder: Path, model: str, tmp_path: Path, part: str) -> None:
+def test_a_changed_folder_is_refused(folder, model, tmp_path, part):
     own = copied(folder, tmp_path)
     use_head(own, model)
     tuned.load(own, model)
@@ -134,7 +131,7 @@ def test_a_changed_folder_is_refused(folder: Path, model: str, tmp_path: Path, p
         tuned.load(own, model)
 
 
-def test_an_edited_configuration_is_refused(folder: Path, model: str, tmp_path: Path) -> None:
+def test_an_edited_configuration_is_refused(folder, model, tmp_path):
     own = copied(folder, tmp_path)
     use_head(own, model)
     path = own / "tuned.json"
@@ -143,7 +140,7 @@ def test_an_edited_configuration_is_refused(folder: Path, model: str, tmp_path: 
         tuned.load(own, model)
 
 
-def test_a_stale_version_is_refused(folder: Path, model: str, tmp_path: Path) -> None:
+def test_a_stale_version_is_refused(folder, model, tmp_path):
     own = copied(folder, tmp_path)
     path = own / "tuned.json"
     path.write_text(path.read_text("utf-8").replace('"forerun_tuned": 1', '"forerun_tuned": 0'))
@@ -151,7 +148,7 @@ def test_a_stale_version_is_refused(folder: Path, model: str, tmp_path: Path) ->
         tuned.load(own, model)
 
 
-def test_what_is_no_tuned_folder(model: str, tmp_path: Path) -> None:
+def test_what_is_no_tuned_folder(model, tmp_path):
     with pytest.raises(ConfigError, match="no tuned folder"):
         LLM(model, tuned=tmp_path)
     with pytest.raises(ConfigError, match="nothing tuned for"):
@@ -160,7 +157,7 @@ def test_what_is_no_tuned_folder(model: str, tmp_path: Path) -> None:
         LLM(model, tuned=tmp_path, speculative_config={"method": "ngram"})
 
 
-def test_the_commands_take_it(folder: Path, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_take_it(folder, model, tmp_path, capsys):
     own = copied(folder, tmp_path)
     use_head(own, model)
     words = ["generate", "hello", "--model", model, "--json", "--max-tokens", "24", "--ignore-eos"]
@@ -175,7 +172,7 @@ def test_the_commands_take_it(folder: Path, model: str, tmp_path: Path, capsys: 
     assert "no tuned folder" in capsys.readouterr().err
 
 
-def test_bench_measures_it(folder: Path, model: str, tmp_path: Path) -> None:
+def test_bench_measures_it(folder, model, tmp_path):
     own = copied(folder, tmp_path)
     use_head(own, model)
     methods, options = with_tuned(str(own), {"model": model}, ["none"], {"max_order": 3})
@@ -187,9 +184,7 @@ def test_bench_measures_it(folder: Path, model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in TRAINED if kind != "eagle"])
-def test_every_kind_learns_from_the_same_text(
-    folder: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
+def test_every_kind_learns_from_the_same_text(folder, model, tmp_path, monkeypatch, kind):
     """A finished tuning is given another kind: nothing is written again, it is compared, and it changes no token."""
     out = Path(shutil.copytree(folder, tmp_path / "out"))
     monkeypatch.setattr(data.Writer, "part", lambda *_: pytest.fail("wrote again"))
@@ -211,7 +206,7 @@ def test_every_kind_learns_from_the_same_text(
     assert said[1].metrics.num_draft_tokens > 10
 
 
-def test_learning_ends_when_its_processor_time_is_over(folder: Path, model: str, tmp_path: Path) -> None:
+def test_learning_ends_when_its_processor_time_is_over(folder, model, tmp_path):
     out = Path(shutil.copytree(folder, tmp_path / "out"))
     shutil.rmtree(out / "medusa", ignore_errors=True)
     stages.tune(TuneConfig(model=model, out=out, **QUICK, train=("medusa",), cpu_minutes=3 / 60))
@@ -219,9 +214,9 @@ def test_learning_ends_when_its_processor_time_is_over(folder: Path, model: str,
     assert 3 <= spent < 4
 
 
-def test_a_time_too_short_to_train_says_so_and_measures_history(model: str, tmp_path: Path) -> None:
+def test_a_time_too_short_to_train_says_so_and_measures_history(model, tmp_path):
     """One line before anything is written; with more time the same command trains."""
-    said: list[str] = []
+    said = []
     short = {**QUICK, "min_tokens": 10**9, "max_tokens": 10**9, "cpu_minutes": 1.0}
     out = stages.tune(TuneConfig(model=model, out=tmp_path, **short), said.append)
     assert "are too few" in said[0]
@@ -238,7 +233,7 @@ def test_a_time_too_short_to_train_says_so_and_measures_history(model: str, tmp_
     assert (out / "eagle" / "model.safetensors").exists()
 
 
-def test_what_was_chosen_among_others_is_chosen_anew(folder: Path, model: str, tmp_path: Path) -> None:
+def test_what_was_chosen_among_others_is_chosen_anew(folder, model, tmp_path):
     """Where a choice names files of a draft that is not asked for, or of another place, it does not stay."""
     shutil.copytree(folder, tmp_path / "moved")
     state = tmp_path / "moved" / "run" / "state.json"
@@ -249,9 +244,7 @@ def test_what_was_chosen_among_others_is_chosen_anew(folder: Path, model: str, t
     assert str(folder) not in (out / "tuned.json").read_text("utf-8")
 
 
-def test_text_that_is_there_is_learnt_from_however_slow_the_machine_became(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_text_that_is_there_is_learnt_from_however_slow_the_machine_became(model, tmp_path, monkeypatch):
     config = TuneConfig(model=model, out=tmp_path, **QUICK)
     stages.tune(config)
     path = tmp_path / "run" / "state.json"
@@ -263,15 +256,13 @@ def test_text_that_is_there_is_learnt_from_however_slow_the_machine_became(
     assert "alone" not in json.loads(path.read_text("utf-8"))["results"]
 
 
-def test_an_answer_that_leaves_no_room_for_a_prompt(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_answer_that_leaves_no_room_for_a_prompt(model, tmp_path, monkeypatch):
     monkeypatch.setattr(data.Writer, "held_out_prompts", lambda self: [])
     with pytest.raises(ConfigError, match="leaves no room for a prompt: lower --answer"):
         stages.tune(TuneConfig(model=model, out=tmp_path, **QUICK))
 
 
-def test_norms_that_hold_their_scale_less_one() -> None:
+def test_norms_that_hold_their_scale_less_one():
     for kind in (Gemma3RMSNorm, LlamaRMSNorm):
         norm = kind(8)
         torch.nn.init.normal_(norm.weight)
@@ -280,7 +271,7 @@ def test_norms_that_hold_their_scale_less_one() -> None:
         assert torch.allclose(scale(norm).expand(3, 8), expected, atol=1e-3)
 
 
-def test_a_draft_that_cannot_start_is_refused() -> None:
+def test_a_draft_that_cannot_start_is_refused():
     with pytest.raises(ConfigError, match="not for 'gemma3_text': --train eagle"):
         KINDS["draft_model"].require(Gemma3TextConfig())
     KINDS["draft_model"].require(LlamaConfig())
@@ -289,7 +280,7 @@ def test_a_draft_that_cannot_start_is_refused() -> None:
         KINDS["eagle"].require(GPT2Config())
 
 
-def test_what_is_not_trained_is_refused(model: str, tmp_path: Path) -> None:
+def test_what_is_not_trained_is_refused(model, tmp_path):
     with pytest.raises(ConfigError, match="nothing called 'ngram' is trained: choose among eagle, medusa"):
         TuneConfig(model=model, out=tmp_path, train=("ngram",))
 
@@ -299,15 +290,15 @@ class Kill(Exception):
 
 
 @pytest.mark.parametrize("stage", ["write", "fit", "train", "choose", "check", "finish"])
-def test_a_killed_tuning_goes_on(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+def test_a_killed_tuning_goes_on(model, tmp_path, monkeypatch, stage):
     """Stops once at every stage; what was done before is not done again."""
-    wrote: list[int] = []
+    wrote = []
     part = data.Writer.part
     monkeypatch.setattr(
         data.Writer, "part", lambda self, seed, temperature: (wrote.append(seed), part(self, seed, temperature))[1]
     )
 
-    def killed(*_: object, **__: object) -> None:
+    def killed(*_, **__):
         raise Kill
 
     places = {
@@ -332,7 +323,7 @@ def test_a_killed_tuning_goes_on(model: str, tmp_path: Path, monkeypatch: pytest
     assert len(set(wrote)) == len(wrote)
 
 
-def test_smollm2s_own_is_whole() -> None:
+def test_smollm2s_own_is_whole():
     """The bundled folder, as far as that can be said without the model."""
     assert tuned.has_bundled("smollm2")
     folder = Path(pretrained.__file__).parent / "smollm2"
@@ -344,18 +335,18 @@ def test_smollm2s_own_is_whole() -> None:
     assert sorted(content["files"]) == sorted(path.name for path in folder.iterdir() if path.name != tuned.FILE)
 
 
-def test_another_tuning_does_not_go_on(folder: Path, model: str) -> None:
+def test_another_tuning_does_not_go_on(folder, model):
     with pytest.raises(ConfigError, match="another rows: 40, not 30"):
         stages.tune(TuneConfig(model=model, out=folder, **{**QUICK, "rows": 30}))
 
 
-def test_a_damaged_state_is_said(tmp_path: Path) -> None:
+def test_a_damaged_state_is_said(tmp_path):
     (tmp_path / "state.json").write_text("{", encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be read"):
         TuneState(tmp_path, {})
 
 
-def test_a_model_without_a_template_goes_on_with_texts(tmp_path: Path) -> None:
+def test_a_model_without_a_template_goes_on_with_texts(tmp_path):
     target = tmp_path / "target"
     tiny_llama(max_position_embeddings=1 << 15).save_pretrained(target)
     save_tokenizer(target)
@@ -366,7 +357,7 @@ def test_a_model_without_a_template_goes_on_with_texts(tmp_path: Path) -> None:
     assert tuned.load(out, str(target))["method"]
 
 
-def test_data_without_a_usable_line(model: str, tmp_path: Path) -> None:
+def test_data_without_a_usable_line(model, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"question": "why?"}\nno json\n{"prompt": ""}\n{"messages": [{"role": "system"}]}\n', "utf-8")
     with pytest.raises(ConfigError, match="no usable line"):
@@ -375,7 +366,7 @@ def test_data_without_a_usable_line(model: str, tmp_path: Path) -> None:
         data.read(tmp_path / "nothing")
 
 
-def test_data_of_every_kind(tmp_path: Path) -> None:
+def test_data_of_every_kind(tmp_path):
     lines = [
         {"prompt": "What is rain?"},
         {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]},
@@ -388,7 +379,7 @@ def test_data_of_every_kind(tmp_path: Path) -> None:
     assert [part[:8] for part in result.paragraphs] == ["word wor", "sentence"]
 
 
-def test_a_full_disk_is_said(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_said(model, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1 << 20))
     with pytest.raises(ConfigError, match="GB free"):
         stages.tune(TuneConfig(model=model, out=tmp_path, **QUICK))

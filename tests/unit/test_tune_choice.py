@@ -1,7 +1,5 @@
 """Which way of drafting ``forerun tune`` takes to be the quickest."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -12,7 +10,7 @@ from forerun.measure.rounds import Measured, Sample
 from forerun.tune import choose
 
 
-def test_a_choice_does_not_follow_what_else_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_does_not_follow_what_else_runs(monkeypatch):
     """Rounds that wait for others, one in ten, each a hundred times as long or more, fall on every way by chance; what
     is found is about what a quiet machine would say. What drafters themselves take counts, however it is shared out:
     the cascade asks a cheap drafter for half of its rounds, and the head reads the prompt in its first."""
@@ -21,17 +19,17 @@ def test_a_choice_does_not_follow_what_else_runs(monkeypatch: pytest.MonkeyPatch
     draw = random.Random(0)
     disturbed = True
 
-    def spent(method: str, number: int) -> float:
+    def spent(method, number):
         usual = {"none": 1.0, "ngram": 1.6, "cascade": (1.05, 2.6)[number % 2], "eagle": 20.0 if not number else 1.5}
         return usual[method] * (draw.uniform(100, 400) if disturbed and draw.random() < 0.1 else 1)
 
-    def measured(way: dict, prompts: list, params: list) -> Measured:
+    def measured(way, prompts, params):
         method = way["method"]
         times = [spent(method, number) for number in range(40)]
         rounds = [Sample((3,), rows[method], brought[method], 0.0, 0.0, 0.0, total) for total in times]
         return Measured(rounds=rounds, tokens=40 * brought[method], seconds=sum(times))
 
-    def result() -> dict[str, float]:
+    def result():
         ways = [{"method": name} for name in rows]
         measurements = choose._measured(None, ways, [[1]] * 8, 8, 1.0, shown=False)
         return {row["config"]["method"]: row["speedup"] for row in measurements}
@@ -45,9 +43,7 @@ def test_a_choice_does_not_follow_what_else_runs(monkeypatch: pytest.MonkeyPatch
     assert result() == pytest.approx(quiet)
 
 
-def test_what_comes_for_a_model_is_used_unless_another_way_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_comes_for_a_model_is_used_unless_another_way_is_asked_for(monkeypatch):
     result = {"method": "suffix", "datastore": "text", "num_speculative_tokens": 4, "length": "adaptive"}
     monkeypatch.setattr(tuned, "has_bundled", lambda model: model == "ours")
     monkeypatch.setattr(tuned, "load", lambda folder, model, lora=None: dict(result))

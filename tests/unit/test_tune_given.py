@@ -1,12 +1,9 @@
 """``forerun tune`` with text that the model wrote before."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +27,7 @@ __all__ = ["few_turns", "folder", "model"]
 pytestmark = pytest.mark.slow
 
 
-def test_text_that_is_there_is_read_and_none_is_written(folder: Path, model: str, tmp_path: Path) -> None:
+def test_text_that_is_there_is_read_and_none_is_written(folder, model, tmp_path):
     """What one tuning wrote is what another learns from, behind an empty turn, with what transformers sees there."""
     out = tmp_path / "again"
     settings = {**QUICK, "hours": 20 / 3600, "cpu_minutes": 0.03}
@@ -54,7 +51,7 @@ def test_text_that_is_there_is_read_and_none_is_written(folder: Path, model: str
         assert (folder / name).stat().st_mode & 0o777 == 0o666 & ~mask
 
 
-def test_what_was_refused_leaves_nothing_in_the_way(folder: Path, model: str, tmp_path: Path) -> None:
+def test_what_was_refused_leaves_nothing_in_the_way(folder, model, tmp_path):
     path, out = tmp_path / "text", tmp_path / "out"
     path.write_bytes(b"")
     with pytest.raises(ConfigError, match="cannot read"):
@@ -87,7 +84,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_text_that_cannot_be_learnt_from_is_said(kind: str, model: str, tmp_path: Path) -> None:
+def test_text_that_cannot_be_learnt_from_is_said(kind, model, tmp_path):
     path, more = tmp_path / "text.safetensors", {}
     texts = {"foreign": [[10**6] * 9], "short": [[5, 6, 7]] * 9, "few": [[5, 6, 7, 8, 9]] * 9}
     if kind != "absent":
@@ -108,9 +105,7 @@ def test_text_that_cannot_be_learnt_from_is_said(kind: str, model: str, tmp_path
     assert before is None or path.read_bytes() == before
 
 
-def test_a_text_is_read_for_its_share_of_the_time(
-    folder: Path, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_text_is_read_for_its_share_of_the_time(folder, model, tmp_path, monkeypatch):
     """What reading takes is not left to learn in, and the whole text is looked things up in all the same."""
     monkeypatch.setattr(stages, "ROWS", 4)
     seconds = []
@@ -129,9 +124,9 @@ def test_a_text_is_read_for_its_share_of_the_time(
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_a_text_begins_as_the_models_texts_do(begins: bool) -> None:
+def test_a_text_begins_as_the_models_texts_do(begins):
     """Of a model without a template."""
     llm = SimpleNamespace(tokenizer=SimpleNamespace(bos_token_id=2), encode=lambda text: (text, [2] if begins else []))
-    writer = Writer(llm, SimpleNamespace(), Data())  # type: ignore[arg-type]
+    writer = Writer(llm, SimpleNamespace(), Data())
     assert writer.lead == ([2] if begins else [])
     assert writer.reads([[5] * 10, [5] * 10**4]) == 11 + begins + 700 + 256

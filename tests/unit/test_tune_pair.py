@@ -1,7 +1,5 @@
 """How ``forerun tune --draft`` judges a draft model on paper, and what it finds and leaves, on tiny models."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil
@@ -25,17 +23,17 @@ QUICK = {"minutes": 3 / 60, "answer": 16, "progress": False}
 DRAFT = "forerun:draft"
 
 
-def flat(streams: int = 1, row: float = 0.1) -> CostCurve:
+def flat(streams=1, row=0.1):
     return CostCurve({streams + more: 1 + row * more for more in range(33)}, streams)
 
 
-def expected(chance: float, depth: int) -> float:
+def expected(chance, depth):
     return (1 - chance ** (depth + 1)) / (1 - chance)
 
 
 @pytest.mark.parametrize("depth", [1, 3, 6])
 @pytest.mark.parametrize("streams", [1, 4])
-def test_paper_agrees_with_the_theory_where_tokens_are_kept_by_chance(depth: int, streams: int) -> None:
+def test_paper_agrees_with_the_theory_where_tokens_are_kept_by_chance(depth, streams):
     """Leviathan et al. 2023, theorem 3.8, with verification that is not free."""
     draw = random.Random(0)
     long = [Replayed([draw.random() < 0.7 for _ in range(20_000)], [0.0] * 20_000) for _ in range(streams)]
@@ -46,7 +44,7 @@ def test_paper_agrees_with_the_theory_where_tokens_are_kept_by_chance(depth: int
     assert speed == pytest.approx(expected(0.7, depth) * 1.02 / taken, rel=0.03)
 
 
-def test_a_threshold_pays_where_the_draft_knows_when_it_is_wrong() -> None:
+def test_a_threshold_pays_where_the_draft_knows_when_it_is_wrong():
     draw = random.Random(1)
     kept = [draw.random() < 0.6 for _ in range(4000)]
     knows = Replayed(kept, [-0.01 if good else -2.0 for good in kept])
@@ -56,7 +54,7 @@ def test_a_threshold_pays_where_the_draft_knows_when_it_is_wrong() -> None:
     assert on_paper([guesses], 6, 0.5, price)[0] < on_paper([knows], 6, 0.5, price)[0]
 
 
-def test_what_a_prompt_costs_the_draft_counts() -> None:
+def test_what_a_prompt_costs_the_draft_counts():
     answer = Replayed([True] * 8, [0.0] * 8, prompt=100)
     free, dear = (Price(flat(), 0.0, 0.1, read=read) for read in (0.0, 0.02))
     assert on_paper([answer], 7, None, free)[0] == pytest.approx(8 / (1.7 + 0.7))
@@ -65,7 +63,7 @@ def test_what_a_prompt_costs_the_draft_counts() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("options", [{}, {"confidence_threshold": 0.4}, {"draft_vocab_size": 600}])
-def test_a_replay_says_what_the_draft_really_does(temperature: float, options: dict) -> None:
+def test_a_replay_says_what_the_draft_really_does(temperature, options):
     """Rounds and tokens of one pass over an answer are those of an engine that drafts for it round by round."""
     llm = LLM(max_num_seqs=1)
     config = {"method": "draft_model", "model": DRAFT, "quantization": "none", "num_speculative_tokens": 5, **options}
@@ -84,8 +82,8 @@ def test_a_replay_says_what_the_draft_really_does(temperature: float, options: d
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    said: list[str] = []
+def folder(tmp_path_factory):
+    said = []
     out = tmp_path_factory.mktemp("pair") / "out"
     config = PairConfig(model="forerun:target", draft=DRAFT, concurrency=(1, 2), **QUICK)
     tune_pair(config, out, said.append)
@@ -94,7 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_what_a_search_leaves(folder: Path) -> None:
+def test_what_a_search_leaves(folder):
     result = json.loads((folder / "tuned.json").read_text("utf-8"))
     ways = [row["config"] for row in result["measured"]]
     assert {"none", "draft_model", "cascade", "suffix"} == {way["method"] for way in ways}
@@ -113,7 +111,7 @@ def test_what_a_search_leaves(folder: Path) -> None:
     assert "<script" not in page
 
 
-def recommend(to: Path, draft: str) -> Path:
+def recommend(to, draft):
     """A folder that recommends the draft, whatever was quickest."""
     to.mkdir()
     config = {"method": "cascade", "drafters": [{"method": "suffix"}, {"method": "draft_model", "model": draft}]}
@@ -121,12 +119,12 @@ def recommend(to: Path, draft: str) -> Path:
     return to
 
 
-def copied_draft(to: Path) -> Path:
+def copied_draft(to):
     return Path(shutil.copytree(resolve(DRAFT), to))
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_tuned_folder_uses_its_draft_and_keeps_every_token(tmp_path: Path, named: bool) -> None:
+def test_a_tuned_folder_uses_its_draft_and_keeps_every_token(tmp_path, named):
     draft = DRAFT if named else str(copied_draft(tmp_path / "draft"))
     own = recommend(tmp_path / "own", draft)
     plain, quick = LLM(), LLM(tuned=own)
@@ -137,7 +135,7 @@ def test_a_tuned_folder_uses_its_draft_and_keeps_every_token(tmp_path: Path, nam
         assert said[1].metrics.num_draft_tokens > 10
 
 
-def test_another_draft_is_refused(tmp_path: Path) -> None:
+def test_another_draft_is_refused(tmp_path):
     draft = copied_draft(tmp_path / "draft")
     own = recommend(tmp_path / "own", str(draft))
     shutil.rmtree(draft)
@@ -153,7 +151,7 @@ def test_another_draft_is_refused(tmp_path: Path) -> None:
     assert tuned.load(own, "forerun:target") == {"method": "none"}  # what did not pay is not missed
 
 
-def test_no_other_model_outside_is_read(tmp_path: Path) -> None:
+def test_no_other_model_outside_is_read(tmp_path):
     """A folder names one draft, with its fingerprint; what else its configuration names must be inside."""
     own, draft, other = tmp_path / "own", copied_draft(tmp_path / "draft"), copied_draft(tmp_path / "other")
     own.mkdir()
@@ -170,7 +168,7 @@ def test_no_other_model_outside_is_read(tmp_path: Path) -> None:
             tuned.load(own, "forerun:target")
 
 
-def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_one_line(tmp_path, capsys):
     other = tmp_path / "other"
     tiny_llama().save_pretrained(other)
     save_tokenizer(other)
@@ -196,7 +194,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         tune_pair(PairConfig(model="forerun:target", draft=DRAFT, **QUICK), tmp_path / "out")
 
 
-def test_models_are_loaded_once_while_they_are_shared() -> None:
+def test_models_are_loaded_once_while_they_are_shared():
     with sharing() as kept:
         one, same, other = (load_shared(DRAFT, quantization=kind) for kind in ("none", "none", "q8_0"))
         assert one is same
@@ -205,7 +203,7 @@ def test_models_are_loaded_once_while_they_are_shared() -> None:
     assert load_shared(DRAFT, quantization="none") is not one
 
 
-def test_a_plan_searches_as_well_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_searches_as_well_and_writes_nothing(tmp_path, capsys):
     page = tmp_path / "page.html"
     asked = ["plan", "--spec-model", DRAFT, "--minutes", "0.05"]
     assert main.run([*asked, "--json", "--temperature", "0.5", "--html", str(page)]) == 0

@@ -1,11 +1,7 @@
 """What a model writes to learn from."""
 
-from __future__ import annotations
-
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from chat_model import save_chat_model
@@ -17,7 +13,7 @@ SAID = [("stop", " What is rain? "), ("length", "And then the"), ("stop", "  "),
 
 
 @pytest.fixture
-def writer(tmp_path: Path) -> Writer:
+def writer(tmp_path):
     with known():
         llm = LLM(save_chat_model(tmp_path), speculative_config={"method": TuneRecord.name, "layers": [1]})
     record = llm.engine.router.drafters[TuneRecord.name]
@@ -25,12 +21,12 @@ def writer(tmp_path: Path) -> Writer:
     return Writer(llm, record, Data(), rows=10)
 
 
-def asked(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def asked(writer, monkeypatch):
     """The texts of each call's prompts while a part is written: openings are answered with ``SAID``, others with a
     word."""
-    result: list[list[str]] = []
+    result = []
 
-    def written(prompts: list[list[int]], *_: Any) -> list[Any]:
+    def written(prompts, *_):
         result.append([writer.llm.tokenizer.decode(prompt) for prompt in prompts])
         said = SAID if len(result) == 1 else [("stop", "So.")] * len(prompts)
         return [SimpleNamespace(outputs=[SimpleNamespace(finish_reason=a, text=b, token_ids=[2])]) for a, b in said]
@@ -40,9 +36,7 @@ def asked(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return result
 
 
-def test_half_of_the_conversations_begin_with_a_turn_of_the_models_own(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_half_of_the_conversations_begin_with_a_turn_of_the_models_own(writer, monkeypatch):
     openings, first, again = asked(writer, monkeypatch)
     assert [text.replace(" ", "") for text in openings] == ["u:"] * 4
     made = [turn for _, turn in islice(turns(3, []), 6)]
@@ -53,9 +47,7 @@ def test_half_of_the_conversations_begin_with_a_turn_of_the_models_own(
     assert len(again) == 2
 
 
-def test_a_template_that_hides_what_is_said_gets_made_turns_alone(
-    writer: Writer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_template_that_hides_what_is_said_gets_made_turns_alone(writer, monkeypatch):
     monkeypatch.setattr(writer.llm.tokenizer, "chat_template", "{{ messages[0].content | upper }};")
     first, _ = asked(writer, monkeypatch)
     assert len(first) == 8

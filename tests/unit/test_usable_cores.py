@@ -1,9 +1,6 @@
 """How many threads commands start with: what the affinity mask and the quotas of control groups leave."""
 
-from __future__ import annotations
-
 import os
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ def eight(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
 
 
-def grouped(folder: Path, inner: str | None, outer: str | None = None) -> int:
+def grouped(folder, inner, outer=None):
     (folder / "a" / "b").mkdir(parents=True)
     for group, text in (("a/b", inner), ("a", outer)):
         if text is not None:

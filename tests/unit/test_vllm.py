@@ -1,12 +1,9 @@
 """The proposer for vLLM with the arguments that vLLM gives one; ``lab/benchmarks/vllm_proposer.py`` runs it
 inside vLLM."""
 
-from __future__ import annotations
-
 import random
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +16,7 @@ LONGEST = 64
 PERIOD = [3, 5, 7, 9]
 
 
-def proposer(tokenizer: str, k: int = 4, **options: Any) -> Proposer:
+def proposer(tokenizer, k=4, **options):
     model = SimpleNamespace(model=tokenizer, tokenizer=None, max_model_len=LONGEST, get_vocab_size=lambda: 98)
     return Proposer(
         SimpleNamespace(
@@ -34,23 +31,23 @@ def proposer(tokenizer: str, k: int = 4, **options: Any) -> Proposer:
 class Batch:
     """vLLM's input batch: rows of ids and how many count; what is behind them is what an earlier request left."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.ids = np.random.default_rng(0).integers(0, 98, (8, LONGEST), dtype=np.int32)
         self.counts = np.zeros(8, dtype=np.int32)
         self.rows = 0
 
-    def add(self, tokens: list[int]) -> None:
+    def add(self, tokens):
         self.ids[self.rows, : len(tokens)] = tokens
         self.counts[self.rows] = len(tokens)
         self.rows += 1
 
-    def drop(self, row: int) -> None:
+    def drop(self, row):
         """The last row takes its place."""
         self.rows -= 1
         self.ids[row] = self.ids[self.rows]
         self.counts[row] = self.counts[self.rows]
 
-    def step(self, drafts: Proposer, sampled: list[list[int]]) -> list[list[int]]:
+    def step(self, drafts, sampled):
         for row, tokens in enumerate(sampled):
             end = self.counts[row]
             self.ids[row, end : end + len(tokens)] = tokens
@@ -58,7 +55,7 @@ class Batch:
         return drafts.propose(sampled, self.counts, self.ids)
 
 
-def test_a_repeating_text_is_continued(tiny_target: str) -> None:
+def test_a_repeating_text_is_continued(tiny_target):
     for method in ("ngram", "prompt_lookup", "suffix", "token_recycling"):
         batch, drafts = Batch(), proposer(tiny_target, method=method)
         batch.add(PERIOD * 4)
@@ -67,7 +64,7 @@ def test_a_repeating_text_is_continued(tiny_target: str) -> None:
         assert batch.step(drafts, [[]]) == [[]], method
 
 
-def test_a_table_counts_the_text_it_is_given(tiny_target: str, tmp_path: Any) -> None:
+def test_a_table_counts_the_text_it_is_given(tiny_target, tmp_path):
     text = tmp_path / "counted.txt"
     text.write_text("abcd" * 9)
     drafts = proposer(tiny_target, method="table", table_file=str(text))
@@ -77,7 +74,7 @@ def test_a_table_counts_the_text_it_is_given(tiny_target: str, tmp_path: Any) ->
     assert batch.step(drafts, [[b]]) == [[c, d, a, b]]
 
 
-def test_rows_that_move_keep_what_they_have_taught(tiny_target: str) -> None:
+def test_rows_that_move_keep_what_they_have_taught(tiny_target):
     """Compared with a proposer of its own for each request, that never sees another."""
     draw = random.Random(0)
     for method in ("ngram", "prompt_lookup"):
@@ -105,7 +102,7 @@ def test_rows_that_move_keep_what_they_have_taught(tiny_target: str) -> None:
             assert batch.step(shared, sampled) == expected
 
 
-def test_what_has_ended_is_past(tiny_target: str) -> None:
+def test_what_has_ended_is_past(tiny_target):
     """``suffix`` knows a finished request's answer, and not its prompt."""
     drafts, batch = proposer(tiny_target, method="suffix"), Batch()
     batch.add([11, 12, 13, 14])
@@ -120,27 +117,27 @@ def test_what_has_ended_is_past(tiny_target: str) -> None:
     assert batch.step(drafts, [[13]]) == [[]]
 
 
-def test_drafts_end_with_the_context(tiny_target: str) -> None:
+def test_drafts_end_with_the_context(tiny_target):
     drafts, batch = proposer(tiny_target, method="ngram"), Batch()
     batch.add(PERIOD * 15)
     assert [len(batch.step(drafts, [[PERIOD[i % 4]]])[0]) for i in range(4)] == [2, 1, 0, 0]
 
 
-def test_taken_tokens_stand_for_logits(tiny_target: str) -> None:
+def test_taken_tokens_stand_for_logits(tiny_target):
     """The follower that came twice lately is before the one that came earlier."""
     drafts = proposer(tiny_target, method="token_recycling").drafter
-    drafts.follow([5, 6, 5, 7, 5, 7])  # type: ignore[attr-defined]
-    ids, logs = drafts.ids[5].tolist(), drafts.logs[5].exp().tolist()  # type: ignore[attr-defined]
+    drafts.follow([5, 6, 5, 7, 5, 7])
+    ids, logs = drafts.ids[5].tolist(), drafts.logs[5].exp().tolist()
     assert ids[:3] == [7, 6, UNSEEN]
     assert logs[:2] == pytest.approx([0.75, 0.125])
 
 
-def test_a_tree_gives_its_first_branch() -> None:
+def test_a_tree_gives_its_first_branch():
     assert first_branch(Draft.tree([1, 2, 3, 4], [-1, -1, 0, 1])) == [1, 3]
     assert first_branch(Draft()) == []
 
 
-def test_a_drafter_of_ones_own(tiny_target: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_drafter_of_ones_own(tiny_target, tmp_path, monkeypatch):
     (tmp_path / "mine_for_vllm.py").write_text(
         "from forerun import Draft, Drafter, DrafterConfig, drafters\n"
         "@drafters.register('mine_for_vllm')\n"
@@ -168,6 +165,6 @@ def test_a_drafter_of_ones_own(tiny_target: str, tmp_path: Any, monkeypatch: pyt
         ({"method": "nothing"}, "nothing"),
     ],
 )
-def test_what_vllm_cannot_serve_is_refused(tiny_target: str, options: dict[str, Any], message: str) -> None:
+def test_what_vllm_cannot_serve_is_refused(tiny_target, options, message):
     with pytest.raises(ConfigError, match=message):
         proposer(tiny_target, **options)

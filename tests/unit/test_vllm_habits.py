@@ -1,7 +1,5 @@
 """What people bring from vLLM: keywords, keys, fields; each means the same here, or is answered with what to do."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -158,9 +156,9 @@ def test_outputs_have_the_fields_that_code_for_vllm_reads(llm):
 
 def test_lower_priorities_are_answered_first(tiny_target):
     model = LLM(tiny_target, max_num_seqs=1)
-    ended: list[int] = []
+    ended = []
 
-    def see(update) -> None:
+    def see(update):
         if update.finish is not None:
             ended.append(update.job.sequence.num_prompt)
 

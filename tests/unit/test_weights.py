@@ -1,7 +1,5 @@
 """Weights as they are held: their bytes, what 8 bits cost, and who is compared with whom."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -28,14 +26,14 @@ SMALL = "--prompts 2 --prompt-tokens 12 --max-tokens 12 --prompt-set random --re
 
 @pytest.fixture
 def command(capsys, tiny_target):
-    def call(*options: str) -> tuple[str, str]:
+    def call(*options):
         assert run([*options, "--model", tiny_target]) == 0
         return capsys.readouterr()
 
     return call
 
 
-def matrices(folder: str) -> dict[str, int]:
+def matrices(folder):
     """Numbers in every matrix of a checkpoint, by transformers' names; a tied head counts as one of its own."""
     model = LlamaForCausalLM.from_pretrained(folder)
     result = {name: part.numel() for name, part in model.named_parameters() if part.dim() > 1}

@@ -5,11 +5,8 @@ decoding in undisturbed work, the policy's own time included; a third of the tim
 varies from request to request (standard deviation 0.12).
 """
 
-from __future__ import annotations
-
 import random
 import sys
-from collections.abc import Callable
 from statistics import mean
 
 from simulated import Machine, play
@@ -28,21 +25,21 @@ USELESS = 300
 plans = 0
 
 
-def count_plans() -> None:
+def count_plans():
     decide = Adaptive._decide
 
-    def counting(self: Adaptive, *given: object) -> object:
+    def counting(self, *given):
         global plans
         plans += 1
-        return decide(self, *given)  # type: ignore[arg-type]
+        return decide(self, *given)
 
-    Adaptive._decide = counting  # type: ignore[assignment, method-assign]
+    Adaptive._decide = counting
 
 
-def rates(mean_rate: float, seed: int, useless: int) -> Callable[[int, int], float]:
+def rates(mean_rate, seed, useless):
     draw, known = random.Random(seed), {}
 
-    def accepts(request: int, position: int) -> float:
+    def accepts(request, position):
         if request not in known:
             known[request] = min(max(mean_rate + draw.gauss(0.0, 0.12), 0.0), 0.98)
         return 0.1 if position < useless else known[request]
@@ -50,7 +47,7 @@ def rates(mean_rate: float, seed: int, useless: int) -> Callable[[int, int], flo
     return accepts
 
 
-def run(policy: str, count: int, rate: float, length: int, seed: int, depth: int = 3, useless: int = 0) -> float:
+def run(policy, count, rate, length, seed, depth=3, useless=0):
     """Speed over plain decoding."""
     global plans
     plans = 0
@@ -65,11 +62,11 @@ def run(policy: str, count: int, rate: float, length: int, seed: int, depth: int
     return result.plain_work / work
 
 
-def best_fixed(count: int, rate: float, length: int) -> float:
+def best_fixed(count, rate, length):
     return max(mean(run("fixed", count, rate, length, seed, depth) for seed in range(2)) for depth in (1, 2, 3))
 
 
-def main() -> None:
+def main():
     for given in sys.argv[1:]:
         name, value = given.split("=")
         setattr(Adaptive, name, type(getattr(Adaptive, name))(float(value)))

@@ -1,11 +1,9 @@
 """An EAGLE head's drafts by one dense pass over the whole text."""
 
-from __future__ import annotations
-
 import torch
 
 
-def scramble(head: torch.nn.Module) -> None:
+def scramble(head):
     """Random weights everywhere: a fresh head starts with zeros that would hide mistakes."""
     torch.manual_seed(3)
     for parameter in head.parameters():
