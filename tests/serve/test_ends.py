@@ -1,7 +1,12 @@
-"""Requests that end before the engine's thread has looked at them: whoever waits is told, at once."""
+"""How requests end: before the engine's thread has looked at them, what a streamed answer writes, and the line in the
+log."""
 
 import asyncio
+import json
+import logging
+import re
 import threading
+import time
 
 import pytest
 
@@ -9,6 +14,7 @@ from forerun import SamplingParams
 from forerun.core.errors import ForerunError
 from forerun.engine.answering import ClosedError, TimeLimitError
 from forerun.engine.async_engine import AsyncEngine
+from forerun.serve.app import ServerOptions, create_app
 
 PROMPT = [5, 6, 7]
 PARAMS = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -104,3 +110,140 @@ def test_closing(engine, free):
 async def _rest(stream):
     async for _ in stream:
         pass
+
+
+PROMPTS = ["def parse(", "a = "]
+
+
+def messages(engine, body):
+    """Everything that the application sends for this request; the client stays."""
+    app = create_app(engine, ServerOptions(model_name="tiny"))
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
+        "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1", "server": ("localhost", 80),
+        "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+    }  # fmt: skip
+    sent = []
+
+    async def work():
+        ended = asyncio.Event()
+        pending = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+
+        async def receive():
+            if pending:
+                return pending.pop()
+            await ended.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                ended.set()
+
+        await asyncio.wait_for(app(scope, receive, send), 60)
+
+    asyncio.run(work())
+    return sent
+
+
+@pytest.mark.parametrize("usage", [False, True])
+def test_an_answer_ends_in_one_write(served, usage):
+    """Last tokens, usage, [DONE] and the response's end; several answers, of which some end earlier."""
+    stops = {"stop": [" "], "temperature": 0.9, "seed": 5, "max_tokens": 30, "n": 2}
+    expected = served.generate(PROMPTS, SamplingParams(**stops), speculate=False)
+    answers = [output for request in expected for output in request.outputs]
+    assert len({len(output.token_ids) for output in answers}) > 1, "these answers should end in different rounds"
+    engine = AsyncEngine(served.engine)
+    body = {"prompt": PROMPTS, "stream": True, "speculative": {"enabled": False}, **stops}
+    try:
+        sent = messages(engine, {**body, "stream_options": {"include_usage": True}} if usage else body)
+    finally:
+        engine.close()
+    assert [message["type"] for message in sent] == ["http.response.start"] + ["http.response.body"] * (len(sent) - 1)
+    assert [message["more_body"] for message in sent[1:]] == [True] * (len(sent) - 2) + [False]
+    events = [[part[6:] for part in message["body"].decode().split("\n\n") if part] for message in sent[1:]]
+    assert all(events), "nothing empty is sent"
+    assert [event for piece in events for event in piece].count("[DONE]") == 1
+    assert events[-1][-1] == "[DONE]"
+    bodies = [json.loads(event) for event in events[-1][:-1]]
+    if usage:
+        assert bodies.pop()["usage"]["completion_tokens"] == sum(len(output.token_ids) for output in answers)
+    assert bodies[-1]["choices"][0]["finish_reason"] is not None
+    choices = [c for piece in events for event in piece if event != "[DONE]" for c in json.loads(event)["choices"]]
+    for index, output in enumerate(answers):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == output.text
+        assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == [output.finish_reason]
+
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+LOG_PROMPT = {"prompt": "def parse(", "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+
+
+@pytest.fixture
+def lines(caplog):
+    """``lines(count)``: what the next requests leave, by key, once there are so many."""
+
+    def get(count):
+        for _ in range(200):
+            told = [record.getMessage() for record in caplog.records if record.name == "forerun.requests"]
+            if len(told) >= count:
+                break
+            time.sleep(0.01)
+        caplog.clear()
+        return [{"path": line.split()[1], **dict(re.findall(r"(\w+)=(\S+)", line))} for line in told]
+
+    with caplog.at_level(logging.INFO, "forerun.requests"):
+        yield get
+
+
+def check(line, answer, finish, tokens):
+    assert (line["status"], line["finish"], line["completion_tokens"]) == ("200", finish, str(tokens))
+    assert line["id"] == answer.headers["x-request-id"]
+    assert float(line["seconds"]) > 0
+    assert float(line["tokens_per_second"]) > 0
+
+
+def test_an_answer_leaves_a_line(server, lines):
+    answer = server.post(COMPLETIONS, {**LOG_PROMPT, "speculative": {"method": "draft_model"}})
+    (line,) = lines(1)
+    check(line, answer, "length", 12)
+    assert answer.json()["id"] == f"cmpl-{line['id']}"
+    usage, metrics = answer.json()["usage"], answer.json()["metrics"]["speculative_decoding"]
+    assert line["prompt_tokens"] == str(usage["prompt_tokens"])
+    assert float(line["mean_acceptance_length"]) == pytest.approx(metrics["mean_acceptance_length"], rel=0.01)
+    assert float(line["draft_acceptance_rate"]) == pytest.approx(metrics["draft_acceptance_rate"], rel=0.01)
+    server.post(COMPLETIONS, {**LOG_PROMPT, "speculative": {"enabled": False}})
+    (plain,) = lines(1)
+    assert (plain["mean_acceptance_length"], plain["draft_acceptance_rate"]) == ("-", "-")
+
+
+def test_streams_and_refusals_leave_one_too(server, lines):
+    tiled = server.post(COMPLETIONS, {**LOG_PROMPT, "stream": True, "n": 2})
+    wrong = server.post(CHAT, {"messages": []})
+    server.post(CHAT, {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2})
+    for path in ("/health", "/metrics", "/v1/models"):
+        server.http.get(path)
+    first, second, third = lines(3)
+    check(first, tiled, "length", 24)
+    assert (second["path"], second["status"], second["id"]) == (CHAT, "400", wrong.headers["x-request-id"])
+    assert "completion_tokens" not in second
+    assert third["path"] == CHAT
+    assert not lines(0)
+
+
+@pytest.mark.usefixtures("slow_rounds")
+def test_whoever_leaves_leaves_a_line(server, lines):
+    with server.http.stream("POST", COMPLETIONS, json={**LOG_PROMPT, "max_tokens": 400, "stream": True}) as answer:
+        next(answer.iter_text())
+    (line,) = lines(1)
+    assert line["finish"] == "abort"
+    assert 0 < int(line["completion_tokens"]) < 400
+
+
+def test_a_stream_that_fails_says_so(server, served, lines, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(served.engine.model, "forward", lambda batch, cache: 1 / 0)
+        assert '"internal_error"' in server.post(COMPLETIONS, {**LOG_PROMPT, "prompt": "b = ", "stream": True}).text
+        (line,) = lines(1)
+    assert (line["status"], line["finish"]) == ("200", "error")

@@ -1,19 +1,28 @@
-"""Structured output: masks against an independent oracle, and the same text whatever is drafted."""
+"""Structured output: masks against independent oracles, whole numbers beyond a float64 and texts that a tokenizer does
+not spell by itself among them, and the same text whatever is drafted."""
 
+import copy
 import json
 import random
 import re
 import string
 from dataclasses import replace
 
+import jsonschema_rs
 import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AddedToken
 
 from forerun import LLM, ConfigError, RequestError, SamplingParams, StructuredOutputsParams
 from forerun.core.request import RequestState
 from forerun.engine.grammar import GrammarCompiler
+from forerun.models.chat import CallForm
+from forerun.serve.schema import ChatRequest
+from forerun.serve.tools import required_shape
+from gguf_files import write_model
 
 SCHEMA = {
     "type": "object",
@@ -362,3 +371,227 @@ def test_a_matcher_that_breaks_ends_its_request_only(served, monkeypatch):
     assert answers[0].outputs[0].finish_reason == "error"
     assert str(answers[0].outputs[0].stop_reason).startswith("the grammar: ")
     assert answers[1].outputs[0].token_ids == expected
+
+
+BIG, LAST = 9007199254740993, 1098765432109876543
+IDS = {"type": "integer", "enum": [BIG, LAST, 7]}
+
+
+def closed(properties, *required, **more):
+    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False, **more}
+
+
+def permits(served, compiler, expected, text):
+    """Whether a grammar permits this text, and its end behind it."""
+    constraint = compiler.start(expected)
+    path = [*served.tokenizer.encode(text), served.tokenizer.eos_token_id]
+    sequence = RequestState(0, [1], 1, SamplingParams(), 0)
+    return constraint.allowed(sequence, path) is not None
+
+
+CASES = [
+    ({"const": BIG}, [BIG, BIG - 1, BIG + 1, str(BIG)]),
+    ({"enum": [BIG, "a", None, 2]}, [BIG, "a", None, 2, BIG + 1, "b"]),
+    ({"enum": [BIG, "a", True, 1.5], "type": ["integer", "boolean"]}, [BIG, "a", True, 1.5, False]),
+    ({"const": {"a": [BIG, {"b": -LAST}], "c": "\u00e9\n"}}, [{"a": [BIG, {"b": -LAST}], "c": "\u00e9\n"}]),
+    ({"type": "integer", "minimum": BIG, "maximum": BIG + 12}, [BIG - 1, BIG, BIG + 12, BIG + 13, -BIG]),
+    ({"type": ["integer", "null"], "exclusiveMinimum": LAST}, [LAST, LAST + 1, 10 * LAST, None, 10**30, 0, -1]),
+    ({"type": "integer", "minimum": -LAST, "exclusiveMaximum": BIG}, [-LAST - 1, -LAST, -1, 0, BIG - 1, BIG]),
+    ({"type": "integer", "maximum": -LAST}, [-LAST + 1, -LAST, -(10**30), 0]),
+    ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1}, [-1, 0, BIG, 2**63 - 1]),
+    ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, [-(2**63), 2**63 - 1, BIG, 0]),
+    ({"const": 2**64 - 1}, [2**64 - 1, 2**64]),
+    (closed({"id": IDS, "b": {"type": "boolean"}}, "id", "b"),
+     [{"id": BIG, "b": True}, {"id": BIG}, {"id": BIG - 1, "b": True}]),
+    (closed({"a": {"const": 1}, "id": IDS, "b": {"const": 2}}, "id"),
+     [{"id": LAST}, {"a": 1, "id": LAST}, {"id": 7, "b": 2}, {"a": 1, "id": BIG, "b": 2}, {"a": 1}, {},
+      {"id": LAST + 1}]),
+    (closed({"a": IDS, "b": IDS, "c": {}}),
+     [{}, {"a": 7}, {"b": BIG}, {"a": 7, "c": [1]}, {"b": 7, "c": "x"}, {"a": 8}]),
+    ({"type": "array", "items": IDS, "minItems": 1, "maxItems": 2}, [[], [BIG], [BIG, LAST], [BIG, 7, 7], [BIG + 2]]),
+    ({"type": "array", "items": IDS}, [[], [BIG], [BIG, LAST, 7, 7], [8]]),
+    ({"type": "array", "items": IDS, "maxItems": 1}, [[], [BIG], [BIG, LAST]]),
+    ({"anyOf": [IDS, {"type": "array", "items": {"type": "string"}}]}, [BIG, ["a"], ["b", "c"], [BIG], 8]),
+    ({"$ref": "#/$defs/node", "$defs": {"id": IDS, "name": {"enum": ["x", "y"]}, "node": closed(
+        {"id": {"$ref": "#/$defs/id"}, "name": {"$ref": "#/$defs/name"}, "next": {"$ref": "#/$defs/node"}}, "id")}},
+     [{"id": BIG}, {"id": BIG, "name": "x", "next": {"id": LAST, "next": {"id": 7}}}, {"id": 8},
+      {"id": 7, "name": "z"}]),
+    (closed({"default": {"const": BIG}, "any": {}}, "default"), [{"default": BIG}, {"default": BIG - 1}]),
+    (closed({"n": {"type": "integer", "default": BIG}}), [{"n": 3}, {}]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("schema", "values"), CASES, ids=range(len(CASES)))
+@pytest.mark.parametrize("way", ["json", "text", "tools"])
+def test_what_is_valid_is_permitted_and_nothing_else(served, compiler, schema, values, way):
+    expected = StructuredOutputsParams(json=json.dumps(schema) if way == "text" else schema)
+    if way == "tools":
+        expected = StructuredOutputsParams(grammar="start: @a", schemas={"a": schema})
+    valid = [jsonschema_rs.validator_for(schema).is_valid(value) for value in values]
+    result = [permits(served, compiler, expected, json.dumps(value, ensure_ascii=False)) for value in values]
+    assert result == valid
+    assert any(valid)
+
+
+def test_ranges_are_those_of_python(served, compiler):
+    source = random.Random(0)
+    for _ in range(60):
+        size = source.choice([10, 10**3, 10**17, 10**19, 10**24])
+        low, high = sorted(source.randint(-size, size) for _ in range(2))
+        schema = {"type": "integer", "minimum": low, "maximum": high}
+        both = {"anyOf": [schema, {"const": BIG}]}
+        near = {end + step for end in (low, high, 0, 10 ** len(str(abs(low)))) for step in (-1, 0, 1)}
+        near |= {source.randint(-2 * size, 2 * size) for _ in range(5)}
+        for value in near:
+            expected = low <= value <= high or value == BIG
+            saturated = abs(value) >= 2**63
+            result = permits(served, compiler, StructuredOutputsParams(json=both), str(value))
+            assert result == expected or (saturated and not result), (low, high, value)
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"allOf": [{"const": BIG}]}, "not kept in a schema of allOf"),
+        ({"type": "integer", "minimum": BIG, "multipleOf": 3}, "not kept beside multipleOf"),
+        ({"type": "number", "minimum": BIG}, "not kept in a schema of type, minimum"),
+        ({"type": "integer", "minimum": BIG, "maximum": 3}, "no integer is at least"),
+        ({"enum": [BIG], "type": "string"}, "no value of the enum has its type"),
+        ({"properties": {"a": IDS}, "patternProperties": {"b": {}}}, "not kept beside patternProperties"),
+        ({"properties": {"a": IDS}, "additionalProperties": IDS}, "additionalProperties that are a schema"),
+        ({"properties": {"a": IDS}, "required": ["b"]}, "required properties without a schema"),
+        ({"properties": {"a": IDS, "b": {"$ref": "#"}}}, "must name one of the root's"),
+        ({"properties": [IDS]}, "must be of another type than list"),
+        ({"properties": {"a": IDS, "b": 5}}, "is no schema"),
+        ({"enum": BIG}, "must be of another type than int"),
+        (BIG, "must be an object"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(served, schema, message):
+    with pytest.raises(RequestError, match=message):
+        served.generate(["x = "], SamplingParams(structured_outputs={"json": json.dumps(schema)}))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_same_numbers_with_and_without_drafts(served, temperature):
+    schema = closed({"id": IDS, "at": {"type": "integer", "minimum": BIG, "maximum": LAST}}, "id", "at")
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=90, structured_outputs={"json": schema})
+    answers = []
+    for method in (None, *served.engine.router.drafters):
+        (job,) = served.engine.add([5], params, speculate=method is not None, method=method)
+        while served.engine.busy:
+            served.engine.step()
+        answers.append(job.text)
+    assert answers == answers[:1] * len(answers)
+    assert jsonschema_rs.validator_for(schema).is_valid(json.loads(answers[0]))
+
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SPOKEN = ["<tool_call>", "<think>", "[MARK]"]
+TOKENS = [*SPECIAL, *SPOKEN, *sorted(ByteLevel.alphabet()), "th", "Ã©"]
+TEXTS = [*SPECIAL, *SPOKEN, "re\u0301sume\u0301", "\u1112\u1161\u11ab", "\u212b", "<|im_<|im_end|>end|>", "\u00e9"]
+WAYS = [None, "ngram", "draft_model", "pattern"]
+
+
+def shapes(text):
+    """Structured outputs that need the text, and every answer that meets them."""
+    schema = {
+        "type": "object",
+        "properties": {text: {"const": text}},
+        "required": [text],
+        "additionalProperties": False,
+    }
+    return [
+        ({"choice": [f"a{text}b"]}, [f"a{text}b"]),
+        ({"choice": [f"a{text}b", f"a{text}c", "b"]}, [f"a{text}b", f"a{text}c", "b"]),
+        ({"json": {"enum": [text, f"{text}!"]}}, [json.dumps(end, ensure_ascii=False) for end in (text, f"{text}!")]),
+        ({"json": schema}, [json.dumps({text: text}, ensure_ascii=False)]),
+    ]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory):
+    """A random model whose tokenizer is like Qwen's: NFC, added tokens special and not. A draft model's trees."""
+    kinds = [3] * len(SPECIAL) + [4] * len(SPOKEN) + [1] * (len(TOKENS) - len(SPECIAL) - len(SPOKEN))
+    vocabulary = {"pre": "qwen2", "tokens": TOKENS, "token_type": kinds, "merges": ["t h", "Ã ©"], "eos_token_id": 2}
+    changes = {f"tokenizer.ggml.{key}": value for key, value in vocabulary.items()} | {"llama.context_length": 512}
+    path = tmp_path_factory.mktemp("spelled") / "model.gguf"
+    path = str(write_model(path, changes, extra={"token_embd.weight": (len(TOKENS), 32)}))
+    drafters = [
+        {"method": "ngram", "num_speculative_tokens": 4},
+        {"method": "draft_model", "model": path, "tree": [3, 2, 1]},
+        {"method": "pattern"},
+    ]
+    return LLM(path, speculative_config=drafters, max_num_seqs=4)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_text_that_must_come_comes_whatever_drafts(llm, text, temperature):
+    for expected, good in shapes(text):
+        params = SamplingParams(
+            temperature=temperature, seed=3, max_tokens=80, skip_special_tokens=False, structured_outputs=expected
+        )
+        answers = []
+        for method in WAYS:
+            prompt = llm.tokenizer.encode("the text: ")
+            (job,) = llm.engine.add(prompt, params, speculate=method is not None, method=method)
+            while llm.engine.busy:
+                llm.engine.step()
+            answers.append((job.text, job.output_ids, job.finish.reason))
+        assert answers == answers[:1] * len(WAYS)
+        assert answers[0][0] in good
+        assert answers[0][2] == "stop"
+
+
+@pytest.mark.parametrize("committed", [1, 3, 5])
+def test_a_committed_token_that_is_not_permitted_is_an_error_at_once(llm, committed):
+    """An answer that goes on behind tokens which its grammar does not permit, as after another replica's loss."""
+    params = SamplingParams(temperature=0, max_tokens=20, structured_outputs={"choice": ["abcd"]})
+    x = llm.tokenizer.encode("x")
+    (job,) = llm.engine.add([5], params, committed=[*llm.tokenizer.encode("abcd")[: committed - 1], *x])
+    while llm.engine.busy:
+        llm.engine.step()
+    assert job.finish.reason == "error"
+    assert str(job.finish.stopped_by).startswith("the grammar: ")
+    assert len(job.output_ids) == committed
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_markers_of_calls_are_the_special_tokens_that_they_are_called(llm, several):
+    tool = {"type": "function", "function": {"name": "stop", "parameters": {"properties": {}}}}
+    given = {"messages": [{"role": "user", "content": "hi"}], "tools": [tool], "parallel_tool_calls": several}
+    body = ChatRequest.model_validate({**given, "tool_choice": "required"})
+    markers = ["<tool_call>", "</tool_call>"]
+    tokenizer = copy.deepcopy(llm.tokenizer)
+    tokenizer.add_tokens([AddedToken(mark, special=True) for mark in markers], special_tokens=True)
+    begin, end = tokenizer.convert_tokens_to_ids(markers)
+    eos = tokenizer.eos_token_id
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [eos])
+    for special in (markers, []):
+        shape = required_shape(body, CallForm.HERMES, frozenset(special))
+        assert isinstance(shape, StructuredOutputsParams)
+        forced = compiler.start(shape).forced(RequestState(0, [5], 1, SamplingParams(), 0), 200)
+        assert tokenizer.decode(forced).startswith('<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>')
+        assert (forced[0] == begin, end in forced) == (bool(special), bool(special))
+        assert (forced[-1] == eos) == (not several)
+
+
+@pytest.mark.parametrize("least", [6, 20])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_min_tokens_ends_where_the_grammar_does(llm, least, temperature):
+    """As long as the grammar permits more, the end is banned; behind its last text nothing else may come."""
+    for expected, longest in (({"choice": ["yes", "no"]}, 3), ({"regex": "a{1,9}"}, 9), ({"json": {"const": True}}, 4)):
+        params = SamplingParams(
+            temperature=temperature, seed=1, max_tokens=30, min_tokens=least, structured_outputs=expected
+        )
+        answers = []
+        for method in WAYS:
+            (job,) = llm.engine.add([5], params, speculate=method is not None, method=method)
+            while llm.engine.busy:
+                llm.engine.step()
+            answers.append((job.text, job.output_ids, job.finish.reason))
+        assert answers == answers[:1] * len(WAYS)
+        text, _, reason = answers[0]
+        assert reason == "stop"
+        assert len(text) >= min(least, longest) or text == "no"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import TEMPLATE, run_server
-from test_tool_parser import told
+from test_tools import told
 
 from forerun import LLM, ConfigError, SamplingParams, StructuredOutputsParams
 from forerun.core.request import RequestState

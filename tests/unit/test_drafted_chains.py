@@ -1,20 +1,25 @@
-"""Chains drafted in one call are what a step at a time drafts: tokens, trials and q, bit by bit."""
+"""Chains drafted in one call are what a step at a time drafts: tokens, trials and q, bit by bit. Draft models that
+predict only some of their tokens, and ids that only one of the two models has."""
 
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from described import CASES, save_described
 from forerun import LLM, SamplingParams, kernels
+from forerun.core.errors import ConfigError
+from forerun.models.load import load_model
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.chain import ChainRunner
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.model import DraftModel
 from here import where
+from tiny import ALPHABET, save_tokenizer, tiny_llama
+from tiny_seq2seq import save_seq2seq
 
 PROMPTS = ["def foo(x): return x", "abcabcabcabc", "hello world, hello wor", "x"]
 OPTIONS = [
@@ -132,3 +137,160 @@ def test_a_chain_ends_where_it_is_unlikely_to_be_kept(tiny_target, tiny_draft, s
             lengths.add(entry.drafted)
             text += entry.tokens
     assert len(lengths) > 2
+
+
+SIZE = 700
+OUTPUTS_PROMPTS = ["def parse(", "class Reader:", "for line in"]
+
+
+def speculating(**more):
+    return LLM(speculative_config={"method": "draft_model", "num_speculative_tokens": 4, **more})
+
+
+@pytest.mark.parametrize("more", [{}, {"tree": [2, 2], "num_speculative_tokens": 2}, {"accept": "token"}])
+def test_only_those_tokens_are_drafted(more):
+    """Chains and trees, for greedy and sampled requests, by a coupled rule and one that compares p with q."""
+    llm = speculating(draft_vocab_size=SIZE, **more)
+    (drafter,) = llm.engine.router.drafters.values()
+    permitted = set(drafter.names.tolist())
+    assert len(permitted) == SIZE
+    assert set(llm.engine.model.info.eos_ids) <= permitted
+    seen = set()
+    llm.engine.on_round = lambda result: seen.update(t for draft in result.drafts for t in draft.tokens)
+    for temperature in (0.0, 0.9):
+        params = SamplingParams(temperature=temperature, seed=5, max_tokens=40)
+        out = llm.generate(OUTPUTS_PROMPTS, params, use_tqdm=False)
+        plain = llm.generate(OUTPUTS_PROMPTS, params, use_tqdm=False, speculate=False)
+        if "accept" not in more or temperature == 0.0:
+            assert [o.outputs[0].token_ids for o in out] == [o.outputs[0].token_ids for o in plain]
+        assert any(o.metrics.num_accepted_draft_tokens for o in out)
+    assert seen <= permitted
+    assert len(seen) > 20
+
+
+@pytest.mark.parametrize("quantization", [None, "q8_0"])
+def test_its_logits_are_the_whole_layers_rows(quantization):
+    from forerun import pretrained
+    from forerun.core.batch import Batch, Span
+    from forerun.models.base import new_attention
+
+    names = torch.tensor([0, 3, 17, 300, 301, 999])
+    result = []
+    for outputs in (None, names):
+        model = load_model(pretrained.path("draft"), dtype="float32", outputs=outputs, quantization=quantization)
+        attention = new_attention(model, max_seqs=1, max_len=32)
+        attention.pool.reserve(0, 4)
+        batch = Batch([Span(0, 0, [5, 6, 7, 8], logits=[1, 3])], model.info.device)
+        result.append(model.forward(batch, attention).logits)
+    assert torch.equal(result[0][:, names], result[1])
+
+
+def test_more_than_there_are_is_refused():
+    with pytest.raises(ConfigError, match=r"draft_vocab_size is 5000000, and .* has \d+ tokens"):
+        speculating(draft_vocab_size=5_000_000)
+    with pytest.raises(ConfigError, match="at least 1"):
+        speculating(draft_vocab_size=0)
+    with pytest.raises(ConfigError, match="leave it out"):
+        speculating(draft_vocab_size=10, use_heterogeneous_vocab=True)
+
+
+ROWS = len(ALPHABET) + 8
+ROWS_PROMPTS = [[40, 41, 42, 9, 8, 40, 41], [5, 9, ROWS - 1, 7, len(ALPHABET), 9], [8, 9, 8, 9, 8, 9, 8]]
+STRANGE = 1
+"""The prompt with ids that the draft lacks."""
+DRAFT = {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 3}
+CONFIGS = {
+    "chain": DRAFT,
+    "tree": {**DRAFT, "tree": [3, 2, 1]},
+    "staged": {"method": "staged", "model": "DRAFT"},
+    "staged-model": {"method": "staged", "model": "DRAFT", "drafter": DRAFT},
+    "staged-recycling": {"method": "staged", "model": "DRAFT", "drafter": {"method": "token_recycling"}},
+    "cascade": {"method": "cascade", "drafters": [{"method": "ngram"}, DRAFT]},
+    "tli": {**DRAFT, "use_heterogeneous_vocab": True},
+    "slem": {**DRAFT, "use_heterogeneous_vocab": True, "heterogeneous_vocab_method": "slem"},
+}
+
+
+def params(temperature):
+    return SamplingParams(temperature=temperature, seed=5, max_tokens=24, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory, tiny_target):
+    """The target with more rows than its tokenizer has tokens, likely ones."""
+    folder = tmp_path_factory.mktemp("wide")
+    model, known = tiny_llama(vocab_size=ROWS), LlamaForCausalLM.from_pretrained(tiny_target).state_dict()
+    own = model.state_dict()
+    for name, value in known.items():
+        own[name][: len(value)] = value
+    model.load_state_dict(own)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    return str(folder)
+
+
+def check(plain, speculative, prompts, temperature):
+    options = params(temperature)
+    expected = plain.generate(prompts, options)
+    answers = speculative.generate(prompts, options)
+    assert [answer.outputs[0].token_ids for answer in answers] == [answer.outputs[0].token_ids for answer in expected]
+    for index, answer in enumerate(answers):
+        assert answer.metrics.draft_error is None
+        assert answer.metrics.num_draft_tokens > 0, index
+    others = [index for index in range(len(prompts)) if index != STRANGE]
+    for index, alone in zip(others, speculative.generate([prompts[index] for index in others], options)):
+        assert answers[index].metrics.accepted_per_step == alone.metrics.accepted_per_step
+    speculative.engine.check()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_they_cost_nobody_the_drafts(name, temperature, wide, tiny_draft, llm):
+    config = filled(CONFIGS[name], tiny_draft)
+    speculative = llm(config, wide)
+    seen = {
+        token for answer in llm(None, wide).generate(ROWS_PROMPTS, params(2.0)) for token in answer.outputs[0].token_ids
+    }
+    assert max(seen) >= len(ALPHABET)  # answers have such ids too
+    check(llm(None, wide), speculative, ROWS_PROMPTS, temperature)
+
+
+def filled(options, draft):
+    if isinstance(options, dict):
+        return {key: filled(value, draft) for key, value in options.items()}
+    if isinstance(options, list):
+        return [filled(value, draft) for value in options]
+    return draft if options == "DRAFT" else options
+
+
+@pytest.mark.parametrize("drafting", ["t5", "decoder"])
+def test_they_may_be_in_a_source(drafting, tmp_path, seq2seq, tiny_draft):
+    save_seq2seq("t5", tmp_path, vocab_size=ROWS)
+    draft = seq2seq("t5") if drafting == "t5" else tiny_draft
+    speculative = LLM(str(tmp_path), speculative_config=filled(DRAFT, draft))
+    check(LLM(str(tmp_path)), speculative, ROWS_PROMPTS, 0.9)
+
+
+def test_the_last_row_is_read_for_them(tiny_draft, wide, llm):
+    """What the draft says of them is what transformers says of its last token."""
+    drafter = next(iter(llm(filled(DRAFT, tiny_draft), wide).engine.router.drafters.values()))
+    heard = []
+    forward = drafter.model.forward
+
+    def listening(batch, attention):
+        output = forward(batch, attention)
+        heard.append(output.logits[0])
+        return output
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter.model, "forward", listening)
+        patch.setattr(drafter, "chains", None)
+        llm(filled(DRAFT, tiny_draft), wide).generate([ROWS_PROMPTS[STRANGE]], params(0.0))
+    last = len(ALPHABET) - 1
+    reference = LlamaForCausalLM.from_pretrained(tiny_draft).eval()
+    with torch.inference_mode():
+        first = next(logits for logits in heard)
+        text = [min(token, last) for token in ROWS_PROMPTS[STRANGE]]
+        answer = llm(None, wide).generate([ROWS_PROMPTS[STRANGE]], params(0.0))[0].outputs[0].token_ids
+        expected = reference(torch.tensor([[*text, min(answer[0], last)]])).logits[0, -1]
+    torch.testing.assert_close(first, expected, atol=1e-4, rtol=1e-4)

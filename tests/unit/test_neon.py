@@ -114,8 +114,9 @@ def test_thousands_of_starts_and_forks(form, tmp_path):
     subprocess.run(emulated.command(emulated.PROCESSORS[form], program, 2000), check=True, timeout=600)
 
 
-@pytest.mark.parametrize("quantization", [None, "int8_rows", "q4_k"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("float32", "int8_rows"), ("bfloat16", "q4_k")]
+)
 def test_a_whole_model(both, dtype, quantization):
     ids = [(31 * index + 7) % 1000 for index in range(40)]
 

@@ -1,4 +1,5 @@
-"""The formulas against the references' printed numbers, against enumeration, and against their own laws."""
+"""The formulas against the references' printed numbers, against enumeration and counted traffic, and against their own
+laws; arguments that they refuse, in one line each."""
 
 import itertools
 import math
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import forerun.theory as theory
+from forerun.core.errors import ConfigError
 from forerun.theory import (
     acceptance_probability,
     acceptance_rate,
@@ -17,6 +19,7 @@ from forerun.theory import (
     best_gamma,
     d_lk,
     expected_accepted,
+    expected_experts,
     expected_tokens,
     guaranteed_improvement,
     lenient_acceptance_rate,
@@ -29,6 +32,7 @@ from forerun.theory import (
     oracle_tokens,
     predicted_speedup,
     rejection_sampling_rate,
+    round_traffic,
     walltime_improvement,
 )
 
@@ -355,3 +359,108 @@ def test_numbers_of_other_kinds():
 def test_public_names():
     assert theory.__all__ == sorted(theory.__all__)
     assert all(callable(getattr(theory, name)) for name in theory.__all__)
+
+
+half = [0.5, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: expected_tokens(1.01, 3), r"alpha must be in \[0, 1\], got 1.01"),
+        (lambda: expected_tokens(math.nan, 3), "alpha must be in"),
+        (lambda: expected_tokens(half, 3), "alpha must be one number"),
+        (lambda: expected_tokens(torch.tensor(half), 3), "alpha must be one number"),
+        (lambda: expected_tokens(0.5, -1), "gamma must be >= 0, got -1"),
+        (lambda: expected_tokens(0.5, 2.0), "gamma must be an integer, not float"),
+        (lambda: expected_tokens(0.5, True), "gamma must be an integer, not bool"),
+        (lambda: expected_tokens(0.5, 10**400), "gamma must be at most 2\\^53"),
+        (lambda: expected_tokens(10**400, 3), r"alpha must be in \[0, 1\]"),
+        (lambda: walltime_improvement(0.5, 2, 10**400), "c must be finite"),
+        (lambda: acceptance_rate(half, [10**400, 0.5]), "q must be a tensor or a rectangular sequence"),
+        (lambda: expected_accepted(0.5, -1), "depth must be >= 0"),
+        (lambda: walltime_improvement(0.5, 2, -0.1), "c must be finite and >= 0, got -0.1"),
+        (lambda: walltime_improvement(0.5, 2, math.inf), "c must be finite"),
+        (lambda: predicted_speedup(0.5, 2, 0.1, 0), "verify_cost must be finite and > 0, got 0"),
+        (lambda: round_traffic(1e9, 2, state=-1.0), "state must be finite and >= 0, got -1"),
+        (lambda: round_traffic(1e9, 0), "sequences must be >= 1"),
+        (lambda: expected_experts(8, 9, 2), r"chosen / count must be in \[0, 1\], got 1.125"),
+        (lambda: expected_experts(8, 2, 1, sequences=2), "rows must be finite and >= 2, got 1"),
+        (lambda: expected_experts(8, 2, 2, again=1.5), r"a share must be in \[0, 1\], got 1.5"),
+        (lambda: operations_increase(0.5, 2, -1), "c_hat must be finite and >= 0"),
+        (lambda: best_gamma(0.5, 0.1, max_gamma=-1), "max_gamma must be >= 0"),
+        (lambda: alpha_from_tokens(2.0, 0), "gamma must be >= 1"),
+        (lambda: alpha_from_tokens(4.5, 3), r"mean_tokens must be in \[1, 4\]"),
+        (lambda: lenient_acceptance_rate(half, half, 0.0), r"lenience must be in \(0, 1\], got 0"),
+        (lambda: lenient_token_distribution(half, half, 1.5), "lenience must be in"),
+        (lambda: acceptance_rate([0.5, 0.6], half), "p must sum to 1 over its last dimension, a row is off by 0.1"),
+        (lambda: acceptance_rate(half, [1.5, -0.5]), "q must not have negative or NaN entries"),
+        (lambda: acceptance_rate(half, [math.nan, 1.0]), "q must not have negative or NaN entries"),
+        (lambda: acceptance_rate(half, 1.0), "q must have a vocabulary dimension"),
+        (lambda: acceptance_rate(half, [[0.5], [0.2, 0.3]]), "q must be a tensor or a rectangular sequence"),
+        (lambda: acceptance_rate(half, [1.0]), "share a vocabulary, got 2 and 1"),
+        (lambda: acceptance_rate([half] * 2, [half] * 3), "do not broadcast"),
+        (lambda: acceptance_rate(half, torch.ones(2, dtype=torch.complex64)), "q must be real"),
+        (lambda: acceptance_probability(0.5, 0.0), "q_x must be in"),
+        (lambda: acceptance_probability(1.5, 0.5), "p_x must be in"),
+    ],
+)
+def test_bad_arguments_in_one_line(call, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        call()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.3, 0.8, 1.0])
+@pytest.mark.parametrize("gamma", [1, 3, 7])
+def test_memory_is_read_once_a_round(alpha, gamma):
+    """Section 3.4, by counting: a round reads the weights once and emits j tokens with probability
+    alpha^(j-1) (1 - alpha), all gamma + 1 with alpha^gamma."""
+    emitted = sum(j * alpha ** (j - 1) * (1 - alpha) for j in range(1, gamma + 1)) + (gamma + 1) * alpha**gamma
+    assert memory_access_factor(alpha, gamma) == pytest.approx(emitted, rel=1e-12)
+
+
+@pytest.mark.parametrize("sequences", [1, 3])
+def test_a_batch_shares_the_weights_and_nothing_else(sequences):
+    """Counted byte by byte: what each layer reads and writes for each sequence."""
+    weights, keys, states = [40, 60], [3, 4], [0, 5]
+    moved = sum(weights)
+    for _ in range(sequences):
+        for read, state in zip(keys, states):
+            moved += read + state  # read
+            moved += state  # written
+    assert round_traffic(sum(weights), sequences, sum(keys), sum(states)) == moved
+
+
+@pytest.mark.parametrize(("count", "chosen", "rows"), [(4, 2, 3), (5, 1, 4), (3, 3, 2)])
+def test_experts_that_rows_read_by_mere_chance(count, chosen, rows):
+    """By every choice that the rows can make."""
+    choices = list(itertools.combinations(range(count), chosen))
+    sizes = [len(set().union(*each)) for each in itertools.product(choices, repeat=rows)]
+    mean = sum(sizes) / len(sizes)
+    assert expected_experts(count, chosen, rows) == pytest.approx(mean, rel=1e-12)
+    assert expected_experts(count, chosen, rows, sequences=rows) == pytest.approx(mean, rel=1e-12)
+
+
+@pytest.mark.parametrize("again", [0.08, 0.2])
+def test_experts_that_rows_of_a_text_read(again):
+    """By the density of each expert's own chance, summed up; two rows share what they are said to share; texts that
+    have no more than chance in common read apart."""
+    count, chosen = 64, 4
+    p = chosen / count
+    s = (1 - again) / (again - p)
+    a, b = s * p, s * (1 - p)
+    steps = 20_000
+    chances = [math.sin(math.pi * (i + 0.5) / (2 * steps)) ** 2 for i in range(steps)]  # crowded at both ends
+    widths = [math.sqrt(x * (1 - x)) for x in chances]
+    density = [w * x ** (a - 1) * (1 - x) ** (b - 1) for x, w in zip(chances, widths)]
+
+    def read(rows, texts=1):
+        out = sum(d * (1 - x) ** rows for d, x in zip(density, chances)) / sum(density)
+        return count * (1 - out**texts)
+
+    for rows in (1, 2, 5, 16):
+        assert expected_experts(count, chosen, rows, again) == pytest.approx(read(rows), rel=2e-3)
+        assert expected_experts(count, chosen, 3 * rows, again, 3) == pytest.approx(read(rows, 3), rel=2e-3)
+    assert expected_experts(count, chosen, 2, again) == pytest.approx(chosen * (2 - again), rel=1e-12)
+    assert expected_experts(count, chosen, 9, 1.0) == pytest.approx(chosen, rel=1e-12)

@@ -55,13 +55,23 @@ class Backend(ABC, Generic[M]):
 
     @abstractmethod
     def begin(self, batch: Batch) -> M:
-        """Reserve entries and lay out the forward. Raises OutOfPages before anything is written."""
+        """Reserve the cache's entries and lay out the forward.
+
+        Raises:
+            OutOfPages: there is no room; nothing was written.
+        """
 
     @abstractmethod
     def run(self, query: Query, metadata: M) -> torch.Tensor:
-        """Store k and v, attend, return [rows, heads * value width].
+        """One layer: store k and v, and attend. Each row sees its sequence's committed entries, and its ancestors among
+        the nodes.
 
-        Each row sees its sequence's committed entries and, among the nodes, its ancestors.
+        Args:
+            query: q [rows, heads, width], k and v [rows, kv heads, width], in the model's dtype.
+            metadata: what ``begin`` returned for this forward.
+
+        Returns:
+            [rows, heads * value width], in the dtype of q.
         """
 
     def cross(self, layer: int, q: torch.Tensor, scale: float, metadata: M) -> torch.Tensor:

@@ -115,9 +115,23 @@ class Answering(ABC):
         session: str | None = None,
         **choices: Any,
     ) -> Stream:
-        """Queue a request; ``choices`` are ``Engine.add``'s keywords. After ``timeout`` seconds it fails with
-        TimeLimitError. Requests of one ``session`` go to the same replica where they can. Raises RequestError if it
-        cannot be run, QueueFullError if too many wait and ClosedError while draining."""
+        """Queue a request.
+
+        Args:
+            prompt: token ids.
+            params: how to sample, or how to search.
+            timeout: seconds, after which it fails with TimeLimitError; None: no limit.
+            session: requests of one session go to the same replica where they can.
+            choices: ``Engine.add``'s keywords.
+
+        Returns:
+            The stream of its deltas, once the engine has taken it.
+
+        Raises:
+            RequestError: it cannot be run.
+            QueueFullError: too many wait.
+            ClosedError: the engine is draining or has ended.
+        """
         if self.draining:
             raise ClosedError("the server is shutting down and takes no new requests")
         ahead, slots = sum(stream.unfinished for stream in list(self.streams)), self.capacity()

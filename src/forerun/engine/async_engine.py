@@ -50,6 +50,12 @@ class AsyncEngine(Answering):
     A request whose reader leaves ``max_backlog`` rounds unread is set aside until half of them are read. Where rounds
     are short, those of up to ``max_delay`` seconds are handed over together, because waking a reader may cost a tenth
     of one; first and last tokens never wait.
+
+    Args:
+        engine: what to run; nobody else may use it meanwhile.
+        max_queue: sequences that may wait beyond those that can run.
+        max_backlog: unread rounds at which a request is set aside.
+        max_delay: seconds that a round's tokens may wait for those of the next ones.
     """
 
     def __init__(

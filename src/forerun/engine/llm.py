@@ -67,15 +67,19 @@ class RequestOutput:
 class LLM:
     """A model that generates text, with speculation.
 
-    ``model`` is a folder, a GGUF file, ``hf:OWNER/NAME[:QUANTIZATION]`` or a fetched model's name (default: the
-    bundled target).
-    ``speculative_config`` has vLLM's keys, plus ``accept`` and ``length``; a list of them loads several drafters;
-    ``"auto"`` chooses a drafter for the model (``engine.auto.choose``); None decodes plainly.
-    ``tuned`` is a folder that ``forerun tune`` made for this model, which says how to speculate; True:
-    the bundled one. Other keywords are the fields of ``EngineConfig``, or vLLM's: ``block_size``,
-    ``enable_prefix_caching``, ``revision`` and ``download_dir`` mean what they mean there, ``enforce_eager``,
-    ``trust_remote_code=False`` and their like say what is so anyway, and others are refused with
-    what to do instead. Raises ForerunError subclasses for what cannot be loaded or honoured.
+    Args:
+        model: a folder, a GGUF file, ``hf:OWNER/NAME[:QUANTIZATION]`` or a fetched model's name. Default: the bundled
+            target.
+        speculative_config: vLLM's keys, plus ``accept`` and ``length``. A list of them loads several drafters.
+            ``"auto"`` chooses a drafter for the model (``engine.auto.choose``). None decodes plainly.
+        tuned: a folder that ``forerun tune`` made for this model, which says how to speculate. True: the bundled one.
+        options: the fields of ``EngineConfig``, or vLLM's. ``block_size``, ``enable_prefix_caching``, ``revision`` and
+            ``download_dir`` mean what they mean there. ``enforce_eager``, ``trust_remote_code=False`` and others that
+            ask for nothing are taken; the rest is refused, with what to do instead.
+
+    Raises:
+        ConfigError: options that are wrong, or that exclude each other.
+        ModelError: a model, draft or adapter that cannot be loaded, with the reason.
 
     Threads may share one: their calls wait for each other, and each has the engine to itself while it runs. Prompts
     that are to be decoded together belong in one call; requests that come and go belong to ``AsyncEngine``, which an
@@ -170,15 +174,25 @@ class LLM:
         speculate: bool = True,
         on_update: Callable[[Update], None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer every prompt, in order; ``max_num_seqs`` are decoded at a time. An encoder-decoder reads a prompt as
-        its source; ``{"encoder_prompt": PROMPT, "decoder_prompt": PROMPT}`` also says what the answer goes on behind.
+        """Answer every prompt; ``max_num_seqs`` are decoded at a time. Nothing is started unless every prompt is valid.
+        Whatever ends it early, an interrupt included, leaves the engine empty; interrupts wait for the end of a round.
 
-        ``sampling_params`` is one for all prompts or a list of one each; ``BeamSearchParams`` among them are answered
-        with their beams, the best first. ``use_tqdm`` shows a bar of the answers on
-        standard error; None shows it where that is a terminal. ``priority``: one number per prompt, lower ones go
-        first. ``speculate=False`` decodes these prompts plainly, for comparison. ``on_update`` sees every round's new
-        tokens. Nothing is started unless every prompt is valid. Whatever ends it early, an interrupt included, leaves
-        the engine empty; interrupts wait for the end of a round.
+        Args:
+            prompts: texts, token ids or ``{"prompt_token_ids": IDS}``. An encoder-decoder reads a prompt as its source;
+                ``{"encoder_prompt": PROMPT, "decoder_prompt": PROMPT}`` also says what the answer goes on behind.
+            sampling_params: one for all prompts or a list of one each. ``BeamSearchParams`` among them are answered
+                with their beams, the best first.
+            use_tqdm: show a bar of the answers on standard error. None: where that is a terminal.
+            priority: one number per prompt; lower ones go first.
+            speculate: False decodes these prompts plainly, for comparison.
+            on_update: called with every round's new tokens, in this thread.
+
+        Returns:
+            One output per prompt, in order. An answer that failed says so in ``finish_reason`` and ``stop_reason``.
+
+        Raises:
+            RequestError: a prompt or option that cannot be served.
+            ConfigError: called from ``on_update``, or with lists of different lengths.
         """
         requests = self._run(prompts, sampling_params, use_tqdm, priority, speculate, on_update)
         return [self._output(text, jobs) for text, jobs in requests]
@@ -249,12 +263,21 @@ class LLM:
         on_update: Callable[[Update], None] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several: lists of messages, mappings with ``role`` and ``content``.
+        """Answer a conversation, or each of several. What is not named here is as in ``generate``.
 
-        ``chat_template`` (Jinja) replaces the model's, ``chat_template_kwargs`` are its variables. ``tools`` are told
-        to the model, as OpenAI's API has them; its calls come as text. To let the model go on with a message of its
-        own, give that last, with ``continue_final_message=True`` and ``add_generation_prompt=False``. The rest is as in
-        ``generate``. Raises RequestError for a model without a template and for messages that it refuses.
+        Args:
+            messages: mappings with ``role`` and ``content``, or lists of such.
+            chat_template: Jinja, in place of the model's.
+            add_generation_prompt: begin an answer behind the messages.
+            continue_final_message: go on with the last message, the model's own; with ``add_generation_prompt=False``.
+            chat_template_kwargs: the template's variables.
+            tools: as in OpenAI's API, told to the model; its calls come as text.
+
+        Returns:
+            One output per conversation, in order.
+
+        Raises:
+            RequestError: the model has no template, or it refuses the messages.
         """
         prompts: list[Prompt] = []
         for conversation in conversations(messages):

@@ -130,13 +130,25 @@ class Model(Protocol):
         """Rows that a round of one is padded to."""
 
     def forward(self, batch: Batch, attention: Attention) -> Output:
-        """Float32 logits [batch.num_logits, vocabulary] and the hidden states that the batch asked for."""
+        """Feed the rows of a batch, and store their keys and values.
+
+        Args:
+            batch: spans of tokens, one for each sequence; ``logits`` says which rows are to be scored.
+            attention: over this model's KV cache.
+
+        Returns:
+            Float32 logits [batch.num_logits, vocabulary], and for each layer in ``batch.hidden`` its outputs
+            [batch.num_rows, hidden] in the model's dtype.
+
+        Raises:
+            OutOfPages: the cache has no room for the batch; nothing was written.
+        """
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """Input embeddings [n, hidden] of token ids."""
+        """Input embeddings [n, hidden], in the model's dtype, of token ids, int64 [n]."""
 
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [n, vocabulary] of final (normalised) hidden states."""
+        """Float32 logits [n, vocabulary] of final (normalised) hidden states [n, hidden]."""
 
 
 def new_attention(

@@ -160,9 +160,20 @@ class SamplingParams:
 
     Order of the transforms, as in vLLM: allowed ids, logit bias, bad words and min_tokens; penalties (repetition over
     prompt and output, presence and frequency over output); temperature; min-p; top-k; top-p. ``temperature`` 0 is
-    greedy, and so is one below 1e-5, which is stored as 0.0. ``top_k`` 0 or -1 is off. ``seed`` None draws a fresh
-    one; others have 64 bits, from -2^63 to 2^64 - 1, a negative one standing for itself plus 2^64. Raises ConfigError
-    for a value out of range.
+    greedy, and so is one below 1e-5, which is stored as 0.0. Strings and ids of ``stop`` and ``stop_token_ids`` end the
+    answer.
+
+    Args:
+        n: answers, each with noise of its own; the first is that of ``n=1``.
+        top_k: likeliest tokens that are kept; 0 or -1: all.
+        top_p: share of the probability that is kept, in (0, 1].
+        min_p: least probability of a token over the likeliest one's, in [0, 1].
+        seed: 64 bits, from -2^63 to 2^64 - 1; a negative one stands for itself plus 2^64. None draws a fresh one.
+        max_tokens: most tokens of an answer; None: up to ``max_model_len``.
+        logprobs: how many of the likeliest tokens are listed beside each; natural logarithms.
+
+    Raises:
+        ConfigError: a value is out of range.
     """
 
     n: int = 1

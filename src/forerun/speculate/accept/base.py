@@ -27,7 +27,8 @@ class RuleConfig:
 
 
 class Rule(ABC):
-    """One acceptance rule, named in ``rules``."""
+    """One acceptance rule, named in ``rules``: which part of a draft is kept, and the token after it. Source:
+    Leviathan et al. 2023, section 2.3; each rule names its own."""
 
     name: ClassVar[str]
     config_class: ClassVar[type[RuleConfig]] = RuleConfig
@@ -51,7 +52,19 @@ class Rule(ABC):
 
     @abstractmethod
     def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
-        """One verdict per sequence of ``scores``."""
+        """Judge a round's drafts.
+
+        Args:
+            scores: drafts, and for every drafted position float32 logits [rows, vocabulary], before and after warping.
+            sampler: draws from distributions, with noise keyed by the request's seed.
+
+        Returns:
+            One verdict per sequence of ``scores``: path, token, and what fraction of p the draft's q overlapped. A row
+            of NaN, or in which no token is permitted, is the verdict's ``error``, and ends its path.
+
+        Raises:
+            ConfigError: the rule works on chains, and a draft branches.
+        """
 
 
 def judged(

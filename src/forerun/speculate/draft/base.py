@@ -171,7 +171,7 @@ C = TypeVar("C", bound=DrafterConfig)
 
 
 class Drafter(ABC, Generic[C]):
-    """Proposes drafts for a batch of sequences.
+    """Proposes drafts for a batch of sequences. Source: Leviathan et al. 2023, algorithm 1, where it samples from q.
 
     ``propose`` first feeds itself whatever committed tokens it has not seen (``sequence.tokens[self.length:]``):
     first prefill, full acceptance, a round without a draft and preemption are then one case. A sequence may get
@@ -195,7 +195,16 @@ class Drafter(ABC, Generic[C]):
 
     @abstractmethod
     def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
-        """One draft per sequence, none deeper than its budget (at least 1)."""
+        """Guess what comes next.
+
+        Args:
+            sequences: requests that decode this round and chose this drafter.
+            budgets: for each, how many tokens deep its draft may be, at least 1.
+
+        Returns:
+            One draft per sequence, in their order; an empty one decodes plainly. Where the rule ``needs_q``,
+            ``Draft.q`` is float32 [rows, vocabulary] and holds the very distributions that the trials were drawn from.
+        """
 
     def observe(
         self,
@@ -204,13 +213,23 @@ class Drafter(ABC, Generic[C]):
         verdicts: Sequence[Verdict],
         result: Verification,
     ) -> None:
-        """See what became of a round, for every sequence of this drafter: after every round, prefill included, or,
-        unless it ``watches``, after those in which it was asked for drafts. The sequences' tokens are already extended.
-        A drafter with a cache truncates it here."""
+        """See what became of a round: after every round, prefill included, or, unless it ``watches``, after those in
+        which it was asked for drafts. A drafter with a cache truncates it here.
+
+        Args:
+            sequences: all of this drafter's in the round. Their tokens are already extended.
+            drafts: what ``propose`` gave for each; empty where it was not asked.
+            verdicts: for each, the accepted path and the emitted tokens, and in ``hidden`` what the drafter ``needs``.
+            result: the whole round, with the target's scores.
+        """
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
-        """``sequence``, new here, is what ``source`` was before this round's draft was judged; ``observe`` sees both.
-        Whatever is known of the one may be shared; without it, the other is read again."""
+        """A beam is continued twice. What is known of ``source`` may be shared; without it, its text is read again.
+
+        Args:
+            source: a known sequence, as it was before this round's draft was judged; ``observe`` sees both.
+            sequence: new here, with the same tokens.
+        """
 
     def release(self, sequence: RequestState) -> None:
         """Forget a sequence: it ended, or was preempted."""
@@ -232,8 +251,8 @@ class Drafter(ABC, Generic[C]):
         return []
 
     def reusable(self, sequence: RequestState) -> int:
-        """How many of a new sequence's tokens the target may take from its prefix cache. A drafter that feeds on
-        hidden states wants them of every token, so none, unless it has kept them."""
+        """How many of a new sequence's tokens the target may take from its prefix cache: 0 for a drafter that feeds on
+        hidden states of every token, unless it has kept them."""
         return 0 if self.needs.hidden else len(sequence.tokens)
 
     def behind(self, sequence: RequestState) -> int:
