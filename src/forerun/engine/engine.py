@@ -183,7 +183,7 @@ class Engine:
             )
             detokenizer = None
             if self.tokenizer is not None:
-                detokenizer = Detokenizer(self.tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
+                detokenizer = Detokenizer.of(self.tokenizer, sequence)
                 detokenizer.add(committed)
             stopper = Stopper(sequence, detokenizer)
             metrics = RequestMetrics(start=self.clock(), synthetic=self.stats.synthetic)

@@ -45,8 +45,7 @@ def by_token(items: Sequence[TokenLogprobs], tokenizer: Any, before: Sequence[in
     """Positions as vLLM gives them: by id, the token itself first, then the likeliest ones. The tokens come after
     ``before``, and their texts together are the text: a token that ends inside a character has none of it yet."""
     spelled = Detokenizer(tokenizer, before, skip_special_tokens=False)
-    texts = [spelled.push([item.token]) for item in items]
-    texts[-1:] = [text + spelled.finish() for text in texts[-1:]]
+    texts = spelled.spell([item.token for item in items], last=True)
     return [_by_token(item, text, tokenizer) for item, text in zip(items, texts)]
 
 

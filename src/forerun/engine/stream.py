@@ -38,10 +38,8 @@ class ShownText:
     """One answer's text as its reader gets to see it."""
 
     def __init__(self, job: Job, tokenizer: Any) -> None:
-        sequence = job.sequence
-        self.params = sequence.params
-        prompt = sequence.tokens[: sequence.num_prompt]
-        self.detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=self.params.skip_special_tokens)
+        self.params = job.sequence.params
+        self.detokenizer = Detokenizer.of(tokenizer, job.sequence)
         self.shown = 0
 
     def after(self, tokens: Sequence[int], finish: Finish | None) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.core.errors import ConfigError, ModelError, RequestError, check_text
+from forerun.core.request import RequestState
 from forerun.models.base import ModelInfo
 from forerun.models.checkpoint import library, read_object
 from forerun.models.gguf_model import is_gguf, open_gguf
@@ -146,6 +147,12 @@ class Detokenizer:
         self._mark = 0
         self._open = 0
 
+    @classmethod
+    def of(cls, tokenizer: Any, sequence: RequestState) -> Detokenizer:
+        """For a request's answer: behind its prompt, with or without special tokens as it asks."""
+        skip = sequence.params.skip_special_tokens
+        return cls(tokenizer, sequence.tokens[: sequence.num_prompt], skip_special_tokens=skip)
+
     def add(self, tokens: Sequence[int]) -> None:
         """Add tokens, to be decoded when the text is asked for."""
         self._pending.extend(tokens)
@@ -155,6 +162,13 @@ class Detokenizer:
         start = len(self.text)
         self.add(tokens)
         return self.text[start:]
+
+    def spell(self, tokens: Sequence[int], *, last: bool) -> list[str]:
+        """Add tokens; returns the text that became certain with each, with the ``last`` of all the rest."""
+        texts = [self.push([token]) for token in tokens]
+        if last and texts:
+            texts[-1] += self.finish()
+        return texts
 
     def finish(self) -> str:
         """The rest, incomplete characters included."""

@@ -13,12 +13,11 @@ from json.encoder import encode_basestring as quote
 from typing import Any
 
 from forerun.core.errors import ForerunError
-from forerun.engine.metrics import RequestMetrics
+from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.stop import ABORT, ERROR, Finish
 from forerun.engine.stream import Delta, Stream
-from forerun.models.tokenizer import Detokenizer
 from forerun.serve.errors import ApiError, as_api_error
-from forerun.serve.text import Listed, Placed, TextService
+from forerun.serve.text import Placed, Spelled, TextService
 from forerun.speculate.accept.base import NO_TOKEN
 
 MARK = "\0"
@@ -112,8 +111,7 @@ class Reply(ABC):
         self.reasons: dict[int, str] = {}
         """Why answers ended, as they say it; by index."""
         self.failed = False
-        self._detokenizers: dict[int, Detokenizer] = {}
-        self._listed: dict[int, Listed] = {}
+        self._spelled: dict[int, Spelled] = {}
         self._frames: dict[int, tuple[str, str]] = {}
 
     @abstractmethod
@@ -135,45 +133,26 @@ class Reply(ABC):
             raise ApiError(400 if message == NO_TOKEN or message.startswith("the grammar") else 500, message)
         choice = self.choices[index * self.per_prompt + delta.index]
         choice.text += delta.text
-        new = Choice(choice.index, delta.text, self._list(choice, index, delta), delta.finish, len(delta.token_ids))
-        if self.traced and delta.round is not None:
-            new.trace = [self._trace(choice.index, index, delta)]
+        new = Choice(choice.index, delta.text, [], delta.finish, len(delta.token_ids))
+        if self.logprobs or self.traced:
+            spelled = self._spelled.get(choice.index)
+            if spelled is None:
+                sequence = self.streams[index].jobs[delta.index].sequence
+                spelled = self._spelled[choice.index] = Spelled(self.text.tokenizer, sequence)
+            texts = spelled.add(delta)
+            if self.logprobs:
+                new.logprobs = spelled.listed(len(choice.text), delta.finish)
+            if self.traced and delta.round is not None:
+                new.trace = [self._trace(delta.round, texts)]
         choice.logprobs.extend(new.logprobs)
         choice.num_tokens += new.num_tokens
         choice.finish = delta.finish
         choice.trace.extend(new.trace)
         return new
 
-    def _list(self, choice: Choice, index: int, delta: Delta) -> list[Placed]:
-        """The tokens whose text has come to be shown."""
-        if not self.logprobs:
-            return []
-        listed = self._listed.get(choice.index)
-        if listed is None:
-            sequence = self.streams[index].jobs[delta.index].sequence
-            listed = self._listed[choice.index] = Listed(
-                self.text.tokenizer,
-                sequence.tokens[: sequence.num_prompt],
-                skip_special_tokens=sequence.params.skip_special_tokens,
-            )
-        return listed.after(delta.logprobs, len(choice.text), delta.finish)
-
-    def _trace(self, index: int, slot: int, delta: Delta) -> dict[str, Any]:
+    def _trace(self, round_: RoundTrace, texts: Sequence[str]) -> dict[str, Any]:
         """A round in text: every emitted token with its origin, and the drafted tokens that were not kept. All emitted
         tokens begin with the answer's text; behind it is what a stop cut off."""
-        round_ = delta.round
-        assert round_ is not None
-        detokenizer = self._detokenizers.get(index)
-        if detokenizer is None:
-            sequence = self.streams[slot].jobs[delta.index].sequence
-            detokenizer = self._detokenizers[index] = Detokenizer(
-                self.text.tokenizer,
-                sequence.tokens[: sequence.num_prompt],
-                skip_special_tokens=sequence.params.skip_special_tokens,
-            )
-        texts = [detokenizer.push([token]) for token in round_.tokens]
-        if delta.finish is not None:
-            texts[-1] += detokenizer.finish()
         return {
             "tokens": [[text, origin] for text, origin in zip(texts, round_.origins)],
             "token_ids": round_.tokens,

@@ -10,11 +10,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 from forerun.core.errors import ContextLengthError, RequestError
+from forerun.core.request import RequestState
 from forerun.engine.jobs import TokenLogprobs, finite
 from forerun.engine.stop import Finish
+from forerun.engine.stream import Delta
 from forerun.models.chat import (
     CLOSING,
     MARKERS,
@@ -136,11 +139,8 @@ class TextService:
 
     def _offsets(self, tokenizer: Any, prompt: Sequence[int], text: str) -> list[int]:
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
-        offsets = []
-        for token in prompt:
-            offsets.append(len(detokenizer.text))
-            detokenizer.push([token])
-        detokenizer.finish()
+        texts = detokenizer.spell(prompt, last=True)
+        offsets = [*accumulate(map(len, texts), initial=0)][:-1]
         before = max(0, detokenizer.text.find(text))
         return [min(max(0, offset - before), len(text)) for offset in offsets]
 
@@ -248,22 +248,27 @@ class Placed:
     item: TokenLogprobs
 
 
-class Listed:
-    """One answer's tokens, each listed when its text is shown: not while it may be part of a stop string.
+class Spelled:
+    """One answer's text, token by token.
 
-    Where a stop string cuts the text, the list keeps the tokens whose text begins before the cut, so the last may reach
-    beyond it. The parts of a character are all placed where it begins.
+    A token is listed when its text is shown: not while it may be part of a stop string. Where a stop string cuts the
+    text, the list keeps the tokens whose text begins before the cut, so the last may reach beyond it. The parts of a
+    character are all placed where it begins.
     """
 
-    def __init__(self, tokenizer: Any, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt, skip_special_tokens=skip_special_tokens)
+    def __init__(self, tokenizer: Any, sequence: RequestState) -> None:
+        self._detokenizer = Detokenizer.of(tokenizer, sequence)
         self._waiting: list[Placed] = []
 
-    def after(self, items: Sequence[TokenLogprobs], shown: int, finish: Finish | None) -> list[Placed]:
-        """Those to be listed once ``items`` have come and ``shown`` characters of the answer can be seen."""
-        for item in items:
-            self._waiting.append(Placed(len(self._detokenizer.text), item))
-            self._detokenizer.push([item.token])
+    def add(self, delta: Delta) -> list[str]:
+        """The texts of a delta's tokens, whose log-probabilities wait to be listed."""
+        start = len(self._detokenizer.text)
+        texts = self._detokenizer.spell(delta.token_ids, last=delta.finish is not None)
+        self._waiting += map(Placed, accumulate(map(len, texts), initial=start), delta.logprobs)
+        return texts
+
+    def listed(self, shown: int, finish: Finish | None) -> list[Placed]:
+        """Those to be listed once ``shown`` characters of the answer can be seen, or it has ended."""
         end: float = shown
         if finish is not None:
             end = finish.cut if finish.cut is not None else math.inf
