@@ -116,6 +116,9 @@ UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4-dense": ("gemma4_text", {**TYPES, **PLAIN, "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
                                      "global_head_dim": 32, "num_global_key_value_heads": 1,
                                      "attention_k_eq_v": True}),
+    "gemma4-experts": ("gemma4_text", {**ALTERNATING, **PLAIN, "global_head_dim": 32, "num_global_key_value_heads": 1,
+                                       "attention_k_eq_v": True, "enable_moe_block": True, "num_experts": 5,
+                                       "top_k_experts": 2, "moe_intermediate_size": 40}),
 }  # fmt: skip
 """Layers have sizes of their own, or read others' keys and values."""
 CASES |= UNEVEN
@@ -144,7 +147,7 @@ CASES |= LLAMAS
 MAIN = (
     "gemma2", "gemma3", "phi3-partial", "olmo2", "mixtral", "qwen3_moe-some", "granite", "olmo3", "exaone4", "glm4",
     "hunyuan", "ernie4_5", "seed_oss", "apertus", "cohere2", "starcoder2", "gpt_oss", "ministral3", "lfm2",
-    "gemma4", "lfm2_moe", "qwen3_5_moe", "granite-h-experts", "bamba",
+    "gemma4", "gemma4-experts", "lfm2_moe", "qwen3_5_moe", "granite-h-experts", "bamba",
 )  # fmt: skip
 """One of each beside Llama's family."""
 
@@ -153,12 +156,16 @@ def save_described(name: str, folder: Path) -> None:
     """As transformers saves it, float32, with the tokenizer of ``tiny.py``."""
     kind, options = CASES[name]
     late = {*SHARED_EXPERTS, "bamba"}  # the seeds of others stay
-    order = sorted(CASES, key=lambda each: (each in late, each in LLAMAS, each.startswith("granite-h"), each))
+    order = sorted(
+        CASES,
+        key=lambda each: (each == "gemma4-experts", each in late, each in LLAMAS, each.startswith("granite-h"), each),
+    )
     torch.manual_seed(order.index(name))
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
     for part, parameter in module.named_parameters():
         around_one = part.endswith("norm.weight") and not name.startswith(("gemma2", "gemma3", "qwen3_5_moe"))
-        torch.nn.init.normal_(parameter, 1.0 if around_one else 0.0, 0.2)
+        around_one |= part.endswith(("layernorm_1.weight", "layernorm_2.weight", "per_expert_scale"))
+        torch.nn.init.normal_(parameter, 4.0 if part.endswith("router.scale") else float(around_one), 0.2)
     for part, buffer in module.named_buffers():
         if part.endswith("layer_scalar"):
             torch.nn.init.uniform_(buffer, 0.5, 1.5)

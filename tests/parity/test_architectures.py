@@ -29,7 +29,7 @@ from forerun.models.architectures.spec import applies, bind
 from forerun.models.base import new_attention
 from forerun.models.formats.tiled import DTYPES, can_tile
 from forerun.models.invariance import self_test
-from forerun.models.load import load_model
+from forerun.models.load import load_model, read_config
 from forerun.models.mapped import CheckpointWeights
 from forerun.models.native import NativeModel
 from forerun.speculate.draft.heads.eagle import EagleHead
@@ -37,7 +37,7 @@ from forerun.speculate.draft.heads.head import Sizes
 from here import where
 
 ROWS = 40
-EXPERTS = ("mixtral", "mixtral-tied", "qwen3_moe", "qwen3_moe-some")
+EXPERTS = ("mixtral", "mixtral-tied", "qwen3_moe", "qwen3_moe-some", "gemma4-experts")
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
@@ -308,8 +308,8 @@ def mixer_names(mixer) -> list[Name]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_calls_its_tensors_so(checkpoint, name):
     result = set()
-    if name in ("gpt_oss", "granite-h-experts"):
-        result = set(CheckpointWeights(Path(checkpoint(name)), theirs(checkpoint(name)).config).found)  # unstacked
+    if name in ("gpt_oss", "granite-h-experts", "gemma4-experts"):
+        result = set(CheckpointWeights(Path(checkpoint(name)), read_config(Path(checkpoint(name)))).found)  # unstacked
     for path in Path(checkpoint(name)).glob("*.safetensors" if not result else "none"):
         with safe_open(path, framework="pt") as file:
             result |= set(file.keys())
@@ -321,6 +321,7 @@ def test_a_checkpoint_calls_its_tensors_so(checkpoint, name):
     for index, layer in enumerate(spec.layers):
         dense = {*of.mlp.gate_up, of.mlp.down}
         routed = set(mixer_names(of.experts)) if of.experts else set()
+        routed |= set(mixer_names(of.experts.apart)) if of.experts and of.experts.apart else set()
         mixing = set(mixer_names(of.mixer)) if of.mixer else set()
         attending = {*of.attention.qkv, of.attention.out, of.norms.query, of.norms.key}
         absent = attending if layer.mixer else mixing
@@ -346,9 +347,12 @@ def test_gguf_calls_its_tensors_so(architecture):
     kind = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}[architecture.gguf]
     known = {TENSOR_NAMES[tensor] for tensor in MODEL_TENSORS[kind]}
     dense = {*architecture.mlp.gate_up, architecture.mlp.down} if architecture.experts is not None else set()
-    inputs = architecture.inputs
+    inputs, experts = architecture.inputs, architecture.experts
     whole = {inputs.table, inputs.project, inputs.norm} if inputs is not None else set()
-    assert {f"blk.{{bid}}.{part.gguf}" for part in set(architecture.names()) - dense - whole} <= known
+    stacked = {*experts.gate_up} if experts is not None and experts.fused is not None else set()
+    parts = {part.gguf.removesuffix(".scale") for part in set(architecture.names()) - dense - whole - stacked}
+    parts |= {experts.fused} if stacked else set()
+    assert {f"blk.{{bid}}.{part}" for part in parts} <= known
     assert {part.gguf for part in (architecture.embedding, architecture.norm, *whole)} <= known
 
 
@@ -391,7 +395,7 @@ def test_a_row_reads_its_experts_only(checkpoint, name):
     inner = SIZES["intermediate_size"] if name.startswith("mixtral") else 40
     each = 3 * inner * spec.hidden * 4
     idle = sum(each * (layer.experts - spec.chosen) for layer in sparse)
-    embedding = 0 if name.endswith("tied") else TOKENS * spec.hidden * 4
+    embedding = 0 if name.endswith("tied") or name.startswith("gemma") else TOKENS * spec.hidden * 4
     assert model.info.token_bytes == model.info.weight_bytes - embedding - idle
 
 
@@ -403,7 +407,6 @@ def test_a_row_reads_its_experts_only(checkpoint, name):
         ("apertus", {"hidden_act": "silu"}, "activation 'silu'"),
         ("olmo2", {"rope_parameters": {**PARTIAL["rope_parameters"]}}, "partial rotary"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "attention to later tokens"),
-        ("gemma4_text", {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2}, "enable_moe_block True"),
         ("qwen3_moe", {"architectures": ["Qwen3MoeForSequenceClassification"]}, "is not Qwen3MoeForCausalLM"),
         ("llama", {"hidden_act": "gelu"}, "activation 'gelu'"),
         ("llama", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}, "dynamic"),

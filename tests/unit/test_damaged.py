@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from damage import CONFIG, DAMAGES, SCHEMES, edit
+from described import save_described
 from forerun import LLM, ConfigError, ForerunError, ModelError, SamplingParams
 from forerun.models.architectures.spec import applies
 from forerun.models.load import eos_ids, load_model, parse_dtype, read_config
@@ -99,6 +100,14 @@ def test_more_experts_than_there_are(tmp_path, count):
     assert LLM(str(tmp_path), invariant=False).generate("a", GREEDY)[0].outputs[0].finish_reason == "length"
     edit(CONFIG, num_experts_per_tok=count)(tmp_path)
     refused(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"top_k_experts": 6}, {"top_k_experts": None}, {"num_experts": None},
+                                     {"moe_intermediate_size": 0}])  # fmt: skip
+def test_experts_of_gemma_4_that_are_not_said_in_full(tmp_path, changes):
+    save_described("gemma4-experts", tmp_path)
+    edit(CONFIG, **changes)(tmp_path)
+    assert f"{next(iter(changes))} must be an integer from 1" in refused(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

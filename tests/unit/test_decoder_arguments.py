@@ -188,9 +188,10 @@ def test_experts_that_do_not_fit(mixture):
     name = "mix_float32"
     to = torch.empty_like(x)
     read = array("q", [0])
-    good = experts.address, x.data_ptr(), to.data_ptr(), 3, 1, read.buffer_info()[0]
+    good = experts.address, x.data_ptr(), x.data_ptr(), to.data_ptr(), 3, 1, read.buffer_info()[0]
     call(name, *good)
-    for arguments in with_each(good, {0: [None], 1: [None], 2: [None], 3: [-1, 1 << 40], 4: [0, 1 << 20], 5: [None]}):
+    bad = {0: [None], 1: [None], 2: [None], 3: [None], 4: [-1, 1 << 40], 5: [0, 1 << 20], 6: [None]}
+    for arguments in with_each(good, bad):
         with pytest.raises(KernelError):
             call(name, *arguments)
     with pytest.raises(ValueError, match="64 inputs"):

@@ -140,11 +140,18 @@ GEMMA4 = {
 }  # fmt: skip
 
 
-def write_gemma4(path: Path, kind: Kinds = Kinds.F32) -> tuple[Gemma4ForCausalLM, Path]:
+MIXTURE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 64}
+SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
+
+
+def write_gemma4(
+    path: Path, kind: Kinds = Kinds.F32, *, fused: bool = True, **options
+) -> tuple[Gemma4ForCausalLM, Path]:
+    """``fused``: experts' gate and up are one tensor, as llama.cpp's converter writes them."""
     torch.manual_seed(0)
-    module = Gemma4ForCausalLM(Gemma4TextConfig(**{**SIZES, **GEMMA4})).eval()
-    for parameter in module.parameters():
-        torch.nn.init.normal_(parameter, std=0.2)
+    module = Gemma4ForCausalLM(Gemma4TextConfig(**{**SIZES, **GEMMA4, **options})).eval()
+    for name, parameter in module.named_parameters():
+        torch.nn.init.normal_(parameter, 3.0 if name.endswith("router.scale") else 0.0, 0.2)
     module.tie_weights()
     writer = gguf.GGUFWriter(path, "gemma4")
     first, slides = 4, [True, False] * 3
@@ -168,6 +175,10 @@ def write_gemma4(path: Path, kind: Kinds = Kinds.F32) -> tuple[Gemma4ForCausalLM
     writer.add_rope_freq_base(1e6)
     writer.add_rope_freq_base_swa(1e4)
     writer.add_final_logit_softcapping(3.0)
+    if options:
+        writer.add_expert_count(5)
+        writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(64)
     for key, value in VOCABULARY.items():
         add(writer, key, value)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, 6)
@@ -176,9 +187,16 @@ def write_gemma4(path: Path, kind: Kinds = Kinds.F32) -> tuple[Gemma4ForCausalLM
         **{n: b for n, b in module.named_buffers() if n.endswith("layer_scalar")},
     }
     for name, weight in held.items():
-        own = Kinds.F32 if weight.dim() == 1 else kind
-        data = gguf.quants.quantize(weight.detach().numpy(), own)
-        writer.add_tensor(f"{names.get_name(name.removesuffix('.weight'))}.weight", data, raw_dtype=own)
+        own = Kinds.F32 if weight.dim() == 1 or ".router." in name else kind
+        end = name.split(".", 3)[-1]
+        parts = {f"{names.get_name(name.removesuffix('.weight'))}.weight": weight.detach()}
+        if end in SCALES:
+            parts = {f"blk.{name.split('.')[2]}.{SCALES[end]}": weight.detach()}
+        elif end == "experts.gate_up_proj" and not fused:
+            stacks = zip(("gate", "up"), weight.detach().chunk(2, dim=1), strict=True)
+            parts = {f"blk.{name.split('.')[2]}.ffn_{which}_exps.weight": part for which, part in stacks}
+        for part, data in parts.items():
+            writer.add_tensor(part, gguf.quants.quantize(data.contiguous().numpy(), own), raw_dtype=own)
     writer.add_tensor("rope_freqs.weight", np.array([1.0] * 8 + [1e30] * 24, np.float32))
     writer.add_tensor("blk.5.attn_k.weight", np.ones((128, 64), np.float32))  # which nobody reads
     return module, finish(writer, path)
@@ -190,3 +208,28 @@ def test_gemma_4_comes_back_as_it_went(tmp_path):
     with torch.inference_mode():
         expected = module(torch.tensor([IDS])).logits[0]
     assert (logits(load_model(path), [IDS]) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_its_mixture_comes_back_as_it_went(tmp_path, fused):
+    module, path = write_gemma4(tmp_path / "model.gguf", fused=fused, **MIXTURE)
+    with torch.inference_mode():
+        expected = module(torch.tensor([IDS])).logits[0]
+    assert (logits(load_model(path), [IDS]) - expected).abs().max() < 1e-4
+
+
+def test_packed_experts_stay_as_they_are(tmp_path):
+    """Gate and up of a stack of Q8_0 are cut from each other row by row."""
+    module, path = write_gemma4(tmp_path / "model.gguf", Kinds.Q8_0, **MIXTURE)
+    with torch.inference_mode():
+        for name, weight in module.named_parameters():
+            if weight.dim() > 1 and ".router." not in name:
+                rounded = gguf.quants.quantize(weight.numpy(), Kinds.Q8_0)
+                weight.copy_(torch.from_numpy(gguf.quants.dequantize(rounded, Kinds.Q8_0)))
+        expected = module(torch.tensor([IDS])).logits[0]
+    llm = LLM(str(path), speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+    assert error(expected, logits(llm.model, [IDS])) < 0.04
+    params = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
+    drafted, plain = (llm.generate(["the 12 the 12"], params, speculate=each)[0] for each in (True, False))
+    assert drafted.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert drafted.metrics.num_draft_tokens > 0

@@ -422,14 +422,15 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     gate(activation, numbers, gated != 0, x, y, rows, width);                                                                             \
     return FINE;                                                                                                     \
   }                                                                                                                  \
-  int forerun_mix_##KIND(const Experts *experts, const T *x, float *total, int64_t rows, int threads,                \
-                         int64_t *read) {                                                                            \
+  int forerun_mix_##KIND(const Experts *experts, const T *x, const T *scored, float *total, int64_t rows,            \
+                         int threads, int64_t *read) {                                                               \
     REQUIRE(experts && read, NULL_POINTER);                                                                          \
     REQUIRE(threads_fit(threads), SIZE);                                                                             \
     CHECK(rows_fit(x, rows, experts->router.inputs));                                                                \
+    CHECK(rows_fit(scored, rows, experts->router.inputs));                                                           \
     CHECK(experts_fit(*experts, experts->router.inputs));                                                            \
     REQUIRE(!rows || total, NULL_POINTER);                                                                           \
-    return guarded([=] { *read = mix(*experts, x, total, rows, threads); });                                         \
+    return guarded([=] { *read = mix(*experts, x, scored, total, rows, threads); });                                 \
   }                                                                                                                  \
   int forerun_apply_rotary_##KIND(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width) {\
     CHECK(rows_fit(x, rows, width));                                                                                 \

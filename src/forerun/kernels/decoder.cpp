@@ -244,7 +244,7 @@ class Decoder {
   void add_experts(const Layer &layer, const T *in, int64_t rows) {
     const int64_t all = rows * m.hidden;
     std::vector<float> total(all);
-    const int64_t read = mix(*layer.experts, in, total.data(), rows, threads);
+    const int64_t read = mix(*layer.experts, in, in, total.data(), rows, threads);
     if (c.experts) *c.experts += read;
     if (c.sum) sum(total.data(), true, total, rows);
     const std::vector<T> beside = layer.gate_up.weight ? beside_experts(layer, in, rows) : std::vector<T>();

@@ -55,20 +55,21 @@ void route(const Experts &e, const T *scores, int64_t row, std::vector<int64_t> 
     const int64_t expert = order[i] - e.first;
     if (expert < 0 || expert >= e.here) continue;
     taken[expert].rows.push_back(row);
-    taken[expert].weights.push_back(weights[order[i]] / sum * static_cast<float>(e.factor));
+    const float weight = weights[order[i]] / sum * static_cast<float>(e.factor);
+    taken[expert].weights.push_back(e.scales ? weight * e.scales[order[i]] : weight);
   }
 }
 
 }  // namespace
 
 template <class T>
-int64_t mix(const Experts &e, const T *x, float *total, int64_t rows, int threads) {
+int64_t mix(const Experts &e, const T *x, const T *scored, float *total, int64_t rows, int threads) {
   const int64_t hidden = e.router.inputs;
   std::vector<T> scores(rows * e.size), in(rows * hidden), made(rows * hidden), wide, inner;
   std::vector<float> ranks((e.size + 15) / 16 * 16), weights(ranks.size());
   std::vector<int64_t> order(e.size);
   std::vector<Taken> taken(e.here);
-  project(e.router, x, scores.data(), static_cast<const T *>(nullptr), rows, threads);
+  project(e.router, scored, scores.data(), static_cast<const T *>(nullptr), rows, threads);
   for (int64_t row = 0; row < rows; row++) route(e, &scores[row * e.size], row, order, ranks, weights, taken);
   std::fill(total, total + rows * hidden, 0.0f);
   int64_t read = 0;
@@ -96,5 +97,5 @@ int64_t mix(const Experts &e, const T *x, float *total, int64_t rows, int thread
   return read;
 }
 
-#define INSTANTIATE(KIND, T) template int64_t mix(const Experts &, const T *, float *, int64_t, int);
+#define INSTANTIATE(KIND, T) template int64_t mix(const Experts &, const T *, const T *, float *, int64_t, int);
 FOR_EACH_TYPE(INSTANTIATE)

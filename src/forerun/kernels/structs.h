@@ -77,7 +77,8 @@
   F(double, factor)          /* of the weights */                                                                   \
   F(int64_t, activation)                                                                                            \
   F(const float *, numbers)  /* of the activation, or null */                                                       \
-  F(const Linear *, layers)  /* gate_up and down of each that is here */
+  F(const Linear *, layers)  /* gate_up and down of each that is here */                                            \
+  F(const float *, scales)   /* what the weight of each one is multiplied by, or null */
 
 // Instead of attention: a layer that keeps a state. A row of its inputs is the row's record, what the convolution reads
 // and then the gates, and behind it what the output is gated by; of a short convolution B, C and x.

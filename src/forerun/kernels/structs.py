@@ -77,6 +77,7 @@ class ExpertsStruct(NamedTuple):
     activation: int
     numbers: int
     layers: int
+    scales: int = 0
 
 
 class MixerStruct(NamedTuple):

@@ -43,7 +43,7 @@ class Sigmoids:
 class Experts:
     """Router and experts of a layer; ``chosen`` experts per row, whose weights add up to 1 if ``normalised``. There may
     be others elsewhere: ``count`` in all, those here from number ``first`` on; ``total`` adds what they make.
-    ``sigmoids`` None: weights are the softmax of scores."""
+    ``sigmoids`` None: weights are the softmax of scores. ``scales`` float32 [experts] multiply the weights."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class Experts:
         first: int = 0,
         total: Callable[[torch.Tensor], torch.Tensor] = lambda made: made,
         sigmoids: Sigmoids | None = None,
+        scales: torch.Tensor | None = None,
     ) -> None:
         self.router = router
         self.experts = tuple(experts)
@@ -65,7 +66,7 @@ class Experts:
         self.normalised = normalised
         self.count = len(self.experts) if count is None else count
         self.first, self.total = first, total
-        self.sigmoids = sigmoids
+        self.sigmoids, self.scales = sigmoids, scales
         self.compiled = self._compile()
         """All of it in one call, where every part has a kernel."""
 
@@ -87,7 +88,7 @@ class Experts:
             self.gate.pointer,
             0,
         )
-        return KernelMixture(sizes, layers[0], layers[1:], self.gate.dtype)
+        return KernelMixture(sizes, layers[0], layers[1:], self.gate.dtype, self.scales)
 
     def linears(self) -> Iterator[Linear]:
         yield self.router
@@ -112,8 +113,9 @@ class Experts:
         scores, order = self.router(x).float().sort(dim=-1, descending=True, stable=True)
         fractions = torch.exp(scores - scores[:, :1])
         taken = fractions[:, : self.chosen]
-        summed = taken if self.normalised else fractions
-        return order[:, : self.chosen], taken / summed.cumsum(-1)[:, -1:]  # cumsum adds one by one
+        summed, order = taken if self.normalised else fractions, order[:, : self.chosen]
+        weights = taken / summed.cumsum(-1)[:, -1:]  # cumsum adds one by one
+        return order, weights if self.scales is None else weights * self.scales[order]
 
     def _by_sigmoids(self, all_weights: torch.Tensor, how: Sigmoids) -> tuple[torch.Tensor, torch.Tensor]:
         scores = all_weights if how.correction is None else all_weights + how.correction
@@ -123,13 +125,15 @@ class Experts:
             taken = taken / (taken.cumsum(-1)[:, -1:] + UNIT_EPS)
         return order, taken * how.factor
 
-    def __call__(self, x: torch.Tensor, sizes: Sequence[int] | None = None) -> tuple[torch.Tensor, int]:
-        """What the experts make of rows [rows, width], in their dtype; ``sizes``: the row counts of calls. And how many
-        of the experts here were read."""
+    def __call__(
+        self, x: torch.Tensor, sizes: Sequence[int] | None = None, scored: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, int]:
+        """What the experts make of rows [rows, width], in their dtype; ``sizes``: the row counts of calls. The router
+        reads ``scored`` if that is given. And how many of the experts here were read."""
         if self.compiled is not None:
-            total, read = self.compiled(x)
+            total, read = self.compiled(x, scored)
             return self.total(total).to(x.dtype), read
-        chosen, weights = self.route(x)
+        chosen, weights = self.route(x if scored is None else scored)
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = torch.zeros(self.count, dtype=torch.long, device=x.device)

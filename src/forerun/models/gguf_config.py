@@ -412,11 +412,21 @@ def _gemma4(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, Any
         "hidden_size_per_layer_input": keys.get("embedding_length_per_layer_input") or 0,
         "vocab_size_per_layer_input": config["vocab_size"] if table is None else table.shape[0],
         "final_logit_softcapping": _cap(keys, "final_logit_softcapping"),
-        "enable_moe_block": bool(keys.get("expert_count")),
+        **_gemma4_experts(keys),
         "rope_parameters": {
             FULL: _proportional(file, keys, width),
             SLIDING: {"rope_type": "default", "rope_theta": keys.positive("rope.freq_base_swa", GEMMA3_LOCAL_BASE)},
         },
+    }  # fmt: skip
+
+
+def _gemma4_experts(keys: Keys) -> dict[str, Any]:
+    if not keys.get("expert_count"):
+        return {"enable_moe_block": False}
+    given = _experts(keys, "num_experts")
+    return {
+        "enable_moe_block": True, "num_experts": given["num_experts"], "top_k_experts": given["num_experts_per_tok"],
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
     }  # fmt: skip
 
 

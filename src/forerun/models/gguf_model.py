@@ -138,13 +138,15 @@ class GGUFWeights:
         for name, tensor in file.tensors.items():
             if name == FREQUENCIES or name.startswith(predicting):
                 continue  # the config has what they say; the drafter mtp reads the others
-            to = architecture.checkpoint_name(name)
+            halves = architecture.halves(name)
+            to = architecture.checkpoint_name(name) if halves is None else halves[0]
             if to is None:
                 raise ModelError(f"{file.path} has a tensor {name}, which {architecture.causal} does not have")
             joined = architecture.joined(name)
             if joined is not None and name == joined[1]:
                 continue  # read with the first
-            for own, held in _parts(to, tensor, None if joined is None else _second(file, *joined)):
+            behind = None if joined is None else _second(file, *joined)
+            for own, held in _parts(to, tensor, behind) if halves is None else _halves(halves, tensor):
                 if own in ignored:
                     continue
                 if own not in requested:
@@ -246,6 +248,13 @@ def _parts(name: str, tensor: GGUFTensor, behind: GGUFTensor | None) -> Iterator
         return
     for expert in range(tensor.shape[0]):
         yield name.format(expert), Held(tensor, tensor.shape[1:], expert)
+
+
+def _halves(names: tuple[str, str], tensor: GGUFTensor) -> Iterator[tuple[str, Held]]:
+    """Of a stack that has two weights of every expert, by their names in a checkpoint."""
+    rows, *inputs = tensor.shape[1:] or (0,)
+    for place in range(2 * tensor.shape[0]):
+        yield names[place % 2].format(place // 2), Held(tensor, (rows // 2, *inputs), place)
 
 
 def read_weights(file: GGUFFile, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:

@@ -91,30 +91,43 @@ class KernelMixture:
     __slots__ = ("address", "call", "dtype", "fields", "inputs", "kept")
 
     def __init__(
-        self, sizes: structs.ExpertsStruct, router: Compiled, layers: Sequence[Compiled], dtype: torch.dtype
+        self,
+        sizes: structs.ExpertsStruct,
+        router: Compiled,
+        layers: Sequence[Compiled],
+        dtype: torch.dtype,
+        scales: torch.Tensor | None = None,
     ) -> None:
-        """``layers``: gate_up and down of each expert; rows are in ``dtype``. Raises ValueError for layers of rows in
-        another one."""
+        """``layers``: gate_up and down of each expert; rows are in ``dtype``; ``scales`` float32 [experts], of their
+        weights. Raises ValueError for layers of rows in another one, or for other scales."""
         if any(layer.dtype not in (None, dtype) for layer in (router, *layers)):
             raise ValueError(f"experts must all be for rows in {dtype}")
+        if scales is not None and (scales.dtype is not torch.float32 or scales.shape != (sizes.size,)):
+            raise ValueError(f"scales {scales.dtype} {[*scales.shape]} of {sizes.size} experts")
+        scales = None if scales is None else scales.contiguous()
         numbers = array("q", [field for layer in layers for field in layer.fields()])
-        sizes = sizes._replace(layers=numbers.buffer_info()[0] if numbers else 0)
+        at = 0 if scales is None else scales.data_ptr()
+        sizes = sizes._replace(layers=numbers.buffer_info()[0] if numbers else 0, scales=at)
         self.fields = array("q", (*sizes, *router.fields()))
         self.address = self.fields.buffer_info()[0]
-        self.kept = router, layers, numbers
+        self.kept = router, layers, numbers, scales
         self.inputs, self.dtype = router.inputs, dtype
         self.call = kernel("mix", dtype)
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """What the experts here make of rows [rows, inputs], added up in float32; and how many of them were read."""
-        if x.dtype is not self.dtype:
-            raise TypeError(f"rows in {x.dtype} for experts in {self.dtype}")
-        if x.dim() != 2 or x.shape[1] != self.inputs or not x.is_cpu:
-            raise ValueError(f"rows {[*x.shape]} on {x.device} for experts with {self.inputs} inputs on cpu")
-        x = x.contiguous()
+    def __call__(self, x: torch.Tensor, scored: torch.Tensor | None = None) -> tuple[torch.Tensor, int]:
+        """What the experts here make of rows [rows, inputs], added up in float32; and how many of them were read. The
+        router reads ``scored`` if that is given."""
+        scored = x if scored is None else scored
+        for rows in (x, scored):
+            if rows.dtype is not self.dtype:
+                raise TypeError(f"rows in {rows.dtype} for experts in {self.dtype}")
+            if rows.dim() != 2 or rows.shape[1] != self.inputs or len(rows) != len(x) or not rows.is_cpu:
+                raise ValueError(f"rows {[*rows.shape]} on {rows.device} for experts with {self.inputs} inputs on cpu")
+        x, scored = x.contiguous(), scored.contiguous()
         total, read = torch.empty(x.shape), array("q", [0])
         self.call(
-            self.address, x.data_ptr(), total.data_ptr(), len(x), kernels.threads(), read.buffer_info()[0]
+            self.address, x.data_ptr(), scored.data_ptr(), total.data_ptr(), len(x), kernels.threads(),
+            read.buffer_info()[0],
         )  # fmt: skip
         return total, read[0]
 

@@ -34,6 +34,16 @@ class Inputs:
 
 
 @dataclass(slots=True)
+class Apart:
+    """The norms of experts and of the MLP beside them: ``description.ApartSpec``."""
+
+    before: Any
+    after: Any
+    mlp: Any
+    router: Any
+
+
+@dataclass(slots=True)
 class Layer:
     """One decoder layer's weights; None: there is no such part. ``norm_token``: its attention reads [normed embedding
     of the token, normed input] (EAGLE-3, arXiv 2503.01840)."""
@@ -59,6 +69,8 @@ class Layer:
     """In place of ``gate_up`` and ``down``, or beside them."""
     share: Any = None
     """Of a row, one number: its sigmoid multiplies what ``down`` makes beside experts."""
+    apart: Apart | None = None
+    """Where experts and the MLP beside them have norms of their own."""
     rotary: str = ALL
     """Which of the model's tables."""
     gated: bool = False
@@ -91,9 +103,10 @@ class Layer:
 
     def outer_norms(self) -> tuple[Any, ...]:
         """Of rows of the hidden size."""
-        after = None if self.inputs is None else self.inputs.after
+        after, apart = None if self.inputs is None else self.inputs.after, self.apart
         result = (self.norm_attention, self.norm_mlp, self.norm_token, self.after_attention, self.after_mlp, after)
-        return tuple(norm for norm in result if norm is not None)
+        more = () if apart is None else (apart.before, apart.after, apart.mlp, apart.router)
+        return tuple(norm for norm in (*result, *more) if norm is not None)
 
 
 class Builder:
@@ -178,6 +191,9 @@ class Builder:
         )
         if self.spec.inputs and (own := architecture.inputs) is not None:
             layer.inputs = Inputs(linear(own.gate), linear(own.out), norm(own.after))
+        if spec.experts and architecture.experts is not None and (apart := architecture.experts.apart) is not None:
+            scale = self.maker.numbers(at(apart.scale)).float() * self.spec.hidden**-0.5
+            layer.apart = Apart(norm(apart.before), norm(apart.after), norm(apart.mlp), self._norm(scale))
         if mixer is None and norms.query is not None and norms.key is not None:
             query = self._numbers(at(norms.query))
             key = query if spec.source is not None else self._numbers(at(norms.key))
@@ -256,6 +272,8 @@ class Builder:
             for expert in range(first, first + fraction)
         ]
         options: dict[str, Any] = {} if team is None else {"count": count, "first": first, "total": team.sum}
+        if names.apart is not None:
+            options["scales"] = self.maker.numbers(f"{prefix}.{names.apart.weights.checkpoint}").float()
         if names.sigmoid:
             correction = None
             if names.correction is not None and self.spec.corrected:

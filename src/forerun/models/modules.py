@@ -76,5 +76,9 @@ def _gguf_module(path: Path, config: Any, dtype: torch.dtype, attention: str | N
     weights = gguf_model.read_weights(gguf_model.open_gguf(path), config, dtype)
     with checkpoint.library(f"{path} cannot be loaded"), quiet():
         module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-        module.load_state_dict(weights, strict=False)  # a tied output layer has no weights of its own
+        left = module.load_state_dict(weights, strict=False)
+    lacking = [*left.unexpected_keys, *(name for name in left.missing_keys if name != "lm_head.weight")]  # if tied
+    if lacking:
+        raise ModelError(f"{path}: transformers calls {len(lacking)} of its weights otherwise, {lacking[0]} among "
+                         "them: only the native path runs it")  # fmt: skip
     return module.eval()

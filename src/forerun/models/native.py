@@ -24,6 +24,7 @@ from forerun.core.loading import watch
 from forerun.models import activations, quantize, tiling
 from forerun.models.architectures.spec import ALL, applies, bind
 from forerun.models.base import MixtureInfo, ModelInfo, Tiles, pad_rows
+from forerun.models.experts import Experts
 from forerun.models.formats import prefetch
 from forerun.models.formats.base import Linear, size
 from forerun.models.fused import RAW, Decoder, Fused
@@ -360,12 +361,10 @@ class NativeModel:
         else:
             normed = x if layer.norm_mlp is None else layer.norm_mlp(x)
         if layer.experts is not None:
-            made, read = layer.experts(normed, None if self.tiles is None else self.tiles.rows)
-            run.experts += read
-            if layer.gate_up is not None:
-                made = made + self._beside(layer, normed)
-            return self._scaled(made, x) if layer.after_mlp is None else layer.after_mlp(made, x)
-        x = self._add(layer.down, layer.gate(layer.gate_up(normed)), layer.after_mlp, x)
+            made = self._mix(layer, layer.experts, normed, x, run)
+            x = self._scaled(made, x) if layer.after_mlp is None else layer.after_mlp(made, x)
+        else:
+            x = self._add(layer.down, layer.gate(layer.gate_up(normed)), layer.after_mlp, x)
         if layer.inputs is not None:
             assert run.inputs is not None
             own = run.inputs[:, index] if only is None else run.inputs[:, index].index_select(0, only)
@@ -373,15 +372,23 @@ class NativeModel:
             x = self._add(layer.inputs.out, gated, layer.inputs.after, x)
         return x if layer.scale is None else x * layer.scale
 
-    def _beside(self, layer: Layer, normed: torch.Tensor) -> torch.Tensor:
-        """What the MLP beside experts adds to theirs."""
-        made: torch.Tensor = layer.down(layer.gate(layer.gate_up(normed)))
-        if layer.share is None:
+    def _mix(self, layer: Layer, experts: Experts, normed: torch.Tensor, x: torch.Tensor, run: Pass) -> torch.Tensor:
+        """What experts, and the MLP beside them if there is one, make of rows x whose norm is ``normed``."""
+        sizes, apart = None if self.tiles is None else self.tiles.rows, layer.apart
+        made, read = experts(normed, sizes) if apart is None else experts(apart.before(x), sizes, apart.router(x))
+        run.experts += read
+        if layer.gate_up is None:
             return made
+        dense: torch.Tensor = layer.down(layer.gate(layer.gate_up(normed)))
+        if apart is not None:
+            both: torch.Tensor = apart.after(made, apart.mlp(dense))
+            return both
+        if layer.share is None:
+            return made + dense
         share = layer.share(normed)
         if self._close is None:
-            return made * activations.sigmoid(share)
-        return self._close(torch.cat([share.expand_as(made), made], 1))
+            return made + dense * activations.sigmoid(share)
+        return made + self._close(torch.cat([share.expand_as(dense), dense], 1))
 
     def _attend(self, layer: Layer, index: int, qkv: torch.Tensor, run: Pass) -> torch.Tensor:
         attended = self.spec.heads * layer.width

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -182,11 +183,13 @@ def check_config(config: Any, path: Path) -> None:
     for name in SCALES:
         if getattr(text, name, None) is not None and not POSITIVE.permits(getattr(text, name)):
             refuse(name, "a number above 0, or null")
-    chosen = getattr(text, "num_experts_per_tok", None)
-    for name in EXPERTS:
-        experts = getattr(text, name, None)
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        if getattr(text, "enable_moe_block", None) and not _is_count(getattr(text, name, None)):
+            refuse(name, f"an integer from 1 to {LARGEST}")
+    for name, key in product(EXPERTS, ("num_experts_per_tok", "top_k_experts")):
+        experts, chosen = getattr(text, name, None), getattr(text, key, None)
         if _is_count(experts) and chosen is not None and not (_is_count(chosen) and chosen <= experts):
-            refuse("num_experts_per_tok", f"an integer from 1 to {name} ({experts})")
+            refuse(key, f"an integer from 1 to {name} ({experts})")
     for name in ACTIVATIONS:
         if getattr(text, name, None) is not None and not _is_activation(getattr(text, name)):
             refuse(name, "an activation that transformers knows")

@@ -116,8 +116,8 @@ class Mlp:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsSpec:
     """Instead of the MLP, or beside it: those experts whose router scores are highest, added up with weights that are
-    the softmax of all scores. ``count``, ``width``, ``chosen``, ``normalised``, ``corrected``, ``factor`` and ``dense``
-    name config keys."""
+    the softmax of all scores. ``count``, ``width``, ``chosen``, ``normalised``, ``corrected``, ``factor``, ``dense``
+    and ``enabled`` name config keys."""
 
     router: Name
     gate_up: tuple[Name, Name]
@@ -151,6 +151,25 @@ class ExpertsSpec:
     """So many first layers have the MLP alone."""
     placed: Literal["every", "stepped"] = "every"
     """In every layer, or in those of ``decoder_sparse_step`` that are not in ``mlp_only_layers``."""
+    enabled: str | None = None
+    """Whether there are any; None: there are."""
+    fused: str | None = None
+    """What GGUF files call a stack that has each expert's gate and up, the one behind the other."""
+    apart: ApartSpec | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApartSpec:
+    """Experts and the MLP beside them have norms of their own (Gemma 4): experts read the norm ``before`` of what the
+    MLP's norm reads, their sum goes through ``after`` and the MLP's output through ``mlp``. The router reads the same
+    rows, normed, times ``scale`` [hidden size] over the root of the hidden size; ``weights`` [experts] multiply the
+    experts' weights."""
+
+    before: Name
+    after: Name
+    mlp: Name
+    scale: Name
+    weights: Name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,8 +269,6 @@ class Architecture:
     inputs: LayerInputs | None = None
     layer_scale: Name | None = None
     """A number that a layer's output is multiplied by."""
-    missing: tuple[str, ...] = ()
-    """Config keys of parts that are not described: such a checkpoint is refused."""
     within: str | None = None
     """What ``model`` is called in checkpoints that also read pictures; what ``beside`` names is left out of those."""
     beside: tuple[str, ...] = ()
@@ -285,6 +302,15 @@ class Architecture:
         inside = {name.checkpoint: name.gguf for name in self.names() if "{}" not in name.checkpoint}
         return f"{self.layers.gguf}.{index}.{inside[part]}.{kind}" if part in inside and kind in KINDS else None
 
+    def halves(self, gguf: str) -> tuple[str, str] | None:
+        """The names of gate and up in a checkpoint, if ``gguf`` is a stack that has both of every expert."""
+        names = self.experts
+        end = "" if names is None or names.fused is None else f".{names.fused}.weight"
+        if names is None or not end or not gguf.endswith(end):
+            return None
+        first, second = (self.checkpoint_name(f"{gguf.removesuffix(end)}.{name.gguf}.weight") for name in names.gate_up)
+        return None if first is None or second is None else (first, second)
+
     def joined(self, gguf: str) -> tuple[str, str] | None:
         """The two tensors of a GGUF file whose rows are one's in a checkpoint, if ``gguf`` is one of them."""
         for name in self.names():
@@ -315,7 +341,8 @@ class Architecture:
     def names(self) -> Iterator[Name]:
         """Of every tensor of a layer."""
         yield from () if self.layer_scale is None else (self.layer_scale,)
-        for part in (self.norms, self.attention, self.mlp, self.experts, self.mixer, self.inputs):
+        apart = None if self.experts is None else self.experts.apart
+        for part in (self.norms, self.attention, self.mlp, self.experts, apart, self.mixer, self.inputs):
             for field in fields(part) if part is not None else ():
                 value = getattr(part, field.name)
                 each = () if field.name == "numbers" else value if isinstance(value, tuple) else (value,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from forerun.models.architectures.description import (
+    ApartSpec,
     Architecture,
     Attention,
     ExpertsSpec,
@@ -235,7 +236,23 @@ GEMMA4 = replace(
         borrowed="num_kv_shared_layers", twice="attention_k_eq_v",
     ),
     mlp=replace(GEMMA3.mlp, doubled="use_double_wide_mlp"), inputs=LayerInputs(),
-    layer_scale=Name("layer_scalar", "layer_output_scale", bare=True), missing=("enable_moe_block",),
+    layer_scale=Name("layer_scalar", "layer_output_scale", bare=True),
+    experts=ExpertsSpec(
+        router=Name("router.proj", "ffn_gate_inp"),
+        gate_up=(
+            Name("experts.{}.gate_proj", "ffn_gate_exps"), Name("experts.{}.up_proj", "ffn_up_exps")
+        ),
+        down=Name("experts.{}.down_proj", "ffn_down_exps"), count="num_experts", width="moe_intermediate_size",
+        chosen="top_k_experts", stacks=("experts.gate_up_proj", "experts.down_proj"), beside=True,
+        enabled="enable_moe_block", fused="ffn_gate_up_exps",
+        apart=ApartSpec(
+            before=Name("pre_feedforward_layernorm_2", "pre_ffw_norm_2"),
+            after=Name("post_feedforward_layernorm_2", "post_ffw_norm_2"),
+            mlp=Name("post_feedforward_layernorm_1", "post_ffw_norm_1"),
+            scale=Name("router.scale", "ffn_gate_inp.scale", bare=True),
+            weights=Name("router.per_expert_scale", "ffn_down_exps.scale", bare=True),
+        ),
+    ),
     within="model.language_model",
     beside=("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
 )  # fmt: skip

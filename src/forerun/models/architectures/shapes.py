@@ -133,6 +133,11 @@ def _experts(spec: Spec, count: int, config: Any) -> Iterator[tuple[str, Shape]]
     yield from _linears((experts.router,), (count,), spec.hidden, bias=experts.bias)
     if experts.gate is not None:
         yield from _linears((experts.gate,), (1,), spec.hidden, bias=False)
+    if (apart := experts.apart) is not None:
+        for name in (apart.before, apart.after, apart.mlp):
+            yield from _norm(spec.architecture, name.checkpoint, spec.hidden).items()
+        yield apart.scale.checkpoint, (spec.hidden,)
+        yield apart.weights.checkpoint, (count,)
     if experts.correction is not None and spec.corrected:
         yield experts.correction.checkpoint, (count,)
     for expert in range(count):

@@ -166,9 +166,6 @@ def applies(config: Any) -> str | None:
         return f"activation {activation!r}"
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # that is pictures alone
         return "attention to later tokens"
-    for key in result.missing:
-        if getattr(config, key, None):
-            return f"{key} {shown(getattr(config, key))}"
     types = set(getattr(config, "layer_types", None) or ()) - {SLIDING, FULL}
     types -= {result.mixer.layers} if result.mixer is not None else set()
     if (result.attention.window == "typed" or result.mixer is not None) and types:
@@ -229,7 +226,7 @@ def bind(config: Any) -> Spec:
         activation=CLAMPED if clamp else ACTIVATIONS[_activation(result, config)],
         activation_numbers=tuple(float(getattr(config, key)) for key in clamp),
         growth=_growth(result, config),
-        chosen=getattr(config, experts.chosen) if experts is not None else 0,
+        chosen=getattr(config, experts.chosen) or 0 if experts is not None else 0,
         normalised=normalised,
         corrected=experts is not None and experts.correction is not None and bool(getattr(config, experts.corrected)),
         factor=_factor(config, None if experts is None else experts.factor),
@@ -367,7 +364,7 @@ def _sized(layer: LayerSpec, architecture: Architecture, config: Any, index: int
 
 def _experts(architecture: Architecture, config: Any, index: int) -> int:
     experts = architecture.experts
-    if experts is None:
+    if experts is None or (experts.enabled is not None and not getattr(config, experts.enabled)):
         return 0
     count = int(getattr(config, experts.count))
     if experts.placed == "stepped":
