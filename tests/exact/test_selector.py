@@ -1,14 +1,12 @@
 """DFlash2's selector: a token is drawn from a row's candidates by scores that depend on the token before it, so q is
 another row at every node. With that row, rules that compare p and q emit the target's distribution."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy
 import pytest
 import torch
-from enumeration import TORCH, Prefix, Program, Sketch, Tables, distance, plain_distribution, round_distribution
+from enumeration import TORCH, Tables, distance, plain_distribution, round_distribution
 
 from forerun.speculate.accept import RatioRule, rules
 from forerun.speculate.draft.heads.dflash import DFlash, DFlashHead
@@ -23,7 +21,7 @@ LOSSLESS = [name for name in rules if issubclass(rules[name], RatioRule) and rul
 class Block:
     """A drafter's states and output layer, in float64: a block's states know the committed prefix alone."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed):
         torch.manual_seed(seed)
         self.head = DFlashHead(Sizes(SIZE, VOCABULARY, 2, DEPTH, {"selector": {"rank": RANK, "top": TOP}})).double()
         with torch.no_grad():
@@ -31,19 +29,19 @@ class Block:
                 codes.normal_(0.0, 0.9)
         self.output = torch.randn(VOCABULARY, SIZE, dtype=torch.float64) * 0.4
 
-    def state(self, prefix: Prefix, depth: int) -> torch.Tensor:
+    def state(self, prefix, depth):
         generator = numpy.random.default_rng([depth, *prefix])
         return torch.tensor(generator.normal(size=SIZE))
 
     @torch.no_grad()
-    def drafters_q(self, prefix: Prefix, path: Prefix, temperature: float) -> numpy.ndarray:
+    def drafters_q(self, prefix, path, temperature):
         """What the drafter says that its token is drawn from."""
         state = self.state(prefix, len(path))[None]
         before = torch.tensor([(*prefix, *path)[-1]])
         logits = DFlash.revise(SimpleNamespace(flash=self.head), state @ self.output.T, state, before)
         return (logits[0] / temperature).softmax(-1).numpy()
 
-    def law(self, prefix: Prefix, path: Prefix, temperature: float, *, selects: bool = True) -> numpy.ndarray:
+    def law(self, prefix, path, temperature, *, selects=True):
         """The same, candidate by candidate."""
         codes = {name: each.detach().numpy() for name, each in self.head.candidate_selector.named_parameters()}
         state, before = self.state(prefix, len(path)).numpy(), (*prefix, *path)[-1]
@@ -55,10 +53,10 @@ class Block:
             weights[token] = numpy.exp((said[token] + (score if selects else 0.0)) / temperature)
         return weights / weights.sum()
 
-    def program(self, widths: tuple[int, ...], temperature: float, *, selects: bool = True) -> Program:
+    def program(self, widths, temperature, *, selects=True):
         """A chain, or a tree with children drawn with replacement: tokens come from ``law``, q from the drafter."""
 
-        def program(sketch: Sketch) -> None:
+        def program(sketch):
             level = [-1]
             for width in widths:
                 first = len(sketch.draft)
@@ -74,7 +72,7 @@ class Block:
         return program
 
 
-def errors(name: str, block: Block, widths: tuple[int, ...], temperature: float, *, selects: bool = True) -> float:
+def errors(name, block, widths, temperature, *, selects=True):
     kind, target = rules[name], Tables(11, VOCABULARY)
     rule = kind(kind.config_class(replacement=True)) if "replacement" in kind.options() else kind()
     emitted = round_distribution(TORCH, rule, block.program(widths, temperature, selects=selects), target, (0,))
@@ -89,7 +87,7 @@ def errors(name: str, block: Block, widths: tuple[int, ...], temperature: float,
 
 @pytest.mark.parametrize("name", LOSSLESS)
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_the_rounds_have_the_targets_distribution(name: str, temperature: float) -> None:
+def test_the_rounds_have_the_targets_distribution(name, temperature):
     for seed in range(2):
         block = Block(seed)
         assert errors(name, block, (1, 1, 1), temperature) < ROUNDING
@@ -98,5 +96,5 @@ def test_the_rounds_have_the_targets_distribution(name: str, temperature: float)
 
 
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_q_without_the_selector_would_be_noticed(name: str) -> None:
+def test_q_without_the_selector_would_be_noticed(name):
     assert errors(name, Block(0), (1, 1), 1.0, selects=False) > 1e-3

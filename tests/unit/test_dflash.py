@@ -177,8 +177,9 @@ def made(request, tiny_target, tmp_path_factory):
 
 
 def first_draft(target, folder, **options):
-    config = {"method": "dflash", "model": str(folder), "num_speculative_tokens": 4, **options}
+    config = {"model": str(folder), "num_speculative_tokens": 4, **options}  # the files say which method
     llm = LLM(target, speculative_config=config, trace=True)
+    assert llm.speculative.method == "dflash"
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
     trace = llm.generate([PROMPT], params)[0].outputs[0].trace
     index = next(i for i, entry in enumerate(trace) if entry.drafted)

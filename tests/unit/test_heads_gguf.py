@@ -118,8 +118,8 @@ def paired(rows, heads):
 
 
 def eagle_draft(target, model):
-    config = {"method": "eagle", "model": str(model), "num_speculative_tokens": 4}
-    llm = LLM(target, speculative_config=config, trace=True)
+    llm = LLM(target, speculative_config={"model": str(model), "num_speculative_tokens": 4}, trace=True)
+    assert llm.speculative.method == "eagle"
     trace = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))[0].outputs[0].trace
     index = next(i for i, entry in enumerate(trace) if entry.drafted)
     committed = PROMPT + [token for entry in trace[:index] for token in entry.tokens]

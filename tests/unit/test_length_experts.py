@@ -1,7 +1,5 @@
 """Mixtures of experts: how many experts rounds read, what they cost by that, and how far drafts go."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -23,25 +21,25 @@ SPARSE = MixtureInfo(count=64, chosen=4, layers=6, share=0.7)
 class Text:
     """Rows that choose experts one by one, each layer by its own likings in this text."""
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, draw):
         self.draw = draw
         self.likes = [[draw.gammavariate(0.3, 1.0) for _ in range(SPARSE.count)] for _ in range(SPARSE.layers)]
 
-    def row(self) -> list[set[int]]:
+    def row(self):
         chosen = []
         for likes in self.likes:
-            mine: set[int] = set()
+            mine = set()
             while len(mine) < SPARSE.chosen:
                 mine.update(self.draw.choices(range(SPARSE.count), likes))
             chosen.append(mine)
         return chosen
 
 
-def union(rows: list[list[set[int]]]) -> int:
+def union(rows):
     return sum(len(set().union(*layer)) for layer in zip(*rows))
 
 
-def rounds(draw: random.Random, rows: int, texts: int, count: int = 100) -> list[int]:
+def rounds(draw, rows, texts, count=100):
     return [union([row for text in [Text(draw) for _ in range(texts)] for row in [text.row() for _ in range(rows)]])
             for _ in range(count)]  # fmt: skip
 
@@ -60,7 +58,7 @@ def test_what_more_rows_read_is_known_from_what_few_rows_read():
     assert chance.times(9, 1) > 1.3 * reads.times(9, 1)
 
 
-def seconds(rows: int, experts: int) -> float:
+def seconds(rows, experts):
     return 0.001 * (2.0 + 0.1 * rows + 0.25 * experts)
 
 

@@ -1,5 +1,7 @@
 """Layers for multi-token prediction: what they draft is what transformers' own layer says."""
 
+import json
+
 import gguf
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, 
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
 
 from forerun import LLM, ForerunError, SamplingParams
+from forerun.engine.config import SpeculativeConfig
+from forerun.engine.drafter_files import brings_mtp
 from gguf_files import VOCABULARY
 from tiny import save_tokenizer
 
@@ -189,6 +193,7 @@ def write_gguf(folder, model, layer):
 def test_a_layer_in_a_gguf_file_drafts_the_same(tmp_path):
     model, layer = qwen(tmp_path)
     path = write_gguf(tmp_path, model, layer)
+    assert brings_mtp(str(path))
     drafted, committed = first_draft(path)
     assert drafted == expected(model, layer, committed, 4, None)
 
@@ -205,6 +210,30 @@ def test_tokens_are_plain_decodings_at_any_temperature(tmp_path):
         llm = LLM(str(tmp_path), speculative_config={"method": "mtp", **options}, dtype="float32")
         told = llm.generate(prompts, params)
         assert [o.outputs[0].token_ids for o in told] == [o.outputs[0].token_ids for o in plain]
+
+
+@pytest.mark.parametrize("names", [deepseek_names, qwen_names, mimo_names])
+def test_files_alone_say_that_they_hold_such_a_layer(tmp_path, names):
+    """Beside the target in its own files, and by itself in others."""
+    target, other = tmp_path / "target", tmp_path / "layer"
+    _, layer = qwen(target)
+    assert LLM(str(target)).speculative.method == "suffix"
+    assert SpeculativeConfig.parse({"model": str(target)}).method == "draft_model"
+    other.mkdir()
+    save_file({}, other / "model.safetensors", metadata={"format": "pt"})
+    (other / "config.json").write_text((target / "config.json").read_text())
+    add(other, layer, names)
+    drafted = first_draft(target, method=None, model=str(other))
+    add(target, layer, names)
+    assert first_draft(target) == drafted
+    llm = LLM(str(target), dtype="float32", max_model_len=64)
+    assert (llm.speculative.method, llm.speculative.length) == ("mtp", "adaptive")
+    plain = LLM(str(target), speculative_config=None, dtype="float32", max_model_len=64)
+    assert llm.generate([PROMPT], GREEDY)[0].outputs == plain.generate([PROMPT], GREEDY)[0].outputs
+    save_file({}, other / "model.safetensors", metadata={"format": "pt"})
+    (other / "config.json").write_text(json.dumps({"speculators_model_type": "hydra"}))
+    with pytest.raises(ForerunError, match="is a drafter of kind 'hydra'; there are eagle, "):
+        LLM(str(target), speculative_config={"model": str(other)})
 
 
 def test_files_without_a_layer_and_with_other_layers_are_refused(tmp_path):

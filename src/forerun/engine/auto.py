@@ -11,6 +11,7 @@ import torch
 from forerun.core.folders import Record
 from forerun.core.tiles import circumstances
 from forerun.engine import tuned
+from forerun.engine.drafter_files import brings_mtp
 from forerun.engine.engine import Engine
 from forerun.models.inventory import known_draft
 from forerun.speculate.length.adaptive import Adaptive
@@ -26,8 +27,8 @@ def choose(
 ) -> dict[str, Any]:
     """The ``speculative_config`` for ``model`` with such adapters, where ``given`` says the rest but no drafter: the
     bundled draft model for the bundled target; what comes with Forerun for a model (``tuned``); a known draft of this
-    model that is on disk; else ``suffix``, which drafts from the text itself. Drafts go as far as they pay
-    (``adaptive``) where that changes no token."""
+    model that is on disk; the layer for multi-token prediction in its own files; else ``suffix``, which drafts from the
+    text itself. Drafts go as far as they pay (``adaptive``) where that changes no token."""
     rest = dict(given or {})
     same = rules[rest.get("accept", "coupled")].identity
     if same:
@@ -40,7 +41,10 @@ def choose(
     if same and not lora and tuned.has_bundled(model):
         return {**tuned.load(True, model), **rest}
     draft = known_draft(model)
-    return {"method": "suffix", **rest} if draft is None else {"method": "draft_model", "model": str(draft), **rest}
+    if draft is not None:
+        return {"method": "draft_model", "model": str(draft), **rest}
+    suffix = set(rest) & {*KEYS["suffix"].split()} - {*KEYS["mtp"].split()}
+    return {"method": "mtp" if same and not lora and not suffix and brings_mtp(model) else "suffix", **rest}
 
 
 def remember(engine: Engine) -> None:

@@ -85,7 +85,9 @@ class SpeculativeConfig:
             if key in INSTEAD:
                 raise ConfigError(f"speculative_config has no key {key!r} here; instead: {INSTEAD[key]}")
         if method is None:
-            method = "draft_model" if "model" in rest else None
+            from forerun.engine.drafter_files import method_of
+
+            method = method_of(str(rest["model"])) if "model" in rest else None
         if method is None:
             raise ConfigError("speculative_config needs a 'method'")
         accept = rest.pop("accept", "coupled")

@@ -13,7 +13,7 @@ MiMo's ``model.mtp_layers.0.*`` and GGUF's ``blk.N.nextn.*``, out of the target'
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -191,12 +191,11 @@ class Tensors:
         return self._files.tensor(self.headers[name]).float()
 
 
-def read_layer(path: Path, num_layers: int, config: Any) -> dict[str, torch.Tensor]:
-    """The layer's weights by the head's names. Raises ModelError where ``path`` has none, or one that is not served."""
-    tensors = Tensors(path)
+def _named(path: Path, names: Iterable[str], num_layers: int) -> dict[str, str]:
+    """Where each of the layer's weights is in a file, by the head's name of it. Raises ModelError."""
     patterns = [re.compile(index.replace("{n}", str(num_layers))) for index in PLACES]
-    weights: dict[str, torch.Tensor] = {}
-    for name in tensors.names:
+    result: dict[str, str] = {}
+    for name in names:
         index = next((match for pattern in patterns if (match := pattern.fullmatch(name))), None)
         if index is None or index[1].endswith(IGNORED) or LATER.match(index[1]):
             continue
@@ -205,12 +204,28 @@ def read_layer(path: Path, num_layers: int, config: Any) -> dict[str, torch.Tens
             raise ModelError(
                 f"{path}: its layer for multi-token prediction has latent attention, which mtp does not run"
             )
-        weights[f"{RENAMED.get(stem, stem)}.{kind}" if stem else kind] = tensors[name]
-    if "eh_proj.weight" not in weights:
+        result[f"{RENAMED.get(stem, stem)}.{kind}" if stem else kind] = name
+    if "eh_proj.weight" not in result:
         raise ModelError(
             f"{path} has no layer for multi-token prediction (mtp.*, model.layers.{num_layers}.eh_proj, "
             f"model.mtp_layers.0.* or blk.{num_layers}.nextn.*): name a file that has one as 'model'"
         )
+    return result
+
+
+def within(path: Path, config: Any) -> bool:
+    """Whether a target's own files have a layer that is served; its numbers are not read."""
+    try:
+        _check(path, config, _named(path, Tensors(path).names, config.num_hidden_layers))
+    except ModelError:
+        return False
+    return True
+
+
+def read_layer(path: Path, num_layers: int, config: Any) -> dict[str, torch.Tensor]:
+    """The layer's weights by the head's names. Raises ModelError where ``path`` has none, or one that is not served."""
+    tensors = Tensors(path)
+    weights = {own: tensors[name] for own, name in _named(path, tensors.names, num_layers).items()}
     if any("mtp_layers" in name for name in tensors.names):  # MiMo puts the hidden state first
         weights["eh_proj.weight"] = torch.cat(weights["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
     if tensors.gguf is None and str(config.model_type).startswith(("qwen3_5", "qwen3_next")):
@@ -253,17 +268,25 @@ def _gathered(path: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.T
     return made
 
 
-def _options(path: Path, config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """The head's options, from the target's config and the shapes of the weights."""
-    heads = config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+def _check(path: Path, config: Any, names: Collection[str]) -> None:
+    """Raise ModelError for a layer of such weights that is not served."""
     rope = config.rope_parameters or {}
     if rope.get("rope_type", "default") != "default" or any(isinstance(value, dict) for value in rope.values()):
         raise ModelError(f"{path}: mtp turns queries and keys in the default way alone, not by {rope}")
-    partial = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
-    lacking = [name for name in ("q_proj", "k_proj", "v_proj", "o_proj") if f"{name}.weight" not in weights]
+    lacking = [name for name in ("q_proj", "k_proj", "v_proj", "o_proj") if f"{name}.weight" not in names]
     if lacking:
         raise ModelError(f"{path}: its layer for multi-token prediction lacks {', '.join(lacking)}")
+    if "mlp.gate.weight" in names and (getattr(config, "n_group", None) or 1) > 1:
+        raise ModelError(f"{path}: mtp chooses among all experts, not within n_group {config.n_group} groups")
+
+
+def _options(path: Path, config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """The head's options, from the target's config and the shapes of the weights."""
+    _check(path, config, weights)
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rope = config.rope_parameters or {}
+    partial = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     down = weights.get("mlp.down_proj.weight")
     options: dict[str, Any] = {
         "heads": heads,
@@ -278,13 +301,11 @@ def _options(path: Path, config: Any, weights: Mapping[str, torch.Tensor]) -> di
         "biases": tuple(name for name in ("q_proj", "k_proj", "v_proj", "o_proj") if f"{name}.bias" in weights),
     }
     if "mlp.gate.weight" in weights:
-        options["experts"] = _experts(path, config, weights)
+        options["experts"] = _experts(config, weights)
     return options
 
 
-def _experts(path: Path, config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    if (getattr(config, "n_group", None) or 1) > 1:
-        raise ModelError(f"{path}: mtp chooses among all experts, not within n_group {config.n_group} groups")
+def _experts(config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     sigmoid, shared = "mlp.correction" in weights, weights.get("mlp.shared.down_proj.weight")
     return {
         "count": weights["mlp.gate.weight"].shape[0],
