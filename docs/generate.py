@@ -193,6 +193,7 @@ def architectures() -> str:
             word
             for word, has in (
                 ("experts", each.experts is not None),
+                ("latent attention", each.latent is not None),
                 ("sliding window", getattr(attention, "window", "none") != "none"),
                 ("soft cap", bool(getattr(attention, "softcap", None))),
                 ("norms of queries and keys", getattr(each.norms, "query", None) is not None),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
 from tiny import ALPHABET, save_tokenizer
 
@@ -144,10 +144,32 @@ LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-window": ("smollm3", {**TYPES, "no_rope_layers": [1, 0, 1], "use_sliding_window": True}),
 }  # fmt: skip
 CASES |= LLAMAS
+LATENT = {
+    "num_key_value_heads": 4, "head_dim": 8, "kv_lora_rank": 24, "q_lora_rank": None, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 10, "moe_intermediate_size": 20, "n_routed_experts": 8, "n_shared_experts": 2,
+    "num_experts_per_tok": 3, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+MSCALES = {"mscale": 0.8, "mscale_all_dim": 0.6}
+LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v2": ("deepseek_v2", {**LATENT, "rope_parameters": {**YARN, **MSCALES}, "first_k_dense_replace": 1,
+                                    "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
+    "deepseek_v2-lite": ("deepseek_v2", {**LATENT, "routed_scaling_factor": 1.0, "mlp_bias": True,
+                                         "attention_bias": True}),
+    "deepseek_v3": ("deepseek_v3", {**LATENT, "q_lora_rank": 20, "first_k_dense_replace": 1, "n_group": 4,
+                                    "topk_group": 2, "rope_parameters": {**YARN, **MSCALES}, "attention_bias": True}),
+    "deepseek_v3-halves": ("deepseek_v3", {**LATENT, "first_k_dense_replace": 2, "n_group": 1, "topk_group": 1,
+                                           "norm_topk_prob": False, "rope_interleave": False}),
+    "glm4_moe_lite": ("glm4_moe_lite", {**LATENT, "q_lora_rank": 20, "n_shared_experts": 1, "rms_norm_eps": 1e-3}),
+    "mistral4": ("mistral4", {**LATENT, "head_dim": 20, "q_lora_rank": 20, "n_group": 2, "topk_group": 1,
+                              "rope_parameters": {**YARN, **GROWING, "mscale": 1.0, "mscale_all_dim": 1.0}}),
+}  # fmt: skip
+"""The cache has a latent of each token."""
+CASES |= LATENTS
 MAIN = (
     "gemma2", "gemma3", "phi3-partial", "olmo2", "mixtral", "qwen3_moe-some", "granite", "olmo3", "exaone4", "glm4",
     "hunyuan", "ernie4_5", "seed_oss", "apertus", "cohere2", "starcoder2", "gpt_oss", "ministral3", "lfm2",
-    "gemma4", "gemma4-experts", "lfm2_moe", "qwen3_5_moe", "granite-h-experts", "bamba",
+    "gemma4", "gemma4-experts", "lfm2_moe", "qwen3_5_moe", "granite-h-experts", "bamba", "deepseek_v2",
+    "deepseek_v3", "glm4_moe_lite", "mistral4",
 )  # fmt: skip
 """One of each beside Llama's family."""
 
@@ -156,12 +178,15 @@ def save_described(name: str, folder: Path) -> None:
     """As transformers saves it, float32, with the tokenizer of ``tiny.py``."""
     kind, options = CASES[name]
     late = {*SHARED_EXPERTS, "bamba"}  # the seeds of others stay
+    early = [each for each in CASES if each not in LATENTS]
     order = sorted(
-        CASES,
+        early,
         key=lambda each: (each == "gemma4-experts", each in late, each in LLAMAS, each.startswith("granite-h"), each),
     )
+    order += LATENTS
     torch.manual_seed(order.index(name))
-    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
+    config = AutoConfig.for_model(kind, **{**SIZES, **options})
+    module = Mistral4ForCausalLM(config) if kind == "mistral4" else AutoModelForCausalLM.from_config(config)
     for part, parameter in module.named_parameters():
         around_one = part.endswith("norm.weight") and not name.startswith(("gemma2", "gemma3", "qwen3_5_moe"))
         around_one |= part.endswith(("layernorm_1.weight", "layernorm_2.weight", "per_expert_scale"))
@@ -169,7 +194,7 @@ def save_described(name: str, folder: Path) -> None:
     for part, buffer in module.named_buffers():
         if part.endswith("layer_scalar"):
             torch.nn.init.uniform_(buffer, 0.5, 1.5)
-        elif part.endswith("expert_bias"):
+        elif part.endswith(("expert_bias", "correction_bias")):
             torch.nn.init.normal_(buffer, 0.0, 0.5)
     module.tie_weights()
     module.save_pretrained(folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
@@ -14,10 +15,16 @@ from gguf.constants import MODEL_ARCH_NAMES, MODEL_TENSORS, TENSOR_NAMES
 from gguf.quants import dequantize, quantize
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Mistral4ForCausalLM,
+    PreTrainedModel,
+)
 
 import one_call
-from described import CASES, LINEAR, MAIN, PARTIAL, SIZES, TOKENS, UNEVEN, save_described
+from described import CASES, LATENT, LATENTS, LINEAR, MAIN, PARTIAL, SIZES, TOKENS, UNEVEN, save_described
 from forerun import LLM, SamplingParams
 from forerun.attention.sdpa import SdpaAttention
 from forerun.cache.pool import KVShape, Pool
@@ -59,7 +66,9 @@ def checkpoint(tmp_path_factory):
 
 @cache
 def theirs(folder: str) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    own = AutoConfig.from_pretrained(folder).model_type == "mistral4"  # which Auto does not know
+    kind = Mistral4ForCausalLM if own else AutoModelForCausalLM
+    return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()
@@ -186,7 +195,7 @@ def test_bits_do_not_depend_on_the_batch_with_our_kernels(checkpoint, name, dtyp
 
 @pytest.mark.parametrize("quantization", [None, "int8_rows", "q4_0", "q8_0"])
 @pytest.mark.parametrize("dtype", where(can_tile, DTYPES))
-@pytest.mark.parametrize("name", sorted(CASES.keys() - UNEVEN.keys()))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - UNEVEN.keys() - LATENTS.keys()))
 def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoint, name, dtype, quantization):
     one_call.check(load_model(checkpoint(name), dtype=dtype, invariant=True, quantization=quantization))
 
@@ -308,7 +317,7 @@ def mixer_names(mixer) -> list[Name]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_calls_its_tensors_so(checkpoint, name):
     result = set()
-    if name in ("gpt_oss", "granite-h-experts", "gemma4-experts"):
+    if name in ("gpt_oss", "granite-h-experts", "gemma4-experts", *LATENTS):
         result = set(CheckpointWeights(Path(checkpoint(name)), read_config(Path(checkpoint(name)))).found)  # unstacked
     for path in Path(checkpoint(name)).glob("*.safetensors" if not result else "none"):
         with safe_open(path, framework="pt") as file:
@@ -318,6 +327,7 @@ def test_a_checkpoint_calls_its_tensors_so(checkpoint, name):
     ends = [of.embedding, of.norm, of.head]
     inputs = set(mixer_names(of.inputs)) if of.inputs else set()
     ends += [of.inputs.table, of.inputs.project, of.inputs.norm] if spec.inputs else []
+    more = set(mixer_names(of.experts.shared)) if of.experts and of.experts.shared else set()
     for index, layer in enumerate(spec.layers):
         dense = {*of.mlp.gate_up, of.mlp.down}
         routed = set(mixer_names(of.experts)) if of.experts else set()
@@ -325,13 +335,18 @@ def test_a_checkpoint_calls_its_tensors_so(checkpoint, name):
         mixing = set(mixer_names(of.mixer)) if of.mixer else set()
         attending = {*of.attention.qkv, of.attention.out, of.norms.query, of.norms.key}
         absent = attending if layer.mixer else mixing
-        absent |= routed if not layer.experts else set() if layer.beside else dense
+        shared = {*spec.mlp(layer).gate_up, spec.mlp(layer).down} if layer.beside else set()
+        absent |= (dense - shared if layer.experts else routed) | (more - shared)
+        if of.latent:
+            queries = {of.latent.down_query, of.latent.norm_query, of.latent.up_query}
+            absent |= {of.latent.query} if spec.latent.query_rank else queries
         absent |= set(ends) if spec.inputs else inputs
         absent |= {of.experts.correction} if of.experts and not spec.corrected else set()
         absent |= {*of.attention.qkv[1:], of.norms.key} if layer.source is not None else set()
         absent |= {of.attention.qkv[2]} if layer.twice else set()
         for part in set(of.names()) - absent:
-            copies = {part.checkpoint.format(expert) for expert in range(layer.experts or 1)}
+            heads = of.latent is not None and part in (of.latent.keys, of.latent.values)
+            copies = {part.checkpoint.format(each) for each in range(spec.heads if heads else layer.experts or 1)}
             end = "" if part.bare else ".weight"
             named |= {f"{of.layers.checkpoint}.{index}.{copy}{end}" for copy in copies}
         named |= {f"{of.layers.checkpoint}.{index}.{part.checkpoint}" for part in of.mlp.numbers}
@@ -366,6 +381,31 @@ def test_layers_read_the_keys_and_values_of_others(checkpoint):
     given = torch.zeros(1, model.info.hidden_size)
     with pytest.raises(ModelError, match="it cannot be given other rows"):
         feed(model, Span(0, 0, tokens), embeds=given, embed_rows=torch.tensor([0]))
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_a_cache_of_latents_has_one_of_each_token(checkpoint, name):
+    """24 numbers of a latent and 8 of a turned key, however many heads there are."""
+    model = load_model(checkpoint(name), invariant=False)
+    attention = new_attention(model, max_seqs=2, max_len=64, page_size=4)
+    stored = {side.untyped_storage().data_ptr(): side.untyped_storage().nbytes() for side in
+              (*attention.pool.keys, *attention.pool.values)}  # fmt: skip
+    assert attention.pool.page_bytes == 4 * 3 * (24 + 8) * 4
+    assert sum(stored.values()) <= attention.pool.num_pages * attention.pool.page_bytes + 3 * 64
+    with pytest.raises(ConfigError, match="splits layers of one size: leave it out for"):
+        load_model(checkpoint(name), tensor_parallel_size=2)
+
+
+def test_a_projection_of_latents_that_does_not_fit(checkpoint, tmp_path):
+    shutil.copytree(checkpoint("deepseek_v3"), tmp_path, dirs_exist_ok=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.self_attn.kv_b_proj.weight"
+    short, asked = {name: tensors[name][:-1].clone()}, r"has shape \[87, 24\]; its config asks for \[88, 24\]"
+    for change, message in ((short, asked), ({}, f"{name} is missing")):
+        others = {each: tensor for each, tensor in tensors.items() if each != name}
+        save_file({**others, **change}, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(ModelError, match=message):
+            load_model(tmp_path)
 
 
 @torch.inference_mode()
@@ -410,6 +450,17 @@ def test_a_row_reads_its_experts_only(checkpoint, name):
         ("qwen3_moe", {"architectures": ["Qwen3MoeForSequenceClassification"]}, "is not Qwen3MoeForCausalLM"),
         ("llama", {"hidden_act": "gelu"}, "activation 'gelu'"),
         ("llama", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}, "dynamic"),
+        ("deepseek_v2", {**LATENT, "norm_topk_prob": True}, "norm_topk_prob True"),
+        ("deepseek_v2", {**LATENT, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+        ("deepseek_v2", {**LATENT, "kv_lora_rank": 0}, "kv_lora_rank is 0, not an integer of at least 1"),
+        ("deepseek_v3", {**LATENT, "n_group": 3, "topk_group": 1}, "3 of 8 experts in 1 of 3 groups"),
+        ("deepseek_v3", {**LATENT, "n_group": 4, "topk_group": 1}, "3 of 8 experts in 1 of 4 groups"),
+        ("deepseek_v3", {**LATENT, "num_key_value_heads": 2}, "num_key_value_heads 2: latent attention has as many"),
+        (
+            "mistral4",
+            {**LATENT, "head_dim": 20, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "turn 0.4 of 20 numbers",
+        ),
         ("stablelm", {}, "stablelm is not among the described architectures"),
     ],
 )

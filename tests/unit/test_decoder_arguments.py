@@ -15,6 +15,8 @@ from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.kernels import KernelError, structs
 from forerun.models.base import new_attention
+from forerun.models.formats.tiled import TiledLinear
+from forerun.models.kernel_layers import KernelEach
 from forerun.models.load import load_model
 from forerun.models.native import NativeModel
 
@@ -198,6 +200,29 @@ def test_experts_that_do_not_fit(mixture):
         experts(torch.randn(3, 63))
     with pytest.raises(TypeError, match="float64"):
         experts(x.double())
+
+
+def test_layers_of_heads_that_do_not_fit():
+    layers = [TiledLinear(torch.randn(6, 4), None) for _ in range(3)]
+    each, x = KernelEach(layers, torch.float32), torch.randn(3, 5, 4)
+    assert torch.equal(each(x), torch.stack([layer(part) for layer, part in zip(layers, x)]))
+    to = torch.empty(3, 5, 6)
+    good = each.fields.buffer_info()[0], 3, x.data_ptr(), to.data_ptr(), 5, 1
+    call("project_each_float32", *good)
+    unlike = {0: [None], 1: [0, -1, 1 << 40], 2: [None], 3: [None], 4: [-1, 1 << 40], 5: [0, 1 << 20]}
+    for arguments in with_each(good, unlike):
+        with pytest.raises(KernelError):
+            call("project_each_float32", *arguments)
+    line = len(structs.LinearStruct._fields)
+    for name, values in {"weight": [NOWHERE], "inputs": [0, 5], "outputs": [0, 7], "kind": [-1, 99]}.items():
+        for at, value in ((line + structs.LinearStruct._fields.index(name), value) for value in values):
+            with changed(each.fields, at, value), pytest.raises(KernelError):
+                each(x)
+    for rows, error in ((x.double(), TypeError), (x[:2], ValueError), (x[:, :, :3], ValueError)):
+        with pytest.raises(error, match="layers"):
+            each(rows)
+    with pytest.raises(ValueError, match="not of one size"):
+        KernelEach([*layers, TiledLinear(torch.randn(5, 4), None)], torch.float32)
 
 
 def test_layers_with_state_that_do_not_fit(tmp_path):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kinds
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM, PreTrainedModel
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ModelError
@@ -45,6 +45,11 @@ TYPES = {"layer_types": ["sliding_attention", "full_attention", "sliding_attenti
 DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_value_heads": 4,
     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 64, "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16, "v_head_dim": 24, "moe_intermediate_size": 32, "n_routed_experts": 8, "n_shared_experts": 2,
+    "num_experts_per_tok": 3, "routed_scaling_factor": 1.5,
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
@@ -90,14 +95,24 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_local_experts": 0, "shared_intermediate_size": 96, "embedding_multiplier": 1.3, "head_dim": 16,
         "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.5, "tie_word_embeddings": True,
     }),
+    "deepseek_v2": ("deepseek_v2", {**LATENT, "q_lora_rank": None, "topk_method": "group_limited_greedy", "n_group": 4,
+                                    "topk_group": 2,
+                                    "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.7}}),
+    "deepseek_v3": ("deepseek_v3", {**LATENT, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}),
+    "mistral4": ("mistral4", {**LATENT, "head_dim": 48, "n_group": 1, "topk_group": 1, "rope_parameters": {
+        **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
+        "original_max_position_embeddings": 11,
+    }}),
 }  # fmt: skip
-NAMES = {"mixtral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2", "hunyuan_v1_dense": "hunyuan-dense",
+NAMES = {"deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+         "mixtral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2", "hunyuan_v1_dense": "hunyuan-dense",
          "gpt_oss": "gpt-oss", "ministral3": "mistral3", "qwen3_5_text": "qwen35",
          "lfm2_moe": "lfm2moe", "qwen3_5_moe_text": "qwen35moe",
          "granitemoehybrid": "granitehybrid"}  # fmt: skip
 DELTAS = ("qwen3_5_text", "qwen3_5_moe_text")
 STATEFUL = ("lfm2", "lfm2_moe", *DELTAS, "granitemoehybrid")
-MIXTURES = {"qwen3_moe", "gpt_oss", "lfm2_moe", "qwen3_5_moe_text"}
+LATENTS = {"deepseek_v2", "deepseek_v3", "mistral4"}
+MIXTURES = {"qwen3_moe", "gpt_oss", "lfm2_moe", "qwen3_5_moe_text", *LATENTS}
 """Beside Mixtral, which is a Llama there."""
 SIDE_BY_SIDE = ("llama", "mixtral", "smollm3", "granite", "ministral3", "granitemoehybrid")
 """Whose rotated pairs the converter puts side by side."""
@@ -108,12 +123,13 @@ IDS = torch.randint(3, len(TOKENS), (40,), generator=torch.Generator().manual_se
 
 def make(kind: str, options: dict[str, Any]) -> PreTrainedModel:
     torch.manual_seed(0)
-    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options})).eval()
+    config = AutoConfig.for_model(kind, **{**SIZES, **options})
+    module = (Mistral4ForCausalLM(config) if kind == "mistral4" else AutoModelForCausalLM.from_config(config)).eval()
     for name, parameter in module.named_parameters():
         around_one = parameter.dim() == 1 and kind != "gemma2" and not name.endswith("bias")
         torch.nn.init.normal_(parameter, mean=float(around_one), std=0.2)
     for name, buffer in module.named_buffers():
-        if name.endswith("expert_bias"):
+        if name.endswith(("expert_bias", "correction_bias")):
             torch.nn.init.normal_(buffer, std=0.5)
     module.tie_weights()
     return module
@@ -143,7 +159,11 @@ def converted(module: PreTrainedModel):
             yield f"{at}ffn_up_exps.weight", up
         elif name.endswith(".experts.down_proj"):
             yield f"blk.{name.split('.')[2]}.ffn_down_exps.weight", weight
-        elif name.endswith(".expert_bias"):
+        elif name.endswith(".kv_b_proj.weight"):
+            heads = weight.unflatten(0, (config.num_attention_heads, -1))
+            yield f"blk.{name.split('.')[2]}.attn_k_b.weight", heads[:, : config.qk_nope_head_dim].transpose(1, 2)
+            yield f"blk.{name.split('.')[2]}.attn_v_b.weight", heads[:, config.qk_nope_head_dim :]
+        elif name.endswith((".expert_bias", ".e_score_correction_bias")):
             yield f"blk.{name.split('.')[2]}.exp_probs_b.bias", weight
         elif kind in STATEFUL:
             yield from stateful(name, weight, config, names)
@@ -243,6 +263,31 @@ def add_state(writer: gguf.GGUFWriter, config: Any, recurrent: list[bool]) -> No
         writer.add_rope_scaling_finetuned(False)
 
 
+def add_latent(writer: gguf.GGUFWriter, config: Any) -> None:
+    """The sizes of latent attention, and how its experts are chosen."""
+    rank, turned = config.kv_lora_rank, config.qk_rope_head_dim
+    writer.kv_data[0][f"{writer.arch}.attention.head_count_kv"].value = 1
+    if config.q_lora_rank:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(rank)
+    writer.add_key_length(rank + turned)
+    writer.add_value_length(rank)
+    writer.add_key_length_mla(config.qk_nope_head_dim + turned)
+    writer.add_value_length_mla(config.v_head_dim)
+    if config.rope_parameters.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * config.rope_parameters["mscale_all_dim"])
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    sigmoid = config.model_type == "deepseek_v3"
+    kinds = gguf.ExpertGatingFuncType
+    writer.add_expert_gating_func(kinds.SIGMOID if sigmoid else kinds.SOFTMAX)
+    if (config.n_group or 1) > 1:
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
 def write(
     module: PreTrainedModel,
     path: Path,
@@ -277,7 +322,9 @@ def write(
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     turned = int(width * rope.get("partial_rotary_factor", 1.0))
     writer.add_rope_dimension_count(turned)
-    if width != config.hidden_size // config.num_attention_heads:
+    if kind in LATENTS:
+        add_latent(writer, config)
+    elif width != config.hidden_size // config.num_attention_heads:
         writer.add_key_length(width)
         writer.add_value_length(width)
     if kind in ("gemma2", "phi3", "olmo3", "exaone4", "cohere2", "starcoder2", "gpt_oss") and config.sliding_window:
@@ -299,7 +346,9 @@ def write(
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if kind in {"mixtral", *MIXTURES}:
-        writer.add_expert_count(config.num_local_experts if kind in ("mixtral", "gpt_oss") else config.num_experts)
+        routed = config.n_routed_experts if kind in LATENTS else None
+        local = kind in ("mixtral", "gpt_oss")
+        writer.add_expert_count(routed or (config.num_local_experts if local else config.num_experts))
         writer.add_expert_used_count(config.num_experts_per_tok)
     if kind in MIXTURES:
         expert = config.intermediate_size if kind == "gpt_oss" else config.moe_intermediate_size
@@ -410,7 +459,7 @@ def test_the_config_and_weights_are_those_of_the_checkpoint(models, case):
     assert result == {}
 
 
-@pytest.mark.parametrize("case", ["qwen2", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("case", ["qwen2", "gemma2", "qwen3_moe", "deepseek_v3"])
 def test_drafts_change_no_token(models, case):
     _, path = models(case)
     llm = LLM(str(path), speculative_config={"method": "ngram", "num_speculative_tokens": 4})
@@ -437,6 +486,10 @@ def test_drafts_change_no_token(models, case):
         ("qwen3_5", {"qwen35.ssm.inner_size": 63}, "has 63 numbers in 4 heads"),
         ("granite-h", {"granitehybrid.expert_count": 4}, "GraniteMoeHybridForCausalLM's, folders of safetensors are"),
         ("granite-h", {"granitehybrid.ssm.inner_size": 96}, "has 96 numbers in 4 heads of Mamba-2, 64 in a row"),
+        ("deepseek_v2", {"deepseek2.expert_weights_norm": True}, "True as expert_weights_norm, which no model of Deep"),
+        ("deepseek_v3", {"deepseek2.expert_gating_func": 3}, "has 3 as deepseek2.expert_gating_func"),
+        ("deepseek_v3", {"deepseek2.rope.dimension_count": 48}, "has heads of 48 numbers, 48 of them turned"),
+        ("deepseek_v3", {"deepseek2.attention.kv_lora_rank": 16}, "attn_kv_a_.* has shape .* contradict"),
         ("qwen3_5", {"qwen35.ssm.state_size": 8}, "ssm_conv1d.weight has shape .* contradict"),
     ],
 )

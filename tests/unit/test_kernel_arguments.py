@@ -120,7 +120,7 @@ class Attending:
         self.rows = 2
         self.span = structs.SpanStruct(0, 2, 3, 3, 0, -1)
         self.tables, self.paths, self.entries = [1, 0], [0, 4, 0, 5], [0, 1, 2, 3, 4]
-        self.pool = structs.PoolStruct(2, 4, 1, 4, 16, 16, 4, 16, 16, 4)
+        self.pool = structs.PoolStruct(2, 4, 1, 4, 4, 16, 16, 4, 16, 16, 4)
         self.heads = structs.Heads(2, 0, 8, 4, 4, 0, 0, 0)
         self.plan = structs.Plan(at, 1, at, 2, at, 0, at, 0)
         self.at = at
@@ -142,7 +142,8 @@ BAD_SPANS = [
 ]  # fmt: skip
 BAD_POOLS = [
     {"pages": 0}, {"pages": 1}, {"page_size": 0}, {"page_size": -4}, {"page_size": 2}, {"kv_heads": 0},
-    {"kv_heads": 3}, {"width": 0}, {"width": 3}, {"width": 514}, {"width": -4}, {"key_page": -1}, {"value_slot": -1},
+    {"kv_heads": 3}, {"width": 0}, {"width": 3}, {"width": 1026}, {"width": -4},
+    {"value_width": 0}, {"value_width": 6}, {"value_width": 3}, {"key_page": -1}, {"value_slot": -1},
 ]  # fmt: skip
 BAD_HEADS = [{"heads": 0}, {"heads": -1}, {"window": -1}, {"q_stride": -1}, {"k_stride": -1}, {"v_stride": -1}]
 BIASED = [{"reach": 4}, {"reach": 0}, {"reach": -1}]

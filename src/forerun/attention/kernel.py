@@ -17,14 +17,15 @@ from forerun.cache.sources import Sources
 from forerun.core.batch import Batch, Span
 from forerun.kernels import structs
 
-WIDEST = 512
+WIDEST = 1024
 """Numbers in a head; they are even."""
 CHAIN = -1
 
 
 def can_attend(dtype: torch.dtype, device: torch.device, shapes: tuple[KVShape, ...]) -> bool:
     """Whether the kernel is here and serves such entries."""
-    fits = all(shape.key_dim == shape.value_dim and _serves(shape.key_dim) for shape in shapes)
+    fits = all(_serves(shape.value_dim) and shape.value_dim <= shape.key_dim for shape in shapes)
+    fits = fits and all(_serves(shape.key_dim) for shape in shapes)
     return fits and device.type == "cpu" and kernels.has(f"attend_{kernels.dtype_name(dtype)}")
 
 
@@ -91,9 +92,9 @@ class KernelAttention(Backend[AttentionPlan]):
         pool, count = self.pool, plan.batch.num_rows
         q, k, v = (_by_row(side) for side in (query.q, query.k, query.v))
         keys, values = pool.keys[query.layer], pool.values[query.layer]
-        rows, heads, width = q.shape
-        _check_rows(q, k, v, keys, count)
-        out = q.new_empty(rows, heads * width)
+        rows, heads, _ = q.shape
+        _check_rows(q, k, v, keys, values, count)
+        out = q.new_empty(rows, heads * values.shape[3])
         shape = _lay_out(keys, values)
         strides = q.stride(0), k.stride(0), v.stride(0)
         bias, sinks = _check_bias(query.bias, heads), _check_sinks(query.sinks, heads)
@@ -113,7 +114,7 @@ class KernelAttention(Backend[AttentionPlan]):
         assert across is not None
         pool, q = sources.pool, _by_row(q)
         keys, values = pool.keys[layer], pool.values[layer]
-        _check_rows(q, q, q, keys, count)
+        _check_rows(q, q, q, keys, values, count)
         rows, heads, width = q.shape
         out = q.new_empty(rows, heads * width)
         shape, sizes = _lay_out(keys, values), array("q", structs.Heads(heads, 0, q.stride(0), 0, 0, 0, 0, 0))
@@ -127,7 +128,8 @@ class KernelAttention(Backend[AttentionPlan]):
 def _lay_out(keys: torch.Tensor, values: torch.Tensor) -> array[int]:
     """One layer's ``structs.PoolStruct``."""
     return array("q", structs.PoolStruct(
-        keys.shape[0], keys.shape[2], keys.shape[1], keys.shape[3], *keys.stride()[:3], *values.stride()[:3]
+        keys.shape[0], keys.shape[2], keys.shape[1], keys.shape[3], values.shape[3], *keys.stride()[:3],
+        *values.stride()[:3],
     ))  # fmt: skip
 
 
@@ -171,14 +173,16 @@ def _check(span: Span) -> None:
         raise ValueError(f"a span of {nodes} nodes names {len(span.parents)} parents")
 
 
-def _check_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, rows: int) -> None:
-    requested = keys.shape[1], keys.shape[3]
+def _check_rows(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: int
+) -> None:
+    requested, wanted = (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
     if any(side.dtype is not keys.dtype or not side.is_cpu or side.shape[0] < rows for side in (q, k, v)):
         said = ", ".join(f"{side.dtype} {[*side.shape]} on {side.device}" for side in (q, k, v))
         raise ValueError(f"attention over {keys.dtype} on cpu needs {rows} rows, not {said}")
-    if k.shape[1:] != requested or v.shape[1:] != requested or q.shape[2] != requested[1]:
+    if k.shape[1:] != requested or v.shape[1:] != wanted or q.shape[2] != requested[1]:
         said = ", ".join(f"{[*side.shape]}" for side in (q, k, v))
-        raise ValueError(f"entries have {requested[0]} heads of {requested[1]} numbers, not {said}")
+        raise ValueError(f"entries have {requested[0]} heads of {requested[1]} numbers, with {wanted[1]}, not {said}")
 
 
 def _by_row(side: torch.Tensor) -> torch.Tensor:

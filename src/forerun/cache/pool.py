@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,6 +76,13 @@ class KVShape:
     heads: int
     key_dim: int
     value_dim: int
+    shared: bool = False
+    """Values are the first numbers of keys and are stored with them."""
+
+    @property
+    def numbers(self) -> int:
+        """Of an entry."""
+        return self.heads * (self.key_dim + (0 if self.shared else self.value_dim))
 
 
 class Reclaimer(Protocol):
@@ -315,7 +322,13 @@ class Pool(Pages):
     def pairs(self) -> list[torch.Tensor | None]:
         """Per layer, keys and then values in one tensor [pages, 2 * heads, page size, width], where they are equally
         wide; ``keys`` and ``values`` are its halves."""
-        return [self._zeros(2 * s.heads, s.key_dim) if s.key_dim == s.value_dim else None for s in self.layers]
+        paired = [s.key_dim == s.value_dim and not s.shared for s in self.layers]
+        return [self._zeros(2 * s.heads, s.key_dim) if both else None for s, both in zip(self.layers, paired)]
+
+    def _stored(self) -> Iterator[list[torch.Tensor]]:
+        """Per layer, the tensors that hold its entries, each number once."""
+        for shape, pair, keys, values in zip(self.layers, self.pairs, self.keys, self.values):
+            yield [pair] if pair is not None else [keys] if shape.shared else [keys, values]
 
     @cached_property
     def keys(self) -> list[torch.Tensor]:
@@ -327,9 +340,10 @@ class Pool(Pages):
     @cached_property
     def values(self) -> list[torch.Tensor]:
         return [
-            self._zeros(shape.heads, shape.value_dim) if pair is None else pair[:, shape.heads :]
-            for shape, pair in zip(self.layers, self.pairs)
-        ]
+            keys[..., : shape.value_dim] if shape.shared
+            else self._zeros(shape.heads, shape.value_dim) if pair is None else pair[:, shape.heads :]
+            for shape, pair, keys in zip(self.layers, self.pairs, self.keys)
+        ]  # fmt: skip
 
     def _zeros(self, heads: int, width: int) -> torch.Tensor:
         shape = (self.num_pages, heads, self.page_size, width)
@@ -357,8 +371,9 @@ class Pool(Pages):
 
     def _zero(self, pages: list[int]) -> None:
         self._note("zero", pages)
-        for tensor in [*self.keys, *self.values]:
-            tensor[pages] = 0
+        for tensors in self._stored():
+            for tensor in tensors:
+                tensor[pages] = 0
 
     def has_nan(self, key: int, first: int = 0) -> bool:
         """Whether an entry of ``key`` from ``first`` on is NaN, or one behind its end on the same pages, or its state.
@@ -390,7 +405,7 @@ class Pool(Pages):
 
     @staticmethod
     def bytes_per_token(layers: Sequence[KVShape], dtype: torch.dtype) -> int:
-        return sum(s.heads * (s.key_dim + s.value_dim) for s in layers) * dtype.itemsize
+        return sum(shape.numbers for shape in layers) * dtype.itemsize
 
     def slot_mapping(self, key: int, entries: Sequence[int]) -> SlotMapping:
         """(page, offset) int64 tensors of the given entries of ``key``."""
@@ -410,7 +425,8 @@ class Pool(Pages):
             pair[pages, :, offsets] = both
         else:
             self.keys[layer][pages, :, offsets] = k
-            self.values[layer][pages, :, offsets] = v
+            if not self.layers[layer].shared:
+                self.values[layer][pages, :, offsets] = v
 
     def write_run(self, layer: int, page: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store rows ``k`` and ``v`` in one page, from offset ``first`` on."""
@@ -419,7 +435,8 @@ class Pool(Pages):
             pair[page, :, first : first + k.shape[0]] = both.transpose(0, 1)
         else:
             self.keys[layer][page, :, first : first + k.shape[0]] = k.transpose(0, 1)
-            self.values[layer][page, :, first : first + k.shape[0]] = v.transpose(0, 1)
+            if not self.layers[layer].shared:
+                self.values[layer][page, :, first : first + k.shape[0]] = v.transpose(0, 1)
 
     def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [..., heads, count * page size, width] of page lists [..., count], in order."""
@@ -458,12 +475,12 @@ class Pool(Pages):
 
     def _move(self, source: SlotMapping, target: SlotMapping) -> None:
         self._note("move", source, target)
-        for pair, *sides in zip(self.pairs, self.keys, self.values):
-            for tensor in sides if pair is None else [pair]:
+        for tensors in self._stored():
+            for tensor in tensors:
                 tensor[target[0], :, target[1]] = tensor[source[0], :, source[1]]
 
     def _copy_page(self, source: int, target: int, count: int) -> None:
         self._note("copy", source, target, count)
-        for pair, *sides in zip(self.pairs, self.keys, self.values):
-            for tensor in sides if pair is None else [pair]:
+        for tensors in self._stored():
+            for tensor in tensors:
                 tensor[target, :, :count] = tensor[source, :, :count]

@@ -15,6 +15,7 @@
 namespace {
 
 constexpr int64_t TILE = 16;      // rows that share the keys brought in
+constexpr int64_t GROUP = 8;      // query heads of a key head that one thread takes
 constexpr double PARALLEL = 2e5;  // products worth a second thread
 
 // A query's running softmax: its largest score and, by lanes, the sum of e^(score - largest); with it goes that sum
@@ -71,19 +72,21 @@ struct Queries {
   using N = Numbers<T>;
   using Asked = typename N::Asked;
   static constexpr bool AS_THEY_ARE = std::is_same_v<T, Asked>;
-  int64_t width, padded;  // a head's numbers, and whole vectors of them
+  int64_t width, padded, value_width, value_padded;  // a head's numbers, and whole vectors of them
   std::vector<const Asked *> queries;
   std::vector<Asked> converted;
   std::vector<float> sums, scores, shrink;
   std::vector<State> states;
   std::vector<Task> tasks;
 
-  void clear(int64_t count, int64_t numbers) {
-    width = WIDTH > 0 ? WIDTH : numbers;
+  void clear(int64_t count, const Pool &pool) {
+    width = WIDTH > 0 ? WIDTH : pool.width;
+    value_width = WIDTH > 0 ? WIDTH : pool.value_width;
     padded = (width + N::SIZE - 1) / N::SIZE * N::SIZE;
+    value_padded = (value_width + N::SIZE - 1) / N::SIZE * N::SIZE;
     queries.resize(count);
     if (!AS_THEY_ARE) converted.resize(padded * count);
-    sums.assign(padded * count, 0);
+    sums.assign(value_padded * count, 0);
     scores.resize(BLOCK * count);
     shrink.resize(count);
     states.assign(count, State());
@@ -134,23 +137,23 @@ struct Queries {
     runs<4>([&](const Task *task, auto count) {
       const int64_t at = task->query, least = task->end;
       const float *const weights = scores.data() + BLOCK * at;
-      block.template gather<WIDTH, count>(sums.data() + padded * at, padded, shrink.data() + at, weights, task->begin,
-                                          least, next, width);
+      block.template gather<WIDTH, count>(sums.data() + value_padded * at, value_padded, shrink.data() + at, weights,
+                                          task->begin, least, next, value_width);
       next = nullptr;
       const float all = 1;
       for (int64_t q = 0; q < count; q++)
         if (task[q].end > least)
-          block.template gather<WIDTH, 1>(sums.data() + padded * (at + q), padded, &all, weights + BLOCK * q, least,
-                                          task[q].end, nullptr, width);
+          block.template gather<WIDTH, 1>(sums.data() + value_padded * (at + q), value_padded, &all,
+                                          weights + BLOCK * q, least, task[q].end, nullptr, value_width);
     });
     tasks.clear();
   }
 };
 
-// Rows [from, to) of a span, all query heads of one key head.
+// Rows [from, to) of a span, query heads [group, end) of one key head.
 struct Item {
   const Span &span;
-  int64_t from, to, head, low, high;  // some row sees keys from low on, and none from high on
+  int64_t from, to, head, group, end, low, high;  // some row sees keys from low on, and none from high on
 
   bool shares(int64_t at) const { return span.paths < 0 || at + BLOCK <= span.base; }
 };
@@ -188,8 +191,9 @@ struct Attention {
   int64_t reach;
   const float *sinks;
 
-  Item item(const Span &span, int64_t from, int64_t head) const {
-    Item result{span, from, std::min(from + TILE, span.rows), head, std::numeric_limits<int64_t>::max(), 0};
+  Item item(const Span &span, int64_t from, int64_t head, int64_t group) const {
+    const int64_t to = std::min(from + TILE, span.rows), end = std::min(group + GROUP, heads / kv_heads);
+    Item result{span, from, to, head, group, end, std::numeric_limits<int64_t>::max(), 0};
     for (int64_t row = from; row < result.to; row++) {
       result.low = std::min(result.low, first_seen(span, row));
       result.high = std::max(result.high, plan.seen(span, row));
@@ -210,16 +214,16 @@ struct Attention {
   // ``after``: what comes next, or null; its first keys are asked for.
   template <int WIDTH>
   void tile(const Item &item, const Item *after, Ahead<T> &ahead) const {
-    const auto &[span, from, to, head, low, high] = item;
-    const int64_t groups = heads / kv_heads;
+    const auto &[span, from, to, head, group_from, group_to, low, high] = item;
+    const int64_t groups = group_to - group_from, first_head = head * (heads / kv_heads) + group_from;
     static thread_local Queries<T, WIDTH> kept;
     Queries<T, WIDTH> &queries = kept;
-    const int64_t width = WIDTH > 0 ? WIDTH : pool.width;
-    queries.clear((to - from) * groups, width);
+    const int64_t width = WIDTH > 0 ? WIDTH : pool.width, value_width = WIDTH > 0 ? WIDTH : pool.value_width;
+    queries.clear((to - from) * groups, pool);
     for (int64_t row = from; row < to; row++)
       for (int64_t group = 0; group < groups; group++)
         queries.set((row - from) * groups + group,
-                    q + (span.first + row) * q_stride + (head * groups + group) * width);
+                    q + (span.first + row) * q_stride + (first_head + group) * width);
     const auto find = [&](const Item &of, int64_t at) {
       return ahead.find(plan, of.span, of.from, at, std::min(at + BLOCK, of.high), pool.page_size, keys,
                         values, of.head);
@@ -238,7 +242,7 @@ struct Attention {
         if (begin >= end) continue;
         for (int64_t group = 0; group < groups; group++)
           queries.tasks.push_back({(row - from) * groups + group, begin - at, end - at,
-                                   biased(span, row, head * groups + group, at)});
+                                   biased(span, row, first_head + group, at)});
         if (shared) continue;
         ahead.own.find(plan, span, row, begin, end, pool.page_size, keys, values, head);
         queries.take(ahead.own, scale, softcap, nullptr);
@@ -247,7 +251,7 @@ struct Attention {
       ahead.next = next;
     }
     for (int64_t index = 0; index < (to - from) * groups; index++) {
-      const int64_t row = span.first + from + index / groups, query_head = head * groups + index % groups;
+      const int64_t row = span.first + from + index / groups, query_head = first_head + index % groups;
       float total = reduce_sum(queries.states[index].total), own = 1;
       if (sinks) {
         const float sink = sinks[query_head], result = queries.states[index].top, top = std::max(result, sink);
@@ -255,19 +259,19 @@ struct Attention {
         total = std::fma(total, own, front(exponential(broadcast(sink - top))));  // one rounding on every target
       }
       const Floats share = broadcast(own / total);
-      T *to_row = out + (row * heads + query_head) * width;
-      for (int64_t i = 0; i < width; i += Numbers<T>::SIZE) {
+      T *to_row = out + (row * heads + query_head) * value_width;
+      for (int64_t i = 0; i < value_width; i += Numbers<T>::SIZE) {
         Floats parts[Numbers<T>::PARTS];
         for (int p = 0; p < Numbers<T>::PARTS; p++)
-          parts[p] = load(queries.sums.data() + queries.padded * index + i + LANES * p) * share;
-        Numbers<T>::put(to_row + i, parts, width - i);
+          parts[p] = load(queries.sums.data() + queries.value_padded * index + i + LANES * p) * share;
+        Numbers<T>::put(to_row + i, parts, value_width - i);
       }
     }
   }
 
   void pick(const Item &item, const Item *after, Ahead<T> &ahead) const {
 #define CASE(WIDTH) \
-  if (pool.width == WIDTH) return tile<WIDTH>(item, after, ahead);
+  if (pool.width == WIDTH && pool.value_width == WIDTH) return tile<WIDTH>(item, after, ahead);
     CASE(64) CASE(128)
     if constexpr (MANY) {
       CASE(16) CASE(32) CASE(80) CASE(96) CASE(112) CASE(256)
@@ -283,9 +287,10 @@ struct Attention {
         const int64_t entry = span.before + row, page = plan.tables[span.table + entry / pool.page_size];
         for (int64_t head = 0; head < kv_heads; head++) {
           const T *from_k = k + (span.first + row) * k_stride + head * pool.width;
-          const T *from_v = v + (span.first + row) * v_stride + head * pool.width;
+          const T *from_v = v + (span.first + row) * v_stride + head * pool.value_width;
           std::memcpy(keys.at(page, head, entry % pool.page_size), from_k, pool.width * sizeof(T));
-          std::memcpy(values.at(page, head, entry % pool.page_size), from_v, pool.width * sizeof(T));
+          if (values.base != keys.base)  // else they are parts of keys
+            std::memcpy(values.at(page, head, entry % pool.page_size), from_v, pool.value_width * sizeof(T));
         }
       }
     }
@@ -301,11 +306,12 @@ struct Attention {
     double products = 0;
     for (int64_t s = 0; s < plan.num_spans; s++)
       for (int64_t row = 0; row < plan.spans[s].rows; row += TILE)
-        for (int64_t head = 0; head < kv_heads; head++) {
-          items.push_back(item(plan.spans[s], row, head));
-          const Item &last = items.back();
-          products += static_cast<double>((last.to - row) * (heads / kv_heads) * pool.width) * last.high;
-        }
+        for (int64_t head = 0; head < kv_heads; head++)
+          for (int64_t group = 0; group < heads / kv_heads; group += GROUP) {
+            items.push_back(item(plan.spans[s], row, head, group));
+            const Item &last = items.back();
+            products += static_cast<double>((last.to - row) * (last.end - group) * pool.width) * last.high;
+          }
     const int64_t count = items.size();
     if (products <= PARALLEL) threads = 1;
     parallel_for(count, 1, threads, [&](int64_t begin, int64_t end) {

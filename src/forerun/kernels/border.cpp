@@ -64,6 +64,7 @@ int guarded(F run) {
 Complaint pool_fits(const Pool &p) {
   REQUIRE(within(p.pages, 1, MOST) && within(p.page_size, 1, MOST), SIZE);
   REQUIRE(within(p.kv_heads, 1, MOST) && within(p.width, 2, WIDEST) && p.width % 2 == 0, HEADS_SIZE);
+  REQUIRE(within(p.value_width, 2, p.width) && p.value_width % 2 == 0, HEADS_SIZE);
   for (int64_t stride : {p.key_page, p.key_head, p.key_slot, p.value_page, p.value_head, p.value_slot})
     REQUIRE(within(stride, 0, int64_t(1) << 48), SIZE);
   return FINE;
@@ -280,7 +281,7 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
       REQUIRE(within(c.rows_out[i], i ? c.rows_out[i - 1] + 1 : 0, c.rows - 1), ROW_RANGE);
   }
   if (const Complaint wrong = pool_fits(*c.pool)) return wrong;
-  REQUIRE(c.pool->kv_heads == m.kv_heads && c.pool->width == m.width, HEADS_SIZE);
+  REQUIRE(c.pool->kv_heads == m.kv_heads && c.pool->width == m.width && c.pool->value_width == m.width, HEADS_SIZE);
   bool keeps = false;
   for (int64_t i = 0; i < c.num_which; i++) {
     const int64_t at = 2 * c.which[i];
@@ -421,6 +422,14 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     REQUIRE(!rows || y, NULL_POINTER);                                                                               \
     gate(activation, numbers, gated != 0, x, y, rows, width);                                                                             \
     return FINE;                                                                                                     \
+  }                                                                                                                  \
+  int forerun_project_each_##KIND(const Linear *layers, int64_t count, const T *x, T *y, int64_t rows, int threads) {\
+    REQUIRE(layers, NULL_POINTER);                                                                                   \
+    REQUIRE(within(count, 1, MOST) && threads_fit(threads) && within(layers->outputs, 1, MOST), SIZE);               \
+    for (int64_t i = 0; i < count; i++) CHECK(layer_fits(layers[i], layers->inputs, layers->outputs));               \
+    CHECK(rows_fit(x, rows, layers->inputs));                                                                        \
+    REQUIRE(!rows || y, NULL_POINTER);                                                                               \
+    return guarded([=] { project_each(layers, count, x, y, rows, threads); });                                       \
   }                                                                                                                  \
   int forerun_mix_##KIND(const Experts *experts, const T *x, const T *scored, float *total, int64_t rows,            \
                          int threads, int64_t *read) {                                                               \

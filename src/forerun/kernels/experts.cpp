@@ -16,8 +16,6 @@ struct Taken {
   std::vector<float> weights;
 };
 
-constexpr float UNIT_EPS = 1e-6f;  // added to the sum that sigmoids are divided by
-
 // The experts of a row with the highest ranks, of equal ones those with lower numbers; a NaN is higher than any number.
 void choose_experts(const std::vector<float> &ranks, int64_t chosen, std::vector<int64_t> &order) {
   std::iota(order.begin(), order.end(), 0);
@@ -49,7 +47,7 @@ void route(const Experts &e, const T *scores, int64_t row, std::vector<int64_t> 
   if (e.normalised) {
     sum = 0;
     for (int64_t i = 0; i < e.chosen; i++) sum += weights[order[i]];
-    if (e.sigmoid) sum += UNIT_EPS;
+    if (e.sigmoid) sum += static_cast<float>(e.eps);
   }
   for (int64_t i = 0; i < e.chosen; i++) {
     const int64_t expert = order[i] - e.first;

@@ -6,7 +6,7 @@
 
 #define FOR_EACH_TYPE(F) F(float32, float) F(bfloat16, Bfloat16) F(float16, Float16)
 
-constexpr int64_t WIDEST = 512;     // numbers in a head
+constexpr int64_t WIDEST = 1024;    // numbers in a head
 constexpr int64_t MOST_TAPS = 16;   // rows that a convolution reads
 constexpr int64_t ROUND_UP = 32;    // numbers to which a piece of a decoder's workspace is rounded up
 
@@ -23,6 +23,9 @@ void linear_quants(int64_t kind, const char *w, const T *x, T *y, const T *add, 
 // A layer of any kind and its parts, rows end to end.
 template <class T>
 void project(const Linear &layer, const T *x, T *y, const T *add, int64_t rows, int threads);
+// Several layers of one size, each for rows of its own: x [layers, rows, inputs], y [layers, rows, outputs].
+template <class T>
+void project_each(const Linear *layers, int64_t count, const T *x, T *y, int64_t rows, int threads);
 // Rows of weights, as numbers: of a layer in T, of any kind but KIND_int8.
 template <class T>
 void take_quants(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);

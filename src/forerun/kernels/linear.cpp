@@ -413,6 +413,15 @@ void project(const Linear &layer, const T *x, T *y, const T *add, int64_t rows, 
 }
 
 template <class T>
+void project_each(const Linear *layers, int64_t count, const T *x, T *y, int64_t rows, int threads) {
+  const int64_t inputs = rows * layers[0].inputs, outputs = rows * layers[0].outputs;
+  parallel_for(count, 1, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      project(layers[i], x + i * inputs, y + i * outputs, static_cast<const T *>(nullptr), rows, 1);
+  });
+}
+
+template <class T>
 void take_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs) {
   if (kind != KIND_own) return take_quants(kind, w, ids, y, count, inputs);
   for (int64_t i = 0; i < count; i++) take_own(w, ids[i], y + i * inputs, inputs);
@@ -495,6 +504,7 @@ void advise(char *at, int64_t bytes) {  // large pages: 10 % faster to stream
   template void linear_int8(const char *, const T *, T *, const T *, const float *, const float *, const int32_t *, \
                             int64_t, int64_t, int64_t, int64_t, int);                                               \
   template void project(const Linear &, const T *, T *, const T *, int64_t, int);                                   \
+  template void project_each(const Linear *, int64_t, const T *, T *, int64_t, int);                                \
   template void norm(const T *, const float *, T *, const T *, int64_t, int64_t, int64_t, float, bool);             \
   template void gate(int64_t, const float *, bool, const T *, T *, int64_t, int64_t);
 FOR_EACH_TYPE(INSTANTIATE)

@@ -27,7 +27,8 @@
   F(int64_t, pages)                                                                                                 \
   F(int64_t, page_size)                                                                                             \
   F(int64_t, kv_heads)                                                                                              \
-  F(int64_t, width)                                                                                                 \
+  F(int64_t, width)       /* of a key */                                                                            \
+  F(int64_t, value_width) /* at most ``width``; values may be the first numbers of keys */                          \
   F(int64_t, key_page)                                                                                              \
   F(int64_t, key_head)                                                                                              \
   F(int64_t, key_slot)                                                                                              \
@@ -75,6 +76,7 @@
   F(int64_t, sigmoid)        /* weights are the sigmoids of scores, not their softmax */                            \
   F(const float *, correction) /* [size] added to the weights where some are chosen, or null */                     \
   F(double, factor)          /* of the weights */                                                                   \
+  F(double, eps)             /* added to the sum that sigmoids are divided by */                                    \
   F(int64_t, activation)                                                                                            \
   F(const float *, numbers)  /* of the activation, or null */                                                       \
   F(const Linear *, layers)  /* gate_up and down of each that is here */                                            \

@@ -35,6 +35,7 @@ class PoolStruct(NamedTuple):
     page_size: int
     kv_heads: int
     width: int
+    value_width: int
     key_page: int
     key_head: int
     key_slot: int
@@ -74,6 +75,7 @@ class ExpertsStruct(NamedTuple):
     sigmoid: int
     correction: int
     factor: int
+    eps: int
     activation: int
     numbers: int
     layers: int

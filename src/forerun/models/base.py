@@ -198,7 +198,7 @@ def new_attention(
 def attention_over(model: Model, pool: Pool) -> Attention:
     """The attention that serves ``model`` here."""
     info = model.info
-    if info.device.type == "cuda":
+    if info.device.type == "cuda" and not any(shape.shared for shape in info.kv_shapes):
         from forerun.attention.triton import TritonAttention
 
         return TritonAttention(pool)

@@ -27,23 +27,35 @@ class Expert:
     down: Linear
 
 
-UNIT_EPS = 1e-6
-"""Added to the sum that sigmoids are divided by."""
-
-
 @dataclass(frozen=True, slots=True)
-class Sigmoids:
-    """Weights are the sigmoids of scores, times ``factor``; ``correction`` [experts] float32 is added to them where the
-    highest are chosen."""
+class Choice:
+    """Weights are the sigmoids of scores, or their softmax, times ``factor``; ``correction`` [experts] float32 is added
+    to them where the highest are chosen. ``groups``: of how many groups of experts, and how many of them are chosen
+    among, those whose ``best`` highest add up to most. ``eps`` is added to the sum that weights are divided by."""
 
     correction: torch.Tensor | None
     factor: float
+    sigmoid: bool = False
+    groups: tuple[int, int] | None = None
+    best: int = 2
+    eps: float = 0.0
+
+    def allowed(self, scores: torch.Tensor) -> torch.Tensor:
+        """[rows, experts] with those of other groups out of reach."""
+        if self.groups is None:
+            return scores
+        count, kept = self.groups
+        grouped = scores.unflatten(1, (count, -1))
+        highest = grouped.sort(dim=-1, descending=True).values[..., : self.best].cumsum(-1)[..., -1]
+        order = highest.argsort(dim=-1, descending=True, stable=True)
+        out = torch.ones_like(highest, dtype=torch.bool).scatter_(1, order[:, :kept], False)
+        return grouped.masked_fill(out[..., None], float("-inf")).flatten(1)
 
 
 class Experts:
     """Router and experts of a layer; ``chosen`` experts per row, whose weights add up to 1 if ``normalised``. There may
     be others elsewhere: ``count`` in all, those here from number ``first`` on; ``total`` adds what they make.
-    ``sigmoids`` None: weights are the softmax of scores. ``scales`` float32 [experts] multiply the weights."""
+    ``choice`` None: weights are the softmax of scores. ``scales`` float32 [experts] multiply the weights."""
 
     def __init__(
         self,
@@ -56,7 +68,7 @@ class Experts:
         count: int | None = None,
         first: int = 0,
         total: Callable[[torch.Tensor], torch.Tensor] = lambda made: made,
-        sigmoids: Sigmoids | None = None,
+        choice: Choice | None = None,
         scales: torch.Tensor | None = None,
     ) -> None:
         self.router = router
@@ -66,7 +78,7 @@ class Experts:
         self.normalised = normalised
         self.count = len(self.experts) if count is None else count
         self.first, self.total = first, total
-        self.sigmoids, self.scales = sigmoids, scales
+        self.choice, self.scales = choice, scales
         self.compiled = self._compile()
         """All of it in one call, where every part has a kernel."""
 
@@ -74,16 +86,19 @@ class Experts:
         layers = [layer for layer in self.linears() if isinstance(layer, Compiled)]
         if len(layers) != 1 + 2 * len(self.experts) or not isinstance(self.gate, KernelGate):
             return None
-        how = self.sigmoids or Sigmoids(None, 1.0)
+        how = self.choice or Choice(None, 1.0)
+        if how.groups is not None:
+            return None
         sizes = structs.ExpertsStruct(
             self.count,
             self.first,
             len(self.experts),
             self.chosen,
             int(self.normalised),
-            int(self.sigmoids is not None),
+            int(how.sigmoid),
             0 if how.correction is None else how.correction.data_ptr(),
             structs.number(how.factor),
+            structs.number(how.eps),
             self.gate.activation,
             self.gate.pointer,
             0,
@@ -108,8 +123,8 @@ class Experts:
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which experts each row goes to, the highest first, and their weights in float32: [rows, chosen] both."""
-        if self.sigmoids is not None:
-            return self._by_sigmoids(activations.sigmoid(self.router(x).float()), self.sigmoids)
+        if self.choice is not None:
+            return self._choose(self.router(x).float(), self.choice)
         scores, order = self.router(x).float().sort(dim=-1, descending=True, stable=True)
         fractions = torch.exp(scores - scores[:, :1])
         taken = fractions[:, : self.chosen]
@@ -117,12 +132,17 @@ class Experts:
         weights = taken / summed.cumsum(-1)[:, -1:]  # cumsum adds one by one
         return order, weights if self.scales is None else weights * self.scales[order]
 
-    def _by_sigmoids(self, all_weights: torch.Tensor, how: Sigmoids) -> tuple[torch.Tensor, torch.Tensor]:
-        scores = all_weights if how.correction is None else all_weights + how.correction
+    def _choose(self, given: torch.Tensor, how: Choice) -> tuple[torch.Tensor, torch.Tensor]:
+        if how.sigmoid:
+            weights = activations.sigmoid(given)
+        else:
+            fractions = torch.exp(given - given.amax(-1, keepdim=True))
+            weights = fractions / fractions.cumsum(-1)[:, -1:]
+        scores = how.allowed(weights if how.correction is None else weights + how.correction)
         order = scores.argsort(dim=-1, descending=True, stable=True)[:, : self.chosen]
-        taken = all_weights.gather(1, order)
+        taken = weights.gather(1, order)
         if self.normalised:
-            taken = taken / (taken.cumsum(-1)[:, -1:] + UNIT_EPS)
+            taken = taken / (taken.cumsum(-1)[:, -1:] + how.eps)
         return order, taken * how.factor
 
     def __call__(

@@ -14,6 +14,8 @@ from forerun.models.architectures.families import (
     APERTUS,
     ARCHITECTURES,
     COHERE2,
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     EXAONE4,
     GEMMA2,
     GEMMA3,
@@ -25,6 +27,7 @@ from forerun.models.architectures.families import (
     LFM2_MOE,
     LLAMA,
     MINISTRAL3,
+    MISTRAL4,
     MIXTRAL,
     OLMO2,
     OLMO3,
@@ -51,6 +54,8 @@ LARGEST = {GEMMA2.gguf: 46, GEMMA3.gguf: 62}
 GPT_OSS_PERIOD = 2
 OLMO3_PERIOD = EXAONE4_PERIOD = COHERE2_PERIOD = 4
 QWEN3_5_PERIOD = 4
+SOFTMAX, SIGMOID = 1, 2
+"""As ``expert_gating_func``."""
 GEMMA2_PERIOD, GEMMA3_PERIOD, GEMMA3_LOCAL_BASE = 2, 6, 10000.0
 """Of llama.cpp's Gemmas, which their files leave out: every so many layers one without a window, and the rotary base of
 those with one."""
@@ -149,7 +154,7 @@ def _kv_heads(keys: Keys, heads: int) -> int:
 def _biases(file: GGUFFile, of: Architecture, layers: int) -> dict[str, bool]:
     """The config keys that say whether projections have biases."""
     parts = (
-        (of.attention.bias, of.attention.qkv[0]),
+        (of.attention.bias, of.latent.down if of.latent is not None else of.attention.qkv[0]),
         (of.attention.out_bias, of.attention.out),
         (of.mlp.bias, of.mlp.down),
     )
@@ -204,6 +209,8 @@ def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, An
         grows = keys.get("attention.temperature_scale")
         scale = {"llama_4_scaling_beta": keys.positive("attention.temperature_scale")} if grows else {}
         return {"sliding_window": _window(keys), "rope_parameters": {**config["rope_parameters"], **scale}}
+    if READ[kind].latent is not None:
+        return _latent(file, keys, config)
     if kind == APERTUS.gguf:
         return {"hidden_act": "xielu"}
     if kind in (LFM2.gguf, LFM2_MOE.gguf):
@@ -227,6 +234,46 @@ def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, An
         result = {"architectures": [MIXTRAL.causal], "model_type": MIXTRAL.model_type, "sliding_window": None}
         return result | _experts(keys, "num_local_experts")
     return {}
+
+
+def _latent(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """Of latent attention, and of the experts beside it."""
+    if any(name.endswith("attn_kv_b.weight") for name in file.tensors):
+        raise ModelError(f"{file.path} has keys and values of latents in one tensor, attn_kv_b, as older converters "
+                         "wrote it: convert the model again (attn_k_b and attn_v_b are read)")  # fmt: skip
+    turned, whole = config["head_dim"], keys.whole("attention.key_length_mla")
+    func, rope = keys.get("expert_gating_func") or SOFTMAX, dict(config["rope_parameters"])
+    mistral, normalised = keys.architecture == MISTRAL4.gguf, bool(keys.get("expert_weights_norm"))
+    kind = MISTRAL4 if mistral else DEEPSEEK_V3 if func == SIGMOID else DEEPSEEK_V2
+    wrong = func not in (SOFTMAX, SIGMOID) or (mistral and func == SIGMOID)
+    if wrong or (kind is DEEPSEEK_V2 and normalised):
+        raise ModelError(f"{file.path} has {shown(func)} as {keys.architecture}.expert_gating_func and "
+                         f"{normalised} as expert_weights_norm, which no model of {kind.causal} has")  # fmt: skip
+    if not turned < whole:
+        raise ModelError(f"{file.path} has heads of {whole} numbers, {turned} of them turned")
+    if rope["rope_type"] == "yarn":  # its attention_factor is that of mscale over mscale_all_dim, which are one number
+        raised = 10.0 * float(keys.get("rope.scaling.yarn_log_multiplier") or 0.0)
+        if raised:
+            rope |= {"mscale": raised, "mscale_all_dim": raised}
+            del rope["attention_factor"]
+    if mistral:
+        rope["partial_rotary_factor"] = turned / whole
+        if keys.get("attention.temperature_scale"):
+            rope["llama_4_scaling_beta"] = keys.positive("attention.temperature_scale")
+    dense, groups = keys.get("leading_dense_block_count"), keys.get("expert_group_count") or 1
+    return _experts(keys, "n_routed_experts") | {
+        "architectures": [kind.causal], "model_type": kind.model_type, "rope_parameters": rope,
+        "num_key_value_heads": config["num_attention_heads"], "head_dim": whole if mistral else turned,
+        "q_lora_rank": keys.whole("attention.q_lora_rank") if keys.get("attention.q_lora_rank") else None,
+        "kv_lora_rank": keys.whole("attention.kv_lora_rank"), "qk_rope_head_dim": turned,
+        "qk_nope_head_dim": whole - turned, "v_head_dim": keys.whole("attention.value_length_mla"),
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length"), "norm_topk_prob": normalised,
+        "n_shared_experts": keys.whole("expert_shared_count"),
+        "routed_scaling_factor": keys.positive("expert_weights_scale", 1.0),
+        "first_k_dense_replace": 0 if dense == 0 else keys.whole("leading_dense_block_count"),
+        "n_group": groups, "topk_group": keys.whole("expert_group_used_count", 1),
+        "topk_method": "greedy" if groups == 1 else "group_limited_greedy",
+    }  # fmt: skip
 
 
 def _lfm2_moe(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -364,6 +411,11 @@ def _llama3(file: GGUFFile, theta: float, width: int) -> dict[str, Any]:
 def _widths(file: GGUFFile, keys: Keys) -> tuple[int, int, int]:
     """Of the hidden state, the number of heads, and the width of one."""
     hidden, heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
+    if READ[keys.architecture].latent is not None:  # of what is turned
+        width = keys.whole("rope.dimension_count")
+        if width % 2:
+            raise ModelError(f"{file.path} turns {width} numbers, which are not pairs")
+        return hidden, heads, width
     width = keys.whole("attention.key_length", hidden // heads or None)
     if width < 2 or width % 2:
         raise ModelError(f"{file.path} has heads of {width} numbers, which cannot be rotated in pairs")

@@ -259,7 +259,7 @@ def _halves(names: tuple[str, str], tensor: GGUFTensor) -> Iterator[tuple[str, H
 
 def read_weights(file: GGUFFile, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
     """Every weight by its name in a checkpoint, dequantized. Raises ModelError."""
-    if getattr(config, TILED_HEADS, False):
+    if getattr(config, TILED_HEADS, False) or ARCHITECTURES[config.model_type].latent is not None:
         raise ModelError(f"{file.path} has its heads in an order of its own, which only the native path computes with")
     weights = GGUFWeights(file, config)
     return {name: weights.values(name)[:].to(dtype) for name in (*weights.tensors, *weights.listed)}

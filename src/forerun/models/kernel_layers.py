@@ -132,6 +132,34 @@ class KernelMixture:
         return total, read[0]
 
 
+class KernelEach:
+    """Layers of one size, each for rows of its own: those of a head. Raises ValueError for others."""
+
+    __slots__ = ("call", "count", "dtype", "fields", "inputs", "layers", "outputs")
+
+    def __init__(self, layers: Sequence[Compiled], dtype: torch.dtype) -> None:
+        first = layers[0]
+        sizes = {(layer.inputs, layer.outputs, layer.dtype or dtype, layer.fields().next) for layer in layers}
+        if sizes != {(first.inputs, first.outputs, dtype, 0)}:
+            raise ValueError(f"layers of {sorted(map(str, sizes))}, not of one size for rows in {dtype}")
+        self.layers, self.dtype, self.count = layers, dtype, len(layers)
+        self.inputs, self.outputs = first.inputs, first.outputs
+        self.fields = array("q", [field for layer in layers for field in layer.fields()])
+        self.call = kernel("project_each", dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[layers, rows, outputs] of [layers, rows, inputs]."""
+        if x.dtype is not self.dtype:
+            raise TypeError(f"rows in {x.dtype} for layers in {self.dtype}")
+        if x.dim() != 3 or x.shape[::2] != (self.count, self.inputs) or not x.is_cpu:
+            raise ValueError(f"rows {[*x.shape]} on {x.device} for {self.count} layers with {self.inputs} inputs")
+        x, rows = x.contiguous(), x.shape[1]
+        y = x.new_empty(self.count, rows, self.outputs)
+        at = self.fields.buffer_info()[0]
+        self.call(at, self.count, x.data_ptr(), y.data_ptr(), rows, kernels.threads())
+        return y
+
+
 def softcap(numbers: torch.Tensor, cap: float) -> torch.Tensor:
     """cap tanh(numbers / cap) of float32 on cpu; in place where they are contiguous."""
     if numbers.dtype is not torch.float32 or not numbers.is_cpu:

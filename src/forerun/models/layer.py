@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from forerun.models.architectures.description import Mixer as Description
 from forerun.models.architectures.description import Name
 from forerun.models.architectures.spec import ALL, Spec
-from forerun.models.experts import Expert, Experts, Sigmoids
+from forerun.models.experts import Choice, Expert, Experts
 from forerun.models.formats.base import Linear
 from forerun.models.kernel_layers import KernelNorm
 from forerun.models.kernel_states import KernelMixer
+from forerun.models.latent import Heads, LatentHeads
 from forerun.models.parts import LayerNorm, RMSNorm
 from forerun.models.ranks.shards import OverAll, Summed
 from forerun.models.ranks.team import Team
@@ -77,6 +78,8 @@ class Layer:
     """``qkv`` makes a gate of the attention's output behind the values."""
     mixer: Mixer | None = None
     """In the place of attention; ``qkv`` makes its inputs."""
+    latent: LatentHeads | None = None
+    """Makes queries and entries of what ``qkv`` makes."""
     gate: Any = None
     """Between ``gate_up`` and ``down``; None in a head, whose decoder has it."""
     sinks: torch.Tensor | None = None
@@ -93,13 +96,15 @@ class Layer:
 
     def linears(self) -> Iterator[Any]:
         yield from (self.qkv, self.out)
+        yield from () if self.latent is None else self.latent.linears()
         yield from () if self.inputs is None else (self.inputs.gate, self.inputs.out)
         yield from (part for part in (self.gate_up, self.down, self.share) if part is not None)
         yield from () if self.experts is None else self.experts.linears()
 
     def norms(self) -> tuple[Any, ...]:
         heads = tuple(norm for norm in (self.norm_qk, self.norm_query, self.norm_key) if norm is not None)
-        return (*self.outer_norms(), *heads, *(() if self.mixer is None else self.mixer.norms()))
+        inside = self.mixer or self.latent
+        return (*self.outer_norms(), *heads, *(() if inside is None else inside.norms()))
 
     def outer_norms(self) -> tuple[Any, ...]:
         """Of rows of the hidden size."""
@@ -137,8 +142,8 @@ class Builder:
         bias = self.maker.numbers(f"{name}.bias") if norms.bias else None
         return (KernelNorm.centred if self.kernels else LayerNorm)(weight, bias, self.spec.eps, self.maker.dtype)
 
-    def _norm(self, weight: torch.Tensor) -> RMSNorm | KernelNorm:
-        return (KernelNorm if self.kernels else RMSNorm)(weight, self.spec.eps, self.maker.dtype)
+    def _norm(self, weight: torch.Tensor, eps: float | None = None) -> RMSNorm | KernelNorm:
+        return (KernelNorm if self.kernels else RMSNorm)(weight, eps or self.spec.eps, self.maker.dtype)
 
     def _numbers(self, name: str) -> torch.Tensor:
         result, plus = self.maker.numbers(f"{name}.weight"), self.spec.architecture.norms.plus
@@ -166,11 +171,18 @@ class Builder:
             names = names[:1]
         elif spec.twice:
             names = [names[0], names[1], names[1]]
+        mlp = self.spec.mlp(spec)
+        if self.spec.latent is not None:
+            qkv, latent = self._latent(at, rotary)
+        elif mixer is None:
+            qkv, latent = self._projections(names, sized, rotary), None
+        else:
+            qkv, latent = make_inputs(mixer, sizes, self.maker, at), None
         layer = Layer(
-            qkv=self._projections(names, sized, rotary) if mixer is None else make_inputs(mixer, sizes, self.maker, at),
+            qkv=qkv,
             out=self._summed(linear(attention.out if mixer is None else mixer.out)),
-            gate_up=linear(*architecture.mlp.gate_up) if dense else None,
-            down=self._summed(linear(architecture.mlp.down)) if dense else None,
+            gate_up=linear(*mlp.gate_up) if dense else None,
+            down=self._summed(linear(mlp.down)) if dense else None,
             norm_attention=norm(norms.before_attention),
             norm_mlp=norm(norms.before_mlp),
             rope=spec.rotary is not None,
@@ -184,6 +196,7 @@ class Builder:
             sinks=None if attention.sinks is None else self.maker.numbers(at(attention.sinks)).float(),
             gated=attention.gated and mixer is None,
             mixer=None if mixer is None else self._mixer(mixer, at, index),
+            latent=latent,
             kv_heads=sized.kv_heads,
             width=sized.width,
             source=spec.source,
@@ -203,6 +216,34 @@ class Builder:
     def _mixer(self, names: Description, at: Callable[[Name], str], index: int) -> Mixer:
         made = make_mixer(names, self.spec.mixer, self.maker, at, self._norm, index)
         return KernelMixer(made) if self.kernels else made
+
+    def _latent(self, at: Callable[[Name], str], rotary: Rotary) -> tuple[Linear, LatentHeads]:
+        """The first projection, of queries or their latent and of the entry, and what is behind it."""
+        names, sizes, maker = self.spec.architecture.latent, self.spec.latent, self.maker
+        assert names is not None
+        assert sizes is not None
+
+        def entry(rows: torch.Tensor) -> torch.Tensor:
+            return torch.cat([rows[: sizes.rank], rotary.arrange_rows(rows[sizes.rank :], 1)])
+
+        def queries(rows: torch.Tensor) -> torch.Tensor:
+            plain, turned = rows.unflatten(0, (-1, sizes.query)).split_with_sizes((sizes.plain, sizes.turned), 1)
+            turned = rotary.arrange_rows(turned.flatten(0, 1), len(turned)).view(turned.shape)
+            return torch.cat([plain, turned], 1).flatten(0, 1)
+
+        def norm(name: Name) -> Any:
+            return self._norm(maker.numbers(f"{at(name)}.weight"), names.eps)
+
+        keys, values = (
+            Heads([maker.linear(at(name).format(head)) for head in range(self.spec.heads)], maker.dtype)
+            for name in (names.keys, names.values)
+        )
+        if not sizes.query_rank:
+            first = maker.linear(at(names.query), at(names.down), order=(queries, entry))
+            return first, LatentHeads(sizes, None, None, norm(names.norm), keys, values)
+        first = maker.linear(at(names.down_query), at(names.down), order=(None, entry))
+        up = maker.linear(at(names.up_query), order=(queries,))
+        return first, LatentHeads(sizes, up, norm(names.norm_query), norm(names.norm), keys, values)
 
     def _projections(self, names: list[str], sized: Spec, rotary: Rotary) -> Linear:
         """Queries, keys and values, and behind them the gate if there is one."""
@@ -274,11 +315,12 @@ class Builder:
         options: dict[str, Any] = {} if team is None else {"count": count, "first": first, "total": team.sum}
         if names.apart is not None:
             options["scales"] = self.maker.numbers(f"{prefix}.{names.apart.weights.checkpoint}").float()
-        if names.sigmoid:
-            correction = None
-            if names.correction is not None and self.spec.corrected:
-                correction = self.maker.numbers(f"{prefix}.{names.correction.checkpoint}").float()
-            options["sigmoids"] = Sigmoids(correction, self.spec.factor)
+        spec, correction = self.spec, None
+        if names.correction is not None and spec.corrected:
+            correction = self.maker.numbers(f"{prefix}.{names.correction.checkpoint}").float()
+        if names.sigmoid or spec.groups is not None or spec.factor != 1.0:
+            choice = Choice(correction, spec.factor, names.sigmoid, spec.groups, names.best, names.eps)
+            options["choice"] = choice
         return Experts(router, experts, self.gate(), self.spec.chosen, normalised=self.spec.normalised, **options)
 
 

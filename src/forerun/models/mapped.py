@@ -19,8 +19,9 @@ from forerun.models.checkpoint import DTYPES, Tensor
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.int8 import Levels
+from forerun.models.latent import HeadPart
 from forerun.models.prequantized import Grouped, Mxfp4, ScaledRows, gather
-from forerun.models.weights import Read, unstacked
+from forerun.models.weights import Read, by_heads, unstacked
 
 log = logging.getLogger("forerun")
 BASE = "model."
@@ -81,6 +82,7 @@ class CheckpointWeights:
         views = {name: self.files.tensor(tensor) for name, tensor in known.items()}
         views = unstacked(views, spec)
         self.found: dict[str, Rows] = {**views} if scheme is None else gather(views, scheme, str(folder))
+        by_heads(self.found, spec)
         self.nbytes = sum(part.nbytes for part in self.found.values())
         _check(folder, self.found, shapes(config), config)
 
@@ -90,8 +92,9 @@ class CheckpointWeights:
     def values(self, name: str) -> Rows:
         result = self.found[name]
         self.read.add(name, result.nbytes)
-        if isinstance(result, Grouped):
-            self.opened.append(result)
+        held = result.weight if isinstance(result, HeadPart) else result
+        if isinstance(held, Grouped):
+            self.opened.append(held)
         return result
 
     def blocks(self, name: str) -> Blocks | Levels | None:

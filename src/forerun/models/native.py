@@ -14,7 +14,6 @@ import torch
 
 from forerun.attention.base import Attention, Metadata, Query
 from forerun.attention.kernel import AttentionPlan, KernelAttention, can_attend
-from forerun.cache.pool import KVShape
 from forerun.cache.states import Replay
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output
@@ -30,6 +29,7 @@ from forerun.models.formats.base import Linear, size
 from forerun.models.fused import RAW, Decoder, Fused
 from forerun.models.kernel_layers import KernelGate, KernelNorm, softcap
 from forerun.models.kernel_states import CompiledReplay, lay_out
+from forerun.models.latent import LatentHeads
 from forerun.models.layer import Builder, Layer
 from forerun.models.linear import choose, describe
 from forerun.models.parts import make_gate
@@ -113,7 +113,8 @@ class NativeModel:
             return tiling.find(self)
 
     def _rotary(self, config: Any, kind: str) -> Rotary:
-        paired = self.spec.architecture.attention.paired
+        latent = self.spec.latent
+        paired = self.spec.architecture.attention.paired if latent is None else latent.paired
         widths = [self.spec.at(i).width for i, layer in enumerate(self.spec.layers) if layer.rotary == kind]
         width = widths[0] if widths else self.spec.width
         return Rotary(config, width, self.device, self.dtype, None if kind == ALL else kind, paired=paired)
@@ -163,7 +164,7 @@ class NativeModel:
 
     def _compile(self) -> Fused | None:
         spec = self.spec
-        if spec.uneven:
+        if spec.uneven or spec.latent is not None:
             return None
         decoder = Decoder(
             spec.heads, spec.kv_heads, spec.width, self._words, self._layers, self._norm, self._head, self._rotaries,
@@ -191,8 +192,7 @@ class NativeModel:
         )
 
     def _describe(self, config: Any, name: str, eos_ids: frozenset[int], quantization: str | None) -> ModelInfo:
-        layers, sizes = list(self.linears()), [self.spec.at(index) for index in range(len(self._layers))]
-        kv_heads = [0 if layer.mixer else own.kv_heads for layer, own in zip(self.spec.layers, sizes)]
+        layers = list(self.linears())
         held = size(layers)
         mixtures = [layer.experts for layer in self._layers if layer.experts is not None]
         idle = sum(experts.idle_bytes for experts in mixtures)
@@ -204,7 +204,7 @@ class NativeModel:
             hidden_size=self.spec.hidden,
             num_layers=len(self._layers),
             max_len=int(config.max_position_embeddings),
-            kv_shapes=tuple(KVShape(count, own.width, own.width) for count, own in zip(kv_heads, sizes)),
+            kv_shapes=tuple(self.spec.entry(index) for index in range(len(self._layers))),
             state_shapes=self.spec.states,
             dtype=self.dtype,
             device=self.device,
@@ -343,7 +343,7 @@ class NativeModel:
         """One layer; ``only`` names the rows that go on behind its attention."""
         normed = x if layer.norm_attention is None else layer.norm_attention(x)
         qkv, count = layer.qkv(normed), run.metadata.batch.num_rows
-        if x.shape[0] != count:
+        if x.shape[0] != count and layer.latent is None:
             qkv = qkv[:count]
         if layer.mixer is not None:
             assert run.attention.states is not None
@@ -391,6 +391,8 @@ class NativeModel:
         return made + self._close(torch.cat([share.expand_as(dense), dense], 1))
 
     def _attend(self, layer: Layer, index: int, qkv: torch.Tensor, run: Pass) -> torch.Tensor:
+        if layer.latent is not None:
+            return self._attend_latents(layer, layer.latent, index, qkv, run)
         attended = self.spec.heads * layer.width
         qkv, gate = (qkv[:, :-attended], qkv[:, -attended:]) if layer.gated else (qkv, None)
         q, k, v = self._heads(layer, qkv, run.angles[layer.rotary] if layer.rope else None)
@@ -402,15 +404,27 @@ class NativeModel:
                 raise ModelError(f"{self.info.architecture}: {missing}")
             k, v = run.entries[layer.source]
         index = index if layer.source is None else layer.source
-        factors = None if self.spec.growth is None else self.spec.growth.factors(run.metadata.batch.positions)
-        if factors is not None:
-            q = q * factors.to(q.dtype)[:, None, None]
+        q = self._grown(q, run.metadata.batch)
         query = Query(index, q, k, v, self.spec.scale, layer.window, self.spec.softcap, sinks=layer.sinks)
         out = run.attention.run(query, run.metadata)
         if gate is None:
             return out
         out = out[: len(gate)]
         return out * activations.sigmoid(gate) if self._close is None else self._close(torch.cat([gate, out], 1))
+
+    def _attend_latents(
+        self, layer: Layer, latent: LatentHeads, index: int, made: torch.Tensor, run: Pass
+    ) -> torch.Tensor:
+        """As ``_attend``; rows stay padded where layers of their own read them."""
+        batch, rotary, angles = run.metadata.batch, self._rotaries[layer.rotary], run.angles[layer.rotary]
+        q, k = latent.ask(made, batch.num_rows, lambda side: rotary.apply_rotary(side, angles, side.shape[1]))
+        v = k[..., : latent.sizes.rank]
+        query = Query(index, self._grown(q, batch), k, v, self.spec.scale, layer.window, self.spec.softcap)
+        return latent.answer(self._pad(run.attention.run(query, run.metadata)))
+
+    def _grown(self, q: torch.Tensor, batch: Batch) -> torch.Tensor:
+        factors = None if self.spec.growth is None else self.spec.growth.factors(batch.positions)
+        return q if factors is None else q * factors.to(q.dtype)[:, None, None]
 
     def _add(self, linear: Linear, rows: torch.Tensor, after: Any, x: torch.Tensor) -> torch.Tensor:
         """x and what ``linear`` makes of ``rows``, normed by ``after`` if that is there."""

@@ -136,7 +136,8 @@ def check_config(config: Any, path: Path) -> None:
     """The config as transformers understands it. Raises ModelError, naming the key, for what no decoder can have."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-    if not has_encoder(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or config.model_type in ARCHITECTURES
+    if not has_encoder(config) and not known:
         raise ModelError(f"{path.parent}: {config.model_type} is not a language model that transformers can run")
     text = config.get_text_config()
     if not isinstance(text, PretrainedConfig):

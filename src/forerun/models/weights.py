@@ -20,6 +20,7 @@ from forerun.models.formats.int8 import Levels, TiledInt8
 from forerun.models.formats.plain import Plain
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.kinds import KINDS
+from forerun.models.latent import HeadPart
 from forerun.models.linear import make_linear
 from forerun.models.words import LayerRows, ScaledWords, Words, WordTable
 
@@ -82,6 +83,29 @@ def unstacked(result: dict[str, torch.Tensor], spec: Spec) -> dict[str, torch.Te
             for name, part in zip((*names.gate_up, names.down), (*both.chunk(2), last)):
                 result[f"{at}{name.checkpoint.format(expert)}.weight"] = part
     return result
+
+
+def by_heads(result: dict[str, Rows], spec: Spec) -> None:
+    """Take the projections of latents apart, which checkpoints hold for all heads together. Raises ModelError for
+    one of another shape."""
+    names, sizes = spec.architecture.latent, spec.latent
+    if names is None or sizes is None:
+        return
+    each = sizes.plain + sizes.value
+    for index in range(len(spec.layers)):
+        at = f"{spec.architecture.layers.checkpoint}.{index}."
+        weight = result.pop(f"{at}{names.both}", None)
+        if weight is None:
+            raise ModelError(f"{at}{names.both} is missing")
+        if tuple(weight.shape) != (spec.heads * each, sizes.rank):
+            raise ModelError(f"{at}{names.both} has shape {[*weight.shape]}; its config asks for "
+                             f"{[spec.heads * each, sizes.rank]}")  # fmt: skip
+        for head in range(spec.heads):
+            first, second = head * each, head * each + sizes.plain
+            keys = HeadPart(weight, slice(first, second), transposed=True)
+            result[f"{at}{names.keys.checkpoint.format(head)}.weight"] = keys
+            values = HeadPart(weight, slice(second, first + each), transposed=False)
+            result[f"{at}{names.values.checkpoint.format(head)}.weight"] = values
 
 
 def _unstack(result: dict[str, torch.Tensor], at: str, count: int) -> None:

@@ -224,7 +224,7 @@ def _memory(llm: LLM, longest: int, config: Any, rows: int, learns: bool) -> flo
     together, or the target in bfloat16, three of its layers with gradient and momentum, sums of squares, and logits of
     all tokens and of the ``rows`` that are learnt."""
     info = llm.model.info
-    entries = sum(shape.heads * (shape.key_dim + shape.value_dim) for shape in info.kv_shapes)
+    entries = sum(shape.numbers for shape in info.kv_shapes)
     writing = info.weight_bytes + ROWS * longest * entries * info.dtype.itemsize
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)

@@ -94,6 +94,34 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): ``down`` makes a latent of each row, of
+    which every head makes its keys and values, and a key beside it that is turned and that all heads share. Queries are
+    made of the row, or of a latent of their own where ``query_rank`` is a number. What names no tensor is a config key;
+    checkpoints hold ``keys`` and ``values``, each head's by itself here, as one projection, ``both``."""
+
+    query: Name = Name("self_attn.q_proj", "attn_q")
+    down_query: Name = Name("self_attn.q_a_proj", "attn_q_a")
+    norm_query: Name = Name("self_attn.q_a_layernorm", "attn_q_a_norm")
+    up_query: Name = Name("self_attn.q_b_proj", "attn_q_b")
+    down: Name = Name("self_attn.kv_a_proj_with_mqa", "attn_kv_a_mqa")
+    norm: Name = Name("self_attn.kv_a_layernorm", "attn_kv_a_norm")
+    keys: Name = Name("self_attn.k_b_proj.{}", "attn_k_b")
+    """Transposed: from a query's numbers to those of a latent."""
+    values: Name = Name("self_attn.v_b_proj.{}", "attn_v_b")
+    both: str = "self_attn.kv_b_proj.weight"
+    rank: str = "kv_lora_rank"
+    query_rank: str = "q_lora_rank"
+    plain: str = "qk_nope_head_dim"
+    turned: str = "qk_rope_head_dim"
+    value: str = "v_head_dim"
+    paired: str | None = "rope_interleave"
+    """Whether the numbers that are turned together are neighbours in checkpoints; None: they are."""
+    eps: float = 1e-6
+    """Of its norms, whatever the config says of others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Mlp:
     """down(activation(gate) * up), or down(activation(up))."""
 
@@ -105,6 +133,8 @@ class Mlp:
     """The config key that names it; None: silu."""
     width: str = "intermediate_size"
     """The config key of the outputs of the gate; LFM2's ``block_*`` keys change what it says."""
+    times: str | None = None
+    """A config key of what ``width`` is multiplied by."""
     doubled: str | None = None
     """Whether layers that borrow keys and values have twice as many."""
     bias: str | None = None
@@ -139,18 +169,30 @@ class ExpertsSpec:
     sigmoid: bool = False
     """Weights are the scores' sigmoids."""
     correction: Name | None = None
-    """Added to the sigmoids where the highest are chosen, not to weights; ``corrected``: whether there is one."""
-    corrected: str = ""
+    """Added to the sigmoids where the highest are chosen, not to weights; ``corrected``: whether there is one, None:
+    always."""
+    corrected: str | None = None
     factor: str | None = None
-    """What the sigmoids of the chosen are multiplied by."""
+    """What the weights of the chosen are multiplied by."""
     beside: bool = False
     """What the MLP makes is added to what the experts make."""
     gate: Name | None = None
     """A projection to one number, whose sigmoid that of the MLP is multiplied by."""
     dense: str | None = None
     """So many first layers have the MLP alone."""
-    placed: Literal["every", "stepped"] = "every"
-    """In every layer, or in those of ``decoder_sparse_step`` that are not in ``mlp_only_layers``."""
+    shared: Mlp | None = None
+    """What is beside experts, where layers without experts have another MLP."""
+    groups: tuple[str, str] | None = None
+    """Config keys: experts lie in so many groups of equal size, and those of so many groups are chosen among: of the
+    groups whose ``best`` highest scores add up to most."""
+    best: int = 2
+    method: str | None = None
+    """A config key: whether groups count (``group_limited_greedy``) or not (``greedy``); None: they do."""
+    eps: float = 1e-6
+    """Added to the sum that weights are divided by, where that is done to sigmoids or within groups."""
+    placed: Literal["every", "stepped", "listed"] = "every"
+    """In every layer; in those of ``decoder_sparse_step`` that are not in ``mlp_only_layers``; or in those that
+    ``mlp_layer_types`` calls sparse."""
     enabled: str | None = None
     """Whether there are any; None: there are."""
     fused: str | None = None
@@ -263,6 +305,8 @@ class Architecture:
     """Attention and MLP read the same normed input: both are added to what that was made of."""
     norms: Norms = Norms()
     attention: Attention = Attention()
+    latent: Latent | None = None
+    """How queries, keys and values are made, in the place of ``attention.qkv``."""
     mlp: Mlp = Mlp()
     experts: ExpertsSpec | None = None
     mixer: Mixer | None = None
@@ -341,8 +385,10 @@ class Architecture:
     def names(self) -> Iterator[Name]:
         """Of every tensor of a layer."""
         yield from () if self.layer_scale is None else (self.layer_scale,)
-        apart = None if self.experts is None else self.experts.apart
-        for part in (self.norms, self.attention, self.mlp, self.experts, apart, self.mixer, self.inputs):
+        own = None if self.experts is None else self.experts.apart
+        shared = None if self.experts is None else self.experts.shared
+        parts = self.norms, self.attention, self.latent, self.mlp, self.experts, own, shared, self.mixer, self.inputs
+        for part in parts:
             for field in fields(part) if part is not None else ():
                 value = getattr(part, field.name)
                 each = () if field.name == "numbers" else value if isinstance(value, tuple) else (value,)

@@ -9,6 +9,7 @@ from forerun.models.architectures.description import (
     Architecture,
     Attention,
     ExpertsSpec,
+    Latent,
     LayerInputs,
     Mlp,
     Name,
@@ -291,12 +292,47 @@ BAMBA = Architecture(
     ),
     mixer=GRANITE_HYBRID.mixer,
 )  # fmt: skip
+SHARED = Mlp(
+    gate_up=(
+        Name("mlp.shared_experts.gate_proj", "ffn_gate_shexp"), Name("mlp.shared_experts.up_proj", "ffn_up_shexp")
+    ),
+    down=Name("mlp.shared_experts.down_proj", "ffn_down_shexp"), width="moe_intermediate_size",
+    times="n_shared_experts",
+)  # fmt: skip
+SOFTMAX_GROUPS = replace(
+    MOE, count="n_routed_experts", beside=True, shared=SHARED, factor="routed_scaling_factor",
+    groups=("n_group", "topk_group"), normalised="norm_topk_prob", dense="first_k_dense_replace", eps=1e-20,
+)  # fmt: skip
+SIGMOID_GROUPS = replace(
+    SOFTMAX_GROUPS, sigmoid=True, correction=Name("mlp.gate.e_score_correction_bias", "exp_probs_b", bare=True)
+)
+DEEPSEEK_V3 = Architecture(
+    model_type="deepseek_v3", causal="DeepseekV3ForCausalLM", gguf="deepseek2", latent=Latent(),
+    attention=Attention(qkv=(), bias=BIAS, out_bias=BIAS),
+    experts=SIGMOID_GROUPS,
+)  # fmt: skip
+DEEPSEEK_V2 = replace(
+    DEEPSEEK_V3, model_type="deepseek_v2", causal="DeepseekV2ForCausalLM", latent=Latent(paired=None),
+    mlp=Mlp(bias="mlp_bias"),
+    experts=replace(
+        SOFTMAX_GROUPS, shared=replace(SHARED, bias="mlp_bias"), best=1, method="topk_method"
+    ),
+)  # fmt: skip
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3, model_type="glm4_moe_lite", causal="Glm4MoeLiteForCausalLM",
+    experts=replace(SIGMOID_GROUPS, dense=None, placed="listed"),
+)  # fmt: skip
+MISTRAL4 = replace(
+    DEEPSEEK_V3, model_type="mistral4", causal="Mistral4ForCausalLM", gguf="mistral4",
+    attention=replace(DEEPSEEK_V3.attention, grows=True), experts=SOFTMAX_GROUPS,
+)  # fmt: skip
 
 ARCHITECTURES = {
     each.model_type: each
     for each in (
         LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GRANITE, OLMO3,
         EXAONE4, GLM4, HUNYUAN, ERNIE4_5, SEED_OSS, APERTUS, COHERE2, STARCODER2, GPT_OSS, MINISTRAL3, LFM2,
-        LFM2_MOE, QWEN3_5, QWEN3_5_MOE, GRANITE_HYBRID, BAMBA, GEMMA4,
+        LFM2_MOE, QWEN3_5, QWEN3_5_MOE, GRANITE_HYBRID, BAMBA, GEMMA4, DEEPSEEK_V2, DEEPSEEK_V3,
+        GLM4_MOE_LITE, MISTRAL4,
     )
 }  # fmt: skip

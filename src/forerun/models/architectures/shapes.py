@@ -47,9 +47,12 @@ def unread(config: Any) -> set[str]:
 
 def _layer(spec: Spec, layer: LayerSpec, config: Any) -> Iterator[tuple[str, Shape]]:
     norms = spec.architecture.norms
-    yield from _attention(spec, layer, config) if not layer.mixer else _mixer(spec)
+    if layer.mixer:
+        yield from _mixer(spec)
+    else:
+        yield from _attention(spec, layer, config) if spec.latent is None else _latent(spec, config)
     if not layer.experts or layer.beside:
-        yield from _mlp(spec, config)
+        yield from _mlp(spec, layer, config)
     if layer.experts:
         yield from _experts(spec, layer.experts, config)
     if spec.architecture.layer_scale is not None:
@@ -77,6 +80,26 @@ def _attention(spec: Spec, layer: LayerSpec, config: Any) -> Iterator[tuple[str,
     for name, whole in ((norms.query, queries), (norms.key, shared)):
         if name is not None and (layer.source is None or name is norms.query):
             yield f"{name.checkpoint}.weight", (whole if norms.whole else spec.width,)
+
+
+def _latent(spec: Spec, config: Any) -> Iterator[tuple[str, Shape]]:
+    names, sizes, attention = spec.architecture.latent, spec.latent, spec.architecture.attention
+    assert names is not None
+    assert sizes is not None
+    bias, queries = _has(config, attention.bias), spec.heads * sizes.query
+    if sizes.query_rank:
+        yield from _linears((names.down_query,), (sizes.query_rank,), spec.hidden, bias=bias)
+        yield f"{names.norm_query.checkpoint}.weight", (sizes.query_rank,)
+        yield from _linears((names.up_query,), (queries,), sizes.query_rank, bias=False)
+    else:
+        yield from _linears((names.query,), (queries,), spec.hidden, bias=False)
+    yield from _linears((names.down,), (sizes.rank + sizes.turned,), spec.hidden, bias=bias)
+    yield f"{names.norm.checkpoint}.weight", (sizes.rank,)
+    for head in range(spec.heads):
+        yield f"{names.keys.checkpoint.format(head)}.weight", (sizes.rank, sizes.plain)
+        yield f"{names.values.checkpoint.format(head)}.weight", (sizes.value, sizes.rank)
+    out = spec.heads * sizes.value
+    yield from _linears((attention.out,), (spec.hidden,), out, bias=_has(config, attention.out_bias))
 
 
 def _mixer(spec: Spec) -> Iterator[tuple[str, Shape]]:
@@ -117,8 +140,8 @@ def _linears(names: tuple[Name, ...], outputs: Shape, inputs: int, *, bias: bool
             yield f"{name.checkpoint}.bias", (count,)
 
 
-def _mlp(spec: Spec, config: Any) -> Iterator[tuple[str, Shape]]:
-    mlp, width = spec.architecture.mlp, spec.inner
+def _mlp(spec: Spec, layer: LayerSpec, config: Any) -> Iterator[tuple[str, Shape]]:
+    mlp, width = spec.mlp(layer), spec.inner
     bias = _has(config, mlp.bias)
     yield from _linears(mlp.gate_up, (width, width) if mlp.gated else (width,), spec.hidden, bias=bias)
     yield from _linears((mlp.down,), (spec.hidden,), width, bias=bias)

@@ -8,9 +8,19 @@ from typing import Any
 
 import torch
 
+from forerun.cache.pool import KVShape
 from forerun.cache.states import StateShape
+from forerun.core.config import COUNT
 from forerun.core.errors import shown
-from forerun.models.architectures.description import Architecture, Mixer, Recurrence, ShortConvSpec
+from forerun.models.architectures.description import (
+    Architecture,
+    ExpertsSpec,
+    Latent,
+    Mixer,
+    Mlp,
+    Recurrence,
+    ShortConvSpec,
+)
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.rotary import ROPE_TYPES, is_constant
 
@@ -94,6 +104,31 @@ class MixerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentSpec:
+    """The sizes of latent attention."""
+
+    rank: int
+    """Of the latent that keys and values are made of."""
+    query_rank: int
+    """0: queries have none."""
+    plain: int
+    """Numbers of a head's queries that are not turned, before those that are."""
+    turned: int
+    value: int
+    """Numbers of a head's values."""
+    paired: bool
+
+    @property
+    def query(self) -> int:
+        """Numbers of a head's queries."""
+        return self.plain + self.turned
+
+    @property
+    def entry(self) -> KVShape:
+        return KVShape(1, self.rank + self.turned, self.rank, shared=True)
+
+
+@dataclass(frozen=True, slots=True)
 class Spec:
     architecture: Architecture
     hidden: int
@@ -119,12 +154,16 @@ class Spec:
     """A number is added to each expert's score where some are chosen."""
     factor: float
     """Of the experts' weights."""
+    groups: tuple[int, int] | None
+    """Of experts, and how many of them are chosen among."""
     inner: int
     """Outputs of the gate of an MLP."""
     layers: tuple[LayerSpec, ...]
     mixer: MixerSpec | None = None
     inputs: int = 0
     """Numbers of a row of per-layer embeddings."""
+    latent: LatentSpec | None = None
+    """``width`` is then that of what is turned."""
 
     def at(self, index: int) -> Spec:
         """The sizes of one layer; it has no key-value heads where it reads another's."""
@@ -132,6 +171,19 @@ class Spec:
         kv_heads, width = layer.heads or (self.kv_heads, self.width)
         kv_heads = kv_heads if layer.source is None else 0
         return replace(self, kv_heads=kv_heads, width=width, inner=layer.inner or self.inner)
+
+    def entry(self, index: int) -> KVShape:
+        """What a layer keeps of a token."""
+        if self.latent is not None:
+            return self.latent.entry
+        sizes = self.at(index)
+        return KVShape(0 if self.layers[index].mixer else sizes.kv_heads, sizes.width, sizes.width)
+
+    def mlp(self, layer: LayerSpec) -> Mlp:
+        """The one that a layer has, alone or beside experts."""
+        experts = self.architecture.experts
+        shared = experts.shared if experts is not None and layer.experts else None
+        return self.architecture.mlp if shared is None else shared
 
     @property
     def uneven(self) -> bool:
@@ -174,6 +226,8 @@ def applies(config: Any) -> str | None:
     if borrowed and set(config.layer_types[-borrowed:]) - set(config.layer_types[:-borrowed]):
         return f"{result.attention.borrowed} {borrowed}: layers that borrow keys of a type that none before them has"
     reason = None if result.mixer is None else _mixer_applies(result.mixer, config)
+    reason = reason or (None if result.latent is None else _latent_applies(result.latent, config))
+    reason = reason or (None if result.experts is None else _experts_apply(result.experts, config))
     return reason or _rope_applies(result, config)
 
 
@@ -197,7 +251,8 @@ def _rope_applies(architecture: Architecture, config: Any) -> str | None:
             return "rotary parameters by layer where there should be one set, or one where they should be by layer"
         if rope.get("rope_type", "default") not in ROPE_TYPES and not is_constant(rope):
             return f"rope type {rope.get('rope_type')!r}"
-        if rope.get("partial_rotary_factor", 1.0) != 1.0 and not architecture.attention.partial:
+        partial = architecture.attention.partial or architecture.latent is not None
+        if rope.get("partial_rotary_factor", 1.0) != 1.0 and not partial:
             return "partial rotary embeddings"
     return None
 
@@ -209,15 +264,17 @@ def bind(config: Any) -> Spec:
     heads, clamp = config.num_attention_heads, experts.clamp if experts is not None else ()
     own = config.per_layer_config[0] if attention.sized else config
     width = getattr(own, "head_dim", None) or config.hidden_size // heads
+    latent = None if result.latent is None else _latent(result.latent, config)
+    width = width if latent is None else latent.turned
     normalised = experts is not None and (experts.normalised is None or bool(getattr(config, experts.normalised)))
     return Spec(
         architecture=result,
         hidden=config.hidden_size,
         heads=heads,
-        kv_heads=own.num_key_value_heads,
+        kv_heads=own.num_key_value_heads if latent is None else 1,
         width=width,
         eps=getattr(config, result.norms.eps),
-        scale=_scale(result, config, width),
+        scale=_scale(result, config, width) if latent is None else _latent_scale(latent, config),
         softcap=_optional(config, attention.softcap),
         logits_softcap=_optional(config, result.logits_softcap),
         embedding_scale=_factor(config, result.embedding_scale),
@@ -228,12 +285,14 @@ def bind(config: Any) -> Spec:
         growth=_growth(result, config),
         chosen=getattr(config, experts.chosen) or 0 if experts is not None else 0,
         normalised=normalised,
-        corrected=experts is not None and experts.correction is not None and bool(getattr(config, experts.corrected)),
+        corrected=_corrected(experts, config),
         factor=_factor(config, None if experts is None else experts.factor),
-        inner=_inner(result.mlp.width, config),
+        groups=None if experts is None else _groups(experts, config),
+        inner=_inner(result.mlp, config),
         layers=tuple(_layer(result, config, index) for index in range(config.num_hidden_layers)),
         mixer=None if result.mixer is None else _mixer(result.mixer, config),
         inputs=0 if result.inputs is None else int(getattr(config, result.inputs.width) or 0),
+        latent=latent,
     )
 
 
@@ -242,8 +301,8 @@ def _activation(architecture: Architecture, config: Any) -> str:
     return SILU if key is None else getattr(config, key)
 
 
-def _inner(key: str, config: Any) -> int:
-    width = int(getattr(config, key))
+def _inner(mlp: Mlp, config: Any) -> int:
+    width = int(getattr(config, mlp.width)) * (1 if mlp.times is None else int(getattr(config, mlp.times)))
     if not getattr(config, "block_auto_adjust_ff_dim", False):
         return width
     width = 2 * width // 3
@@ -298,6 +357,72 @@ def _mixer_applies(mixer: Mixer, config: Any) -> str | None:
     return None if heads % groups == 0 else f"{mixer.heads} ({heads}) is no multiple of {mixer.groups} ({groups})"
 
 
+def _latent(names: Latent, config: Any) -> LatentSpec:
+    keys = names.rank, names.query_rank, names.plain, names.turned, names.value
+    rank, query_rank, plain, turned, value = (int(getattr(config, key) or 0) for key in keys)
+    paired = names.paired is None or bool(getattr(config, names.paired, True))
+    return LatentSpec(rank, query_rank, plain, turned, value, paired)
+
+
+def _latent_applies(names: Latent, config: Any) -> str | None:
+    """Why latent attention cannot be run, if so."""
+    for key in (names.rank, names.plain, names.turned, names.value, names.query_rank):
+        value = getattr(config, key, None)
+        if not (value is None and key == names.query_rank) and not COUNT.permits(value):
+            return f"{key} is {shown(value)}, not an integer of at least 1"
+    turned, rope = getattr(config, names.turned), config.rope_parameters or {}
+    partial = float(rope.get("partial_rotary_factor") or 1.0)
+    default = rope.get("rope_type", "default") == "default"  # which turns a part of what is turned
+    if turned % 2 or int(config.head_dim * partial) != turned or (default and partial != 1.0):
+        return f"{names.turned} {turned}, where rotary parameters turn {partial:g} of {config.head_dim} numbers"
+    if config.num_key_value_heads != config.num_attention_heads:
+        return f"num_key_value_heads {config.num_key_value_heads}: latent attention has as many as query heads"
+    return None
+
+
+def _latent_scale(sizes: LatentSpec, config: Any) -> float:
+    """Of attention's scores: YaRN's ``mscale_all_dim`` raises it (arXiv 2309.00071, section 3.4)."""
+    rope = config.rope_parameters or {}
+    given = rope.get("mscale_all_dim") if rope.get("rope_type", "default") != "default" else None
+    raised = 1.0 + 0.1 * float(given) * math.log(rope["factor"]) if given and rope["factor"] > 1 else 1.0
+    return float(sizes.query**-0.5) * raised * raised
+
+
+def _corrected(experts: ExpertsSpec | None, config: Any) -> bool:
+    if experts is None or experts.correction is None:
+        return False
+    return experts.corrected is None or bool(getattr(config, experts.corrected))
+
+
+def _groups(experts: ExpertsSpec, config: Any) -> tuple[int, int] | None:
+    """None: all experts are chosen among."""
+    if experts.groups is None or (experts.method is not None and getattr(config, experts.method) == "greedy"):
+        return None
+    count, kept = (int(getattr(config, key, None) or 1) for key in experts.groups)
+    return (count, kept) if kept < count else None
+
+
+def _experts_apply(experts: ExpertsSpec, config: Any) -> str | None:
+    """Why experts cannot be chosen, if so."""
+    method = None if experts.method is None else getattr(config, experts.method, None)
+    if experts.method is not None and method not in ("greedy", "group_limited_greedy"):
+        return f"{experts.method} {shown(method)}"
+    if experts.method is not None and experts.normalised is not None and getattr(config, experts.normalised):
+        return f"{experts.normalised} True"  # which transformers leaves out
+    if experts.groups is None:
+        return None
+    count, chosen = getattr(config, experts.count), getattr(config, experts.chosen)
+    for key, value in ((experts.chosen, chosen), (experts.groups[0], getattr(config, experts.groups[0], None) or 1)):
+        if not COUNT.permits(value):
+            return f"{key} is {shown(value)}, not an integer of at least 1"
+    if experts.shared is not None and not COUNT.permits(getattr(config, experts.shared.times or "", None)):
+        return f"{experts.shared.times} is {shown(getattr(config, experts.shared.times or '', None))}"
+    groups, kept = _groups(experts, config) or (1, 1)
+    if count % groups or (groups > 1 and count // groups < experts.best) or kept * (count // groups) < chosen:
+        return f"{chosen} of {count} experts in {kept} of {groups} groups"
+    return None
+
+
 def _scale(architecture: Architecture, config: Any, width: int) -> float:
     """Of attention's scores."""
     attention = architecture.attention
@@ -339,7 +464,9 @@ def _layer(architecture: Architecture, config: Any, index: int) -> LayerSpec:
     mixer = architecture.mixer is not None and config.layer_types[index] == architecture.mixer.layers
     experts = _experts(architecture, config, index)
     beside = experts > 0 and architecture.experts is not None and architecture.experts.beside
-    result = LayerSpec(window, rotary, experts, beside, mixer)
+    shared = architecture.experts.shared if beside and architecture.experts is not None else None
+    inner = None if shared is None else _inner(shared, config)
+    result = LayerSpec(window, rotary, experts, beside, mixer, inner=inner)
     return _sized(result, architecture, config, index) if attention.sized else result
 
 
@@ -357,7 +484,7 @@ def _sized(layer: LayerSpec, architecture: Architecture, config: Any, index: int
     doubled = source is not None and mlp.doubled is not None and getattr(config, mlp.doubled)
     twice = attention.twice is not None and types[index] != SLIDING and getattr(config, attention.twice)
     return replace(
-        layer, heads=(own.num_key_value_heads, own.head_dim), inner=2 * _inner(mlp.width, config) if doubled else None,
+        layer, heads=(own.num_key_value_heads, own.head_dim), inner=2 * _inner(mlp, config) if doubled else None,
         source=source, twice=bool(twice) and source is None,
     )  # fmt: skip
 
@@ -370,6 +497,8 @@ def _experts(architecture: Architecture, config: Any, index: int) -> int:
     if experts.placed == "stepped":
         dense = index in config.mlp_only_layers or (index + 1) % config.decoder_sparse_step
         return 0 if dense else count
+    if experts.placed == "listed":
+        return count if config.mlp_layer_types[index] == "sparse" else 0
     if experts.dense is not None and index < int(getattr(config, experts.dense)):
         return 0
     return count

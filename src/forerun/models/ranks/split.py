@@ -25,7 +25,7 @@ def check(spec: Spec, config: Any, size: int) -> None:
     """Raise ConfigError unless ``size`` ranks can have equal parts."""
     if spec.states:
         raise ConfigError("tensor_parallel_size splits layers of attention: leave it out for a model with state")
-    if spec.uneven:
+    if spec.uneven or spec.latent is not None:
         raise ConfigError(
             f"tensor_parallel_size splits layers of one size: leave it out for {spec.architecture.causal}"
         )

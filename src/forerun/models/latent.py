@@ -1,0 +1,89 @@
+"""Multi-head latent attention in its absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+A token's entry in the cache is its latent and one turned key for all heads. A head's projection of latents to keys is
+applied to its queries instead, and that to values to what attention makes of latents, so that attention is one with a
+single key-value head. Every number of rows takes this way: a row has the same bits in a prompt and in a round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from forerun.models.architectures.spec import LatentSpec
+from forerun.models.formats.base import Linear
+from forerun.models.formats.compiled import Compiled
+from forerun.models.kernel_layers import KernelEach
+
+Rows = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Heads:
+    """A layer for each head: in one call, where they have kernels."""
+
+    def __init__(self, layers: Sequence[Linear], dtype: torch.dtype) -> None:
+        self.layers = tuple(layers)
+        own = [layer for layer in layers if isinstance(layer, Compiled)]
+        self.compiled = KernelEach(own, dtype) if len(own) == len(layers) else None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, outputs] of [rows, heads, inputs]."""
+        x = x.transpose(0, 1).contiguous()
+        if self.compiled is not None:
+            return self.compiled(x).transpose(0, 1)
+        return torch.stack([layer(part) for layer, part in zip(self.layers, x)], 1)
+
+
+class LatentHeads:
+    """What is between a layer's first projection, the cache and its last projection. ``up`` and ``norm_query`` are None
+    where queries have no latent; ``keys`` makes a latent's numbers of a query's."""
+
+    def __init__(
+        self, sizes: LatentSpec, up: Linear | None, norm_query: Any, norm: Any, keys: Heads, values: Heads
+    ) -> None:
+        self.sizes, self.up, self.norm_query, self.norm = sizes, up, norm_query, norm
+        self.keys, self.values = keys, values
+
+    def linears(self) -> Iterator[Linear]:
+        yield from () if self.up is None else (self.up,)
+        yield from (*self.keys.layers, *self.values.layers)
+
+    def norms(self) -> Iterator[Any]:
+        yield from () if self.norm_query is None else (self.norm_query,)
+        yield self.norm
+
+    def ask(self, made: torch.Tensor, count: int, turn: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [count, heads, entry] and entries [count, 1, entry] of the first ``count`` rows of ``made``, the
+        layer's first projection; ``turn`` turns heads [count, heads, turned] by their position."""
+        sizes, heads = self.sizes, len(self.keys.layers)
+        first = sizes.query_rank or heads * sizes.query
+        query, latent, key = made.split_with_sizes((first, sizes.rank, sizes.turned), 1)
+        if self.up is not None:
+            query = self.up(self.norm_query(query))
+        plain, turned = query.view(-1, heads, sizes.query).split_with_sizes((sizes.plain, sizes.turned), 2)
+        absorbed = self.keys(plain)[:count]
+        turned, key = turn(turned[:count].contiguous()), turn(key[:count].contiguous()[:, None])
+        entry = torch.cat([self.norm(latent)[:count, None], key], 2)
+        return torch.cat([absorbed, turned], 2), entry
+
+    def answer(self, out: torch.Tensor) -> torch.Tensor:
+        """[rows, heads * value] of what attention made of latents, [rows, heads * rank]."""
+        return self.values(out.view(-1, len(self.values.layers), self.sizes.rank)).flatten(1)
+
+
+class HeadPart:
+    """Some rows of a weight of all heads, perhaps transposed: made when they are asked for, as ``formats.base.Rows``
+    says."""
+
+    def __init__(self, weight: Any, rows: slice, *, transposed: bool) -> None:
+        self.weight, self.rows, self.transposed = weight, rows, transposed
+        count, inputs = rows.stop - rows.start, weight.shape[1]
+        self.shape = torch.Size((inputs, count) if transposed else (count, inputs))
+        self.dtype, self.device = weight.dtype, weight.device
+        self.nbytes = count * inputs * weight.dtype.itemsize
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        part: torch.Tensor = self.weight[self.rows]
+        return (part.T if self.transposed else part)[rows]
