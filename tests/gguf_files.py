@@ -1,10 +1,5 @@
 """Small GGUF files, written by the gguf package."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kinds
@@ -53,7 +48,7 @@ FORMS = [*{packed.form: kind for kind, packed in reversed(PACKED.items())}.value
 """A type for each form that the kernels have."""
 
 
-def shapes(width: int) -> dict[str, tuple[int, ...]]:
+def shapes(width):
     """Every weight of the model that ``SIZES`` describes, tied to its embeddings of ``width`` numbers."""
     wide, half = 2 * width, width // 2
     layer = {
@@ -61,19 +56,13 @@ def shapes(width: int) -> dict[str, tuple[int, ...]]:
         "attn_v": (half, width), "attn_output": (width, width), "ffn_gate": (wide, width), "ffn_up": (wide, width),
         "ffn_down": (width, wide),
     }  # fmt: skip
-    result: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(TOKENS), width), "output_norm.weight": (width,)}
+    result = {"token_embd.weight": (len(TOKENS), width), "output_norm.weight": (width,)}
     for block in range(2):
         result |= {f"blk.{block}.{name}.weight": shape for name, shape in layer.items()}
     return result
 
 
-def write_model(
-    path: Path,
-    changes: dict[str, Any] | None = None,
-    extra: dict[str, tuple[int, ...]] | None = None,
-    kinds: dict[str, Kinds] | None = None,
-    width: int = 32,
-) -> Path:
+def write_model(path, changes=None, extra=None, kinds=None, width=32):
     """A random Llama with a vocabulary: matrices in Q4_1, embeddings in Q8_0, norms in float32. ``changes`` replace
     metadata, those of value None leave them out; ``extra`` are further tensors; ``kinds``: other types of the tensors
     whose names contain such a text."""
@@ -93,7 +82,7 @@ def write_model(
     return finish(writer, path)
 
 
-def blocks(kind: Kinds, shape: tuple[int, ...], noise: np.random.Generator) -> np.ndarray:
+def blocks(kind, shape, noise):
     """A random tensor's bytes. Of types that the gguf package does not round to every byte is random, with scales that
     give values like the others'."""
     if kind not in SCALES:
@@ -110,7 +99,7 @@ def blocks(kind: Kinds, shape: tuple[int, ...], noise: np.random.Generator) -> n
     return raw.reshape(*shape[:-1], -1)
 
 
-def weights(kind: str, outputs: int, inputs: int, seed: int = 0) -> Blocks:
+def weights(kind, outputs, inputs, seed=0):
     """As a file has them, with zeros up to whole blocks."""
     of, _ = gguf.GGML_QUANT_SIZES[Kinds[kind.upper()]]
     raw = blocks(Kinds[kind.upper()], (outputs, -(-inputs // of) * of), np.random.default_rng(seed))
@@ -118,7 +107,7 @@ def weights(kind: str, outputs: int, inputs: int, seed: int = 0) -> Blocks:
     return Blocks(kind, raw, -(-inputs // of) * of)
 
 
-def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add(writer, key, value):
     if isinstance(value, list):
         writer.add_array(key, value)
     elif isinstance(value, bool):
@@ -131,7 +120,7 @@ def add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
         writer.add_uint32(key, value)
 
 
-def finish(writer: gguf.GGUFWriter, path: Path) -> Path:
+def finish(writer, path):
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

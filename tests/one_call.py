@@ -1,21 +1,18 @@
 """All layers in one compiled call against the same kernels layer by layer."""
 
-from __future__ import annotations
-
 import torch
 
 from forerun.core.batch import Batch, Span
 from forerun.core.inference import inference
 from forerun.models.base import new_attention
-from forerun.models.native import NativeModel
 
 
-def some_ids(model: NativeModel, count: int, seed: int) -> list[int]:
+def some_ids(model, count, seed):
     return torch.randint(2, model.info.vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @inference
-def check(model: NativeModel) -> None:
+def check(model):
     """The same bits of logits and hidden states, for a model of three layers: chunks, mates, a tree, some layers only,
     and rows that are no token's embedding. Leaves the model without the call."""
     assert model.fused is not None

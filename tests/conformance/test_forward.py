@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 
@@ -24,18 +23,16 @@ PROMPT = 23
 LAYOUTS = [None, 4, 16]
 
 
-def some_tokens(count: int, seed: int = 0) -> list[int]:
+def some_tokens(count, seed=0):
     return torch.randint(2, 98, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.fixture(scope="module")
-def model(
-    tiny_target: str, wide_target: str, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str, bool, str], Model]:
+def model(tiny_target, wide_target, tmp_path_factory):
     folders = {LLAMA: tiny_target, WIDE: wide_target}
-    loaded: dict[tuple[str, bool, str], Model] = {}
+    loaded = {}
 
-    def get(path: str, invariant: bool, name: str) -> Model:
+    def get(path, invariant, name):
         key = path, invariant, name
         if name not in folders:
             folder = tmp_path_factory.mktemp(name)
@@ -57,17 +54,17 @@ class Feeder:
     known: dict[tuple[tuple[int, ...], int], torch.Tensor]
     """What ``alone`` gave."""
 
-    def feed(self, *spans: Span) -> list[torch.Tensor]:
+    def feed(self, *spans):
         for span in spans:
             span.logits = list(range(span.count))
         logits = self.model.forward(Batch(list(spans)), self.attention).logits
         return list(logits.split([span.count for span in spans]))
 
-    def decode(self, key: int, start: int, tokens: list[int]) -> torch.Tensor:
+    def decode(self, key, start, tokens):
         """Logits of ``tokens`` fed one at a time."""
         return torch.cat([self.feed(Span(key, start + i, [token]))[0] for i, token in enumerate(tokens)])
 
-    def alone(self, tokens: list[int], count: int) -> torch.Tensor:
+    def alone(self, tokens, count):
         """Logits of the last ``count`` tokens, the rest prefilled, in a slotted cache of their own."""
         if (tuple(tokens), count) not in self.known:
             fresh = Feeder(self.model, new_attention(self.model, max_seqs=1, max_len=128), {})
@@ -85,22 +82,22 @@ FAMILIES = [("native", True, name) for name in MAIN]
 
 
 @pytest.fixture
-def backend(request) -> tuple[str, bool, str]:
+def backend(request):
     """How the model is run, whether to the bit, and which it is."""
     return request.param
 
 
 @pytest.fixture(scope="module")
-def known() -> dict[tuple[object, ...], dict[tuple[tuple[int, ...], int], torch.Tensor]]:
+def known():
     """``Feeder.known`` of each model and attention."""
     return {}
 
 
 @pytest.fixture
-def feeder(request, backend, model, cpu_attention, known) -> Callable[..., Feeder]:
+def feeder(request, backend, model, cpu_attention, known):
     kept = known.setdefault((*backend, request.node.callspec.params["cpu_attention"]), {})
 
-    def build(page_size: int | None = None) -> Feeder:
+    def build(page_size=None):
         chosen = model(*backend)
         return Feeder(chosen, new_attention(chosen, max_seqs=6, max_len=128, page_size=page_size, slack=16), kept)
 
@@ -108,10 +105,10 @@ def feeder(request, backend, model, cpu_attention, known) -> Callable[..., Feede
 
 
 @pytest.fixture
-def same(backend) -> Callable[[torch.Tensor, torch.Tensor], None]:
+def same(backend):
     """Equal to the last bit in invariant mode, close otherwise."""
 
-    def check(got: torch.Tensor, expected: torch.Tensor) -> None:
+    def check(got, expected):
         assert got.shape == expected.shape
         if backend[1]:
             assert torch.equal(got, expected)
@@ -121,11 +118,11 @@ def same(backend) -> Callable[[torch.Tensor, torch.Tensor], None]:
     return check
 
 
-def shapes() -> dict[str, Draft]:
+def shapes():
     """Hand-made trees: a chain, a comb, a bush, two chains, and one whose node order is not depth first."""
     ids = iter(some_tokens(200, seed=7))
 
-    def tree(*parents: int) -> Draft:
+    def tree(*parents):
         draft = Draft()
         for parent in parents:
             while draft.add(token := next(ids), parent) != len(draft) - 1:
@@ -161,7 +158,7 @@ PAGES = pytest.mark.parametrize(
 )
 
 
-def behind(key: int, start: int, last: int, draft: Draft) -> Span:
+def behind(key, start, last, draft):
     """As verification lays it out: the last committed token is the root, the draft's nodes follow."""
     return Span(key, start, [last, *draft.tokens], [-1, *[parent + 1 for parent in draft.parents]])
 

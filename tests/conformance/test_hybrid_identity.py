@@ -1,7 +1,5 @@
 """Models with state: every drafter, every rule, beams and preemption, the tokens of plain decoding."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 
@@ -21,7 +19,7 @@ ROTATED = ["lfm2", "qwen3_5_text"]
 LAYOUTS = [(kind, page_size) for kind in KINDS for page_size in PAGE_SIZES]
 
 
-def rotating(cases: list[Case]) -> list[tuple[str, Case]]:
+def rotating(cases):
     """Each case with one kind, each kind with its cases."""
     kinds = ROTATED
     return [(kinds[index % len(kinds)], case) for index, case in enumerate(cases)]
@@ -32,7 +30,7 @@ def plainly(engine, hybrid):
     """``plainly(kind, "all" or "short")``: the answers of decoding one token, and one request, at a time."""
 
     @cache
-    def get(kind: str, which: str = "short"):
+    def get(kind, which="short"):
         return answers(run(engine(model=hybrid(kind), max_num_seqs=1), SHORT if which == "short" else REQUESTS))
 
     return get
@@ -43,7 +41,7 @@ def config(hybrid, tiny_draft, tmp_path_factory):
     """``config(kind, case)``: a ``speculative_config``. A draft model is the target, which keeps a state itself."""
     examples = {}
 
-    def get(kind: str, case: Case, **more):
+    def get(kind, case, **more):
         if (kind, case.method) not in examples:
             made = drafters[case.method].example(Path(hybrid(kind)), tmp_path_factory.mktemp(case.method))
             examples[kind, case.method] = made

@@ -1,17 +1,12 @@
 """Beam search against transformers' own, on random checkpoints, whatever drafts."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun import LLM, BeamSearchParams
-from forerun.engine.beams import BeamSearchOutput
 from tiny import save_tokenizer
 
 VOCABULARY = 98
@@ -23,7 +18,7 @@ SIZES = {
     "bos_token_id": 1, "eos_token_id": ENDS, "pad_token_id": 0,
 }  # fmt: skip
 WINDOWED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
-ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+ARCHITECTURES = {
     "llama": ("llama", {}),
     "qwen2": ("qwen2", {}),
     "gemma2": ("gemma2", WINDOWED),
@@ -46,9 +41,9 @@ SETTINGS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+def folder(tmp_path_factory):
     @cache
-    def get(name: str) -> str:
+    def get(name):
         kind, options = ARCHITECTURES[name]
         torch.manual_seed(1)
         module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
@@ -66,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     return get
 
 
-def theirs(model: PreTrainedModel, params: BeamSearchParams) -> list[list[tuple[list[int], float]]]:
+def theirs(model, params):
     """Each prompt's beams, as tokens and score, all prompts in one padded batch."""
     longest = max(map(len, PROMPTS))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
@@ -88,7 +83,7 @@ def theirs(model: PreTrainedModel, params: BeamSearchParams) -> list[list[tuple[
     return [beams[first : first + params.n] for first in range(0, len(beams), params.n)]
 
 
-def agree(result: list[BeamSearchOutput], expected: list[list[tuple[list[int], float]]]) -> None:
+def agree(result, expected):
     for ours, beams in zip(result, expected, strict=True):
         assert [sequence.tokens for sequence in ours.sequences] == [tokens for tokens, _ in beams]
         for sequence, (_, score) in zip(ours.sequences, beams):
@@ -96,7 +91,7 @@ def agree(result: list[BeamSearchOutput], expected: list[list[tuple[list[int], f
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_beams_scores_and_their_order(folder: Callable[[str], str], name: str) -> None:
+def test_beams_scores_and_their_order(folder, name):
     path = folder(name)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     shape = {"tree": [3, 2, 1]} if name == "gpt_neox" else {"num_speculative_tokens": 3}

@@ -1,20 +1,17 @@
 """The transformers adapter against transformers itself, on random tiny checkpoints of many architectures."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from functools import cache
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun import SamplingParams
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ModelError
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.models.base import Model, new_attention
+from forerun.models.base import new_attention
 from forerun.models.hf import HFModel
 from forerun.models.load import load_model
 from tiny import tiny_llama
@@ -29,7 +26,7 @@ SIZES = {
 MIXED = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW}
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
-ARCHITECTURES: dict[str, tuple[str, dict]] = {
+ARCHITECTURES = {
     "llama": ("llama", {}),
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "mistral-window": ("mistral", {"sliding_window": WINDOW}),
@@ -53,11 +50,11 @@ ARCHITECTURES: dict[str, tuple[str, dict]] = {
 TREE = ([5, 60, 7, 80, 9, 33, 44], [-1, -1, 0, 0, 1, 4, 2])
 
 
-def some_tokens(count: int, seed: int = 0) -> list[int]:
+def some_tokens(count, seed=0):
     return torch.randint(3, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def save(kind: str, options: dict, folder: str, **saving) -> None:
+def save(kind, options, folder, **saving):
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
     with torch.no_grad():
@@ -69,9 +66,9 @@ def save(kind: str, options: dict, folder: str, **saving) -> None:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Callable[[str], str]:
+def checkpoint(tmp_path_factory):
     @cache
-    def get(name: str) -> str:
+    def get(name):
         folder = str(tmp_path_factory.mktemp(name))
         save(*ARCHITECTURES[name], folder)
         return folder
@@ -80,28 +77,28 @@ def checkpoint(tmp_path_factory) -> Callable[[str], str]:
 
 
 @cache
-def theirs(folder: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def theirs(folder, dtype=torch.float32):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
 @cache
-def ours(folder: str, dtype: str = "auto") -> Model:
+def ours(folder, dtype="auto"):
     return load_model(folder, model_path="hf", dtype=dtype, invariant=False)
 
 
 @torch.inference_mode()
-def reference(folder: str, tokens: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def reference(folder, tokens, dtype=torch.float32):
     """transformers' float32 [tokens, vocabulary] logits."""
     return theirs(folder, dtype)(torch.tensor([tokens]), use_cache=False).logits[0].float()
 
 
-def feed(model: Model, attention, *spans: Span) -> torch.Tensor:
+def feed(model, attention, *spans):
     for span in spans:
         span.logits = list(range(span.count))
     return model.forward(Batch(list(spans)), attention).logits
 
 
-def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-4) -> None:
+def close(got, expected, tolerance=1e-4):
     assert got.shape == expected.shape
     assert (got - expected).abs().max() <= tolerance
 

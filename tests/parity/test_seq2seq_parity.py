@@ -1,7 +1,5 @@
 """Encoder-decoders against transformers itself: T5, Flan-T5, mT5 and BART shapes, ragged sources in one batch."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +12,7 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, ModelError
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
-from forerun.models.base import Model, new_attention
+from forerun.models.base import new_attention
 from forerun.models.formats.tiled import can_tile
 from forerun.models.load import load_model
 from forerun.sampling.noise import Gumbel, target_key
@@ -27,17 +25,17 @@ SOURCES = [some_tokens(length, seed=length) for length in (60, 1, 23, 7, 40)]
 
 
 @pytest.fixture(params=[*KINDS])
-def folder(request: pytest.FixtureRequest, seq2seq) -> str:
+def folder(request, seq2seq):
     return seq2seq(request.param)
 
 
-def feed(model: Model, attention, *spans: Span) -> torch.Tensor:
+def feed(model, attention, *spans):
     for span in spans:
         span.logits = list(range(span.count))
     return model.forward(Batch(list(spans)), attention).logits
 
 
-def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-4) -> None:
+def close(got, expected, tolerance=2e-4):
     assert got.shape == expected.shape
     assert expected.std() > 0.1
     assert (got - expected).abs().max() <= tolerance
@@ -50,7 +48,7 @@ def test_logits_of_chunks_batches_and_trees(folder, page_size, cpu_attention):
     first, second = some_tokens(40), some_tokens(33, seed=1)
     attention = new_attention(model, max_seqs=2, max_len=64, page_size=page_size)
 
-    def span(key: int, start: int, tokens: list[int], parents: list[int] | None = None) -> Span:
+    def span(key, start, tokens, parents=None):
         return Span(key, start, tokens, parents, source=sources[key])
 
     rows = [
@@ -69,7 +67,7 @@ def test_logits_of_chunks_batches_and_trees(folder, page_size, cpu_attention):
     close(got[len(nodes) :], reference(folder, SOURCES[1], second + nodes[:3])[-3:])
 
 
-def answers(folder: str, params: list[SamplingParams], config=None, **options) -> list[list[int]]:
+def answers(folder, params, config=None, **options):
     engine = Engine(
         load_model(folder), None, EngineConfig(max_model_len=100, **options), SpeculativeConfig.parse(config)
     )
@@ -120,7 +118,7 @@ def test_an_answer_ends_where_transformers_ends_it(folder):
     assert any(answer[-1] == EOS for answer in result)
 
 
-def test_what_the_decoder_begins_with(tmp_path: Path):
+def test_what_the_decoder_begins_with(tmp_path):
     """As transformers: the generation config's start token, and one that is forced behind it."""
     save_seq2seq("bart", tmp_path)
     path = tmp_path / "generation_config.json"

@@ -1,9 +1,5 @@
 """Whole decoders with kernels compiled for AVX2 and for this processor: the same bits in float32."""
 
-from __future__ import annotations
-
-import ctypes
-
 import pytest
 import torch
 
@@ -19,11 +15,11 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def avx2(tmp_path_factory) -> ctypes.CDLL:
+def avx2(tmp_path_factory):
     return kernels_for(tmp_path_factory.mktemp("avx2"), "-march=x86-64-v3")
 
 
-def logits(folder: str) -> torch.Tensor:
+def logits(folder):
     model = load_model(folder, invariant=True)
     assert model.fused is not None
     spans = [Span(0, 0, [(7 * index + 2) % 98 for index in range(40)], logits=list(range(40)))]

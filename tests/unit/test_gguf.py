@@ -1,9 +1,6 @@
 """GGUF files as the gguf package writes and reads them, and files that lie."""
 
-from __future__ import annotations
-
 import struct
-from pathlib import Path
 
 import gguf
 import numpy as np
@@ -18,7 +15,7 @@ from gguf_files import add, finish, write_model
 QUANTIZED = [Kinds.F32, Kinds.F16, Kinds.BF16, Kinds.Q4_0, Kinds.Q4_1, Kinds.Q8_0]
 
 
-def write_small(path: Path, kinds: list[Kinds] = [Kinds.Q8_0, Kinds.F32]) -> Path:  # noqa: B006 - not changed
+def write_small(path, kinds=[Kinds.Q8_0, Kinds.F32]):  # noqa: B006 - not changed
     writer = gguf.GGUFWriter(path, "llama")
     for key, value in {"a.text": "grüße", "a.list": ["x", "", "yz"], "a.ids": [1, -2, 3], "a.flag": True}.items():
         add(writer, key, value)
@@ -91,7 +88,7 @@ def test_lengths_that_lie_are_found_before_anything_is_read(tmp_path, kind, elem
         GGUFFile(tmp_path / "a.gguf")
 
 
-def described(shape: tuple[int, ...], kind: int = 0, offset: int = 0, names: tuple[str, ...] = ("t",)) -> bytes:
+def described(shape, kind=0, offset=0, names=("t",)):
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(names), 0)]
     for name in names:
         parts += [struct.pack("<Q", len(name)), name.encode(), struct.pack("<I", len(shape))]

@@ -1,10 +1,7 @@
 """SentencePiece tokenizers out of GGUF files, against its rule carried out naively."""
 
-from __future__ import annotations
-
 import random
 from itertools import pairwise
-from typing import Any
 
 import pytest
 
@@ -22,7 +19,7 @@ PIECES = [
 LETTERS = [*"▁abcdefghijklmnopqrstuvwxyz.н"]
 TOKENS = [*SPECIAL, *OWN, *BYTES, *PIECES, *LETTERS]
 COUNTS = ((4, 3), (len(OWN), 4), (256, 6), (len(PIECES) + len(LETTERS), 1))
-KEYS: dict[str, Any] = {
+KEYS = {
     "model": "llama", "pre": "default", "tokens": TOKENS,
     "token_type": [kind for count, kind in COUNTS for _ in range(count)],
     "scores": [-1000.0] * 7 + [0.0] * 256 + [-float(place) for place in range(len(PIECES) + len(LETTERS))],
@@ -34,7 +31,7 @@ def tokenizer(**changes):
     return make_tokenizer({f"tokenizer.ggml.{key}": value for key, value in {**KEYS, **changes}.items()}, "file")
 
 
-def naive(text: str) -> list[str]:
+def naive(text):
     """Of all neighbours the pair whose union scores highest, leftmost first, until there is none; the rest in bytes."""
     scores = dict(zip(TOKENS, KEYS["scores"]))
     known = {token for token, kind in zip(TOKENS, KEYS["token_type"]) if kind == 1}
@@ -47,7 +44,7 @@ def naive(text: str) -> list[str]:
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
 
-def spelled(part: str) -> list[str]:
+def spelled(part):
     return [f"<0x{byte:02X}>" for byte in part.encode()]
 
 
@@ -87,7 +84,7 @@ def test_phi_3s_added_tokens_take_the_spaces_behind_them():
     text = "<|user|>\nthe<|end|>\n <|assistant|>\n"
     phi3, other = (make_tokenizer(keys | {"general.architecture": name}, "file") for name in ("phi3", "llama"))
 
-    def tokens(tokenizer: Any, text: str) -> list[str]:
+    def tokens(tokenizer, text):
         return tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
 
     assert tokens(phi3, text) == ["<|user|>", "▁the", "<|end|>", "<|assistant|>"]

@@ -1,7 +1,5 @@
 """GGUF models in several files."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -20,12 +18,12 @@ PARTS = 3
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
+def whole(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("whole") / "model.gguf")
 
 
-def split(whole: Path, folder: Path, parts: int = PARTS, said: dict[int, tuple[int, int]] | None = None,
-          total: int | None = None, twice: bool = False) -> Path:  # fmt: skip
+def split(whole, folder, parts = PARTS, said = None,
+          total = None, twice = False):  # fmt: skip
     """The file's tensors in turns over so many files; ``said``: other numbers and counts than a part's own."""
     reader, paths = gguf.GGUFReader(whole), []
     for number in range(parts):
@@ -47,7 +45,7 @@ def split(whole: Path, folder: Path, parts: int = PARTS, said: dict[int, tuple[i
     return paths[0]
 
 
-def refused(path: Path) -> str:
+def refused(path):
     with pytest.raises(ModelError) as caught:
         LLM(str(path))
     assert "\n" not in str(caught.value)

@@ -1,7 +1,5 @@
 """Tokenizers out of GGUF metadata. ``tests/real`` compares whole vocabularies."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -17,7 +15,7 @@ def tokenizer(**changes):
     return make_tokenizer(VOCABULARY | changed, "a.gguf")
 
 
-def pieces(pre: str, text: str) -> list[str]:
+def pieces(pre, text):
     """How a text is cut before BPE; a piece's bytes are written as letters, spaces as Ġ."""
     cut = tokenizer(pre=pre).backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
     return [piece for piece, _ in cut]

@@ -1,7 +1,5 @@
 """Types of GGUF files: the weights that the gguf package makes of them, bit by bit, however the kernels have them."""
 
-from __future__ import annotations
-
 import json
 import logging
 
@@ -36,7 +34,7 @@ OF_FLOATS = {"q4_1": [0, 2], "q4_k": [0, 2], "q5_1": [0, 2], "q5_k": [0, 2], "q6
 KINDS = where(blocks.can_run(), PACKED)
 
 
-def with_scales(kind: str, scales: np.ndarray, seed: int = 0) -> np.ndarray:
+def with_scales(kind, scales, seed=0):
     """Blocks of random bytes in 48 rows, the levels of some all zeros or all ones, with ``scales`` among them."""
     of, size = sizes(kind)
     noise = np.random.default_rng(seed)
@@ -56,7 +54,7 @@ def with_scales(kind: str, scales: np.ndarray, seed: int = 0) -> np.ndarray:
     return raw.reshape(48, -1)
 
 
-def usual(kind: str) -> np.ndarray:
+def usual(kind):
     """Scales of either sign, 0, the least and the largest among them."""
     if kind == "mxfp4":
         return np.arange(253)  # larger ones times 12 are infinite
@@ -65,7 +63,7 @@ def usual(kind: str) -> np.ndarray:
     return np.concatenate([[0.0, least, -least, most], result, -result])
 
 
-def both(kind: str, raw: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+def both(kind, raw):
     """What the gguf package makes of blocks, and what a layer of ours has."""
     expected = torch.from_numpy(np.array(dequantize(raw, Kinds[kind.upper()])))
     return expected, Blocked(Blocks(kind, raw, INPUTS), None).rows(torch.arange(len(raw)), torch.float32)
