@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
@@ -15,7 +15,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft, Verdict
 from forerun.models.base import Model
-from forerun.speculate.draft.base import C, DraftContext, Drafter, DrafterConfig, Needs, drafters
+from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs, drafters
 from forerun.speculate.verify import Verification
 
 
@@ -71,12 +71,15 @@ class PartsConfig(DrafterConfig):
         return [table + [table[-1]] * (depth + 1 - len(table)) for table in tables]
 
 
-class PartsDrafter(Drafter[C]):
+P = TypeVar("P", bound=PartsConfig)
+
+
+class PartsDrafter(Drafter[P]):
     """Keeps its parts' state in step, whichever of their drafts a round used."""
 
-    def __init__(self, config: C, context: DraftContext, parts: Sequence[NestedPart]) -> None:
+    def __init__(self, config: P, context: DraftContext) -> None:
         super().__init__(config, context)
-        self.parts = [part.build(context, number) for number, part in enumerate(parts)]
+        self.parts = [part.build(context, number) for number, part in enumerate(config.drafters)]
         needs = [part.needs for part in self.parts]
         hidden = tuple(sorted({layer for need in needs for layer in need.hidden}))
         self.needs = Needs(hidden, any(need.model for need in needs))
@@ -155,7 +158,6 @@ def _own_verdict(own: Draft, draft: Draft, verdict: Verdict) -> Verdict:
 class CascadeConfig(PartsConfig):
     drafters: tuple[Any, ...] = ({"method": "suffix"}, {"method": "draft_model"})
     """Options of each drafter, the first to be asked first; ``num_speculative_tokens`` is their default."""
-    without: ClassVar = dict.fromkeys(("tree", "draft_temperature"), "it is an option of the drafters inside")
     min_confidence: float = 0.5
     """How sure, from 0 to 1, a drafter other than the last must be of its draft."""
     limits: ClassVar = {"min_confidence": FRACTION}
@@ -168,9 +170,6 @@ class CascadeConfig(PartsConfig):
 class Cascade(PartsDrafter[CascadeConfig]):
     name = "cascade"
     config_class = CascadeConfig
-
-    def __init__(self, config: CascadeConfig, context: DraftContext) -> None:
-        super().__init__(config, context, config.drafters)
 
     def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         chosen = [Draft() for _ in sequences]
@@ -208,9 +207,6 @@ class MergedConfig(PartsConfig):
 class Merged(PartsDrafter[MergedConfig]):
     name = "merged"
     config_class = MergedConfig
-
-    def __init__(self, config: MergedConfig, context: DraftContext) -> None:
-        super().__init__(config, context, config.drafters)
 
     def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
         per_part = [self.ask(number, sequences, budgets) for number in range(len(self.parts))]
