@@ -6,6 +6,7 @@ Every row takes its own keys in the order of its own path, so its bits depend on
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -93,7 +94,7 @@ class KernelAttention(Backend[AttentionPlan]):
         q, k, v = (_by_row(side) for side in (query.q, query.k, query.v))
         keys, values = pool.keys[query.layer], pool.values[query.layer]
         rows, heads, _ = q.shape
-        _check_rows(q, k, v, keys, values, count)
+        _check_rows(keys, values, count, q, k, v)
         out = q.new_empty(rows, heads * values.shape[3])
         shape = _lay_out(keys, values)
         strides = q.stride(0), k.stride(0), v.stride(0)
@@ -109,18 +110,25 @@ class KernelAttention(Backend[AttentionPlan]):
         return out
 
     def cross(self, layer: int, q: torch.Tensor, scale: float, plan: AttentionPlan) -> torch.Tensor:
-        sources, across, count = self.pool.sources, plan.across, plan.batch.num_rows
+        sources, across = self.pool.sources, plan.across
         assert sources is not None
         assert across is not None
-        pool, q = sources.pool, _by_row(q)
+        return self.read(sources.pool, layer, q, scale, across)
+
+    def read(
+        self, pool: Pool, layer: int, q: torch.Tensor, scale: float, plan: AttentionPlan, window: int = 0
+    ) -> torch.Tensor:
+        """Attend to entries of a layer of ``pool``, the last ``window`` of them if that is not 0, where
+        ``plan_reads`` has laid out the rows; nothing is stored."""
+        q, count = _by_row(q), plan.batch.num_rows
         keys, values = pool.keys[layer], pool.values[layer]
-        _check_rows(q, q, q, keys, values, count)
-        rows, heads, width = q.shape
-        out = q.new_empty(rows, heads * width)
-        shape, sizes = _lay_out(keys, values), array("q", structs.Heads(heads, 0, q.stride(0), 0, 0, 0, 0, 0))
+        _check_rows(keys, values, count, q)
+        rows, heads, _ = q.shape
+        out = q.new_empty(rows, heads * values.shape[3])
+        shape, sizes = _lay_out(keys, values), array("q", structs.Heads(heads, window, q.stride(0), 0, 0, 0, 0, 0))
         self.call(
             q.data_ptr(), None, None, out.data_ptr(), keys.data_ptr(), values.data_ptr(), shape.buffer_info()[0],
-            sizes.buffer_info()[0], across.address, count, scale, 0.0, kernels.threads(),
+            sizes.buffer_info()[0], plan.address, count, scale, 0.0, kernels.threads(),
         )  # fmt: skip
         return out
 
@@ -134,14 +142,19 @@ def _lay_out(keys: torch.Tensor, values: torch.Tensor) -> array[int]:
 
 
 def _plan_sources(sources: Sources, batch: Batch) -> AttentionPlan:
-    """Rows that see all the entries of their sequence's source and nothing else: paths of no nodes behind them."""
+    pages = [sources.page(span.key) for span in batch.spans]
+    return plan_reads(batch, [([page], length) for page, length in pages])
+
+
+def plan_reads(batch: Batch, reads: Sequence[tuple[Sequence[int], int]]) -> AttentionPlan:
+    """Each span's rows see the first entries of these pages, so many, and nothing else: paths of no nodes behind
+    them."""
     spans, tables, begins = array("q"), array("q"), []
     paths, entries = array("q", (0,) * 2 * batch.num_rows), array("q", (0,))
-    for span, offset in zip(batch.spans, batch.offsets):
-        page, length = sources.page(span.key)
+    for span, offset, (pages, length) in zip(batch.spans, batch.offsets, reads, strict=True):
         begins.append(len(tables))
         spans.extend(structs.SpanStruct(offset, len(span.tokens), length, length, len(tables), 2 * offset))
-        tables.append(page)
+        tables.extend(pages)
     at = [numbers.buffer_info()[0] for numbers in (spans, tables, paths, entries)]
     plan = array("q", structs.Plan(at[0], len(begins), at[1], len(tables), at[2], len(paths), at[3], 0))
     return AttentionPlan(batch, (spans, tables, paths, entries), plan, plan.buffer_info()[0], begins)
@@ -174,14 +187,18 @@ def _check(span: Span) -> None:
 
 
 def _check_rows(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, rows: int
-) -> None:
+    keys: torch.Tensor, values: torch.Tensor, rows: int, q: torch.Tensor,
+    k: torch.Tensor | None = None, v: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """``k`` and ``v`` None: nothing is stored."""
     requested, wanted = (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
-    if any(side.dtype is not keys.dtype or not side.is_cpu or side.shape[0] < rows for side in (q, k, v)):
-        said = ", ".join(f"{side.dtype} {[*side.shape]} on {side.device}" for side in (q, k, v))
+    sides = [side for side in (q, k, v) if side is not None]
+    if any(side.dtype is not keys.dtype or not side.is_cpu or side.shape[0] < rows for side in sides):
+        said = ", ".join(f"{side.dtype} {[*side.shape]} on {side.device}" for side in sides)
         raise ValueError(f"attention over {keys.dtype} on cpu needs {rows} rows, not {said}")
-    if k.shape[1:] != requested or v.shape[1:] != wanted or q.shape[2] != requested[1]:
-        said = ", ".join(f"{[*side.shape]}" for side in (q, k, v))
+    wrong = (k is not None and k.shape[1:] != requested) or (v is not None and v.shape[1:] != wanted)
+    if wrong or q.shape[2] != requested[1]:
+        said = ", ".join(f"{[*side.shape]}" for side in sides)
         raise ValueError(f"entries have {requested[0]} heads of {requested[1]} numbers, with {wanted[1]}, not {said}")
 
 

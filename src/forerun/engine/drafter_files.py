@@ -20,6 +20,8 @@ SPECULATORS = {
     "eagle": "eagle", "eagle3": "eagle", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash", "mtp": "mtp",
 }  # fmt: skip
 """By ``speculators_model_type``."""
+ASSISTANT = "gemma4_assistant"
+"""As ``model_type``."""
 NEXTN = re.compile(r"(?:.*\.)?(?:mtp\.|mtp_layers\.0\.).*|(?:.*\.)?eh_proj\.weight")
 FIRST = re.compile(r"(?:.*\.)?layers\.0\..*|blk\.0\..*")
 
@@ -41,6 +43,8 @@ def method_of(name: str) -> str:
                 served = ", ".join(methods)
                 raise ConfigError(f"{name} is a drafter of kind {shown(config[key])}; there are {served}")
             return methods[config[key]]
+    if config.get("model_type") == ASSISTANT:
+        return "mtp"
     return _by_tensors(read_headers(weight_files(path), packed=True))
 
 

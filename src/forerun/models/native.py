@@ -21,7 +21,7 @@ from forerun.core.errors import ModelError
 from forerun.core.inference import inference
 from forerun.core.loading import watch
 from forerun.models import activations, quantize, tiling
-from forerun.models.architectures.spec import ALL, applies, bind
+from forerun.models.architectures.spec import ALL, OUTSIDE, applies, bind
 from forerun.models.base import MixtureInfo, ModelInfo, Tiles, pad_rows
 from forerun.models.experts import Experts
 from forerun.models.formats import prefetch
@@ -398,12 +398,12 @@ class NativeModel:
         q, k, v = self._heads(layer, qkv, run.angles[layer.rotary] if layer.rope else None)
         if self._borrows and layer.source is None:
             run.entries[index] = k, v
-        elif layer.source is not None:  # stored again, to the bit
+        elif layer.source not in (None, OUTSIDE):  # stored again, to the bit
             if layer.source not in run.entries:
                 missing = f"layer {index} reads the keys and values of layer {layer.source}, which is left out"
                 raise ModelError(f"{self.info.architecture}: {missing}")
             k, v = run.entries[layer.source]
-        index = index if layer.source is None else layer.source
+        index = index if layer.source in (None, OUTSIDE) else layer.source
         q = self._grown(q, run.metadata.batch)
         query = Query(index, q, k, v, self.spec.scale, layer.window, self.spec.softcap, sinks=layer.sinks)
         out = run.attention.run(query, run.metadata)

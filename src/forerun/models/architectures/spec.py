@@ -31,6 +31,10 @@ LONGEST_KERNEL = 16
 """Rows that a convolution reads."""
 LARGEST = 1 << 20
 NO_LIMIT = (0.0, math.inf)
+READS = "reads_target"
+"""A config key of a decoder whose layers have no keys and values: all of them read another model's."""
+OUTSIDE = -1
+"""The layer whose keys and values such a layer reads."""
 TILED_HEADS = "tiled_heads"
 """A config key that GGUF files of delta nets get: see ``MixerSpec.tiled``."""
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -70,7 +74,7 @@ class LayerSpec:
     inner: int | None = None
     """Outputs of the gate of an MLP; None: the model's."""
     source: int | None = None
-    """The layer whose keys and values are read; None: its own."""
+    """The layer whose keys and values are read; None: its own; ``OUTSIDE``: one of another model."""
     twice: bool = False
     """One projection makes keys and values."""
 
@@ -222,7 +226,7 @@ def applies(config: Any) -> str | None:
     types -= {result.mixer.layers} if result.mixer is not None else set()
     if (result.attention.window == "typed" or result.mixer is not None) and types:
         return f"layers of type {types.pop()!r}"
-    borrowed = _borrowed(result, config)
+    borrowed = 0 if getattr(config, READS, False) else _borrowed(result, config)
     if borrowed and set(config.layer_types[-borrowed:]) - set(config.layer_types[:-borrowed]):
         return f"{result.attention.borrowed} {borrowed}: layers that borrow keys of a type that none before them has"
     reason = None if result.mixer is None else _mixer_applies(result.mixer, config)
@@ -480,7 +484,7 @@ def _sized(layer: LayerSpec, architecture: Architecture, config: Any, index: int
     """A layer with the sizes of its own, and where its keys and values are."""
     attention, mlp, own = architecture.attention, architecture.mlp, config.per_layer_config[index]
     types, first = config.layer_types, config.num_hidden_layers - _borrowed(architecture, config)
-    source = max(i for i in range(first) if types[i] == types[index]) if index >= first else None
+    source = max((i for i in range(first) if types[i] == types[index]), default=OUTSIDE) if index >= first else None
     doubled = source is not None and mlp.doubled is not None and getattr(config, mlp.doubled)
     twice = attention.twice is not None and types[index] != SLIDING and getattr(config, attention.twice)
     return replace(

@@ -8,6 +8,7 @@ such layers, the first one drafts.
 
 Read are Qwen 3.5's and Qwen3-Next's ``mtp.*``, DeepSeek's and GLM's ``model.layers.N.{enorm,hnorm,eh_proj,...}``,
 MiMo's ``model.mtp_layers.0.*`` and GGUF's ``blk.N.nextn.*``, out of the target's own files or a file beside them.
+Gemma 4's assistant is another thing under the same name: ``assistant.py``.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from forerun.models.checkpoint import CONFIG, read_headers, read_object, weight_
 from forerun.models.gguf_model import is_gguf, open_gguf, rows_as_halves
 from forerun.models.load import read_config, resolve
 from forerun.models.mapped import Files
-from forerun.speculate.draft.base import drafters
+from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.heads.eagle import Eagle, EagleConfig
 from forerun.speculate.draft.heads.head import FORMAT, FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate
 
@@ -321,7 +322,7 @@ def _experts(config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class MtpConfig(EagleConfig):
-    """As eagle's; ``model`` is a file with the layer where it is not in the target's."""
+    """As eagle's; ``model`` is a file with the layer where it is not in the target's, or Gemma 4's assistant."""
 
     draft_vocab_size: int | None = None
     """How many tokens its output layer predicts, as a draft model's. None: 32,768 of a vocabulary of more than 65,536,
@@ -336,17 +337,33 @@ class Mtp(Eagle):
     config_class = MtpConfig
     head_class = MtpHead
 
+    @classmethod
+    def build(cls, config: Any, context: DraftContext) -> Drafter[Any]:
+        from forerun.speculate.draft.heads.assistant import Assistant, is_assistant
+
+        if config.model is not None and is_assistant(resolve(config.model)):
+            return Assistant(config, context)
+        return cls(config, context)
+
     def _load(self, config: Any, target: Model) -> Head:
         info = target.info
         own = resolve(info.name)
         head = MtpHead.read(own if config.model is None else resolve(config.model), read_config(own).get_text_config())
-        size = config.draft_vocab_size or (CUT if info.vocab_size > LARGE_VOCABULARY else None)
-        if size is not None and head.lm_head is None:
-            if size > info.vocab_size:
-                raise ConfigError(f"draft_vocab_size is {size}, and {info.name} has {info.vocab_size} tokens")
-            ids = self.context.commonest(size, info.vocab_size)
+        ids = predicted(config, self.context) if head.lm_head is None else None
+        if ids is not None:
             head.narrow(ids, output_rows(own, ids))
         return head
+
+
+def predicted(config: MtpConfig, context: DraftContext) -> torch.Tensor | None:
+    """The tokens that an output layer is cut to, int64 ascending; None: all. Raises ConfigError."""
+    info = context.target.info
+    size = config.draft_vocab_size or (CUT if info.vocab_size > LARGE_VOCABULARY else None)
+    if size is None:
+        return None
+    if size > info.vocab_size:
+        raise ConfigError(f"draft_vocab_size is {size}, and {info.name} has {info.vocab_size} tokens")
+    return context.commonest(size, info.vocab_size)
 
 
 def output_rows(path: Path, ids: torch.Tensor) -> torch.Tensor:

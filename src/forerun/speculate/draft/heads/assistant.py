@@ -1,0 +1,257 @@
+"""Gemma 4's assistant, a form of ``mtp``: a small decoder of queries alone that reads the target's cache.
+
+Its first input is the embedding of the last token and the hidden state of the target before it; a deeper one is that
+of the token that it drafted, and its own output. Each of its layers reads the keys and values of the last layer of the
+same kind in the target. It has no cache, and all its queries have the position of the last token: it drafts right after
+a prefix hit, and a row does not depend on the rows beside it.
+
+Read are folders as transformers saves ``Gemma4AssistantForCausalLM``. With ``use_ordered_embeddings`` the output layer
+looks at the tokens of the likeliest clusters alone; others get one less than the least of their logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from forerun.attention.reading import ReadingAttention
+from forerun.core.batch import Batch, Output, Span
+from forerun.core.config import COUNT
+from forerun.core.errors import ConfigError, ModelError, shown
+from forerun.core.inference import inference
+from forerun.core.request import RequestState
+from forerun.core.tree import Draft, Verdict
+from forerun.models.architectures.families import GEMMA4
+from forerun.models.architectures.spec import READS, applies
+from forerun.models.base import Model
+from forerun.models.checkpoint import CONFIG, read_object
+from forerun.models.gguf_model import is_gguf
+from forerun.models.kinds import UNQUANTIZED
+from forerun.models.linear import choose, make_linear
+from forerun.models.load import read_config, resolve
+from forerun.models.mapped import CheckpointWeights
+from forerun.models.native import NativeModel
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs
+from forerun.speculate.draft.heads.mtp import MtpConfig, Tensors, predicted
+from forerun.speculate.draft.levels import Frontier, grow
+from forerun.speculate.verify import Verification
+
+KIND = "gemma4_assistant"
+SIZES = {"backbone_hidden_size": 1536, "num_centroids": 2048, "centroid_intermediate_top_k": 32}
+"""Config keys and what they are where files leave them out."""
+
+
+def is_assistant(path: Path) -> bool:
+    """Whether the folder ``path`` holds such a drafter."""
+    about = path / CONFIG
+    return not is_gguf(path) and about.is_file() and read_object(about).get("model_type") == KIND
+
+
+class Clusters:
+    """The output layer that looks at some tokens alone: those of the ``chosen`` clusters whose centroids [clusters,
+    width] fit best. ``tokens`` int64 [clusters, size] are theirs, ``rows`` [vocabulary, width] the tokens' weights."""
+
+    def __init__(self, centroids: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, chosen: int) -> None:
+        self.centroids, self.tokens, self.rows, self.chosen = centroids, tokens, rows, chosen
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [n, vocabulary] of x [n, width]."""
+        best = (x @ self.centroids.T).topk(self.chosen, dim=-1).indices
+        ids = self.tokens[best].flatten(1)
+        logits = (self.rows[ids] @ x[:, :, None])[..., 0].float()
+        least = logits.min(dim=-1, keepdim=True).values - 1.0
+        return least.expand(-1, len(self.rows)).scatter(1, ids, logits)
+
+
+class AssistantModel:
+    """The decoder and the projections around it."""
+
+    def __init__(self, path: Path, target: NativeModel, ids: torch.Tensor | None, quantization: str | None) -> None:
+        """``ids`` int64: the tokens that it predicts; None: all. Raises ModelError for a folder that does not fit."""
+        info = target.info
+        text, sizes = read_config(path), _sizes(path)
+        setattr(text, READS, True)
+        text.final_logit_softcapping = None  # transformers has none here
+        text.sliding_window += 1  # it counts from the position before the query
+        if text.model_type != GEMMA4.model_type or (reason := applies(text)) is not None:
+            reason = text.model_type if text.model_type != GEMMA4.model_type else reason
+            raise ModelError(f"{path}: Gemma 4's assistant is a decoder of Gemma 4's layers, not {reason}")
+        if text.num_kv_shared_layers != text.num_hidden_layers:
+            raise ModelError(f"{path}: {text.num_kv_shared_layers} of its {text.num_hidden_layers} layers read the "
+                             "target's keys and values; in Gemma 4's assistant all do")  # fmt: skip
+        made_for = sizes["backbone_hidden_size"], text.vocab_size
+        if made_for != (info.hidden_size, info.vocab_size):
+            raise ModelError(
+                f"{path} was trained for a target of hidden size {made_for[0]} and {made_for[1]} tokens; {info.name} "
+                f"has {info.hidden_size} and {info.vocab_size}"
+            )
+        weights, tensors = CheckpointWeights(path, text), Tensors(path)
+        ordered = read_object(path / CONFIG).get("use_ordered_embeddings")
+        self.clusters = _clusters(path, text, sizes, tensors, info.dtype, info.device) if ordered else None
+        self.ids = None if self.clusters is not None else ids
+        self.decoder = NativeModel(
+            text, weights, dtype=info.dtype, device=info.device, name=str(path), eos_ids=frozenset(), invariant=False,
+            quantization=quantization, outputs=self.ids,
+        )  # fmt: skip
+        self.layers = _sources(path, self.decoder, target)
+        how, size = choose(info.dtype, info.device, "auto"), self.decoder.info.hidden_size
+
+        def linear(name: str, shape: tuple[int, int]) -> Any:
+            weight = _tensor(path, tensors, f"{name}.weight", shape)
+            return make_linear(weight.to(info.device, info.dtype), None, how)
+
+        self.before = linear("pre_projection", (size, 2 * info.hidden_size))
+        self.after = linear("post_projection", (info.hidden_size, size))
+
+    def logits(self, out: Output, x: torch.Tensor) -> torch.Tensor:
+        """Float32 [n, vocabulary] of its normed states x; tokens that it does not predict are impossible."""
+        if self.clusters is not None:
+            return self.clusters(x)
+        if self.ids is None:
+            return out.logits
+        full = out.logits.new_full((len(out.logits), self.decoder.info.vocab_size), float("-inf"))
+        full[:, self.ids] = out.logits
+        return full
+
+
+def _tensor(path: Path, tensors: Tensors, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if name not in tensors.names:
+        raise ModelError(f"{path} holds no whole assistant: it lacks {name}")
+    result = tensors[name]
+    if result.shape != shape:
+        raise ModelError(f"{path}: {name} has shape {[*result.shape]}; its config asks for {[*shape]}")
+    return result
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    given = read_object(path / CONFIG)
+    result = {name: given.get(name, usual) for name, usual in SIZES.items()}
+    for name, value in result.items():
+        if not COUNT.permits(value):
+            raise ModelError(f"{path / CONFIG} has {shown(value)} as {name}, not a positive integer")
+    return result
+
+
+def _clusters(
+    path: Path, text: Any, sizes: Mapping[str, int], tensors: Tensors, dtype: torch.dtype, device: torch.device
+) -> Clusters:
+    count, chosen = sizes["num_centroids"], sizes["centroid_intermediate_top_k"]
+    tokens, width = text.vocab_size, text.hidden_size
+    if tokens % count or chosen > count:
+        raise ModelError(f"{path}: {count} clusters, of which {chosen} are chosen, do not divide {tokens} tokens")
+    centroids = _tensor(path, tensors, "masked_embedding.centroids.weight", (count, width)).to(device, dtype)
+    order = _tensor(path, tensors, "masked_embedding.token_ordering", (tokens,)).long()
+    if not torch.equal(order.sort().values, torch.arange(tokens)):
+        raise ModelError(f"{path}: masked_embedding.token_ordering does not name each of {tokens} tokens once")
+    rows = _tensor(path, tensors, "model.embed_tokens.weight", (tokens, width)).to(device, dtype)
+    return Clusters(centroids, order.view(count, -1).to(device), rows, chosen)
+
+
+def _sources(path: Path, decoder: NativeModel, target: NativeModel) -> list[int]:
+    """The target's layer that each layer reads. Raises ModelError where their keys do not fit."""
+    last: Mapping[str | None, int] = {
+        layer.rotary: index for index, layer in enumerate(target.spec.layers) if layer.source is None
+    }
+    for layer in decoder.spec.layers:
+        at = last.get(layer.rotary)
+        theirs = None if at is None else target.spec.layers[at].heads
+        if theirs != layer.heads or decoder.spec.heads % (layer.heads or (1, 1))[0]:
+            raise ModelError(f"{path}: its {layer.rotary} reads key-value heads (number, width) {layer.heads}; "
+                             f"{target.info.name} has {theirs} there")  # fmt: skip
+    return [last[layer.rotary] for layer in decoder.spec.layers]
+
+
+class Assistant(Drafter[MtpConfig]):
+    name = "mtp"
+    config_class = MtpConfig
+
+    def __init__(self, config: MtpConfig, context: DraftContext) -> None:
+        super().__init__(config, context)
+        context.require_decoder(self.name)
+        path, target = resolve(config.model or ""), context.target
+        if not isinstance(target, NativeModel) or target.spec.architecture is not GEMMA4:
+            raise ConfigError(
+                f"{path} is Gemma 4's assistant, which reads the cache of a Gemma 4 on the native path, and "
+                f"{target.info.name} is {target.info.architecture} ({target.info.path})"
+            )
+        kind = None if config.quantization in (None, UNQUANTIZED) else config.quantization
+        self.model = AssistantModel(path, target, predicted(config, context), kind)
+        if self.model.clusters is not None and config.draft_vocab_size is not None:
+            raise ConfigError(f"{path} predicts the tokens of its likeliest clusters: remove draft_vocab_size")
+        self.needs = Needs(hidden=(target.info.num_layers,), model=True)
+        self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
+        self.states: dict[int, tuple[int, torch.Tensor]] = {}
+        """How many tokens of a sequence the target has read, and its last hidden state [hidden size]."""
+        self.attention: ReadingAttention | None = None
+
+    @inference
+    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+        ready = [
+            index
+            for index, sequence in enumerate(sequences)
+            if sequence.id in self.states and self.states[sequence.id][0] == len(sequence.tokens) - 1
+        ]
+        said: dict[tuple[int, int], torch.Tensor] = {}
+        """What each row makes for the rows behind it."""
+
+        def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
+            tokens, features = [], []
+            for index, node in frontier:
+                sequence, draft = sequences[index], drafts[index]
+                tokens.append(draft.tokens[node] if depth else sequence.tokens[-1])
+                features.append(said[index, draft.parents[node]] if depth else self.states[sequence.id][1])
+            chosen = [sequences[index] for index, _ in frontier]
+            logits, states = self._run(chosen, tokens, torch.stack(features))
+            said.update(zip(frontier, states))
+            return logits
+
+        return grow(sequences, ready, budgets, self.config, self.chooser, score)[0]
+
+    def _run(
+        self, chosen: Sequence[RequestState], tokens: Sequence[int], features: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits and what the next step feeds on, of one row for each of ``tokens``."""
+        model, target = self.model, self.context.target
+        if self.attention is None:
+            self.attention = ReadingAttention(self.context.attention(), model.layers)
+        device, last = target.info.device, model.decoder.info.num_layers
+        embedded = target.embed(torch.tensor(tokens, device=device))
+        given = model.before(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))
+        asked = [0] if model.clusters is None else []
+        spans = [Span(s.id, len(s.tokens) - 1, [token], logits=asked) for s, token in zip(chosen, tokens)]
+        batch = Batch(spans, device, hidden=(last,), embeds=given, embed_rows=list(range(len(tokens))))
+        out = model.decoder.forward(batch, self.attention)
+        return model.logits(out, out.hidden[last]), model.after(out.hidden[last])
+
+    def observe(
+        self,
+        sequences: Sequence[RequestState],
+        drafts: Sequence[Draft],
+        verdicts: Sequence[Verdict],
+        result: Verification,
+    ) -> None:
+        for sequence, verdict in zip(sequences, verdicts):
+            if verdict.hidden is None or verdict.error is not None:
+                continue
+            rows = verdict.hidden[self.context.target.info.num_layers]
+            if len(rows):
+                self.states[sequence.id] = sequence.num_computed_tokens, rows[-1].clone()
+
+    def fork(self, source: RequestState, sequence: RequestState) -> None:
+        if source.id in self.states:
+            self.states[sequence.id] = self.states[source.id]
+
+    def release(self, sequence: RequestState) -> None:
+        self.states.pop(sequence.id, None)
+
+    def models(self) -> list[Model]:
+        return [self.model.decoder]
+
+    def reusable(self, sequence: RequestState) -> int:
+        return len(sequence.tokens)
+
+    def cached_tokens(self, sequence: RequestState) -> list[int]:
+        return sequence.tokens[: self.states[sequence.id][0]] if sequence.id in self.states else []

@@ -1,0 +1,206 @@
+"""Gemma 4's assistant: what it drafts, and from which q, is what transformers' own module says of the same text."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
+
+from described import SIZES, TOKENS, UNEVEN, save_described
+from forerun import LLM, ForerunError, SamplingParams
+from forerun.engine.drafter_files import method_of
+from tiny import save_tokenizer, tiny_llama
+
+PROMPTS = [[5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4], [8, 30, 8]]
+COUNT = 4
+GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True)
+HOT = SamplingParams(temperature=0.9, seed=5, max_tokens=14, ignore_eos=True)
+
+
+def save_assistant(folder, target, **options):
+    """A random one for the described target of that name."""
+    torch.manual_seed(3)
+    sized = {key: value for key, value in UNEVEN[target][1].items() if key.startswith(("global_", "num_global", "att"))}
+    text = Gemma4TextConfig(**{
+        **SIZES, **sized, "hidden_size": 48, "num_hidden_layers": 3, "sliding_window": 7, "vocab_size": TOKENS,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_kv_shared_layers": 3,
+        "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "final_logit_softcapping": 3.0,
+    })  # fmt: skip
+    module = Gemma4AssistantForCausalLM(Gemma4AssistantConfig(text_config=text, backbone_hidden_size=64, **options))
+    for name, part in module.named_parameters():
+        torch.nn.init.normal_(part, float(name.endswith("norm.weight")), 0.3)
+    for name, part in module.named_buffers():
+        if name.endswith("token_ordering"):
+            part.copy_(torch.randperm(TOKENS))
+        elif name.endswith("layer_scalar"):
+            torch.nn.init.uniform_(part, 0.5, 1.5)
+    module.tie_weights()
+    module.save_pretrained(folder)
+    return module.eval()
+
+
+CLUSTERS = {"use_ordered_embeddings": True, "num_centroids": TOKENS // 2, "centroid_intermediate_top_k": 3}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Target's and assistant's folders and modules, by the target's name and whether tokens are in clusters."""
+
+    @cache
+    def get(name, ordered=False):
+        target, folder = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("assistant")
+        save_described(name, target)
+        assistant = save_assistant(folder, name, **(CLUSTERS if ordered else {}))
+        model = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager").eval()
+        return target, folder, model, assistant
+
+    return get
+
+
+@torch.no_grad()
+def expected(model, assistant, committed, drafted):
+    """Logits [len(drafted), vocabulary] behind what is drafted so far, as transformers' generation feeds it."""
+    out = model(torch.tensor([committed[:-1]]), output_hidden_states=True, return_shared_kv_states=True)
+    hidden, token, rows = out.hidden_states[-1][:, -1:], committed[-1], []
+    for drafts in drafted:
+        embedded = model.get_input_embeddings()(torch.tensor([[token]]))
+        made = assistant(
+            inputs_embeds=torch.cat([embedded, hidden], dim=-1), position_ids=torch.tensor([[len(committed) - 1]]),
+            shared_kv_states=out.shared_kv_states,
+        )  # fmt: skip
+        rows.append(made.logits[0, -1])
+        hidden, token = made.last_hidden_state, drafts
+    return torch.stack(rows)
+
+
+def load(target, assistant, **options):
+    """An engine, and a list that gets (committed tokens, drafted tokens, their rows of q) of every draft."""
+    config = {"method": "mtp", "model": str(assistant), **options.pop("spec", {"num_speculative_tokens": COUNT})}
+    llm = LLM(str(target), speculative_config=config, dtype="float32", max_model_len=64, **options)
+    drafter, seen = llm.engine.router.drafters["mtp"], []
+    propose = drafter.propose
+
+    def watched(sequences, budgets):
+        drafts = propose(sequences, budgets)
+        for sequence, draft in zip(sequences, drafts):
+            rows = [draft.trials[node][0].row for node in range(len(draft))] if draft.is_chain else []
+            q = [draft.q[row] for row in rows if row >= 0]
+            seen.append((list(sequence.tokens), list(draft.tokens), q))
+        return drafts
+
+    drafter.propose = watched
+    return llm, seen
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("name", UNEVEN)
+def test_it_drafts_what_transformers_own_module_says(pair, name, ordered):
+    """Every draft of two requests at once, behind accepted and rejected drafts, on both sides of the window."""
+    target, folder, model, assistant = pair(name, ordered)
+    llm, seen = load(target, folder)
+    llm.generate(PROMPTS, GREEDY)
+    assert len(seen) >= 6
+    assert max(len(drafted) for _, drafted, _ in seen) == COUNT
+    for committed, drafted, _ in seen:
+        assert drafted == expected(model, assistant, committed, drafted).argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+@pytest.mark.parametrize("rule", ["token", "block"])
+def test_q_is_transformers_own(pair, rule, ordered):
+    target, folder, model, assistant = pair("gemma4", ordered)
+    llm, seen = load(target, folder, spec={"accept": rule, "num_speculative_tokens": COUNT})
+    llm.generate(PROMPTS, HOT)
+    assert len(seen) >= 6
+    for committed, drafted, rows in seen:
+        q = torch.softmax(expected(model, assistant, committed, drafted) / HOT.temperature, -1)
+        assert torch.allclose(torch.stack(rows), q, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [{"num_speculative_tokens": COUNT}, {"tree": [3, 2, 1]}, {"draft_vocab_size": 40}, {"confidence_threshold": 0.2}],
+)
+def test_no_token_changes(pair, spec):
+    target, folder, *_ = pair("gemma4")
+    llm, seen = load(target, folder, spec=spec, page_size=4, enable_prefix_caching=True)
+    for params in (GREEDY, GREEDY, HOT):
+        drafted, plain = (llm.generate(PROMPTS, params, speculate=each) for each in (True, False))
+        assert [each.outputs[0].token_ids for each in drafted] == [each.outputs[0].token_ids for each in plain]
+        assert sum(each.metrics.num_draft_tokens for each in drafted) > 0
+    assert len({tuple(committed) for committed, *_ in seen}) < len(seen)  # a prefix hit drafts, too
+
+
+def test_its_folder_says_the_method(pair):
+    assert method_of(str(pair("gemma4")[1])) == "mtp"
+
+
+def test_without_the_kernel_it_reads_the_same(pair):
+    target, folder, *_ = pair("gemma4")
+    llm, seen = load(target, folder, page_size=4)
+    llm.generate(PROMPTS, GREEDY)
+    first = list(seen)
+    seen.clear()
+    llm.engine.router.drafters["mtp"].attention.kernel = None
+    llm.generate(PROMPTS, GREEDY)
+    assert seen == first
+
+
+def edit(folder, change):
+    about = folder / "config.json"
+    given = json.loads(about.read_text())
+    change(given)
+    about.write_text(json.dumps(given))
+
+
+def without(name):
+    def damage(folder):
+        tensors = load_file(folder / "model.safetensors")
+        tensors.pop(name)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return damage
+
+
+def unsorted(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["masked_embedding.token_ordering"].zero_()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "spec", "message"),
+    [
+        (lambda f: edit(f, lambda c: c.update(backbone_hidden_size=32)), {}, "trained for a target of hidden size 32"),
+        (without("pre_projection.weight"), {}, "lacks pre_projection.weight"),
+        (without("model.layers.0.self_attn.q_proj.weight"), {}, "lacks 1 weights"),
+        (unsorted, {}, "does not name each of"),
+        (lambda f: edit(f, lambda c: c.update(num_centroids=40)), {}, "do not divide"),
+        (lambda f: edit(f, lambda c: c["text_config"].update(num_key_value_heads=1)), {}, "key-value heads"),
+        (lambda f: None, {"draft_vocab_size": 40}, "remove draft_vocab_size"),
+        (lambda f: None, {"draft_vocab_size": 4000}, "draft_vocab_size is 4000"),
+    ],
+)
+def test_what_does_not_fit_is_named(tmp_path, pair, damage, spec, message):
+    target = pair("gemma4")[0]
+    save_assistant(tmp_path, "gemma4", **CLUSTERS)
+    damage(tmp_path)
+    with pytest.raises(ForerunError, match=message) as caught:
+        load(target, tmp_path, spec=spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_targets_are_refused(tmp_path, pair):
+    folder = pair("gemma4")[1]
+    tiny_llama().save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    with pytest.raises(ForerunError, match="reads the cache of a Gemma 4 on the native path") as caught:
+        load(tmp_path, folder)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ForerunError, match="layers that borrow keys") as caught:
+        LLM(str(folder))
+    assert "\n" not in str(caught.value)
