@@ -327,7 +327,9 @@ class Drafting {
     const float temperature = d.temperatures[sequence];
     const int64_t noisy = temperature != 0 && d.keys;
     const uint64_t key = d.keys ? d.keys[at] : 0;
-    float *const softmax_row = temperature != 0 && d.q ? d.q + at * size : nullptr;
+    float *const q = temperature != 0 && d.q ? d.q + at * d.num_ids : nullptr;
+    std::vector<float> named(q && d.names ? size : 0);
+    float *const softmax_row = named.empty() ? q : named.data();
     if (temperature != 0)
       restrict_row(row, size, temperature, d.thresholds[2 * sequence], d.top_ks[sequence], d.thresholds[2 * sequence + 1]);
     float top;
@@ -336,6 +338,9 @@ class Drafting {
     if (!(top > -std::numeric_limits<float>::infinity())) return;
     if (softmax_row && d.quantiles) draw(softmax_row, 1, size, d.quantiles + at, &place);
     d.tokens[at] = d.names ? d.names[place] : place;
+    if (named.empty()) return;
+    std::memset(q, 0, d.num_ids * sizeof(float));
+    for (int64_t i = 0; i < size; i++) q[d.names[i]] = named[i];
   }
 
   // Lays out the next rows, and returns how many there are.

@@ -216,7 +216,8 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(const uint64_t *, keys)   /* [longest, sequences] of each choice's noise, or null: drawn from the softmax */        \
   F(const double *, quantiles)    /* [longest, sequences] where in its cumulative sum */                                \
   F(int64_t *, tokens)        /* [longest, sequences] what was chosen; -1: nothing, as no id is permitted or one is NaN */ \
-  F(float *, q)               /* [longest, sequences, vocabulary] softmax of each row with a temperature, or null */    \
+  F(float *, q)               /* [longest, sequences, num_ids] softmax of each row with a temperature, or null */       \
+  F(int64_t, num_ids)         /* tokens that there are: more than rows of the output layer where there are names */     \
   F(int64_t, feeds)           /* whether the output before the last norm is the next input, beside the token (EAGLE) */ \
   F(double, floor)            /* a chain ends once the logs of its likeliest tokens' chances add up to less */
 

@@ -213,6 +213,7 @@ class Chains(NamedTuple):
     quantiles: int
     tokens: int
     q: int
+    num_ids: int
     feeds: int
     floor: int
 

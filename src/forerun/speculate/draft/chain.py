@@ -103,7 +103,8 @@ class ChainRunner:
         )
         top_ks = array("q", [sequence.params.top_k for sequence in sequences])
         hot, size = any(temperatures), self.fused.vocab_size
-        q = torch.empty(longest * count, size) if hot else None
+        width = size if self.names is None else self.chooser.sampler.vocab_size
+        q = torch.empty(longest * count, width) if hot else None
         keys, quantiles = self._keys(sequences, longest) if hot else (array("Q"), array("d"))
         tokens = array("q", bytes(8 * longest * count))
         tables = array("q", [prepared.plan.begins[i] for i in theirs])
@@ -115,13 +116,11 @@ class ChainRunner:
         call = array("q", structs.Chains(
             count, longest, at[0], at[1], at[2], at[3], at[4], at[5], self.words.data_ptr(),
             0 if self.names is None else self.names.data_ptr(), noise[0], noise[1], tokens.buffer_info()[0],
-            0 if q is None else q.data_ptr(), int(self.feeds), structs.number(self.floor),
+            0 if q is None else q.data_ptr(), width, int(self.feeds), structs.number(self.floor),
         ))  # fmt: skip
         fused = self.fused
         fused.draft(*fused.addresses, prepared.address, call.buffer_info()[0])
         attention.finish(prepared.plan)
-        if q is not None and self.names is not None:
-            q = q.new_zeros(len(q), self.chooser.sampler.vocab_size).index_copy_(1, self.names, q)
         drafts = []
         for i, (depth, start) in enumerate(zip(depths, starts)):
             chain = [token for token in tokens[i : depth * count : count] if token != NOTHING]
