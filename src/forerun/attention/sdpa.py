@@ -87,7 +87,9 @@ class SdpaAttention(Backend[Layout]):
         if rows == 1 and (window is None or window >= columns) and all(first == columns - 1 for first in call.firsts):
             return None
         masks = [self.masks.get(rows, groups, first, columns, window) for first in call.firsts]
-        return masks[0] if len(masks) == 1 else torch.stack(masks)[:, None]
+        if len(masks) > 1:
+            return torch.stack(masks)[:, None]
+        return masks[0] if self.pool.device.type == "cpu" else masks[0].clone()  # a GPU reads aligned addresses alone
 
 
 def fold(q: torch.Tensor, sequences: int, kv_heads: int) -> torch.Tensor:
