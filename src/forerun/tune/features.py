@@ -30,10 +30,11 @@ class Talk:
 
 
 class Features:
-    """The files that ``text.Writer`` wrote into a folder, read from disk as they are needed; more may come."""
+    """The files that ``text.Writer`` wrote into a folder, read from disk as they are needed, or held on a GPU; more
+    may come."""
 
-    def __init__(self, folder: Path, seed: int = 0) -> None:
-        self.folder, self.seed = folder, seed
+    def __init__(self, folder: Path, seed: int = 0, device: str | torch.device = "cpu") -> None:
+        self.folder, self.seed, self.device = folder, seed, torch.device(device)
         self.parts: list[dict[str, Any]] = []
         self.talks: list[Talk] = []
         self.names: set[str] = set()
@@ -45,6 +46,7 @@ class Features:
             if path.name in self.names:
                 continue
             part = torch.load(path, mmap=True, weights_only=True)
+            part |= {name: part[name].to(self.device) for name in ("tokens", "hidden")}
             if self.parts and part["layers"] != self.parts[0]["layers"]:
                 raise ConfigError(f"{path} holds other layers than the files before it")
             at = 0
@@ -60,7 +62,7 @@ class Features:
 
     def counts(self, vocabulary: int) -> Tensor:
         """How often each token is in an answer, int64 [vocabulary]."""
-        total = torch.zeros(vocabulary, dtype=torch.long)
+        total = torch.zeros(vocabulary, dtype=torch.long, device=self.device)
         for tokens in self.answers():
             total += torch.bincount(tokens.long(), minlength=vocabulary)
         return total
@@ -105,9 +107,10 @@ class Features:
     def lesson(self, indices: Tensor, target: PreTrainedModel, embedding: Tensor, head: Tensor, narrow: bool) -> Lesson:
         """What a draft learns from at ``indices`` (``batch``); ``head`` reads hidden states, of the drafted tokens
         alone where it is ``narrow``."""
+        indices = indices.to(self.device)
         rows, length, _ = indices.shape
-        tokens = torch.empty(rows * length, dtype=torch.long)
-        wide = torch.empty(rows * length, self.parts[0]["hidden"].shape[1], dtype=torch.bfloat16)
+        tokens = indices.new_empty(rows * length)
+        wide = tokens.new_empty(rows * length, self.parts[0]["hidden"].shape[1], dtype=torch.bfloat16)
         flat = indices.view(-1, 3)
         for part in flat[:, 0].unique().tolist():
             mine = flat[:, 0] == part
@@ -117,7 +120,7 @@ class Features:
         states = wide.view(rows, length, -1).float().chunk(len(self.layers), dim=-1)
         segment = indices[..., 2] >> 20
         prompt = indices[..., 2] & ((1 << 20) - 1)
-        inside = torch.arange(length) - _starts(segment)
+        inside = torch.arange(length, device=self.device) - _starts(segment)
         return Lesson(
             tokens=tokens.view(rows, length),
             hidden=dict(zip(self.layers, states)),
@@ -136,7 +139,7 @@ def _starts(segments: Tensor) -> Tensor:
     length = segments.shape[1]
     new = torch.ones_like(segments, dtype=torch.bool)
     new[:, 1:] = segments[:, 1:] != segments[:, :-1]
-    return torch.where(new, torch.arange(length), 0).cummax(dim=1).values
+    return torch.where(new, torch.arange(length, device=new.device), 0).cummax(dim=1).values
 
 
 RIDGE = 0.01
@@ -183,8 +186,9 @@ def vocabulary(counts: Tensor, rows: int, always: list[int]) -> Tensor:
 class Fit:
     """Least squares with a ridge, of sums that are added up batch by batch: weights [outputs, inputs]."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
-        self.left, self.right = torch.zeros(inputs, inputs), torch.zeros(inputs, outputs)
+    def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
+        self.left = torch.zeros(inputs, inputs, device=device)
+        self.right = torch.zeros(inputs, outputs, device=device)
 
     def add(self, known: Tensor, requested: Tensor) -> None:
         self.left += known.T @ known
@@ -194,7 +198,7 @@ class Fit:
         """The weights of the inputs ``some``; every input counts as if its mean square were 1."""
         left, right = self.left[some][:, some], self.right[some]
         size = left.diagonal().sqrt().clamp_min(1e-6)
-        left = left / size / size[:, None] + RIDGE * torch.eye(len(size))
+        left = left / size / size[:, None] + RIDGE * torch.eye(len(size), device=size.device)
         return (torch.linalg.solve(left, right / size[:, None]) / size[:, None]).T
 
 
@@ -214,12 +218,12 @@ def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Featu
     take(head, (head.hidden_norm, head.post_attention_layernorm), body.layers[-1])
     known = _Talks(features, embedding.weight.float(), norm, tokens)
     sizes = _fit_input(head, known)
-    second = Fit(head.o_proj.in_features, len(norm))
+    second = Fit(head.o_proj.in_features, len(norm), norm.device)
     for states, said, requested in known:
         stream, attended = _attended(head, states, said)
         second.add(attended[-len(requested) :], requested - stream[-len(requested) :])
     head.o_proj.weight.copy_(second.solve())
-    third = Fit(head.mlp.down_proj.in_features, len(norm))
+    third = Fit(head.mlp.down_proj.in_features, len(norm), norm.device)
     for states, said, requested in known:
         stream, attended = _attended(head, states, said)
         x = stream + head.o_proj(attended)
@@ -251,7 +255,8 @@ def _fit_input(head: EagleHead, known: _Talks) -> Tensor:
     hidden states, and ``fc`` adds to those what the other features say."""
     assert head.mix is not None
     size, inputs = head.fc.out_features, head.fc.in_features
-    fit, squares, count = Fit(size + inputs, size), torch.zeros(inputs), 0
+    device = known.norm.device
+    fit, squares, count = Fit(size + inputs, size, device), torch.zeros(inputs, device=device), 0
     for states, said, requested in known:
         fit.add(torch.cat([said, states], dim=-1)[-len(requested) :], requested)
         squares += states.square().sum(0)
@@ -260,18 +265,18 @@ def _fit_input(head: EagleHead, known: _Talks) -> Tensor:
     short, long = fit.solve(last), fit.solve()
     mixed = short[:, size:] * known.norm
     head.mix.weight.copy_(torch.cat([long[:, :size], mixed], dim=-1))
-    keep = torch.zeros(size, inputs)
+    keep = torch.zeros(size, inputs, device=device)
     keep[:, -size:] = torch.diag(1 / known.norm)
     close = BACK * mixed.square().sum() / size
     lack = long[:, size:] - mixed @ keep
-    head.fc.weight.copy_(keep + torch.linalg.solve(mixed.T @ mixed + close * torch.eye(size), mixed.T @ lack))
+    head.fc.weight.copy_(keep + torch.linalg.solve(mixed.T @ mixed + close * torch.eye(size, device=device), mixed.T @ lack))
     return (squares / max(1, count)).sqrt()
 
 
 def _sharpness(head: EagleHead, known: _Talks) -> float:
     """The factor of its logits with which most of its drafts are kept at temperature 1."""
     assert head.lm_head is not None
-    kept, count = torch.zeros(len(SHARPNESS)), 0
+    kept, count = torch.zeros(len(SHARPNESS), device=known.norm.device), 0
     for states, said, requested in known:
         stream, attended = _attended(head, states, said)
         logits = head.lm_head(head.norm(head.finish(stream, attended)[-len(requested) :]))
@@ -303,7 +308,7 @@ class _Talks:
 def _attended(head: EagleHead, states: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
     """A conversation's stream before the layer [n, hidden size], and what its attention finds [n, heads * width]."""
     stream = head.enter(said, head.fc(states))
-    q, k, v = head.qkv(said, stream, torch.arange(len(said)))
+    q, k, v = head.qkv(said, stream, torch.arange(len(said), device=said.device))
     groups = head.heads // head.kv_heads
     k, v = k.repeat_interleave(groups, dim=-2), v.repeat_interleave(groups, dim=-2)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))

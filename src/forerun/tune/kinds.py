@@ -254,7 +254,7 @@ def new_head(target: PreTrainedModel, features: Features, ids: Tensor, tokens: i
         options(config, features.layers, len(ids)),
     )  # fmt: skip
     torch.manual_seed(0)
-    head = EagleHead(sizes)
+    head = EagleHead(sizes).to(ids.device)
     scales = start(head, target, ids, features, tokens)
     return learnable(head, scales, target)
 
@@ -270,7 +270,7 @@ def learnable(head: EagleHead, scales: Tensor, target: PreTrainedModel) -> Eagle
     embedding: Any = target.get_input_embeddings().weight
     assert head.mix is not None
     assert head.lm_head is not None
-    both = torch.ones(head.mix.in_features)
+    both = torch.ones(head.mix.in_features, device=embedding.device)
     both[: head.sizes.hidden_size] = embedding.float().square().mean().sqrt()
     parametrize.register_parametrization(head.fc, "weight", Scaled(scales))
     parametrize.register_parametrization(head.mix, "weight", Scaled(both))
@@ -303,7 +303,7 @@ class Trainer:
 
     def loss(self, draft: nn.Module, indices: Tensor) -> Tensor:
         lesson = self.train.lesson(indices, self.target, self.embedding, self.narrow, narrow=True)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(self.embedding.device.type, torch.bfloat16):
             guesses = cast(DraftLayers, draft).guesses(lesson)
             losses = [lk(guess.wanted, guess.logits).mean() for guess in guesses]
         fractions = weights(len(losses))
@@ -315,7 +315,7 @@ class Trainer:
                 self.test.lesson(row, self.target, self.embedding, self.output, narrow=False)
             )
 
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad(), torch.autocast(self.embedding.device.type, torch.bfloat16):
             return of_head(guesses, self.rows)
 
 
@@ -355,7 +355,7 @@ def fit_last(draft: DraftLayers, norm: Any, linears: Sequence[nn.Linear], materi
     """Fits each of ``linears`` in turn, what the parts of the last layer say, so that the stream before ``norm`` points
     where the target's last hidden state does. What is behind one says nothing until then."""
     size = len(norm.weight)
-    states = replace(material, head=torch.eye(size))
+    states = replace(material, head=torch.eye(size, device=material.head.device))
     seen: dict[nn.Module, Tensor] = {}
     loud = 0.0
 
@@ -365,7 +365,7 @@ def fit_last(draft: DraftLayers, norm: Any, linears: Sequence[nn.Linear], materi
     for linear in linears:
         nn.init.zeros_(linear.weight)
     for linear in linears:
-        fit = Fit(linear.in_features, linear.out_features)
+        fit = Fit(linear.in_features, linear.out_features, states.head.device)
         hooks = [part.register_forward_pre_hook(keep) for part in (linear, norm)]
         for lesson, fraction in states:
             requested = torch.stack([guess.wanted for guess in draft.guesses(lesson)], dim=-2)[0]
@@ -383,7 +383,7 @@ def fit_last(draft: DraftLayers, norm: Any, linears: Sequence[nn.Linear], materi
 @torch.no_grad()
 def sharpen(draft: DraftLayers, norm: Any, material: Material) -> None:
     """Scales ``norm``, and logits with it, so that most of the drafts are kept at temperature 1."""
-    kept = torch.zeros(len(SHARPNESS))
+    kept = torch.zeros(len(SHARPNESS), device=material.head.device)
     for lesson, fraction in replace(material, tokens=CALIBRATED):
         for guess in draft.guesses(lesson):
             few = round(fraction * guess.logits.shape[1])
@@ -424,12 +424,12 @@ class DistilledDraft(nn.Module):
         """What it says behind the text as it is, of the next token while it learns, and of ``GUESSES`` otherwise."""
         steps = 1 if self.training else GUESSES
         length = lesson.tokens.shape[1]
-        at = torch.arange(length - steps)
+        at = torch.arange(length - steps, device=lesson.tokens.device)
         indices = lesson.places(at, 1, steps)
-        seen = torch.ones(length, length, dtype=torch.bool).tril()[None, None]
+        seen = torch.ones(length, length, dtype=torch.bool, device=at.device).tril()[None, None]
         if lesson.segments is not None:
             seen = seen & (lesson.segments[:, None, :, None] == lesson.segments[:, None, None, :])
-        mask = torch.zeros(seen.shape).masked_fill_(~seen, float("-inf"))
+        mask = torch.zeros(seen.shape, device=at.device).masked_fill_(~seen, float("-inf"))
         body = self.model.get_decoder()
         states = body(input_ids=lesson.tokens, attention_mask=mask, use_cache=False).last_hidden_state
         for step in range(steps):

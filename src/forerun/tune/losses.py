@@ -61,7 +61,7 @@ class _Compared(torch.autograd.Function):
         wide = torch.promote_types(ours.dtype, torch.float32)
         divergence, alpha = torch.empty(2, len(ours), dtype=wide, device=ours.device)
         slopes = torch.empty(2, *ours.shape, dtype=ours.dtype, device=ours.device) if ctx.needs_input_grad[1] else None
-        rows = max(1, CACHED // size)
+        rows = max(1, CACHED // size) if ours.device.type == "cpu" else len(ours)
         for part in range(0, len(ours), rows):
             here = slice(part, part + rows)
             log_p, log_q = (logits[here].to(wide).log_softmax(-1) for logits in (theirs, ours))

@@ -166,20 +166,17 @@ class EagleHead(Head):
     ) -> torch.Tensor:  # fmt: skip
         """What ``q`` [n, heads, width], of the places (``row``, ``slot``) in the rows' order, find in the first step's
         ``keys`` and ``values`` [rows, heads, length, width] and in their ``own`` of later steps [n, heads, width]."""
-        scale, length, out = self.width**-0.5, keys.shape[2], []
-        at = 0
-        for index, count in enumerate(torch.bincount(row, minlength=len(keys)).tolist()):
-            mine = slice(at, at + count)
-            at += count
-            mask = seen[index % len(seen), slot[mine]]
-            scores = (q[mine].transpose(0, 1) @ keys[index].mT * scale).masked_fill(~mask, float("-inf"))
-            more = [((q[mine] * k[mine]).sum(-1).T * scale)[..., None] for k, _ in own]
-            weights = torch.softmax(torch.cat([scores, *more], dim=-1).float(), dim=-1).to(values.dtype)
-            result = (weights[..., :length] @ values[index]).transpose(0, 1)
-            for late, (_, v) in enumerate(own, length):
-                result = result + weights[..., late].T[..., None] * v[mine]
-            out.append(result)
-        return torch.cat(out)
+        scale, length = self.width**-0.5, keys.shape[2]
+        laid = q.new_zeros(len(keys), length, *q.shape[1:]).index_put((row, slot), q)
+        scores = (laid.transpose(1, 2) @ keys.mT * scale).transpose(1, 2)[row, slot]
+        scores = scores.masked_fill(~seen[row % len(seen), slot][:, None], float("-inf"))
+        more = [((q * k).sum(-1) * scale)[..., None] for k, _ in own]
+        weights = torch.softmax(torch.cat([scores, *more], dim=-1).float(), dim=-1).to(values.dtype)
+        laid = weights.new_zeros(len(keys), length, *scores.shape[1:]).index_put((row, slot), weights[..., :length])
+        result = (laid.transpose(1, 2) @ values).transpose(1, 2)[row, slot]
+        for late, (_, v) in enumerate(own, length):
+            result = result + weights[..., late, None] * v
+        return result
 
     @torch.no_grad()
     def fuse(self, target: Model) -> Fused | None:
