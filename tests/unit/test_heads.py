@@ -5,11 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, quants
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from unrolled import scramble, unrolled
 
 from forerun import LLM, ConfigError, ForerunError, SamplingParams
+from forerun.core.errors import ModelError
 from forerun.speculate.draft.heads.block import BlockMemory
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Lesson, Sizes
@@ -253,6 +255,28 @@ def test_public_eagle3_checkpoints_load(tiny_target, tmp_path, layout):
     assert out.metrics.draft_error is None
     drafted = {token for entry in out.outputs[0].trace for token in entry.rejected}
     assert drafted <= set(ids.tolist())
+
+
+def test_a_packed_head_is_what_gguf_reads_from_its_blocks(tmp_path):
+    options = {"heads": 2, "kv_heads": 1, "width": 16, "inner_size": 48, "theta": 1e4, "eps": 1e-5, "layers": [2]}
+    head = EagleHead(Sizes(32, 40, 2, 3, {**options, "draft_vocab_size": 20, "mixed": True}))
+    for part in head.parameters():
+        torch.nn.init.normal_(part)
+    head.d2t.copy_(torch.arange(20))
+    head.save(tmp_path, {"target": "x"}, packed=True)
+    found = EagleHead.load(tmp_path)
+    for name, part in head.state_dict().items():
+        if part.dim() == 2 and part.shape[1] % 32 == 0:
+            blocks = quants.quantize(part.numpy(), GGMLQuantizationType.Q4_0)
+            part = torch.from_numpy(quants.dequantize(blocks, GGMLQuantizationType.Q4_0))
+        elif part.is_floating_point():
+            part = part.bfloat16().float()
+        assert torch.equal(found.state_dict()[name], part), name
+    assert found.record["target"] == "x"
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "packed": "Q9_0"}))
+    with pytest.raises(ModelError, match="'Q9_0': heads are packed in Q4_0"):
+        EagleHead.load(tmp_path)
 
 
 def test_clear_errors(tiny_target, tmp_path):

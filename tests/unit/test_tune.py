@@ -16,7 +16,7 @@ from forerun.cli import main
 from forerun.cli.bench import with_tuned
 from forerun.core.errors import ConfigError
 from forerun.engine import tuned
-from forerun.speculate.draft.datastore import Datastore
+from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.tune import choose, data, loop
 from forerun.tune import run as stages
 from forerun.tune.config import TRAINED, TuneConfig
@@ -329,10 +329,12 @@ def test_smollm2s_own_is_whole():
     folder = Path(pretrained.__file__).parent / "smollm2"
     content = json.loads((folder / tuned.FILE).read_text("utf-8"))
     assert content["seal"] == tuned._seal(folder, content)
-    info = content["speculative_config"]
-    store = Datastore.load(folder / info["datastore"], 49_152, None)
-    assert len(store.tokens) > 1_000_000
-    assert sorted(content["files"]) == sorted(path.name for path in folder.iterdir() if path.name != tuned.FILE)
+    head = EagleHead.load(folder / content["speculative_config"]["drafters"][1]["model"])
+    assert head.sizes.vocab_size == 49_152
+    assert len(head.token_ids()) == 8192
+    made = [path for path in folder.rglob("*") if path.is_file() and path.name != tuned.FILE]
+    assert sorted(content["files"]) == sorted(str(path.relative_to(folder)) for path in made)
+    assert sum(path.stat().st_size for path in made) < 11 << 20
 
 
 def test_another_tuning_does_not_go_on(folder, model):

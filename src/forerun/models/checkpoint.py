@@ -154,10 +154,10 @@ def read_headers(files: list[Path], *, packed: bool = False) -> dict[str, Tensor
     return result
 
 
-def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All weights of a folder, by name. Raises ModelError."""
+def read_tensors(folder: Path, *, packed: bool = False) -> dict[str, torch.Tensor]:
+    """All weights of a folder, by name; ``packed`` as ``read_headers`` has it. Raises ModelError."""
     files = weight_files(folder)
-    read_headers(files)
+    read_headers(files, packed=packed)
     result: dict[str, torch.Tensor] = {}
     for file in files:
         with library(f"{file} cannot be read"):

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
@@ -26,6 +27,8 @@ from forerun.models.kinds import BLOCKS
 from forerun.models.linear import choose, make_linear
 
 FORMAT = "forerun_head"
+PACKED = "packed"
+Q4_0 = GGMLQuantizationType.Q4_0
 SIZE = Within(least=1, most=2**31 - 1, whole=True)
 DEPTH_DECAY = 0.8
 COUNTS = ("heads", "kv_heads", "width", "inner_size", "blocks", "window", "draft_vocab_size")
@@ -178,7 +181,8 @@ class Head(nn.Module, ABC):
         assert isinstance(self.d2t, torch.Tensor)
         self.lm_head.weight.copy_(rows)
         self.lm_head.weight.requires_grad_(False)
-        self.d2t.copy_(ids - torch.arange(len(ids)))
+        self.d2t.copy_(ids - torch.arange(len(ids), device=ids.device))
+        self.to(ids.device)
 
     def token_ids(self) -> torch.Tensor | None:
         """The tokens of a reduced vocabulary, int64 [n]; None: all of the target's."""
@@ -220,14 +224,18 @@ class Head(nn.Module, ABC):
                 layer = ON_CPU[kind].make(weight, bias) if kind else make_linear(weight, bias, how)
                 module.forward = layer.__call__  # type: ignore[assignment, method-assign]
 
-    def save(self, folder: Path, record: dict[str, Any] | None = None) -> None:
+    def save(self, folder: Path, record: dict[str, Any] | None = None, *, packed: bool = False) -> None:
+        """Writes ``config.json`` and ``model.safetensors``: bfloat16, or with ``packed`` GGUF's Q4_0 for matrices whose
+        rows it divides. A head that drafts in ``q4_0`` drafts the same from either."""
         folder.mkdir(parents=True, exist_ok=True)
-        config = {FORMAT: self.method, **vars(self.sizes), **(record or {})}
+        config = {FORMAT: self.method, **vars(self.sizes), **({PACKED: Q4_0.name} if packed else {}), **(record or {})}
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf8")
-        weights = {
-            name: (tensor.detach().to(torch.bfloat16) if tensor.is_floating_point() else tensor).contiguous()
-            for name, tensor in self.state_dict().items()
-        }
+        weights = {}
+        for name, tensor in self.state_dict().items():
+            if packed and tensor.dim() == 2 and tensor.shape[1] % GGML_QUANT_SIZES[Q4_0][0] == 0:
+                weights[name] = torch.from_numpy(quants.quantize(tensor.float().numpy(), Q4_0))
+            else:
+                weights[name] = (tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor).contiguous()
         save_file(weights, folder / "model.safetensors")
         let_read(folder / "model.safetensors")
 
@@ -247,7 +255,13 @@ class Head(nn.Module, ABC):
             sizes = Sizes(**{name: config[name] for name in Sizes.__dataclass_fields__})
         except ModelError as error:
             raise ModelError(f"{folder} holds no readable head: {error}") from error
-        head = cls.of(sizes, read_tensors(folder), folder)
+        kind = config.get(PACKED)
+        if kind not in (None, Q4_0.name):
+            raise ModelError(f"{folder} holds a head in {shown(kind)}: heads are packed in {Q4_0.name}")
+        weights = read_tensors(folder, packed=kind is not None)
+        if kind is not None:
+            weights = {name: _unpacked(part) for name, part in weights.items()}
+        head = cls.of(sizes, weights, folder)
         head.record = {name: value for name, value in config.items() if name not in (FORMAT, *vars(head.sizes))}
         return head
 
@@ -269,6 +283,12 @@ class Head(nn.Module, ABC):
         head = cls(sizes)
         head.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in weights.items()})
         return head
+
+
+def _unpacked(part: torch.Tensor) -> torch.Tensor:
+    if part.dtype != torch.uint8 or part.dim() != 2 or part.shape[1] % GGML_QUANT_SIZES[Q4_0][1]:
+        return part
+    return torch.from_numpy(quants.dequantize(part.numpy(), Q4_0))
 
 
 def weights(depth: int) -> list[float]:
