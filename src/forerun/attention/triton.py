@@ -2,7 +2,8 @@
 
 Queries that share a KV head are folded into one tile, keys are split at fixed multiples of ``SPLIT`` and merged by a
 second kernel (flash-decoding), lengths and page tables are read on the device, and a tree's ancestors are packed bits.
-Because the splits do not depend on the batch, neither do a row's bits.
+Because neither splits nor tiles depend on the batch, a row's bits do not either; those of a tree's nodes differ from a
+chain's, since they lie at other entries.
 """
 
 from __future__ import annotations
@@ -240,7 +241,7 @@ class TritonAttention(Backend[TritonTables]):
         heads, kv_heads, width, value_width = q.shape[1], keys.shape[1], keys.shape[3], values.shape[3]
         groups = heads // kv_heads
         padded = _power_of_two(groups)
-        block = max(1, 16 // padded) if max(span.count for span in batch.spans) * padded <= 16 else max(1, 64 // padded)
+        block = max(1, 16 // padded)  # one size for all: a larger tile adds up in another order
         tile_span, tile_row = self._tiles(tables, block)
         partial = torch.empty(tables.splits, rows, heads, value_width, dtype=torch.float32, device=q.device)
         top = torch.full((tables.splits, rows, heads), float("-inf"), dtype=torch.float32, device=q.device)
