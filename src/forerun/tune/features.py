@@ -269,7 +269,8 @@ def _fit_input(head: EagleHead, known: _Talks) -> Tensor:
     keep[:, -size:] = torch.diag(1 / known.norm)
     close = BACK * mixed.square().sum() / size
     lack = long[:, size:] - mixed @ keep
-    head.fc.weight.copy_(keep + torch.linalg.solve(mixed.T @ mixed + close * torch.eye(size, device=device), mixed.T @ lack))
+    near = close * torch.eye(size, device=device)
+    head.fc.weight.copy_(keep + torch.linalg.solve(mixed.T @ mixed + near, mixed.T @ lack))
     return (squares / max(1, count)).sqrt()
 
 
