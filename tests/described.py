@@ -74,6 +74,16 @@ MAMBA = {
     "mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 8, "num_local_experts": 0,
     "shared_intermediate_size": 56,
 }  # fmt: skip
+FALCON = {"mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_head": 12, "mamba_d_state": 8}
+MULTIPLIERS = {
+    "embedding_multiplier": 1.7, "lm_head_multiplier": 0.6, "key_multiplier": 0.4, "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 1.2, "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.9, "mlp_multipliers": [0.6, 1.5],
+    "ssm_multipliers": [0.7, 1.1, 0.5, 1.4, 0.8],
+}  # fmt: skip
+NEMOTRON = {
+    "mamba_num_heads": 4, "mamba_head_dim": 12, "ssm_state_size": 8, "n_groups": 2,
+    "time_step_min": 1e-30,  # transformers keeps time steps above it in a prompt, and not behind it
+}  # fmt: skip
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
     "lfm2-wide": ("lfm2", {"layer_types": ["conv", "conv", "full_attention"], "block_auto_adjust_ff_dim": True,
@@ -88,6 +98,16 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         "mamba_n_groups": 2, "position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_conv_bias": False,
     }),
     "bamba": ("bamba", {"attn_layer_indices": [1], "mamba_n_heads": 4, "mamba_d_state": 8, "mamba_n_groups": 2}),
+    "falcon_h1": ("falcon_h1", {**FALCON, **MULTIPLIERS, "tie_word_embeddings": True}),
+    "falcon_h1-normed": ("falcon_h1", {
+        **FALCON, **MULTIPLIERS, "mamba_n_groups": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False,
+        "attention_bias": True, "mlp_bias": True, "mamba_proj_bias": True, "projectors_bias": True,
+    }),
+    "nemotron_h": ("nemotron_h", {"layers_block_type": ["linear_attention", "full_attention", "mlp"], **NEMOTRON}),
+    "nemotron_h-biases": ("nemotron_h", {
+        "layers_block_type": ["mlp", "linear_attention", "full_attention"], **NEMOTRON, "use_bias": True,
+        "use_conv_bias": False, "mlp_bias": True,
+    }),
 }  # fmt: skip
 """Some layers keep a state."""
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_experts": 5}
@@ -100,6 +120,11 @@ SHARED_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
                                          "shared_expert_intermediate_size": 24}),
     "granite-h-experts": ("granitemoehybrid", {**HYBRIDS["granite-h"][1], "num_local_experts": 5,
                                                "num_experts_per_tok": 2, "intermediate_size": 40}),
+    "nemotron_h-experts": ("nemotron_h", {
+        **NEMOTRON, "layers_block_type": ["moe", "full_attention", "linear_attention"], "n_routed_experts": 5,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 24,
+        "routed_scaling_factor": 2.5,
+    }),
 }  # fmt: skip
 """Experts beside an MLP, or with weights that are sigmoids. Layers keep a state."""
 HYBRIDS |= SHARED_EXPERTS
@@ -168,8 +193,8 @@ CASES |= LATENTS
 MAIN = (
     "gemma2", "gemma3", "phi3-partial", "olmo2", "mixtral", "qwen3_moe-some", "granite", "olmo3", "exaone4", "glm4",
     "hunyuan", "ernie4_5", "seed_oss", "apertus", "cohere2", "starcoder2", "gpt_oss", "ministral3", "lfm2",
-    "gemma4", "gemma4-experts", "lfm2_moe", "qwen3_5_moe", "granite-h-experts", "bamba", "deepseek_v2",
-    "deepseek_v3", "glm4_moe_lite", "mistral4",
+    "gemma4", "gemma4-experts", "lfm2_moe", "qwen3_5_moe", "granite-h-experts", "bamba", "falcon_h1", "nemotron_h",
+    "nemotron_h-experts", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4",
 )  # fmt: skip
 """One of each beside Llama's family."""
 
@@ -179,9 +204,16 @@ def save_described(name: str, folder: Path) -> None:
     kind, options = CASES[name]
     late = {*SHARED_EXPERTS, "bamba"}  # the seeds of others stay
     early = [each for each in CASES if each not in LATENTS]
+    last = ["gemma4-experts", *(name for name in early if name.startswith(("falcon", "nemotron")))]
     order = sorted(
         early,
-        key=lambda each: (each == "gemma4-experts", each in late, each in LLAMAS, each.startswith("granite-h"), each),
+        key=lambda each: (
+            each in last and last.index(each) + 1,
+            each in late,
+            each in LLAMAS,
+            each.startswith("granite-h"),
+            each,
+        ),
     )
     order += LATENTS
     torch.manual_seed(order.index(name))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tiny import ALPHABET, CONTEXT, save_tokenizer
+from tiny import ALPHABET, CONTEXT, EOS, save_tokenizer
 
 FULL, LINEAR = "full_attention", "linear_attention"
 SIZES = {
@@ -16,6 +17,7 @@ SIZES = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": CONTEXT,
     "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
 }  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 KINDS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", FULL, "conv", "conv"], "head_dim": 8, "tie_word_embeddings": False},
     "qwen3_5_text": {
@@ -41,14 +43,46 @@ KINDS: dict[str, dict[str, Any]] = {
         "logits_scaling": 0.5,
         "tie_word_embeddings": True,
     },
+    "falcon_h1": {
+        "num_hidden_layers": 3,
+        "head_dim": 8,
+        "mamba_d_ssm": 32,
+        "mamba_n_heads": 4,
+        "mamba_d_head": 8,
+        "mamba_d_state": 8,
+        "key_multiplier": 0.6,
+        "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8],
+        "mlp_multipliers": [0.8, 0.9],
+    },
+    "nemotron_h": {
+        "layers_block_type": [LINEAR, "mlp", FULL, LINEAR],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 8,
+        "ssm_state_size": 8,
+        "n_groups": 2,
+    },
 }
 """By ``model_type``: what differs from ``SIZES``."""
+MIXTURES: dict[str, dict[str, Any]] = {
+    "lfm2_moe": {**KINDS["lfm2"], **EXPERTS, "num_dense_layers": 1},
+    "qwen3_5_moe_text": {**KINDS["qwen3_5_text"], **EXPERTS, "shared_expert_intermediate_size": 24},
+    "granitemoehybrid-experts": {
+        **KINDS["granitemoehybrid"], "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24,
+    },
+    "nemotron_h-experts": {
+        **KINDS["nemotron_h"], "layers_block_type": [LINEAR, "moe", FULL, "moe"], "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24,
+    },
+}  # fmt: skip
+"""Some layers have experts."""
+KINDS |= MIXTURES
 
 
 def hybrid(kind: str, **options: Any) -> PreTrainedModel:
     """A random model whose logits are peaked enough that a wrong state changes its choices."""
     torch.manual_seed(list(KINDS).index(kind) % 2)
-    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **KINDS[kind], **options})).eval()
+    config = AutoConfig.for_model(kind.removesuffix("-experts"), **{**SIZES, **KINDS[kind], **options})
+    module = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             if parameter.dim() > 1:
@@ -64,4 +98,6 @@ def hybrid(kind: str, **options: Any) -> PreTrainedModel:
 def save_hybrid(kind: str, folder: Path, **options: Any) -> str:
     hybrid(kind, **options).save_pretrained(folder)
     save_tokenizer(folder)
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": EOS}))  # else Qwen's classes add a token
     return str(folder)

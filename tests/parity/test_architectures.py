@@ -317,7 +317,7 @@ def mixer_names(mixer) -> list[Name]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_calls_its_tensors_so(checkpoint, name):
     result = set()
-    if name in ("gpt_oss", "granite-h-experts", "gemma4-experts", *LATENTS):
+    if name in ("gpt_oss", "granite-h-experts", "gemma4-experts", *LATENTS) or name.startswith("nemotron_h"):
         result = set(CheckpointWeights(Path(checkpoint(name)), read_config(Path(checkpoint(name)))).found)  # unstacked
     for path in Path(checkpoint(name)).glob("*.safetensors" if not result else "none"):
         with safe_open(path, framework="pt") as file:
@@ -334,9 +334,10 @@ def test_a_checkpoint_calls_its_tensors_so(checkpoint, name):
         routed |= set(mixer_names(of.experts.apart)) if of.experts and of.experts.apart else set()
         mixing = set(mixer_names(of.mixer)) if of.mixer else set()
         attending = {*of.attention.qkv, of.attention.out, of.norms.query, of.norms.key}
-        absent = attending if layer.mixer else mixing
-        shared = {*spec.mlp(layer).gate_up, spec.mlp(layer).down} if layer.beside else set()
-        absent |= (dense - shared if layer.experts else routed) | (more - shared)
+        absent = (set() if layer.attention else attending) | (set() if layer.mixer else mixing)
+        shared = {*spec.mlp(layer).gate_up, spec.mlp(layer).down} if layer.mlp else set()
+        absent |= (set() if layer.experts else routed) | ((dense | more) - shared)
+        absent |= {of.mixer.norm} if of.mixer and spec.mixer and spec.mixer.heads and not spec.mixer.normed else set()
         if of.latent:
             queries = {of.latent.down_query, of.latent.norm_query, of.latent.up_query}
             absent |= {of.latent.query} if spec.latent.query_rank else queries
@@ -359,8 +360,9 @@ def test_a_checkpoint_calls_its_tensors_so(checkpoint, name):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=lambda each: each.model_type)
 def test_gguf_calls_its_tensors_so(architecture):
-    kind = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}[architecture.gguf]
-    known = {TENSOR_NAMES[tensor] for tensor in MODEL_TENSORS[kind]}
+    kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
+    other = kinds.get(f"{architecture.gguf}_moe", kinds[architecture.gguf])  # mixtures are another kind there
+    known = {TENSOR_NAMES[tensor] for kind in (kinds[architecture.gguf], other) for tensor in MODEL_TENSORS[kind]}
     dense = {*architecture.mlp.gate_up, architecture.mlp.down} if architecture.experts is not None else set()
     inputs, experts = architecture.inputs, architecture.experts
     whole = {inputs.table, inputs.project, inputs.norm} if inputs is not None else set()

@@ -34,7 +34,6 @@ GDN = {
 }  # fmt: skip
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "bailing_hybrid": ({}, LINEAR, "BailingHybridDeltaAttention"),
-    "falcon_h1": ({"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8}, "hybrid", "FalconH1Mixer"),
     "falcon_mamba": ({"state_size": 4}, LINEAR, "FalconMambaMixer"),
     "jamba": ({"mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1}, LINEAR, "JambaMambaMixer"),
     "kimi_linear": ({}, LINEAR, "KimiLinearDeltaAttention"),
@@ -43,7 +42,6 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "mamba": ({"state_size": 4}, LINEAR, "MambaMixer"),
     "mamba2": ({"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 2}, LINEAR, "Mamba2Mixer"),
     "minimax": ({"layer_types": [LINEAR, FULL]}, LINEAR, "MiniMaxLightningAttention"),
-    "nemotron_h": ({"layers_block_type": [LINEAR, "moe", FULL]}, LINEAR, "NemotronHMamba2Mixer"),
     "olmo_hybrid": ({"layer_types": [LINEAR, FULL]}, LINEAR, "OlmoHybridGatedDeltaNet"),
     "qwen3_next": (GDN, LINEAR, "Qwen3NextGatedDeltaNet"),
     "qwen4_exp_text": ({}, LINEAR, "Qwen4ExpTextGatedDeltaNet"),

@@ -17,7 +17,7 @@ from gguf import GGMLQuantizationType as Kinds
 from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM, PreTrainedModel
 
 from forerun import LLM, SamplingParams
-from forerun.core.errors import ModelError
+from forerun.core.errors import ConfigError, ModelError
 from forerun.measure.environment import logits
 from forerun.models.architectures.spec import bind
 from forerun.models.formats import blocks
@@ -50,6 +50,15 @@ LATENT = {
     "num_key_value_heads": 4, "head_dim": 16, "kv_lora_rank": 32, "q_lora_rank": 64, "qk_nope_head_dim": 32,
     "qk_rope_head_dim": 16, "v_head_dim": 24, "moe_intermediate_size": 32, "n_routed_experts": 8, "n_shared_experts": 2,
     "num_experts_per_tok": 3, "routed_scaling_factor": 1.5,
+}  # fmt: skip
+FALCON = {
+    "mamba_n_heads": 4, "mamba_d_state": 16, "embedding_multiplier": 1.7, "lm_head_multiplier": 0.6,
+    "key_multiplier": 0.4, "attention_in_multiplier": 0.8, "attention_out_multiplier": 1.2, "ssm_in_multiplier": 1.3,
+    "ssm_out_multiplier": 0.9, "mlp_multipliers": [0.6, 1.5], "ssm_multipliers": [0.7, 1.1, 0.5, 1.4, 0.8],
+}  # fmt: skip
+NEMOTRON = {
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "head_dim": 16,
+    "time_step_min": 1e-30,  # transformers keeps time steps above it in a prompt, and not behind it
 }  # fmt: skip
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"tie_word_embeddings": True}),
@@ -103,14 +112,25 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         **YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5,
         "original_max_position_embeddings": 11,
     }}),
+    "falcon_h1": ("falcon_h1", {**FALCON, "head_dim": 16, "mamba_d_ssm": 48, "mamba_d_head": 12}),
+    "falcon_h1-normed": ("falcon_h1", {
+        "mamba_n_heads": 4, "mamba_d_state": 16, "head_dim": 16, "mamba_n_groups": 2, "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False, "mamba_d_ssm": 64, "mamba_d_head": 16,
+    }),
+    "nemotron_h": ("nemotron_h", {**NEMOTRON, "layers_block_type": ["linear_attention", "mlp", "full_attention"]}),
+    "nemotron_h_moe": ("nemotron_h", {
+        **NEMOTRON, "layers_block_type": ["moe", "full_attention", "linear_attention"], "n_routed_experts": 4,
+        "moe_intermediate_size": 40, "moe_shared_expert_intermediate_size": 56, "routed_scaling_factor": 2.5,
+    }),
 }  # fmt: skip
 NAMES = {"deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
          "mixtral": "llama", "qwen3_moe": "qwen3moe", "olmo3": "olmo2", "hunyuan_v1_dense": "hunyuan-dense",
          "gpt_oss": "gpt-oss", "ministral3": "mistral3", "qwen3_5_text": "qwen35",
          "lfm2_moe": "lfm2moe", "qwen3_5_moe_text": "qwen35moe",
-         "granitemoehybrid": "granitehybrid"}  # fmt: skip
+         "granitemoehybrid": "granitehybrid", "falcon_h1": "falcon-h1"}  # fmt: skip
 DELTAS = ("qwen3_5_text", "qwen3_5_moe_text")
-STATEFUL = ("lfm2", "lfm2_moe", *DELTAS, "granitemoehybrid")
+MAMBAS = ("granitemoehybrid", "falcon_h1", "nemotron_h")
+STATEFUL = ("lfm2", "lfm2_moe", *DELTAS, *MAMBAS)
 LATENTS = {"deepseek_v2", "deepseek_v3", "mistral4"}
 MIXTURES = {"qwen3_moe", "gpt_oss", "lfm2_moe", "qwen3_5_moe_text", *LATENTS}
 """Beside Mixtral, which is a Llama there."""
@@ -135,10 +155,16 @@ def make(kind: str, options: dict[str, Any]) -> PreTrainedModel:
     return module
 
 
+def called(config: Any) -> str:
+    """The name of the architecture."""
+    name = NAMES.get(config.model_type, config.model_type)
+    return f"{name}_moe" if name == "nemotron_h" and "moe" in config.layer_types else name
+
+
 def converted(module: PreTrainedModel):
     """Name of a tensor in llama.cpp, and its numbers."""
     config, kind = module.config, module.config.model_type
-    arch = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[NAMES.get(kind, kind)]
+    arch = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[called(config)]
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for name, weight in module.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
@@ -157,8 +183,8 @@ def converted(module: PreTrainedModel):
             gate, up = weight.chunk(2, dim=1)
             yield f"{at}ffn_gate_exps.weight", gate
             yield f"{at}ffn_up_exps.weight", up
-        elif name.endswith(".experts.down_proj"):
-            yield f"blk.{name.split('.')[2]}.ffn_down_exps.weight", weight
+        elif name.endswith(("mixer.experts.up_proj", ".experts.down_proj")):
+            yield f"blk.{name.split('.')[2]}.ffn_{name.split('.')[-1].split('_')[0]}_exps.weight", weight
         elif name.endswith(".kv_b_proj.weight"):
             heads = weight.unflatten(0, (config.num_attention_heads, -1))
             yield f"blk.{name.split('.')[2]}.attn_k_b.weight", heads[:, : config.qk_nope_head_dim].transpose(1, 2)
@@ -196,12 +222,32 @@ def stateful(name: str, weight: torch.Tensor, config: Any, names: gguf.TensorNam
             weight = weight + 1
     if name.endswith("A_log"):
         weight = -weight.exp()
+    if config.model_type == "falcon_h1":
+        weight = weight * multiplier(name, config)
+    if config.model_type == "nemotron_h":
+        name = name.replace("model.", "backbone.")
     to = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias"))
-    if config.model_type == "granitemoehybrid" and name.endswith(("A_log", ".D")):
+    if config.model_type in MAMBAS and name.endswith(("A_log", ".D")):
         weight = weight[:, None]
-    elif config.model_type == "granitemoehybrid" and "mamba.norm" in name:
-        weight = weight.view(config.mamba_n_groups, -1)
+    elif "mamba.norm" in name or "mixer.norm" in name:
+        weight = weight.view(config.n_groups if config.model_type == "nemotron_h" else config.mamba_n_groups, -1)
     yield to, weight.squeeze(1) if "conv" in name and weight.dim() == 3 else weight
+
+
+def multiplier(name: str, config: Any) -> torch.Tensor | float:
+    """What Falcon-H1's converter multiplies a weight by, in the order of its own conditions."""
+    if "in_proj" in name:
+        inner, keys = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+        sizes = torch.tensor([inner, inner, keys, keys, config.mamba_n_heads])
+        return config.ssm_in_multiplier * torch.tensor(config.ssm_multipliers).repeat_interleave(sizes)[:, None]
+    factors = {
+        "down_proj": config.mlp_multipliers[1], "gate_proj": config.mlp_multipliers[0],
+        "k_proj": config.key_multiplier * config.attention_in_multiplier, "q_proj": config.attention_in_multiplier,
+        "v_proj": config.attention_in_multiplier, "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier, "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }  # fmt: skip
+    return next((factor for part, factor in factors.items() if f".{part}." in f".{name}"), 1.0)
 
 
 def gpt_oss(name: str, weight: torch.Tensor):
@@ -222,7 +268,7 @@ def gpt_oss(name: str, weight: torch.Tensor):
 
 def base_rope(config: Any) -> dict[str, Any]:
     """Of layers without a window."""
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", PLAIN)
     return rope.get("full_attention", rope)
 
 
@@ -247,7 +293,22 @@ def divisors(rope: dict[str, Any], width: int) -> torch.Tensor:
 
 def add_state(writer: gguf.GGUFWriter, config: Any, recurrent: list[bool]) -> None:
     """The sizes of layers with state."""
-    if config.model_type not in (*DELTAS, "granitemoehybrid"):
+    if config.model_type not in (*DELTAS, *MAMBAS):
+        return
+    if config.model_type == "nemotron_h":
+        writer.add_ssm_conv_kernel(config.conv_kernel)
+        writer.add_ssm_state_size(config.ssm_state_size)
+        writer.add_ssm_group_count(config.n_groups)
+        writer.add_ssm_time_step_rank(config.mamba_num_heads)
+        writer.add_ssm_inner_size(config.mamba_num_heads * config.mamba_head_dim)
+        if "moe" in config.layer_types:
+            writer.add_expert_count(config.n_routed_experts)
+            writer.add_expert_used_count(config.num_experts_per_tok)
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+            writer.add_expert_shared_feed_forward_length(config.moe_shared_expert_intermediate_size)
+            writer.add_expert_weights_norm(config.norm_topk_prob)
+            writer.add_expert_weights_scale(config.routed_scaling_factor)
+            writer.add_expert_group_count(config.n_group)
         return
     delta = config.model_type in DELTAS
     heads = config.linear_num_value_heads if delta else config.mamba_n_heads
@@ -259,7 +320,7 @@ def add_state(writer: gguf.GGUFWriter, config: Any, recurrent: list[bool]) -> No
     if delta:
         writer.add_rope_dimension_sections([2, 1, 1, 0])
         writer.add_array(f"{writer.arch}.attention.recurrent_layers", recurrent)
-    else:
+    elif config.model_type == "granitemoehybrid":
         writer.add_rope_scaling_finetuned(False)
 
 
@@ -296,19 +357,23 @@ def write(
     matrices: Kinds = Kinds.F32,
 ) -> Path:
     config, kind = module.config, module.config.model_type
-    name = NAMES.get(kind, kind)
+    name = called(config)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer = gguf.GGUFWriter(path, name)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    inner = {"mlp": config.intermediate_size, "moe": getattr(config, "moe_intermediate_size", 0)}
+    some = [inner.get(each, 0) for each in config.layer_types] if kind == "nemotron_h" else config.intermediate_size
+    writer.add_feed_forward_length(some)
     writer.add_head_count(config.num_attention_heads)
     recurrent = [each != "full_attention" for each in getattr(config, "layer_types", None) or ()]
     listed = [0 if each else config.num_key_value_heads for each in recurrent]
-    writer.add_head_count_kv(listed if kind in STATEFUL and kind not in DELTAS else config.num_key_value_heads)
-    if kind in ("cohere2", "starcoder2"):
-        writer.add_layer_norm_eps(config.layer_norm_eps if kind == "cohere2" else config.norm_epsilon)
+    own = kind in STATEFUL and kind not in (*DELTAS, "falcon_h1")
+    writer.add_head_count_kv(listed if own else config.num_key_value_heads)
+    if kind in ("cohere2", "starcoder2", "nemotron_h"):
+        names = ("layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
+        writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
     else:
         writer.add_layer_norm_rms_eps(config.norm_eps if kind.startswith("lfm2") else config.rms_norm_eps)
     if kind.startswith("lfm2"):
@@ -415,7 +480,9 @@ def test_stacks_of_experts_stay_packed(tmp_path, case):
     assert error(expected, logits(LLM(str(path), quantization="float32").model, [IDS])) < 1e-5
 
 
-@pytest.mark.parametrize("case", where(blocks.can_run(), ["llama", "lfm2", "qwen3_5", "granite-h"]))
+@pytest.mark.parametrize(
+    "case", where(blocks.can_run(), ["llama", "lfm2", "qwen3_5", "granite-h", "falcon_h1-normed", "nemotron_h"])
+)
 def test_blocks_of_8_bits_in_every_matrix(tmp_path, case):
     """The weights are those that gguf reads, in float64; that inputs are rounded to 8 bits costs what it costs with the
     blocks that llama.cpp rounds them to."""
@@ -445,10 +512,12 @@ def test_the_config_and_weights_are_those_of_the_checkpoint(models, case):
     module, path = models(case)
     config = read_config(path)
     assert type(config) is type(module.config)
-    if module.config.model_type in {"mixtral", *MIXTURES}:
+    if module.config.model_type in {"mixtral", *MIXTURES} or case == "nemotron_h_moe":
         with pytest.raises(ModelError, match="only the native path runs it"):  # experts are stacked
             read_module(path, config, torch.float32, attention=None)
         return
+    if case == "falcon_h1":
+        return  # its multipliers are in the file's weights
     if case == "qwen3_5-grouped":
         with pytest.raises(ModelError, match="which only the native path computes with"):
             read_module(path, config, torch.float32, attention=None)
@@ -485,7 +554,11 @@ def test_drafts_change_no_token(models, case):
         ("lfm2", {"lfm2.attention.head_count_kv": [1, 2, 0]}, r"layers of \[1, 2\] heads of keys"),
         ("qwen3_5", {"qwen35.ssm.inner_size": 63}, "has 63 numbers in 4 heads"),
         ("granite-h", {"granitehybrid.expert_count": 4}, "GraniteMoeHybridForCausalLM's, folders of safetensors are"),
-        ("granite-h", {"granitehybrid.ssm.inner_size": 96}, "has 96 numbers in 4 heads of Mamba-2, 64 in a row"),
+        ("granite-h", {"granitehybrid.ssm.inner_size": 96}, "has 96 numbers in Mamba-2, 64 in a row"),
+        ("falcon_h1", {"falcon-h1.ssm.inner_size": 50}, "has 50 numbers in 4 heads of Mamba-2"),
+        ("nemotron_h", {"nemotron_h.feed_forward_length": [0, 96]}, "has 3 layers, but does not say of each what"),
+        ("nemotron_h", {"nemotron_h.feed_forward_length": [8, 96, 0]}, "not one number and zeros"),
+        ("nemotron_h_moe", {"nemotron_h_moe.moe_latent_size": 32}, "moe_latent_size 32"),
         ("deepseek_v2", {"deepseek2.expert_weights_norm": True}, "True as expert_weights_norm, which no model of Deep"),
         ("deepseek_v3", {"deepseek2.expert_gating_func": 3}, "has 3 as deepseek2.expert_gating_func"),
         ("deepseek_v3", {"deepseek2.rope.dimension_count": 48}, "has heads of 48 numbers, 48 of them turned"),
@@ -495,7 +568,7 @@ def test_drafts_change_no_token(models, case):
 )
 def test_what_is_not_read_is_named(tmp_path, models, case, changes, message):
     path = write(models(case)[0], tmp_path / "model.gguf", changes)
-    with pytest.raises(ModelError, match=message):
+    with pytest.raises((ConfigError, ModelError), match=message):
         load_model(path)
 
 

@@ -52,7 +52,7 @@ def test_rows(kind):
         "norm": ((at, at, at, None, 2, 1, 4, 1e-5, 0),
                  {0: [None], 1: [None], 2: [None], 4: sizes, 5: [0, -1], 6: [0, *sizes]}),
         "gate": ((1, None, 1, at, at, 2, 4),
-                 {0: [-1, 2, 3, 5, 1 << 40], 3: [None], 4: [None], 5: sizes, 6: [0, *sizes]}),
+                 {0: [-1, 2, 3, 6, 1 << 40], 3: [None], 4: [None], 5: sizes, 6: [0, *sizes]}),
         "apply_rotary": ((at, 8, at, 2, 2, 4), {0: [None], 1: [-8], 2: [None], 3: sizes, 4: [0, -1], 5: [0, 3, -2]}),
     }  # fmt: skip
     for name, (good, bad) in cases.items():

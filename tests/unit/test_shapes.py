@@ -15,6 +15,7 @@ SIZES = {
     "vocab_size": 51, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
     "head_dim": 16, "intermediate_size": 40, "moe_intermediate_size": 24, "pad_token_id": 0, "num_experts": 4,
     "num_local_experts": 4, "num_experts_per_tok": 2, "mamba_n_heads": 4, "mamba_d_head": 16,
+    "mamba_d_ssm": 64,
 }  # fmt: skip
 
 
@@ -27,11 +28,13 @@ def test_they_are_transformers_own(kind, options):
     if kind == "granitemoehybrid":
         given["num_local_experts"] = 0  # checkpoints call its experts otherwise than modules
     config = AutoConfig.for_model(kind, tie_word_embeddings=False) if not options else known
+    if kind == "nemotron_h":
+        given.pop("tie_word_embeddings", None)  # its modules tie nothing
     for name, value in given.items():
         setattr(config, name, value)
     if kind == "lfm2_moe":
         config.layer_types = ["conv", "full_attention", "conv"]  # there is no default
-    if getattr(config, "layer_types", None) and kind != "bamba":  # whose types come of attn_layer_indices
+    if getattr(config, "layer_types", None) and kind not in ("bamba", "falcon_h1"):  # whose types come of other keys
         config.layer_types = config.layer_types[:3]
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(config)

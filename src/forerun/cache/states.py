@@ -249,9 +249,7 @@ class States:
     def plan(self, batch: Batch) -> Replay:
         """What to run. Raises ValueError for a span that begins before its sequence's checkpoint or adds more than the
         records hold."""
-        whole = batch.layers is None or all(
-            layer in batch.layers for layer, shape in enumerate(self.layers) if shape is not None
-        )
+        whole = batch.layers is None  # some layers alone draft: what they read is not committed
         runs: list[Run] = []
         read: list[int] = []
         written: list[int] = []

@@ -148,12 +148,13 @@ Complaint mlp_fits(const Linear &gate_up, const Linear &down, int64_t hidden, bo
 Complaint experts_fit(const Experts &e, int64_t hidden) {
   REQUIRE(within(e.size, 1, MOST) && within(e.first, 0, e.size) && within(e.here, 0, e.size - e.first), SIZE);
   REQUIRE(within(e.chosen, 1, e.size), SIZE);
-  if (const Complaint wrong = activation_fits(e.activation, e.numbers, true)) return wrong;
+  REQUIRE(within(e.gated, 0, 1), LAYER_KIND);
+  if (const Complaint wrong = activation_fits(e.activation, e.numbers, e.gated != 0)) return wrong;
   REQUIRE(!e.here || e.layers, NULL_POINTER);
   REQUIRE(within(e.sigmoid, 0, 1) && (e.sigmoid || !e.correction), LAYER_KIND);
   if (const Complaint wrong = layer_fits(e.router, hidden, e.size)) return wrong;
   for (int64_t i = 0; i < e.here; i++)
-    if (const Complaint wrong = mlp_fits(e.layers[2 * i], e.layers[2 * i + 1], hidden, true)) return wrong;
+    if (const Complaint wrong = mlp_fits(e.layers[2 * i], e.layers[2 * i + 1], hidden, e.gated != 0)) return wrong;
   return FINE;
 }
 
@@ -168,13 +169,26 @@ Complaint mixer_fits(const Mixer &m) {
   REQUIRE(m.heads % m.groups == 0 && m.inner == m.heads * m.value_dim && m.inner % m.groups == 0, HEADS_SIZE);
   REQUIRE(m.channels == m.inner + 2 * m.groups * m.key_dim, HEADS_SIZE);
   REQUIRE(m.gates == m.heads * (m.kind == MIXER_delta ? 2 : 1), HEADS_SIZE);
-  REQUIRE(given(m.decay, m.step, m.norm) && (m.skip || m.kind == MIXER_delta), NULL_POINTER);
+  REQUIRE(given(m.decay, m.step) && (m.kind == MIXER_delta ? m.norm : m.skip), NULL_POINTER);
   return FINE;
 }
 
 // Numbers of a row of inputs.
 int64_t mixer_inputs(const Mixer &m) {
   return m.kind == MIXER_conv ? 3 * m.channels : m.channels + m.gates + m.inner;
+}
+
+// Two projections that a layer does not have.
+Complaint absent(const Linear &one, const Linear &other) {
+  for (const Linear *l : {&one, &other}) REQUIRE(!l->weight && !l->next && !l->inputs && !l->outputs, SIZE);
+  return FINE;
+}
+
+Complaint mixing_fits(const Layer &l, int64_t hidden) {
+  if (!l.mixer) return absent(l.enter, l.leave);
+  if (const Complaint wrong = mixer_fits(*l.mixer)) return wrong;
+  if (const Complaint wrong = layer_fits(l.enter, hidden, mixer_inputs(*l.mixer))) return wrong;
+  return layer_fits(l.leave, l.mixer->inner, hidden);
 }
 
 Complaint list_fits(const int64_t *list, int64_t count, int64_t least, int64_t most, Complaint wrong) {
@@ -239,19 +253,25 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
     const Layer &l = layers[i];
     REQUIRE((l.norm_attention && has_words(m)) || !l.norm_token, NULL_POINTER);
     REQUIRE(!m.parallel || (!l.experts && !l.norm_mlp && !l.norm_token), LAYER_KIND);
-    REQUIRE(l.qkv.inputs == layers[0].qkv.inputs && l.window >= 0 && within(l.rotary, -1, m.rotaries - 1), SIZE);
-    REQUIRE(within(l.gated, 0, 1) && !(l.mixer && (l.gated || l.norm_token || m.parallel)), LAYER_KIND);
-    if (l.mixer)
-      if (const Complaint wrong = mixer_fits(*l.mixer)) return wrong;
-    const int64_t heads = l.mixer ? l.mixer->inner : m.heads * m.width;
-    const int64_t qkv = l.mixer ? mixer_inputs(*l.mixer) : (m.heads * (1 + l.gated) + 2 * m.kv_heads) * m.width;
-    if (const Complaint wrong = layer_fits(l.qkv, m.hidden * (l.norm_token ? 2 : 1), qkv)) return wrong;
-    if (const Complaint wrong = layer_fits(l.out, heads, m.hidden)) return wrong;
+    REQUIRE(l.window >= 0 && within(l.rotary, -1, m.rotaries - 1), SIZE);
+    REQUIRE(within(l.gated, 0, 1) && !(!l.qkv.weight && (l.gated || l.norm_token || m.parallel)), LAYER_KIND);
+    REQUIRE(!(l.mixer && (l.norm_token || m.parallel)), LAYER_KIND);
+    if (const Complaint wrong = mixing_fits(l, m.hidden)) return wrong;
+    if (l.qkv.weight) {
+      const int64_t heads = m.heads * m.width, qkv = heads * (1 + l.gated) + 2 * m.kv_heads * m.width;
+      if (const Complaint wrong = layer_fits(l.qkv, m.hidden * (l.norm_token ? 2 : 1), qkv)) return wrong;
+      if (const Complaint wrong = layer_fits(l.out, heads, m.hidden)) return wrong;
+    } else if (const Complaint wrong = absent(l.qkv, l.out)) {
+      return wrong;
+    }
     if (l.experts) {
       if (const Complaint wrong = experts_fit(*l.experts, m.hidden)) return wrong;
-      if (!l.gate_up.weight) continue;
       if (l.share)
         if (const Complaint wrong = layer_fits(*l.share, m.hidden, 1)) return wrong;
+    }
+    if (!l.gate_up.weight && (l.experts || !m.parallel)) {
+      if (const Complaint wrong = absent(l.gate_up, l.down)) return wrong;
+      continue;
     }
     REQUIRE(l.down.inputs <= m.inner, SIZE);
     if (const Complaint wrong = activation_fits(m.activation, l.numbers, m.gated)) return wrong;
@@ -286,7 +306,7 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   for (int64_t i = 0; i < c.num_which; i++) {
     const int64_t at = 2 * c.which[i];
     const Mixer *const mixer = layers[c.which[i]].mixer;
-    REQUIRE(mixer || given(c.sides[at], c.sides[at + 1]), NULL_POINTER);
+    REQUIRE(!layers[c.which[i]].qkv.weight || given(c.sides[at], c.sides[at + 1]), NULL_POINTER);
     if (!mixer) continue;
     REQUIRE(given(c.replay, c.states) && c.states[at], NULL_POINTER);
     REQUIRE(c.states[at + 1] || mixer->kind == MIXER_conv, NULL_POINTER);

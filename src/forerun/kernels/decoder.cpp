@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <utility>
 #include <vector>
 
 namespace {
@@ -16,29 +15,29 @@ int64_t rounded(int64_t numbers) { return (numbers + ROUND_UP - 1) / ROUND_UP * 
 template <class T>
 constexpr int64_t FLOATS = sizeof(float) / sizeof(T);  // numbers in the room of a float
 
-// Numbers of a row of what a layer reads, or the matrix before the layers.
-template <class T>
-int64_t widest_input(const Model<T> &m, const Layer *layers) {
-  return std::max(layers[0].qkv.inputs, m.mix.weight ? 2 * m.hidden : 0);
-}
+// Numbers of a row, the most of all layers: of what a layer, or the matrix before the layers, reads; of what its first
+// projection makes; of what attention and the mixer make.
+struct Widths {
+  int64_t input, made = 0, attended = 0, mixed = 0;
 
-// Numbers of a row that a layer's first projection makes, and that its second one reads; the most of all layers.
-template <class T>
-std::pair<int64_t, int64_t> widest_middle(const Model<T> &m, const Layer *layers) {
-  int64_t made = 0, read = 0;
-  for (int64_t i = 0; i < m.layers; i++) {
-    made = std::max(made, layers[i].qkv.all_outputs());
-    read = std::max(read, layers[i].out.inputs);
+  template <class T>
+  Widths(const Model<T> &m, const Layer *layers) : input(m.mix.weight ? 2 * m.hidden : m.hidden) {
+    for (int64_t i = 0; i < m.layers; i++) {
+      const Layer &layer = layers[i];
+      input = std::max(input, layer.qkv.inputs);
+      made = std::max({made, layer.qkv.all_outputs(), layer.enter.all_outputs()});
+      attended = std::max(attended, layer.out.inputs);
+      mixed = std::max(mixed, layer.leave.inputs);
+    }
   }
-  return {made, read};
-}
+};
 
 template <class T>
 class Decoder {
  public:
   Decoder(const Model<T> &model, const Layer *layers, const Call<T> &call)
       : m(model), layers(layers), c(call), eps(static_cast<float>(model.eps)), threads(static_cast<int>(call.threads)) {
-    const auto [made, read] = widest_middle(m, layers);
+    const Widths widths(m, layers);
     T *at = c.workspace;
     const auto take = [&at](int64_t numbers) {
       T *result = at;
@@ -46,9 +45,10 @@ class Decoder {
       return result;
     };
     x = take(c.rows * m.hidden);
-    normed = take(c.rows * widest_input(m, layers));
-    qkv = take(c.rows * made);
-    attended = take(c.rows * read);
+    normed = take(c.rows * widths.input);
+    qkv = take(c.rows * widths.made);
+    attended = take(c.rows * widths.attended);
+    mixed = take(c.rows * widths.mixed);
     wide = take(c.rows * 2 * m.inner);
     inner = take(c.rows * m.inner);
     angles = reinterpret_cast<float *>(take(c.rows * m.rotaries * m.width * FLOATS<T>));
@@ -81,6 +81,7 @@ class Decoder {
       if (i == c.num_which - 1 && !output && c.num_out < rows) {
         pick(x, m.hidden);
         pick(attended, layer.out.inputs);
+        pick(mixed, layer.leave.inputs);
         if (m.parallel) pick(layer.norm_attention ? normed : x, m.hidden);
         rows = c.num_out;
       }
@@ -179,14 +180,23 @@ class Decoder {
         normalise(x + row * m.hidden, layer.norm_attention, to + m.hidden, 1);
       }
       multiply(layer.qkv, normed, qkv, nullptr, c.rows);
-    } else {
-      multiply(layer.qkv, read(layer.norm_attention, c.rows), qkv, nullptr, c.rows);
+      return look(layer, index);
     }
+    if (!layer.mixer && !layer.qkv.weight) return;
+    const T *const in = read(layer.norm_attention, c.rows);
     if (layer.mixer) {
       void *const *const held = c.states + 2 * index;
-      return recur(*layer.mixer, *c.replay, qkv, static_cast<T *>(held[0]), static_cast<float *>(held[1]), attended,
-                   c.rows, threads);
+      multiply(layer.enter, in, qkv, nullptr, c.rows);
+      recur(*layer.mixer, *c.replay, qkv, static_cast<T *>(held[0]), static_cast<float *>(held[1]), mixed, c.rows,
+            threads);
     }
+    if (!layer.qkv.weight) return;
+    multiply(layer.qkv, in, qkv, nullptr, c.rows);
+    look(layer, index);
+  }
+
+  // What attention makes of qkv.
+  void look(const Layer &layer, int64_t index) const {
     const int64_t qkv_width = layer.qkv.all_outputs();
     const int64_t rotated = m.heads + m.kv_heads, queries = m.heads * m.width, shared = m.kv_heads * m.width;
     for (int64_t row = 0; row < c.rows; row++) {
@@ -232,8 +242,9 @@ class Decoder {
 
   void rest(const Layer &layer, int64_t rows) {
     if (m.parallel) multiply(layer.gate_up, layer.norm_attention ? normed : x, wide, nullptr, rows);
-    add(layer.out, attended, layer.after_attention, rows);
-    if (failed) return;
+    if (layer.mixer) add(layer.leave, mixed, nullptr, rows);
+    if (layer.qkv.weight) add(layer.out, attended, layer.after_attention, rows);
+    if (failed || (!layer.experts && !layer.gate_up.weight)) return;
     const T *const in = m.parallel ? nullptr : read(layer.norm_mlp, rows);
     if (layer.experts) return add_experts(layer, in, rows);
     if (in) multiply(layer.gate_up, in, wide, nullptr, rows);
@@ -282,7 +293,7 @@ class Decoder {
   const Call<T> &c;
   const float eps;
   const int threads;
-  T *x, *normed, *qkv, *attended, *wide, *inner, *scores;
+  T *x, *normed, *qkv, *attended, *mixed, *wide, *inner, *scores;
   float *angles;
   bool failed = false;
 };
@@ -401,8 +412,8 @@ void draft(const Model<T> &model, const Layer *layers, const Call<T> &call, cons
 template <class T>
 int64_t workspace_needed(const Model<T> &m, const Layer *layers, int64_t rows, int64_t num_out) {
   int64_t numbers = num_out * m.head.outputs;
-  const auto [made, read] = widest_middle(m, layers);
-  for (int64_t width : {m.hidden, widest_input(m, layers), made, read, 2 * m.inner, m.inner, m.rotaries * m.width * FLOATS<T>})
+  const Widths w(m, layers);
+  for (int64_t width : {m.hidden, w.input, w.made, w.attended, w.mixed, 2 * m.inner, m.inner, m.rotaries * m.width * FLOATS<T>})
     numbers += rounded(rows * width);
   return numbers;
 }

@@ -81,7 +81,7 @@ int64_t mix(const Experts &e, const T *x, const T *scored, float *total, int64_t
     wide.resize(count * 2 * down.inputs);
     inner.resize(count * down.inputs);
     project(gate_up, in.data(), wide.data(), static_cast<const T *>(nullptr), count, threads);
-    gate(e.activation, e.numbers, true, wide.data(), inner.data(), count, down.inputs);
+    gate(e.activation, e.numbers, e.gated != 0, wide.data(), inner.data(), count, down.inputs);
     project(down, inner.data(), made.data(), static_cast<const T *>(nullptr), count, threads);
     for (int64_t i = 0; i < count; i++) {
       float *const to = total + which[i] * hidden;

@@ -470,6 +470,11 @@ void gate(int64_t activation, const float *numbers, bool gated, const T *x, T *y
         store(y + i, lanes, (bent + broadcast(numbers[2]) * v) * up);
         continue;
       }
+      if (activation == ACTIVATION_relu2) {
+        const Floats positive = max(v, zeros());
+        store(y + i, lanes, positive * positive * up);
+        continue;
+      }
       Floats inside = v;
       if (activation == ACTIVATION_clamped) {
         const Floats limit = broadcast(numbers[1]);

@@ -293,7 +293,8 @@ class Recurring {
     };
     if (m.kind == MIXER_mamba) {
       close();
-      norm(row, m.norm, row, static_cast<const T *>(nullptr), m.groups, m.groups, m.inner / m.groups, eps, false);
+      if (m.norm)
+        norm(row, m.norm, row, static_cast<const T *>(nullptr), m.groups, m.groups, m.inner / m.groups, eps, false);
     } else {
       norm(row, m.norm, row, static_cast<const T *>(nullptr), m.heads, 1, m.value_dim, eps, false);
       close();

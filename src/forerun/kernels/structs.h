@@ -64,7 +64,7 @@
   F(const Linear *, next) /* a layer over the same inputs whose outputs follow, or null */
 
 // What is between a gate and the numbers that it multiplies.
-#define ACTIVATIONS_OF(F) F(silu) F(gelu_tanh) F(xielu) F(clamped) F(sigmoid)
+#define ACTIVATIONS_OF(F) F(silu) F(gelu_tanh) F(xielu) F(clamped) F(sigmoid) F(relu2)
 
 // Instead of gate_up and down: the experts of a row. Behind it the router's ``Linear``.
 #define EXPERTS(F)                                                                                                  \
@@ -78,12 +78,13 @@
   F(double, factor)          /* of the weights */                                                                   \
   F(double, eps)             /* added to the sum that sigmoids are divided by */                                    \
   F(int64_t, activation)                                                                                            \
+  F(int64_t, gated)                                                                                                 \
   F(const float *, numbers)  /* of the activation, or null */                                                       \
   F(const Linear *, layers)  /* gate_up and down of each that is here */                                            \
   F(const float *, scales)   /* what the weight of each one is multiplied by, or null */
 
-// Instead of attention: a layer that keeps a state. A row of its inputs is the row's record, what the convolution reads
-// and then the gates, and behind it what the output is gated by; of a short convolution B, C and x.
+// Instead of attention or beside it: a part of a layer that keeps a state. A row of its inputs is the row's record, what
+// the convolution reads and then the gates, and behind it what the output is gated by; of a short convolution B, C and x.
 #define MIXERS_OF(F) F(conv) F(delta) F(mamba)
 
 #define MIXER(F)                                                                                                    \
@@ -102,7 +103,7 @@
   F(const float *, decay) /* [heads] the logarithm of what a time step is multiplied by */                          \
   F(const float *, step) /* [heads] added to the time step */                                                       \
   F(const float *, skip) /* [heads] what Mamba-2 multiplies x by and adds */                                        \
-  F(const float *, norm) /* weights: [value_dim], or for Mamba-2 [inner] */                                         \
+  F(const float *, norm) /* weights: [value_dim], or for Mamba-2 [inner] or null */                                 \
   F(double, eps)
 
 // One sequence's nodes: rows of the batch, and records of rows that it had before.
@@ -145,7 +146,7 @@
   F(const float *, numbers)   /* of the activation, or null */                                                      \
   F(const float *, sinks)     /* as in ``Heads`` */                                                                  \
   F(int64_t, gated)           /* qkv makes a gate of attention's output behind the values */                        \
-  F(const Mixer *, mixer)     /* in the place of attention, or null */                                                \
+  F(const Mixer *, mixer)     /* or null */                                                                          \
   F(const Linear *, share)    /* to one number: its sigmoid multiplies what the MLP beside experts makes; or null */
 
 #define MODEL(F)                                                                                                    \
@@ -285,7 +286,9 @@ struct Replay {
 
 struct Layer {
   LAYER(FIELD)
-  Linear qkv, out, gate_up, down;  // where there are experts, the last two may be there, too, or have null weights
+  Linear qkv, out;       // of attention; there is none where qkv's weight is null
+  Linear enter, leave;   // before and behind the mixer
+  Linear gate_up, down;  // of the MLP; in the place of experts, or beside them; there is none where gate_up's weight is null
 };
 
 template <class T>

@@ -1,7 +1,8 @@
 """What crosses into the kernels as arrays of int64, a field each: ``structs.h`` names the same fields in the same
 order, and says what they mean; ``library`` compares the names. Other things go behind: a ``LayerStruct`` is followed by
-the ``LinearStruct`` of qkv, out, gate_up and down, ``ExpertsStruct`` by the router's, a ``ModelStruct`` by those of the
-head, the embedding and the mix. Pointers are addresses, 0 for null; numbers that are not whole go through ``number``.
+the ``LinearStruct`` of qkv, out, enter, leave, gate_up and down, ``ExpertsStruct`` by the router's, a ``ModelStruct``
+by those of the head, the embedding and the mix. Pointers are addresses, 0 for null; numbers that are not whole go
+through ``number``.
 """
 
 from __future__ import annotations
@@ -77,6 +78,7 @@ class ExpertsStruct(NamedTuple):
     factor: int
     eps: int
     activation: int
+    gated: int
     numbers: int
     layers: int
     scales: int = 0
@@ -227,7 +229,7 @@ QUANTS = {
 lie."""
 KINDS = ("own", "int8", *QUANTS)
 """How a layer's weights lie, by ``LinearStruct.kind``; ``own``: in the dtype of the rows."""
-ACTIVATIONS = ("silu", "gelu_tanh", "xielu", "clamped", "sigmoid")
+ACTIVATIONS = ("silu", "gelu_tanh", "xielu", "clamped", "sigmoid", "relu2")
 MIXERS = ("conv", "delta", "mamba")
 NO_LAYER = LinearStruct(*[0] * len(LinearStruct._fields))
 

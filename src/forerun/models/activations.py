@@ -58,6 +58,12 @@ def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return (0.5 * wide * (1.0 + torch.tanh(inner))).to(x.dtype)
 
 
+def relu2(x: torch.Tensor) -> torch.Tensor:
+    """max(x, 0)^2."""
+    wide = x.float().clamp(min=0)
+    return (wide * wide).to(x.dtype)
+
+
 def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """xIELU (arXiv 2411.13010): positive a x^2 + b x, else c (exp(min(x, eps)) - 1 - x) + b x, of ``numbers`` a, c, b
     and eps."""

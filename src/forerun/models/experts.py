@@ -100,6 +100,7 @@ class Experts:
             structs.number(how.factor),
             structs.number(how.eps),
             self.gate.activation,
+            int(self.gate.gated),
             self.gate.pointer,
             0,
         )

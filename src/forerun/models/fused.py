@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
@@ -136,9 +136,13 @@ def _fields(layer: Layer, rotaries: list[str], share: int) -> list[int]:
         mixer=layer.mixer.address if isinstance(layer.mixer, KernelMixer) else 0,
         share=share,
     )
-    linears = (layer.qkv, _own(layer.out), layer.gate_up, _own(layer.down))
-    parts = [structs.NO_LAYER if linear is None else linear.fields() for linear in linears]
-    return [field for part in (own, *parts) for field in part]
+    linears = [layer.qkv, layer.out, layer.enter, layer.leave, layer.gate_up, layer.down]
+    fields = [structs.NO_LAYER if linear is None else _own(linear).fields() for linear in linears]
+    return [field for part in (own, *fields) for field in part]
+
+
+def _most(numbers: Iterable[int]) -> int:
+    return max(numbers, default=0)
 
 
 class PartialSums:
@@ -200,8 +204,7 @@ class Fused:
         if fields is None:
             raise ValueError("embeddings that the call cannot read")
         numbers, rows = fields
-        inner = max((_own(layer.down).inputs for layer in decoder.layers if layer.down is not None), default=0)
-        attended = max(_own(layer.out).inputs for layer in decoder.layers)
+        inner = _most(layer.down.inputs for layer in decoder.layers if layer.down is not None)
         self.keeps_state = any(layer.mixer is not None for layer in decoder.layers)
         real = (
             decoder.norm.eps, decoder.scale, decoder.softcap or 0, decoder.logits_softcap or 0, words.scale,
@@ -222,9 +225,12 @@ class Fused:
             self.layers.extend(_fields(layer, [*decoder.rotaries], share.buffer_info()[0] if share else 0))
         self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]
         angles = len(decoder.rotaries) * decoder.width * (4 // self.dtype.itemsize)
-        qkv = max(layer.qkv.outputs for layer in decoder.layers)
-        read = max(decoder.layers[0].qkv.inputs, 2 * self.hidden if decoder.mix is not None else 0)
-        self.row = self.hidden, read, qkv, attended, 2 * inner, inner, angles
+        enters = [part for layer in decoder.layers for part in (layer.qkv, layer.enter) if part is not None]
+        attended = _most(_own(layer.out).inputs for layer in decoder.layers if layer.out is not None)
+        mixed = _most(layer.leave.inputs for layer in decoder.layers if layer.leave is not None)
+        read = _most([self.hidden if decoder.mix is None else 2 * self.hidden, *(part.inputs for part in enters)])
+        made = _most(part.outputs for part in enters)
+        self.row = self.hidden, read, made, attended, mixed, 2 * inner, inner, angles
         """Numbers per row of every piece of the workspace."""
         self._sizes: dict[int, int] = {}
         """Numbers of all pieces together, by rows."""

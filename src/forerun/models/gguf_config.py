@@ -9,7 +9,7 @@ import torch
 
 from forerun.core.config import COUNT, POSITIVE
 from forerun.core.errors import ModelError, shown
-from forerun.models.architectures.description import Architecture
+from forerun.models.architectures.description import Architecture, Recurrence
 from forerun.models.architectures.families import (
     APERTUS,
     ARCHITECTURES,
@@ -17,6 +17,7 @@ from forerun.models.architectures.families import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     EXAONE4,
+    FALCON_H1,
     GEMMA2,
     GEMMA3,
     GEMMA4,
@@ -29,6 +30,7 @@ from forerun.models.architectures.families import (
     MINISTRAL3,
     MISTRAL4,
     MIXTRAL,
+    NEMOTRON_H,
     OLMO2,
     OLMO3,
     PHI3,
@@ -41,7 +43,7 @@ from forerun.models.architectures.spec import FULL, SLIDING, TILED_HEADS
 from forerun.models.formats.gguf_types import FLOATS
 from forerun.models.gguf import GGUFFile
 
-READ = {each.gguf: each for each in reversed(ARCHITECTURES.values())}
+READ = {each.gguf: each for each in reversed(ARCHITECTURES.values())} | {f"{NEMOTRON_H.gguf}_moe": NEMOTRON_H}
 """By ``general.architecture``; Mistral and Mixtral are Llamas there, and OLMo 3 an OLMo 2 with windows."""
 FREQUENCIES = "rope_freqs.weight"
 """By what Llama 3 divides its rotary frequencies."""
@@ -120,22 +122,42 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "architectures": [result.causal],
         "model_type": result.model_type,
         "hidden_size": hidden,
-        "intermediate_size": keys.each("feed_forward_length", layers, keys.get("expert_feed_forward_length"))[0],
+        "intermediate_size": _inner(keys, layers),
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": _kv_heads(keys, heads),
         "head_dim": width,
         "max_position_embeddings": keys.whole("context_length"),
-        result.norms.eps: keys.positive(f"attention.layer_norm_{'' if result.norms.centred else 'rms_'}epsilon"),
+        result.norms.eps: _epsilon(keys, centred=result.norms.centred),
         "vocab_size": vocabulary,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
     }
     config |= {"num_nextn_predict_layers": predicting} if predicting else {}
     config |= _biases(file, result, layers)
-    config["rope_parameters"] = {} if architecture == GEMMA4.gguf else _rope(file, keys, width)
+    if result.attention.rotary != "none":
+        config["rope_parameters"] = {} if architecture == GEMMA4.gguf else _rope(file, keys, width)
     config |= _further(file, keys, config)
     return config | {"pad_token_id": None} | _special_ids(file, vocabulary)  # transformers has defaults
+
+
+def _inner(keys: Keys, layers: int) -> int:
+    """Of the MLPs; Nemotron-H lists them, with 0 for layers without one. Raises ModelError."""
+    given = keys.get("feed_forward_length")
+    if READ[keys.architecture] is not NEMOTRON_H or not isinstance(given, list):
+        return keys.each("feed_forward_length", layers, keys.get("expert_feed_forward_length"))[0]
+    counts = {count for count in given if count != 0} or {1}
+    if len(counts) != 1 or not COUNT.permits(count := min(counts)):
+        raise ModelError(f"{keys.file.path} has {shown(given)} as {keys.architecture}.feed_forward_length, not one "
+                         "number and zeros")  # fmt: skip
+    return count
+
+
+def _epsilon(keys: Keys, *, centred: bool) -> float:
+    """Nemotron-H's files may have that of RMS norms under the other name."""
+    key = f"attention.layer_norm_{'' if centred else 'rms_'}epsilon"
+    other = READ[keys.architecture] is NEMOTRON_H and keys.get(key) is None
+    return keys.positive("attention.layer_norm_epsilon" if other else key)
 
 
 def _kv_heads(keys: Keys, heads: int) -> int:
@@ -199,6 +221,14 @@ def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, An
             "attention_multiplier": keys.positive("attention.scale", config["head_dim"] ** -0.5),
             "logits_scaling": keys.positive("logit_scale", 1.0),
         }
+    if kind == FALCON_H1.gguf:
+        return _mamba(keys, config, FALCON_H1) | {
+            "mamba_d_ssm": keys.whole("ssm.inner_size"), "mamba_norm_before_gate": False,
+            "mamba_rms_norm": _has(keys, config, "ssm_norm.weight"),
+            "projectors_bias": _has(keys, config, "ssm_out.bias"),
+        }  # fmt: skip
+    if READ[kind] is NEMOTRON_H:
+        return _nemotron_h(keys, config)
     if kind == GPT_OSS.gguf:
         return {
             **_windows(keys, config, GPT_OSS_PERIOD), **_experts(keys, "num_local_experts"),
@@ -301,19 +331,56 @@ def _granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     if keys.get("expert_count"):
         raise ModelError(f"{keys.file.path} is a mixture of experts: of {GRANITE_HYBRID.causal}'s, folders of "
                          "safetensors are read")  # fmt: skip
-    heads, inner = keys.whole("ssm.time_step_rank"), keys.whole("ssm.inner_size")
-    if inner % heads or inner % config["hidden_size"]:
-        raise ModelError(f"{keys.file.path} has {inner} numbers in {heads} heads of Mamba-2, {config['hidden_size']} "
-                         "in a row")  # fmt: skip
-    types = _mixed(keys, config, GRANITE_HYBRID)
-    convs = [f"blk.{index}.ssm_conv1d.bias" in keys.file.tensors for index in range(len(types))]
-    return {
-        "layer_types": types, "mamba_n_heads": heads, "mamba_d_head": inner // heads,
-        "mamba_n_groups": keys.whole("ssm.group_count"), "mamba_d_state": keys.whole("ssm.state_size"),
-        "mamba_d_conv": keys.whole("ssm.conv_kernel"), "mamba_expand": inner // config["hidden_size"],
-        "mamba_conv_bias": any(convs), "mamba_proj_bias": False, "num_local_experts": 0,
-        "shared_intermediate_size": config["intermediate_size"],
+    inner = keys.whole("ssm.inner_size")
+    if inner % config["hidden_size"]:
+        raise ModelError(f"{keys.file.path} has {inner} numbers in Mamba-2, {config['hidden_size']} in a row")
+    return _mamba(keys, config, GRANITE_HYBRID) | {
+        "layer_types": _mixed(keys, config, GRANITE_HYBRID), "mamba_expand": inner // config["hidden_size"],
+        "num_local_experts": 0, "shared_intermediate_size": config["intermediate_size"],
         "position_embedding_type": None if keys.get("rope.scaling.finetuned") is False else "rope",
+    }  # fmt: skip
+
+
+def _has(keys: Keys, config: dict[str, Any], end: str) -> bool:
+    """Whether a layer has a tensor that is called so."""
+    return any(f"blk.{index}.{end}" in keys.file.tensors for index in range(config["num_hidden_layers"]))
+
+
+def _mamba(keys: Keys, config: dict[str, Any], of: Architecture) -> dict[str, Any]:
+    """The sizes of Mamba-2's layers, by the config keys that the description names."""
+    mixer = of.mixer
+    assert isinstance(mixer, Recurrence)
+    assert mixer.bias is not None
+    assert mixer.conv_bias is not None
+    heads, inner = keys.whole("ssm.time_step_rank"), keys.whole("ssm.inner_size")
+    if inner % heads:
+        raise ModelError(f"{keys.file.path} has {inner} numbers in {heads} heads of Mamba-2")
+    return {
+        mixer.heads: heads, mixer.value_dim: inner // heads, mixer.groups: keys.whole("ssm.group_count"),
+        mixer.key_dim: keys.whole("ssm.state_size"), mixer.kernel: keys.whole("ssm.conv_kernel"),
+        mixer.conv_bias: _has(keys, config, "ssm_conv1d.bias"), mixer.bias: _has(keys, config, "ssm_in.bias"),
+    }  # fmt: skip
+
+
+def _nemotron_h(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """A layer has heads of keys, or an MLP or experts, or a state. Raises ModelError."""
+    layers, types = config["num_hidden_layers"], []
+    lists = [keys.get("attention.head_count_kv"), keys.get("feed_forward_length")]
+    if not all(isinstance(each, list) and len(each) >= layers for each in lists):
+        raise ModelError(f"{keys.file.path} has {layers} layers, but does not say of each what it is")
+    for index, (heads, inner) in enumerate(zip(*(each[:layers] for each in lists))):
+        routed = f"blk.{index}{ROUTER}" in keys.file.tensors
+        types.append(FULL if heads else "linear_attention" if not inner else "moe" if routed else "mlp")
+    result = {"layers_block_type": types, **_mamba(keys, config, NEMOTRON_H)}
+    if "moe" not in types:
+        return result
+    normalised, factor = keys.get("expert_weights_norm"), keys.positive("expert_weights_scale", 1.0)
+    return result | _experts(keys, "n_routed_experts") | {
+        "moe_intermediate_size": keys.whole("expert_feed_forward_length"),
+        "n_group": keys.whole("expert_group_count", 1), "topk_group": keys.whole("expert_group_used_count", 1),
+        "moe_shared_expert_intermediate_size": keys.whole("expert_shared_feed_forward_length"),
+        "norm_topk_prob": normalised is not False, "routed_scaling_factor": factor,
+        "moe_latent_size": keys.get("moe_latent_size"),
     }  # fmt: skip
 
 

@@ -75,7 +75,7 @@ class KernelMixer:
             own = structs.MixerStruct(
                 kind, channels, taps - 1, spec.inner, spec.gates, spec.heads, spec.groups, spec.key_dim,
                 spec.value_dim, int(spec.tiled), at, bias, decay.data_ptr(), step.data_ptr(), address(skip) or 0,
-                norm.pointer, structs.number(norm.eps),
+                0 if norm is None else norm.pointer, structs.number(0.0 if norm is None else norm.eps),
             )  # fmt: skip
             self.inner, self.inputs = spec.inner, channels + spec.gates + spec.inner
         self.fields = array("q", own)

@@ -46,8 +46,8 @@ class Apart:
 
 @dataclass(slots=True)
 class Layer:
-    """One decoder layer's weights; None: there is no such part. ``norm_token``: its attention reads [normed embedding
-    of the token, normed input] (EAGLE-3, arXiv 2503.01840)."""
+    """One decoder layer's weights; None: there is no such part. Attention and mixer read the same input.
+    ``norm_token``: its attention reads [normed embedding of the token, normed input] (EAGLE-3, arXiv 2503.01840)."""
 
     qkv: Any
     out: Any
@@ -77,7 +77,11 @@ class Layer:
     gated: bool = False
     """``qkv`` makes a gate of the attention's output behind the values."""
     mixer: Mixer | None = None
-    """In the place of attention; ``qkv`` makes its inputs."""
+    """In the place of attention, or beside it."""
+    enter: Any = None
+    """Makes the mixer's inputs."""
+    leave: Any = None
+    """Reads its outputs."""
     latent: LatentHeads | None = None
     """Makes queries and entries of what ``qkv`` makes."""
     gate: Any = None
@@ -95,7 +99,8 @@ class Layer:
     """What the output is multiplied by."""
 
     def linears(self) -> Iterator[Any]:
-        yield from (self.qkv, self.out)
+        parts = (self.qkv, self.out, self.enter, self.leave)
+        yield from (part for part in parts if part is not None)
         yield from () if self.latent is None else self.latent.linears()
         yield from () if self.inputs is None else (self.inputs.gate, self.inputs.out)
         yield from (part for part in (self.gate_up, self.down, self.share) if part is not None)
@@ -164,27 +169,30 @@ class Builder:
         def linear(*names: Name) -> Linear:
             return self.maker.linear(*map(at, names))
 
-        dense, mixer = not spec.experts or spec.beside, architecture.mixer if spec.mixer else None
-        share = architecture.experts.gate if architecture.experts is not None and spec.beside else None
+        mixer = architecture.mixer if spec.mixer else None
+        mixes, changes = spec.attention or spec.mixer, spec.mlp or spec.experts > 0
+        share = architecture.experts.gate if architecture.experts is not None and spec.experts and spec.mlp else None
         sizes, names = self.spec.mixer, [at(name) for name in attention.qkv]
         if spec.source is not None:
             names = names[:1]
         elif spec.twice:
             names = [names[0], names[1], names[1]]
         mlp = self.spec.mlp(spec)
+        qkv: Linear | None = None
+        latent: LatentHeads | None = None
         if self.spec.latent is not None:
             qkv, latent = self._latent(at, rotary)
-        elif mixer is None:
-            qkv, latent = self._projections(names, sized, rotary), None
-        else:
-            qkv, latent = make_inputs(mixer, sizes, self.maker, at), None
+        elif spec.attention:
+            qkv = self._projections(names, sized, rotary)
         layer = Layer(
             qkv=qkv,
-            out=self._summed(linear(attention.out if mixer is None else mixer.out)),
-            gate_up=linear(*mlp.gate_up) if dense else None,
-            down=self._summed(linear(mlp.down)) if dense else None,
-            norm_attention=norm(norms.before_attention),
-            norm_mlp=norm(norms.before_mlp),
+            out=self._summed(linear(attention.out)) if spec.attention else None,
+            enter=None if mixer is None else make_inputs(mixer, sizes, self.maker, at),
+            leave=None if mixer is None else linear(mixer.out),
+            gate_up=linear(*mlp.gate_up) if spec.mlp else None,
+            down=self._summed(linear(mlp.down)) if spec.mlp else None,
+            norm_attention=norm(norms.before_attention) if mixes else None,
+            norm_mlp=norm(norms.before_mlp) if changes else None,
             rope=spec.rotary is not None,
             window=spec.window,
             after_attention=norm(norms.after_attention),
@@ -192,9 +200,9 @@ class Builder:
             experts=self._experts(prefix, spec.experts) if spec.experts else None,
             share=None if share is None else self.maker.router(at(share)),
             rotary=spec.rotary or ALL,
-            gate=self._gate(prefix) if dense else None,
+            gate=self._gate(prefix) if spec.mlp else None,
             sinks=None if attention.sinks is None else self.maker.numbers(at(attention.sinks)).float(),
-            gated=attention.gated and mixer is None,
+            gated=attention.gated and spec.attention,
             mixer=None if mixer is None else self._mixer(mixer, at, index),
             latent=latent,
             kv_heads=sized.kv_heads,
@@ -207,7 +215,7 @@ class Builder:
         if spec.experts and architecture.experts is not None and (apart := architecture.experts.apart) is not None:
             scale = self.maker.numbers(at(apart.scale)).float() * self.spec.hidden**-0.5
             layer.apart = Apart(norm(apart.before), norm(apart.after), norm(apart.mlp), self._norm(scale))
-        if mixer is None and norms.query is not None and norms.key is not None:
+        if spec.attention and norms.query is not None and norms.key is not None:
             query = self._numbers(at(norms.query))
             key = query if spec.source is not None else self._numbers(at(norms.key))
             self._norm_heads(layer, query, key, rotary)

@@ -123,9 +123,17 @@ def quick_config(folder: Path) -> Any:
 
 def _values(config: Any) -> dict[str, Any] | None:
     """A config's values by all names that they have, as JSON holds them; None if it cannot hold them."""
-    if config.get_text_config() is not config or is_sized(config) or not _plain_rope(config.rope_parameters or {}):
+    if (
+        config.get_text_config() is not config
+        or is_sized(config)
+        or not _plain_rope(getattr(config, "rope_parameters", None) or {})
+    ):
         return None
-    names = {*config.to_dict(), *config.attribute_map} - {"id2label", "label2id", "transformers_version"}
+    names = {*config.to_dict(), *config.attribute_map, "num_hidden_layers"} - {
+        "id2label",
+        "label2id",
+        "transformers_version",
+    }
     values = {name: getattr(config, name) for name in names if hasattr(config, name)}
     values["dtype"] = None if config.dtype is None else str(config.dtype).removeprefix("torch.")
     try:

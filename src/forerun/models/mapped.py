@@ -26,6 +26,8 @@ from forerun.models.weights import Read, by_heads, unstacked
 log = logging.getLogger("forerun")
 BASE = "model."
 """What the names of a decoder's tensors begin with, but in a checkpoint that was saved without an output layer."""
+PREDICTING = "mtp."
+"""As those of layers for multi-token prediction."""
 
 
 class Files:
@@ -74,7 +76,7 @@ class CheckpointWeights:
             for name, tensor in headers.items()
             if tensor.kind in DTYPES and not name.startswith(beside)
         }
-        if any(name.startswith(within) for name in headers):
+        if any(name.startswith(beside) and not name.startswith(PREDICTING) for name in headers):
             log.info("%s also reads pictures: that part is left out", folder)
         self.read = Read()
         self.opened: list[Grouped] = []

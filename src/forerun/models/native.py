@@ -37,7 +37,7 @@ from forerun.models.ranks import split
 from forerun.models.ranks.shards import Gathered, SplitWords
 from forerun.models.ranks.team import Team
 from forerun.models.rotary import Rotary
-from forerun.models.weights import Maker, Weights
+from forerun.models.weights import Maker, MultipliedWeights, Weights
 
 
 @dataclass(slots=True)
@@ -82,6 +82,8 @@ class NativeModel:
             raise ModelError(f"the native path does not run this checkpoint: {reason}; use the transformers path")
         self._tokens = config.vocab_size
         self.spec, self.team = bind(config), team
+        if self.spec.multiples:
+            tensors = MultipliedWeights(tensors, self.spec)
         if team is not None:
             tensors = split.SplitWeights(tensors, self.spec, self.spec.inner, team.rank, team.size)
             self.spec = split.own(self.spec, team.size)
@@ -341,21 +343,25 @@ class NativeModel:
         run: Pass,
     ) -> torch.Tensor:
         """One layer; ``only`` names the rows that go on behind its attention."""
-        normed = x if layer.norm_attention is None else layer.norm_attention(x)
-        qkv, count = layer.qkv(normed), run.metadata.batch.num_rows
-        if x.shape[0] != count and layer.latent is None:
-            qkv = qkv[:count]
-        if layer.mixer is not None:
-            assert run.attention.states is not None
-            assert run.replay is not None
-            out = layer.mixer(qkv, run.attention.states, run.replay)
-        else:
-            out = self._attend(layer, index, qkv, run)
-        if only is not None:
-            x, out = x.index_select(0, only), out.index_select(0, only)
-        elif x.shape[0] != count:
-            out = self._pad(out)
-        x = self._add(layer.out, out, layer.after_attention, x)
+        normed, count = x if layer.norm_attention is None else layer.norm_attention(x), run.metadata.batch.num_rows
+
+        def kept(rows: torch.Tensor) -> torch.Tensor:
+            if only is not None:
+                return rows.index_select(0, only)
+            return self._pad(rows) if rows.shape[0] != x.shape[0] else rows
+
+        made = None if layer.mixer is None else kept(self._replay(layer, layer.enter(normed)[:count], run))
+        out = None
+        if layer.qkv is not None:
+            qkv = layer.qkv(normed)
+            out = kept(self._attend(layer, index, qkv[:count] if layer.latent is None else qkv, run))
+        x = kept(x)
+        if made is not None:
+            x = self._add(layer.leave, made, None, x)
+        if out is not None:
+            x = self._add(layer.out, out, layer.after_attention, x)
+        if layer.gate_up is None and layer.experts is None:
+            return x
         if self.spec.architecture.parallel:
             normed = normed if only is None else normed.index_select(0, only)
         else:
@@ -371,6 +377,13 @@ class NativeModel:
             gated = layer.gate(torch.cat([layer.inputs.gate(x), own], 1))
             x = self._add(layer.inputs.out, gated, layer.inputs.after, x)
         return x if layer.scale is None else x * layer.scale
+
+    def _replay(self, layer: Layer, inputs: torch.Tensor, run: Pass) -> torch.Tensor:
+        """What a layer's mixer makes of its inputs."""
+        assert layer.mixer is not None
+        assert run.attention.states is not None
+        assert run.replay is not None
+        return layer.mixer(inputs, run.attention.states, run.replay)
 
     def _mix(self, layer: Layer, experts: Experts, normed: torch.Tensor, x: torch.Tensor, run: Pass) -> torch.Tensor:
         """What experts, and the MLP beside them if there is one, make of rows x whose norm is ``normed``."""
@@ -492,7 +505,8 @@ class NativeModel:
         result: dict[str, int] = {}
         for index, layer in enumerate(self._layers):
             parts = [(linear.kind, linear.nbytes) for linear in layer.linears()]
-            kind = parts, layer.norm_qk is None, layer.rope, layer.window, layer.rotary, layer.mixer is None
+            none = tuple(part is None for part in (layer.norm_qk, layer.mixer, layer.qkv, layer.gate_up))
+            kind = parts, none, layer.rope, layer.window, layer.rotary
             result.setdefault(repr((kind, layer.source is None, layer.width)), index)
         sources = ((self._layers[index].source, index) for index in result.values())
         return [(index,) if source is None else (source, index) for source, index in sources]

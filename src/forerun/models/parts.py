@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from forerun.models import activations, kernel_layers
-from forerun.models.architectures.spec import CLAMPED, GELU_TANH, SILU, XIELU
+from forerun.models.architectures.spec import CLAMPED, GELU_TANH, RELU2, SILU, XIELU
 
 Function = Callable[[torch.Tensor], torch.Tensor]
-FAST: dict[str, Function] = {SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh")}
-STEADY: dict[str, Function] = {SILU: activations.silu, GELU_TANH: activations.gelu_tanh}
+FAST: dict[str, Function] = {
+    SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh"), RELU2: activations.relu2,
+}  # fmt: skip
+STEADY: dict[str, Function] = {**FAST, SILU: activations.silu, GELU_TANH: activations.gelu_tanh}
 """Those that round alike wherever a number lies."""
 
 

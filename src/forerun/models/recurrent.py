@@ -81,12 +81,20 @@ class Recurrent(ABC):
     convolution reads and then ``gates`` numbers, and behind it what the output is gated by."""
 
     def __init__(
-        self, layer: int, sizes: MixerSpec, conv: Convolution, norm: Any, decay: torch.Tensor, step: torch.Tensor
+        self,
+        layer: int,
+        sizes: MixerSpec,
+        conv: Convolution,
+        norm: Any,
+        dtype: torch.dtype,
+        decay: torch.Tensor,
+        step: torch.Tensor,
     ) -> None:
-        """``decay`` [heads]: the logarithm of what a time step is multiplied by; ``step`` [heads]: its bias."""
+        """``norm`` None: there is none; rows are in ``dtype``. ``decay`` [heads]: the logarithm of what a time step is
+        multiplied by; ``step`` [heads]: its bias."""
         self.layer, self.sizes, self.conv, self.norm = layer, sizes, conv, norm
         self.decay, self.step = -torch.exp(decay.float()), step.float()
-        self.dtype = norm.dtype
+        self.dtype = dtype
 
     def __call__(self, inputs: torch.Tensor, states: States, replay: Replay) -> torch.Tensor:
         channels, numbers = self.sizes.channels, states.numbers[self.layer]
@@ -135,7 +143,7 @@ class Recurrent(ABC):
         return side.repeat(times, 1) if self.sizes.tiled else side.repeat_interleave(times, 0)
 
     def norms(self) -> Iterator[object]:
-        yield self.norm
+        yield from () if self.norm is None else (self.norm,)
 
 
 class DeltaNet(Recurrent):
@@ -188,6 +196,8 @@ class Mamba2(Recurrent):
 
     def gate(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         gated = (out.float() * activations.silu(gate.float())).to(self.dtype)
+        if self.norm is None:
+            return gated
         if self.sizes.groups > 1:
             gated = gated.unflatten(1, (self.sizes.groups, -1))
         return self.norm(gated).flatten(1)
@@ -224,9 +234,11 @@ def make_mixer(
     convolution = Convolution(maker.numbers(f"{conv}.weight"), bias)
     if not isinstance(names, Recurrence):
         return ShortConv(index, convolution, maker.dtype)
-    weight = maker.numbers(f"{at(names.norm)}.weight")
+    close = None
+    if sizes.normed:
+        weight = maker.numbers(f"{at(names.norm)}.weight")
+        close = norm(weight if names.skip is None or sizes.groups == 1 else weight.view(sizes.groups, -1))
     decay, step = (maker.numbers(at(name)) for name in (names.decay, names.step))
     if names.skip is None:
-        return DeltaNet(index, sizes, convolution, norm(weight), decay, step)
-    weight = weight if sizes.groups == 1 else weight.view(sizes.groups, -1)
-    return Mamba2(index, sizes, convolution, norm(weight), decay, step, maker.numbers(at(names.skip)))
+        return DeltaNet(index, sizes, convolution, close, maker.dtype, decay, step)
+    return Mamba2(index, sizes, convolution, close, maker.dtype, decay, step, maker.numbers(at(names.skip)))

@@ -101,6 +101,8 @@ class Rotary:
 
 def _frequencies(config: Any, width: int, kind: str | None) -> tuple[torch.Tensor, float]:
     """One frequency per pair that is turned, float32, and the factor on cosines and sines."""
+    if not hasattr(config, "rope_parameters"):  # nothing is turned
+        return torch.empty(0), 1.0
     rope: dict[str, Any] = dict(config.rope_parameters or {})
     rope = rope if kind is None else rope[kind]
     with checkpoint.library(f"the model's rope_parameters cannot be used ({shown(rope)})"):

@@ -163,10 +163,10 @@ def check_config(config: Any, path: Path) -> None:
         for value in _each(getattr(text, name, None)):
             if not _is_count(value):
                 refuse(name, f"an integer from 1 to {LARGEST}")
-    stateful = described.mixer.layers if described is not None and described.mixer is not None else None
-    run = [kind for kind in ("full_attention", "sliding_attention", stateful) if kind]
+    own = () if described is None else described.kinds
+    run = ["full_attention", "sliding_attention", *own]
     for kind in _each(getattr(text, "layer_types", None)):
-        if kind not in (*LAYERS, stateful):
+        if kind not in (*LAYERS, *own):
             raise ModelError(
                 f"{path.parent} has layers of kind {shown(kind)}, which forerun does not run ({text.model_type}); it "
                 f"runs models of {' and '.join(run)}"

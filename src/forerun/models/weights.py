@@ -10,7 +10,7 @@ import torch
 
 from forerun.core.errors import ModelError
 from forerun.core.loading import Advance
-from forerun.models.architectures.spec import Spec
+from forerun.models.architectures.spec import Multiples, Spec
 from forerun.models.formats import blocks
 from forerun.models.formats.base import Format, Linear, Rows, whole
 from forerun.models.formats.blocks import Blocked
@@ -80,7 +80,7 @@ def unstacked(result: dict[str, torch.Tensor], spec: Spec) -> dict[str, torch.Te
         if (gate := result.pop(f"{at}mlp.gate.weight", None)) is not None:
             result[f"{at}{names.router.checkpoint}.weight"] = gate
         for expert, (both, last) in enumerate(zip(gate_up.detach(), down.detach())):
-            for name, part in zip((*names.gate_up, names.down), (*both.chunk(2), last)):
+            for name, part in zip((*names.gate_up, names.down), (*both.chunk(len(names.gate_up)), last)):
                 result[f"{at}{name.checkpoint.format(expert)}.weight"] = part
     return result
 
@@ -121,6 +121,54 @@ def _unstack(result: dict[str, torch.Tensor], at: str, count: int) -> None:
             rows = own.T if kind == "weight" else own  # outputs first
             sides = {part: rows} if part == "down_proj" else {"gate_proj": rows[::2], "up_proj": rows[1::2]}
             result |= {f"{at}.{expert}.{name}.{kind}": side for name, side in sides.items()}
+
+
+class MultipliedRows:
+    """Rows times numbers of their own, in float32."""
+
+    dtype = torch.float32
+
+    def __init__(self, rows: Rows, by: torch.Tensor) -> None:
+        self.rows, self.by, self.shape, self.device = rows, by, rows.shape, rows.device
+        self.nbytes = rows.nbytes
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        return self.rows[rows].float() * self.by[rows, None]
+
+
+class MultipliedWeights:
+    """``weights`` whose projections are multiplied as ``spec`` says: as numbers, whatever they are held in."""
+
+    def __init__(self, weights: Weights, spec: Spec) -> None:
+        self.weights, self.parts = weights, dict(spec.multiples)
+        self.prefix = f"{spec.architecture.layers.checkpoint}."
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.weights
+
+    def _multiples(self, name: str) -> tuple[Multiples | None, str]:
+        stem, _, kind = name.rpartition(".")
+        part = stem.removeprefix(self.prefix).partition(".")[2] if stem.startswith(self.prefix) else ""
+        return self.parts.get(part), kind
+
+    def values(self, name: str) -> Rows:
+        result, (by, kind) = self.weights.values(name), self._multiples(name)
+        if by is None:
+            return result
+        numbers = by.bias if kind == "bias" else by.weight
+        counts = by.rows if len(by.rows) > 1 else (result.shape[0],)
+        factors = torch.tensor(numbers, dtype=torch.float32).repeat_interleave(torch.tensor(counts))
+        return result[:].float() * factors if kind == "bias" else MultipliedRows(result, factors)
+
+    def blocks(self, name: str) -> Blocks | Levels | None:
+        return self.weights.blocks(name) if self._multiples(name)[0] is None else None
+
+    def release(self) -> int:
+        return self.weights.release()
 
 
 class Stack:

@@ -21,6 +21,8 @@ class Name:
     """In a checkpoint the name is whole."""
     behind: str | None = None
     """The tensor of GGUF files that holds the later rows."""
+    whole: bool = False
+    """In a GGUF file the name of the weight is whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,10 +72,10 @@ class Attention:
     softcap: str | None = None
     window: Literal["none", "every", "typed"] = "none"
     """``sliding_window`` holds in no layer, in every one, or in those that ``layer_types`` calls sliding."""
-    rotary: Literal["every", "listed", "typed", "sliding", "named"] = "every"
+    rotary: Literal["every", "listed", "typed", "sliding", "named", "none"] = "every"
     """Which layers have a rotary embedding: every layer; those that ``no_rope_layers`` has a 1 for; every one, with
-    the parameters of its type in ``layer_types``; those with a window (all, where the config has none); or every
-    one where ``position_embedding_type`` is ``rope``, else none."""
+    the parameters of its type in ``layer_types``; those with a window (all, where the config has none); every one
+    where ``position_embedding_type`` is ``rope``, else none; or none."""
     grows: bool = False
     """Queries are multiplied by a factor that grows with the position, as ``llama_4_scaling_beta`` says."""
     sized: bool = False
@@ -139,6 +141,8 @@ class Mlp:
     """Whether layers that borrow keys and values have twice as many."""
     bias: str | None = None
     """A config key that says whether projections have biases."""
+    layers: str | None = None
+    """The kind of those that have nothing else; None: every layer has it, behind attention or what is there instead."""
     numbers: tuple[Name, ...] = ()
     """Of the activation, one each and layer: a whole tensor's name in checkpoints, a list's key in GGUF files."""
 
@@ -150,7 +154,8 @@ class ExpertsSpec:
     and ``enabled`` name config keys."""
 
     router: Name
-    gate_up: tuple[Name, Name]
+    gate_up: tuple[Name, ...]
+    """As the MLP's."""
     down: Name
     count: str
     width: str = "intermediate_size"
@@ -174,8 +179,12 @@ class ExpertsSpec:
     corrected: str | None = None
     factor: str | None = None
     """What the weights of the chosen are multiplied by."""
+    other: tuple[str, ...] = ()
+    """Config keys of what is not described, where their value is neither None nor 0 or 1."""
     beside: bool = False
     """What the MLP makes is added to what the experts make."""
+    layers: str | None = None
+    """The kind of those that have nothing else; None: every layer has them, but for what follows."""
     gate: Name | None = None
     """A projection to one number, whose sigmoid that of the MLP is multiplied by."""
     dense: str | None = None
@@ -255,6 +264,7 @@ class Recurrence:
     decay: Name
     step: Name
     norm: Name
+    """Of the output, behind its gate in Mamba."""
     out: Name
     heads: str
     groups: str
@@ -265,12 +275,32 @@ class Recurrence:
     skip: Name | None = None
     """What Mamba multiplies x by and adds."""
     bias: str | None = None
+    out_bias: str | None = None
+    """None: as ``bias``."""
     conv_bias: str | None = None
+    normed: str | None = None
+    """Whether there is a norm; None: there is."""
+    activation: str = "hidden_act"
+    """Of the convolution; it must be silu."""
     layers: str = "linear_attention"
+    joint: bool = False
+    """They have attention too: both read the same normed input, and both are added to what that was made of."""
 
 
 Mixer = ShortConvSpec | Recurrence
-"""What a layer may have in the place of attention: it keeps a state."""
+"""What a layer may have in the place of attention, or beside it: it keeps a state."""
+
+
+@dataclass(frozen=True, slots=True)
+class Multiplied:
+    """A projection of a layer whose input or outputs are multiplied by numbers of the config. In GGUF files, and in
+    memory, the weights are. ``outputs``: one number, number ``place`` of a list, or a list of numbers for gate, x, B, C
+    and time step of Mamba's projection."""
+
+    name: Name
+    inputs: str | None = None
+    outputs: str | None = None
+    place: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,12 +340,20 @@ class Architecture:
     mlp: Mlp = Mlp()
     experts: ExpertsSpec | None = None
     mixer: Mixer | None = None
+    multiplied: tuple[Multiplied, ...] = ()
     inputs: LayerInputs | None = None
     layer_scale: Name | None = None
     """A number that a layer's output is multiplied by."""
     within: str | None = None
-    """What ``model`` is called in checkpoints that also read pictures; what ``beside`` names is left out of those."""
+    """What ``model`` is called in some checkpoints, as in those that also read pictures."""
     beside: tuple[str, ...] = ()
+    """How names of tensors begin that are left out."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Of layers that have not attention alone before an MLP."""
+        parts = (self.mixer, self.mlp, self.experts)
+        return tuple(part.layers for part in parts if part is not None and part.layers is not None)
 
     def checkpoint_name(self, gguf: str) -> str | None:
         """A weight or bias of a GGUF file in a checkpoint; None for one that such a model does not have. GGUF stacks
@@ -331,9 +369,9 @@ class Architecture:
         inside = {gguf: name for name in self.names() for gguf in (name.gguf, name.behind) if gguf is not None}
         if block != self.layers.gguf or not index.isdecimal() or part not in inside:
             return None
-        if not kind and not inside[part].bare:
+        if not kind and not inside[part].bare and not inside[part].whole:
             return None
-        end = "" if inside[part].bare else f".{kind}"
+        end = "" if inside[part].bare else f".{kind or 'weight'}"
         return f"{self.layers.checkpoint}.{index}.{inside[part].checkpoint}{end}"
 
     def gguf_name(self, checkpoint: str) -> str | None:

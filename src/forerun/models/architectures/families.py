@@ -12,6 +12,7 @@ from forerun.models.architectures.description import (
     Latent,
     LayerInputs,
     Mlp,
+    Multiplied,
     Name,
     Norms,
     Recurrence,
@@ -257,6 +258,14 @@ GEMMA4 = replace(
     within="model.language_model",
     beside=("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
 )  # fmt: skip
+MAMBA = Recurrence(
+    kind="mamba", inputs=(Name("mamba.in_proj", "ssm_in"),), conv=Name("mamba.conv1d", "ssm_conv1d"),
+    decay=Name("mamba.A_log", "ssm_a", bare=True), step=Name("mamba.dt_bias", "ssm_dt", bare=True),
+    skip=Name("mamba.D", "ssm_d", bare=True), norm=Name("mamba.norm", "ssm_norm"),
+    out=Name("mamba.out_proj", "ssm_out"), heads="mamba_n_heads", groups="mamba_n_groups",
+    key_dim="mamba_d_state", value_dim="mamba_d_head", kernel="mamba_d_conv", bias="mamba_proj_bias",
+    conv_bias="mamba_conv_bias",
+)  # fmt: skip
 GRANITE_HYBRID = replace(
     GRANITE, model_type="granitemoehybrid", causal="GraniteMoeHybridForCausalLM", gguf="granitehybrid",
     attention=replace(GRANITE.attention, rotary="named"),
@@ -264,14 +273,7 @@ GRANITE_HYBRID = replace(
         gate_up=(Name("shared_mlp.input_linear", "ffn_gate", behind="ffn_up"),),
         down=Name("shared_mlp.output_linear", "ffn_down"), width="shared_intermediate_size",
     ),
-    mixer=Recurrence(
-        kind="mamba", inputs=(Name("mamba.in_proj", "ssm_in"),), conv=Name("mamba.conv1d", "ssm_conv1d"),
-        decay=Name("mamba.A_log", "ssm_a", bare=True), step=Name("mamba.dt_bias", "ssm_dt", bare=True),
-        skip=Name("mamba.D", "ssm_d", bare=True), norm=Name("mamba.norm", "ssm_norm"),
-        out=Name("mamba.out_proj", "ssm_out"), heads="mamba_n_heads", groups="mamba_n_groups",
-        key_dim="mamba_d_state", value_dim="mamba_d_head", kernel="mamba_d_conv", bias="mamba_proj_bias",
-        conv_bias="mamba_conv_bias",
-    ),
+    mixer=MAMBA,
     experts=ExpertsSpec(
         router=Name("block_sparse_moe.router.layer", "ffn_gate_inp"),
         gate_up=(
@@ -290,7 +292,59 @@ BAMBA = Architecture(
         gate_up=(Name("feed_forward.gate_proj", "ffn_gate"), Name("feed_forward.up_proj", "ffn_up")),
         down=Name("feed_forward.down_proj", "ffn_down"), bias="mlp_bias",
     ),
-    mixer=GRANITE_HYBRID.mixer,
+    mixer=MAMBA,
+)  # fmt: skip
+FALCON_H1 = Architecture(
+    model_type="falcon_h1", causal="FalconH1ForCausalLM", gguf="falcon-h1", norm=BAMBA.norm,
+    embedding_scale="embedding_multiplier", logits_scale="lm_head_multiplier",
+    norms=Norms(before_mlp=Name("pre_ff_layernorm", "ffn_norm", whole=True)), attention=BIASED, mlp=BAMBA.mlp,
+    mixer=replace(MAMBA, layers="hybrid", joint=True, normed="mamba_rms_norm", out_bias="projectors_bias"),
+    multiplied=(
+        Multiplied(BIASED.qkv[0], inputs="attention_in_multiplier"),
+        Multiplied(BIASED.qkv[1], inputs="attention_in_multiplier", outputs="key_multiplier"),
+        Multiplied(BIASED.qkv[2], inputs="attention_in_multiplier"),
+        Multiplied(BIASED.out, outputs="attention_out_multiplier"),
+        Multiplied(MAMBA.inputs[0], inputs="ssm_in_multiplier", outputs="ssm_multipliers"),
+        Multiplied(MAMBA.out, outputs="ssm_out_multiplier"),
+        Multiplied(BAMBA.mlp.gate_up[0], outputs="mlp_multipliers", place=0),
+        Multiplied(BAMBA.mlp.down, outputs="mlp_multipliers", place=1),
+    ),
+)  # fmt: skip
+NEMOTRON_H = Architecture(
+    model_type="nemotron_h", causal="NemotronHForCausalLM", gguf="nemotron_h", within="backbone", beside=("mtp.",),
+    embedding=Name("model.embeddings", "token_embd"), norm=Name("model.norm_f", "output_norm"),
+    norms=Norms(before_attention=Name("norm", "attn_norm"), before_mlp=Name("norm", "attn_norm"),
+                eps="layer_norm_epsilon"),
+    attention=Attention(
+        qkv=(Name("mixer.q_proj", "attn_q"), Name("mixer.k_proj", "attn_k"), Name("mixer.v_proj", "attn_v")),
+        out=Name("mixer.o_proj", "attn_output"), rotary="none",
+    ),
+    mlp=Mlp(
+        gate_up=(Name("mixer.up_proj", "ffn_up"),), gated=False, down=Name("mixer.down_proj", "ffn_down"),
+        activation="mlp_hidden_act", bias="mlp_bias", layers="mlp",
+    ),
+    mixer=Recurrence(
+        kind="mamba", inputs=(Name("mixer.in_proj", "ssm_in"),), conv=Name("mixer.conv1d", "ssm_conv1d"),
+        decay=Name("mixer.A_log", "ssm_a", bare=True), step=Name("mixer.dt_bias", "ssm_dt", bare=True),
+        skip=Name("mixer.D", "ssm_d", bare=True), norm=Name("mixer.norm", "ssm_norm"),
+        out=Name("mixer.out_proj", "ssm_out"), heads="mamba_num_heads", groups="n_groups", key_dim="ssm_state_size",
+        value_dim="mamba_head_dim", kernel="conv_kernel", bias="use_bias", conv_bias="use_conv_bias",
+        activation="mamba_hidden_act",
+    ),
+    experts=ExpertsSpec(
+        router=Name("mixer.gate", "ffn_gate_inp"), gate_up=(Name("mixer.experts.{}.up_proj", "ffn_up_exps"),),
+        down=Name("mixer.experts.{}.down_proj", "ffn_down_exps"), count="n_routed_experts",
+        width="moe_intermediate_size", normalised="norm_topk_prob", sigmoid=True, eps=1e-20,
+        groups=("n_group", "topk_group"), other=("moe_latent_size",),
+        correction=Name("mixer.gate.e_score_correction_bias", "exp_probs_b", bare=True),
+        factor="routed_scaling_factor", layers="moe", stacks=("mixer.experts.up_proj", "mixer.experts.down_proj"),
+        beside=True,
+        shared=Mlp(
+            gate_up=(Name("mixer.shared_experts.up_proj", "ffn_up_shexp"),), gated=False,
+            down=Name("mixer.shared_experts.down_proj", "ffn_down_shexp"), bias="mlp_bias",
+            width="moe_shared_expert_intermediate_size",
+        ),
+    ),
 )  # fmt: skip
 SHARED = Mlp(
     gate_up=(
@@ -332,7 +386,7 @@ ARCHITECTURES = {
     for each in (
         LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GRANITE, OLMO3,
         EXAONE4, GLM4, HUNYUAN, ERNIE4_5, SEED_OSS, APERTUS, COHERE2, STARCODER2, GPT_OSS, MINISTRAL3, LFM2,
-        LFM2_MOE, QWEN3_5, QWEN3_5_MOE, GRANITE_HYBRID, BAMBA, GEMMA4, DEEPSEEK_V2, DEEPSEEK_V3,
-        GLM4_MOE_LITE, MISTRAL4,
+        LFM2_MOE, QWEN3_5, QWEN3_5_MOE, GRANITE_HYBRID, BAMBA, FALCON_H1, NEMOTRON_H, GEMMA4,
+        DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4,
     )
 }  # fmt: skip

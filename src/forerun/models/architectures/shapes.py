@@ -47,11 +47,11 @@ def unread(config: Any) -> set[str]:
 
 def _layer(spec: Spec, layer: LayerSpec, config: Any) -> Iterator[tuple[str, Shape]]:
     norms = spec.architecture.norms
+    if layer.attention:
+        yield from _attention(spec, layer, config) if spec.latent is None else _latent(spec, config)
     if layer.mixer:
         yield from _mixer(spec)
-    else:
-        yield from _attention(spec, layer, config) if spec.latent is None else _latent(spec, config)
-    if not layer.experts or layer.beside:
+    if layer.mlp:
         yield from _mlp(spec, layer, config)
     if layer.experts:
         yield from _experts(spec, layer.experts, config)
@@ -115,8 +115,9 @@ def _mixer(spec: Spec) -> Iterator[tuple[str, Shape]]:
         for each in (names.decay, names.step, names.skip):
             if each is not None:
                 yield each.checkpoint, (sizes.heads,)
-        yield f"{names.norm.checkpoint}.weight", (sizes.value_dim if names.kind == "delta" else sizes.inner,)
-    yield from _linears((names.out,), (spec.hidden,), sizes.inner, bias=sizes.biased)
+        if sizes.normed:
+            yield f"{names.norm.checkpoint}.weight", (sizes.value_dim if names.kind == "delta" else sizes.inner,)
+    yield from _linears((names.out,), (spec.hidden,), sizes.inner, bias=sizes.out_biased)
     yield f"{names.conv.checkpoint}.weight", (sizes.channels, 1, sizes.columns + 1)
     if sizes.conv_biased:
         yield f"{names.conv.checkpoint}.bias", (sizes.channels,)
@@ -164,6 +165,6 @@ def _experts(spec: Spec, count: int, config: Any) -> Iterator[tuple[str, Shape]]
     if experts.correction is not None and spec.corrected:
         yield experts.correction.checkpoint, (count,)
     for expert in range(count):
-        gate, up, down = (Name(name.checkpoint.format(expert), name.gguf) for name in (*experts.gate_up, experts.down))
-        yield from _linears((gate, up), (width, width), spec.hidden, bias=experts.bias)
+        *both, down = (Name(name.checkpoint.format(expert), name.gguf) for name in (*experts.gate_up, experts.down))
+        yield from _linears(tuple(both), (width,) * len(both), spec.hidden, bias=experts.bias)
         yield from _linears((down,), (spec.hidden,), width, bias=experts.bias)

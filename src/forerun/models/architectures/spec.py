@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +25,9 @@ from forerun.models.architectures.description import (
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.rotary import ROPE_TYPES, is_constant
 
-SILU, GELU_TANH, XIELU, CLAMPED = "silu", "gelu_tanh", "xielu", "clamped"
-ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH, "xielu": XIELU}
+SILU, GELU_TANH, XIELU, CLAMPED, RELU2 = "silu", "gelu_tanh", "xielu", "clamped", "relu2"
+ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH, "xielu": XIELU,
+               "relu2": RELU2}  # fmt: skip
 """By their names in configs."""
 LONGEST_KERNEL = 16
 """Rows that a convolution reads."""
@@ -64,11 +66,11 @@ class LayerSpec:
     rotary: str | None
     """Which rotary parameters; None: nothing is turned."""
     experts: int
-    """0: an MLP."""
-    beside: bool = False
-    """There is an MLP beside the experts."""
+    mlp: bool = True
+    """Beside experts, if there are such."""
+    attention: bool = True
     mixer: bool = False
-    """In the place of attention."""
+    """In the place of attention, or beside it."""
     heads: tuple[int, int] | None = None
     """Key-value heads, and the width of a head; None: the model's."""
     inner: int | None = None
@@ -89,8 +91,11 @@ class MixerSpec:
     inner: int
     """Inputs of the projection behind it."""
     biased: bool = False
-    """The projections."""
+    """The projection before it."""
+    out_biased: bool = False
     conv_biased: bool = False
+    normed: bool = True
+    """There is a norm of the output."""
     heads: int = 0
     groups: int = 0
     key_dim: int = 0
@@ -133,6 +138,15 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Multiples:
+    """What a layer's projection is multiplied by: a number for each of its parts of so many rows."""
+
+    rows: tuple[int, ...]
+    weight: tuple[float, ...]
+    bias: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Spec:
     architecture: Architecture
     hidden: int
@@ -168,6 +182,8 @@ class Spec:
     """Numbers of a row of per-layer embeddings."""
     latent: LatentSpec | None = None
     """``width`` is then that of what is turned."""
+    multiples: tuple[tuple[str, Multiples], ...] = ()
+    """By projections' names in a layer, where they are not all 1."""
 
     def at(self, index: int) -> Spec:
         """The sizes of one layer; it has no key-value heads where it reads another's."""
@@ -181,7 +197,7 @@ class Spec:
         if self.latent is not None:
             return self.latent.entry
         sizes = self.at(index)
-        return KVShape(0 if self.layers[index].mixer else sizes.kv_heads, sizes.width, sizes.width)
+        return KVShape(sizes.kv_heads if self.layers[index].attention else 0, sizes.width, sizes.width)
 
     def mlp(self, layer: LayerSpec) -> Mlp:
         """The one that a layer has, alone or beside experts."""
@@ -223,9 +239,12 @@ def applies(config: Any) -> str | None:
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # that is pictures alone
         return "attention to later tokens"
     types = set(getattr(config, "layer_types", None) or ()) - {SLIDING, FULL}
-    types -= {result.mixer.layers} if result.mixer is not None else set()
+    types -= {*result.kinds}
     if (result.attention.window == "typed" or result.mixer is not None) and types:
         return f"layers of type {types.pop()!r}"
+    for key in () if result.experts is None else result.experts.other:
+        if getattr(config, key) not in (None, 0, 1):
+            return f"{key} {shown(getattr(config, key))}"
     borrowed = 0 if getattr(config, READS, False) else _borrowed(result, config)
     if borrowed and set(config.layer_types[-borrowed:]) - set(config.layer_types[:-borrowed]):
         return f"{result.attention.borrowed} {borrowed}: layers that borrow keys of a type that none before them has"
@@ -248,6 +267,8 @@ def keeps_state(config: Any) -> bool:
 
 
 def _rope_applies(architecture: Architecture, config: Any) -> str | None:
+    if architecture.attention.rotary == "none":
+        return None
     given = config.rope_parameters or {}
     sets = list(given.values()) if architecture.attention.rotary == "typed" else [given]
     for rope in sets:
@@ -297,7 +318,28 @@ def bind(config: Any) -> Spec:
         mixer=None if result.mixer is None else _mixer(result.mixer, config),
         inputs=0 if result.inputs is None else int(getattr(config, result.inputs.width) or 0),
         latent=latent,
+        multiples=tuple(_multiples(result, config)),
     )
+
+
+def _multiples(architecture: Architecture, config: Any) -> Iterator[tuple[str, Multiples]]:
+    for each in architecture.multiplied:
+        given: Any = 1.0 if each.outputs is None else getattr(config, each.outputs)
+        given = given if each.place is None else given[each.place]
+        parts = isinstance(given, (list, tuple))
+        outputs = [float(by) for by in (given if parts else (given,))]
+        rows, inputs = _mamba_parts(architecture.mixer, config) if parts else (1,), _factor(config, each.inputs)
+        result = Multiples(rows, tuple(inputs * by for by in outputs), tuple(outputs))
+        if {*result.weight, *result.bias} != {1.0}:
+            yield each.name.checkpoint, result
+
+
+def _mamba_parts(mixer: Mixer | None, config: Any) -> tuple[int, ...]:
+    """Rows of gate, x, B, C and time step."""
+    assert mixer is not None
+    sizes = _mixer(mixer, config)
+    keys = sizes.groups * sizes.key_dim
+    return sizes.inner, sizes.inner, keys, keys, sizes.heads
 
 
 def _activation(architecture: Architecture, config: Any) -> str:
@@ -320,7 +362,7 @@ def _mixer(mixer: Mixer, config: Any) -> MixerSpec:
     columns = getattr(config, mixer.kernel) - 1
     biased = mixer.bias is not None and bool(getattr(config, mixer.bias))
     if isinstance(mixer, ShortConvSpec):
-        return MixerSpec(config.hidden_size, columns, config.hidden_size, biased, biased)
+        return MixerSpec(config.hidden_size, columns, config.hidden_size, biased, biased, biased)
     keys = mixer.heads, mixer.groups, mixer.key_dim, mixer.value_dim
     heads, groups, key_dim, value_dim = (int(getattr(config, key)) for key in keys)
     return MixerSpec(
@@ -328,7 +370,9 @@ def _mixer(mixer: Mixer, config: Any) -> MixerSpec:
         columns=columns,
         inner=heads * value_dim,
         biased=biased,
+        out_biased=biased if mixer.out_bias is None else bool(getattr(config, mixer.out_bias)),
         conv_biased=mixer.conv_bias is not None and bool(getattr(config, mixer.conv_bias)),
+        normed=mixer.normed is None or bool(getattr(config, mixer.normed)),
         heads=heads,
         groups=groups,
         key_dim=key_dim,
@@ -344,15 +388,17 @@ def _mixer_applies(mixer: Mixer, config: Any) -> str | None:
         return None
     if tuple(getattr(config, "time_step_limit", None) or NO_LIMIT) != NO_LIMIT:
         return f"time steps with limits, {shown(config.time_step_limit)}"
-    if isinstance(mixer, Recurrence) and getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
-        return f"a convolution's activation {config.hidden_act!r}"
+    if isinstance(mixer, Recurrence) and getattr(config, mixer.activation, "silu") not in ("silu", "swish"):
+        return f"a convolution's activation {getattr(config, mixer.activation)!r}"
     kernel = getattr(config, mixer.kernel)
     if not isinstance(kernel, int) or not 2 <= kernel <= LONGEST_KERNEL:
         return f"{mixer.kernel} is {shown(kernel)}, not an integer from 2 to {LONGEST_KERNEL}"
-    if FULL not in config.layer_types:
+    if (isinstance(mixer, ShortConvSpec) or not mixer.joint) and FULL not in config.layer_types:
         return "no layer with attention"
     if isinstance(mixer, ShortConvSpec):
         return None
+    if mixer.normed is not None and getattr(config, mixer.normed) and getattr(config, "mamba_norm_before_gate", False):
+        return "mamba_norm_before_gate: a norm before Mamba's gate"
     for key in (mixer.heads, mixer.groups, mixer.key_dim, mixer.value_dim):
         value = getattr(config, key)
         if not isinstance(value, int) or not 1 <= value <= LARGEST:
@@ -419,8 +465,9 @@ def _experts_apply(experts: ExpertsSpec, config: Any) -> str | None:
     for key, value in ((experts.chosen, chosen), (experts.groups[0], getattr(config, experts.groups[0], None) or 1)):
         if not COUNT.permits(value):
             return f"{key} is {shown(value)}, not an integer of at least 1"
-    if experts.shared is not None and not COUNT.permits(getattr(config, experts.shared.times or "", None)):
-        return f"{experts.shared.times} is {shown(getattr(config, experts.shared.times or '', None))}"
+    times = None if experts.shared is None else experts.shared.times
+    if times is not None and not COUNT.permits(getattr(config, times, None)):
+        return f"{times} is {shown(getattr(config, times, None))}"
     groups, kept = _groups(experts, config) or (1, 1)
     if count % groups or (groups > 1 and count // groups < experts.best) or kept * (count // groups) < chosen:
         return f"{chosen} of {count} experts in {kept} of {groups} groups"
@@ -437,9 +484,9 @@ def _scale(architecture: Architecture, config: Any, width: int) -> float:
 
 
 def _growth(architecture: Architecture, config: Any) -> Growth | None:
-    rope = config.rope_parameters
-    if not architecture.attention.grows or not rope.get("llama_4_scaling_beta"):
+    if not architecture.attention.grows or not config.rope_parameters.get("llama_4_scaling_beta"):
         return None
+    rope = config.rope_parameters
     return Growth(float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))
 
 
@@ -463,15 +510,26 @@ def _layer(architecture: Architecture, config: Any, index: int) -> LayerSpec:
         rotary = None
     if attention.rotary == "sliding" and kind != SLIDING and getattr(config, "sliding_window", None) is not None:
         rotary = None
-    if attention.rotary == "named" and config.position_embedding_type != "rope":
+    if attention.rotary == "none" or (attention.rotary == "named" and config.position_embedding_type != "rope"):
         rotary = None
-    mixer = architecture.mixer is not None and config.layer_types[index] == architecture.mixer.layers
-    experts = _experts(architecture, config, index)
-    beside = experts > 0 and architecture.experts is not None and architecture.experts.beside
-    shared = architecture.experts.shared if beside and architecture.experts is not None else None
-    inner = None if shared is None else _inner(shared, config)
-    result = LayerSpec(window, rotary, experts, beside, mixer, inner=inner)
+    result = _parts(LayerSpec(window, rotary, _experts(architecture, config, index)), architecture, config, index)
     return _sized(result, architecture, config, index) if attention.sized else result
+
+
+def _parts(layer: LayerSpec, architecture: Architecture, config: Any, index: int) -> LayerSpec:
+    """What a layer has of attention, mixer and MLP."""
+    mixer, mlp, experts = architecture.mixer, architecture.mlp, architecture.experts
+    kind = None if mixer is None else config.layer_types[index]
+    mixes = mixer is not None and kind == mixer.layers
+    joint = isinstance(mixer, Recurrence) and mixer.joint
+    beside = experts is not None and experts.beside
+    inner = None
+    if layer.experts and experts is not None and experts.shared is not None:
+        inner = _inner(experts.shared, config)
+    return replace(
+        layer, mixer=mixes, attention=joint if mixes else kind in (None, SLIDING, FULL), inner=inner,
+        mlp=beside if layer.experts else mlp.layers in (None, kind),
+    )  # fmt: skip
 
 
 def _borrowed(architecture: Architecture, config: Any) -> int:
@@ -498,6 +556,8 @@ def _experts(architecture: Architecture, config: Any, index: int) -> int:
     if experts is None or (experts.enabled is not None and not getattr(config, experts.enabled)):
         return 0
     count = int(getattr(config, experts.count))
+    if experts.layers is not None:
+        return count if config.layer_types[index] == experts.layers else 0
     if experts.placed == "stepped":
         dense = index in config.mlp_only_layers or (index + 1) % config.decoder_sparse_step
         return 0 if dense else count

@@ -31,7 +31,7 @@ def check(spec: Spec, config: Any, size: int) -> None:
         )
     if spec.architecture.attention.sinks is not None:
         raise ConfigError(f"tensor_parallel_size {size}: {spec.architecture.causal} has sinks, which are not split")
-    if any(layer.beside for layer in spec.layers):
+    if any(layer.experts and layer.mlp for layer in spec.layers):
         raise ConfigError(
             f"tensor_parallel_size {size}: {spec.architecture.causal} has an MLP beside experts, which is not split"
         )
