@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from forerun import LLM, SamplingParams
 from forerun.cli.trace import REJECTED, parts
 from forerun.core.errors import ConfigError, ModelError
+from forerun.core.request import RequestState
 from forerun.engine.jobs import TokenLogprobs, by_token
 from forerun.engine.metrics import CORRECTED, RoundTrace
 from forerun.models.gguf_tokenizer import make_tokenizer
@@ -150,6 +151,15 @@ def test_special_tokens_are_said_on_request():
     assert grown(BYTE_LEVEL, tokens) == "a"
     shown = Detokenizer(BYTE_LEVEL, skip_special_tokens=False)
     assert shown.push(tokens) == "a<eos>"
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_an_answer_is_spelled_behind_its_prompt_and_as_it_asks(skip):
+    """A text's first space is stripped, an answer's is not."""
+    prompt, tokens = BYTE_FALLBACK.encode("the a"), [*BYTE_FALLBACK.encode("the"), BYTE_FALLBACK.eos_token_id]
+    params = SamplingParams(skip_special_tokens=skip)
+    detokenizer = Detokenizer.of(BYTE_FALLBACK, RequestState(0, [*prompt, *tokens[:1]], len(prompt), params, 0))
+    assert "".join(detokenizer.spell(tokens, last=True)) == " the" + ("" if skip else "</s>")
 
 
 def sentence_piece():
