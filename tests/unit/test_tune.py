@@ -329,7 +329,7 @@ def test_smollm2s_own_is_whole():
     folder = Path(pretrained.__file__).parent / "smollm2"
     content = json.loads((folder / tuned.FILE).read_text("utf-8"))
     assert content["seal"] == tuned._seal(folder, content)
-    head = EagleHead.load(folder / content["speculative_config"]["drafters"][1]["model"])
+    head = EagleHead.load(folder / content["speculative_config"]["model"])
     assert head.sizes.vocab_size == 49_152
     assert len(head.token_ids()) == 8192
     made = [path for path in folder.rglob("*") if path.is_file() and path.name != tuned.FILE]

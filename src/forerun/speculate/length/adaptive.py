@@ -298,6 +298,7 @@ class Adaptive(LengthPolicy):
         if self._deeper > 0 or self.balance < self.START:
             return best
         self._deeper, self._next_deeper = self._next_deeper, 2 * self._next_deeper
+        self._since = self._check  # their price counts once a plain round has followed
         budgets = {s.id: cap for s, cap in zip(sequences, longest) if best.budgets.get(s.id)}
         return DraftPlan(budgets, min(best.left, self.TRIAL), best.promise, best.known)
 
@@ -467,6 +468,7 @@ class Adaptive(LengthPolicy):
         if depths != {len(belief.asked) for belief in self.methods.values()}:
             return
         self.costs = costs
+        self._deeper = self.DEEPER // 4  # kept prices may be of another hour
         for method, (reached, kept, asked, made) in beliefs.items():
             belief = self.methods[method]
             belief.reached, belief.kept, belief.asked, belief.made = reached, kept, asked, made
