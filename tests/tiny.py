@@ -12,7 +12,7 @@ ALPHABET = [EOS, UNKNOWN, "\n", " ", *string.ascii_letters, *string.digits, *str
 CONTEXT = 256
 HEAD = 16
 """Numbers in a head, so that the kernels serve it."""
-WIDE = 514
+WIDE = 1026
 """Heads that the attention kernel does not serve: such a model runs layer by layer."""
 
 
