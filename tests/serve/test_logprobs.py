@@ -69,6 +69,7 @@ def test_offsets_and_names_of_an_answer(server, stream):
     if stream:
         pieces = streamed(server, COMPLETIONS, body)
         text, listed = "".join(piece["text"] for piece in pieces), joined(pieces)
+        assert any(piece["logprobs"]["tokens"] for piece in pieces[:-1])
     else:
         answer = server.post(COMPLETIONS, body).json()["choices"][0]
         text, listed = answer["text"], answer["logprobs"]
@@ -112,6 +113,7 @@ def test_lists_end_where_a_stop_string_cut(server, text, first, length, kept):
     for piece in pieces:  # nothing is listed before its text is shown
         seen += piece["text"]
         assert all(offset < len(seen) for offset in piece["logprobs"]["text_offset"])
+    assert seen == text[:cut]
 
 
 def test_chat_lists_end_there_too(server):
