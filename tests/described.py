@@ -1,10 +1,5 @@
 """Random checkpoints of the described architectures."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
@@ -33,7 +28,7 @@ GRANITE = {
     "embedding_multiplier": 1.3, "attention_multiplier": 0.3, "residual_multiplier": 0.4, "logits_scaling": 2.5,
 }  # fmt: skip
 STRETCHED = {"rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 1e4}}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+CASES = {
     "gemma2": ("gemma2", {**TYPES, **CAPS, "query_pre_attn_scalar": 24}),
     "gemma2-untied": ("gemma2", {**TYPES, "head_dim": 24, "attention_bias": True, "tie_word_embeddings": False}),
     "gemma3": ("gemma3_text", {**TYPES, **TWO_BASES, "query_pre_attn_scalar": 24}),
@@ -84,7 +79,7 @@ NEMOTRON = {
     "mamba_num_heads": 4, "mamba_head_dim": 12, "ssm_state_size": 8, "n_groups": 2,
     "time_step_min": 1e-30,  # transformers keeps time steps above it in a prompt, and not behind it
 }  # fmt: skip
-HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+HYBRIDS = {
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "conv_bias": True}),
     "lfm2-wide": ("lfm2", {"layer_types": ["conv", "conv", "full_attention"], "block_auto_adjust_ff_dim": True,
                            "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3, "conv_L_cache": 5}),
@@ -111,7 +106,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Some layers keep a state."""
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 40, "num_experts": 5}
-SHARED_EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+SHARED_EXPERTS = {
     "lfm2_moe": ("lfm2_moe", {"layer_types": ["conv", "full_attention", "conv"], **EXPERTS, "num_dense_layers": 1,
                               "routed_scaling_factor": 1.3}),
     "lfm2_moe-bare": ("lfm2_moe", {"layer_types": ["full_attention", "conv", "conv"], **EXPERTS, "num_dense_layers": 0,
@@ -135,7 +130,7 @@ CASES |= HYBRIDS
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 3, "num_hidden_layers": 6, "sliding_window": 7}
 EMBEDS = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": TOKENS}
 PLAIN = {"hidden_size_per_layer_input": 0}
-UNEVEN: dict[str, tuple[str, dict[str, Any]]] = {
+UNEVEN = {
     "gemma4": ("gemma4_text", {**ALTERNATING, **EMBEDS, "global_head_dim": 32, "num_kv_shared_layers": 2,
                                "use_double_wide_mlp": True, "final_logit_softcapping": 3.0}),
     "gemma4-dense": ("gemma4_text", {**TYPES, **PLAIN, "layer_types": ["sliding_attention"] * 2 + ["full_attention"],
@@ -152,7 +147,7 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
-LLAMAS: dict[str, tuple[str, dict[str, Any]]] = {
+LLAMAS = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-rope3": ("llama", {"rope_parameters": LLAMA3}),
@@ -175,7 +170,7 @@ LATENT = {
     "num_experts_per_tok": 3, "routed_scaling_factor": 1.5,
 }  # fmt: skip
 MSCALES = {"mscale": 0.8, "mscale_all_dim": 0.6}
-LATENTS: dict[str, tuple[str, dict[str, Any]]] = {
+LATENTS = {
     "deepseek_v2": ("deepseek_v2", {**LATENT, "rope_parameters": {**YARN, **MSCALES}, "first_k_dense_replace": 1,
                                     "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
     "deepseek_v2-lite": ("deepseek_v2", {**LATENT, "routed_scaling_factor": 1.0, "mlp_bias": True,
@@ -199,7 +194,7 @@ MAIN = (
 """One of each beside Llama's family."""
 
 
-def save_described(name: str, folder: Path) -> None:
+def save_described(name, folder):
     """As transformers saves it, float32, with the tokenizer of ``tiny.py``."""
     kind, options = CASES[name]
     late = {*SHARED_EXPERTS, "bamba"}  # the seeds of others stay

@@ -1,13 +1,9 @@
 """Tiny random models of layers with state and layers of attention."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tiny import ALPHABET, CONTEXT, EOS, save_tokenizer
 
@@ -18,7 +14,7 @@ SIZES = {
     "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-KINDS: dict[str, dict[str, Any]] = {
+KINDS = {
     "lfm2": {"layer_types": ["conv", FULL, "conv", "conv"], "head_dim": 8, "tie_word_embeddings": False},
     "qwen3_5_text": {
         "layer_types": [LINEAR, FULL, LINEAR, LINEAR],
@@ -63,7 +59,7 @@ KINDS: dict[str, dict[str, Any]] = {
     },
 }
 """By ``model_type``: what differs from ``SIZES``."""
-MIXTURES: dict[str, dict[str, Any]] = {
+MIXTURES = {
     "lfm2_moe": {**KINDS["lfm2"], **EXPERTS, "num_dense_layers": 1},
     "qwen3_5_moe_text": {**KINDS["qwen3_5_text"], **EXPERTS, "shared_expert_intermediate_size": 24},
     "granitemoehybrid-experts": {
@@ -78,7 +74,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 KINDS |= MIXTURES
 
 
-def hybrid(kind: str, **options: Any) -> PreTrainedModel:
+def hybrid(kind, **options):
     """A random model whose logits are peaked enough that a wrong state changes its choices."""
     torch.manual_seed(list(KINDS).index(kind) % 2)
     config = AutoConfig.for_model(kind.removesuffix("-experts"), **{**SIZES, **KINDS[kind], **options})
@@ -95,7 +91,7 @@ def hybrid(kind: str, **options: Any) -> PreTrainedModel:
     return module
 
 
-def save_hybrid(kind: str, folder: Path, **options: Any) -> str:
+def save_hybrid(kind, folder, **options):
     hybrid(kind, **options).save_pretrained(folder)
     save_tokenizer(folder)
     file = folder / "tokenizer_config.json"

@@ -1,7 +1,5 @@
 """Described architectures against transformers, on random checkpoints."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from dataclasses import fields, replace
@@ -20,7 +18,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     Mistral4ForCausalLM,
-    PreTrainedModel,
 )
 
 import one_call
@@ -47,7 +44,7 @@ ROWS = 40
 EXPERTS = ("mixtral", "mixtral-tied", "qwen3_moe", "qwen3_moe-some", "gemma4-experts")
 
 
-def ids(count: int, seed: int = 0) -> list[int]:
+def ids(count, seed=0):
     return torch.randint(3, TOKENS, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
@@ -56,7 +53,7 @@ def checkpoint(tmp_path_factory):
     """Case name -> folder of a random checkpoint, saved by transformers."""
 
     @cache
-    def get(name: str) -> str:
+    def get(name):
         folder = tmp_path_factory.mktemp(name)
         save_described(name, folder)
         return str(folder)
@@ -65,25 +62,25 @@ def checkpoint(tmp_path_factory):
 
 
 @cache
-def theirs(folder: str) -> PreTrainedModel:
+def theirs(folder):
     own = AutoConfig.from_pretrained(folder).model_type == "mistral4"  # which Auto does not know
     kind = Mistral4ForCausalLM if own else AutoModelForCausalLM
     return kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()
-def reference(folder: str, tokens: list[int]) -> torch.Tensor:
+def reference(folder, tokens):
     return theirs(folder)(torch.tensor([tokens]), use_cache=False).logits[0]
 
 
-def feed(model: NativeModel, *spans: Span, **options):
+def feed(model, *spans, **options):
     attention = options.pop("attention", None) or new_attention(model, max_seqs=2, max_len=64, page_size=4)
     for span in spans:
         span.logits = list(range(span.count))
     return model.forward(Batch(list(spans), **options), attention)
 
 
-def apart(got: torch.Tensor, expected: torch.Tensor) -> float:
+def apart(got, expected):
     assert got.shape == expected.shape
     return float((got - expected).abs().max() / expected.abs().max().clamp(min=1.0))
 
@@ -308,7 +305,7 @@ def test_experts_in_mxfp4(tmp_path):
         assert off.median() < bound  # a row of 8-bit inputs may go to another expert
 
 
-def mixer_names(mixer) -> list[Name]:
+def mixer_names(mixer):
     values = [getattr(mixer, field.name) for field in fields(mixer)]
     every = [each for value in values for each in (value if isinstance(value, tuple) else (value,))]
     return [each for each in every if isinstance(each, Name)]

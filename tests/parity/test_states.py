@@ -1,11 +1,8 @@
 """Models that keep state beside keys and values: each is refused by what its config says, and, where that says nothing,
 by what its modules read; however small its weights are."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +29,7 @@ GDN = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     "layer_types": [LINEAR, FULL], "shared_expert_intermediate_size": 32,
 }  # fmt: skip
-CASES: dict[str, tuple[dict[str, Any], str, str]] = {
+CASES = {
     "bailing_hybrid": ({}, LINEAR, "BailingHybridDeltaAttention"),
     "falcon_mamba": ({"state_size": 4}, LINEAR, "FalconMambaMixer"),
     "jamba": ({"mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1}, LINEAR, "JambaMambaMixer"),
@@ -62,7 +59,7 @@ WORKS = {
 """Classes that may have no state, and what others got wrong."""
 
 
-def save(kind: str, options: dict[str, Any], folder: Path, spread: float) -> None:
+def save(kind, options, folder, spread):
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
     with torch.no_grad():
@@ -73,7 +70,7 @@ def save(kind: str, options: dict[str, Any], folder: Path, spread: float) -> Non
     module.save_pretrained(folder)
 
 
-def refused(folder: Path) -> str:
+def refused(folder):
     with pytest.raises(ModelError) as caught:
         load_model(folder, invariant=False)
     assert "\n" not in str(caught.value)
@@ -145,11 +142,11 @@ def test_sizes_that_do_not_fit_are_named_in_one_line(tmp_path, kind, changes, me
 class Shifted(torch.nn.Module):
     """An MLP that reads the token before, however little."""
 
-    def __init__(self, inner: torch.nn.Module) -> None:
+    def __init__(self, inner):
         super().__init__()
         self.inner = inner
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden):
         return self.inner(hidden) + 1e-30 * hidden.roll(1, 1)
 
 

@@ -1,7 +1,5 @@
 """Gemma 4's assistant: what it drafts, and from which q, is what transformers' own module says of the same text."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 

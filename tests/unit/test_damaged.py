@@ -1,12 +1,9 @@
 """Damaged checkpoints: one clear line about each, and never a model made of something else than its weights."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,12 +30,12 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 
 @pytest.fixture
-def folder(tiny_target, tmp_path) -> Path:
+def folder(tiny_target, tmp_path):
     """A copy of the tiny target, to be damaged."""
     return Path(shutil.copytree(tiny_target, tmp_path / "copy"))
 
 
-def refused(folder: Path) -> str:
+def refused(folder):
     with pytest.raises((ModelError, ConfigError)) as caught:
         LLM(str(folder), invariant=False)
     message = str(caught.value)
@@ -185,14 +182,14 @@ VALUES = st.one_of(
 def test_any_config_is_refused_in_one_line_or_runs(tiny_target, tmp_path):
     base = Path(shutil.copytree(tiny_target, tmp_path / "copy"))
     original = json.loads((base / CONFIG).read_text())
-    ends: set[str] = set()
+    ends = set()
 
     @given(changes=st.dictionaries(st.sampled_from(sorted(original)), VALUES, min_size=1, max_size=2))
     @settings(
         max_examples=150, deadline=None, derandomize=True, database=None, phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
-    def attack(changes: dict[str, Any]) -> None:
+    def attack(changes):
         (base / CONFIG).write_text(json.dumps({**original, **changes}))
         try:
             answer = LLM(str(base), invariant=False).generate([5, 9, 12], GREEDY)[0].outputs[0]

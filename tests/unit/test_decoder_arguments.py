@@ -1,7 +1,5 @@
 """Decoders and layers that do not fit are refused at the border of compiled code, and the process lives on."""
 
-from __future__ import annotations
-
 import ctypes
 from array import array
 from contextlib import ExitStack, contextmanager
@@ -18,15 +16,14 @@ from forerun.models.base import new_attention
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.kernel_layers import KernelEach
 from forerun.models.load import load_model
-from forerun.models.native import NativeModel
 
 
 @pytest.fixture(scope="module")
-def model(tiny_target) -> NativeModel:
+def model(tiny_target):
     return load_model(tiny_target)
 
 
-def decoding(model: NativeModel, **changes: int):
+def decoding(model, **changes):
     """A decoder call's arguments, some of the fields of ``structs.Call`` changed."""
     attention = new_attention(model, max_seqs=2, max_len=32)
     batch = Batch([Span(0, 0, [5, 6, 7], logits=[0, 2])])
@@ -88,14 +85,14 @@ def test_a_model_whose_parts_do_not_fit(model):
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory) -> NativeModel:
+def mixture(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mixture")
     save_described("mixtral", folder)
     return load_model(str(folder))
 
 
 @contextmanager
-def changed(fields: array, at: int, value: int):
+def changed(fields, at, value):
     kept, fields[at] = fields[at], value
     try:
         yield
@@ -134,7 +131,7 @@ def test_a_model_without_ends(model):
     x = torch.randn(3, fused.hidden)
     failing = kernels.SUM(lambda *_: 1)
 
-    def run(**changes: int) -> None:
+    def run(**changes):
         attempt, *_ = decoding(model, **{"given": x.data_ptr(), "logits": 0, **changes})
         attempt()
 

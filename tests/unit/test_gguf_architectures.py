@@ -1,20 +1,16 @@
 """Every described architecture out of a GGUF file: written here from a checkpoint by the names that the gguf package
 gives, and with the order of rows and the numbers in norms that llama.cpp's converter has."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kinds
-from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError, ModelError
@@ -60,7 +56,7 @@ NEMOTRON = {
     "mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2, "head_dim": 16,
     "time_step_min": 1e-30,  # transformers keeps time steps above it in a prompt, and not behind it
 }  # fmt: skip
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+CASES = {
     "llama": ("llama", {"tie_word_embeddings": True}),
     "llama-3.2": ("llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": True}),
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -141,7 +137,7 @@ NO_MATRICES = ("conv.weight", "conv1d.weight", "norm.weight", "ssm_a", "ssm_d")
 IDS = torch.randint(3, len(TOKENS), (40,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
-def make(kind: str, options: dict[str, Any]) -> PreTrainedModel:
+def make(kind, options):
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **{**SIZES, **options})
     module = (Mistral4ForCausalLM(config) if kind == "mistral4" else AutoModelForCausalLM.from_config(config)).eval()
@@ -155,13 +151,13 @@ def make(kind: str, options: dict[str, Any]) -> PreTrainedModel:
     return module
 
 
-def called(config: Any) -> str:
+def called(config):
     """The name of the architecture."""
     name = NAMES.get(config.model_type, config.model_type)
     return f"{name}_moe" if name == "nemotron_h" and "moe" in config.layer_types else name
 
 
-def converted(module: PreTrainedModel):
+def converted(module):
     """Name of a tensor in llama.cpp, and its numbers."""
     config, kind = module.config, module.config.model_type
     arch = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[called(config)]
@@ -200,7 +196,7 @@ def converted(module: PreTrainedModel):
         yield FREQUENCIES, divisors(rope, config.head_dim)
 
 
-def stateful(name: str, weight: torch.Tensor, config: Any, names: gguf.TensorNameMap):
+def stateful(name, weight, config, names):
     """What the converter does to models with state: heads in tiles, decays as they multiply, flat convolutions."""
     if "shared_mlp" in name:
         at = f"blk.{name.split('.')[2]}."
@@ -234,7 +230,7 @@ def stateful(name: str, weight: torch.Tensor, config: Any, names: gguf.TensorNam
     yield to, weight.squeeze(1) if "conv" in name and weight.dim() == 3 else weight
 
 
-def multiplier(name: str, config: Any) -> torch.Tensor | float:
+def multiplier(name, config):
     """What Falcon-H1's converter multiplies a weight by, in the order of its own conditions."""
     if "in_proj" in name:
         inner, keys = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
@@ -250,7 +246,7 @@ def multiplier(name: str, config: Any) -> torch.Tensor | float:
     return next((factor for part, factor in factors.items() if f".{part}." in f".{name}"), 1.0)
 
 
-def gpt_oss(name: str, weight: torch.Tensor):
+def gpt_oss(name, weight):
     """Sinks, router and stacked experts: inputs first, outputs of gate and up by turns."""
     at, _, end = f"blk.{name.split('.')[2]}.", *name.rpartition("_" if "_bias" in name else ".")[1:]
     part = name.split(".")[-1].removesuffix("_bias")
@@ -266,13 +262,13 @@ def gpt_oss(name: str, weight: torch.Tensor):
             yield f"{at}ffn_{side}_exps.{kind}", numbers
 
 
-def base_rope(config: Any) -> dict[str, Any]:
+def base_rope(config):
     """Of layers without a window."""
     rope = getattr(config, "rope_parameters", PLAIN)
     return rope.get("full_attention", rope)
 
 
-def divisors(rope: dict[str, Any], width: int) -> torch.Tensor:
+def divisors(rope, width):
     """By wavelengths, as the model's authors published it."""
     result = []
     for pair in range(width // 2):
@@ -291,7 +287,7 @@ def divisors(rope: dict[str, Any], width: int) -> torch.Tensor:
     return torch.tensor(result)
 
 
-def add_state(writer: gguf.GGUFWriter, config: Any, recurrent: list[bool]) -> None:
+def add_state(writer, config, recurrent):
     """The sizes of layers with state."""
     if config.model_type not in (*DELTAS, *MAMBAS):
         return
@@ -324,7 +320,7 @@ def add_state(writer: gguf.GGUFWriter, config: Any, recurrent: list[bool]) -> No
         writer.add_rope_scaling_finetuned(False)
 
 
-def add_latent(writer: gguf.GGUFWriter, config: Any) -> None:
+def add_latent(writer, config):
     """The sizes of latent attention, and how its experts are chosen."""
     rank, turned = config.kv_lora_rank, config.qk_rope_head_dim
     writer.kv_data[0][f"{writer.arch}.attention.head_count_kv"].value = 1
@@ -349,13 +345,7 @@ def add_latent(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_group_used_count(config.topk_group)
 
 
-def write(
-    module: PreTrainedModel,
-    path: Path,
-    changes: dict[str, Any] | None = None,
-    experts: Kinds = Kinds.F32,
-    matrices: Kinds = Kinds.F32,
-) -> Path:
+def write(module, path, changes=None, experts=Kinds.F32, matrices=Kinds.F32):
     config, kind = module.config, module.config.model_type
     name = called(config)
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -440,9 +430,9 @@ def write(
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Case -> the module, and the GGUF file of it."""
-    made: dict[str, tuple[PreTrainedModel, Path]] = {}
+    made = {}
 
-    def get(case: str) -> tuple[PreTrainedModel, Path]:
+    def get(case):
         if case not in made:
             module = make(*CASES[case])
             made[case] = module, write(module, tmp_path_factory.mktemp(case) / "model.gguf")
@@ -489,7 +479,7 @@ def test_blocks_of_8_bits_in_every_matrix(tmp_path, case):
     module = make(*CASES[case])
     path = write(module, tmp_path / "model.gguf", matrices=Kinds.Q8_0)
 
-    def rounded(numbers: torch.Tensor) -> torch.Tensor:
+    def rounded(numbers):
         raw = gguf.quants.quantize(numbers.detach().float().contiguous().numpy(), Kinds.Q8_0)
         return torch.from_numpy(np.array(gguf.quants.dequantize(raw, Kinds.Q8_0))).to(numbers.dtype)
 

@@ -1,9 +1,5 @@
 """Gemma 3 out of GGUF files that are written here from checkpoints, as llama.cpp's converter does it."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import gguf
 import numpy as np
 import pytest
@@ -34,7 +30,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def make(**options) -> Gemma3ForCausalLM:
+def make(**options):
     torch.manual_seed(0)
     module = Gemma3ForCausalLM(Gemma3TextConfig(**{**SIZES, "query_pre_attn_scalar": 32, **options})).eval()
     for parameter in module.parameters():
@@ -43,7 +39,7 @@ def make(**options) -> Gemma3ForCausalLM:
     return module
 
 
-def write(module: Gemma3ForCausalLM, path: Path, kind: Kinds = Kinds.F32, **changes) -> Path:
+def write(module, path, kind=Kinds.F32, **changes):
     config = module.config
     writer = gguf.GGUFWriter(path, "gemma3")
     writer.add_context_length(config.max_position_embeddings)
@@ -144,9 +140,7 @@ MIXTURE = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_
 SCALES = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 
 
-def write_gemma4(
-    path: Path, kind: Kinds = Kinds.F32, *, fused: bool = True, **options
-) -> tuple[Gemma4ForCausalLM, Path]:
+def write_gemma4(path, kind=Kinds.F32, *, fused=True, **options):
     """``fused``: experts' gate and up are one tensor, as llama.cpp's converter writes them."""
     torch.manual_seed(0)
     module = Gemma4ForCausalLM(Gemma4TextConfig(**{**SIZES, **GEMMA4, **options})).eval()

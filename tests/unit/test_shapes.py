@@ -1,7 +1,5 @@
 """The tensors that a description asks for, against the modules that transformers makes of the same config."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
