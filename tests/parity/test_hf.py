@@ -182,11 +182,6 @@ def test_sharded_weights(checkpoint, tmp_path):
     ("kind", "options", "reason"),
     [
         ("bloom", {"n_layer": 2, "n_head": 4}, "its BloomAttention reads other tokens than its own"),
-        (
-            "falcon_h1",
-            {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
-            "has layers of kind 'hybrid', which forerun does not run",
-        ),
         ("bert", {}, "attention to later tokens"),
         ("mamba", {"state_size": 4}, "has layers of kind 'linear_attention'"),
     ],

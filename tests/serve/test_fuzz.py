@@ -17,7 +17,7 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 MODES = {"valid": GenerationMode.POSITIVE, "invalid": GenerationMode.NEGATIVE}
 PATHS = {
     "/v1/completions": 30,
-    "/v1/chat/completions": 30,
+    "/v1/chat/completions": 60,
     "/v1/responses": 30,
     "/v1/responses/{id}": 10,
     "/v1/embeddings": 1,

@@ -204,7 +204,7 @@ class Fused:
         if fields is None:
             raise ValueError("embeddings that the call cannot read")
         numbers, rows = fields
-        inner = _most(layer.down.inputs for layer in decoder.layers if layer.down is not None)
+        inner = _most(_own(layer.down).inputs for layer in decoder.layers if layer.down is not None)
         self.keeps_state = any(layer.mixer is not None for layer in decoder.layers)
         real = (
             decoder.norm.eps, decoder.scale, decoder.softcap or 0, decoder.logits_softcap or 0, words.scale,
