@@ -1,5 +1,6 @@
 """Drafters made of drafters, synthetic acceptance and vocabularies, on their own."""
 
+import itertools
 import random
 from types import SimpleNamespace
 
@@ -132,6 +133,29 @@ def test_cascade_asks_the_next_only_about_what_the_first_is_unsure_of():
     assert [draft.tokens for draft in drafts] == [[4], [8, 9], [8, 9]]
     assert [draft.method for draft in drafts] == ["first", "second", "second"]
     assert second.asked == [2, 3]
+
+
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.parametrize("method", ["merged", "cascade"])
+def test_what_one_part_cannot_take_from_a_prefix_cache_is_not_taken(method):
+    nested = build(method)
+    for part, limit in zip(nested.parts, (3, 2)):
+        part.reusable = lambda sequence, limit=limit: limit
+    assert nested.reusable(sequence(1)) == 2
+
+
+def test_drafters_inside_drafters_draw_independently():
+    """Uniform draws of two parts agree once in VOCAB rounds, wherever the parts are."""
+    one = {"method": "random", "num_speculative_tokens": 1}
+    parts = [{"method": "merged", "drafters": [one, one]}, one, one]
+    context = DraftContext(SimpleNamespace(), Sampler(VOCAB), rules["recursive"](), None, 8, 256)
+    cls = drafters["merged"]
+    merged = cls.build(cls.config_class.from_dict("merged", {"drafters": parts, "num_speculative_tokens": 1}), context)
+    requests = [RequestState(key, [1, 2, 3], 3, SamplingParams(temperature=1.0), key) for key in range(400)]
+    trees = merged.propose(requests, [1] * len(requests))
+    draws = [[tree.tokens[trial.node] for trial in tree.trials[0]] for tree in trees]
+    for one, other in itertools.combinations(zip(*draws, strict=True), 2):
+        assert sum(a == b for a, b in zip(one, other)) / len(requests) < 0.12  # 0.05, six standard errors more
 
 
 def test_options_of_drafters_inside_drafters():

@@ -244,6 +244,10 @@ def test_texts_of_tokens_make_up_the_text(tokenizer):
     items = [TokenLogprobs(token, -1.0, 2, {other: -0.5}) for token, other in zip(tokens, reversed(tokens))]
     result = by_token(items, tokenizer, before)
     assert "".join(each[token].decoded_token for each, token in zip(result, tokens)) == whole
+    for end in range(1, len(tokens)):  # some cuts are inside a character; the last token has what there is of it
+        cut = tokenizer.decode([*before, *tokens[:end]]).removeprefix(tokenizer.decode(before))
+        texts = [each[token].decoded_token for each, token in zip(by_token(items[:end], tokenizer, before), tokens)]
+        assert "".join(texts) == cut
     others = [(each, other) for each, token, other in zip(result, tokens, reversed(tokens)) if token != other]
     assert all(each[other].decoded_token == token_text(tokenizer, other) for each, other in others)
 
