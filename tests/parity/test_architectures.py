@@ -192,7 +192,7 @@ def test_bits_do_not_depend_on_the_batch_with_our_kernels(checkpoint, name, dtyp
 
 @pytest.mark.parametrize("quantization", [None, "int8_rows", "q4_0", "q8_0"])
 @pytest.mark.parametrize("dtype", where(can_tile, DTYPES))
-@pytest.mark.parametrize("name", sorted(CASES.keys() - UNEVEN.keys() - LATENTS.keys()))
+@pytest.mark.parametrize("name", sorted(CASES.keys() - UNEVEN.keys()))
 def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoint, name, dtype, quantization):
     one_call.check(load_model(checkpoint(name), dtype=dtype, invariant=True, quantization=quantization))
 
@@ -393,6 +393,32 @@ def test_a_cache_of_latents_has_one_of_each_token(checkpoint, name):
     assert sum(stored.values()) <= attention.pool.num_pages * attention.pool.page_bytes + 3 * 64
     with pytest.raises(ConfigError, match="splits layers of one size: leave it out for"):
         load_model(checkpoint(name), tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("dtype", where(can_tile, DTYPES))
+@pytest.mark.parametrize("name", sorted(LATENTS))
+def test_a_row_of_two_hundred_has_the_bits_of_one(checkpoint, name, dtype):
+    """In one call for all layers, for chunks and for nodes of a tree behind a long text, too."""
+    model, tokens = load_model(checkpoint(name), dtype=dtype, invariant=True), ids(200)
+    assert model.fused is not None
+    attention = new_attention(model, max_seqs=4, max_len=256, page_size=16)
+
+    def rows(key, *chunks):
+        made, at = [], 0
+        for count in chunks:
+            span = Span(key, at, tokens[at : at + count], logits=list(range(count)))
+            made.append(model.forward(Batch([span]), attention).logits)
+            at += count
+        return torch.cat(made)
+
+    alone = rows(0, *[1] * 200)
+    for key, chunks in enumerate([(200,), (3, 64, 5, 16, 112)], 1):
+        assert torch.equal(rows(key, *chunks), alone)
+    branch = tokens[150:153]
+    rows(3, 150)
+    tree = Span(3, 150, [branch[0], 9, branch[1], branch[2]], [-1, 0, 0, 2], logits=[0, 1, 2, 3])
+    got = model.forward(Batch([tree]), attention).logits
+    assert torch.equal(got[[0, 2, 3]], alone[150:153])
 
 
 def test_a_projection_of_latents_that_does_not_fit(checkpoint, tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from built import kernels_for
-from described import LATENTS, MAIN, UNEVEN, save_described
+from described import MAIN, UNEVEN, save_described
 from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.models.base import new_attention
@@ -26,7 +26,7 @@ def logits(folder):
     return model.forward(Batch(spans), new_attention(model, max_seqs=1, max_len=64)).logits
 
 
-@pytest.mark.parametrize("name", where(kernels.has("decode_float32"), sorted({*MAIN} - {"lfm2", *UNEVEN, *LATENTS})))
+@pytest.mark.parametrize("name", where(kernels.has("decode_float32"), sorted({*MAIN} - {"lfm2", *UNEVEN})))
 def test_avx2_gives_the_bits_of_this_processor(avx2, monkeypatch, tmp_path, name):
     save_described(name, tmp_path)
     expected = logits(str(tmp_path))

@@ -159,7 +159,8 @@ def test_a_model_without_ends(model):
 BAD_EXPERTS = [
     {"size": 0}, {"size": 4}, {"size": 6}, {"size": -1}, {"first": -1}, {"first": 1}, {"first": 1 << 62}, {"here": -1},
     {"here": 6}, {"here": 1 << 62}, {"chosen": 0}, {"chosen": 6}, {"activation": -1}, {"activation": 2}, {"layers": 0},
-    {"sigmoid": 2}, {"sigmoid": -1}, {"correction": 64},
+    {"sigmoid": 2}, {"sigmoid": -1}, {"correction": 64}, {"groups": 0}, {"groups": 2}, {"kept": 0}, {"kept": 2},
+    {"best": 0}, {"best": 6},
 ]  # fmt: skip
 
 
@@ -201,12 +202,16 @@ def test_experts_that_do_not_fit(mixture):
 
 def test_layers_of_heads_that_do_not_fit():
     layers = [TiledLinear(torch.randn(6, 4), None) for _ in range(3)]
-    each, x = KernelEach(layers, torch.float32), torch.randn(3, 5, 4)
-    assert torch.equal(each(x), torch.stack([layer(part) for layer, part in zip(layers, x)]))
-    to = torch.empty(3, 5, 6)
-    good = each.fields.buffer_info()[0], 3, x.data_ptr(), to.data_ptr(), 5, 1
+    each, wide = KernelEach(layers, torch.float32), torch.randn(5, 3, 7)
+    x = wide[:, :, 2:6]
+    for rows in (x, x.contiguous(), x[:1]):
+        parts = [layer(rows[:, i].contiguous()) for i, layer in enumerate(layers)]
+        assert torch.equal(each(rows), torch.stack(parts, 1))
+    to = torch.empty(5, 3, 6)
+    good = each.fields.buffer_info()[0], 3, x.data_ptr(), 21, 7, to.data_ptr(), 18, 6, 5, 1
     call("project_each_float32", *good)
-    unlike = {0: [None], 1: [0, -1, 1 << 40], 2: [None], 3: [None], 4: [-1, 1 << 40], 5: [0, 1 << 20]}
+    unlike = {0: [None], 1: [0, -1, 1 << 40], 2: [None], 3: [-1], 4: [-1], 5: [None], 6: [5, -1], 7: [-1],
+              8: [-1, 1 << 40], 9: [0, 1 << 20]}  # fmt: skip
     for arguments in with_each(good, unlike):
         with pytest.raises(KernelError):
             call("project_each_float32", *arguments)
@@ -215,11 +220,43 @@ def test_layers_of_heads_that_do_not_fit():
         for at, value in ((line + structs.LinearStruct._fields.index(name), value) for value in values):
             with changed(each.fields, at, value), pytest.raises(KernelError):
                 each(x)
-    for rows, error in ((x.double(), TypeError), (x[:2], ValueError), (x[:, :, :3], ValueError)):
+    for rows, error in ((x.double(), TypeError), (x[:, :2], ValueError), (x[:, :, :3], ValueError)):
         with pytest.raises(error, match="layers"):
             each(rows)
     with pytest.raises(ValueError, match="not of one size"):
         KernelEach([*layers, TiledLinear(torch.randn(5, 4), None)], torch.float32)
+
+
+BAD_LATENTS = [
+    {"rank": 22}, {"rank": 0}, {"rank": 1 << 40}, {"query_rank": 19}, {"query_rank": -1}, {"query_rank": 0},
+    {"plain": 13}, {"turned": 6}, {"value": 11}, {"norm": 0}, {"norm_query": 0}, {"keys": 0}, {"values": 0},
+]  # fmt: skip
+
+
+def test_latents_that_do_not_fit(tmp_path):
+    save_described("deepseek_v3", tmp_path)
+    model = load_model(str(tmp_path))
+    run, _, _, attention = decoding(model)
+    run()
+    own, line = model.fused.beside[1][1], structs.LinearStruct._fields
+    bad = [(own, structs.LatentStruct._fields.index(name), value) for change in BAD_LATENTS
+           for name, value in change.items()]  # fmt: skip
+    up, heads = len(structs.LatentStruct._fields), model._layers[1].latent.keys.compiled.fields
+    bad += [(own, up + line.index("outputs"), 79), (own, up + line.index("weight"), NOWHERE)]
+    bad += [
+        (heads, 3 * len(line) + line.index(name), value) for name, value in {"inputs": 13, "weight": NOWHERE}.items()
+    ]
+    for name in ("gated", "norm_qk", "norm_token"):
+        at = len(structs.LayerStruct._fields) + 6 * len(line)  # the second layer
+        bad.append((model.fused.layers, at + structs.LayerStruct._fields.index(name), 1))
+    for fields, at, value in bad:
+        with changed(fields, at, value), pytest.raises(KernelError):
+            run()
+    run()
+    shape = attention._shape
+    for name, value in {"width": 30, "value_width": 22, "kv_heads": 2}.items():
+        with changed(shape, structs.PoolStruct._fields.index(name), value), pytest.raises(KernelError):
+            run()
 
 
 def test_layers_with_state_that_do_not_fit(tmp_path):

@@ -152,6 +152,9 @@ Complaint experts_fit(const Experts &e, int64_t hidden) {
   if (const Complaint wrong = activation_fits(e.activation, e.numbers, e.gated != 0)) return wrong;
   REQUIRE(!e.here || e.layers, NULL_POINTER);
   REQUIRE(within(e.sigmoid, 0, 1) && (e.sigmoid || !e.correction), LAYER_KIND);
+  REQUIRE(within(e.groups, 1, e.size) && within(e.kept, 1, e.groups) && e.size % e.groups == 0, SIZE);
+  const int64_t each = e.size / e.groups;
+  REQUIRE(within(e.best, 1, each) && e.chosen <= e.kept * each, SIZE);
   if (const Complaint wrong = layer_fits(e.router, hidden, e.size)) return wrong;
   for (int64_t i = 0; i < e.here; i++)
     if (const Complaint wrong = mlp_fits(e.layers[2 * i], e.layers[2 * i + 1], hidden, e.gated != 0)) return wrong;
@@ -170,6 +173,38 @@ Complaint mixer_fits(const Mixer &m) {
   REQUIRE(m.channels == m.inner + 2 * m.groups * m.key_dim, HEADS_SIZE);
   REQUIRE(m.gates == m.heads * (m.kind == MIXER_delta ? 2 : 1), HEADS_SIZE);
   REQUIRE(given(m.decay, m.step) && (m.kind == MIXER_delta ? m.norm : m.skip), NULL_POINTER);
+  return FINE;
+}
+
+Complaint heads_fit(const Linear *layers, int64_t heads, int64_t inputs, int64_t outputs) {
+  REQUIRE(layers, NULL_POINTER);
+  for (int64_t head = 0; head < heads; head++) {
+    REQUIRE(!layers[head].next, LAYER_KIND);
+    if (const Complaint wrong = layer_fits(layers[head], inputs, outputs)) return wrong;
+  }
+  return FINE;
+}
+
+// Attention to latents; ``width`` is that of a row of angles.
+Complaint latent_fits(const Layer &l, int64_t heads, int64_t width, int64_t hidden) {
+  const Latent &n = *l.latent;
+  for (int64_t size : {n.rank, n.plain, n.turned, n.value}) REQUIRE(within(size, 1, WIDEST), HEADS_SIZE);
+  REQUIRE(n.turned == width && n.rank % 2 == 0 && n.entry() <= WIDEST && within(n.query_rank, 0, MOST), HEADS_SIZE);
+  REQUIRE(heads <= MOST_INT8 && !l.norm_qk && !l.norm_query && !l.norm_key && !l.gated && !l.norm_token, LAYER_KIND);
+  REQUIRE(n.norm && (n.norm_query || !n.query_rank), NULL_POINTER);
+  if (const Complaint wrong = layer_fits(l.qkv, hidden, n.first(heads) + n.entry())) return wrong;
+  if (n.query_rank)
+    if (const Complaint wrong = layer_fits(n.up, n.query_rank, heads * n.query())) return wrong;
+  if (const Complaint wrong = heads_fit(n.keys, heads, n.plain, n.rank)) return wrong;
+  if (const Complaint wrong = heads_fit(n.values, heads, n.rank, n.value)) return wrong;
+  return layer_fits(l.out, heads * n.value, hidden);
+}
+
+// Of a token in the cache, which is one for all layers.
+template <class T>
+Complaint entry_fits(const Pool &p, const Model<T> &m, const Latent *latent) {
+  const int64_t width = latent ? latent->entry() : m.width, value = latent ? latent->rank : m.width;
+  REQUIRE(p.kv_heads == m.kv_heads && p.width == width && p.value_width == value, HEADS_SIZE);
   return FINE;
 }
 
@@ -257,7 +292,10 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
     REQUIRE(within(l.gated, 0, 1) && !(!l.qkv.weight && (l.gated || l.norm_token || m.parallel)), LAYER_KIND);
     REQUIRE(!(l.mixer && (l.norm_token || m.parallel)), LAYER_KIND);
     if (const Complaint wrong = mixing_fits(l, m.hidden)) return wrong;
-    if (l.qkv.weight) {
+    if (l.latent) {
+      REQUIRE(m.kv_heads == 1 && !m.parallel, LAYER_KIND);
+      if (const Complaint wrong = latent_fits(l, m.heads, m.width, m.hidden)) return wrong;
+    } else if (l.qkv.weight) {
       const int64_t heads = m.heads * m.width, qkv = heads * (1 + l.gated) + 2 * m.kv_heads * m.width;
       if (const Complaint wrong = layer_fits(l.qkv, m.hidden * (l.norm_token ? 2 : 1), qkv)) return wrong;
       if (const Complaint wrong = layer_fits(l.out, heads, m.hidden)) return wrong;
@@ -301,12 +339,13 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
       REQUIRE(within(c.rows_out[i], i ? c.rows_out[i - 1] + 1 : 0, c.rows - 1), ROW_RANGE);
   }
   if (const Complaint wrong = pool_fits(*c.pool)) return wrong;
-  REQUIRE(c.pool->kv_heads == m.kv_heads && c.pool->width == m.width && c.pool->value_width == m.width, HEADS_SIZE);
   bool keeps = false;
   for (int64_t i = 0; i < c.num_which; i++) {
     const int64_t at = 2 * c.which[i];
     const Mixer *const mixer = layers[c.which[i]].mixer;
     REQUIRE(!layers[c.which[i]].qkv.weight || given(c.sides[at], c.sides[at + 1]), NULL_POINTER);
+    if (layers[c.which[i]].qkv.weight)
+      if (const Complaint wrong = entry_fits(*c.pool, m, layers[c.which[i]].latent)) return wrong;
     if (!mixer) continue;
     REQUIRE(given(c.replay, c.states) && c.states[at], NULL_POINTER);
     REQUIRE(c.states[at + 1] || mixer->kind == MIXER_conv, NULL_POINTER);
@@ -374,7 +413,7 @@ const char *forerun_words(int complaint) { return WORDS[within(complaint, 0, UNK
 #define WORD(NAME) " " #NAME
 const char *forerun_layout() {
   return "Span" SPAN(NAMES) "\nPlan" PLAN(NAMES) "\nPool" POOL(NAMES) "\nHeads" HEADS(NAMES) "\nLinear" LINEAR(NAMES)
-         "\nExperts" EXPERTS(NAMES) "\nMixer" MIXER(NAMES) "\nRun" RUN(NAMES) "\nReplay" REPLAY(NAMES) "\nLayer" LAYER(NAMES) "\nModel" MODEL(NAMES) "\nCall" CALL(NAMES)
+         "\nExperts" EXPERTS(NAMES) "\nLatent" LATENT(NAMES) "\nMixer" MIXER(NAMES) "\nRun" RUN(NAMES) "\nReplay" REPLAY(NAMES) "\nLayer" LAYER(NAMES) "\nModel" MODEL(NAMES) "\nCall" CALL(NAMES)
          "\nChains" CHAINS(NAMES) "\nKinds own int8" QUANTS(FORMS) "\nActivations" ACTIVATIONS_OF(WORD)
          "\nMixers" MIXERS_OF(WORD);
 }
@@ -443,13 +482,16 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     gate(activation, numbers, gated != 0, x, y, rows, width);                                                                             \
     return FINE;                                                                                                     \
   }                                                                                                                  \
-  int forerun_project_each_##KIND(const Linear *layers, int64_t count, const T *x, T *y, int64_t rows, int threads) {\
+  int forerun_project_each_##KIND(const Linear *layers, int64_t count, const T *x, int64_t x_row, int64_t x_part,   \
+                                  T *y, int64_t y_row, int64_t y_part, int64_t rows, int threads) {                 \
     REQUIRE(layers, NULL_POINTER);                                                                                   \
     REQUIRE(within(count, 1, MOST) && threads_fit(threads) && within(layers->outputs, 1, MOST), SIZE);               \
     for (int64_t i = 0; i < count; i++) CHECK(layer_fits(layers[i], layers->inputs, layers->outputs));               \
     CHECK(rows_fit(x, rows, layers->inputs));                                                                        \
+    REQUIRE(within(x_row, 0, MOST) && within(x_part, 0, MOST) && within(y_part, 0, MOST), SIZE);                     \
+    REQUIRE(within(y_row, layers->outputs, MOST), SIZE);                                                             \
     REQUIRE(!rows || y, NULL_POINTER);                                                                               \
-    return guarded([=] { project_each(layers, count, x, y, rows, threads); });                                       \
+    return guarded([=] { project_each(layers, count, x, {x_row, x_part}, y, {y_row, y_part}, rows, threads); });     \
   }                                                                                                                  \
   int forerun_mix_##KIND(const Experts *experts, const T *x, const T *scored, float *total, int64_t rows,            \
                          int threads, int64_t *read) {                                                               \

@@ -18,7 +18,7 @@ constexpr int64_t FLOATS = sizeof(float) / sizeof(T);  // numbers in the room of
 // Numbers of a row, the most of all layers: of what a layer, or the matrix before the layers, reads; of what its first
 // projection makes; of what attention and the mixer make.
 struct Widths {
-  int64_t input, made = 0, attended = 0, mixed = 0;
+  int64_t input, made = 0, attended = 0, mixed = 0, latent = 0;
 
   template <class T>
   Widths(const Model<T> &m, const Layer *layers) : input(m.mix.weight ? 2 * m.hidden : m.hidden) {
@@ -28,6 +28,7 @@ struct Widths {
       made = std::max({made, layer.qkv.all_outputs(), layer.enter.all_outputs()});
       attended = std::max(attended, layer.out.inputs);
       mixed = std::max(mixed, layer.leave.inputs);
+      if (layer.latent) latent = std::max(latent, layer.latent->needed(m.heads));
     }
   }
 };
@@ -49,6 +50,7 @@ class Decoder {
     qkv = take(c.rows * widths.made);
     attended = take(c.rows * widths.attended);
     mixed = take(c.rows * widths.mixed);
+    latent = take(c.rows * widths.latent);
     wide = take(c.rows * 2 * m.inner);
     inner = take(c.rows * m.inner);
     angles = reinterpret_cast<float *>(take(c.rows * m.rotaries * m.width * FLOATS<T>));
@@ -192,7 +194,45 @@ class Decoder {
     }
     if (!layer.qkv.weight) return;
     multiply(layer.qkv, in, qkv, nullptr, c.rows);
+    if (layer.latent) return look_at_latents(layer, *layer.latent, index);
     look(layer, index);
+  }
+
+  void turn(const Layer &layer, T *at, int64_t stride, int64_t heads) const {
+    if (layer.rotary >= 0) apply_rotary(at, stride, angles + layer.rotary * c.rows * m.width, c.rows, heads, m.width);
+  }
+
+  // Attention with one key head, of latents: a head's projections of them are applied to its queries and to what attention
+  // makes. In the workspace: latents of queries, queries, those with their keys' projections, and attention's rows.
+  void look_at_latents(const Layer &layer, const Latent &n, int64_t index) const {
+    const int64_t made = layer.qkv.all_outputs(), query = n.query(), entry = n.entry(), wide_query = m.heads * entry;
+    T *const asked = latent + c.rows * n.query_rank, *const q = asked + c.rows * m.heads * query;
+    T *const out = q + c.rows * wide_query, *const k = qkv + n.first(m.heads);
+    const float latent_eps = static_cast<float>(n.eps);
+    const auto normalise_latent = [&](const T *from, const float *weights, T *to, int64_t width) {
+      norm(from, weights, to, static_cast<const T *>(nullptr), 1, 1, width, latent_eps, false);
+    };
+    for (int64_t row = 0; row < c.rows; row++) {
+      normalise_latent(k + row * made, n.norm, k + row * made, n.rank);
+      if (n.query_rank) normalise_latent(qkv + row * made, n.norm_query, latent + row * n.query_rank, n.query_rank);
+    }
+    turn(layer, k + n.rank, made, 1);
+    if (n.query_rank) multiply(n.up, latent, asked, nullptr, c.rows);
+    const T *const from = n.query_rank ? asked : qkv;
+    const Apart queries{n.query_rank ? m.heads * query : made, query};
+    project_each(n.keys, m.heads, from, queries, q, {wide_query, entry}, c.rows, threads);
+    for (int64_t head = 0; head < m.heads; head++) {
+      T *const turned = q + head * entry + n.rank;
+      for (int64_t row = 0; row < c.rows; row++)
+        std::memcpy(turned + row * wide_query, from + row * queries.row + head * query + n.plain, n.turned * sizeof(T));
+      turn(layer, turned, wide_query, 1);
+    }
+    grow_all(q, wide_query, wide_query);
+    const Heads heads{m.heads, layer.window, wide_query, made, made, nullptr, 0, layer.sinks};
+    attend(q, k, k, out, c.sides[2 * index], c.sides[2 * index + 1], *c.pool, heads, *c.plan,
+           static_cast<float>(m.scale), static_cast<float>(m.softcap), threads);
+    project_each(n.values, m.heads, out, {m.heads * n.rank, n.rank}, attended, {m.heads * n.value, n.value}, c.rows,
+                 threads);
   }
 
   // What attention makes of qkv.
@@ -205,11 +245,10 @@ class Decoder {
       norm_heads(q, layer.norm_query, 1, queries);
       norm_heads(q + queries, layer.norm_key, 1, shared);
     }
-    if (layer.rotary >= 0) apply_rotary(qkv, qkv_width, angles + layer.rotary * c.rows * m.width, c.rows, rotated, m.width);
+    turn(layer, qkv, qkv_width, rotated);
     for (int64_t row = 0; m.norm_rotated && row < c.rows; row++)
       norm_heads(qkv + row * qkv_width, layer.norm_qk, rotated, m.width);
-    for (int64_t row = 0; m.query_growth != 0 && row < c.rows; row++)
-      if (c.positions[row] >= m.query_reach) grow(qkv + row * qkv_width, c.positions[row], queries);
+    grow_all(qkv, qkv_width, queries);
     const Heads heads{m.heads, layer.window, qkv_width, qkv_width, qkv_width, nullptr, 0, layer.sinks};
     T *const k = qkv + queries, *const v = k + shared;
     attend(qkv, k, v, attended, c.sides[2 * index], c.sides[2 * index + 1], *c.pool, heads, *c.plan,
@@ -225,6 +264,12 @@ class Decoder {
       const First lanes = first(count - i);
       store(at + i, lanes, one / (one + exponential(zeros() - load(gate + i, lanes))) * load(at + i, lanes));
     }
+  }
+
+  // Queries of all rows, so many numbers each, ``stride`` apart.
+  void grow_all(T *queries, int64_t stride, int64_t count) const {
+    for (int64_t row = 0; m.query_growth != 0 && row < c.rows; row++)
+      if (c.positions[row] >= m.query_reach) grow(queries + row * stride, c.positions[row], count);
   }
 
   void grow(T *query, int64_t position, int64_t count) const {
@@ -293,7 +338,7 @@ class Decoder {
   const Call<T> &c;
   const float eps;
   const int threads;
-  T *x, *normed, *qkv, *attended, *mixed, *wide, *inner, *scores;
+  T *x, *normed, *qkv, *attended, *mixed, *latent, *wide, *inner, *scores;
   float *angles;
   bool failed = false;
 };
@@ -413,7 +458,7 @@ template <class T>
 int64_t workspace_needed(const Model<T> &m, const Layer *layers, int64_t rows, int64_t num_out) {
   int64_t numbers = num_out * m.head.outputs;
   const Widths w(m, layers);
-  for (int64_t width : {m.hidden, w.input, w.made, w.attended, w.mixed, 2 * m.inner, m.inner, m.rotaries * m.width * FLOATS<T>})
+  for (int64_t width : {m.hidden, w.input, w.made, w.attended, w.mixed, w.latent, 2 * m.inner, m.inner, m.rotaries * m.width * FLOATS<T>})
     numbers += rounded(rows * width);
   return numbers;
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <vector>
 
@@ -16,14 +17,34 @@ struct Taken {
   std::vector<float> weights;
 };
 
-// The experts of a row with the highest ranks, of equal ones those with lower numbers; a NaN is higher than any number.
+// A NaN is higher than any number.
+bool higher(float x, float y) {
+  if (std::isnan(x) != std::isnan(y)) return std::isnan(x);
+  return x > y;
+}
+
+// Those with the highest ranks, of equal ones those with lower numbers.
 void choose_experts(const std::vector<float> &ranks, int64_t chosen, std::vector<int64_t> &order) {
   std::iota(order.begin(), order.end(), 0);
   std::partial_sort(order.begin(), order.begin() + chosen, order.end(), [&](int64_t a, int64_t b) {
-    const float x = ranks[a], y = ranks[b];
-    if (std::isnan(x) != std::isnan(y)) return std::isnan(x);
-    return x > y || (!(x < y) && a < b);
+    return higher(ranks[a], ranks[b]) || (!higher(ranks[b], ranks[a]) && a < b);
   });
+}
+
+// Leaves out the experts of all but the best groups, of equal ones those with lower numbers: their ranks become the
+// lowest.
+void keep_groups(const Experts &e, std::vector<float> &ranks) {
+  const int64_t each = e.size / e.groups;
+  std::vector<float> sums(e.groups), highest(e.best);
+  std::vector<int64_t> order(e.groups);
+  for (int64_t group = 0; group < e.groups; group++) {
+    const float *const own = &ranks[group * each];
+    std::partial_sort_copy(own, own + each, highest.begin(), highest.end(), higher);
+    for (float rank : highest) sums[group] += rank;
+  }
+  choose_experts(sums, e.kept, order);
+  for (int64_t i = e.kept; i < e.groups; i++)
+    std::fill_n(&ranks[order[i] * each], each, -std::numeric_limits<float>::infinity());
 }
 
 template <class T>
@@ -37,13 +58,17 @@ void route(const Experts &e, const T *scores, int64_t row, std::vector<int64_t> 
     store(&weights[i], weight);
     store(&ranks[i], e.correction ? weight + load(e.correction + i, lanes) : weight);
   }
-  choose_experts(ranks, e.chosen, order);
   float sum = e.sigmoid ? 1.0f : 0.0f;
   if (!e.sigmoid) {
-    const Floats top = broadcast(weights[order[0]]);
+    const Floats top = broadcast(*std::max_element(weights.begin(), weights.begin() + e.size));
     for (int64_t i = 0; i < e.size; i += 16) store(&weights[i], exponential(load(&weights[i]) - top));
     for (int64_t i = 0; !e.normalised && i < e.size; i++) sum += weights[i];
   }
+  if (e.groups > e.kept) {
+    if (!e.sigmoid) ranks = weights;
+    keep_groups(e, ranks);
+  }
+  choose_experts(ranks, e.chosen, order);
   if (e.normalised) {
     sum = 0;
     for (int64_t i = 0; i < e.chosen; i++) sum += weights[order[i]];

@@ -20,12 +20,16 @@ void linear_int8(const char *w, const T *x, T *y, const T *add, const float *bia
 template <class T>
 void linear_quants(int64_t kind, const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows,
                    int64_t outputs, int64_t inputs, int64_t stride, int threads);
-// A layer of any kind and its parts, rows end to end.
+// A layer of any kind and its parts. Rows of y and ``add`` are ``stride`` numbers apart; 0: end to end.
 template <class T>
-void project(const Linear &layer, const T *x, T *y, const T *add, int64_t rows, int threads);
-// Several layers of one size, each for rows of its own: x [layers, rows, inputs], y [layers, rows, outputs].
+void project(const Linear &layer, const T *x, T *y, const T *add, int64_t rows, int threads, int64_t stride = 0);
+// Numbers from row to row, and in a row from one layer's part to the next one's.
+struct Apart {
+  int64_t row, part;
+};
+// Several layers of one size, each for its own part of every row.
 template <class T>
-void project_each(const Linear *layers, int64_t count, const T *x, T *y, int64_t rows, int threads);
+void project_each(const Linear *layers, int64_t count, const T *x, Apart in, T *y, Apart out, int64_t rows, int threads);
 // Rows of weights, as numbers: of a layer in T, of any kind but KIND_int8.
 template <class T>
 void take_quants(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);

@@ -399,8 +399,8 @@ void linear_int8(const char *w, const T *x, T *y, const T *add, const float *bia
 }
 
 template <class T>
-void project(const Linear &layer, const T *x, T *y, const T *add, int64_t rows, int threads) {
-  const int64_t stride = layer.all_outputs();
+void project(const Linear &layer, const T *x, T *y, const T *add, int64_t rows, int threads, int64_t stride) {
+  if (!stride) stride = layer.all_outputs();
   for (const Linear *at = &layer; at; y += at->outputs, add = add ? add + at->outputs : add, at = at->next) {
     const Linear &l = *at;
     if (l.kind == KIND_own)
@@ -413,11 +413,19 @@ void project(const Linear &layer, const T *x, T *y, const T *add, int64_t rows, 
 }
 
 template <class T>
-void project_each(const Linear *layers, int64_t count, const T *x, T *y, int64_t rows, int threads) {
-  const int64_t inputs = rows * layers[0].inputs, outputs = rows * layers[0].outputs;
+void project_each(const Linear *layers, int64_t count, const T *x, Apart in, T *y, Apart out, int64_t rows,
+                  int threads) {
+  const int64_t inputs = layers[0].inputs;
+  const bool together = rows == 1 || in.row == inputs;
   parallel_for(count, 1, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++)
-      project(layers[i], x + i * inputs, y + i * outputs, static_cast<const T *>(nullptr), rows, 1);
+    std::vector<T> own(together ? 0 : rows * inputs);
+    for (int64_t i = begin; i < end; i++) {
+      const T *const from = x + i * in.part;
+      for (int64_t row = 0; !together && row < rows; row++)
+        std::memcpy(&own[row * inputs], from + row * in.row, inputs * sizeof(T));
+      project(layers[i], together ? from : own.data(), y + i * out.part, static_cast<const T *>(nullptr), rows, 1,
+              out.row);
+    }
   });
 }
 
@@ -508,8 +516,8 @@ void advise(char *at, int64_t bytes) {  // large pages: 10 % faster to stream
                        int);                                                                                        \
   template void linear_int8(const char *, const T *, T *, const T *, const float *, const float *, const int32_t *, \
                             int64_t, int64_t, int64_t, int64_t, int);                                               \
-  template void project(const Linear &, const T *, T *, const T *, int64_t, int);                                   \
-  template void project_each(const Linear *, int64_t, const T *, T *, int64_t, int);                                \
+  template void project(const Linear &, const T *, T *, const T *, int64_t, int, int64_t);                          \
+  template void project_each(const Linear *, int64_t, const T *, Apart, T *, Apart, int64_t, int);                  \
   template void norm(const T *, const float *, T *, const T *, int64_t, int64_t, int64_t, float, bool);             \
   template void gate(int64_t, const float *, bool, const T *, T *, int64_t, int64_t);
 FOR_EACH_TYPE(INSTANTIATE)

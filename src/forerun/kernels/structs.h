@@ -77,11 +77,28 @@
   F(const float *, correction) /* [size] added to the weights where some are chosen, or null */                     \
   F(double, factor)          /* of the weights */                                                                   \
   F(double, eps)             /* added to the sum that sigmoids are divided by */                                    \
+  F(int64_t, groups)         /* of experts, of which the ``kept`` are chosen among whose ``best`` highest add up to most */ \
+  F(int64_t, kept)                                                                                                  \
+  F(int64_t, best)                                                                                                  \
   F(int64_t, activation)                                                                                            \
   F(int64_t, gated)                                                                                                 \
   F(const float *, numbers)  /* of the activation, or null */                                                       \
   F(const Linear *, layers)  /* gate_up and down of each that is here */                                            \
   F(const float *, scales)   /* what the weight of each one is multiplied by, or null */
+
+// What is between qkv, the cache and out where the cache has a latent of each token and one turned key for all heads. A
+// row of qkv is its queries, or their latent, and its entry. Behind it the ``Linear`` from that latent to queries.
+#define LATENT(F)                                                                                                   \
+  F(int64_t, rank)                                                                                                  \
+  F(int64_t, query_rank) /* 0: queries have no latent */                                                            \
+  F(int64_t, plain)      /* numbers of a head's query that are not turned, before those that are */                 \
+  F(int64_t, turned)                                                                                                \
+  F(int64_t, value)      /* of a head's values */                                                                   \
+  F(const float *, norm_query)                                                                                      \
+  F(const float *, norm)                                                                                            \
+  F(double, eps)                                                                                                    \
+  F(const Linear *, keys)   /* of each head, from a query's plain numbers to those of a latent */                   \
+  F(const Linear *, values) /* of each head, from a latent */
 
 // Instead of attention or beside it: a part of a layer that keeps a state. A row of its inputs is the row's record, what
 // the convolution reads and then the gates, and behind it what the output is gated by; of a short convolution B, C and x.
@@ -147,6 +164,7 @@
   F(const float *, sinks)     /* as in ``Heads`` */                                                                  \
   F(int64_t, gated)           /* qkv makes a gate of attention's output behind the values */                        \
   F(const Mixer *, mixer)     /* or null */                                                                          \
+  F(const Latent *, latent)   /* or null */                                                                         \
   F(const Linear *, share)    /* to one number: its sigmoid multiplies what the MLP beside experts makes; or null */
 
 #define MODEL(F)                                                                                                    \
@@ -266,6 +284,18 @@ enum Activation : int64_t { ACTIVATIONS_OF(ACTIVATION) ACTIVATIONS };
 struct Experts {
   EXPERTS(FIELD)
   Linear router;
+};
+
+struct Latent {
+  LATENT(FIELD)
+  Linear up;
+
+  int64_t query() const { return plain + turned; }
+  int64_t entry() const { return rank + turned; }
+  // Numbers of a row of qkv before its entry.
+  int64_t first(int64_t heads) const { return query_rank ? query_rank : heads * query(); }
+  // Numbers of a row of the workspace.
+  int64_t needed(int64_t heads) const { return query_rank + heads * (query() + entry() + rank); }
 };
 
 #define MIXER_NAME(NAME) MIXER_##NAME,

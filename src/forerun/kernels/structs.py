@@ -1,8 +1,8 @@
 """What crosses into the kernels as arrays of int64, a field each: ``structs.h`` names the same fields in the same
 order, and says what they mean; ``library`` compares the names. Other things go behind: a ``LayerStruct`` is followed by
-the ``LinearStruct`` of qkv, out, enter, leave, gate_up and down, ``ExpertsStruct`` by the router's, a ``ModelStruct``
-by those of the head, the embedding and the mix. Pointers are addresses, 0 for null; numbers that are not whole go
-through ``number``.
+the ``LinearStruct`` of qkv, out, enter, leave, gate_up and down, ``ExpertsStruct`` by the router's, ``LatentStruct`` by
+that of queries, a ``ModelStruct`` by those of the head, the embedding and the mix. Pointers are addresses, 0 for null;
+numbers that are not whole go through ``number``.
 """
 
 from __future__ import annotations
@@ -77,11 +77,27 @@ class ExpertsStruct(NamedTuple):
     correction: int
     factor: int
     eps: int
+    groups: int
+    kept: int
+    best: int
     activation: int
     gated: int
     numbers: int
     layers: int
     scales: int = 0
+
+
+class LatentStruct(NamedTuple):
+    rank: int
+    query_rank: int
+    plain: int
+    turned: int
+    value: int
+    norm_query: int
+    norm: int
+    eps: int
+    keys: int
+    values: int
 
 
 class MixerStruct(NamedTuple):
@@ -145,6 +161,7 @@ class LayerStruct(NamedTuple):
     sinks: int
     gated: int
     mixer: int
+    latent: int
     share: int
 
 
@@ -241,8 +258,8 @@ def number(value: float) -> int:
 
 def _layout() -> str:
     structs = (
-        SpanStruct, Plan, PoolStruct, Heads, LinearStruct, ExpertsStruct, MixerStruct, RunStruct, ReplayStruct,
-        LayerStruct, ModelStruct, Call, Chains,
+        SpanStruct, Plan, PoolStruct, Heads, LinearStruct, ExpertsStruct, LatentStruct, MixerStruct, RunStruct,
+        ReplayStruct, LayerStruct, ModelStruct, Call, Chains,
     )  # fmt: skip
     sizes = (f"{name} {inputs} {size}" for name, (inputs, size) in QUANTS.items())
     lines = [(each.__name__.removesuffix("Struct"), *each._fields) for each in structs]

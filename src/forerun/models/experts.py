@@ -87,8 +87,7 @@ class Experts:
         if len(layers) != 1 + 2 * len(self.experts) or not isinstance(self.gate, KernelGate):
             return None
         how = self.choice or Choice(None, 1.0)
-        if how.groups is not None:
-            return None
+        groups, kept = how.groups or (1, 1)
         sizes = structs.ExpertsStruct(
             self.count,
             self.first,
@@ -99,6 +98,9 @@ class Experts:
             0 if how.correction is None else how.correction.data_ptr(),
             structs.number(how.factor),
             structs.number(how.eps),
+            groups,
+            kept,
+            how.best if groups > kept else 1,
             self.gate.activation,
             int(self.gate.gated),
             self.gate.pointer,

@@ -75,6 +75,7 @@ class Decoder:
             and all(isinstance(norm, KernelNorm) for norm in norms)
             and all(layer.experts is None or layer.experts.compiled is not None for layer in self.layers)
             and all(layer.mixer is None or isinstance(layer.mixer, KernelMixer) for layer in self.layers)
+            and all(layer.latent is None or layer.latent.fields() is not None for layer in self.layers)
         )
 
     def check(self) -> None:
@@ -88,6 +89,8 @@ class Decoder:
                 (layer.after_mlp, (hidden,)), (layer.norm_token, (hidden,)), (layer.norm_qk, (turned, self.width)),
                 (layer.norm_query, (self.heads * self.width,)), (layer.norm_key, (self.kv_heads * self.width,)),
             ]  # fmt: skip
+            if (latent := layer.latent) is not None:
+                sizes += [(latent.norm, (latent.sizes.rank,)), (latent.norm_query, (latent.sizes.query_rank,))]
             for norm, size in sizes:
                 if norm is not None and norm.weight.shape != size:
                     raise ValueError(f"a norm of {[*norm.weight.shape]} numbers where {[*size]} are normed")
@@ -111,8 +114,9 @@ def _own(linear: Any) -> Any:
     return linear.linear if isinstance(linear, Summed) else linear
 
 
-def _fields(layer: Layer, rotaries: list[str], share: int) -> list[int]:
-    """A ``structs.LayerStruct`` and what goes behind it; ``share``: where that layer's fields are."""
+def _fields(layer: Layer, rotaries: list[str], share: int, latent: int) -> list[int]:
+    """A ``structs.LayerStruct`` and what goes behind it; ``share`` and ``latent``: where the fields of those parts
+    are."""
 
     def at(norm: KernelNorm | None) -> int:
         return norm.pointer if norm is not None else 0
@@ -134,6 +138,7 @@ def _fields(layer: Layer, rotaries: list[str], share: int) -> list[int]:
         sinks=0 if layer.sinks is None else layer.sinks.data_ptr(),
         gated=layer.gated,
         mixer=layer.mixer.address if isinstance(layer.mixer, KernelMixer) else 0,
+        latent=latent,
         share=share,
     )
     linears = [layer.qkv, layer.out, layer.enter, layer.leave, layer.gate_up, layer.down]
@@ -220,9 +225,12 @@ class Fused:
         mix = structs.NO_LAYER if decoder.mix is None else decoder.mix.fields()
         self.model = array("q", (*model, *head, *rows, *mix))
         self.layers = array("q")
-        self.shares = [array("q", () if layer.share is None else layer.share.fields()) for layer in decoder.layers]
-        for layer, share in zip(decoder.layers, self.shares):
-            self.layers.extend(_fields(layer, [*decoder.rotaries], share.buffer_info()[0] if share else 0))
+        shares, latents = ([getattr(layer, part) for layer in decoder.layers] for part in ("share", "latent"))
+        self.beside = [[part and array("q", part.fields()) for part in parts] for parts in zip(shares, latents)]
+        """Of each layer, what its fields point to."""
+        for layer, parts in zip(decoder.layers, self.beside):
+            at = (part.buffer_info()[0] if part else 0 for part in parts)
+            self.layers.extend(_fields(layer, [*decoder.rotaries], *at))
         self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]
         angles = len(decoder.rotaries) * decoder.width * (4 // self.dtype.itemsize)
         enters = [part for layer in decoder.layers for part in (layer.qkv, layer.enter) if part is not None]
@@ -230,7 +238,8 @@ class Fused:
         mixed = _most(layer.leave.inputs for layer in decoder.layers if layer.leave is not None)
         read = _most([self.hidden if decoder.mix is None else 2 * self.hidden, *(part.inputs for part in enters)])
         made = _most(part.outputs for part in enters)
-        self.row = self.hidden, read, made, attended, mixed, 2 * inner, inner, angles
+        within = _most(latent.sizes.needed(decoder.heads) for latent in latents if latent is not None)
+        self.row = self.hidden, read, made, attended, mixed, within, 2 * inner, inner, angles
         """Numbers per row of every piece of the workspace."""
         self._sizes: dict[int, int] = {}
         """Numbers of all pieces together, by rows."""

@@ -133,9 +133,9 @@ class KernelMixture:
 
 
 class KernelEach:
-    """Layers of one size, each for rows of its own: those of a head. Raises ValueError for others."""
+    """Layers of one size, each for its own part of every row: those of a head. Raises ValueError for others."""
 
-    __slots__ = ("call", "count", "dtype", "fields", "inputs", "layers", "outputs")
+    __slots__ = ("address", "call", "count", "dtype", "fields", "inputs", "layers", "outputs")
 
     def __init__(self, layers: Sequence[Compiled], dtype: torch.dtype) -> None:
         first = layers[0]
@@ -145,18 +145,21 @@ class KernelEach:
         self.layers, self.dtype, self.count = layers, dtype, len(layers)
         self.inputs, self.outputs = first.inputs, first.outputs
         self.fields = array("q", [field for layer in layers for field in layer.fields()])
+        self.address = self.fields.buffer_info()[0]
         self.call = kernel("project_each", dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[layers, rows, outputs] of [layers, rows, inputs]."""
+        """[rows, layers, outputs] of [rows, layers, inputs]."""
         if x.dtype is not self.dtype:
             raise TypeError(f"rows in {x.dtype} for layers in {self.dtype}")
-        if x.dim() != 3 or x.shape[::2] != (self.count, self.inputs) or not x.is_cpu:
+        if x.dim() != 3 or x.shape[1:] != (self.count, self.inputs) or not x.is_cpu:
             raise ValueError(f"rows {[*x.shape]} on {x.device} for {self.count} layers with {self.inputs} inputs")
-        x, rows = x.contiguous(), x.shape[1]
-        y = x.new_empty(self.count, rows, self.outputs)
-        at = self.fields.buffer_info()[0]
-        self.call(at, self.count, x.data_ptr(), y.data_ptr(), rows, kernels.threads())
+        x, rows = x if x.stride(2) == 1 else x.contiguous(), x.shape[0]
+        y = x.new_empty(rows, self.count, self.outputs)
+        self.call(
+            self.address, self.count, x.data_ptr(), *x.stride()[:2], y.data_ptr(), *y.stride()[:2], rows,
+            kernels.threads(),
+        )  # fmt: skip
         return y
 
 

@@ -7,15 +7,18 @@ single key-value head. Every number of rows takes this way: a row has the same b
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 
+from forerun.kernels import structs
 from forerun.models.architectures.spec import LatentSpec
 from forerun.models.formats.base import Linear
 from forerun.models.formats.compiled import Compiled
-from forerun.models.kernel_layers import KernelEach
+from forerun.models.kernel_layers import KernelEach, KernelNorm
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 
@@ -30,10 +33,9 @@ class Heads:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, heads, outputs] of [rows, heads, inputs]."""
-        x = x.transpose(0, 1).contiguous()
         if self.compiled is not None:
-            return self.compiled(x).transpose(0, 1)
-        return torch.stack([layer(part) for layer, part in zip(self.layers, x)], 1)
+            return self.compiled(x)
+        return torch.stack([layer(part) for layer, part in zip(self.layers, x.transpose(0, 1).contiguous())], 1)
 
 
 class LatentHeads:
@@ -53,6 +55,20 @@ class LatentHeads:
     def norms(self) -> Iterator[Any]:
         yield from () if self.norm_query is None else (self.norm_query,)
         yield self.norm
+
+    def fields(self) -> array[int] | None:
+        """What a compiled decoder reads, which this must outlive; None where some part has no kernel."""
+        sizes, keys, values, up = self.sizes, self.keys.compiled, self.values.compiled, self.up
+        if keys is None or values is None or not all(isinstance(norm, KernelNorm) for norm in self.norms()):
+            return None
+        if not isinstance(up, (Compiled, NoneType)):
+            return None
+        asked = 0 if self.norm_query is None else self.norm_query.pointer
+        own = structs.LatentStruct(
+            sizes.rank, sizes.query_rank, sizes.plain, sizes.turned, sizes.value, asked, self.norm.pointer,
+            structs.number(self.norm.eps), keys.address, values.address,
+        )  # fmt: skip
+        return array("q", (*own, *(structs.NO_LAYER if up is None else up.fields())))
 
     def ask(self, made: torch.Tensor, count: int, turn: Rows) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [count, heads, entry] and entries [count, 1, entry] of the first ``count`` rows of ``made``, the

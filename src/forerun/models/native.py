@@ -166,7 +166,7 @@ class NativeModel:
 
     def _compile(self) -> Fused | None:
         spec = self.spec
-        if spec.uneven or spec.latent is not None:
+        if spec.uneven:
             return None
         decoder = Decoder(
             spec.heads, spec.kv_heads, spec.width, self._words, self._layers, self._norm, self._head, self._rotaries,

@@ -132,6 +132,10 @@ class LatentSpec:
         """Numbers of a head's queries."""
         return self.plain + self.turned
 
+    def needed(self, heads: int) -> int:
+        """Numbers of a row of a compiled decoder's workspace."""
+        return self.query_rank + heads * (self.query + self.entry.key_dim + self.rank)
+
     @property
     def entry(self) -> KVShape:
         return KVShape(1, self.rank + self.turned, self.rank, shared=True)
