@@ -297,7 +297,7 @@ class Adaptive(LengthPolicy):
         self._deeper -= best.left
         if self._deeper > 0 or self.balance < self.START:
             return best
-        self._deeper, self._next_deeper = self._next_deeper, 2 * self._next_deeper
+        self._deeper, self._next_deeper = self._next_deeper, min(2 * self._next_deeper, self.REST)
         self._since = self._check  # their price counts once a plain round has followed
         budgets = {s.id: cap for s, cap in zip(sequences, longest) if best.budgets.get(s.id)}
         return DraftPlan(budgets, min(best.left, self.TRIAL), best.promise, best.known)

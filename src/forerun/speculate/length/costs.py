@@ -24,9 +24,11 @@ class Curve:
     was measured often. Between: a straight line. It never falls.
 
     ``slope`` is how much of the seconds at count 1 a further unit is expected to cost before two counts are known.
+    Counts that were measured side by side are compared with each other (``learn``): a minute in which all of them cost
+    more changes ``level``, not what one costs over another.
     """
 
-    WINDOW = 9
+    WINDOW, KNOWN = 9, 3
     LINE = 2.0
     """Measurements that the line through all counts is worth."""
 
@@ -34,6 +36,23 @@ class Curve:
         self.slope = slope
         self.points: dict[int, deque[float]] = {}
         self._line: tuple[list[int], list[float]] | None = None
+        self.level = 1.0
+        """What rounds with drafts take at present over what the curve says."""
+        self._levels: deque[float] = deque(maxlen=3)
+
+    def learn(self, measured: Sequence[tuple[int, float]], taken: int) -> None:
+        """Rounds that followed each other, by count; of each count the ``taken`` shortest are kept."""
+        paces = [seconds / (self.at(count) or 1.0) for count, seconds in measured if self.known(count) >= self.KNOWN]
+        pace = median(paces) if paces else self.level
+        if paces:
+            self._levels.append(pace)
+            self.level = median(self._levels)
+        counts: dict[int, list[float]] = {}
+        for count, seconds in measured:
+            counts.setdefault(count, []).append(seconds / pace)
+        for count, times in counts.items():
+            for seconds in sorted(times)[:taken]:
+                self.add(count, seconds)
 
     def add(self, count: int, seconds: float) -> None:
         self.points.setdefault(count, deque(maxlen=self.WINDOW)).append(seconds)
@@ -162,7 +181,9 @@ class Costs:
     def verify(self, rows: float, sequences: int = 1, experts: int = 0) -> float:
         """Expected seconds of a target forward over so many rows of so many sequences and of their acceptance; of one
         that read so many ``experts``, if that is known."""
-        return self.rows.at(self._count_of(rows, sequences, experts)) or 1.0
+        count, plain = self._count_of(rows, sequences, experts), self._count_of(sequences, sequences)
+        seconds = self.rows.at(count) or 1.0
+        return seconds if count <= plain else max(seconds * self.rows.level, self.rows.at(plain) or 1.0)
 
     def draft(self, method: str, sequences: int, depth: float) -> float:
         """Expected seconds of drafting so deep."""
@@ -171,8 +192,10 @@ class Costs:
         size = sequences.bit_length()
         near = sorted((abs(size - known), known) for name, known in self.drafts if name == method)
         for _, known in near:
-            seconds = self.drafts[method, known].at(depth)
+            curve = self.drafts[method, known]
+            seconds = curve.at(depth)
             if seconds is not None:
+                seconds *= curve.level
                 return seconds * (1.0 + 0.2 * (size - known)) if size > known else seconds
         return 0.1 * depth * self.verify(1)
 
@@ -240,22 +263,15 @@ class Costs:
             return
         slowdown = (self.slowdown * self._before) ** 0.5
         # What disturbs one round of a block disturbs its neighbours: of each count, only a few are taken.
-        rows: dict[int, list[float]] = {}
-        drafts: dict[tuple[str, int], dict[int, list[float]]] = {}
+        self.rows.learn([(n, max(verify / slowdown, self.verify(1))) for n, _, verify, _ in block], self.TAKEN)
         alone = [(draft / slowdown, parts[0]) for _, draft, _, parts in block if len(parts) == 1]
-        for count, _, verify, _ in block:
-            rows.setdefault(count, []).append(max(verify / slowdown, self.verify(1)))
+        drafts: dict[tuple[str, int], list[tuple[int, float]]] = {}
         for seconds, part in alone:
             if not part.behind:
                 key = part.method, part.sequences.bit_length()
-                drafts.setdefault(key, {}).setdefault(max(part.depth, 1), []).append(seconds)
-        for count, times in rows.items():
-            for seconds in sorted(times)[: self.TAKEN]:
-                self.rows.add(count, seconds)
-        for key, depths in drafts.items():
-            for depth, times in depths.items():
-                for seconds in sorted(times)[: self.TAKEN]:
-                    self.drafts.setdefault(key, Curve(0.8)).add(depth, seconds)
+                drafts.setdefault(key, []).append((max(part.depth, 1), seconds))
+        for key, measured in drafts.items():
+            self.drafts.setdefault(key, Curve(0.8)).learn(measured, self.TAKEN)
         for seconds, part in alone:
             if part.behind and part.depth and self.priced(part.method):  # without a depth it has read a part of that
                 excess = seconds - self.draft(part.method, part.sequences, part.depth)
@@ -266,8 +282,9 @@ class Costs:
         unit = self.verify(1)
         return {
             "rows": {str(rows): quartile(times) / unit for rows, times in self.rows.points.items()},
+            "level": self.rows.level,
             "drafts": [
-                [method, size, {str(depth): quartile(times) / unit for depth, times in curve.points.items()}]
+                [method, size, {str(n): curve.level * quartile(times) / unit for n, times in curve.points.items()}]
                 for (method, size), curve in self.drafts.items()
             ],
             "reading": {method: median(times) / unit for method, times in self.reading.items() if times},
@@ -281,11 +298,14 @@ class Costs:
         if self.reads is not None:
             self.reads.restore(state["experts"])
         for rows, seconds in state["rows"].items():
-            self.rows.add(int(rows), float(seconds))
+            for _ in range(Curve.KNOWN):
+                self.rows.add(int(rows), float(seconds))
+        self.rows.level = float(state["level"])
         for method, size, points in state["drafts"]:
             curve = self.drafts.setdefault((method, int(size)), Curve(0.8))
             for depth, seconds in points.items():
-                curve.add(int(depth), float(seconds))
+                for _ in range(Curve.KNOWN):
+                    curve.add(int(depth), float(seconds))
         for method, seconds in state["reading"].items():
             self.reading[method].append(float(seconds))
         if state["cold"] is not None:
