@@ -6,9 +6,9 @@ import pytest
 
 from forerun.cli import plan  # before a test makes the laboratory vanish: its flags are made once
 from forerun.cli.main import LAB, run
-from forerun.tune.losses import LOSSES
 from forerun_lab.train.config import HEAD_NAMES, LOSS_NAMES
 from forerun_lab.train.heads import HEADS
+from forerun_lab.train.losses import LOSSES
 
 FROM_THE_LAB = {
     "train": ["train", "medusa", "--out", "x"],

@@ -1,9 +1,8 @@
-"""What draft models and heads learn from, and what they have learnt position by position."""
+"""What drafts learn from while a target is tuned, and what heads have learnt position by position."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ from torch import Tensor
 
 from forerun.speculate.draft.heads.head import Guess, weights
 
-DistillationLoss = Callable[[Tensor, Tensor], Tensor]
-"""(target logits, draft logits) -> loss per position."""
 CACHED = 1 << 18
 """Numbers of a kind that are worked on at a time: a few such arrays stay in a processor's caches."""
 
@@ -20,23 +17,6 @@ CACHED = 1 << 18
 def overlap(p_logits: Tensor, q_logits: Tensor) -> Tensor:
     """alpha per position, sum over x of min(p(x), q(x))."""
     return torch.minimum(p_logits.softmax(-1), q_logits.softmax(-1)).sum(-1)
-
-
-def kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
-    """KL(p || q) in nats: covers p, the usual distillation loss."""
-    log_p = p_logits.log_softmax(-1)
-    return (log_p.exp() * (log_p - q_logits.log_softmax(-1))).sum(-1)
-
-
-def tv_ce(p_logits: Tensor, q_logits: Tensor, fraction: float = 0.1) -> Tensor:
-    """(1 - share) * |q - p|_1 + share * cross entropy of q under p.
-
-    The total variation is what acceptance depends on but hardly has a gradient where p and q do not meet yet; the cross
-    entropy (nats) gives one. |q - p|_1 is twice the total variation.
-    """
-    p, log_q = p_logits.softmax(-1), q_logits.log_softmax(-1)
-    distance = (log_q.exp() - p).abs().sum(-1)
-    return (1 - fraction) * distance - fraction * (p * log_q).sum(-1)
 
 
 def lk(p_logits: Tensor, q_logits: Tensor, eta: float = 3.0) -> Tensor:
@@ -83,12 +63,7 @@ class _Compared(torch.autograd.Function):
         return None, out.view(*slopes_of_loss[0].shape, slopes.shape[-1])
 
 
-LOSSES: dict[str, DistillationLoss] = {"kl": kl, "lk": lk, "tv_ce": tv_ce}
-
-
 Figures = dict[str, Any]
-DEPTH = 5
-"""Positions of a draft model's drafts that are counted."""
 
 
 @torch.no_grad()
@@ -114,32 +89,3 @@ def of_head(guesses: Callable[[Tensor], Iterable[Guess]], rows: Tensor) -> Figur
     losses, cold, warm = ([total[index] / indices for total in totals] for index in range(3))
     trained = sum(weight * loss for weight, loss in zip(weights(len(losses)), losses, strict=True))
     return {"held_out_loss": trained, "loss_by_position": losses, "accepted_at_0": cold, "accepted_at_1": warm}
-
-
-def of_chains(hits: Tensor, overlaps: Tensor, depth: int = DEPTH) -> Figures:
-    """A draft model's, from where its likeliest token is the target's, bool [rows, length], and from sum min(p, q)
-    there: a draft may begin at every position that has ``depth`` of them."""
-    depth = min(depth, hits.shape[1])
-    cold, warm = (
-        values.float().unfold(1, depth, 1).cumprod(-1).mean(dim=(0, 1)).tolist() for values in (hits, overlaps)
-    )
-    return {"accepted_at_0": cold, "accepted_at_1": warm}
-
-
-def table(figures: Mapping[str, Any], first: int = 1) -> list[str]:
-    """Lines that show ``accepted_at_0`` and ``accepted_at_1`` position by position, and losses where there are any."""
-    cold, warm = figures["accepted_at_0"], figures["accepted_at_1"]
-    losses: Sequence[float] | None = figures.get("loss_by_position")
-    lines = ["held-out text: how many drafts are kept up to each position, at T = 0 and T = 1"]
-    for index in range(len(cold)):
-        loss = "" if losses is None else f"   loss {losses[index]:6.3f} nats"
-        lines.append(f"  position {first + index}   {cold[index]:4.0%}   {warm[index]:4.0%}{loss}")
-    lead = "" if first == 1 else f", beside the {first - 1} before them"
-    lines.append(f"  kept per draft   {sum(cold):.2f}   {sum(warm):.2f}{lead}")
-    return lines
-
-
-def show(figures: Mapping[str, Any], shown: bool, first: int = 1) -> None:
-    """The table, on stderr, where progress is shown."""
-    if shown:
-        print("\n".join(table(figures, first)), file=sys.stderr, flush=True)

@@ -104,13 +104,6 @@ def save_model(
     return folder
 
 
-@torch.no_grad()
-def round_weights(model: nn.Module) -> None:
-    """Rounds weights to bfloat16 in place, so that figures measured next are those of the saved model."""
-    for parameter in model.parameters():
-        parameter.copy_(parameter.to(torch.bfloat16))
-
-
 def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The frozen target, bfloat16, and its tokenizer, which must have an EOS token to separate documents. Raises
     ModelError."""

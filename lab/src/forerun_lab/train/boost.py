@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from forerun.tune.losses import DistillationLoss
+from forerun_lab.train.losses import DistillationLoss
 from forerun_lab.train.target import forward
 
 

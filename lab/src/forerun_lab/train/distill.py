@@ -14,12 +14,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from forerun.core.errors import ConfigError
 from forerun.models.load import resolve
 from forerun.tune import loop
-from forerun.tune.losses import LOSSES, Figures, of_chains, overlap, show
-from forerun.tune.state import load_target, round_weights, save_model
+from forerun.tune.losses import Figures, overlap
+from forerun.tune.state import load_target, save_model
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.boost import coverage, mean_over, missed
 from forerun_lab.train.config import DistillConfig
 from forerun_lab.train.files import describe
+from forerun_lab.train.losses import LOSSES, of_chains, round_weights, show
 from forerun_lab.train.material import gather
 from forerun_lab.train.rollout import continue_prompts
 from forerun_lab.train.target import forward, held_out_losses

@@ -23,13 +23,14 @@ from forerun.models.load import resolve
 from forerun.speculate.draft.heads.head import Sizes, weights
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.tune import loop
-from forerun.tune.losses import Figures, kl, of_head, show
-from forerun.tune.state import round_weights, save_model
+from forerun.tune.losses import Figures, of_head
+from forerun.tune.state import save_model
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import JointConfig
 from forerun_lab.train.files import describe, names
 from forerun_lab.train.heads import meaning
 from forerun_lab.train.lessons import lesson, view
+from forerun_lab.train.losses import kl, round_weights, show
 from forerun_lab.train.material import gather
 from forerun_lab.train.target import held_out_losses
 

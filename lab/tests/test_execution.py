@@ -11,7 +11,7 @@ import pytest
 from scipy.stats import chisquare
 
 from forerun import ConfigError
-from forerun.theory import expected_latency, settle, speculate
+from forerun_lab.execution import expected_latency, settle, speculate
 
 P = {"a": Fraction(1, 2), "b": Fraction(3, 10), "c": Fraction(1, 5)}
 DRAFTS = {
