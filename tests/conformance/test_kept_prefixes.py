@@ -79,11 +79,13 @@ def test_where_states_are_kept(engine, hybrid):
     assert ask(text).metrics.num_cached_tokens == 36  # the last full page that leaves a token to read
     said = text + first.output_ids
     assert ask([*said, 5]).metrics.num_cached_tokens == len(said) - 1  # the answer's last token was never fed
+    for shared, kept in ((35, 32), (30, 28)):  # a page and two before the last full one
+        assert ask(text[:shared] + [43] * 9).metrics.num_cached_tokens == kept
     assert ask(text[:22] + [41] * 10).metrics.num_cached_tokens == 16  # an interval's end; 20 are in known pages
     assert built.stats.prefix_reread == 4
     assert ask(text[:22] + [42] * 10).metrics.num_cached_tokens == 20  # where one left it
     assert ask(text, prompt_logprobs=0).metrics.num_cached_tokens == 0
-    assert built.stats.state_hits == 4
+    assert built.stats.state_hits == 6
     used = len(states.kept)
     built.scheduler.tree.reclaim(1)
     assert len(states.kept) < used  # pages that go take their states with them

@@ -6,9 +6,10 @@ pool runs short; then the least recently used go first. What a decoder computes 
 well: each source has a root of its own.
 
 Where layers keep a state (``cache/states.py``), a sequence starts where one was kept, at or before the end of the pages
-that are known, and computes the rest. States are kept behind a prompt's last full page, every ``interval`` tokens of
-it, where it left a known prefix, and where a sequence ended. There is a number of slots for them: the least recently
-used state goes first, whatever happens to pages.
+that are known, and computes the rest. States are kept behind a prompt's last full page and at doubling distances before
+it, every ``interval`` tokens of it, where it left a known prefix, and where a sequence ended. So whoever shares all but
+a prompt's end computes hardly more than is his own. There is a number of slots for them: the least recently used state
+goes first, whatever happens to pages.
 """
 
 from __future__ import annotations
@@ -236,8 +237,10 @@ class PrefixTree:
         assert states is not None
         interval = max(size, states.interval // size * size)
         interval *= max(1, -(-4 * total // (interval * states.most_kept)))
-        positions = {self.matched.get(key, 0), (total - 1) // size * size, *range(interval, total, interval)}
-        return sorted(positions - {0})
+        last = (total - 1) // size * size
+        before = [last - (size << step) for step in range(states.most_kept // 8) if size << step < interval]
+        positions = {self.matched.get(key, 0), last, *before, *range(interval, total, interval)}
+        return sorted(position for position in positions if position > 0)
 
     def next_start(self, key: int, total: int, computed: int, known: int) -> int:
         """Up to which of its tokens ``key``, who reads a prompt of ``total`` and has ``computed`` so many, has to come
