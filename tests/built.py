@@ -1,24 +1,41 @@
 """Kernels compiled in other ways than for this processor, and torch's threads."""
 
 import ctypes
+import sys
 from contextlib import contextmanager
+from importlib import metadata
 
 import pytest
 import torch
 
 from forerun import kernels
+from forerun.core.folders import cache_folder, make_folder
 
 
-def kernels_for(folder, *machine):
-    """As the compiler makes them with the options ``machine``, quickly."""
-    path = folder / "kernels.so"
+def compiled(compiler, *machine):
+    """The kernels as a compiler makes them with the options ``machine``, quickly: once for the sources as they are, and
+    kept where the engine keeps its own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "FLAGS", ("-O1", *kernels.FLAGS[1:]))
         patch.delenv("FORERUN_SANITIZE", raising=False)
-        kernels._compile(kernels.compiler(), path, machine)
+        version = metadata.version(kernels.ZIG) if kernels.ZIG in compiler else ""
+        by = [part for part in compiler if part != sys.executable]  # which lies elsewhere in every environment
+        key = kernels._key([*kernels._written(), *by, version, *kernels._flags(), *machine, kernels.processor()])
+        path = make_folder(cache_folder()) / f"tested-{key}.so"
+        if not path.is_file() or not kernels._whole(path):
+            kernels._compile(compiler, path, machine, patience=None)
+    return path
+
+
+def bound(path):
     result = ctypes.CDLL(str(path))
     kernels._bind(result)
     return result
+
+
+def kernels_for(*machine):
+    """As the compiler that is here makes them with the options ``machine``."""
+    return bound(compiled(kernels.compiler(), *machine))
 
 
 @contextmanager

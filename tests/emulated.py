@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from built import compiled
 from forerun import kernels
 
 QEMU = "qemu-aarch64-static"
@@ -93,14 +94,10 @@ class Function:
         return result if isinstance(self.restype, type) else self.restype(result)
 
 
-def build(name, platform, folder):
+def build(name, platform):
     """The kernels as a platform's wheel carries them under a name of ``kernels.CARRIABLE``, but compiled sooner."""
-    library, target = folder / f"{name}.so", kernels.TARGETS[platform][0]
-    machine = ("-target", target, kernels.for_zig(kernels.CARRIABLE[name][1]))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "FLAGS", ("-O1", *kernels.FLAGS[1:]))
-        kernels._compile(kernels._zig(), library, machine, patience=None)
-    return library
+    target, machine = kernels.TARGETS[platform][0], kernels.for_zig(kernels.CARRIABLE[name][1])
+    return compiled(kernels._zig(), "-target", target, machine)
 
 
 def command(processor, program, *arguments):
@@ -115,7 +112,7 @@ def compile_program(language, to, *sources):
 
 
 def emulate(name, folder):
-    library, runner = build(name, "manylinux_2_28_aarch64", folder), folder / "emulated"
+    library, runner = build(name, "manylinux_2_28_aarch64"), folder / "emulated"
     compile_program("cc", runner, Path(__file__).with_suffix(".c"))
     return Emulated(library, runner, PROCESSORS[name])
 

@@ -15,8 +15,8 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def avx2(tmp_path_factory):
-    return kernels_for(tmp_path_factory.mktemp("avx2"), "-march=x86-64-v3")
+def avx2():
+    return kernels_for("-march=x86-64-v3")
 
 
 def logits(folder):

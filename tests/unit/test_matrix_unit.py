@@ -40,8 +40,8 @@ pytestmark = pytest.mark.parametrize("here", HERE)
 
 
 @pytest.fixture(scope="module")
-def written_out(tmp_path_factory):
-    return kernels_for(tmp_path_factory.mktemp("matrix_unit"), "-march=native", "-DTILES_WRITTEN_OUT")
+def written_out():
+    return kernels_for("-march=native", "-DTILES_WRITTEN_OUT")
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """The kernels for ARM, under an emulator, give the bits of those for x86-64 by the same compiler."""
 
-import ctypes
 import subprocess
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 import torch
 
 import emulated
+from built import bound
 from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.kernels import structs
@@ -33,10 +33,8 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    result = ctypes.CDLL(str(emulated.build("avx2", "manylinux_2_28_x86_64", tmp_path_factory.mktemp("x86"))))
-    kernels._bind(result)
-    return result
+def plain():
+    return bound(emulated.build("avx2", "manylinux_2_28_x86_64"))
 
 
 @pytest.fixture(scope="module")

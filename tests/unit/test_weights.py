@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from forerun import kernels
 from forerun.cli.main import run
@@ -13,8 +13,6 @@ from forerun.measure.environment import line, logits, weights
 from forerun.models.formats import int8, tiled
 from forerun.models.formats.base import size
 from forerun.models.load import load_model
-from forerun.models.tokenizer import load_tokenizer
-from forerun_lab.shapes import random_checkpoint
 from here import where
 
 pytestmark = pytest.mark.slow
@@ -63,19 +61,6 @@ def test_a_tied_head_is_counted_as_often_as_it_is_held(weights):
     smaller = load_model("forerun:draft", model_path="native", quantization="int8_rows").info
     table = native.vocab_size * native.hidden_size
     assert smaller.weight_bytes == smaller.token_bytes + table * native.dtype.itemsize
-
-
-def test_random_checkpoints_have_their_shape_and_load(tmp_path):
-    folder = random_checkpoint(tmp_path / "tiny", "tiny", vocabulary=300)
-    model = load_model(folder)
-    assert (model.info.vocab_size, model.info.num_layers, model.info.dtype) == (300, 2, torch.bfloat16)
-    reference = AutoModelForCausalLM.from_pretrained(folder)
-    parameters = sum(parameter.numel() for parameter in reference.parameters())
-    norms = sum(parameter.numel() for parameter in reference.parameters() if parameter.dim() == 1)
-    assert model.info.token_bytes == 2 * (parameters - norms)  # tied
-    weights = torch.cat([p.detach().float().flatten() for n, p in reference.named_parameters() if "norm" not in n])
-    assert float(weights.std()) == pytest.approx(0.02, rel=0.02)
-    assert load_tokenizer(folder).encode("w3 w299") == [3, 299]
 
 
 @pytest.mark.parametrize("method", ["cascade", "draft_model", "merged", "staged", "ngram"])

@@ -2,7 +2,7 @@
 
     forerun serve --model smollm2 &
     python -m venv litellm && litellm/bin/pip install litellm mcp
-    litellm/bin/python tests/clients/run.py litellm
+    litellm/bin/python lab/benchmarks/clients.py litellm
 
 Each check says what came back where that is not what the client promises. What a model of 135M parameters says is not
 judged; calls that were asked for, objects and streams must be whole and valid.

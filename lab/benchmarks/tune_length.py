@@ -1,8 +1,8 @@
 """What ``adaptive`` wins and loses on a simulated machine with the bundled pair's prices, by load and acceptance.
 
-``python tests/unit/tune_length.py [NAME=VALUE ...]`` tries other values of its constants. Speeds are over plain
-decoding in undisturbed work, the policy's own time included; a third of the time the machine is busy. Acceptance
-varies from request to request (standard deviation 0.12).
+``PYTHONPATH=tests/unit python lab/benchmarks/tune_length.py [NAME=VALUE ...]`` tries other values of its constants.
+Speeds are over plain decoding in undisturbed work, the policy's own time included; a third of the time the machine is
+busy. Acceptance varies from request to request (standard deviation 0.12).
 """
 
 import random
