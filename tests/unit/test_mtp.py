@@ -8,7 +8,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, Glm4MoeConfig, Glm4MoeForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 from transformers.modeling_layers import MtpLayer
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeDecoderLayer, Glm4MoeRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm
@@ -22,6 +29,19 @@ from tiny import save_tokenizer
 LAYERS = 2
 PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LATENT = {
+    "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8, "v_head_dim": 10, "moe_intermediate_size": 24, "n_routed_experts": 8, "n_shared_experts": 1,
+    "num_experts_per_tok": 3, "routed_scaling_factor": 1.5, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32, "mscale": 0.8,
+        "mscale_all_dim": 0.6}  # fmt: skip
+LATENTS = {
+    "glm": ("glm4_moe_lite", {"mlp_layer_types": ["dense", "sparse"]}),
+    "deepseek": ("deepseek_v3", {"first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "rope_parameters": YARN,
+                                 "attention_bias": True}),
+    "deepseek-whole": ("deepseek_v3", {"first_k_dense_replace": 0, "q_lora_rank": None, "rope_interleave": False}),
+}  # fmt: skip
 SIZES = {
     "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.3,
@@ -60,6 +80,23 @@ def glm(folder):
     model.save_pretrained(folder)
     save_tokenizer(folder)
     return model, randomised(MtpLayer(config, Glm4MoeDecoderLayer, Glm4MoeRMSNorm, 1))
+
+
+@torch.no_grad()
+def latent(folder, kind, **options):
+    """Layer and target have latent attention; the layer is a mixture with a shared expert."""
+    torch.manual_seed(1)
+    config = AutoConfig.for_model(kind, **{**SIZES, **LATENT, **options})
+    model = AutoModelForCausalLM.from_config(config).eval()
+    for name, buffer in model.named_buffers():
+        if name.endswith("correction_bias"):
+            buffer.uniform_(0.0, 0.3)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
+    decoder = type(model.model.layers[0]), type(model.model.norm)
+    layer = randomised(MtpLayer(config, *decoder, config.num_hidden_layers - 1))
+    layer.mtp_block.mlp.gate.e_score_correction_bias.uniform_(0.0, 0.3)
+    return model, layer
 
 
 def deepseek_names(name):
@@ -135,6 +172,69 @@ def test_a_mixture_with_a_shared_expert_drafts_what_transformers_says(tmp_path):
     add(tmp_path, layer, deepseek_names)
     drafted, committed = first_draft(tmp_path, invariant=False)
     assert drafted == expected(model, layer, committed, 4, None)
+
+
+@pytest.mark.parametrize("case", LATENTS)
+def test_latent_attention_drafts_what_transformers_says_and_auto_takes_it(tmp_path, case):
+    kind, options = LATENTS[case]
+    model, layer = latent(tmp_path, kind, **options)
+    add(tmp_path, layer, deepseek_names)
+    drafted, committed = first_draft(tmp_path)
+    assert drafted == expected(model, layer, committed, 4, None)
+    params = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8)]
+    plain = LLM(str(tmp_path), speculative_config=None, dtype="float32").generate([PROMPT] * 2, params)
+    llm = LLM(str(tmp_path), dtype="float32")
+    assert (llm.speculative.method, llm.speculative.length) == ("mtp", "adaptive")
+    for each in (llm, LLM(str(tmp_path), speculative_config={"method": "mtp", "tree": [2, 2]}, dtype="float32")):
+        assert each.engine.identity
+        told = each.generate([PROMPT] * 2, params)
+        assert [o.outputs[0].token_ids for o in told] == [o.outputs[0].token_ids for o in plain]
+
+
+def test_a_layer_with_latent_attention_in_a_gguf_file_drafts_the_same(tmp_path):
+    """Beside a target in another file, its experts stacked and its keys' projection transposed."""
+    model, layer = latent(tmp_path, LATENTS["glm"][0], **LATENTS["glm"][1])
+    held, path = {}, tmp_path / "layer.gguf"
+    names = {
+        "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_a_proj": "attn_q_a",
+        "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b", "mlp.gate": "ffn_gate_inp",
+        "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+        "self_attn.o_proj": "attn_output", "mlp.shared_experts.gate_proj": "ffn_gate_shexp",
+        "mlp.shared_experts.up_proj": "ffn_up_shexp", "mlp.shared_experts.down_proj": "ffn_down_shexp",
+        "enorm": "nextn.enorm", "hnorm": "nextn.hnorm", "eh_proj": "nextn.eh_proj",
+        "post_norm": "nextn.shared_head_norm",
+    }  # fmt: skip
+    for name, tensor in layer.state_dict().items():
+        stem = name.removeprefix("mtp_block.").removesuffix(".weight")
+        if stem == "self_attn.kv_b_proj":
+            keys, values = tensor.view(4, 22, 24).split((12, 10), 1)
+            held |= {"attn_k_b.weight": keys.mT, "attn_v_b.weight": values}
+        elif stem == "mlp.experts.gate_up_proj":
+            held |= {f"ffn_{part}_exps.weight": t for part, t in zip(("gate", "up"), tensor.chunk(2, 1))}
+        elif stem == "mlp.experts.down_proj":
+            held["ffn_down_exps.weight"] = tensor
+        elif stem.endswith("e_score_correction_bias"):
+            held["exp_probs_b.bias"] = tensor
+        else:
+            held[f"{names[stem]}.weight"] = tensor
+    writer = gguf.GGUFWriter(path, "deepseek2")
+    for name, tensor in held.items():
+        writer.add_tensor(f"blk.{LAYERS}.{name}", tensor.contiguous().numpy().astype(np.float32))
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    drafted, committed = first_draft(tmp_path, model=str(path))
+    assert drafted == expected(model, layer, committed, 4, None)
+    tensors = load_file(tmp_path / "model.safetensors")
+    weights = {deepseek_names(name): t for name, t in layer.state_dict().items()}
+    both = deepseek_names("mtp_block.self_attn.kv_b_proj.weight")
+    save_file({**tensors, **weights, both: weights[both][:-1]}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ForerunError, match=r"has kv_b_proj of \[87, 24\], not \[88, 24\]"):
+        LLM(str(tmp_path), speculative_config={"method": "mtp"})
 
 
 def test_a_cut_output_layer_drafts_the_best_of_the_commonest_tokens(tmp_path):
@@ -251,7 +351,10 @@ def test_files_without_a_layer_and_with_other_layers_are_refused(tmp_path):
             LLM(str(tmp_path), speculative_config=config)
         assert "\n" not in str(caught.value)
 
-    refused({**full, f"{at}self_attn.kv_a_proj_with_mqa.weight": torch.zeros(4, 32)}, "latent attention")
+    refused(
+        {**full, f"{at}self_attn.kv_a_proj_with_mqa.weight": torch.zeros(4, 32)},
+        "has latent attention, its target is qwen3",
+    )
     refused({name: t for name, t in full.items() if "v_proj" not in name}, "lacks v_proj")
     refused({**full, f"{at}eh_proj.weight": torch.zeros(32, 32)}, "eh_proj.weight has shape")
     refused({**full, f"{at}surprise.weight": torch.zeros(2)}, "surprise.weight has shape")

@@ -15,7 +15,7 @@
 namespace {
 
 constexpr int64_t TILE = 16;      // rows that share the keys brought in
-constexpr int64_t GROUP = 8;      // query heads of a key head that one thread takes
+constexpr int64_t GROUP = 8;      // query heads of a key head that one thread takes, where there are no more; else twice
 constexpr double PARALLEL = 2e5;  // products worth a second thread
 
 // A query's running softmax: its largest score and, by lanes, the sum of e^(score - largest); with it goes that sum
@@ -191,8 +191,8 @@ struct Attention {
   int64_t reach;
   const float *sinks;
 
-  Item item(const Span &span, int64_t from, int64_t head, int64_t group) const {
-    const int64_t to = std::min(from + TILE, span.rows), end = std::min(group + GROUP, heads / kv_heads);
+  Item item(const Span &span, int64_t from, int64_t head, int64_t group, int64_t size) const {
+    const int64_t to = std::min(from + TILE, span.rows), end = std::min(group + size, heads / kv_heads);
     Item result{span, from, to, head, group, end, std::numeric_limits<int64_t>::max(), 0};
     for (int64_t row = from; row < result.to; row++) {
       result.low = std::min(result.low, first_seen(span, row));
@@ -301,14 +301,22 @@ struct Attention {
     return own;
   }
 
+  // Query heads of a key head that a thread takes: many are dealt evenly, for each deal reads all keys again.
+  int64_t dealt(int64_t threads) const {
+    const int64_t all = heads / kv_heads, least = (all + 2 * GROUP - 1) / (2 * GROUP);
+    const int64_t deals = (least + threads - 1) / threads * threads;
+    return all <= GROUP ? GROUP : (all + deals - 1) / deals;
+  }
+
   void run(int threads) const {
+    const int64_t size = dealt(threads);
     std::vector<Item> items;
     double products = 0;
     for (int64_t s = 0; s < plan.num_spans; s++)
       for (int64_t row = 0; row < plan.spans[s].rows; row += TILE)
         for (int64_t head = 0; head < kv_heads; head++)
-          for (int64_t group = 0; group < heads / kv_heads; group += GROUP) {
-            items.push_back(item(plan.spans[s], row, head, group));
+          for (int64_t group = 0; group < heads / kv_heads; group += size) {
+            items.push_back(item(plan.spans[s], row, head, group, size));
             const Item &last = items.back();
             products += static_cast<double>((last.to - row) * (last.end - group) * pool.width) * last.high;
           }

@@ -61,6 +61,7 @@ class EagleHead(Head):
         self.options = {**DEFAULTS, **sizes.options}
         size, o = sizes.hidden_size, self.options
         self.heads, self.kv_heads, self.width = o["heads"], o["kv_heads"], o["width"]
+        self.entry, self.scale = KVShape(self.kv_heads, self.width, self.width), self.width**-0.5
         self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
         self.hidden_norm = Norm(size, o["eps"])
         self.post_attention_layernorm = Norm(size, o["eps"])
@@ -211,10 +212,9 @@ class EagleHead(Head):
         mix = None if self.mix is None else linear(self.mix)
         decoder = Decoder(
             self.heads, self.kv_heads, self.width, whole.words, [layer], norm(self.norm), head, {layer.rotary: rotary},
-            self.width**-0.5, logits_softcap=cap, mix=mix,
+            self.scale, logits_softcap=cap, mix=mix,
         )  # fmt: skip
-        shape = KVShape(self.kv_heads, self.width, self.width)
-        return Fused(decoder) if decoder.can_fuse() and can_attend(dtype, device, (shape,)) else None
+        return Fused(decoder) if decoder.can_fuse() and can_attend(dtype, device, (self.entry,)) else None
 
     @classmethod
     def load(cls, folder: Path, num_layers: int = 0) -> Head:
@@ -243,13 +243,12 @@ class Eagle(HeadDrafter[EagleConfig]):
         super().__init__(config, context)
         head: Any = self.head
         self.eagle, info = head, context.target.info
-        shape = KVShape(head.kv_heads, head.width, head.width)
         longest = context.max_model_len + config.rows_by_depth()[-1]
         page_size = (context.options or {}).get("page_size") or longest
         pages = context.max_num_seqs * -(-longest // page_size)
         self.fused, self.packed = head.fuse(context.target), head.packed
         backend: type[Attention] = SdpaAttention if self.fused is None else KernelAttention
-        self.attention = backend(Pool([shape], pages, page_size, info.dtype, info.device))
+        self.attention = backend(Pool([head.entry], pages, page_size, info.dtype, info.device))
         self.pending: dict[int, list[torch.Tensor]] = {}
         self.chains = self._find_chains()
 
@@ -328,7 +327,7 @@ class Eagle(HeadDrafter[EagleConfig]):
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             metadata = self.attention.begin(batch)
-            attended = self.attention.run(Query(0, q, k, v, self.eagle.width**-0.5), metadata)
+            attended = self.attention.run(Query(0, q, k, v, self.eagle.scale), metadata)
             self.attention.finish(metadata)
             return attended
 

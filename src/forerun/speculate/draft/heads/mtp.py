@@ -7,7 +7,8 @@ layer. Deeper drafts feed on the layer's own normed output, as vLLM and transfor
 such layers, the first one drafts.
 
 Read are Qwen 3.5's and Qwen3-Next's ``mtp.*``, DeepSeek's and GLM's ``model.layers.N.{enorm,hnorm,eh_proj,...}``,
-MiMo's ``model.mtp_layers.0.*`` and GGUF's ``blk.N.nextn.*``, out of the target's own files or a file beside them.
+MiMo's ``model.mtp_layers.0.*`` and GGUF's ``blk.N.nextn.*``, out of the target's own files or a file beside them. Where
+the target has latent attention, so has the layer, in the same absorbed form (``models/latent.py``).
 Gemma 4's assistant is another thing under the same name: ``assistant.py``.
 """
 
@@ -23,21 +24,26 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forerun.cache.pool import KVShape
 from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError, ModelError
+from forerun.models.architectures.description import Latent
 from forerun.models.architectures.families import ARCHITECTURES
+from forerun.models.architectures.spec import applies, bind
 from forerun.models.base import Model
 from forerun.models.checkpoint import CONFIG, read_headers, read_object, weight_files
+from forerun.models.experts import Choice
 from forerun.models.gguf_model import is_gguf, open_gguf, rows_as_halves
 from forerun.models.load import read_config, resolve
 from forerun.models.mapped import Files
+from forerun.models.rotary import Rotary
 from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.heads.eagle import Eagle, EagleConfig
 from forerun.speculate.draft.heads.head import FORMAT, FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate
 
 DEFAULTS = {
     "heads": 4, "kv_heads": 2, "width": 16, "inner_size": 64, "theta": 10000.0, "eps": 1e-6, "turned": None,
-    "gated": False, "norms": True, "biases": (), "experts": None,
+    "gated": False, "norms": True, "biases": (), "experts": None, "latent": None,
 }  # fmt: skip
 LARGE_VOCABULARY, CUT = 65536, 32768
 """A vocabulary of more tokens than the first is cut to the second unless told otherwise: the output layer is most of a
@@ -49,7 +55,12 @@ RENAMED = {
     "shared_head_norm": "norm", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
     "post_attention_norm": "post_attention_layernorm", "attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj",
     "attn_output": "o_proj", "attn_q_norm": "q_norm", "attn_k_norm": "k_norm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "attn_q_a": "q_a_proj", "attn_q_a_norm": "q_a_layernorm",
+    "attn_q_b": "q_b_proj", "attn_kv_a_mqa": "kv_a_proj_with_mqa", "attn_kv_a_norm": "kv_a_layernorm",
+    "attn_k_b": "k_b_proj", "attn_v_b": "v_b_proj", "ffn_gate_inp": "mlp.gate", "exp_probs_b": "mlp.exp_probs_b",
+    "ffn_gate_exps": "mlp.gate_exps", "ffn_up_exps": "mlp.up_exps", "ffn_down_exps": "mlp.down_exps",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
 }  # fmt: skip
 PLACES = (
     r"(?:model\.)?(?:language_model\.)?mtp\.(?:layers\.0\.)?(.*)", r"(?:model\.)?mtp_layers\.0\.(.*)",
@@ -60,7 +71,58 @@ IGNORED = ("embed_tokens.weight", "shared_head.head.weight", "shared_head_head.w
 """The target's embedding and output layer again."""
 LATER = re.compile(r"layers\.\d+\.")
 """Further layers."""
-LATENT = ("kv_a_proj_with_mqa", "attn_kv_a_mqa")
+LATENT = "kv_a_proj_with_mqa.weight", "latent.kv_a_proj_with_mqa.weight"
+"""Its own name, and the head's."""
+
+
+class MtpLatent(nn.Module):
+    """What makes queries and entries of latent attention, as ``latent.LatentHeads``; what is turned lies in halves.
+    ``sizes``: those of ``LatentSpec``, ``frequencies`` of the pairs that are turned, ``factor`` and ``scale``."""
+
+    def __init__(self, size: int, heads: int, biases: Collection[str], sizes: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.sizes, self.heads = sizes, heads
+        self.rank, self.plain, turned = sizes["rank"], sizes["plain"], sizes["turned"]
+        query, low = heads * (self.plain + turned), sizes["query_rank"]
+
+        def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=name in biases)
+
+        self.q_proj = None if low else linear("q_proj", size, query)
+        self.q_a_proj = linear("q_a_proj", size, low) if low else None
+        self.q_a_layernorm = Norm(low, Latent().eps) if low else None
+        self.q_b_proj = linear("q_b_proj", low, query) if low else None
+        self.kv_a_proj_with_mqa = linear("kv_a_proj_with_mqa", size, self.rank + turned)
+        self.kv_a_layernorm = Norm(self.rank, Latent().eps)
+        self.keys = nn.Parameter(torch.randn(heads, self.plain, self.rank) * self.rank**-0.5)
+        self.values = nn.Parameter(torch.randn(heads, sizes["value"], self.rank) * self.rank**-0.5)
+
+    def ask(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries [n, heads, entry] and entries [n, 1, entry]."""
+        if self.q_a_proj is not None:
+            assert self.q_a_layernorm is not None
+            assert self.q_b_proj is not None
+            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        else:
+            assert self.q_proj is not None
+            query = self.q_proj(x)
+        query, made = query.unflatten(-1, (self.heads, -1)), self.kv_a_proj_with_mqa(x)
+        absorbed = torch.einsum("nhp,hpr->nhr", query[..., : self.plain], self.keys)
+        latent, key = self.kv_a_layernorm(made[:, : self.rank]), made[:, None, self.rank :]
+        return (
+            torch.cat([absorbed, self._turn(query[..., self.plain :], positions)], -1),
+            torch.cat([latent[:, None], self._turn(key, positions)], -1),
+        )
+
+    def answer(self, attended: torch.Tensor) -> torch.Tensor:
+        """[n, heads * value] of what attention made of latents, [n, heads * rank]."""
+        return torch.einsum("nhr,hvr->nhv", attended.unflatten(-1, (self.heads, -1)), self.values).flatten(1)
+
+    def _turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        angle = positions[:, None, None].float() * torch.tensor(self.sizes["frequencies"], device=x.device)
+        cos, sin = ((part * self.sizes["factor"]).to(x.dtype) for part in (torch.cos(angle), torch.sin(angle)))
+        first, second = x.chunk(2, dim=-1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class MtpExperts(nn.Module):
@@ -71,6 +133,8 @@ class MtpExperts(nn.Module):
         count, inner = experts["count"], experts["inner_size"]
         self.chosen, self.sigmoid = experts["chosen"], bool(experts.get("sigmoid"))
         self.normalised, self.factor = bool(experts.get("normalised")), experts.get("factor", 1.0)
+        groups = experts.get("groups")
+        self.choice = Choice(None, 1.0, groups=None if groups is None else (groups[0], groups[1]))
         self.gate = nn.Linear(size, count, bias=False)
         self.gate_up = nn.Parameter(torch.randn(count, 2 * inner, size) * size**-0.5)
         self.down = nn.Parameter(torch.zeros(count, size, inner))
@@ -85,7 +149,7 @@ class MtpExperts(nn.Module):
         scores = self.gate(x).float()
         weights = torch.sigmoid(scores) if self.sigmoid else torch.softmax(scores, dim=-1)
         ranked = weights + self.correction if self.sigmoid else weights
-        chosen = ranked.topk(self.chosen, dim=-1).indices
+        chosen = self.choice.allowed(ranked).topk(self.chosen, dim=-1).indices
         fractions = weights.gather(1, chosen)
         if self.normalised:
             fractions = fractions / (fractions.sum(-1, keepdim=True) + 1e-20)
@@ -103,7 +167,7 @@ class MtpExperts(nn.Module):
 
 class MtpHead(Head):
     """Options: sizes, ``turned`` (numbers of a head that rotary turns; None: all), ``gated`` (queries carry a gate of
-    the attention's output), ``norms`` (of queries and keys), ``biases`` and ``experts``."""
+    the attention's output), ``norms`` (of queries and keys), ``biases``, ``experts`` and ``latent``."""
 
     method = "mtp"
     quantizes = True
@@ -113,7 +177,8 @@ class MtpHead(Head):
         super().__init__(sizes)
         self.options = o = {**DEFAULTS, **sizes.options}
         size = sizes.hidden_size
-        self.heads, self.kv_heads, self.width = o["heads"], o["kv_heads"], o["width"]
+        self.heads, self.kv_heads, self.width, latent = o["heads"], o["kv_heads"], o["width"], o["latent"]
+        self.entry, self.scale = KVShape(self.kv_heads, self.width, self.width), self.width**-0.5
         self.fc = nn.Identity()
         self.enorm, self.hnorm, self.norm = (Norm(size, o["eps"]) for _ in range(3))
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
@@ -122,10 +187,14 @@ class MtpHead(Head):
         def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=name in o["biases"])
 
-        self.q_proj = linear("q_proj", size, self.heads * self.width * (2 if o["gated"] else 1))
-        self.k_proj = linear("k_proj", size, self.kv_heads * self.width)
-        self.v_proj = linear("v_proj", size, self.kv_heads * self.width)
-        self.o_proj = linear("o_proj", self.heads * self.width, size)
+        self.latent = None if latent is None else MtpLatent(size, self.heads, o["biases"], latent)
+        if latent is None:
+            self.q_proj = linear("q_proj", size, self.heads * self.width * (2 if o["gated"] else 1))
+            self.k_proj = linear("k_proj", size, self.kv_heads * self.width)
+            self.v_proj = linear("v_proj", size, self.kv_heads * self.width)
+        else:
+            self.entry, self.scale = KVShape(1, self.width, latent["rank"], shared=True), latent["scale"]
+        self.o_proj = linear("o_proj", self.heads * (self.width if latent is None else latent["value"]), size)
         self.q_norm = Norm(self.width, o["eps"]) if o["norms"] else None
         self.k_norm = Norm(self.width, o["eps"]) if o["norms"] else None
         self.mlp = FeedForward(size, o["inner_size"]) if o["experts"] is None else MtpExperts(size, o["experts"])
@@ -139,6 +208,10 @@ class MtpHead(Head):
         same here."""
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(feature)], dim=-1))
         normed = self.input_layernorm(x)
+        if self.latent is not None:
+            q, entry = self.latent.ask(normed, positions)
+            out = self.latent.answer(attend(q, entry, entry[..., : self.latent.rank])[rows])
+            return self._finish(x[rows], out)
         q = self.q_proj(normed).unflatten(-1, (self.heads, -1))
         k, v = (p(normed).unflatten(-1, (self.kv_heads, self.width)) for p in (self.k_proj, self.v_proj))
         gate = None
@@ -149,7 +222,10 @@ class MtpHead(Head):
         out = attend(self._turn(q, positions), self._turn(k, positions), v.contiguous())[rows]
         if gate is not None:
             out = out * torch.sigmoid(gate[rows].flatten(1))
-        x = x[rows] + self.o_proj(out)
+        return self._finish(x[rows], out)
+
+    def _finish(self, x: torch.Tensor, attended: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x + self.o_proj(attended)
         x = self.norm(x + self.mlp(self.post_attention_layernorm(x)))
         return x, x
 
@@ -201,10 +277,6 @@ def _named(path: Path, names: Iterable[str], num_layers: int) -> dict[str, str]:
         if index is None or index[1].endswith(IGNORED) or LATER.match(index[1]):
             continue
         stem, _, kind = index[1].removeprefix("mtp_block.").removeprefix("self_attn.").rpartition(".")
-        if any(part in stem for part in LATENT):
-            raise ModelError(
-                f"{path}: its layer for multi-token prediction has latent attention, which mtp does not run"
-            )
         result[f"{RENAMED.get(stem, stem)}.{kind}" if stem else kind] = name
     if "eh_proj.weight" not in result:
         raise ModelError(
@@ -235,7 +307,42 @@ def read_layer(path: Path, num_layers: int, config: Any) -> dict[str, torch.Tens
     if tensors.gguf is not None and described is not None and described.interleaved:
         for name, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
             weights[f"{name}.weight"] = rows_as_halves(weights[f"{name}.weight"], heads)
-    return _gathered(path, weights)
+    return _gathered(path, _latent_weights(path, config, weights) if LATENT[0] in weights else weights)
+
+
+def _latent_weights(path: Path, config: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With those of latent attention by their names in ``MtpLatent``. Raises ModelError for other shapes."""
+    _check(path, config, weights)
+    spec = bind(config)
+    sizes, heads, made = spec.latent, spec.heads, dict(weights)
+    assert sizes is not None
+    each = sizes.plain + sizes.value
+    both, keys, values = (made.pop(f"{name}.weight", None) for name in ("kv_b_proj", "k_b_proj", "v_b_proj"))
+    if both is not None and both.shape == (heads * each, sizes.rank):
+        keys, values = both.view(heads, each, sizes.rank).split_with_sizes((sizes.plain, sizes.value), 1)
+    elif both is not None or keys is None or values is None or keys.dim() != 3:
+        shape = None if both is None else [*both.shape]
+        raise ModelError(f"{path}: its layer for multi-token prediction has kv_b_proj of {shape}, not "
+                         f"{[heads * each, sizes.rank]}")  # fmt: skip
+    else:
+        keys = keys.transpose(1, 2)
+    result = {"latent.keys": keys.contiguous(), "latent.values": values.contiguous()}
+    for name, weight in made.items():
+        own = name.startswith(("q_", "kv_a_"))
+        if sizes.paired and name.startswith(("q_proj", "q_b_proj", "kv_a_proj")):
+            count, before = (1, sizes.rank) if name.startswith("kv_a") else (heads, sizes.plain)
+            weight = _halves(weight, count, before)
+        result[f"latent.{name}" if own else name] = weight
+    return result
+
+
+def _halves(weight: torch.Tensor, heads: int, before: int) -> torch.Tensor:
+    """Rows of a weight, or numbers of a bias, with each head's, those behind the first ``before``, by halves, not by
+    pairs."""
+    if weight.shape[0] % heads:
+        return weight  # ``Head.of`` says what it should be
+    parts = weight.unflatten(0, (heads, -1))
+    return torch.cat([parts[:, :before], parts[:, before::2], parts[:, before + 1 :: 2]], 1).flatten(0, 1)
 
 
 def _gathered(path: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -243,8 +350,12 @@ def _gathered(path: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.T
     names = {
         "gate.weight": "gate.weight", "gate.e_score_correction_bias": "correction", "experts.down_proj": "down",
         "experts.gate_up_proj": "gate_up", "shared_expert_gate.weight": "shared_gate.weight",
+        "exp_probs_b.bias": "correction", "down_exps.weight": "down",
     }  # fmt: skip
     made: dict[str, torch.Tensor] = {}
+    stacked = [name for name in ("mlp.gate_exps.weight", "mlp.up_exps.weight") if name in weights]
+    if stacked:  # as GGUF has them
+        made["mlp.gate_up"] = torch.cat([weights.pop(name) for name in stacked], 1)
     single: dict[tuple[int, str], torch.Tensor] = {}
     for name, weight in weights.items():
         part = name.removeprefix("mlp.")
@@ -271,13 +382,23 @@ def _gathered(path: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 def _check(path: Path, config: Any, names: Collection[str]) -> None:
     """Raise ModelError for a layer of such weights that is not served."""
-    rope = config.rope_parameters or {}
-    if rope.get("rope_type", "default") != "default" or any(isinstance(value, dict) for value in rope.values()):
+    rope, described = config.rope_parameters or {}, ARCHITECTURES.get(config.model_type)
+    latent = described is not None and described.latent is not None
+    reason, held = applies(config) if latent else None, any(name in names for name in LATENT)
+    if latent != held or reason is not None or (latent and bind(config).growth is not None):
+        raise ModelError(f"{path}: its layer for multi-token prediction has {'' if held else 'no '}latent attention, "
+                         f"its target is {config.model_type}: {reason or 'mtp does not run that'}")  # fmt: skip
+    default = rope.get("rope_type", "default") == "default" and not any(
+        isinstance(part, dict) for part in rope.values()
+    )
+    if not latent and not default:
         raise ModelError(f"{path}: mtp turns queries and keys in the default way alone, not by {rope}")
-    lacking = [name for name in ("q_proj", "k_proj", "v_proj", "o_proj") if f"{name}.weight" not in names]
+    needed = ("o_proj",) if latent else ("q_proj", "k_proj", "v_proj", "o_proj")
+    lacking = [name for name in needed if f"{name}.weight" not in names]
     if lacking:
         raise ModelError(f"{path}: its layer for multi-token prediction lacks {', '.join(lacking)}")
-    if "mlp.gate.weight" in names and (getattr(config, "n_group", None) or 1) > 1:
+    sigmoid = {"mlp.gate.e_score_correction_bias", "mlp.exp_probs_b.bias", "mlp.correction"} & {*names}
+    if "mlp.gate.weight" in names and (getattr(config, "n_group", None) or 1) > 1 and not sigmoid:
         raise ModelError(f"{path}: mtp chooses among all experts, not within n_group {config.n_group} groups")
 
 
@@ -289,30 +410,48 @@ def _options(path: Path, config: Any, weights: Mapping[str, torch.Tensor]) -> di
     rope = config.rope_parameters or {}
     partial = rope.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     down = weights.get("mlp.down_proj.weight")
+    latent = _latent_options(config) if "latent.keys" in weights else None
+    if latent is not None:
+        width = latent["rank"] + latent["turned"]
     options: dict[str, Any] = {
         "heads": heads,
-        "kv_heads": weights["k_proj.weight"].shape[0] // width,
+        "kv_heads": 1 if latent is not None else weights["k_proj.weight"].shape[0] // width,
         "width": width,
         "inner_size": config.intermediate_size if down is None else down.shape[1],
         "theta": float(rope.get("rope_theta") or 10000.0),
         "eps": config.rms_norm_eps,
         "turned": None if partial == 1.0 else int(width * partial),
-        "gated": weights["q_proj.weight"].shape[0] == 2 * heads * width,
+        "gated": latent is None and weights["q_proj.weight"].shape[0] == 2 * heads * width,
         "norms": "q_norm.weight" in weights,
-        "biases": tuple(name for name in ("q_proj", "k_proj", "v_proj", "o_proj") if f"{name}.bias" in weights),
+        "biases": tuple(
+            stem.removeprefix("latent.")
+            for stem, _, kind in (name.rpartition(".") for name in weights)
+            if kind == "bias" and stem.endswith(("proj", "proj_with_mqa"))
+        ),
+        "latent": latent,
     }
     if "mlp.gate.weight" in weights:
         options["experts"] = _experts(config, weights)
     return options
 
 
+def _latent_options(config: Any) -> dict[str, Any]:
+    spec = bind(config)
+    assert spec.latent is not None
+    rotary = Rotary(config, spec.latent.turned, torch.device("cpu"), torch.float32)
+    sizes = {name: getattr(spec.latent, name) for name in ("rank", "query_rank", "plain", "turned", "value")}
+    return {**sizes, "frequencies": rotary.frequencies.tolist(), "factor": rotary.factor, "scale": spec.scale}
+
+
 def _experts(config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     sigmoid, shared = "mlp.correction" in weights, weights.get("mlp.shared.down_proj.weight")
+    groups, kept = (getattr(config, key, None) or 1 for key in ("n_group", "topk_group"))
     return {
         "count": weights["mlp.gate.weight"].shape[0],
         "inner_size": weights["mlp.down"].shape[2],
         "chosen": config.num_experts_per_tok,
         "sigmoid": sigmoid,
+        "groups": (groups, kept) if kept < groups else None,
         "normalised": getattr(config, "norm_topk_prob", True),
         "factor": getattr(config, "routed_scaling_factor", 1.0) if sigmoid else 1.0,
         "shared_size": 0 if shared is None else shared.shape[1],
