@@ -3,28 +3,35 @@
 import ctypes
 import sys
 from contextlib import contextmanager
+from functools import partial
 from importlib import metadata
 
 import pytest
 import torch
 
 from forerun import kernels
-from forerun.core.folders import cache_folder, make_folder
+from forerun.core.folders import cache_folder, make_folder, replace_with
+
+
+def kept(make, *parts):
+    """The file that ``make`` writes: once for these ``parts`` and the kernels' sources as they are, and kept where the
+    engine keeps its own."""
+    key = kernels._key([*kernels._written(), *parts, kernels.processor()])
+    path = make_folder(cache_folder()) / f"tested-{key}"
+    if not path.is_file():
+        replace_with(path, make)
+    return path
 
 
 def compiled(compiler, *machine):
-    """The kernels as a compiler makes them with the options ``machine``, quickly: once for the sources as they are, and
-    kept where the engine keeps its own."""
+    """The kernels as a compiler makes them with the options ``machine``, quickly."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "FLAGS", ("-O1", *kernels.FLAGS[1:]))
         patch.delenv("FORERUN_SANITIZE", raising=False)
         version = metadata.version(kernels.ZIG) if kernels.ZIG in compiler else ""
         by = [part for part in compiler if part != sys.executable]  # which lies elsewhere in every environment
-        key = kernels._key([*kernels._written(), *by, version, *kernels._flags(), *machine, kernels.processor()])
-        path = make_folder(cache_folder()) / f"tested-{key}.so"
-        if not path.is_file() or not kernels._whole(path):
-            kernels._compile(compiler, path, machine, patience=None)
-    return path
+        make = partial(kernels._compile, compiler, machine=machine, patience=None)
+        return kept(make, *by, version, *kernels._flags(), *machine)
 
 
 def bound(path):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from built import compiled
+from built import compiled, kept
 from forerun import kernels
 
 QEMU = "qemu-aarch64-static"
@@ -105,24 +105,25 @@ def command(processor, program, *arguments):
     return ["setarch", "-L", QEMU, "-L", str(LIBRARIES), "-cpu", processor, str(program), *map(str, arguments)]
 
 
-def compile_program(language, to, *sources):
-    """For ARM; ``language`` is ``cc`` or ``c++``."""
+def program(language, *sources):
+    """Compiled for ARM; ``language`` is ``cc`` or ``c++``."""
     zig = [sys.executable, "-m", kernels.ZIG, language, "-target", "aarch64-linux-gnu", "-O1", "-pthread", "-rdynamic"]
-    subprocess.run([*zig, *map(str, sources), "-o", str(to), "-ldl"], check=True, capture_output=True)
+
+    def make(to):
+        subprocess.run([*zig, *map(str, sources), "-o", str(to), "-ldl"], check=True, capture_output=True)
+
+    return kept(make, *zig[1:], *(source.read_text(encoding="utf-8") for source in sources))
 
 
-def emulate(name, folder):
-    library, runner = build(name, "manylinux_2_28_aarch64"), folder / "emulated"
-    compile_program("cc", runner, Path(__file__).with_suffix(".c"))
-    return Emulated(library, runner, PROCESSORS[name])
+def emulate(name):
+    runner = program("cc", Path(__file__).with_suffix(".c"))
+    return Emulated(build(name, "manylinux_2_28_aarch64"), runner, PROCESSORS[name])
 
 
 def pytest_configure(config):
     """As a plugin, ``-p emulated``: every test's kernels are those of FORERUN_EMULATED."""
     name = os.environ["FORERUN_EMULATED"]
-    folder = Path(config.rootpath) / "build" / "emulated"
-    folder.mkdir(parents=True, exist_ok=True)
     if not can_emulate():
         raise pytest.UsageError(LACKING)
-    result = emulate(name, folder)
+    result = emulate(name)
     kernels.library = lambda: result

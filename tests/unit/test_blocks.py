@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from built import threads
+from built import kept, threads
 from forerun import kernels
 from forerun.core.errors import ConfigError
 from forerun.kernels import KernelError, structs
@@ -229,18 +229,18 @@ def _units():
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     """The kernels as compiled for each of them."""
-    folder = tmp_path_factory.mktemp("units")
-    (folder / "call.cpp").write_text(CALL)
-    flags = ["-O0", "-std=c++17", "-fPIC", "-pthread", "-shared", "-I", str(kernels.HERE)]
+    call = tmp_path_factory.mktemp("units") / "call.cpp"
+    call.write_text(CALL)
+    command = [*kernels.compiler(), "-O0", "-std=c++17", "-fPIC", "-pthread", "-shared", "-I", str(kernels.HERE)]
+    parts = [call, kernels.HERE / "quants.cpp", kernels.HERE / "threads.cpp"]
+    around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's
 
     def build(unit):
-        parts = [folder / "call.cpp", kernels.HERE / "quants.cpp", kernels.HERE / "threads.cpp"]
-        sources = [*map(str, parts), "-o", str(folder / f"{unit}.so")]
-        around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's
-        subprocess.run(
-            [*kernels.compiler(), *flags, f"-march={unit}", *sources], check=True, capture_output=True, env=around
-        )
-        return ctypes.CDLL(str(folder / f"{unit}.so"))
+        def make(to):
+            arguments = [*command, f"-march={unit}", *map(str, parts), "-o", str(to)]
+            subprocess.run(arguments, check=True, capture_output=True, env=around)
+
+        return ctypes.CDLL(str(kept(make, CALL, kernels.compiler()[0], unit)))
 
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(_units(), pool.map(build, _units())))

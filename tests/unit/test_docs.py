@@ -2,14 +2,16 @@
 
 import ast
 import importlib
+import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
 from forerun.cli.conversation import COMMANDS
 from forerun.cli.main import COMMANDS as OURS
-from forerun.cli.main import LAB, load
+from forerun.cli.main import LAB, load, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
@@ -96,3 +98,24 @@ def test_python_imports_what_is_there(page):
 def test_the_commands_of_a_conversation_are_all_listed():
     page = (ROOT / "docs/chat.md").read_text(encoding="utf-8").replace("\\|", "|")
     assert set(re.findall(r"^\| `/([^`]+)` \|", page, re.MULTILINE)) == {each.usage for each in COMMANDS.values()}
+
+
+def test_the_cookbooks_commands_on_the_bundled_models_run(tmp_path, monkeypatch, capsys):
+    """All that name no model of the reader's, and no server that goes on for ever."""
+    monkeypatch.chdir(tmp_path)
+    said = []
+    for page in sorted((ROOT / "docs" / "cookbook").glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        for content in re.findall(r"```json\n(.*?)```", text, re.DOTALL):
+            Path("requests.jsonl").write_text(content, encoding="utf-8")
+        for words in map(shlex.split, commands("".join(re.findall(r"```bash\n.*?```\n", text, re.DOTALL)))):
+            if words[0] not in ("fetch", "tune", "serve") and "--model" not in words:
+                assert run(words) == 0, capsys.readouterr().err
+                said.append((words[0], capsys.readouterr().out))
+    assert [name for name, _ in said] == ["batch", "generate", "generate", "bench"]
+    (answer,) = map(json.loads, Path("answers.jsonl").read_text(encoding="utf-8").splitlines())
+    assert answer["response"]["status_code"] == 200
+    _, drafted, plain, bench = (json.loads(out) if out else None for _, out in said)
+    assert drafted["text"] == plain["text"]
+    assert drafted["metrics"]["num_accepted_draft_tokens"] > plain["metrics"]["num_accepted_draft_tokens"] == 0
+    assert [row["method"] for row in bench["rows"] if row["identical"]] == ["none", "suffix", "ngram"]

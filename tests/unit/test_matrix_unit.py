@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from built import kernels_for, threads
+from built import kept, kernels_for, threads
 from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.kernels import structs
@@ -219,11 +220,13 @@ def test_a_unit_that_adds_up_wrongly_is_not_used(monkeypatch, caplog):
     assert "matrix unit" in caplog.text
 
 
-def test_the_words_of_the_unit_itself_compile(tmp_path):
+@pytest.mark.parametrize(("name", "word"), [("linear", "tdpbf16ps"), ("quants", "tdpbsud")])
+def test_the_words_of_the_unit_itself_compile(name, word):
     around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    flags = [*kernels.CARRIABLE["avx512_amx"][1], "-O1", "-std=c++17", "-fopenmp", "-S", "-o", "-"]
-    for name in ("linear", "quants"):
-        command = [*kernels.compiler(), *flags, str(kernels.HERE / f"{name}.cpp")]
-        made = subprocess.run(command, check=True, capture_output=True, text=True, env=around).stdout
-        assert {"linear": "tdpbf16ps", "quants": "tdpbsud"}[name] in made
-        assert "tilerelease" in made
+    flags = [*kernels.CARRIABLE["avx512_amx"][1], "-O1", "-std=c++17", "-fopenmp", "-S"]
+    command = [*kernels.compiler(), *flags, str(kernels.HERE / f"{name}.cpp")]
+
+    def make(to):
+        subprocess.run([*command, "-o", str(to)], check=True, capture_output=True, env=around)
+
+    assert {word, "tilerelease"} <= set(re.findall(r"\w+", kept(make, *flags, name).read_text(encoding="utf-8")))

@@ -38,8 +38,8 @@ def plain():
 
 
 @pytest.fixture(scope="module")
-def arm(form, tmp_path_factory):
-    result = emulated.emulate(form, tmp_path_factory.mktemp(form))
+def arm(form):
+    result = emulated.emulate(form)
     yield result
     result.close()
 
@@ -106,10 +106,9 @@ def test_threads_change_no_bit(both, threads):
     same(expected, both(lambda: run(threads))[1])
 
 
-def test_thousands_of_starts_and_forks(form, tmp_path):
-    program, tests = tmp_path / "threads", Path(emulated.__file__).parent
-    emulated.compile_program("c++", program, tests / "threads.cpp", kernels.HERE / "threads.cpp")
-    subprocess.run(emulated.command(emulated.PROCESSORS[form], program, 2000), check=True, timeout=600)
+def test_thousands_of_starts_and_forks(form):
+    program = emulated.program("c++", Path(emulated.__file__).with_name("threads.cpp"), kernels.HERE / "threads.cpp")
+    subprocess.run(emulated.command(emulated.PROCESSORS[form], program, 1000), check=True, timeout=600)
 
 
 @pytest.mark.parametrize(
