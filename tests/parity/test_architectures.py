@@ -433,6 +433,32 @@ def test_a_projection_of_latents_that_does_not_fit(checkpoint, tmp_path):
             load_model(tmp_path)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("name", ["ministral3", "mistral4"])
+@torch.inference_mode()
+def test_mistrals_inside_a_model_that_reads_pictures(tmp_path, caplog, name, tied):
+    """By the names of published checkpoints, and by those of the module; with an output layer and without."""
+    text = {**SIZES, **CASES[name][1], "model_type": name, "tie_word_embeddings": tied}
+    sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "head_dim": 8, "patch_size": 4, "image_size": 16}  # fmt: skip
+    config = AutoConfig.for_model("mistral3", text_config=text, vision_config=sight, tie_word_embeddings=tied)
+    torch.manual_seed(0)
+    module = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    module.save_pretrained(tmp_path)
+    assert any(key.startswith("language_model.model.layers.") for key in load_file(tmp_path / "model.safetensors"))
+    expected = module(torch.tensor([ids(30)]), use_cache=False).logits[0]
+    for _ in range(2):
+        with caplog.at_level("INFO", logger="forerun"):
+            model = load_model(tmp_path)
+        assert "also reads pictures: that part is left out" in caplog.text
+        assert (model.info.path.startswith("native"), model.info.max_len) == (True, 256)
+        assert apart(feed(model, Span(0, 0, ids(30))).logits, expected) < 1e-5
+        state = {
+            key: tensor.clone() for key, tensor in module.state_dict().items() if not tied or key != "lm_head.weight"
+        }
+        save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+
+
 @torch.inference_mode()
 def test_gemma_4_inside_a_model_that_reads_pictures(tmp_path):
     """Vision is left out, and so are keys that nobody reads, which the published checkpoints have."""

@@ -179,9 +179,14 @@ def _decoder(config: Any) -> Any:
     """The config of the decoder alone, where one is described that stands in models which read pictures too."""
     text = config.get_text_config()
     described = ARCHITECTURES.get(text.model_type)
-    if text is config or described is None or described.within is None:
+    if text is config or described is None or not described.within:
         return config
     text.dtype = text.dtype or config.dtype
+    text.tie_word_embeddings = (
+        text.tie_word_embeddings or config.tie_word_embeddings
+    )  # an output layer in files is read
+    if getattr(config, "quantization_config", None) is not None:
+        text.quantization_config = config.quantization_config
     return text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +70,9 @@ class CheckpointWeights:
         sanity.check_fit(config, headers, folder / checkpoint.CONFIG)
         self.files = Files()
         spec = bind(config)
-        within, beside = f"{spec.architecture.within}.", spec.architecture.beside
+        within, beside = spec.architecture.within, spec.architecture.beside
         known = {
-            _full(name.replace(within, BASE, 1)): tensor
+            _full(name, within): tensor
             for name, tensor in headers.items()
             if tensor.kind in DTYPES and not name.startswith(beside)
         }
@@ -110,7 +110,9 @@ class CheckpointWeights:
         return self.read.done()
 
 
-def _full(name: str) -> str:
+def _full(name: str, within: Iterable[str]) -> str:
+    prefix = next((f"{each}." for each in within if name.startswith(f"{each}.")), "")
+    name = name.removeprefix(prefix)
     return name if name.startswith((BASE, "lm_head.")) else f"{BASE}{name}"
 
 

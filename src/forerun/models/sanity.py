@@ -134,15 +134,16 @@ def require_decoder(config: Any, folder: Path, command: str) -> None:
 
 def check_config(config: Any, path: Path) -> None:
     """The config as transformers understands it. Raises ModelError, naming the key, for what no decoder can have."""
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
 
-    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or config.model_type in ARCHITECTURES
-    if not has_encoder(config) and not known:
-        raise ModelError(f"{path.parent}: {config.model_type} is not a language model that transformers can run")
     text = config.get_text_config()
     if not isinstance(text, PretrainedConfig):
         raise ModelError(f"{path} cannot be used: text_config must be an object, not {shown(text)}")
     described = ARCHITECTURES.get(text.model_type)
+    known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or config.model_type in ARCHITECTURES
+    within = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and described is not None and bool(described.within)
+    if not has_encoder(config) and not known and not within:
+        raise ModelError(f"{path.parent}: {config.model_type} is not a language model that transformers can run")
     differing = text.per_layer_attributes
     if differing and described is not None and described.attention.sized:
         text.allow_global_per_layer_attribute_access = True

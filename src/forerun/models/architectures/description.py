@@ -344,8 +344,8 @@ class Architecture:
     inputs: LayerInputs | None = None
     layer_scale: Name | None = None
     """A number that a layer's output is multiplied by."""
-    within: str | None = None
-    """What ``model`` is called in some checkpoints, as in those that also read pictures."""
+    within: tuple[str, ...] = ()
+    """Where the decoder or its ``model`` is in some checkpoints, as in those that also read pictures."""
     beside: tuple[str, ...] = ()
     """How names of tensors begin that are left out."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from forerun.models.architectures.description import (
     ApartSpec,
@@ -171,9 +172,14 @@ GPT_OSS = Architecture(
         interleaved=True,
     ),
 )  # fmt: skip
+PIXTRAL: dict[str, Any] = {
+    "within": ("model.language_model", "language_model"),
+    "beside": ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+}
+"""Of a decoder in a ``mistral3``, which reads pictures."""
 MINISTRAL3 = replace(
     MISTRAL, model_type="ministral3", causal="Ministral3ForCausalLM", gguf="mistral3",
-    attention=Attention(window="every", grows=True),
+    attention=Attention(window="every", grows=True), **PIXTRAL,
 )  # fmt: skip
 LFM2 = Architecture(
     model_type="lfm2", causal="Lfm2ForCausalLM", gguf="lfm2", norm=Name("model.embedding_norm", "token_embd_norm"),
@@ -218,7 +224,7 @@ QWEN3_5 = Architecture(
     model_type="qwen3_5_text", causal="Qwen3_5ForCausalLM", gguf="qwen35",
     norms=replace(HEAD_NORMS, before_mlp=Name("post_attention_layernorm", "post_attention_norm"), plus=1.0),
     attention=Attention(bias=BIAS, out_bias=BIAS, gated=True, partial=True), mixer=DELTA_NET,
-    within="model.language_model", beside=("model.visual.", "mtp."),
+    within=("model.language_model",), beside=("model.visual.", "mtp."),
 )  # fmt: skip
 QWEN3_5_MOE = replace(
     QWEN3_5, model_type="qwen3_5_moe_text", causal="Qwen3_5MoeForCausalLM", gguf="qwen35moe",
@@ -255,7 +261,7 @@ GEMMA4 = replace(
             weights=Name("router.per_expert_scale", "ffn_down_exps.scale", bare=True),
         ),
     ),
-    within="model.language_model",
+    within=("model.language_model",),
     beside=("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
 )  # fmt: skip
 MAMBA = Recurrence(
@@ -311,7 +317,7 @@ FALCON_H1 = Architecture(
     ),
 )  # fmt: skip
 NEMOTRON_H = Architecture(
-    model_type="nemotron_h", causal="NemotronHForCausalLM", gguf="nemotron_h", within="backbone", beside=("mtp.",),
+    model_type="nemotron_h", causal="NemotronHForCausalLM", gguf="nemotron_h", within=("backbone",), beside=("mtp.",),
     embedding=Name("model.embeddings", "token_embd"), norm=Name("model.norm_f", "output_norm"),
     norms=Norms(before_attention=Name("norm", "attn_norm"), before_mlp=Name("norm", "attn_norm"),
                 eps="layer_norm_epsilon"),
@@ -378,7 +384,7 @@ GLM4_MOE_LITE = replace(
 )  # fmt: skip
 MISTRAL4 = replace(
     DEEPSEEK_V3, model_type="mistral4", causal="Mistral4ForCausalLM", gguf="mistral4",
-    attention=replace(DEEPSEEK_V3.attention, grows=True), experts=SOFTMAX_GROUPS,
+    attention=replace(DEEPSEEK_V3.attention, grows=True), experts=SOFTMAX_GROUPS, **PIXTRAL,
 )  # fmt: skip
 
 ARCHITECTURES = {
