@@ -153,3 +153,7 @@ class Beams:
     def restart(self) -> None:
         """Forget all but the prompt: nothing is random, so that the same beams come again."""
         self.members, self.logs, self.finished, self.dropped, self.steps = [], [], [], [], 0
+
+
+Requests = Sequence[RequestState]
+"""The sequences of a round."""

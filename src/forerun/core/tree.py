@@ -150,3 +150,8 @@ class Verdict:
         """The tokens that it comes to if nothing ends the answer before."""
         tokens = [draft.tokens[node] for node in self.path]
         return tokens if self.error is not None or self.token is None else [*tokens, self.token]
+
+
+Drafts = Sequence[Draft]
+Verdicts = Sequence[Verdict]
+"""One for each sequence of a round, as ``Drafts``."""

@@ -16,7 +16,7 @@ from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.inference import inference
-from forerun.core.request import RequestState
+from forerun.core.request import Requests, RequestState
 from forerun.core.threads import MOST_THREADS, Threads, check_threads, usable_cores
 from forerun.core.tree import Draft, Verdict
 from forerun.engine import beams
@@ -281,7 +281,7 @@ class Engine:
             return verdict.decided(draft)
         return self.jobs[sequence.id].stopper.clip(draft, verdict)
 
-    def _publish(self, sequences: Sequence[RequestState], prefilling: set[int], result: Round) -> list[Update]:
+    def _publish(self, sequences: Requests, prefilling: set[int], result: Round) -> list[Update]:
         now = self.clock()
         updates = [update for group in result.groups for update in beams.publish(self, group, prefilling, result, now)]
         for index, (sequence, draft, verdict) in enumerate(zip(sequences, result.drafts, result.verdicts)):

@@ -14,7 +14,7 @@ import torch
 from forerun.core.batch import Batch, Span
 from forerun.core.config import COUNT, NOT_NEGATIVE, check_within
 from forerun.core.errors import ConfigError
-from forerun.core.request import RequestState
+from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
@@ -545,13 +545,7 @@ def layout_name(page_size: int | None) -> str:
 
 
 METHOD = "hand_made_tree"
-SHAPES = (
-    (-1, -1, 0, 0, 1, 3, 3),
-    (-1, 0, 0, 2, 2, 4),
-    (-1, -1, -1, 1, 3, 4),
-    (-1, 0, 1, 2),
-    (-1, -1, -1),
-)
+SHAPES = ((-1, -1, 0, 0, 1, 3, 3), (-1, 0, 0, 2, 2, 4), (-1, -1, -1, 1, 3, 4), (-1, 0, 1, 2), (-1, -1, -1))
 """Parents of every node; -1 is the root."""
 DEEPEST = 4
 
@@ -576,7 +570,7 @@ class HandMade(Drafter[HandMadeConfig]):
     name = METHOD
     config_class = HandMadeConfig
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets)]
 
     def _draft(self, sequence: RequestState, budget: int) -> Draft:

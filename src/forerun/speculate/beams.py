@@ -16,8 +16,8 @@ import torch
 
 from forerun.cache.pool import Pool
 from forerun.core.batch import Scores
-from forerun.core.request import Beams, Hypothesis, RequestState
-from forerun.core.tree import Draft, Verdict
+from forerun.core.request import Beams, Hypothesis, Requests, RequestState
+from forerun.core.tree import Draft, Drafts, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept.base import NAN
 from forerun.speculate.verify import Verification
@@ -115,8 +115,8 @@ class Branched:
 
 
 def branch(
-    sequences: Sequence[RequestState],
-    drafts: Sequence[Draft],
+    sequences: Requests,
+    drafts: Drafts,
     verdicts: list[Verdict],
     result: Verification,
     sampler: Sampler,

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from forerun.cache.pool import Pages, Pool
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
+from forerun.core.request import Requests
+from forerun.core.tree import Drafts, Verdicts
 from forerun.speculate.verify import Target, Verification
 
 
-def roll_back(
-    pool: Pool, sequences: Sequence[RequestState], drafts: Sequence[Draft], verdicts: Sequence[Verdict]
-) -> list[int]:
+def roll_back(pool: Pool, sequences: Requests, drafts: Drafts, verdicts: Verdicts) -> list[int]:
     """After a forward: each cache holds the committed tokens up to, not including, the newly sampled one.
 
     A chain is truncated; a tree's accepted entries are moved together first. Returns how many drafted entries of each
@@ -37,8 +35,8 @@ def roll_back(
 def keep_hidden(
     target: Target,
     result: Verification,
-    sequences: Sequence[RequestState],
-    verdicts: Sequence[Verdict],
+    sequences: Requests,
+    verdicts: Verdicts,
     sources: Sequence[int],
     kept: Sequence[int],
 ) -> None:

@@ -6,11 +6,11 @@ reading their prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-from forerun.core.request import Beams, RequestState
+from forerun.core.request import Beams, Requests, RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept.base import Rule
@@ -37,13 +37,7 @@ Clip = Callable[[RequestState, Draft, Verdict], list[int]]
 
 
 def speculate(
-    sequences: Sequence[RequestState],
-    target: Target,
-    drafter: Router,
-    rule: Rule,
-    policy: LengthPolicy,
-    sampler: Sampler,
-    clip: Clip,
+    sequences: Requests, target: Target, drafter: Router, rule: Rule, policy: LengthPolicy, sampler: Sampler, clip: Clip
 ) -> Round:
     """One round. Every sequence has ``scheduled`` uncached tokens to feed; those that reach their last token
     decode. ``clip`` turns a verdict's path and token into the tokens to emit, up to a stop inside."""

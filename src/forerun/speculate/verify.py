@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from forerun.attention.base import Attention
 from forerun.core.batch import Batch, Output, Scores, Span
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft
+from forerun.core.request import Requests
+from forerun.core.tree import Drafts
 from forerun.models.base import Model
 from forerun.sampling.warp import warp
 from forerun.speculate.accept.compare import row_contexts
@@ -39,7 +39,7 @@ class Verification:
     """Per sequence of the round: the first of its rows in ``output.logits``."""
 
 
-def verify(target: Target, sequences: Sequence[RequestState], drafts: Sequence[Draft]) -> Verification:
+def verify(target: Target, sequences: Requests, drafts: Drafts) -> Verification:
     """Feed every sequence's scheduled tokens and draft; warp the rows that decide."""
     wants_prompt = [s.params.prompt_logprobs is not None and s.num_output == 0 for s in sequences]
     spans = pack(sequences, drafts, prompt_logits=wants_prompt)
@@ -69,9 +69,7 @@ def verify(target: Target, sequences: Sequence[RequestState], drafts: Sequence[D
     return Verification(scores, deciding, batch, output, logit_first)
 
 
-def pack(
-    sequences: Sequence[RequestState], drafts: Sequence[Draft], *, prompt_logits: Sequence[bool] | None = None
-) -> list[Span]:
+def pack(sequences: Requests, drafts: Drafts, *, prompt_logits: Sequence[bool] | None = None) -> list[Span]:
     """One span per sequence: its scheduled committed tokens, then its draft's nodes.
 
     A prefill chunk, a plain decode and a verification differ in nothing else. Logits are asked for from the last

@@ -19,8 +19,8 @@ import torch
 
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.folders import replace_with
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.engine.llm import LLM
 from forerun.measure.prompts import standard_library
 from forerun.models.tokenizer import encode
@@ -376,16 +376,10 @@ class TuneRecord(Drafter[RecordConfig]):
         self.done: dict[tuple[int, ...], torch.Tensor] = {}
         """[tokens fed, layers * hidden size] of each sequence that ended, by its tokens."""
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         return [Draft() for _ in sequences]
 
-    def observe(
-        self,
-        sequences: Sequence[RequestState],
-        drafts: Sequence[Draft],
-        verdicts: Sequence[Verdict],
-        result: Verification,
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         for sequence, verdict in zip(sequences, verdicts):
             if verdict.hidden is not None and verdict.error is None:
                 parts = [verdict.hidden[layer] for layer in self.config.layers]

@@ -8,7 +8,7 @@ import torch
 
 from forerun.core.batch import Scores
 from forerun.core.request import RequestState
-from forerun.core.tree import Draft
+from forerun.core.tree import Draft, Drafts
 from forerun.sampling.draw import Sampler
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept import rules
@@ -36,7 +36,7 @@ NOTES_004 = (
 
 
 def decide(
-    rule: str, logits: Sequence[Sequence[float]], drafts: Sequence[Draft], temperature: float, seeds: Sequence[int]
+    rule: str, logits: Sequence[Sequence[float]], drafts: Drafts, temperature: float, seeds: Sequence[int]
 ) -> list[list[int]]:
     """Token ids that ``rule`` emits for each draft, one sequence each; ``logits`` [nodes + 1, vocabulary] of one "
     "of them."""

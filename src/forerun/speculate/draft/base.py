@@ -14,8 +14,8 @@ from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
 from forerun.core.config import Within, check_types, check_within
 from forerun.core.errors import ConfigError
-from forerun.core.request import RequestState
-from forerun.core.tree import POINT_MASS, Draft, Verdict
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import POINT_MASS, Draft, Drafts, Verdicts
 from forerun.models.base import Model
 from forerun.sampling.draw import Sampler, node_key, probabilities
 from forerun.sampling.noise import DRAFT
@@ -194,7 +194,7 @@ class Drafter(ABC, Generic[C]):
         return cls(config, context)
 
     @abstractmethod
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         """Guess what comes next.
 
         Args:
@@ -206,13 +206,7 @@ class Drafter(ABC, Generic[C]):
             ``Draft.q`` is float32 [rows, vocabulary] and holds the very distributions that the trials were drawn from.
         """
 
-    def observe(
-        self,
-        sequences: Sequence[RequestState],
-        drafts: Sequence[Draft],
-        verdicts: Sequence[Verdict],
-        result: Verification,
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         """See what became of a round: after every round, prefill included, or, unless it ``watches``, after those in
         which it was asked for drafts. A drafter with a cache truncates it here.
 

@@ -17,7 +17,7 @@ from forerun.attention.base import Attention
 from forerun.attention.kernel import KernelAttention
 from forerun.core.batch import Batch
 from forerun.core.config import COUNT
-from forerun.core.request import RequestState
+from forerun.core.request import Requests, RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.kernels import structs
 from forerun.models.fused import Fused
@@ -84,7 +84,7 @@ class ChainRunner:
 
     def draft(
         self,
-        sequences: Sequence[RequestState],
+        sequences: Requests,
         depths: Sequence[int],
         batch: Batch,
         attention: Attention,
@@ -130,7 +130,7 @@ class ChainRunner:
             drafts.append(Draft.chain(chain, q, rows))
         return drafts
 
-    def _keys(self, sequences: Sequence[RequestState], longest: int) -> tuple[array[int], array[float]]:
+    def _keys(self, sequences: Requests, longest: int) -> tuple[array[int], array[float]]:
         """For each step and sequence, the key of the target's own noise at that position; or, under rules that compare
         p with q, the place in the cumulative sum of a draw of its own. One of the two is empty."""
         chooser, keys, quantiles = self.chooser, array("Q"), array("d")

@@ -16,8 +16,8 @@ import torch
 
 from forerun.core.batch import Span
 from forerun.core.errors import ConfigError
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.models.tokenizer import load_tokenizer, with_end
 from forerun.sampling.noise import target_key
 from forerun.speculate.draft.base import DraftContext
@@ -66,17 +66,11 @@ class CrossVocabularyDraftModel(DraftModel):
         moved[:, self.target_ids] = logits[:, self.draft_ids]
         return moved
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         self.starts = {sequence.id: len(self._read(sequence)) for sequence in sequences}
         return super().propose(sequences, budgets)
 
-    def observe(
-        self,
-        sequences: Sequence[RequestState],
-        drafts: Sequence[Draft],
-        verdicts: Sequence[Verdict],
-        result: Verification,
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         pool = self.attention.pool
         for sequence, draft, verdict in zip(sequences, drafts, verdicts):
             start = self.starts.pop(sequence.id, None)
@@ -110,7 +104,7 @@ class StringDraftModel(CrossVocabularyDraftModel):
         super().__init__(config, context)
         self.written: dict[int, list[int]] = {}
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         self.starts = {sequence.id: len(self._read(sequence)) for sequence in sequences}
         depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
         spans, ready = self._missing(sequences, depths)
@@ -130,7 +124,7 @@ class StringDraftModel(CrossVocabularyDraftModel):
             drafts.append(Draft.chain(self._encode(sequence, own)[:budget]))
         return drafts
 
-    def _with_noise(self, logits: torch.Tensor, sequences: Sequence[RequestState], depth: int) -> torch.Tensor:
+    def _with_noise(self, logits: torch.Tensor, sequences: Requests, depth: int) -> torch.Tensor:
         """Under a coupled rule, sampled requests' scores of the ``depth``-th token behind the committed ones, as if
         every token before it had been one of the target's; a token that the target lacks gets the noise's mean."""
         hot = [i for i, sequence in enumerate(sequences) if not sequence.params.greedy]
@@ -166,13 +160,7 @@ class StringDraftModel(CrossVocabularyDraftModel):
             return ids[len(tail) :] + after
         return [] if target.word_marks else target.encode(text) + after
 
-    def observe(
-        self,
-        sequences: Sequence[RequestState],
-        drafts: Sequence[Draft],
-        verdicts: Sequence[Verdict],
-        result: Verification,
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         """Keep the draft's own tokens as far as their text was committed."""
         pool = self.attention.pool
         for sequence, verdict in zip(sequences, verdicts):

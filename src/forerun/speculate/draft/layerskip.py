@@ -15,8 +15,8 @@ from forerun.core.batch import Batch, Span
 from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError
 from forerun.core.inference import inference
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft
+from forerun.core.request import Requests
+from forerun.core.tree import Draft, Drafts
 from forerun.models.load import BUNDLED, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs, drafters
 from forerun.speculate.draft.heads.medusa import MedusaHead
@@ -87,7 +87,7 @@ class Layerskip(Drafter[LayerskipConfig]):
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
 
     @inference
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         """Entries that drafting writes to the target's cache are overwritten when the target reads the draft."""
         pool, nodes = self.context.attention().pool, self.config.rows_by_depth()
         ready = [
@@ -97,7 +97,7 @@ class Layerskip(Drafter[LayerskipConfig]):
             and pool.try_reserve(s.id, len(s.tokens) + nodes[depth] * s.spread)
         ]
 
-        def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
+        def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             if depth:
                 return self._logits(newest_level(sequences, frontier, drafts, lambda each: len(each.tokens)))
             chosen = [sequences[index] for index, _ in frontier]

@@ -12,18 +12,18 @@ import torch
 from forerun.core.batch import Span
 from forerun.core.config import Within
 from forerun.core.errors import ConfigError
-from forerun.core.request import Beams, RequestState
-from forerun.core.tree import POINT_MASS, Draft
+from forerun.core.request import Beams, Requests, RequestState
+from forerun.core.tree import POINT_MASS, Draft, Drafts
 from forerun.sampling.warp import Row
 from forerun.speculate.draft.base import Chooser, DrafterConfig
 from forerun.speculate.draft.best_first import Growing, TreeConfig
 
 Frontier = list[tuple[int, int]]
 """Nodes that may get children, as (which sequence, node); -1 is a root."""
-Score = Callable[[int, Frontier, Sequence[Draft]], torch.Tensor]
+Score = Callable[[int, Frontier, Drafts], torch.Tensor]
 """``score(depth, frontier, drafts)``: logits [len(frontier), vocabulary] of what follows each frontier node."""
 
-Sure = Callable[[int, Frontier, Sequence[Draft]], list[float]]
+Sure = Callable[[int, Frontier, Drafts], list[float]]
 """``sure_of(depth, frontier, drafts)``: log of the chance that what is drafted behind each frontier node is kept."""
 
 
@@ -49,7 +49,7 @@ class StepsConfig(TreeConfig):
 
 
 def grow(
-    sequences: Sequence[RequestState],
+    sequences: Requests,
     ready: Sequence[int],
     depths: Sequence[int],
     config: TreeConfig,
@@ -65,7 +65,7 @@ def grow(
 
 
 def grow_levels(
-    sequences: Sequence[RequestState],
+    sequences: Requests,
     ready: Sequence[int],
     depths: Sequence[int],
     config: DrafterConfig,
@@ -120,9 +120,9 @@ def grow_levels(
 
 
 def newest_level(
-    sequences: Sequence[RequestState],
+    sequences: Requests,
     frontier: Frontier,
-    drafts: Sequence[Draft],
+    drafts: Drafts,
     start: Callable[[RequestState], int],
     spell: Callable[[list[int]], list[int]] = list,
 ) -> list[Span]:
@@ -138,7 +138,7 @@ def newest_level(
     return spans
 
 
-def groups(sequences: Sequence[RequestState], ready: Sequence[int]) -> list[Beams]:
+def groups(sequences: Requests, ready: Sequence[int]) -> list[Beams]:
     """The beam searches whose members are among those in ``ready``."""
     result = (sequences[index].group for index in ready)
     return list(dict.fromkeys(group for group in result if group is not None and len(group.members) > 1))
@@ -149,7 +149,7 @@ class DraftBeams:
     continuations of all its beams together, as many as the beams would draft one by one. What ends a beam is not
     drafted: no live one goes on behind it."""
 
-    def __init__(self, beams: Beams, sequences: Sequence[RequestState], ready: Sequence[int]) -> None:
+    def __init__(self, beams: Beams, sequences: Requests, ready: Sequence[int]) -> None:
         self.beams = beams
         self.sequences = sequences
         logs = {member.id: log for member, log in zip(beams.members, beams.logs)}
@@ -165,7 +165,7 @@ class DraftBeams:
         self,
         ids: list[list[int]],
         frontier: Frontier,
-        drafts: Sequence[Draft],
+        drafts: Drafts,
         logits: torch.Tensor,
         rows: Sequence[Row],
         width: int,
@@ -212,12 +212,7 @@ WIDEST = 10
 
 
 def grow_best(
-    sequences: Sequence[RequestState],
-    ready: Sequence[int],
-    depths: Sequence[int],
-    size: int,
-    chooser: Chooser,
-    score: Score,
+    sequences: Requests, ready: Sequence[int], depths: Sequence[int], size: int, chooser: Chooser, score: Score
 ) -> tuple[list[Draft], list[list[int]]]:
     """Trees of the ``size`` likeliest nodes, point masses; as ``grow_levels`` otherwise.
 

@@ -15,8 +15,8 @@ from forerun.cache.prefix import PrefixTree
 from forerun.core.batch import Batch, Span
 from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import Draft, Drafts, Verdict, Verdicts
 from forerun.models.architectures.spec import applies
 from forerun.models.base import Model, new_attention
 from forerun.models.formats import blocks, int8
@@ -226,7 +226,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             return "q4_0"
         return None
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
         spans, ready = self._missing(sequences, depths)
         if self.chains is not None and ready and all(plain(sequences[i]) for i in ready):
@@ -237,7 +237,7 @@ class DraftModel(Drafter[DraftModelConfig]):
                 drafts[index] = draft
             return drafts
 
-        def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
+        def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             if depth:
                 fed = newest_level(sequences, frontier, drafts, lambda each: len(self._read(each)), self._own)
             return self.translate(self._forward(fed if depth else spans))
@@ -261,7 +261,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             return 0
         return min(budget, self.max_len - len(self._read(sequence)))
 
-    def _missing(self, sequences: Sequence[RequestState], depths: Sequence[int]) -> tuple[list[Span], list[int]]:
+    def _missing(self, sequences: Requests, depths: Sequence[int]) -> tuple[list[Span], list[int]]:
         """The committed tokens to feed that this model has not seen, and the sequences that reach their last one and
         may draft."""
         spans, ready = [], []
@@ -303,13 +303,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         """Whether it is to read all of a text that it has begun with the last tokens of."""
         return sequence.reads is None and self.begins.get(sequence.id, 0) > 0
 
-    def observe(
-        self,
-        sequences: Sequence[RequestState],
-        drafts: Sequence[Draft],
-        verdicts: Sequence[Verdict],
-        result: Verification,
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         """Truncate to the committed prefix: of the drafted nodes this model has fed, the accepted ones stay."""
         pool = self.attention.pool
         for sequence, draft, verdict in zip(sequences, drafts, verdicts):

@@ -12,8 +12,8 @@ import torch
 from forerun.cache.pool import Pool
 from forerun.core.config import FRACTION
 from forerun.core.errors import ConfigError
-from forerun.core.request import RequestState
-from forerun.core.tree import POINT_MASS, Draft, Verdict
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import POINT_MASS, Draft, Drafts, Verdict, Verdicts
 from forerun.models.base import Model
 from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs, drafters
 from forerun.speculate.verify import Verification
@@ -85,7 +85,7 @@ class PartsDrafter(Drafter[P]):
         self.needs = Needs(hidden, any(need.model for need in needs))
         self.proposed: list[dict[int, Draft]] = [{} for _ in self.parts]
 
-    def ask(self, number: int, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def ask(self, number: int, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         """One part's drafts, none deeper than its own options say."""
         if not sequences:
             return []
@@ -95,13 +95,7 @@ class PartsDrafter(Drafter[P]):
         self.proposed[number] = {sequence.id: draft for sequence, draft in zip(sequences, drafts)}
         return drafts
 
-    def observe(
-        self,
-        sequences: Sequence[RequestState],
-        drafts: Sequence[Draft],
-        verdicts: Sequence[Verdict],
-        result: Verification,
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         """Every part sees its own draft, with as much of the accepted path as that held."""
         for part, proposed in zip(self.parts, self.proposed):
             own = [proposed.pop(sequence.id, Draft()) for sequence in sequences]
@@ -171,7 +165,7 @@ class Cascade(PartsDrafter[CascadeConfig]):
     name = "cascade"
     config_class = CascadeConfig
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         chosen = [Draft() for _ in sequences]
         left = list(range(len(sequences)))
         last = len(self.parts) - 1
@@ -208,7 +202,7 @@ class Merged(PartsDrafter[MergedConfig]):
     name = "merged"
     config_class = MergedConfig
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         per_part = [self.ask(number, sequences, budgets) for number in range(len(self.parts))]
         for index, sequence in enumerate(sequences):
             for drafts in reversed(per_part[1:]):  # beams share their rows out, and one may have got most in every part
@@ -224,7 +218,7 @@ class Merged(PartsDrafter[MergedConfig]):
         return {"drafters": [{"method": "ngram"}, {"method": "draft_model", "model": str(target)}]}
 
 
-def merge(per_part: Sequence[Sequence[Draft]]) -> list[Draft]:
+def merge(per_part: Sequence[Drafts]) -> list[Draft]:
     """One tree per sequence from each part's drafts, ``per_part[part][sequence]``; they share one q."""
     qs: list[torch.Tensor] = []
     first_row: dict[int, int] = {}

@@ -11,8 +11,8 @@ import torch
 
 from forerun.core.config import Within
 from forerun.core.errors import ConfigError
-from forerun.core.request import RequestState
-from forerun.core.tree import POINT_MASS, Draft
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import POINT_MASS, Draft, Drafts
 from forerun.sampling.draw import node_key
 from forerun.sampling.noise import target_key, uniform
 from forerun.sampling.warp import Row
@@ -46,7 +46,7 @@ class HistoryDrafter(Drafter[C], Generic[C, I]):
     def draft(self, sequence: RequestState, index: I, tail: list[int], budget: int) -> Draft:
         """A draft behind ``index.seen`` and the tentative tokens ``tail``, at most ``budget`` deep."""
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         drafts = []
         for sequence, budget in zip(sequences, budgets):
             index = self.indices.get(sequence.id)
@@ -132,7 +132,7 @@ class CountChooser:
         self.supports.append((counts.ids, distribution.q))
         return int(counts.ids[choice]), len(self.supports) - 1
 
-    def finish(self, drafts: Sequence[Draft]) -> list[Draft]:
+    def finish(self, drafts: Drafts) -> list[Draft]:
         """Fill in q [draws, vocabulary] of this round's drafts."""
         if self.supports:
             first = self.supports[0][1]
@@ -228,7 +228,7 @@ class Ngram(HistoryDrafter[NgramConfig, NgramTables]):
     def new_index(self) -> NgramTables:
         return NgramTables(self.config.max_order, self.config.max_history)
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         return self.counted.finish(super().propose(sequences, budgets))
 
     def draft(self, sequence: RequestState, index: NgramTables, tail: list[int], budget: int) -> Draft:

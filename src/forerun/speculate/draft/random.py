@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import torch
 
-from forerun.core.request import RequestState
+from forerun.core.request import Requests, RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import node_key
 from forerun.sampling.noise import target_key, uniform
@@ -33,7 +33,7 @@ class Random(Drafter[RandomConfig]):
         size = context.sampler.vocab_size
         self.q = torch.full((1, size), 1.0 / size, device=context.sampler.device)
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         return [self._draft(sequence, budget) for sequence, budget in zip(sequences, budgets)]
 
     def _draft(self, sequence: RequestState, budget: int) -> Draft:
@@ -85,7 +85,7 @@ class Pattern(Drafter[PatternConfig]):
     config_class = PatternConfig
     needs = Needs(grammar=True)
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         return [
             Draft.chain(sequence.constraint.forced(sequence, budget)) if sequence.constraint is not None else Draft()
             for sequence, budget in zip(sequences, budgets)

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from forerun.cache.pool import Pool
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.models.base import Model
 from forerun.speculate.draft.base import Drafter
 from forerun.speculate.verify import Verification
@@ -37,14 +37,14 @@ class Router:
     def hidden(self) -> tuple[int, ...]:
         return tuple(sorted({layer for drafter in self.drafters.values() for layer in drafter.needs.hidden}))
 
-    def _groups(self, sequences: Sequence[RequestState]) -> dict[str, list[int]]:
+    def _groups(self, sequences: Requests) -> dict[str, list[int]]:
         groups: dict[str, list[int]] = {}
         for index, sequence in enumerate(sequences):
             if sequence.drafter is not None:
                 groups.setdefault(sequence.drafter, []).append(index)
         return groups
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         drafts = [Draft() for _ in sequences]
         self._asked = []
         if not any(budgets):
@@ -67,13 +67,7 @@ class Router:
                 drafts[i] = draft
         return drafts
 
-    def observe(
-        self,
-        sequences: Sequence[RequestState],
-        drafts: Sequence[Draft],
-        verdicts: Sequence[Verdict],
-        result: Verification,
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         if not self._watching and not self._asked:
             return
         for name, indices in self._groups(sequences).items():
@@ -86,7 +80,7 @@ class Router:
             except Exception as error:  # noqa: BLE001 - as in propose
                 self._fail(drafter, chosen, error)
 
-    def _fail(self, drafter: Drafter, sequences: Sequence[RequestState], error: Exception) -> None:
+    def _fail(self, drafter: Drafter, sequences: Requests, error: Exception) -> None:
         log.error("drafter %s failed; its requests go on without speculation", drafter.name, exc_info=error)
         for sequence in sequences:
             self.failures[sequence.id] = f"{type(error).__name__}: {error}"
@@ -138,7 +132,7 @@ class Router:
             drafter.release(sequence)
 
 
-def _check(drafts: Sequence[Draft], sequences: Sequence[RequestState], budgets: Sequence[int], vocab_size: int) -> None:
+def _check(drafts: Drafts, sequences: Requests, budgets: Sequence[int], vocab_size: int) -> None:
     """Raise ValueError for drafts that the target cannot be asked about."""
     if len(drafts) != len(sequences):
         raise ValueError(f"{len(drafts)} drafts for {len(sequences)} sequences")

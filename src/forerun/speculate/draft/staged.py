@@ -19,8 +19,8 @@ import torch
 from forerun.cache.pool import Pool
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ConfigError
-from forerun.core.request import Constraint, RequestState
-from forerun.core.tree import POINT_MASS, Draft, Verdict
+from forerun.core.request import Constraint, Requests, RequestState
+from forerun.core.tree import POINT_MASS, Draft, Drafts, Verdict, Verdicts
 from forerun.models.base import Model
 from forerun.sampling.draw import probabilities
 from forerun.sampling.noise import fold
@@ -110,13 +110,11 @@ class DraftRequest(LengthPolicy):
         super().__init__(setting)
         self.missing: dict[int, int] = {}
 
-    def budgets(self, sequences: Sequence[RequestState]) -> list[int]:
+    def budgets(self, sequences: Requests) -> list[int]:
         longest = len(self.setting.nodes[INNER]) - 1
         return [min(longest, self.missing[s.id] - 1) if s.decodes and s.drafter else 0 for s in sequences]
 
-    def observe(
-        self, sequences: Sequence[RequestState], drafts: Sequence[Draft], verdicts: Sequence[Verdict], seconds: Seconds
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, seconds: Seconds) -> None:
         pass
 
 
@@ -170,7 +168,7 @@ class Staged(Drafter[StagedConfig]):
         self.copies: dict[int, RequestState] = {}
         self.counts = StageCounts()
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         requested: dict[int, int] = {}
         for sequence, budget in zip(sequences, budgets):
             depth = min(budget, self.base.max_len - len(sequence.tokens))
@@ -209,7 +207,7 @@ class Staged(Drafter[StagedConfig]):
         if self.context.rule.needs_q:
             copy.seed = fold(sequence.seed, self.base.chooser.purpose, len(sequence.tokens))
 
-    def _reading(self, copies: Sequence[RequestState]) -> list[RequestState]:
+    def _reading(self, copies: Requests) -> list[RequestState]:
         """Those who take part in the next inner round, with the tokens that each of them is to read."""
         missing = []
         for copy in copies:
@@ -219,7 +217,7 @@ class Staged(Drafter[StagedConfig]):
             copy.scheduled = count
         return [copy for copy in copies if copy.scheduled]
 
-    def _round(self, active: Sequence[RequestState], start: Mapping[int, int], requested: Mapping[int, int]) -> Round:
+    def _round(self, active: Requests, start: Mapping[int, int], requested: Mapping[int, int]) -> Round:
         for copy in active:
             self.policy.missing[copy.id] = requested[copy.id] - (len(copy.tokens) - start[copy.id])
         result = speculate(active, self.stage, self.router, self.rule, self.policy, self.context.sampler, self._clip)
@@ -231,7 +229,7 @@ class Staged(Drafter[StagedConfig]):
         """Keep no more tokens than are wanted. A row without a permitted token ends the draft there."""
         return verdict.decided(draft)[: self.policy.missing[copy.id]]
 
-    def _collect(self, active: Sequence[RequestState], result: Round, rows: dict[int, list[torch.Tensor]]) -> None:
+    def _collect(self, active: Requests, result: Round, rows: dict[int, list[torch.Tensor]]) -> None:
         """The exact q of every token that the inner round emitted."""
         self.counts.rounds += 1
         scores = result.verification.scores
@@ -245,7 +243,7 @@ class Staged(Drafter[StagedConfig]):
             self.counts.num_accepted_draft_tokens += verdict.accepted
 
     def _drafts(
-        self, sequences: Sequence[RequestState], start: Mapping[int, int], rows: Mapping[int, list[torch.Tensor]]
+        self, sequences: Requests, start: Mapping[int, int], rows: Mapping[int, list[torch.Tensor]]
     ) -> list[Draft]:
         kept = [row for sequence in sequences for row in rows.get(sequence.id, ())]
         q = torch.cat(kept) if kept else None
@@ -260,13 +258,7 @@ class Staged(Drafter[StagedConfig]):
             drafts.append(Draft.chain(tokens, q, numbers))
         return drafts
 
-    def observe(
-        self,
-        sequences: Sequence[RequestState],
-        drafts: Sequence[Draft],
-        verdicts: Sequence[Verdict],
-        result: Verification,
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         for sequence in sequences:
             copy = self.copies.get(sequence.id)
             if copy is not None and len(copy.tokens):

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from forerun.core.config import COUNT, FRACTION, POSITIVE, Within
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.best_first import Continuations, TreeConfig
 from forerun.speculate.draft.datastore import Datastore, Retrieved
@@ -328,13 +328,7 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
         source: Continuations[Any] = match.continuations
         return config.grow(source, match.state, depth, log(lowest) if lowest else float("-inf"))
 
-    def observe(
-        self,
-        sequences: Sequence[RequestState],
-        drafts: Sequence[Draft],
-        verdicts: Sequence[Verdict],
-        result: Verification,
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         for sequence, verdict in zip(sequences, verdicts):
             used = self.used.pop(sequence.id, None)
             if used is not None and verdict.accepted:

@@ -19,8 +19,8 @@ import torch
 from forerun import pretrained
 from forerun.core.config import POSITIVE, Within
 from forerun.core.errors import ConfigError
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, drafters
 from forerun.speculate.draft.ngram import CountChooser, Counts
 from forerun.speculate.verify import Verification
@@ -161,7 +161,7 @@ class Table(Drafter[TableConfig]):
         except ValueError as error:
             raise ConfigError(f"table_file {path} cannot be used: {error}") from error
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         return self.counted.finish([self._draft(s, budget) for s, budget in zip(sequences, budgets)])
 
     def _draft(self, sequence: RequestState, budget: int) -> Draft:
@@ -175,13 +175,7 @@ class Table(Drafter[TableConfig]):
             draft.add(previous, depth - 1, q_row)
         return draft
 
-    def observe(
-        self,
-        sequences: Sequence[RequestState],
-        drafts: Sequence[Draft],
-        verdicts: Sequence[Verdict],
-        result: Verification,
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         """With ``adapt``: what the target said behind every token that stays."""
         if not self.config.adapt:
             return

@@ -17,8 +17,8 @@ import torch
 
 from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
+from forerun.core.request import Requests
+from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.best_first import TreeConfig
 from forerun.speculate.verify import Verification
@@ -63,7 +63,7 @@ class TokenRecycling(Drafter[TokenRecyclingConfig]):
                 if log_p > -inf:
                     yield candidate, log_p, candidate
 
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         drafts = []
         for sequence, budget in zip(sequences, budgets):
             draft, expected = self.config.grow(self._candidates, sequence.tokens[-1], budget)
@@ -84,13 +84,7 @@ class TokenRecycling(Drafter[TokenRecyclingConfig]):
                 ids[before, index], logs[before, index] = token, log(p)
             logs[before, len(best) :] = -inf
 
-    def observe(
-        self,
-        sequences: Sequence[RequestState],
-        drafts: Sequence[Draft],
-        verdicts: Sequence[Verdict],
-        result: Verification,
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         """Remember the top of every row of logits, rejected ones and prompts' included. Of several rows of one token
         the last stays."""
         logits = result.output.logits

@@ -17,8 +17,8 @@ from operator import mul
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import Drafts, Verdicts
 from forerun.speculate.length.base import LengthPolicy, Seconds, Setting, policies
 from forerun.speculate.length.costs import Costs, Drafted
 
@@ -163,7 +163,7 @@ class Adaptive(LengthPolicy):
             depth = min(depth, plan.budgets.get(sequence.id, depth))
         return self.setting.nodes[sequence.drafter][depth]
 
-    def budgets(self, sequences: Sequence[RequestState]) -> list[int]:
+    def budgets(self, sequences: Requests) -> list[int]:
         plan = self._plan
         if plan.left and not plan.budgets and not plan.known.isdisjoint([sequence.id for sequence in sequences]):
             plan.left -= 1
@@ -187,9 +187,7 @@ class Adaptive(LengthPolicy):
                 self._behind[sequence.drafter] = self._behind.get(sequence.drafter, 0) + behind
         return longest
 
-    def observe(
-        self, sequences: Sequence[RequestState], drafts: Sequence[Draft], verdicts: Sequence[Verdict], seconds: Seconds
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, seconds: Seconds) -> None:
         decoding = all(verdict.fed == 1 for verdict in verdicts)
         count = len(sequences)
         if not any(self._asked):
@@ -223,7 +221,7 @@ class Adaptive(LengthPolicy):
         if sequence.num_output:
             self.lengths.seen.append(sequence.num_output)
 
-    def _learn(self, sequences: Sequence[RequestState]) -> None:
+    def _learn(self, sequences: Requests) -> None:
         """Learn from the rounds with drafts since the last plan, and book them. Nothing is kept about who has left."""
         entries, self._entries = self._entries, []
         costs, took = self.costs, self._took / max(1, len(entries))
@@ -248,7 +246,7 @@ class Adaptive(LengthPolicy):
             gain = entry.tokens / count - cost / plain
             self.balance = max(min(self.balance + gain, self.MOST), -self.MOST)
 
-    def _decide(self, sequences: Sequence[RequestState], longest: list[int]) -> DraftPlan:
+    def _decide(self, sequences: Requests, longest: list[int]) -> DraftPlan:
         """The best plan if the balance covers it, else a short trial, else rest until there is enough for one."""
         self._learn(sequences)
         known = frozenset([sequence.id for sequence in sequences])
@@ -281,18 +279,18 @@ class Adaptive(LengthPolicy):
             self._wait = self._next_wait
         return self._rest_or_try(sequences, longest, best)
 
-    def _untried(self, sequences: Sequence[RequestState], longest: list[int]) -> bool:
+    def _untried(self, sequences: Requests, longest: list[int]) -> bool:
         """Whether hardly anything is known of the drafts of somebody who would get some."""
         asked = {(s.drafter, s.reads) for s, cap in zip(sequences, longest) if cap and s.drafter is not None}
         return any(self._belief(*each).reached[0] < self.TRIAL for each in asked)
 
-    def _few(self, sequences: Sequence[RequestState], longest: list[int]) -> dict[int, int]:
+    def _few(self, sequences: Requests, longest: list[int]) -> dict[int, int]:
         """Short drafts for those two who are likeliest to get them accepted."""
         depth = 2 if len(sequences) == 1 else 1
         likely = sorted((-self._rates(s)[0], s.id, min(cap, depth)) for s, cap in zip(sequences, longest) if cap)
         return {key: depth for _, key, depth in likely[:2]}
 
-    def _explore(self, sequences: Sequence[RequestState], longest: list[int], best: DraftPlan) -> DraftPlan:
+    def _explore(self, sequences: Requests, longest: list[int], best: DraftPlan) -> DraftPlan:
         """Now and then the deepest drafts, for the sake of their price and acceptance."""
         self._deeper -= best.left
         if self._deeper > 0 or self.balance < self.START:
@@ -302,7 +300,7 @@ class Adaptive(LengthPolicy):
         budgets = {s.id: cap for s, cap in zip(sequences, longest) if best.budgets.get(s.id)}
         return DraftPlan(budgets, min(best.left, self.TRIAL), best.promise, best.known)
 
-    def _rest_or_try(self, sequences: Sequence[RequestState], longest: list[int], best: DraftPlan) -> DraftPlan:
+    def _rest_or_try(self, sequences: Requests, longest: list[int], best: DraftPlan) -> DraftPlan:
         aftermath = self.costs.aftermath()
         if not self._streak:
             self.balance -= aftermath
@@ -349,7 +347,7 @@ class Adaptive(LengthPolicy):
             self.own[key] = Acceptance(len(self.methods[method].asked), self.OWN_WEIGHT, self.OWN_FADE)
         return self.own[key]
 
-    def _best(self, sequences: Sequence[RequestState], longest: list[int]) -> DraftPlan:
+    def _best(self, sequences: Requests, longest: list[int]) -> DraftPlan:
         """The budgets with the most expected tokens per second."""
         chances: list[tuple[float, int, int]] = []
         for index, (sequence, cap) in enumerate(zip(sequences, longest)):
@@ -369,12 +367,12 @@ class Adaptive(LengthPolicy):
         known = frozenset([sequence.id for sequence, cap in zip(sequences, longest) if cap])
         return DraftPlan({s.id: d for s, d in zip(sequences, best) if d}, 0, speed, known)
 
-    def _tokens(self, sequences: Sequence[RequestState], budgets: Mapping[int, int]) -> float:
+    def _tokens(self, sequences: Requests, budgets: Mapping[int, int]) -> float:
         """Expected tokens of a round with ``budgets``."""
         depths = [(sequence, budgets.get(sequence.id, 0)) for sequence in sequences]
         return len(sequences) + sum(sum(accumulate(self._rates(s)[:depth], mul)) for s, depth in depths if depth)
 
-    def _speed(self, sequences: Sequence[RequestState], budgets: Mapping[int, int]) -> float:
+    def _speed(self, sequences: Requests, budgets: Mapping[int, int]) -> float:
         """Expected tokens per second with ``budgets`` over those of plain decoding."""
         count, tokens, rows = len(sequences), self._tokens(sequences, budgets), float(len(sequences))
         drafting: dict[str, tuple[int, float]] = {}
@@ -398,7 +396,7 @@ class Adaptive(LengthPolicy):
         seconds += sum(costs.draft(method, number, depth) for method, (number, depth) in drafting.items())
         return tokens / count * costs.verify(count, count) / seconds
 
-    def _invest(self, sequences: Sequence[RequestState], longest: list[int]) -> None:
+    def _invest(self, sequences: Requests, longest: list[int]) -> None:
         """Who has a drafter that must read first what it missed: whether that pays, and how much of it; and whether
         one that began with the last tokens should read them all. Sets ``sequence.reads``, and the caps of those who
         wait to 0."""
@@ -556,7 +554,7 @@ class Planned(Adaptive):
         self._rounds = dict.fromkeys(setting.nodes, 0)
         self._sums = {method: [0, 0] for method in setting.nodes}
 
-    def _decide(self, sequences: Sequence[RequestState], longest: list[int]) -> DraftPlan:
+    def _decide(self, sequences: Requests, longest: list[int]) -> DraftPlan:
         for entry in self._entries:
             for _, method, _, _, made, kept in entry.drafts:
                 self._rounds[method] += 1

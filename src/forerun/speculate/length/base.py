@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import Drafts, Verdicts
 from forerun.models.base import MixtureInfo
 from forerun.speculate.names import policies as policies
 
@@ -73,13 +73,11 @@ class LengthPolicy(ABC):
         return self.setting.nodes[sequence.drafter][self.longest(sequence)] if sequence.drafter is not None else 0
 
     @abstractmethod
-    def budgets(self, sequences: Sequence[RequestState]) -> list[int]:
+    def budgets(self, sequences: Requests) -> list[int]:
         """One budget per sequence, at most its ``longest``."""
 
     @abstractmethod
-    def observe(
-        self, sequences: Sequence[RequestState], drafts: Sequence[Draft], verdicts: Sequence[Verdict], seconds: Seconds
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, seconds: Seconds) -> None:
         """See what became of a round."""
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
@@ -91,10 +89,8 @@ class LengthPolicy(ABC):
 
 @policies.register("fixed")
 class Fixed(LengthPolicy):
-    def budgets(self, sequences: Sequence[RequestState]) -> list[int]:
+    def budgets(self, sequences: Requests) -> list[int]:
         return [self.longest(sequence) for sequence in sequences]
 
-    def observe(
-        self, sequences: Sequence[RequestState], drafts: Sequence[Draft], verdicts: Sequence[Verdict], seconds: Seconds
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, seconds: Seconds) -> None:
         pass

@@ -22,8 +22,8 @@ from forerun.core.batch import Batch, Output, Span
 from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError, ModelError, shown
 from forerun.core.inference import inference
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.models.architectures.families import GEMMA4
 from forerun.models.architectures.spec import READS, applies
 from forerun.models.base import Model
@@ -188,7 +188,7 @@ class Assistant(Drafter[MtpConfig]):
         self.attention: ReadingAttention | None = None
 
     @inference
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         ready = [
             index
             for index, sequence in enumerate(sequences)
@@ -197,7 +197,7 @@ class Assistant(Drafter[MtpConfig]):
         said: dict[tuple[int, int], torch.Tensor] = {}
         """What each row makes for the rows behind it."""
 
-        def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
+        def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             tokens, features = [], []
             for index, node in frontier:
                 sequence, draft = sequences[index], drafts[index]
@@ -211,7 +211,7 @@ class Assistant(Drafter[MtpConfig]):
         return grow(sequences, ready, budgets, self.config, self.chooser, score)[0]
 
     def _run(
-        self, chosen: Sequence[RequestState], tokens: Sequence[int], features: torch.Tensor
+        self, chosen: Requests, tokens: Sequence[int], features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits and what the next step feeds on, of one row for each of ``tokens``."""
         model, target = self.model, self.context.target
@@ -226,13 +226,7 @@ class Assistant(Drafter[MtpConfig]):
         out = model.decoder.forward(batch, self.attention)
         return model.logits(out, out.hidden[last]), model.after(out.hidden[last])
 
-    def observe(
-        self,
-        sequences: Sequence[RequestState],
-        drafts: Sequence[Draft],
-        verdicts: Sequence[Verdict],
-        result: Verification,
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         for sequence, verdict in zip(sequences, verdicts):
             if verdict.hidden is None or verdict.error is not None:
                 continue

@@ -13,8 +13,8 @@ import torch
 
 from forerun.core.errors import ConfigError
 from forerun.core.inference import inference
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import Draft, Drafts, Verdict, Verdicts
 from forerun.models.base import Model
 from forerun.models.fingerprint import fingerprint
 from forerun.models.formats import int8
@@ -135,13 +135,7 @@ class HeadDrafter(Drafter[C]):
         parts = [verdict.hidden[layer] for layer in self.head.layers]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
-    def observe(
-        self,
-        sequences: Sequence[RequestState],
-        drafts: Sequence[Draft],
-        verdicts: Sequence[Verdict],
-        result: Verification,
-    ) -> None:
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         for sequence, verdict in zip(sequences, verdicts):
             rows = self.features(verdict)
             if rows is None:
@@ -206,11 +200,11 @@ class BlockDrafter(HeadDrafter[BlockConfig]):
     config_class = BlockConfig
 
     @abstractmethod
-    def guess(self, sequences: Sequence[RequestState]) -> torch.Tensor:
+    def guess(self, sequences: Requests) -> torch.Tensor:
         """Float32 logits [sequences, depth, vocabulary] of the tokens after the last committed one."""
 
     @inference
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         self.learn()
         ready = [index for index, sequence in enumerate(sequences) if self.ready(sequence)]
         if not ready:
@@ -223,7 +217,7 @@ class BlockDrafter(HeadDrafter[BlockConfig]):
                 drafts[index] = self._best(sequences[index], budgets[index], logits[slot[index]])
             return drafts
 
-        def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
+        def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             return logits[[slot[index] for index, _ in frontier], depth]
 
         return grow_levels(sequences, ready, budgets, self.config, self.chooser, score)

@@ -24,8 +24,8 @@ from torch import nn
 from forerun.core.config import Within
 from forerun.core.errors import ModelError, shown
 from forerun.core.inference import inference
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import Draft, Drafts
 from forerun.models.checkpoint import CONFIG
 from forerun.models.load import read_config
 from forerun.speculate.draft.base import DraftContext, drafters
@@ -393,7 +393,7 @@ class DFlash(HeadDrafter[DFlashConfig]):
         remember(self.memories, sequence, self.flash, rows, self.flash.rows)
 
     @inference
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         self.learn()
         ready = [index for index, sequence in enumerate(sequences) if self.ready(sequence)]
         if not ready:
@@ -402,16 +402,16 @@ class DFlash(HeadDrafter[DFlashConfig]):
         slot = {index: i for i, index in enumerate(ready)}
         logits = self._output(states.flatten(0, 1)).unflatten(0, states.shape[:2])
 
-        def tails(frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
+        def tails(frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             """The token before the one to guess."""
             last = [drafts[i].tokens[node] if node >= 0 else sequences[i].tokens[-1] for i, node in frontier]
             return torch.tensor(last, device=states.device)
 
-        def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
+        def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             slots = [slot[index] for index, _ in frontier]
             return self.revise(logits[slots, depth], states[slots, depth], tails(frontier, drafts))
 
-        def sure(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> list[float]:
+        def sure(depth: int, frontier: Frontier, drafts: Drafts) -> list[float]:
             slots = [slot[index] for index, _ in frontier]
             return self.flash.sure(states[slots, depth], tails(frontier, drafts)).tolist()
 
@@ -434,7 +434,7 @@ class DFlash(HeadDrafter[DFlashConfig]):
             logits = torch.full_like(logits, float("-inf")).scatter_(1, ids, values)
         return logits if head.lm_head is None else self.widen(logits)
 
-    def states_of(self, sequences: Sequence[RequestState]) -> torch.Tensor:
+    def states_of(self, sequences: Requests) -> torch.Tensor:
         """Normed states [sequences, depth, hidden size] of a whole block's rows that guess something, as many as are
         drafted."""
         head, rows = self.flash, self.flash.rows

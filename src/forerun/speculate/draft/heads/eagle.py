@@ -24,8 +24,8 @@ from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ModelError
 from forerun.core.inference import inference
-from forerun.core.request import RequestState
-from forerun.core.tree import Draft
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import Draft, Drafts
 from forerun.models import kernel_layers
 from forerun.models.base import Model
 from forerun.models.checkpoint import CONFIG
@@ -267,7 +267,7 @@ class Eagle(HeadDrafter[EagleConfig]):
             self.chains = self._find_chains()
 
     @inference
-    def propose(self, sequences: Sequence[RequestState], budgets: Sequence[int]) -> list[Draft]:
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         self.learn()
         pool, nodes = self.attention.pool, self.config.rows_by_depth()
         able = [
@@ -295,16 +295,11 @@ class Eagle(HeadDrafter[EagleConfig]):
         return drafts
 
     def _grow(
-        self,
-        sequences: Sequence[RequestState],
-        budgets: Sequence[int],
-        ready: list[int],
-        spans: list[Span],
-        feature: torch.Tensor,
+        self, sequences: Requests, budgets: Sequence[int], ready: list[int], spans: list[Span], feature: torch.Tensor
     ) -> list[Draft]:
         states: dict[tuple[int, int], torch.Tensor] = {}
 
-        def score(depth: int, frontier: Frontier, drafts: Sequence[Draft]) -> torch.Tensor:
+        def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             fed, read = spans, feature
             if depth:
                 fed = newest_level(sequences, frontier, drafts, lambda sequence: len(sequence.tokens) - 1)
@@ -334,9 +329,7 @@ class Eagle(HeadDrafter[EagleConfig]):
         states, read = self.eagle.step(embedded, feature, batch.positions, batch.logit_rows, attend)
         return states, self.predict(read)
 
-    def _lacking(
-        self, sequences: Sequence[RequestState], able: Sequence[int]
-    ) -> tuple[list[Span], torch.Tensor, list[int]]:
+    def _lacking(self, sequences: Requests, able: Sequence[int]) -> tuple[list[Span], torch.Tensor, list[int]]:
         """Waiting features, each with the token behind it, to feed; and the sequences of which none is left, whose last
         row predicts."""
         spans: list[Span] = []

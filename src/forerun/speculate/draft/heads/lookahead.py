@@ -6,14 +6,14 @@ target's own distribution of the next token and guesses for the T tokens behind 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import nn
 
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
-from forerun.core.request import RequestState
+from forerun.core.request import Requests, RequestState
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
 from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes
@@ -78,7 +78,7 @@ class Lookahead(BlockDrafter):
     def ready(self, sequence: RequestState) -> bool:
         return sequence.num_computed_tokens == len(sequence.tokens) - 1
 
-    def guess(self, sequences: Sequence[RequestState]) -> torch.Tensor:
+    def guess(self, sequences: Requests) -> torch.Tensor:
         assert isinstance(self.head, LookaheadHead)
         ahead = self.config.num_speculative_tokens - 1
         attention = self.context.attention()

@@ -6,14 +6,14 @@ output layer is the target's own, or some of its rows, so a head costs one squar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forerun.core.request import RequestState
+from forerun.core.request import Requests, RequestState
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
 from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes
@@ -71,7 +71,7 @@ class ResidualDrafter(BlockDrafter):
     def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
         self.latest[sequence.id] = rows[-1].clone()
 
-    def guess(self, sequences: Sequence[RequestState]) -> torch.Tensor:
+    def guess(self, sequences: Requests) -> torch.Tensor:
         assert isinstance(self.head, ResidualHead)
         states = self.head.transform(torch.stack([self.latest[sequence.id] for sequence in sequences]))
         states = states[:, : self.config.num_speculative_tokens]

@@ -8,14 +8,14 @@ context. Row i guesses the token i + 1 places behind the last committed one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
 from forerun.core.inference import inference
-from forerun.core.request import RequestState
+from forerun.core.request import Requests, RequestState
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
 from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, BlockMemory, remember
@@ -128,7 +128,7 @@ class Parallel(BlockDrafter):
         features = remember(self.memories, sequence, head, rows, head.sizes.depth, head.options["window"])
         self.newest[sequence.id] = features[-1].clone()
 
-    def guess(self, sequences: Sequence[RequestState]) -> torch.Tensor:
+    def guess(self, sequences: Requests) -> torch.Tensor:
         """Always of a whole block, as in training: its rows see each other."""
         head = self.head
         assert isinstance(head, ParallelHead)
