@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import one_call
-from described import CASES, LATENT, LATENTS, LINEAR, MAIN, PARTIAL, SIZES, TOKENS, UNEVEN, save_described
+from described import CASES, LATENT, LATENTS, LINEAR, MAIN, PARTIAL, SIZES, TOKENS, save_described
 from forerun import LLM, SamplingParams
 from forerun.attention.sdpa import SdpaAttention
 from forerun.cache.pool import KVShape, Pool
@@ -192,7 +192,7 @@ def test_bits_do_not_depend_on_the_batch_with_our_kernels(checkpoint, name, dtyp
 
 @pytest.mark.parametrize("quantization", [None, "int8_rows", "q4_0", "q8_0"])
 @pytest.mark.parametrize("dtype", where(can_tile, DTYPES))
-@pytest.mark.parametrize("name", sorted(CASES.keys() - UNEVEN.keys()))
+@pytest.mark.parametrize("name", CASES)
 def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoint, name, dtype, quantization):
     one_call.check(load_model(checkpoint(name), dtype=dtype, invariant=True, quantization=quantization))
 

@@ -38,8 +38,8 @@ def decoding(model, **changes):
 BAD_CALLS = [
     {"rows": 0}, {"rows": -1}, {"rows": 4}, {"threads": 0}, {"ids": 0}, {"positions": 0}, {"angles": 0},
     {"num_angles": 2}, {"which": 0}, {"num_which": -1}, {"num_which": 1 << 40}, {"keep": 0}, {"rows_out": 0},
-    {"num_out": -1}, {"num_out": 4}, {"workspace": 0}, {"workspace_size": 10}, {"logits": 0}, {"sides": 0}, {"pool": 0},
-    {"plan": 0},
+    {"num_out": -1}, {"num_out": 4}, {"workspace": 0}, {"workspace_size": 10}, {"logits": 0}, {"sides": 0},
+    {"pools": 0}, {"plan": 0},
 ]  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_a_decoder_refuses_ids_positions_layers_and_rows_out_of_range(model, whi
 def test_a_model_whose_parts_do_not_fit(model):
     run, *_ = decoding(model)
     run()
-    for at, value in enumerate((3, 0, 15, 31, 63, 0, 0, 0, 0)):
+    for at, value in enumerate((3, 31, 63, 0, 0, 0, 0)):
         run, *_ = decoding(model)
         kept = model.fused.model[at]
         model.fused.model[at] = value
@@ -100,7 +100,10 @@ def changed(fields, at, value):
         fields[at] = kept
 
 
-BAD_LAYERS = [{"rotary": -2}, {"rotary": 1}, {"window": -1}, {"norm_attention": 0, "norm_token": 1}]
+BAD_LAYERS = [
+    {"rotary": -2}, {"rotary": 1}, {"window": -1}, {"norm_attention": 0, "norm_token": 1}, {"width": 15}, {"width": 0},
+    {"kv_heads": 0}, {"kv_heads": 3}, {"stores": 2}, {"stores": 0}, {"source": -1}, {"source": 1},
+]  # fmt: skip
 BAD_MODELS = [{"rotaries": -1}, {"rotaries": 0}, {"rotaries": 99}, {"activation": -1}, {"activation": 2}, {"inner": 63}]
 
 
@@ -121,6 +124,37 @@ def test_a_layer_whose_parts_do_not_fit(model):
     prepared.kept[-1][5][0] = NOWHERE  # a table of angles
     with pytest.raises(KernelError, match="null"):
         run()
+
+
+BAD_INPUTS = [{"inputs": -1}, {"inputs": 0}, {"inputs": 9}, {"norm_inputs": NOWHERE}, {"table": NOWHERE}]
+BAD_SHARES = [
+    {"source": 6}, {"source": 2}, {"source": -1}, {"stores": 1}, {"width": 16}, {"kv_heads": 1}, {"norm_key": 1},
+    {"normed": 5}, {"normed": -1},
+]  # fmt: skip
+
+
+def test_layers_that_read_others_and_embeddings_that_do_not_fit(tmp_path):
+    """The sixth layer reads the keys of the fourth."""
+    save_described("gemma4", tmp_path)
+    model = load_model(str(tmp_path))
+    fused, size = model.fused, len(model.fused.layers) // 6
+    run, *_ = decoding(model)
+    run()
+    cases = [(fused.model, structs.ModelStruct, 0, BAD_INPUTS), (fused.layers, structs.LayerStruct, 5, BAD_SHARES)]
+    for fields, kind, layer, changes in cases:
+        for change in changes:
+            ((name, value),) = change.items()
+            with changed(fields, layer * size + kind._fields.index(name), value), pytest.raises(KernelError):
+                run()
+    with changed(fused.layers, 5 * size + structs.LayerStruct._fields.index("source"), 5), pytest.raises(KernelError):
+        run()  # it would read what nobody has stored, beside layers that store
+    for at in range(len(structs.LayerStruct._fields), size):  # no linear layer of the sixth fits any more
+        name = structs.LinearStruct._fields[(at - len(structs.LayerStruct._fields)) % len(structs.LinearStruct._fields)]
+        where = 5 * size + at
+        if name in ("outputs", "inputs"):
+            with changed(fused.layers, where, fused.layers[where] - 1), pytest.raises(KernelError):
+                run()
+    run()
 
 
 def test_a_model_without_ends(model):
@@ -247,13 +281,13 @@ def test_latents_that_do_not_fit(tmp_path):
         (heads, 3 * len(line) + line.index(name), value) for name, value in {"inputs": 13, "weight": NOWHERE}.items()
     ]
     for name in ("gated", "norm_qk", "norm_token"):
-        at = len(structs.LayerStruct._fields) + 6 * len(line)  # the second layer
+        at = len(model.fused.layers) // len(model._layers)  # the second layer
         bad.append((model.fused.layers, at + structs.LayerStruct._fields.index(name), 1))
     for fields, at, value in bad:
         with changed(fields, at, value), pytest.raises(KernelError):
             run()
     run()
-    shape = attention._shape
+    shape = attention._shapes
     for name, value in {"width": 30, "value_width": 22, "kv_heads": 2}.items():
         with changed(shape, structs.PoolStruct._fields.index(name), value), pytest.raises(KernelError):
             run()

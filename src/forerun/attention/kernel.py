@@ -53,19 +53,20 @@ class KernelAttention(Backend[AttentionPlan]):
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
         self.call = getattr(kernels.library(), f"attend_{kernels.dtype_name(pool.dtype)}")
+        self.layers: Sequence[int] = range(len(pool.keys))
+        """Whose keys and values are read, of those in the pool."""
         self._keys: list[torch.Tensor] = []
-        self._sides = self._shape = array("q")
+        self._sides = self._shapes = array("q")
 
     def sides(self) -> tuple[int, int]:
-        """Addresses of every layer's keys and values, and of their ``structs.PoolStruct``: the entries of all layers
-        that have some have one shape."""
+        """Addresses of every layer's keys and values, and of their ``structs.PoolStruct``."""
         pool = self.pool
         if self._keys is not pool.keys:  # at first, and after the pool was resized
             self._keys = pool.keys
-            self._sides = array("q", (side.data_ptr() for pair in zip(pool.keys, pool.values) for side in pair))
-            first = next((index for index, side in enumerate(pool.keys) if side.shape[1]), 0)
-            self._shape = _lay_out(pool.keys[first], pool.values[first])
-        return self._sides.buffer_info()[0], self._shape.buffer_info()[0]
+            pairs = [(pool.keys[index], pool.values[index]) for index in self.layers]
+            self._sides = array("q", (side.data_ptr() for pair in pairs for side in pair))
+            self._shapes = array("q", (number for pair in pairs for number in _lay_out(*pair)))
+        return self._sides.buffer_info()[0], self._shapes.buffer_info()[0]
 
     def begin(self, batch: Batch) -> AttentionPlan:
         """Raises ValueError, before anything is reserved, for spans that are no rows of a sequence."""

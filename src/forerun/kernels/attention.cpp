@@ -342,19 +342,22 @@ void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, cons
 }
 
 template <class T>
-void apply_rotary(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width) {
-  for (int64_t row = 0; row < rows; row++)
+void apply_rotary(T *x, int64_t stride, const float *angles, const int64_t *positions, int64_t rows, int64_t heads,
+                  int64_t width) {
+  for (int64_t row = 0; row < rows; row++) {
+    const float *const own = angles + (positions ? positions[row] : row) * width;
     for (int64_t head = 0; head < heads; head++)
       for (int64_t i = 0; i < width; i += LANES) {
         T *at = x + row * stride + head * width + i;
         const First lanes = first(width - i);
-        const Floats v = load(at, lanes), angle = load(angles + row * width + i, lanes);
+        const Floats v = load(at, lanes), angle = load(own + i, lanes);
         store(at, lanes, fma_subadd(v, even_twice(angle), swap_pairs(v) * odd_twice(angle)));
       }
+  }
 }
 
 #define INSTANTIATE(KIND, T)                                                                                          \
   template void attend(const T *, const T *, const T *, T *, T *, T *, const Pool &, const Heads &, const Plan &,     \
                        float, float, int);                                                                            \
-  template void apply_rotary(T *, int64_t, const float *, int64_t, int64_t, int64_t);
+  template void apply_rotary(T *, int64_t, const float *, const int64_t *, int64_t, int64_t, int64_t);
 FOR_EACH_TYPE(INSTANTIATE)

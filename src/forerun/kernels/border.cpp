@@ -185,11 +185,12 @@ Complaint heads_fit(const Linear *layers, int64_t heads, int64_t inputs, int64_t
   return FINE;
 }
 
-// Attention to latents; ``width`` is that of a row of angles.
-Complaint latent_fits(const Layer &l, int64_t heads, int64_t width, int64_t hidden) {
+// Attention to latents; a layer's ``width`` is that of a row of angles.
+Complaint latent_fits(const Layer &l, int64_t heads, int64_t hidden) {
   const Latent &n = *l.latent;
   for (int64_t size : {n.rank, n.plain, n.turned, n.value}) REQUIRE(within(size, 1, WIDEST), HEADS_SIZE);
-  REQUIRE(n.turned == width && n.rank % 2 == 0 && n.entry() <= WIDEST && within(n.query_rank, 0, MOST), HEADS_SIZE);
+  REQUIRE(n.turned == l.width && l.kv_heads == 1 && l.stores, HEADS_SIZE);
+  REQUIRE(n.rank % 2 == 0 && n.entry() <= WIDEST && within(n.query_rank, 0, MOST), HEADS_SIZE);
   REQUIRE(heads <= MOST_INT8 && !l.norm_qk && !l.norm_query && !l.norm_key && !l.gated && !l.norm_token, LAYER_KIND);
   REQUIRE(n.norm && (n.norm_query || !n.query_rank), NULL_POINTER);
   if (const Complaint wrong = layer_fits(l.qkv, hidden, n.first(heads) + n.entry())) return wrong;
@@ -200,11 +201,10 @@ Complaint latent_fits(const Layer &l, int64_t heads, int64_t width, int64_t hidd
   return layer_fits(l.out, heads * n.value, hidden);
 }
 
-// Of a token in the cache, which is one for all layers.
-template <class T>
-Complaint entry_fits(const Pool &p, const Model<T> &m, const Latent *latent) {
-  const int64_t width = latent ? latent->entry() : m.width, value = latent ? latent->rank : m.width;
-  REQUIRE(p.kv_heads == m.kv_heads && p.width == width && p.value_width == value, HEADS_SIZE);
+// Of a token in the cache, in the part that a layer reads.
+Complaint entry_fits(const Pool &p, const Layer &l) {
+  const int64_t width = l.latent ? l.latent->entry() : l.width, value = l.latent ? l.latent->rank : l.width;
+  REQUIRE(p.kv_heads == l.kv_heads && p.width == width && p.value_width == value, HEADS_SIZE);
   return FINE;
 }
 
@@ -261,24 +261,57 @@ bool has_words(const Model<T> &m) {
   return m.embedding || m.words.weight;
 }
 
+// A layer whose rows of so many numbers are read.
+Complaint rows_of_layer_fit(const Linear &l, int64_t count, int64_t width) {
+  REQUIRE(within(l.kind, 0, KINDS - 1) && l.kind != KIND_int8 && !l.next, LAYER_KIND);
+  return layer_fits(l, width, count);
+}
+
+// Per-layer embeddings.
 template <class T>
-Complaint words_fit(const Model<T> &m) {
-  if (m.embedding || !has_words(m)) return FINE;
-  REQUIRE(within(m.words.kind, 0, KINDS - 1) && m.words.kind != KIND_int8 && !m.words.next, LAYER_KIND);
-  return layer_fits(m.words, m.hidden, m.known);
+Complaint inputs_fit(const Model<T> &m) {
+  REQUIRE(within(m.inputs, 0, m.gated ? m.inner : 0), SIZE);
+  if (!m.inputs) return absent(m.table_rows, m.project);
+  REQUIRE(m.norm_inputs, NULL_POINTER);
+  if (const Complaint wrong = layer_fits(m.project, m.hidden, m.layers * m.inputs)) return wrong;
+  return m.table ? FINE : rows_of_layer_fit(m.table_rows, m.known, m.layers * m.inputs);
+}
+
+// What attention reads, and how a layer reads its embedding.
+template <class T>
+Complaint attention_fits(const Model<T> &m, const Layer *layers, int64_t index) {
+  const Layer &l = layers[index];
+  if (!l.qkv.weight) return absent(l.qkv, l.out);
+  REQUIRE(within(l.kv_heads, 1, MOST) && m.heads % l.kv_heads == 0, HEADS_SIZE);
+  REQUIRE(within(l.width, 2, WIDEST) && l.width % 2 == 0, HEADS_SIZE);
+  REQUIRE(within(l.stores, 0, 1) && within(l.source, l.stores ? index : 0, index), LAYER_RANGE);
+  REQUIRE(l.stores || !l.norm_key, LAYER_KIND);
+  if (l.latent) {
+    REQUIRE(!m.parallel, LAYER_KIND);
+    return latent_fits(l, m.heads, m.hidden);
+  }
+  const Layer &source = layers[l.source];
+  REQUIRE(l.source == index || source.stores, LAYER_RANGE);
+  REQUIRE(source.qkv.weight && !source.latent && source.kv_heads == l.kv_heads && source.width == l.width, HEADS_SIZE);
+  const int64_t made = l.stores * l.kv_heads, queries = m.heads * l.width;
+  REQUIRE(!l.norm_qk || within(l.normed, 0, m.heads + 2 * made), HEADS_SIZE);
+  const int64_t qkv = queries * (1 + l.gated) + 2 * made * l.width;
+  if (const Complaint wrong = layer_fits(l.qkv, m.hidden * (l.norm_token ? 2 : 1), qkv)) return wrong;
+  return layer_fits(l.out, queries, m.hidden);
 }
 
 template <class T>
 Complaint model_fits(const Model<T> &m, const Layer *layers) {
-  REQUIRE(within(m.kv_heads, 1, MOST) && within(m.heads, 1, MOST) && m.heads % m.kv_heads == 0, HEADS_SIZE);
-  REQUIRE(within(m.width, 2, WIDEST) && m.width % 2 == 0, HEADS_SIZE);
+  REQUIRE(within(m.heads, 1, MOST), HEADS_SIZE);
   REQUIRE(within(m.hidden, 1, MOST) && within(m.inner, 0, MOST) && within(m.known, 1, MOST), SIZE);
   REQUIRE(within(m.rotaries, 0, m.layers), SIZE);
   REQUIRE(m.norm, NULL_POINTER);
   REQUIRE(m.query_reach >= 1, SIZE);
   REQUIRE(within(m.layers, 1, MOST) && within(m.head.outputs, m.head.weight ? 1 : 0, m.head.weight ? MOST : 0), SIZE);
   REQUIRE(!m.head.next, SIZE);
-  if (const Complaint wrong = words_fit(m)) return wrong;
+  if (!m.embedding && has_words(m))
+    if (const Complaint wrong = rows_of_layer_fit(m.words, m.known, m.hidden)) return wrong;
+  if (const Complaint wrong = inputs_fit(m)) return wrong;
   if (m.head.weight)
     if (const Complaint wrong = layer_fits(m.head, m.hidden, m.head.outputs)) return wrong;
   REQUIRE(!m.mix.weight || has_words(m), NULL_POINTER);
@@ -292,15 +325,13 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
     REQUIRE(within(l.gated, 0, 1) && !(!l.qkv.weight && (l.gated || l.norm_token || m.parallel)), LAYER_KIND);
     REQUIRE(!(l.mixer && (l.norm_token || m.parallel)), LAYER_KIND);
     if (const Complaint wrong = mixing_fits(l, m.hidden)) return wrong;
-    if (l.latent) {
-      REQUIRE(m.kv_heads == 1 && !m.parallel, LAYER_KIND);
-      if (const Complaint wrong = latent_fits(l, m.heads, m.width, m.hidden)) return wrong;
-    } else if (l.qkv.weight) {
-      const int64_t heads = m.heads * m.width, qkv = heads * (1 + l.gated) + 2 * m.kv_heads * m.width;
-      if (const Complaint wrong = layer_fits(l.qkv, m.hidden * (l.norm_token ? 2 : 1), qkv)) return wrong;
-      if (const Complaint wrong = layer_fits(l.out, heads, m.hidden)) return wrong;
-    } else if (const Complaint wrong = absent(l.qkv, l.out)) {
-      return wrong;
+    if (const Complaint wrong = attention_fits(m, layers, i)) return wrong;
+    if (!m.inputs) {
+      if (const Complaint wrong = absent(l.to_inputs, l.from_inputs)) return wrong;
+    } else {
+      if (const Complaint wrong = activation_fits(m.activation, l.numbers, true)) return wrong;
+      if (const Complaint wrong = layer_fits(l.to_inputs, m.hidden, m.inputs)) return wrong;
+      if (const Complaint wrong = layer_fits(l.from_inputs, m.inputs, m.hidden)) return wrong;
     }
     if (l.experts) {
       if (const Complaint wrong = experts_fit(*l.experts, m.hidden)) return wrong;
@@ -321,7 +352,7 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
 template <class T>
 Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   REQUIRE(within(c.rows, 1, MOST) && threads_fit(c.threads) && within(c.num_which, 0, m.layers), SIZE);
-  REQUIRE(given(c.ids, c.positions, c.angles, c.keep, c.workspace, c.sides, c.pool, c.plan), NULL_POINTER);
+  REQUIRE(given(c.ids, c.positions, c.angles, c.keep, c.workspace, c.sides, c.pools, c.plan), NULL_POINTER);
   REQUIRE((!m.mix.weight && has_words(m)) || c.given, NULL_POINTER);
   for (int64_t table = 0; table < m.rotaries; table++) REQUIRE(c.angles[table], NULL_POINTER);
   REQUIRE(within(c.num_out, 0, c.rows), ROW_RANGE);
@@ -338,14 +369,20 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
     for (int64_t i = 0; i < c.num_out; i++)
       REQUIRE(within(c.rows_out[i], i ? c.rows_out[i - 1] + 1 : 0, c.rows - 1), ROW_RANGE);
   }
-  if (const Complaint wrong = pool_fits(*c.pool)) return wrong;
-  bool keeps = false;
+  REQUIRE(within(c.pools->pages, 1, MOST) && within(c.pools->page_size, 1, MOST), SIZE);
+  bool keeps = false, stores = false, reads = false;
   for (int64_t i = 0; i < c.num_which; i++) {
     const int64_t at = 2 * c.which[i];
-    const Mixer *const mixer = layers[c.which[i]].mixer;
-    REQUIRE(!layers[c.which[i]].qkv.weight || given(c.sides[at], c.sides[at + 1]), NULL_POINTER);
-    if (layers[c.which[i]].qkv.weight)
-      if (const Complaint wrong = entry_fits(*c.pool, m, layers[c.which[i]].latent)) return wrong;
+    const Layer &layer = layers[c.which[i]];
+    const Mixer *const mixer = layer.mixer;
+    if (layer.qkv.weight) {
+      const Pool &pool = c.pools[layer.source];
+      if (const Complaint wrong = pool_fits(pool)) return wrong;
+      REQUIRE(pool.pages == c.pools->pages && pool.page_size == c.pools->page_size, SIZE);
+      if (const Complaint wrong = entry_fits(pool, layer)) return wrong;
+      REQUIRE(given(c.sides[2 * layer.source], c.sides[2 * layer.source + 1]), NULL_POINTER);
+      (layer.stores || layer.source != c.which[i] ? stores : reads) = true;
+    }
     if (!mixer) continue;
     REQUIRE(given(c.replay, c.states) && c.states[at], NULL_POINTER);
     REQUIRE(c.states[at + 1] || mixer->kind == MIXER_conv, NULL_POINTER);
@@ -354,12 +391,14 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   }
   if (keeps)
     if (const Complaint wrong = replay_fits(*c.replay, c.rows)) return wrong;
-  return plan_fits(*c.plan, *c.pool, c.rows);
+  REQUIRE(!(stores && reads), LAYER_RANGE);
+  return plan_fits(*c.plan, *c.pools, c.rows, !reads);
 }
 
 template <class T>
 Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, const Chains<T> &d) {
-  for (int64_t i = 0; i < m.layers; i++) REQUIRE(!layers[i].mixer, LAYER_KIND);
+  for (int64_t i = 0; i < m.layers; i++)
+    REQUIRE(!layers[i].mixer && (layers[i].stores || layers[i].source != i), LAYER_KIND);
   REQUIRE(d.sequences == c.num_out && d.sequences >= 1 && within(d.longest, 1, MOST), CHAIN_RANGE);
   REQUIRE(m.head.weight && has_words(m) && !c.sum, NULL_POINTER);
   REQUIRE(given(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.words, d.tokens), NULL_POINTER);
@@ -372,7 +411,7 @@ Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, c
     REQUIRE(d.temperatures[i] == 0 || d.keys || d.q, NULL_POINTER);
     const int64_t fed = d.starts[i] + d.depths[i] - 1;
     REQUIRE(fed <= c.num_angles, POSITION_RANGE);
-    if (const Complaint wrong = pages_fit(*c.plan, *c.pool, d.tables[i], fed)) return wrong;
+    if (const Complaint wrong = pages_fit(*c.plan, *c.pools, d.tables[i], fed)) return wrong;
   }
   return FINE;
 }
@@ -507,7 +546,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     CHECK(rows_fit(x, rows, width));                                                                                 \
     REQUIRE(width % 2 == 0 && within(heads, 1, MOST) && stride >= 0, HEADS_SIZE);                                    \
     REQUIRE(!rows || angles, NULL_POINTER);                                                                          \
-    apply_rotary(x, stride, angles, rows, heads, width);                                                             \
+    apply_rotary(x, stride, angles, nullptr, rows, heads, width);                                                    \
     return FINE;                                                                                                     \
   }                                                                                                                  \
   int forerun_attend_##KIND(const T *q, const T *k, const T *v, T *out, T *keys, T *values, const Pool *pool,        \

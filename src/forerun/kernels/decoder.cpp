@@ -12,9 +12,6 @@ namespace {
 
 int64_t rounded(int64_t numbers) { return (numbers + ROUND_UP - 1) / ROUND_UP * ROUND_UP; }
 
-template <class T>
-constexpr int64_t FLOATS = sizeof(float) / sizeof(T);  // numbers in the room of a float
-
 // Numbers of a row, the most of all layers: of what a layer, or the matrix before the layers, reads; of what its first
 // projection makes; of what attention and the mixer make.
 struct Widths {
@@ -53,7 +50,7 @@ class Decoder {
     latent = take(c.rows * widths.latent);
     wide = take(c.rows * 2 * m.inner);
     inner = take(c.rows * m.inner);
-    angles = reinterpret_cast<float *>(take(c.rows * m.rotaries * m.width * FLOATS<T>));
+    inputs = take(c.rows * m.layers * m.inputs);
     scores = take(c.num_out * m.head.outputs);
   }
 
@@ -69,11 +66,9 @@ class Decoder {
       } else {
         embed(row, x + row * m.hidden);
       }
-      for (int64_t table = 0; table < m.rotaries; table++)
-        std::memcpy(angles + (table * c.rows + row) * m.width, c.angles[table] + c.positions[row] * m.width,
-                    m.width * sizeof(float));
     }
     if (m.mix.weight) multiply(m.mix, normed, x, nullptr, c.rows);
+    if (m.inputs) embed_for_layers();
     int64_t rows = c.rows;  // that go on
     T *const output = c.keep[c.num_which];
     for (int64_t i = 0; i < c.num_which && rows; i++) {
@@ -85,9 +80,10 @@ class Decoder {
         pick(attended, layer.out.inputs);
         pick(mixed, layer.leave.inputs);
         if (m.parallel) pick(layer.norm_attention ? normed : x, m.hidden);
+        if (m.inputs) pick(inputs, m.layers * m.inputs);
         rows = c.num_out;
       }
-      if (rows) rest(layer, rows);
+      if (rows) rest(layer, c.which[i], rows);
       if (failed) return false;
     }
     if (c.keep[c.num_which + 1]) std::memcpy(c.keep[c.num_which + 1], x, rows * m.hidden * sizeof(T));
@@ -107,15 +103,32 @@ class Decoder {
   }
 
  private:
-  void embed(int64_t row, T *to) const {
-    if (m.embedding)
-      std::memcpy(to, m.embedding + c.ids[row] * m.hidden, m.hidden * sizeof(T));
+  void embed(int64_t row, T *to) const { take(m.embedding, m.words, m.embedding_scale, row, to, m.hidden); }
+
+  // The row of a token, among ``numbers`` or else the rows of a layer, times ``factor``.
+  void take(const T *numbers, const Linear &layer, double factor, int64_t row, T *to, int64_t width) const {
+    if (numbers)
+      std::memcpy(to, numbers + c.ids[row] * width, width * sizeof(T));
     else
-      take_rows(m.words.kind, m.words.weight, c.ids + row, to, 1, m.hidden);
-    if (m.embedding_scale == 1) return;
-    const Floats factor = broadcast(static_cast<float>(m.embedding_scale));
-    for (int64_t i = 0; i < m.hidden; i += 16)
-      store(to + i, first(m.hidden - i), load(to + i, first(m.hidden - i)) * factor);
+      take_rows(layer.kind, layer.weight, c.ids + row, to, 1, width);
+    if (factor != 1) scale(to, static_cast<float>(factor), width);
+  }
+
+  // What layers read beside x: (norm of a projection of it + a row of the table) / sqrt(2), for each of them.
+  void embed_for_layers() const {
+    const int64_t width = m.layers * m.inputs;
+    multiply(m.project, x, inputs, nullptr, c.rows);
+    scale(inputs, static_cast<float>(std::pow(static_cast<double>(m.hidden), -0.5)), c.rows * width);
+    norm(inputs, m.norm_inputs, inputs, static_cast<const T *>(nullptr), c.rows * m.layers, 1, m.inputs, eps,
+         m.centred != 0);
+    std::vector<T> own(width);
+    for (int64_t row = 0; row < c.rows; row++) {
+      take(m.table, m.table_rows, m.table_scale, row, own.data(), width);
+      T *const at = inputs + row * width;
+      for (int64_t i = 0; i < width; i += 16)
+        store(at + i, first(width - i), load(at + i, first(width - i)) + load(&own[i], first(width - i)));
+    }
+    scale(inputs, 0.70710678f, c.rows * width);
   }
 
   // The rows whose logits are wanted, to the front.
@@ -182,7 +195,7 @@ class Decoder {
         normalise(x + row * m.hidden, layer.norm_attention, to + m.hidden, 1);
       }
       multiply(layer.qkv, normed, qkv, nullptr, c.rows);
-      return look(layer, index);
+      return look(layer);
     }
     if (!layer.mixer && !layer.qkv.weight) return;
     const T *const in = read(layer.norm_attention, c.rows);
@@ -194,17 +207,18 @@ class Decoder {
     }
     if (!layer.qkv.weight) return;
     multiply(layer.qkv, in, qkv, nullptr, c.rows);
-    if (layer.latent) return look_at_latents(layer, *layer.latent, index);
-    look(layer, index);
+    if (layer.latent) return look_at_latents(layer, *layer.latent);
+    look(layer);
   }
 
   void turn(const Layer &layer, T *at, int64_t stride, int64_t heads) const {
-    if (layer.rotary >= 0) apply_rotary(at, stride, angles + layer.rotary * c.rows * m.width, c.rows, heads, m.width);
+    if (layer.rotary >= 0)
+      apply_rotary(at, stride, c.angles[layer.rotary], c.positions, c.rows, heads, layer.width);
   }
 
   // Attention with one key head, of latents: a head's projections of them are applied to its queries and to what attention
   // makes. In the workspace: latents of queries, queries, those with their keys' projections, and attention's rows.
-  void look_at_latents(const Layer &layer, const Latent &n, int64_t index) const {
+  void look_at_latents(const Layer &layer, const Latent &n) const {
     const int64_t made = layer.qkv.all_outputs(), query = n.query(), entry = n.entry(), wide_query = m.heads * entry;
     T *const asked = latent + c.rows * n.query_rank, *const q = asked + c.rows * m.heads * query;
     T *const out = q + c.rows * wide_query, *const k = qkv + n.first(m.heads);
@@ -229,30 +243,35 @@ class Decoder {
     }
     grow_all(q, wide_query, wide_query);
     const Heads heads{m.heads, layer.window, wide_query, made, made, nullptr, 0, layer.sinks};
-    attend(q, k, k, out, c.sides[2 * index], c.sides[2 * index + 1], *c.pool, heads, *c.plan,
-           static_cast<float>(m.scale), static_cast<float>(m.softcap), threads);
+    see(layer, q, k, k, out, heads);
     project_each(n.values, m.heads, out, {m.heads * n.rank, n.rank}, attended, {m.heads * n.value, n.value}, c.rows,
                  threads);
   }
 
+  void see(const Layer &layer, const T *q, const T *k, const T *v, T *out, const Heads &heads) const {
+    T *const *const sides = c.sides + 2 * layer.source;
+    attend(q, k, v, out, sides[0], sides[1], c.pools[layer.source], heads, *c.plan, static_cast<float>(m.scale),
+           static_cast<float>(m.softcap), threads);
+  }
+
   // What attention makes of qkv.
-  void look(const Layer &layer, int64_t index) const {
-    const int64_t qkv_width = layer.qkv.all_outputs();
-    const int64_t rotated = m.heads + m.kv_heads, queries = m.heads * m.width, shared = m.kv_heads * m.width;
+  void look(const Layer &layer) const {
+    const int64_t qkv_width = layer.qkv.all_outputs(), width = layer.width;
+    const int64_t keys = layer.stores ? layer.kv_heads : 0, rotated = m.heads + keys;
+    const int64_t queries = m.heads * width, shared = keys * width;
     for (int64_t row = 0; row < c.rows; row++) {
       T *const q = qkv + row * qkv_width;
-      if (!m.norm_rotated) norm_heads(q, layer.norm_qk, rotated, m.width);
+      if (!m.norm_rotated) norm_heads(q, layer.norm_qk, layer.normed, width);
       norm_heads(q, layer.norm_query, 1, queries);
       norm_heads(q + queries, layer.norm_key, 1, shared);
     }
     turn(layer, qkv, qkv_width, rotated);
     for (int64_t row = 0; m.norm_rotated && row < c.rows; row++)
-      norm_heads(qkv + row * qkv_width, layer.norm_qk, rotated, m.width);
+      norm_heads(qkv + row * qkv_width, layer.norm_qk, layer.normed, width);
     grow_all(qkv, qkv_width, queries);
     const Heads heads{m.heads, layer.window, qkv_width, qkv_width, qkv_width, nullptr, 0, layer.sinks};
-    T *const k = qkv + queries, *const v = k + shared;
-    attend(qkv, k, v, attended, c.sides[2 * index], c.sides[2 * index + 1], *c.pool, heads, *c.plan,
-           static_cast<float>(m.scale), static_cast<float>(m.softcap), threads);
+    const T *const k = layer.stores ? qkv + queries : nullptr, *const v = layer.stores ? k + shared : nullptr;
+    see(layer, qkv, k, v, attended, heads);
     for (int64_t row = 0; layer.gated && row < c.rows; row++)
       close(qkv + row * qkv_width + queries + 2 * shared, attended + row * queries, queries);
   }
@@ -285,30 +304,55 @@ class Decoder {
       store(at + i, first(count - i), load(at + i, first(count - i)) * broadcast(factor));
   }
 
-  void rest(const Layer &layer, int64_t rows) {
+  void rest(const Layer &layer, int64_t index, int64_t rows) {
     if (m.parallel) multiply(layer.gate_up, layer.norm_attention ? normed : x, wide, nullptr, rows);
     if (layer.mixer) add(layer.leave, mixed, nullptr, rows);
     if (layer.qkv.weight) add(layer.out, attended, layer.after_attention, rows);
     if (failed || (!layer.experts && !layer.gate_up.weight)) return;
     const T *const in = m.parallel ? nullptr : read(layer.norm_mlp, rows);
-    if (layer.experts) return add_experts(layer, in, rows);
-    if (in) multiply(layer.gate_up, in, wide, nullptr, rows);
-    gate(m.activation, layer.numbers, m.gated != 0, wide, inner, rows, layer.down.inputs);
-    add(layer.down, inner, layer.after_mlp, rows);
+    if (layer.experts) {
+      add_experts(layer, in, rows);
+    } else {
+      if (in) multiply(layer.gate_up, in, wide, nullptr, rows);
+      gate(m.activation, layer.numbers, m.gated != 0, wide, inner, rows, layer.down.inputs);
+      add(layer.down, inner, layer.after_mlp, rows);
+    }
+    if (m.inputs) add_inputs(layer, index, rows);
+    if (layer.scale != 1) scale(x, static_cast<float>(layer.scale), rows * m.hidden);
+  }
+
+  void add_inputs(const Layer &layer, int64_t index, int64_t rows) {
+    const int64_t bytes = m.inputs * sizeof(T);
+    multiply(layer.to_inputs, x, inner, nullptr, rows);
+    for (int64_t row = 0; row < rows; row++) {
+      T *const to = wide + 2 * row * m.inputs;
+      std::memcpy(to, inner + row * m.inputs, bytes);
+      std::memcpy(to + m.inputs, inputs + (row * m.layers + index) * m.inputs, bytes);
+    }
+    gate(m.activation, layer.numbers, true, wide, inner, rows, m.inputs);
+    add(layer.from_inputs, inner, layer.after_inputs, rows);
   }
 
   void add_experts(const Layer &layer, const T *in, int64_t rows) {
     const int64_t all = rows * m.hidden;
     std::vector<float> total(all);
-    const int64_t read = mix(*layer.experts, in, in, total.data(), rows, threads);
+    std::vector<T> own(layer.norm_experts ? all : 0), scored(layer.norm_router ? all : 0);
+    if (layer.norm_experts) normalise(x, layer.norm_experts, own.data(), rows);
+    if (layer.norm_router) normalise(x, layer.norm_router, scored.data(), rows);
+    const int64_t read = mix(*layer.experts, layer.norm_experts ? own.data() : in,
+                             layer.norm_router ? scored.data() : in, total.data(), rows, threads);
     if (c.experts) *c.experts += read;
     if (c.sum) sum(total.data(), true, total, rows);
     const std::vector<T> beside = layer.gate_up.weight ? beside_experts(layer, in, rows) : std::vector<T>();
     for (int64_t i = 0; i < all; i += 16) {
       const First lanes = first(all - i);
       store(normed + i, lanes, load(&total[i], lanes));
-      if (!beside.empty()) store(normed + i, lanes, load(normed + i, lanes) + load(&beside[i], lanes));
+      if (beside.empty() || layer.after_experts) continue;
+      store(normed + i, lanes, load(normed + i, lanes) + load(&beside[i], lanes));
     }
+    if (layer.after_experts)
+      norm(normed, layer.after_experts, normed, beside.empty() ? nullptr : beside.data(), rows, 1, m.hidden, eps,
+           m.centred != 0);
     if (layer.after_mlp) norm(normed, layer.after_mlp, x, x, rows, 1, m.hidden, eps, m.centred != 0);
     else add_scaled(rows);
   }
@@ -319,6 +363,7 @@ class Decoder {
     multiply(layer.gate_up, in, wide, nullptr, rows);
     gate(m.activation, layer.numbers, m.gated != 0, wide, inner, rows, layer.down.inputs);
     multiply(layer.down, inner, made.data(), nullptr, rows);
+    if (layer.after_beside) normalise(made.data(), layer.after_beside, made.data(), rows);
     if (!layer.share) return made;
     multiply(*layer.share, in, share.data(), nullptr, rows);
     const Floats one = broadcast(1);
@@ -338,8 +383,7 @@ class Decoder {
   const Call<T> &c;
   const float eps;
   const int threads;
-  T *x, *normed, *qkv, *attended, *mixed, *latent, *wide, *inner, *scores;
-  float *angles;
+  T *x, *normed, *qkv, *attended, *mixed, *latent, *wide, *inner, *inputs, *scores;
   bool failed = false;
 };
 
@@ -458,7 +502,8 @@ template <class T>
 int64_t workspace_needed(const Model<T> &m, const Layer *layers, int64_t rows, int64_t num_out) {
   int64_t numbers = num_out * m.head.outputs;
   const Widths w(m, layers);
-  for (int64_t width : {m.hidden, w.input, w.made, w.attended, w.mixed, w.latent, 2 * m.inner, m.inner, m.rotaries * m.width * FLOATS<T>})
+  for (int64_t width :
+       {m.hidden, w.input, w.made, w.attended, w.mixed, w.latent, 2 * m.inner, m.inner, m.layers * m.inputs})
     numbers += rounded(rows * width);
   return numbers;
 }

@@ -43,8 +43,10 @@ void norm(const T *x, const float *weights, T *y, const T *add, int64_t rows, in
 // slope and eps; clamped's steepness and limit.
 template <class T>
 void gate(int64_t activation, const float *numbers, bool gated, const T *x, T *y, int64_t rows, int64_t width);
+// Angles of a row are row number ``positions[row]`` of ``angles``, or ``row`` where that is null.
 template <class T>
-void apply_rotary(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width);
+void apply_rotary(T *x, int64_t stride, const float *angles, const int64_t *positions, int64_t rows, int64_t heads,
+                  int64_t width);
 // Stores k and v of the plan's rows, unless they are null, and attends.
 template <class T>
 void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, const Pool &pool, const Heads &heads,

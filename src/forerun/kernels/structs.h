@@ -150,7 +150,7 @@
 // A norm that is null is not there.
 #define LAYER(F)                                                                                                    \
   F(const float *, norm_attention)                                                                                  \
-  F(const float *, norm_qk) /* of every head of queries and keys */                                                 \
+  F(const float *, norm_qk) /* of every head of queries and keys, and of values if ``normed`` counts them */         \
   F(const float *, norm_query) /* of all heads together, as norm_key */                                             \
   F(const float *, norm_key)                                                                                        \
   F(const float *, after_attention) /* of what attention adds, as after_mlp */                                      \
@@ -165,14 +165,23 @@
   F(int64_t, gated)           /* qkv makes a gate of attention's output behind the values */                        \
   F(const Mixer *, mixer)     /* or null */                                                                          \
   F(const Latent *, latent)   /* or null */                                                                         \
-  F(const Linear *, share)    /* to one number: its sigmoid multiplies what the MLP beside experts makes; or null */
+  F(const Linear *, share)    /* to one number: its sigmoid multiplies what the MLP beside experts makes; or null */ \
+  F(int64_t, width)           /* of a head */                                                                       \
+  F(int64_t, kv_heads)        /* of the keys and values that it reads */                                            \
+  F(int64_t, stores)          /* qkv makes them, not queries alone */                                               \
+  F(int64_t, source)          /* the layer in whose part of the cache they are: this one, or one before it */       \
+  F(int64_t, normed)          /* heads of qkv, from the first on, that have a norm_qk */                            \
+  F(const float *, norm_experts)  /* of what experts read, in the place of norm_mlp */                              \
+  F(const float *, norm_router)   /* as norm_experts */                                                             \
+  F(const float *, after_experts) /* of what experts make, before that of the MLP beside them is added */           \
+  F(const float *, after_beside)  /* of what that makes */                                                          \
+  F(const float *, after_inputs)  /* of what ``from_inputs`` adds */                                                \
+  F(double, scale)            /* of the output */
 
 #define MODEL(F)                                                                                                    \
   F(int64_t, heads)                                                                                                 \
-  F(int64_t, kv_heads)                                                                                              \
-  F(int64_t, width)                                                                                                 \
   F(int64_t, hidden)                                                                                                \
-  F(int64_t, inner) /* of the widest MLP */                                                                         \
+  F(int64_t, inner) /* of the widest MLP, or gate of inputs */                                                      \
   F(int64_t, layers)                                                                                                \
   F(int64_t, known) /* tokens with an embedding */                                                                  \
   F(const T *, embedding) /* or null: the rows of ``words`` */                                                      \
@@ -184,6 +193,9 @@
   F(int64_t, parallel)        /* the MLP reads what attention read */                                               \
   F(int64_t, norm_rotated)    /* norm_qk comes behind the rotary embedding */                                       \
   F(int64_t, query_reach)     /* queries at position p are multiplied by 1 + growth log(1 + p / reach) */           \
+  F(int64_t, inputs)          /* numbers of a per-layer embedding; 0: there are none */                             \
+  F(const T *, table)         /* [known, layers, inputs] of them, or null: the rows of ``table_rows`` */            \
+  F(const float *, norm_inputs)                                                                                     \
   F(double, eps)                                                                                                    \
   F(double, scale)            /* of attention's scores */                                                           \
   F(double, softcap)          /* of attention's scores; 0: none */                                                  \
@@ -191,7 +203,8 @@
   F(double, embedding_scale)                                                                                        \
   F(double, residual_scale)   /* of what attention and MLP add */                                                   \
   F(double, logits_scale)                                                                                           \
-  F(double, query_growth)
+  F(double, query_growth)                                                                                           \
+  F(double, table_scale)
 
 // Adds up ``part`` [rows, hidden], float if it is ``wide`` and else as the rows are, with those of other processes, in
 // float. What it returns is 0, or the call ends.
@@ -203,7 +216,7 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(const int64_t *, ids)       /* tokens */                                                                        \
   F(const T *, given)           /* [rows, hidden], or null: the tokens' embeddings */                               \
   F(const int64_t *, positions) /* [rows] */                                                                        \
-  F(const float *const *, angles) /* of each table, [num_angles, width] */                                          \
+  F(const float *const *, angles) /* of each table, [num_angles, width of its layers' heads] */                     \
   F(int64_t, num_angles)                                                                                            \
   F(const int64_t *, which) /* the layers to run */                                                                 \
   F(int64_t, num_which)                                                                                                 \
@@ -214,7 +227,7 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(int64_t, workspace_size)                                                                                        \
   F(float *, logits)   /* [num_out, vocabulary]; null where the model has no head */                                \
   F(T *const *, sides) /* keys and values of every layer */                                                         \
-  F(const Pool *, pool)                                                                                             \
+  F(const Pool *, pools) /* of every layer */                                                                       \
   F(const Plan *, plan)                                                                                             \
   F(Sum, sum) /* of what attention and MLP make of rows, or null: they are whole */                                 \
   F(const Replay *, replay)   /* null where no layer keeps a state */                                               \
@@ -319,6 +332,7 @@ struct Layer {
   Linear qkv, out;       // of attention; there is none where qkv's weight is null
   Linear enter, leave;   // before and behind the mixer
   Linear gate_up, down;  // of the MLP; in the place of experts, or beside them; there is none where gate_up's weight is null
+  Linear to_inputs, from_inputs;  // gate the layer's embedding, and read it
 };
 
 template <class T>
@@ -326,6 +340,7 @@ struct Model {
   MODEL(FIELD)
   Linear head, words;  // either may be elsewhere: its weight is null
   Linear mix;  // makes the first layer's input of [the token's embedding, the given row]; its weight may be null
+  Linear table_rows, project;  // of per-layer embeddings: their rows, and what is made of the first layer's input
 };
 
 template <class T>

@@ -1,8 +1,8 @@
 """What crosses into the kernels as arrays of int64, a field each: ``structs.h`` names the same fields in the same
 order, and says what they mean; ``library`` compares the names. Other things go behind: a ``LayerStruct`` is followed by
-the ``LinearStruct`` of qkv, out, enter, leave, gate_up and down, ``ExpertsStruct`` by the router's, ``LatentStruct`` by
-that of queries, a ``ModelStruct`` by those of the head, the embedding and the mix. Pointers are addresses, 0 for null;
-numbers that are not whole go through ``number``.
+the ``LinearStruct`` of qkv, out, enter, leave, gate_up, down, to_inputs and from_inputs, ``ExpertsStruct`` by the
+router's, ``LatentStruct`` by that of queries, a ``ModelStruct`` by those of the head, the embedding, the mix, the table
+and the projection to its rows. Pointers are addresses, 0 for null; numbers that are not whole go through ``number``.
 """
 
 from __future__ import annotations
@@ -163,12 +163,21 @@ class LayerStruct(NamedTuple):
     mixer: int
     latent: int
     share: int
+    width: int
+    kv_heads: int
+    stores: int
+    source: int
+    normed: int
+    norm_experts: int
+    norm_router: int
+    after_experts: int
+    after_beside: int
+    after_inputs: int
+    scale: int
 
 
 class ModelStruct(NamedTuple):
     heads: int
-    kv_heads: int
-    width: int
     hidden: int
     inner: int
     layers: int
@@ -182,6 +191,9 @@ class ModelStruct(NamedTuple):
     parallel: int
     norm_rotated: int
     query_reach: int
+    inputs: int
+    table: int
+    norm_inputs: int
     eps: int
     scale: int
     softcap: int
@@ -190,6 +202,7 @@ class ModelStruct(NamedTuple):
     residual_scale: int
     logits_scale: int
     query_growth: int
+    table_scale: int
 
 
 class Call(NamedTuple):
@@ -209,7 +222,7 @@ class Call(NamedTuple):
     workspace_size: int
     logits: int
     sides: int
-    pool: int
+    pools: int
     plan: int
     sum: int
     replay: int

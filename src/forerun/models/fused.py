@@ -18,11 +18,11 @@ from forerun.attention.kernel import AttentionPlan, KernelAttention
 from forerun.cache.states import Replay
 from forerun.core.batch import Batch, Output
 from forerun.kernels import KernelError, structs
-from forerun.models.architectures.spec import SILU, Growth
+from forerun.models.architectures.spec import OUTSIDE, SILU, Growth
 from forerun.models.formats.compiled import Compiled
 from forerun.models.kernel_layers import KernelNorm
 from forerun.models.kernel_states import CompiledReplay, KernelMixer, addresses, lay_out
-from forerun.models.layer import Layer
+from forerun.models.layer import Layer, LayerTable
 from forerun.models.ranks.shards import Summed
 from forerun.models.rotary import Rotary
 from forerun.models.words import Words
@@ -35,13 +35,11 @@ RAW = -1
 
 @dataclass(slots=True)
 class Decoder:
-    """What a call needs: sizes of a head, embeddings, layers, the final norm and output layer, rotary tables by the
-    layers' names for them, and what scores are multiplied by. With ``total`` the layers are one rank's, of which it
-    adds up all ranks' parts, and the ends are the caller's."""
+    """What a call needs: query heads, embeddings, layers, the final norm and output layer, rotary tables by the layers'
+    names for them, and what scores are multiplied by. With ``total`` the layers are one rank's, of which it adds up all
+    ranks' parts, and the ends are the caller's."""
 
     heads: int
-    kv_heads: int
-    width: int
     words: Words
     layers: Sequence[Layer]
     norm: Any
@@ -61,12 +59,19 @@ class Decoder:
     mix: Any = None
     """Makes the first layer's input of [embedding of the token, given row]; None: that is the given row, or else the
     embedding."""
+    inputs: LayerTable | None = None
+    """Per-layer embeddings."""
 
     def can_fuse(self) -> bool:
         """Whether the call is here and every linear layer and norm has a kernel."""
         linears = [linear for layer in self.layers for linear in layer.linears()]
         ends = [] if self.total is not None else [self.head, *([self.mix] if self.mix is not None else [])]
         norms = [self.norm, *(norm for layer in self.layers for norm in layer.norms())]
+        if self.inputs is not None:
+            ends.append(self.inputs.project)
+            norms.append(self.inputs.norm)
+            if self.inputs.table.fields() is None or self.inputs.table.count != self.words.count or not self.gated:
+                return False
         return (
             self.words.device.type == "cpu"
             and (self.total is not None or self.words.fields() is not None)
@@ -80,20 +85,28 @@ class Decoder:
 
     def check(self) -> None:
         """Raise ValueError for parts that the call would misread; it compares the layers' sizes itself."""
-        dtype, hidden, turned = self.words.dtype, self.words.width, self.heads + self.kv_heads
+        dtype, hidden = self.words.dtype, self.words.width
         parts = [self.norm] if self.total is not None else [self.norm, self.head, self.mix]
         for layer in self.layers:
             parts += [*map(_own, layer.linears()), *layer.norms()]
-            sizes = [
-                (layer.norm_attention, (hidden,)), (layer.after_attention, (hidden,)), (layer.norm_mlp, (hidden,)),
-                (layer.after_mlp, (hidden,)), (layer.norm_token, (hidden,)), (layer.norm_qk, (turned, self.width)),
-                (layer.norm_query, (self.heads * self.width,)), (layer.norm_key, (self.kv_heads * self.width,)),
-            ]  # fmt: skip
+            width, keys = layer.width, layer.made
+            sizes: list[tuple[Any, int]] = [(norm, hidden) for norm in layer.outer_norms()]
+            sizes += [(layer.norm_query, self.heads * width), (layer.norm_key, keys * width)]
             if (latent := layer.latent) is not None:
-                sizes += [(latent.norm, (latent.sizes.rank,)), (latent.norm_query, (latent.sizes.query_rank,))]
+                sizes += [(latent.norm, latent.sizes.rank), (latent.norm_query, latent.sizes.query_rank)]
             for norm, size in sizes:
-                if norm is not None and norm.weight.shape != size:
-                    raise ValueError(f"a norm of {[*norm.weight.shape]} numbers where {[*size]} are normed")
+                if norm is not None and norm.weight.shape != (size,):
+                    raise ValueError(f"a norm of {[*norm.weight.shape]} numbers where {size} are normed")
+            heads = layer.norm_qk
+            if heads is not None and (heads.kinds - self.heads not in (keys, 2 * keys) or heads.width != width):
+                raise ValueError(f"a norm of {[*heads.weight.shape]} numbers for heads of {width}")
+            if layer.rope and layer.qkv is not None and self.rotaries[layer.rotary].width != width:
+                raise ValueError(f"angles for {self.rotaries[layer.rotary].width} numbers of a head of {width}")
+        if self.inputs is not None:
+            parts += [self.inputs.project, self.inputs.norm, self.inputs.table]
+            every, each = self.inputs.table.width, self.inputs.width
+            if every != len(self.layers) * each or self.inputs.norm.weight.shape != (each,):
+                raise ValueError(f"a table of {every} numbers for {len(self.layers)} layers with {each} each")
         if any(_dtype(part) not in (None, dtype) for part in parts):
             raise ValueError(f"embeddings, layers and norms must all be in {dtype}")
         outer = [part for layer in self.layers for part in layer.outer_norms()]
@@ -114,9 +127,10 @@ def _own(linear: Any) -> Any:
     return linear.linear if isinstance(linear, Summed) else linear
 
 
-def _fields(layer: Layer, rotaries: list[str], share: int, latent: int) -> list[int]:
+def _fields(layer: Layer, index: int, rotaries: list[str], share: int, latent: int) -> list[int]:
     """A ``structs.LayerStruct`` and what goes behind it; ``share`` and ``latent``: where the fields of those parts
     are."""
+    apart, inputs = layer.apart, layer.inputs
 
     def at(norm: KernelNorm | None) -> int:
         return norm.pointer if norm is not None else 0
@@ -140,8 +154,20 @@ def _fields(layer: Layer, rotaries: list[str], share: int, latent: int) -> list[
         mixer=layer.mixer.address if isinstance(layer.mixer, KernelMixer) else 0,
         latent=latent,
         share=share,
+        width=layer.width,
+        kv_heads=layer.kv_heads,
+        stores=layer.source is None,
+        source=index if layer.source in (None, OUTSIDE) else layer.source,
+        normed=0 if layer.norm_qk is None else layer.norm_qk.kinds,
+        norm_experts=0 if apart is None else at(apart.before),
+        norm_router=0 if apart is None else at(apart.router),
+        after_experts=0 if apart is None else at(apart.after),
+        after_beside=0 if apart is None else at(apart.mlp),
+        after_inputs=0 if inputs is None else at(inputs.after),
+        scale=structs.number(1.0 if layer.scale is None else float(layer.scale)),
     )
     linears = [layer.qkv, layer.out, layer.enter, layer.leave, layer.gate_up, layer.down]
+    linears += [None, None] if inputs is None else [inputs.gate, inputs.out]
     fields = [structs.NO_LAYER if linear is None else _own(linear).fields() for linear in linears]
     return [field for part in (own, *fields) for field in part]
 
@@ -210,36 +236,41 @@ class Fused:
             raise ValueError("embeddings that the call cannot read")
         numbers, rows = fields
         inner = _most(_own(layer.down).inputs for layer in decoder.layers if layer.down is not None)
+        inputs = decoder.inputs
+        inner = inner if inputs is None else max(inner, inputs.width)
         self.keeps_state = any(layer.mixer is not None for layer in decoder.layers)
         real = (
             decoder.norm.eps, decoder.scale, decoder.softcap or 0, decoder.logits_softcap or 0, words.scale,
             decoder.residual_scale, decoder.logits_scale, 0 if decoder.growth is None else decoder.growth.rate,
+            1 if inputs is None else inputs.table.scale,
         )  # fmt: skip
+        table, table_rows = (None if inputs is None else inputs.table.fields()) or (0, structs.NO_LAYER)
         model = structs.ModelStruct(
-            decoder.heads, decoder.kv_heads, decoder.width, self.hidden, inner, len(decoder.layers), self.known,
-            numbers, decoder.norm.pointer, len(decoder.rotaries), structs.ACTIVATIONS.index(decoder.activation),
-            decoder.gated, decoder.norm.subtracts, decoder.parallel, decoder.norm_rotated,
-            1 if decoder.growth is None else decoder.growth.reach,
+            decoder.heads, self.hidden, inner, len(decoder.layers), self.known, numbers, decoder.norm.pointer,
+            len(decoder.rotaries), structs.ACTIVATIONS.index(decoder.activation), decoder.gated, decoder.norm.subtracts,
+            decoder.parallel, decoder.norm_rotated, 1 if decoder.growth is None else decoder.growth.reach,
+            0 if inputs is None else inputs.width, table, 0 if inputs is None else inputs.norm.pointer,
             *map(structs.number, real),
         )  # fmt: skip
         mix = structs.NO_LAYER if decoder.mix is None else decoder.mix.fields()
-        self.model = array("q", (*model, *head, *rows, *mix))
+        project = structs.NO_LAYER if inputs is None else inputs.project.fields()
+        self.model = array("q", (*model, *head, *rows, *mix, *table_rows, *project))
         self.layers = array("q")
         shares, latents = ([getattr(layer, part) for layer in decoder.layers] for part in ("share", "latent"))
         self.beside = [[part and array("q", part.fields()) for part in parts] for parts in zip(shares, latents)]
         """Of each layer, what its fields point to."""
-        for layer, parts in zip(decoder.layers, self.beside):
+        for index, parts in enumerate(self.beside):
             at = (part.buffer_info()[0] if part else 0 for part in parts)
-            self.layers.extend(_fields(layer, [*decoder.rotaries], *at))
+            self.layers.extend(_fields(decoder.layers[index], index, [*decoder.rotaries], *at))
         self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]
-        angles = len(decoder.rotaries) * decoder.width * (4 // self.dtype.itemsize)
         enters = [part for layer in decoder.layers for part in (layer.qkv, layer.enter) if part is not None]
         attended = _most(_own(layer.out).inputs for layer in decoder.layers if layer.out is not None)
         mixed = _most(layer.leave.inputs for layer in decoder.layers if layer.leave is not None)
         read = _most([self.hidden if decoder.mix is None else 2 * self.hidden, *(part.inputs for part in enters)])
         made = _most(part.outputs for part in enters)
         within = _most(latent.sizes.needed(decoder.heads) for latent in latents if latent is not None)
-        self.row = self.hidden, read, made, attended, mixed, within, 2 * inner, inner, angles
+        embedded = 0 if inputs is None else inputs.table.width
+        self.row = self.hidden, read, made, attended, mixed, within, 2 * inner, inner, embedded
         """Numbers per row of every piece of the workspace."""
         self._sizes: dict[int, int] = {}
         """Numbers of all pieces together, by rows."""

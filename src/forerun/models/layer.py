@@ -23,6 +23,7 @@ from forerun.models.ranks.team import Team
 from forerun.models.recurrent import Mixer, make_inputs, make_mixer
 from forerun.models.rotary import Rotary
 from forerun.models.weights import Maker
+from forerun.models.words import Words
 
 
 @dataclass(slots=True)
@@ -32,6 +33,24 @@ class Inputs:
     gate: Any
     out: Any
     after: Any
+
+
+@dataclass(slots=True)
+class LayerTable:
+    """What all layers' per-layer embeddings are made of: rows of ``table`` [tokens, layers x width], and a normed
+    projection of the embedding."""
+
+    table: Words
+    project: Any
+    norm: Any
+    width: int
+
+    def __call__(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """[rows, layers, width] of rows x of the embedding, and those of the table."""
+        made = self.project(x) * x.shape[-1] ** -0.5
+        made = self.norm(made.unflatten(1, (-1, self.width)))
+        result: torch.Tensor = (made + rows.view(made.shape)) * 2**-0.5
+        return result
 
 
 @dataclass(slots=True)
@@ -89,7 +108,7 @@ class Layer:
     sinks: torch.Tensor | None = None
     """[heads] float32, as in ``attention.base.Query``."""
     kv_heads: int = 0
-    """That ``qkv`` makes."""
+    """Of the keys and values that it reads."""
     width: int = 0
     """Of a head; 0: the model's."""
     source: int | None = None
@@ -97,6 +116,11 @@ class Layer:
     inputs: Inputs | None = None
     scale: torch.Tensor | None = None
     """What the output is multiplied by."""
+
+    @property
+    def made(self) -> int:
+        """Key-value heads that ``qkv`` makes."""
+        return self.kv_heads if self.source is None else 0
 
     def linears(self) -> Iterator[Any]:
         parts = (self.qkv, self.out, self.enter, self.leave)
@@ -205,7 +229,7 @@ class Builder:
             gated=attention.gated and spec.attention,
             mixer=None if mixer is None else self._mixer(mixer, at, index),
             latent=latent,
-            kv_heads=sized.kv_heads,
+            kv_heads=self.spec.kv_heads if spec.heads is None else spec.heads[0],
             width=sized.width,
             source=spec.source,
             scale=None if architecture.layer_scale is None else self.maker.number(at(architecture.layer_scale)),
@@ -291,7 +315,7 @@ class Builder:
         return (joint,) if count == 1 else (alone, alone, None)
 
     def _norm_heads(self, layer: Layer, query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> None:
-        heads, kv_heads = self.spec.heads, layer.kv_heads  # values follow where they are normed
+        heads, kv_heads = self.spec.heads, layer.made  # values follow where they are normed
         if self.spec.architecture.norms.whole:
             rotated = (rotary.arrange(weight.view(-1, layer.width)).flatten() for weight in (query, key))
             made = map(self._norm, rotated)

@@ -30,7 +30,7 @@ from forerun.models.fused import RAW, Decoder, Fused
 from forerun.models.kernel_layers import KernelGate, KernelNorm, softcap
 from forerun.models.kernel_states import CompiledReplay, lay_out
 from forerun.models.latent import LatentHeads
-from forerun.models.layer import Builder, Layer
+from forerun.models.layer import Builder, Layer, LayerTable
 from forerun.models.linear import choose, describe
 from forerun.models.parts import make_gate
 from forerun.models.ranks import split
@@ -156,25 +156,23 @@ class NativeModel:
     def _build_inputs(self, maker: Maker, builder: Builder) -> None:
         """The model's parts of per-layer embeddings."""
         names, width = self.spec.architecture.inputs, self.spec.inputs
-        self._table: Any = None
+        self._table: LayerTable | None = None
         if names is None or not width:
             return
         scale = float(torch.tensor(width**0.5, dtype=self.dtype))
-        self._table = maker.words(names.table.checkpoint, None, scale)
-        self._project = maker.linear(names.project.checkpoint)
-        self._norm_inputs = builder.norm(names.norm.checkpoint)
+        table = maker.words(names.table.checkpoint, None, scale)
+        project, norm = maker.linear(names.project.checkpoint), builder.norm(names.norm.checkpoint)
+        self._table = LayerTable(table, project, norm, width)
 
     def _compile(self) -> Fused | None:
         spec = self.spec
-        if spec.uneven:
-            return None
         decoder = Decoder(
-            spec.heads, spec.kv_heads, spec.width, self._words, self._layers, self._norm, self._head, self._rotaries,
-            spec.scale, activation=spec.activation, gated=spec.architecture.mlp.gated,
+            spec.heads, self._words, self._layers, self._norm, self._head, self._rotaries, spec.scale,
+            activation=spec.activation, gated=spec.architecture.mlp.gated,
             parallel=spec.architecture.parallel, norm_rotated=spec.architecture.norms.after_rotary,
             softcap=spec.softcap, logits_softcap=spec.logits_softcap, residual_scale=spec.residual_scale,
             logits_scale=spec.logits_scale, growth=spec.growth,
-            total=None if self.team is None else self.team.sum,
+            total=None if self.team is None else self.team.sum, inputs=self._table,
         )  # fmt: skip
         return Fused(decoder) if decoder.can_fuse() else None
 
@@ -183,7 +181,7 @@ class NativeModel:
         does the rest."""
         norms = [
             self._norm,
-            *([] if self._table is None else [self._norm_inputs]),
+            *([] if self._table is None else [self._table.norm]),
             *(norm for layer in self._layers for norm in layer.norms()),
         ]
         return (
@@ -211,7 +209,7 @@ class NativeModel:
             dtype=self.dtype,
             device=self.device,
             eos_ids=eos_ids,
-            weight_bytes=held + self._words.nbytes + (0 if self._table is None else self._table.nbytes),
+            weight_bytes=held + self._words.nbytes + (0 if self._table is None else self._table.table.nbytes),
             token_bytes=held - idle,
             quantization=quantization,
             mixture=None if self.team is not None or not mixtures else MixtureInfo(
@@ -224,11 +222,12 @@ class NativeModel:
         for layer in self._layers:
             yield from layer.linears()
         if self._table is not None:
-            yield self._project
+            yield self._table.project
         yield self._head
 
     @inference
     def forward(self, batch: Batch, attention: Attention) -> Output:
+        self._check(batch)
         if self.fused is not None and isinstance(attention, KernelAttention):
             return self.fused(batch, attention)
         if self.tiles is None:
@@ -236,6 +235,19 @@ class NativeModel:
         if self.tiles.threads != torch.get_num_threads():
             self.tiles = self._find()
         return self.tiles.forward(self.feed, batch, attention)
+
+    def _check(self, batch: Batch) -> None:
+        """Raise ModelError for rows that are no tokens', where layers embed tokens, and for layers whose keys and
+        values would be missing."""
+        name = self.info.architecture
+        if self._table is not None and batch.embeds is not None:
+            raise ModelError(f"{name} embeds tokens for each layer: it cannot be given other rows")
+        run = batch.layers if self._borrows and batch.layers is not None else ()
+        for index in run:
+            source = self._layers[index].source
+            if source not in (None, OUTSIDE, *run):
+                missing = f"layer {index} reads the keys and values of layer {source}, which is left out"
+                raise ModelError(f"{name}: {missing}")
 
     @property
     def row_multiple(self) -> int:
@@ -294,16 +306,8 @@ class NativeModel:
         return x, hidden, run.experts
 
     def _layer_inputs(self, batch: Batch, x: torch.Tensor) -> torch.Tensor | None:
-        """[rows, layers, numbers] of rows ``x`` of the embedding. Raises ModelError for rows that are no tokens'."""
-        if self._table is None:
-            return None
-        if batch.embeds is not None:
-            raise ModelError(f"{self.info.architecture} embeds tokens for each layer: it cannot be given other rows")
-        shape = (x.shape[0], len(self._layers), self.spec.inputs)
-        made = self._project(x) * self.spec.hidden**-0.5
-        made = self._norm_inputs(made.view(shape))
-        result: torch.Tensor = (made + self._pad(self._table(batch.input_ids)).view(shape)) * 2**-0.5
-        return result
+        """[rows, layers, numbers] of rows ``x`` of the embedding."""
+        return None if self._table is None else self._table(x, self._pad(self._table.table(batch.input_ids)))
 
     def _cap(self, logits: torch.Tensor) -> torch.Tensor:
         cap = self.spec.logits_softcap
@@ -412,9 +416,6 @@ class NativeModel:
         if self._borrows and layer.source is None:
             run.entries[index] = k, v
         elif layer.source not in (None, OUTSIDE):  # stored again, to the bit
-            if layer.source not in run.entries:
-                missing = f"layer {index} reads the keys and values of layer {layer.source}, which is left out"
-                raise ModelError(f"{self.info.architecture}: {missing}")
             k, v = run.entries[layer.source]
         index = index if layer.source in (None, OUTSIDE) else layer.source
         q = self._grown(q, run.metadata.batch)
@@ -455,7 +456,7 @@ class NativeModel:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values [rows, heads, width]; ``angles`` None: nothing is turned."""
         spec, rotary = self.spec, self._rotaries.get(layer.rotary)
-        heads, kv_heads, width = spec.heads, layer.kv_heads, layer.width
+        heads, kv_heads, width = spec.heads, layer.made, layer.width
         every = qkv.view(qkv.shape[0], heads + 2 * kv_heads, width)
         rotated = heads + kv_heads
 

@@ -207,12 +207,14 @@ class EagleHead(Head):
             norm_attention=norm(self.hidden_norm),
             norm_mlp=norm(self.post_attention_layernorm),
             norm_token=None if self.input_layernorm is None else norm(self.input_layernorm),
+            kv_heads=self.kv_heads,
+            width=self.width,
         )
         head, cap = (whole.head, whole.logits_softcap) if self.lm_head is None else (linear(self.lm_head), None)
         mix = None if self.mix is None else linear(self.mix)
         decoder = Decoder(
-            self.heads, self.kv_heads, self.width, whole.words, [layer], norm(self.norm), head, {layer.rotary: rotary},
-            self.scale, logits_softcap=cap, mix=mix,
+            self.heads, whole.words, [layer], norm(self.norm), head, {layer.rotary: rotary}, self.scale,
+            logits_softcap=cap, mix=mix,
         )  # fmt: skip
         return Fused(decoder) if decoder.can_fuse() and can_attend(dtype, device, (self.entry,)) else None
 
