@@ -3,6 +3,8 @@
 import json
 from functools import cache
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -10,7 +12,9 @@ from transformers import AutoModelForCausalLM, Gemma4AssistantConfig, Gemma4Assi
 
 from described import SIZES, TOKENS, UNEVEN, save_described
 from forerun import LLM, ForerunError, SamplingParams
+from forerun.attention.reading import Reading
 from forerun.engine.drafter_files import method_of
+from gguf_files import add, finish
 from tiny import save_tokenizer, tiny_llama
 
 PROMPTS = [[5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4], [8, 30, 8]]
@@ -143,9 +147,59 @@ def test_without_the_kernel_it_reads_the_same(pair):
     llm.generate(PROMPTS, GREEDY)
     first = list(seen)
     seen.clear()
-    llm.engine.router.drafters["mtp"].attention.kernel = None
+    drafter = llm.engine.router.drafters["mtp"]
+    drafter.attention = Reading(drafter.context.attention(), drafter.model.layers)
     llm.generate(PROMPTS, GREEDY)
     assert seen == first
+
+
+def as_gguf(module, path, **changes):
+    """As llama.cpp's converter writes it."""
+    text, writer = module.config.text_config, gguf.GGUFWriter(path, "gemma4-assistant")
+    narrow, wide = text.per_layer_config[0], text.per_layer_config[2]
+    for write, value in (
+        (writer.add_context_length, text.max_position_embeddings), (writer.add_embedding_length, text.hidden_size),
+        (writer.add_block_count, 3), (writer.add_nextn_predict_layers, 3), (writer.add_shared_kv_layers, 3),
+        (writer.add_feed_forward_length, text.intermediate_size), (writer.add_head_count, text.num_attention_heads),
+        (writer.add_head_count_kv, [each.num_key_value_heads for each in text.per_layer_config]),
+        (writer.add_key_length, wide.head_dim), (writer.add_value_length, wide.head_dim),
+        (writer.add_key_length_swa, narrow.head_dim), (writer.add_value_length_swa, narrow.head_dim),
+        (writer.add_rope_dimension_count, wide.head_dim), (writer.add_rope_dimension_count_swa, narrow.head_dim),
+        (writer.add_rope_freq_base, 1e6), (writer.add_rope_freq_base_swa, 1e4),
+        (writer.add_layer_norm_rms_eps, text.rms_norm_eps), (writer.add_sliding_window, text.sliding_window),
+        (writer.add_sliding_window_pattern, [True, True, False]),
+        (writer.add_embedding_length_out, module.config.backbone_hidden_size),
+    ):  # fmt: skip
+        write(value)
+    for key, value in changes.items():
+        add(writer, f"gemma4-assistant.{key}", value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GEMMA4, 3)
+    scales = {name: part for name, part in module.named_buffers() if name.endswith("layer_scalar")}
+    for name, part in {**dict(module.named_parameters()), **scales}.items():
+        own = f"nextn.{name}" if name.startswith(("pre_", "post_projection")) else None
+        own = own or f"{names.get_name(name.removesuffix('.weight'))}.weight"
+        writer.add_tensor(own, part.detach().numpy())
+    turned = int((text.rope_parameters["full_attention"]["partial_rotary_factor"]) * wide.head_dim / 2)
+    rest = wide.head_dim // 2 - turned
+    writer.add_tensor("rope_freqs.weight", np.array([1.0] * turned + [1e30] * rest, np.float32))
+    return finish(writer, path)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4-dense"])
+def test_a_gguf_file_drafts_what_transformers_own_module_says(pair, tmp_path, name):
+    target, _, model, assistant = pair(name)
+    path = as_gguf(assistant, tmp_path / "assistant.gguf")
+    assert method_of(str(path)) == "mtp"
+    llm, seen = load(target, path)
+    llm.generate(PROMPTS, GREEDY)
+    assert len(seen) >= 6
+    for committed, drafted, _ in seen:
+        assert drafted == expected(model, assistant, committed, drafted).argmax(-1).tolist()
+    as_gguf(assistant, path, embedding_length_out=65)
+    with pytest.raises(ForerunError, match="trained for a target of hidden size 65"):
+        load(target, path)
+    with pytest.raises(ForerunError, match="gemma4-assistant"):
+        LLM(str(path))
 
 
 def edit(folder, change):

@@ -14,7 +14,7 @@ from forerun.speculate.names import drafters
 
 OURS = "forerun_head"
 """In configs of heads that we have saved."""
-GGUF_METHODS = {"eagle3": "eagle", "dflash": "dflash"}
+GGUF_METHODS = {"eagle3": "eagle", "dflash": "dflash", "gemma4-assistant": "mtp"}
 """By the architecture in a GGUF file's metadata."""
 SPECULATORS = {
     "eagle": "eagle", "eagle3": "eagle", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash", "mtp": "mtp",

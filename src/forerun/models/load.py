@@ -167,7 +167,9 @@ def read_config(folder: Path) -> Any:
 
     given = _given_config(folder)
     if gguf_model.is_gguf(folder):
-        return _gguf_config(folder, given)
+        config = as_config(folder, given)
+        _check_gguf_fit(config, folder)
+        return config
     path = folder / checkpoint.CONFIG
     with checkpoint.library(f"{path} cannot be used"), quiet():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -190,13 +192,13 @@ def _decoder(config: Any) -> Any:
     return text
 
 
-def _gguf_config(path: Path, given: dict[str, Any]) -> Any:
+def as_config(path: Path, given: dict[str, Any]) -> Any:
+    """What ``gguf_config.read_config`` says of a GGUF file, as transformers has it. Raises ModelError."""
     from transformers import CONFIG_MAPPING
 
     with checkpoint.library(f"{path} cannot be used"), quiet():
         config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
         sanity.check_config(config, path)
-    _check_gguf_fit(config, path)
     return config
 
 

@@ -5,19 +5,22 @@ of the token that it drafted, and its own output. Each of its layers reads the k
 same kind in the target. It has no cache, and all its queries have the position of the last token: it drafts right after
 a prefix hit, and a row does not depend on the rows beside it.
 
-Read are folders as transformers saves ``Gemma4AssistantForCausalLM``. With ``use_ordered_embeddings`` the output layer
-looks at the tokens of the likeliest clusters alone; others get one less than the least of their logits.
+Read are folders as transformers saves ``Gemma4AssistantForCausalLM``, and GGUF files of llama.cpp's architecture
+``gemma4-assistant``. With ``use_ordered_embeddings`` the output layer looks at the tokens of the likeliest clusters
+alone; others get one less than the least of their logits. llama.cpp's converter leaves the clusters out: all tokens are
+predicted then.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from forerun.attention.reading import ReadingAttention
+from forerun.attention.reading import KernelReading, Reading, read_from
 from forerun.core.batch import Batch, Output, Span
 from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError, ModelError, shown
@@ -28,10 +31,12 @@ from forerun.models.architectures.families import GEMMA4
 from forerun.models.architectures.spec import READS, applies
 from forerun.models.base import Model
 from forerun.models.checkpoint import CONFIG, read_object
-from forerun.models.gguf_model import is_gguf
+from forerun.models.gguf import GGUFFile
+from forerun.models.gguf_config import read_config as read_metadata
+from forerun.models.gguf_model import GGUFWeights, is_gguf, open_gguf
 from forerun.models.kinds import UNQUANTIZED
 from forerun.models.linear import choose, make_linear
-from forerun.models.load import read_config, resolve
+from forerun.models.load import as_config, read_config, resolve
 from forerun.models.mapped import CheckpointWeights
 from forerun.models.native import NativeModel
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs
@@ -39,15 +44,27 @@ from forerun.speculate.draft.heads.mtp import MtpConfig, Tensors, predicted
 from forerun.speculate.draft.levels import Frontier, grow
 from forerun.speculate.verify import Verification
 
-KIND = "gemma4_assistant"
+KIND, GGUF_KIND = "gemma4_assistant", "gemma4-assistant"
 SIZES = {"backbone_hidden_size": 1536, "num_centroids": 2048, "centroid_intermediate_top_k": 32}
 """Config keys and what they are where files leave them out."""
 
 
 def is_assistant(path: Path) -> bool:
-    """Whether the folder ``path`` holds such a drafter."""
+    """Whether the folder or the file ``path`` holds such a drafter."""
+    if is_gguf(path):
+        return open_gguf(path).metadata.get("general.architecture") == GGUF_KIND
     about = path / CONFIG
-    return not is_gguf(path) and about.is_file() and read_object(about).get("model_type") == KIND
+    return about.is_file() and read_object(about).get("model_type") == KIND
+
+
+def _as_decoder(file: GGUFFile) -> GGUFFile:
+    """The decoder in an assistant's file, as that of a model that predicts no further tokens."""
+    result, begin = copy.copy(file), f"{GGUF_KIND}."
+    given = {key.replace(begin, f"{GEMMA4.gguf}.", 1): value for key, value in file.metadata.items()}
+    result.metadata = {**given, "general.architecture": GEMMA4.gguf, f"{GEMMA4.gguf}.nextn_predict_layers": 0}
+    own = ("nextn.", "masked_embd_")
+    result.tensors = {name: tensor for name, tensor in file.tensors.items() if not name.startswith(own)}
+    return result
 
 
 class Clusters:
@@ -72,7 +89,9 @@ class AssistantModel:
     def __init__(self, path: Path, target: NativeModel, ids: torch.Tensor | None, quantization: str | None) -> None:
         """``ids`` int64: the tokens that it predicts; None: all. Raises ModelError for a folder that does not fit."""
         info = target.info
-        text, sizes = read_config(path), _sizes(path)
+        file = _as_decoder(open_gguf(path)) if is_gguf(path) else None
+        text = read_config(path) if file is None else as_config(path, read_metadata(file))
+        sizes = _sizes(path)
         setattr(text, READS, True)
         text.final_logit_softcapping = None  # transformers has none here
         text.sliding_window += 1  # it counts from the position before the query
@@ -88,8 +107,9 @@ class AssistantModel:
                 f"{path} was trained for a target of hidden size {made_for[0]} and {made_for[1]} tokens; {info.name} "
                 f"has {info.hidden_size} and {info.vocab_size}"
             )
-        weights, tensors = CheckpointWeights(path, text), Tensors(path)
-        ordered = read_object(path / CONFIG).get("use_ordered_embeddings")
+        weights = CheckpointWeights(path, text) if file is None else GGUFWeights(file, text)
+        tensors, begin = Tensors(path), "" if file is None else "nextn."
+        ordered = file is None and read_object(path / CONFIG).get("use_ordered_embeddings")
         self.clusters = _clusters(path, text, sizes, tensors, info.dtype, info.device) if ordered else None
         self.ids = None if self.clusters is not None else ids
         self.decoder = NativeModel(
@@ -103,8 +123,8 @@ class AssistantModel:
             weight = _tensor(path, tensors, f"{name}.weight", shape)
             return make_linear(weight.to(info.device, info.dtype), None, how)
 
-        self.before = linear("pre_projection", (size, 2 * info.hidden_size))
-        self.after = linear("post_projection", (info.hidden_size, size))
+        self.before = linear(f"{begin}pre_projection", (size, 2 * info.hidden_size))
+        self.after = linear(f"{begin}post_projection", (info.hidden_size, size))
 
     def logits(self, out: Output, x: torch.Tensor) -> torch.Tensor:
         """Float32 [n, vocabulary] of its normed states x; tokens that it does not predict are impossible."""
@@ -127,11 +147,14 @@ def _tensor(path: Path, tensors: Tensors, name: str, shape: tuple[int, ...]) -> 
 
 
 def _sizes(path: Path) -> dict[str, int]:
-    given = read_object(path / CONFIG)
-    result = {name: given.get(name, usual) for name, usual in SIZES.items()}
+    if is_gguf(path):
+        given = {"backbone_hidden_size": open_gguf(path).metadata.get(f"{GGUF_KIND}.embedding_length_out")}
+    else:
+        given = read_object(path / CONFIG)
+    result: dict[str, Any] = {name: given.get(name, usual) for name, usual in SIZES.items()}
     for name, value in result.items():
         if not COUNT.permits(value):
-            raise ModelError(f"{path / CONFIG} has {shown(value)} as {name}, not a positive integer")
+            raise ModelError(f"{path} has {shown(value)} as {name}, not a positive integer")
     return result
 
 
@@ -185,7 +208,7 @@ class Assistant(Drafter[MtpConfig]):
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
         self.states: dict[int, tuple[int, torch.Tensor]] = {}
         """How many tokens of a sequence the target has read, and its last hidden state [hidden size]."""
-        self.attention: ReadingAttention | None = None
+        self.attention: Reading | KernelReading | None = None
 
     @inference
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
@@ -216,7 +239,7 @@ class Assistant(Drafter[MtpConfig]):
         """Logits and what the next step feeds on, of one row for each of ``tokens``."""
         model, target = self.model, self.context.target
         if self.attention is None:
-            self.attention = ReadingAttention(self.context.attention(), model.layers)
+            self.attention = read_from(self.context.attention(), model.layers)
         device, last = target.info.device, model.decoder.info.num_layers
         embedded = target.embed(torch.tensor(tokens, device=device))
         given = model.before(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))
