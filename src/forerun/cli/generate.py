@@ -16,7 +16,7 @@ from forerun.cli.console import check_file, out, print_json, set_threads, warn, 
 from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, AsJson, Threads, names_method, speculative_config, takes
 from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.memory import megabytes
-from forerun.sampling.params import BeamSearchParams, SamplingParams
+from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 
 if TYPE_CHECKING:
     from forerun.engine.jobs import Logprob
@@ -98,7 +98,7 @@ def generate(
 
 def read_params(
     beams: int | None, length_penalty: float | None, early_stopping: str | None, sampling: Mapping[str, Any]
-) -> SamplingParams | BeamSearchParams:
+) -> Params:
     """Raises ConfigError."""
     if beams is not None:
         return search_params(beams, length_penalty, early_stopping, sampling)
@@ -107,7 +107,7 @@ def read_params(
     return SamplingParams(**{**DEFAULTS, **sampling})
 
 
-def remarks(llm: LLM, answer: RequestOutput, params: SamplingParams | BeamSearchParams) -> Iterator[str]:
+def remarks(llm: LLM, answer: RequestOutput, params: Params) -> Iterator[str]:
     """What the user should know beside the answer, a line each."""
     metrics, config = answer.metrics, llm.speculative
     if metrics.draft_error is not None:
@@ -130,7 +130,7 @@ def remarks(llm: LLM, answer: RequestOutput, params: SamplingParams | BeamSearch
         )
 
 
-def _greedy(params: SamplingParams | BeamSearchParams) -> bool:
+def _greedy(params: Params) -> bool:
     return isinstance(params, SamplingParams) and params.greedy
 
 
@@ -147,7 +147,7 @@ def read_prompt(prompt: str | None) -> str:
     return text
 
 
-def as_object(answer: RequestOutput, params: SamplingParams | BeamSearchParams) -> dict[str, Any]:
+def as_object(answer: RequestOutput, params: Params) -> dict[str, Any]:
     """What ``--json`` prints: the first answer's fields, and all answers as ``outputs`` where there are several."""
     result = answer.metrics.as_dict()
     metrics = {name: result[name] for name in METRICS}
@@ -201,14 +201,7 @@ def facts(llm: LLM, answer: RequestOutput, *, named: bool = True) -> dict[str, s
 
 
 def show(
-    console: Console,
-    llm: LLM,
-    answer: RequestOutput,
-    params: SamplingParams | BeamSearchParams,
-    *,
-    trace: bool,
-    echo: bool,
-    named: bool,
+    console: Console, llm: LLM, answer: RequestOutput, params: Params, *, trace: bool, echo: bool, named: bool
 ) -> None:
     """The texts, the figures, and one round or all of them."""
     rounds = answer.outputs[0].trace or []

@@ -11,7 +11,7 @@ from typing import Any
 from forerun.core.errors import RequestError
 from forerun.engine.metrics import Snapshot
 from forerun.engine.stream import Delta, Stream
-from forerun.sampling.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from forerun.sampling.params import Params, StructuredOutputsParams
 
 
 class QueueFullError(RequestError):
@@ -82,12 +82,7 @@ class Answering(ABC):
 
     @abstractmethod
     async def _begin(
-        self,
-        stream: Stream,
-        prompt: Sequence[int],
-        params: SamplingParams | BeamSearchParams,
-        session: str | None,
-        choices: Mapping[str, Any],
+        self, stream: Stream, prompt: Sequence[int], params: Params, session: str | None, choices: Mapping[str, Any]
     ) -> None:
         """Have a request run; returns when it is taken, or has ended before that."""
 
@@ -109,7 +104,7 @@ class Answering(ABC):
     async def submit(
         self,
         prompt: Sequence[int],
-        params: SamplingParams | BeamSearchParams,
+        params: Params,
         *,
         timeout: float | None = None,
         session: str | None = None,
@@ -152,9 +147,7 @@ class Answering(ABC):
             raise
         return stream
 
-    async def generate(
-        self, prompt: Sequence[int], params: SamplingParams | BeamSearchParams, **choices: Any
-    ) -> AsyncIterator[Delta]:
+    async def generate(self, prompt: Sequence[int], params: Params, **choices: Any) -> AsyncIterator[Delta]:
         """``submit`` and read; leaving the loop early, by ``aclose`` or cancellation, aborts the request."""
         stream = await self.submit(prompt, params, **choices)
         try:

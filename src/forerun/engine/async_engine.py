@@ -25,7 +25,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.jobs import Update
 from forerun.engine.metrics import Snapshot
 from forerun.engine.stream import Delta, ShownText, Stream
-from forerun.sampling.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from forerun.sampling.params import Params, StructuredOutputsParams
 
 log = logging.getLogger("forerun")
 
@@ -117,12 +117,7 @@ class AsyncEngine(Answering):
         )
 
     async def _begin(
-        self,
-        stream: Stream,
-        prompt: Sequence[int],
-        params: SamplingParams | BeamSearchParams,
-        session: str | None,
-        choices: Mapping[str, Any],
+        self, stream: Stream, prompt: Sequence[int], params: Params, session: str | None, choices: Mapping[str, Any]
     ) -> None:
         """``session`` makes no difference to a single engine."""
         self.post(lambda: self._add(stream, prompt, params, choices))
@@ -183,13 +178,7 @@ class AsyncEngine(Answering):
             log.error("a round failed; its requests end with an error", exc_info=error)
             return self.engine.fail(f"the engine failed in this request's round: {type(error).__name__}: {error}")
 
-    def _add(
-        self,
-        stream: Stream,
-        prompt: Sequence[int],
-        params: SamplingParams | BeamSearchParams,
-        choices: Mapping[str, Any],
-    ) -> None:
+    def _add(self, stream: Stream, prompt: Sequence[int], params: Params, choices: Mapping[str, Any]) -> None:
         if stream not in self.streams:  # it ended before its turn, and whoever submitted it knows
             return
         try:

@@ -32,7 +32,7 @@ from forerun.models.base import Model, new_attention
 from forerun.models.tokenizer import Detokenizer
 from forerun.sampling.draw import Sampler
 from forerun.sampling.noise import fold
-from forerun.sampling.params import BeamSearchParams, SamplingParams
+from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 from forerun.speculate.accept.base import NAN
 from forerun.speculate.draft import DraftContext, drafters
 from forerun.speculate.draft.router import Router
@@ -137,7 +137,7 @@ class Engine:
     def add(
         self,
         prompt: Sequence[int],
-        params: SamplingParams | BeamSearchParams,
+        params: Params,
         *,
         decoder_prompt: Sequence[int] | None = None,
         speculate: bool = True,

@@ -26,10 +26,9 @@ from forerun.engine.tuned import load as load_tuned
 from forerun.models.chat import Message, conversations, render_chat
 from forerun.models.load import load_model, resolve
 from forerun.models.tokenizer import encode, load_tokenizer, with_end
-from forerun.sampling.params import BeamSearchParams, SamplingParams
+from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
-Params = SamplingParams | BeamSearchParams
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,10 @@ def check_compatible(
 
 
 REPLACEMENT = "\ufffd"
+_PLAIN = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+_OTHERS = [byte for byte in range(256) if byte not in _PLAIN]
+BYTE_LETTERS = {chr(byte): byte for byte in _PLAIN} | {chr(256 + i): byte for i, byte in enumerate(_OTHERS)}
+"""The letters that byte-level tokenizers write bytes with (GPT-2's table, inverted)."""
 
 
 LONGEST_CHARACTER = 4

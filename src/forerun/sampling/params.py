@@ -336,3 +336,7 @@ class BeamSearchParams:
             ignore_eos=self.ignore_eos,
             include_stop_str_in_output=self.include_stop_str_in_output,
         )
+
+
+Params = SamplingParams | BeamSearchParams
+"""How a request is answered: sampled, or searched."""

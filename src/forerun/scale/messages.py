@@ -10,7 +10,7 @@ from typing import Any
 from forerun.engine.jobs import TokenLogprobs
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.stream import Delta
-from forerun.sampling.params import BeamSearchParams, SamplingParams
+from forerun.sampling.params import Params
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Request:
     """One answer to one prompt, from behind ``committed`` on, or a beam search, whose answers end together."""
 
     prompt: Sequence[int]
-    params: SamplingParams | BeamSearchParams
+    params: Params
     choices: Mapping[str, Any] = field(default_factory=dict)
     committed: tuple[int, ...] = ()
     session: str | None = None

@@ -22,7 +22,7 @@ from forerun.engine.stop import Stopper
 from forerun.engine.stream import ShownText, Stream
 from forerun.models.tokenizer import load_tokenizer
 from forerun.sampling.noise import fold
-from forerun.sampling.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
+from forerun.sampling.params import BeamSearchParams, Params, SamplingParams, StructuredOutputsParams
 from forerun.scale.messages import Begun, Facts, Message, News, Refused, Request
 from forerun.scale.replica import OtherModelError
 
@@ -114,12 +114,7 @@ class ReplicaPool(Answering):
         return self.latest
 
     async def _begin(
-        self,
-        stream: Stream,
-        prompt: Sequence[int],
-        params: SamplingParams | BeamSearchParams,
-        session: str | None,
-        choices: Mapping[str, Any],
+        self, stream: Stream, prompt: Sequence[int], params: Params, session: str | None, choices: Mapping[str, Any]
     ) -> None:
         """Each of n answers is a request of its own, in parallel; a beam search is one, because its beams belong to one
         engine."""
@@ -131,7 +126,7 @@ class ReplicaPool(Answering):
                 return
 
     def _answers(
-        self, stream: Stream, prompt: Sequence[int], params: SamplingParams | BeamSearchParams, session: str | None,
+        self, stream: Stream, prompt: Sequence[int], params: Params, session: str | None,
         choices: Mapping[str, Any],
     ) -> list[_Answer]:  # fmt: skip
         """What is asked of replicas: every sampled answer with the noise that it would have among the others."""

@@ -19,7 +19,7 @@ from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.answering import Answering
 from forerun.engine.config import NONE
 from forerun.engine.stream import Stream
-from forerun.sampling.params import BeamSearchParams, SamplingParams
+from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 from forerun.serve import answers, errors, openapi, page
 from forerun.serve.errors import ApiError
 from forerun.serve.guard import Guard, allowed_host, allowed_origin, names
@@ -131,11 +131,7 @@ class Server:
         }
 
     async def submit(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | BeamSearchParams,
-        body: Generation,
-        limit: int | None,
+        self, prompts: Sequence[Sequence[int]], params: Params, body: Generation, limit: int | None
     ) -> list[Stream]:
         """Queue every prompt, or none. ``limit`` is the client's own bound on new tokens."""
         choices = self.choices(body.speculative, body.priority)

@@ -23,7 +23,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from forerun.core.errors import ConfigError
-from forerun.sampling.params import COLDEST, STEEPEST, BeamSearchParams, SamplingParams, StructuredOutputsParams
+from forerun.sampling.params import COLDEST, STEEPEST, BeamSearchParams, Params, SamplingParams, StructuredOutputsParams
 
 
 def _encodable(text: Any) -> Any:
@@ -368,10 +368,7 @@ class Sampled(Body):
     stream: bool = False
     speculative: Speculative | None = None
     priority: int = Field(
-        0,
-        ge=-1000,
-        le=1000,
-        description="lower is served earlier; no value moves a turn by more than 1024 rounds",
+        0, ge=-1000, le=1000, description="lower is served earlier; no value moves a turn by more than 1024 rounds"
     )
     user: str | None = Field(None, description=SESSION)
     metadata: dict[str, Any] | None = Field(None, description=IGNORED)
@@ -465,9 +462,7 @@ class Generation(Sampled):
             early_stopping=self.early_stopping,
         )
 
-    def sampling(
-        self, *, logprobs: int | None, max_tokens: int | None, prompt_logprobs: int | None
-    ) -> SamplingParams | BeamSearchParams:
+    def sampling(self, *, logprobs: int | None, max_tokens: int | None, prompt_logprobs: int | None) -> Params:
         """The engine's options. Raises ConfigError for a combination that makes no sense."""
         if self.use_beam_search:
             if logprobs is not None or prompt_logprobs is not None:

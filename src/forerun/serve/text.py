@@ -30,21 +30,10 @@ from forerun.models.chat import (
     render_chat,
 )
 from forerun.models.reasoning import HARMONY, PARSERS, Boundary
-from forerun.models.tokenizer import REPLACEMENT, Detokenizer, encode, token_text
+from forerun.models.tokenizer import BYTE_LETTERS, REPLACEMENT, Detokenizer, encode, token_text
 from forerun.serve.reasoning import Reading, ToolOptions
 
 T = TypeVar("T")
-
-
-def _byte_letters() -> dict[str, int]:
-    """The letters that byte-level tokenizers write bytes with (GPT-2's table, inverted)."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    letters = {chr(byte): byte for byte in plain}
-    others = [byte for byte in range(256) if byte not in set(plain)]
-    return letters | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-BYTE_LETTERS = _byte_letters()
 
 
 SHORT = 16384

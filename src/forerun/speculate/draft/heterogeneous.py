@@ -18,7 +18,7 @@ from forerun.core.batch import Span
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
-from forerun.models.tokenizer import load_tokenizer, with_end
+from forerun.models.tokenizer import BYTE_LETTERS, load_tokenizer, with_end
 from forerun.sampling.noise import target_key
 from forerun.speculate.draft.base import DraftContext
 from forerun.speculate.draft.model import DraftModel, DraftModelConfig
@@ -175,15 +175,6 @@ class StringDraftModel(CrossVocabularyDraftModel):
         self.written.pop(sequence.id, None)
 
 
-def byte_alphabet() -> dict[str, int]:
-    """The printable characters in which byte-level BPE spells bytes (GPT-2's table)."""
-    kept = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    table = {chr(byte): byte for byte in kept}
-    others = [byte for byte in range(256) if byte not in set(kept)]
-    table.update({chr(256 + index): byte for index, byte in enumerate(others)})
-    return table
-
-
 class Vocabulary:
     """A tokenizer's tokens as bytes. Special tokens have none; they are known by their name."""
 
@@ -196,7 +187,7 @@ class Vocabulary:
         plain = {i: token for token, i in vocab.items() if token not in special}
         byte_level = any("Ġ" in token for token in plain.values())
         self.word_marks = not byte_level and any("▁" in token for token in plain.values())
-        alphabet = byte_alphabet() if byte_level else {}
+        alphabet = BYTE_LETTERS if byte_level else {}
         self.bytes = {i: self._bytes(token, alphabet) for i, token in plain.items()}
 
     def _bytes(self, token: str, alphabet: dict[str, int]) -> bytes:
