@@ -34,6 +34,11 @@ from forerun.serve.stream import Choice
 from forerun.serve.tools import ParsedCall, Piece
 
 LOGPROBS = "message.output_text.logprobs"
+REPEATED = (
+    "previous_response_id", "instructions", "max_output_tokens", "max_tool_calls", "parallel_tool_calls",
+    "prompt_cache_key", "safety_identifier", "store", "temperature", "top_p", "user",
+)  # fmt: skip
+"""Fields of a request that its answer has, too."""
 
 
 class ContentPart(Body):
@@ -470,25 +475,15 @@ class ResponseReply(ChatReply):
             model=self.head["model"],
             output=list(self.output),
             usage=self._usage() if ended else None,
-            previous_response_id=asked.previous_response_id,
-            instructions=asked.instructions,
             background=False,
-            max_output_tokens=asked.max_output_tokens,
-            max_tool_calls=asked.max_tool_calls,
             metadata=asked.metadata or {},
-            parallel_tool_calls=asked.parallel_tool_calls,
-            prompt_cache_key=asked.prompt_cache_key,
             reasoning={"effort": None, "summary": None, **(asked.reasoning or {})},
-            safety_identifier=asked.safety_identifier,
-            store=asked.store,
-            temperature=asked.temperature,
             text={"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
             tool_choice=choice or "auto",  # type: ignore[arg-type]
             tools=[answers.FunctionTool(**tool.model_dump()) for tool in asked.tools or ()],
             top_logprobs=asked.top_logprobs or 0,
-            top_p=asked.top_p,
             truncation="disabled",
-            user=asked.user,
+            **{name: getattr(asked, name) for name in REPEATED},
             **after,
         )
 

@@ -468,29 +468,9 @@ class Generation(Sampled):
             if logprobs is not None or prompt_logprobs is not None:
                 raise ConfigError("beams come without log-probabilities: leave logprobs out, or use_beam_search")
             return self.search(max_tokens)
-        return SamplingParams(
-            n=self.n,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
-            repetition_penalty=self.repetition_penalty,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            logit_bias=self.logit_bias,  # type: ignore[arg-type]  # ids as text: SamplingParams reads them
-            bad_words=self.bad_words,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-            skip_special_tokens=self.skip_special_tokens,
-            structured_outputs=self.structured(),
-        )
+        given = {name: getattr(self, name) for name in SamplingParams.names() if name in Generation.model_fields}
+        given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
+        return SamplingParams(**{**given, "structured_outputs": self.structured()})
 
 
 class CompletionRequest(Generation):
