@@ -1,11 +1,12 @@
 """Decoding, several rows and prefill of GGUF files beside llama.cpp's, in turns.
 
 python lab/benchmarks/beside_llama.py FILE... --llama-bench PROGRAM [--threads 1 2] [--turns 3] [--tokens 64]
-    [--prompts 512 2000]
+    [--prompts 512 2000] [--rows 5 8 16]
 
 Decoding: seconds of a token behind an empty prompt, ours with sampling at T = 0, llama.cpp's without; its share of the
 read bandwidth counts the bytes of weights alone. Prefill: tokens per second of a prompt, ours until its first token is
-there. Rows: forwards of 5 and 8 rows over one row's. Ratios are of neighbours in one turn, with the least and the most.
+there. Rows: forwards of several rows over one row's. Ratios are of neighbours in one turn. Intervals: 95 %
+of the median, or the least and the most of up to five turns.
 """
 
 from __future__ import annotations
@@ -23,18 +24,19 @@ from typing import Any
 import torch
 
 from forerun import LLM, SamplingParams
+from forerun.measure.bench import median_interval
 from forerun.measure.environment import processor, read_bandwidth
 from forerun.models.base import new_attention
-from hybrids import ROWS, rounds
+from hybrids import rounds
 
 CONTEXT = 4096
 
 
-def llama(program: str, file: Path, threads: int, *options: str) -> dict[str, float]:
-    """Tokens per second by name of the test."""
-    command = [program, "-m", str(file), "-t", str(threads), "-r", "1", "-o", "json", *options]
+def llama(program: str, file: Path, threads: int, *options: str) -> list[float]:
+    """Tokens per second of each test."""
+    command = [program, "-m", str(file), "-t", str(threads), "-o", "json", *options]
     made: list[dict[str, Any]] = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    return {f"{'prefill' if test['n_prompt'] else 'decode'}": test["avg_ts"] for test in made}
+    return [test["avg_ts"] for test in made]
 
 
 def decode(llm: LLM, tokens: int) -> float:
@@ -53,19 +55,24 @@ def prefill(llm: LLM, count: int) -> float:
     return count / (perf_counter() - began)
 
 
-def rows(llm: LLM, turns: int) -> dict[int, list[float]]:
-    """Forwards of several rows over one row's, by rows: a ratio of medians for each turn."""
-    every = {count: rounds(llm.model, new_attention(llm.model, max_seqs=1, max_len=512), count) for count in ROWS}
-    result: dict[int, list[float]] = {count: [] for count in ROWS[1:]}
-    for _ in range(1 + turns):
-        times = {count: median(islice(every[count], 1, 12)) for count in ROWS}
-        for count in ROWS[1:]:
-            result[count].append(times[count] / times[1])
-    return {count: ratios[1:] for count, ratios in result.items()}
+def rows(llm: LLM, given: argparse.Namespace, file: Path, threads: int) -> dict[str, list[float]]:
+    """Forwards of several rows over one row's, ours and llama.cpp's: a ratio of medians for each turn."""
+    counts = [1, *given.rows]
+    every = {count: rounds(llm.model, new_attention(llm.model, max_seqs=1, max_len=512), count) for count in counts}
+    result: dict[str, list[float]] = {}
+    listed = ",".join(map(str, counts))
+    for _ in range(given.turns):
+        times = {count: median(islice(every[count], 1, 12)) for count in counts}
+        speeds = llama(given.llama_bench, file, threads, "-p", listed, "-n", "0", "-r", "11")
+        for count, speed in zip(counts, speeds, strict=True):
+            result.setdefault(f"{count} rows", []).append(times[count] / times[1])
+            result.setdefault(f"llama.cpp's {count}", []).append(count / speed * speeds[0])
+    return {name: ratios for name, ratios in result.items() if name not in ("1 rows", "llama.cpp's 1")}
 
 
 def interval(values: list[float]) -> str:
-    return f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    low, high = median_interval(values) or (min(values), max(values))
+    return f"{median(values):.2f} ({low:.2f} to {high:.2f})"
 
 
 def measure(file: Path, threads: int, given: argparse.Namespace) -> None:
@@ -84,7 +91,7 @@ def measure(file: Path, threads: int, given: argparse.Namespace) -> None:
     for _ in range(given.turns):
         for name, run, options in tests:
             ours.setdefault(name, []).append(run())
-            theirs.setdefault(name, []).append(llama(given.llama_bench, file, threads, *options)[name.split()[0]])
+            theirs.setdefault(name, []).append(llama(given.llama_bench, file, threads, "-r", "1", *options)[0])
         if given.tokens:
             shares.append(read * ours["decode"][-1] / read_bandwidth(torch.device("cpu")))
     cells = [f"{file.stem}, {threads} thread(s)"]
@@ -92,8 +99,9 @@ def measure(file: Path, threads: int, given: argparse.Namespace) -> None:
         over = interval([mine / other for mine, other in zip(values, theirs[name], strict=True)])
         cells.append(f"{name} {median(values):.1f}, {over} of {median(theirs[name]):.1f}")
     if given.tokens:
-        many = [f"{count} rows {interval(ratios)}" for count, ratios in rows(llm, given.turns).items()]
-        cells += [f"share {interval(shares)}", *many]
+        cells.append(f"share {interval(shares)}")
+    if given.rows:
+        cells += [f"{name} {interval(ratios)}" for name, ratios in rows(llm, given, file, threads).items()]
     print("; ".join(cells), flush=True)
 
 
@@ -105,6 +113,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64, help="decoded tokens; 0: no decoding")
     parser.add_argument("--prompts", nargs="*", type=int, default=[])
+    parser.add_argument("--rows", nargs="*", type=int, default=[])
     given = parser.parse_args()
     print(processor(), flush=True)
     for file in given.files:
