@@ -102,8 +102,6 @@ def test_a_model_with_state_runs_on_the_native_path_alone(tmp_path, name):
     save_described(name, tmp_path)
     with pytest.raises(ConfigError, match="a model with state needs the native path: model_path is hf"):
         load_model(tmp_path, model_path="hf")
-    with pytest.raises(ConfigError, match="leave it out for a model with state"):
-        load_model(tmp_path, tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize("types", [["telepathy", FULL], [FULL, "chunked_attention"], ["moe", FULL]])

@@ -19,9 +19,8 @@ from transformers import AddedToken
 from forerun import LLM, ConfigError, RequestError, SamplingParams, StructuredOutputsParams
 from forerun.core.request import RequestState
 from forerun.engine.grammar import GrammarCompiler
-from forerun.models.chat import CallForm
+from forerun.serve.forms import HERMES, required_shape
 from forerun.serve.schema import ChatRequest
-from forerun.serve.tools import required_shape
 from gguf_files import write_model
 
 SCHEMA = {
@@ -568,8 +567,8 @@ def test_markers_of_calls_are_the_special_tokens_that_they_are_called(llm, sever
     begin, end = tokenizer.convert_tokens_to_ids(markers)
     eos = tokenizer.eos_token_id
     compiler = GrammarCompiler(tokenizer, len(tokenizer), [eos])
-    for special in (markers, []):
-        shape = required_shape(body, CallForm.HERMES, frozenset(special))
+    for special in (dict(zip(markers, (begin, end))), {}):
+        shape = required_shape(body, HERMES, special)
         assert isinstance(shape, StructuredOutputsParams)
         forced = compiler.start(shape).forced(RequestState(0, [5], 1, SamplingParams(), 0), 200)
         assert tokenizer.decode(forced).startswith('<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>')

@@ -10,10 +10,10 @@ from test_tools import told
 
 from forerun import LLM, ConfigError, SamplingParams, StructuredOutputsParams
 from forerun.core.request import RequestState
-from forerun.models.chat import CallForm
 from forerun.models.reasoning import PARSERS, Boundary, Markers
 from forerun.serve.app import ServerOptions
-from forerun.serve.reasoning import Channels, Thoughts
+from forerun.serve.forms import FORMS, GEMMA, HARMONY, HERMES, MISTRAL, PYTHONIC, QWEN, Channels
+from forerun.serve.reasoning import Thoughts
 from forerun.serve.tools import ToolParser
 
 CHAT = "/v1/chat/completions"
@@ -189,7 +189,7 @@ TAGGED = [
     (True, "never ends", "never ends", ""),
     (False, "<think>a</think>b", "", "<think>a</think>b"),
 ]
-HARMONY = [
+MESSAGES = [
     ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hi.", "Hm.", "Hi.", []),
     ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
      '<|constrain|>json<|message|>{"a": 1}<|call|>', "Hm.", "", [("add", '{"a": 1}')]),
@@ -235,11 +235,11 @@ def test_thoughts_between_tags(opened, text, thoughts, content):
 def test_a_label_is_no_thought_and_calls_come_behind_thoughts():
     text = "<|channel>thought\nHm.<channel|><|tool_call>call:add{a:1}<tool_call|>"
     for pieces in ([text], [*text, ""]):
-        parser = ToolParser(("add",), form=CallForm.GEMMA)
+        parser = GEMMA.parser(("add",))
         assert read(Thoughts(PARSERS["gemma4"], None, parser), pieces) == ("Hm.", "", [("add", '{"a": 1}')])
 
 
-@pytest.mark.parametrize(("text", "thoughts", "content", "calls"), HARMONY)
+@pytest.mark.parametrize(("text", "thoughts", "content", "calls"), MESSAGES)
 def test_messages_of_gpt_oss(text, thoughts, content, calls):
     for pieces in ([text], [*text, ""]):
         assert read(Channels(("add",)), pieces) == (thoughts, content, calls)
@@ -250,45 +250,45 @@ SCHEMAS = {
     "add": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "l": {"type": ["array", "null"]}}},
     "get_weather": {},
 }
-FORMS = [
-    (CallForm.QWEN, "So:\n<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n<parameter=s>\n4\n</parameter>\n"
+CALLED = [
+    (QWEN, "So:\n<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n<parameter=s>\n4\n</parameter>\n"
      "<parameter=l>\n[1, \"x\"]\n</parameter>\n</function>\n</tool_call>", "So:",
      [("add", {"a": 3, "s": "4", "l": [1, "x"]})]),
-    (CallForm.QWEN, "<tool_call><function=get_weather></function></tool_call>\n<tool_call><function=add>"
+    (QWEN, "<tool_call><function=get_weather></function></tool_call>\n<tool_call><function=add>"
      "<parameter=s>a\nb < c</parameter></function></tool_call>", "", [("get_weather", {}), ("add", {"s": "a\nb < c"})]),
-    (CallForm.QWEN, '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "", [("add", {"a": 1})]),
-    (CallForm.QWEN, "<tool_call><function=add><parameter=a>3", "<tool_call><function=add><parameter=a>3", []),
-    (CallForm.QWEN, "<tool_call><function=add>none</function></tool_call>",
+    (QWEN, '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', "", [("add", {"a": 1})]),
+    (QWEN, "<tool_call><function=add><parameter=a>3", "<tool_call><function=add><parameter=a>3", []),
+    (QWEN, "<tool_call><function=add>none</function></tool_call>",
      "<tool_call><function=add>none</function></tool_call>", []),
-    (CallForm.GEMMA, f"Well. <|tool_call>call:add{{a:3,s:{Q}x, y}}{Q},l:[1,{{b:true}},null,{Q}{Q}]}}<tool_call|>",
+    (GEMMA, f"Well. <|tool_call>call:add{{a:3,s:{Q}x, y}}{Q},l:[1,{{b:true}},null,{Q}{Q}]}}<tool_call|>",
      "Well.", [("add", {"a": 3, "s": "x, y}", "l": [1, {"b": True}, None, ""]})]),
-    (CallForm.GEMMA, "<|tool_call>call:f{}<tool_call|><|tool_call>call:g{ a : -1.5 }<tool_call|>", "",
+    (GEMMA, "<|tool_call>call:f{}<tool_call|><|tool_call>call:g{ a : -1.5 }<tool_call|>", "",
      [("f", {}), ("g", {"a": -1.5})]),
-    (CallForm.GEMMA, "<|tool_call>call:f{a<tool_call|> x", "<|tool_call>call:f{a<tool_call|> x", []),
-    (CallForm.GEMMA, "<|tool_call>call:f{a:1", "<|tool_call>call:f{a:1", []),
-    (CallForm.MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": {"b": "}"}}[TOOL_CALLS]f{"c": 1}', "",
+    (GEMMA, "<|tool_call>call:f{a<tool_call|> x", "<|tool_call>call:f{a<tool_call|> x", []),
+    (GEMMA, "<|tool_call>call:f{a:1", "<|tool_call>call:f{a:1", []),
+    (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": {"b": "}"}}[TOOL_CALLS]f{"c": 1}', "",
      [("add", {"a": {"b": "}"}}), ("f", {"c": 1})]),
-    (CallForm.MISTRAL, 'Hm [TOOL_CALLS]add[CALL_ID]abc12[ARGS]{}', "Hm", [("add", {})]),
-    (CallForm.MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]', "",
+    (MISTRAL, 'Hm [TOOL_CALLS]add[CALL_ID]abc12[ARGS]{}', "Hm", [("add", {})]),
+    (MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "f", "arguments": {}}]', "",
      [("add", {"a": 1}), ("f", {})]),
-    (CallForm.MISTRAL, "[TOOL_CALLS]what is this?", "[TOOL_CALLS]what is this?", []),
-    (CallForm.PYTHONIC, "[add(a=3, s='x)]', l=[1, {'b': True}]), get_weather()]", "",
+    (MISTRAL, "[TOOL_CALLS]what is this?", "[TOOL_CALLS]what is this?", []),
+    (PYTHONIC, "[add(a=3, s='x)]', l=[1, {'b': True}]), get_weather()]", "",
      [("add", {"a": 3, "s": "x)]", "l": [1, {"b": True}]}), ("get_weather", {})]),
-    (CallForm.PYTHONIC, '<|python_start|>[add(s="\\"q\\"", a=None)]<|python_end|>', "",
+    (PYTHONIC, '<|python_start|>[add(s="\\"q\\"", a=None)]<|python_end|>', "",
      [("add", {"s": '"q"', "a": None})]),
-    (CallForm.PYTHONIC, "[1, 2, 3]", "[1, 2, 3]", []),
-    (CallForm.PYTHONIC, "[other(a=1)]", "[other(a=1)]", []),
-    (CallForm.PYTHONIC, "[add(a=open('x'))]", "[add(a=open('x'))]", []),
-    (CallForm.PYTHONIC, "[add(a=1", "[add(a=1", []),
-    (CallForm.HERMES, "[add(a=1)]", "[add(a=1)]", []),
-    (CallForm.HERMES, "[TOOL_CALLS]add[ARGS]{}", "[TOOL_CALLS]add[ARGS]{}", []),
+    (PYTHONIC, "[1, 2, 3]", "[1, 2, 3]", []),
+    (PYTHONIC, "[other(a=1)]", "[other(a=1)]", []),
+    (PYTHONIC, "[add(a=open('x'))]", "[add(a=open('x'))]", []),
+    (PYTHONIC, "[add(a=1", "[add(a=1", []),
+    (HERMES, "[add(a=1)]", "[add(a=1)]", []),
+    (HERMES, "[TOOL_CALLS]add[ARGS]{}", "[TOOL_CALLS]add[ARGS]{}", []),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "text", "content", "calls"), FORMS, ids=range(len(FORMS)))
+@pytest.mark.parametrize(("form", "text", "content", "calls"), CALLED, ids=range(len(CALLED)))
 def test_calls_in_other_forms(form, text, content, calls):
     for pieces in ([text], [*text, ""]):
-        said, made = told(ToolParser(SCHEMAS, form=form, schemas=SCHEMAS), pieces)
+        said, made = told(form.parser(SCHEMAS), pieces)
         assert (said, [(name, json.loads(arguments)) for name, arguments in made]) == (content, calls)
 
 
@@ -304,20 +304,19 @@ WORDS = st.sampled_from(
 @given(
     st.one_of(
         st.lists(WORDS, max_size=12).map("".join),
-        st.sampled_from([case[1] for case in FORMS] + [case[0] for case in HARMONY] + [case[1] for case in TAGGED]),
+        st.sampled_from([case[1] for case in CALLED] + [case[0] for case in MESSAGES] + [case[1] for case in TAGGED]),
     ),
     st.data(),
 )
 def test_cuts_change_nothing(text, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-    for form in CallForm:
+    for form in FORMS:
 
         def parser(form=form):
-            return ToolParser(SCHEMAS, form=form, schemas=SCHEMAS)
+            return form.parser(SCHEMAS)
 
-        assert told(parser(), pieces) == told(parser(), [text])
-        for opened in (None, True):
+        assert read(parser(), pieces) == read(parser(), [text])
+        for opened in (None, True) if form is not HARMONY else ():
             whole = read(Thoughts(PARSERS["qwen3"], opened, parser()), [text])
             assert read(Thoughts(PARSERS["qwen3"], opened, parser()), pieces) == whole
-    assert read(Channels(SCHEMAS), pieces) == read(Channels(SCHEMAS), [text])

@@ -14,8 +14,9 @@ from running import run_server
 from transformers import AddedToken
 
 from forerun.serve.app import ServerOptions
+from forerun.serve.forms import MOST_CALLS
 from forerun.serve.text import TextService
-from forerun.serve.tools import MOST_CALLS, ToolParser
+from forerun.serve.tools import ToolParser
 
 CHAT = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "hi"}]

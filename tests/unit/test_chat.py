@@ -7,8 +7,9 @@ import pytest
 
 from forerun import SamplingParams
 from forerun.core.errors import ForerunError, RequestError
-from forerun.models.chat import CallForm, call_form, conversations, render_chat
+from forerun.models.chat import conversations, render_chat
 from forerun.models.tokenizer import load_tokenizer
+from forerun.serve.forms import HERMES, LLAMA, call_form
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}] {{ m.content }}/{% endfor %}"
@@ -233,13 +234,13 @@ def test_a_model_of_several_templates_uses_the_one_for_tools(llm, monkeypatch):
 
 
 @pytest.mark.parametrize(("template", "form"), [
-    (PLAIN, CallForm.HERMES),
-    (KNOWING, CallForm.HERMES),
-    ("{{ tools }} write <tool_call>{\"name\": n, \"parameters\": p}", CallForm.HERMES),
-    ("{{ tools }} {{- 'Respond with {\"name\": function name, \"parameters\": dictionary}.' }}", CallForm.LLAMA),
-    ('{{ tools }} {{- "{\\"name\\": function name, \\"parameters\\": dictionary}." }}', CallForm.LLAMA),
-    ("{{ tools }} {{ '<|python_tag|>' }}", CallForm.LLAMA),
-    ("{\"name\": n, \"parameters\": p}", CallForm.HERMES),
+    (PLAIN, HERMES),
+    (KNOWING, HERMES),
+    ("{{ tools }} write <tool_call>{\"name\": n, \"parameters\": p}", HERMES),
+    ("{{ tools }} {{- 'Respond with {\"name\": function name, \"parameters\": dictionary}.' }}", LLAMA),
+    ('{{ tools }} {{- "{\\"name\\": function name, \\"parameters\\": dictionary}." }}', LLAMA),
+    ("{{ tools }} {{ '<|python_tag|>' }}", LLAMA),
+    ("{\"name\": n, \"parameters\": p}", HERMES),
 ])  # fmt: skip
 def test_the_form_that_a_template_asks_for(llm, template, form):
     assert call_form(llm().tokenizer, template) is form

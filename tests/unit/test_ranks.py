@@ -3,6 +3,7 @@ then one engine over two processes."""
 
 import asyncio
 import gc
+import math
 import os
 import signal
 import weakref
@@ -30,6 +31,7 @@ from forerun.models.native import NativeModel
 from forerun.models.ranks import leader, split
 from forerun.models.ranks.team import Team
 from here import where
+from hybrids import save_hybrid
 
 pytestmark = pytest.mark.slow
 
@@ -244,6 +246,69 @@ def test_each_rank_asks_for_its_part(checkpoint):
     assert experts == {2, 3}
 
 
+HYBRIDS = {
+    "lfm2": ("lfm2", {}),
+    "qwen3_5": ("qwen3_5_text", {}),
+    "granite": ("granitemoehybrid", {}),
+    "granite, one group": ("granitemoehybrid", {"mamba_n_groups": 1, "mamba_proj_bias": True}),
+    "falcon": ("falcon_h1", {"mamba_n_groups": 1, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "falcon, two groups": ("falcon_h1", {"mamba_n_groups": 2}),
+    "nemotron": ("nemotron_h", {}),
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid_folder(tmp_path_factory):
+    made = {}
+
+    def get(name):
+        if name not in made:
+            kind, options = HYBRIDS[name]
+            made[name] = tmp_path_factory.mktemp("hybrid")
+            save_hybrid(kind, made[name], **options)
+        return made[name]
+
+    return get
+
+
+@torch.inference_mode()
+def rounds(model):
+    """A prompt in two pieces, trees of which one path is kept, and rows behind."""
+    attention = new_attention(model, max_seqs=2, max_len=64, page_size=4, slack=6)
+    pool, result = attention.pool, []
+    first = [Span(0, 0, [*range(3, 15)], logits=[11]), Span(1, 0, [5, 6], logits=[1])]
+    tree = [Span(0, 12, [9, 8, 7, 6], [-1, 0, 0, 1], logits=[0, 1, 2, 3]), Span(1, 2, [5, 9], logits=[0, 1])]
+    for number, spans in enumerate((first, tree)):
+        for span in spans:
+            assert pool.try_reserve(span.key, span.end)
+        result.append(model.forward(Batch(spans), attention).logits)
+        if number:
+            pool.keep(0, 12, [0, 2])
+            pool.truncate(1, 3)
+    assert pool.try_reserve(0, 16)
+    assert pool.try_reserve(1, 4)
+    result.append(
+        model.forward(Batch([Span(0, 14, [4, 3], logits=[0, 1]), Span(1, 3, [7], logits=[0])]), attention).logits
+    )
+    return torch.cat(result)
+
+
+@pytest.mark.parametrize("weights", ["auto", "plain"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_with_state_are_split_by_heads_and_channels(hybrid_folder, name, weights):
+    folder = hybrid_folder(name)
+    one, ranks = load_model(folder, invariant=True), two(folder, weights=weights)
+    expected, got = rounds(one), together(ranks, rounds)
+    assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
+    assert not together(ranks, lambda model: self_test(model, rows=20, page_size=8))
+    whole, parts = (sum(map(numbers_of, model.info.state_shapes)) for model in (one, ranks[1]))
+    assert parts <= whole * (0.51 if HYBRIDS[name][1].get("mamba_n_groups") != 1 else 0.7)
+
+
+def numbers_of(shape):
+    return 0 if shape is None else shape.width + math.prod(shape.numbers or (0,))
+
+
 def test_parts_of_a_weight_make_the_whole():
     whole = torch.arange(7 * 6).view(7, 6).float()
     rows = [split.Shard(whole, split.vocabulary(7, rank, 3), None)[:] for rank in range(3)]
@@ -252,6 +317,8 @@ def test_parts_of_a_weight_make_the_whole():
     assert torch.equal(torch.cat(columns, 1), whole[2:4])
     fused = split.Cut(0, (4, 2, 2))  # four heads, two of keys, two of values, three numbers each
     assert fused.places(24, 1, 2).tolist() == [*range(6, 12), *range(15, 18), *range(21, 24)]
+    gated = split.Cut(0, (2, 1), (3, 2))  # two heads of three numbers, and two numbers that both read
+    assert [gated.places(8, rank, 2).tolist() for rank in (0, 1)] == [[0, 1, 2, 6, 7], [3, 4, 5, 6, 7]]
     assert split.Cut(0, (2,)).places(4, 3, 4).tolist() == [2, 3]  # the second of two heads, on the last of four ranks
 
 
@@ -285,6 +352,22 @@ def test_sizes_that_two_do_not_divide(changed, reason):
 
 
 @pytest.mark.parametrize(
+    ("kind", "changed", "reason"),
+    [
+        ("qwen3_5_text", {"linear_num_value_heads": 3, "linear_num_key_heads": 3}, "the model's heads with state, 3"),
+        ("granitemoehybrid", {"num_attention_heads": 8, "head_dim": 4, "size": 8}, "heads with state, 4"),
+        ("nemotron_h", {"mamba_num_heads": 12, "n_groups": 3}, "divide the model's groups of heads with state, 3"),
+        ("granitemoehybrid-experts", {}, "an MLP beside experts, which is not split"),
+    ],
+)  # fmt: skip
+def test_states_that_ranks_do_not_divide(tmp_path, kind, changed, reason):
+    size = changed.pop("size", 2)
+    folder = save_hybrid(kind, tmp_path, **changed)
+    with pytest.raises(ConfigError, match=reason):
+        load_model(folder, tensor_parallel_size=size)
+
+
+@pytest.mark.parametrize(
     ("options", "reason"),
     [({"model_path": "hf"}, "needs the native path"), ({"quantization": "int8"}, "leave int8 out")],
 )
@@ -294,6 +377,44 @@ def test_what_is_not_split(checkpoint, options, reason):
 
 
 PROMPTS = ["the cat sat on the mat", "the cat sat on", "(a + b) * (a + b)", "x"]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_5", "granite, one group"])
+def test_two_ranks_with_states_give_the_tokens_of_one(hybrid_folder, name):
+    """Drafts that are rejected, trees, shared beginnings, several turns, preemption and beams."""
+    folder, options = (
+        str(hybrid_folder(name)),
+        {"page_size": 4, "num_pages": 40, "max_model_len": 96, "max_num_seqs": 4},
+    )
+    drafts = {"method": "draft_model", "model": folder, "quantization": "q8_0", "tree": [2, 2, 1]}
+    one = LLM(folder, speculative_config=None, **options)
+    shared = LLM(folder, tensor_parallel_size=2, speculative_config=[drafts, {"method": "ngram"}], **options)
+    prompts = [f"the cat sat on the mat{end}" for end in ("", " and", " (a + b) * (a + b)", "!")]
+    for temperature in (0.0, 0.9):
+        params = SamplingParams(temperature=temperature, seed=5, max_tokens=30)
+        for turn in range(2):
+            expected = one.generate(prompts, params)
+            for method in ("draft_model", "ngram", None):
+                jobs = [
+                    job
+                    for prompt in prompts
+                    for job in shared.engine.add(
+                        shared.tokenizer.encode(prompt), params, speculate=method is not None, method=method
+                    )
+                ]
+                while shared.engine.busy:
+                    shared.engine.step()
+                assert [job.output_ids for job in jobs] == [answer.outputs[0].token_ids for answer in expected]
+            prompts = [f"{prompt}{answer.outputs[0].text}" for prompt, answer in zip(prompts, expected)]
+            prompts = [prompt[-40:] if turn else prompt for prompt in prompts]
+    stats = shared.engine.stats
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert stats.preemptions
+    assert stats.state_hits
+    beams = [llm.beam_search(prompts[:2], BeamSearchParams(beam_width=3, max_tokens=8)) for llm in (one, shared)]
+    tokens = [[[beam.tokens for beam in answer.sequences] for answer in each] for each in beams]
+    assert tokens[0] == tokens[1]
+    shared.engine.check()
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,11 @@ a length, and a rejected draft costs the next round nothing (ReplaySSM and Tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 
@@ -88,6 +89,8 @@ class States:
         self.depth = depth
         self.ring = self.columns + depth
         self.dtype, self.device = dtype, device
+        self.changes: list[tuple[str, Any]] | None = None
+        """What happened to tensors between forwards; None: nobody asks."""
         self._hold(count, kept)
 
     def _hold(self, count: int, kept: int) -> None:
@@ -154,8 +157,21 @@ class States:
         self.origins[key] = slot, length
 
     def _clear(self, key: int, origin: int | None = None, length: int = 0) -> None:
-        slot = self.slots[key]
         self.lengths[key] = length
+        self._do("fill", self.slots[key], origin, length)
+
+    def _do(self, change: str, *places: Any) -> None:
+        """Change tensors, and note it."""
+        if self.changes is not None:
+            self.changes.append((change, places))
+        self.redo(change, places)
+
+    def redo(self, change: str, places: Any) -> None:
+        """Do to these tensors what happened to another rank's."""
+        ways: dict[str, Callable[..., None]] = {"fill": self._fill, "copy": self._copy, "move": self._move}
+        ways[change](*places)
+
+    def _fill(self, slot: int, origin: int | None, length: int) -> None:
         for records, numbers in zip(self.records, self.numbers):
             if records is not None:
                 records[slot] = 0
@@ -223,16 +239,20 @@ class States:
     def fork(self, source: int, key: int) -> None:
         """``key`` has the state and the records of ``source``."""
         self.take(key)
-        ours, theirs = self.slots[key], self.slots[source]
         self.lengths[key] = self.lengths[source]
+        self._do("copy", self.slots[source], self.slots[key])
+
+    def _copy(self, source: int, target: int) -> None:
         for tensor in (*self.records, *self.numbers):
             if tensor is not None:
-                tensor[ours] = tensor[theirs]
+                tensor[target] = tensor[source]
 
     def move(self, key: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Records of entries ``sources`` become those of ``targets``."""
-        slot = self.slots[key]
         old, new = ([entry % self.ring for entry in entries] for entries in (sources, targets))
+        self._do("move", self.slots[key], old, new)
+
+    def _move(self, slot: int, old: list[int], new: list[int]) -> None:
         for records in self.records:
             if records is not None:
                 records[slot, new] = records[slot, old]

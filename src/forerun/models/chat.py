@@ -6,7 +6,6 @@ import json
 import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
-from enum import StrEnum
 from functools import partial
 from typing import Any
 
@@ -34,30 +33,6 @@ To call a function, answer with nothing but its name and its arguments as a JSON
 The function's result comes between <tool_response> and </tool_response>. Say then in your own words what it means."""
 """For a template without words of its own: the form of the Hermes models
 (https://github.com/NousResearch/Hermes-Function-Calling)."""
-
-
-class CallForm(StrEnum):
-    """How a model is told to write calls."""
-
-    HERMES = "hermes"
-    LLAMA = "llama"
-    QWEN = "qwen"
-    GEMMA = "gemma"
-    MISTRAL = "mistral"
-    PYTHONIC = "pythonic"
-    """Llama 4's."""
-    HARMONY = "harmony"
-    """gpt-oss's."""
-
-
-MARKERS = {
-    CallForm.GEMMA: ("<|tool_call>", "<tool_call|>", '<|"|>'),
-    CallForm.MISTRAL: ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    CallForm.PYTHONIC: ("<|python_start|>", "<|python_end|>"),
-    CallForm.HARMONY: ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>"),
-}
-"""What calls are written with, the first of them in front, beside the markers of Hermes and Llama 3."""
-PYTHONIC = re.compile(r"\[\w*func\w*\(\w+=|\{\{-? *'\[' *\}\}.{0,200}'\('", re.S)
 
 
 def render_chat(
@@ -132,25 +107,6 @@ def _check_all_there(turns: Sequence[dict[str, Any]], text: str, render: Callabl
 def _with_text(turn: Mapping[str, Any], text: str) -> dict[str, Any]:
     """A message that says something else in the same form."""
     return {**turn, "content": [{"type": "text", "text": text}] if isinstance(turn["content"], list) else text}
-
-
-def call_form(tokenizer: Any, chat_template: str | None = None) -> CallForm:
-    """The form of calls that the prompt asks for, by what a template writes or tells of; those that say nothing are
-    taken for Hermes'."""
-    with library("the chat template cannot be used", RequestError):  # one of several may have no name
-        template = tokenizer.get_chat_template(chat_template, [{}])
-    if not knows_tools(template):
-        return CallForm.HERMES
-    for form in (CallForm.GEMMA, CallForm.MISTRAL, CallForm.HARMONY):
-        if MARKERS[form][0] in template:
-            return form
-    if "<function=" in template:
-        return CallForm.QWEN
-    if PYTHONIC.search(template):
-        return CallForm.PYTHONIC
-    named = re.search(r'"name\\?": .{0,80}"parameters\\?":', template)
-    llama = OPENING not in template and (named or PYTHON_TAG in template)
-    return CallForm.LLAMA if llama else CallForm.HERMES
 
 
 def knows_tools(template: str) -> bool:

@@ -20,7 +20,7 @@ from forerun.models.latent import Heads, LatentHeads
 from forerun.models.parts import LayerNorm, RMSNorm
 from forerun.models.ranks.shards import OverAll, Summed
 from forerun.models.ranks.team import Team
-from forerun.models.recurrent import Mixer, make_inputs, make_mixer
+from forerun.models.recurrent import Mamba2, Mixer, NormedMixer, make_inputs, make_mixer
 from forerun.models.rotary import Rotary
 from forerun.models.weights import Maker
 from forerun.models.words import Words
@@ -212,7 +212,7 @@ class Builder:
             qkv=qkv,
             out=self._summed(linear(attention.out)) if spec.attention else None,
             enter=None if mixer is None else make_inputs(mixer, sizes, self.maker, at),
-            leave=None if mixer is None else linear(mixer.out),
+            leave=None if mixer is None else self._summed(linear(mixer.out)),
             gate_up=linear(*mlp.gate_up) if spec.mlp else None,
             down=self._summed(linear(mlp.down)) if spec.mlp else None,
             norm_attention=norm(norms.before_attention) if mixes else None,
@@ -246,8 +246,11 @@ class Builder:
         return layer
 
     def _mixer(self, names: Description, at: Callable[[Name], str], index: int) -> Mixer:
-        made = make_mixer(names, self.spec.mixer, self.maker, at, self._norm, index)
-        return KernelMixer(made) if self.kernels else made
+        made, norm = make_mixer(names, self.spec.mixer, self.maker, at, self._norm, index), None
+        if self.team is not None and isinstance(made, Mamba2) and made.sizes.norm_over_all:
+            norm, made.norm = OverAll(made.norm, self.team), None
+        mixer = KernelMixer(made) if self.kernels else made
+        return mixer if norm is None else NormedMixer(mixer, norm)
 
     def _latent(self, at: Callable[[Name], str], rotary: Rotary) -> tuple[Linear, LatentHeads]:
         """The first projection, of queries or their latent and of the entry, and what is behind it."""

@@ -166,6 +166,8 @@ class NativeModel:
 
     def _compile(self) -> Fused | None:
         spec = self.spec
+        if self.team is not None and spec.states:
+            return None
         decoder = Decoder(
             spec.heads, self._words, self._layers, self._norm, self._head, self._rotaries, spec.scale,
             activation=spec.activation, gated=spec.architecture.mlp.gated,

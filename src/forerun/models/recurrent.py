@@ -203,6 +203,19 @@ class Mamba2(Recurrent):
         return self.norm(gated).flatten(1)
 
 
+class NormedMixer:
+    """A mixer whose output is normed behind it."""
+
+    def __init__(self, mixer: Mixer, norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self.mixer, self.norm = mixer, norm
+
+    def __call__(self, inputs: torch.Tensor, states: States, replay: Any) -> torch.Tensor:
+        return self.norm(self.mixer(inputs, states, replay))
+
+    def norms(self) -> Iterator[object]:
+        yield self.norm
+
+
 def _unit(side: torch.Tensor) -> torch.Tensor:
     return side * torch.rsqrt((side * side).sum(-1, keepdim=True) + UNIT_EPS)
 

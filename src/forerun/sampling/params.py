@@ -106,10 +106,12 @@ class StructuredOutputsParams:
     json_object: bool = False
     schemas: Mapping[str, Any] | None = None
     """JSON schemas by name, for the rules of a Lark ``grammar``."""
+    whole: bool = False
+    """The grammar describes the model's thoughts as well, instead of beginning behind them."""
 
     def __post_init__(self) -> None:
         absent = {"json_object": (None, False)}  # a schema may be False
-        kinds = [f.name for f in fields(self) if f.name != "schemas"]
+        kinds = [f.name for f in fields(self) if f.name not in ("schemas", "whole")]
         given = [name for name in kinds if getattr(self, name) not in absent.get(name, (None,))]
         if len(given) != 1:
             raise ConfigError(

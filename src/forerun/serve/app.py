@@ -22,6 +22,7 @@ from forerun.engine.stream import Stream
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 from forerun.serve import answers, errors, openapi, page
 from forerun.serve.errors import ApiError
+from forerun.serve.forms import required_shape
 from forerun.serve.guard import Guard, allowed_host, allowed_origin, names
 from forerun.serve.metrics import NAMES, Recorder, RequestLog
 from forerun.serve.openapi import BODY, GENERATION, responses
@@ -39,7 +40,6 @@ from forerun.serve.schema import (
 )
 from forerun.serve.stream import Reply
 from forerun.serve.text import TextService
-from forerun.serve.tools import required_shape
 
 
 @dataclass(frozen=True)

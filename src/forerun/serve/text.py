@@ -18,19 +18,10 @@ from forerun.core.request import RequestState
 from forerun.engine.jobs import TokenLogprobs, finite
 from forerun.engine.stop import Finish
 from forerun.engine.stream import Delta
-from forerun.models.chat import (
-    CLOSING,
-    MARKERS,
-    OPENING,
-    PYTHON_TAG,
-    CallForm,
-    Message,
-    call_form,
-    knows_tools,
-    render_chat,
-)
+from forerun.models.chat import Message, knows_tools, render_chat
 from forerun.models.reasoning import HARMONY, PARSERS, Boundary
 from forerun.models.tokenizer import BYTE_LETTERS, REPLACEMENT, Detokenizer, encode, token_text
+from forerun.serve import forms
 from forerun.serve.reasoning import Reading, ToolOptions
 
 T = TypeVar("T")
@@ -157,9 +148,9 @@ class TextService:
             raise
 
     @cached_property
-    def call_form(self) -> CallForm:
+    def call_form(self) -> forms.CallForm:
         """How calls are written here."""
-        return call_form(self.tokenizer, self.own_template)
+        return forms.call_form(self.tokenizer, self.own_template)
 
     @cached_property
     def knows_tools(self) -> bool:
@@ -171,9 +162,9 @@ class TextService:
         them out unless told otherwise."""
         markers: set[str] = set()
         if tools:
-            markers |= {OPENING, CLOSING, PYTHON_TAG, *MARKERS.get(self.call_form, ())}
+            markers |= {*forms.HERMES.marks, *forms.LLAMA.marks, *self.call_form.marks}
         if self.reasoning_parser == HARMONY:
-            markers |= set(MARKERS[CallForm.HARMONY])
+            markers |= set(forms.HARMONY.marks)
         elif self.reasoning_parser is not None:
             markers |= {PARSERS[self.reasoning_parser].start, PARSERS[self.reasoning_parser].end}
         return {marker: id for marker, id in self._special.items() if marker in markers}
@@ -184,7 +175,7 @@ class TextService:
 
     def reading(self, prompt: Sequence[int], tools: ToolOptions | None) -> Reading:
         """How to read the answers to a chat's ``prompt``."""
-        channels = self.reasoning_parser == HARMONY or (tools is not None and tools.form is CallForm.HARMONY)
+        channels = self.reasoning_parser == HARMONY or (tools is not None and tools.form is forms.HARMONY)
         opened = None if self.boundary is None else self.boundary.opened(prompt)
         return Reading(tools, self.reasoning_parser, opened, channels)
 

@@ -11,7 +11,7 @@ import torch
 
 from forerun.cache.pool import KVShape
 from forerun.cache.states import StateShape
-from forerun.core.config import COUNT
+from forerun.core.config import COUNT, NOT_NEGATIVE, POSITIVE, Within
 from forerun.core.errors import shown
 from forerun.models.architectures.description import (
     Architecture,
@@ -105,6 +105,9 @@ class MixerSpec:
     tiled: bool = False
     """Head i has keys and queries of group i modulo the groups, as GGUF files order a delta net's heads; else the heads
     of a group follow one another."""
+
+    norm_over_all: bool = False
+    """The norm goes over the heads of all ranks."""
 
     @property
     def shape(self) -> StateShape:
@@ -237,6 +240,8 @@ def applies(config: Any) -> str | None:
         return f"{', '.join(config.architectures or [])} is not {result.causal}"
     if result.mixer is not None and not config.layer_types:
         return "no layer_types, which say what each layer is"
+    if (reason := _numbers_apply(result, config)) is not None:
+        return reason
     activation = _activation(result, config)
     if activation not in ACTIVATIONS or (ACTIVATIONS[activation] == XIELU) != bool(result.mlp.numbers):
         return f"activation {activation!r}"
@@ -256,6 +261,37 @@ def applies(config: Any) -> str | None:
     reason = reason or (None if result.latent is None else _latent_applies(result.latent, config))
     reason = reason or (None if result.experts is None else _experts_apply(result.experts, config))
     return reason or _rope_applies(result, config)
+
+
+def _numbers_apply(architecture: Architecture, config: Any) -> str | None:
+    """Why factors and counts that only some architectures have cannot be used, if so."""
+    experts = architecture.experts
+    used = experts is not None and (experts.enabled is None or getattr(config, experts.enabled))
+    factors = [
+        architecture.embedding_scale, architecture.residual_scale, architecture.logits_scale,
+        architecture.logits_divisor, architecture.attention.multiplier, None if experts is None else experts.factor,
+        *(each.inputs for each in architecture.multiplied),
+    ]  # fmt: skip
+    for key in factors:
+        if isinstance(key, str) and key != "root" and not Within().permits(getattr(config, key)):
+            return f"{key} is {shown(getattr(config, key))}, not a number"
+    for each in architecture.multiplied:
+        given: Any = 1.0 if each.outputs is None else getattr(config, each.outputs)
+        numbers = given if isinstance(given, (list, tuple)) else [given]
+        count = 1 if not isinstance(given, (list, tuple)) else MLP_PARTS if each.place is not None else MAMBA_PARTS
+        if len(numbers) != count or not all(Within().permits(number) for number in numbers):
+            return f"{each.outputs} is {shown(given)}, not {count} number{'s' if count > 1 else ''}"
+    if experts is not None and used and not NOT_NEGATIVE.permits(getattr(config, experts.count)):
+        return f"{experts.count} is {shown(getattr(config, experts.count))}, not a number of experts"
+    if getattr(config, "block_auto_adjust_ff_dim", False):
+        by, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
+        if by is not None and not (POSITIVE.permits(by) and COUNT.permits(multiple)):
+            return f"block_ffn_dim_multiplier {shown(by)} and block_multiple_of {shown(multiple)}"
+    return None
+
+
+MLP_PARTS, MAMBA_PARTS = 2, 5
+"""Gate and output of an MLP; gate, x, B, C and time step of Mamba's projection."""
 
 
 def is_sized(config: Any) -> bool:

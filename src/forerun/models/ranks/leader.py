@@ -25,7 +25,7 @@ from forerun.cache.pool import Pool
 from forerun.core.batch import Batch
 from forerun.core.errors import RankError
 from forerun.models.base import Tiles
-from forerun.models.ranks.team import FAILED, READY, TIMEOUT, UP, Feed, Hello, RankCall, Team
+from forerun.models.ranks.team import FAILED, READY, TIMEOUT, UP, Feed, Hello, RankCall, StatesFeed, Team
 
 START = 600.0
 """Seconds that the others have to come up, and again to load their parts."""
@@ -101,14 +101,16 @@ class Leader(Team):
         if self._apart:
             yield
             return
-        pool, gone = attention.pool, list(self._gone)
+        pool, gone, number = attention.pool, list(self._gone), self._number(attention.pool)
+        states = None if pool.states is None else StatesFeed.of(pool.states, [span.key for span in batch.spans])
         message = Feed(
-            self._number(pool), pool.num_pages, pool.page_size, pool.changes or [],
+            number, pool.num_pages, pool.page_size, pool.changes or [],
             {span.key: pool.block_tables[span.key] for span in batch.spans}, gone, batch.spans, batch.hidden,
             batch.layers, batch.embeds, batch.embed_rows, tiles, invariant, torch.get_num_threads(),
+            states,
         )  # fmt: skip
         with self._telling(message):
-            pool.changes = []
+            self._note(pool)
             del self._gone[: len(gone)]
             yield
 
@@ -143,9 +145,15 @@ class Leader(Team):
         result = self._numbers.get(pool)
         if result is None:
             result = self._numbers[pool] = next(self._count)
-            pool.changes = []
+            self._note(pool)
             weakref.finalize(pool, self._gone.append, result).atexit = False
         return result
+
+    def _note(self, pool: Pool) -> None:
+        """From now on, note what happens between forwards."""
+        pool.changes = []
+        if pool.states is not None:
+            pool.states.changes = []
 
     def _failed(self, error: RuntimeError) -> NoReturn:
         self._lost(error)

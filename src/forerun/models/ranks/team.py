@@ -7,7 +7,7 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from forerun.attention.base import Attention
 from forerun.cache.pool import Change
+from forerun.cache.states import States
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import RankError
 from forerun.models.base import Tiles
@@ -127,6 +128,26 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
+class StatesFeed:
+    """What layers keep of a forward's sequences (``cache/states.py``): how much room there is, where each one is, how
+    many entries it covers, what is to be stored, and what happened since the last forward."""
+
+    count: int
+    kept: int
+    depth: int
+    slots: dict[int, int]
+    lengths: dict[int, int]
+    marks: dict[int, dict[int, int]]
+    changes: list[tuple[str, Any]]
+
+    @classmethod
+    def of(cls, states: States, keys: Sequence[int]) -> StatesFeed:
+        slots, lengths = ({key: held[key] for key in keys} for held in (states.slots, states.lengths))
+        marks = {key: dict(states.marks[key]) for key in keys if key in states.marks}
+        return cls(states.count, states.most_kept, states.depth, slots, lengths, marks, states.changes or [])
+
+
+@dataclass(frozen=True, slots=True)
 class Feed:
     """One forward: the rows, where their entries go in the cache ``pool``, and what happened to that since its last
     forward; ``gone`` are caches that are no more."""
@@ -145,6 +166,7 @@ class Feed:
     tiles: Tiles | None
     invariant: bool
     threads: int
+    states: StatesFeed | None
 
 
 @dataclass(frozen=True, slots=True)

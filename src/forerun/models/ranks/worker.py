@@ -12,12 +12,13 @@ import torch
 
 from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
+from forerun.cache.states import States
 from forerun.core.batch import Batch
 from forerun.core.errors import ForerunError, RankError
 from forerun.models.base import attention_over
 from forerun.models.load import load_shard, quick_config, rank_device
 from forerun.models.native import NativeModel
-from forerun.models.ranks.team import FAILED, READY, UP, Feed, Hello, Team
+from forerun.models.ranks.team import FAILED, READY, UP, Feed, Hello, StatesFeed, Team
 
 
 class Mirror(Pool):
@@ -45,11 +46,23 @@ class RankWorker:
             attention.pool.redo(change)
         attention.pool.block_tables, attention.pool.lengths = message.tables, {}
         attention.pool.version += 1
+        if message.states is not None:
+            self._hold(attention.pool, message.states)
         batch = Batch(
             message.spans, self.model.device, hidden=message.hidden, layers=message.layers, embeds=message.embeds,
             embed_rows=message.embed_rows,
         )  # fmt: skip
         self.model.feed(batch, attention)
+
+    def _hold(self, pool: Pool, given: StatesFeed) -> None:
+        states, sizes = pool.states, (given.count, given.kept)
+        if states is None or (states.count, states.most_kept) != sizes or states.depth != given.depth:
+            info = self.model.info
+            states = States(info.state_shapes, given.count, given.depth, info.dtype, info.device, given.kept)
+            pool.states = states
+        for change in given.changes:
+            states.redo(*change)
+        states.slots, states.lengths, states.marks = given.slots, given.lengths, given.marks
 
     def _attention(self, message: Feed) -> Attention:
         attention = self.caches.get(message.pool)
