@@ -22,6 +22,7 @@ from forerun.measure.check import (
     MIXES,
     SHAPES,
     SUPPORT,
+    CheckConfig,
     _self_tested,
     check_distribution,
     check_identity,
@@ -147,10 +148,8 @@ def test_a_failure_without_a_draft_is_a_failure(llm, monkeypatch):
         return [[answer._replace(text="?") for answer in group] if speculative else group for group in result], total
 
     monkeypatch.setattr(checking, "answers", wrong)
-    settings = {"temperatures": [0.0], "max_tokens": 4, "page_sizes": [None], "concurrency": 8, "seed": 0}
-    result = list(
-        check_identity(llm(), [{"method": "pattern"}], [[5, 6, 7]], trees=False, step=lambda note: None, **settings)
-    )
+    config = CheckConfig(trees=False, temperatures=[0.0], max_tokens=4, page_sizes=[None], concurrency=8)
+    result = list(check_identity(config, llm(), [{"method": "pattern"}], [[5, 6, 7]]))
     assert [(one.passed, one.tested) for one in result] == [(False, True)]
 
 
@@ -232,10 +231,8 @@ def test_more_than_tokens_is_compared(llm, monkeypatch):
     correct = engine.emitted_logprobs
     monkeypatch.setattr(engine, "emitted_logprobs", shifted)
     prompts = [[5, 6, 7] * 4] * len(MIXES)
-    settings = {"temperatures": [0.0], "max_tokens": 12, "page_sizes": [None], "concurrency": 8, "seed": 0}
-    results = list(
-        check_identity(llm(), [{"method": "ngram"}], prompts, trees=False, step=lambda note: None, **settings)
-    )
+    config = CheckConfig(trees=False, temperatures=[0.0], max_tokens=12, page_sizes=[None], concurrency=8)
+    results = list(check_identity(config, llm(), [{"method": "ngram"}], prompts))
     assert [result.passed for result in results] == [False]
     assert "same tokens and another logprobs" in results[0].detail
 

@@ -83,20 +83,7 @@ def run_checks(config: CheckConfig, step: Callable[[str], None] = lambda note: N
     prompts = make_prompts(
         config.prompt_set, llm.tokenizer, count=config.prompts, length=config.prompt_tokens, seed=config.seed
     )
-    results = list(
-        check_identity(
-            llm,
-            options,
-            prompts,
-            trees=config.trees,
-            temperatures=config.temperatures,
-            max_tokens=config.max_tokens,
-            page_sizes=config.page_sizes,
-            concurrency=config.concurrency,
-            seed=config.seed,
-            step=step,
-        )
-    )
+    results = list(check_identity(config, llm, options, prompts, step))
     results += _bits(config, llm, prompts, step)
     if config.samples:
         prompt = make_prompts(REPETITIVE, llm.tokenizer, count=1, length=DISTRIBUTION_PROMPT, seed=config.seed)[0]
@@ -408,22 +395,16 @@ def variants(config: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_identity(
+    config: CheckConfig,
     llm: LLM,
     methods: Sequence[Mapping[str, Any]],
     prompts: Sequence[list[int]],
-    *,
-    trees: bool,
-    temperatures: Sequence[float],
-    max_tokens: int,
-    page_sizes: Sequence[int | None],
-    concurrency: int,
-    seed: int,
-    step: Callable[[str], None],
+    step: Callable[[str], None] = lambda note: None,
 ) -> Iterator[Result]:
     """One result per method (a ``speculative_config``), layout and temperature. Layouts, sampling options and a
-    method's variants take turns over the prompts. ``trees`` adds hand-made ones."""
-    for temperature in temperatures:
-        params = requests(len(prompts), temperature, max_tokens, seed)
+    method's variants take turns over the prompts. ``config.trees`` adds hand-made ones."""
+    for temperature in config.temperatures:
+        params = requests(len(prompts), temperature, config.max_tokens, config.seed)
         if llm.model.info.encoder is not None:
             params = [options.clone(prompt_logprobs=None) for options in params]  # an encoder gives none
         step(f"plain decoding, temperature {temperature:g}")
@@ -435,28 +416,28 @@ def check_identity(
         cases: list[tuple[str, Sequence[Mapping[str, Any] | None]]] = [
             (name, variants(options)) for name, options in zip(labels(methods, ()), methods, strict=True)
         ]
-        for name, options in [*cases, *([(METHOD, [None])] if trees else [])]:
-            for number, page_size in enumerate(page_sizes):
+        for name, options in [*cases, *([(METHOD, [None])] if config.trees else [])]:
+            for number, page_size in enumerate(config.page_sizes):
                 step(f"{name}, {layout_name(page_size)}, temperature {temperature:g}")
-                chosen = list(range(number, len(prompts), len(page_sizes)))
+                chosen = list(range(number, len(prompts), len(config.page_sizes)))
                 totals, wrong, idle = [], [], []
-                for turn, config in enumerate(options):
+                for turn, variant in enumerate(options):
                     mine = chosen[turn :: len(options)]
                     if not mine:
-                        idle.append(_kind(config))
+                        idle.append(_kind(variant))
                         continue
-                    with hand_made(texts) if config is None else nullcontext(config) as speculative:
+                    with hand_made(texts) if variant is None else nullcontext(variant) as speculative:
                         result, total = answers(
                             llm,
                             speculative,
                             [prompts[i] for i in mine],
                             [params[i] for i in mine],
-                            concurrency=concurrency,
+                            concurrency=config.concurrency,
                             page_size=page_size,
                         )
                     totals.append(total)
                     if not total.num_draft_tokens:
-                        idle.append(_kind(config))
+                        idle.append(_kind(variant))
                     wrong += [(i, group) for i, group in zip(mine, result) if group != plain[i]]
                 total = RequestMetrics.merged(totals)
                 yield _result(name, layout_name(page_size), temperature, len(chosen), wrong, plain, total, idle)
