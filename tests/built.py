@@ -2,6 +2,7 @@
 
 import ctypes
 import sys
+import time
 from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
@@ -12,6 +13,9 @@ import torch
 from forerun import kernels
 from forerun.core.folders import cache_folder, make_folder, replace_with
 
+KEPT = 7 * 24 * 3600
+"""Seconds after which what other sources made may go."""
+
 
 def kept(make, *parts):
     """The file that ``make`` writes: once for these ``parts`` and the kernels' sources as they are, and kept where the
@@ -19,6 +23,9 @@ def kept(make, *parts):
     key = kernels._key([*kernels._written(), *parts, kernels.processor()])
     path = make_folder(cache_folder()) / f"tested-{key}"
     if not path.is_file():
+        for old in path.parent.glob("tested-*"):
+            if time.time() - old.stat().st_mtime > KEPT:
+                old.unlink(missing_ok=True)
         replace_with(path, make)
     return path
 
