@@ -22,13 +22,18 @@ from test_dflash import (
     random_weights,
 )
 from test_dflash import write as write_folder
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from unrolled import unrolled
 
 from forerun import LLM, ForerunError, SamplingParams
 from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun.speculate.draft.heads.head import frequencies
 
 NAMES = {
-    "fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight", "norm.weight": "output_norm.weight",
+    "fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight",
+    "input_norm.weight": "enc.output_norm.weight", "rope_freqs.weight": "rope_freqs.weight",
+    "norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight", "d2t": "d2t",
     "candidate_selector.hidden_projection.weight": "selector_hidden.weight",
     "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
@@ -127,22 +132,39 @@ def eagle_draft(target, model):
     return kept + list(trace[index].rejected), committed
 
 
-@pytest.mark.parametrize("before", [False, True])
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 2048}  # fmt: skip
+
+
+def llama3(width):
+    """Frequencies as transformers has them."""
+    about = LlamaConfig(head_dim=width, rope_parameters={**LLAMA3, "rope_theta": 1000.0})
+    return ROPE_INIT_FUNCTIONS["llama3"](about, "cpu")[0]
+
+
+@pytest.mark.parametrize(("before", "third"), [(False, False), (True, False), (False, True)])
 @torch.no_grad()
-def test_an_eagle_head_in_a_gguf_file_is_the_folders(tiny_target, tmp_path, before):
+def test_an_eagle_head_in_a_gguf_file_is_the_folders(tiny_target, tmp_path, before, third):
+    """``third``: with EAGLE-3.1's norm before ``fc``, Llama 3's frequencies, and SGLang's numbers of layers."""
     config = config_of(Path(tiny_target), "dflash", norm_before_residual=before)
     size, vocabulary = config["hidden_size"], config["vocab_size"]
     ids = torch.arange(0, 60, 3)
     weights = eagle_weights(size, vocabulary, ids)
     folder = tmp_path / "e"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**config, "eagle_aux_hidden_state_layer_ids": [1, 2]}))
+    said = {"eagle_aux_hidden_state_layer_ids": [1, 2]}
+    divided = {}
+    if third:
+        said = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1]}, "rope_scaling": LLAMA3}
+        weights["input_norm.weight"] = torch.rand(2 * size) + 0.5
+        divided["rope_freqs.weight"] = 1000.0 ** (-torch.arange(0, WIDTH, 2) / WIDTH) / llama3(WIDTH)
+    (folder / "config.json").write_text(json.dumps({**config, **said}))
     save_file({**weights, "d2t": ids - torch.arange(len(ids))}, folder / "model.safetensors")
     at = "layers.0.self_attn."
     turned = {f"{at}q_proj.weight": paired(weights[f"{at}q_proj.weight"], HEADS),
               f"{at}k_proj.weight": paired(weights[f"{at}k_proj.weight"], KV_HEADS)}  # fmt: skip
     about = {"block_count": 1, "target_layers": [1, 2], "norm_before_residual": before}
-    file = write(tmp_path / "e.gguf", "eagle3", about, vocabulary, {**weights, **turned})
+    file = write(tmp_path / "e.gguf", "eagle3", about, vocabulary, {**weights, **turned, **divided})
     drafted, committed = eagle_draft(tiny_target, file)
     assert (drafted, committed) == eagle_draft(tiny_target, folder)
     from transformers import AutoModelForCausalLM
@@ -150,7 +172,12 @@ def test_an_eagle_head_in_a_gguf_file_is_the_folders(tiny_target, tmp_path, befo
     reference = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
     head = EagleHead.load(file, config["num_hidden_layers"])
     hidden = reference(torch.tensor([committed[:-1]]), output_hidden_states=True).hidden_states
-    features = head.fc(torch.cat([hidden[1][0], hidden[2][0]], -1))
+    features = torch.cat([hidden[1][0], hidden[2][0]], -1)
+    if third:
+        features /= (features.square().mean(-1, keepdim=True) + 1e-6).sqrt() / weights["input_norm.weight"]
+        torch.testing.assert_close(frequencies(WIDTH, 1000.0, torch.device("cpu"), head.stretch), llama3(WIDTH))
+        assert not torch.allclose(frequencies(WIDTH, 1000.0, torch.device("cpu")), llama3(WIDTH))
+    features = features @ weights["fc.weight"].T
     normed = (
         features / (features.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weights["layers.0.hidden_norm.weight"]
     )
@@ -160,6 +187,29 @@ def test_an_eagle_head_in_a_gguf_file_is_the_folders(tiny_target, tmp_path, befo
         said = unrolled(head, features, embedding(torch.tensor(tokens)), len(features), step + 1)[-1]
         tokens.append(int(ids[(weights["lm_head.weight"] @ head.norm(said)).argmax()]))
     assert drafted == tokens[-4:]
+
+
+@pytest.mark.parametrize(
+    ("changes", "part", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None, "turns in the default way"),
+        ({"rope_scaling": {**LLAMA3, "factor": None}}, None, "turns in the default way"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}}, None, r"0 to 2, not \[1, 3\]"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "x"}}, None, "layers are some of its target's"),
+        ({}, "q_proj", "a head of EAGLE or EAGLE-2"),
+    ],
+)
+def test_eagle_heads_of_other_kinds_are_refused_in_one_line(tiny_target, tmp_path, changes, part, message):
+    config = config_of(Path(tiny_target), "dflash", **changes)
+    size, ids = config["hidden_size"], torch.arange(0, 60, 3)
+    weights = eagle_weights(size, config["vocab_size"], ids)
+    if part is not None:
+        weights[f"layers.0.self_attn.{part}.weight"] = torch.zeros(HEADS * WIDTH, size)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({**weights, "d2t": ids - torch.arange(len(ids))}, tmp_path / "model.safetensors")
+    with pytest.raises(ForerunError, match=message) as caught:
+        LLM(tiny_target, speculative_config={"method": "eagle", "model": str(tmp_path)})
+    assert "\n" not in str(caught.value)
 
 
 def test_files_of_other_architectures_are_refused(tiny_target, tmp_path):

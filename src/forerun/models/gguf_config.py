@@ -443,7 +443,7 @@ def _rope(file: GGUFFile, keys: Keys, width: int) -> dict[str, Any]:
         return result | {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
         return result | _yarn(keys, factor)
-    return result | _llama3(file, result["rope_theta"], width) if FREQUENCIES in file.tensors else result
+    return result | read_divisors(file, result["rope_theta"], width) if FREQUENCIES in file.tensors else result
 
 
 def _yarn(keys: Keys, factor: float) -> dict[str, Any]:
@@ -459,8 +459,8 @@ def _yarn(keys: Keys, factor: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _llama3(file: GGUFFile, theta: float, width: int) -> dict[str, Any]:
-    """The parameters of Llama 3's formula that give the divisors in the file."""
+def read_divisors(file: GGUFFile, theta: float, width: int) -> dict[str, Any]:
+    """The parameters of Llama 3's formula that give the divisors in the file. Raises ModelError where none do."""
     given = file.values(FREQUENCIES).double()
     frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     factor = float(f"{given.max().item():.7g}") if given.shape == frequencies.shape else 0.0

@@ -22,7 +22,8 @@ from forerun.attention.kernel import KernelAttention, can_attend
 from forerun.attention.sdpa import SdpaAttention
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
-from forerun.core.errors import ModelError
+from forerun.core.config import POSITIVE
+from forerun.core.errors import ModelError, shown
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
@@ -38,7 +39,18 @@ from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.chain import CatchUpConfig, ChainRunner, plain
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.gguf_files import is_ours, read_drafter
-from forerun.speculate.draft.heads.head import FORMAT, FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate
+from forerun.speculate.draft.heads.head import (
+    FORMAT,
+    FeedForward,
+    Guess,
+    Head,
+    Lesson,
+    Norm,
+    Sizes,
+    Stretch,
+    frequencies,
+    rotate,
+)
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "theta": 10000.0, "eps": 1e-5}
@@ -50,11 +62,15 @@ class EagleHead(Head):
     """Options: ``layers`` (hidden states read), ``draft_vocab_size`` with ``d2t``, ``own_head``; ``mixed``: a matrix
     makes the layer's input of the token's embedding and the feature (as in EAGLE, arXiv 2401.15077), which its
     attention reads alone, so that the embedding reaches the output directly.
-    ``norm_before_residual``: the layer adds to the normed feature, as some of speculators' heads do."""
+    ``norm_before_residual``: the layer adds to the normed feature, as some of speculators' heads do.
+    ``norm_before_fc``: the hidden states are normed together before they are projected (EAGLE-3.1). ``stretch``: four
+    numbers of ``Stretch``."""
 
     method = "eagle"
     quantizes = True
-    options_known = frozenset(DEFAULTS) | {"layers", "draft_vocab_size", "own_head", "mixed", "norm_before_residual"}
+    options_known = frozenset(DEFAULTS) | {
+        "layers", "draft_vocab_size", "own_head", "mixed", "norm_before_residual", "norm_before_fc", "stretch",
+    }  # fmt: skip
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -62,7 +78,9 @@ class EagleHead(Head):
         size, o = sizes.hidden_size, self.options
         self.heads, self.kv_heads, self.width = o["heads"], o["kv_heads"], o["width"]
         self.entry, self.scale = KVShape(self.kv_heads, self.width, self.width), self.width**-0.5
+        self.stretch = Stretch(*o["stretch"]) if o.get("stretch") else None
         self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
+        self.input_norm = Norm(self.fc.in_features, o["eps"]) if o.get("norm_before_fc") else None
         self.hidden_norm = Norm(size, o["eps"])
         self.post_attention_layernorm = Norm(size, o["eps"])
         self.norm = Norm(size, o["eps"])
@@ -82,6 +100,10 @@ class EagleHead(Head):
         """Low, middle and high; the paper's 2, n / 2 and n - 3 where the target is deep enough."""
         return (2, last // 2, last - 3) if last >= 12 else tuple(sorted({1, max(1, last // 2), max(1, last - 1)}))
 
+    def feature(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What is made of the target's hidden states, [..., layers x hidden size]."""
+        return self.fc(hidden if self.input_norm is None else self.input_norm(hidden))
+
     def enter(self, embedded: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
         """The layer's residual stream, [..., hidden size]."""
         if self.options.get("norm_before_residual"):
@@ -97,8 +119,10 @@ class EagleHead(Head):
         x = stream if self.options.get("norm_before_residual") else self.hidden_norm(stream)
         if self.input_layernorm is not None:
             x = torch.cat([self.input_layernorm(embedded), x], dim=-1)
-        q = rotate(self.q_proj(x).unflatten(-1, (self.heads, self.width)), positions, self.options["theta"])
-        k = rotate(self.k_proj(x).unflatten(-1, (self.kv_heads, self.width)), positions, self.options["theta"])
+        q, k = self.q_proj(x), self.k_proj(x)
+        turned = positions, self.options["theta"], self.stretch
+        q = rotate(q.unflatten(-1, (self.heads, self.width)), *turned)
+        k = rotate(k.unflatten(-1, (self.kv_heads, self.width)), *turned)
         return q, k, self.v_proj(x).unflatten(-1, (self.kv_heads, self.width))
 
     def finish(self, feature: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -130,7 +154,7 @@ class EagleHead(Head):
         indices = lesson.places(at, 2, self.sizes.depth)
         if indices is None:
             indices = torch.ones(len(features), length, dtype=torch.bool, device=features.device)
-        stream, (q, k, v) = self._read(lesson, self.fc(features[:, :length]), (slice(None), at), 1)
+        stream, (q, k, v) = self._read(lesson, self.feature(features[:, :length]), (slice(None), at), 1)
         keys, values = (self._shared(x).transpose(1, 2) for x in (k, v))
         result = functional.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen[:, None])
         feature = self.finish(stream, result.transpose(1, 2).flatten(-2))[indices]
@@ -187,6 +211,7 @@ class EagleHead(Head):
         whole, dtype, device = target.fused.decoder, target.info.dtype, target.info.device
         rope: Any = SimpleNamespace(rope_parameters={"rope_theta": self.options["theta"]})
         rotary = Rotary(rope, self.width, device, dtype)
+        rotary.frequencies = frequencies(self.width, self.options["theta"], device, self.stretch)
 
         def stored(weight: torch.Tensor) -> Any:
             kind = self.quantization
@@ -352,7 +377,7 @@ class Eagle(HeadDrafter[EagleConfig]):
                 self.pending[sequence.id] = [features[count:]]
             tokens = sequence.tokens[start + 1 : start + 1 + count]
             spans.append(Span(sequence.id, start, tokens, logits=[count - 1] if count == lacks else []))
-        return spans, self.eagle.fc(torch.cat(rows)).contiguous(), ready
+        return spans, self.eagle.feature(torch.cat(rows)).contiguous(), ready
 
     def pools(self) -> list[Pool]:
         return [self.attention.pool]
@@ -396,6 +421,8 @@ def read_public(folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.T
     except ModelError as error:
         raise ModelError(f"{folder} is not an EAGLE-3 head: {error}") from error
     kept = {_rename(name): tensor for name, tensor in weights.items() if name not in IGNORED}
+    if "q_proj.weight" in kept and kept["q_proj.weight"].shape[1] == sizes.hidden_size:
+        raise ModelError(f"{folder} is a head of EAGLE or EAGLE-2, without the token's embedding; EAGLE-3 is read")
     if "d2t" in kept:
         indices = kept["d2t"].long() + torch.arange(len(kept["d2t"]))
         if indices.dim() != 1 or not bool(((indices >= 0) & (indices < vocabulary)).all()):
@@ -420,7 +447,25 @@ def _options(config: Mapping[str, Any], layer: Mapping[str, Any], weights: dict[
     }
     if config.get("norm_before_residual"):
         options["norm_before_residual"] = True
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids")
-    if ids:
-        options["layers"] = ids
+    if "input_norm.weight" in weights:
+        options["norm_before_fc"] = True
+    if stretch := _stretch(rope or layer.get("rope_scaling") or {}):
+        options["stretch"] = stretch
+    ids, nested = config.get("eagle_aux_hidden_state_layer_ids"), eagle.get("eagle_aux_hidden_state_layer_ids")
+    if isinstance(nested, list) and not ids and all(type(each) is int for each in nested):
+        ids = [each + 1 for each in nested]  # SGLang's number i is what layer i says
+    if ids or nested:
+        options["layers"] = ids or nested
     return options
+
+
+def _stretch(rope: Any) -> list[float] | None:
+    """Raises ModelError for frequencies that are not served."""
+    kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else shown(rope)
+    names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+    if kind == "default":
+        return None
+    numbers = [rope.get(name) for name in names] if kind == "llama3" else []
+    if not numbers or not all(map(POSITIVE.permits, numbers)) or not numbers[1] < numbers[2]:
+        raise ModelError(f"an EAGLE-3 head turns in the default way or as Llama 3 does (llama3), not by {shown(rope)}")
+    return numbers

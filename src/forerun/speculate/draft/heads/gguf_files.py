@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType
 from forerun.core.errors import ModelError, shown
 from forerun.models.checkpoint import CONFIG, read_object, read_tensors
 from forerun.models.gguf import GGUFFile
+from forerun.models.gguf_config import FREQUENCIES, read_divisors
 from forerun.models.gguf_model import is_gguf, open_gguf, rows_as_halves
 
 LAYER = {
@@ -53,8 +54,14 @@ def read_drafter(path: Path, architecture: str) -> tuple[dict[str, Any], dict[st
     if result != architecture:
         raise ModelError(f"{path} holds a model of architecture {shown(result)}, not a drafter ({architecture})")
     config = _config(file, architecture)
-    weights = {_name(name): _values(file, name) for name in file.tensors if name != "rope_freqs.weight"}
+    weights = {_name(name): _values(file, name) for name in file.tensors if name != FREQUENCIES}
+    heads = config.get("num_attention_heads")
+    width = config.get("head_dim") or (config["hidden_size"] // heads if heads and "hidden_size" in config else 0)
+    if FREQUENCIES in file.tensors:
+        config["rope_scaling"] = read_divisors(file, config.get("rope_theta", 10000.0), width)
     if architecture == "eagle3":  # rotated pairs lie side by side
+        if "hidden_norm.weight" in weights:
+            weights["input_norm.weight"] = weights.pop("hidden_norm.weight")
         for part, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
             name = f"layers.0.self_attn.{part}_proj.weight"
             if name in weights and config.get(heads):

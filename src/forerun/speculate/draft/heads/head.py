@@ -344,15 +344,31 @@ class FeedForward(nn.Module):
         self.forward = forward  # type: ignore[method-assign]
 
 
+class Stretch(NamedTuple):
+    """Llama 3's: waves that turn fewer than ``low`` times in ``original`` positions are ``factor`` times as long, those
+    that turn more than ``high`` times stay, and those between are between."""
+
+    factor: float
+    low: float
+    high: float
+    original: float
+
+
 @cache
-def _frequencies(width: int, theta: float, device: torch.device) -> torch.Tensor:
+def frequencies(width: int, theta: float, device: torch.device, stretch: Stretch | None = None) -> torch.Tensor:
+    """Radians per position of the pairs of a head, float32 [width / 2]."""
     with torch.inference_mode(False):
-        return theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+        result = theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+        if stretch is None:
+            return result
+        turns = stretch.original * result / (2 * torch.pi)
+        kept = ((turns - stretch.low) / (stretch.high - stretch.low)).clamp(0, 1)
+        return (1 - kept) * result / stretch.factor + kept * result
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, stretch: Stretch | None = None) -> torch.Tensor:
     """Rotary embedding of x [..., positions, heads, width] in the halves convention; positions int64 [..., n]."""
-    angle = positions[..., None].float() * _frequencies(x.shape[-1], theta, x.device)
+    angle = positions[..., None].float() * frequencies(x.shape[-1], theta, x.device, stretch)
     cos, sin = torch.cos(angle)[..., None, :].to(x.dtype), torch.sin(angle)[..., None, :].to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
