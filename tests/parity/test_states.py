@@ -126,6 +126,13 @@ def test_layers_of_unknown_kinds_are_refused(types):
         ("granitemoehybrid", {"mamba_d_state": 16}, r"has shape \[96\]; its config asks for \[128\]"),
         ("granitemoehybrid", {"mamba_d_conv": 3}, r"has shape \[96, 1, 4\]; its config asks for \[96, 1, 3\]"),
         ("granitemoehybrid", {"mamba_n_heads": 8}, "do not match the model intermediate_size"),
+        ("lfm2", {"block_multiple_of": 0}, "block_ffn_dim_multiplier 1.0 and block_multiple_of 0"),
+        ("granitemoehybrid", {"residual_multiplier": None}, "residual_multiplier is None, not a number"),
+        ("granitemoehybrid", {"num_local_experts": None}, "num_local_experts is None, not a number of experts"),
+        ("falcon_h1", {"ssm_in_multiplier": None}, "ssm_in_multiplier is None, not a number"),
+        ("falcon_h1", {"ssm_multipliers": []}, r"ssm_multipliers is \[\], not 5 numbers"),
+        ("falcon_h1", {"mlp_multipliers": [1.0]}, r"mlp_multipliers is \[1.0\], not 2 numbers"),
+        ("nemotron_h", {"conv_kernel": 3}, r"has shape \[64, 1, 4\]; its config asks for \[64, 1, 3\]"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named_in_one_line(tmp_path, kind, changes, message):
