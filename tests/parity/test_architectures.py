@@ -1,6 +1,7 @@
 """Described architectures against transformers, on random checkpoints."""
 
 import copy
+import json
 import shutil
 from dataclasses import fields, replace
 from functools import cache
@@ -21,7 +22,7 @@ from transformers import (
 )
 
 import one_call
-from described import CASES, LATENT, LATENTS, LINEAR, MAIN, PARTIAL, SIZES, TOKENS, save_described
+from described import CASES, LATENT, LATENTS, LINEAR, MAIN, PARTIAL, SIZES, TOKENS, YARN, save_described
 from forerun import LLM, SamplingParams
 from forerun.attention.sdpa import SdpaAttention
 from forerun.cache.pool import KVShape, Pool
@@ -395,6 +396,24 @@ def test_a_cache_of_latents_has_one_of_each_token(checkpoint, name):
         load_model(checkpoint(name), tensor_parallel_size=2)
 
 
+@pytest.mark.parametrize(
+    "scales",
+    [{}, {"mscale": 1.0}, {"mscale_all_dim": 0.7}, {"mscale": 0.7, "mscale_all_dim": 1.0}, {"mscale_all_dim": 0.0},
+     {"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.3}],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3", "glm4_moe_lite"])
+@torch.inference_mode()
+def test_yarn_scales_latent_attention_as_transformers_does(tmp_path, kind, scales):
+    rope = {**YARN, "original_max_position_embeddings": 16, **scales}
+    config = AutoConfig.for_model(kind, **{**SIZES, **LATENT, "rope_parameters": rope, "q_lora_rank": 20})
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    module.save_pretrained(tmp_path)
+    expected = module(torch.tensor([ids(60)]), use_cache=False).logits[0]
+    assert apart(feed(load_model(tmp_path), Span(0, 0, ids(60))).logits, expected) < 2e-4
+
+
 @pytest.mark.parametrize("dtype", where(can_tile, DTYPES))
 @pytest.mark.parametrize("name", sorted(LATENTS))
 def test_a_row_of_two_hundred_has_the_bits_of_one(checkpoint, name, dtype):
@@ -431,6 +450,34 @@ def test_a_projection_of_latents_that_does_not_fit(checkpoint, tmp_path):
         save_file({**others, **change}, tmp_path / "model.safetensors", {"format": "pt"})
         with pytest.raises(ModelError, match=message):
             load_model(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    given = json.loads((tmp_path / "config.json").read_text())
+    for change, message in (
+        (
+            {"kv_lora_rank": 25},
+            r"layers.0.self_attn.kv_b_proj.weight has shape \[88, 24\]; its config asks for \[88, 25",
+        ),
+        ({"q_lora_rank": 21}, r"q_a_layernorm.weight has shape \[20\]; its config asks for \[21"),
+        ({"q_lora_rank": None}, "lacks 3 weights, model.layers.0.self_attn.q_proj.weight among them"),
+        ({"qk_rope_head_dim": 6}, r"kv_a_proj_with_mqa.bias has shape \[32\]; its config asks for \[30"),
+        ({"v_head_dim": -1}, "v_head_dim must be an integer from 1 to"),
+        (
+            {"rope_parameters": {**given["rope_parameters"], "mscale": "much"}},
+            "mscale of rope_parameters must be a number",
+        ),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**given, **change}))
+        with pytest.raises(ModelError, match=message) as caught:
+            load_model(tmp_path)
+        assert str(tmp_path) in str(caught.value)
+        assert "\n" not in str(caught.value)
+    shutil.copytree(checkpoint("mistral4"), tmp_path, dirs_exist_ok=True)
+    given = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**given, "qk_rope_head_dim": 6}))
+    with pytest.raises(
+        ConfigError, match=r"turn 0.4 of 20 numbers; transformers' AutoModelForCausalLM has no mistral4"
+    ):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("tied", [False, True])

@@ -313,6 +313,12 @@ def _goes_native(config: Any, folder: Path, model_path: str, wish: str | None) -
     reason = applies(config)
     if model_path == "native" and reason is not None:
         raise ConfigError(f"the native path does not run {folder}: {reason}")
+    if reason is not None and config.model_type in ARCHITECTURES:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            other = f"transformers' AutoModelForCausalLM has no {config.model_type}"
+            raise ConfigError(f"the native path does not run {folder}: {reason}; {other}")
     native = model_path != "hf" and reason is None
     wish = wish or ("a model with state" if keeps_state(config) else None)
     wish = wish or ("a model whose layers differ in size" if is_sized(config) else None)

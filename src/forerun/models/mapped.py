@@ -84,7 +84,7 @@ class CheckpointWeights:
         views = {name: self.files.tensor(tensor) for name, tensor in known.items()}
         views = unstacked(views, spec)
         self.found: dict[str, Rows] = {**views} if scheme is None else gather(views, scheme, str(folder))
-        by_heads(self.found, spec)
+        by_heads(self.found, spec, folder)
         self.nbytes = sum(part.nbytes for part in self.found.values())
         _check(folder, self.found, shapes(config), config)
 

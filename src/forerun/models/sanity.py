@@ -24,7 +24,8 @@ SHORTEST_CONTEXT = 32
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "num_decoder_layers", "d_ff", "encoder_layers", "decoder_layers",
-    "encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim",
+    "encoder_attention_heads", "decoder_attention_heads", "encoder_ffn_dim", "decoder_ffn_dim", "kv_lora_rank",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
 )  # fmt: skip
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
@@ -227,6 +228,9 @@ def check_rope(rope: Any, path: Path) -> None:
             check_rope(value, path)
         elif name in ROPE_NUMBERS and value is not None and not POSITIVE.permits(value):
             raise ModelError(f"{path} cannot be used: {name} of rope_parameters must be above 0, not {shown(value)}")
+        elif name in ("mscale", "mscale_all_dim") and value is not None and not NOT_NEGATIVE.permits(value):
+            said = f"{name} of rope_parameters must be a number of at least 0, not {shown(value)}"
+            raise ModelError(f"{path} cannot be used: {said}")
 
 
 def check_fit(config: Any, tensors: Mapping[str, Tensor], path: Path) -> None:

@@ -85,9 +85,9 @@ def unstacked(result: dict[str, torch.Tensor], spec: Spec) -> dict[str, torch.Te
     return result
 
 
-def by_heads(result: dict[str, Rows], spec: Spec) -> None:
+def by_heads(result: dict[str, Rows], spec: Spec, place: object) -> None:
     """Take the projections of latents apart, which checkpoints hold for all heads together. Raises ModelError for
-    one of another shape."""
+    one of another shape; ``place`` begins it."""
     names, sizes = spec.architecture.latent, spec.latent
     if names is None or sizes is None:
         return
@@ -96,9 +96,9 @@ def by_heads(result: dict[str, Rows], spec: Spec) -> None:
         at = f"{spec.architecture.layers.checkpoint}.{index}."
         weight = result.pop(f"{at}{names.both}", None)
         if weight is None:
-            raise ModelError(f"{at}{names.both} is missing")
+            raise ModelError(f"{place}: {at}{names.both} is missing")
         if tuple(weight.shape) != (spec.heads * each, sizes.rank):
-            raise ModelError(f"{at}{names.both} has shape {[*weight.shape]}; its config asks for "
+            raise ModelError(f"{place}: {at}{names.both} has shape {[*weight.shape]}; its config asks for "
                              f"{[spec.heads * each, sizes.rank]}")  # fmt: skip
         for head in range(spec.heads):
             first, second = head * each, head * each + sizes.plain
