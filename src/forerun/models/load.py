@@ -184,9 +184,8 @@ def _decoder(config: Any) -> Any:
     if text is config or described is None or not described.within:
         return config
     text.dtype = text.dtype or config.dtype
-    text.tie_word_embeddings = (
-        text.tie_word_embeddings or config.tie_word_embeddings
-    )  # an output layer in files is read
+    if getattr(config, "tie_word_embeddings", False):
+        text.tie_word_embeddings = True  # an output layer in the files is read all the same
     if getattr(config, "quantization_config", None) is not None:
         text.quantization_config = config.quantization_config
     return text
