@@ -123,6 +123,8 @@ SHARED_EXPERTS = {
 }  # fmt: skip
 """Experts beside an MLP, or with weights that are sigmoids. Layers keep a state."""
 HYBRIDS |= SHARED_EXPERTS
+CASES["granitemoe"] = ("granitemoe", {**GRANITE, "num_local_experts": 5, "num_experts_per_tok": 2})
+CASES["granitemoeshared"] = ("granitemoeshared", {**CASES["granitemoe"][1], "shared_intermediate_size": 40})
 CASES["granite-h-dense"] = ("granitemoehybrid", {
     "layer_types": ["full_attention"] * 3, **MAMBA, **GRANITE, "position_embedding_type": "rope",
 })  # fmt: skip

@@ -315,7 +315,8 @@ def mixer_names(mixer):
 @pytest.mark.parametrize("name", CASES)
 def test_a_checkpoint_calls_its_tensors_so(checkpoint, name):
     result = set()
-    if name in ("gpt_oss", "granite-h-experts", "gemma4-experts", *LATENTS) or name.startswith("nemotron_h"):
+    named = ("gpt_oss", "granite-h-experts", "granitemoe", "granitemoeshared", "gemma4-experts", *LATENTS)
+    if name in named or name.startswith("nemotron_h"):
         result = set(CheckpointWeights(Path(checkpoint(name)), read_config(Path(checkpoint(name)))).found)  # unstacked
     for path in Path(checkpoint(name)).glob("*.safetensors" if not result else "none"):
         with safe_open(path, framework="pt") as file:
@@ -364,10 +365,10 @@ def test_gguf_calls_its_tensors_so(architecture):
     dense = {*architecture.mlp.gate_up, architecture.mlp.down} if architecture.experts is not None else set()
     inputs, experts = architecture.inputs, architecture.experts
     whole = {inputs.table, inputs.project, inputs.norm} if inputs is not None else set()
-    stacked = {*experts.gate_up} if experts is not None and experts.fused is not None else set()
-    parts = {part.gguf.removesuffix(".scale") for part in set(architecture.names()) - dense - whole - stacked}
-    parts |= {experts.fused} if stacked else set()
-    assert {f"blk.{{bid}}.{part}" for part in parts} <= known
+    parts = {part.gguf.removesuffix(".scale") for part in set(architecture.names()) - dense - whole}
+    stacked = {f"blk.{{bid}}.{part.gguf}" for part in experts.gate_up} if experts is not None else set()
+    fused = experts is not None and f"blk.{{bid}}.{experts.fused}" in known
+    assert {f"blk.{{bid}}.{part}" for part in parts} - known in (set(), stacked if fused else set())
     assert {part.gguf for part in (architecture.embedding, architecture.norm, *whole)} <= known
 
 

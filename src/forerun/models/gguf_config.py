@@ -24,6 +24,8 @@ from forerun.models.architectures.families import (
     GPT_OSS,
     GRANITE,
     GRANITE_HYBRID,
+    GRANITE_MOE,
+    GRANITE_MOE_SHARED,
     LFM2,
     LFM2_MOE,
     LLAMA,
@@ -213,9 +215,9 @@ def _further(file: GGUFFile, keys: Keys, config: dict[str, Any]) -> dict[str, An
         return _windows(keys, config, EXAONE4_PERIOD)
     if kind == COHERE2.gguf:
         return _windows(keys, config, COHERE2_PERIOD) | {"logit_scale": keys.positive("logit_scale")}
-    if kind in (GRANITE.gguf, GRANITE_HYBRID.gguf):
+    if kind in (GRANITE.gguf, GRANITE_MOE.gguf, GRANITE_HYBRID.gguf):
         return {
-            **(_granite_hybrid(keys, config) if kind == GRANITE_HYBRID.gguf else {}),
+            **(_granite_hybrid(keys, config) if kind == GRANITE_HYBRID.gguf else _granite_experts(keys)),
             "embedding_multiplier": keys.positive("embedding_scale", 1.0),
             "residual_multiplier": keys.positive("residual_scale", 1.0),
             "attention_multiplier": keys.positive("attention.scale", config["head_dim"] ** -0.5),
@@ -327,16 +329,27 @@ def _qwen3_5(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _granite_experts(keys: Keys) -> dict[str, Any]:
+    """Of a mixture, which is another class without state where an MLP is beside the experts."""
+    if not keys.get("expert_count"):
+        return {}
+    shared = keys.get("expert_shared_feed_forward_length")
+    if not shared:
+        return _experts(keys, "num_local_experts")
+    named = GRANITE_MOE_SHARED if keys.architecture == GRANITE_MOE.gguf else GRANITE_HYBRID
+    return _experts(keys, "num_local_experts") | {
+        "architectures": [named.causal], "model_type": named.model_type,
+        "shared_intermediate_size": keys.whole("expert_shared_feed_forward_length"),
+    }  # fmt: skip
+
+
 def _granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    if keys.get("expert_count"):
-        raise ModelError(f"{keys.file.path} is a mixture of experts: of {GRANITE_HYBRID.causal}'s, folders of "
-                         "safetensors are read")  # fmt: skip
     inner = keys.whole("ssm.inner_size")
     if inner % config["hidden_size"]:
         raise ModelError(f"{keys.file.path} has {inner} numbers in Mamba-2, {config['hidden_size']} in a row")
     return _mamba(keys, config, GRANITE_HYBRID) | {
         "layer_types": _mixed(keys, config, GRANITE_HYBRID), "mamba_expand": inner // config["hidden_size"],
-        "num_local_experts": 0, "shared_intermediate_size": config["intermediate_size"],
+        "num_local_experts": 0, "shared_intermediate_size": config["intermediate_size"], **_granite_experts(keys),
         "position_embedding_type": None if keys.get("rope.scaling.finetuned") is False else "rope",
     }  # fmt: skip
 

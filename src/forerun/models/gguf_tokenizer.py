@@ -34,6 +34,9 @@ _SLASHED = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|" + _SPACES
 _GPT4O = f"{_CAPITALISED}{_ENDINGS}?|{_CAPITALS}{_ENDINGS}?|" + r"\p{N}{1,3}" + _SLASHED
 _QWEN35 = _ENDINGS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + _SPACES
 _TEKKEN = f"{_CAPITALISED}|{_CAPITALS}|" + r"\p{N}" + _SLASHED
+_SEED = _WORDS + r"\p{N}| ?[^\s\p{L}\p{N}\r\n]+|" + _SPACES
+_JOINED = r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACES
+_DEEPSEEK_V3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _JOINED)
 _THREE_DIGITS = r"[0-9][0-9][0-9]"
 _CJK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 _DEEPSEEK_MARKS = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
@@ -71,16 +74,18 @@ def _ranges(hexadecimal: str) -> str:
 def _named() -> dict[str, PreTokenizer]:
     llama3 = PreTokenizer((_LLAMA3,), whole_words=True, begins=True)
     return {
-        **dict.fromkeys(("gpt-2", "phi-2"), PreTokenizer((_GPT2,))),
+        **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "granite-docling"), PreTokenizer((_GPT2,))),
         **dict.fromkeys(("mpt", "olmo"), PreTokenizer((_GPT2,), composed=True)),
-        **dict.fromkeys(("smollm", "starcoder", "refact"), PreTokenizer((r"\p{N}", _GPT2))),
-        "smaug-bpe": PreTokenizer((_LLAMA3,), whole_words=True),
-        "dbrx": PreTokenizer((_LLAMA3,)),
+        **dict.fromkeys(("smollm", "starcoder", "refact", "exaone"), PreTokenizer((r"\p{N}", _GPT2))),
+        **dict.fromkeys(("smaug-bpe", "glm4"), PreTokenizer((_LLAMA3,), whole_words=True)),
+        **dict.fromkeys(("dbrx", "chatglm-bpe"), PreTokenizer((_LLAMA3,))),
         "command-r": PreTokenizer((r"\p{N}", _GPT2), composed=True),
-        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2"), llama3),
+        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "pixtral"), llama3),
         "qwen2": PreTokenizer((_QWEN2,), composed=True),
         "qwen35": PreTokenizer((_QWEN35,), composed=True),
-        "deepseek-r1-qwen": PreTokenizer((_QWEN2,)),
+        **dict.fromkeys(("deepseek-r1-qwen", "hunyuan"), PreTokenizer((_QWEN2,))),
+        **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), PreTokenizer(_DEEPSEEK_V3)),
+        "seed-coder": PreTokenizer((_SEED,)),
         **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((_GPT4O,))),
         "tekken": PreTokenizer((_TEKKEN,), whole_words=True, begins=True),
         "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from itertools import product
 from typing import Literal
 
 KINDS = ("weight", "bias")
@@ -143,6 +144,8 @@ class Mlp:
     """A config key that says whether projections have biases."""
     layers: str | None = None
     """The kind of those that have nothing else; None: every layer has it, behind attention or what is there instead."""
+    beside: str = ""
+    """What GGUF files add to its tensors' names where there are experts too."""
     numbers: tuple[Name, ...] = ()
     """Of the activation, one each and layer: a whole tensor's name in checkpoints, a list's key in GGUF files."""
 
@@ -204,8 +207,8 @@ class ExpertsSpec:
     ``mlp_layer_types`` calls sparse."""
     enabled: str | None = None
     """Whether there are any; None: there are."""
-    fused: str | None = None
-    """What GGUF files call a stack that has each expert's gate and up, the one behind the other."""
+    fused: str = "ffn_gate_up_exps"
+    """What some GGUF files call a stack that has each expert's gate and up, the one behind the other."""
     apart: ApartSpec | None = None
 
 
@@ -367,6 +370,7 @@ class Architecture:
         block, _, rest = stem.partition(".")
         index, _, part = rest.partition(".")
         inside = {gguf: name for name in self.names() for gguf in (name.gguf, name.behind) if gguf is not None}
+        part = part if part in inside else part.removesuffix(self.mlp.beside)
         if block != self.layers.gguf or not index.isdecimal() or part not in inside:
             return None
         if not kind and not inside[part].bare and not inside[part].whole:
@@ -387,8 +391,8 @@ class Architecture:
     def halves(self, gguf: str) -> tuple[str, str] | None:
         """The names of gate and up in a checkpoint, if ``gguf`` is a stack that has both of every expert."""
         names = self.experts
-        end = "" if names is None or names.fused is None else f".{names.fused}.weight"
-        if names is None or not end or not gguf.endswith(end):
+        end = "" if names is None else f".{names.fused}.weight"
+        if names is None or len(names.gate_up) != 2 or not gguf.endswith(end):
             return None
         first, second = (self.checkpoint_name(f"{gguf.removesuffix(end)}.{name.gguf}.weight") for name in names.gate_up)
         return None if first is None or second is None else (first, second)
@@ -396,10 +400,11 @@ class Architecture:
     def joined(self, gguf: str) -> tuple[str, str] | None:
         """The two tensors of a GGUF file whose rows are one's in a checkpoint, if ``gguf`` is one of them."""
         for name in self.names():
-            for end in (name.gguf, name.behind) if name.behind is not None else ():
-                if gguf.endswith(f".{end}.weight"):
-                    at = gguf.removesuffix(f"{end}.weight")
-                    return f"{at}{name.gguf}.weight", f"{at}{name.behind}.weight"
+            ends = [f"{self.mlp.beside}.weight", ".weight"]
+            for end, part in product(ends, (name.gguf, name.behind) if name.behind is not None else ()):
+                if gguf.endswith(f".{part}{end}"):
+                    at = gguf.removesuffix(f"{part}{end}")
+                    return f"{at}{name.gguf}{end}", f"{at}{name.behind}{end}"
         return None
 
     @property

@@ -103,6 +103,19 @@ GRANITE = replace(
     residual_scale="residual_multiplier", logits_divisor="logits_scaling",
     attention=Attention(bias=BIAS, out_bias=BIAS, multiplier="attention_multiplier"),
 )  # fmt: skip
+GRANITE_EXPERTS = ExpertsSpec(
+    router=Name("block_sparse_moe.router.layer", "ffn_gate_inp"),
+    gate_up=(
+        Name("block_sparse_moe.experts.{}.gate_proj", "ffn_gate_exps"),
+        Name("block_sparse_moe.experts.{}.up_proj", "ffn_up_exps"),
+    ),
+    down=Name("block_sparse_moe.experts.{}.down_proj", "ffn_down_exps"),
+    count="num_local_experts",
+    stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
+)
+GRANITE_MOE = replace(
+    GRANITE, model_type="granitemoe", causal="GraniteMoeForCausalLM", gguf="granitemoe", experts=GRANITE_EXPERTS
+)  # fmt: skip
 OLMO3 = replace(
     OLMO2, model_type="olmo3", causal="Olmo3ForCausalLM",
     attention=Attention(bias=BIAS, out_bias=BIAS, window="typed", rotary="typed"),
@@ -252,7 +265,7 @@ GEMMA4 = replace(
         ),
         down=Name("experts.{}.down_proj", "ffn_down_exps"), count="num_experts", width="moe_intermediate_size",
         chosen="top_k_experts", stacks=("experts.gate_up_proj", "experts.down_proj"), beside=True,
-        enabled="enable_moe_block", fused="ffn_gate_up_exps",
+        enabled="enable_moe_block",
         apart=ApartSpec(
             before=Name("pre_feedforward_layernorm_2", "pre_ffw_norm_2"),
             after=Name("post_feedforward_layernorm_2", "post_ffw_norm_2"),
@@ -277,18 +290,13 @@ GRANITE_HYBRID = replace(
     attention=replace(GRANITE.attention, rotary="named"),
     mlp=Mlp(
         gate_up=(Name("shared_mlp.input_linear", "ffn_gate", behind="ffn_up"),),
-        down=Name("shared_mlp.output_linear", "ffn_down"), width="shared_intermediate_size",
+        down=Name("shared_mlp.output_linear", "ffn_down"), width="shared_intermediate_size", beside="_shexp",
     ),
-    mixer=MAMBA,
-    experts=ExpertsSpec(
-        router=Name("block_sparse_moe.router.layer", "ffn_gate_inp"),
-        gate_up=(
-            Name("block_sparse_moe.experts.{}.gate_proj", "ffn_gate_exps"),
-            Name("block_sparse_moe.experts.{}.up_proj", "ffn_up_exps"),
-        ),
-        down=Name("block_sparse_moe.experts.{}.down_proj", "ffn_down_exps"), count="num_local_experts",
-        stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"), beside=True,
-    ),
+    mixer=MAMBA, experts=replace(GRANITE_EXPERTS, beside=True),
+)  # fmt: skip
+GRANITE_MOE_SHARED = replace(
+    GRANITE_HYBRID, model_type="granitemoeshared", causal="GraniteMoeSharedForCausalLM", gguf="granitemoe",
+    attention=GRANITE.attention, mixer=None,
 )  # fmt: skip
 BAMBA = Architecture(
     model_type="bamba", causal="BambaForCausalLM", gguf="granitehybrid",
@@ -390,9 +398,9 @@ MISTRAL4 = replace(
 ARCHITECTURES = {
     each.model_type: each
     for each in (
-        LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GRANITE, OLMO3,
-        EXAONE4, GLM4, HUNYUAN, ERNIE4_5, SEED_OSS, APERTUS, COHERE2, STARCODER2, GPT_OSS, MINISTRAL3, LFM2,
-        LFM2_MOE, QWEN3_5, QWEN3_5_MOE, GRANITE_HYBRID, BAMBA, FALCON_H1, NEMOTRON_H, GEMMA4,
+        LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GEMMA2, GEMMA3, PHI3, OLMO2, MIXTRAL, QWEN3_MOE, GRANITE, GRANITE_MOE,
+        GRANITE_MOE_SHARED, OLMO3, EXAONE4, GLM4, HUNYUAN, ERNIE4_5, SEED_OSS, APERTUS, COHERE2, STARCODER2, GPT_OSS,
+        MINISTRAL3, LFM2, LFM2_MOE, QWEN3_5, QWEN3_5_MOE, GRANITE_HYBRID, BAMBA, FALCON_H1, NEMOTRON_H, GEMMA4,
         DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MISTRAL4,
     )
 }  # fmt: skip
