@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import keyword
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -90,7 +91,7 @@ class CallRules:
         return arguments
 
 
-class CallForm:
+class CallForm(ABC):
     """One form: ``marks`` are what it is written with that may be special tokens, ``told`` finds it in a template,
     ``parser`` reads answers, whole and as they grow, and ``calls`` writes the rule of calls that are forced."""
 
@@ -100,8 +101,8 @@ class CallForm:
     whole = False
     """The grammar begins with the thoughts, not behind them."""
 
-    def calls(self, rules: CallRules) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def calls(self, rules: CallRules) -> str: ...
 
     def start(self, rules: CallRules, answer: str) -> str:
         """The rule of answers: calls, or an ``answer`` without any."""
@@ -135,14 +136,14 @@ XML_CALL = re.compile(r"\s*<function=([^>\s]+)\s*>(.*)</function>\s*", re.S)
 XML_PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)\s*>(.*?)(?:</parameter>|(?=<parameter=)|\Z)", re.S)
 
 
-class EnclosedParser(ToolParser):
+class EnclosedParser(ToolParser, ABC):
     """Reads calls that are told once they are whole: up to ``closing``, which an answer that is cut off may lack."""
 
     closing = CLOSING
 
+    @abstractmethod
     def calls_of(self, text: str) -> list[tuple[str, str]] | None:
         """Names and arguments (JSON); None: it is something else."""
-        raise NotImplementedError
 
     def _mine(self, begun: str) -> bool:
         """Whether what ``begun`` is in this form."""
