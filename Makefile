@@ -45,7 +45,7 @@ wheels:  ## dist/: a wheel for each platform, with the kernels that ziglang comp
 		PYTHONPATH=src $(RUN) forerun.kernels $$platform build/kernels/$$platform && \
 		FORERUN_WHEEL_PLATFORM=$$platform $(RUN) build --wheel --outdir dist . || exit 1; \
 	done
-	PYTHONPATH=src $(firstword $(RUN)) tests/wheels.py $(foreach p,$(PLATFORMS),dist/forerun-*-$(p).whl)
+	PYTHONPATH=src $(firstword $(RUN)) .ci/wheels.py $(foreach p,$(PLATFORMS),dist/forerun-*-$(p).whl)
 
 bench:  ## both drafters of the bundled pair against plain decoding and transformers
 	.venv/bin/forerun bench --peers transformers

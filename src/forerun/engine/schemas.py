@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -200,7 +199,7 @@ class SchemaRules:
         return " ".join(f"({self._between} {pair}){'' if needed else '?'}" for pair, needed in pairs)
 
 
-class SpelledRules(SchemaRules, ABC):
+class SpelledRules(SchemaRules):
     """Values that a model writes in a way of its own, for a grammar whose rules they join. Raises ValueError for what
     has no rule in it: nothing in a schema is ignored."""
 
@@ -258,8 +257,8 @@ class SpelledRules(SchemaRules, ABC):
     def _word(self, value: bool | None) -> str:
         return _either([_quoted(word) for word in self.words[value]])
 
-    @abstractmethod
-    def _string(self, schema: dict[str, Any]) -> str: ...
+    def _string(self, schema: dict[str, Any]) -> str:
+        return super()._other(schema)  # as JSON has it
 
     def _literals(self, values: Sequence[Any], kind: Any) -> str:
         return _either([self._literal(value) for value in fitting(values, kind)])
@@ -274,8 +273,8 @@ class SpelledRules(SchemaRules, ABC):
             return " ".join(['"["', f" {self._between} ".join(map(self._literal, value)), '"]"'])
         return self._text(value) if isinstance(value, str) else _quoted(_json(value))
 
-    @abstractmethod
-    def _text(self, value: str) -> str: ...
+    def _text(self, value: str) -> str:
+        return _quoted(_json(value))
 
     def arguments(self) -> str:
         """A call's arguments, without what encloses them. The rules are in ``rules`` then, and the schemas that

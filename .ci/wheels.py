@@ -1,4 +1,4 @@
-"""``make wheels`` ends with ``python tests/wheels.py FILE...``: what each wheel carries, or what is
+"""``make wheels`` ends with ``python .ci/wheels.py FILE...``: what each wheel carries, or what is
 wrong with it."""
 
 import hashlib
