@@ -294,6 +294,8 @@ WRONG = [
     (QWEN, "f", {"properties": {}, "required": ["a"]}, "beside required properties without a schema"),
     (LFM2, "f", {"additionalProperties": {"type": "string"}}, "with parameters that have no names"),
     (LFM2, "f", {"properties": {"a": {"$ref": "#/$defs/none"}}}, "none of the root's $defs"),
+    (GEMMA, "f", {"properties": {"a": {"$ref": {}}}}, "none of the root's $defs"),
+    (QWEN, "f", {"$ref": {}}, "beside $ref"),
 ]
 
 
@@ -305,6 +307,21 @@ def test_schemas_that_a_form_cannot_write_are_refused_by_name(form, name, schema
     assert message in str(error.value)
     assert error.value.param == "tools"
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("form", [QWEN, GEMMA, PYTHONIC], ids=NAMED.get)
+def test_references_are_followed_once(tokenizer, form):
+    """Those that double at each of 24 steps, and those in a circle; and many parameters make no large grammar."""
+    doubled = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(24)}
+    home = {**doubled, "d24": {"type": "string"}, "ring": {"$ref": "#/$defs/ring"}}
+    wide = {f"p{index}": {"type": "string", "maxLength": 50} for index in range(40)}
+    schema = {"properties": {"a": {"$ref": "#/$defs/d0"}, "b": {"$ref": "#/$defs/ring"}, **wide}, "$defs": home}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in "fg"]
+    shape = required_shape(body(tools=tools), form)
+    GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id]).start(shape)
+    assert read(
+        form.parser({"f": schema}), ["<tool_call><function=f><parameter=a>3</parameter></function></tool_call>"]
+    )
 
 
 TOLD = {

@@ -143,7 +143,7 @@ class SchemaRules:
             raise self._refused(f"beside {sorted(unknown)[0]}")
 
     def _definition(self, ref: Any) -> str:
-        if ref not in self.defined:
+        if not isinstance(ref, str) or ref not in self.defined:
             raise self._refused(f"beside $ref {_json(ref)[:40]}, which is none of the root's $defs")
         rule = f"{self.prefix}definition_{list(self.defined).index(ref)}"
         if rule not in self.rules:
@@ -184,19 +184,25 @@ class SchemaRules:
 
     def _pairs(self, schema: dict[str, Any], key_of: Callable[[str], str] | None = None) -> str:
         key_of = key_of or self._key
-        pairs = [(f"{key_of(key)} {self._node(each)}", needed) for key, each, needed in self._properties(schema)]
+        named = self._properties(schema)
+        pairs = [(self._part_of(f"{key_of(key)} {self._node(each)}"), needed) for key, each, needed in named]
+        tails = [""]  # what may stand behind each pair
+        for pair, needed in reversed(pairs):
+            tails.append(self._part_of(f"({self._between} {pair}){'' if needed else '?'} {tails[-1]}"))
+        tails.reverse()
         must = next((index for index, (_, needed) in enumerate(pairs) if needed), None)
         if must is None:
-            begun = [f"{pair} {self._more(pairs[index + 1 :])}" for index, (pair, _) in enumerate(pairs)]
+            begun = [f"{pair} {tails[index + 1]}" for index, (pair, _) in enumerate(pairs)]
             return f"({' | '.join(begun)})?" if begun else ""
         before = " ".join(f"({pair} {self._between})?" for pair, _ in pairs[:must])
-        return f"{before} {pairs[must][0]} {self._more(pairs[must + 1 :])}"
+        return f"{before} {pairs[must][0]} {tails[must + 1]}"
+
+    def _part_of(self, text: str) -> str:
+        """A part of an object, as it stands in rules."""
+        return text
 
     def _ordered(self, named: dict[str, Any]) -> list[tuple[str, Any]]:
         return list(named.items())
-
-    def _more(self, pairs: Sequence[tuple[str, bool]]) -> str:
-        return " ".join(f"({self._between} {pair}){'' if needed else '?'}" for pair, needed in pairs)
 
 
 class SpelledRules(SchemaRules):
@@ -210,6 +216,8 @@ class SpelledRules(SchemaRules):
     def __init__(self, name: str, schema: dict[str, Any]) -> None:
         super().__init__(name, schema)
         self.prefix = f"{name}_"
+        self.names: dict[str, str] = {}
+        """Of rules, by what they say."""
 
     def _refused(self, what: str) -> ValueError:
         return ValueError(f"a call in {self.form}'s form cannot be forced {what}")
@@ -219,6 +227,10 @@ class SpelledRules(SchemaRules):
         if not isinstance(schema, dict) or {"const", "enum", "anyOf", "oneOf", "allOf", "$ref"} & set(schema):
             return False
         return schema.get("type") in ("integer", "number") and not self._holds(schema)
+
+    def _part(self, schema: Any) -> str:
+        """A text or a number, which refers to nothing."""
+        return next((f"@{name}" for name, each in self.parts.items() if each == schema), None) or self._named(schema)
 
     def _anything(self, schema: Any) -> str:
         if schema is False:
@@ -285,8 +297,9 @@ class SpelledRules(SchemaRules):
             raise ValueError("the schema is nested too deeply") from None
 
     def _arguments(self, schema: Any, depth: int = 0) -> str:
-        if isinstance(schema, dict) and schema.get("$ref") in self.defined and depth < len(self.defined):
-            return self._arguments(self.defined[schema["$ref"]], depth + 1)
+        ref = schema.get("$ref") if isinstance(schema, dict) else None
+        if isinstance(ref, str) and ref in self.defined and depth < len(self.defined):
+            return self._arguments(self.defined[ref], depth + 1)
         if not isinstance(schema, dict):
             raise self._refused("where its parameters are no object")
         self._check(schema, "type", "properties", "required", "additionalProperties")
@@ -300,7 +313,14 @@ class SpelledRules(SchemaRules):
 
     def _terminal(self, text: str) -> str:
         """A text that is read in one piece."""
-        name = f"{self.prefix}text_{len(self.rules)}".upper()
+        return self._rule(f"{self.prefix}text_{len(self.rules)}".upper(), text)
+
+    def _part_of(self, text: str) -> str:
+        return self._rule(f"{self.prefix}part_{len(self.rules)}", text)
+
+    def _rule(self, name: str, text: str) -> str:
+        """The name of the rule, which may be there already."""
+        name = self.names.setdefault(text, name)
         self.rules[name] = text
         return name
 

@@ -24,17 +24,25 @@ def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     return properties if isinstance(properties, Mapping) else {}
 
 
-def alternatives(schema: Any, root: Mapping[str, Any], depth: int = 0) -> list[dict[str, Any]]:
+def alternatives(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The schemas of one type each that a schema consists of; {} stands for anything."""
-    if not isinstance(schema, Mapping) or depth > DEEPEST:
+    return _alternatives(schema, root, set()) or [{}]
+
+
+def _alternatives(schema: Any, root: Mapping[str, Any], seen: set[str]) -> list[dict[str, Any]]:
+    """Those of references that were not ``seen``: a second time they add nothing."""
+    if not isinstance(schema, Mapping):
         return [{}]
     if isinstance(ref := schema.get("$ref"), str):
+        if ref in seen:
+            return []
+        seen.add(ref)
         home, _, name = ref.removeprefix("#/").partition("/")
         defined = root.get(home)
-        return alternatives(defined.get(name) if isinstance(defined, Mapping) else None, root, depth + 1)
+        return _alternatives(defined.get(name) if isinstance(defined, Mapping) else None, root, seen)
     for key in ("anyOf", "oneOf", "allOf"):
         if isinstance(each := schema.get(key), list) and (key != "allOf" or len(each) == 1):
-            return [simple for one in each for simple in alternatives(one, root, depth + 1)]
+            return [simple for one in each for simple in _alternatives(one, root, seen)]
     if isinstance(kinds := schema.get("type"), list):
         return of_each_type(dict(schema), kinds)
     return [dict(schema)]
