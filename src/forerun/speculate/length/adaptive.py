@@ -347,8 +347,8 @@ class Adaptive(LengthPolicy):
             self.own[key] = Acceptance(len(self.methods[method].asked), self.OWN_WEIGHT, self.OWN_FADE)
         return self.own[key]
 
-    def _best(self, sequences: Requests, longest: list[int]) -> DraftPlan:
-        """The budgets with the most expected tokens per second."""
+    def _best(self, sequences: Requests, longest: list[int], copies: int = 1) -> DraftPlan:
+        """The budgets with the most expected tokens per second, of so many ``copies`` of the sequences."""
         chances: list[tuple[float, int, int]] = []
         for index, (sequence, cap) in enumerate(zip(sequences, longest)):
             if cap:
@@ -361,7 +361,7 @@ class Adaptive(LengthPolicy):
             depths[index] = depth
             if number % step and number < len(chances):
                 continue
-            result = self._speed(sequences, {s.id: d for s, d in zip(sequences, depths) if d})
+            result = self._speed(sequences, {s.id: d for s, d in zip(sequences, depths) if d}, copies)
             if result > speed:
                 best, speed = list(depths), result
         known = frozenset([sequence.id for sequence, cap in zip(sequences, longest) if cap])
@@ -372,9 +372,10 @@ class Adaptive(LengthPolicy):
         depths = [(sequence, budgets.get(sequence.id, 0)) for sequence in sequences]
         return len(sequences) + sum(sum(accumulate(self._rates(s)[:depth], mul)) for s, depth in depths if depth)
 
-    def _speed(self, sequences: Requests, budgets: Mapping[int, int]) -> float:
-        """Expected tokens per second with ``budgets`` over those of plain decoding."""
-        count, tokens, rows = len(sequences), self._tokens(sequences, budgets), float(len(sequences))
+    def _speed(self, sequences: Requests, budgets: Mapping[int, int], copies: int = 1) -> float:
+        """Expected tokens per second with ``budgets`` over those of plain decoding, of so many ``copies``."""
+        count, tokens = copies * len(sequences), copies * self._tokens(sequences, budgets)
+        rows = float(count)
         drafting: dict[str, tuple[int, float]] = {}
         costs, seconds = self.costs, 0.0
         for sequence in sequences:
@@ -389,9 +390,9 @@ class Adaptive(LengthPolicy):
                 seconds = sum(
                     fraction * costs.verify(1 + nodes[length]) for length, fraction in enumerate(ends) if fraction
                 )
-            rows += sum(fraction * nodes[length] for length, fraction in enumerate(ends))
+            rows += copies * sum(fraction * nodes[length] for length, fraction in enumerate(ends))
             number, deepest = drafting.get(method, (0, 0.0))
-            drafting[method] = number + 1, max(deepest, made)
+            drafting[method] = number + copies, max(deepest, made)
         seconds = seconds or costs.verify(rows, count)
         seconds += sum(costs.draft(method, number, depth) for method, (number, depth) in drafting.items())
         return tokens / count * costs.verify(count, count) / seconds
@@ -414,7 +415,7 @@ class Adaptive(LengthPolicy):
                 options = [(None, behind), *((n, n) for n in self.WINDOWS if 2 * n <= behind)]
             elif not away:
                 continue
-            saved = [self._saved(sequence, longest[index], reads) for reads, _ in options]
+            saved = [self._saved(sequence, longest[index], reads, len(sequences)) for reads, _ in options]
             worth = [seconds * each - self.costs.read(method, n) for seconds, (_, n) in zip(saved, options)]
             most = max(worth)
             choice = worth.index(most) if most > 0.0 else None
@@ -431,11 +432,12 @@ class Adaptive(LengthPolicy):
             elif away:
                 longest[index] = 0
 
-    def _saved(self, sequence: RequestState, cap: int, reads: int | None) -> float:
-        """Plain rounds that drafts save over the rest of an answer when the drafter began with ``reads`` tokens."""
+    def _saved(self, sequence: RequestState, cap: int, reads: int | None, count: int) -> float:
+        """Plain rounds that drafts save over the rest of an answer, of ``count`` answers alike, when the drafter began
+        with ``reads`` tokens."""
         before, sequence.reads = sequence.reads, reads
         own = self.own.pop(sequence.id) if reads != before and sequence.id in self.own else None
-        best = self._best([sequence], [cap])
+        best = self._best([sequence], [cap], count)
         # An answer ends somewhere in a draft.
         rest = self.lengths.rest(sequence) - self._tokens([sequence], best.budgets)
         sequence.reads = before

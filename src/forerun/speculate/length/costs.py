@@ -29,6 +29,8 @@ class Curve:
     """
 
     WINDOW, KNOWN = 9, 3
+    SAME = 1.1
+    """A smaller change of pace is taken for noise."""
     LINE = 2.0
     """Measurements that the line through all counts is worth."""
 
@@ -44,9 +46,11 @@ class Curve:
         """Rounds that followed each other, by count; of each count the ``taken`` shortest are kept."""
         paces = [seconds / (self.at(count) or 1.0) for count, seconds in measured if self.known(count) >= self.KNOWN]
         pace = median(paces) if paces else self.level
-        if paces:
+        if paces and not 1.0 / self.SAME < pace / self.level < self.SAME:
             self._levels.append(pace)
             self.level = median(self._levels)
+        else:
+            pace = self.level
         counts: dict[int, list[float]] = {}
         for count, seconds in measured:
             counts.setdefault(count, []).append(seconds / pace)
