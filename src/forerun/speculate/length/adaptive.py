@@ -119,6 +119,8 @@ class Adaptive(LengthPolicy):
     """Rounds after which deeper drafts than planned are tried, and twice as many the next time."""
     WINDOWS = (64, 128, 256)
     """How many of the last tokens a drafter may begin with, instead of at least twice as many."""
+    CHEAP = 2.0
+    """Tokens of a sequence in a batch that may be lost to reading: what pays shows once drafts are made."""
     BLUR = 24.0
     """A drafter that reads the last n tokens keeps n / (n + BLUR) of each rate (measured at 128: 0.83 to 0.89)."""
     clock = staticmethod(perf_counter)
@@ -418,7 +420,8 @@ class Adaptive(LengthPolicy):
             saved = [self._saved(sequence, longest[index], reads, len(sequences)) for reads, _ in options]
             worth = [seconds * each - self.costs.read(method, n) for seconds, (_, n) in zip(saved, options)]
             most = max(worth)
-            choice = worth.index(most) if most > 0.0 else None
+            cheap = len(sequences) > 1 and most > -self.CHEAP * each
+            choice = worth.index(most) if most > 0.0 or cheap else None
             room = longest[index] == len(self.setting.nodes[method]) - 1
             for n in (0, worth.index(most)) if room and not began else ():
                 loss = (max(most, 0.0) - worth[n]) / each
