@@ -144,6 +144,13 @@ def test_sizes_that_do_not_fit_are_named_in_one_line(tmp_path, kind, changes, me
     assert "\n" not in str(caught.value)
 
 
+def test_a_number_of_layers_for_prediction_takes_no_memory(tmp_path):
+    save_hybrid("nemotron_h", tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_nextn_predict_layers": 2**40}))
+    assert load_model(tmp_path).info.num_layers == 4
+
+
 class Shifted(torch.nn.Module):
     """An MLP that reads the token before, however little."""
 

@@ -259,12 +259,13 @@ def misplaced(unexpected: Iterable[str], parameters: Iterable[str], config: Any)
     prediction, behind the model's own, are the drafter ``mtp``'s."""
     parts = {_anywhere(name).rpartition(".")[0] for name in parameters}
     text = config.get_text_config()
-    first, more = text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0
-    known = {f"layers.{index}." for index in range(first, first + more)}
+    first, more = text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None)
+    behind = range(first, first + (more if _is_integer(more) else 0))
     return sorted(
         name
         for name in unexpected
-        if _anywhere(name).rpartition(".")[0] in parts and not any(f".{layer}" in f".{name}" for layer in known)
+        if _anywhere(name).rpartition(".")[0] in parts
+        and not any(int(layer) in behind for layer in re.findall(r"\blayers\.(\d+)\.", name))
     )
 
 
