@@ -34,7 +34,10 @@ def ask(server, request):
 @pytest.mark.parametrize("kind", ["lfm2", "qwen3_5_text", "granitemoehybrid", "falcon_h1", "nemotron_h"])
 def test_answers_are_those_of_plain_decoding(tmp_path, kind):
     folder = save_hybrid(kind, tmp_path)
-    drafters = [{"method": "draft_model", "model": folder, "quantization": "q8_0"}, {"method": "ngram"}]
+    drafters = [
+        {"method": "draft_model", "model": folder, "quantization": "q8_0", "num_speculative_tokens": 3},
+        {"method": "ngram", "num_speculative_tokens": 3},
+    ]
     llm = LLM(
         folder, speculative_config=drafters, page_size=4, num_pages=44, max_num_seqs=4, max_model_len=120,
         enable_prefix_caching=True,
