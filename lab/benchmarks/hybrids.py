@@ -1,9 +1,10 @@
-"""What rows of a forward cost in models with state, at known models' shapes with random weights.
+"""What rows of a forward cost in models with state and in Gemma 4, at known models' shapes with random weights.
 
-python lab/benchmarks/hybrids.py [lfm2 qwen3_5 granite-h] [--quantization q8_0 q4_0] [--threads 1 2]
+python lab/benchmarks/hybrids.py [lfm2 qwen3_5 granite-h gemma4] [--quantization q8_0 q4_0] [--threads 1 2] [--apart]
 
 One row reads the weights once, and reads and writes the state. Its share of the read bandwidth counts the weights
-alone. Each round's rows but the first are taken back, as after a draft of which nothing was kept.
+alone. Each round's rows but the first are taken back, as after a draft of which nothing was kept. ``--apart``: the same
+kernels layer by layer as well, in turns with the compiled call.
 """
 
 from __future__ import annotations
@@ -48,8 +49,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         "position_embedding_type": "nope", "tie_word_embeddings": True,
         "layer_types": [FULL if index in (10, 13, 17, 27) else LINEAR for index in range(32)],
     },
+    "gemma4": {
+        "model_type": "gemma4_text", "vocab_size": 32768, "vocab_size_per_layer_input": 32768, "hidden_size": 1536,
+        "intermediate_size": 6144, "num_hidden_layers": 15, "num_attention_heads": 8, "num_key_value_heads": 1,
+        "head_dim": 256, "global_head_dim": 512, "hidden_size_per_layer_input": 256, "num_kv_shared_layers": 8,
+        "use_double_wide_mlp": True, "sliding_window": 512, "final_logit_softcapping": 30.0,
+        "layer_types": [FULL if index % 5 == 4 else "sliding_attention" for index in range(15)],
+    },
 }  # fmt: skip
-"""Those of LFM2-350M, Qwen3.5-0.8B and Granite-4.0-H-350M."""
+"""Those of LFM2-350M, Qwen3.5-0.8B and Granite-4.0-H-350M; and 15 of the 35 layers of Gemma 4 E2B, with an
+eighth of its vocabulary."""
 ROWS = (1, 5, 8)
 
 
@@ -99,6 +108,7 @@ def main() -> None:
     parser.add_argument("--quantization", nargs="*", default=["q8_0", "q4_0"])
     parser.add_argument("--threads", nargs="*", type=int, default=[1, 2])
     parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--apart", action="store_true")
     parser.add_argument("--folder", type=Path, help="where checkpoints are kept")
     given = parser.parse_args()
     print(f"| shape | weights | threads | bandwidth, GB/s | one row, ms | share | 5 rows | 8 rows |\n{'|---' * 8}|")
@@ -112,11 +122,15 @@ def main() -> None:
                 for threads in given.threads:
                     torch.set_num_threads(threads)
                     bandwidth = read_bandwidth(torch.device("cpu"))
-                    times = measure(model, given.seconds)
-                    share = model.info.token_bytes / times[1] / bandwidth
-                    over = [f"{times[rows] / times[1]:.2f}" for rows in ROWS[1:]]
-                    cells = [f"{bandwidth / 1e9:.1f}", f"{times[1] * 1e3:.2f}", f"{share:.2f}", *over]
-                    print("|", " | ".join([shape, quantization, str(threads), *cells]), "|", flush=True)
+                    for fused in (model.fused, None, model.fused, None) if given.apart else (model.fused,):
+                        kept, model.fused = model.fused, fused
+                        times = measure(model, given.seconds)
+                        model.fused = kept
+                        share = model.info.token_bytes / times[1] / bandwidth
+                        over = [f"{times[rows] / times[1]:.2f}" for rows in ROWS[1:]]
+                        cells = [f"{bandwidth / 1e9:.1f}", f"{times[1] * 1e3:.2f}", f"{share:.2f}", *over]
+                        name = shape if fused is not None else f"{shape}, layer by layer"
+                        print("|", " | ".join([name, quantization, str(threads), *cells]), "|", flush=True)
 
 
 if __name__ == "__main__":
