@@ -9,7 +9,7 @@ import pytest
 import torch
 from matrix import PATHS
 
-from described import MAIN, UNEVEN, save_described
+from described import MAIN, save_described
 from forerun import kernels
 from forerun.attention.base import Attention
 from forerun.attention.kernel import KernelAttention
@@ -171,8 +171,7 @@ def test_the_models_take_the_paths_that_they_are_for(model):
         assert isinstance(new_attention(served, max_seqs=1, max_len=8), KernelAttention) == kernels.has(
             "decode_float32"
         )
-        fuses = kernels.has("decode_float32") and name not in UNEVEN  # not one kernel for all layers
-        assert (served.fused is not None) == fuses
+        assert (served.fused is not None) == kernels.has("decode_float32")
     assert not isinstance(new_attention(wide, max_seqs=1, max_len=8), KernelAttention)
 
 

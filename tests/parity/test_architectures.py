@@ -551,7 +551,6 @@ def test_a_row_reads_its_experts_only(checkpoint, name):
         ("llama", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}, "dynamic"),
         ("deepseek_v2", {**LATENT, "norm_topk_prob": True}, "norm_topk_prob True"),
         ("deepseek_v2", {**LATENT, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
-        ("deepseek_v2", {**LATENT, "kv_lora_rank": 0}, "kv_lora_rank is 0, not an integer of at least 1"),
         ("deepseek_v3", {**LATENT, "n_group": 3, "topk_group": 1}, "3 of 8 experts in 1 of 3 groups"),
         ("deepseek_v3", {**LATENT, "n_group": 4, "topk_group": 1}, "3 of 8 experts in 1 of 4 groups"),
         ("deepseek_v3", {**LATENT, "num_key_value_heads": 2}, "num_key_value_heads 2: latent attention has as many"),

@@ -308,7 +308,7 @@ class _Talks:
 
 def _attended(head: EagleHead, states: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
     """A conversation's stream before the layer [n, hidden size], and what its attention finds [n, heads * width]."""
-    stream = head.enter(said, head.fc(states))
+    stream = head.enter(said, head.feature(states))
     q, k, v = head.qkv(said, stream, torch.arange(len(said), device=said.device))
     groups = head.heads // head.kv_heads
     k, v = k.repeat_interleave(groups, dim=-2), v.repeat_interleave(groups, dim=-2)

@@ -179,7 +179,6 @@ class MtpHead(Head):
         size = sizes.hidden_size
         self.heads, self.kv_heads, self.width, latent = o["heads"], o["kv_heads"], o["width"], o["latent"]
         self.entry, self.scale = KVShape(self.kv_heads, self.width, self.width), self.width**-0.5
-        self.fc = nn.Identity()
         self.enorm, self.hnorm, self.norm = (Norm(size, o["eps"]) for _ in range(3))
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         self.input_layernorm, self.post_attention_layernorm = Norm(size, o["eps"]), Norm(size, o["eps"])
@@ -199,6 +198,10 @@ class MtpHead(Head):
         self.k_norm = Norm(self.width, o["eps"]) if o["norms"] else None
         self.mlp = FeedForward(size, o["inner_size"]) if o["experts"] is None else MtpExperts(size, o["experts"])
         self.make_output()
+
+    def feature(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The target's hidden states as they are."""
+        return hidden
 
     def step(
         self, embedded: torch.Tensor, feature: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
