@@ -40,16 +40,16 @@ class Curve:
         self._line: tuple[list[int], list[float]] | None = None
         self.level = 1.0
         """What rounds with drafts take at present over what the curve says."""
-        self._levels: deque[float] = deque(maxlen=3)
+        self._levels: deque[float] = deque([self.level], maxlen=self.WINDOW)
 
     def learn(self, measured: Sequence[tuple[int, float]], taken: int) -> None:
         """Rounds that followed each other, by count; of each count the ``taken`` shortest are kept."""
         paces = [seconds / (self.at(count) or 1.0) for count, seconds in measured if self.known(count) >= self.KNOWN]
         pace = median(paces) if paces else self.level
-        if paces and not 1.0 / self.SAME < pace / self.level < self.SAME:
+        if paces:
             self._levels.append(pace)
-            self.level = median(self._levels)
-        else:
+            self.level = quartile(self._levels)
+        if 1.0 / self.SAME < pace / self.level < self.SAME:
             pace = self.level
         counts: dict[int, list[float]] = {}
         for count, seconds in measured:
