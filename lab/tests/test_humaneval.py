@@ -7,26 +7,11 @@ import json
 import zipfile
 
 import pytest
-from chat_model import save_chat_model
+from chat_model import TASKS, save_chat_model, save_tasks
 
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun_lab.humaneval import Judge, Task, read_tasks
-
-TASKS = [
-    {
-        "task_id": "T/0",
-        "prompt": 'def one(x):\n    """ One more. """\n',
-        "test": "def check(candidate):\n    assert candidate(2) == 3\n",
-        "entry_point": "one",
-    },
-    {
-        "task_id": "T/1",
-        "prompt": 'import math\n\n\ndef helper():\n    return 4\n\n\ndef two(x):\n    """ Twice. """\n',
-        "test": "def check(candidate):\n    assert candidate(2) == helper()\n",
-        "entry_point": "two",
-    },
-]
 
 
 @pytest.fixture(scope="session")
@@ -36,9 +21,7 @@ def chat_model(tmp_path_factory):
 
 @pytest.fixture
 def tasks_file(tmp_path):
-    file = tmp_path / "tasks.jsonl"
-    file.write_text("\n".join(map(json.dumps, TASKS)), encoding="utf-8")
-    return file
+    return save_tasks(tmp_path / "tasks.jsonl")
 
 
 def test_humaneval_is_read_from_wheel_data_and_package(tmp_path, tasks_file, monkeypatch):

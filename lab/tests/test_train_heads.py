@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from unrolled import scramble
+from unrolled import SOME, narrowed
 
 from forerun import ConfigError
 from forerun.speculate.draft.heads.head import Sizes
@@ -25,19 +25,6 @@ def sizes_of(target, depth=4):
 @pytest.fixture(scope="module")
 def reference(tiny_target):
     return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
-
-
-SOME = torch.arange(1, 60, 3)
-"""Tokens of a reduced vocabulary."""
-
-
-def narrowed(head, reference, ids):
-    """Scrambles a head and lets it draft among ``ids`` alone; gives the rows that read it."""
-    scramble(head)
-    rows = reference.lm_head.weight
-    if ids is not None:
-        head.narrow(ids, rows[ids])
-    return rows if ids is None else rows[ids]
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """A tiny model to talk with."""
 
+import json
+
 from tiny import save_tokenizer, tiny_llama
 
 TEMPLATE = (
@@ -14,3 +16,25 @@ def save_chat_model(folder):
     save_tokenizer(folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return str(folder)
+
+
+TASKS = [
+    {
+        "task_id": "T/0",
+        "prompt": 'def one(x):\n    """ One more. """\n',
+        "test": "def check(candidate):\n    assert candidate(2) == 3\n",
+        "entry_point": "one",
+    },
+    {
+        "task_id": "T/1",
+        "prompt": 'import math\n\n\ndef helper():\n    return 4\n\n\ndef two(x):\n    """ Twice. """\n',
+        "test": "def check(candidate):\n    assert candidate(2) == helper()\n",
+        "entry_point": "two",
+    },
+]
+"""Two in HumanEval's form."""
+
+
+def save_tasks(file):
+    file.write_text("\n".join(map(json.dumps, TASKS)), encoding="utf-8")
+    return file

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 import pytest
-from chat_model import save_chat_model
+from chat_model import TASKS, save_chat_model, save_tasks
 
 from forerun import SamplingParams
 from forerun.cli.main import run
@@ -25,21 +25,6 @@ from forerun.speculate.accept.synthetic import profile
 
 pytestmark = pytest.mark.slow
 
-TASKS = [
-    {
-        "task_id": "T/0",
-        "prompt": 'def one(x):\n    """ One more. """\n',
-        "test": "def check(candidate):\n    assert candidate(2) == 3\n",
-        "entry_point": "one",
-    },
-    {
-        "task_id": "T/1",
-        "prompt": 'import math\n\n\ndef helper():\n    return 4\n\n\ndef two(x):\n    """ Twice. """\n',
-        "test": "def check(candidate):\n    assert candidate(2) == helper()\n",
-        "entry_point": "two",
-    },
-]
-
 
 @pytest.fixture(scope="session")
 def chat_model(tmp_path_factory):
@@ -48,9 +33,7 @@ def chat_model(tmp_path_factory):
 
 @pytest.fixture
 def tasks_file(tmp_path):
-    file = tmp_path / "tasks.jsonl"
-    file.write_text("\n".join(map(json.dumps, TASKS)), encoding="utf-8")
-    return file
+    return save_tasks(tmp_path / "tasks.jsonl")
 
 
 def test_the_categories_are_eleven_times_ten_and_the_small_set_two_of_each():

@@ -8,7 +8,7 @@ import torch
 from gguf import GGMLQuantizationType, quants
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
-from unrolled import scramble, unrolled
+from unrolled import SOME, narrowed, scramble, unrolled
 
 from forerun import LLM, ConfigError, ForerunError, SamplingParams
 from forerun.core.errors import ModelError
@@ -46,19 +46,6 @@ def first_draft(target, folder, method, prompt, **options):
     entry = trace[index]
     kept = [token for token, origin in zip(entry.tokens, entry.origins) if origin == "accepted"]
     return kept + list(entry.rejected), committed
-
-
-SOME = torch.arange(1, 60, 3)
-"""Tokens of a reduced vocabulary."""
-
-
-def narrowed(head, reference, ids):
-    """Scrambles a head and lets it draft among ``ids`` alone; gives the rows that read it."""
-    scramble(head)
-    rows = reference.lm_head.weight
-    if ids is not None:
-        head.narrow(ids, rows[ids])
-    return rows if ids is None else rows[ids]
 
 
 @pytest.mark.parametrize("ids", [None, SOME], ids=["all", "some"])

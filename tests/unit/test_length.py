@@ -229,6 +229,21 @@ def test_a_curve_is_not_moved_by_one_slow_measurement_nor_made_to_fall():
     assert curve.at(9) > curve.at(5) > 0.0
 
 
+def test_counts_of_a_slow_minute_are_compared_with_each_other():
+    """All take 1.6 times as long there; a long draft was measured then alone."""
+    curve = Curve(slope=0.06)
+    for _ in range(3):
+        curve.learn([(1, 1.0), (5, 1.06)], 3)
+    for _ in range(2):
+        curve.learn([(5, 1.6 * 1.06)] * 5 + [(8, 1.6 * 1.27)] * 3, 3)
+    assert curve.at(8) / curve.at(5) == pytest.approx(1.27 / 1.06, rel=0.03)
+    assert curve.level == pytest.approx(1.0, abs=0.05), "two stretches of five"
+    for _ in range(7):
+        curve.learn([(5, 1.6 * 1.06)] * 8, 3)
+    assert curve.level == pytest.approx(1.6, rel=0.03)
+    assert curve.at(5) == pytest.approx(1.06, rel=0.03)
+
+
 def settle(costs, seconds):
     """Plain rounds after drafts, until they are as fast as any."""
     for since in range(1, 15):

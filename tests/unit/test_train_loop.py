@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from logit_pairs import KL, PAIRS, compute
 from torch import nn
 from torch.nn import functional
 
@@ -215,22 +216,7 @@ def test_a_part_of_the_vocabulary_is_compared_with_all_of_it():
     assert result["loss_by_position"] == pytest.approx([-float(torch.tensor(0.5).log())])
 
 
-P_LOGITS = [[0.3, -1.2, 2.0, 0.0], [4.0, 0.0, 0.0, -3.0], [0.0, 0.0, 0.0, 0.0]]
-Q_LOGITS = [[1.3, 0.2, 0.5, -1.0], [-4.0, 1.0, 2.0, 3.0], [0.0, 0.0, 0.0, 0.0]]
-
-
-def distribution(logits):
-    weights = [math.exp(logit) for logit in logits]
-    return [weight / sum(weights) for weight in weights]
-
-
-PAIRS = [(distribution(p), distribution(q)) for p, q in zip(P_LOGITS, Q_LOGITS)]
 ALPHA = [sum(min(a, b) for a, b in zip(p, q)) for p, q in PAIRS]
-KL = [sum(a * math.log(a / b) for a, b in zip(p, q)) for p, q in PAIRS]
-
-
-def compute(loss):
-    return loss(torch.tensor(P_LOGITS, dtype=torch.float64), torch.tensor(Q_LOGITS, dtype=torch.float64)).tolist()
 
 
 def test_overlap_is_the_acceptance_probability():

@@ -24,3 +24,16 @@ def unrolled(head, features, embedded, first, steps):
         said.append(head.finish(stream, seen)[-1])
         features = torch.cat([features[:count], said[-1][None]])
     return torch.stack(said)
+
+
+SOME = torch.arange(1, 60, 3)
+"""Tokens of a reduced vocabulary."""
+
+
+def narrowed(head, reference, ids):
+    """Scrambles a head and lets it draft among ``ids`` alone; gives the rows that read it."""
+    scramble(head)
+    rows = reference.lm_head.weight
+    if ids is not None:
+        head.narrow(ids, rows[ids])
+    return rows if ids is None else rows[ids]
