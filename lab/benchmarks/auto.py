@@ -31,9 +31,9 @@ import torch
 
 from forerun import LLM, SamplingParams
 from forerun.measure.config import CATEGORIES, CATEGORIES_SMALL, HUMANEVAL
-from forerun.measure.conversations import read_set
 from forerun.measure.environment import processor
 from forerun.models.inventory import here
+from forerun_lab.written import read_set
 
 PROMPTS, ANSWERS = (50, 300, 1500), (8, 32, 128)
 MODULES = [

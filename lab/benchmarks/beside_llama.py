@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from forerun import LLM, SamplingParams
-from forerun.measure.bench import median_interval
 from forerun.measure.environment import processor, read_bandwidth
 from forerun.models.base import new_attention
+from forerun_lab.intervals import median_interval
 from hybrids import rounds
 
 CONTEXT = 4096

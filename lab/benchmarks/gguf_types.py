@@ -16,13 +16,13 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from forerun.measure.bench import median_interval
 from forerun.measure.environment import processor, read_bandwidth
 from forerun.models.formats import prefetch
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import arena
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.gguf_types import PACKED, bits, sizes
+from forerun_lab.intervals import median_interval
 
 INPUTS, OUTPUTS = 2048, 4096
 BYTES = 1 << 27

@@ -15,7 +15,7 @@ FROM_THE_LAB = {
     "reproduce": ["reproduce"],
     "plan": ["plan", "--load", "trace.jsonl"],
     "peers": ["bench", "--peers", "transformers", "--max-tokens", "2", "--prompts", "1"],
-    "humaneval": ["bench", "--prompt-set", "humaneval"],
+    "written": ["bench", "--prompt-set", "categories-small"],
     "shapes": ["bench", "--random-shape", "tiny"],
     "plots": ["bench", "--plots", "x"],
 }

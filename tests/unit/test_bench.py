@@ -20,6 +20,7 @@ from forerun.measure.planner import CostCurve, Estimate, predict, recommend
 from forerun.measure.prompts import make_prompts, repetition_rate
 from forerun.measure.rounds import TURN, Measured, RoundCosts, Sample, measure, shares
 from forerun.models.tokenizer import load_tokenizer
+from forerun.speculate.accept.synthetic import profile
 from forerun.speculate.draft import drafters
 from forerun.theory import predicted_speedup
 
@@ -108,6 +109,24 @@ def test_synthetic_acceptance_is_marked_and_reached(bench):
     ]
     assert rows[1]["match_rate"] == 1.0
     assert rows[1]["tokens_per_round"] > 2
+
+
+def test_profiles_are_cut_and_continued():
+    assert profile("humaneval", 8) == [0.837, 0.685, 0.562, 0.460, 0.368, 0.283, 0.217, 0.161]
+    assert profile("chat", 2) == [0.630, 0.389]
+    longer = profile("chat", 6)
+    assert longer[:4] == [0.630, 0.389, 0.243, 0.158]
+    assert longer[4:] == pytest.approx([0.158 * 0.158 / 0.243, 0.158 * (0.158 / 0.243) ** 2])
+    with pytest.raises(ConfigError, match="choose one of humaneval, chat"):
+        profile("poems", 3)
+
+
+def test_synthetic_options_of_one_method_are_reported(bench):
+    more = {"random": [{"synthetic_acceptance_length": 2.0}, {"synthetic_acceptance_rates": "chat"}]}
+    options = ["--methods", "none,ngram,random", "--temperature", "0", "--no-fastest"]
+    result = bench(*SMALL, *options, "--speculative-config", json.dumps(more))
+    assert result["environment"]["synthetic"] == [2.0, "chat"]
+    assert all(row["synthetic"] is row["method"].startswith("random") for row in result["rows"])
 
 
 def sample(depths, rows, draft, verify, tokens=1, total=None):
@@ -216,6 +235,12 @@ def test_what_has_commas_stands_in_quotes():
     assert split("peers", text, str) == ["transformers", "llama-server=x --spec-type a:b=1,c=2", 'llama-server=y "z"']
     with pytest.raises(ConfigError, match="comma-separated"):
         split("peers", "transformers\nvllm", str)
+
+
+def test_an_unknown_prompt_set_is_refused_with_those_there_are():
+    known = "choose one of held_out, repetitive, random, categories, categories-small, humaneval"
+    with pytest.raises(ConfigError, match=known):
+        BenchConfig(prompt_set="poems")
 
 
 def test_whole_runs_have_no_peers():

@@ -51,22 +51,6 @@ COLUMNS = {
     "repetition_rate": "repeats",
     "identical": "identical",
 }
-BY_CATEGORY = {
-    "category": "category",
-    **SETTINGS,
-    "prompts": "prompts",
-    "tokens": "tokens",
-    "tokens_per_round": "tok/round",
-    "tokens_per_round_error": "±",
-    "mean_acceptance_length": "length kept",
-    "mean_acceptance_length_error": "±",
-    "acceptance_by_position": "kept by position",
-    "speedup": "speed-up",
-    "speedup_interval": "95 %",
-    "repetition_rate": "repeats",
-    "same_answers": "same",
-    "pass_at_1": "pass@1",
-}
 
 
 def split(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
@@ -214,7 +198,7 @@ def show(
         lines.append([cell(key, row.get(key)) + (mark if key == "method" else "") for key in shown])
     write([COLUMNS[key] for key in shown], lines)
     if result["categories"]:
-        show_categories(result["categories"], write)
+        from_lab("written", "bench by category").show(result["categories"], write)
     for row in rows:
         if row["draft_error"] is not None:
             warn(f"{row['method']} lost its drafter and went on as plain decoding: {row['draft_error']}")
@@ -246,29 +230,6 @@ def show(
         write(["left out", "because"], list(result["left_out"].items()))
 
 
-def show_categories(
-    rows: Sequence[Mapping[str, Any]], write: Callable[[Sequence[str], Sequence[Sequence[str]]], None]
-) -> None:
-    """Category after category, who drafts in each, or, where answers were tested, everybody; the errors are over the
-    conversations."""
-    from forerun.measure.methods import FASTEST
-
-    if all(row["passed"] is None for row in rows):
-        rows = [row for row in rows if row["method"] not in (NONE, FASTEST)] or rows
-    order = list(dict.fromkeys(row["category"] for row in rows))
-    rows = sorted(rows, key=lambda row: order.index(row["category"]))
-    shown = [key for key in BY_CATEGORY if any(row[key] is not None for row in rows)]
-    if len({row["concurrency"] for row in rows}) == 1:
-        shown.remove("concurrency")
-    print()
-    lines = []
-    for row in rows:
-        row = {**row, "same_answers": f"{row['same_answers']} of {row['prompts']}"}
-        mark = " (synthetic)" if row["synthetic"] else ""
-        lines.append([cell(key, row[key]) + (mark if key == "method" else "") for key in shown])
-    write([BY_CATEGORY[key] for key in shown], lines)
-
-
 def _lengths(about: Mapping[str, Any]) -> str:
     if about["prompt_tokens"] is not None:
         return str(about["prompt_tokens"])
@@ -282,8 +243,7 @@ def cell(key: str, value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "NO"
     if isinstance(value, list):
-        between = " to " if key == "speedup_interval" else " "
-        return between.join(f"{item:.2f}" for item in value) or "-"
+        return " ".join(f"{item:.2f}" for item in value) or "-"
     if isinstance(value, float):
         return (
             f"{value:.0f}" if key == "tokens_per_second" else f"{value:g}" if key == "temperature" else f"{value:.2f}"

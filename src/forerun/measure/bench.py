@@ -1,8 +1,4 @@
-"""The benchmark: every contender on the same prompts, taking turns, so that a busy machine is busy for all.
-
-By category of the prompts, a conversation is one case. Its turns are not independent, so errors and intervals count it
-once.
-"""
+"""The benchmark: every contender on the same prompts, taking turns, so that a busy machine is busy for all."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import gc
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from math import comb
 from pathlib import Path
 from statistics import median, stdev
 from typing import Any
@@ -21,12 +16,10 @@ from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab
 from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
-from forerun.engine.metrics import RequestMetrics
-from forerun.measure.config import ALL, HELD_OUT, HUMANEVAL, RANDOM, WRITTEN, BenchConfig
-from forerun.measure.conversations import Texts, make_texts, read_set, stops
+from forerun.measure.config import ALL, HELD_OUT, RANDOM, WRITTEN, BenchConfig
 from forerun.measure.environment import environment, read_bandwidth, weights
 from forerun.measure.methods import FASTEST, Contender, EngineContender, labels, method_configs, runnable, with_trees
-from forerun.measure.prompts import repetition_rate
+from forerun.measure.prompts import make_prompts, repetition_rate
 from forerun.measure.rounds import Measured, RoundCosts, interleave, shares
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept.synthetic import LENGTH, RATES
@@ -69,7 +62,9 @@ def _with_random_models(config: BenchConfig, folder: Path, progress: Progress) -
 def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     options = method_configs(config.methods, config.accepts, config.lengths, config.counts, config.speculative)
     options = with_trees(options, config.trees or 0)
-    conversations = read_set(config.prompt_set, config.prompts_file) if config.prompt_set in WRITTEN else []
+    written = None
+    if config.prompt_set in WRITTEN:
+        written = from_lab("written", f"bench with prompts of {config.prompt_set}").WrittenPrompts(config)
     llm = LLM(**config.engine, threads=torch.get_num_threads(), speculative_config=None)
     left_out: dict[str, str] = {}
     if ALL in config.methods:
@@ -78,10 +73,17 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     fastest = None
     if config.fastest and llm.model.invariant:
         fastest = LLM(**{**config.engine, "invariant": False}, threads=torch.get_num_threads(), speculative_config=None)
-    texts = make_texts(config, llm, conversations)
-    prompts = texts.prompts
-    config = _with_stops(config, stops(texts))
-    judge = from_lab(HUMANEVAL, HUMANEVAL).Judge() if config.execute else None
+    if written is not None:
+        prompts, config = written.ask(llm)
+    else:
+        prompts = make_prompts(
+            config.prompt_set,
+            llm.tokenizer,
+            count=max(config.prompts, *config.concurrency),
+            length=config.prompt_tokens,
+            seed=config.seed,
+            file=config.prompts_file,
+        )
     rows, categories = [], []
     held: list[dict[str, Any]] = []
     for concurrency in config.concurrency:
@@ -103,12 +105,13 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
             runs = run_interleaved(contenders, prompts, config, temperature, concurrency)
             gc.unfreeze()
             rows += table(contenders, runs, prompts, temperature, concurrency)
-            categories += by_category(contenders, runs, texts, temperature, concurrency, llm.tokenizer, judge)
+            if written is not None:
+                categories += written.by_category(contenders, runs, temperature, concurrency)
         for contender in contenders:
             contender.close()
         gc.collect()
-    about = _about(llm, config, texts, rows, held)
-    about |= {"offline": judge.offline if judge is not None else None, "synthetic": _synthetic(options)}
+    about = _about(llm, config, prompts, rows, held) | {"synthetic": _synthetic(options)}
+    about |= {"prompts_left_out": 0, "offline": None} if written is None else written.facts()
     return {"environment": about, "rows": rows, "categories": categories, "left_out": left_out}
 
 
@@ -120,22 +123,17 @@ def _synthetic(options: Sequence[Mapping[str, Any]]) -> Any:
     return asked if len(asked) > 1 else next(iter(asked), None)
 
 
-def _with_stops(config: BenchConfig, texts: Sequence[str]) -> BenchConfig:
-    """The same; answers end at one of ``texts``. Raises ConfigError with peers, which know no such ends."""
-    if not texts:
-        return config
-    if config.peers:
-        raise ConfigError("peers know no stop texts, with which a model without a chat template answers humaneval")
-    return replace(config, sampling={"stop": texts, **config.sampling})
-
-
 def _about(
-    llm: LLM, config: BenchConfig, texts: Texts, rows: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]
+    llm: LLM,
+    config: BenchConfig,
+    prompts: Sequence[Sequence[int]],
+    rows: Sequence[dict[str, Any]],
+    held: Sequence[dict[str, Any]],
 ) -> dict[str, Any]:
     """What was measured, on what, with which prompts."""
     about = environment(llm, config.engine)
     about |= _bandwidth(llm, rows)
-    lengths, written = sorted(map(len, texts.prompts)), config.prompt_set in WRITTEN
+    lengths, written = sorted(map(len, prompts)), config.prompt_set in WRITTEN
     return about | {
         "weights": list(held),
         "peers": list(config.peers),
@@ -144,14 +142,13 @@ def _about(
         "random_weights": config.random_shape is not None,
         "prompt_set": config.prompt_set if written or config.prompts_file is None else str(config.prompts_file),
         "prompts_file": None if config.prompts_file is None else str(config.prompts_file),
-        "prompts": len(texts.prompts),
-        "prompts_left_out": texts.left_out,
+        "prompts": len(prompts),
         "prompt_tokens": None if written else config.prompt_tokens,
         "prompt_lengths": [lengths[0], lengths[len(lengths) // 2], lengths[-1]],
         "max_tokens": config.max_tokens,
         "repeats": config.repeats,
         "whole": config.whole,
-        "prompt_repetition_rate": repetition_rate(texts.prompts),
+        "prompt_repetition_rate": repetition_rate(prompts),
     }
 
 
@@ -298,127 +295,3 @@ def _speculation(result: Sequence[Measured], plain: Sequence[Measured], concurre
         "shares": shares(rounds),
         "draft_error": total.draft_error,
     }
-
-
-EVERYTHING = "all"
-CONFIDENCE = 0.95
-
-
-def by_category(
-    contenders: Sequence[Contender],
-    runs: Sequence[Sequence[Measured]],
-    texts: Texts,
-    temperature: float,
-    concurrency: int,
-    tokenizer: Any,
-    judge: Any = None,
-) -> list[dict[str, Any]]:
-    """One row per contender and category, then one over all where there are several; none for drawn prompts. ``judge``,
-    a ``forerun_lab.humaneval.Judge``, says how many answers pass their tests."""
-    kinds = [texts.conversations[owner].category for owner in texts.owners]
-    groups = {kind: [i for i, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
-    if len(groups) > 1:
-        groups[EVERYTHING] = list(range(len(kinds)))
-    plain = runs[[contender.name for contender in contenders].index(NONE)]
-    rows = []
-    for contender, result in zip(contenders, runs):
-        about: dict[str, Any] = {"method": contender.name, "temperature": temperature, "concurrency": concurrency}
-        about |= {"tree": None} | contender.facts()
-        promised = contender.promises_identity(temperature)
-        passed = _passed(result[0], texts, tokenizer, judge) if judge is not None else None
-        for kind, members in groups.items():
-            row: dict[str, Any] = (
-                about | {"category": kind} | _acceptance(result, texts, members) | _speed(result, plain, texts, members)
-            )
-            same = sum(all(m.answers[i] == plain[0].answers[i] for m in result) for i in members)
-            row |= {"same_answers": same, "identical": same == len(members) if promised else None}
-            answers = [[*texts.prompts[i], *result[0].answers[i]] for i in members]
-            row["repetition_rate"] = repetition_rate(answers, [len(texts.prompts[i]) for i in members])
-            row["passed"] = sum(passed[i] for i in members) if passed is not None else None
-            row["pass_at_1"] = row["passed"] / len(members) if passed is not None else None
-            rows.append(row)
-    return rows
-
-
-def _passed(result: Measured, texts: Texts, tokenizer: Any, judge: Any) -> list[bool]:
-    tasks = [task for owner in texts.owners if (task := texts.conversations[owner].task) is not None]
-    return judge.passed(tasks, [tokenizer.decode(a, skip_special_tokens=True) for a in result.answers], texts.chat)
-
-
-def _cases(texts: Texts, members: Sequence[int]) -> list[list[int]]:
-    """The prompts of each conversation."""
-    result: dict[int, list[int]] = {}
-    for i in members:
-        result.setdefault(texts.owners[i], []).append(i)
-    return list(result.values())
-
-
-def _acceptance(result: Sequence[Measured], texts: Texts, members: Sequence[int]) -> dict[str, Any]:
-    """Counts, and tokens per round and per drafted round with their standard errors; None for a peer."""
-    cases = _cases(texts, members)
-    row: dict[str, Any] = {
-        "conversations": len(cases),
-        "prompts": len(members),
-        "tokens": sum(len(result[0].answers[i]) for i in members),
-    }
-    measured = all(m.metrics for m in result)
-    each = [RequestMetrics.merged([m.metrics[i] for m in result for i in case]) for case in cases] if measured else []
-    total = RequestMetrics.merged(each) if each else RequestMetrics()
-    lengths = [(m.num_accepted_draft_tokens + m.num_drafts, m.num_drafts) for m in each]
-    return row | {
-        "tokens_per_round": total.tokens_per_round,
-        "tokens_per_round_error": ratio_error([(m.decode_tokens, m.rounds) for m in each]),
-        "mean_acceptance_length": total.mean_acceptance_length,
-        "mean_acceptance_length_error": ratio_error(lengths),
-        "acceptance_by_position": acceptance_by_position(total.acceptance_histogram),
-    }
-
-
-def _speed(
-    result: Sequence[Measured], plain: Sequence[Measured], texts: Texts, members: Sequence[int]
-) -> dict[str, Any]:
-    """Speed over plain decoding: each conversation's is the median over the repeats, which are interleaved pairs;
-    ``speedup`` is the conversations' median. None where prompts were decoded together or nothing but first tokens
-    came."""
-    ratios = []
-    for case in _cases(texts, members):
-        pairs = [(_rate(m, case), _rate(p, case)) for m, p in zip(result, plain)]
-        if all(mine and theirs for mine, theirs in pairs):
-            ratios.append(median(mine / theirs for mine, theirs in pairs))
-    return {
-        "speedup": median(ratios) if ratios else None,
-        "speedup_interval": median_interval(ratios),
-        "speedup_conversations": len(ratios),
-    }
-
-
-def _rate(measured: Measured, case: Sequence[int]) -> float:
-    """Tokens per second over these prompts; 0 where they were not timed one by one."""
-    if len(measured.parts) != len(measured.answers):
-        return 0.0
-    seconds = sum(measured.parts[i][1] for i in case)
-    return sum(measured.parts[i][0] for i in case) / seconds if seconds else 0.0
-
-
-def ratio_error(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Standard error of sum(a) / sum(b) over independent cases (a, b), to first order (Cochran, Sampling Techniques,
-    1977, section 6.4). None for fewer than two cases with b > 0."""
-    pairs = [(a, b) for a, b in pairs if b > 0]
-    count, below = len(pairs), sum(b for _, b in pairs)
-    if count < 2:
-        return None
-    ratio = sum(a for a, _ in pairs) / below
-    return (sum((a - ratio * b) ** 2 for a, b in pairs) * count / (count - 1)) ** 0.5 / below
-
-
-def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> list[float] | None:
-    """An interval that holds the population's median with at least this confidence, whatever the distribution: between
-    two of the sorted values, as far from both ends as the binomial distribution permits. None for too few values."""
-    count = len(values)
-    outside, below = 0, 0.0
-    while (below := below + comb(count, outside) / 2**count) <= (1 - confidence) / 2:
-        outside += 1
-    if not outside:
-        return None
-    ordered = sorted(values)
-    return [ordered[outside - 1], ordered[count - outside]]

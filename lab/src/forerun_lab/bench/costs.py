@@ -24,10 +24,10 @@ from forerun import LLM, SamplingParams, kernels
 from forerun.attention.base import Attention
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ForerunError
-from forerun.measure.bench import median_interval
 from forerun.measure.environment import processor, read_bandwidth
 from forerun.models.base import Model, new_attention
 from forerun.models.load import load_model
+from forerun_lab.intervals import median_interval
 
 CONTEXT = 256
 PROMPT = 4

@@ -30,11 +30,11 @@ import forerun
 from forerun.core.errors import ForerunError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.llm import LLM
-from forerun.measure.bench import median_interval
 from forerun.measure.config import HELD_OUT, RANDOM
 from forerun.measure.environment import processor
 from forerun.measure.prompts import make_prompts
 from forerun.sampling.params import SamplingParams
+from forerun_lab.intervals import median_interval
 
 if TYPE_CHECKING:
     from forerun.engine.answering import Answering

@@ -16,12 +16,12 @@ from forerun import SamplingParams
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.engine.metrics import RequestMetrics
-from forerun.measure.bench import by_category, median_interval, ratio_error, run_interleaved
+from forerun.measure.bench import run_interleaved
 from forerun.measure.config import CATEGORIES, HUMANEVAL, BenchConfig
-from forerun.measure.conversations import FOLDER, RecordedConversation, Texts, make_texts, read_set, stops
 from forerun.measure.rounds import Measured
 from forerun.models.chat import render_chat
-from forerun.speculate.accept.synthetic import profile
+from forerun_lab.intervals import median_interval, ratio_error
+from forerun_lab.written import FOLDER, RecordedConversation, Texts, by_category, make_texts, read_set, stops
 
 pytestmark = pytest.mark.slow
 
@@ -203,7 +203,6 @@ def test_figures_by_category_by_hand():
     assert rows[0]["speedup"] == 1.0
     assert rows[0]["acceptance_by_position"] is None
     assert first["repetition_rate"] == pytest.approx((4 + 4 + 4) / (6 + 7 + 6))
-    assert by_category([Fake("none")], [plain], Texts([[1]] * 4), 0.0, 1, None) == []
 
 
 def test_prompts_that_were_answered_together_have_no_speed_of_their_own():
@@ -243,24 +242,6 @@ def bench(capsys, *options):
     return json.loads(captured.out)
 
 
-def test_profiles_are_cut_and_continued():
-    assert profile("humaneval", 8) == [0.837, 0.685, 0.562, 0.460, 0.368, 0.283, 0.217, 0.161]
-    assert profile("chat", 2) == [0.630, 0.389]
-    longer = profile("chat", 6)
-    assert longer[:4] == [0.630, 0.389, 0.243, 0.158]
-    assert longer[4:] == pytest.approx([0.158 * 0.158 / 0.243, 0.158 * (0.158 / 0.243) ** 2])
-    with pytest.raises(ConfigError, match="choose one of humaneval, chat"):
-        profile("poems", 3)
-
-
-def test_synthetic_options_of_one_method_are_reported(capsys, chat_model):
-    more = {"random": [{"synthetic_acceptance_length": 2.0}, {"synthetic_acceptance_rates": "chat"}]}
-    options = ["--model", chat_model, "--max-model-len", "200", "--methods", "none,ngram,random", "--prompts", "1"]
-    result = bench(capsys, *options, "--max-tokens", "8", "--speculative-config", json.dumps(more))
-    assert result["environment"]["synthetic"] == [2.0, "chat"]
-    assert all(row["synthetic"] is row["method"].startswith("random") for row in result["rows"])
-
-
 def test_synthetic_profiles_are_marked_everywhere(capsys, chat_model, tmp_path):
     file = tmp_path / "mine.jsonl"
     file.write_text('{"category": "a", "turns": ["one"]}\n{"category": "b", "turns": ["two"]}', encoding="utf-8")
@@ -287,10 +268,6 @@ def test_synthetic_profiles_are_marked_everywhere(capsys, chat_model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            ["--prompt-set", "poems"],
-            "choose one of held_out, repetitive, random, categories, categories-small, humaneval",
-        ),
         (["--prompt-set", "categories", "--prompt-tokens", "9"], "leave --prompt-tokens out"),
         (["--prompt-set", "categories", "--random-shape", "tiny"], "random weights know no text"),
         (["--execute"], "execute runs the tests of humaneval"),

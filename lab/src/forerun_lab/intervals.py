@@ -1,0 +1,32 @@
+"""How sure a ratio and a median are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import comb
+
+CONFIDENCE = 0.95
+
+
+def ratio_error(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Standard error of sum(a) / sum(b) over independent cases (a, b), to first order (Cochran, Sampling Techniques,
+    1977, section 6.4). None for fewer than two cases with b > 0."""
+    pairs = [(a, b) for a, b in pairs if b > 0]
+    count, below = len(pairs), sum(b for _, b in pairs)
+    if count < 2:
+        return None
+    ratio = sum(a for a, _ in pairs) / below
+    return (sum((a - ratio * b) ** 2 for a, b in pairs) * count / (count - 1)) ** 0.5 / below
+
+
+def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> list[float] | None:
+    """An interval that holds the population's median with at least this confidence, whatever the distribution: between
+    two of the sorted values, as far from both ends as the binomial distribution permits. None for too few values."""
+    count = len(values)
+    outside, below = 0, 0.0
+    while (below := below + comb(count, outside) / 2**count) <= (1 - confidence) / 2:
+        outside += 1
+    if not outside:
+        return None
+    ordered = sorted(values)
+    return [ordered[outside - 1], ordered[count - outside]]
