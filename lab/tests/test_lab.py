@@ -14,6 +14,8 @@ FROM_THE_LAB = {
     "train": ["train", "medusa", "--out", "x"],
     "reproduce": ["reproduce"],
     "plan": ["plan", "--load", "trace.jsonl"],
+    "plans": ["plan", "--trees", "4", "--methods", "ngram"],
+    "page": ["plan", "--html", "plan.html"],
     "peers": ["bench", "--peers", "transformers", "--max-tokens", "2", "--prompts", "1"],
     "written": ["bench", "--prompt-set", "categories-small"],
     "shapes": ["bench", "--random-shape", "tiny"],

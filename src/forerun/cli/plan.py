@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 METHODS = "draft_model,ngram"
-FLEETS = "load"
-"""The laboratory's plan of replicas."""
+FLEETS, PLANS = "load", "plans"
+"""The laboratory's plan of replicas, and what it adds to a plan."""
 
 
 def _load_flags() -> Flags:
@@ -62,7 +62,7 @@ def plan(
         float | None,
         typer.Option(help="search for this long, as tune --draft does, but write nothing; needs --spec-model"),
     ] = None,
-    page: Annotated[Path | None, typer.Option("--html", help="write a page with plots")] = None,
+    page: Annotated[Path | None, typer.Option("--html", help="write a page with plots, with forerun-lab")] = None,
     as_json: AsJson = False,
     *,
     engine: Mapping[str, Any],
@@ -97,6 +97,7 @@ def plan(
     options = _candidates(methods, accept, more_options(speculative_config, speculative))
     set_threads(threads)
     _check_page(page)
+    plans = from_lab(PLANS, "plan with trees, layers or a page") if trees or layer_trials or page is not None else None
     if fleets is not None:
         measuring = {
             "methods": methods != METHODS, "accept": accept != SpeculativeConfig.accept, "temperature": temperature,
@@ -111,10 +112,8 @@ def plan(
     settings = {"temperature": temperature, "max_tokens": max_tokens, "longest": longest, "accept": accept}
     settings |= {"layer_trials": layer_trials, "tree_nodes": trees, "seed": seed}
     result = _plans(engine, options, loads, texts | {"seed": seed}, settings)
-    if page is not None:
-        from forerun.measure.page import report
-
-        page.write_text(report(result), encoding="utf-8")
+    if page is not None and plans is not None:
+        page.write_text(plans.report(result), encoding="utf-8")
     (print_json if as_json else show)(result)
 
 
@@ -212,23 +211,8 @@ def show(result: Mapping[str, Any]) -> None:
         rows.append([item["method"], *figures, *speeds])
     if rows:
         print_table(["method", "alpha", "match", "drafts in", "c", *[f"k={k}" for k in lengths]], rows)
-    if result["layers"]:
-        keys = ("alpha", "match_rate", "c", "speedup")
-        table = [
-            [", ".join(map(str, item["layers"])), *(f"{item[key]:.2f}" for key in keys), str(item["k"])]
-            for item in result["layers"][:10]
-        ]
-        print_table(["layerskip with layers", "alpha", "match", "c", "speed-up", "at k"], table)
-    for item in result["trees"]:
-        shapes = [
-            [str(row["nodes"]), "-".join(map(str, row["by_depth"])), f"{row['tokens']:.2f}", f"{row['speedup']:.2f}"]
-            for row in item["shapes"]
-        ]
-        print_table([f"{item['method']}: tokens of a tree", "by depth", "tokens a round", "speed-up"], shapes)
-        fixed = max(item["fixed"], key=lambda shape: shape["speedup"])
-        print(f"as a setting: tree {list(fixed['tree'])}, {fixed['tokens']:.2f}, {fixed['speedup']:.2f} predicted")
-        grown = item["best_first"]
-        print(f"measured, grown best first to {grown['nodes']}: {grown['tokens']:.2f}, {grown['speedup']:.2f}")
+    if result["layers"] or result["trees"]:
+        from_lab(PLANS, "plan with trees, layers or a page").show(result)
     for item in result["reach"]:
         print(_reach(item))
     for method in result["silent"]:

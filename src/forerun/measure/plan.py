@@ -10,24 +10,12 @@ from statistics import mean, median
 from typing import Any
 
 from forerun.core.errors import ConfigError
+from forerun.core.registry import from_lab
 from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.measure.methods import labels
-from forerun.measure.planner import (
-    LAYERSKIP,
-    CostCurve,
-    Estimate,
-    Subset,
-    choose_layers,
-    estimate,
-    plan_trees,
-    predict,
-    reach,
-    recommend,
-    theory_row,
-    with_layers,
-)  # fmt: skip
+from forerun.measure.planner import CostCurve, Estimate, estimate, predict, reach, recommend, theory_row
 from forerun.measure.rounds import Measured, full, in_plain_forwards, interleave, measure, rounds
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import DrafterConfig
@@ -55,20 +43,20 @@ def run_plan(
     """``{"recommended": speculative_config, "predictions": [...], "estimates": [...], "verify_cost": {rows: price},
     "measured": [...], "trees": [...], "reach": [...], "layers": [...], "experts": None | {...}}``.
 
-    ``trees`` has up to ``tree_nodes`` tokens for drafters that branch (``planner.plan_trees``), ``reach`` what chains
-    cannot come to (``planner.reach``), ``layers`` the ``layer_trials`` subsets measured for ``layerskip``, the best
-    first, ``experts`` what rounds of a mixture read (``ExpertReads.report``). Every method answers the prompts, so
-    alpha is measured on text that the target generated (Leviathan et al. 2023, section 4.2). ``options`` are
-    ``speculative_config`` mappings that pass ``check_options``; ``accept`` is their rule, and that of
-    ``layer_trials``.
+    ``trees`` has up to ``tree_nodes`` tokens for drafters that branch, ``layers`` the ``layer_trials`` subsets measured
+    for ``layerskip``, the best first (both ``forerun_lab.plans.explore``), ``reach`` what chains cannot come to
+    (``planner.reach``), ``experts`` what rounds of a mixture read (``ExpertReads.report``). Every method answers the
+    prompts, so alpha is measured on text that the target generated (Leviathan et al. 2023, section 4.2). ``options``
+    are ``speculative_config`` mappings that pass ``check_options``; ``accept`` is their rule, and that of
+    ``layer_trials``. Raises ConfigError where trees or layers are asked for without forerun-lab.
     """
+    plans = from_lab("plans", "plan with trees or layers") if tree_nodes or layer_trials else None
     params = [
         SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed + i)
         for i in range(len(prompts))
     ]
     named = dict(zip(labels(options, ()), options, strict=True))
-    by_method = {LAYERSKIP: {"method": LAYERSKIP, "accept": accept}, **named}
-    trial = _Trial(llm, prompts, params, concurrency, step)
+    trial = Trial(llm, prompts, params, concurrency, step)
     estimates = [e for n in trial.methods(named) if (e := trial.estimate(n, trial.by_length[n])) is not None]
     every = [result for runs in trial.by_length.values() for result in runs.values()]
     trial.learn([trial.plain, *every])
@@ -76,19 +64,15 @@ def run_plan(
     predictions = [
         p
         for item in estimates
-        for p in predict(item, curve, longest, concurrency, partial(_nodes, by_method[item.method]))
+        for p in predict(item, curve, longest, concurrency, partial(most_nodes, named[item.method]))
     ]
     shown = {item.method: named[item.method] for item in estimates}
-    trees = plan_trees(shown, tree_nodes, longest, trial, curve)
-    shapes = [shape for item in trees for shape in item["fixed"]]
-    subsets = choose_layers(
-        lambda layers: trial.layers(by_method[LAYERSKIP], layers, curve, longest),
-        llm.model.info.num_layers,
-        layer_trials,
-    )
+    trees, layers, more = [], [], []
+    if plans is not None:
+        trees, layers, more = plans.explore(trial, named, shown, curve, longest, layer_trials, tree_nodes, accept)
     return {
-        "recommended": recommend(predictions, subsets, shapes, {name: _own(item) for name, item in by_method.items()}),
-        "layers": [asdict(subset) for subset in subsets],
+        "recommended": recommend(predictions, {name: own_options(item) for name, item in named.items()}, more),
+        "layers": layers,
         "temperature": temperature,
         "concurrency": concurrency,
         "plain_tokens_per_second": trial.plain.tokens_per_second,
@@ -97,7 +81,7 @@ def run_plan(
         "verify_cost": curve.points,
         "predictions": [asdict(p) for p in predictions],
         "measured": trial.measured(),
-        "trees": [{**item, "fixed": [asdict(shape) for shape in item["fixed"]]} for item in trees],
+        "trees": trees,
         "reach": [reach(item) for item in estimates],
         "experts": trial.experts(every),
     }
@@ -122,19 +106,20 @@ def _parse(options: Mapping[str, Any], k: int) -> DrafterConfig:
     return drafter
 
 
-def _nodes(options: Mapping[str, Any], k: int) -> int:
+def most_nodes(options: Mapping[str, Any], k: int) -> int:
     """Most tokens that a draft of depth k has."""
     return _parse(options, k).max_nodes()
 
 
-def _own(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options without those that hold anyhow."""
+def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The method, and its options without those that hold anyhow."""
     usual = {"accept": SpeculativeConfig.accept, "length": SpeculativeConfig.length}
-    return {key: value for key, value in options.items() if key not in usual or value != usual[key]}
+    own = {key: value for key, value in options.items() if key not in usual or value != usual[key]}
+    return {"method": options["method"], **own}
 
 
 @dataclass
-class _Trial:
+class Trial:
     """Runs of the same prompts under many configurations, in turns with plain decoding. Times of rounds are in forwards
     of the plain rounds beside them."""
 
@@ -208,21 +193,6 @@ class _Trial:
             counts = [sum(kept[j + 1 :]) for j in range(len(kept) - 1)]
             rows.append({"method": method, "k": k, "speedup": speed, "drafts": sum(kept), "kept": counts})
         return rows
-
-    def layers(
-        self, options: Mapping[str, Any], layers: tuple[int, ...], curve: CostCurve, longest: int
-    ) -> Subset | None:
-        """``layerskip`` with these layers; None where it drafted nothing."""
-        self.step(f"layers {', '.join(map(str, layers))}")
-        config = with_layers(options, layers)
-        _, measured = self.run([{**config, "num_speculative_tokens": LENGTHS[1]}])
-        item = self.estimate(LAYERSKIP, {LENGTHS[1]: measured})
-        if item is None:
-            return None
-        own = self.curve({**curve.points, **self.prices([measured])})
-        predictions = predict(item, own, longest, self.concurrency, partial(_nodes, config))
-        best = max(predictions, key=lambda p: p.speedup)
-        return Subset(layers, item.alpha, item.match_rate, item.c, best.k, best.speedup)
 
     def estimate(self, method: str, by_length: Mapping[int, Measured]) -> Estimate | None:
         return estimate(method, by_length, self.plain, self.concurrency)

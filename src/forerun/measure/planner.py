@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
 from math import exp, inf, lgamma, log
-from operator import mul
+from operator import itemgetter
 from statistics import mean, median
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
-from forerun.core.errors import ConfigError
-from forerun.engine.config import NONE, SpeculativeConfig
+from forerun.engine.config import NONE
 from forerun.engine.metrics import RequestMetrics
 from forerun.measure.rounds import Measured, RoundCosts, Sample, full
-from forerun.theory import best_gamma, best_shape, expected_tokens, walltime_improvement
+from forerun.theory import best_gamma, expected_tokens, walltime_improvement
 
-LAYERSKIP = "layerskip"
 MARGIN = 1.02
 """The least speed-up for which drafts are recommended."""
 
@@ -84,18 +81,6 @@ class Prediction:
     match_rate: float
     c: float
     verify_cost: float
-    speedup: float
-
-
-@dataclass(frozen=True)
-class Shaped:
-    """A method with a ``tree`` of so many children at each depth: mean ``tokens`` a round, speed-up over plain
-    decoding."""
-
-    method: str
-    tree: tuple[int, ...]
-    nodes: int
-    tokens: float
     speedup: float
 
 
@@ -221,20 +206,17 @@ def binomial(trials: int, fraction: float) -> list[float]:
 
 def recommend(
     predictions: Sequence[Prediction],
-    subsets: Sequence[Subset] = (),
-    trees: Sequence[Shaped] = (),
     options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    more: Sequence[tuple[float, dict[str, Any]]] = (),
 ) -> dict[str, Any]:
-    """The fastest prediction as a ``speculative_config``; plain decoding where nothing promises ``MARGIN``. ``options``
-    are those that a method was measured with: they belong to its figures."""
-    candidates: list[Prediction | Subset | Shaped] = [*predictions, *subsets, *trees]
-    best = max(candidates, key=lambda p: p.speedup, default=None)
-    if best is None or best.speedup < MARGIN:
-        return {"method": NONE}
-    if isinstance(best, Subset):
-        return {**with_layers(options.get(LAYERSKIP, {}), best.layers), "num_speculative_tokens": best.k}
-    drafts = {"tree": list(best.tree)} if isinstance(best, Shaped) else {"num_speculative_tokens": best.k}
-    return {"method": best.method, **options.get(best.method, {}), **drafts}
+    """The ``speculative_config`` of the fastest prediction, or of the fastest of ``more`` (speed-up, config); plain
+    decoding where nothing promises ``MARGIN``. ``options`` are those that a method was measured with: they belong to
+    its figures."""
+    candidates = [
+        (p.speedup, {**options.get(p.method, {"method": p.method}), "num_speculative_tokens": p.k}) for p in predictions
+    ]
+    speed, config = max([*candidates, *more], key=itemgetter(0), default=(0.0, {}))
+    return config if speed >= MARGIN else {"method": NONE}
 
 
 def reach(result: Estimate, requested: Sequence[float] = (1.5, 2.0, 3.0)) -> dict[str, Any]:
@@ -253,189 +235,6 @@ def reach(result: Estimate, requested: Sequence[float] = (1.5, 2.0, 3.0)) -> dic
     return {"method": result.method, "limit": best(min(result.match_rate, 0.999), result.c), "needs": needs}
 
 
-def with_layers(options: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
-    """``layerskip`` with ``options`` and these layers, which take the place of a layer to leave at."""
-    rest = {key: value for key, value in options.items() if key != "exit_layer"}
-    return {"method": LAYERSKIP, **rest, "layers": list(layers)}
-
-
 def theory_row(result: Estimate, longest: int) -> dict[str, Any]:
     """What Leviathan et al. 2023 say of the estimate where verification is free (section 3.5)."""
     return {**asdict(result), "best_gamma": best_gamma(result.match_rate, result.c, longest)}
-
-
-@dataclass(frozen=True)
-class Subset:
-    """Layers, counted from 0, with what was measured of them and the best predicted speed-up, that of ``k``
-    drafted tokens."""
-
-    layers: tuple[int, ...]
-    alpha: float
-    match_rate: float
-    c: float
-    k: int
-    speedup: float
-
-
-def choose_layers(measure: Callable[[tuple[int, ...]], Subset | None], num_layers: int, trials: int) -> list[Subset]:
-    """At most ``trials`` subsets of a target's layers, the best first. ``measure`` gives None where nothing could be
-    drafted."""
-    result: dict[tuple[int, ...], Subset | None] = {}
-
-    def best() -> Subset | None:
-        return max((subset for subset in result.values() if subset), key=lambda subset: subset.speedup, default=None)
-
-    for last in range(1, num_layers):
-        if len(result) < trials:
-            layers = tuple(range(last))
-            result[layers] = measure(layers)
-    start = best()
-    while start is not None and len(result) < trials:
-        for layers in neighbours(start.layers, num_layers):
-            if layers not in result and len(result) < trials:
-                result[layers] = measure(layers)
-        after = best()
-        if after == start:
-            break
-        start = after
-    return sorted((subset for subset in result.values() if subset), key=lambda subset: -subset.speedup)
-
-
-def neighbours(layers: tuple[int, ...], num_layers: int) -> Iterator[tuple[int, ...]]:
-    """Subsets, neither empty nor whole, that differ by one layer removed, added or exchanged for another."""
-    others = [layer for layer in range(num_layers) if layer not in layers]
-    if len(layers) > 1:
-        for layer in layers:
-            yield tuple(kept for kept in layers if kept != layer)
-    for new in others:
-        if len(layers) + 1 < num_layers:
-            yield tuple(sorted((*layers, new)))
-        for layer in layers:
-            yield tuple(sorted((*(kept for kept in layers if kept != layer), new)))
-
-
-RANKS = 8
-"""How many continuations of the last token are tried to measure rank acceptance."""
-DEPTH = 3
-"""How deep at most the tree is whose rounds say what trees cost."""
-
-
-class PlanTrial(Protocol):
-    """What measures configurations on the same prompts."""
-
-    concurrency: int
-
-    def run(self, configs: Sequence[Mapping[str, Any]]) -> list[Measured]: ...
-
-    def estimate(self, method: str, by_length: Mapping[int, Measured]) -> Estimate | None: ...
-
-
-def rank_acceptance(result: Measured) -> list[float]:
-    """Entry r: the share of drafts whose r-th likeliest first token was the target's."""
-    ranks = [rank for sample in result.rounds for rank, depth in zip(sample.ranks, sample.depths) if depth]
-    return [ranks.count(rank) / len(ranks) for rank in range(RANKS)] if ranks else []
-
-
-def plan_trees(
-    options: Mapping[str, Mapping[str, Any]], nodes: int, longest: int, trial: PlanTrial, curve: CostCurve
-) -> list[dict[str, Any]]:
-    """For each drafter that branches: ``acceptance`` by rank, ``fixed`` (``Shaped``, of every ``tree`` of at most
-    ``nodes`` tokens, ``longest`` deep, whose nodes of one depth have as many children, no more than those above),
-    ``shapes`` (the best tree of 1, 2, 4, ... tokens, by its nodes of each depth), both predicted, and ``best_first``,
-    measured with as many tokens.
-
-    What drafting and judging a tree cost, and how far ranks are independent of what came before, is measured on the
-    bushiest of the ``fixed`` ones that are ``DEPTH`` deep, or nearly.
-    """
-    result = []
-    every = [tree for tree in fixed(nodes, longest) if tree[0] > 1]
-    probe = max((tree for tree in every if len(tree) <= DEPTH), key=lambda tree: (len(tree), size(tree)), default=())
-    for name, item in options.items() if probe else ():
-        wide = {**item, "tree": [RANKS]}
-        shaped = {**item, "tree": list(probe)}
-        grown = {**item, "num_speculative_tokens": longest, "tree_nodes": nodes}
-        try:
-            for config in (wide, shaped, grown):
-                SpeculativeConfig.parse(config)
-        except ConfigError:
-            continue
-        plain, *measured = trial.run([wide, shaped, grown])
-        acceptance = rank_acceptance(measured[0])
-        prices = trial.estimate(name, {len(probe): measured[1]})
-        if not acceptance or prices is None:
-            continue
-        paper = _Paper(acceptance, prices, probe, curve, trial.concurrency)
-        result.append(
-            {
-                "method": name,
-                "acceptance": acceptance,
-                "fixed": [paper.shaped(tree) for tree in every],
-                "shapes": _shapes(paper, nodes, longest),
-                "best_first": {
-                    "nodes": nodes,
-                    "tokens": measured[2].total.tokens_per_round,
-                    "speedup": measured[2].tokens_per_second / plain.tokens_per_second,
-                },
-            }
-        )
-    return result
-
-
-def fixed(nodes: int, longest: int, above: int = RANKS) -> Iterator[tuple[int, ...]]:
-    """Children by depth of every tree of 1 to ``nodes`` tokens, chains among them."""
-    for width in range(1, min(above, nodes) + 1):
-        yield (width,)
-        if longest > 1:
-            yield from ((width, *below) for below in fixed(nodes // width - 1, longest - 1, width))
-
-
-def size(tree: Sequence[int]) -> int:
-    """Nodes of a tree with so many children at each depth."""
-    return sum(accumulate(tree, mul))
-
-
-@dataclass(frozen=True)
-class _Paper:
-    """Prices trees: ``estimate`` is that of rounds with the tree ``probe``."""
-
-    acceptance: Sequence[float]
-    estimate: Estimate
-    probe: tuple[int, ...]
-    curve: CostCurve
-    concurrency: int
-
-    def gained(self, tree: Sequence[int]) -> float:
-        """Tokens a round beyond the first, whatever rank came before."""
-        return sum(accumulate((sum(self.acceptance[:width]) for width in tree), mul))
-
-    def speedup(self, gained: float, nodes: int, depth: int) -> tuple[float, float]:
-        """Mean tokens of a round, and its speed: as the probe's tokens were to those on paper."""
-        real = self.estimate.lengths[len(self.probe)]
-        on_paper = self.gained(self.probe)
-        tokens = gained * real.tokens / on_paper if on_paper else 0.0
-        drafted = PlannedDraft(tokens, real.coverage, nodes * real.nodes / size(self.probe))
-        return 1 + tokens, speedup(self.estimate, drafted, depth, self.curve, self.concurrency)
-
-    def shaped(self, tree: tuple[int, ...]) -> Shaped:
-        return Shaped(self.estimate.method, tree, size(tree), *self.speedup(self.gained(tree), size(tree), len(tree)))
-
-
-def _shapes(paper: _Paper, nodes: int, longest: int) -> list[dict[str, Any]]:
-    rows = []
-    for count in sorted({min(1 << power, nodes) for power in range(nodes.bit_length() + 1)}):
-        fitting = []
-        for depth in range(1, longest + 1):
-            shape = best_shape(paper.acceptance, count, depth)
-            tokens, speed = paper.speedup(shape.tokens - 1, len(shape.parents), depth)
-            fitting.append((speed, tokens, shape))
-        speed, tokens, shape = max(fitting, key=lambda item: item[0])
-        rows.append({"nodes": count, "by_depth": by_depth(shape.parents), "tokens": tokens, "speedup": speed})
-    return rows
-
-
-def by_depth(parents: Sequence[int]) -> list[int]:
-    """How many nodes a tree has at depth 1, 2, ..."""
-    depths: list[int] = []
-    for parent in parents:
-        depths.append(1 if parent < 0 else depths[parent] + 1)
-    return [depths.count(depth) for depth in range(1, max(depths, default=0) + 1)]
