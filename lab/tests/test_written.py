@@ -68,6 +68,7 @@ def test_prompts_quote_the_running_pythons_manual_and_source():
     [
         ("", "has no prompts"),
         ("{", "line 1: not valid JSON"),
+        pytest.param("[" * 100_000, "line 1: not valid JSON", id="brackets"),
         ('{"category": "a", "turns": ["b"]}\n\n[1]', "line 3: a prompt is an object with category and turns"),
         ('{"category": "a", "turns": ["b"], "more": 1}', "line 1: a prompt is an object"),
         ('{"category": " ", "turns": ["b"]}', "category must be a name"),

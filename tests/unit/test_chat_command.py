@@ -279,10 +279,20 @@ def test_retry_takes_the_next_seed_where_one_matters(chat, told):
     assert expected[0] != expected[1]
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["{", "{}", '[{"role": "user"}]', '[{"role": "user", "content": "x"}]', '[{"role": "assistant", "content": "x"}]'],
-)
+@pytest.mark.parametrize("line", ["/retry", "/save ~nobody-here/talk", "/save FOLDER/talk", f"/set seed {'9' * 5000}"])
+def test_a_command_that_cannot_be_done_changes_nothing(tmp_path, line):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\udcff"}]  # no UTF-8, from a terminal
+    commands = talk(turns=[*turns])
+    commands.talk.params = SamplingParams(temperature=0.7, seed=2**64 - 1)
+    with pytest.raises(ConfigError):
+        commands.run(line.replace("FOLDER", str(tmp_path)))
+    assert (commands.talk.turns, commands.talk.params.seed) == (turns, 2**64 - 1)
+
+
+BAD = ["{", "{}", "[" * 100_000, "9" * 5000, '[{"role": "user"}]', '[{"role": "user", "content": "x"}]']
+
+
+@pytest.mark.parametrize("content", [*BAD, '[{"role": "assistant", "content": "x"}]'], ids=lambda text: text[:40])
 def test_a_file_that_is_no_conversation_changes_nothing(tmp_path, content):
     file = tmp_path / "file.json"
     file.write_text(content, encoding="utf-8")

@@ -87,7 +87,7 @@ def _task(line: str, where: str) -> Task:
     names = ("task_id", "prompt", "test", "entry_point")
     try:
         item: Any = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(item, dict) or not all(isinstance(item.get(name), str) for name in names):
         raise ConfigError(f"{where}: a task is an object with the texts {', '.join(names)}")

@@ -88,7 +88,7 @@ def read_set(name: str, file: Path | None = None) -> list[RecordedConversation]:
 def _conversation(line: str, where: str) -> RecordedConversation:
     try:
         item = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: not valid JSON: {error}") from None
     if not isinstance(item, dict) or set(item) != {"category", "turns"}:
         raise ConfigError(f"{where}: a prompt is an object with category and turns")

@@ -119,6 +119,8 @@ def write_file(path: Path, text: str) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    except UnicodeEncodeError as error:  # half a surrogate pair, from an argument that was no UTF-8
+        raise ConfigError(f"cannot write {path}: {error}") from None
 
 
 def read_file(path: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from forerun.cli.console import check_file, read_file, write_file
 from forerun.core.errors import ConfigError, RequestError
+from forerun.core.folders import expanded
 from forerun.sampling.params import SamplingParams
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
@@ -140,15 +141,14 @@ class ChatCommands:
         talk = self.talk
         if not talk.turns:
             raise RequestError("there is nothing to answer again")
+        params = talk.params
+        again = params if params.greedy or params.seed is None else replace(params, seed=params.seed + 1)
         if talk.turns[-1]["role"] == ASSISTANT:
             talk.turns.pop()
-        params = talk.params
+        talk.params = again
         if params.greedy:
             return ReplyText("temperature 0 answers alike again: /set temperature 0.7 makes it vary", ask=True)
-        if params.seed is None:
-            return ReplyText(ask=True)
-        talk.params = replace(params, seed=params.seed + 1)
-        return ReplyText(f"seed is {params.seed + 1}", ask=True)
+        return ReplyText("" if again.seed is None else f"seed is {again.seed}", ask=True)
 
     def save(self, rest: str) -> ReplyText:
         path = _path("save", rest)
@@ -193,7 +193,7 @@ def table(rows: Mapping[str, str]) -> str:
 def _parse(text: str) -> Any:
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -205,14 +205,14 @@ def _path(command: str, text: str) -> Path:
         raise ConfigError(f"/{command}: {error}") from None
     if len(parts) != 1:
         raise ConfigError(f"/{command} takes one file name, in quotes if it has spaces")
-    return Path(parts[0]).expanduser()
+    return expanded(parts[0])
 
 
 def read_messages(path: Path) -> list[dict[str, str]]:
     """Messages that ``/save`` wrote. Raises ConfigError for anything else."""
     try:
         result = json.loads(read_file(path))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     good = isinstance(result, list) and all(
         isinstance(item, dict)

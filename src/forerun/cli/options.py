@@ -106,7 +106,7 @@ def parse_json(name: str, text: str) -> dict[str, Any]:
     """A JSON object given as an option. Raises ConfigError."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--{name.replace('_', '-')} is not valid JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"--{name.replace('_', '-')} must be a JSON object, not {text!r}")

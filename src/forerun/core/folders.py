@@ -53,6 +53,11 @@ def _places() -> Iterator[Path]:
     yield Path(tempfile.gettempdir()) / f"forerun-{user}"
 
 
+def expanded(path: str | Path) -> Path:
+    """``~`` and ``~USER`` replaced where there is such a user; else the path as it is."""
+    return Path(os.path.expanduser(path))
+
+
 @cache
 def _warn(message: str) -> None:
     """Once."""
@@ -154,7 +159,7 @@ class Record:
         try:
             path = cache_folder() / self._place
             return None if distrust(path) else json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, RuntimeError, ValueError):  # RuntimeError: there is no cache folder
+        except (OSError, RuntimeError, ValueError):  # RuntimeError: no cache folder, or too many brackets
             return None
 
     def write(self, value: Any) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
+from forerun.core.folders import expanded
 from forerun.models.checkpoint import read_object
 from forerun.models.fingerprint import fingerprint
 from forerun.models.inventory import here, known_draft
@@ -62,7 +63,7 @@ def load(tuned: str | Path | bool, model: str, lora: Sequence[str] | str | None 
     """The ``speculative_config`` of a tuned folder for ``model`` with such adapters; True: the one bundled for it.
 
     Raises ConfigError for a folder that was made for another model, or whose parts are not those that were written."""
-    folder = _bundled(model) if tuned is True else Path(str(tuned)).expanduser()
+    folder = _bundled(model) if tuned is True else expanded(str(tuned))
     if not (folder / FILE).is_file():
         raise ConfigError(f"{folder} is no tuned folder: it has no {FILE}; forerun tune MODEL --out FOLDER makes one")
     try:

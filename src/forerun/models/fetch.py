@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from forerun.core.errors import ModelError
-from forerun.core.folders import POSIX, distrust, lock, make_folder, replace_with
+from forerun.core.folders import POSIX, distrust, expanded, lock, make_folder, replace_with
 from forerun.models.known import KNOWN, Known, home, partial, place
 
 PATIENCE = 1800.0
@@ -40,7 +40,7 @@ def fetch(name: str, given: str | Path | None = None, say: Say = lambda line: No
         make_folder(home(name))
         with _alone(name):
             if given is not None or distrust(kept) or not _holds(source, kept):
-                _gather(name, None if given is None else Path(given).expanduser(), say)
+                _gather(name, None if given is None else expanded(given), say)
                 replace_with(kept, lambda new: os.replace(partial(name), new))
     except OSError as error:
         reason = f"cannot write to {home(name)}: {error.strerror or error}"

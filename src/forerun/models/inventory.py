@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 
 from forerun.core.errors import ForerunError, ModelError
+from forerun.core.folders import expanded
 from forerun.models import checkpoint, hub
 from forerun.models.fetch import held_parts
 from forerun.models.formats.gguf_types import described
@@ -93,7 +94,7 @@ def _named(model: str) -> str | None:
         return model
     if model.startswith(hub.PREFIX):
         return named(hub.parse(model).repository.rpartition("/")[2])
-    path = Path(model).expanduser()
+    path = expanded(model)
     if is_gguf(path) and path.is_file():
         return named(str(open_gguf(path).metadata.get("general.name", "")))
     repository = path.parents[1].name if path.parent.name == "snapshots" else path.name  # of the hub's cache
@@ -107,7 +108,7 @@ def here(name: str) -> Path:
         if result is None:
             raise ModelError(f"{name} is not in the hub's cache: run `forerun fetch {name}`, and see `forerun ls`")
         return result
-    path = Path(name).expanduser()
+    path = expanded(name)
     if name not in KNOWN and not name.startswith("forerun:") and not path.exists():
         raise ModelError(f"no model is called {name!r}: `forerun ls` lists those on this machine")
     return resolve(name)

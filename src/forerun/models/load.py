@@ -19,7 +19,7 @@ import torch
 
 from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
-from forerun.core.folders import Record
+from forerun.core.folders import Record, expanded
 from forerun.core.tiles import ENOUGH
 from forerun.models import checkpoint, gguf_config, gguf_model, hub, sanity
 from forerun.models import lora as adapter
@@ -58,7 +58,7 @@ def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir
     if text.startswith(hub.PREFIX):
         return _found(hub.download(hub.parse(text), revision, download_dir))
     here = text.startswith(BUNDLED) or text in KNOWN or text.endswith(gguf_model.SUFFIX)
-    here = here or ("\0" not in text and Path(text).expanduser().is_dir())
+    here = here or ("\0" not in text and expanded(text).is_dir())
     if here and (revision or download_dir):
         raise ConfigError(f"revision and download_dir are for models of the hub; {text} is here: leave them out")
     if text.startswith(BUNDLED):
@@ -67,7 +67,7 @@ def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir
         return fetched(text)
     if "\0" in text:
         raise ModelError(f"{text!r} is not the name of a folder")
-    folder = Path(text).expanduser()
+    folder = expanded(text)
     if folder.is_file() and gguf_model.is_gguf(folder):
         return folder
     if not folder.is_dir():

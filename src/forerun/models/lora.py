@@ -16,6 +16,7 @@ from torch import nn
 
 from forerun.core.config import POSITIVE, Within
 from forerun.core.errors import ConfigError, ModelError, shown
+from forerun.core.folders import expanded
 from forerun.models import checkpoint
 from forerun.models.checkpoint import ADAPTER
 from forerun.models.formats.base import Rows
@@ -84,7 +85,7 @@ def parse(given: Sequence[str | Path] | str | Path | None) -> tuple[tuple[Path, 
             number = math.nan
         if not math.isfinite(number):
             raise ConfigError(f"lora is FOLDER or FOLDER=WEIGHT, and {shown(weight)} is no weight")
-        result.append((Path(folder).expanduser(), number))
+        result.append((expanded(folder), number))
     return tuple(result)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.core.errors import ConfigError
+from forerun.core.folders import expanded
 from forerun.models.gguf_model import SUFFIX
 from forerun.serve.errors import ApiError
 
@@ -158,7 +159,7 @@ def names(model: str) -> tuple[str, ...]:
     A path goes by its last part, without the suffix of GGUF files; the path and the file's name are understood too,
     with and without that suffix. What is no path, such as a hub's id, keeps its name, and its last part is understood.
     """
-    folder = Path(model).expanduser()
+    folder = expanded(model)
     local = model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(SUFFIX) or folder.is_dir()
     file = Path(os.path.abspath(folder)).name or model if local else model.rpartition("/")[2]
     usual = file.removesuffix(SUFFIX) if local else model

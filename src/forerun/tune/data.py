@@ -262,7 +262,7 @@ def _take(result: Data, text: str, *, lines: bool) -> None:
     for line in text.splitlines():
         try:
             item = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(item, dict):
             result.turns.extend(_asked(item))

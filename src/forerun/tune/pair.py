@@ -24,6 +24,7 @@ import torch
 from forerun.core.batch import Batch, Span
 from forerun.core.config import COUNT, NOT_NEGATIVE, POSITIVE, Within, check_within
 from forerun.core.errors import ConfigError
+from forerun.core.folders import expanded
 from forerun.core.request import RequestState
 from forerun.engine import tuned
 from forerun.engine.config import SpeculativeConfig
@@ -172,7 +173,7 @@ def verdict(result: Mapping[str, Any]) -> str:
 
 def _name(draft: str) -> str:
     """What a draft is called wherever the folder is used."""
-    path = Path(draft).expanduser()
+    path = expanded(draft)
     return str(path.absolute()) if path.exists() else draft
 
 

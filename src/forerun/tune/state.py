@@ -38,7 +38,7 @@ class TuneState:
         try:
             result = json.loads(self.path.read_text(encoding="utf-8"))
             self.marks, self.seconds, self.results = result["marks"], result["seconds"], result["results"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{self.path} cannot be read ({error}): name another --out, or remove it") from error
         if not self.results:  # nothing was begun but to look at what was asked for
             self.marks = marks

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from forerun.core.errors import ConfigError, ForerunError
-from forerun.core.folders import cache_folder, distrust, let_read, make_folder, replace_with
+from forerun.core.folders import cache_folder, distrust, expanded, let_read, make_folder, replace_with
 
 REACH = 32
 COUNTED = 64
@@ -56,7 +56,7 @@ class Datastore:
         """A file of text, or what ``save`` wrote. Raises ConfigError for anything else, for text without a tokenizer,
         for no text at all, and for tokens that are not among the model's ``vocab_size``."""
         try:
-            index = path.expanduser()
+            index = expanded(path)
             texts = read(index) if path.suffix == SUFFIX else [_encoded(index, tokenizer)]
         except ForerunError:
             raise

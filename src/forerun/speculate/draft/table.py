@@ -19,6 +19,7 @@ import torch
 from forerun import pretrained
 from forerun.core.config import POSITIVE, Within
 from forerun.core.errors import ConfigError
+from forerun.core.folders import expanded
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, drafters
@@ -149,7 +150,7 @@ class Table(Drafter[TableConfig]):
     def _read(self, device: torch.device) -> Tables:
         if self.config.table_file is None:
             return Tables.of_text(default_text(), self.context.tokenizer, device)
-        path = Path(self.config.table_file).expanduser()
+        path = expanded(self.config.table_file)
         try:
             text = path.read_text(encoding="utf-8", errors="replace")
         except OSError as error:
@@ -158,7 +159,7 @@ class Table(Drafter[TableConfig]):
             return Tables.of_text(text, self.context.tokenizer, device)
         try:
             return Tables.of_json(json.loads(text), device)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"table_file {path} cannot be used: {error}") from error
 
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
@@ -203,7 +204,7 @@ class Table(Drafter[TableConfig]):
 
     def close(self) -> None:
         if self.config.adapt_save is not None:
-            self.tables.save(Path(self.config.adapt_save).expanduser())
+            self.tables.save(expanded(self.config.adapt_save))
 
     @classmethod
     def example(cls, target: Path, folder: Path) -> dict[str, Any]:

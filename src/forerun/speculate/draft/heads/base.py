@@ -12,6 +12,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from forerun.core.errors import ConfigError
+from forerun.core.folders import expanded
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdict, Verdicts
@@ -109,7 +110,8 @@ class HeadDrafter(Drafter[C]):
         if config.model is None and target.info.name != f"{BUNDLED}target":
             raise ConfigError(
                 f"method {self.name!r} needs a head trained on {target.info.name}: make one with "
-                f"'forerun train {self.name} --target {target.info.name} --out FOLDER' and name it as 'model'"
+                f"'forerun train {self.name} --target {target.info.name} --out FOLDER' and name it as 'model'. Or give "
+                "'tuned' and no method: a folder that forerun tune made, or 'bundled' if one comes with this model"
             )
         return self.head_class.load(resolve(config.model or f"{BUNDLED}{self.name}"), target.info.num_layers)
 
@@ -154,7 +156,7 @@ class HeadDrafter(Drafter[C]):
 
     def close(self) -> None:
         if self.learner is not None and self.config.adapt.save is not None:
-            self.learner.save(Path(self.config.adapt.save).expanduser())
+            self.learner.save(expanded(self.config.adapt.save))
 
     def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
         """Take in the features of newly cached tokens."""
