@@ -217,11 +217,7 @@ def read(reader, pieces):
             else:
                 content += new.text
     made = [(name, arguments) for name, arguments in calls]
-    assert (thoughts, content, made) == (
-        reader.reasoning,
-        reader.content,
-        [(c.name, c.arguments) for c in reader.calls],
-    )
+    assert made == [(call.name, call.arguments) for call in reader.calls]
     return thoughts, content, made
 
 

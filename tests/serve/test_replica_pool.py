@@ -309,7 +309,7 @@ def test_an_encoder_reads_its_own_positions(seq2seq, monkeypatch, kind):
     """A source takes no room from the answer, which goes on at another replica behind what it has."""
     monkeypatch.setattr(pools, "WAIT", 0.0)
     llm = LLM(seq2seq(kind))
-    longest, room = llm.engine.validator.longest, llm.engine.max_model_len
+    longest, room = llm.engine.validator.longest_source, llm.engine.max_model_len
     source = "the cat sat on the mat " * (longest // 23) + "x" * (longest % 23)
     params = SamplingParams(max_tokens=40, temperature=0.9, seed=3, ignore_eos=True)
     one = llm.generate([source], params, use_tqdm=False)[0].outputs[0]

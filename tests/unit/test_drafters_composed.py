@@ -268,7 +268,7 @@ def test_synthetic_results_are_marked_and_promise_nothing(tiny_target):
     answer = speculative.generate(["abc"], options)[0]
     plain = speculative.generate(["abc"], options, speculate=False)[0]
     assert answer.metrics.as_dict()["synthetic"] is True
-    assert speculative.engine.stats.as_dict()["synthetic"] is True
+    assert speculative.engine.stats.synthetic is True
     assert answer.metrics.mean_acceptance_length > 2.5
     assert answer.outputs[0].token_ids != plain.outputs[0].token_ids
     assert not speculative.engine.rule.lossless

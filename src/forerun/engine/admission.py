@@ -27,9 +27,9 @@ class Validator:
     sources: Sources | None
 
     @property
-    def longest(self) -> int:
-        """Tokens of a prompt: one less than there may be in all, or as many as an encoder reads."""
-        return self.max_model_len - 1 if self.sources is None else min(self.sources.longest, self.max_model_len)
+    def longest_source(self) -> int | None:
+        """Tokens that an encoder reads; None: it is a decoder."""
+        return None if self.sources is None else min(self.sources.longest, self.max_model_len)
 
     def admit(
         self,
@@ -50,19 +50,12 @@ class Validator:
                 raise RequestError(
                     "an encoder reads its prompt at once: it has no prompt_logprobs", param="prompt_logprobs"
                 )
-            self.check_length(prompt)
+            check_length(prompt, self.max_model_len, self.longest_source)
             source, prompt = tuple(prompt), self._begin(decoder_prompt, self.info.encoder.start)
         elif decoder_prompt is not None:
             raise RequestError(f"{self.info.name} is a decoder: it has no decoder_prompt", param="prompt")
         check_length([*prompt, *committed], self.max_model_len)
         return source, prompt, committed, known(params, self.info.vocab_size, self.tokenizer)
-
-    def check_length(self, prompt: Sequence[int]) -> None:
-        """Raise ContextLengthError if ``prompt`` leaves no room for an answer, or is more than an encoder reads."""
-        if self.info.encoder is None:
-            check_length(prompt, self.max_model_len)
-        else:
-            check_source(prompt, self.longest)
 
     def _check_given(self, prompt: Sequence[int]) -> None:
         empty, given = not len(prompt), "prompt"
@@ -92,7 +85,7 @@ class Validator:
         """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says."""
         count = params.truncate_prompt_tokens
         if count == -1:
-            count = self.longest if self.sources is not None else max(1, self.max_model_len - (params.max_tokens or 1))
+            count = self.longest_source or max(1, self.max_model_len - (params.max_tokens or 1))
         return prompt if count is None else prompt[-count:]
 
 
@@ -124,18 +117,13 @@ def known(params: SamplingParams, vocab_size: int, tokenizer: Any) -> SamplingPa
     return replace(params, bad_words_ids=banned, top_k=top_k)
 
 
-def check_length(prompt: Sequence[int], max_model_len: int) -> None:
-    """Raise ContextLengthError if ``prompt`` leaves no room for an answer."""
-    if len(prompt) >= max_model_len:
-        reason = f"max_model_len {max_model_len} leaves no room"
+def check_length(prompt: Sequence[int], max_model_len: int, longest_source: int | None = None) -> None:
+    """Raise ContextLengthError if ``prompt`` leaves no room for an answer, or is more than an encoder reads."""
+    most, reason = max_model_len - 1, f"max_model_len {max_model_len} leaves no room"
+    if longest_source is not None:
+        most, reason = longest_source, f"the encoder reads at most {longest_source}"
+    if len(prompt) > most:
         raise ContextLengthError(f"the prompt has {len(prompt)} tokens; {reason}", param="prompt")
-
-
-def check_source(source: Sequence[int], longest: int) -> None:
-    """Raise ContextLengthError if ``source`` is more than an encoder reads."""
-    if len(source) > longest:
-        reads = f"the encoder reads at most {longest}"
-        raise ContextLengthError(f"the prompt has {len(source)} tokens; {reads}", param="prompt")
 
 
 def _bad_words(words: Sequence[str], tokenizer: Any) -> set[tuple[int, ...]]:

@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any
 
 from forerun.core.errors import RequestError
+from forerun.engine.admission import check_length
 from forerun.engine.metrics import Snapshot
 from forerun.engine.stream import Delta, Stream
 from forerun.sampling.params import Params, StructuredOutputsParams
@@ -38,13 +39,18 @@ class Answering(ABC):
 
     def __init__(
         self, tokenizer: Any, max_queue: int, capacity: Callable[[], int], *, max_model_len: int,
-        drafters: Mapping[str, int], identity: bool, reasoning_parser: str | None,
+        longest_source: int | None, start: Sequence[int], drafters: Mapping[str, int], identity: bool,
+        reasoning_parser: str | None,
     ) -> None:  # fmt: skip
         self.tokenizer = tokenizer
         self.max_queue = max_queue
         self.capacity = capacity
         """How many sequences run at a time."""
         self.max_model_len = max_model_len
+        self.longest_source = longest_source
+        """Tokens that an encoder reads; None: it is a decoder."""
+        self.start = start
+        """What an encoder-decoder's decoder goes on behind."""
         self.drafters = drafters
         """The loaded drafters' names, the first being the default, and how many tokens each drafts at most."""
         self.identity = identity
@@ -59,14 +65,6 @@ class Answering(ABC):
     @abstractmethod
     def ready(self) -> bool:
         """Whether requests are taken."""
-
-    @abstractmethod
-    def check_length(self, prompt: Sequence[int]) -> None:
-        """Raise ContextLengthError if ``prompt`` leaves no room for an answer."""
-
-    @abstractmethod
-    def prompt_tokens_computed(self, prompt: Sequence[int]) -> int:
-        """How many of the ``max_model_len`` tokens a prompt takes: a source takes none."""
 
     @abstractmethod
     def compile(self, requested: StructuredOutputsParams) -> None:
@@ -96,6 +94,14 @@ class Answering(ABC):
 
     def resume(self, stream: Stream) -> None:
         """Go on with a stream that was set aside until its reader caught up."""
+
+    def check_length(self, prompt: Sequence[int]) -> None:
+        """Raise ContextLengthError if ``prompt`` leaves no room for an answer, or is more than an encoder reads."""
+        check_length(prompt, self.max_model_len, self.longest_source)
+
+    def prompt_tokens_computed(self, prompt: Sequence[int]) -> int:
+        """How many of the ``max_model_len`` tokens a prompt takes: a source takes none."""
+        return len(prompt if self.longest_source is None else self.start)
 
     def clock(self) -> float:
         """Seconds, as deltas have them."""

@@ -66,6 +66,8 @@ class AsyncEngine(Answering):
             max_queue,
             lambda: engine.config.max_num_seqs,
             max_model_len=engine.max_model_len,
+            longest_source=engine.validator.longest_source,
+            start=engine.model.info.begin(())[0],
             drafters={name: each.config.num_speculative_tokens for name, each in engine.router.drafters.items()},
             identity=engine.identity,
             reasoning_parser=engine.config.reasoning_parser,
@@ -91,12 +93,6 @@ class AsyncEngine(Answering):
 
     def clock(self) -> float:
         return self.engine.clock()
-
-    def check_length(self, prompt: Sequence[int]) -> None:
-        self.engine.check_length(prompt)
-
-    def prompt_tokens_computed(self, prompt: Sequence[int]) -> int:
-        return len(self.engine.model.info.begin(prompt)[0])
 
     def compile(self, requested: StructuredOutputsParams) -> None:
         self.engine.grammars.compile(requested)

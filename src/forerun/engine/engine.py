@@ -218,10 +218,6 @@ class Engine:
             )
         return method
 
-    def check_length(self, prompt: Sequence[int]) -> None:
-        """Raise ContextLengthError if ``prompt`` leaves no room for an answer, or is more than an encoder reads."""
-        self.validator.check_length(prompt)
-
     def abort(self, job: Job) -> None:
         """End a request now and free everything it holds."""
         for each in job.peers or [job]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forerun.core.tree import Draft, Verdict
@@ -133,10 +133,7 @@ class RequestMetrics:
             for name in ("rounds", "num_drafts", "num_draft_tokens", "num_accepted_draft_tokens", "tested", "matched",
                          "overlap", "decode_tokens", "preemptions", "num_cached_tokens"):  # fmt: skip
                 setattr(total, name, getattr(total, name) + getattr(part, name))
-            for j, count in enumerate(part.acceptance_histogram):
-                if j >= len(total.acceptance_histogram):
-                    total.acceptance_histogram.append(0)
-                total.acceptance_histogram[j] += count
+            _add_counts(total.acceptance_histogram, part.acceptance_histogram)
             total.accepted_per_step += part.accepted_per_step
             total.drafted_per_step += part.drafted_per_step
             total.draft_error = total.draft_error or part.draft_error
@@ -197,8 +194,24 @@ class EngineStats:
         for position in range(verdict.accepted):
             self.accepted_per_pos[position] += 1
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    def include(self, part: EngineStats) -> None:
+        """Add another engine's totals."""
+        for name, theirs in vars(part).items():
+            ours = getattr(self, name)
+            if isinstance(ours, list):
+                _add_counts(ours, theirs)
+            elif isinstance(ours, dict):
+                for key, counts in theirs.items():
+                    _add_counts(ours.setdefault(key, []), counts)
+            else:
+                setattr(self, name, ours or theirs if isinstance(ours, bool) else ours + theirs)
+
+
+def _add_counts(ours: list[int], theirs: list[int]) -> None:
+    """Add counts by position; ``ours`` grows to as many."""
+    ours.extend([0] * (len(theirs) - len(ours)))
+    for index, count in enumerate(theirs):
+        ours[index] += count
 
 
 @dataclass(frozen=True)
@@ -223,38 +236,12 @@ class Snapshot:
     @classmethod
     def merged(cls, parts: Iterable[Snapshot]) -> Snapshot:
         """Several engines of one kind as one."""
-        first, *rest = parts
-        running, waiting, pages, free = first.running, first.waiting, first.pages, first.free_pages
-        stats, states = _copy(first.stats), first.kept_states
-        for part in rest:
-            running, waiting = running + part.running, waiting + part.waiting
-            pages, free, states = pages + part.pages, free + part.free_pages, states + part.kept_states
-            _add(stats, part.stats)
-        return cls(running, waiting, pages, free, first.page_size, first.caches_prefixes, stats, states)
-
-
-def _copy(stats: EngineStats) -> EngineStats:
-    total = EngineStats()
-    _add(total, stats)
-    return total
-
-
-def _add(total: EngineStats, part: EngineStats) -> None:
-    for item in fields(EngineStats):
-        ours, theirs = getattr(total, item.name), getattr(part, item.name)
-        if isinstance(ours, list):
-            ours.extend([0] * (len(theirs) - len(ours)))
-            for index, count in enumerate(theirs):
-                ours[index] += count
-        elif isinstance(ours, dict):
-            for key, counts in theirs.items():
-                known = ours.setdefault(key, [0] * len(counts))
-                for index, count in enumerate(counts):
-                    known[index] += count
-        elif isinstance(ours, bool):
-            setattr(total, item.name, ours or theirs)
-        else:
-            setattr(total, item.name, ours + theirs)
+        several, stats = list(parts), EngineStats()
+        for part in several:
+            stats.include(part.stats)
+        counted = ("running", "waiting", "pages", "free_pages", "kept_states")
+        sums = {name: sum(getattr(part, name) for part in several) for name in counted}
+        return replace(several[0], stats=stats, **sums)
 
 
 ACCEPTED, CORRECTED, BONUS, PLAIN = "accepted", "corrected", "bonus", "plain"

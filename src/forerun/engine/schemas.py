@@ -117,9 +117,9 @@ class SchemaRules:
             return self._literals([schema["const"]] if "const" in schema else _get(schema, "enum", []), kind)
         if "anyOf" in schema:
             self._check(schema, "anyOf")
-            return _either([self._node(each) for each in _get(schema, "anyOf", [])])
+            return either([self._node(each) for each in _get(schema, "anyOf", [])])
         if isinstance(kind, list):
-            return _either([self._node(each) for each in of_each_type(schema, kind)])
+            return either([self._node(each) for each in of_each_type(schema, kind)])
         if kind == "integer":
             self._check(schema, "type", *LOW, *HIGH)
             return f"/{_range(_bound(schema, LOW, 1), _bound(schema, HIGH, -1))}/"
@@ -152,7 +152,7 @@ class SchemaRules:
         return rule
 
     def _literals(self, values: Sequence[Any], kind: Any) -> str:
-        return _either([_quoted(_json(value)) for value in fitting(values, kind)])
+        return either([quoted(_json(value)) for value in fitting(values, kind)])
 
     def _array(self, schema: dict[str, Any]) -> str:
         least, most = _get(schema, "minItems", 0), _get(schema, "maxItems", 0) if "maxItems" in schema else None
@@ -167,7 +167,7 @@ class SchemaRules:
     """Between items."""
 
     def _key(self, key: str) -> str:
-        return _quoted(_json(key) + ": ")
+        return quoted(_json(key) + ": ")
 
     def _object(self, schema: dict[str, Any]) -> str:
         """With no other properties than those that are named."""
@@ -241,7 +241,7 @@ class SpelledRules(SchemaRules):
             words = map(self._word, self.words)
             scalars = [self._node({"type": kind}) for kind in ("string", "number")]
             items = f'"[" ({rule} ({self._between} {rule})*)? "]"'
-            self.rules[rule] = _either([*scalars, *words, items, self._map(rule)])
+            self.rules[rule] = either([*scalars, *words, items, self._map(rule)])
         return rule
 
     def _map(self, value: str) -> str:
@@ -256,24 +256,24 @@ class SpelledRules(SchemaRules):
         several = [key for key in ("oneOf", "allOf") if key in schema]
         if len(several) == 1 and (several == ["oneOf"] or len(_get(schema, "allOf", [])) == 1):
             self._check(schema, several[0])
-            return _either([self._node(each) for each in _get(schema, several[0], [])])
+            return either([self._node(each) for each in _get(schema, several[0], [])])
         kind = schema.get("type")
         if kind in ("boolean", "null"):
             self._check(schema, "type")
-            return _either([self._word(value) for value in ((None,) if kind == "null" else (True, False))])
+            return either([self._word(value) for value in ((None,) if kind == "null" else (True, False))])
         if kind == "string":
             self._check(schema, "type", "minLength", "maxLength", "pattern")
             return self._string(schema)
         return super()._other(schema)
 
     def _word(self, value: bool | None) -> str:
-        return _either([_quoted(word) for word in self.words[value]])
+        return either([quoted(word) for word in self.words[value]])
 
     def _string(self, schema: dict[str, Any]) -> str:
         return super()._other(schema)  # as JSON has it
 
     def _literals(self, values: Sequence[Any], kind: Any) -> str:
-        return _either([self._literal(value) for value in fitting(values, kind)])
+        return either([self._literal(value) for value in fitting(values, kind)])
 
     def _literal(self, value: Any) -> str:
         if value is None or isinstance(value, bool):
@@ -283,10 +283,10 @@ class SpelledRules(SchemaRules):
             return " ".join(['"{"', f" {self._between} ".join(pairs), '"}"'])
         if isinstance(value, list):
             return " ".join(['"["', f" {self._between} ".join(map(self._literal, value)), '"]"'])
-        return self._text(value) if isinstance(value, str) else _quoted(_json(value))
+        return self._text(value) if isinstance(value, str) else quoted(_json(value))
 
     def _text(self, value: str) -> str:
-        return _quoted(_json(value))
+        return quoted(_json(value))
 
     def arguments(self) -> str:
         """A call's arguments, without what encloses them. The rules are in ``rules`` then, and the schemas that
@@ -469,7 +469,7 @@ def _digits(low: str, high: str) -> str:
     return f"({'|'.join(parts)})"
 
 
-def _either(options: Sequence[str]) -> str:
+def either(options: Sequence[str]) -> str:
     return f"({' | '.join(options)})"
 
 
@@ -477,6 +477,6 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """As Lark writes it."""
     return json.dumps(text)

@@ -89,10 +89,5 @@ def held_back(text: str, params: SamplingParams) -> int:
     """How many characters at the end of ``text`` a stop string may begin with, and so must not be shown yet."""
     if params.include_stop_str_in_output:
         return 0
-    longest = 0
-    for stop in params.stop or ():
-        for count in range(min(len(stop) - 1, len(text)), longest, -1):
-            if text.endswith(stop[:count]):
-                longest = count
-                break
-    return longest
+    begun = (count for stop in params.stop or () for count in range(1, len(stop)) if text.endswith(stop[:count]))
+    return max(begun, default=0)

@@ -13,7 +13,6 @@ from typing import Any
 
 from forerun.core.errors import ForerunError
 from forerun.core.request import RequestState
-from forerun.engine.admission import check_length, check_source
 from forerun.engine.answering import Answering, ClosedError
 from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.jobs import Job
@@ -61,8 +60,8 @@ class _Answer:
 
 
 class ReplicaPool(Answering):
-    """Replicas as one engine; ``send`` chooses among them and
-    ``capacity`` says how many sequences all of them decode at a time.
+    """Replicas as one engine; ``send`` chooses among them, and ``capacity`` says how many sequences they decode at a
+    time.
 
     Whatever a replica has given is kept in front; if it is lost, another one goes on behind that, and the seed, which
     every request has or gets, gives the tokens that the first one would have given.
@@ -71,7 +70,8 @@ class ReplicaPool(Answering):
     def __init__(self, facts: Facts, send: Send, *, max_queue: int = 1024, capacity: Callable[[], int]) -> None:
         super().__init__(
             load_tokenizer(facts.tokenizer), max_queue, capacity, max_model_len=facts.max_model_len,
-            drafters=dict(facts.drafters), identity=facts.identity, reasoning_parser=facts.reasoning_parser,
+            longest_source=facts.longest_source, start=facts.start, drafters=dict(facts.drafters),
+            identity=facts.identity, reasoning_parser=facts.reasoning_parser,
         )  # fmt: skip
         self.facts = facts
         self.send = send
@@ -86,15 +86,6 @@ class ReplicaPool(Answering):
     def ready(self) -> bool:
         """Whether requests are taken and replicas answer."""
         return not self.draining and self.latest is not None
-
-    def check_length(self, prompt: Sequence[int]) -> None:
-        if self.facts.longest_source is None:
-            check_length(prompt, self.max_model_len)
-        else:
-            check_source(prompt, self.facts.longest_source)
-
-    def prompt_tokens_computed(self, prompt: Sequence[int]) -> int:
-        return len(prompt) if self.facts.longest_source is None else len(self.facts.start)
 
     @cached_property
     def _grammars(self) -> GrammarCompiler:
@@ -147,8 +138,8 @@ class ReplicaPool(Answering):
         choices: Mapping[str, Any],
     ) -> Job:  # fmt: skip
         """What the stream's reader sees of its ``index``-th answer."""
-        reads = self.facts.longest_source is not None
-        begun = list(self.facts.start if reads else prompt)
+        reads = self.longest_source is not None
+        begun = list(self.start if reads else prompt)
         drafter = choices.get("method") or next(iter(self.facts.drafters), None)
         sequence = RequestState(
             id=next(self._ids),

@@ -20,8 +20,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import regex
+
 from forerun.core.errors import ConfigError, RequestError
-from forerun.engine.schemas import SpelledRules, free_text
+from forerun.engine.schemas import SpelledRules, either, free_text, quoted
 from forerun.models.chat import CLOSING, OPENING, PYTHON_TAG, knows_tools
 from forerun.models.checkpoint import library
 from forerun.sampling.params import StructuredOutputsParams
@@ -67,7 +69,7 @@ class CallRules:
         said."""
         for index, tool in enumerate(self.tools):
             self.rules[f"function_{index}"] = f"{begin(tool.function.name)} {(arguments or self.json)(index)}"
-        return f"({' | '.join(f'function_{index}' for index in range(len(self.tools)))})"
+        return either([f"function_{index}" for index in range(len(self.tools))])
 
     def json(self, index: int) -> str:
         self.schemas[f"arguments_{index}"] = self.schema(index)
@@ -222,7 +224,7 @@ class XmlRules(SpelledRules):
                 options.append(f"{self._node(one)} {quoted(self.END)}")
             elif not texts:
                 options.append(f"{self._named({**homes, **one})} {quoted(self.END)}")
-        return f"({' | '.join(options)})"
+        return either(options)
 
     def _checked(self, text: str) -> str:
         if any(mark in text for mark in self.NEVER):
@@ -243,10 +245,9 @@ class GemmaParser(EnclosedParser):
         if head is None:
             return None
         try:
-            value, end = gemma_value(text, head.end(), 0)
-        except ValueError:
+            return [(head[1], json.dumps(gemma_value(text[head.end() :]), ensure_ascii=False))]
+        except (ValueError, RecursionError):
             return None
-        return None if text[end:].strip() else [(head[1], json.dumps(value, ensure_ascii=False))]
 
 
 class GemmaRules(SpelledRules):
@@ -264,7 +265,7 @@ class GemmaRules(SpelledRules):
         return sorted(named.items(), key=lambda pair: pair[0].casefold())
 
     def _key(self, key: str) -> str:
-        if not GEMMA_KEY.fullmatch(f"{key}:") or GEMMA_QUOTE in key:
+        if not GEMMA_KEY.fullmatch(key) or GEMMA_QUOTE in key:
             raise self._refused(f"with a parameter called {json.dumps(key)}")
         return quoted(f"{key}:")
 
@@ -309,8 +310,7 @@ class QwenForm(CallForm):
 
 
 MISTRAL_OPENING = "[TOOL_CALLS]"
-MISTRAL_HEAD = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?={)")
-BEGUN_MISTRAL = re.compile(r"\s*[\w.-]*(?:\[[^{]*)?\s*")
+MISTRAL_HEAD = regex.compile(r"\s*([\w.-]+)(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?\s*(?={)")
 
 
 class MistralParser(ToolParser):
@@ -320,10 +320,11 @@ class MistralParser(ToolParser):
         """A function's name and its arguments, which are JSON."""
         if self._marker.strip() != MISTRAL_OPENING or self._held.lstrip().startswith(("[", "{")):
             return super()._read_head()
-        head = MISTRAL_HEAD.match(self._held)
+        head = MISTRAL_HEAD.match(self._held, partial=not self._last)
         if head is None:
-            going_on = BEGUN_MISTRAL.fullmatch(self._held) is not None and not self._last
-            return False if going_on else self._release(0)
+            return self._release(0)
+        if head.partial:
+            return False
         self._held = self._held[head.end() :]
         self._start(head[1])
         self._brackets, self._step = Brackets(), self._read_only_arguments
@@ -421,7 +422,7 @@ class PythonRules(SpelledRules):
 
     def _text(self, value: str) -> str:
         options = [quoted(json.dumps(value)), *([quoted(f"'{value}'")] if re.fullmatch(PLAIN, value) else [])]
-        return f"({' | '.join(options)})"
+        return either(options)
 
     def _name(self, key: str) -> str:
         if not key.isidentifier() or keyword.iskeyword(key):
@@ -472,8 +473,6 @@ class Channels:
         self.most = most
         self.silent = silent
         self.calls: list[ParsedCall] = []
-        self.content = ""
-        self.reasoning = ""
         self._held = ""
         self._channel: str | None = None
         """Of the message that is being read; None: its header is."""
@@ -529,12 +528,9 @@ class Channels:
             call.complete = call.complete or (whole and call.arguments.rstrip().endswith("}"))
             if text:
                 pieces.append(Piece(text, call, begins))
-        elif self._channel == "analysis":
-            self.reasoning += text
-            if text:
-                pieces.append(Piece(text, reasoning=True))
+        elif text and self._channel == "analysis":
+            pieces.append(Piece(text, reasoning=True))
         elif text and not self.silent and self._channel != "dropped":
-            self.content += text
             pieces.append(Piece(text))
 
 
@@ -621,8 +617,3 @@ def _as_object(schema: dict[str, Any] | bool) -> dict[str, Any]:
     if schema is False:
         raise ConfigError("the schema of response_format is false, which no answer can meet")
     return {} if schema is True else schema
-
-
-def quoted(text: str) -> str:
-    """As Lark writes it."""
-    return json.dumps(text)

@@ -20,15 +20,9 @@ class Thoughts:
         self.markers = markers
         self.parser = parser
         self.calls: list[ParsedCall] = parser.calls if parser is not None else []
-        self.reasoning = ""
-        self._content = ""
         self._opened = opened
         self._prefixes = [markers.start, markers.label] if opened is not False else []
         self._held = ""
-
-    @property
-    def content(self) -> str:
-        return self._content if self.parser is None else self.parser.content
 
     def push(self, text: str, *, last: bool = False) -> list[Piece]:
         self._held += text
@@ -37,7 +31,6 @@ class Thoughts:
             text, self._held = self._held, ""
             if self.parser is not None:
                 return [*pieces, *self.parser.push(text, last=last)]
-            self._content += text
             if text:
                 pieces.append(Piece(text))
         return pieces
@@ -60,7 +53,6 @@ class Thoughts:
         else:
             certain = len(thought) if last else begun_marker(thought, (self.markers.end,))
             thought, self._held = thought[:certain], thought[certain:]
-        self.reasoning += thought
         return [Piece(thought, reasoning=True)] if thought else []
 
 

@@ -107,12 +107,13 @@ class ChatReply(Reply):
         reader = self.reading.reader()
         if reader is None:
             return self._body(choice, {"message": message})
-        reader.push(choice.text, last=True)
-        message["content"] = reader.content
-        if reader.calls or reader.reasoning or self.reading.must:
-            message["content"] = reader.content or None
+        texts = [piece for piece in reader.push(choice.text, last=True) if piece.call is None]
+        thoughts = "".join(piece.text for piece in texts if piece.reasoning)
+        message["content"] = "".join(piece.text for piece in texts if not piece.reasoning)
+        if reader.calls or thoughts or self.reading.must:
+            message["content"] = message["content"] or None
         if self.reading.reasoning is not None:
-            message["reasoning_content"] = reader.reasoning or None
+            message["reasoning_content"] = thoughts or None
         if reader.calls:
             message["tool_calls"] = [_call(call) for call in reader.calls]
         return self._body(choice, {"message": message}, reader)

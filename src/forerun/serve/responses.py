@@ -323,126 +323,110 @@ class ResponseReply(ChatReply):
 
     def _ended(self) -> str:
         answer = self._done()
-        return self._event_of(answers.ResponseState, type=f"response.{answer.status}", response=answer)
+        return self._event_of(answer.status, response=answer)
 
     def _broken(self, error: ApiError) -> str:
         return self._state("failed", error)
 
     def _emit(self, choice: Choice) -> list[str]:
-        last = choice.finish is not None
         pieces = [Piece(choice.text)] if choice.text or choice.logprobs else []
         if self._reader is not None:
-            pieces = self._reader.push(choice.text, last=last)
+            pieces = self._reader.push(choice.text, last=choice.finish is not None)
         events: list[str] = []
         for piece in pieces:
-            if piece.reasoning:
-                events += self._more_of_thoughts(piece.text)
-            else:
-                events += self._more_of_text(piece.text, choice) if piece.call is None else self._more_of_call(piece)
+            events += self._more_of_text(piece, choice) if piece.call is None else self._more_of_call(piece, piece.call)
         if choice.finish is not None:
             if not self.output and not self.reading.must:
-                events += self._open(self._message())
+                events += self._open_text(reasoning=False)
             events += self._close(whole=choice.finish.reason != LENGTH)
             self.reasons[choice.index] = self._reason(choice.finish, self._reader) or ""
         return events
 
     # ------------------------------------------------------------------------------------------------ items
 
-    def _more_of_text(self, text: str, choice: Choice) -> list[str]:
+    def _more_of_text(self, piece: Piece, choice: Choice) -> list[str]:
+        """Of the answer, or of the thoughts before it."""
         events: list[str] = []
-        if not self.output or not isinstance(self.output[-1], answers.OutputMessage):
-            events = self._close() + self._open(self._message())
+        if not self.output or self.output[-1].type != ("reasoning" if piece.reasoning else "message"):
+            events = self._open_text(piece.reasoning)
         (part,) = self.output[-1].content  # type: ignore[union-attr]
-        logprobs = [answers.ListedToken(**self._token(item)) for item in choice.logprobs]
-        part.text += text
-        part.logprobs += logprobs  # type: ignore[union-attr]
-        delta = {"content_index": 0, "delta": text, "logprobs": logprobs}
-        return [*events, self._in_item(answers.TextDelta, "output_text.delta", **delta)]
+        part.text += piece.text
+        about: dict[str, Any] = {"delta": piece.text}
+        if isinstance(part, answers.OutputText):
+            about["logprobs"] = [answers.ListedToken(**self._token(item)) for item in choice.logprobs]
+            part.logprobs += about["logprobs"]
+        return [*events, self._in_item(f"{part.type}.delta", content_index=0, **about)]
 
-    def _more_of_thoughts(self, text: str) -> list[str]:
-        events: list[str] = []
-        if not self.output or not isinstance(self.output[-1], answers.ReasoningItem):
-            item = answers.ReasoningItem(id=_new("rs"), type="reasoning", summary=[], content=[], status="in_progress")
-            events = self._close() + self._open(item)
-        (part,) = self.output[-1].content  # type: ignore[union-attr]
-        part.text += text
-        delta = {"content_index": 0, "delta": text}
-        return [*events, self._in_item(answers.ReasoningDelta, "reasoning_text.delta", **delta)]
-
-    def _more_of_call(self, piece: Piece) -> list[str]:
-        assert piece.call is not None
+    def _more_of_call(self, piece: Piece, call: ParsedCall) -> list[str]:
         events: list[str] = []
         if piece.begins:
-            call = answers.FunctionCall(
-                id=_new("fc"), type="function_call", call_id=piece.call.id, name=piece.call.name, arguments="",
+            self._call = call
+            item = answers.FunctionCall(
+                id=_new("fc"), type="function_call", call_id=call.id, name=call.name, arguments="",
                 status="in_progress",
             )  # fmt: skip
-            events = self._close() + self._open(call)
-            self._call = piece.call
-        call = self.output[-1]  # type: ignore[assignment]
-        call.arguments += piece.text
+            events = self._open(item)
+        self.output[-1].arguments += piece.text  # type: ignore[union-attr]
         if piece.text:
-            events.append(self._in_item(answers.ArgumentsDelta, "function_call_arguments.delta", delta=piece.text))
+            events.append(self._in_item("function_call_arguments.delta", delta=piece.text))
         return events
 
-    @staticmethod
-    def _message() -> answers.OutputMessage:
-        return answers.OutputMessage(id=_new("msg"), type="message", role="assistant", status="in_progress", content=[])
+    def _open_text(self, reasoning: bool) -> list[str]:
+        if reasoning:
+            part: Any = answers.ReasoningText(type="reasoning_text", text="")
+            item: answers.ReasoningItem | answers.OutputMessage = answers.ReasoningItem(
+                id=_new("rs"), type="reasoning", summary=[], content=[], status="in_progress"
+            )
+        else:
+            part = answers.OutputText(type="output_text", text="", annotations=[], logprobs=[])
+            item = answers.OutputMessage(
+                id=_new("msg"), type="message", role="assistant", status="in_progress", content=[]
+            )
+        events = self._open(item)
+        item.content.append(part)
+        return [*events, self._of_part("added", part)]
 
     def _open(self, item: Output) -> list[str]:
+        """Begin an item, which ends the last one."""
+        events = self._close()
         self.output.append(item)
-        events = [self._of_item("added")]
-        if isinstance(item, answers.OutputMessage):
-            item.content.append(answers.OutputText(type="output_text", text="", annotations=[], logprobs=[]))
-            events.append(self._of_part("added"))
-        if isinstance(item, answers.ReasoningItem):
-            item.content.append(answers.ReasoningText(type="reasoning_text", text=""))
-            events.append(self._of_part("added"))
-        return events
+        return [*events, self._of_item("added")]
 
     def _close(self, *, whole: bool = True) -> list[str]:
         """End the last item; ``whole``: nothing has cut it off."""
         if not self.output or self.output[-1].status != "in_progress":
             return []
         item = self.output[-1]
-        about: dict[str, Any]
         if isinstance(item, answers.FunctionCall):
             assert self._call is not None
             whole = self._call.complete
             about = {"name": item.name, "arguments": item.arguments}
-            events = [self._in_item(answers.ArgumentsDone, "function_call_arguments.done", **about)]
-        elif isinstance(item, answers.ReasoningItem):
-            about = {"content_index": 0, "text": item.content[0].text}
-            events = [self._in_item(answers.ReasoningDone, "reasoning_text.done", **about), self._of_part("done")]
+            events = [self._in_item("function_call_arguments.done", **about)]
         else:
             (part,) = item.content
-            about = {"content_index": 0, "text": part.text, "logprobs": part.logprobs}
-            events = [self._in_item(answers.TextDone, "output_text.done", **about), self._of_part("done")]
+            about = part.model_dump(include={"text", "logprobs"})
+            events = [self._in_item(f"{part.type}.done", content_index=0, **about), self._of_part("done", part)]
         item.status = "completed" if whole else "incomplete"
         return [*events, self._of_item("done")]
 
     # ------------------------------------------------------------------------------------------------ events
 
-    def _event_of(self, kind: type[answers.Numbered], **about: Any) -> str:
-        event = kind(sequence_number=next(self._numbers), **about)
-        return f"event: {about['type']}\ndata: {event.model_dump_json(exclude_unset=True)}\n\n"
+    def _event_of(self, what: str, **about: Any) -> str:
+        event = {"type": f"response.{what}", "sequence_number": next(self._numbers), **about}
+        data = answers.ResponseEvent.model_validate(event).model_dump_json(exclude_unset=True)
+        return f"event: {event['type']}\ndata: {data}\n\n"
 
     def _of_item(self, what: str) -> str:
-        index, item = len(self.output) - 1, self.output[-1]
-        return self._event_of(answers.ItemEvent, type=f"response.output_item.{what}", output_index=index, item=item)
+        return self._event_of(f"output_item.{what}", output_index=len(self.output) - 1, item=self.output[-1])
 
-    def _in_item(self, kind: type[answers.InItem], what: str, **about: Any) -> str:
-        index, item = len(self.output) - 1, self.output[-1]
-        return self._event_of(kind, type=f"response.{what}", output_index=index, item_id=item.id, **about)
+    def _in_item(self, what: str, **about: Any) -> str:
+        return self._event_of(what, output_index=len(self.output) - 1, item_id=self.output[-1].id, **about)
 
-    def _of_part(self, what: str) -> str:
-        (part,) = self.output[-1].content  # type: ignore[union-attr]
-        return self._in_item(answers.PartEvent, f"content_part.{what}", content_index=0, part=part)
+    def _of_part(self, what: str, part: answers.OutputText | answers.ReasoningText) -> str:
+        return self._in_item(f"content_part.{what}", content_index=0, part=part)
 
     def _state(self, what: str, error: ApiError | None = None) -> str:
-        status = "failed" if error is not None else "in_progress"
-        answer = self._response(status, error)
-        return self._event_of(answers.ResponseState, type=f"response.{what}", response=answer)
+        return self._event_of(what, response=self._response("in_progress" if error is None else "failed", error))
 
     # ------------------------------------------------------------------------------------------------ the response
 

@@ -15,21 +15,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import regex
+
 from forerun.models.chat import CLOSING, OPENING, PYTHON_TAG
 
-STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.S)
-OPEN_STRING = re.compile(r'"(?:[^"\\]|\\.)*\\?', re.S)
+TEXT = r'"((?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+)"'
+HEAD = regex.compile(
+    r'\s*\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*' + TEXT + r'\s*,\s*"(?:arguments|parameters)"\s*:\s*\{'
+)
+"""What a call begins with; Llama 3.2 may say its type first."""
 FENCE = "```"
-FENCED = re.compile(FENCE + r"(?:json)?\s*(?={)")
-BEGUN_FENCE = re.compile("`{1,2}|" + FENCE + r"(?:j|js|jso|json)?\s*")
+FENCED = regex.compile(FENCE + r"(?:json)?\s*(?={)")
 ID = 9
 """Letters and digits of a call's id: Mistral's templates refuse any other number, and a prefix."""
-NAME = ""
-"""Stands for the function's name among the parts of a call."""
 BEGUN_NAME = re.compile(r'"name"\s*:\s*"([^"]*)')
-HEAD = (('"name"',), (":",), (NAME,), (",",), ('"arguments"', '"parameters"'), (":",), ("{",))
-HEADS = ((("{",), *HEAD), (("{",), ('"type"',), (":",), ('"function"',), (",",), *HEAD))
-"""What a call begins with; Llama 3.2 may say its type first. White space may stand between the parts."""
 
 
 @dataclass(slots=True)
@@ -55,15 +54,9 @@ class Piece:
 
 
 class Reader(Protocol):
-    """Reads one answer. ``content`` is its text and ``reasoning`` its thoughts, ``calls`` what it calls."""
+    """Reads one answer. ``calls`` is what it calls so far."""
 
     calls: list[ParsedCall]
-
-    @property
-    def content(self) -> str: ...
-
-    @property
-    def reasoning(self) -> str: ...
 
     def push(self, text: str, *, last: bool = False) -> list[Piece]:
         """What can be emitted once ``text`` has come; ``last``: nothing more will."""
@@ -108,7 +101,6 @@ class ToolParser:
     ``fenced``: a block of Markdown may be a call.
     """
 
-    reasoning = ""
     openings: tuple[str, ...] = (OPENING, PYTHON_TAG)
     closings: tuple[str, ...] = (CLOSING, ";")
     """What may stand behind a call: the marker at its end, or what is between two calls of Llama 3."""
@@ -124,8 +116,6 @@ class ToolParser:
         self.silent = silent
         self.fenced = fenced
         self.calls: list[ParsedCall] = []
-        self.content = ""
-        """Text outside of calls."""
         self._held = ""
         self._last = False
         self._bare = True
@@ -150,7 +140,6 @@ class ToolParser:
         if not text or self.silent:
             return
         self._bare = False
-        self.content += text
         if self._new and self._new[-1].call is None:
             self._new[-1].text += text
         else:
@@ -164,10 +153,9 @@ class ToolParser:
         if 0 <= bare < len(held) and held[bare] in self.unmarked:
             return self._begin(0, bare)
         if self.fenced and bare >= 0 and not self.calls:
-            if block := FENCED.match(held, bare):
-                return self._begin(0, block.end())
-            if BEGUN_FENCE.fullmatch(held, bare) and not self._last:
-                return False
+            block = FENCED.match(held, bare, partial=not self._last)
+            if block is not None:
+                return not block.partial and self._begin(0, block.end())
         result = [(at, marker) for marker in self.openings if (at := held.find(marker)) >= 0]
         if result:
             at, marker = min(result)
@@ -209,19 +197,6 @@ class ToolParser:
         if end > 0:
             return named is not None and named[1] in self.names
         return end < 0 and (named is None or any(name.startswith(named[1]) for name in self.names))
-
-    def _read_enclosed(self, closing: str, read: Callable[[str], list[tuple[str, str]] | None]) -> bool:
-        """Calls that are read once they are whole: up to ``closing``, which an answer that is cut off may lack."""
-        at = self._held.find(closing, self._scanned)
-        if at < 0 and not self._last:
-            self._scanned = max(0, len(self._held) - len(closing))
-            return False
-        calls = read(self._held if at < 0 else self._held[:at])
-        self._scanned = 0
-        if calls is None:
-            return self._release(len(self._held) if at < 0 else at)
-        self._held = "" if at < 0 else self._held[at + len(closing) :]
-        return self._emit_calls(calls, self._read_closing)
 
     def _read_arguments(self) -> bool:
         end = self._brackets.end(self._held)
@@ -324,41 +299,10 @@ def begun_marker(text: str, markers: Sequence[str]) -> int:
 def head_of(text: str) -> tuple[str | None, int]:
     """The function that a call names first, and where its arguments' bracket ends. Without a name: -1 if more text may
     make it a call, 0 if none will."""
-    ends = []
-    for parts in HEADS:
-        name, end = _match(text, parts)
-        if name is not None and end > 0:
-            return name, end
-        ends.append(end)
-    return None, min(ends)
-
-
-def _match(text: str, parts: tuple[tuple[str, ...], ...]) -> tuple[str | None, int]:
-    name, index = None, 0
-    for options in parts:
-        rest = text[index:].lstrip()
-        index = len(text) - len(rest)
-        if options == (NAME,):
-            result = STRING.match(rest)
-            if result is None:
-                return None, -1 if not rest or OPEN_STRING.fullmatch(rest) else 0
-            name = _unquoted(result[0])
-            if not name:
-                return None, 0
-            index += result.end()
-            continue
-        whole = next((option for option in options if rest.startswith(option)), None)
-        if whole is None:
-            return None, -1 if any(option.startswith(rest) for option in options) else 0
-        index += len(whole)
-    return name, index
-
-
-def _unquoted(text: str) -> str | None:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+    head = HEAD.match(text, partial=True)
+    if head is None:
+        return None, 0
+    return (None, -1) if head.partial else (json.loads(f'"{head[1]}"'), head.end())
 
 
 def calls_in(text: str) -> list[tuple[str, str]] | None:

@@ -11,10 +11,12 @@ from typing import Any
 
 from forerun.engine.schemas import of_each_type
 
-DEEPEST = 64
-"""Objects and lists within each other in a call's arguments."""
 GEMMA_QUOTE = '<|"|>'
-GEMMA_KEY = re.compile(r"\s*([^\s:{}\[\],]+)\s*:\s*")
+GEMMA_KEY = re.compile(r"[^\s:{}\[\],]+")
+GEMMA_NAMED = re.compile(r"([{,]\s*)(" + GEMMA_KEY.pattern + r")\s*(?=:)")
+GEMMA_NONE = re.compile(r"([\[:,]\s*)None(?=\s*[,}\]])")
+GEMMA_LAST = re.compile(r",(?=\s*[}\]])")
+"""A comma that nothing comes behind."""
 CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -87,37 +89,19 @@ def _finite(number: float) -> float:
     return max(-sys.float_info.max, min(sys.float_info.max, number))
 
 
-def gemma_value(text: str, at: int, depth: int) -> tuple[Any, int]:
-    """A value that begins at ``at``, and where it ends. Raises ValueError where there is none."""
-    if depth > DEEPEST:
-        raise ValueError("too deep")
-    at += len(text) - at - len(text[at:].lstrip())
-    if text.startswith(GEMMA_QUOTE, at):
-        start = at + len(GEMMA_QUOTE)
-        end = text.index(GEMMA_QUOTE, start)
-        return text[start:end], end + len(GEMMA_QUOTE)
-    if text[at : at + 1] not in ("{", "["):
-        end = next((index for index in range(at, len(text)) if text[index] in ",]}"), len(text))
-        return None if text[at:end].strip() == "None" else loads(text[at:end]), end
-    named: dict[str, Any] | None = {} if text[at] == "{" else None
-    listed: list[Any] = []
-    closing = "]" if named is None else "}"
-    at += 1
-    while text[at:].lstrip()[:1] != closing:
-        if named is not None:
-            key = GEMMA_KEY.match(text, at)
-            if key is None:
-                raise ValueError("no key")
-            named[key[1]], at = gemma_value(text, key.end(), depth + 1)
+def gemma_value(text: str) -> Any:
+    """The value that ``text`` is in Gemma 4's form, made JSON before it is read. Raises ValueError where it is none,
+    RecursionError where it is too deep."""
+    parts = text.split(GEMMA_QUOTE)
+    if len(parts) % 2 == 0:
+        raise ValueError("a text does not end")
+    for index, part in enumerate(parts):
+        if index % 2:  # a text between quotes
+            parts[index] = json.dumps(part)
         else:
-            value, at = gemma_value(text, at, depth + 1)
-            listed.append(value)
-        at += len(text) - at - len(text[at:].lstrip())
-        if text[at : at + 1] == ",":
-            at += 1
-        elif text[at : at + 1] != closing:
-            raise ValueError("no end")
-    return listed if named is None else named, text.index(closing, at) + 1
+            part = GEMMA_NAMED.sub(lambda found: found[1] + json.dumps(found[2]), part)
+            parts[index] = GEMMA_LAST.sub("", GEMMA_NONE.sub(r"\1null", part))
+    return loads("".join(parts))
 
 
 def python_calls(text: str) -> list[tuple[str, str]] | None:
