@@ -232,6 +232,16 @@ def test_errors_are_one_line_and_exit_code_2(forerun, case, tiny_target):
     assert re.fullmatch(r"error: \S.*\n", err), err
 
 
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [("serve smollm2", "with --model"), ("generate -m x", "it is --model"), ("generate x --temp 0", "--temperature")],
+)
+def test_whoever_knows_another_engine_is_told_our_name(forerun, words, advice):
+    code, out, err = forerun(*words.split())
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert advice in err
+
+
 def test_a_process_fails_without_a_traceback(forerun):
     command = [sys.executable, "-m", "forerun", "generate", "x", "--top-p", "3"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

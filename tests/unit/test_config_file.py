@@ -100,6 +100,7 @@ BAD = {
     "- port": "must hold options, as lines of the form name: value",
     "port: [1": "is not valid YAML",
     "? [a, b]\n: 1": "is not valid YAML",
+    "served-model-name: 2026-13-45": "is not valid YAML",
     "!!python/object/apply:os.system ['true']": "is not valid YAML",
 }
 

@@ -61,7 +61,9 @@ def _parsed(file: Path) -> dict[Any, Any]:
 
     try:
         result = yaml.load(read_file(file), Loader)
-    except yaml.YAMLError as error:
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a month 13, a number of 5,000 digits
         raise ConfigError(f"{file} is not valid YAML: {one_line(error)}") from None
     if result is None:
         return {}

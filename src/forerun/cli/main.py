@@ -56,6 +56,13 @@ GROUP = "forerun.commands"
 """The entry-point group of commands that other distributions add."""
 MANY = 50_000
 """Objects after which unused ones are looked for: Python's 700 cost a tenth of the time in which torch is imported."""
+OURS = {
+    "-m": "--model", "--model-draft": "--spec-model", "--draft-max": "--spec-tokens", "-c": "--max-model-len",
+    "--ctx-size": "--max-model-len", "-n": "--max-tokens", "--n-predict": "--max-tokens", "-t": "--threads",
+    "--temp": "--temperature", "--repeat-penalty": "--repetition-penalty", "--parallel": "--max-num-seqs",
+    "-p": "the text itself, without an option", "--prompt": "the text itself, without an option",
+}  # fmt: skip
+"""llama.cpp's options, and what they are here."""
 WITH_KEYS = ("generate", "chat", "bench", "serve", "batch")
 """Commands that take ``--speculative-config``."""
 
@@ -131,6 +138,16 @@ def start(
         print(context.get_help())
 
 
+def advice(error: typer.TyperException) -> str:
+    """What helps whoever knows another engine's command line."""
+    option = getattr(error, "option_name", None)
+    if option in OURS:
+        return f"; here it is {OURS[option]}"
+    if "unexpected extra argument" in error.format_message():
+        return "; name the model with --model, and put a text of several words in quotes"
+    return ""
+
+
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
     quiet()
@@ -143,7 +160,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             return 1
         message = one_line(error)
     except typer.TyperException as error:
-        message = one_line(error.format_message())
+        message = one_line(error.format_message()) + advice(error)
     except typer.Abort:
         return 130
     print(f"error: {message}", file=sys.stderr)
