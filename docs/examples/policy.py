@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ProcessPoolExecutor
 from statistics import median
 
-from forerun.theory import expected_latency, speculate
+from forerun_lab.execution import expected_latency, speculate
 
 TORQUES = (-2.0, -1.0, 0.0, 1.0, 2.0)
 State = tuple[float, float]

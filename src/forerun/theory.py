@@ -31,27 +31,17 @@ from forerun.core.errors import ConfigError
 
 __all__ = [
     "Shape",
-    "acceptance_probability",
     "acceptance_rate",
-    "alpha_from_tokens",
     "best_gamma",
     "best_shape",
     "d_lk",
-    "expected_accepted",
     "expected_experts",
     "expected_tokens",
-    "guaranteed_improvement",
     "lenient_acceptance_rate",
     "lenient_argmax_mask",
-    "lenient_token_bound",
     "lenient_token_distribution",
-    "memory_access_factor",
     "operations_increase",
-    "oracle_improvement",
-    "oracle_tokens",
     "predicted_speedup",
-    "rejection_sampling_rate",
-    "round_traffic",
     "walltime_improvement",
 ]
 
@@ -64,7 +54,7 @@ _MOST = 1 << 53
 # ---------------------------------------------------------------------------------------------- checking arguments
 
 
-def _number(name: str, value: SupportsFloat, low: float, high: float = math.inf, *, above: bool = False) -> float:
+def as_number(name: str, value: SupportsFloat, low: float, high: float = math.inf, *, above: bool = False) -> float:
     """``value`` as a finite float in [low, high], or in (low, high] with ``above``."""
     try:
         number = float(value)
@@ -81,7 +71,7 @@ def _number(name: str, value: SupportsFloat, low: float, high: float = math.inf,
     raise ConfigError(f"{name} must be {allowed}, got {number:g}")
 
 
-def _count(name: str, value: SupportsIndex, low: int = 0) -> int:
+def as_count(name: str, value: SupportsIndex, low: int = 0) -> int:
     """``value`` as an integer >= low."""
     try:
         count = operator.index(value)
@@ -96,7 +86,7 @@ def _count(name: str, value: SupportsIndex, low: int = 0) -> int:
     return count
 
 
-def _tensor(name: str, value: Distribution | float) -> torch.Tensor:
+def as_tensor(name: str, value: Distribution | float) -> torch.Tensor:
     """``value`` as a real tensor, its type kept."""
     try:
         tensor = value if isinstance(value, torch.Tensor) else torch.as_tensor(value, dtype=torch.float64)
@@ -107,9 +97,9 @@ def _tensor(name: str, value: Distribution | float) -> torch.Tensor:
     return tensor
 
 
-def _rows(name: str, value: Distribution) -> torch.Tensor:
+def as_rows(name: str, value: Distribution) -> torch.Tensor:
     """``value`` as float64 rows over the vocabulary: no negative entry, every row sums to 1."""
-    tensor = _tensor(name, value)
+    tensor = as_tensor(name, value)
     if tensor.dim() == 0:
         raise ConfigError(f"{name} must have a vocabulary dimension, got a single number")
     rows = tensor.to(torch.float64)
@@ -122,9 +112,9 @@ def _rows(name: str, value: Distribution) -> torch.Tensor:
     return rows
 
 
-def _pair(p: Distribution, q: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
+def as_pair(p: Distribution, q: Distribution) -> tuple[torch.Tensor, torch.Tensor]:
     """``p`` and ``q`` checked, on the device of ``p`` and of one shape."""
-    target, draft = _rows("p", p), _rows("q", q)
+    target, draft = as_rows("p", p), as_rows("q", q)
     if target.shape[-1] != draft.shape[-1]:
         raise ConfigError(f"p and q must share a vocabulary, got {target.shape[-1]} and {draft.shape[-1]} entries")
     try:
@@ -137,27 +127,12 @@ def _pair(p: Distribution, q: Distribution) -> tuple[torch.Tensor, torch.Tensor]
 # ---------------------------------------------------------------------------------------- acceptance: from p and q
 
 
-def acceptance_probability(p_x: torch.Tensor | float, q_x: torch.Tensor | float, lenience: float = 1.0) -> torch.Tensor:
-    """Probability of keeping a drafted token x: ``min(1, p(x) / (l q(x)))``.
-
-    Takes the two probabilities of the drafted token itself, element by element; ``q_x > 0`` because x was drawn
-    from q. [L] section 2.3; lenience as in A.5. A float64 tensor of probabilities.
-    """
-    ratio = _number("lenience", lenience, 0, 1, above=True)
-    target, draft = _tensor("p_x", p_x).to(torch.float64), _tensor("q_x", q_x).to(torch.float64)
-    if not bool(((target >= 0) & (target <= 1)).all()):
-        raise ConfigError("p_x must be in [0, 1]")
-    if not bool(((draft > 0) & (draft <= 1)).all()):
-        raise ConfigError("q_x must be in (0, 1]: a token is drafted only where q is positive")
-    return (target / (ratio * draft.to(target.device))).clamp(max=1.0)
-
-
 def acceptance_rate(p: Distribution, q: Distribution) -> torch.Tensor:
     """beta, the probability that a token drawn from q is kept: ``sum_x min(p(x), q(x))``, in [0, 1].
 
     [L] definition 3.1 and theorem 3.5. The mean over prefixes is alpha (corollary 3.6). A point mass at x gives p(x).
     """
-    target, draft = _pair(p, q)
+    target, draft = as_pair(p, q)
     return torch.minimum(target, draft).sum(-1).clamp(max=1.0)
 
 
@@ -167,19 +142,8 @@ def d_lk(p: Distribution, q: Distribution) -> torch.Tensor:
     [L] definition 3.2; ``1 - d_lk == acceptance_rate`` (lemma 3.3), symmetric, 0 iff p = q, 1 iff the supports are
     disjoint (corollary 3.4).
     """
-    target, draft = _pair(p, q)
+    target, draft = as_pair(p, q)
     return (target - (target + draft) / 2).abs().sum(-1).clamp(max=1.0)
-
-
-def rejection_sampling_rate(p: Distribution, q: Distribution) -> torch.Tensor:
-    """Acceptance of non-iterative rejection sampling: ``1 / M`` with ``M = max_x p(x) / q(x)``, in [0, 1].
-
-    [L] appendix A.2, ``sum_x p(x) min_x' q(x') / p(x')``, the minimum over the support of p. Never above
-    :func:`acceptance_rate`, often far below: one token that q underrates spoils every other token.
-    """
-    target, draft = _pair(p, q)
-    ratios = torch.where(target > 0, draft / target, torch.inf)
-    return ratios.amin(-1).clamp(max=1.0)
 
 
 # ------------------------------------------------------------------------------------------ lenience (appendix A.5)
@@ -188,20 +152,11 @@ def rejection_sampling_rate(p: Distribution, q: Distribution) -> torch.Tensor:
 def lenient_acceptance_rate(p: Distribution, q: Distribution, lenience: float) -> torch.Tensor:
     """Acceptance with lenience l: ``sum_x min(p(x) / l, q(x))``, in [0, 1]; l = 1 is :func:`acceptance_rate`.
 
-    [L] appendix A.5. Not lossless below 1: see :func:`lenient_token_bound`.
+    [L] appendix A.5. Not lossless below 1: a token may become as likely as ``p(x) / l``.
     """
-    ratio = _number("lenience", lenience, 0, 1, above=True)
-    target, draft = _pair(p, q)
+    ratio = as_number("lenience", lenience, 0, 1, above=True)
+    target, draft = as_pair(p, q)
     return torch.minimum(target / ratio, draft).sum(-1).clamp(max=1.0)
-
-
-def lenient_token_bound(p: Distribution, lenience: float) -> torch.Tensor:
-    """The most that lenience l may make of each token's probability: ``min(1, p(x) / l)``, of p's shape.
-
-    [L] appendix A.5. There is no lower bound: a token that q never drafts can lose most of its probability.
-    """
-    ratio = _number("lenience", lenience, 0, 1, above=True)
-    return (_rows("p", p) / ratio).clamp(max=1.0)
 
 
 def lenient_token_distribution(p: Distribution, q: Distribution, lenience: float) -> torch.Tensor:
@@ -211,8 +166,8 @@ def lenient_token_distribution(p: Distribution, q: Distribution, lenience: float
     keeps the bound ``p(x) / l`` and gives the least distance from p: total variation ``alpha_l - alpha_1`` exactly.
     l = 1 gives p.
     """
-    ratio = _number("lenience", lenience, 0, 1, above=True)
-    target, draft = _pair(p, q)
+    ratio = as_number("lenience", lenience, 0, 1, above=True)
+    target, draft = as_pair(p, q)
     kept = torch.minimum(target / ratio, draft)
     residual = (target - draft).clamp(min=0.0)
     mass = residual.sum(-1, keepdim=True)
@@ -226,8 +181,8 @@ def lenient_argmax_mask(p: Distribution, lenience: float) -> torch.Tensor:
     p is the distribution before standardising to its argmax. [L] appendix A.5 prints ``<=``, which would keep the
     unlikely tokens and drop the best one; l = 1 leaves the argmax alone (all of them where several tie).
     """
-    ratio = _number("lenience", lenience, 0, 1, above=True)
-    target = _rows("p", p)
+    ratio = as_number("lenience", lenience, 0, 1, above=True)
+    target = as_rows("p", p)
     return target >= ratio * target.amax(-1, keepdim=True)
 
 
@@ -239,52 +194,13 @@ def expected_tokens(alpha: float, gamma: int) -> float:
 
     [L] equation 1 (also Stratos, "Speculative Decoding", section 1.1.1). In [1, gamma + 1]; alpha = 1 gives gamma + 1.
     """
-    rate, length = _number("alpha", alpha, 0, 1), _count("gamma", gamma)
+    rate, length = as_number("alpha", alpha, 0, 1), as_count("gamma", gamma)
     if rate == 0 or length == 0:
         return 1.0
     if rate == 1:
         return float(length + 1)
     tokens = -math.expm1((length + 1) * math.log(rate)) / (1 - rate)  # exact to rounding near alpha = 1 too
     return min(tokens, length + 1.0)
-
-
-def expected_accepted(alpha: float, depth: int) -> float:
-    """Mean drafted tokens that one round keeps: ``alpha + alpha^2 + ... + alpha^depth``, in [0, depth].
-
-    ``sum_(k < depth) k alpha^k (1 - alpha) + depth alpha^depth``; one less than [L] equation 1.
-    At depth 4 it is 0.94, 1.77 and 3.10 for alpha 0.5, 0.7 and 0.9.
-    """
-    rate, length = _number("alpha", alpha, 0, 1), _count("depth", depth)
-    return rate * expected_tokens(rate, length - 1) if length else 0.0
-
-
-def alpha_from_tokens(mean_tokens: float, gamma: int) -> float:
-    """The alpha whose :func:`expected_tokens` is ``mean_tokens`` (measured tokens per round, in [1, gamma + 1]).
-
-    The inverse of [L] equation 1, to rounding; ``gamma >= 1``, since a round without a draft says nothing of alpha.
-    Where counts per position are at hand, accepted over judged tokens (the match rate) is the better estimate.
-    """
-    length = _count("gamma", gamma, 1)
-    tokens = _number("mean_tokens", mean_tokens, 1, length + 1)
-    low, high = 0.0, 1.0
-    if tokens in (1.0, length + 1.0):
-        return low if tokens == 1.0 else high
-    while low < (middle := (low + high) / 2) < high:
-        if expected_tokens(middle, length) < tokens:
-            low = middle
-        else:
-            high = middle
-    return high
-
-
-def oracle_tokens(alpha: float) -> float:
-    """Mean tokens per round if an oracle chose each round's length: ``1 / (1 - alpha)``; infinite at alpha = 1.
-
-    [L] section 3.5: the limit of :func:`expected_tokens` for a long draft, so also the bound on the walltime
-    improvement of any draft of negligible cost (section 3.6).
-    """
-    rate = _number("alpha", alpha, 0, 1)
-    return math.inf if rate == 1 else 1 / (1 - rate)
 
 
 # -------------------------------------------------------------------------------------------------- time and work
@@ -296,8 +212,8 @@ def predicted_speedup(alpha: float, gamma: int, c: float, verify_cost: float) ->
     ``verify_cost``: time of a target forward of gamma + 1 rows over one of 1 row, > 0, no unit. [L] theorem 3.8 is
     the case 1. For a rule other than the token level's, pass its match rate as alpha.
     """
-    length = _count("gamma", gamma)
-    time = length * _number("c", c, 0) + _number("verify_cost", verify_cost, 0, above=True)
+    length = as_count("gamma", gamma)
+    time = length * as_number("c", c, 0) + as_number("verify_cost", verify_cost, 0, above=True)
     return expected_tokens(alpha, length) / time
 
 
@@ -309,52 +225,13 @@ def walltime_improvement(alpha: float, gamma: int, c: float) -> float:
     return predicted_speedup(alpha, gamma, c, 1.0)
 
 
-def guaranteed_improvement(alpha: float, c: float) -> float:
-    """Speed over plain decoding that the best gamma is sure to reach: ``(1 + alpha) / (1 + c)``, at least 1.
-
-    [L] corollary 3.9, theorem 3.8 at gamma = 1. Above 1 iff alpha > c; otherwise drafting nothing gives 1.
-    """
-    return max(1.0, (1 + _number("alpha", alpha, 0, 1)) / (1 + _number("c", c, 0)))
-
-
-def oracle_improvement(alpha: float, c: float) -> float:
-    """Speed over plain decoding if an oracle drafted only what will be kept: ``1 / (1 - alpha + alpha min(c, 1))``.
-
-    Follows from [L] section 3.5: a round emits 1 / (1 - alpha) tokens for alpha / (1 - alpha) draft steps and one
-    verification (still run, footnote 4); at c > 1 the oracle drafts nothing. A bound on any length policy where
-    verification is free; infinite at alpha = 1 and c = 0.
-    """
-    rate, cost = _number("alpha", alpha, 0, 1), min(1.0, _number("c", c, 0))
-    time_per_token = 1 - rate + rate * cost
-    return math.inf if time_per_token == 0 else 1 / time_per_token
-
-
 def operations_increase(alpha: float, gamma: int, c_hat: float) -> float:
     """Arithmetic operations per token over plain decoding's: ``(gamma c_hat + gamma + 1) / expected_tokens``.
 
     [L] theorem 3.11. At least 1: wasted rows and the draft's own work; 1 at gamma = 0.
     """
-    length, work = _count("gamma", gamma), _number("c_hat", c_hat, 0)
+    length, work = as_count("gamma", gamma), as_number("c_hat", c_hat, 0)
     return (length * work + length + 1) / expected_tokens(alpha, length)
-
-
-def memory_access_factor(alpha: float, gamma: int) -> float:
-    """By what factor reads of the target's weights and KV shrink per token: :func:`expected_tokens`.
-
-    [L] section 3.4: they are read once per round, whatever its length. The draft's own reads are not counted.
-    """
-    return expected_tokens(alpha, gamma)
-
-
-def round_traffic(weights: float, sequences: int, keys: float = 0.0, state: float = 0.0) -> float:
-    """Bytes that a round moves: the ``weights`` once, and of each of its ``sequences`` the ``keys`` and values of its
-    text, read, and its layers' ``state``, read and written: ``weights + sequences (keys + 2 state)``.
-
-    Drafted tokens add nothing that grows with any of these. So what a draft saves, :func:`memory_access_factor`, holds
-    for states, too, while a batch shares the weights alone.
-    """
-    shared, own, held = _number("weights", weights, 0), _number("keys", keys, 0), _number("state", state, 0)
-    return shared + _count("sequences", sequences, 1) * (own + 2 * held)
 
 
 def expected_experts(
@@ -373,12 +250,12 @@ def expected_experts(
     and ``count (1 - L)`` are read (the beta-binomial distribution; not from that paper). First rows of the texts leave
     out as rows of one text with ``common`` would, and each text's other rows multiply that by L(rows) / (1 - p).
     """
-    every, each = _count("count", count, 1), _count("chosen", chosen, 1)
-    texts, size = _count("sequences", sequences, 1), _number("rows", rows, sequences)
-    p = _number("chosen / count", each / every, 0, 1)
+    every, each = as_count("count", count, 1), as_count("chosen", chosen, 1)
+    texts, size = as_count("sequences", sequences, 1), as_number("rows", rows, sequences)
+    p = as_number("chosen / count", each / every, 0, 1)
     if p == 1:
         return float(every)
-    same, shared = (p if share is None else _number("a share", share, 0, 1) for share in (again, common))
+    same, shared = (p if share is None else as_number("a share", share, 0, 1) for share in (again, common))
     left = _left_out(p, texts, shared) * (_left_out(p, size / texts, same) / (1 - p)) ** texts
     return every * (1 - left)
 
@@ -401,7 +278,7 @@ def best_gamma(alpha: float, c: float, max_gamma: int = 1024) -> int:
     ``alpha^(gamma+1) (gamma c + 1) > c * expected_tokens(alpha, gamma)``. 0 iff alpha <= c (or alpha = 0); where
     longer is always better (c = 0, or alpha = 1 with c < 1) the answer is ``max_gamma``: pass what the engine allows.
     """
-    rate, cost, longest = _number("alpha", alpha, 0, 1), _number("c", c, 0), _count("max_gamma", max_gamma)
+    rate, cost, longest = as_number("alpha", alpha, 0, 1), as_number("c", c, 0), as_count("max_gamma", max_gamma)
     if rate <= cost or rate == 0:
         return 0
     if cost == 0 or rate == 1:

@@ -13,27 +13,30 @@ from hypothesis import strategies as st
 import forerun.theory as theory
 from forerun.core.errors import ConfigError
 from forerun.theory import (
-    acceptance_probability,
     acceptance_rate,
-    alpha_from_tokens,
     best_gamma,
     d_lk,
-    expected_accepted,
     expected_experts,
     expected_tokens,
-    guaranteed_improvement,
     lenient_acceptance_rate,
     lenient_argmax_mask,
-    lenient_token_bound,
     lenient_token_distribution,
-    memory_access_factor,
     operations_increase,
+    predicted_speedup,
+    walltime_improvement,
+)
+from forerun_lab import theory as more
+from forerun_lab.theory import (
+    acceptance_probability,
+    alpha_from_tokens,
+    expected_accepted,
+    guaranteed_improvement,
+    lenient_token_bound,
+    memory_access_factor,
     oracle_improvement,
     oracle_tokens,
-    predicted_speedup,
     rejection_sampling_rate,
     round_traffic,
-    walltime_improvement,
 )
 
 # ---------------------------------------------------------------------------------------------- printed numbers
@@ -356,9 +359,10 @@ def test_numbers_of_other_kinds():
     assert type(operations_increase(alpha, torch.tensor(2), 0)) is float
 
 
-def test_public_names():
-    assert theory.__all__ == sorted(theory.__all__)
-    assert all(callable(getattr(theory, name)) for name in theory.__all__)
+@pytest.mark.parametrize("module", [theory, more])
+def test_public_names(module):
+    assert module.__all__ == sorted(module.__all__)
+    assert all(callable(getattr(module, name)) for name in module.__all__)
 
 
 half = [0.5, 0.5]

@@ -57,14 +57,14 @@ def shown(value: Any) -> str:
     return _short(" ".join(text.split()), LONGEST_VALUE)
 
 
-def check_text(text: str, what: str = "the text", param: str = "prompt") -> None:
-    """Raise RequestError, about ``param``, for half a surrogate pair, which a string can hold and no text does."""
+def check_text(text: str) -> None:
+    """Raise RequestError, about ``prompt``, for half a surrogate pair, which a string can hold and no text does."""
     if not text.isascii():
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            message = f"{what} has half a surrogate pair (character {error.start}), which is no text"
-            raise RequestError(message, param=param) from None
+            message = f"the text has half a surrogate pair (character {error.start}), which is no text"
+            raise RequestError(message, param="prompt") from None
 
 
 def _short(text: str, longest: int) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from forerun.theory import best_gamma, expected_tokens, operations_increase, oracle_tokens, walltime_improvement
+from forerun.theory import best_gamma, expected_tokens, operations_increase, walltime_improvement
 from forerun_lab.reproduce.parts import Cell, ReportTable, Section, Settings
+from forerun_lab.theory import oracle_tokens
 
 ALPHAS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 GAMMAS = (1, 3, 5, 7, 10)

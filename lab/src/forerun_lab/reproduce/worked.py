@@ -13,8 +13,9 @@ from forerun.sampling.draw import Sampler
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept import rules
 from forerun.speculate.draft.ngram import NgramTables
-from forerun.theory import acceptance_probability, expected_accepted, expected_tokens, predicted_speedup
+from forerun.theory import expected_tokens, predicted_speedup
 from forerun_lab.reproduce.parts import Cell, ReportTable, Section, Settings
+from forerun_lab.theory import acceptance_probability, expected_accepted
 
 ROUNDS = 20_000
 WORDS_000 = ("the", "cat", "sat", "on")

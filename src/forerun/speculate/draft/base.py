@@ -134,7 +134,6 @@ class DraftContext:
     tokenizer: Any
     max_num_seqs: int
     max_model_len: int
-    target_path: Path | None = None
     dtype: str = "auto"
     options: dict[str, Any] | None = None
     """Engine options that apply to a draft model too (``weights``, ``page_size``, ...)."""

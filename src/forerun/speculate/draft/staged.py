@@ -118,17 +118,6 @@ class DraftRequest(LengthPolicy):
         pass
 
 
-@dataclass
-class StageCounts:
-    """What the inner rounds did: forwards of the draft model, tokens they drafted for the target, and tokens drafted
-    for and accepted by the draft model."""
-
-    rounds: int = 0
-    tokens: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_draft_tokens: int = 0
-
-
 @drafters.register("staged")
 class Staged(Drafter[StagedConfig]):
     name = "staged"
@@ -166,7 +155,6 @@ class Staged(Drafter[StagedConfig]):
         self.policy = DraftRequest(Setting({INNER: part.config.nodes_by_depth()}, aligned.row_multiple))
         self.stage = Target(aligned, self.base.attention)
         self.copies: dict[int, RequestState] = {}
-        self.counts = StageCounts()
 
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         requested: dict[int, int] = {}
@@ -231,16 +219,12 @@ class Staged(Drafter[StagedConfig]):
 
     def _collect(self, active: Requests, result: Round, rows: dict[int, list[torch.Tensor]]) -> None:
         """The exact q of every token that the inner round emitted."""
-        self.counts.rounds += 1
         scores = result.verification.scores
         for slot, index in enumerate(result.verification.deciding):
             verdict = result.verdicts[index]
             nodes = [-1, *verdict.path][: len(verdict.tokens)]
             if nodes and not active[index].params.greedy:
                 rows[active[index].id].append(probabilities(scores.warped[[scores.row(slot, n) for n in nodes]]))
-            self.counts.tokens += len(verdict.tokens)
-            self.counts.num_draft_tokens += len(result.drafts[index])
-            self.counts.num_accepted_draft_tokens += verdict.accepted
 
     def _drafts(
         self, sequences: Requests, start: Mapping[int, int], rows: Mapping[int, list[torch.Tensor]]

@@ -9,7 +9,7 @@ Option names are vLLM's.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import log
 from pathlib import Path
@@ -126,15 +126,6 @@ class Automaton:
         ranked = sorted(((counts[after], after, token) for token, after in following.items()), reverse=True)
         for number, after, token in ranked:
             yield token, min(0.0, log(max(number, 1) / total)), after
-
-    @classmethod
-    def of(cls, lists: Iterable[Sequence[int]]) -> Automaton:
-        built = cls()
-        for tokens in lists:
-            built.begin()
-            for token in tokens:
-                built.extend(token)
-        return built
 
 
 @dataclass(frozen=True)
