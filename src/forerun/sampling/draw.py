@@ -11,8 +11,6 @@ from forerun.sampling.noise import Gumbel, fold, target_key, uniform
 from forerun.sampling.warp import Row
 
 _AHEAD = 4
-_BLOCK = 128
-_NARROW = 8192
 _ALMOST_ONE = 1.0 - 2.0**-40
 
 
@@ -33,27 +31,20 @@ class Sampler:
 
         This is the coupling: target and drafter call it with the same seed and position.
         """
-        noisy = [i for i, row in enumerate(rows) if row.effective_temperature != 0.0]
-        if not noisy:
-            return warped
-        indices = [(rows[i].sequence.seed, rows[i].position) for i in noisy]
-        keys = [target_key(seed, position) for seed, position in indices]
+        keys = _target_keys(rows)
         ahead: list[int] = []
-        if any(key not in self.noise for key in keys):
+        if any(key is not None and key not in self.noise for key in keys):
             # A round needs its next positions too; together they cost little more than one.
-            ahead = [target_key(seed, position + i) for seed, position in indices for i in range(1, _AHEAD)]
-        return _add(warped, noisy, self.noise.rows(keys, ahead))
+            hot = [row for row, key in zip(rows, keys) if key is not None]
+            ahead = [target_key(row.sequence.seed, row.position + i) for row in hot for i in range(1, _AHEAD)]
+        return self.perturb(warped, keys, ahead)
 
     def pick(
         self, warped: torch.Tensor, rows: Sequence[Row], distribution: bool = False
     ) -> tuple[list[float], list[int], torch.Tensor | None]:
         """``best`` of ``shared``, on the host, and with ``distribution`` the softmax of ``warped``."""
         if self.compiled is not None:
-            keys = [
-                target_key(row.sequence.seed, row.position) if row.effective_temperature != 0.0 else None
-                for row in rows
-            ]
-            return self.compiled.choose(warped, keys, distribution)
+            return self.compiled.choose(warped, _target_keys(rows), distribution)
         top, ids = fetch(*best(self.shared(warped, rows)))
         return top, ids, probabilities(warped) if distribution else None
 
@@ -91,12 +82,17 @@ class Sampler:
         # In float64, so that the order in which a sum is taken, which depends on how many rows there are, is not seen.
         logs[list(into)] = (values - scores.double().logsumexp(dim=1, keepdim=True)).float().cpu()
 
-    def perturb(self, warped: torch.Tensor, keys: Sequence[int | None]) -> torch.Tensor:
-        """``warped`` plus the Gumbel row of each key; None: unchanged."""
+    def perturb(self, warped: torch.Tensor, keys: Sequence[int | None], ahead: Sequence[int] = ()) -> torch.Tensor:
+        """``warped`` plus the Gumbel row of each key; None: unchanged. Rows of ``ahead`` will be asked for soon."""
         noisy = [i for i, key in enumerate(keys) if key is not None]
         if not noisy:
             return warped
-        return _add(warped, noisy, self.noise.rows([key for key in keys if key is not None]))
+        noise = self.noise.rows([key for key in keys if key is not None], ahead)
+        if len(noisy) == len(warped):
+            return warped + noise
+        scores = warped.clone()
+        scores[noisy] += noise
+        return scores
 
     def draw(self, weights: torch.Tensor, keys: Sequence[int]) -> torch.Tensor:
         """One id per row of unnormalised probabilities ``weights`` [rows, vocabulary]: where the row's cumulative
@@ -107,62 +103,23 @@ class Sampler:
         return invert(weights, torch.tensor(quantiles, dtype=torch.float64, device=weights.device)[:, None])
 
 
-def _add(warped: torch.Tensor, noisy: Sequence[int], noise: torch.Tensor) -> torch.Tensor:
-    if len(noisy) == len(warped):
-        return warped + noise
-    scores = warped.clone()
-    scores[noisy] += noise
-    return scores
+def _target_keys(rows: Sequence[Row]) -> list[int | None]:
+    """The key of each row's noise; None: it is greedy."""
+    return [target_key(row.sequence.seed, row.position) if row.effective_temperature != 0.0 else None for row in rows]
 
 
 def invert(weights: torch.Tensor, quantiles: torch.Tensor) -> torch.Tensor:
     """Per row of ``weights`` [rows, size], the first id at which the cumulative share exceeds ``quantiles`` [rows, 1],
-    in [0, 1). Wide rows take two levels: first the block, then the id inside it."""
-    size = weights.shape[1]
-    if size <= _NARROW:
-        return _first_above(weights.cumsum(dim=1, dtype=torch.float64), quantiles)[:, 0]
-    whole = size // _BLOCK
-    sums = weights[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).sum(dim=2)
-    if whole * _BLOCK < size:
-        sums = torch.cat([sums, weights[:, whole * _BLOCK :].sum(dim=1, keepdim=True)], dim=1)
-    sums = sums.double()
-    reach = sums.cumsum(dim=1)
-    block = _first_above(reach, quantiles)
-    first = block * _BLOCK
-    ids = first + torch.arange(_BLOCK, device=weights.device)
-    inside = weights.gather(1, ids.clamp(max=size - 1)).double()
-    if whole * _BLOCK < size:
-        inside.masked_fill_(ids >= size, 0.0)
-    # What is left as a share of the block, times the block's sum as added up here: no rounding of the one or the
-    # other sum can lead outside.
-    fraction = 1.0 - (reach.gather(1, block) - reach[:, -1:] * quantiles) / sums.gather(1, block)
-    return (first + _first_above(inside.cumsum(dim=1), fraction)).clamp_(max=size - 1)[:, 0]
-
-
-def _first_above(reach: torch.Tensor, fraction: torch.Tensor) -> torch.Tensor:
-    """The first column of each row of cumulative sums that exceeds ``fraction`` [rows, 1] of the last one."""
-    goal = reach[:, -1:] * fraction.clamp(0.0, _ALMOST_ONE)
-    return torch.searchsorted(reach, goal, right=True).clamp_(max=reach.shape[1] - 1)
+    in [0, 1)."""
+    reach = weights.cumsum(dim=1, dtype=torch.float64)
+    goal = reach[:, -1:] * quantiles.clamp(0.0, _ALMOST_ONE)
+    return torch.searchsorted(reach, goal, right=True).clamp_(max=reach.shape[1] - 1)[:, 0]
 
 
 def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's largest entry (NaN if it has one) and the first id that holds it.
-
-    On CPU a maximum with its place costs fifteen times one without, so wide rows are searched block by block.
-    """
-    size = scores.shape[1]
-    whole = size // _BLOCK
-    if scores.device.type != "cpu" or whole < 64:
-        ids = scores.argmax(dim=1, keepdim=True)
-        return scores.gather(1, ids)[:, 0], ids[:, 0]
-    tops = scores[:, : whole * _BLOCK].unflatten(1, (whole, _BLOCK)).amax(dim=2)
-    if whole * _BLOCK < size:
-        tops = torch.cat([tops, scores[:, whole * _BLOCK :].amax(dim=1, keepdim=True)], dim=1)
-    block = tops.argmax(dim=1, keepdim=True)
-    ids = (block * _BLOCK + torch.arange(_BLOCK, device=scores.device)).clamp_(max=size - 1)
-    inside = scores.gather(1, ids)
-    ids = ids.gather(1, inside.argmax(dim=1, keepdim=True))
-    return tops.gather(1, block)[:, 0], ids[:, 0]
+    """Each row's largest entry (NaN if it has one) and the first id that holds it."""
+    ids = scores.argmax(dim=1, keepdim=True)
+    return scores.gather(1, ids)[:, 0], ids[:, 0]
 
 
 def fetch(*tensors: torch.Tensor) -> list[list]:

@@ -169,12 +169,6 @@ def _penalise(logits: torch.Tensor, row: Row) -> None:
         logits -= params.presence_penalty * (counts > 0)
 
 
-_QUICK = 256
-_WIDE = 8192
-_BINS = 4096
-_PER_NAT = 100.0
-
-
 def _filter(logits: torch.Tensor, params: Sequence) -> torch.Tensor:
     """min-p, then top-k, then top-p: -inf outside. Ties with the last kept token are kept."""
     device = logits.device
@@ -202,43 +196,11 @@ def _filter(logits: torch.Tensor, params: Sequence) -> torch.Tensor:
 
 
 def _top_p_floor(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """[rows, 1]: the smallest logit of the smallest set whose probability reaches top_p.
-
-    In narrow rows the first candidates usually suffice. Which way is taken depends on the row alone.
-    """
-    if logits.shape[1] > _WIDE and logits.device.type == "cpu":
-        return torch.stack([_binned_floor(row, fraction) for row, fraction in zip(logits, top_p.tolist())])
-    total = torch.logsumexp(logits, dim=1, keepdim=True)
-    values = logits.topk(min(_QUICK, logits.shape[1]), dim=1).values
-    mass = (values - total).exp().cumsum(dim=1)
-    cut = _first_reaching(values, mass, top_p)
-    if values.shape[1] < logits.shape[1]:
-        short = (mass[:, -1] < top_p).nonzero()[:, 0]
-        if len(short):
-            values = _descending(logits[short])
-            mass = (values - total[short]).exp().cumsum(dim=1)
-            cut[short] = _first_reaching(values, mass, top_p[short])
-    return cut
-
-
-def _binned_floor(logits: torch.Tensor, top_p: float) -> torch.Tensor:
-    """The same, [1], for one row [vocabulary]: sorting a wide one takes milliseconds, so its mass is collected in bins
-    of a hundredth of a nat, and only the bin in which it reaches top_p is sorted."""
-    top = logits.amax()
-    below = top - logits
-    bins = (below * _PER_NAT).clamp_(max=_BINS - 1).nan_to_num_(nan=0.0).long()
-    weights = below.neg_().exp_()
-    mass = weights.new_zeros(_BINS).scatter_add_(0, bins, weights).cumsum_(dim=0)
-    goal = mass[-1] * top_p
-    if not goal > 0.0:  # NaN, or nothing is permitted
-        return top[None]
-    reaching = min(int(torch.searchsorted(mass, goal)), _BINS - 1)
-    inside = (bins == reaching).nonzero()[:, 0]
-    values, order = logits[inside].sort(descending=True)
-    reach = weights[inside[order]].cumsum_(dim=0)
-    if reaching:
-        reach += mass[reaching - 1]
-    return values[torch.searchsorted(reach, goal).clamp_(max=len(values) - 1)][None]
+    """[rows, 1]: the smallest logit of the smallest set whose share of the probability reaches top_p."""
+    values = _descending(logits)
+    mass = (values - values[:, :1]).exp().cumsum(dim=1)
+    last = (mass < mass[:, -1:] * top_p[:, None]).sum(dim=1).clamp(max=values.shape[1] - 1)
+    return values.gather(1, last[:, None])
 
 
 def _descending(values: torch.Tensor) -> torch.Tensor:
@@ -246,8 +208,3 @@ def _descending(values: torch.Tensor) -> torch.Tensor:
     if values.device.type == "cpu":
         return torch.from_numpy(numpy.sort(values.neg().numpy(), axis=1)).neg_()
     return values.sort(dim=1, descending=True).values
-
-
-def _first_reaching(values: torch.Tensor, mass: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    last = (mass < top_p[:, None]).sum(dim=1).clamp(max=values.shape[1] - 1)
-    return values.gather(1, last[:, None])
