@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forerun.core.request import RequestState
-from forerun.speculate.draft.heads.head import FeedForward, Head, Norm, rotate
+from forerun.core.request import Requests, RequestState
+from forerun.speculate.draft.heads.head import FeedForward, Guess, Head, Lesson, Norm, rotate
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values [n, kv heads, width] of each layer."""
+STEP = 4
+"""Positions from one anchor of a training batch to the next."""
 
 
 class BlockLayer(nn.Module):
-    """Attention of a block's rows and a feed-forward layer, without the norms before them. ``eps``: of norms of every
-    head of queries and keys; None: there are none."""
+    """Attention of a block's rows and a feed-forward layer, without the norms before them: ``forward`` takes rows [...,
+    block, hidden size] and what gives attention's answer to normed rows. ``eps``: of norms of every head of queries and
+    keys; None: there are none."""
 
     def __init__(
         self, size: int, options: Mapping[str, Any], *, eps: float | None = None, biased: bool = False
@@ -65,18 +69,102 @@ class BlockLayer(nn.Module):
         out = torch.cat(parts).view(count, -1, groups, rows, self.width)
         return out.permute(0, 3, 1, 2, 4).flatten(2)
 
+    def learn(
+        self, normed: torch.Tensor, where: torch.Tensor, features: torch.Tensor, seen: torch.Tensor
+    ) -> torch.Tensor:
+        """As ``attend``, in training: of rows ``normed`` [batch, anchors, block, hidden size] at ``where`` [anchors,
+        block] beside context features [batch, length, hidden size]. ``seen`` bool [batch or 1, anchors, block, length +
+        block]."""
+        q, (own_k, own_v) = self.queries(normed, where), self.keys(normed, where)
+        length = features.shape[1]
+        k, v = self.keys(features, torch.arange(length, device=features.device))
+        k, v, own_k, own_v = (x.repeat_interleave(self.heads // self.kv_heads, dim=-2) for x in (k, v, own_k, own_v))
+        far, near = torch.einsum("badhw,blhw->bhadl", q, k), torch.einsum("badhw,baehw->bhade", q, own_k)
+        scores = torch.cat([far, near], dim=-1) * self.width**-0.5
+        scores = scores.masked_fill(~seen[:, None], float("-inf"))
+        weights = torch.softmax(scores.float(), dim=-1).to(v.dtype)
+        out = torch.einsum("bhadl,blhw->badhw", weights[..., :length], v)
+        out = out + torch.einsum("bhade,baehw->badhw", weights[..., length:], own_v)
+        return out.flatten(-2)
+
 
 class BlockHead(Head):
     """A head of ``BlockLayer``s that read low, middle and last hidden states of the target."""
 
     blocks: nn.ModuleList
+    norm: Norm
+
+    @property
+    def block_size(self) -> int:
+        """Rows of a block; the last ``sizes.depth`` of them guess."""
+        return self.sizes.depth
+
+    @property
+    def masked(self) -> bool:
+        """Whether there is something in a memory and a block that a row does not see."""
+        return False
 
     def usual_layers(self, last: int) -> tuple[int, ...]:
         return tuple(sorted({max(1, last // 3), max(1, 2 * last // 3), last}))
 
+    def each_block(self) -> list[BlockLayer]:
+        return list(self.blocks)  # type: ignore[arg-type]
+
     @abstractmethod
     def context(self, features: torch.Tensor) -> torch.Tensor:
         """[..., layers * hidden size] -> [..., hidden size]."""
+
+    @abstractmethod
+    def seen(self, index: int, indices: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """bool [..., block, context + block]: what rows at ``indices`` int64 [..., block] see in layer ``index`` of the
+        ``context`` int64 [length] before the first of them, and of each other."""
+
+    @abstractmethod
+    def anchored(self, lesson: Lesson, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """The blocks [batch, anchors, block, hidden size] that begin with the lesson's tokens at ``anchors``."""
+
+    def correct(self, logits: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        """Logits [n, own vocabulary] behind the tokens ``before`` int64 [n]."""
+        return logits
+
+    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
+        """From anchors spread over the texts, the tokens before each guessed one being the text's own."""
+        length, depth = lesson.tokens.shape[1], self.sizes.depth
+        features = self.context(torch.cat([lesson.hidden[layer] for layer in self.layers], dim=-1))
+        first = 1 + int(torch.randint(STEP, (1,)))
+        anchors = torch.arange(first, max(first, length - depth), STEP, device=features.device)
+        kept = lesson.places(anchors, 1, depth)
+        where = anchors[:, None] + torch.arange(self.block_size, device=anchors.device)
+        context = torch.arange(length, device=anchors.device)
+        x = self.anchored(lesson, anchors, features)
+        for index, block in enumerate(self.each_block()):
+            seen = self.seen(index, where, context)[None]
+            if lesson.segments is not None:
+                same = lesson.segments[:, None, :] == lesson.segments[:, anchors, None]
+                seen = seen & F.pad(same, (0, self.block_size), value=True)[:, :, None]
+            x = block(x, partial(block.learn, where=where, features=features, seen=seen))
+        says = self.norm(x)[:, :, -depth:]
+        for position in range(depth):
+            state, before = says[:, :, position], lesson.tokens[:, anchors + position]
+            if kept is not None:
+                state, before = state[kept], before[kept]
+            guess = self.guess(state, lesson, lesson.wanted(anchors + position, kept))
+            yield guess._replace(logits=self.correct(guess.logits, before))
+
+    def fill(self, x: torch.Tensor, sequences: Requests, memories: Mapping[int, BlockMemory]) -> torch.Tensor:
+        """States [sequences, block, hidden size], not normed, of blocks ``x`` whose first rows are the last tokens of
+        ``sequences``."""
+        starts = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences], device=x.device)
+        where = starts[:, None] + torch.arange(x.shape[1], device=x.device)
+        known = [memories[sequence.id] for sequence in sequences]
+        seen: list[torch.Tensor | None] = [None] * len(known)
+        for index, block in enumerate(self.each_block()):
+            if self.masked:
+                seen = [
+                    self.seen(index, at, torch.arange(memory.end, device=x.device)) for at, memory in zip(where, known)
+                ]
+            x = block(x, partial(block.attend, where=where, memories=known, index=index, seen=seen))
+        return x
 
 
 class BlockMemory:

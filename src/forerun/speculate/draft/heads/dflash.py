@@ -12,7 +12,7 @@ is drawn from is known exactly, so that rules that compare p and q keep the targ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, BlockMemory, remember
 from forerun.speculate.draft.heads.gguf_files import is_ours, read_drafter
-from forerun.speculate.draft.heads.head import FORMAT, Guess, Head, Lesson, Norm, Sizes
+from forerun.speculate.draft.heads.head import FORMAT, Head, Lesson, Norm, Sizes
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
 
 DEFAULTS: dict[str, Any] = {
@@ -86,8 +86,7 @@ class _DFlashBlock(BlockLayer):
         self.attention_conv = None if group is None else BlockConvolution(size, group)
         self.mlp_conv = None if group is None else BlockConvolution(size, group)
 
-    def forward(self, x: torch.Tensor, attend: Any) -> torch.Tensor:
-        """Rows [..., block, hidden size]; ``attend`` gives what attention says of normed rows."""
+    def forward(self, x: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         x = x + self._mixed(self.attention_conv, self.input_layernorm(x), lambda rows: self.o_proj(attend(rows)))
         return x + self._mixed(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
 
@@ -142,19 +141,17 @@ class DFlashHead(BlockHead):
         self.confidence = nn.Linear(read, 1) if o["confidence"] else None
 
     @property
-    def rows(self) -> int:
-        """Of a block."""
+    def block_size(self) -> int:
         return self.sizes.depth + (0 if self.options["from_anchor"] else 1)
 
-    def each_block(self) -> list[_DFlashBlock]:
-        return list(self.blocks)  # type: ignore[arg-type]
+    @property
+    def masked(self) -> bool:
+        return bool(self.options["windows"]) or any(self.options["causal"] or ())
 
     def context(self, features: torch.Tensor) -> torch.Tensor:
         return self.hidden_norm(self.fc(features))
 
     def seen(self, index: int, indices: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """bool [..., block, context + block]: what rows at ``indices`` int64 [..., block] see in layer ``index`` of the
-        ``context`` int64 [length] before the first of them, and of each other."""
         windows, causal = self.options["windows"], self.options["causal"]
         window = windows[index] if windows else None
         at = indices[..., :, None]
@@ -165,11 +162,11 @@ class DFlashHead(BlockHead):
             before, own = before & (at - context < window), own & (at - indices[..., None, :] < window)
         return torch.cat([before, own], dim=-1)
 
-    def bias(self, before: torch.Tensor) -> torch.Tensor:
-        """What the tokens ``before`` int64 [n] add to the logits of the ones behind them, over its own vocabulary."""
-        assert self.markov_w1 is not None
+    def correct(self, logits: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        if self.markov_w1 is None:
+            return logits
         assert self.markov_w2 is not None
-        return self.markov_w2(self.markov_w1(before)).float()
+        return logits + self.markov_w2(self.markov_w1(before)).float()
 
     def sure(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Log of the chance that the token of each row [n, hidden size] is kept if those before it are."""
@@ -179,50 +176,12 @@ class DFlashHead(BlockHead):
             states = torch.cat([states, self.markov_w1(before)], dim=-1)
         return F.logsigmoid(self.confidence(states).float())[:, 0]
 
-    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
-        """From anchors spread over the texts, the tokens before each guessed one being the text's own."""
-        length = lesson.tokens.shape[1]
-        depth, rows = self.sizes.depth, self.rows
-        features = self.context(torch.cat([lesson.hidden[layer] for layer in self.layers], dim=-1))
-        step = 4
-        first = 1 + int(torch.randint(step, (1,)))
-        anchors = torch.arange(first, max(first, length - depth - 1), step, device=features.device)
-        kept = lesson.places(anchors, 1, depth)
-        where = anchors[:, None] + torch.arange(rows, device=anchors.device)
-        everywhere = torch.arange(length, device=anchors.device)
-        x = lesson.embedding[self.inputs(lesson.tokens[:, anchors])].to(features.dtype)
-        for index, block in enumerate(self.each_block()):
-            seen = self.seen(index, where, everywhere)[None]
-            if lesson.segments is not None:
-                same = lesson.segments[:, None, :] == lesson.segments[:, anchors, None]
-                own = torch.ones(*same.shape[:2], rows, dtype=torch.bool, device=same.device)
-                seen = seen & torch.cat([same, own], dim=-1)[:, :, None]
-            pairs = block.keys(features, everywhere)
-
-            def attend(normed: torch.Tensor, block=block, pairs=pairs, seen=seen) -> torch.Tensor:
-                own = block.keys(normed, where)
-                k, v = (
-                    torch.cat([far[:, None].expand(-1, len(anchors), -1, -1, -1), near], dim=2).transpose(2, 3)
-                    for far, near in zip(pairs, own)
-                )
-                q = block.queries(normed, where).transpose(2, 3)
-                mask = seen[:, :, None].expand(len(q), -1, -1, -1, -1)
-                out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-                return out.transpose(2, 3).flatten(-2)
-
-            x = block(x, attend)
-        says = self.norm(x)[:, :, rows - depth :]
-        for position in range(depth):
-            state = says[:, :, position] if kept is None else says[:, :, position][kept]
-            guess = self.guess(state, lesson, lesson.wanted(anchors + position, kept))
-            if self.markov_w1 is not None:
-                before = lesson.tokens[:, anchors + position]
-                guess = guess._replace(logits=guess.logits + self.bias(before if kept is None else before[kept]))
-            yield guess
+    def anchored(self, lesson: Lesson, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        return lesson.embedding[self.inputs(lesson.tokens[:, anchors])].to(features.dtype)
 
     def inputs(self, last: torch.Tensor) -> torch.Tensor:
         """Tokens of blocks int64 [..., block] behind the ``last`` ones int64 [...]."""
-        block = last.new_full((*last.shape, self.rows), self.options["mask"])
+        block = last.new_full((*last.shape, self.block_size), self.options["mask"])
         block[..., 0] = last
         return block
 
@@ -390,7 +349,7 @@ class DFlash(HeadDrafter[DFlashConfig]):
 
     @inference
     def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
-        remember(self.memories, sequence, self.flash, rows, self.flash.rows)
+        remember(self.memories, sequence, self.flash, rows, self.flash.block_size)
 
     @inference
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
@@ -426,8 +385,7 @@ class DFlash(HeadDrafter[DFlashConfig]):
     def revise(self, logits: torch.Tensor, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Logits [n, target's vocabulary] of rows with these ``logits`` and ``states`` behind the tokens ``before``."""
         head = self.flash
-        if head.markov_w1 is not None:
-            logits = logits + head.bias(before)
+        logits = head.correct(logits, before)
         if head.candidate_selector is not None:
             values, ids = logits.topk(min(head.options["selector"]["top"], logits.shape[1]), dim=-1)
             values = values + head.candidate_selector(before, states, ids).float()
@@ -437,26 +395,11 @@ class DFlash(HeadDrafter[DFlashConfig]):
     def states_of(self, sequences: Requests) -> torch.Tensor:
         """Normed states [sequences, depth, hidden size] of a whole block's rows that guess something, as many as are
         drafted."""
-        head, rows = self.flash, self.flash.rows
-        device = self.context.target.info.device
-        last = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=device)
-        x = self.context.target.embed(head.inputs(last).flatten()).unflatten(0, (len(sequences), rows))
-        x = x.to(head.fc.weight.dtype)
-        starts = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences], device=device)
-        where = starts[:, None] + torch.arange(rows, device=device)
-        free = not head.options["windows"] and not any(head.options["causal"] or ())
-        memories = [self.memories[sequence.id] for sequence in sequences]
-        for index, block in enumerate(head.each_block()):
-            seen = [
-                None if free else head.seen(index, at, torch.arange(memory.end, device=device))
-                for at, memory in zip(where, memories)
-            ]
-
-            def attend(normed: torch.Tensor, block=block, index=index, seen=seen) -> torch.Tensor:
-                return block.attend(normed, where, memories, index, seen)
-
-            x = block(x, attend)
-        first = rows - head.sizes.depth
+        head, target = self.flash, self.context.target
+        last = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=target.info.device)
+        x = target.embed(head.inputs(last).flatten()).unflatten(0, (len(sequences), head.block_size))
+        x = head.fill(x.to(head.fc.weight.dtype), sequences, self.memories)
+        first = head.block_size - head.sizes.depth
         return head.norm(x[:, first : first + self.config.num_speculative_tokens])
 
     def states(self) -> list[dict[int, Any]]:
