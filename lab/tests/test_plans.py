@@ -13,8 +13,8 @@ from forerun.engine.llm import LLM
 from forerun.measure.page import chart
 from forerun.measure.plan import Trial, run_plan
 from forerun.measure.planner import Prediction, recommend
-from forerun.theory import best_shape
 from forerun_lab.plans import Shaped, Subset, by_depth, choose_layers, fixed, interval, neighbours, size
+from forerun_lab.theory import best_shape
 
 pytestmark = pytest.mark.slow
 

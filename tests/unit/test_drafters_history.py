@@ -16,7 +16,7 @@ from forerun.core.tree import POINT_MASS, Verdict
 from forerun.speculate.draft.best_first import Growing, best_first, depth_first, shaped
 from forerun.speculate.draft.ngram import NgramIndex
 from forerun.speculate.draft.random import _distinct
-from forerun.speculate.draft.suffix import ROOT, Automaton
+from forerun.speculate.draft.suffix import ROOT, TextBlock
 
 # prompt_lookup
 
@@ -168,12 +168,10 @@ def test_table_backs_off_to_all_tokens_and_names_a_missing_file(tmp_path):
 
 
 def automaton_of(lists):
-    result = Automaton()
-    for tokens in lists:
-        result.begin()
-        for token in tokens:
-            result.extend(token)
-    return result
+    block = TextBlock()
+    for number, tokens in enumerate(lists):
+        block.add(number, tokens)
+    return block.automaton
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -19,7 +19,7 @@ from forerun.measure.page import chart, html, table
 from forerun.measure.plan import LENGTHS, Trial, most_nodes, own_options
 from forerun.measure.planner import CostCurve, Estimate, PlannedDraft, predict, speedup
 from forerun.measure.rounds import Measured
-from forerun.theory import best_shape
+from forerun_lab.theory import best_shape
 
 LAYERSKIP = "layerskip"
 
