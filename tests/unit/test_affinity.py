@@ -10,9 +10,10 @@ NAMES = ["a", "b", "c", "d"]
 
 
 def prompt(group, own, shared=256, rest=64):
-    """A prompt that begins as others of its group do."""
+    """The names of the blocks of a prompt that begins as others of its group do."""
     first, then = random.Random(group), random.Random(1000 + own)
-    return [first.randrange(4096) for _ in range(shared)] + [then.randrange(4096) for _ in range(rest)]
+    tokens = [first.randrange(4096) for _ in range(shared)] + [then.randrange(4096) for _ in range(rest)]
+    return list(blocks(tokens))
 
 
 def idle(names=NAMES):
@@ -29,13 +30,13 @@ def test_a_prompt_goes_where_its_beginning_was():
     affinity = Affinity()
     homes = {}
     for own, group in enumerate([*range(40), *range(40), *range(40)]):
-        tokens = prompt(group, own)
-        best = affinity.order(idle(), tokens)[0]
-        affinity.note(best, tokens)
+        names = prompt(group, own)
+        best = affinity.order(idle(), names)[0]
+        affinity.note(best, names)
         assert homes.setdefault(group, best) == best
     assert min(Counter(homes.values()).values()) >= 4
     moved = prompt(3, 999)
-    affinity.note("c" if homes[3] != "c" else "d", [*moved[:256], *range(64)])
+    affinity.note("c" if homes[3] != "c" else "d", [*moved[:4], b"its own"])
     assert affinity.order(idle(), moved)[0] == ("c" if homes[3] != "c" else "d")
 
 
@@ -43,9 +44,9 @@ def test_no_replica_is_preferred_beyond_its_share():
     """One beginning that everybody has, and nothing that ever ends."""
     affinity, load = Affinity(), idle()
     for own in range(200):
-        tokens = prompt(0, own)
-        best = affinity.order(load, tokens)[0]
-        affinity.note(best, tokens)
+        names = prompt(0, own)
+        best = affinity.order(load, names)[0]
+        affinity.note(best, names)
         load[best] += 1
         assert load[best] <= BOUND * sum(load.values()) / len(load) + 1
     assert len(set(load)) == 4
@@ -53,15 +54,15 @@ def test_no_replica_is_preferred_beyond_its_share():
 
 def test_a_session_stays_and_moves_when_its_replica_ends():
     affinity = Affinity()
-    home = affinity.order(idle(), [1, 2, 3], "s")[0]
-    affinity.note(home, [1, 2, 3], "s")
+    home = affinity.order(idle(), [], "s")[0]
+    affinity.note(home, [], "s")
     for _ in range(5):
         assert affinity.order(idle(), prompt(random.randrange(99), 0), "s")[0] == home
     busy = {**idle(), home: 9}
-    assert affinity.order(busy, [1, 2, 3], "s")[0] != home
+    assert affinity.order(busy, [], "s")[0] != home
     affinity.forget(home)
     left = [name for name in NAMES if name != home]
-    assert affinity.order(idle(left), [1, 2, 3], "s")[0] in left
+    assert affinity.order(idle(left), [], "s")[0] in left
 
 
 def test_routers_that_know_nothing_agree_and_a_lost_replica_takes_only_its_own():
@@ -74,18 +75,18 @@ def test_routers_that_know_nothing_agree_and_a_lost_replica_takes_only_its_own()
 
 
 def test_short_prompts_go_where_least_is_done():
-    assert Affinity().order({"a": 3, "b": 1, "c": 2}, [1, 2, 3]) == ["b", "c", "a"]
+    assert Affinity().order({"a": 3, "b": 1, "c": 2}, []) == ["b", "c", "a"]
 
 
 def test_who_is_refused_meets_every_replica():
     """Though each that it meets is noted as the one that has its beginning."""
     for right in NAMES:
-        affinity, met, tokens = Affinity(), [], prompt(3, 4)
+        affinity, met, names = Affinity(), [], prompt(3, 4)
         while right not in met:
-            met.append(affinity.order(idle(), tokens, refused=len(met))[0])
-            affinity.note(met[-1], tokens)
+            met.append(affinity.order(idle(), names, refused=len(met))[0])
+            affinity.note(met[-1], names)
         assert len(met) <= 2 * len(NAMES)
-    assert sorted(Affinity().order(idle(), tokens, refused=7)) == sorted(NAMES)
+    assert sorted(Affinity().order(idle(), names, refused=7)) == sorted(NAMES)
 
 
 def test_memory_is_bounded():

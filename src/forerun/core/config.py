@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import inf
 from sys import float_info
 from typing import Any
@@ -18,6 +18,11 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
 
 NO_TEXT = (int, float, list, tuple, dict)
 """What JSON has beside text; from Python a path, a dtype or a device may stand for its name."""
+
+
+def option(default: Any, help: str) -> Any:
+    """A field of a config whose flag has this help."""
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
@@ -91,15 +96,15 @@ def check_types(kind: type, options: Mapping[str, Any]) -> None:
 
     JSON and command lines bring strings where numbers belong; a comparison deep inside would say less.
     """
-    for field in fields(kind):
-        names = [name.strip() for name in str(field.type).split("|")]
-        if field.name not in options or set(names[1:]) - {"None"}:
+    for item in fields(kind):
+        names = [name.strip() for name in str(item.type).split("|")]
+        if item.name not in options or set(names[1:]) - {"None"}:
             continue
-        value = options[field.name]
+        value = options[item.name]
         if names[0] == "str" and isinstance(value, NO_TEXT):
-            raise ConfigError(f"{field.name} must be text, not {shown(value)}")
+            raise ConfigError(f"{item.name} must be text, not {shown(value)}")
         if names[0] not in _KINDS or (value is None and "None" in names):
             continue
         types, requested = _KINDS[names[0]]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise ConfigError(f"{field.name} must be {requested}, not {shown(value)}")
+            raise ConfigError(f"{item.name} must be {requested}, not {shown(value)}")

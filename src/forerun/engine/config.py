@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from forerun.core.config import COUNT, SHARE, check_seed, check_types, check_within
+from forerun.core.config import COUNT, SHARE, check_seed, check_types, check_within, option
 from forerun.core.errors import ConfigError
 from forerun.core.threads import AUTO, check_threads
 from forerun.engine.memory import parse_bytes
@@ -157,66 +157,48 @@ class EngineConfig:
     """How the engine runs a model. Every field is a keyword of ``LLM`` and a flag of the commands, but for ``trace``,
     which HTTP requests ask for; where a command has a ``--seed`` of its own, that is the requests'."""
 
-    model: str = field(
-        default="forerun:target",
-        metadata={
-            "help": "checkpoint folder, GGUF file, hf:OWNER/NAME[:QUANTIZATION], or a name that forerun ls gives"
-        },
+    model: str = option(
+        "forerun:target", "checkpoint folder, GGUF file, hf:OWNER/NAME[:QUANTIZATION], or a name that forerun ls gives"
     )
-    tokenizer: str | None = field(default=None, metadata={"help": "another checkpoint's tokenizer"})
-    dtype: str = field(default="auto", metadata={"help": "auto (the checkpoint's), float32, bfloat16 or float16"})
-    device: str | None = field(default=None, metadata={"help": "cpu or cuda; the GPU if there is one"})
-    invariant: bool | None = field(
-        default=None, metadata={"help": "bit-equal logits with and without speculation; on by default on CPU"}
+    tokenizer: str | None = option(None, "another checkpoint's tokenizer")
+    dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16 or float16")
+    device: str | None = option(None, "cpu or cuda; the GPU if there is one")
+    invariant: bool | None = option(None, "bit-equal logits with and without speculation; on by default on CPU")
+    model_path: str = option("auto", "code that runs the model: auto, native or hf")
+    weights: str = option("auto", "weight layout on CPU: auto, streamed, packed or plain")
+    quantization: str | None = option(None, QUANTIZATION_HELP)
+    tensor_parallel_size: int = option(1, "processes that share each of the target's layers (see docs/scale.md)")
+    lora: Sequence[str] | str | None = option(
+        None, "LoRA adapter to merge into the target: FOLDER or FOLDER=WEIGHT (repeatable)"
     )
-    model_path: str = field(default="auto", metadata={"help": "code that runs the model: auto, native or hf"})
-    weights: str = field(default="auto", metadata={"help": "weight layout on CPU: auto, streamed, packed or plain"})
-    quantization: str | None = field(default=None, metadata={"help": QUANTIZATION_HELP})
-    tensor_parallel_size: int = field(
-        default=1, metadata={"help": "processes that share each of the target's layers (see docs/scale.md)"}
+    max_model_len: int | None = option(None, "longest prompt plus output, in tokens")
+    max_num_seqs: int = option(8, "requests decoded together")
+    max_num_batched_tokens: int = option(2048, "rows of one forward")
+    page_size: int | None = option(None, "tokens per KV page; none: one slot per request")
+    num_pages: int | None = option(None, "pages of each KV cache; none: enough for all")
+    kv_cache_memory: str | int | None = option(
+        None, "bytes (or 2GiB) of all KV caches together; none: enough for all, if memory permits"
     )
-    lora: Sequence[str] | str | None = field(
-        default=None, metadata={"help": "LoRA adapter to merge into the target: FOLDER or FOLDER=WEIGHT (repeatable)"}
+    gpu_memory_utilization: float | None = option(
+        None, "share of a GPU's memory for weights and KV caches, above 0 and at most 1"
     )
-    max_model_len: int | None = field(default=None, metadata={"help": "longest prompt plus output, in tokens"})
-    max_num_seqs: int = field(default=8, metadata={"help": "requests decoded together"})
-    max_num_batched_tokens: int = field(default=2048, metadata={"help": "rows of one forward"})
-    page_size: int | None = field(default=None, metadata={"help": "tokens per KV page; none: one slot per request"})
-    num_pages: int | None = field(default=None, metadata={"help": "pages of each KV cache; none: enough for all"})
-    kv_cache_memory: str | int | None = field(
-        default=None,
-        metadata={"help": "bytes (or 2GiB) of all KV caches together; none: enough for all, if memory permits"},
+    prefix_caching: bool | None = option(
+        None, "reuse the KV cache of prompts that begin alike; on by default with page_size"
     )
-    gpu_memory_utilization: float | None = field(
-        default=None, metadata={"help": "share of a GPU's memory for weights and KV caches, above 0 and at most 1"}
+    max_prefill_tokens: int | None = option(
+        None, "prompt tokens read per round beside decoding requests; none: as many as double its time"
     )
-    prefix_caching: bool | None = field(
-        default=None, metadata={"help": "reuse the KV cache of prompts that begin alike; on by default with page_size"}
-    )
-    max_prefill_tokens: int | None = field(
-        default=None,
-        metadata={"help": "prompt tokens read per round beside decoding requests; none: as many as double its time"},
-    )
-    max_grammar_bytes: int = field(
-        default=65536, metadata={"help": "longest schema, regex, list of choices or grammar of a structured output"}
-    )
-    grammar_memory: str | int = field(
-        default="512MiB", metadata={"help": "bytes (or 512MiB) of grammars kept for further requests"}
-    )
-    reasoning_parser: str | None = field(
-        default=None,
-        metadata={
-            "help": f"the model thinks before it answers, and grammars begin behind the thoughts: {', '.join(PARSERS)}"
-        },
+    max_grammar_bytes: int = option(65536, "longest schema, regex, list of choices or grammar of a structured output")
+    grammar_memory: str | int = option("512MiB", "bytes (or 512MiB) of grammars kept for further requests")
+    reasoning_parser: str | None = option(
+        None, f"the model thinks before it answers, and grammars begin behind the thoughts: {', '.join(PARSERS)}"
     )
     threads: str | int = AUTO
     """Threads that the CPU kernels compute on; "auto": as many of torch's as there are cores, fewer while others need
     them."""
-    seed: int | None = field(default=None, metadata={"help": "seed of requests that name none"})
-    logprobs_mode: str = field(
-        default="raw_logprobs", metadata={"help": "raw_logprobs (the model's) or processed_logprobs (as sampled)"}
-    )
-    trace: bool = field(default=False, metadata={"help": "record every round of every request"})
+    seed: int | None = option(None, "seed of requests that name none")
+    logprobs_mode: str = option("raw_logprobs", "raw_logprobs (the model's) or processed_logprobs (as sampled)")
+    trace: bool = option(False, "record every round of every request")
 
     def __post_init__(self) -> None:
         check_within(self, {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -144,28 +144,21 @@ class Update:
     finish: Finish | None
 
 
-class ProgressBar:
-    """On standard error, an answer at a time, with the tokens per second so far. Entered, it is what ``on_update``
-    calls; it hands every update on to ``then``."""
+@contextmanager
+def progress_bar(answers: int, then: Callable[[Update], None] | None = None) -> Iterator[Callable[[Update], None]]:
+    """On standard error, an answer at a time, with the tokens per second so far. Gives an ``on_update``, which hands
+    every update on to ``then``."""
+    tokens = 0
+    with tqdm(total=answers, desc="Answers", unit="answer", dynamic_ncols=True, file=sys.stderr) as bar:
 
-    def __init__(self, answers: int, then: Callable[[Update], None] | None = None) -> None:
-        self._answers, self._then = answers, then
-        self._tokens = 0
+        def advance(update: Update) -> None:
+            nonlocal tokens
+            tokens += len(update.tokens)
+            seconds = bar.format_dict["elapsed"]
+            if seconds:
+                bar.set_postfix_str(f"{tokens / seconds:.0f} tokens/s", refresh=False)
+            bar.update(int(update.finish is not None))
+            if then is not None:
+                then(update)
 
-    def __enter__(self) -> ProgressBar:
-        self._bar = tqdm(total=self._answers, desc="Answers", unit="answer", dynamic_ncols=True, file=sys.stderr)
-        return self
-
-    def __call__(self, update: Update) -> None:
-        self._tokens += len(update.tokens)
-        seconds = self._bar.format_dict["elapsed"]
-        if seconds:
-            self._bar.set_postfix_str(f"{self._tokens / seconds:.0f} tokens/s", refresh=False)
-        self._bar.update(int(update.finish is not None))
-        if self._then is not None:
-            self._then(update)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.close()
+        yield advance

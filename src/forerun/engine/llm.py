@@ -20,7 +20,7 @@ from forerun.engine import auto, beams
 from forerun.engine.admission import token_ids
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
-from forerun.engine.jobs import Job, Logprob, ProgressBar, TokenLogprobs, Update, by_token
+from forerun.engine.jobs import Job, Logprob, TokenLogprobs, Update, by_token, progress_bar
 from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.tuned import load as load_tuned
 from forerun.models.chat import Message, conversations, render_chat
@@ -224,7 +224,7 @@ class LLM:
         batch = _batch(prompts)
         params = self._params(given, len(batch))
         if sys.stderr.isatty() if use_tqdm is None else use_tqdm:
-            with ProgressBar(sum(item.n for item in params), on_update) as bar:
+            with progress_bar(sum(item.n for item in params), on_update) as bar:
                 return self._run(batch, params, False, priority, speculate, bar)
         turns = _priorities(priority, len(batch))
         requests: list[list[Job]] = []

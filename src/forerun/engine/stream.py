@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from forerun.engine.jobs import Job, TokenLogprobs
@@ -32,6 +32,8 @@ class Delta:
     finish: Finish | None
     seconds: float
     text: str = ""
+    texts: list[str] = field(default_factory=list)
+    """Of each token, where there are log-probabilities or a ``round``; the last may be none of the answer's."""
 
 
 class ShownText:
@@ -44,12 +46,9 @@ class ShownText:
 
     def after(self, tokens: Sequence[int], finish: Finish | None) -> str:
         """What can be shown once ``tokens`` have come."""
-        if finish is None:
-            fresh = self.detokenizer.push(tokens)
-        else:
-            fresh = self.detokenizer.push(finish.spoken(tokens)) + self.detokenizer.finish()
-        if not self.params.stop:
-            return fresh
+        self.detokenizer.add(tokens if finish is None else finish.spoken(tokens))
+        if finish is not None:
+            self.detokenizer.finish()
         text = self.detokenizer.text
         end = len(text)
         if finish is None:
@@ -58,6 +57,18 @@ class ShownText:
             end = finish.cut
         start, self.shown = self.shown, max(self.shown, end)
         return text[start:end]
+
+    def read(self, delta: Delta) -> None:
+        """Give ``delta`` its text, and those of its tokens where it says more of them."""
+        tokens, finish = delta.token_ids, delta.finish
+        if not delta.logprobs and delta.round is None:
+            delta.text = self.after(tokens, finish)
+            return
+        spoken = tokens if finish is None else finish.spoken(tokens)
+        delta.texts = self.detokenizer.spell(spoken, last=finish is not None)
+        rest = self.detokenizer.finish() if finish is not None else ""  # of a character begun before
+        delta.text = self.after((), finish)
+        delta.texts += [rest + text for text in self.detokenizer.spell(tokens[len(spoken) :], last=True)]
 
 
 class Stream:
@@ -140,7 +151,7 @@ class Stream:
                 delta.token_ids = list(delta.token_ids)  # the engine's own list must not grow
                 latest[delta.index] = delta
         for delta in joined if self.texts else ():
-            delta.text = self.texts[delta.index].after(delta.token_ids, delta.finish)
+            self.texts[delta.index].read(delta)
         self._consumed += len(deltas)
         if self.paused and self.backlog <= self._owner.max_backlog // 2:
             self.paused = False

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forerun.core.config import COUNT, NOT_NEGATIVE, check_within
+from forerun.core.config import COUNT, NOT_NEGATIVE, check_within, option
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE
 from forerun.sampling.params import SamplingParams
@@ -61,22 +61,18 @@ class BenchConfig:
     """most tokens of an answer; categories 128, humaneval 256"""
     repeats: int = 3
     """how often everything is run; medians are reported; categories and humaneval 1"""
-    prompt_set: str = field(
-        default=HELD_OUT,
-        metadata={"help": f"prompts, drawn ({', '.join(SETS)}) or written ({', '.join(WRITTEN)}): see docs/bench.md"},
+    prompt_set: str = option(
+        HELD_OUT, f"prompts, drawn ({', '.join(SETS)}) or written ({', '.join(WRITTEN)}): see docs/bench.md"
     )
-    prompts_file: Path | None = field(
-        default=None,
-        metadata={
-            "help": "take prompts from this file, one per line; for categories lines of JSON, for humaneval its wheel"
-        },
+    prompts_file: Path | None = option(
+        None, "take prompts from this file, one per line; for categories lines of JSON, for humaneval its wheel"
     )
     execute: bool = False
     """run humaneval's tests on the answers, in child processes with limits: generated code is run only with this"""
     seed: int = 0
     """seed of prompts and sampling"""
-    random_shape: str | None = field(
-        default=None, metadata={"help": f"measure random weights of this shape instead of a model: {', '.join(SIZES)}"}
+    random_shape: str | None = option(
+        None, f"measure random weights of this shape instead of a model: {', '.join(SIZES)}"
     )
     random_draft_shape: str | None = None
     """add a draft model of this shape, with random weights"""

@@ -31,25 +31,18 @@ class Affinity:
     """Orders replicas for a request and remembers where requests went. Several of these, in front of the same replicas,
     agree on prompts that none of them has seen, because those go by a hash."""
 
-    def __init__(self, *, block: int = BLOCK, bound: float = BOUND, remembered: int = REMEMBERED) -> None:
-        self.block = block
-        self.bound = bound
+    def __init__(self, *, remembered: int = REMEMBERED) -> None:
         self.remembered = remembered
         self._seen: OrderedDict[bytes, Hashable] = OrderedDict()
         """By block or session: the replica that had it last."""
 
     def order(
-        self, load: Mapping[R, int], tokens: Sequence[int], session: str | None = None, refused: int = 0
+        self, load: Mapping[R, int], names: Sequence[bytes], session: str | None = None, refused: int = 0
     ) -> list[R]:
-        """The replicas of ``load``, requests in progress by replica, the best first. A request that was ``refused`` so
-        often, for a replica's weights, begins so far down, and the best ones come last."""
-        ranked = self.order_named(load, list(blocks(tokens, self.block)), session)
-        turn = refused % max(1, len(ranked))
-        return ranked[turn:] + ranked[:turn]
-
-    def order_named(self, load: Mapping[R, int], names: Sequence[bytes], session: str | None = None) -> list[R]:
-        """The replicas, the best first, for a prompt whose blocks have these ``names``."""
-        limit = math.ceil(self.bound * (sum(load.values()) + 1) / max(1, len(load)))
+        """The replicas of ``load``, requests in progress by replica, the best first, for a prompt whose blocks have
+        these ``names``. A request that was ``refused`` so often, for a replica's weights, begins so far down, and the
+        best ones come last."""
+        limit = math.ceil(BOUND * (sum(load.values()) + 1) / max(1, len(load)))
         known = self._matches(names)
         home = self._seen.get(_of_session(session)) if session is not None else None
         key = _of_session(session) if session is not None else next(iter(names), None)
@@ -62,14 +55,12 @@ class Affinity:
             spread = load[replica] if not fits or key is None else 0
             return not fits, replica != home, -matched, spread, drawn
 
-        return sorted(load, key=rank)
+        ranked = sorted(load, key=rank)
+        turn = refused % max(1, len(ranked))
+        return ranked[turn:] + ranked[:turn]
 
-    def note(self, replica: Hashable, tokens: Sequence[int], session: str | None = None) -> None:
-        """A request went to ``replica``."""
-        self.note_named(replica, list(blocks(tokens, self.block)), session)
-
-    def note_named(self, replica: Hashable, names: Sequence[bytes], session: str | None = None) -> None:
-        """The same for a prompt whose blocks have these ``names``."""
+    def note(self, replica: Hashable, names: Sequence[bytes], session: str | None = None) -> None:
+        """A request whose prompt's blocks have these ``names`` went to ``replica``."""
         for name in names if session is None else [*names, _of_session(session)]:
             self._seen[name] = replica
             self._seen.move_to_end(name)

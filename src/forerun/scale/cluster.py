@@ -25,7 +25,7 @@ from forerun.core.config import COUNT, check_within
 from forerun.core.errors import ConfigError, one_line
 from forerun.engine.answering import ClosedError
 from forerun.engine.metrics import Snapshot
-from forerun.scale.affinity import BLOCK, BOUND, Affinity
+from forerun.scale.affinity import BLOCK, Affinity, blocks
 from forerun.scale.messages import KEPT, Entry, Facts, Line, Message, Outbox, Request
 from forerun.scale.pool import LostError, ReplicaPool
 from forerun.scale.replica import Replica, alike
@@ -169,8 +169,8 @@ class EngineReplica:
 class AffineRouter(RequestRouter):
     """Ray Serve's router of requests to replicas: ``Affinity``'s order."""
 
-    def initialize_state(self, block: int = BLOCK, bound: float = BOUND, affine: bool = True) -> None:
-        self.affinity = Affinity(block=block, bound=bound)
+    def initialize_state(self, block: int = BLOCK, affine: bool = True) -> None:
+        self.block, self.affinity = block, Affinity()
         self.affine = affine
         self.ongoing: dict[Any, set[str]] = {}
 
@@ -189,7 +189,7 @@ class AffineRouter(RequestRouter):
             load = {name: len(self.ongoing.get(name, ())) for name in by_id}
             request = _request(pending_request)
             refused = 0 if request is None else request.misfits
-            order = self.affinity.order(load, *_of(pending_request), refused=refused)
+            order = self.affinity.order(load, *self._of(pending_request), refused=refused)
         else:
             order = random.sample(list(by_id), len(by_id))
         return [[by_id[name]] for name in order]
@@ -198,9 +198,15 @@ class AffineRouter(RequestRouter):
         if _request(pending_request) is None:
             return
         self.ongoing.setdefault(replica_id, set()).add(pending_request.metadata.internal_request_id)
-        tokens, session = _of(pending_request)
-        if self.affine and tokens:
-            self.affinity.note(replica_id, tokens, session)
+        if self.affine:
+            self.affinity.note(replica_id, *self._of(pending_request))
+
+    def _of(self, pending: PendingRequest | None) -> tuple[list[bytes], str | None]:
+        """The names of the blocks, and the session, of a request, if it is one of ours."""
+        request = _request(pending)
+        if request is None:
+            return [], None
+        return list(blocks([*request.prompt, *request.committed], self.block)), request.session
 
     def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
         self.ongoing.get(replica_id, set()).discard(internal_request_id)
@@ -213,12 +219,6 @@ def _first(pending: PendingRequest | None) -> Any:
 def _request(pending: PendingRequest | None) -> Request | None:
     first = _first(pending)
     return first if isinstance(first, Request) else None
-
-
-def _of(pending: PendingRequest | None) -> tuple[tuple[int, ...], str | None]:
-    """The tokens and the session of a request, if it is one of ours."""
-    request = _request(pending)
-    return ((), None) if request is None else ((*request.prompt, *request.committed), request.session)
 
 
 @dataclass
@@ -337,17 +337,12 @@ class Cluster:
             await asyncio.sleep(PERIOD)
 
     def together(self) -> Snapshot:
-        """How the replicas stand, together."""
-        reported = self.look()
+        """How the replicas stand that say so within ``UNTOLD`` seconds. Raises TimeoutError where none does."""
+        reported = [item for item in self._all("snapshot") if isinstance(item, Snapshot)]
+        if not reported:
+            raise TimeoutError("there is none")
         self.number = len(reported)
         return Snapshot.merged(reported)
-
-    def look(self) -> list[Snapshot]:
-        """How the replicas stand that say so within ``UNTOLD`` seconds. Raises TimeoutError where none does."""
-        result = [item for item in self._all("snapshot") if isinstance(item, Snapshot)]
-        if not result:
-            raise TimeoutError("there is none")
-        return result
 
     def _all(self, method: str) -> list[Any]:
         """What every replica says, or its exception."""

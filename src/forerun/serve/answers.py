@@ -1,5 +1,4 @@
-"""The shapes of answers, for the server's description of itself. Responses and their events are built from these; other
-answers are not: tests hold them against each other."""
+"""The shapes of answers: what they are built of, and what the server's description of itself is made from."""
 
 from __future__ import annotations
 

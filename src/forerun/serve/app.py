@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import PlainTextResponse, StreamingResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Send
 
@@ -166,22 +166,10 @@ class Server:
             raise
         return streams
 
-    def reply_options(
-        self, body: Generation, streams: Sequence[Stream], logprobs: bool, request_id: str
-    ) -> dict[str, Any]:
-        sequence = streams[0].jobs[0].sequence
-        own = self.engine.drafters.get(sequence.drafter or "", 0)
-        stream_options = body.stream_options
-        return {
-            "model": self.options.model_name,
-            "include_usage": stream_options is not None and stream_options.include_usage,
-            "continuous_usage": stream_options is not None and stream_options.continuous_usage_stats,
-            "logprobs": logprobs,
-            "trace": body.speculative is not None and body.speculative.trace,
-            "identical": self.engine.identity,
-            "request_id": request_id,
-            "num_spec_tokens": own if sequence.max_draft is None else min(own, sequence.max_draft),
-        }
+    def _about(self, body: Generation, request_id: str, *, logprobs: bool) -> dict[str, Any]:
+        """Every reply's options."""
+        model = self.options.model_name
+        return {"body": body, "engine": self.engine, "model": model, "logprobs": logprobs, "request_id": request_id}
 
     async def completion(self, body: CompletionRequest, request_id: str) -> Reply:
         self.check_model(body.model)
@@ -205,7 +193,7 @@ class Server:
         )
         echo = await self._echo(body, prompts) if body.echo else None
         streams = await self.submit(prompts, params, body, explicit)
-        options = self.reply_options(body, streams, body.logprobs is not None, request_id)
+        options = self._about(body, request_id, logprobs=body.logprobs is not None)
         return CompletionReply(streams, self.text, echo=echo, silent=body.max_tokens == 0, **options)
 
     async def _prompts(self, body: CompletionRequest) -> list[list[int]]:
@@ -262,7 +250,7 @@ class Server:
                 skip_special_tokens=params.skip_special_tokens and not special,
             )
         streams = await self.submit([ids], params, body, limit)
-        options = self.reply_options(body, streams, body.logprobs, request_id)
+        options = self._about(body, request_id, logprobs=body.logprobs)
         offered = ToolOptions.of(body, fenced=self.text.knows_tools, form=self.text.call_form) if tools else None
         return streams, {**options, "reading": self.text.reading(ids, offered)}
 
@@ -292,7 +280,7 @@ class EventStream(StreamingResponse):
             await send({"type": "http.response.body", "body": piece.encode(), "more_body": not last})
 
 
-async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]]) -> Response:
+async def unless_gone(request: Request, work: Coroutine[Any, Any, answers.Answer]) -> Response:
     """The result of ``work``, which is cancelled if the client hangs up."""
 
     async def gone() -> None:
@@ -303,7 +291,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, dict[str, Any]
     try:
         await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
         if working.done():
-            return JSONResponse(working.result())
+            return Response(working.result().model_dump_json(exclude_unset=True), media_type="application/json")
         return Response(status_code=499)  # nobody reads it
     finally:
         for task in (working, waiting):

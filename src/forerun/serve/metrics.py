@@ -231,14 +231,14 @@ def _facts(reply: Reply | None) -> dict[str, Any]:
     if reply is None:
         return {}
     usage, metrics = reply.usage(), reply.metrics()
-    drafts = metrics["speculative_decoding"]
+    drafts = metrics.speculative_decoding
     return {
         "finish": reply.outcome,
-        "prompt_tokens": usage["prompt_tokens"],
-        "completion_tokens": usage["completion_tokens"],
-        "tokens_per_second": metrics["tokens_per_second"],
-        "mean_acceptance_length": drafts["mean_acceptance_length"],
-        "draft_acceptance_rate": drafts["draft_acceptance_rate"],
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "tokens_per_second": metrics.tokens_per_second,
+        "mean_acceptance_length": drafts.mean_acceptance_length,
+        "draft_acceptance_rate": drafts.draft_acceptance_rate,
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from forerun.engine.jobs import TokenLogprobs, finite
 from forerun.engine.stop import ERROR, LENGTH, STOP, Finish
 from forerun.engine.stream import Delta
+from forerun.serve import answers
 from forerun.serve.reasoning import Reader, Reading
 from forerun.serve.stream import Choice, Reply
 from forerun.serve.text import Placed, by_name
@@ -27,6 +28,7 @@ class Echo:
 
 class CompletionReply(Reply):
     kind = chunk_kind = "text_completion"
+    whole_answer, chunk = answers.Completion, answers.CompletionChunk
     prefix = "cmpl"
 
     def __init__(
@@ -46,34 +48,30 @@ class CompletionReply(Reply):
             delta = Delta(delta.index, [], [], None, Finish(LENGTH), delta.seconds)
         return super()._read(index, delta)
 
-    def openings(self) -> list[dict[str, Any]]:
+    def openings(self) -> list[answers.CompletionChunkChoice]:
         if self.echo is None:
             return []
         return [self._body(choice, self._echo(choice).text, None) for choice in self.choices]
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
+    def whole(self, choice: Choice) -> answers.CompletionChunkChoice:
         prompt = self._echo(choice)
         return self._body(choice, prompt.text + choice.text, self._logprobs(choice, prompt))
 
-    def pieces(self, choice: Choice) -> list[dict[str, Any]]:
+    def pieces(self, choice: Choice) -> list[answers.CompletionChunkChoice]:
         return [self._body(choice, choice.text, self._logprobs(choice, Echo()))]
 
     @staticmethod
-    def _body(choice: Choice, text: str, logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        finish = choice.finish
-        return {
-            "index": choice.index,
-            "text": text,
-            "logprobs": logprobs,
-            "finish_reason": finish.reason if finish is not None else None,
-            "stop_reason": finish.stopped_by if finish is not None else None,
-        }
+    def _body(choice: Choice, text: str, logprobs: answers.CompletionLogprobs | None) -> answers.CompletionChunkChoice:
+        reason: Any = None if choice.finish is None else choice.finish.reason
+        return answers.CompletionChunkChoice(
+            index=choice.index, text=text, logprobs=logprobs, finish_reason=reason, stop_reason=choice.stopped_by
+        )
 
-    def _logprobs(self, choice: Choice, prompt: Echo) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, prompt: Echo) -> answers.CompletionLogprobs | None:
         """Of the prompt, whose first token has no probability, and the answer."""
         if not self.logprobs:
             return None
-        lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        lists = answers.CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         job = self.streams[choice.index // self.per_prompt].jobs[0]
         for token, item, offset in zip(job.sequence.tokens, job.prompt_logprobs or (), prompt.offsets):
             self._append(lists, token, item, offset)
@@ -81,16 +79,17 @@ class CompletionReply(Reply):
             self._append(lists, placed.item.token, placed.item, len(prompt.text) + placed.offset)
         return lists
 
-    def _append(self, lists: dict[str, list[Any]], token: int, item: TokenLogprobs | None, offset: int) -> None:
-        lists["tokens"].append(self.text.token_name(token))
-        lists["token_logprobs"].append(None if item is None else finite(item.logprob))
-        lists["top_logprobs"].append(None if item is None else by_name(item, self.text))
-        lists["text_offset"].append(offset)
+    def _append(self, lists: answers.CompletionLogprobs, token: int, item: TokenLogprobs | None, offset: int) -> None:
+        lists.tokens.append(self.text.token_name(token))
+        lists.token_logprobs.append(None if item is None else finite(item.logprob))
+        lists.top_logprobs.append(None if item is None else by_name(item, self.text))
+        lists.text_offset.append(offset)
 
 
 class ChatReply(Reply):
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
+    whole_answer, chunk = answers.Chat, answers.ChatChunk
     prefix = "chatcmpl"
 
     def __init__(self, *arguments: Any, reading: Reading | None = None, **options: Any) -> None:
@@ -99,48 +98,47 @@ class ChatReply(Reply):
         self.parsed = self.reading.reader() is not None
         self._readers: dict[int, Reader] = {}
 
-    def openings(self) -> list[dict[str, Any]]:
-        return [self._body(choice, {"delta": {"role": "assistant", "content": ""}}) for choice in self.choices]
+    def openings(self) -> list[answers.ChatChunkChoice]:
+        begun = answers.ChatDelta(role="assistant", content="")
+        return [answers.ChatChunkChoice(delta=begun, **self._about(choice)) for choice in self.choices]
 
-    def whole(self, choice: Choice) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+    def whole(self, choice: Choice) -> answers.ChatChoice:
+        message = answers.ChatMessage(role="assistant", content=choice.text, refusal=None)
         reader = self.reading.reader()
-        if reader is None:
-            return self._body(choice, {"message": message})
-        texts = [piece for piece in reader.push(choice.text, last=True) if piece.call is None]
-        thoughts = "".join(piece.text for piece in texts if piece.reasoning)
-        message["content"] = "".join(piece.text for piece in texts if not piece.reasoning)
-        if reader.calls or thoughts or self.reading.must:
-            message["content"] = message["content"] or None
-        if self.reading.reasoning is not None:
-            message["reasoning_content"] = thoughts or None
-        if reader.calls:
-            message["tool_calls"] = [_call(call) for call in reader.calls]
-        return self._body(choice, {"message": message}, reader)
+        if reader is not None:
+            texts = [piece for piece in reader.push(choice.text, last=True) if piece.call is None]
+            thoughts = "".join(piece.text for piece in texts if piece.reasoning)
+            message.content = "".join(piece.text for piece in texts if not piece.reasoning)
+            if reader.calls or thoughts or self.reading.must:
+                message.content = message.content or None
+            if self.reading.reasoning is not None:
+                message.reasoning_content = thoughts or None
+            if reader.calls:
+                message.tool_calls = [_call(call) for call in reader.calls]
+        return answers.ChatChoice(message=message, **self._about(choice, reader))
 
-    def pieces(self, choice: Choice) -> list[dict[str, Any]]:
+    def pieces(self, choice: Choice) -> list[answers.ChatChunkChoice]:
         if choice.index not in self._readers and self.parsed:
             self._readers[choice.index] = self.reading.reader()  # type: ignore[assignment]
         reader = self._readers.get(choice.index)
         if reader is None:
-            return [self._body(choice, {"delta": {"content": choice.text}})]
+            return [answers.ChatChunkChoice(delta=answers.ChatDelta(content=choice.text), **self._about(choice))]
         last = choice.finish is not None
         deltas = [_delta(piece) for piece in reader.push(choice.text, last=last)]
         if not deltas and (last or choice.trace or choice.logprobs):
-            deltas = [{}]
+            deltas = [answers.ChatDelta()]
         alone = replace(choice, finish=None, logprobs=[])
-        bodies = [self._body(alone, {"delta": delta}) for delta in deltas[:-1]]
-        return bodies + [self._body(choice, {"delta": delta}, reader) for delta in deltas[-1:]]
+        bodies = [answers.ChatChunkChoice(delta=delta, **self._about(alone)) for delta in deltas[:-1]]
+        return bodies + [answers.ChatChunkChoice(delta=each, **self._about(choice, reader)) for each in deltas[-1:]]
 
-    def _body(self, choice: Choice, content: dict[str, Any], reader: Reader | None = None) -> dict[str, Any]:
-        finish = choice.finish
+    def _about(self, choice: Choice, reader: Reader | None = None) -> dict[str, Any]:
+        logprobs = None
+        if self.logprobs:
+            logprobs = answers.ChatLogprobs(content=[self._token(item) for item in choice.logprobs])
+        reason = self._reason(choice.finish, reader)
         return {
-            "index": choice.index,
-            **content,
-            "logprobs": {"content": [self._token(item) for item in choice.logprobs]} if self.logprobs else None,
-            "finish_reason": self._reason(finish, reader),
-            "stop_reason": finish.stopped_by if finish is not None else None,
-        }
+            "index": choice.index, "logprobs": logprobs, "finish_reason": reason, "stop_reason": choice.stopped_by
+        }  # fmt: skip
 
     @staticmethod
     def _reason(finish: Finish | None, reader: Reader | None) -> str | None:
@@ -149,25 +147,28 @@ class ChatReply(Reply):
         called = reader is not None and reader.calls and all(call.complete for call in reader.calls)
         return TOOL_CALLS if finish.reason == STOP and called else finish.reason
 
-    def _token(self, placed: Placed) -> dict[str, Any]:
+    def _token(self, placed: Placed) -> answers.ListedToken:
         item = placed.item
-        top = [self._entry(token, value) for token, value in item.top.items()]
-        return {**self._entry(item.token, item.logprob), "top_logprobs": top}
+        top = [answers.TokenLogprob(**self._entry(token, value)) for token, value in item.top.items()]
+        return answers.ListedToken(**self._entry(item.token, item.logprob), top_logprobs=top)
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:
         text, encoded = self.text.token_text(token)
         return {"token": text, "logprob": finite(value), "bytes": encoded}
 
 
-def _call(call: ParsedCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+def _call(call: ParsedCall) -> answers.ToolCall:
+    function = answers.CalledFunction(name=call.name, arguments=call.arguments)
+    return answers.ToolCall(id=call.id, type="function", function=function)
 
 
-def _delta(piece: Piece) -> dict[str, Any]:
-    if piece.call is None:
-        return {"reasoning_content" if piece.reasoning else "content": piece.text}
-    function = {"arguments": piece.text}
-    if not piece.begins:
-        return {"tool_calls": [{"index": piece.call.index, "function": function}]}
-    begun = {"id": piece.call.id, "type": "function", "function": {"name": piece.call.name, **function}}
-    return {"tool_calls": [{"index": piece.call.index, **begun}]}
+def _delta(piece: Piece) -> answers.ChatDelta:
+    call = piece.call
+    if call is None:
+        text = piece.text
+        return answers.ChatDelta(reasoning_content=text) if piece.reasoning else answers.ChatDelta(content=text)
+    function = answers.FunctionDelta(arguments=piece.text)
+    delta = answers.ToolCallDelta(index=call.index, function=function)
+    if piece.begins:
+        function.name, delta.id, delta.type = call.name, call.id, "function"
+    return answers.ChatDelta(tool_calls=[delta])

@@ -314,9 +314,9 @@ class ResponseReply(ChatReply):
 
     # ------------------------------------------------------------------------------------------------ whole or streamed
 
-    def _collected(self) -> dict[str, Any]:
+    def _collected(self) -> answers.Response:
         self._emit(self.choices[0])
-        return self._done().model_dump(mode="json", exclude_unset=True)
+        return self._done()
 
     def _begun(self) -> list[str]:
         return [self._state("created") + self._state("in_progress")]
@@ -353,19 +353,19 @@ class ResponseReply(ChatReply):
         part.text += piece.text
         about: dict[str, Any] = {"delta": piece.text}
         if isinstance(part, answers.OutputText):
-            about["logprobs"] = [answers.ListedToken(**self._token(item)) for item in choice.logprobs]
+            about["logprobs"] = [self._token(item) for item in choice.logprobs]
             part.logprobs += about["logprobs"]
         return [*events, self._in_item(f"{part.type}.delta", content_index=0, **about)]
 
     def _more_of_call(self, piece: Piece, call: ParsedCall) -> list[str]:
         events: list[str] = []
         if piece.begins:
-            self._call = call
             item = answers.FunctionCall(
                 id=_new("fc"), type="function_call", call_id=call.id, name=call.name, arguments="",
                 status="in_progress",
             )  # fmt: skip
-            events = self._open(item)
+            events = self._open(item)  # which ends the call before
+            self._call = call
         self.output[-1].arguments += piece.text  # type: ignore[union-attr]
         if piece.text:
             events.append(self._in_item("function_call_arguments.delta", delta=piece.text))
@@ -441,7 +441,7 @@ class ResponseReply(ChatReply):
         asked, ended = self.asked, status != "in_progress"
         after: dict[str, Any] = {}
         if ended:
-            after["metrics"] = answers.Metrics(**self.metrics())
+            after["metrics"] = self.metrics()
         if ended and self.traced:
             after["trace"] = self.choices[0].trace
         choice = asked.tool_choice
@@ -474,11 +474,13 @@ class ResponseReply(ChatReply):
     def _usage(self) -> answers.ResponseUsage:
         counts = self.usage()
         return answers.ResponseUsage(
-            input_tokens=counts["prompt_tokens"],
-            input_tokens_details=answers.InputDetails(**counts["prompt_tokens_details"], cache_write_tokens=0),
-            output_tokens=counts["completion_tokens"],
+            input_tokens=counts.prompt_tokens,
+            input_tokens_details=answers.InputDetails(
+                cached_tokens=counts.prompt_tokens_details.cached_tokens, cache_write_tokens=0
+            ),
+            output_tokens=counts.completion_tokens,
             output_tokens_details=answers.OutputDetails(reasoning_tokens=0),
-            total_tokens=counts["total_tokens"],
+            total_tokens=counts.total_tokens,
         )
 
 

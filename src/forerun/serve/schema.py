@@ -425,20 +425,14 @@ class Generation(Sampled):
 
     def structured(self) -> StructuredOutputsParams | None:
         """The request's grammar. Raises ConfigError if several are asked for."""
-        given: dict[str, Any] = {}
-        if self.response_format is not None and self.response_format.type == "json_object":
-            given["json_object"] = True
-        if self.response_format is not None and self.response_format.json_schema is not None:
-            given["json"] = self.response_format.json_schema.schema_
-        sources = [given] if given else []
+        sources: list[dict[str, Any]] = []
+        form = self.response_format
+        if form is not None and form.type != "text":
+            sources.append({"json_object": True} if form.json_schema is None else {"json": form.json_schema.schema_})
         if self.structured_outputs is not None:
             sources.append(self.structured_outputs.model_dump(by_alias=True, exclude_none=True))
-        guided = {
-            "json": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice,
-            "grammar": self.guided_grammar,
-        }  # fmt: skip
-        guided = {key: value for key, value in guided.items() if value is not None}
-        if guided:
+        guided = {kind: getattr(self, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
+        if guided := {kind: value for kind, value in guided.items() if value is not None}:
             sources.append(guided)
         if len(sources) > 1:
             raise ConfigError("response_format, structured_outputs and guided_* exclude each other: give one of them")

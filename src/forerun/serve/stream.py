@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from json.encoder import encode_basestring as quote
 from typing import Any
 
 from forerun.core.errors import ForerunError
+from forerun.engine.answering import Answering
 from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.stop import ABORT, ERROR, Finish
 from forerun.engine.stream import Delta, Stream
+from forerun.serve import answers
 from forerun.serve.errors import ApiError, as_api_error
-from forerun.serve.text import Placed, Spelled, TextService
+from forerun.serve.schema import Generation
+from forerun.serve.text import Listing, Placed, TextService
 from forerun.speculate.accept.base import NO_TOKEN
 
 MARK = "\0"
@@ -34,41 +36,37 @@ class Choice:
     logprobs: list[Placed] = field(default_factory=list)
     finish: Finish | None = None
     num_tokens: int = 0
-    trace: list[dict[str, Any]] = field(default_factory=list)
+    trace: list[answers.TraceRound] = field(default_factory=list)
+
+    @property
+    def stopped_by(self) -> str | int | None:
+        return None if self.finish is None else self.finish.stopped_by
 
 
 async def merge(streams: Sequence[Stream]) -> AsyncGenerator[list[tuple[int, Delta]]]:
     """Deltas of several requests, with the request's place, as they come: each time all that are there. Whoever leaves
     early ends them all."""
-    queue: asyncio.Queue[list[tuple[int, Delta]] | Exception] = asyncio.Queue(maxsize=1)
-
-    async def forward(index: int, stream: Stream) -> None:
-        try:
-            while deltas := await stream.read():
-                await queue.put([(index, delta) for delta in deltas])
-        except ForerunError as error:
-            await queue.put(error)
-        await queue.put([])
-
-    tasks: list[asyncio.Task[None]] = []
+    reading: dict[asyncio.Task[list[Delta]], int] = {}
     try:
         if len(streams) == 1:
             while deltas := await streams[0].read():
                 yield [(0, delta) for delta in deltas]
             return
-        tasks = [asyncio.create_task(forward(index, stream)) for index, stream in enumerate(streams)]
-        running = len(tasks)
-        while running:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item:
-                yield item
-            else:
-                running -= 1
+        reading = {asyncio.create_task(stream.read()): index for index, stream in enumerate(streams)}
+        while reading:
+            ready, _ = await asyncio.wait(reading, return_when=asyncio.FIRST_COMPLETED)
+            batch: list[tuple[int, Delta]] = []
+            for task in ready:
+                deltas, index = task.result(), reading.pop(task)
+                if deltas:
+                    batch += [(index, delta) for delta in deltas]
+                    reading[asyncio.create_task(streams[index].read())] = index
+            if batch:
+                yield batch
     finally:
-        for task in tasks:
-            task.cancel()
+        for task in reading:
+            if not task.cancel():
+                task.exception()  # so that asyncio does not report it
         for stream in streams:
             stream.abort()
 
@@ -78,6 +76,8 @@ class Reply(ABC):
 
     kind: str
     chunk_kind: str
+    whole_answer: Callable[..., answers.Whole]
+    chunk: Callable[..., answers.Chunk]
     prefix: str
     parsed = False
     """Whether the text is read before it is shown."""
@@ -87,42 +87,41 @@ class Reply(ABC):
         streams: Sequence[Stream],
         text: TextService,
         *,
+        body: Generation,
+        engine: Answering,
         model: str,
-        include_usage: bool = False,
-        continuous_usage: bool = False,
-        logprobs: bool = False,
-        trace: bool = False,
-        identical: bool = False,
-        num_spec_tokens: int = 0,
+        logprobs: bool,
         request_id: str,
     ) -> None:
         self.streams = streams
         self.text = text
-        self.include_usage = include_usage
-        self.continuous_usage = continuous_usage
         self.logprobs = logprobs
-        self.traced = trace
-        self.identical = identical
-        self.num_spec_tokens = num_spec_tokens
-        self.method = streams[0].jobs[0].sequence.drafter
+        options, sequence = body.stream_options, streams[0].jobs[0].sequence
+        self.include_usage = options is not None and options.include_usage
+        self.continuous_usage = options is not None and options.continuous_usage_stats
+        self.traced = body.speculative is not None and body.speculative.trace
+        self.identical = engine.identity
+        self.method = sequence.drafter
+        most = engine.drafters.get(sequence.drafter or "", 0)
+        self.num_spec_tokens = most if sequence.max_draft is None else min(most, sequence.max_draft)
         self.head: dict[str, Any] = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
         self.per_prompt = len(streams[0].jobs)
         self.choices = [Choice(index) for index in range(self.per_prompt * len(streams))]
         self.reasons: dict[int, str] = {}
         """Why answers ended, as they say it; by index."""
         self.failed = False
-        self._spelled: dict[int, Spelled] = {}
+        self._listings = [Listing() for _ in self.choices]
         self._frames: dict[int, tuple[str, str]] = {}
 
     @abstractmethod
-    def whole(self, choice: Choice) -> dict[str, Any]:
+    def whole(self, choice: Choice) -> Any:
         """A finished answer."""
 
     @abstractmethod
-    def pieces(self, choice: Choice) -> list[dict[str, Any]]:
+    def pieces(self, choice: Choice) -> list[Any]:
         """What is new of an answer, as one event each; none if nothing can be told yet."""
 
-    def openings(self) -> list[dict[str, Any]]:
+    def openings(self) -> list[Any]:
         """Choices to stream before the first token."""
         return []
 
@@ -134,35 +133,31 @@ class Reply(ABC):
         choice = self.choices[index * self.per_prompt + delta.index]
         choice.text += delta.text
         new = Choice(choice.index, delta.text, [], delta.finish, len(delta.token_ids))
-        if self.logprobs or self.traced:
-            spelled = self._spelled.get(choice.index)
-            if spelled is None:
-                sequence = self.streams[index].jobs[delta.index].sequence
-                spelled = self._spelled[choice.index] = Spelled(self.text.tokenizer, sequence)
-            texts = spelled.add(delta)
-            if self.logprobs:
-                new.logprobs = spelled.listed(len(choice.text), delta.finish)
-            if self.traced and delta.round is not None:
-                new.trace = [self._trace(delta.round, texts)]
+        if self.logprobs:
+            listing = self._listings[choice.index]
+            listing.add(delta)
+            new.logprobs = listing.listed(len(choice.text), delta.finish)
+        if self.traced and delta.round is not None:
+            new.trace = [self._trace(delta.round, delta.texts)]
         choice.logprobs.extend(new.logprobs)
         choice.num_tokens += new.num_tokens
         choice.finish = delta.finish
         choice.trace.extend(new.trace)
         return new
 
-    def _trace(self, round_: RoundTrace, texts: Sequence[str]) -> dict[str, Any]:
+    def _trace(self, round_: RoundTrace, texts: Sequence[str]) -> answers.TraceRound:
         """A round in text: every emitted token with its origin, and the drafted tokens that were not kept. All emitted
         tokens begin with the answer's text; behind it is what a stop cut off."""
-        return {
-            "tokens": [[text, origin] for text, origin in zip(texts, round_.origins)],
-            "token_ids": round_.tokens,
-            "rejected": [self.text.token_text(token)[0] for token in round_.rejected],
-            "rejected_ids": round_.rejected,
-            "drafted": round_.drafted,
-            "method": round_.method,
-        }
+        return answers.TraceRound(
+            tokens=list(zip(texts, round_.origins)),  # type: ignore[arg-type]
+            token_ids=list(round_.tokens),
+            rejected=[self.text.token_text(token)[0] for token in round_.rejected],
+            rejected_ids=list(round_.rejected),
+            drafted=round_.drafted,
+            method=round_.method,
+        )
 
-    async def collect(self) -> dict[str, Any]:
+    async def collect(self) -> answers.Answer:
         """The whole answer. Raises ApiError or ForerunError if it failed."""
         async with aclosing(merge(self.streams)) as batches:
             async for batch in batches:
@@ -170,15 +165,16 @@ class Reply(ABC):
                     self._read(index, delta)
         return self._collected()
 
-    def _collected(self) -> dict[str, Any]:
+    def _collected(self) -> answers.Answer:
         choices = []
         for choice in self.choices:
             body = self.whole(choice)
-            self.reasons[choice.index] = body["finish_reason"]
+            self.reasons[choice.index] = body.finish_reason
             if self.traced:
-                body["trace"] = choice.trace
+                body.trace = choice.trace
             choices.append(body)
-        return {**self.head, "object": self.kind, "choices": choices, "usage": self.usage(), "metrics": self.metrics()}
+        usage, metrics = self.usage(), self.metrics()
+        return self.whole_answer(**self.head, object=self.kind, choices=choices, usage=usage, metrics=metrics)
 
     async def events(self) -> AsyncIterator[tuple[str, bool]]:
         """The answer as server-sent events, all that are there at once, and whether they are the last; a failure is an
@@ -218,7 +214,7 @@ class Reply(ABC):
 
     def _broken(self, error: ApiError) -> str:
         """The last events of one that failed."""
-        return _data(error.body) + DONE
+        return _data(answers.Error.model_validate(error.body)) + DONE
 
     def _tell(self, batch: Sequence[tuple[int, Delta]]) -> tuple[str, ApiError | None]:
         """Events for deltas, up to one that failed. What is nothing but text shares an event."""
@@ -245,9 +241,9 @@ class Reply(ABC):
         """The events of what is new of an answer."""
         bodies = self.pieces(new)
         if new.finish is not None:
-            self.reasons[new.index] = bodies[-1]["finish_reason"]
+            self.reasons[new.index] = bodies[-1].finish_reason
         if new.trace:
-            bodies[-1]["trace"] = new.trace
+            bodies[-1].trace = new.trace
         return [self._event([body]) for body in bodies]
 
     def _more_text(self, index: int, text: str) -> str:
@@ -261,10 +257,10 @@ class Reply(ABC):
             frame = self._frames[index] = (before, after)
         return frame[0] + quote(text) + frame[1]
 
-    def _event(self, choices: list[dict[str, Any]], **rest: Any) -> str:
+    def _event(self, choices: list[Any], **rest: Any) -> str:
         if self.continuous_usage:
             rest.setdefault("usage", self.usage())
-        return _data({**self.head, "object": self.chunk_kind, "choices": choices, **rest})
+        return _data(self.chunk(**self.head, object=self.chunk_kind, choices=choices, **rest))
 
     @property
     def outcome(self) -> str:
@@ -273,43 +269,44 @@ class Reply(ABC):
             return ERROR
         return ",".join(dict.fromkeys(self.reasons.get(choice.index, ABORT) for choice in self.choices))
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> answers.Usage:
         """Token counts: prompts once each, and every emitted token, the one that ended the answer included."""
         prompt = sum(stream.num_prompt_tokens for stream in self.streams)
         completion = sum(choice.num_tokens for choice in self.choices)
         cached = sum(stream.jobs[0].metrics.num_cached_tokens for stream in self.streams)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": completion,
-            "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": cached},
-        }
+        return answers.Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=answers.PromptDetails(cached_tokens=cached),
+        )
 
-    def metrics(self) -> dict[str, Any]:
+    def metrics(self) -> answers.Metrics:
         jobs = [job for stream in self.streams for job in stream.jobs]
         metrics = RequestMetrics.merged([job.metrics for job in jobs])
-        return {
-            "tokens_per_second": metrics.tokens_per_second,
-            "time_to_first_token": metrics.time_to_first_token,
-            "rounds": metrics.rounds,
-            "tokens_per_round": metrics.tokens_per_round,
-            "speculative_decoding": {
-                "mean_acceptance_length": metrics.mean_acceptance_length,
-                "draft_acceptance_rate": metrics.draft_acceptance_rate,
-                "acceptance_histogram": metrics.acceptance_histogram,
-                "num_spec_steps": metrics.num_drafts,
-                "num_accepted_draft_tokens": metrics.num_accepted_draft_tokens,
-                "num_draft_tokens": metrics.num_draft_tokens,
-                "num_spec_tokens": self.num_spec_tokens,
-                "per_step_accepted": metrics.accepted_per_step,
-                "per_step_drafted": metrics.drafted_per_step,
-                "alpha": metrics.alpha,
-                "method": self.method,
-                "identical_to_plain_decoding": self.identical,
-                "draft_error": metrics.draft_error,
-            },
-        }
+        speculative = answers.SpeculativeMetrics(
+            mean_acceptance_length=metrics.mean_acceptance_length,
+            draft_acceptance_rate=metrics.draft_acceptance_rate,
+            acceptance_histogram=metrics.acceptance_histogram,
+            num_spec_steps=metrics.num_drafts,
+            num_accepted_draft_tokens=metrics.num_accepted_draft_tokens,
+            num_draft_tokens=metrics.num_draft_tokens,
+            num_spec_tokens=self.num_spec_tokens,
+            per_step_accepted=metrics.accepted_per_step,
+            per_step_drafted=metrics.drafted_per_step,
+            alpha=metrics.alpha,
+            method=self.method,
+            identical_to_plain_decoding=self.identical,
+            draft_error=metrics.draft_error,
+        )
+        return answers.Metrics(
+            tokens_per_second=metrics.tokens_per_second,
+            time_to_first_token=metrics.time_to_first_token,
+            rounds=metrics.rounds,
+            tokens_per_round=metrics.tokens_per_round,
+            speculative_decoding=speculative,
+        )
 
 
-def _data(body: dict[str, Any]) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
+def _data(body: answers.Answer) -> str:
+    return f"data: {body.model_dump_json(exclude_unset=True)}\n\n"

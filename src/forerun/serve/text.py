@@ -14,7 +14,6 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from forerun.core.errors import ContextLengthError, RequestError
-from forerun.core.request import RequestState
 from forerun.engine.jobs import TokenLogprobs, finite
 from forerun.engine.stop import Finish
 from forerun.engine.stream import Delta
@@ -228,24 +227,24 @@ class Placed:
     item: TokenLogprobs
 
 
-class Spelled:
-    """One answer's text, token by token.
+class Listing:
+    """The tokens of one answer, with their places.
 
     A token is listed when its text is shown: not while it may be part of a stop string. Where a stop string cuts the
     text, the list keeps the tokens whose text begins before the cut, so the last may reach beyond it. The parts of a
     character are all placed where it begins.
     """
 
-    def __init__(self, tokenizer: Any, sequence: RequestState) -> None:
-        self._detokenizer = Detokenizer.of(tokenizer, sequence)
+    def __init__(self) -> None:
+        self._end = 0
+        """Characters of all tokens so far."""
         self._waiting: list[Placed] = []
 
-    def add(self, delta: Delta) -> list[str]:
-        """The texts of a delta's tokens, whose log-probabilities wait to be listed."""
-        start = len(self._detokenizer.text)
-        texts = self._detokenizer.spell(delta.token_ids, last=delta.finish is not None)
-        self._waiting += map(Placed, accumulate(map(len, texts), initial=start), delta.logprobs)
-        return texts
+    def add(self, delta: Delta) -> None:
+        """A delta's tokens wait to be listed."""
+        offsets = list(accumulate(map(len, delta.texts), initial=self._end))
+        self._waiting += map(Placed, offsets, delta.logprobs)
+        self._end = offsets[-1]
 
     def listed(self, shown: int, finish: Finish | None) -> list[Placed]:
         """Those to be listed once ``shown`` characters of the answer can be seen, or it has ended."""

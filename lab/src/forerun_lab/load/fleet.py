@@ -62,12 +62,12 @@ class Served:
 
 def affine(page: int) -> Choose:
     """``serve --replicas``' own router."""
-    router = Affinity(block=page)
+    router = Affinity()
 
     def choose(load: Mapping[int, int], number: int, arrival: Arrival) -> int:
         names = _names(number, arrival, page)
-        best = router.order_named(load, names)[0]
-        router.note_named(best, names)
+        best = router.order(load, names)[0]
+        router.note(best, names)
         return best
 
     return choose

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
+from forerun.core.config import option
 from forerun.core.errors import ConfigError
 from forerun_lab.load.arrivals import KEYS, Load, SyntheticLoad, read_trace
 
@@ -17,27 +18,19 @@ MOST = 10_000
 class LoadOptions:
     """Each is a flag of ``forerun plan``."""
 
-    load: Path | None = field(
-        default=None, metadata={"help": f"trace file, on each line JSON with {', '.join(KEYS[:3])} (docs/plan.md)"}
-    )
-    rate: float | None = field(
-        default=None, metadata={"help": "random requests a second, of --prompt-tokens and --max-tokens; no trace"}
-    )
-    spread: float = field(default=0.5, metadata={"help": "of the lengths of --rate: standard deviation over mean"})
-    shared_prefix: float = field(default=0.0, metadata={"help": "share of their prompts' tokens that others have, too"})
-    prefixes: int = field(default=16, metadata={"help": "how many beginnings they share"})
-    replicas: int | None = field(default=None, metadata={"help": "predict this many; none: find how many it takes"})
-    router: str = field(default="affine", metadata={"help": "where requests go: affine (as serve does) or random"})
-    ttft_p95: float | None = field(default=None, metadata={"help": "most seconds to the first token, for 95 %"})
-    tpot_p95: float | None = field(default=None, metadata={"help": "most seconds for each further token, for 95 %"})
-    latency_p95: float | None = field(default=None, metadata={"help": "most seconds to the last token, for 95 %"})
-    costs: Path | None = field(
-        default=None, metadata={"help": "costs of an earlier plan (its --json), so that nothing is measured"}
-    )
-    outside: float | None = field(default=None, metadata={"help": "seconds that a request spends outside the engine"})
-    telling: float | None = field(
-        default=None, metadata={"help": "seconds that each request with new tokens adds to a round"}
-    )
+    load: Path | None = option(None, f"trace file, on each line JSON with {', '.join(KEYS[:3])} (docs/plan.md)")
+    rate: float | None = option(None, "random requests a second, of --prompt-tokens and --max-tokens; no trace")
+    spread: float = option(0.5, "of the lengths of --rate: standard deviation over mean")
+    shared_prefix: float = option(0.0, "share of their prompts' tokens that others have, too")
+    prefixes: int = option(16, "how many beginnings they share")
+    replicas: int | None = option(None, "predict this many; none: find how many it takes")
+    router: str = option("affine", "where requests go: affine (as serve does) or random")
+    ttft_p95: float | None = option(None, "most seconds to the first token, for 95 %")
+    tpot_p95: float | None = option(None, "most seconds for each further token, for 95 %")
+    latency_p95: float | None = option(None, "most seconds to the last token, for 95 %")
+    costs: Path | None = option(None, "costs of an earlier plan (its --json), so that nothing is measured")
+    outside: float | None = option(None, "seconds that a request spends outside the engine")
+    telling: float | None = option(None, "seconds that each request with new tokens adds to a round")
 
     def __post_init__(self) -> None:
         if self.load is not None and self.rate is not None:
