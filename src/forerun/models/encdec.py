@@ -11,45 +11,32 @@ import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from forerun.attention.base import Attention, Query
-from forerun.attention.kernel import can_attend
 from forerun.cache.pool import KVShape
 from forerun.cache.sources import Source
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ConfigError, ModelError, shown
 from forerun.core.inference import inference
 from forerun.core.loading import watch
-from forerun.models import activations, checkpoint, quantize, tiling
+from forerun.models import checkpoint, quantize, tiling
 from forerun.models.architectures import seq2seq
 from forerun.models.architectures.seq2seq import ACTIVATIONS, SPARE, LayerStack, Seq2Seq
 from forerun.models.base import EncoderInfo, ModelInfo, Tiles
 from forerun.models.formats.base import Linear, Rows, size
-from forerun.models.kernel_layers import KernelNorm
 from forerun.models.linear import choose, describe
 from forerun.models.modules import read_module
-from forerun.models.parts import Gate, LayerNorm, RMSNorm
-from forerun.models.weights import Maker, Weights
+from forerun.models.parts import make_gate, make_norm
+from forerun.models.weights import Maker
 from forerun.models.words import Words
 
 TOGETHER = 4096
 """Tokens that the encoder reads in one go, or one source's."""
-STEADY = {
-    "relu": torch.relu, "gelu": activations.gelu, "gelu_tanh": activations.gelu_tanh, "silu": activations.silu,
-}  # fmt: skip
-"""Activations that round alike wherever a number lies."""
-
-
-class Tied(Weights, Protocol):
-    """Weights that may have several names."""
-
-    def same(self, one: str, other: str) -> bool:
-        """Whether two names are one tensor's."""
 
 
 @dataclass(slots=True)
@@ -92,9 +79,9 @@ class Side:
 
 
 class EncoderDecoder:
-    """A described encoder-decoder behind the engine's protocol; ``logits_bias`` is added to all logits.
-    ``start`` is what a decoder begins with where a request says nothing. ``invariant`` None: if it can be had; True
-    raises ConfigError if it cannot."""
+    """A described encoder-decoder behind the engine's protocol, of a ``module`` of transformers'. ``start`` is what a
+    decoder begins with where a request says nothing. ``invariant`` None: if it can be had; True raises ConfigError if
+    it cannot."""
 
     tiles: Tiles | None = None
     row_multiple = 1
@@ -102,26 +89,25 @@ class EncoderDecoder:
 
     def __init__(
         self,
+        module: PreTrainedModel,
         spec: Seq2Seq,
-        tensors: Tied,
-        logits_bias: torch.Tensor | None,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
         name: str,
         eos_ids: frozenset[int],
         start: tuple[int, ...],
         invariant: bool | None,
-        weights: str = "auto",
-        quantization: str | None = None,
+        weights: str,
+        quantization: str | None,
     ) -> None:
-        self.spec, self.dtype, self.device = spec, dtype, device
+        self.spec, self.dtype, self.device = spec, module.dtype, module.device
         how = choose(self.dtype, self.device, weights)
         form = None
         if quantization is not None:
             form = quantize.check(quantization, self.device, self.dtype, invariant=bool(invariant))
-        self._logits_bias = None if logits_bias is None else logits_bias.float()
-        embedding = spec.decoder.embedding
+        bias: Any = getattr(module, "final_logits_bias", None)
+        self._logits_bias = bias.float() if isinstance(bias, torch.Tensor) and bool(bias.any()) else None
+        """Added to all logits."""
+        tensors, embedding = ModuleWeights(module), spec.decoder.embedding
         tied = tensors.same("lm_head.weight", f"{embedding}.weight")
         same = tensors.same(f"{spec.encoder.embedding}.weight", f"{embedding}.weight")
         with torch.inference_mode(), watch.get()(name, tensors.nbytes) as advance:
@@ -131,8 +117,8 @@ class EncoderDecoder:
             self._decoder = builder.side(spec.decoder, self._head if tied else None)
             self._encoder = builder.side(spec.encoder, None, self._decoder.words if same else None)
         gated = len(spec.decoder.mlp.weights) == 2
-        activation = STEADY[ACTIVATIONS[spec.activation]]
-        self._activation = Gate(activation) if gated else activation
+        activation = ACTIVATIONS[spec.activation]
+        self._activation = make_gate(activation, self.dtype, kernels=False, invariant=True, gated=gated)
         self.info = self._describe(name, eos_ids, start, quantization)
         self.invariant = invariant is not False and self._exact()
         if invariant and not self.invariant:
@@ -143,14 +129,8 @@ class EncoderDecoder:
 
     def _exact(self) -> bool:
         """Whether kernels of ours compute all that has an order of additions, and torch rounds alike at every place."""
-        shapes = self.info.kv_shapes
         norms = [*self._encoder.norms(), *self._decoder.norms()]
-        return (
-            can_attend(self.dtype, self.device, shapes)
-            and all(linear.exact for linear in self.linears())
-            and all(isinstance(norm, KernelNorm) for norm in norms)
-            and tiling.steady()
-        )
+        return tiling.ordered(self.info, self.linears(), norms) and tiling.steady()
 
     def _describe(
         self, name: str, eos_ids: frozenset[int], start: tuple[int, ...], quantization: str | None
@@ -258,11 +238,13 @@ class EncoderDecoder:
         return logits if self._logits_bias is None else logits.add_(self._logits_bias)
 
 
+@dataclass(slots=True)
 class _Builder:
     """Makes stacks of a maker's layers; with ``kernels``, norms are ours as well."""
 
-    def __init__(self, spec: Seq2Seq, maker: Maker, kernels: bool) -> None:
-        self.spec, self.maker, self.kernels = spec, maker, kernels
+    spec: Seq2Seq
+    maker: Maker
+    kernels: bool
 
     def side(self, stack: LayerStack, head: Linear | None, words: Words | None = None) -> Side:
         spec, maker = self.spec, self.maker
@@ -292,12 +274,9 @@ class _Builder:
         )
 
     def _norm(self, name: str) -> Any:
-        weight, dtype = self.maker.numbers(f"{name}.weight"), self.maker.dtype
-        if self.spec.rms:
-            return (KernelNorm if self.kernels else RMSNorm)(weight, self.spec.eps, dtype)
-        bias = self.maker.numbers(f"{name}.bias")
-        made = KernelNorm.centred if self.kernels else LayerNorm
-        return made(weight, bias, self.spec.eps, dtype)
+        weight, centred = self.maker.numbers(f"{name}.weight"), not self.spec.rms
+        bias = self.maker.numbers(f"{name}.bias") if centred else None
+        return make_norm(weight, self.spec.eps, self.maker.dtype, kernels=self.kernels, centred=centred, bias=bias)
 
 
 def _by_distance(weights: torch.Tensor, spec: Seq2Seq, reach: int, *, both: bool) -> torch.Tensor:
@@ -339,7 +318,7 @@ def _parts(sources: list[Source]) -> Iterator[list[Source]]:
 
 
 class ModuleWeights:
-    """A module's parameters by their names, tied ones under each of theirs; ``Weights``."""
+    """A module's parameters by their names, tied ones under each of theirs; ``weights.Weights``."""
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.found = {name: part.detach() for name, part in module.named_parameters(remove_duplicate=False)}
@@ -396,20 +375,11 @@ def load_encoder_decoder(
     ConfigError instead. Raises ModelError."""
     module: Any = read_module(folder, config, dtype, attention="sdpa").to(device)  # type: ignore[arg-type]
     on_cpu = module.device.type == "cpu"
-    bias = getattr(module, "final_logits_bias", None)
     model = EncoderDecoder(
-        seq2seq.bind(module.config, max_model_len),
-        ModuleWeights(module),
-        bias if isinstance(bias, torch.Tensor) and bool(bias.any()) else None,
-        dtype=module.dtype,
-        device=module.device,
-        name=name,
-        eos_ids=eos_ids,
-        start=_start(folder, module.config),
-        invariant=False if invariant is None and not on_cpu else invariant,
-        weights=weights,
-        quantization=quantization,
-    )
+        module, seq2seq.bind(module.config, max_model_len), name=name, eos_ids=eos_ids,
+        start=_start(folder, module.config), invariant=False if invariant is None and not on_cpu else invariant,
+        weights=weights, quantization=quantization,
+    )  # fmt: skip
     if invariant is None and on_cpu and not model.invariant:
         warnings.warn(
             f"invariant mode is off: the bits of {model.info.architecture}'s logits depend on the rows beside them "

@@ -29,16 +29,18 @@ class Expert:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Weights are the sigmoids of scores, or their softmax, times ``factor``; ``correction`` [experts] float32 is added
-    to them where the highest are chosen. ``groups``: of how many groups of experts, and how many of them are chosen
-    among, those whose ``best`` highest add up to most. ``eps`` is added to the sum that weights are divided by."""
+    """Weights are the softmax of scores, or their sigmoids, times ``factor`` and each expert's number of ``scales``;
+    ``correction`` is added to sigmoids where the highest are chosen; both are [experts] float32. ``groups``: of how
+    many groups of experts, and how many of them are chosen among, those whose ``best`` highest add up to most. Where
+    weights are to add up to 1, ``eps`` is added to the sum of sigmoids that they are divided by."""
 
-    correction: torch.Tensor | None
-    factor: float
     sigmoid: bool = False
+    correction: torch.Tensor | None = None
+    factor: float = 1.0
     groups: tuple[int, int] | None = None
     best: int = 2
     eps: float = 0.0
+    scales: torch.Tensor | None = None
 
     def allowed(self, scores: torch.Tensor) -> torch.Tensor:
         """[rows, experts] with those of other groups out of reach."""
@@ -54,8 +56,7 @@ class Choice:
 
 class Experts:
     """Router and experts of a layer; ``chosen`` experts per row, whose weights add up to 1 if ``normalised``. There may
-    be others elsewhere: ``count`` in all, those here from number ``first`` on; ``total`` adds what they make.
-    ``choice`` None: weights are the softmax of scores. ``scales`` float32 [experts] multiply the weights."""
+    be others elsewhere: ``count`` in all, those here from number ``first`` on; ``total`` adds what they make."""
 
     def __init__(
         self,
@@ -63,13 +64,12 @@ class Experts:
         experts: Sequence[Expert],
         gate: Callable[[torch.Tensor], torch.Tensor],
         chosen: int,
+        choice: Choice,
         *,
         normalised: bool,
         count: int | None = None,
         first: int = 0,
         total: Callable[[torch.Tensor], torch.Tensor] = lambda made: made,
-        choice: Choice | None = None,
-        scales: torch.Tensor | None = None,
     ) -> None:
         self.router = router
         self.experts = tuple(experts)
@@ -78,7 +78,7 @@ class Experts:
         self.normalised = normalised
         self.count = len(self.experts) if count is None else count
         self.first, self.total = first, total
-        self.choice, self.scales = choice, scales
+        self.choice = choice
         self.compiled = self._compile()
         """All of it in one call, where every part has a kernel."""
 
@@ -86,7 +86,7 @@ class Experts:
         layers = [layer for layer in self.linears() if isinstance(layer, Compiled)]
         if len(layers) != 1 + 2 * len(self.experts) or not isinstance(self.gate, KernelGate):
             return None
-        how = self.choice or Choice(None, 1.0)
+        how = self.choice
         groups, kept = how.groups or (1, 1)
         sizes = structs.ExpertsStruct(
             self.count,
@@ -100,13 +100,13 @@ class Experts:
             structs.number(how.eps),
             groups,
             kept,
-            how.best if groups > kept else 1,
+            how.best if how.groups else 1,
             self.gate.activation,
             int(self.gate.gated),
             self.gate.pointer,
             0,
         )
-        return KernelMixture(sizes, layers[0], layers[1:], self.gate.dtype, self.scales)
+        return KernelMixture(sizes, layers[0], layers[1:], self.gate.dtype, how.scales)
 
     def linears(self) -> Iterator[Linear]:
         yield self.router
@@ -126,27 +126,18 @@ class Experts:
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Which experts each row goes to, the highest first, and their weights in float32: [rows, chosen] both."""
-        if self.choice is not None:
-            return self._choose(self.router(x).float(), self.choice)
-        scores, order = self.router(x).float().sort(dim=-1, descending=True, stable=True)
-        fractions = torch.exp(scores - scores[:, :1])
-        taken = fractions[:, : self.chosen]
-        summed, order = taken if self.normalised else fractions, order[:, : self.chosen]
-        weights = taken / summed.cumsum(-1)[:, -1:]  # cumsum adds one by one
-        return order, weights if self.scales is None else weights * self.scales[order]
-
-    def _choose(self, given: torch.Tensor, how: Choice) -> tuple[torch.Tensor, torch.Tensor]:
-        if how.sigmoid:
-            weights = activations.sigmoid(given)
-        else:
-            fractions = torch.exp(given - given.amax(-1, keepdim=True))
-            weights = fractions / fractions.cumsum(-1)[:, -1:]
-        scores = how.allowed(weights if how.correction is None else weights + how.correction)
-        order = scores.argsort(dim=-1, descending=True, stable=True)[:, : self.chosen]
+        how, scores = self.choice, self.router(x).float()
+        weights = activations.sigmoid(scores) if how.sigmoid else torch.exp(scores - scores.amax(-1, keepdim=True))
+        ranks = weights if how.sigmoid or how.groups else scores
+        ranks = how.allowed(ranks if how.correction is None else ranks + how.correction)
+        order = ranks.argsort(dim=-1, descending=True, stable=True)[:, : self.chosen]
         taken = weights.gather(1, order)
         if self.normalised:
-            taken = taken / (taken.cumsum(-1)[:, -1:] + how.eps)
-        return order, taken * how.factor
+            taken = taken / (taken.cumsum(-1)[:, -1:] + (how.eps if how.sigmoid else 0.0))  # cumsum adds one by one
+        elif not how.sigmoid:
+            taken = taken / weights.cumsum(-1)[:, -1:]
+        taken = taken * how.factor
+        return order, taken if how.scales is None else taken * how.scales[order]
 
     def __call__(
         self, x: torch.Tensor, sizes: Sequence[int] | None = None, scored: torch.Tensor | None = None

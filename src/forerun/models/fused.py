@@ -6,7 +6,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
@@ -18,11 +18,11 @@ from forerun.attention.kernel import AttentionPlan, KernelAttention
 from forerun.cache.states import Replay
 from forerun.core.batch import Batch, Output
 from forerun.kernels import KernelError, structs
-from forerun.models.architectures.spec import OUTSIDE, SILU, Growth
+from forerun.models.architectures.spec import OUTSIDE, Spec
 from forerun.models.formats.compiled import Compiled
 from forerun.models.kernel_layers import KernelNorm
 from forerun.models.kernel_states import CompiledReplay, KernelMixer, addresses, lay_out
-from forerun.models.layer import Layer, LayerTable
+from forerun.models.layer import LINEARS, NORMS, Layer, LayerTable
 from forerun.models.ranks.shards import Summed
 from forerun.models.rotary import Rotary
 from forerun.models.words import Words
@@ -35,26 +35,16 @@ RAW = -1
 
 @dataclass(slots=True)
 class Decoder:
-    """What a call needs: query heads, embeddings, layers, the final norm and output layer, rotary tables by the layers'
-    names for them, and what scores are multiplied by. With ``total`` the layers are one rank's, of which it adds up all
-    ranks' parts, and the ends are the caller's."""
+    """What a call needs: sizes, embeddings, layers, the final norm and output layer, and rotary tables by the layers'
+    names for them. With ``total`` the layers are one rank's, of which it adds up all ranks' parts, and the ends are the
+    caller's."""
 
-    heads: int
+    spec: Spec
     words: Words
     layers: Sequence[Layer]
     norm: Any
     head: Any
     rotaries: Mapping[str, Rotary]
-    scale: float
-    activation: str = SILU
-    gated: bool = True
-    parallel: bool = False
-    norm_rotated: bool = False
-    softcap: float | None = None
-    logits_softcap: float | None = None
-    residual_scale: float = 1.0
-    logits_scale: float = 1.0
-    growth: Growth | None = None
     total: Callable[[torch.Tensor], torch.Tensor] | None = None
     mix: Any = None
     """Makes the first layer's input of [embedding of the token, given row]; None: that is the given row, or else the
@@ -70,7 +60,8 @@ class Decoder:
         if self.inputs is not None:
             ends.append(self.inputs.project)
             norms.append(self.inputs.norm)
-            if self.inputs.table.fields() is None or self.inputs.table.count != self.words.count or not self.gated:
+            fits = self.inputs.table.fields() is not None and self.inputs.table.count == self.words.count
+            if not fits or not self.spec.architecture.mlp.gated:
                 return False
         return (
             self.words.device.type == "cpu"
@@ -85,41 +76,36 @@ class Decoder:
 
     def check(self) -> None:
         """Raise ValueError for parts that the call would misread; it compares the layers' sizes itself."""
-        dtype, hidden = self.words.dtype, self.words.width
+        dtype, hidden, heads = self.words.dtype, self.words.width, self.spec.heads
         parts = [self.norm] if self.total is not None else [self.norm, self.head, self.mix]
         for layer in self.layers:
             parts += [*map(_own, layer.linears()), *layer.norms()]
             width, keys = layer.width, layer.made
             sizes: list[tuple[Any, int]] = [(norm, hidden) for norm in layer.outer_norms()]
-            sizes += [(layer.norm_query, self.heads * width), (layer.norm_key, keys * width)]
+            sizes += [(layer.norm_query, heads * width), (layer.norm_key, keys * width)]
             if (latent := layer.latent) is not None:
                 sizes += [(latent.norm, latent.sizes.rank), (latent.norm_query, latent.sizes.query_rank)]
             for norm, size in sizes:
                 if norm is not None and norm.weight.shape != (size,):
                     raise ValueError(f"a norm of {[*norm.weight.shape]} numbers where {size} are normed")
-            heads = layer.norm_qk
-            if heads is not None and (heads.kinds - self.heads not in (keys, 2 * keys) or heads.width != width):
-                raise ValueError(f"a norm of {[*heads.weight.shape]} numbers for heads of {width}")
-            if layer.rope and layer.qkv is not None and self.rotaries[layer.rotary].width != width:
-                raise ValueError(f"angles for {self.rotaries[layer.rotary].width} numbers of a head of {width}")
+            own = layer.norm_qk
+            if own is not None and (own.kinds - heads not in (keys, 2 * keys) or own.width != width):
+                raise ValueError(f"a norm of {[*own.weight.shape]} numbers for heads of {width}")
+            rotary = None if layer.rotary is None else self.rotaries[layer.rotary]
+            if rotary is not None and layer.qkv is not None and rotary.width != width:
+                raise ValueError(f"angles for {rotary.width} numbers of a head of {width}")
         if self.inputs is not None:
             parts += [self.inputs.project, self.inputs.norm, self.inputs.table]
             every, each = self.inputs.table.width, self.inputs.width
             if every != len(self.layers) * each or self.inputs.norm.weight.shape != (each,):
                 raise ValueError(f"a table of {every} numbers for {len(self.layers)} layers with {each} each")
-        if any(_dtype(part) not in (None, dtype) for part in parts):
+        if any(getattr(part, "dtype", None) not in (None, dtype) for part in parts):
             raise ValueError(f"embeddings, layers and norms must all be in {dtype}")
         outer = [part for layer in self.layers for part in layer.outer_norms()]
         if any(part.subtracts is not self.norm.subtracts for part in outer):
             raise ValueError("layer norms beside RMS norms")
         if self.norm.weight.numel() != self.words.width:
             raise ValueError("the final norm has other numbers than the hidden state")
-
-
-def _dtype(part: Any) -> torch.dtype | None:
-    """None: any."""
-    dtype: torch.dtype | None = getattr(part, "dtype", None)
-    return dtype
 
 
 def _own(linear: Any) -> Any:
@@ -130,22 +116,11 @@ def _own(linear: Any) -> Any:
 def _fields(layer: Layer, index: int, rotaries: list[str], share: int, latent: int) -> list[int]:
     """A ``structs.LayerStruct`` and what goes behind it; ``share`` and ``latent``: where the fields of those parts
     are."""
-    apart, inputs = layer.apart, layer.inputs
-
-    def at(norm: KernelNorm | None) -> int:
-        return norm.pointer if norm is not None else 0
-
+    norms = {name: getattr(layer, name) for name in NORMS}
     mixture = None if layer.experts is None else layer.experts.compiled
     own = structs.LayerStruct(
-        norm_attention=at(layer.norm_attention),
-        norm_qk=at(layer.norm_qk),
-        norm_query=at(layer.norm_query),
-        norm_key=at(layer.norm_key),
-        after_attention=at(layer.after_attention),
-        norm_mlp=at(layer.norm_mlp),
-        after_mlp=at(layer.after_mlp),
-        norm_token=at(layer.norm_token),
-        rotary=rotaries.index(layer.rotary) if layer.rope else -1,
+        **{name: 0 if norm is None else norm.pointer for name, norm in norms.items()},
+        rotary=-1 if layer.rotary is None else rotaries.index(layer.rotary),
         window=layer.window or 0,
         experts=0 if mixture is None else mixture.address,
         numbers=0 if layer.gate is None else layer.gate.pointer,
@@ -159,21 +134,11 @@ def _fields(layer: Layer, index: int, rotaries: list[str], share: int, latent: i
         stores=layer.source is None,
         source=index if layer.source in (None, OUTSIDE) else layer.source,
         normed=0 if layer.norm_qk is None else layer.norm_qk.kinds,
-        norm_experts=0 if apart is None else at(apart.before),
-        norm_router=0 if apart is None else at(apart.router),
-        after_experts=0 if apart is None else at(apart.after),
-        after_beside=0 if apart is None else at(apart.mlp),
-        after_inputs=0 if inputs is None else at(inputs.after),
         scale=structs.number(1.0 if layer.scale is None else float(layer.scale)),
     )
-    linears = [layer.qkv, layer.out, layer.enter, layer.leave, layer.gate_up, layer.down]
-    linears += [None, None] if inputs is None else [inputs.gate, inputs.out]
+    linears = [getattr(layer, name) for name in LINEARS]
     fields = [structs.NO_LAYER if linear is None else _own(linear).fields() for linear in linears]
     return [field for part in (own, *fields) for field in part]
-
-
-def _most(numbers: Iterable[int]) -> int:
-    return max(numbers, default=0)
 
 
 class PartialSums:
@@ -235,20 +200,21 @@ class Fused:
         if fields is None:
             raise ValueError("embeddings that the call cannot read")
         numbers, rows = fields
-        inner = _most(_own(layer.down).inputs for layer in decoder.layers if layer.down is not None)
         inputs = decoder.inputs
+        inner = max((_own(layer.down).inputs for layer in decoder.layers if layer.down is not None), default=0)
         inner = inner if inputs is None else max(inner, inputs.width)
         self.keeps_state = any(layer.mixer is not None for layer in decoder.layers)
+        spec, growth, of = decoder.spec, decoder.spec.growth, decoder.spec.architecture
         real = (
-            decoder.norm.eps, decoder.scale, decoder.softcap or 0, decoder.logits_softcap or 0, words.scale,
-            decoder.residual_scale, decoder.logits_scale, 0 if decoder.growth is None else decoder.growth.rate,
+            decoder.norm.eps, spec.scale, spec.softcap or 0, spec.logits_softcap or 0, words.scale,
+            spec.residual_scale, spec.logits_scale, 0 if growth is None else growth.rate,
             1 if inputs is None else inputs.table.scale,
         )  # fmt: skip
         table, table_rows = (None if inputs is None else inputs.table.fields()) or (0, structs.NO_LAYER)
         model = structs.ModelStruct(
-            decoder.heads, self.hidden, inner, len(decoder.layers), self.known, numbers, decoder.norm.pointer,
-            len(decoder.rotaries), structs.ACTIVATIONS.index(decoder.activation), decoder.gated, decoder.norm.subtracts,
-            decoder.parallel, decoder.norm_rotated, 1 if decoder.growth is None else decoder.growth.reach,
+            spec.heads, self.hidden, inner, len(decoder.layers), self.known, numbers, decoder.norm.pointer,
+            len(decoder.rotaries), structs.ACTIVATIONS.index(spec.activation), of.mlp.gated, decoder.norm.subtracts,
+            of.parallel, of.norms.after_rotary, 1 if growth is None else growth.reach,
             0 if inputs is None else inputs.width, table, 0 if inputs is None else inputs.norm.pointer,
             *map(structs.number, real),
         )  # fmt: skip
@@ -264,11 +230,11 @@ class Fused:
             self.layers.extend(_fields(decoder.layers[index], index, [*decoder.rotaries], *at))
         self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]
         enters = [part for layer in decoder.layers for part in (layer.qkv, layer.enter) if part is not None]
-        attended = _most(_own(layer.out).inputs for layer in decoder.layers if layer.out is not None)
-        mixed = _most(layer.leave.inputs for layer in decoder.layers if layer.leave is not None)
-        read = _most([self.hidden if decoder.mix is None else 2 * self.hidden, *(part.inputs for part in enters)])
-        made = _most(part.outputs for part in enters)
-        within = _most(latent.sizes.needed(decoder.heads) for latent in latents if latent is not None)
+        attended = max((_own(layer.out).inputs for layer in decoder.layers if layer.out is not None), default=0)
+        mixed = max((layer.leave.inputs for layer in decoder.layers if layer.leave is not None), default=0)
+        read = max([self.hidden if decoder.mix is None else 2 * self.hidden, *(part.inputs for part in enters)])
+        made = max((part.outputs for part in enters), default=0)
+        within = max((latent.sizes.needed(spec.heads) for latent in latents if latent is not None), default=0)
         embedded = 0 if inputs is None else inputs.table.width
         self.row = self.hidden, read, made, attended, mixed, within, 2 * inner, inner, embedded
         """Numbers per row of every piece of the workspace."""

@@ -34,11 +34,6 @@ class KernelNorm:
         if not self.kinds or not weight.is_cpu or (shift is not None and shift.shape != weight.shape):
             raise ValueError(f"a norm's weights {[*weight.shape]} on {weight.device}")
 
-    @classmethod
-    def centred(cls, weight: torch.Tensor, bias: torch.Tensor | None, eps: float, dtype: torch.dtype) -> KernelNorm:
-        """A layer norm."""
-        return cls(weight, eps, dtype, torch.zeros_like(weight) if bias is None else bias)
-
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         """``add``, of x's shape, is added to what is normed before that is rounded."""
         if x.dtype is not self.dtype:

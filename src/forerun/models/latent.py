@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
@@ -38,15 +39,17 @@ class Heads:
         return torch.stack([layer(part) for layer, part in zip(self.layers, x.transpose(0, 1).contiguous())], 1)
 
 
+@dataclass(frozen=True, slots=True)
 class LatentHeads:
     """What is between a layer's first projection, the cache and its last projection. ``up`` and ``norm_query`` are None
     where queries have no latent; ``keys`` makes a latent's numbers of a query's."""
 
-    def __init__(
-        self, sizes: LatentSpec, up: Linear | None, norm_query: Any, norm: Any, keys: Heads, values: Heads
-    ) -> None:
-        self.sizes, self.up, self.norm_query, self.norm = sizes, up, norm_query, norm
-        self.keys, self.values = keys, values
+    sizes: LatentSpec
+    up: Linear | None
+    norm_query: Any
+    norm: Any
+    keys: Heads
+    values: Heads
 
     def linears(self) -> Iterator[Linear]:
         yield from () if self.up is None else (self.up,)

@@ -14,10 +14,9 @@ from forerun.models.architectures.description import Name
 from forerun.models.architectures.spec import ALL, Spec
 from forerun.models.experts import Choice, Expert, Experts
 from forerun.models.formats.base import Linear
-from forerun.models.kernel_layers import KernelNorm
 from forerun.models.kernel_states import KernelMixer
 from forerun.models.latent import Heads, LatentHeads
-from forerun.models.parts import LayerNorm, RMSNorm
+from forerun.models.parts import make_norm
 from forerun.models.ranks.shards import OverAll, Summed
 from forerun.models.ranks.team import Team
 from forerun.models.recurrent import Mamba2, Mixer, NormedMixer, make_inputs, make_mixer
@@ -25,14 +24,15 @@ from forerun.models.rotary import Rotary
 from forerun.models.weights import Maker
 from forerun.models.words import Words
 
-
-@dataclass(slots=True)
-class Inputs:
-    """How a layer reads its per-layer embedding: ``description.LayerInputs``."""
-
-    gate: Any
-    out: Any
-    after: Any
+LINEARS = ("qkv", "out", "enter", "leave", "gate_up", "down", "to_inputs", "from_inputs")
+"""Parts of a layer, in the order in which their fields follow a ``structs.LayerStruct``."""
+OUTER_NORMS = (
+    "norm_attention", "norm_mlp", "norm_token", "after_attention", "after_mlp", "after_inputs", "norm_experts",
+    "after_experts", "after_beside", "norm_router",
+)  # fmt: skip
+"""Of rows of the hidden size."""
+NORMS = (*OUTER_NORMS, "norm_qk", "norm_query", "norm_key")
+"""Names of ``structs.LayerStruct``, too."""
 
 
 @dataclass(slots=True)
@@ -54,16 +54,6 @@ class LayerTable:
 
 
 @dataclass(slots=True)
-class Apart:
-    """The norms of experts and of the MLP beside them: ``description.ApartSpec``."""
-
-    before: Any
-    after: Any
-    mlp: Any
-    router: Any
-
-
-@dataclass(slots=True)
 class Layer:
     """One decoder layer's weights; None: there is no such part. Attention and mixer read the same input.
     ``norm_token``: its attention reads [normed embedding of the token, normed input] (EAGLE-3, arXiv 2503.01840)."""
@@ -77,7 +67,6 @@ class Layer:
     norm_qk: Any = None
     """Of every head of queries and keys."""
     norm_token: Any = None
-    rope: bool = True
     window: int | None = None
     norm_query: Any = None
     """Of all heads of queries together, as ``norm_key`` of keys."""
@@ -89,10 +78,14 @@ class Layer:
     """In place of ``gate_up`` and ``down``, or beside them."""
     share: Any = None
     """Of a row, one number: its sigmoid multiplies what ``down`` makes beside experts."""
-    apart: Apart | None = None
-    """Where experts and the MLP beside them have norms of their own."""
-    rotary: str = ALL
-    """Which of the model's tables."""
+    norm_experts: Any = None
+    """Where experts and the MLP beside them have norms of their own (``description.ApartSpec``): of what experts read,
+    of what the router reads, of what experts make and of what the MLP makes."""
+    norm_router: Any = None
+    after_experts: Any = None
+    after_beside: Any = None
+    rotary: str | None = ALL
+    """Which of the model's tables turns queries and keys; None: none does."""
     gated: bool = False
     """``qkv`` makes a gate of the attention's output behind the values."""
     mixer: Mixer | None = None
@@ -113,7 +106,11 @@ class Layer:
     """Of a head; 0: the model's."""
     source: int | None = None
     """The layer whose keys and values are read; None: its own."""
-    inputs: Inputs | None = None
+    to_inputs: Any = None
+    """How it reads its per-layer embedding (``description.LayerInputs``): the projection to it and that from it, and
+    the norm of what that makes."""
+    from_inputs: Any = None
+    after_inputs: Any = None
     scale: torch.Tensor | None = None
     """What the output is multiplied by."""
 
@@ -123,56 +120,42 @@ class Layer:
         return self.kv_heads if self.source is None else 0
 
     def linears(self) -> Iterator[Any]:
-        parts = (self.qkv, self.out, self.enter, self.leave)
-        yield from (part for part in parts if part is not None)
-        yield from () if self.latent is None else self.latent.linears()
-        yield from () if self.inputs is None else (self.inputs.gate, self.inputs.out)
-        yield from (part for part in (self.gate_up, self.down, self.share) if part is not None)
-        yield from () if self.experts is None else self.experts.linears()
+        yield from self._held(*LINEARS, "share")
+        for part in (self.latent, self.experts):
+            yield from () if part is None else part.linears()
 
-    def norms(self) -> tuple[Any, ...]:
-        heads = tuple(norm for norm in (self.norm_qk, self.norm_query, self.norm_key) if norm is not None)
+    def norms(self) -> Iterator[Any]:
+        yield from self._held(*NORMS)
         inside = self.mixer or self.latent
-        return (*self.outer_norms(), *heads, *(() if inside is None else inside.norms()))
+        yield from () if inside is None else inside.norms()
 
-    def outer_norms(self) -> tuple[Any, ...]:
+    def outer_norms(self) -> Iterator[Any]:
         """Of rows of the hidden size."""
-        after, apart = None if self.inputs is None else self.inputs.after, self.apart
-        result = (self.norm_attention, self.norm_mlp, self.norm_token, self.after_attention, self.after_mlp, after)
-        more = () if apart is None else (apart.before, apart.after, apart.mlp, apart.router)
-        return tuple(norm for norm in (*result, *more) if norm is not None)
+        return self._held(*OUTER_NORMS)
+
+    def _held(self, *names: str) -> Iterator[Any]:
+        return (part for name in names if (part := getattr(self, name)) is not None)
 
 
+@dataclass(slots=True)
 class Builder:
     """Makes layers and norms; ``gate`` makes what MLPs and experts have between their layers, of its numbers."""
 
-    def __init__(
-        self,
-        spec: Spec,
-        maker: Maker,
-        rotaries: Mapping[str, Rotary],
-        gate: Callable[..., Any],
-        *,
-        kernels: bool,
-        team: Team | None = None,
-    ) -> None:
-        self.spec = spec
-        self.maker = maker
-        self.rotaries = rotaries
-        self.gate = gate
-        self.kernels = kernels
-        self.team = team
+    spec: Spec
+    maker: Maker
+    rotaries: Mapping[str, Rotary]
+    gate: Callable[..., Any]
+    kernels: bool
+    team: Team | None
 
     def norm(self, name: str) -> Any:
         """Of rows of the hidden size."""
-        norms, weight = self.spec.architecture.norms, self._numbers(name)
-        if not norms.centred:
-            return self._norm(weight)
+        norms = self.spec.architecture.norms
         bias = self.maker.numbers(f"{name}.bias") if norms.bias else None
-        return (KernelNorm.centred if self.kernels else LayerNorm)(weight, bias, self.spec.eps, self.maker.dtype)
+        return self._norm(self._numbers(name), centred=norms.centred, bias=bias)
 
-    def _norm(self, weight: torch.Tensor, eps: float | None = None) -> RMSNorm | KernelNorm:
-        return (KernelNorm if self.kernels else RMSNorm)(weight, eps or self.spec.eps, self.maker.dtype)
+    def _norm(self, weight: torch.Tensor, eps: float | None = None, **how: Any) -> Any:
+        return make_norm(weight, eps or self.spec.eps, self.maker.dtype, kernels=self.kernels, **how)
 
     def _numbers(self, name: str) -> torch.Tensor:
         result, plus = self.maker.numbers(f"{name}.weight"), self.spec.architecture.norms.plus
@@ -217,13 +200,12 @@ class Builder:
             down=self._summed(linear(mlp.down)) if spec.mlp else None,
             norm_attention=norm(norms.before_attention) if mixes else None,
             norm_mlp=norm(norms.before_mlp) if changes else None,
-            rope=spec.rotary is not None,
             window=spec.window,
             after_attention=norm(norms.after_attention),
             after_mlp=norm(norms.after_mlp),
             experts=self._experts(prefix, spec.experts) if spec.experts else None,
             share=None if share is None else self.maker.router(at(share)),
-            rotary=spec.rotary or ALL,
+            rotary=spec.rotary,
             gate=self._gate(prefix) if spec.mlp else None,
             sinks=None if attention.sinks is None else self.maker.numbers(at(attention.sinks)).float(),
             gated=attention.gated and spec.attention,
@@ -235,10 +217,12 @@ class Builder:
             scale=None if architecture.layer_scale is None else self.maker.number(at(architecture.layer_scale)),
         )
         if self.spec.inputs and (own := architecture.inputs) is not None:
-            layer.inputs = Inputs(linear(own.gate), linear(own.out), norm(own.after))
+            layer.to_inputs, layer.from_inputs = linear(own.gate), linear(own.out)
+            layer.after_inputs = norm(own.after)
         if spec.experts and architecture.experts is not None and (apart := architecture.experts.apart) is not None:
             scale = self.maker.numbers(at(apart.scale)).float() * self.spec.hidden**-0.5
-            layer.apart = Apart(norm(apart.before), norm(apart.after), norm(apart.mlp), self._norm(scale))
+            layer.norm_experts, layer.norm_router = norm(apart.before), self._norm(scale)
+            layer.after_experts, layer.after_beside = norm(apart.after), norm(apart.mlp)
         if spec.attention and norms.query is not None and norms.key is not None:
             query = self._numbers(at(norms.query))
             key = query if spec.source is not None else self._numbers(at(norms.key))
@@ -282,18 +266,19 @@ class Builder:
 
     def _projections(self, names: list[str], sized: Spec, rotary: Rotary) -> Linear:
         """Queries, keys and values, and behind them the gate if there is one."""
-        if not self.spec.architecture.attention.gated:
-            return self.maker.linear(*names, order=self._rotated(len(names), sized, rotary))
-        width = sized.width
+        width, both = sized.width, sized.heads + sized.kv_heads
+
+        def turned(rows: torch.Tensor) -> torch.Tensor:
+            return rotary.arrange_rows(rows, len(rows) // width)
 
         def part(rows: torch.Tensor, which: int) -> torch.Tensor:
             return rows.unflatten(0, (-1, 2, width))[:, which].flatten(0, 1)
 
-        def queries(rows: torch.Tensor) -> torch.Tensor:
-            return rotary.arrange_rows(part(rows, 0), len(rows) // width // 2)
-
-        order = (queries, *self._rotated(len(names), sized, rotary)[1:], lambda rows: part(rows, 1))
-        return self.maker.linear(*names, names[0], order=order)
+        if self.spec.architecture.attention.gated:
+            order = (lambda rows: turned(part(rows, 0)), turned, None, lambda rows: part(rows, 1))
+            return self.maker.linear(*names, names[0], order=order)
+        joint = (lambda rows: rotary.arrange_rows(rows, both),)
+        return self.maker.linear(*names, order=joint if len(names) == 1 else (turned, turned, None))
 
     def _gate(self, prefix: str) -> Any:
         names = self.spec.architecture.mlp.numbers
@@ -302,20 +287,6 @@ class Builder:
 
     def _summed(self, linear: Linear) -> Linear:
         return linear if self.team is None else Summed(linear, self.team)
-
-    def _rotated(
-        self, count: int, sized: Spec, rotary: Rotary
-    ) -> tuple[Callable[[torch.Tensor], torch.Tensor] | None, ...]:
-        """Orders for the rows of queries and keys, which ``rotary`` turns, of ``count`` weights."""
-        width, both = sized.width, sized.heads + sized.kv_heads
-
-        def alone(rows: torch.Tensor) -> torch.Tensor:
-            return rotary.arrange_rows(rows, len(rows) // width)
-
-        def joint(rows: torch.Tensor) -> torch.Tensor:
-            return rotary.arrange_rows(rows, both)
-
-        return (joint,) if count == 1 else (alone, alone, None)
 
     def _norm_heads(self, layer: Layer, query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> None:
         heads, kv_heads = self.spec.heads, layer.made  # values follow where they are normed
@@ -348,15 +319,14 @@ class Builder:
             for expert in range(first, first + fraction)
         ]
         options: dict[str, Any] = {} if team is None else {"count": count, "first": first, "total": team.sum}
-        if names.apart is not None:
-            options["scales"] = self.maker.numbers(f"{prefix}.{names.apart.weights.checkpoint}").float()
-        spec, correction = self.spec, None
-        if names.correction is not None and spec.corrected:
-            correction = self.maker.numbers(f"{prefix}.{names.correction.checkpoint}").float()
-        if names.sigmoid or spec.groups is not None or spec.factor != 1.0:
-            choice = Choice(correction, spec.factor, names.sigmoid, spec.groups, names.best, names.eps)
-            options["choice"] = choice
-        return Experts(router, experts, self.gate(), self.spec.chosen, normalised=self.spec.normalised, **options)
+
+        def numbers(name: Name | None) -> torch.Tensor | None:
+            return None if name is None else self.maker.numbers(f"{prefix}.{name.checkpoint}").float()
+
+        spec, scales = self.spec, None if names.apart is None else numbers(names.apart.weights)
+        correction = numbers(names.correction) if spec.corrected else None
+        choice = Choice(names.sigmoid, correction, spec.factor, spec.groups, names.best, names.eps, scales)
+        return Experts(router, experts, self.gate(), spec.chosen, choice, normalised=spec.normalised, **options)
 
 
 def _xielu(result: list[torch.Tensor]) -> torch.Tensor:

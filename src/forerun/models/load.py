@@ -259,11 +259,8 @@ def _check_rope(config: Any, max_model_len: int | None) -> None:
     """Refuse frequencies that depend on the longest position in the call, where they could differ between calls."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
-    kinds = {rope.get("rope_type", "default")} if "rope_type" in rope or "type" in rope else set()
-    for value in rope.values():
-        if isinstance(value, dict):
-            kinds.add(value.get("rope_type", "default"))
-    bad = kinds & {"dynamic", "longrope"}
+    sets = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    bad = {each.get("rope_type") for each in sets} & {"dynamic", "longrope"}
     if not bad or is_constant(rope):
         return
     original: int = (
@@ -279,14 +276,10 @@ def _check_rope(config: Any, max_model_len: int | None) -> None:
         )
 
 
-def default_device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def parse_device(device: str | torch.device | None) -> torch.device:
     """None: the GPU if there is one. Raises ConfigError for a device that is unknown or not here."""
     if device is None:
-        return default_device()
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:

@@ -7,14 +7,15 @@ tables are computed once; nothing in the loop is an ``nn.Module``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from forerun.attention.base import Attention, Metadata, Query
-from forerun.attention.kernel import AttentionPlan, KernelAttention, can_attend
-from forerun.cache.states import Replay
+from forerun.attention.kernel import AttentionPlan, KernelAttention
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
@@ -27,8 +28,8 @@ from forerun.models.experts import Experts
 from forerun.models.formats import prefetch
 from forerun.models.formats.base import Linear, size
 from forerun.models.fused import RAW, Decoder, Fused
-from forerun.models.kernel_layers import KernelGate, KernelNorm, softcap
-from forerun.models.kernel_states import CompiledReplay, lay_out
+from forerun.models.kernel_layers import KernelGate, softcap
+from forerun.models.kernel_states import lay_out
 from forerun.models.latent import LatentHeads
 from forerun.models.layer import Builder, Layer, LayerTable
 from forerun.models.linear import choose, describe
@@ -47,7 +48,9 @@ class Pass:
     attention: Attention
     metadata: Metadata
     angles: Mapping[str, torch.Tensor]
-    replay: Replay | CompiledReplay | None
+    states: Any
+    """Of layers that keep some, and how they are replayed."""
+    replay: Any
     inputs: torch.Tensor | None
     """[rows, layers, numbers]: per-layer embeddings, if the model has some."""
     experts: int = 0
@@ -109,9 +112,7 @@ class NativeModel:
             self.tiles = self._find()
 
     def _find(self) -> Tiles:
-        if self.team is None:
-            return tiling.find(self)
-        with self.team.apart():  # parts have one shape on every rank
+        with nullcontext() if self.team is None else self.team.apart():  # parts have one shape on every rank
             return tiling.find(self)
 
     def _rotary(self, config: Any, kind: str) -> Rotary:
@@ -165,17 +166,11 @@ class NativeModel:
         self._table = LayerTable(table, project, norm, width)
 
     def _compile(self) -> Fused | None:
-        spec = self.spec
-        if self.team is not None and spec.states:
+        if self.team is not None and self.spec.states:
             return None
-        decoder = Decoder(
-            spec.heads, self._words, self._layers, self._norm, self._head, self._rotaries, spec.scale,
-            activation=spec.activation, gated=spec.architecture.mlp.gated,
-            parallel=spec.architecture.parallel, norm_rotated=spec.architecture.norms.after_rotary,
-            softcap=spec.softcap, logits_softcap=spec.logits_softcap, residual_scale=spec.residual_scale,
-            logits_scale=spec.logits_scale, growth=spec.growth,
-            total=None if self.team is None else self.team.sum, inputs=self._table,
-        )  # fmt: skip
+        total = None if self.team is None else self.team.sum
+        ends = self._norm, self._head, self._rotaries
+        decoder = Decoder(self.spec, self._words, self._layers, *ends, total=total, inputs=self._table)
         return Fused(decoder) if decoder.can_fuse() else None
 
     def _exact(self) -> bool:
@@ -186,12 +181,8 @@ class NativeModel:
             *([] if self._table is None else [self._table.norm]),
             *(norm for layer in self._layers for norm in layer.norms()),
         ]
-        return (
-            can_attend(self.dtype, self.device, self.info.kv_shapes)
-            and all(linear.exact for linear in self.linears())
-            and all(isinstance(norm, KernelNorm) for norm in norms)
-            and (self.fused is not None or self.ranges is not None or tiling.steady())
-        )
+        fused = self.fused is not None or self.ranges is not None
+        return tiling.ordered(self.info, self.linears(), norms) and (fused or tiling.steady())
 
     def _describe(self, config: Any, name: str, eos_ids: frozenset[int], quantization: str | None) -> ModelInfo:
         layers = list(self.linears())
@@ -289,12 +280,12 @@ class NativeModel:
         hidden: dict[int, torch.Tensor] = {}
         angles = {kind: rotary.angles(batch) for kind, rotary in self._rotaries.items()}
         layers: Sequence[int] = range(len(self._layers)) if batch.layers is None else batch.layers
-        states = attention.states
-        replay = None if states is None else states.plan(batch)
-        laid: Replay | CompiledReplay | None = replay
-        if states is not None and replay is not None and self._how == "streamed":
-            laid = lay_out(replay, states, batch.num_rows)
-        run = Pass(attention, metadata, angles, laid, self._layer_inputs(batch, x))
+        states, replay, laid = attention.states, None, None
+        if states is not None:
+            replay = states.plan(batch)
+            laid = lay_out(replay, states, batch.num_rows) if self._how == "streamed" else replay
+        embedded = None if self._table is None else self._table(x, self._pad(self._table.table(batch.input_ids)))
+        run = Pass(attention, metadata, angles, states, laid, embedded)
         for index in layers:
             if index in batch.hidden:
                 hidden[index] = x[: batch.num_rows]
@@ -306,10 +297,6 @@ class NativeModel:
             x = self._norm(x)
             hidden[len(self._layers)] = x[: batch.num_rows]
         return x, hidden, run.experts
-
-    def _layer_inputs(self, batch: Batch, x: torch.Tensor) -> torch.Tensor | None:
-        """[rows, layers, numbers] of rows ``x`` of the embedding."""
-        return None if self._table is None else self._table(x, self._pad(self._table.table(batch.input_ids)))
 
     def _cap(self, logits: torch.Tensor) -> torch.Tensor:
         cap = self.spec.logits_softcap
@@ -340,14 +327,7 @@ class NativeModel:
         rows = batch.logit_rows
         return rows if not len(rows) else self._pad(rows[:, None])[:, 0]
 
-    def _run(
-        self,
-        layer: Layer,
-        index: int,
-        x: torch.Tensor,
-        only: torch.Tensor | None,
-        run: Pass,
-    ) -> torch.Tensor:
+    def _run(self, layer: Layer, index: int, x: torch.Tensor, only: torch.Tensor | None, run: Pass) -> torch.Tensor:
         """One layer; ``only`` names the rows that go on behind its attention."""
         normed, count = x if layer.norm_attention is None else layer.norm_attention(x), run.metadata.batch.num_rows
 
@@ -356,8 +336,9 @@ class NativeModel:
                 return rows.index_select(0, only)
             return self._pad(rows) if rows.shape[0] != x.shape[0] else rows
 
-        made = None if layer.mixer is None else kept(self._replay(layer, layer.enter(normed)[:count], run))
-        out = None
+        made = out = None
+        if layer.mixer is not None:
+            made = kept(layer.mixer(layer.enter(normed)[:count], run.states, run.replay))
         if layer.qkv is not None:
             qkv = layer.qkv(normed)
             out = kept(self._attend(layer, index, qkv[:count] if layer.latent is None else qkv, run))
@@ -377,30 +358,23 @@ class NativeModel:
             x = self._scaled(made, x) if layer.after_mlp is None else layer.after_mlp(made, x)
         else:
             x = self._add(layer.down, layer.gate(layer.gate_up(normed)), layer.after_mlp, x)
-        if layer.inputs is not None:
+        if layer.to_inputs is not None:
             assert run.inputs is not None
             own = run.inputs[:, index] if only is None else run.inputs[:, index].index_select(0, only)
-            gated = layer.gate(torch.cat([layer.inputs.gate(x), own], 1))
-            x = self._add(layer.inputs.out, gated, layer.inputs.after, x)
+            gated = layer.gate(torch.cat([layer.to_inputs(x), own], 1))
+            x = self._add(layer.from_inputs, gated, layer.after_inputs, x)
         return x if layer.scale is None else x * layer.scale
-
-    def _replay(self, layer: Layer, inputs: torch.Tensor, run: Pass) -> torch.Tensor:
-        """What a layer's mixer makes of its inputs."""
-        assert layer.mixer is not None
-        assert run.attention.states is not None
-        assert run.replay is not None
-        return layer.mixer(inputs, run.attention.states, run.replay)
 
     def _mix(self, layer: Layer, experts: Experts, normed: torch.Tensor, x: torch.Tensor, run: Pass) -> torch.Tensor:
         """What experts, and the MLP beside them if there is one, make of rows x whose norm is ``normed``."""
-        sizes, apart = None if self.tiles is None else self.tiles.rows, layer.apart
-        made, read = experts(normed, sizes) if apart is None else experts(apart.before(x), sizes, apart.router(x))
+        sizes, apart = None if self.tiles is None else self.tiles.rows, layer.norm_experts is not None
+        made, read = experts(layer.norm_experts(x), sizes, layer.norm_router(x)) if apart else experts(normed, sizes)
         run.experts += read
         if layer.gate_up is None:
             return made
         dense: torch.Tensor = layer.down(layer.gate(layer.gate_up(normed)))
-        if apart is not None:
-            both: torch.Tensor = apart.after(made, apart.mlp(dense))
+        if apart:
+            both: torch.Tensor = layer.after_experts(made, layer.after_beside(dense))
             return both
         if layer.share is None:
             return made + dense
@@ -414,7 +388,7 @@ class NativeModel:
             return self._attend_latents(layer, layer.latent, index, qkv, run)
         attended = self.spec.heads * layer.width
         qkv, gate = (qkv[:, :-attended], qkv[:, -attended:]) if layer.gated else (qkv, None)
-        q, k, v = self._heads(layer, qkv, run.angles[layer.rotary] if layer.rope else None)
+        q, k, v = self._heads(layer, qkv, run)
         if self._borrows and layer.source is None:
             run.entries[index] = k, v
         elif layer.source not in (None, OUTSIDE):  # stored again, to the bit
@@ -432,8 +406,8 @@ class NativeModel:
         self, layer: Layer, latent: LatentHeads, index: int, made: torch.Tensor, run: Pass
     ) -> torch.Tensor:
         """As ``_attend``; rows stay padded where layers of their own read them."""
-        batch, rotary, angles = run.metadata.batch, self._rotaries[layer.rotary], run.angles[layer.rotary]
-        q, k = latent.ask(made, batch.num_rows, lambda side: rotary.apply_rotary(side, angles, side.shape[1]))
+        batch = run.metadata.batch
+        q, k = latent.ask(made, batch.num_rows, lambda side: self._turned(layer, side, run))
         v = k[..., : latent.sizes.rank]
         query = Query(index, self._grown(q, batch), k, v, self.spec.scale, layer.window, self.spec.softcap)
         return latent.answer(self._pad(run.attention.run(query, run.metadata)))
@@ -453,35 +427,28 @@ class NativeModel:
         scale = self.spec.residual_scale
         return x + (made if scale == 1.0 else made * scale)
 
-    def _heads(
-        self, layer: Layer, qkv: torch.Tensor, angles: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values [rows, heads, width]; ``angles`` None: nothing is turned."""
-        spec, rotary = self.spec, self._rotaries.get(layer.rotary)
-        heads, kv_heads, width = spec.heads, layer.made, layer.width
+    def _turned(self, layer: Layer, heads: torch.Tensor, run: Pass) -> torch.Tensor:
+        """[rows, heads, width] by their positions, if the layer turns any."""
+        if layer.rotary is None:
+            return heads
+        return self._rotaries[layer.rotary].apply_rotary(heads, run.angles[layer.rotary])
+
+    def _heads(self, layer: Layer, qkv: torch.Tensor, run: Pass) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values [rows, heads, width]."""
+        norms, norm, turned = self.spec.architecture.norms, layer.norm_qk, partial(self._turned, layer, run=run)
+        heads, kv_heads, width = self.spec.heads, layer.made, layer.width
         every = qkv.view(qkv.shape[0], heads + 2 * kv_heads, width)
-        rotated = heads + kv_heads
-
-        def apply_rotary(side: torch.Tensor, count: int) -> torch.Tensor:
-            return side if angles is None or rotary is None else rotary.apply_rotary(side, angles, count)
-
+        if norm is not None and norms.values:
+            every, norm = norm(every), None
+        qk, v = every.split_with_sizes((heads + kv_heads, kv_heads), 1)
         if layer.norm_query is not None:
-            query, key, _ = qkv.split_with_sizes((heads * width, kv_heads * width, kv_heads * width), 1)
-            q = layer.norm_query(query).view(-1, heads, width)
-            k = layer.norm_key(key).view(-1, kv_heads, width)
-            return apply_rotary(q, heads), apply_rotary(k, kv_heads), every[:, rotated:]
-        if layer.norm_qk is None:
-            q, k, v = apply_rotary(every, rotated).split_with_sizes((heads, kv_heads, kv_heads), 1)
-            return q, k, v
-        if spec.architecture.norms.values:
-            every = layer.norm_qk(every)
-            q, k, v = apply_rotary(every, rotated).split_with_sizes((heads, kv_heads, kv_heads), 1)
-            return q, k, v
-        qk, v = every.split_with_sizes((rotated, kv_heads), 1)
-        if spec.architecture.norms.after_rotary:
-            qk = layer.norm_qk(apply_rotary(every, rotated)[:, :rotated])
+            query, key = qkv[:, : heads * width], qkv[:, heads * width : (heads + kv_heads) * width]
+            q, k = layer.norm_query(query).view(-1, heads, width), layer.norm_key(key).view(-1, kv_heads, width)
+            return turned(q), turned(k), v
+        if norm is None:
+            qk = turned(qk)
         else:
-            qk = apply_rotary(layer.norm_qk(qk), rotated)
+            qk = norm(turned(qk)) if norms.after_rotary else turned(norm(qk))
         q, k = qk.split_with_sizes((heads, kv_heads), 1)
         return q, k, v
 
@@ -509,7 +476,7 @@ class NativeModel:
         for index, layer in enumerate(self._layers):
             parts = [(linear.kind, linear.nbytes) for linear in layer.linears()]
             none = tuple(part is None for part in (layer.norm_qk, layer.mixer, layer.qkv, layer.gate_up))
-            kind = parts, none, layer.rope, layer.window, layer.rotary
+            kind = parts, none, layer.window, layer.rotary
             result.setdefault(repr((kind, layer.source is None, layer.width)), index)
         sources = ((self._layers[index].source, index) for index in result.values())
         return [(index,) if source is None else (source, index) for source, index in sources]

@@ -13,9 +13,12 @@ from forerun.models.architectures.spec import CLAMPED, GELU_TANH, RELU2, SILU, X
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 FAST: dict[str, Function] = {
-    SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh"), RELU2: activations.relu2,
+    SILU: F.silu, GELU_TANH: partial(F.gelu, approximate="tanh"), RELU2: activations.relu2, "relu": torch.relu,
+    "gelu": F.gelu,
 }  # fmt: skip
-STEADY: dict[str, Function] = {**FAST, SILU: activations.silu, GELU_TANH: activations.gelu_tanh}
+STEADY: dict[str, Function] = {
+    **FAST, SILU: activations.silu, GELU_TANH: activations.gelu_tanh, "gelu": activations.gelu,
+}  # fmt: skip
 """Those that round alike wherever a number lies."""
 
 
@@ -57,6 +60,22 @@ class LayerNorm:
         return (wide if add is None else wide.add_(add)).to(self.dtype)
 
 
+def make_norm(
+    weight: torch.Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    kernels: bool,
+    centred: bool = False,
+    bias: torch.Tensor | None = None,
+) -> RMSNorm | LayerNorm | kernel_layers.KernelNorm:
+    """For rows in ``dtype``; ``centred``: a layer norm; on a kernel where ``kernels``."""
+    if kernels:
+        shift = torch.zeros_like(weight) if centred and bias is None else bias
+        return kernel_layers.KernelNorm(weight, eps, dtype, shift)
+    return LayerNorm(weight, bias, eps, dtype) if centred else RMSNorm(weight, eps, dtype)
+
+
 class Gate:
     """activation(gate) * up of rows [gate, up]; not ``gated``: activation(up)."""
 
@@ -92,7 +111,7 @@ def make_gate(
     *,
     kernels: bool,
     invariant: bool,
-    gated: bool = True,
+    gated: bool,
     numbers: torch.Tensor | None = None,
 ) -> Gate | Clamped | kernel_layers.KernelGate:
     """Under its name in ``spec.py``, with its ``numbers`` if it has some; on a kernel where ``kernels``."""

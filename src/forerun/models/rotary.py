@@ -84,18 +84,18 @@ class Rotary:
             return table[first : first + batch.num_rows]
         return table.index_select(0, batch.positions)
 
-    def apply_rotary(self, heads: torch.Tensor, angles: torch.Tensor, count: int) -> torch.Tensor:
-        """[rows, heads, width] with the first ``count`` heads turned, in place where that can be."""
+    def apply_rotary(self, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+        """[rows, heads, width] turned, in place where that can be."""
         if self._kernel is not None and heads.stride()[1:] == (self.width, 1):
-            rows, stride = heads.shape[0], heads.stride(0)
-            if heads.dtype is not self.dtype or count > heads.shape[1]:
-                raise ValueError(f"{count} heads to turn of {heads.dtype} {[*heads.shape]}, in {self.dtype}")
+            rows, count = heads.shape[:2]
+            if heads.dtype is not self.dtype:
+                raise ValueError(f"heads to turn of {heads.dtype} {[*heads.shape]}, in {self.dtype}")
             if angles.shape != (rows, 1, self.width // 2) or not angles.is_contiguous():
                 raise ValueError(f"angles {[*angles.shape]} for {rows} rows of {self.width} numbers")
-            self._kernel(heads.data_ptr(), stride, angles.data_ptr(), rows, count, self.width)
+            self._kernel(heads.data_ptr(), heads.stride(0), angles.data_ptr(), rows, count, self.width)
             return heads
         wide = heads if heads.dtype == torch.float32 else heads.float()
-        wide.view(torch.complex64).narrow(1, 0, count).mul_(angles)
+        wide.view(torch.complex64).mul_(angles)
         return wide.to(heads.dtype)
 
 

@@ -8,7 +8,7 @@ even where results are rounded to 16 bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -16,12 +16,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forerun.attention.base import Attention, Backend, Metadata, Query
+from forerun.attention.kernel import can_attend
 from forerun.cache.states import States
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
 from forerun.models import activations
 from forerun.models.base import ModelInfo, Tiles
+from forerun.models.formats.base import Linear
 from forerun.models.formats.plain import pack
+from forerun.models.kernel_layers import KernelNorm
 
 WORK = 25e9
 """Multiplications, at most, that a layer's sizes may cost to compare, as long as there are ``FEWEST`` rows."""
@@ -70,6 +73,15 @@ def steady() -> bool:
         "functions of activations", lambda: [every if activations.steady() else [1]], tiles.groups_of
     )
     return result == [every]
+
+
+def ordered(info: ModelInfo, linears: Iterable[Linear], norms: Iterable[object]) -> bool:
+    """Whether kernels of ours compute all of a model that has an order of additions."""
+    return (
+        can_attend(info.dtype, info.device, info.kv_shapes)
+        and all(linear.exact for linear in linears)
+        and all(isinstance(norm, KernelNorm) for norm in norms)
+    )
 
 
 class RowRecorder(Backend[Metadata]):

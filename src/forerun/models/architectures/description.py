@@ -201,7 +201,7 @@ class ExpertsSpec:
     method: str | None = None
     """A config key: whether groups count (``group_limited_greedy``) or not (``greedy``); None: they do."""
     eps: float = 1e-6
-    """Added to the sum that weights are divided by, where that is done to sigmoids or within groups."""
+    """Added to the sum that weights are divided by, where that is done to sigmoids."""
     placed: Literal["every", "stepped", "listed"] = "every"
     """In every layer; in those of ``decoder_sparse_step`` that are not in ``mlp_only_layers``; or in those that
     ``mlp_layer_types`` calls sparse."""

@@ -20,6 +20,33 @@ from forerun.models.architectures.description import (
     ShortConvSpec,
 )  # fmt: skip
 
+PROJECTIONS = "gate_proj", "up_proj", "down_proj"
+
+
+def _mlp(at: str, names: tuple[str, str, str] = PROJECTIONS, end: str = "", **others: Any) -> Mlp:
+    """The projections ``names`` in ``at``; GGUF files add ``end`` to what they call them."""
+    gate, up, down = (
+        Name(f"{at}.{name}", f"ffn_{part}{end}") for name, part in zip(names, ("gate", "up", "down"), strict=True)
+    )
+    return Mlp(gate_up=(gate, up), down=down, **others)
+
+
+def _experts(at: str, router: str, names: tuple[str, str, str] = PROJECTIONS, **others: Any) -> ExpertsSpec:
+    """As ``_mlp``, in ``at`` under the number of each expert."""
+    one = _mlp(f"{at}.{{}}", names, "_exps")
+    return ExpertsSpec(router=Name(router, "ffn_gate_inp"), gate_up=one.gate_up, down=one.down, **others)
+
+
+def _mamba(at: str, **keys: Any) -> Recurrence:
+    """Mamba-2 in ``at``."""
+    return Recurrence(
+        kind="mamba", inputs=(Name(f"{at}.in_proj", "ssm_in"),), conv=Name(f"{at}.conv1d", "ssm_conv1d"),
+        decay=Name(f"{at}.A_log", "ssm_a", bare=True), step=Name(f"{at}.dt_bias", "ssm_dt", bare=True),
+        skip=Name(f"{at}.D", "ssm_d", bare=True), norm=Name(f"{at}.norm", "ssm_norm"),
+        out=Name(f"{at}.out_proj", "ssm_out"), **keys,
+    )  # fmt: skip
+
+
 HEAD_NORMS = Norms(query=Name("self_attn.q_norm", "attn_q_norm"), key=Name("self_attn.k_norm", "attn_k_norm"))
 AFTER_ATTENTION = Name("post_attention_layernorm", "post_attention_norm")
 AFTER_MLP = Name("post_feedforward_layernorm", "post_ffw_norm")
@@ -44,23 +71,23 @@ QWEN2 = Architecture(
 )  # fmt: skip
 QWEN3 = replace(
     QWEN2, model_type="qwen3", causal="Qwen3ForCausalLM", gguf="qwen3", norms=HEAD_NORMS,
-    attention=Attention(bias=BIAS, out_bias=BIAS, window="typed"),
+    attention=replace(BIASED, window="typed"),
 )  # fmt: skip
 SMOLLM3 = Architecture(
     model_type="smollm3", causal="SmolLM3ForCausalLM", gguf="smollm3", interleaved=True,
-    attention=Attention(bias=BIAS, out_bias=BIAS, window="typed", rotary="listed"), mlp=Mlp(bias="mlp_bias"),
+    attention=replace(BIASED, window="typed", rotary="listed"), mlp=LLAMA.mlp,
 )  # fmt: skip
 GEMMA2 = Architecture(
     model_type="gemma2", causal="Gemma2ForCausalLM", gguf="gemma2", embedding_scale="root",
     logits_softcap="final_logit_softcapping", norms=SANDWICH, mlp=Mlp(activation="hidden_activation"),
-    attention=Attention(
-        bias=BIAS, out_bias=BIAS, scale="query_pre_attn_scalar", softcap="attn_logit_softcapping", window="typed"
+    attention=replace(
+        BIASED, scale="query_pre_attn_scalar", softcap="attn_logit_softcapping", window="typed"
     ),
 )  # fmt: skip
 GEMMA3 = replace(
     GEMMA2, model_type="gemma3_text", causal="Gemma3ForCausalLM", gguf="gemma3",
     norms=replace(SANDWICH, query=HEAD_NORMS.query, key=HEAD_NORMS.key),
-    attention=Attention(bias=BIAS, out_bias=BIAS, scale="query_pre_attn_scalar", window="typed", rotary="typed"),
+    attention=replace(GEMMA2.attention, softcap=None, rotary="typed"),
 )  # fmt: skip
 PHI3 = Architecture(
     model_type="phi3", causal="Phi3ForCausalLM", gguf="phi3",
@@ -76,40 +103,24 @@ OLMO2 = Architecture(
 )  # fmt: skip
 MIXTRAL = replace(
     MISTRAL, model_type="mixtral", causal="MixtralForCausalLM",
-    experts=ExpertsSpec(
-        router=Name("block_sparse_moe.gate", "ffn_gate_inp"),
-        gate_up=(
-            Name("block_sparse_moe.experts.{}.w1", "ffn_gate_exps"),
-            Name("block_sparse_moe.experts.{}.w3", "ffn_up_exps"),
-        ),
-        down=Name("block_sparse_moe.experts.{}.w2", "ffn_down_exps"),
-        count="num_local_experts",
+    experts=_experts(
+        "block_sparse_moe.experts", "block_sparse_moe.gate", ("w1", "w3", "w2"), count="num_local_experts"
     ),
 )  # fmt: skip
-MOE = ExpertsSpec(
-    router=Name("mlp.gate", "ffn_gate_inp"),
-    gate_up=(Name("mlp.experts.{}.gate_proj", "ffn_gate_exps"), Name("mlp.experts.{}.up_proj", "ffn_up_exps")),
-    down=Name("mlp.experts.{}.down_proj", "ffn_down_exps"),
-    count="num_experts",
-    width="moe_intermediate_size",
-)
+MOE = _experts("mlp.experts", "mlp.gate", count="num_experts", width="moe_intermediate_size")
 QWEN3_MOE = replace(
     QWEN3, model_type="qwen3_moe", causal="Qwen3MoeForCausalLM", gguf="qwen3moe",
-    attention=Attention(bias=BIAS, out_bias=BIAS, window="every"),
+    attention=replace(BIASED, window="every"),
     experts=replace(MOE, normalised="norm_topk_prob", placed="stepped"),
 )  # fmt: skip
 GRANITE = replace(
     LLAMA, model_type="granite", causal="GraniteForCausalLM", gguf="granite", embedding_scale="embedding_multiplier",
     residual_scale="residual_multiplier", logits_divisor="logits_scaling",
-    attention=Attention(bias=BIAS, out_bias=BIAS, multiplier="attention_multiplier"),
+    attention=replace(BIASED, multiplier="attention_multiplier"),
 )  # fmt: skip
-GRANITE_EXPERTS = ExpertsSpec(
-    router=Name("block_sparse_moe.router.layer", "ffn_gate_inp"),
-    gate_up=(
-        Name("block_sparse_moe.experts.{}.gate_proj", "ffn_gate_exps"),
-        Name("block_sparse_moe.experts.{}.up_proj", "ffn_up_exps"),
-    ),
-    down=Name("block_sparse_moe.experts.{}.down_proj", "ffn_down_exps"),
+GRANITE_EXPERTS = _experts(
+    "block_sparse_moe.experts",
+    "block_sparse_moe.router.layer",
     count="num_local_experts",
     stacks=("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 )
@@ -118,7 +129,7 @@ GRANITE_MOE = replace(
 )  # fmt: skip
 OLMO3 = replace(
     OLMO2, model_type="olmo3", causal="Olmo3ForCausalLM",
-    attention=Attention(bias=BIAS, out_bias=BIAS, window="typed", rotary="typed"),
+    attention=replace(BIASED, window="typed", rotary="typed"),
 )  # fmt: skip
 EXAONE4 = Architecture(
     model_type="exaone4", causal="Exaone4ForCausalLM", gguf="exaone4", norms=replace(OLMO2.norms, whole=False),
@@ -147,7 +158,7 @@ ERNIE4_5 = Architecture(
 SEED_OSS = Architecture(
     model_type="seed_oss", causal="SeedOssForCausalLM", gguf="seed_oss",
     norms=Norms(before_mlp=Name("post_attention_layernorm", "post_attention_norm")),
-    attention=Attention(bias=BIAS, out_bias="attention_out_bias"), mlp=Mlp(bias="mlp_bias"),
+    attention=Attention(bias=BIAS, out_bias="attention_out_bias"), mlp=LLAMA.mlp,
 )  # fmt: skip
 APERTUS = Architecture(
     model_type="apertus", causal="ApertusForCausalLM", gguf="apertus",
@@ -164,7 +175,7 @@ APERTUS = Architecture(
 COHERE2 = Architecture(
     model_type="cohere2", causal="Cohere2ForCausalLM", gguf="cohere2", parallel=True, logits_scale="logit_scale",
     norms=Norms(before_mlp=None, centred=True, eps="layer_norm_eps"),
-    attention=Attention(bias=BIAS, out_bias=BIAS, window="typed", rotary="sliding", paired=True),
+    attention=replace(BIASED, window="typed", rotary="sliding", paired=True),
 )  # fmt: skip
 STARCODER2 = Architecture(
     model_type="starcoder2", causal="Starcoder2ForCausalLM", gguf="starcoder2",
@@ -176,13 +187,10 @@ STARCODER2 = Architecture(
 )  # fmt: skip
 GPT_OSS = Architecture(
     model_type="gpt_oss", causal="GptOssForCausalLM", gguf="gpt-oss", norms=SEED_OSS.norms,
-    attention=Attention(
-        bias=BIAS, out_bias=BIAS, window="typed", sinks=Name("self_attn.sinks", "attn_sinks", bare=True)
-    ),
-    experts=replace(
-        MOE, router=Name("mlp.router", "ffn_gate_inp"), count="num_local_experts", width="intermediate_size",
-        bias=True, clamp=("swiglu_alpha", "swiglu_limit"),
-        interleaved=True,
+    attention=replace(BIASED, window="typed", sinks=Name("self_attn.sinks", "attn_sinks", bare=True)),
+    experts=_experts(
+        "mlp.experts", "mlp.router", count="num_local_experts", bias=True, interleaved=True,
+        clamp=("swiglu_alpha", "swiglu_limit"),
     ),
 )  # fmt: skip
 PIXTRAL: dict[str, Any] = {
@@ -202,21 +210,14 @@ LFM2 = Architecture(
         eps="norm_eps",
     ),
     attention=Attention(out=Name("self_attn.out_proj", "attn_output")),
-    mlp=Mlp(
-        gate_up=(Name("feed_forward.w1", "ffn_gate"), Name("feed_forward.w3", "ffn_up")),
-        down=Name("feed_forward.w2", "ffn_down"), activation=None,
-    ),
+    mlp=_mlp("feed_forward", ("w1", "w3", "w2"), activation=None),
     mixer=ShortConvSpec(),
 )  # fmt: skip
 LFM2_MOE = replace(
     LFM2, model_type="lfm2_moe", causal="Lfm2MoeForCausalLM", gguf="lfm2moe",
-    experts=ExpertsSpec(
-        router=Name("feed_forward.gate", "ffn_gate_inp"),
-        gate_up=(
-            Name("feed_forward.experts.{}.w1", "ffn_gate_exps"), Name("feed_forward.experts.{}.w3", "ffn_up_exps")
-        ),
-        down=Name("feed_forward.experts.{}.w2", "ffn_down_exps"), count="num_experts", width="moe_intermediate_size",
-        normalised="norm_topk_prob", sigmoid=True,
+    experts=_experts(
+        "feed_forward.experts", "feed_forward.gate", ("w1", "w3", "w2"), count="num_experts",
+        width="moe_intermediate_size", normalised="norm_topk_prob", sigmoid=True,
         correction=Name("feed_forward.expert_bias", "exp_probs_b", bare=True),
         corrected="use_expert_bias", factor="routed_scaling_factor", dense="num_dense_layers",
         stacks=("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
@@ -236,36 +237,26 @@ DELTA_NET = Recurrence(
 QWEN3_5 = Architecture(
     model_type="qwen3_5_text", causal="Qwen3_5ForCausalLM", gguf="qwen35",
     norms=replace(HEAD_NORMS, before_mlp=Name("post_attention_layernorm", "post_attention_norm"), plus=1.0),
-    attention=Attention(bias=BIAS, out_bias=BIAS, gated=True, partial=True), mixer=DELTA_NET,
+    attention=replace(BIASED, gated=True, partial=True), mixer=DELTA_NET,
     within=("model.language_model",), beside=("model.visual.", "mtp."),
 )  # fmt: skip
 QWEN3_5_MOE = replace(
     QWEN3_5, model_type="qwen3_5_moe_text", causal="Qwen3_5MoeForCausalLM", gguf="qwen35moe",
-    mlp=Mlp(
-        gate_up=(
-            Name("mlp.shared_expert.gate_proj", "ffn_gate_shexp"), Name("mlp.shared_expert.up_proj", "ffn_up_shexp")
-        ),
-        down=Name("mlp.shared_expert.down_proj", "ffn_down_shexp"), width="shared_expert_intermediate_size",
-    ),
+    mlp=_mlp("mlp.shared_expert", end="_shexp", width="shared_expert_intermediate_size"),
     experts=replace(MOE, beside=True, gate=Name("mlp.shared_expert_gate", "ffn_gate_inp_shexp")),
 )  # fmt: skip
 GEMMA4 = replace(
     GEMMA3, model_type="gemma4_text", causal="Gemma4ForCausalLM", gguf="gemma4",
     norms=replace(GEMMA3.norms, plus=0.0, values=True),
-    attention=Attention(
-        bias=BIAS, out_bias=BIAS, multiplier=1.0, window="typed", rotary="typed", partial=True, sized=True,
+    attention=replace(
+        BIASED, multiplier=1.0, window="typed", rotary="typed", partial=True, sized=True,
         borrowed="num_kv_shared_layers", twice="attention_k_eq_v",
     ),
     mlp=replace(GEMMA3.mlp, doubled="use_double_wide_mlp"), inputs=LayerInputs(),
     layer_scale=Name("layer_scalar", "layer_output_scale", bare=True),
-    experts=ExpertsSpec(
-        router=Name("router.proj", "ffn_gate_inp"),
-        gate_up=(
-            Name("experts.{}.gate_proj", "ffn_gate_exps"), Name("experts.{}.up_proj", "ffn_up_exps")
-        ),
-        down=Name("experts.{}.down_proj", "ffn_down_exps"), count="num_experts", width="moe_intermediate_size",
-        chosen="top_k_experts", stacks=("experts.gate_up_proj", "experts.down_proj"), beside=True,
-        enabled="enable_moe_block",
+    experts=_experts(
+        "experts", "router.proj", count="num_experts", width="moe_intermediate_size", chosen="top_k_experts",
+        stacks=("experts.gate_up_proj", "experts.down_proj"), beside=True, enabled="enable_moe_block",
         apart=ApartSpec(
             before=Name("pre_feedforward_layernorm_2", "pre_ffw_norm_2"),
             after=Name("post_feedforward_layernorm_2", "post_ffw_norm_2"),
@@ -277,13 +268,9 @@ GEMMA4 = replace(
     within=("model.language_model",),
     beside=("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."),
 )  # fmt: skip
-MAMBA = Recurrence(
-    kind="mamba", inputs=(Name("mamba.in_proj", "ssm_in"),), conv=Name("mamba.conv1d", "ssm_conv1d"),
-    decay=Name("mamba.A_log", "ssm_a", bare=True), step=Name("mamba.dt_bias", "ssm_dt", bare=True),
-    skip=Name("mamba.D", "ssm_d", bare=True), norm=Name("mamba.norm", "ssm_norm"),
-    out=Name("mamba.out_proj", "ssm_out"), heads="mamba_n_heads", groups="mamba_n_groups",
-    key_dim="mamba_d_state", value_dim="mamba_d_head", kernel="mamba_d_conv", bias="mamba_proj_bias",
-    conv_bias="mamba_conv_bias",
+MAMBA = _mamba(
+    "mamba", heads="mamba_n_heads", groups="mamba_n_groups", key_dim="mamba_d_state", value_dim="mamba_d_head",
+    kernel="mamba_d_conv", bias="mamba_proj_bias", conv_bias="mamba_conv_bias",
 )  # fmt: skip
 GRANITE_HYBRID = replace(
     GRANITE, model_type="granitemoehybrid", causal="GraniteMoeHybridForCausalLM", gguf="granitehybrid",
@@ -301,12 +288,7 @@ GRANITE_MOE_SHARED = replace(
 BAMBA = Architecture(
     model_type="bamba", causal="BambaForCausalLM", gguf="granitehybrid",
     norm=Name("model.final_layernorm", "output_norm"), norms=Norms(before_mlp=Name("pre_ff_layernorm", "ffn_norm")),
-    attention=Attention(bias=BIAS, out_bias=BIAS, partial=True),
-    mlp=Mlp(
-        gate_up=(Name("feed_forward.gate_proj", "ffn_gate"), Name("feed_forward.up_proj", "ffn_up")),
-        down=Name("feed_forward.down_proj", "ffn_down"), bias="mlp_bias",
-    ),
-    mixer=MAMBA,
+    attention=replace(BIASED, partial=True), mlp=_mlp("feed_forward", bias="mlp_bias"), mixer=MAMBA,
 )  # fmt: skip
 FALCON_H1 = Architecture(
     model_type="falcon_h1", causal="FalconH1ForCausalLM", gguf="falcon-h1", norm=BAMBA.norm,
@@ -337,13 +319,9 @@ NEMOTRON_H = Architecture(
         gate_up=(Name("mixer.up_proj", "ffn_up"),), gated=False, down=Name("mixer.down_proj", "ffn_down"),
         activation="mlp_hidden_act", bias="mlp_bias", layers="mlp",
     ),
-    mixer=Recurrence(
-        kind="mamba", inputs=(Name("mixer.in_proj", "ssm_in"),), conv=Name("mixer.conv1d", "ssm_conv1d"),
-        decay=Name("mixer.A_log", "ssm_a", bare=True), step=Name("mixer.dt_bias", "ssm_dt", bare=True),
-        skip=Name("mixer.D", "ssm_d", bare=True), norm=Name("mixer.norm", "ssm_norm"),
-        out=Name("mixer.out_proj", "ssm_out"), heads="mamba_num_heads", groups="n_groups", key_dim="ssm_state_size",
-        value_dim="mamba_head_dim", kernel="conv_kernel", bias="use_bias", conv_bias="use_conv_bias",
-        activation="mamba_hidden_act",
+    mixer=_mamba(
+        "mixer", heads="mamba_num_heads", groups="n_groups", key_dim="ssm_state_size", value_dim="mamba_head_dim",
+        kernel="conv_kernel", bias="use_bias", conv_bias="use_conv_bias", activation="mamba_hidden_act",
     ),
     experts=ExpertsSpec(
         router=Name("mixer.gate", "ffn_gate_inp"), gate_up=(Name("mixer.experts.{}.up_proj", "ffn_up_exps"),),
@@ -360,13 +338,7 @@ NEMOTRON_H = Architecture(
         ),
     ),
 )  # fmt: skip
-SHARED = Mlp(
-    gate_up=(
-        Name("mlp.shared_experts.gate_proj", "ffn_gate_shexp"), Name("mlp.shared_experts.up_proj", "ffn_up_shexp")
-    ),
-    down=Name("mlp.shared_experts.down_proj", "ffn_down_shexp"), width="moe_intermediate_size",
-    times="n_shared_experts",
-)  # fmt: skip
+SHARED = _mlp("mlp.shared_experts", end="_shexp", width="moe_intermediate_size", times="n_shared_experts")
 SOFTMAX_GROUPS = replace(
     MOE, count="n_routed_experts", beside=True, shared=SHARED, factor="routed_scaling_factor",
     groups=("n_group", "topk_group"), normalised="norm_topk_prob", dense="first_k_dense_replace", eps=1e-20,
@@ -381,10 +353,8 @@ DEEPSEEK_V3 = Architecture(
 )  # fmt: skip
 DEEPSEEK_V2 = replace(
     DEEPSEEK_V3, model_type="deepseek_v2", causal="DeepseekV2ForCausalLM", latent=Latent(paired=None),
-    mlp=Mlp(bias="mlp_bias"),
-    experts=replace(
-        SOFTMAX_GROUPS, shared=replace(SHARED, bias="mlp_bias"), best=1, method="topk_method"
-    ),
+    mlp=LLAMA.mlp,
+    experts=replace(SOFTMAX_GROUPS, shared=replace(SHARED, bias="mlp_bias"), best=1, method="topk_method"),
 )  # fmt: skip
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3, model_type="glm4_moe_lite", causal="Glm4MoeLiteForCausalLM",

@@ -15,6 +15,7 @@ from forerun.core.config import COUNT, NOT_NEGATIVE, POSITIVE, Within
 from forerun.core.errors import shown
 from forerun.models.architectures.description import (
     Architecture,
+    Attention,
     ExpertsSpec,
     Latent,
     Mixer,
@@ -163,27 +164,27 @@ class Spec:
     """Of a head."""
     eps: float
     scale: float
-    softcap: float | None
-    logits_softcap: float | None
-    embedding_scale: float
-    residual_scale: float
-    logits_scale: float
-    activation: str
-    activation_numbers: tuple[float, ...]
+    softcap: float | None = None
+    logits_softcap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    activation: str = SILU
+    activation_numbers: tuple[float, ...] = ()
     """Of the activation, where all layers have the same."""
-    growth: Growth | None
-    chosen: int
+    growth: Growth | None = None
+    chosen: int = 0
     """Experts per row."""
-    normalised: bool
-    corrected: bool
+    normalised: bool = False
+    corrected: bool = False
     """A number is added to each expert's score where some are chosen."""
-    factor: float
+    factor: float = 1.0
     """Of the experts' weights."""
-    groups: tuple[int, int] | None
+    groups: tuple[int, int] | None = None
     """Of experts, and how many of them are chosen among."""
-    inner: int
+    inner: int = 0
     """Outputs of the gate of an MLP."""
-    layers: tuple[LayerSpec, ...]
+    layers: tuple[LayerSpec, ...] = ()
     mixer: MixerSpec | None = None
     inputs: int = 0
     """Numbers of a row of per-layer embeddings."""
@@ -266,7 +267,6 @@ def applies(config: Any) -> str | None:
 def _numbers_apply(architecture: Architecture, config: Any) -> str | None:
     """Why factors and counts that only some architectures have cannot be used, if so."""
     experts = architecture.experts
-    used = experts is not None and (experts.enabled is None or getattr(config, experts.enabled))
     factors = [
         architecture.embedding_scale, architecture.residual_scale, architecture.logits_scale,
         architecture.logits_divisor, architecture.attention.multiplier, None if experts is None else experts.factor,
@@ -281,6 +281,7 @@ def _numbers_apply(architecture: Architecture, config: Any) -> str | None:
         count = 1 if not isinstance(given, (list, tuple)) else MLP_PARTS if each.place is not None else MAMBA_PARTS
         if len(numbers) != count or not all(Within().permits(number) for number in numbers):
             return f"{each.outputs} is {shown(given)}, not {count} number{'s' if count > 1 else ''}"
+    used = experts is not None and _says(config, experts.enabled, True)
     if experts is not None and used and not NOT_NEGATIVE.permits(getattr(config, experts.count)):
         return f"{experts.count} is {shown(getattr(config, experts.count))}, not a number of experts"
     if getattr(config, "block_auto_adjust_ff_dim", False):
@@ -331,7 +332,6 @@ def bind(config: Any) -> Spec:
     width = getattr(own, "head_dim", None) or config.hidden_size // heads
     latent = None if result.latent is None else _latent(result.latent, config)
     width = width if latent is None else latent.turned
-    normalised = experts is not None and (experts.normalised is None or bool(getattr(config, experts.normalised)))
     return Spec(
         architecture=result,
         hidden=config.hidden_size,
@@ -349,8 +349,8 @@ def bind(config: Any) -> Spec:
         activation_numbers=tuple(float(getattr(config, key)) for key in clamp),
         growth=_growth(result, config),
         chosen=getattr(config, experts.chosen) or 0 if experts is not None else 0,
-        normalised=normalised,
-        corrected=_corrected(experts, config),
+        normalised=experts is not None and _says(config, experts.normalised, True),
+        corrected=experts is not None and experts.correction is not None and _says(config, experts.corrected, True),
         factor=_factor(config, None if experts is None else experts.factor),
         groups=None if experts is None else _groups(experts, config),
         inner=_inner(result.mlp, config),
@@ -400,7 +400,7 @@ def _inner(mlp: Mlp, config: Any) -> int:
 
 def _mixer(mixer: Mixer, config: Any) -> MixerSpec:
     columns = getattr(config, mixer.kernel) - 1
-    biased = mixer.bias is not None and bool(getattr(config, mixer.bias))
+    biased = _says(config, mixer.bias)
     if isinstance(mixer, ShortConvSpec):
         return MixerSpec(config.hidden_size, columns, config.hidden_size, biased, biased, biased)
     keys = mixer.heads, mixer.groups, mixer.key_dim, mixer.value_dim
@@ -410,9 +410,9 @@ def _mixer(mixer: Mixer, config: Any) -> MixerSpec:
         columns=columns,
         inner=heads * value_dim,
         biased=biased,
-        out_biased=biased if mixer.out_bias is None else bool(getattr(config, mixer.out_bias)),
-        conv_biased=mixer.conv_bias is not None and bool(getattr(config, mixer.conv_bias)),
-        normed=mixer.normed is None or bool(getattr(config, mixer.normed)),
+        out_biased=_says(config, mixer.out_bias, biased),
+        conv_biased=_says(config, mixer.conv_bias),
+        normed=_says(config, mixer.normed, True),
         heads=heads,
         groups=groups,
         key_dim=key_dim,
@@ -478,12 +478,6 @@ def _latent_scale(sizes: LatentSpec, config: Any) -> float:
     return float(sizes.query**-0.5) * raised * raised
 
 
-def _corrected(experts: ExpertsSpec | None, config: Any) -> bool:
-    if experts is None or experts.correction is None:
-        return False
-    return experts.corrected is None or bool(getattr(config, experts.corrected))
-
-
 def _groups(experts: ExpertsSpec, config: Any) -> tuple[int, int] | None:
     """None: all experts are chosen among."""
     if experts.groups is None or (experts.method is not None and getattr(config, experts.method) == "greedy"):
@@ -538,38 +532,43 @@ def _optional(config: Any, key: str | None) -> float | None:
     return getattr(config, key, None) if key is not None else None
 
 
+def _says(config: Any, key: str | None, default: bool = False) -> bool:
+    """What a key says; None: ``default``."""
+    return default if key is None else bool(getattr(config, key))
+
+
 def _layer(architecture: Architecture, config: Any, index: int) -> LayerSpec:
-    attention, kind = architecture.attention, None
-    if "typed" in (attention.window, attention.rotary):
-        kind = config.layer_types[index]
-    window = None
-    if attention.window == "every" or (kind == SLIDING and getattr(config, "use_sliding_window", True)):
-        window = getattr(config, "sliding_window", None)
-    rotary = kind if attention.rotary == "typed" else ALL
-    if attention.rotary == "listed" and not config.no_rope_layers[index]:
-        rotary = None
-    if attention.rotary == "sliding" and kind != SLIDING and getattr(config, "sliding_window", None) is not None:
-        rotary = None
-    if attention.rotary == "none" or (attention.rotary == "named" and config.position_embedding_type != "rope"):
-        rotary = None
-    result = _parts(LayerSpec(window, rotary, _experts(architecture, config, index)), architecture, config, index)
+    attention, mixer, experts = architecture.attention, architecture.mixer, architecture.experts
+    typed = mixer is not None or "typed" in (attention.window, attention.rotary)
+    kind, count = config.layer_types[index] if typed else None, _experts(experts, config, index)
+    slides = attention.window == "typed" and kind == SLIDING and getattr(config, "use_sliding_window", True)
+    mixes = mixer is not None and kind == mixer.layers
+    shared = None if experts is None or not count else experts.shared
+    result = LayerSpec(
+        window=getattr(config, "sliding_window", None) if attention.window == "every" or slides else None,
+        rotary=(kind if attention.rotary == "typed" else ALL) if _turns(attention, config, index, kind) else None,
+        experts=count,
+        mlp=experts.beside if experts is not None and count else architecture.mlp.layers in (None, kind),
+        attention=isinstance(mixer, Recurrence) and mixer.joint if mixes else kind in (None, SLIDING, FULL),
+        mixer=mixes,
+        inner=None if shared is None else _inner(shared, config),
+    )
     return _sized(result, architecture, config, index) if attention.sized else result
 
 
-def _parts(layer: LayerSpec, architecture: Architecture, config: Any, index: int) -> LayerSpec:
-    """What a layer has of attention, mixer and MLP."""
-    mixer, mlp, experts = architecture.mixer, architecture.mlp, architecture.experts
-    kind = None if mixer is None else config.layer_types[index]
-    mixes = mixer is not None and kind == mixer.layers
-    joint = isinstance(mixer, Recurrence) and mixer.joint
-    beside = experts is not None and experts.beside
-    inner = None
-    if layer.experts and experts is not None and experts.shared is not None:
-        inner = _inner(experts.shared, config)
-    return replace(
-        layer, mixer=mixes, attention=joint if mixes else kind in (None, SLIDING, FULL), inner=inner,
-        mlp=beside if layer.experts else mlp.layers in (None, kind),
-    )  # fmt: skip
+def _turns(attention: Attention, config: Any, index: int, kind: str | None) -> bool:
+    """Whether a layer has a rotary embedding."""
+    match attention.rotary:
+        case "none":
+            return False
+        case "listed":
+            return bool(config.no_rope_layers[index])
+        case "sliding":
+            return kind == SLIDING or getattr(config, "sliding_window", None) is None
+        case "named":
+            return bool(config.position_embedding_type == "rope")
+        case _:
+            return True
 
 
 def _borrowed(architecture: Architecture, config: Any) -> int:
@@ -583,26 +582,23 @@ def _sized(layer: LayerSpec, architecture: Architecture, config: Any, index: int
     attention, mlp, own = architecture.attention, architecture.mlp, config.per_layer_config[index]
     types, first = config.layer_types, config.num_hidden_layers - _borrowed(architecture, config)
     source = max((i for i in range(first) if types[i] == types[index]), default=OUTSIDE) if index >= first else None
-    doubled = source is not None and mlp.doubled is not None and getattr(config, mlp.doubled)
-    twice = attention.twice is not None and types[index] != SLIDING and getattr(config, attention.twice)
+    doubled = source is not None and _says(config, mlp.doubled)
     return replace(
         layer, heads=(own.num_key_value_heads, own.head_dim), inner=2 * _inner(mlp, config) if doubled else None,
-        source=source, twice=bool(twice) and source is None,
+        source=source, twice=source is None and types[index] != SLIDING and _says(config, attention.twice),
     )  # fmt: skip
 
 
-def _experts(architecture: Architecture, config: Any, index: int) -> int:
-    experts = architecture.experts
-    if experts is None or (experts.enabled is not None and not getattr(config, experts.enabled)):
+def _experts(experts: ExpertsSpec | None, config: Any, index: int) -> int:
+    """How many a layer has."""
+    if experts is None or not _says(config, experts.enabled, True):
         return 0
-    count = int(getattr(config, experts.count))
     if experts.layers is not None:
-        return count if config.layer_types[index] == experts.layers else 0
-    if experts.placed == "stepped":
-        dense = index in config.mlp_only_layers or (index + 1) % config.decoder_sparse_step
-        return 0 if dense else count
-    if experts.placed == "listed":
-        return count if config.mlp_layer_types[index] == "sparse" else 0
-    if experts.dense is not None and index < int(getattr(config, experts.dense)):
-        return 0
-    return count
+        has = config.layer_types[index] == experts.layers
+    elif experts.placed == "stepped":
+        has = index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
+    elif experts.placed == "listed":
+        has = config.mlp_layer_types[index] == "sparse"
+    else:
+        has = experts.dense is None or index >= int(getattr(config, experts.dense))
+    return int(getattr(config, experts.count)) if has else 0

@@ -28,6 +28,8 @@ from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
 from forerun.models import kernel_layers
+from forerun.models.architectures.families import LLAMA
+from forerun.models.architectures.spec import ALL, Spec
 from forerun.models.base import Model
 from forerun.models.checkpoint import CONFIG
 from forerun.models.formats import ON_CPU
@@ -208,7 +210,8 @@ class EagleHead(Head):
         """The layer, the norm behind it and the output layer in one call, where ``target`` runs so."""
         if target.fused is None or self.options.get("norm_before_residual"):
             return None
-        whole, dtype, device = target.fused.decoder, target.info.dtype, target.info.device
+        whole, info = target.fused.decoder, target.info
+        dtype, device = info.dtype, info.device
         rope: Any = SimpleNamespace(rope_parameters={"rope_theta": self.options["theta"]})
         rotary = Rotary(rope, self.width, device, dtype)
         rotary.frequencies = frequencies(self.width, self.options["theta"], device, self.stretch)
@@ -235,12 +238,11 @@ class EagleHead(Head):
             kv_heads=self.kv_heads,
             width=self.width,
         )
-        head, cap = (whole.head, whole.logits_softcap) if self.lm_head is None else (linear(self.lm_head), None)
+        head, cap = (whole.head, whole.spec.logits_softcap) if self.lm_head is None else (linear(self.lm_head), None)
+        spec = Spec(LLAMA, info.hidden_size, self.heads, self.kv_heads, self.width, self.norm.eps, self.scale,
+                    logits_softcap=cap)  # fmt: skip
         mix = None if self.mix is None else linear(self.mix)
-        decoder = Decoder(
-            self.heads, whole.words, [layer], norm(self.norm), head, {layer.rotary: rotary}, self.scale,
-            logits_softcap=cap, mix=mix,
-        )  # fmt: skip
+        decoder = Decoder(spec, whole.words, [layer], norm(self.norm), head, {ALL: rotary}, mix=mix)
         return Fused(decoder) if decoder.can_fuse() and can_attend(dtype, device, (self.entry,)) else None
 
     @classmethod

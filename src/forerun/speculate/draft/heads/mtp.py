@@ -134,7 +134,7 @@ class MtpExperts(nn.Module):
         self.chosen, self.sigmoid = experts["chosen"], bool(experts.get("sigmoid"))
         self.normalised, self.factor = bool(experts.get("normalised")), experts.get("factor", 1.0)
         groups = experts.get("groups")
-        self.choice = Choice(None, 1.0, groups=None if groups is None else (groups[0], groups[1]))
+        self.choice = Choice(groups=None if groups is None else (groups[0], groups[1]))
         self.gate = nn.Linear(size, count, bias=False)
         self.gate_up = nn.Parameter(torch.randn(count, 2 * inner, size) * size**-0.5)
         self.down = nn.Parameter(torch.zeros(count, size, inner))
