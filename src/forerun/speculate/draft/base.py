@@ -182,6 +182,8 @@ class Drafter(ABC, Generic[C]):
     needs: Needs = Needs()
     watches: ClassVar[bool] = True
     """Rounds in which it was asked for nothing concern it, too: ``observe`` sees them."""
+    parts: Sequence[Drafter] = ()
+    """Drafters inside of it."""
 
     def __init__(self, config: C, context: DraftContext) -> None:
         self.config = config
@@ -229,6 +231,8 @@ class Drafter(ABC, Generic[C]):
 
     def close(self) -> None:
         """The engine ends, or is asked to: write down what is to be kept."""
+        for part in self.parts:
+            part.close()
 
     def rewind(self, sequence: RequestState) -> None:
         """Tokens that were ``tentative`` have been taken back: keep no state beyond ``sequence.tokens``."""
@@ -237,11 +241,11 @@ class Drafter(ABC, Generic[C]):
     def pools(self) -> list[Pool]:
         """Its own KV pools, which share the engine's memory budget. A full pool fails nobody: a drafter proposes
         nothing for a sequence that it has no pages for."""
-        return []
+        return [pool for part in self.parts for pool in part.pools()]
 
     def models(self) -> list[Model]:
         """The models of its own that it runs."""
-        return []
+        return [model for part in self.parts for model in part.models()]
 
     def reusable(self, sequence: RequestState) -> int:
         """How many of a new sequence's tokens the target may take from its prefix cache: 0 for a drafter that feeds on
@@ -262,6 +266,11 @@ class Drafter(ABC, Generic[C]):
         tests build every registered drafter from them. One that needs trained weights writes random ones to
         ``folder`` and names them here."""
         return {}
+
+
+def spread(logits: torch.Tensor, ids: torch.Tensor, size: int) -> torch.Tensor:
+    """Logits [n, ``size``] of those [n, len(ids)] of the tokens ``ids`` int64 alone; others are impossible."""
+    return logits.new_full((len(logits), size), float("-inf")).index_copy_(1, ids, logits)
 
 
 class Chooser:

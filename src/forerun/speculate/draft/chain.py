@@ -36,28 +36,18 @@ def plain(sequence: RequestState) -> bool:
     return sequence.group is None and sequence.constraint is None and not sequence.params.edits
 
 
+@dataclass(frozen=True, slots=True)
 class ChainRunner:
     """Drafts with ``fused``, which predicts over the target's ids or, in ascending order, those of ``names`` int64.
-    ``feeds``: a step's input is the last one's output before the final norm, beside the token (EAGLE-3). They end as
-    ``config`` says."""
+    ``feeds``: a step's input is the last one's output before the final norm, beside the token (EAGLE-3). Chains end
+    where the chance of all of it falls below ``floor``, a logarithm; ``words`` are the ids' own for noise."""
 
-    def __init__(
-        self,
-        fused: Fused,
-        chooser: Chooser,
-        config: StepsConfig,
-        *,
-        feeds: bool = False,
-        names: torch.Tensor | None = None,
-    ) -> None:
-        self.fused = fused
-        self.chooser = chooser
-        self.floor = config.floor
-        self.feeds = feeds
-        self.names = names
-        compiled = chooser.sampler.compiled
-        assert compiled is not None
-        self.words = compiled.ids if names is None else compiled.ids[names].contiguous()
+    fused: Fused
+    chooser: Chooser
+    floor: float
+    words: torch.Tensor
+    names: torch.Tensor | None
+    feeds: bool
 
     @classmethod
     def find(
@@ -72,27 +62,28 @@ class ChainRunner:
     ) -> ChainRunner | None:
         """None where the call is not here or does not do what is asked for."""
         sampler = chooser.sampler
-        serves = (
-            fused is not None
-            and not fused.keeps_state
-            and sampler.compiled is not None
-            and fused.vocab_size == (sampler.vocab_size if names is None else len(names))
-            and isinstance(attention, KernelAttention)
-            and not config.branches
-        )
-        return cls(fused, chooser, config, feeds=feeds, names=names) if serves and fused is not None else None
+        if fused is None or fused.keeps_state or sampler.compiled is None or config.branches:
+            return None
+        size = sampler.vocab_size if names is None else len(names)
+        if fused.vocab_size != size or not isinstance(attention, KernelAttention):
+            return None
+        words = sampler.compiled.ids
+        return cls(fused, chooser, config.floor, words if names is None else words[names].contiguous(), names, feeds)
 
     def draft(
         self,
-        sequences: Requests,
-        depths: Sequence[int],
+        everyone: Requests,
+        ready: Sequence[int],
+        budgets: Sequence[int],
         batch: Batch,
         attention: Attention,
         given: torch.Tensor | None = None,
     ) -> list[Draft]:
-        """One chain for each sequence, of at most its depth. ``batch`` reads what each of them lacks: its spans that
-        ask for logits, one row each, are theirs, in order. The cache's pages have room for all but the last tokens."""
+        """One draft for each of ``everyone``, a chain of at most its budget where it is in ``ready``. ``batch`` reads
+        what each of these lacks: its spans that ask for logits, one row each, are theirs, in order. The cache's pages
+        have room for all but the last tokens."""
         assert isinstance(attention, KernelAttention)
+        sequences, depths = [everyone[i] for i in ready], [budgets[i] for i in ready]
         count, longest = len(sequences), max(depths)
         prepared = self.fused.prepare(batch, attention, given, ahead=longest)
         theirs = [i for i, span in enumerate(batch.spans) if span.logits]
@@ -121,13 +112,13 @@ class ChainRunner:
         fused = self.fused
         fused.draft(*fused.addresses, prepared.address, call.buffer_info()[0])
         attention.finish(prepared.plan)
-        drafts = []
-        for i, (depth, start) in enumerate(zip(depths, starts)):
+        drafts = [Draft() for _ in everyone]
+        for i, (index, depth, start) in enumerate(zip(ready, depths, starts)):
             chain = [token for token in tokens[i : depth * count : count] if token != NOTHING]
             fed = max(0, len(chain) - 1)
             attention.pool.advance(batch.spans[theirs[i]].key, start + fed)
             rows = range(i, longest * count, count) if temperatures[i] else [POINT_MASS] * longest
-            drafts.append(Draft.chain(chain, q, rows))
+            drafts[index] = Draft.chain(chain, q, rows)
         return drafts
 
     def _keys(self, sequences: Requests, longest: int) -> tuple[array[int], array[float]]:

@@ -20,7 +20,7 @@ from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.models.tokenizer import BYTE_LETTERS, load_tokenizer, with_end
 from forerun.sampling.noise import target_key
-from forerun.speculate.draft.base import DraftContext
+from forerun.speculate.draft.base import DraftContext, spread
 from forerun.speculate.draft.model import DraftModel, DraftModelConfig
 from forerun.speculate.verify import Verification
 
@@ -61,10 +61,7 @@ class CrossVocabularyDraftModel(DraftModel):
         return [self.bridge.shared[token] for token in tokens]
 
     def translate(self, logits: torch.Tensor) -> torch.Tensor:
-        size = self.context.sampler.vocab_size
-        moved = torch.full((logits.shape[0], size), float("-inf"), dtype=logits.dtype, device=logits.device)
-        moved[:, self.target_ids] = logits[:, self.draft_ids]
-        return moved
+        return spread(logits[:, self.draft_ids], self.target_ids, self.context.sampler.vocab_size)
 
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         self.starts = {sequence.id: len(self._read(sequence)) for sequence in sequences}

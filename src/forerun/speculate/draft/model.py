@@ -24,7 +24,7 @@ from forerun.models.formats.tiled import can_tile
 from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.load import load_shared, parse_dtype, quick_config, resolve, weight_sizes
 from forerun.models.tokenizer import check_compatible, read_vocabulary
-from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters, spread
 from forerun.speculate.draft.chain import CatchUpConfig, ChainRunner, plain
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level
 from forerun.speculate.verify import Verification
@@ -184,10 +184,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def translate(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the target's ids."""
-        if self.names is None:
-            return logits
-        whole = logits.new_full((len(logits), self.context.sampler.vocab_size), float("-inf"))
-        return whole.index_copy_(1, self.names, logits)
+        return logits if self.names is None else spread(logits, self.names, self.context.sampler.vocab_size)
 
     def _predicted(self, path: str) -> torch.Tensor | None:
         """The tokens that are worth an output, ascending; None: all of them. Raises ConfigError."""
@@ -230,12 +227,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
         spans, ready = self._missing(sequences, depths)
         if self.chains is not None and ready and all(plain(sequences[i]) for i in ready):
-            drafts = [Draft() for _ in sequences]
-            chosen, requested = [sequences[i] for i in ready], [depths[i] for i in ready]
-            result = self.chains.draft(chosen, requested, self._batch(spans), self.attention)
-            for index, draft in zip(ready, result):
-                drafts[index] = draft
-            return drafts
+            return self.chains.draft(sequences, ready, depths, self._batch(spans), self.attention)
 
         def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             if depth:

@@ -9,12 +9,10 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from forerun.cache.pool import Pool
 from forerun.core.config import FRACTION
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import POINT_MASS, Draft, Drafts, Verdict, Verdicts
-from forerun.models.base import Model
 from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs, drafters
 from forerun.speculate.verify import Verification
 
@@ -117,16 +115,6 @@ class PartsDrafter(Drafter[P]):
     def rewind(self, sequence: RequestState) -> None:
         for part in self.parts:
             part.rewind(sequence)
-
-    def close(self) -> None:
-        for part in self.parts:
-            part.close()
-
-    def pools(self) -> list[Pool]:
-        return [pool for part in self.parts for pool in part.pools()]
-
-    def models(self) -> list[Model]:
-        return [model for part in self.parts for model in part.models()]
 
     def reusable(self, sequence: RequestState) -> int:
         return min(part.reusable(sequence) for part in self.parts)

@@ -16,12 +16,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from forerun.cache.pool import Pool
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ConfigError
 from forerun.core.request import Constraint, Requests, RequestState
 from forerun.core.tree import POINT_MASS, Draft, Drafts, Verdict, Verdicts
-from forerun.models.base import Model
 from forerun.sampling.draw import probabilities
 from forerun.sampling.noise import fold
 from forerun.speculate.accept import rules
@@ -151,6 +149,7 @@ class Staged(Drafter[StagedConfig]):
                 f"method {part.method!r} feeds on the target's hidden states and cannot be inside 'staged'"
             )
         self.inner = inner
+        self.parts = (self.base, inner)
         self.router = Router({INNER: inner})
         self.policy = DraftRequest(Setting({INNER: part.config.nodes_by_depth()}, aligned.row_multiple))
         self.stage = Target(aligned, self.base.attention)
@@ -271,16 +270,6 @@ class Staged(Drafter[StagedConfig]):
         self.router.failures.pop(sequence.id, None)
         if copy is not None:
             self.inner.release(copy)
-
-    def close(self) -> None:
-        self.base.close()
-        self.inner.close()
-
-    def pools(self) -> list[Pool]:
-        return [*self.base.pools(), *self.inner.pools()]
-
-    def models(self) -> list[Model]:
-        return [*self.base.models(), *self.inner.models()]
 
     def cached_tokens(self, sequence: RequestState) -> list[int]:
         return sequence.tokens[: self.base.attention.pool.length(sequence.id)]

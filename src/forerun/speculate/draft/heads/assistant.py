@@ -39,7 +39,7 @@ from forerun.models.linear import choose, make_linear
 from forerun.models.load import as_config, read_config, resolve
 from forerun.models.mapped import CheckpointWeights
 from forerun.models.native import NativeModel
-from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs, spread
 from forerun.speculate.draft.heads.mtp import MtpConfig, Tensors, predicted
 from forerun.speculate.draft.levels import Frontier, grow
 from forerun.speculate.verify import Verification
@@ -132,9 +132,7 @@ class AssistantModel:
             return self.clusters(x)
         if self.ids is None:
             return out.logits
-        full = out.logits.new_full((len(out.logits), self.decoder.info.vocab_size), float("-inf"))
-        full[:, self.ids] = out.logits
-        return full
+        return spread(out.logits, self.ids, self.decoder.info.vocab_size)
 
 
 def _tensor(path: Path, tensors: Tensors, name: str, shape: tuple[int, ...]) -> torch.Tensor:

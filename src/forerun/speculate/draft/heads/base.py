@@ -21,7 +21,7 @@ from forerun.models.fingerprint import fingerprint
 from forerun.models.formats import int8
 from forerun.models.kinds import BLOCKS, UNQUANTIZED
 from forerun.models.load import BUNDLED, quick_config, resolve
-from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs, spread
 from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_first
 from forerun.speculate.draft.heads.adapt import Adaptation, Learner
 from forerun.speculate.draft.heads.head import Head, Sizes
@@ -124,11 +124,7 @@ class HeadDrafter(Drafter[C]):
     def widen(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the target's vocabulary; tokens outside a reduced one are impossible."""
         ids = self.head.token_ids()
-        if ids is None:
-            return logits
-        full = logits.new_full((logits.shape[0], self.head.sizes.vocab_size), float("-inf"))
-        full[:, ids] = logits
-        return full
+        return logits if ids is None else spread(logits, ids, self.head.sizes.vocab_size)
 
     def features(self, verdict: Verdict) -> torch.Tensor | None:
         """[tokens, layers * hidden size] of the tokens a round added to the target's cache."""

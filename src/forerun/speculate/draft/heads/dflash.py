@@ -31,8 +31,8 @@ from forerun.models.load import read_config
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, BlockMemory, remember
-from forerun.speculate.draft.heads.gguf_files import is_ours, read_drafter
-from forerun.speculate.draft.heads.head import FORMAT, Head, Lesson, Norm, Sizes
+from forerun.speculate.draft.heads.gguf_files import read_drafter
+from forerun.speculate.draft.heads.head import Lesson, Norm, Sizes
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
 
 DEFAULTS: dict[str, Any] = {
@@ -186,48 +186,40 @@ class DFlashHead(BlockHead):
         return block
 
     @classmethod
-    def load(cls, folder: Path, num_layers: int = 0) -> Head:
-        """A head of ours, or a public checkpoint for a target of ``num_layers`` layers. Raises ModelError."""
-        if is_ours(folder, FORMAT):
-            return super().load(folder)
-        sizes, weights = read_public(folder, num_layers)
-        return cls.of(sizes, weights, folder)
-
-
-def read_public(folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
-    """Sizes and renamed weights of a DFlash, DFlash2 or DSpark checkpoint, as z-lab, SGLang, speculators or llama.cpp
-    write it. Raises ModelError for anything else."""
-    config, tensors = read_drafter(folder, "dflash")
-    inner = config.get("transformer_layer_config", config)
-    own = config.get("dflash_config") or config.get("dspark_config") or {}
-    if not isinstance(inner, Mapping) or not isinstance(own, Mapping):
-        raise ModelError(f"{folder} is no DFlash drafter: its {CONFIG} has no usable sizes")
-    reported = {**inner, **config, **own}
-    weights = {
-        name.removeprefix("model."): tensor
-        for name, tensor in tensors.items()
-        if name.removeprefix("model.") not in COPIES
-    }
-    kind = config.get("speculators_model_type")
-    if "hidden_norm.weight" not in weights or "fc.weight" not in weights or kind not in (None, *KINDS):
-        raise ModelError(
-            f"{folder} is no DFlash drafter: {'it is ' + shown(kind) if kind else 'it has no fc and hidden_norm'}; "
-            f"{', '.join(KINDS)} files are read"
-        )
-    options = _options(folder, config, reported, weights, num_layers)
-    block = reported.get("block_size", 16)
-    if not Within(least=2, whole=True).permits(block):
-        raise ModelError(f"{folder}: block_size is an integer of at least 2, not {shown(block)}")
-    size, vocabulary = weights["fc.weight"].shape[0], reported.get("vocab_size")
-    for name in ("predecessor_codebook", "successor_codebook"):
-        codes = weights.get(f"candidate_selector.{name}")
-        if codes is not None and codes.shape[0] != vocabulary:
-            raise ModelError(f"{folder}: its {name} is of {codes.shape[0]} tokens, its vocabulary of {vocabulary}")
-    try:
-        sizes = Sizes(size, vocabulary, num_layers, block - (not options["from_anchor"]), options)  # type: ignore[arg-type]
-    except ModelError as error:
-        raise ModelError(f"{folder} is no DFlash drafter: {error}") from error
-    return sizes, {_rename(name): tensor for name, tensor in weights.items() if _kept(name, options)}
+    def read_public(cls, folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
+        """Of a DFlash, DFlash2 or DSpark checkpoint, as z-lab, SGLang, speculators or llama.cpp write it. Raises
+        ModelError for anything else."""
+        config, tensors = read_drafter(folder, "dflash")
+        inner = config.get("transformer_layer_config", config)
+        own = config.get("dflash_config") or config.get("dspark_config") or {}
+        if not isinstance(inner, Mapping) or not isinstance(own, Mapping):
+            raise ModelError(f"{folder} is no DFlash drafter: its {CONFIG} has no usable sizes")
+        reported = {**inner, **config, **own}
+        weights = {
+            name.removeprefix("model."): tensor
+            for name, tensor in tensors.items()
+            if name.removeprefix("model.") not in COPIES
+        }
+        kind = config.get("speculators_model_type")
+        if "hidden_norm.weight" not in weights or "fc.weight" not in weights or kind not in (None, *KINDS):
+            raise ModelError(
+                f"{folder} is no DFlash drafter: {'it is ' + shown(kind) if kind else 'it has no fc and hidden_norm'}; "
+                f"{', '.join(KINDS)} files are read"
+            )
+        options = _options(folder, config, reported, weights, num_layers)
+        block = reported.get("block_size", 16)
+        if not Within(least=2, whole=True).permits(block):
+            raise ModelError(f"{folder}: block_size is an integer of at least 2, not {shown(block)}")
+        size, vocabulary = weights["fc.weight"].shape[0], reported.get("vocab_size")
+        for name in ("predecessor_codebook", "successor_codebook"):
+            codes = weights.get(f"candidate_selector.{name}")
+            if codes is not None and codes.shape[0] != vocabulary:
+                raise ModelError(f"{folder}: its {name} is of {codes.shape[0]} tokens, its vocabulary of {vocabulary}")
+        try:
+            sizes = Sizes(size, vocabulary, num_layers, block - (not options["from_anchor"]), options)  # type: ignore[arg-type]
+        except ModelError as error:
+            raise ModelError(f"{folder} is no DFlash drafter: {error}") from error
+        return sizes, {_rename(name): tensor for name, tensor in weights.items() if _kept(name, options)}
 
 
 def _kept(name: str, options: Mapping[str, Any]) -> bool:

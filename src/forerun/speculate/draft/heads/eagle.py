@@ -40,9 +40,8 @@ from forerun.models.rotary import Rotary
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.chain import CatchUpConfig, ChainRunner, plain
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
-from forerun.speculate.draft.heads.gguf_files import is_ours, read_drafter
+from forerun.speculate.draft.heads.gguf_files import read_drafter
 from forerun.speculate.draft.heads.head import (
-    FORMAT,
     FeedForward,
     Guess,
     Head,
@@ -246,12 +245,31 @@ class EagleHead(Head):
         return Fused(decoder) if decoder.can_fuse() and can_attend(dtype, device, (self.entry,)) else None
 
     @classmethod
-    def load(cls, folder: Path, num_layers: int = 0) -> Head:
-        """A head of ours, or a public EAGLE-3 checkpoint for a target of ``num_layers`` layers."""
-        if not is_public(folder):
-            return super().load(folder)
-        sizes, weights = read_public(folder, num_layers)
-        return cls.of(sizes, weights, folder)
+    def read_public(cls, folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
+        """Of an EAGLE-3 head. Raises ModelError for anything else."""
+        config, weights = read_drafter(folder, "eagle3")
+        layer = config.get("transformer_layer_config", config)
+        if not isinstance(layer, Mapping):
+            raise ModelError(f"{folder} is not an EAGLE-3 head: its transformer_layer_config is no object")
+        if "fc.weight" not in weights or not any(name.startswith(PREFIXES) for name in weights):
+            raise ModelError(f"{folder} is not an EAGLE-3 head: it has no fc.weight or no decoder layer")
+        names = ("hidden_size", "num_attention_heads", "intermediate_size")
+        lacking = [name for name in names if not isinstance(layer.get(name), int) or layer[name] < 1]
+        vocabulary = config.get("vocab_size") or layer.get("vocab_size")
+        if lacking or not isinstance(vocabulary, int):
+            raise ModelError(f"{folder}: its {CONFIG} lacks {', '.join(lacking) or 'vocab_size'}")
+        try:
+            sizes = Sizes(weights["fc.weight"].shape[0], vocabulary, num_layers, 16, _options(config, layer, weights))
+        except ModelError as error:
+            raise ModelError(f"{folder} is not an EAGLE-3 head: {error}") from error
+        kept = {_rename(name): tensor for name, tensor in weights.items() if name not in IGNORED}
+        if "q_proj.weight" in kept and kept["q_proj.weight"].shape[1] == sizes.hidden_size:
+            raise ModelError(f"{folder} is a head of EAGLE or EAGLE-2, without the token's embedding; EAGLE-3 is read")
+        if "d2t" in kept:
+            indices = kept["d2t"].long() + torch.arange(len(kept["d2t"]))
+            if indices.dim() != 1 or not bool(((indices >= 0) & (indices < vocabulary)).all()):
+                raise ModelError(f"{folder}: its d2t names tokens outside a vocabulary of {vocabulary}")
+        return sizes, kept
 
 
 @dataclass(frozen=True)
@@ -314,9 +332,7 @@ class Eagle(HeadDrafter[EagleConfig]):
             self._run(spans, feature)
         elif self.chains is not None and all(map(plain, chosen)):
             batch = Batch(spans, self.context.target.info.device)
-            result = self.chains.draft(chosen, [budgets[index] for index in ready], batch, self.attention, feature)
-            for index, draft in zip(ready, result):
-                drafts[index] = draft
+            drafts = self.chains.draft(sequences, ready, budgets, batch, self.attention, feature)
         else:
             drafts = self._grow(sequences, budgets, ready, spans, feature)
         for sequence in chosen:
@@ -393,43 +409,11 @@ IGNORED = {"t2d", "embed_tokens.weight", "verifier_lm_head.weight", "verifier_no
 """The inverse of d2t; the target's embedding, which the engine takes from the target itself."""
 
 
-def is_public(folder: Path) -> bool:
-    return not is_ours(folder, FORMAT)
-
-
 def _rename(name: str) -> str:
     for prefix in PREFIXES:
         if name.startswith(prefix):
             name = name.removeprefix(prefix)
     return name.removeprefix("self_attn.")
-
-
-def read_public(folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
-    """Sizes and renamed weights; such files do not say how deep their target is. Raises ModelError for anything that is
-    not an EAGLE-3 head."""
-    config, weights = read_drafter(folder, "eagle3")
-    layer = config.get("transformer_layer_config", config)
-    if not isinstance(layer, Mapping):
-        raise ModelError(f"{folder} is not an EAGLE-3 head: its transformer_layer_config is no object")
-    if "fc.weight" not in weights or not any(name.startswith(PREFIXES) for name in weights):
-        raise ModelError(f"{folder} is not an EAGLE-3 head: it has no fc.weight or no decoder layer")
-    names = ("hidden_size", "num_attention_heads", "intermediate_size")
-    lacking = [name for name in names if not isinstance(layer.get(name), int) or layer[name] < 1]
-    vocabulary = config.get("vocab_size") or layer.get("vocab_size")
-    if lacking or not isinstance(vocabulary, int):
-        raise ModelError(f"{folder}: its {CONFIG} lacks {', '.join(lacking) or 'vocab_size'}")
-    try:
-        sizes = Sizes(weights["fc.weight"].shape[0], vocabulary, num_layers, 16, _options(config, layer, weights))
-    except ModelError as error:
-        raise ModelError(f"{folder} is not an EAGLE-3 head: {error}") from error
-    kept = {_rename(name): tensor for name, tensor in weights.items() if name not in IGNORED}
-    if "q_proj.weight" in kept and kept["q_proj.weight"].shape[1] == sizes.hidden_size:
-        raise ModelError(f"{folder} is a head of EAGLE or EAGLE-2, without the token's embedding; EAGLE-3 is read")
-    if "d2t" in kept:
-        indices = kept["d2t"].long() + torch.arange(len(kept["d2t"]))
-        if indices.dim() != 1 or not bool(((indices >= 0) & (indices < vocabulary)).all()):
-            raise ModelError(f"{folder}: its d2t names tokens outside a vocabulary of {vocabulary}")
-    return sizes, kept
 
 
 def _options(config: Mapping[str, Any], layer: Mapping[str, Any], weights: dict[str, torch.Tensor]) -> dict[str, Any]:

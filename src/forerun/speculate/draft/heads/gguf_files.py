@@ -114,8 +114,3 @@ def _values(file: GGUFFile, name: str) -> torch.Tensor:
         kind = np.int64 if tensor.kind is GGMLQuantizationType.I64 else np.int32
         return torch.from_numpy(file.packed(name).view(kind).astype(np.int64)).reshape(tensor.shape)
     return file.values(name)
-
-
-def is_ours(path: Path, mark: str) -> bool:
-    """Whether a folder's config has the ``mark`` of what we write."""
-    return not is_gguf(path) and mark in read_object(path / CONFIG)

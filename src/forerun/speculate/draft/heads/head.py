@@ -23,6 +23,7 @@ from forerun.core.folders import let_read
 from forerun.models import kernel_layers
 from forerun.models.checkpoint import CONFIG, read_object, read_tensors
 from forerun.models.formats import ON_CPU
+from forerun.models.gguf_model import is_gguf
 from forerun.models.kinds import BLOCKS
 from forerun.models.linear import choose, make_linear
 
@@ -241,11 +242,11 @@ class Head(nn.Module, ABC):
 
     @classmethod
     def load(cls, folder: Path, num_layers: int = 0) -> Head:
-        """``num_layers`` is the target's depth, for files that do not name it. Raises ModelError for a folder that does
-        not hold a head of this method."""
-        config = read_object(folder / CONFIG)
+        """A head that we have saved, or a published one for a target of ``num_layers`` layers, which such files do not
+        name. Raises ModelError for what is no head of this method."""
+        config = {} if is_gguf(folder) else read_object(folder / CONFIG)
         if FORMAT not in config:
-            raise ModelError(f"{folder} holds no readable head: its {CONFIG} has no {FORMAT}")
+            return cls.of(*cls.read_public(folder, num_layers), folder)
         if config[FORMAT] != cls.method:
             raise ModelError(f"{folder} holds {shown(config[FORMAT])}, not a {cls.method!r} head")
         lacking = [name for name in Sizes.__dataclass_fields__ if name not in config]
@@ -264,6 +265,12 @@ class Head(nn.Module, ABC):
         head = cls.of(sizes, weights, folder)
         head.record = {name: value for name, value in config.items() if name not in (FORMAT, *vars(head.sizes))}
         return head
+
+    @classmethod
+    def read_public(cls, folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
+        """Sizes and weights, by our names, of a checkpoint as others write it. Raises ModelError, for all where a
+        method has no other form."""
+        raise ModelError(f"{folder} holds no readable head: its {CONFIG} has no {FORMAT}")
 
     @classmethod
     def of(cls, sizes: Sizes, weights: dict[str, torch.Tensor], folder: Path) -> Head:
