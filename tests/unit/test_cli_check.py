@@ -154,9 +154,10 @@ def test_a_failure_without_a_draft_is_a_failure(llm, monkeypatch):
 
 
 def test_a_rollback_that_keeps_too_much_is_found(check, monkeypatch):
-    def careless(pool, sequences, drafts, verdicts):
-        correct(pool, sequences, drafts, verdicts)
-        for sequence, draft, verdict in zip(sequences, drafts, verdicts):
+    def careless(target, result, batch):
+        correct(target, result, batch)
+        pool = target.attention.pool
+        for sequence, draft, verdict in zip(*batch.all):
             if len(draft) > len(verdict.path) and sequence.num_computed_tokens > sequence.num_prompt + 2:
                 for side in (pool.keys, pool.values):
                     index = pool.slot_mapping(sequence.id, [sequence.num_computed_tokens - 1])

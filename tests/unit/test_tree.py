@@ -1,5 +1,7 @@
 """Trees, the rows they become, and who sees whom: against paths written out."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft, Trial, Verdict
+from forerun.speculate.beams import Branched
 from forerun.speculate.rollback import roll_back
 from forerun.speculate.verify import pack
 
@@ -118,7 +121,8 @@ def test_one_batch_for_prefill_decoding_and_verification():
     assert (chain.tokens, chain.parents, chain.logits) == ([108, 5, 6], None, [0, 1, 2])
     assert (tree.tokens, tree.start) == ([106, 107, 108, 5, 6, 7], 6)
     assert (tree.parents, tree.logits) == ([-1, 0, 1, 2, 2, 3], [2, 3, 4, 5])
-    assert pack(sequences[:1], drafts[:1], prompt_logits=[True])[0].logits == [0, 1, 2, 3]
+    sequences[0].params = SamplingParams(prompt_logprobs=0)
+    assert pack(sequences[:1], drafts[:1])[0].logits == [0, 1, 2, 3]
 
 
 @settings(max_examples=60, deadline=None)
@@ -136,9 +140,11 @@ def test_rolling_back_keeps_the_accepted_path(paths, data):
     entries = torch.arange(end, dtype=torch.float32)[:, None, None]
     pool.write(0, pool.slot_mapping(0, range(end)), entries, entries)
     pool.advance(0, end)
-    roll_back(pool, [who], [draft], [Verdict(path=path, tokens=[0] * accepted)])
+    target = SimpleNamespace(attention=SimpleNamespace(pool=pool), hidden=())
+    roll_back(target, None, Branched([who], [draft], [Verdict(path=path, tokens=[7] * accepted)], [0], []))
     keys, _ = pool.gather(0, torch.tensor(pool.block_tables[0]))
     expected = [*range(6), *[6 + step for step in path[:accepted]]]
     assert keys.flatten()[: pool.length(0)].tolist() == expected
     assert who.num_computed_tokens == pool.length(0) == len(expected)
+    assert (who.tokens[6:], who.scheduled) == ([7] * accepted, 0)
     pool.check()

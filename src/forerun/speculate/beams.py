@@ -14,13 +14,12 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from forerun.cache.pool import Pool
 from forerun.core.batch import Scores
 from forerun.core.request import Beams, Hypothesis, Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept.base import NAN
-from forerun.speculate.verify import Verification
+from forerun.speculate.verify import Target, Verification
 
 Ranked = tuple[list[int], list[float]]
 """A row's best ids, best first, and their log-probabilities."""
@@ -120,7 +119,7 @@ def branch(
     verdicts: list[Verdict],
     result: Verification,
     sampler: Sampler,
-    pool: Pool,
+    target: Target,
     followers: Sequence[Follower],
 ) -> Branched:
     """Take every beam search's steps over what was scored; ``verdicts`` of beams are filled. A beam that forks shares
@@ -129,7 +128,7 @@ def branch(
     for member, sequence in enumerate(result.scores.sequences):
         if sequence.group is not None:
             groups.setdefault(sequence.group, []).append(member)
-    forks = _search(result, groups, sampler, verdicts) if groups else []
+    forks, pool = _search(result, groups, sampler, verdicts) if groups else [], target.attention.pool
     for fork in forks:
         source = sequences[fork.source]
         pool.fork(source.id, fork.sequence.id, pool.length(source.id))

@@ -17,7 +17,7 @@ from forerun.speculate.accept.base import Rule
 from forerun.speculate.beams import branch
 from forerun.speculate.draft.router import Router
 from forerun.speculate.length.base import LengthPolicy, Seconds
-from forerun.speculate.rollback import keep_hidden, roll_back
+from forerun.speculate.rollback import roll_back
 from forerun.speculate.verify import Target, Verification, verify
 
 
@@ -41,22 +41,18 @@ def speculate(
 ) -> Round:
     """One round. Every sequence has ``scheduled`` uncached tokens to feed; those that reach their last token
     decode. ``clip`` turns a verdict's path and token into the tokens to emit, up to a stop inside."""
-    began, pool = perf_counter(), target.attention.pool
+    began = perf_counter()
     budgets = policy.budgets(sequences)  # 0 rows = plain decoding
     drafts = drafter.propose(sequences, budgets)  # 1 draft
     drafted = perf_counter()
     result = verify(target, sequences, drafts)  # 2 one target forward
     verified = perf_counter()
     verdicts = _accept(rule, result, sampler, len(sequences))  # 3 accept, lossless
-    batch = branch(sequences, drafts, verdicts, result, sampler, pool, (drafter, policy))  # beams decide for themselves
+    batch = branch(sequences, drafts, verdicts, result, sampler, target, (drafter, policy))  # beams decide alone
     for sequence, draft, verdict in zip(*batch.all):
         if verdict.token is not None:
             verdict.tokens = clip(sequence, draft, verdict)
-    kept = roll_back(pool, *batch.all)  # 4 keep the path, drop the rest
-    keep_hidden(target, result, batch.sequences, batch.verdicts, batch.sources, kept)
-    for sequence, _, verdict in zip(*batch.all):
-        sequence.tokens.extend(verdict.tokens)
-        verdict.fed, sequence.scheduled = sequence.scheduled, 0
+    roll_back(target, result, batch)  # 4 commit what was emitted, drop the rest
     drafter.observe(*batch.all, result)
     seconds = Seconds(drafted - began, verified - drafted, perf_counter() - verified, result.output.experts)
     policy.observe(sequences, drafts, batch.seen(), seconds)

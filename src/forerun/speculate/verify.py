@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from forerun.attention.base import Attention
@@ -41,8 +41,7 @@ class Verification:
 
 def verify(target: Target, sequences: Requests, drafts: Drafts) -> Verification:
     """Feed every sequence's scheduled tokens and draft; warp the rows that decide."""
-    wants_prompt = [s.params.prompt_logprobs is not None and s.num_output == 0 for s in sequences]
-    spans = pack(sequences, drafts, prompt_logits=wants_prompt)
+    spans = pack(sequences, drafts)
     batch = Batch(spans, target.model.info.device, hidden=target.hidden)
     if target.before is not None:
         target.before()
@@ -69,20 +68,20 @@ def verify(target: Target, sequences: Requests, drafts: Drafts) -> Verification:
     return Verification(scores, deciding, batch, output, logit_first)
 
 
-def pack(sequences: Requests, drafts: Drafts, *, prompt_logits: Sequence[bool] | None = None) -> list[Span]:
+def pack(sequences: Requests, drafts: Drafts) -> list[Span]:
     """One span per sequence: its scheduled committed tokens, then its draft's nodes.
 
     A prefill chunk, a plain decode and a verification differ in nothing else. Logits are asked for from the last
-    committed token on if the sequence decodes, and for every row where ``prompt_logits`` says so.
+    committed token on if the sequence decodes, and for every row of a prompt whose log-probabilities are wanted.
     """
     spans = []
-    for index, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
+    for sequence, draft in zip(sequences, drafts, strict=True):
         first, count = sequence.num_computed_tokens, sequence.scheduled
         tokens = sequence.tokens[first : first + count] + draft.tokens
         parents = None
         if not draft.is_chain:
             parents = list(range(-1, count - 1)) + [parent + count for parent in draft.parents]
-        if prompt_logits is not None and prompt_logits[index]:
+        if sequence.params.prompt_logprobs is not None and sequence.num_output == 0:
             rows = list(range(len(tokens)))
         else:
             rows = list(range(count - 1, len(tokens))) if sequence.decodes else []
