@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from forerun.core.request import RequestState
-from forerun.core.tree import Draft
+from forerun.core.tree import Draft, depths
 
 
 @dataclass(slots=True)
@@ -49,10 +49,7 @@ class Span:
         """Offset of every node's position from ``start``, stored nodes first."""
         if self.parents is None:
             return list(range(self.stored + len(self.tokens)))
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(0 if parent < 0 else depths[parent] + 1)
-        return depths
+        return depths(self.parents)
 
     def piece(self, begin: int, end: int) -> Span:
         """Rows [begin, end), the ones before them having been fed."""

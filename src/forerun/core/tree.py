@@ -19,6 +19,14 @@ class Trial(NamedTuple):
     row: int = POINT_MASS
 
 
+def depths(parents: Sequence[int]) -> list[int]:
+    """How many nodes are above each node of a tree, given its ``parents`` (-1: the root)."""
+    result: list[int] = []
+    for parent in parents:
+        result.append(0 if parent < 0 else result[parent] + 1)
+    return result
+
+
 @dataclass(slots=True)
 class Draft:
     """A tree of proposed tokens behind the last committed one.
@@ -108,10 +116,7 @@ class Draft:
 
     def depths(self) -> list[int]:
         """Depth of every node; the root's children have depth 1."""
-        depths: list[int] = []
-        for parent in self.parents:
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        return depths
+        return [1 + depth for depth in depths(self.parents)]
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from json import dumps
@@ -60,10 +60,19 @@ def _tuple(name: str, value: Any) -> tuple:
     return tuple(as_python(item) for item in value)
 
 
-def _ids(name: str, tokens: Iterable[Any]) -> None:
+def _ids(name: str, value: Any) -> tuple[int, ...]:
+    tokens = _tuple(name, value)
     for token in tokens:
         if not ID.permits(token):
             raise ConfigError(f"each of {name} must be {ID}, not {shown(token)}")
+    return tokens
+
+
+def _texts(name: str, value: Any, kind: str) -> tuple[str, ...]:
+    texts = _tuple(name, value)
+    if any(not isinstance(text, str) or not text for text in texts):
+        raise ConfigError(f"{name} must be {kind}")
+    return texts
 
 
 def _bias(given: Any) -> dict[int, float]:
@@ -220,34 +229,24 @@ class SamplingParams:
 
     def _freeze(self) -> None:
         """Normalise what can be said in several ways, so that equal options compare equal and all see the same."""
-        stop = (self.stop,) if isinstance(self.stop, str) else _tuple("stop", self.stop)
-        if any(not isinstance(text, str) or not text for text in stop):
-            raise ConfigError("stop must be a non-empty string or a list of them")
-        ids = _tuple("stop_token_ids", self.stop_token_ids)
-        _ids("stop_token_ids", ids)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         allowed = self.allowed_token_ids
         if allowed is not None:
-            allowed = tuple(dict.fromkeys(_tuple("allowed_token_ids", allowed)))
-            _ids("allowed_token_ids", allowed)
+            allowed = tuple(dict.fromkeys(_ids("allowed_token_ids", allowed)))
             if not allowed:
                 raise ConfigError("allowed_token_ids is empty, so that no token may come: name some, or leave it out")
         object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
-        words = _tuple("bad_words", self.bad_words)
-        if any(not isinstance(word, str) or not word for word in words):
-            raise ConfigError("bad_words must be a list of non-empty strings")
-        banned = tuple(_tuple("bad_words_ids", word) for word in _tuple("bad_words_ids", self.bad_words_ids))
-        for word in banned:
-            if not word:
-                raise ConfigError("bad_words_ids must be a list of non-empty lists of token ids")
-            _ids("bad_words_ids", word)
+        banned = tuple(_ids("bad_words_ids", word) for word in _tuple("bad_words_ids", self.bad_words_ids))
+        if not all(banned):
+            raise ConfigError("bad_words_ids must be a list of non-empty lists of token ids")
         frozen: list[tuple[str, Any]] = [
             *((name, float(getattr(self, name))) for name in NUMBERS),  # tensors take no large integers
             ("temperature", float(self.temperature) if self.temperature >= COLDEST else 0.0),
-            ("stop", stop),
-            ("stop_token_ids", ids),
+            ("stop", _texts("stop", stop, "a non-empty string or a list of them")),
+            ("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids)),
             ("logit_bias", _bias(self.logit_bias or {}) or None),
             ("allowed_token_ids", allowed),
-            ("bad_words", words),
+            ("bad_words", _texts("bad_words", self.bad_words, "a list of non-empty strings")),
             ("bad_words_ids", banned),
         ]
         for name, value in frozen:

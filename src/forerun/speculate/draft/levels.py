@@ -153,13 +153,9 @@ class DraftBeams:
         self.beams = beams
         self.sequences = sequences
         logs = {member.id: log for member, log in zip(beams.members, beams.logs)}
-        self.count = 0
-        self.logs: dict[tuple[int, int], float] = {}
+        self.logs = {(index, -1): logs[sequences[index].id] for index in ready if sequences[index].group is beams}
         """Of every node that may get children: the log-probability of its path, as far as it is known."""
-        for index in ready:
-            if sequences[index].group is beams:
-                self.logs[index, -1] = logs[sequences[index].id]
-                self.count += 1
+        self.count = len(self.logs)
 
     def choose(
         self,
@@ -172,38 +168,33 @@ class DraftBeams:
         chooser: Chooser,
     ) -> None:
         """Put children, ``width`` for each beam on average, into the entries of ``ids`` that are this group's."""
-        indices = [slot for slot, entry in enumerate(frontier) if entry in self.logs]
-        if not indices:
+        slots = [slot for slot, entry in enumerate(frontier) if entry in self.logs]
+        if not slots:
             return
-        ranked = chooser.rank(
-            logits[indices], [rows[slot] for slot in indices], width * self.count + len(self.beams.ends)
-        )
+        left, ends = width * self.count, self.beams.ends
+        ranked = chooser.rank(logits[slots], [rows[slot] for slot in slots], left + len(ends))
         every = [
             (self.logs[frontier[slot]] + log, slot, token)
-            for slot, tokens, logs in zip(indices, *ranked)
+            for slot, tokens, logs in zip(slots, *ranked)
             for token, log in zip(tokens, logs)
-            if token not in self.beams.ends
+            if token not in ends
         ]
         every.sort(key=lambda result: -result[0])
-        sizes = {index: len(drafts[index]) for index, _ in frontier}
-        for slot in indices:
-            ids[slot] = []
-        left = width * self.count
-        chosen: list[tuple[float, int, int]] = []
-        for result in every:
-            index = frontier[result[1]][0]
+        numbers = {index: len(drafts[index]) for index, _ in frontier}
+        sizes = dict(numbers)
+        chosen: dict[int, list[tuple[int, float]]] = {slot: [] for slot in slots}
+        for value, slot, token in every:
+            index = frontier[slot][0]
             draft_budget = self.sequences[index].draft_budget
             if left and (draft_budget is None or sizes[index] < draft_budget):
                 left -= 1
                 sizes[index] += 1
-                ids[result[1]].append(result[2])
-                chosen.append(result)
-        numbers = {index: len(drafts[index]) for index, _ in frontier}
-        logs_of = {(slot, token): log for log, slot, token in chosen}
-        for slot in indices:  # nodes are numbered as ``grow_levels`` is about to add them
+                chosen[slot].append((token, value))
+        for slot, children in chosen.items():  # nodes are numbered as ``grow_levels`` is about to add them
             index = frontier[slot][0]
-            for token in ids[slot]:
-                self.logs[index, numbers[index]] = logs_of[slot, token]
+            ids[slot] = [token for token, _ in children]
+            for _, value in children:
+                self.logs[index, numbers[index]] = value
                 numbers[index] += 1
 
 
