@@ -63,7 +63,6 @@ class RequestState:
     """What an encoder-decoder's encoder reads; ``tokens`` are the decoder's then. Answers to one prompt share it."""
     constraint: Constraint | None = field(default=None, repr=False)
     """Which tokens its grammar permits; None: all."""
-    hidden: Any = field(default=None, repr=False)
     group: Beams | None = field(default=None, repr=False)
     """The beam search that it is the root or a member of; None: it is alone."""
 

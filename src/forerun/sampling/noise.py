@@ -61,14 +61,11 @@ class Gumbel:
         self.device = torch.device(device)
         self.capacity = capacity if capacity is not None else max(64, min(4096, 2**24 // vocab_size))
         self._rows: OrderedDict[int, torch.Tensor] = OrderedDict()
-        self._shift = self._integer(16)
-        self._low = self._integer(0xFFFF)
-        self._factor = self._integer(0x7FEB352D)
         # A multiple of 64 keeps every row's elements at the same lanes, whatever the number of rows.
         width = -(-vocab_size // 64) * 64
         ids = torch.arange(1, width + 1, dtype=torch.int32, device=self.device)
         for factor in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35):
-            ids = self._fold_high(ids.mul_(_signed(factor)))
+            ids = _fold_high(ids.mul_(_signed(factor)))
         self._ids = ids
         self.compiled = CompiledSampling(ids) if can_sample(self.device) else None
         # Wide rows are made one by one: several at once leave the processor's cache.
@@ -100,16 +97,13 @@ class Gumbel:
             return self.compiled.noise(keys, self.vocab_size)
         halves = [[_signed(key | 1), _signed(key >> 32)] for key in keys]
         odd, plus = torch.tensor(halves, dtype=torch.int32, device=self.device)[:, :, None].unbind(1)
-        x = self._fold_high(torch.mul(self._ids, odd).add_(plus)).mul_(self._factor)
+        x = _fold_high(torch.mul(self._ids, odd).add_(plus)).mul_(0x7FEB352D)
         # |x| has 31 random bits and a float keeps the small ones' precision, so log1p(-u) and with it the upper
         # tail of g do too; u stays in (0, 1).
-        u = self._fold_high(x).float().abs_().add_(0.5).mul_(-(2.0**-31)).clamp_(min=-(1.0 - 2.0**-24))
+        u = _fold_high(x).float().abs_().add_(0.5).mul_(-(2.0**-31)).clamp_(min=-(1.0 - 2.0**-24))
         return u.log1p_().neg_().log_().neg_()[:, : self.vocab_size]
 
-    def _fold_high(self, x: torch.Tensor) -> torch.Tensor:
-        """x ^ (x >>> 16), in place; int32 has no logical shift."""
-        return x.bitwise_xor_((x >> self._shift).bitwise_and_(self._low))
 
-    def _integer(self, value: int) -> torch.Tensor:
-        """A constant as a tensor: torch's integer kernels take a Python number more slowly."""
-        return torch.tensor([_signed(value)], dtype=torch.int32, device=self.device)
+def _fold_high(x: torch.Tensor) -> torch.Tensor:
+    """x ^ (x >>> 16), in place; int32 has no logical shift."""
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
