@@ -25,19 +25,7 @@ from forerun.theory import (
     predicted_speedup,
     walltime_improvement,
 )
-from forerun_lab import theory as more
-from forerun_lab.theory import (
-    acceptance_probability,
-    alpha_from_tokens,
-    expected_accepted,
-    guaranteed_improvement,
-    lenient_token_bound,
-    memory_access_factor,
-    oracle_improvement,
-    oracle_tokens,
-    rejection_sampling_rate,
-    round_traffic,
-)
+from forerun_lab import theory as lab
 
 # ---------------------------------------------------------------------------------------------- printed numbers
 
@@ -101,7 +89,7 @@ def test_a_one_to_three_pair_needs_a_high_alpha():
 
 def test_bigram_draft_of_section_3_6():
     assert f"{walltime_improvement(0.2, 3, 0):.2f}" == "1.25"
-    assert oracle_tokens(0.2) == pytest.approx(1.25)
+    assert lab.oracle_tokens(0.2) == pytest.approx(1.25)
 
 
 def test_lenience_speeds_of_appendix_a5():
@@ -115,8 +103,8 @@ def test_lenience_speeds_of_appendix_a5():
 @pytest.mark.parametrize(("alpha", "kept"), [(0.5, 0.94), (0.7, 1.77), (0.9, 3.10)])
 def test_reference_004_expectations_corrected(alpha, kept):
     by_length = sum(k * alpha**k * (1 - alpha) for k in range(4)) + 4 * alpha**4
-    assert expected_accepted(alpha, 4) == pytest.approx(by_length, abs=1e-12)
-    assert f"{expected_accepted(alpha, 4):.2f}" == f"{kept:.2f}"
+    assert lab.expected_accepted(alpha, 4) == pytest.approx(by_length, abs=1e-12)
+    assert f"{lab.expected_accepted(alpha, 4):.2f}" == f"{kept:.2f}"
     assert predicted_speedup(alpha, 4, 0.0, 1.3) == pytest.approx((kept + 1) / 1.3, abs=0.005)
 
 
@@ -131,16 +119,16 @@ def test_reference_003_length():
 def test_reference_000_worked_table():
     draft = torch.tensor([0.72, 0.54, 0.81, 0.62], dtype=torch.float64)
     target = torch.tensor([0.85, 0.60, 0.31, 0.70], dtype=torch.float64)
-    accept = acceptance_probability(target, draft)
+    accept = lab.acceptance_probability(target, draft)
     assert [f"{float(a):.2f}" for a in accept] == ["1.00", "1.00", "0.38", "1.00"]  # the fourth is never reached
     assert float(accept[:3].prod()) == pytest.approx(0.31 / 0.81)
-    assert float(acceptance_probability(0.31, 0.81, lenience=0.3)) == 1.0
+    assert float(lab.acceptance_probability(0.31, 0.81, lenience=0.3)) == 1.0
 
 
 def test_corollary_3_9():
     for alpha, c in itertools.product((0.0, 0.05, 0.3, 0.62, 0.9, 1.0), (0.0, 0.02, 0.3, 0.9, 1.5)):
         best = walltime_improvement(alpha, best_gamma(alpha, c), c)
-        floor = guaranteed_improvement(alpha, c)
+        floor = lab.guaranteed_improvement(alpha, c)
         assert best >= floor - 1e-12
         assert (floor > 1) == (best > 1) == (best_gamma(alpha, c) > 0) == (alpha > c)
         if alpha > c:
@@ -150,7 +138,7 @@ def test_corollary_3_9():
 def test_oracle_gains_up_to_sixty_percent():
     alphas, costs = [a / 100 for a in range(30, 100)], (0.005, 0.01, 0.02, 0.05, 0.1, 0.2)
     gains = [
-        oracle_improvement(a, c) / walltime_improvement(a, best_gamma(a, c), c)
+        lab.oracle_improvement(a, c) / walltime_improvement(a, best_gamma(a, c), c)
         for a, c in itertools.product(alphas, costs)
     ]
     assert min(gains) >= 1
@@ -163,19 +151,19 @@ def test_oracle_gains_up_to_sixty_percent():
 def test_alpha_one_is_the_exact_limit():
     for gamma in (0, 1, 5, 1000):
         assert expected_tokens(1.0, gamma) == gamma + 1
-        assert expected_accepted(1, gamma) == gamma
+        assert lab.expected_accepted(1, gamma) == gamma
         assert operations_increase(1.0, gamma, 0.0) == 1.0
         assert expected_tokens(1 - 1e-16, gamma) == pytest.approx(gamma + 1, rel=1e-12)
-    assert oracle_tokens(1.0) == math.inf
-    assert oracle_improvement(1.0, 0.0) == math.inf
+    assert lab.oracle_tokens(1.0) == math.inf
+    assert lab.oracle_improvement(1.0, 0.0) == math.inf
     assert walltime_improvement(1.0, 4, 0.25) == 2.5
 
 
 def test_gamma_zero_is_plain_decoding():
     for alpha in (0.0, 1e-300, 0.37, 1.0):
         assert expected_tokens(alpha, 0) == walltime_improvement(alpha, 0, 7.0) == 1.0
-        assert operations_increase(alpha, 0, 7.0) == memory_access_factor(alpha, 0) == 1.0
-        assert expected_accepted(alpha, 0) == 0.0
+        assert operations_increase(alpha, 0, 7.0) == lab.memory_access_factor(alpha, 0) == 1.0
+        assert lab.expected_accepted(alpha, 0) == 0.0
 
 
 def test_best_gamma_and_other_ends():
@@ -183,8 +171,8 @@ def test_best_gamma_and_other_ends():
     assert best_gamma(0.1, 0.0, max_gamma=7) == best_gamma(1.0, 0.5, max_gamma=7) == 7
     assert best_gamma(0.9, 0.02, max_gamma=12) == 12
     assert best_gamma(0.9, 0.02, max_gamma=0) == 0
-    assert (alpha_from_tokens(1, 5), alpha_from_tokens(6, 5)) == (0.0, 1.0)
-    assert oracle_improvement(1.0, 0.385) == pytest.approx(1 / 0.385)
+    assert (lab.alpha_from_tokens(1, 5), lab.alpha_from_tokens(6, 5)) == (0.0, 1.0)
+    assert lab.oracle_improvement(1.0, 0.385) == pytest.approx(1 / 0.385)
 
 
 # ------------------------------------------------------------------------------------- enumeration and Monte Carlo
@@ -228,7 +216,7 @@ def test_rejection_sampling_of_appendix_a2(seed):
     p, q = _random_pair(seed, 6)
     bound = float((p / q).max())
     enumerated = sum(qx * (px / (bound * qx)) for px, qx in zip(p.tolist(), q.tolist()))
-    rate = float(rejection_sampling_rate(p, q))
+    rate = float(lab.rejection_sampling_rate(p, q))
     assert rate == pytest.approx(enumerated, abs=1e-12)
     assert rate <= float(acceptance_rate(p, q))
     generator = torch.Generator().manual_seed(seed)
@@ -240,9 +228,9 @@ def test_rejection_sampling_of_appendix_a2(seed):
 
 
 def test_rejection_sampling_support():
-    assert float(rejection_sampling_rate([0.5, 0.5, 0.0], [0.9, 0.0, 0.1])) == 0.0
-    assert float(rejection_sampling_rate([0.5, 0.5, 0.0], [0.25, 0.5, 0.25])) == 0.5
-    assert float(rejection_sampling_rate([0.5, 0.5], [0.5, 0.5])) == 1.0
+    assert float(lab.rejection_sampling_rate([0.5, 0.5, 0.0], [0.9, 0.0, 0.1])) == 0.0
+    assert float(lab.rejection_sampling_rate([0.5, 0.5, 0.0], [0.25, 0.5, 0.25])) == 0.5
+    assert float(lab.rejection_sampling_rate([0.5, 0.5], [0.5, 0.5])) == 1.0
 
 
 def test_lenient_argmax_keeps_the_best_token():
@@ -276,8 +264,8 @@ def test_tokens_grow_with_alpha(first, second, gamma):
     low, high = sorted((first, second))
     assert 1 <= expected_tokens(low, gamma) <= expected_tokens(high, gamma) * (1 + 1e-12)
     assert expected_tokens(high, gamma) <= gamma + 1
-    assert expected_tokens(high, gamma) <= oracle_tokens(high) * (1 + 1e-12)
-    assert expected_tokens(low, gamma) == pytest.approx(1 + expected_accepted(low, gamma), rel=1e-12)
+    assert expected_tokens(high, gamma) <= lab.oracle_tokens(high) * (1 + 1e-12)
+    assert expected_tokens(low, gamma) == pytest.approx(1 + lab.expected_accepted(low, gamma), rel=1e-12)
     assert expected_tokens(low, gamma) == pytest.approx(math.fsum(low**k for k in range(gamma + 1)), rel=1e-12)
 
 
@@ -288,7 +276,7 @@ def test_best_gamma_beats_its_neighbours(alpha, c):
     best = walltime_improvement(alpha, gamma, c)
     for other in range(51):
         assert best >= walltime_improvement(alpha, other, c) * (1 - 1e-12)
-    assert best <= oracle_improvement(alpha, c) * (1 + 1e-12)
+    assert best <= lab.oracle_improvement(alpha, c) * (1 + 1e-12)
 
 
 @quick
@@ -302,7 +290,7 @@ def test_work_and_time(alpha, gamma, c):
 @quick
 @given(rates, st.integers(1, 64))
 def test_alpha_from_tokens_inverts(alpha, gamma):
-    assert alpha_from_tokens(expected_tokens(alpha, gamma), gamma) == pytest.approx(alpha, abs=1e-9)
+    assert lab.alpha_from_tokens(expected_tokens(alpha, gamma), gamma) == pytest.approx(alpha, abs=1e-9)
 
 
 @quick
@@ -312,7 +300,7 @@ def test_divergence(pair):
     assert float(d_lk(p, q)) == pytest.approx(float(d_lk(q, p)), abs=1e-15)
     assert 0 <= float(d_lk(p, q)) <= 1
     assert 1 - float(d_lk(p, q)) == pytest.approx(float(acceptance_rate(p, q)), abs=1e-12)
-    assert float(rejection_sampling_rate(p, q)) <= float(acceptance_rate(p, q)) + 1e-12
+    assert float(lab.rejection_sampling_rate(p, q)) <= float(acceptance_rate(p, q)) + 1e-12
     assert float(d_lk(p, p)) == 0
     assert float(d_lk([1.0, 0.0], [0.0, 1.0])) == 1  # disjoint
 
@@ -324,13 +312,13 @@ def test_lenient_distribution(pair, lenience):
     distribution = lenient_token_distribution(p, q, lenience)
     alpha, strict = float(lenient_acceptance_rate(p, q, lenience)), float(acceptance_rate(p, q))
     assert float(distribution.sum()) == pytest.approx(1, abs=1e-12)
-    assert bool((distribution <= lenient_token_bound(p, lenience) + 1e-12).all())
+    assert bool((distribution <= lab.lenient_token_bound(p, lenience) + 1e-12).all())
     assert alpha >= strict - 1e-12
     assert float(d_lk(p, distribution)) == pytest.approx(alpha - strict, abs=1e-9)
     assert float(lenient_acceptance_rate(p, q, 1.0)) == strict
     assert torch.allclose(lenient_token_distribution(p, q, 1.0), p, atol=1e-12, rtol=0)
     drafted = q > 0
-    kept = (q[drafted] * acceptance_probability(p[drafted], q[drafted], lenience)).sum()
+    kept = (q[drafted] * lab.acceptance_probability(p[drafted], q[drafted], lenience)).sum()
     assert float(kept) == pytest.approx(alpha, abs=1e-12)
 
 
@@ -344,7 +332,7 @@ def test_batches_and_types():
     assert rows.dtype == torch.float64
     assert float(rows[1, 2]) == pytest.approx(float(acceptance_rate(p[1, 2].tolist(), q[1, 2].numpy())), abs=1e-15)
     assert lenient_token_distribution(p, q[0, 0], 0.5).shape == (2, 3, 7)
-    assert rejection_sampling_rate(p[0, 0], q).shape == (2, 3)
+    assert lab.rejection_sampling_rate(p[0, 0], q).shape == (2, 3)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         narrow = acceptance_rate(torch.rand(50, 4096).softmax(-1).to(dtype), torch.rand(50, 4096).softmax(-1).to(dtype))
         assert bool((narrow <= 1).all())
@@ -360,7 +348,7 @@ def test_numbers_of_other_kinds():
 
 
 def test_public_names():
-    for module in (theory, more):
+    for module in (theory, lab):
         assert module.__all__ == sorted(module.__all__)
         assert all(callable(getattr(module, name)) for name in module.__all__)
 
@@ -382,19 +370,19 @@ half = [0.5, 0.5]
         (lambda: expected_tokens(10**400, 3), r"alpha must be in \[0, 1\]"),
         (lambda: walltime_improvement(0.5, 2, 10**400), "c must be finite"),
         (lambda: acceptance_rate(half, [10**400, 0.5]), "q must be a tensor or a rectangular sequence"),
-        (lambda: expected_accepted(0.5, -1), "depth must be >= 0"),
+        (lambda: lab.expected_accepted(0.5, -1), "depth must be >= 0"),
         (lambda: walltime_improvement(0.5, 2, -0.1), "c must be finite and >= 0, got -0.1"),
         (lambda: walltime_improvement(0.5, 2, math.inf), "c must be finite"),
         (lambda: predicted_speedup(0.5, 2, 0.1, 0), "verify_cost must be finite and > 0, got 0"),
-        (lambda: round_traffic(1e9, 2, state=-1.0), "state must be finite and >= 0, got -1"),
-        (lambda: round_traffic(1e9, 0), "sequences must be >= 1"),
+        (lambda: lab.round_traffic(1e9, 2, state=-1.0), "state must be finite and >= 0, got -1"),
+        (lambda: lab.round_traffic(1e9, 0), "sequences must be >= 1"),
         (lambda: expected_experts(8, 9, 2), r"chosen / count must be in \[0, 1\], got 1.125"),
         (lambda: expected_experts(8, 2, 1, sequences=2), "rows must be finite and >= 2, got 1"),
         (lambda: expected_experts(8, 2, 2, again=1.5), r"a share must be in \[0, 1\], got 1.5"),
         (lambda: operations_increase(0.5, 2, -1), "c_hat must be finite and >= 0"),
         (lambda: best_gamma(0.5, 0.1, max_gamma=-1), "max_gamma must be >= 0"),
-        (lambda: alpha_from_tokens(2.0, 0), "gamma must be >= 1"),
-        (lambda: alpha_from_tokens(4.5, 3), r"mean_tokens must be in \[1, 4\]"),
+        (lambda: lab.alpha_from_tokens(2.0, 0), "gamma must be >= 1"),
+        (lambda: lab.alpha_from_tokens(4.5, 3), r"mean_tokens must be in \[1, 4\]"),
         (lambda: lenient_acceptance_rate(half, half, 0.0), r"lenience must be in \(0, 1\], got 0"),
         (lambda: lenient_token_distribution(half, half, 1.5), "lenience must be in"),
         (lambda: acceptance_rate([0.5, 0.6], half), "p must sum to 1 over its last dimension, a row is off by 0.1"),
@@ -405,8 +393,8 @@ half = [0.5, 0.5]
         (lambda: acceptance_rate(half, [1.0]), "share a vocabulary, got 2 and 1"),
         (lambda: acceptance_rate([half] * 2, [half] * 3), "do not broadcast"),
         (lambda: acceptance_rate(half, torch.ones(2, dtype=torch.complex64)), "q must be real"),
-        (lambda: acceptance_probability(0.5, 0.0), "q_x must be in"),
-        (lambda: acceptance_probability(1.5, 0.5), "p_x must be in"),
+        (lambda: lab.acceptance_probability(0.5, 0.0), "q_x must be in"),
+        (lambda: lab.acceptance_probability(1.5, 0.5), "p_x must be in"),
     ],
 )
 def test_bad_arguments_in_one_line(call, words):
@@ -421,7 +409,7 @@ def test_memory_is_read_once_a_round(alpha, gamma):
     """Section 3.4, by counting: a round reads the weights once and emits j tokens with probability
     alpha^(j-1) (1 - alpha), all gamma + 1 with alpha^gamma."""
     emitted = sum(j * alpha ** (j - 1) * (1 - alpha) for j in range(1, gamma + 1)) + (gamma + 1) * alpha**gamma
-    assert memory_access_factor(alpha, gamma) == pytest.approx(emitted, rel=1e-12)
+    assert lab.memory_access_factor(alpha, gamma) == pytest.approx(emitted, rel=1e-12)
 
 
 @pytest.mark.parametrize("sequences", [1, 3])
@@ -433,7 +421,7 @@ def test_a_batch_shares_the_weights_and_nothing_else(sequences):
         for read, state in zip(keys, states):
             moved += read + state  # read
             moved += state  # written
-    assert round_traffic(sum(weights), sequences, sum(keys), sum(states)) == moved
+    assert lab.round_traffic(sum(weights), sequences, sum(keys), sum(states)) == moved
 
 
 @pytest.mark.parametrize(("count", "chosen", "rows"), [(4, 2, 3), (5, 1, 4), (3, 3, 2)])
