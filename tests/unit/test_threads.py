@@ -17,7 +17,7 @@ import forerun
 from forerun import LLM, ConfigError, RequestError, SamplingParams, kernels
 from forerun.cli.console import set_threads
 from forerun.core import threads as module
-from forerun.core.threads import Threads, usable_cores
+from forerun.core.threads import CoresLeft, Threads, usable_cores
 
 ROOT = str(Path(forerun.__file__).parent)
 PROMPTS = ["the cat", "a dog", "abab", [5, 9, 12, 5, 9]]
@@ -286,6 +286,55 @@ def test_the_best_of_many_counts():
     assert policy.counts == [1, 2, 4, 6]
     run(policy, lambda count, noise: {1: 2.0, 2: 1.0, 4: 1.5, 6: 3.0}[count], 500)
     assert policy.counts[policy.home] == 2
+
+
+def test_cores_that_other_programs_leave(tmp_path, monkeypatch):
+    """Ticks of 10 ms: others computed for 50 of 100 ms, lower priorities for 40, and this process for 30."""
+    stat, now = tmp_path / "stat", [5.0]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 2}, raising=False)
+    monkeypatch.setattr(os, "sysconf", lambda _: 100)
+    niceness = [0]
+    monkeypatch.setattr(os, "getpriority", lambda *_: niceness[0])
+    monkeypatch.setattr("time.process_time", lambda: 1.0 if now[0] == 5.0 else 1.03)
+
+    def write(user, nice, idle):
+        other = "cpu1 9999 0 0 0 0 0 0 0 0 0"  # which this process may not use
+        stat.write_text(
+            f"cpu 1 2 3\ncpu0 {user} {nice} 7 {idle} 0 0 0 0 0 0\n{other}\ncpu2 4 0 2 9 0 1 1 1 0 0\nintr 5\n"
+        )
+
+    cores_left = CoresLeft(stat, lambda: now[0])
+    write(100, 30, 50)
+    assert cores_left() is None
+    write(108, 34, 58)
+    now[0] = 5.05
+    assert cores_left() is None
+    now[0] = 5.1
+    assert cores_left() == pytest.approx(1.5)
+    niceness[0] = 5
+    write(108, 34, 60)
+    now[0] = 7.0
+    assert cores_left() is None  # a window of two seconds says little
+    write(108, 44, 60)
+    now[0] = 7.1
+    assert cores_left() == pytest.approx(1.0)
+    stat.unlink()
+    now[0] = 8.0
+    assert cores_left() is None
+
+
+def test_the_system_says_that_cores_are_needed_and_free_again():
+    left = iter([None, 8.0, 8.0, 5.5, 5.5, None, 0.3, 7.9])
+    policy = Threads(8, cores_left=lambda: next(left, None))
+    counts = []
+    for _ in range(8):
+        policy.observe(1, 1.0)
+        counts.append(policy.count)
+    assert counts == [8, 8, 8, 4, 4, 4, 1, 8]
+    policy.home = 1
+    left = iter([7.9])
+    policy.observe(1, 1.0)
+    assert policy.count == 2  # what rounds took decides until the system says something else
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.5, "2", "all", 5000])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from forerun.core.errors import ConfigError, shown
@@ -25,6 +27,12 @@ SPIKE = 4.0
 """A round that takes so many times the usual is a reason to try fewer threads at once."""
 RECENT, USUAL = 1 / 16, 1 / 8
 """Weight of a round in the mean cost, and in what is usual for its kind."""
+WINDOW, STALE = 0.1, 1.0
+"""Seconds over which processor time is counted; a longer window than the second says little about now."""
+LEEWAY = 1.25
+"""Threads for each core that others leave."""
+TOLD = 64
+"""Rounds before the first probe after the system said how many cores are left."""
 
 
 def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
@@ -49,6 +57,45 @@ def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/
     return max(1, cores)
 
 
+class CoresLeft:
+    """How many of the cores that this process may use other programs leave, from ``/proc/stat`` (Linux).
+
+    Programs of a lower priority (a positive niceness) leave theirs, unless this process has a positive one, too."""
+
+    def __init__(self, stat: Path = Path("/proc/stat"), clock: Callable[[], float] = time.monotonic) -> None:
+        self.stat, self.clock = stat, clock
+        self.before: tuple[float, float, float] | None = None
+        """Time, and the processor seconds of all programs and of this process until then."""
+        self.next = 0.0
+        self.cores: set[int] = set()
+
+    def __call__(self) -> float | None:
+        """Once in ``WINDOW`` seconds the mean of that window; else, and where the system does not tell, None."""
+        now = self.clock()
+        if now < self.next:
+            return None
+        self.next = now + WINDOW
+        if (used := self._used()) is None:
+            self.next = float("inf")
+            return None
+        own, before = time.process_time(), self.before
+        self.before = now, used, own
+        if before is None or now - before[0] > STALE:
+            return None
+        return len(self.cores) - max(0.0, (used - before[1]) - (own - before[2])) / (now - before[0])
+
+    def _used(self) -> float | None:
+        try:
+            self.cores = os.sched_getaffinity(0)
+            lines = [line.split() for line in self.stat.read_text("ascii").splitlines() if line.startswith("cpu")]
+            counts = [[int(n) for n in line[1:]] for line in lines if line[0][3:] and int(line[0][3:]) in self.cores]
+            user, nice, system, _, _, irq, softirq, steal = (sum(column) for column in list(zip(*counts))[:8])
+            lower = nice if os.getpriority(os.PRIO_PROCESS, 0) > 0 else 0
+            return (user + lower + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        except (OSError, ValueError, AttributeError):  # another system
+            return None
+
+
 def check_threads(value: object) -> int | None:
     """``value`` if it is a number of threads; None for "auto". Raises ConfigError for anything else."""
     if value == AUTO:
@@ -63,12 +110,16 @@ class Threads:
 
     A round's cost is its seconds against what is usual for its number of rows at the present count (``home``). Now and
     then a few rounds run at a neighbouring count, and the cheaper one becomes home. A round that takes several times
-    the usual starts a probe below at once. Tokens do not depend on the choice.
+    the usual starts a probe below at once. When ``cores_left`` says that other programs leave more or fewer cores than
+    before, as many threads become home. Tokens do not depend on the choice.
     """
 
-    def __init__(self, most: int, *, fixed: bool = False) -> None:
+    def __init__(
+        self, most: int, *, fixed: bool = False, cores_left: Callable[[], float | None] = lambda: None
+    ) -> None:
         self.counts = [most] if fixed else sorted({most, *(1 << i for i in range(most.bit_length()) if 1 << i < most)})
-        self.home = len(self.counts) - 1
+        self.home = self.fitting = len(self.counts) - 1
+        self.cores_left = cores_left
         self.usual: dict[int, float] = {}
         """Seconds by the bit length of the number of rows, outliers clipped."""
         self.cost = 1.0
@@ -91,6 +142,8 @@ class Threads:
         """A round of ``rows`` rows at ``count`` threads took so many seconds."""
         if len(self.counts) == 1 or seconds <= 0.0:
             return
+        if (left := self.cores_left()) is not None and self._follow(left):
+            return
         kind = rows.bit_length()
         usual = self.usual.get(kind)
         if self.probing is not None:
@@ -112,6 +165,17 @@ class Threads:
             if wait <= 0 and 0 <= self.home + side < len(self.counts):
                 self._begin(side)
                 return
+
+    def _follow(self, left: float) -> bool:
+        """Whether another count becomes home, as the cores that are left fit another one than before."""
+        before, self.fitting = self.fitting, max(0, sum(count <= LEEWAY * left for count in self.counts) - 1)
+        if self.fitting in (before, self.home):
+            return False
+        counts = self.counts[self.fitting], self.counts[self.home]
+        log.info("%d threads instead of %d: other programs leave %.1f cores", *counts, left)
+        self.home, self.probing, self.usual, self.cost = self.fitting, None, {}, 1.0
+        self._start(TOLD)
+        return True
 
     def _begin(self, side: int) -> None:
         self.probing, self.costs = self.home + side, []

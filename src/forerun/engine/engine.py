@@ -17,7 +17,7 @@ from forerun.cache.prefix import PrefixTree
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
-from forerun.core.threads import MOST_THREADS, Threads, check_threads, usable_cores
+from forerun.core.threads import MOST_THREADS, CoresLeft, Threads, check_threads, usable_cores
 from forerun.core.tree import Draft, Verdict
 from forerun.engine import beams
 from forerun.engine.admission import Validator
@@ -113,7 +113,8 @@ class Engine:
         if requested is not None:
             return Threads(requested, fixed=True)
         free = getattr(self.model, "fused", None) is not None and self.config.tensor_parallel_size == 1
-        return Threads(min(torch.get_num_threads(), usable_cores() if free else MOST_THREADS), fixed=not free)
+        most = min(torch.get_num_threads(), usable_cores() if free else MOST_THREADS)
+        return Threads(most, fixed=not free, cores_left=CoresLeft())
 
     def _drafters(self, configs: Sequence[SpeculativeConfig]) -> dict[str, Any]:
         context = DraftContext(
