@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -27,10 +26,7 @@ def restrict(
     given = _rows(logits)
     rows = torch.empty_like(given)
     ctypes.memmove(rows.data_ptr(), given.data_ptr(), 4 * rows.numel())  # torch's copy waits for all of its threads
-    if not len(temperatures) == len(top_ks) == len(rows) or len(thresholds) != 2 * len(rows):
-        raise ValueError(
-            f"{len(temperatures)} temperatures, {len(thresholds)} shares and {len(top_ks)} counts: {len(rows)} rows"
-        )
+    _equally_many(temperatures=temperatures, min_ps=thresholds[::2], top_ps=thresholds[1::2], top_ks=top_ks, rows=rows)
     lists = array("f", temperatures), array("f", thresholds), array("q", top_ks)
     kernels.library().restrict_rows(  # type: ignore[union-attr]
         rows.data_ptr(), *rows.shape, *(numbers.buffer_info()[0] for numbers in lists), kernels.threads()
@@ -56,7 +52,7 @@ def _rows(scores: torch.Tensor) -> torch.Tensor:
     return scores.contiguous()
 
 
-def _equally_many(**lists: Sequence[Any]) -> None:
+def _equally_many(**lists: Sized) -> None:
     if len({len(numbers) for numbers in lists.values()}) > 1:
         raise ValueError(", ".join(f"{len(numbers)} {name}" for name, numbers in lists.items()) + ": not as many each")
 
@@ -112,8 +108,7 @@ class CompiledSampling:
         scores = _rows(scores)
         count, size = scores.shape
         self._check_size(size)
-        if len(keys) != count:
-            raise ValueError(f"{len(keys)} keys for {count} rows")
+        _equally_many(keys=keys, rows=scores)
         noisy = array("q", [key is not None for key in keys])
         words = array("Q", [key or 0 for key in keys])
         tops, indices = array("f", bytes(4 * count)), array("q", bytes(8 * count))
@@ -141,8 +136,7 @@ class CompiledSampling:
         in weights."""
         scores = _rows(scores)
         count, size = scores.shape
-        if len(greedy) != count:
-            raise ValueError(f"{len(greedy)} entries of greedy for {count} rows")
+        _equally_many(greedy=greedy, rows=scores)
         _equally_many(rows=rows, tokens=tokens, qs=qs, follows=follows)
         residual, trials = torch.empty_like(scores), len(rows)
         given = [array("q", numbers) for numbers in (greedy, rows, tokens, qs, follows)]
@@ -180,8 +174,7 @@ class CompiledSampling:
         [0, 1); never an id of weight 0, unless the whole row is 0."""
         weights = _rows(weights.float())
         count, size = weights.shape
-        if len(quantiles) != count:
-            raise ValueError(f"{len(quantiles)} spots for {count} rows")
+        _equally_many(spots=quantiles, rows=weights)
         numbers, indices = array("d", quantiles), array("q", bytes(8 * count))
         self._draw(weights.data_ptr(), count, size, numbers.buffer_info()[0], indices.buffer_info()[0])
         return indices.tolist()

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from safetensors.torch import save_file
 from torch import nn
-from torch.nn import functional
 
 from forerun.core.config import POSITIVE, Within
 from forerun.core.errors import ModelError, one_line, shown
@@ -115,7 +114,7 @@ class Lesson:
         indices of each, int64 [m] twice."""
         rows = (self.hidden[max(self.hidden)] if self.logits is None else self.logits)[:, at]
         rows = rows if indices is None else rows[indices]
-        return functional.linear(rows, self.head) if self.logits is None else rows
+        return F.linear(rows, self.head) if self.logits is None else rows
 
 
 class Guess(NamedTuple):
@@ -193,7 +192,7 @@ class Head(nn.Module, ABC):
     def guess(self, said: torch.Tensor, lesson: Lesson, requested: torch.Tensor) -> Guess:
         """What the output layer makes of ``said`` [..., hidden size]."""
         if self.lm_head is None:
-            return Guess(functional.linear(said, lesson.head.to(said.dtype)), requested)
+            return Guess(F.linear(said, lesson.head.to(said.dtype)), requested)
         return Guess(self.lm_head(said), requested, None if lesson.narrow else self.token_ids())
 
     @abstractmethod
