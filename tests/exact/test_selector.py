@@ -38,7 +38,7 @@ class Block:
         """What the drafter says that its token is drawn from."""
         state = self.state(prefix, len(path))[None]
         before = torch.tensor([(*prefix, *path)[-1]])
-        logits = DFlash.revise(SimpleNamespace(flash=self.head), state @ self.output.T, state, before)
+        logits = DFlash.revise(SimpleNamespace(head=self.head), state @ self.output.T, state, before)
         return (logits[0] / temperature).softmax(-1).numpy()
 
     def law(self, prefix, path, temperature, *, selects=True):

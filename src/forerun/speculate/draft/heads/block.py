@@ -93,6 +93,8 @@ class BlockHead(Head):
 
     blocks: nn.ModuleList
     norm: Norm
+    window: int | None = None
+    """How many of a text's last tokens are seen; None: all."""
 
     @property
     def block_size(self) -> int:
@@ -151,6 +153,18 @@ class BlockHead(Head):
             guess = self.guess(state, lesson, lesson.wanted(anchors + position, kept))
             yield guess._replace(logits=self.correct(guess.logits, before))
 
+    def remember(self, memories: dict[int, BlockMemory], sequence: RequestState, hidden: torch.Tensor) -> torch.Tensor:
+        """Keep what is needed of newly cached tokens, whose ``hidden`` states of the target are given; returns their
+        features."""
+        features = self.context(hidden if self.window is None else hidden[-self.window :])
+        end = sequence.num_computed_tokens
+        positions = torch.arange(end - len(features), end, device=hidden.device)
+        pairs = [block.keys(features, positions) for block in self.each_block()]
+        if sequence.id not in memories:
+            memories[sequence.id] = BlockMemory(pairs, self.block_size, self.window)
+        memories[sequence.id].add(pairs)
+        return features
+
     def fill(self, x: torch.Tensor, sequences: Requests, memories: Mapping[int, BlockMemory]) -> torch.Tensor:
         """States [sequences, block, hidden size], not normed, of blocks ``x`` whose first rows are the last tokens of
         ``sequences``."""
@@ -208,19 +222,3 @@ class BlockMemory:
             self.keys[index, None, :, first : self.end + own],
             self.values[index, None, :, first : self.end + own],
         )
-
-
-def remember(
-    memories: dict[int, BlockMemory], sequence: RequestState, head: BlockHead, rows: torch.Tensor, spare: int,
-    window: int | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Keep what a head needs of newly cached tokens, the target's hidden states ``rows`` of which are given; returns
-    their features."""
-    features = head.context(rows if window is None else rows[-window:])
-    end = sequence.num_computed_tokens
-    positions = torch.arange(end - len(features), end, device=rows.device)
-    pairs = [block.keys(features, positions) for block in head.blocks]  # type: ignore[operator]
-    if sequence.id not in memories:
-        memories[sequence.id] = BlockMemory(pairs, spare, window)
-    memories[sequence.id].add(pairs)
-    return features

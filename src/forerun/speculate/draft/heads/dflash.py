@@ -30,7 +30,7 @@ from forerun.models.checkpoint import CONFIG
 from forerun.models.load import read_config
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
-from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, BlockMemory, remember
+from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, BlockMemory
 from forerun.speculate.draft.heads.gguf_files import read_drafter
 from forerun.speculate.draft.heads.head import Lesson, Norm, Sizes
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
@@ -332,16 +332,15 @@ class DFlash(HeadDrafter[DFlashConfig]):
     name = "dflash"
     config_class = DFlashConfig
     head_class = DFlashHead
+    head: DFlashHead
 
     def __init__(self, config: DFlashConfig, context: DraftContext) -> None:
         super().__init__(config, context)
-        assert isinstance(self.head, DFlashHead)
-        self.flash = self.head
         self.memories: dict[int, BlockMemory] = {}
 
     @inference
     def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
-        remember(self.memories, sequence, self.flash, rows, self.flash.block_size)
+        self.head.remember(self.memories, sequence, rows)
 
     @inference
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
@@ -364,19 +363,19 @@ class DFlash(HeadDrafter[DFlashConfig]):
 
         def sure(depth: int, frontier: Frontier, drafts: Drafts) -> list[float]:
             slots = [slot[index] for index, _ in frontier]
-            return self.flash.sure(states[slots, depth], tails(frontier, drafts)).tolist()
+            return self.head.sure(states[slots, depth], tails(frontier, drafts)).tolist()
 
-        known = sure if self.flash.confidence is not None else None
+        known = sure if self.head.confidence is not None else None
         return grow(sequences, ready, budgets, self.config, self.chooser, score, known)[0]
 
     def _output(self, states: torch.Tensor) -> torch.Tensor:
         """Logits over its own vocabulary."""
-        head = self.flash.lm_head
-        return self.context.target.lm_head(states) if head is None else head(states).float()
+        own = self.head.lm_head
+        return self.context.target.lm_head(states) if own is None else own(states).float()
 
     def revise(self, logits: torch.Tensor, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Logits [n, target's vocabulary] of rows with these ``logits`` and ``states`` behind the tokens ``before``."""
-        head = self.flash
+        head = self.head
         logits = head.correct(logits, before)
         if head.candidate_selector is not None:
             values, ids = logits.topk(min(head.options["selector"]["top"], logits.shape[1]), dim=-1)
@@ -387,7 +386,7 @@ class DFlash(HeadDrafter[DFlashConfig]):
     def states_of(self, sequences: Requests) -> torch.Tensor:
         """Normed states [sequences, depth, hidden size] of a whole block's rows that guess something, as many as are
         drafted."""
-        head, target = self.flash, self.context.target
+        head, target = self.head, self.context.target
         last = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=target.info.device)
         x = target.embed(head.inputs(last).flatten()).unflatten(0, (len(sequences), head.block_size))
         x = head.fill(x.to(head.fc.weight.dtype), sequences, self.memories)

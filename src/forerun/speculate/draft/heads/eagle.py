@@ -285,22 +285,22 @@ class Eagle(HeadDrafter[EagleConfig]):
     name = "eagle"
     config_class = EagleConfig
     head_class: ClassVar[type[Head]] = EagleHead
+    head: Any
 
     def __init__(self, config: EagleConfig, context: DraftContext) -> None:
         super().__init__(config, context)
-        head: Any = self.head
-        self.eagle, info = head, context.target.info
+        info = context.target.info
         longest = context.max_model_len + config.rows_by_depth()[-1]
         page_size = (context.options or {}).get("page_size") or longest
         pages = context.max_num_seqs * -(-longest // page_size)
-        self.fused, self.packed = head.fuse(context.target), head.packed
+        self.fused, self.packed = self.head.fuse(context.target), self.head.packed
         backend: type[Attention] = SdpaAttention if self.fused is None else KernelAttention
-        self.attention = backend(Pool([head.entry], pages, page_size, info.dtype, info.device))
+        self.attention = backend(Pool([self.head.entry], pages, page_size, info.dtype, info.device))
         self.pending: dict[int, list[torch.Tensor]] = {}
         self.chains = self._find_chains()
 
     def _find_chains(self) -> ChainRunner | None:
-        names = self.eagle.token_ids()
+        names = self.head.token_ids()
         return ChainRunner.find(self.fused, self.attention, self.chooser, self.config, feeds=True, names=names)
 
     def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
@@ -309,8 +309,8 @@ class Eagle(HeadDrafter[EagleConfig]):
 
     def learn(self) -> None:
         super().learn()
-        if self.packed != self.eagle.packed and self.fused is not None:
-            self.fused, self.packed = self.eagle.fuse(self.context.target), self.eagle.packed
+        if self.packed != self.head.packed and self.fused is not None:
+            self.fused, self.packed = self.head.fuse(self.context.target), self.head.packed
             self.chains = self._find_chains()
 
     @inference
@@ -367,11 +367,11 @@ class Eagle(HeadDrafter[EagleConfig]):
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             metadata = self.attention.begin(batch)
-            attended = self.attention.run(Query(0, q, k, v, self.eagle.scale), metadata)
+            attended = self.attention.run(Query(0, q, k, v, self.head.scale), metadata)
             self.attention.finish(metadata)
             return attended
 
-        states, read = self.eagle.step(embedded, feature, batch.positions, batch.logit_rows, attend)
+        states, read = self.head.step(embedded, feature, batch.positions, batch.logit_rows, attend)
         return states, self.predict(read)
 
     def _lacking(self, sequences: Requests, able: Sequence[int]) -> tuple[list[Span], torch.Tensor, list[int]]:
@@ -395,7 +395,7 @@ class Eagle(HeadDrafter[EagleConfig]):
                 self.pending[sequence.id] = [features[count:]]
             tokens = sequence.tokens[start + 1 : start + 1 + count]
             spans.append(Span(sequence.id, start, tokens, logits=[count - 1] if count == lacks else []))
-        return spans, self.eagle.feature(torch.cat(rows)).contiguous(), ready
+        return spans, self.head.feature(torch.cat(rows)).contiguous(), ready
 
     def pools(self) -> list[Pool]:
         return [self.attention.pool]

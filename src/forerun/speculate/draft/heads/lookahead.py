@@ -69,6 +69,7 @@ class Lookahead(BlockDrafter):
 
     name = "lookahead"
     head_class = LookaheadHead
+    head: LookaheadHead
 
     def __init__(self, config: BlockConfig, context: DraftContext) -> None:
         if config.adapt is not None:
@@ -79,7 +80,6 @@ class Lookahead(BlockDrafter):
         return sequence.num_computed_tokens == len(sequence.tokens) - 1
 
     def guess(self, sequences: Requests) -> torch.Tensor:
-        assert isinstance(self.head, LookaheadHead)
         ahead = self.config.num_speculative_tokens - 1
         attention = self.context.attention()
         spans: list[Span] = []

@@ -64,6 +64,8 @@ class MedusaHead(ResidualHead):
 class ResidualDrafter(BlockDrafter):
     """Drafts from the newest hidden state alone."""
 
+    head: ResidualHead
+
     def __init__(self, config: BlockConfig, context: DraftContext) -> None:
         super().__init__(config, context)
         self.latest: dict[int, torch.Tensor] = {}
@@ -72,7 +74,6 @@ class ResidualDrafter(BlockDrafter):
         self.latest[sequence.id] = rows[-1].clone()
 
     def guess(self, sequences: Requests) -> torch.Tensor:
-        assert isinstance(self.head, ResidualHead)
         states = self.head.transform(torch.stack([self.latest[sequence.id] for sequence in sequences]))
         states = states[:, : self.config.num_speculative_tokens]
         return self.predict(states.flatten(0, 1)).unflatten(0, states.shape[:2])

@@ -19,7 +19,7 @@ from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
-from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, BlockMemory, remember
+from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, BlockMemory
 from forerun.speculate.draft.heads.head import Lesson, Norm, Sizes
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "blocks": 1, "window": 256, "theta": 10000.0}
@@ -47,6 +47,7 @@ class ParallelHead(BlockHead):
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
         self.options = {**DEFAULTS, **sizes.options}
+        self.window: int = self.options["window"]
         size = sizes.hidden_size
         self.fuse = nn.Linear(len(self.layers) * size, size, bias=False)
         self.norm_context = Norm(size)
@@ -73,7 +74,7 @@ class ParallelHead(BlockHead):
 
     def seen(self, index: int, indices: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         before = context - indices[..., :1]
-        seen = F.pad((before < 0) & (before >= -self.options["window"]), (0, self.block_size), value=True)
+        seen = F.pad((before < 0) & (before >= -self.window), (0, self.block_size), value=True)
         return seen[..., None, :].expand(*indices.shape, -1)
 
 
@@ -81,6 +82,7 @@ class ParallelHead(BlockHead):
 class Parallel(BlockDrafter):
     name = "parallel"
     head_class = ParallelHead
+    head: ParallelHead
 
     def __init__(self, config: BlockConfig, context: DraftContext) -> None:
         super().__init__(config, context)
@@ -89,15 +91,11 @@ class Parallel(BlockDrafter):
 
     @inference
     def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
-        head = self.head
-        assert isinstance(head, ParallelHead)
-        features = remember(self.memories, sequence, head, rows, head.sizes.depth, head.options["window"])
-        self.newest[sequence.id] = features[-1].clone()
+        self.newest[sequence.id] = self.head.remember(self.memories, sequence, rows)[-1].clone()
 
     def guess(self, sequences: Requests) -> torch.Tensor:
         """Always of a whole block, as in training: its rows see each other."""
         head = self.head
-        assert isinstance(head, ParallelHead)
         last = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=self.context.target.info.device)
         newest = torch.stack([self.newest[s.id] for s in sequences])
         x = head.rows(self.context.target.embed(last).to(newest.dtype), newest)
