@@ -89,8 +89,7 @@ class CrossVocabularyDraftModel(DraftModel):
 
     def cached_tokens(self, sequence: RequestState) -> list[int]:
         reading = self.readings.get(sequence.id)
-        covered = reading.covered(self.attention.pool.length(sequence.id)) if reading is not None else 0
-        return sequence.tokens[:covered]
+        return sequence.tokens[: reading.read] if reading is not None else []
 
 
 class StringDraftModel(CrossVocabularyDraftModel):
@@ -245,8 +244,6 @@ class VocabularyReading:
         self.tokens: list[int] = []
         self.read = 0
         """How many of the target's tokens these are."""
-        self.ends: list[int] = []
-        """Per token of the target: how many of the draft's there are after it."""
         self._pending = b""
 
     def follow(self, tokens: Sequence[int]) -> None:
@@ -266,7 +263,6 @@ class VocabularyReading:
                 self.tokens.append(piece)
             whole = False
         self.read = len(tokens)
-        self.ends = [0] * (len(tokens) - 1) + [len(self.tokens)] if tokens else []
 
     def _pieces(self, tokens: Sequence[int]) -> list[bytes | int]:
         """The target's tokens as runs of text and, between them, the draft's ids of special tokens that it has too."""
@@ -291,7 +287,6 @@ class VocabularyReading:
         else:
             self._spell(self.bridge.target.bytes.get(token, b""))
         self.read += 1
-        self.ends.append(len(self.tokens))
 
     def adopt(self, drafted: Sequence[int], tokens: Sequence[int]) -> int:
         """Read the target's ``tokens``, whose text may begin like the draft's own ``drafted`` tokens: those that agree
@@ -316,7 +311,6 @@ class VocabularyReading:
                 self.tokens.append(piece)
                 self._pending = b""
         self.read += len(tokens)
-        self.ends += [0] * (len(tokens) - 1) + [len(self.tokens)] if tokens else []
         return kept
 
     def _spell(self, piece: bytes) -> None:
@@ -328,11 +322,3 @@ class VocabularyReading:
         self._pending = b""
         if text:
             self.tokens += self.bridge.draft.encode(text)
-
-    def covered(self, length: int) -> int:
-        """How many of the target's tokens the draft's first ``length`` tokens surely hold."""
-        known = 0
-        for count, end in enumerate(self.ends, start=1):
-            if 0 < end <= length:
-                known = count
-        return known
