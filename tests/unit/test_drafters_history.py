@@ -358,7 +358,6 @@ def test_best_first_is_the_best_connected_tree(seed):
         growing.offer(-1, *zip(*[(token, log_q) for token, log_q, _ in ranked(distributions)], strict=True))
         for _ in range(2):
             frontier = growing.frontier()
-            growing.begin_level()
             for index in frontier:
                 known = ranked(distributions, path_of(growing.nodes, index))
                 growing.offer(index, *zip(*[(token, log_q) for token, log_q, _ in known], strict=True))

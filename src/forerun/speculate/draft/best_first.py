@@ -167,11 +167,8 @@ class Growing:
     def __init__(self, size: int) -> None:
         self.size = size
         self.nodes: list[Node] = []
-        self.level = 0
-        """Where the newest level starts in ``nodes``."""
-
-    def begin_level(self) -> None:
-        self.level = len(self.nodes)
+        self.seen = 0
+        """How many of ``nodes`` an earlier ``frontier`` has looked at."""
 
     def offer(self, parent: int, tokens: Sequence[int], logs: Sequence[float]) -> None:
         """Continuations of a node (-1: the root) and the logs of their q."""
@@ -185,7 +182,9 @@ class Growing:
 
     def frontier(self) -> list[int]:
         """Places of the newest level's nodes that are worth expanding."""
-        return [index for index in self.best() if index >= self.level]
+        newest = [index for index in self.best() if index >= self.seen]
+        self.seen = len(self.nodes)
+        return newest
 
     def finish(self) -> tuple[Draft, list[int]]:
         """The tree, depth first, and each of its nodes' place in ``nodes``."""

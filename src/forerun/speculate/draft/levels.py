@@ -218,8 +218,6 @@ def grow_best(
     while frontier:
         logits = score(depth, frontier, asked)
         rows = [chooser.row(sequences[i], asked[i].path_tokens(node)) for i, node in frontier]
-        for tree in trees.values():
-            tree.begin_level()
         for (index, node), tokens, logs in zip(frontier, *chooser.rank(logits, rows, min(size, WIDEST))):
             trees[index].offer(origin[index][node], tokens, logs)
         depth += 1
