@@ -149,7 +149,7 @@ class Staged(Drafter[StagedConfig]):
                 f"method {part.method!r} feeds on the target's hidden states and cannot be inside 'staged'"
             )
         self.inner = inner
-        self.parts = (self.base, inner)
+        self.parts = [self.base, inner]
         self.router = Router({INNER: inner})
         self.policy = DraftRequest(Setting({INNER: part.config.nodes_by_depth()}, aligned.row_multiple))
         self.stage = Target(aligned, self.base.attention)
