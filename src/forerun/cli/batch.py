@@ -21,14 +21,13 @@ from forerun.core.folders import POSIX
 if TYPE_CHECKING:
     from forerun.engine.answering import Answering
     from forerun.engine.async_engine import AsyncEngine
-    from forerun.scale.pool import ReplicaPool
     from forerun.serve.app import ServerOptions
     from forerun.serve.batch import Answers, Tally
 
 NO_LIMIT = 10.0**9
 """Seconds for a request: a batch has no client that waits."""
-Opening = Callable[[], Awaitable[tuple["Answering", str, int]]]
-"""In the event loop: who answers, the model's name, and how many sequences are decoded at a time."""
+Opening = Callable[[], Awaitable["Answering"]]
+"""In the event loop: who answers."""
 
 
 @takes(
@@ -77,8 +76,8 @@ def here(engine: Mapping[str, Any], drafters: Any, threads: int | None) -> Itera
     llm = load_served({**engine, "threads": set_threads(threads)}, drafters)
     asynchronous = AsyncEngine(llm.engine)
 
-    async def opening() -> tuple[AsyncEngine, str, int]:
-        return asynchronous, llm.model.info.name, llm.config.max_num_seqs
+    async def opening() -> AsyncEngine:
+        return asynchronous
 
     try:
         yield opening
@@ -94,12 +93,7 @@ def by(replicas: int, engine: Mapping[str, Any], drafters: Any, threads: int | N
     from forerun.scale.front import cluster
 
     with cluster(requested) as (handle,):
-
-        async def opening() -> tuple[ReplicaPool, str, int]:
-            pool = await Cluster(handle).pool(requested.max_queue)
-            return pool, pool.facts.model, pool.capacity()
-
-        yield opening
+        yield lambda: Cluster(handle).pool(requested.max_queue)
 
 
 @contextlib.contextmanager
@@ -124,9 +118,9 @@ def work(file: Path, out: Path, written: Answers, opening: Opening, options: Ser
     from forerun.serve.batch import asking, run
 
     async def answered() -> Tally:
-        answering, name, together = await opening()
-        ask = asking(create_app(answering, options.serving(name)))
-        return await run(file, written, ask, together=2 * together)
+        answering = await opening()
+        ask = asking(create_app(answering, options.serving(answering.facts.model)))
+        return await run(file, written, ask, together=2 * answering.capacity())
 
     async def until_stopped() -> Tally | None:
         task = asyncio.create_task(answered())

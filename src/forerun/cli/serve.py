@@ -16,7 +16,6 @@ from forerun.cli.console import all_but_one, out, read_file, set_threads, warn, 
 from forerun.cli.options import SERVED, SPECULATIVE, ChatTemplate, parse_json, speculative_config, takes
 from forerun.core.errors import ConfigError
 from forerun.core.threads import AUTO
-from forerun.engine.memory import megabytes
 from forerun.speculate.names import rules
 
 if TYPE_CHECKING:
@@ -173,8 +172,8 @@ def _here(door: Door, options: ServerOptions, llm: LLM, max_delay: float) -> Non
 
         out().print(f"KV events at {KVEvents(door.kv_events, llm.engine.scheduler.tree).endpoint}")
     asynchronous = AsyncEngine(llm.engine, max_queue=door.max_queue, max_delay=max_delay)
-    options = options.serving(llm.model.info.name)
-    door.tell(options.model_name, _facts(llm))
+    options = options.serving(asynchronous.facts.model)
+    door.tell(options.model_name, asynchronous.facts.described)
     app = create_app(asynchronous, options)
     run(app, asynchronous, door.listener, drain_seconds=door.drain_seconds, limits=door.limits)
 
@@ -239,13 +238,6 @@ def load_served(engine: Mapping[str, Any], drafters: list[dict[str, Any]] | dict
     llm = LLM(**{"page_size": PAGE_SIZE, **engine}, speculative_config=drafters)
     warn_synthetic(llm)
     return llm
-
-
-def _facts(llm: LLM) -> str:
-    engine = llm.engine
-    held = megabytes(sum(model.info.weight_bytes for model in (llm.model, *engine.router.models())))
-    methods = ", ".join(engine.router.drafters) or "none"
-    return f"{held} of weights, {engine.kv_cache_tokens} tokens of KV cache, drafters: {methods}"
 
 
 def served_drafters(

@@ -5,14 +5,19 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forerun.core.errors import RequestError
 from forerun.engine.admission import check_length
+from forerun.engine.memory import megabytes
 from forerun.engine.metrics import Snapshot
 from forerun.engine.stream import Delta, Stream
 from forerun.sampling.params import Params, StructuredOutputsParams
+
+if TYPE_CHECKING:
+    from forerun.engine.engine import Engine
 
 
 class QueueFullError(RequestError):
@@ -27,6 +32,51 @@ class ClosedError(RequestError):
     """The engine is draining or has ended: it takes no new requests."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EngineFacts:
+    """What an engine takes and gives."""
+
+    model: str
+    described: str
+    """For whoever starts it."""
+    max_model_len: int
+    longest_source: int | None
+    """Tokens that an encoder reads; None: it is a decoder."""
+    start: tuple[int, ...]
+    """What an encoder-decoder's decoder goes on behind."""
+    max_num_seqs: int
+    vocab_size: int
+    eos_ids: frozenset[int]
+    drafters: Mapping[str, int]
+    """The loaded drafters' names, the first being the default, and how many tokens each drafts at most."""
+    identity: bool
+    """Whether the same seed gives the same tokens as plain decoding."""
+    max_grammar_bytes: int
+    grammar_bytes: int
+    reasoning_parser: str | None
+
+    @classmethod
+    def of(cls, engine: Engine) -> EngineFacts:
+        config, info = engine.config, engine.model.info
+        held = megabytes(sum(model.info.weight_bytes for model in (engine.model, *engine.router.models())))
+        methods = ", ".join(engine.router.drafters) or "none"
+        return cls(
+            model=info.name,
+            described=f"{held} of weights, {engine.kv_cache_tokens} tokens of KV cache, drafters: {methods}",
+            max_model_len=engine.max_model_len,
+            longest_source=engine.validator.longest_source,
+            start=tuple(info.begin(())[0]),
+            max_num_seqs=config.max_num_seqs,
+            vocab_size=info.vocab_size,
+            eos_ids=frozenset(info.eos_ids),
+            drafters={name: each.config.num_speculative_tokens for name, each in engine.router.drafters.items()},
+            identity=engine.identity,
+            max_grammar_bytes=config.max_grammar_bytes,
+            grammar_bytes=config.grammar_bytes,
+            reasoning_parser=config.reasoning_parser,
+        )
+
+
 class Answering(ABC):
     """Requests in, a stream of deltas out for each; what the server answers from.
 
@@ -37,25 +87,12 @@ class Answering(ABC):
 
     max_backlog = 64
 
-    def __init__(
-        self, tokenizer: Any, max_queue: int, capacity: Callable[[], int], *, max_model_len: int,
-        longest_source: int | None, start: Sequence[int], drafters: Mapping[str, int], identity: bool,
-        reasoning_parser: str | None,
-    ) -> None:  # fmt: skip
+    def __init__(self, facts: EngineFacts, tokenizer: Any, max_queue: int, capacity: Callable[[], int]) -> None:
+        self.facts = facts
         self.tokenizer = tokenizer
         self.max_queue = max_queue
         self.capacity = capacity
         """How many sequences run at a time."""
-        self.max_model_len = max_model_len
-        self.longest_source = longest_source
-        """Tokens that an encoder reads; None: it is a decoder."""
-        self.start = start
-        """What an encoder-decoder's decoder goes on behind."""
-        self.drafters = drafters
-        """The loaded drafters' names, the first being the default, and how many tokens each drafts at most."""
-        self.identity = identity
-        """Whether the same seed gives the same tokens as plain decoding."""
-        self.reasoning_parser = reasoning_parser
         self.on_deltas: Callable[[Stream, Sequence[Delta]], None] | None = None
         self.on_forget: Callable[[Stream], None] | None = None
         self.streams: set[Stream] = set()
@@ -97,11 +134,11 @@ class Answering(ABC):
 
     def check_length(self, prompt: Sequence[int]) -> None:
         """Raise ContextLengthError if ``prompt`` leaves no room for an answer, or is more than an encoder reads."""
-        check_length(prompt, self.max_model_len, self.longest_source)
+        check_length(prompt, self.facts.max_model_len, self.facts.longest_source)
 
     def prompt_tokens_computed(self, prompt: Sequence[int]) -> int:
         """How many of the ``max_model_len`` tokens a prompt takes: a source takes none."""
-        return len(prompt if self.longest_source is None else self.start)
+        return len(prompt if self.facts.longest_source is None else self.facts.start)
 
     def clock(self) -> float:
         """Seconds, as deltas have them."""

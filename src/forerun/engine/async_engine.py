@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from forerun.core.errors import RankError
-from forerun.engine.answering import Answering, ClosedError
+from forerun.engine.answering import Answering, ClosedError, EngineFacts
 from forerun.engine.engine import Engine
 from forerun.engine.jobs import Update
 from forerun.engine.metrics import Snapshot
@@ -61,17 +61,8 @@ class AsyncEngine(Answering):
     def __init__(
         self, engine: Engine, *, max_queue: int = 1024, max_backlog: int = 64, max_delay: float = 0.01
     ) -> None:
-        super().__init__(
-            copy.deepcopy(engine.tokenizer),  # a fast tokenizer must not be used from two threads at once
-            max_queue,
-            lambda: engine.config.max_num_seqs,
-            max_model_len=engine.max_model_len,
-            longest_source=engine.validator.longest_source,
-            start=engine.model.info.begin(())[0],
-            drafters={name: each.config.num_speculative_tokens for name, each in engine.router.drafters.items()},
-            identity=engine.identity,
-            reasoning_parser=engine.config.reasoning_parser,
-        )
+        tokenizer = copy.deepcopy(engine.tokenizer)  # a fast tokenizer must not be used from two threads at once
+        super().__init__(EngineFacts.of(engine), tokenizer, max_queue, lambda: engine.config.max_num_seqs)
         self.engine = engine
         self.max_backlog = max_backlog
         self.max_delay = max_delay

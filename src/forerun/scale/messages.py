@@ -7,38 +7,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forerun.engine.answering import EngineFacts
 from forerun.engine.jobs import TokenLogprobs
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.stream import Delta
 from forerun.sampling.params import Params
 
 
-@dataclass(frozen=True)
-class Facts:
+@dataclass(frozen=True, kw_only=True)
+class Facts(EngineFacts):
     """What a replica is. Replicas with the same ``weights`` give the same tokens."""
 
-    model: str
     checkpoint: str
     """The version of Forerun and a fingerprint of the checkpoint: what ``weights`` begin with."""
     weights: str
     """The same, and a fingerprint of what else decides about tokens."""
     tokenizer: str
-    max_model_len: int
-    longest_source: int | None
-    """Tokens that an encoder reads; None: it is a decoder."""
-    start: tuple[int, ...]
-    """What an encoder-decoder's decoder goes on behind."""
-    max_num_seqs: int
-    vocab_size: int
-    eos_ids: frozenset[int]
-    drafters: Mapping[str, int]
-    identity: bool
-    page_size: int
-    max_grammar_bytes: int
-    grammar_bytes: int
-    described: str
-    """For whoever starts it."""
-    reasoning_parser: str | None = None
 
 
 @dataclass(frozen=True)

@@ -68,12 +68,8 @@ class ReplicaPool(Answering):
     """
 
     def __init__(self, facts: Facts, send: Send, *, max_queue: int = 1024, capacity: Callable[[], int]) -> None:
-        super().__init__(
-            load_tokenizer(facts.tokenizer), max_queue, capacity, max_model_len=facts.max_model_len,
-            longest_source=facts.longest_source, start=facts.start, drafters=dict(facts.drafters),
-            identity=facts.identity, reasoning_parser=facts.reasoning_parser,
-        )  # fmt: skip
-        self.facts = facts
+        super().__init__(facts, load_tokenizer(facts.tokenizer), max_queue, capacity)
+        self.facts: Facts = facts
         self.send = send
         self.moved = 0
         """Answers that have gone on at another replica."""
@@ -138,8 +134,8 @@ class ReplicaPool(Answering):
         choices: Mapping[str, Any],
     ) -> Job:  # fmt: skip
         """What the stream's reader sees of its ``index``-th answer."""
-        reads = self.longest_source is not None
-        begun = list(self.start if reads else prompt)
+        reads = self.facts.longest_source is not None
+        begun = list(self.facts.start if reads else prompt)
         drafter = choices.get("method") or next(iter(self.facts.drafters), None)
         sequence = RequestState(
             id=next(self._ids),

@@ -14,10 +14,9 @@ import torch
 
 from forerun import __version__
 from forerun.core.errors import ConfigError, ForerunError
-from forerun.engine.answering import ClosedError
+from forerun.engine.answering import ClosedError, EngineFacts
 from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.llm import LLM
-from forerun.engine.memory import megabytes
 from forerun.engine.metrics import Snapshot
 from forerun.models.fingerprint import fingerprint
 from forerun.models.load import resolve
@@ -80,28 +79,13 @@ class Replica:
 
 
 def facts_of(llm: LLM) -> Facts:
-    engine, config, info = llm.engine, llm.config, llm.model.info
-    methods = ", ".join(engine.router.drafters) or "none"
+    config = llm.config
     checkpoint = f"{__version__}-{fingerprint(resolve(config.model))}"
-    held = megabytes(sum(model.info.weight_bytes for model in (llm.model, *engine.router.models())))
     return Facts(
-        model=info.name,
+        **vars(EngineFacts.of(llm.engine)),
         checkpoint=checkpoint,
         weights=f"{checkpoint}-{numerics_of(llm)}",
         tokenizer=str(config.tokenizer or config.model),
-        max_model_len=engine.max_model_len,
-        longest_source=engine.validator.longest_source,
-        start=tuple(info.begin(())[0]),
-        max_num_seqs=config.max_num_seqs,
-        vocab_size=info.vocab_size,
-        eos_ids=frozenset(info.eos_ids),
-        drafters={name: drafter.config.num_speculative_tokens for name, drafter in engine.router.drafters.items()},
-        identity=engine.identity,
-        page_size=engine.target.attention.pool.page_size,
-        max_grammar_bytes=config.max_grammar_bytes,
-        grammar_bytes=config.grammar_bytes,
-        described=f"{held} of weights, {engine.kv_cache_tokens} tokens of KV cache, drafters: {methods}",
-        reasoning_parser=config.reasoning_parser,
     )
 
 

@@ -92,14 +92,14 @@ class Server:
     def __init__(self, engine: Answering, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
-        self.text = TextService(engine.tokenizer, self.limit, options.chat_template, engine.reasoning_parser)
+        self.text = TextService(engine.tokenizer, self.limit, options.chat_template, engine.facts.reasoning_parser)
         self.recorder = Recorder(engine, options.model_name, options.metrics_names)
         self.stored = ResponseStore(options.response_memory)
         self.started = int(time.time())
 
     @property
     def limit(self) -> int:
-        return self.engine.max_model_len
+        return self.engine.facts.max_model_len
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in (self.options.model_name, *self.options.aliases):
@@ -110,7 +110,7 @@ class Server:
 
     def choices(self, wish: Speculative | None, priority: int) -> dict[str, Any]:
         """``Engine.add``'s keywords for a request's ``speculative`` object."""
-        loaded = self.engine.drafters
+        loaded = self.engine.facts.drafters
         if wish is None:
             return {"priority": priority}
         if not wish.enabled or wish.method == NONE:
@@ -332,7 +332,7 @@ def create_app(engine: Answering, options: ServerOptions | None = None) -> FastA
     openapi.install(
         app,
         names=(options.model_name, *options.aliases),
-        methods=dict(engine.drafters),
+        methods=dict(engine.facts.drafters),
         has_key=options.api_key is not None,
     )
     _answers(app, server)
@@ -400,7 +400,7 @@ def _operations(app: FastAPI, server: Server) -> None:
             "owned_by": "forerun",
             "max_model_len": server.limit,
             "chat_template": server.text.chat_template is not None,
-            "speculative": {name: {"num_speculative_tokens": most} for name, most in engine.drafters.items()},
+            "speculative": {name: {"num_speculative_tokens": most} for name, most in engine.facts.drafters.items()},
         }
 
     @app.get("/v1/models", responses=responses(good=answers.Models))

@@ -100,9 +100,9 @@ class Reply(ABC):
         self.include_usage = options is not None and options.include_usage
         self.continuous_usage = options is not None and options.continuous_usage_stats
         self.traced = body.speculative is not None and body.speculative.trace
-        self.identical = engine.identity
+        self.identical = engine.facts.identity
         self.method = sequence.drafter
-        most = engine.drafters.get(sequence.drafter or "", 0)
+        most = engine.facts.drafters.get(sequence.drafter or "", 0)
         self.num_spec_tokens = most if sequence.max_draft is None else min(most, sequence.max_draft)
         self.head: dict[str, Any] = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
         self.per_prompt = len(streams[0].jobs)

@@ -110,7 +110,7 @@ class TextService:
         largest = max(tokens, default=0)
         if largest >= size:
             raise RequestError(f"token id {largest} is outside the tokenizer's {size}", param=param)
-        return await self.run(4 * len(tokens), _text, list(tokens))
+        return await self.run(4 * len(tokens), lambda tokenizer: tokenizer.decode(list(tokens)))
 
     async def offsets(self, prompt: Sequence[int], text: str) -> list[int]:
         """Where a prompt's tokens begin in its text, which may lack the special tokens put before it."""
@@ -208,10 +208,6 @@ class TextService:
 
 def _tokens(tokenizer: Any, text: str, special: bool) -> list[int]:
     return encode(tokenizer, text, add_special_tokens=special, verbose=False)
-
-
-def _text(tokenizer: Any, tokens: list[int]) -> str:
-    return tokenizer.decode(tokens)
 
 
 def _written(value: Any) -> int:

@@ -15,8 +15,8 @@ GEMMA_QUOTE = '<|"|>'
 GEMMA_KEY = re.compile(r"[^\s:{}\[\],]+")
 GEMMA_NAMED = re.compile(r"([{,]\s*)(" + GEMMA_KEY.pattern + r")\s*(?=:)")
 GEMMA_NONE = re.compile(r"([\[:,]\s*)None(?=\s*[,}\]])")
-GEMMA_LAST = re.compile(r",(?=\s*[}\]])")
-"""A comma that nothing comes behind."""
+GEMMA_LAST = re.compile(r"([^\s\[{]\s*|^\s*),(?=\s*[}\]])")
+"""A comma behind a value, and nothing behind it."""
 CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -100,7 +100,7 @@ def gemma_value(text: str) -> Any:
             parts[index] = json.dumps(part)
         else:
             part = GEMMA_NAMED.sub(lambda found: found[1] + json.dumps(found[2]), part)
-            parts[index] = GEMMA_LAST.sub("", GEMMA_NONE.sub(r"\1null", part))
+            parts[index] = GEMMA_LAST.sub(r"\1", GEMMA_NONE.sub(r"\1null", part))
     return loads("".join(parts))
 
 
