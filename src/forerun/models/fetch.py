@@ -52,7 +52,7 @@ def fetch(name: str, given: str | Path | None = None, say: Say = lambda line: No
 
 def _stays(name: str) -> str:
     count = held_parts(name)
-    return f" ({count} of {KNOWN[name].parts} parts are kept, and the next fetch goes on behind them)" if count else ""
+    return f" ({count} of {KNOWN[name].parts} parts are kept, and the next fetch continues after them)" if count else ""
 
 
 def held_parts(name: str) -> int:

@@ -191,7 +191,7 @@ class ReplicaPool(Answering):
             answer.moves += 1
             self.moved += 1
             given = len(answer.request.committed)
-            log.warning("a replica was lost (%s); another one goes on behind %d tokens", error, given)
+            log.warning("a replica was lost (%s); another one continues after %d tokens", error, given)
             if answer.moves > MOVES and self.latest is None:
                 raise ClosedError("no replica answers") from None
             if answer.moves > MOVES:

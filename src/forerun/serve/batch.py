@@ -6,6 +6,7 @@ An answer's ``id`` names its line and the line's content: what has been answered
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import os
@@ -109,6 +110,7 @@ class Answers:
     up to an answer that was cut off. Raises ConfigError for a file that cannot be had, or holds anything else."""
 
     def __init__(self, path: Path, source: Path) -> None:
+        self.path = path
         try:
             self.file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | BINARY, 0o644), "r+b")
         except OSError as error:
@@ -146,22 +148,27 @@ class Answers:
         self.file.truncate()
 
     def write(self, line: BatchLine, status: int, body: dict[str, Any] | None) -> None:
-        """Append one answer, whole; ``body`` None: the line itself is wrong."""
+        """Append one answer, whole; ``body`` None: the line itself is wrong. Raises ConfigError where the disk is full;
+        what is cut off then is removed when the file is opened again."""
         response = None
         if body is not None:
             response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}
         error = {"code": "invalid_line", "message": line.error} if line.error is not None else None
         answer = {"id": line.id, "custom_id": line.custom_id, "response": response, "error": error}
-        self.file.write(json.dumps(answer, ensure_ascii=False).encode(errors="replace") + b"\n")
-        self.file.flush()
+        try:
+            self.file.write(json.dumps(answer, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
+            self.file.flush()
+        except OSError as error:
+            raise ConfigError(f"cannot write {self.path}: {error.strerror}; the same command goes on") from error
 
     def close(self) -> None:
-        self.file.close()
+        with contextlib.suppress(OSError):  # of what could not be written, as ``write`` has said
+            self.file.close()
 
 
 async def run(source: Path, answers: Answers, ask: Ask, *, together: int) -> Tally:
     """Answer what is not answered yet, ``together`` lines at a time. Whatever ends it early leaves whole answers, and
-    the same call goes on behind them. Raises OSError where an answer cannot be written."""
+    the same call goes on behind them. Raises ConfigError where an answer cannot be written."""
     tally = Tally()
     slots = asyncio.Semaphore(together)
 

@@ -208,7 +208,7 @@ class ResponseRequest(Sampled):
         one_of("a text or a list of items"),
     ]
     instructions: Text | None = Field(None, description="the system's message; not kept for the next response")
-    previous_response_id: str | None = Field(None, description="goes on behind this one, while it is kept in memory")
+    previous_response_id: str | None = Field(None, description="continues this one, while it is kept in memory")
     max_output_tokens: int | None = Field(None, ge=1)
     text: TextOptions | None = None
     tools: list[ResponseTool] | None = Field(None, max_length=MOST_TOOLS)
