@@ -10,6 +10,7 @@ import pytest
 from forerun.cli.main import run
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
+from forerun.measure.config import PlanConfig
 from forerun.measure.page import chart
 from forerun.measure.plan import Trial, run_plan
 from forerun.measure.planner import Prediction, recommend
@@ -243,7 +244,7 @@ def test_every_small_tree_is_tried():
 def test_a_plan_predicts_trees(tiny_target, nodes):
     result = run_plan(
         LLM(str(tiny_target)), [{"method": "draft_model", "model": str(tiny_target)}], [[5, 9, 12, 7, 7, 3]],
-        temperature=0.0, max_tokens=24, concurrency=1, longest=3, seed=0, tree_nodes=nodes,
+        PlanConfig(max_tokens=24, longest=3, trees=nodes), 1,
     )  # fmt: skip
     shapes = {tuple(item["tree"]): item for item in result["trees"][0]["fixed"]}
     assert set(shapes) == {tree for tree in fixed(nodes, 3) if tree[0] > 1}
@@ -258,7 +259,7 @@ def test_each_way_of_a_method_has_trees_of_its_own(tiny_target, tiny_draft):
     models = [str(tiny_target), str(tiny_draft)]
     result = run_plan(
         LLM(str(tiny_target)), [{"method": "draft_model", "model": model} for model in models], [[5, 9, 12, 7, 7, 3]],
-        temperature=0.0, max_tokens=12, concurrency=1, longest=2, seed=0, tree_nodes=2,
+        PlanConfig(max_tokens=12, longest=2, trees=2), 1,
     )  # fmt: skip
     assert [row["method"] for row in result["trees"]] == [f"draft_model model={model}" for model in models]
 
@@ -270,8 +271,7 @@ def test_a_tree_is_recommended_where_it_is_best(tiny_target, monkeypatch):
     )
     options = {"method": "draft_model", "model": str(tiny_target), "accept": "coupled", "draft_temperature": 0.5}
     result = run_plan(
-        LLM(str(tiny_target)), [options], [[5, 9, 12, 7, 7, 3]], temperature=0.0, max_tokens=12, concurrency=1,
-        longest=2, seed=0, tree_nodes=2,
+        LLM(str(tiny_target)), [options], [[5, 9, 12, 7, 7, 3]], PlanConfig(max_tokens=12, longest=2, trees=2), 1,
     )  # fmt: skip
     del options["accept"]  # the default
     assert result["recommended"] == {**options, "tree": [2]}

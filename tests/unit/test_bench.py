@@ -9,8 +9,8 @@ from time import perf_counter
 import pytest
 
 from forerun import SamplingParams
-from forerun.cli.bench import split
 from forerun.cli.main import run
+from forerun.cli.options import split
 from forerun.core.errors import ConfigError
 from forerun.measure import environment
 from forerun.measure.bench import acceptance_by_position, run_interleaved, side_by_side

@@ -9,6 +9,7 @@ from forerun.cli.main import run
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics
+from forerun.measure.config import PlanConfig
 from forerun.measure.plan import Trial, run_plan
 from forerun.measure.planner import CostCurve, Estimate, Prediction, binomial, estimate, predict, reach
 from forerun.measure.rounds import Measured, Sample, in_plain_forwards
@@ -19,7 +20,7 @@ def test_each_way_of_a_method_has_figures_of_its_own(tiny_target, tiny_draft):
     models = [str(tiny_target), str(tiny_draft)]
     result = run_plan(
         LLM(str(tiny_target)), [{"method": "draft_model", "model": model} for model in models], [[5, 9, 12, 7, 7, 3]],
-        temperature=0.0, max_tokens=12, concurrency=1, longest=2, seed=0,
+        PlanConfig(max_tokens=12, longest=2), 1,
     )  # fmt: skip
     names = [f"draft_model model={model}" for model in models]
     for rows in (result["estimates"], result["measured"][:2]):

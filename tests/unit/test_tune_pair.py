@@ -22,8 +22,9 @@ from forerun.models.checkpoint import read_tensors
 from forerun.models.load import load_shared, resolve, sharing
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
+from forerun.tune.config import PairConfig
 from forerun.tune.export import FORMS, export_head
-from forerun.tune.pair import PairAnswer, PairConfig, Price, Replayed, on_paper, replay, tune_pair
+from forerun.tune.pair import PairAnswer, Price, Replayed, on_paper, replay, tune_pair
 from tiny import save_tokenizer, tiny_llama
 
 QUICK = {"minutes": 3 / 60, "answer": 16, "progress": False}

@@ -15,6 +15,7 @@ from typing import Any
 from forerun.cli.console import print_table
 from forerun.core.errors import ConfigError
 from forerun.engine.config import SpeculativeConfig
+from forerun.measure.config import PlanConfig
 from forerun.measure.page import chart, html, table
 from forerun.measure.plan import LENGTHS, Trial, most_nodes, own_options
 from forerun.measure.planner import CostCurve, Estimate, PlannedDraft, predict, speedup
@@ -26,17 +27,17 @@ LAYERSKIP = "layerskip"
 
 def explore(
     trial: Trial, named: Mapping[str, Mapping[str, Any]], drafting: Mapping[str, Mapping[str, Any]], curve: CostCurve,
-    longest: int, layer_trials: int, nodes: int, accept: str,
+    config: PlanConfig,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[tuple[float, dict[str, Any]]]]:  # fmt: skip
-    """Trees of up to ``nodes`` tokens for each of the ``drafting`` configurations (``plan_trees``), ``layer_trials``
-    subsets of layers for ``layerskip``, as it is ``named`` or under the rule ``accept``, the best first, and all of
-    them as (speed-up, ``speculative_config``)."""
-    planned = plan_trees(drafting, nodes, longest, trial, curve)
-    options = named.get(LAYERSKIP, {"method": LAYERSKIP, "accept": accept})
+    """Trees of up to ``config.trees`` tokens for each of the ``drafting`` configurations (``plan_trees``),
+    ``config.layer_trials`` subsets of layers for ``layerskip``, as it is ``named`` or under the plan's rule, the best
+    first, and all of them as (speed-up, ``speculative_config``)."""
+    planned = plan_trees(drafting, config.trees, config.longest, trial, curve)
+    options = named.get(LAYERSKIP, {"method": LAYERSKIP, "accept": config.accept})
     subsets = choose_layers(
-        lambda layers: _measured_layers(trial, options, layers, curve, longest),
+        lambda layers: _measured_layers(trial, options, layers, curve, config.longest),
         trial.llm.model.info.num_layers,
-        layer_trials,
+        config.layer_trials,
     )
     ways = [
         (subset.speedup, {**with_layers(own_options(options), subset.layers), "num_speculative_tokens": subset.k})

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from forerun.cli.console import print_json, print_markdown, print_table, progress, set_threads, warn
-from forerun.cli.options import ENGINE, SPECULATIVE, TUNED_HELP, AsJson, Flags, flags_of, parse_json, read_tuned, takes
+from forerun.cli.options import (
+    ENGINE,
+    SPECULATIVE,
+    TUNED_HELP,
+    AsJson,
+    Flags,
+    flags_of,
+    parse_json,
+    read_tuned,
+    split,
+    takes,
+)
 from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab
-from forerun.engine.config import NONE
-from forerun.measure.config import ALL, HELD_OUT, PEERS, SAMPLES, SETS, WRITTEN, BenchConfig
-from forerun.speculate.names import drafters, policies, rules
+from forerun.measure.config import HELD_OUT, WRITTEN, BenchConfig, CheckConfig
 
-T = TypeVar("T")
 MODEL_ONLY = Flags("speculative", [flag for flag in SPECULATIVE.flags if flag.name == "spec_model"])
 COMPARED = Flags("speculative", [flag for flag in SPECULATIVE.flags if flag.name in ("spec_model", "synthetic")])
 RATES = "synthetic_acceptance_rates"
-LISTS = ("methods", "accepts", "lengths", "counts", "concurrency", "temperatures", "peers")
-MAPPINGS = ("engine", "speculative", "sampling")
-MEASURED = Flags("measured", flags_of(BenchConfig, "Measurement", skip=(*LISTS, *MAPPINGS)))
+MEASURED = Flags(
+    "measured",
+    flags_of(
+        BenchConfig,
+        "Measurement",
+        skip=("engine", "speculative"),
+        defaults={"counts": "each method's", "temperatures": "0,1; of a written set 0"},
+    ),
+)
+CHECKED = Flags("checked", flags_of(CheckConfig, skip=("engine", "speculative", "page_sizes")))
 SETTINGS = {
     "method": "method",
     "accept": "accept",
@@ -53,22 +67,6 @@ COLUMNS = {
 }
 
 
-def split(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
-    """A comma-separated option; what has commas itself stands in double quotes. Raises ConfigError."""
-    try:
-        parts = next(csv.reader([text], skipinitialspace=True), [])
-        return [kind(part.strip()) for part in parts if part.strip()]
-    except (ValueError, csv.Error):
-        raise ConfigError(f"--{name} must be a comma-separated list of {kind.__name__} values, not {text!r}") from None
-
-
-Methods = Annotated[
-    str,
-    typer.Option(
-        help=f"methods, comma-separated, or {ALL} (name none twice to see the noise): {', '.join([NONE, *drafters])}",
-        show_default=True,
-    ),
-]
 MoreOptions = Annotated[
     str | None,
     typer.Option(
@@ -77,7 +75,6 @@ MoreOptions = Annotated[
         "{METHOD: [{...}, ...]}: a row each",
     ),
 ]
-Peers = Annotated[str, typer.Option(help=f"engines: NAME, NAME=PYTHON or llama-server=COMMAND: {', '.join(PEERS)}")]
 Plots = Annotated[
     Path | None, typer.Option("--plots", metavar="FOLDER", help="draw the result as .svg files, with forerun-lab")
 ]
@@ -85,18 +82,8 @@ Plots = Annotated[
 
 @takes(ENGINE, COMPARED, MEASURED)
 def bench(
-    methods: Methods = "none,draft_model,ngram",
-    accept: Annotated[str, typer.Option(help=f"acceptance rules: {', '.join(rules)}")] = "coupled",
-    length: Annotated[str, typer.Option(help=f"length policies: {', '.join(policies)}")] = "fixed",
-    spec_tokens: Annotated[str, typer.Option(help="numbers of drafted tokens", show_default="each method's")] = "",
     speculative_config: MoreOptions = None,
     tuned: Annotated[str | None, typer.Option(metavar="FOLDER", help=TUNED_HELP)] = None,
-    concurrency: Annotated[str, typer.Option(help="requests decoded together")] = "1",
-    temperature: Annotated[
-        str | None, typer.Option(help="temperatures", show_default="0,1; of a written set 0")
-    ] = None,
-    peers: Peers = "",
-    sampling: Annotated[str | None, typer.Option(metavar="JSON", help="sampling options of every request")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
     plot_folder: Plots = None,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print the table as markdown")] = False,
@@ -112,24 +99,10 @@ def bench(
     the mean speed-up. Every losing row stays.
     """
     refuse_batch_size(engine)
-    options = _measured(measured)
-    if temperature is not None:
-        options["temperatures"] = split("temperature", temperature, float)
-    names, shared = split("methods", methods, str), more_options(speculative_config, speculative)
+    options, shared = _measured(measured), more_options(speculative_config, speculative)
     if tuned is not None:
-        names, shared = with_tuned(tuned, engine, names, shared)
-    config = BenchConfig(
-        engine=dict(engine),
-        speculative=shared,
-        methods=names,
-        accepts=split("accept", accept, str),
-        lengths=split("length", length, str),
-        counts=split("spec-tokens", spec_tokens, int),
-        concurrency=split("concurrency", concurrency, int),
-        peers=split("peers", peers, str),
-        sampling=parse_json("sampling", sampling) if sampling else {},
-        **options,
-    )
+        options["methods"], shared = with_tuned(tuned, engine, options.get("methods", BenchConfig.methods), shared)
+    config = BenchConfig(engine=dict(engine), speculative=shared, **options)
     drawing = None
     if plot_folder is not None:
         drawing = from_lab("plots", "bench with plots")
@@ -254,32 +227,17 @@ def cell(key: str, value: Any) -> str:
 LAYOUTS = {"slotted": None, "paged": 16}
 
 
-Checked = Annotated[str, typer.Option(help=f"methods, comma-separated, or all: {', '.join(drafters)}")]
-
-
-@takes(ENGINE, MODEL_ONLY)
+@takes(ENGINE, MODEL_ONLY, CHECKED)
 def check(
-    methods: Checked = "ngram,draft_model",
-    trees: Annotated[bool, typer.Option(help="check hand-made trees too")] = True,
-    prompts: Annotated[int, typer.Option(help="prompts: sampling options and layouts take turns over them")] = 22,
-    prompt_tokens: Annotated[int, typer.Option(help="tokens of a prompt")] = 32,
-    max_tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 24,
-    temperature: Annotated[str, typer.Option(help="temperatures")] = "0,0.8",
     layout: Annotated[str, typer.Option(help="cache layouts")] = ",".join(LAYOUTS),
-    accept: Annotated[str, typer.Option(help="lossless rules whose distribution is tested, or all")] = "coupled,token",
-    samples: Annotated[
-        int, typer.Option(help="answers per test of the output's distribution; 0: no such test")
-    ] = SAMPLES,
-    concurrency: Annotated[int, typer.Option(help="requests decoded together")] = 16,
-    prompt_set: Annotated[str, typer.Option(help=f"prompts: {', '.join(SETS)}")] = HELD_OUT,
     speculative_config: MoreOptions = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
-    seed: Annotated[int, typer.Option(help="seed of prompts and sampling")] = 0,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="print the table as markdown")] = False,
     as_json: AsJson = False,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
+    checked: Mapping[str, Any],
 ) -> int:
     """Prove, on this machine and model, that speculation changes nothing.
 
@@ -289,7 +247,7 @@ def check(
     """
     if "max_num_seqs" in engine or "page_size" in engine:
         raise ConfigError("check chooses batches and layouts itself: use --concurrency and --layout")
-    from forerun.measure.check import CheckConfig, run_checks, steps
+    from forerun.measure.check import run_checks, steps
 
     layouts = split("layout", layout, str)
     for name in layouts:
@@ -298,18 +256,8 @@ def check(
     config = CheckConfig(
         engine=dict(engine),
         speculative=more_options(speculative_config, speculative),
-        methods=[method for method in split("methods", methods, str) if method != NONE],
-        accepts=[name for name in rules if rules[name].lossless] if accept == "all" else split("accept", accept, str),
-        trees=trees,
-        prompts=prompts,
-        prompt_tokens=prompt_tokens,
-        max_tokens=max_tokens,
-        temperatures=split("temperature", temperature, float),
         page_sizes=[LAYOUTS[name] for name in layouts],
-        samples=samples,
-        concurrency=concurrency,
-        prompt_set=prompt_set,
-        seed=seed,
+        **checked,
     )
     set_threads(threads)
     with progress("loading", steps(config)) as step:

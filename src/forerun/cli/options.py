@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import functools
 import inspect
 import json
@@ -11,7 +12,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -20,6 +21,7 @@ from forerun.engine.config import NONE, EngineConfig
 from forerun.sampling.params import COLDEST, SamplingParams
 from forerun.speculate.names import KEYS, PROFILES, SHARED_KEYS, drafters, policies, rules
 
+T = TypeVar("T")
 Threads = Annotated[
     int | None,
     typer.Option(help="CPU threads", show_default="auto: the cores it may use, fewer while others need them"),
@@ -55,7 +57,8 @@ SAMPLING_HELP = {
 
 @dataclass(frozen=True)
 class Flag:
-    """One command-line option: its name as a Python identifier, its type, and what ``--help`` says."""
+    """One command-line option: its name as a Python identifier, its type, and what ``--help`` says. ``items`` is the
+    type of the items of a comma-separated list, ``field`` what the config calls it."""
 
     name: str
     kind: Any
@@ -63,6 +66,14 @@ class Flag:
     default: str | None = None
     panel: str | None = None
     is_json: bool = False
+    items: Callable[[str], Any] | None = None
+    field: str | None = None
+
+    def parse(self, value: Any) -> Any:
+        """What the config takes. Raises ConfigError."""
+        if self.is_json:
+            return parse_json(self.name, value)
+        return value if self.items is None else split(self.name, value, self.items)
 
     def parameter(self) -> inspect.Parameter:
         option = typer.Option(
@@ -98,7 +109,7 @@ class Flags:
             value = given.pop(flag.name)
             if value is None or value == []:
                 continue
-            picked[flag.name] = parse_json(flag.name, value) if flag.is_json else value
+            picked[flag.field or flag.name] = flag.parse(value)
         return picked
 
 
@@ -111,6 +122,17 @@ def parse_json(name: str, text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"--{name.replace('_', '-')} must be a JSON object, not {text!r}")
     return value
+
+
+def split(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
+    """A comma-separated option; what has commas itself stands in double quotes. Raises ConfigError."""
+    try:
+        parts = next(csv.reader([text], skipinitialspace=True), [])
+        return [kind(part.strip()) for part in parts if part.strip()]
+    except (ValueError, csv.Error):
+        raise ConfigError(
+            f"--{name.replace('_', '-')} must be a comma-separated list of {kind.__name__} values, not {text!r}"
+        ) from None
 
 
 def takes(*groups: Flags) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -136,9 +158,15 @@ def takes(*groups: Flags) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def flags_of(
-    kind: type, panel: str, *, skip: Sequence[str] = (), helps: Mapping[str, str] | None = None, defaults: Mapping = {}
+    kind: type,
+    panel: str | None = None,
+    *,
+    skip: Sequence[str] = (),
+    helps: Mapping[str, str] = {},
+    defaults: Mapping[str, Any] = {},
 ) -> list[Flag]:
-    """One flag per field of the dataclass ``kind``. Help comes from ``helps``, the field's metadata or its comment."""
+    """One flag per field of the dataclass ``kind``. Help comes from ``helps``, the field's metadata or its comment. A
+    field whose metadata has ``commas`` is a comma-separated list in the option of that name."""
     hints = typing.get_type_hints(kind)
     comments = field_comments(kind)
     result = []
@@ -146,10 +174,16 @@ def flags_of(
         if item.name in skip:
             continue
         value, is_json = option_type(hints[item.name])
-        text = (helps or {}).get(item.name) or item.metadata.get("help") or comments.get(item.name, "")
+        text = helps.get(item.name) or item.metadata.get("help") or comments.get(item.name, "")
         default = defaults.get(item.name, _default(item))
         shown = None if default is None or default == () else str(default)
-        result.append(Flag(item.name, value, text, shown, panel, is_json))
+        if "commas" in item.metadata:
+            if isinstance(default, tuple):
+                shown = ",".join(str(each).removesuffix(".0") for each in default)
+            items = typing.get_args(hints[item.name])[0]
+            result.append(Flag(item.metadata["commas"], str, text, shown, panel, items=items, field=item.name))
+        else:
+            result.append(Flag(item.name, value, text, shown, panel, is_json))
     return result
 
 

@@ -9,20 +9,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.bench import MODEL_ONLY, MoreOptions, more_options, split
+from forerun.cli.bench import MODEL_ONLY, MoreOptions, more_options
 from forerun.cli.console import print_json, print_table, progress, set_threads
-from forerun.cli.options import ENGINE, AsJson, Flag, Flags, takes
+from forerun.cli.options import ENGINE, AsJson, Flag, Flags, flags_of, takes
 from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab, has_lab
-from forerun.engine.config import NONE, SpeculativeConfig
-from forerun.measure.config import HELD_OUT, SETS
-from forerun.speculate.names import drafters, rules
+from forerun.engine.config import NONE
+from forerun.measure.config import PlanConfig
 
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
 
 
-METHODS = "draft_model,ngram"
+PLANNED = Flags("planned", flags_of(PlanConfig))
+SEARCHED = ("temperature", "concurrency", "seed", "model", "quantization")
+"""Options that ``--minutes`` takes."""
 FLEETS, PLANS = "load", "plans"
 """The laboratory's plan of replicas, and what it adds to a plan."""
 
@@ -39,25 +40,10 @@ def _load_flags() -> Flags:
 LOAD = _load_flags()
 
 
-@takes(ENGINE, MODEL_ONLY, LOAD)
+@takes(ENGINE, MODEL_ONLY, PLANNED, LOAD)
 def plan(
-    methods: Annotated[str, typer.Option(help=f"candidates: {', '.join(drafters)}")] = METHODS,
-    accept: Annotated[str, typer.Option(help=f"acceptance rule: {', '.join(rules)}")] = SpeculativeConfig.accept,
-    temperature: Annotated[float, typer.Option(help="temperature of your requests")] = 0.0,
-    concurrency: Annotated[str, typer.Option(help="requests decoded together; several: a plan for each")] = "1",
-    longest: Annotated[int, typer.Option(help="longest draft to consider, in tokens")] = 8,
-    layer_trials: Annotated[
-        int, typer.Option(min=0, help="how many subsets of the target's layers to try for layerskip")
-    ] = 0,
-    trees: Annotated[int, typer.Option(min=0, help="plan trees of up to this many tokens")] = 0,
-    prompts: Annotated[int, typer.Option(help="number of prompts")] = 4,
-    prompt_tokens: Annotated[int, typer.Option(help="tokens of a prompt")] = 64,
-    max_tokens: Annotated[int, typer.Option(help="tokens of an answer")] = 48,
-    prompt_set: Annotated[str, typer.Option(help=f"prompts: {', '.join(SETS)}")] = HELD_OUT,
-    prompts_file: Annotated[Path | None, typer.Option(help="take prompts from this file, one per line")] = None,
     speculative_config: MoreOptions = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
-    seed: Annotated[int, typer.Option(help="seed of prompts and sampling")] = 0,
     minutes: Annotated[
         float | None,
         typer.Option(help="search for this long, as tune --draft does, but write nothing; needs --spec-model"),
@@ -67,6 +53,7 @@ def plan(
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
+    planned: Mapping[str, Any],
     load: Mapping[str, Any],
 ) -> None:
     """Measure acceptance and costs on your models and prompts, predict every method, recommend one.
@@ -74,44 +61,28 @@ def plan(
     With --load or --rate: how many replicas a load takes."""
     if "max_num_seqs" in engine and not load:
         raise ConfigError("plan decodes --concurrency requests together: use that instead of --max-num-seqs")
-    loads = split("concurrency", concurrency, int) or [0]
-    if min(longest, *loads, max_tokens, prompts, prompt_tokens) < 1:
-        raise ConfigError("--longest, --concurrency, --prompts, --prompt-tokens and --max-tokens must be at least 1")
-    others = {"concurrency": concurrency != "1", "longest": longest != 8, "layer_trials": layer_trials, "trees": trees}
+    config = PlanConfig(**planned)
+    given = [*planned, *(["speculative_config"] if speculative_config else [])]
     if minutes is not None:
-        elsewhere = {
-            **others, "concurrency": False, "methods": methods != METHODS, "accept": accept != SpeculativeConfig.accept,
-            "prompts": prompts != 4, "prompt_tokens": prompt_tokens != 64, "max_tokens": max_tokens != 48,
-            "prompt_set": prompt_set != HELD_OUT, "prompts_file": prompts_file,
-            "speculative_config": speculative_config,
-        } | dict.fromkeys([*load, *(set(engine) - {"model", "quantization"})], True)  # fmt: skip
-        unused = next((name for name, value in elsewhere.items() if value), None)
-        if unused is not None:
-            raise ConfigError(f"--minutes searches as tune --draft does: leave --{unused.replace('_', '-')} out")
-        workload = {"temperatures": (temperature,), "concurrency": tuple(loads), "minutes": minutes, "seed": seed}
-        _search({**engine, **workload, "draft": speculative.get("spec_model"), "threads": threads}, page, as_json)
+        for name in (*given, *load, *engine):
+            if name not in SEARCHED:
+                raise ConfigError(f"--minutes searches as tune --draft does: leave --{name.replace('_', '-')} out")
+        workload = {"temperatures": (config.temperature,), "concurrency": tuple(config.concurrency)}
+        workload |= {"minutes": minutes, "seed": config.seed, "threads": threads}
+        _search({**engine, **workload, "draft": speculative.get("spec_model")}, page, as_json)
         return
     fleets = from_lab(FLEETS, "plan --load") if load else None
-    others["prompts"] = prompts != 4
-    asked = () if fleets is None else fleets.read_load(load, prompt_tokens, max_tokens, seed, others)
-    options = _candidates(methods, accept, more_options(speculative_config, speculative))
+    asked = () if fleets is None else fleets.read_load(load, config, given)
+    options = _candidates(config, more_options(speculative_config, speculative))
     set_threads(threads)
     _check_page(page)
-    plans = from_lab(PLANS, "plan with trees, layers or a page") if trees or layer_trials or page is not None else None
+    researched = config.trees or config.layer_trials or page is not None
+    plans = from_lab(PLANS, "plan with trees, layers or a page") if researched else None
     if fleets is not None:
-        measuring = {
-            "methods": methods != METHODS, "accept": accept != SpeculativeConfig.accept, "temperature": temperature,
-            "prompt_set": prompt_set != HELD_OUT, "prompts_file": prompts_file, "threads": threads != 1,
-            "speculative_config": speculative_config,
-        }  # fmt: skip
-        given = [name for name, value in measuring.items() if value] + list(speculative)
-        setting = fleets.LoadSetting(engine, options, prompt_set, prompts_file, temperature, seed, given)
-        fleets.tell(fleets.plan_load(*asked, setting), page, as_json)
+        given += [*(["threads"] if threads != 1 else []), *speculative]
+        fleets.tell(fleets.plan_load(*asked, fleets.LoadSetting(engine, options, config, given)), page, as_json)
         return
-    texts = {"kind": prompt_set, "count": max(prompts, *loads), "length": prompt_tokens, "file": prompts_file}
-    settings = {"temperature": temperature, "max_tokens": max_tokens, "longest": longest, "accept": accept}
-    settings |= {"layer_trials": layer_trials, "tree_nodes": trees, "seed": seed}
-    result = _plans(engine, options, loads, texts | {"seed": seed}, settings)
+    result = _plans(engine, options, config)
     if page is not None and plans is not None:
         page.write_text(plans.report(result), encoding="utf-8")
     (print_json if as_json else show)(result)
@@ -121,7 +92,8 @@ def _search(settings: dict[str, Any], page: Path | None, as_json: bool) -> None:
     """What ``tune --draft`` finds, without a folder. Raises ConfigError."""
     from forerun.engine.config import EngineConfig
     from forerun.tune.choose import pair_page
-    from forerun.tune.pair import PairConfig, search, verdict
+    from forerun.tune.config import PairConfig
+    from forerun.tune.pair import search, verdict
 
     if settings["draft"] is None:
         raise ConfigError("--minutes searches for one draft model: name it with --spec-model")
@@ -138,24 +110,26 @@ def _search(settings: dict[str, Any], page: Path | None, as_json: bool) -> None:
         print(f"recommended: --speculative-config '{json.dumps(result['chosen'])}'")
 
 
-def _plans(
-    engine: Mapping[str, Any],
-    options: list[dict[str, Any]],
-    loads: list[int],
-    texts: dict[str, Any],
-    settings: dict[str, Any],
-) -> dict[str, Any]:
-    """The first load's plan, and the others' in short; ``texts`` are ``make_prompts``' options."""
+def _plans(engine: Mapping[str, Any], options: list[dict[str, Any]], config: PlanConfig) -> dict[str, Any]:
+    """The first load's plan, and the others' in short."""
     import torch
 
     from forerun.engine.llm import LLM
     from forerun.measure.plan import LENGTHS, run_plan
     from forerun.measure.prompts import make_prompts
 
-    with progress("loading", len(loads) * (len(LENGTHS) + settings["layer_trials"])) as step:
+    loads = config.concurrency
+    with progress("loading", len(loads) * (len(LENGTHS) + config.layer_trials)) as step:
         llm = LLM(**engine, threads=torch.get_num_threads(), speculative_config=None)
-        prompts = make_prompts(tokenizer=llm.tokenizer, **texts)
-        plans = [run_plan(llm, options, prompts, concurrency=count, step=step, **settings) for count in loads]
+        prompts = make_prompts(
+            config.prompt_set,
+            llm.tokenizer,
+            count=max(config.prompts, *loads),
+            length=config.prompt_tokens,
+            seed=config.seed,
+            file=config.prompts_file,
+        )
+        plans = [run_plan(llm, options, prompts, config, count, step) for count in loads]
     result = plans[0] | {"loads": [_load(one) for one in plans]}
     result["environment"] = _about(llm, engine, options, prompts, loads[0])
     return result
@@ -186,15 +160,12 @@ def _about(
     return about | {"read_bandwidth": read_bandwidth(llm.model.info.device)}
 
 
-def _candidates(methods: str, accept: str, shared: dict[str, Any]) -> list[dict[str, Any]]:
+def _candidates(config: PlanConfig, shared: dict[str, Any]) -> list[dict[str, Any]]:
     """``speculative_config`` of each method that drafts; all of them have the ``shared`` options that they know."""
     from forerun.measure.methods import method_configs
     from forerun.measure.plan import check_options
 
-    chosen = split("methods", methods, str)
-    if not chosen:
-        raise ConfigError(f"--methods must name at least one of {', '.join(drafters)}")
-    every = method_configs(chosen, [accept], ["fixed"], (), shared)
+    every = method_configs(config.methods, [config.accept], ["fixed"], (), shared)
     options = [c for index, c in enumerate(every) if c["method"] != NONE and c not in every[:index]]
     check_options(options)
     return options

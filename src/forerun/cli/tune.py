@@ -9,35 +9,29 @@ from typing import Annotated, Any
 
 import typer
 
-from forerun.cli.bench import split
 from forerun.cli.console import out, set_threads
 from forerun.cli.options import Flags, flags_of, takes
 from forerun.core.errors import ConfigError
-from forerun.tune.config import TuneConfig
+from forerun.tune.config import PairConfig, TuneConfig
 
 TUNE = Flags("options", flags_of(TuneConfig, "Tuning", skip=("model", "out")))
 SHARED = ("quantization", "answer", "seed", "threads", "progress")
 """Options that have a meaning with and without a draft."""
-PAIR = "With --draft"
+PAIR = Flags("pair", flags_of(PairConfig, "With --draft", skip=("model", "draft", *SHARED)))
 
 
-@takes(TUNE)
+@takes(PAIR, TUNE)
 def tune(
     model: Annotated[
         str, typer.Argument(help="checkpoint folder, GGUF file, hf:OWNER/NAME, or a name that forerun ls gives")
     ],
     out_folder: Annotated[Path, typer.Option("--out", help="folder for the result; the same command continues there")],
     draft: Annotated[
-        str | None, typer.Option(help="train nothing; find the fastest settings of this draft", rich_help_panel=PAIR)
-    ] = None,
-    minutes: Annotated[float | None, typer.Option(help="minutes for --draft (10)", rich_help_panel=PAIR)] = None,
-    temperature: Annotated[
-        str | None, typer.Option(help="temperatures of your requests, comma-separated (0,0.7)", rich_help_panel=PAIR)
-    ] = None,
-    concurrency: Annotated[
-        str | None, typer.Option(help="requests decoded together, comma-separated (1)", rich_help_panel=PAIR)
+        str | None,
+        typer.Option(help="train nothing; find the fastest settings of this draft", rich_help_panel="With --draft"),
     ] = None,
     *,
+    pair: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> int:
     """Train and choose what drafts for a model, on this machine: the same tokens, sooner.
@@ -46,10 +40,9 @@ def tune(
     kept. With --draft nothing is trained: that model's format, depth and so on are measured. Ctrl-C stops it; the
     same command goes on. Use the folder with --tuned.
     """
-    pair = {"minutes": minutes, "temperature": temperature, "concurrency": concurrency}
-    pair = {name: value for name, value in pair.items() if value is not None}
     if draft is None and pair:
-        raise ConfigError(f"--{next(iter(pair))} is for tuning with a draft model: give --draft, or leave it out")
+        given = next(flag.name for flag in PAIR.flags if (flag.field or flag.name) in pair)
+        raise ConfigError(f"--{given} is for tuning with a draft model: give --draft, or leave it out")
     if draft is not None:
         return _pair(model, draft, out_folder, pair, options)
     config = TuneConfig(model=model, out=out_folder, **options)
@@ -74,16 +67,9 @@ def _pair(model: str, draft: str, folder: Path, given: Mapping[str, Any], option
     if others:
         name = others[0].replace("_", "-")
         raise ConfigError(f"--{name} is for tuning that trains: leave it out, or --draft")
-    from forerun.tune.pair import PairConfig, tune_pair
+    from forerun.tune.pair import tune_pair
 
-    lists: dict[str, Any] = {}
-    if "temperature" in given:
-        lists["temperatures"] = tuple(split("temperature", given["temperature"], float))
-    if "concurrency" in given:
-        lists["concurrency"] = tuple(split("concurrency", given["concurrency"], int))
-    if "minutes" in given:
-        lists["minutes"] = given["minutes"]
-    config = PairConfig(model=model, draft=draft, **lists, **options)
+    config = PairConfig(model=model, draft=draft, **given, **options)
     set_threads(config.threads or None)
     try:
         tune_pair(config, folder, _say)

@@ -6,13 +6,12 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from forerun.core.batch import Batch, Span
-from forerun.core.config import COUNT, NOT_NEGATIVE, check_within
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft
@@ -21,7 +20,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job, TokenLogprobs
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics
-from forerun.measure.config import ALL, HELD_OUT, REPETITIVE, SAMPLES
+from forerun.measure.config import ALL, REPETITIVE, SAMPLES, CheckConfig
 from forerun.measure.environment import environment
 from forerun.measure.methods import labels, method_configs, runnable, tree_of
 from forerun.measure.prompts import make_prompts
@@ -31,44 +30,10 @@ from forerun.models.invariance import BRANCHES, self_test
 from forerun.models.kinds import UNQUANTIZED
 from forerun.models.load import load_model, read_config, resolve
 from forerun.sampling.params import SamplingParams
-from forerun.speculate.accept import rules
 from forerun.speculate.draft import Drafter, DrafterConfig, drafters
 
 DISTRIBUTION_PROMPT = 14
 """Tokens of the prompt whose continuations are counted; it repeats itself, for drafters that look back."""
-
-
-@dataclass(frozen=True)
-class CheckConfig:
-    """What is checked and how thoroughly."""
-
-    engine: dict[str, Any] = field(default_factory=dict)
-    speculative: dict[str, Any] = field(default_factory=dict)
-    methods: Sequence[str] = ("ngram", "draft_model")
-    accepts: Sequence[str] = ("coupled", "token")
-    trees: bool = True
-    prompts: int = 22
-    prompt_tokens: int = 32
-    max_tokens: int = 24
-    temperatures: Sequence[float] = (0.0, 0.8)
-    page_sizes: Sequence[int | None] = (None, 16)
-    samples: int = SAMPLES
-    concurrency: int = 16
-    prompt_set: str = HELD_OUT
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_within(self, {"prompts prompt_tokens max_tokens concurrency": COUNT, "samples": NOT_NEGATIVE})
-        for name in ("temperatures", "page_sizes", *(("accepts",) if self.samples else ())):
-            if not getattr(self, name):
-                raise ConfigError(f"{name} is empty: name at least one, or nothing is checked")
-        if self.prompts < len(self.page_sizes):
-            raise ConfigError(f"layouts take turns over the prompts: {len(self.page_sizes)} prompts at least")
-        for rule in self.accepts:
-            if not rules[rule].lossless:
-                raise ConfigError(f"rule {rule!r} is not lossless by design: there is nothing to check")
-        if not self.methods and not self.trees:
-            raise ConfigError("nothing to check: name at least one method, or leave the trees in")
 
 
 def run_checks(config: CheckConfig, step: Callable[[str], None] = lambda note: None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the benchmark is told, and the names that its options know."""
+"""What benchmark, check and plan are told, and the names that their options know. Flags are made from the fields."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 from forerun.core.config import COUNT, NOT_NEGATIVE, check_within, option
 from forerun.core.errors import ConfigError
-from forerun.engine.config import NONE
+from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.sampling.params import SamplingParams
+from forerun.speculate.names import drafters, policies, rules
 
 ALL = "all"
 PEERS = ("transformers", "llama-cpp", "llama-server", "openvino", "vllm")
@@ -38,21 +39,32 @@ SAMPLES = 1000
 max(0, p - q): on a weak pair its p-value was below 1e-11 in each of four runs, with 200 samples 4e-5 to 1e-2."""
 
 
+def _listed(option: str, default: tuple[Any, ...], text: str) -> Any:
+    """A field that is a comma-separated ``option`` of the command."""
+    return field(default=default, metadata={"commas": option, "help": text})
+
+
 @dataclass(frozen=True)
 class BenchConfig:
     """What is measured. Lists are combined with each other."""
 
     engine: dict[str, Any] = field(default_factory=dict)
     speculative: dict[str, Any] = field(default_factory=dict)
-    methods: Sequence[str] = (NONE, "draft_model", "ngram")
-    accepts: Sequence[str] = ("coupled",)
-    lengths: Sequence[str] = ("fixed",)
-    counts: Sequence[int] = ()
-    concurrency: Sequence[int] = (1,)
-    temperatures: Sequence[float] = (0.0, 1.0)
-    peers: Sequence[str] = ()
+    methods: Sequence[str] = _listed(
+        "methods",
+        (NONE, "draft_model", "ngram"),
+        f"methods, comma-separated, or {ALL} (name none twice to see the noise): {', '.join([NONE, *drafters])}",
+    )
+    accepts: Sequence[str] = _listed("accept", ("coupled",), f"acceptance rules: {', '.join(rules)}")
+    lengths: Sequence[str] = _listed("length", ("fixed",), f"length policies: {', '.join(policies)}")
+    counts: Sequence[int] = _listed("spec_tokens", (), "numbers of drafted tokens")
+    concurrency: Sequence[int] = _listed("concurrency", (1,), "requests decoded together")
+    temperatures: Sequence[float] = _listed("temperature", (0.0, 1.0), "temperatures")
+    peers: Sequence[str] = _listed(
+        "peers", (), f"engines: NAME, NAME=PYTHON or llama-server=COMMAND: {', '.join(PEERS)}"
+    )
     sampling: dict[str, Any] = field(default_factory=dict)
-    """``SamplingParams`` of every request beside its temperature, length and seed."""
+    """sampling options of every request, beside its temperature, length and seed"""
     prompts: int = 8
     """number of prompts; by default all of a written set"""
     prompt_tokens: int = 64
@@ -112,3 +124,85 @@ class BenchConfig:
             raise ConfigError("sampling options are not passed on to peers: leave one of the two out")
         if self.whole and self.peers:
             raise ConfigError("only decoding is timed where peers take part: leave whole or peers out")
+
+
+@dataclass(frozen=True)
+class CheckConfig:
+    """What is checked and how thoroughly."""
+
+    engine: dict[str, Any] = field(default_factory=dict)
+    speculative: dict[str, Any] = field(default_factory=dict)
+    methods: Sequence[str] = _listed(
+        "methods", ("ngram", "draft_model"), f"methods, comma-separated, or all: {', '.join(drafters)}"
+    )
+    trees: bool = True
+    """check hand-made trees too"""
+    prompts: int = 22
+    """prompts: sampling options and layouts take turns over them"""
+    prompt_tokens: int = 32
+    """tokens of a prompt"""
+    max_tokens: int = 24
+    """tokens of an answer"""
+    temperatures: Sequence[float] = _listed("temperature", (0.0, 0.8), "temperatures")
+    page_sizes: Sequence[int | None] = (None, 16)
+    accepts: Sequence[str] = _listed(
+        "accept", ("coupled", "token"), "lossless rules whose distribution is tested, or all"
+    )
+    samples: int = SAMPLES
+    """answers per test of the output's distribution; 0: no such test"""
+    concurrency: int = 16
+    """requests decoded together"""
+    prompt_set: str = field(default=HELD_OUT, metadata={"help": f"prompts: {', '.join(SETS)}"})
+    seed: int = 0
+    """seed of prompts and sampling"""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "methods", [method for method in self.methods if method != NONE])
+        if ALL in self.accepts:
+            object.__setattr__(self, "accepts", [name for name in rules if rules[name].lossless])
+        check_within(self, {"prompts prompt_tokens max_tokens concurrency": COUNT, "samples": NOT_NEGATIVE})
+        for name in ("temperatures", "page_sizes", *(("accepts",) if self.samples else ())):
+            if not getattr(self, name):
+                raise ConfigError(f"{name} is empty: name at least one, or nothing is checked")
+        if self.prompts < len(self.page_sizes):
+            raise ConfigError(f"layouts take turns over the prompts: {len(self.page_sizes)} prompts at least")
+        for rule in self.accepts:
+            if not rules[rule].lossless:
+                raise ConfigError(f"rule {rule!r} is not lossless by design: there is nothing to check")
+        if not self.methods and not self.trees:
+            raise ConfigError("nothing to check: name at least one method, or leave the trees in")
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """What a plan measures, and how far it looks."""
+
+    methods: Sequence[str] = _listed("methods", ("draft_model", "ngram"), f"candidates: {', '.join(drafters)}")
+    accept: str = field(default=SpeculativeConfig.accept, metadata={"help": f"acceptance rule: {', '.join(rules)}"})
+    temperature: float = 0.0
+    """temperature of your requests"""
+    concurrency: Sequence[int] = _listed("concurrency", (1,), "requests decoded together; several: a plan for each")
+    longest: int = 8
+    """longest draft to consider, in tokens"""
+    layer_trials: int = 0
+    """how many subsets of the target's layers to try for layerskip"""
+    trees: int = 0
+    """plan trees of up to this many tokens"""
+    prompts: int = 4
+    """number of prompts"""
+    prompt_tokens: int = 64
+    """tokens of a prompt"""
+    max_tokens: int = 48
+    """tokens of an answer"""
+    prompt_set: str = field(default=HELD_OUT, metadata={"help": f"prompts: {', '.join(SETS)}"})
+    prompts_file: Path | None = None
+    """take prompts from this file, one per line"""
+    seed: int = 0
+    """seed of prompts and sampling"""
+
+    def __post_init__(self) -> None:
+        check_within(self, {
+            "longest concurrency prompts prompt_tokens max_tokens": COUNT, "layer_trials trees": NOT_NEGATIVE,
+        })  # fmt: skip
+        if not self.methods:
+            raise ConfigError(f"--methods must name at least one of {', '.join(drafters)}")

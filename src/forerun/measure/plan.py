@@ -14,6 +14,7 @@ from forerun.core.registry import from_lab
 from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
+from forerun.measure.config import PlanConfig
 from forerun.measure.methods import labels
 from forerun.measure.planner import CostCurve, Estimate, estimate, predict, reach, recommend, theory_row
 from forerun.measure.rounds import Measured, full, in_plain_forwards, interleave, measure, rounds
@@ -29,30 +30,25 @@ def run_plan(
     llm: LLM,
     options: Sequence[Mapping[str, Any]],
     prompts: Sequence[Sequence[int]],
-    *,
-    temperature: float,
-    max_tokens: int,
+    config: PlanConfig,
     concurrency: int,
-    longest: int,
-    seed: int,
-    layer_trials: int = 0,
-    tree_nodes: int = 0,
-    accept: str = SpeculativeConfig.accept,
     step: Callable[[str], None] = lambda note: None,
 ) -> dict[str, Any]:
     """``{"recommended": speculative_config, "predictions": [...], "estimates": [...], "verify_cost": {rows: price},
     "measured": [...], "trees": [...], "reach": [...], "layers": [...], "experts": None | {...}}``.
 
-    ``trees`` has up to ``tree_nodes`` tokens for drafters that branch, ``layers`` the ``layer_trials`` subsets measured
-    for ``layerskip``, the best first (both ``forerun_lab.plans.explore``), ``reach`` what chains cannot come to
-    (``planner.reach``), ``experts`` what rounds of a mixture read (``ExpertReads.report``). Every method answers the
-    prompts, so alpha is measured on text that the target generated (Leviathan et al. 2023, section 4.2). ``options``
-    are ``speculative_config`` mappings that pass ``check_options``; ``accept`` is their rule, and that of
-    ``layer_trials``. Raises ConfigError where trees or layers are asked for without forerun-lab.
+    ``trees`` and ``layers`` are what ``config`` asks for of ``forerun_lab.plans.explore``, ``reach`` what chains cannot
+    come to (``planner.reach``), ``experts`` what rounds of a mixture read (``ExpertReads.report``). ``concurrency``
+    requests are decoded together. Every method answers the prompts, so alpha is measured on text that the target
+    generated (Leviathan et al. 2023, section 4.2). ``options`` are ``speculative_config`` mappings that pass
+    ``check_options``. Raises ConfigError where trees or layers are asked for without forerun-lab.
     """
-    plans = from_lab("plans", "plan with trees or layers") if tree_nodes or layer_trials else None
+    plans = from_lab("plans", "plan with trees or layers") if config.trees or config.layer_trials else None
+    longest = config.longest
     params = [
-        SamplingParams(temperature=temperature, max_tokens=max_tokens, ignore_eos=True, seed=seed + i)
+        SamplingParams(
+            temperature=config.temperature, max_tokens=config.max_tokens, ignore_eos=True, seed=config.seed + i
+        )
         for i in range(len(prompts))
     ]
     named = dict(zip(labels(options, ()), options, strict=True))
@@ -69,11 +65,11 @@ def run_plan(
     shown = {item.method: named[item.method] for item in estimates}
     trees, layers, more = [], [], []
     if plans is not None:
-        trees, layers, more = plans.explore(trial, named, shown, curve, longest, layer_trials, tree_nodes, accept)
+        trees, layers, more = plans.explore(trial, named, shown, curve, config)
     return {
         "recommended": recommend(predictions, {name: own_options(item) for name, item in named.items()}, more),
         "layers": layers,
-        "temperature": temperature,
+        "temperature": config.temperature,
         "concurrency": concurrency,
         "plain_tokens_per_second": trial.plain.tokens_per_second,
         "estimates": [theory_row(item, longest) for item in estimates],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -79,6 +79,36 @@ class TuneConfig:
     def learning(self) -> float:
         """Share of the time in which drafts learn, and read a text that is given."""
         return SHARES["train"] + (SHARES["write"] if self.text is not None else 0.0) if self.train else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairConfig:
+    """One search for the fastest settings of a draft. Those of the command's flags that need ``--draft`` are made from
+    these fields."""
+
+    model: str
+    draft: str
+    minutes: float = 10.0  # minutes for --draft
+    temperatures: Sequence[float] = field(default=(0.0, 0.7), metadata={"commas": "temperature"})
+    """temperatures of your requests, comma-separated"""
+    concurrency: Sequence[int] = field(default=(1,), metadata={"commas": "concurrency"})
+    """requests decoded together, comma-separated"""
+    quantization: str | None = None
+    answer: int = 64
+    seed: int = 0
+    threads: int = 0
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        check_within(self, {
+            "minutes": POSITIVE, "temperatures": NOT_NEGATIVE, "concurrency": COUNT,
+            "answer": Within(least=4, whole=True),
+        })  # fmt: skip
+
+    @property
+    def cells(self) -> list[tuple[float, int]]:
+        """Temperature and how many sequences at a time."""
+        return [(temperature, count) for count in self.concurrency for temperature in self.temperatures]
 
 
 @dataclass(frozen=True)

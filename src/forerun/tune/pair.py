@@ -22,7 +22,6 @@ from typing import Any
 import torch
 
 from forerun.core.batch import Batch, Span
-from forerun.core.config import COUNT, NOT_NEGATIVE, POSITIVE, Within, check_within
 from forerun.core.errors import ConfigError
 from forerun.core.folders import expanded
 from forerun.core.request import RequestState
@@ -40,6 +39,7 @@ from forerun.models.load import read_config, resolve, sharing, weight_sizes
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.model import LARGE, DraftModel
 from forerun.tune.choose import PLAIN, WARM_UP, figures, pair_page, undisturbed
+from forerun.tune.config import PairConfig
 from forerun.tune.data import held_out_prompts
 from forerun.tune.loop import Progress, progress
 
@@ -68,33 +68,6 @@ TURNS = 2
 HOPELESS = 0.4
 """How much slower than the best, over the number of prompts so far, is too slow to go on with."""
 REPORT = "report.html"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairConfig:
-    """One search."""
-
-    model: str
-    draft: str
-    minutes: float = 10.0
-    temperatures: tuple[float, ...] = (0.0, 0.7)
-    concurrency: tuple[int, ...] = (1,)
-    quantization: str | None = None
-    answer: int = 64
-    seed: int = 0
-    threads: int = 0
-    progress: bool = True
-
-    def __post_init__(self) -> None:
-        check_within(self, {
-            "minutes": POSITIVE, "temperatures": NOT_NEGATIVE, "concurrency": COUNT,
-            "answer": Within(least=4, whole=True),
-        })  # fmt: skip
-
-    @property
-    def cells(self) -> list[tuple[float, int]]:
-        """Temperature and how many sequences at a time."""
-        return [(temperature, count) for count in self.concurrency for temperature in self.temperatures]
 
 
 @dataclass

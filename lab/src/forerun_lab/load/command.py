@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.cli.console import print_json, print_table, progress
 from forerun.cli.options import Flags, flags_of
 from forerun.core.errors import ConfigError
+from forerun.measure.config import PlanConfig
 from forerun_lab.load.arrivals import Load
 from forerun_lab.load.options import MOST, LoadOptions
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from forerun_lab.load.replica import Limits
 
 LOAD = Flags("load", flags_of(LoadOptions, "A load, and how many replicas it takes"))
+WITHOUT_LOAD = ("concurrency", "longest", "layer_trials", "trees", "prompts")
+LOADED = ("prompt_tokens", "max_tokens", "seed")
+"""Options of a plan that say what a random load is."""
 FIGURES = {
     "replicas": "replicas", "tokens_per_second": "tokens/s", "ttft": "first token p50 p95",
     "tpot": "each further p50 p95", "latency": "whole p50 p95", "utilisation": "busy", "streams": "together",
@@ -31,24 +35,19 @@ class LoadSetting:
 
     engine: Mapping[str, Any]
     drafters: Sequence[Mapping[str, Any]]
-    prompt_set: str
-    prompts_file: Path | None
-    temperature: float
-    seed: int
+    config: PlanConfig
     asked: Sequence[str] = ()
-    """Options of measuring that were given, beside those of ``engine``."""
+    """Options that were given, beside those of ``engine``."""
 
 
-def read_load(
-    given: Mapping[str, Any], prompt_tokens: int, max_tokens: int, seed: int, others: Mapping[str, Any]
-) -> tuple[LoadOptions, Load]:
-    """What is asked for. Raises ConfigError before anything is loaded, also if one of ``others`` was given: options
-    of a plan without a load."""
-    for name, value in others.items():
-        if value:
+def read_load(given: Mapping[str, Any], config: PlanConfig, asked: Sequence[str]) -> tuple[LoadOptions, Load]:
+    """What is asked for. Raises ConfigError before anything is loaded, also where an option that was ``asked`` for is
+    one of a plan without a load."""
+    for name in asked:
+        if name in WITHOUT_LOAD:
             raise ConfigError(f"--{name.replace('_', '-')} is for a plan without a load")
     options = LoadOptions(**given)
-    return options, options.made(prompt_tokens, max_tokens, seed)
+    return options, options.made(config.prompt_tokens, config.max_tokens, config.seed)
 
 
 def plan_load(options: LoadOptions, load: Load, setting: LoadSetting) -> dict[str, Any]:
@@ -57,7 +56,8 @@ def plan_load(options: LoadOptions, load: Load, setting: LoadSetting) -> dict[st
     from forerun_lab.load.run import read_costs
     from forerun_lab.load.search import Targets
 
-    for name in (*setting.engine, *setting.asked) if options.costs is not None else ():
+    measuring = [*setting.engine, *(name for name in setting.asked if name not in LOADED)]
+    for name in measuring if options.costs is not None else ():
         raise ConfigError(f"--costs says what runs: leave --{name.replace('_', '-')} out")
     costs, limits, about = _measure(load, setting) if options.costs is None else read_costs(options.costs)
     added = {name: getattr(options, name) for name in ("outside", "telling")}
@@ -76,16 +76,16 @@ def _measure(load: Load, setting: LoadSetting) -> tuple[LoadCosts, Limits, dict[
     from forerun.measure.prompts import make_prompts
     from forerun_lab.load.measured import LoadBench, limits_of, steps
 
-    engine = {"page_size": PAGE_SIZE, **setting.engine}
+    engine, config = {"page_size": PAGE_SIZE, **setting.engine}, setting.config
     with progress("loading", steps(engine.get("max_num_seqs"), len(setting.drafters))) as step:
         llm = LLM(**engine, threads=torch.get_num_threads(), speculative_config=None)
         load = load.within(llm.engine.max_model_len)
 
         def prompts(count: int, length: int) -> list[list[int]]:
-            kind, file = setting.prompt_set, setting.prompts_file
-            return make_prompts(kind, llm.tokenizer, count=count, length=length, seed=setting.seed, file=file)
+            kind, file = config.prompt_set, config.prompts_file
+            return make_prompts(kind, llm.tokenizer, count=count, length=length, seed=config.seed, file=file)
 
-        bench = LoadBench(llm, load.typical(), load.longest(), prompts, setting.temperature, setting.seed, step)
+        bench = LoadBench(llm, load.typical(), load.longest(), prompts, config.temperature, config.seed, step)
         return bench.costs(setting.drafters), limits_of(llm), environment(llm, engine)
 
 
