@@ -23,7 +23,7 @@ from forerun.tune import kinds, loop
 from forerun.tune.config import LoopSettings
 from forerun.tune.data import FOLLOW_UPS, SPOKEN, held_out, save_part, turns
 from forerun.tune.features import Features
-from forerun.tune.kinds import KINDS, MEANING, Trainer, drafted, layers
+from forerun.tune.kinds import EAGLE, MEANING, Trainer, drafted, layers
 from forerun.tune.state import load_target
 
 ANSWER, TURN, PROMPT, READ = 256, 96, 448, 128
@@ -163,7 +163,7 @@ def main():
         test = model.features(kept, Path(place) / "held")
         train = model.features(conversations(model, asked.write, draw), Path(place) / "text")
         ids = drafted(model.target, train, asked.rows)
-        trainer, kind = Trainer(model.target, train, test, ids), KINDS["eagle"]
+        trainer, kind = Trainer(model.target, train, test, ids), EAGLE
         draft = kind.fitted(model.target, train, ids, 400_000)
         print(loop.described(loop.looked_at(trainer.evaluate, draft)), flush=True)
         settings = LoopSettings(
@@ -176,7 +176,7 @@ def main():
         figures = loop.looked_at(trainer.evaluate, draft)
         print(loop.described(figures), flush=True)
         record = {"target": asked.model, "tokens": done.tokens, **figures}
-        kinds.export(draft, asked.out / "eagle", record)
+        kind.export(draft, asked.out / "eagle", model.tokenizer, record)
     head = eagle.EagleHead.load(asked.out / "eagle")
     head.save(asked.out / "packed", head.record, packed=True)
 

@@ -19,6 +19,7 @@ FROM_THE_LAB = {
     "peers": ["bench", "--peers", "transformers", "--max-tokens", "2", "--prompts", "1"],
     "written": ["bench", "--prompt-set", "categories-small"],
     "shapes": ["bench", "--random-shape", "tiny"],
+    "kinds": ["tune", "forerun:target", "--out", "x", "--train", "medusa"],
     "plots": ["bench", "--plots", "x"],
 }
 

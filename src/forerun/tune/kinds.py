@@ -1,34 +1,26 @@
-"""What may learn to draft for a target: where each kind starts, how fast it learns, and how it is written."""
+"""What learns to draft for a target: where it starts, how fast it learns, and how it is written. Kinds beside EAGLE's
+are the laboratory's (``forerun_lab.kinds``)."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.utils import parametrize
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
 from forerun.core.folders import replace_with
-from forerun.speculate.draft.heads.dflash import DFlashHead
+from forerun.core.registry import from_lab
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes, weights
-from forerun.speculate.draft.heads.medusa import MedusaHead
-from forerun.speculate.draft.heads.parallel import ParallelHead
-from forerun.tune.features import CALIBRATED, SHARPNESS, Features, Fit, Scaled, options, scale, start, take, vocabulary
+from forerun.tune.features import Features, Scaled, options, start, vocabulary
 from forerun.tune.loop import UNFIT, Meaning
-from forerun.tune.losses import Figures, lk, of_head, overlap
-from forerun.tune.state import save_model
-
-DISTILLED = ("llama", "mistral", "qwen2", "qwen3", "phi3")
-"""Targets whose layers may be a draft: their parts take and give float32, and least squares know what these say."""
+from forerun.tune.losses import Figures, lk, of_head
 
 
 class HeadKind(ABC):
@@ -69,139 +61,38 @@ class EagleKind(HeadKind):
         return learnable(head, torch.ones(head.fc.in_features), target)
 
     def fitted(self, target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> nn.Module:
-        return new_head(target, features, ids, tokens)
+        config: Any = target.config.get_text_config()
+        torch.manual_seed(0)
+        sizes = sizes_of(target, options(config, features.layers, len(ids)), LEARNT)
+        head = EagleHead(sizes).to(ids.device)
+        scales = start(head, target, ids, features, tokens)
+        return learnable(head, scales, target)
 
     def export(
         self, draft: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase, said: Mapping[str, Any]
     ) -> None:
         assert isinstance(draft, EagleHead)
-        export(draft, folder, said)
+        plain = EagleHead(Sizes(**{**vars(draft.sizes), "depth": DRAFTED}))
+        weights = {}
+        for name in plain.state_dict():
+            module, _, part = name.rpartition(".")
+            weights[name] = getattr(draft.get_submodule(module), part) if module else getattr(draft, name)
+        plain.load_state_dict(weights)
+        plain.save(folder, dict(said))
 
 
-class MedusaKind(HeadKind):
-    """Starts as the target's own guess of the next token, for every token ahead: its blocks are no matrices that least
-    squares could find."""
-
-    matrix_lr = 3e-3
-    quantization = "int8_rows"
-    head: ClassVar[type[Head]] = MedusaHead
-
-    def blank(self, target: PreTrainedModel, sizes: Mapping[str, Any]) -> nn.Module:
-        head = self.head(Sizes(**sizes))
-        if head.lm_head is not None:  # the target's rows
-            head.lm_head.requires_grad_(False)
-        return head
-
-    def fitted(self, target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> nn.Module:
-        return _narrowed(MedusaHead(_sizes(target)), target, ids)
-
-    def export(
-        self, draft: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase, said: Mapping[str, Any]
-    ) -> None:
-        assert isinstance(draft, Head)
-        draft.save(folder, dict(said))
+EAGLE = EagleKind()
 
 
-class ParallelKind(MedusaKind):
-    """Starts with the target's last layer, which looks at its last hidden states; least squares say what it makes of
-    what it finds."""
-
-    head: ClassVar[type[Head]] = ParallelHead
-
-    def blank_for(self, target: PreTrainedModel, known: dict[str, Any]) -> tuple[Any, nn.Linear, tuple[Any, Any]]:
-        """A fresh head with options ``known``, the matrix that reads features, and the norms of its layer."""
-        head = ParallelHead(_sizes(target, known))
-        (block,) = head.each_block()
-        return head, head.fuse, (block.norm, block.norm_mlp)
-
-    def fitted(self, target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> nn.Module:
-        config: Any = target.config.get_text_config()
-        own = options(config, features.layers, len(ids))
-        known = {name: own[name] for name in ("heads", "kv_heads", "width", "inner_size", "theta", "layers")}
-        torch.manual_seed(0)
-        head, reader, norms = self.blank_for(target, known)
-        (block,) = head.each_block()
-        body: Any = target.get_decoder()
-        with torch.no_grad():
-            head.norm.weight.copy_(scale(body.norm))
-            reader.weight.zero_()
-            last = torch.diag(1 / scale(body.norm))  # features are what comes behind the norm
-            reader.weight[:, -len(last) :] = last
-            take(block, norms, body.layers[-1])
-        _settled(head, head.norm, [block.o_proj, block.mlp.down_proj], target, features, ids, tokens)
-        return _narrowed(head, target, ids)
+def kind_of(name: str) -> HeadKind:
+    """One of ``config.TRAINED``. Raises ConfigError for one that is the laboratory's where that is not installed."""
+    return EAGLE if name == "eagle" else from_lab("kinds", f"tune --train {name}").KINDS[name]
 
 
-class DFlashKind(ParallelKind):
-    """Starts as ``ParallelKind`` does, with one layer that samples from its anchor; its masks are a token that no text
-    has inside."""
-
-    head = DFlashHead
-
-    def blank_for(self, target: PreTrainedModel, known: dict[str, Any]) -> tuple[Any, nn.Linear, tuple[Any, Any]]:
-        ends = _ends(target)
-        head = DFlashHead(_sizes(target, {**known, "from_anchor": True, "mask": ends[0] if ends else 0}))
-        (block,) = head.each_block()
-        return head, head.fc, (block.input_layernorm, block.post_attention_layernorm)
-
-
-class Distilled(HeadKind):
-    """A few of the target's layers; least squares say what the last of them makes of what it finds."""
-
-    matrix_lr = 3e-3
-    quantization = "int8_rows"
-
-    def require(self, config: Any) -> None:
-        if config.model_type not in DISTILLED:
-            raise ConfigError(
-                f"a draft_model of a target's own layers is made for {', '.join(DISTILLED)}, not for "
-                f"{config.model_type!r}: --train eagle"
-            )
-
-    def blank(self, target: PreTrainedModel, sizes: Mapping[str, Any]) -> nn.Module:
-        return DistilledDraft(target)
-
-    def fitted(self, target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> nn.Module:
-        draft = DistilledDraft(target)
-        says = [draft.last.self_attn.o_proj, draft.last.mlp.down_proj]
-        return _settled(draft, draft.norm, says, target, features, ids, tokens)
-
-    def export(
-        self, draft: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase, said: Mapping[str, Any]
-    ) -> None:
-        assert isinstance(draft, DistilledDraft)
-        save_model(draft.model, tokenizer, folder, said)
-
-
-KINDS: dict[str, HeadKind] = {
-    "eagle": EagleKind(),
-    "medusa": MedusaKind(),
-    "parallel": ParallelKind(),
-    "dflash": DFlashKind(),
-    "draft_model": Distilled(),
-}
-
-
-def _settled(
-    draft: Any, norm: Any, says: list[nn.Linear], target: Any, features: Features, ids: Tensor, tokens: int
-) -> Any:
-    output: Any = target.get_output_embeddings().weight
-    material = Material(target, features, output[ids].float(), tokens)
-    fit_last(draft, norm, says, material)
-    sharpen(draft, norm, material)
-    return draft
-
-
-def _narrowed(head: Head, target: PreTrainedModel, ids: Tensor) -> Head:
-    """Drafts among ``ids`` alone, with the target's own rows."""
-    output: Any = target.get_output_embeddings().weight
-    head.narrow(ids, output[ids])
-    return head
-
-
-def _sizes(target: PreTrainedModel, more: Mapping[str, Any] | None = None) -> Sizes:
+def sizes_of(target: PreTrainedModel, more: Mapping[str, Any], depth: int) -> Sizes:
+    """Of a head that drafts ``depth`` tokens ahead, with the options ``more``."""
     config: Any = target.config.get_text_config()
-    return Sizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, AHEAD, dict(more or {}))
+    return Sizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, depth, dict(more))
 
 
 def save_start(draft: nn.Module, path: Path) -> None:
@@ -242,24 +133,11 @@ def layers(target: Any) -> list[int]:
 def drafted(target: PreTrainedModel, features: Features, rows: int) -> Tensor:
     """The tokens that are drafted, int64 [rows]: the commonest of the target's text, and those that end one."""
     config: Any = target.config.get_text_config()
-    always = [token for token in _ends(target) if token < config.vocab_size]
+    always = [token for token in ends_of(target) if token < config.vocab_size]
     return vocabulary(features.counts(config.vocab_size), min(rows, config.vocab_size), always)
 
 
-def new_head(target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> EagleHead:
-    """A head that drafts among ``ids``, fitted to ``tokens`` tokens of the features, ready to be trained."""
-    config: Any = target.config.get_text_config()
-    sizes = Sizes(
-        config.hidden_size, config.vocab_size, config.num_hidden_layers, LEARNT,
-        options(config, features.layers, len(ids)),
-    )  # fmt: skip
-    torch.manual_seed(0)
-    head = EagleHead(sizes).to(ids.device)
-    scales = start(head, target, ids, features, tokens)
-    return learnable(head, scales, target)
-
-
-def _ends(target: PreTrainedModel) -> list[int]:
+def ends_of(target: PreTrainedModel) -> list[int]:
     ends: Any = target.config.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
@@ -276,18 +154,6 @@ def learnable(head: EagleHead, scales: Tensor, target: PreTrainedModel) -> Eagle
     parametrize.register_parametrization(head.mix, "weight", Scaled(both))
     head.lm_head.weight.requires_grad_(False)
     return head
-
-
-def export(head: EagleHead, folder: Path, said: Mapping[str, Any]) -> None:
-    """Writes the head as a drafter loads it, with what ``said`` tells of it."""
-    sizes = Sizes(**{**vars(head.sizes), "depth": DRAFTED})
-    plain = EagleHead(sizes)
-    weights = {}
-    for name in plain.state_dict():
-        module, _, part = name.rpartition(".")
-        weights[name] = getattr(head.get_submodule(module), part) if module else getattr(head, name)
-    plain.load_state_dict(weights)
-    plain.save(folder, dict(said))
 
 
 class Trainer:
@@ -319,119 +185,7 @@ class Trainer:
             return of_head(guesses, self.rows)
 
 
-LOUD = 8.0
-"""The size of what is said over that of the stream it is said into, which is no guess and cannot be unsaid."""
-
-
 class DraftLayers(Protocol):
     """What ``Trainer`` trains."""
 
     def guesses(self, lesson: Lesson) -> Iterator[Guess]: ...
-
-
-@dataclass(frozen=True)
-class Material:
-    """``tokens`` tokens of a target's text, a lesson for each conversation, and the share of it that is answer.
-    ``head`` [n, hidden size] reads hidden states."""
-
-    target: PreTrainedModel
-    features: Features
-    head: Tensor
-    tokens: int
-
-    def __iter__(self) -> Iterator[tuple[Lesson, float]]:
-        embedding: Any = self.target.get_input_embeddings().weight
-        layers = self.features.layers
-        for part, index, length, prompt in self.features.sample(self.tokens):
-            here = slice(index, index + length - 1)  # the last token's states are not known
-            states = part["hidden"][here].float()[None].chunk(len(layers), dim=-1)
-            tokens = part["tokens"][here].long()[None]
-            hidden = dict(zip(layers, states))
-            yield Lesson(tokens, hidden, None, embedding, self.head, self.target), 1 - prompt / length
-
-
-@torch.no_grad()
-def fit_last(draft: DraftLayers, norm: Any, linears: Sequence[nn.Linear], material: Material) -> None:
-    """Fits each of ``linears`` in turn, what the parts of the last layer say, so that the stream before ``norm`` points
-    where the target's last hidden state does. What is behind one says nothing until then."""
-    size = len(norm.weight)
-    states = replace(material, head=torch.eye(size, device=material.head.device))
-    seen: dict[nn.Module, Tensor] = {}
-    loud = 0.0
-
-    def keep(module: nn.Module, given: tuple[Tensor, ...]) -> None:
-        seen[module] = given[0]
-
-    for linear in linears:
-        nn.init.zeros_(linear.weight)
-    for linear in linears:
-        fit = Fit(linear.in_features, linear.out_features, states.head.device)
-        hooks = [part.register_forward_pre_hook(keep) for part in (linear, norm)]
-        for lesson, fraction in states:
-            requested = torch.stack([guess.wanted for guess in draft.guesses(lesson)], dim=-2)[0]
-            few = round(fraction * len(requested))
-            if few:
-                inputs, stream = (seen[part][0, len(requested) - few : len(requested)] for part in (linear, norm))
-                loud = loud or LOUD * float(stream.square().mean().sqrt())
-                lack = loud * requested[-few:].view_as(stream) / norm.weight - stream
-                fit.add(inputs.reshape(-1, linear.in_features), lack.reshape(-1, size))
-        for hook in hooks:
-            hook.remove()
-        linear.weight.copy_(fit.solve())
-
-
-@torch.no_grad()
-def sharpen(draft: DraftLayers, norm: Any, material: Material) -> None:
-    """Scales ``norm``, and logits with it, so that most of the drafts are kept at temperature 1."""
-    kept = torch.zeros(len(SHARPNESS), device=material.head.device)
-    for lesson, fraction in replace(material, tokens=CALIBRATED):
-        for guess in draft.guesses(lesson):
-            few = round(fraction * guess.logits.shape[1])
-            logits, requested = (part[0, guess.logits.shape[1] - few :] for part in (guess.logits, guess.wanted))
-            kept += torch.stack([overlap(requested, factor * logits).sum() for factor in SHARPNESS])
-    norm.weight.mul_(SHARPNESS[int(kept.argmax())])
-
-
-LAYERS = (0, 1, -1)
-"""Of the target's."""
-GUESSES = 4
-"""Tokens ahead that figures are given for."""
-
-
-class DistilledDraft(nn.Module):
-    """Layers ``LAYERS`` of ``target`` in float32 between its embedding and its output layer, which stay as they are."""
-
-    def __init__(self, target: PreTrainedModel) -> None:
-        super().__init__()
-        body: Any = target.get_decoder()
-        count = len(body.layers)
-        kept = sorted({layer % count for layer in LAYERS if layer < count})
-        memo: Any = {id(layer): nn.Identity() for index, layer in enumerate(body.layers) if index not in kept}
-        self.model: Any = deepcopy(target, memo)
-        body = self.model.get_decoder()
-        body.layers = nn.ModuleList(body.layers[index] for index in kept)
-        for index, layer in enumerate(body.layers):
-            layer.self_attn.layer_idx = index
-        text = self.model.config.get_text_config()
-        text.num_hidden_layers = len(kept)
-        if getattr(text, "layer_types", None):
-            text.layer_types = [text.layer_types[index] for index in kept]
-        for part in (body.layers, body.norm):
-            part.float().requires_grad_(True)
-        self.norm, self.last = body.norm, body.layers[-1]
-
-    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
-        """What it says behind the text as it is, of the next token while it learns, and of ``GUESSES`` otherwise."""
-        steps = 1 if self.training else GUESSES
-        length = lesson.tokens.shape[1]
-        at = torch.arange(length - steps, device=lesson.tokens.device)
-        indices = lesson.places(at, 1, steps)
-        seen = torch.ones(length, length, dtype=torch.bool, device=at.device).tril()[None, None]
-        if lesson.segments is not None:
-            seen = seen & (lesson.segments[:, None, :, None] == lesson.segments[:, None, None, :])
-        mask = torch.zeros(seen.shape, device=at.device).masked_fill_(~seen, float("-inf"))
-        body = self.model.get_decoder()
-        states = body(input_ids=lesson.tokens, attention_mask=mask, use_cache=False).last_hidden_state
-        for step in range(steps):
-            said = states[:, at + step] if indices is None else states[:, at + step][indices]
-            yield Guess(functional.linear(said, lesson.head), lesson.wanted(at + step, indices))

@@ -29,7 +29,18 @@ from forerun.tune.choose import page
 from forerun.tune.config import SHARES, TEXTS, LoopSettings, TuneConfig
 from forerun.tune.data import ROWS, Data, TuneRecord, Writer, known, read, save_part
 from forerun.tune.features import Features
-from forerun.tune.kinds import AHEAD, KINDS, LENGTH, MEANING, HeadKind, Trainer, drafted, layers, read_start, save_start
+from forerun.tune.kinds import (
+    AHEAD,
+    LENGTH,
+    MEANING,
+    HeadKind,
+    Trainer,
+    drafted,
+    kind_of,
+    layers,
+    read_start,
+    save_start,
+)
 from forerun.tune.loop import progress
 from forerun.tune.state import TuneState, load_target
 
@@ -55,7 +66,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     folder = resolve(config.model)
     sanity.require_decoder(read_config(folder), folder, "forerun tune")
     for name in config.train:
-        KINDS[name].require(read_config(folder).get_text_config())
+        kind_of(name).require(read_config(folder).get_text_config())
     marks = {
         "version": VERSION,
         "model": fingerprint(folder),
@@ -101,7 +112,8 @@ def _drafts(config: TuneConfig, llm: LLM) -> list[dict[str, Any]]:
     """What was trained, as ``speculative_config`` names it."""
     able = int8.ours(llm.model.info.device, llm.model.info.dtype)
     return [
-        {"method": name, "model": str(config.out / name)} | ({"quantization": KINDS[name].quantization} if able else {})
+        {"method": name, "model": str(config.out / name)}
+        | ({"quantization": kind_of(name).quantization} if able else {})
         for name in config.train
     ]
 
@@ -271,7 +283,7 @@ def _train(config: TuneConfig, folder: Path, state: TuneState, run: Path, say: C
     said = {"target": config.model, "target_fingerprint": fingerprint(folder)}
     clock = time.process_time if config.cpu_minutes else time.monotonic
     for name in state.lacking(config.train):
-        first, kind = run / f"{name}.pt", KINDS[name]
+        first, kind = run / f"{name}.pt", kind_of(name)
         with state.stage(f"train {name}"):
             say(f"{name}: from what the target knows")
             if first.exists() and f"{name} fitted" in state.results:

@@ -1,0 +1,80 @@
+"""What ``forerun tune`` teaches beside EAGLE's heads, on tiny random models."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from chat_model import save_chat_model
+from transformers import Gemma3TextConfig, LlamaConfig
+
+from forerun import LLM, SamplingParams
+from forerun.core.errors import ConfigError
+from forerun.tune import data
+from forerun.tune import run as stages
+from forerun.tune.config import TRAINED, TuneConfig
+from forerun_lab.kinds import KINDS
+
+pytestmark = pytest.mark.slow
+
+QUICK = {"hours": 2 / 3600, "answer": 24, "rows": 40, "min_tokens": 2, "probe": 2, "probe_tokens": 8, "progress": False}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_turns():
+    """A few of the held-out turns, so that a tuning takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        few = data.held_out()[:6]
+        patch.setattr(data, "held_out", lambda: few)
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_chat_model(tmp_path_factory.mktemp("tuned_target"))
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    return stages.tune(TuneConfig(model=model, out=tmp_path_factory.mktemp("tuned"), **QUICK))
+
+
+def test_every_kind_is_here_or_in_the_engine():
+    assert {*KINDS, "eagle"} == set(TRAINED)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_learns_from_the_same_text(folder, model, tmp_path, monkeypatch, kind):
+    """A finished tuning is given another kind: nothing is written again, it is compared, and it changes no token."""
+    out = Path(shutil.copytree(folder, tmp_path / "out"))
+    monkeypatch.setattr(data.Writer, "part", lambda *_: pytest.fail("wrote again"))
+    stages.tune(TuneConfig(model=model, out=out, **QUICK, train=("eagle", kind), cpu_minutes=1 / 60))
+    state = json.loads((out / "run" / "state.json").read_text("utf-8"))["results"]
+    assert set(state["train"]) == {"eagle", kind}
+    assert state["train"][kind]["tokens"] > 0
+    assert {row["config"]["method"] for row in state["choose"]["measured"]} > {"eagle", kind}
+    if kind != "draft_model":
+        content = json.loads((out / kind / "config.json").read_text("utf-8"))
+        assert content["options"]["draft_vocab_size"] == QUICK["rows"]
+    config = {"method": kind, "model": str(out / kind), "num_speculative_tokens": 3}
+    params = SamplingParams(temperature=0.9, max_tokens=40, seed=3, ignore_eos=True)
+    said = [
+        LLM(model, speculative_config=more).generate(["u:a dog;a:"], params, use_tqdm=False)[0]
+        for more in (None, config)
+    ]
+    assert said[0].outputs[0].token_ids == said[1].outputs[0].token_ids
+    assert said[1].metrics.num_draft_tokens > 10
+
+
+def test_learning_ends_when_its_processor_time_is_over(folder, model, tmp_path):
+    out = Path(shutil.copytree(folder, tmp_path / "out"))
+    shutil.rmtree(out / "medusa", ignore_errors=True)
+    stages.tune(TuneConfig(model=model, out=out, **QUICK, train=("medusa",), cpu_minutes=3 / 60))
+    spent = json.loads((out / "run" / "state.json").read_text("utf-8"))["results"]["train"]["medusa"]["seconds"]
+    assert 3 <= spent < 4
+
+
+def test_a_draft_model_that_cannot_start_is_refused():
+    with pytest.raises(ConfigError, match="not for 'gemma3_text': --train eagle"):
+        KINDS["draft_model"].require(Gemma3TextConfig())
+    KINDS["draft_model"].require(LlamaConfig())
