@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
-from forerun.measure.prompts import list_files
 from forerun.models.fingerprint import fingerprint
 from forerun.tune import loop
 from forerun.tune import loop as progress
@@ -26,7 +25,7 @@ from forerun.tune.loop import Stopped
 from forerun_lab.train.config import DistillConfig, HeadTrainConfig, ModelShape, TargetConfig
 from forerun_lab.train.corpus import TokenStream, encode_files
 from forerun_lab.train.distill import train_draft_model
-from forerun_lab.train.files import Excerpt, read_text, split_files
+from forerun_lab.train.files import Excerpt, list_files, read_text, split_files
 from forerun_lab.train.heads import train_head
 from forerun_lab.train.target import train_target
 

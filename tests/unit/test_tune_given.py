@@ -37,7 +37,7 @@ def test_text_that_is_there_is_read_and_none_is_written(folder, model, tmp_path)
     assert {tuple(answer.tolist()[:-1]) for answer in result.answers()} == {
         answer for answer in given if len(answer) >= AHEAD
     }
-    part, start, length, prompt = next(result.each())
+    part, start, length, prompt = next(result.sample(1))
     ids = part["tokens"][start : start + length].long()
     assert LLM(model).tokenizer.decode(ids[:prompt]).replace(" ", "") == "u:;a:"
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)

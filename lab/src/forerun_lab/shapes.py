@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -14,8 +15,14 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from forerun.core.errors import ConfigError
-from forerun.measure.config import SIZES
+from forerun.measure.config import HELD_OUT, RANDOM, BenchConfig
 
+SIZES = {
+    "llama-3.2-1b": {"hidden": 2048, "intermediate": 8192, "layers": 16, "heads": 32, "head": 64, "tied": True},
+    "llama-3.2-3b": {"hidden": 3072, "intermediate": 8192, "layers": 28, "heads": 24, "head": 128, "tied": True},
+    "llama-3.1-8b": {"hidden": 4096, "intermediate": 14336, "layers": 32, "heads": 32, "head": 128, "tied": False},
+    "tiny": {"hidden": 64, "intermediate": 128, "layers": 2, "heads": 16, "head": 8, "tied": True},
+}
 KV_HEADS = 8
 VOCABULARY = 128_256
 CONTEXT = 2048
@@ -64,6 +71,22 @@ def random_checkpoint(folder: Path, shape: str, *, seed: int = 0, vocabulary: in
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     _words(vocabulary).save_pretrained(folder)
     return folder
+
+
+def with_random_models(config: BenchConfig, folder: Path, progress: Callable[[str], None]) -> BenchConfig:
+    """The same, with checkpoints in ``folder`` in place of shapes. Held-out text means nothing to such models. Raises
+    ConfigError."""
+    if config.random_shape is not None:
+        if "model" in config.engine:
+            raise ConfigError("give a model or a random shape, not both")
+        progress(f"writing random weights, {config.random_shape}")
+        path = random_checkpoint(folder / config.random_shape, config.random_shape, seed=config.seed)
+        kind = RANDOM if config.prompt_set == HELD_OUT else config.prompt_set
+        config = replace(config, engine={**config.engine, "model": str(path)}, prompt_set=kind)
+    if config.random_draft_shape is not None:
+        path = random_checkpoint(folder / "draft", config.random_draft_shape, seed=config.seed + 1)
+        config = replace(config, speculative={**config.speculative, "model": str(path)})
+    return config
 
 
 def _shards(config: LlamaConfig, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:

@@ -153,9 +153,9 @@ def _about(
 ) -> dict[str, Any]:
     """What was measured on: machine, model and the weights of everything that runs."""
     from forerun.measure.environment import environment, read_bandwidth, weights
-    from forerun.measure.methods import EngineContender
+    from forerun.measure.rounds import engine_of
 
-    engines = [llm.engine, *(EngineContender(item["method"], llm, item, concurrency).engine for item in options)]
+    engines = [llm.engine, *(engine_of(llm, item, max_num_seqs=concurrency) for item in options)]
     about = environment(llm, engine) | {"weights": weights(engines, prompts)}
     return about | {"read_bandwidth": read_bandwidth(llm.model.info.device)}
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import median, stdev
 from typing import Any
 
 import torch
 
-from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab
 from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
-from forerun.measure.config import ALL, HELD_OUT, RANDOM, WRITTEN, BenchConfig
+from forerun.measure.config import ALL, WRITTEN, BenchConfig
 from forerun.measure.environment import environment, read_bandwidth, weights
 from forerun.measure.methods import FASTEST, Contender, EngineContender, labels, method_configs, runnable, with_trees
 from forerun.measure.prompts import make_prompts, repetition_rate
@@ -37,26 +35,11 @@ Progress = Callable[[str], None]
 def run_bench(config: BenchConfig, progress: Progress = lambda note: None) -> dict[str, Any]:
     """``{"environment": ..., "rows": [...], "categories": [...], "left_out": {method: why}}``; ``categories`` where the
     prompts have any. Raises ForerunError subclasses."""
-    with tempfile.TemporaryDirectory(prefix="forerun-bench-") as folder:
-        return _run(_with_random_models(config, Path(folder), progress), progress)
-
-
-def _with_random_models(config: BenchConfig, folder: Path, progress: Progress) -> BenchConfig:
-    """The same, with checkpoints in place of shapes. Held-out text means nothing to such models."""
     if config.random_shape is None and config.random_draft_shape is None:
-        return config
-    random_checkpoint = from_lab("shapes", "bench with random weights").random_checkpoint
-    if config.random_shape is not None:
-        if "model" in config.engine:
-            raise ConfigError("give a model or a random shape, not both")
-        progress(f"writing random weights, {config.random_shape}")
-        path = random_checkpoint(folder / config.random_shape, config.random_shape, seed=config.seed)
-        kind = RANDOM if config.prompt_set == HELD_OUT else config.prompt_set
-        config = replace(config, engine={**config.engine, "model": str(path)}, prompt_set=kind)
-    if config.random_draft_shape is not None:
-        path = random_checkpoint(folder / "draft", config.random_draft_shape, seed=config.seed + 1)
-        config = replace(config, speculative={**config.speculative, "model": str(path)})
-    return config
+        return _run(config, progress)
+    with_random_models = from_lab("shapes", "bench with random weights").with_random_models
+    with tempfile.TemporaryDirectory(prefix="forerun-bench-") as folder:
+        return _run(with_random_models(config, Path(folder), progress), progress)
 
 
 def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:

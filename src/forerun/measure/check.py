@@ -16,7 +16,6 @@ from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft
 from forerun.engine.config import SpeculativeConfig
-from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job, TokenLogprobs
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics
@@ -24,6 +23,7 @@ from forerun.measure.config import ALL, REPETITIVE, SAMPLES, CheckConfig
 from forerun.measure.environment import environment
 from forerun.measure.methods import labels, method_configs, runnable, tree_of
 from forerun.measure.prompts import make_prompts
+from forerun.measure.rounds import engine_of
 from forerun.models.architectures.spec import applies
 from forerun.models.base import Model, new_attention
 from forerun.models.invariance import BRANCHES, self_test
@@ -326,10 +326,8 @@ def answers(
 ) -> tuple[list[list[CheckedAnswer]], RequestMetrics]:
     """Every prompt's answers, and what speculation did for all of them."""
     longest = max(len(prompt) + (options.max_tokens or 0) for prompt, options in zip(prompts, params)) + ROOM
-    config = replace(
-        llm.config, max_num_seqs=concurrency, page_size=page_size, max_model_len=min(longest, llm.engine.max_model_len)
-    )
-    engine = Engine(llm.model, llm.tokenizer, config, SpeculativeConfig.parse(speculative))
+    room = min(longest, llm.engine.max_model_len)
+    engine = engine_of(llm, speculative, max_num_seqs=concurrency, page_size=page_size, max_model_len=room)
     jobs = [engine.add(prompt, options) for prompt, options in zip(prompts, params, strict=True)]
     while engine.busy:
         engine.step()

@@ -27,12 +27,8 @@ WRITTEN: dict[str, dict[str, Any]] = {
 }
 """Prompts that are questions, with what they are measured with unless told otherwise. Each ends where the model ends
 its answer."""
-SIZES = {
-    "llama-3.2-1b": {"hidden": 2048, "intermediate": 8192, "layers": 16, "heads": 32, "head": 64, "tied": True},
-    "llama-3.2-3b": {"hidden": 3072, "intermediate": 8192, "layers": 28, "heads": 24, "head": 128, "tied": True},
-    "llama-3.1-8b": {"hidden": 4096, "intermediate": 14336, "layers": 32, "heads": 32, "head": 128, "tied": False},
-    "tiny": {"hidden": 64, "intermediate": 128, "layers": 2, "heads": 16, "head": 8, "tied": True},
-}
+SHAPES = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "tiny")
+"""Of random weights (``forerun_lab.shapes``)."""
 TREE_NODES = 8
 SAMPLES = 1000
 """Answers of one test of the distribution. Enough for a rule that draws the token after a rejection from p, not from
@@ -84,7 +80,7 @@ class BenchConfig:
     seed: int = 0
     """seed of prompts and sampling"""
     random_shape: str | None = option(
-        None, f"measure random weights of this shape instead of a model: {', '.join(SIZES)}"
+        None, f"measure random weights of this shape instead of a model: {', '.join(SHAPES)}"
     )
     random_draft_shape: str | None = None
     """add a draft model of this shape, with random weights"""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.measure.config import ALL
-from forerun.measure.rounds import Measured, measure, rounds
+from forerun.measure.rounds import Measured, engine_of, measure, rounds
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept import rules
 from forerun.speculate.accept.synthetic import KEYS as SYNTHETIC
@@ -149,9 +149,7 @@ def runnable(llm: LLM, configs: Iterable[Mapping[str, Any]]) -> tuple[list[dict[
     configs = list(configs)
     for name, config in zip(labels(configs), configs, strict=True):
         try:
-            engine = Engine(
-                llm.model, llm.tokenizer, replace(llm.config, max_num_seqs=1), SpeculativeConfig.parse(config)
-            )
+            engine = engine_of(llm, config, max_num_seqs=1)
         except ForerunError as error:
             left_out[name] = " ".join(str(error).split())
             continue
@@ -199,8 +197,7 @@ class EngineContender:
         self.engine = self._new_engine()
 
     def _new_engine(self) -> Engine:
-        config = replace(self.llm.config, max_num_seqs=self.concurrency)
-        return Engine(self.llm.model, self.llm.tokenizer, config, SpeculativeConfig.parse(self.options))
+        return engine_of(self.llm, self.options, max_num_seqs=self.concurrency)
 
     def renew(self, fresh: bool = False) -> None:
         """A drafter that has not seen these prompts' answers, which some would recite; what the length policy has
@@ -242,12 +239,6 @@ class EngineContender:
 
     def close(self) -> None:
         del self.engine
-
-
-def peer_facts(about: str) -> dict[str, Any]:
-    """What a row says of another implementation: nothing of ours."""
-    ours = dict.fromkeys(("accept", "length", "num_speculative_tokens"))
-    return {**ours, "synthetic": False, "invariant": False, "model_path": about}
 
 
 def _tree(drafter: DrafterConfig | None) -> str | None:

@@ -17,7 +17,7 @@ from forerun.engine.llm import LLM
 from forerun.measure.config import PlanConfig
 from forerun.measure.methods import labels
 from forerun.measure.planner import CostCurve, Estimate, estimate, predict, reach, recommend, theory_row
-from forerun.measure.rounds import Measured, full, in_plain_forwards, interleave, measure, rounds
+from forerun.measure.rounds import Measured, engine_of, full, in_plain_forwards, interleave, measure, rounds
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import DrafterConfig
 from forerun.speculate.length.experts import ExpertReads
@@ -153,8 +153,7 @@ class Trial:
         """With room for these answers alone: several engines are here at once."""
         longest = max(len(prompt) + (p.max_tokens or 0) for prompt, p in zip(self.prompts, self.params))
         room = min(self.llm.engine.max_model_len, longest)
-        engine_config = replace(self.llm.config, max_num_seqs=self.concurrency, max_model_len=room)
-        return Engine(self.llm.model, self.llm.tokenizer, engine_config, SpeculativeConfig.parse(config))
+        return engine_of(self.llm, config, max_num_seqs=self.concurrency, max_model_len=room)
 
     def run(self, configs: Sequence[Mapping[str, Any]]) -> list[Measured]:
         """What each configuration did, after plain decoding, which all take turns with."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import keyword
-import os
 import random
 import re
 import sysconfig
@@ -24,11 +23,6 @@ from forerun.core.errors import ConfigError
 from forerun.measure.config import RANDOM, REPETITIVE, SETS
 
 REPETITION_ORDER = 4
-# Tests repeat themselves; code pages and the pydoc topics are machine-written tables.
-SKIPPED_FOLDERS = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
-)
-SUFFIXES = (".py", ".txt", ".md", ".rst")
 
 
 def make_prompts(
@@ -67,7 +61,7 @@ def _encode(tokenizer: Any, text: str, length: int) -> list[int]:
 
 def _windows(tokenizer: Any, count: int, length: int, source: random.Random) -> list[list[int]]:
     """Pieces of held-out files, each from the start of a line."""
-    files = held_out_files() or list_files(standard_library())
+    files = _code()
     result: list[list[int]] = []
     order = source.sample(files, len(files))
     for attempt in range(50 * count):
@@ -104,7 +98,7 @@ def _repetitive(tokenizer: Any, count: int, length: int, source: random.Random) 
 
 def _words(source: random.Random) -> list[str]:
     """Names that occur in the held-out files."""
-    files = held_out_files() or list_files(standard_library())
+    files = _code()
     text = "\n".join(read_text(file) for file in source.sample(files, min(6, len(files))))
     return sorted({word for word in re.findall(r"\b[a-z][a-z_]{2,11}\b", text) if not keyword.iskeyword(word)})
 
@@ -139,32 +133,20 @@ def standard_library() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def list_files(corpus: Path) -> list[Path]:
-    """Text files of a corpus in a fixed order: a single file, or a folder without its test folders."""
-    if corpus.is_file():
-        return [corpus]
-    if not corpus.is_dir():
-        raise ConfigError(f"corpus {corpus} does not exist; give a folder or a text file")
-    suffixes = (".py",) if corpus == standard_library() else SUFFIXES
-    files = []
-    for folder, subfolders, names in os.walk(corpus):
-        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
-        files += [Path(folder, name) for name in names if name.endswith(suffixes)]
-    if not files:
-        raise ConfigError(f"corpus {corpus} holds no {', '.join(suffixes)} files")
-    return sorted(files)
-
-
 def read_text(path: Path) -> str:
     """Content of a text file; bytes that are not UTF-8 become replacement characters."""
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def held_out_files(corpus: Path | None = None) -> list[Path]:
+def held_out_files() -> list[Path]:
     """Files that the bundled models never saw, as far as this interpreter's library has them.
 
     The bundled target's `training.json` names them.
     """
-    root = corpus or standard_library()
     record = json.loads((pretrained.path("target") / "training.json").read_text(encoding="utf-8"))
-    return [root / name for name in record["held_out_files"] if (root / name).is_file()]
+    return [path for name in record["held_out_files"] if (path := standard_library() / name).is_file()]
+
+
+def _code() -> list[Path]:
+    """Files to cut prompts from: where this interpreter has none that are held out, its library's modules."""
+    return held_out_files() or sorted(standard_library().glob("*.py"))

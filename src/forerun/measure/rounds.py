@@ -6,17 +6,20 @@ Never in a tight loop: a draft step that follows a target pass finds cold caches
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from forerun.core.errors import ConfigError
 from forerun.core.tree import Draft, Verdict
+from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
+from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.round import Round
@@ -92,6 +95,12 @@ class Measured:
     @property
     def total(self) -> RequestMetrics:
         return RequestMetrics.merged(self.metrics) if self.metrics else RequestMetrics()
+
+
+def engine_of(llm: LLM, options: Mapping[str, Any] | SpeculativeConfig | None, **changes: Any) -> Engine:
+    """An engine on a loaded target that drafts as ``options`` say (``speculative_config``), with ``changes`` of its
+    engine options. Raises ForerunError subclasses."""
+    return Engine(llm.model, llm.tokenizer, replace(llm.config, **changes), SpeculativeConfig.parse(options))
 
 
 def measure(

@@ -12,11 +12,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from forerun.engine.config import NONE, SpeculativeConfig
-from forerun.engine.engine import Engine
+from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
 from forerun.measure.page import bar, chart, html, table
-from forerun.measure.rounds import Measured, measure
+from forerun.measure.rounds import Measured, engine_of, measure
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.levels import StepsConfig
@@ -107,7 +106,7 @@ def _measured(
     began = time.monotonic()
     with progress("measuring", TURNS * len(prompts), shown) as bar:
         for turn in range(TURNS):
-            engines = [_engine(llm, config) for config in configs]
+            engines = [engine_of(llm, config, max_num_seqs=1) for config in configs]
             for engine in engines:
                 measure(engine, prompts[:1], [replace(params, max_tokens=WARM_UP)])
             for number, prompt in enumerate(prompts):
@@ -150,10 +149,6 @@ def undisturbed(answers: Sequence[Measured]) -> list[float]:
     return [sum(min(s.total, most[i == 0, s.rows]) for i, s in enumerate(answer.rounds)) for answer in answers]
 
 
-def _engine(llm: LLM, config: Mapping[str, Any]) -> Engine:
-    return Engine(llm.model, llm.tokenizer, replace(llm.config, max_num_seqs=1), SpeculativeConfig.parse(config))
-
-
 def check(
     llm: LLM, config: Mapping[str, Any], prompts: Sequence[Sequence[int]], tokens: int, shown: bool
 ) -> dict[str, Any]:
@@ -163,7 +158,8 @@ def check(
     with progress("checking", 2 * len(prompts), shown) as bar:
         for temperature in (0.0, 0.8):
             params = [SamplingParams(temperature=temperature, max_tokens=tokens, seed=i) for i in range(len(prompts))]
-            said = [measure(_engine(llm, item), prompts, params).answers for item in (PLAIN, config)]
+            engines = [engine_of(llm, item, max_num_seqs=1) for item in (PLAIN, config)]
+            said = [measure(engine, prompts, params).answers for engine in engines]
             different += sum(plain != other for plain, other in zip(*said))
             answers += len(prompts)
             bar.update(answers)

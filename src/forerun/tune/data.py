@@ -6,7 +6,7 @@ import ast
 import json
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -23,6 +23,7 @@ from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.engine.llm import LLM
 from forerun.measure.prompts import standard_library
+from forerun.models.chat import Message, render_chat
 from forerun.models.tokenizer import encode
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs, drafters
@@ -42,8 +43,6 @@ TIMED = 24
 """Answers, and tokens of each, by which the speed of writing is told."""
 OPENING = 32
 """Tokens of a text that a model without a chat template goes on with."""
-
-Message = Mapping[str, Any]
 
 
 @dataclass
@@ -91,7 +90,7 @@ class Writer:
         """What is before an answer that is read: a turn that says nothing, or the token that begins a text, if one
         does."""
         if self.chats:
-            return self._rendered([{"role": "user", "content": ""}])
+            return rendered(self.llm, [{"role": "user", "content": ""}])
         begun = self.llm.encode("")[1]
         return begun[:1] if begun[:1] == [self.llm.tokenizer.bos_token_id] else []
 
@@ -134,8 +133,6 @@ class Writer:
     def _imagined(self, count: int, draw: random.Random) -> list[str]:
         """At most ``count`` turns that the model writes where its template lets a user speak (Magpie: Xu et al. 2024,
         arXiv 2406.08464)."""
-        from forerun.models.chat import render_chat
-
         text = render_chat(self.llm.tokenizer, [{"role": "user", "content": SPOKEN}])
         before, spoken, _ = text.partition(SPOKEN)
         if not spoken:
@@ -149,12 +146,9 @@ class Writer:
         """Beginnings of texts; every fortieth text is held out."""
         draw = random.Random(seed)
         texts = [*(self.data.paragraphs or machine_paragraphs()), *self.data.turns]
-        kept = set(texts[:: max(1, len(texts) // 40)][:40]) if len(texts) > 40 else set()
+        kept = set(_every_fortieth(texts)) if len(texts) > 40 else set()
         usable = [text for text in texts if text not in kept] or texts
         return [self.llm.encode(draw.choice(usable))[1][:OPENING] for _ in range(self.rows)]
-
-    def _rendered(self, talk: Sequence[Message]) -> list[int]:
-        return rendered(self.llm, talk)
 
     def _answered(
         self, talks: Sequence[Sequence[Message]], temperature: float, draw: random.Random
@@ -162,7 +156,7 @@ class Writer:
         usable = []
         for talk in talks:
             try:
-                ids = self._rendered(talk)
+                ids = rendered(self.llm, talk)
             except RequestError:  # the template leaves a turn out, or refuses it
                 continue
             if len(ids) <= self.prompt:
@@ -209,15 +203,17 @@ def held_out_prompts(llm: LLM, longest: int, paragraphs: Sequence[str] = ()) -> 
     beginnings of ``paragraphs``, or of the standard library's."""
     if not getattr(llm.tokenizer, "chat_template", None):
         texts = list(paragraphs) or machine_paragraphs()
-        return [llm.encode(text)[1][:OPENING] for text in texts[:: max(1, len(texts) // 40)][:40]]
+        return [llm.encode(text)[1][:OPENING] for text in _every_fortieth(texts)]
     prompts = [rendered(llm, [{"role": "user", "content": turn}]) for _, turn in held_out()]
     return [prompt for prompt in prompts if len(prompt) <= longest]
 
 
+def _every_fortieth(texts: Sequence[str]) -> Sequence[str]:
+    return texts[:: max(1, len(texts) // 40)][:40]
+
+
 def rendered(llm: LLM, talk: Sequence[Message]) -> list[int]:
     """Token ids of a conversation."""
-    from forerun.models.chat import render_chat
-
     return encode(llm.tokenizer, render_chat(llm.tokenizer, talk), add_special_tokens=False)
 
 

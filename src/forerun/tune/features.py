@@ -80,10 +80,6 @@ class Features:
             tokens -= talk.length
             yield self.parts[talk.part], talk.start, talk.length, talk.prompt
 
-    def each(self) -> Iterator[tuple[dict[str, Any], int, int, int]]:
-        """All of them, as ``sample`` gives them."""
-        return self.sample(sum(talk.length for talk in self.talks) + 1)
-
     def batch(self, consumed: int, rows: int, length: int) -> Tensor:
         """Conversations drawn at random and laid end to end, int64 [rows, length, 3]: where each token is (part and
         place), and its conversation's number in the row."""

@@ -7,7 +7,6 @@ was stopped goes on from its checkpoint as if it had not been.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import threading
@@ -28,6 +27,7 @@ from rich.progress import Progress as Bar
 from torch import Tensor, nn
 
 from forerun.core.errors import ConfigError, ForerunError
+from forerun.core.folders import replace_with
 from forerun.tune.config import LoopSettings
 
 CHECKPOINT = "checkpoint.pt"
@@ -222,9 +222,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "state": vars(state),
     }
-    temporary = path.with_suffix(".tmp")
-    torch.save(content, temporary)
-    os.replace(temporary, path)
+    replace_with(path, lambda temporary: torch.save(content, temporary))
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> State:

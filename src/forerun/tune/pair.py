@@ -26,11 +26,10 @@ from forerun.core.errors import ConfigError
 from forerun.core.folders import expanded
 from forerun.core.request import RequestState
 from forerun.engine import tuned
-from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.measure.planner import CostCurve, line
-from forerun.measure.rounds import Measured, full, interleave, measure, rounds
+from forerun.measure.rounds import Measured, engine_of, full, interleave, measure, rounds
 from forerun.models import sanity
 from forerun.models.checkpoint import read_object
 from forerun.models.formats import blocks
@@ -209,7 +208,7 @@ class _Search:
         self.seconds[name] = time.monotonic() - self.began - sum(self.seconds.values())
 
     def engine(self, options: Mapping[str, Any]) -> Engine:
-        return Engine(self.llm.model, self.llm.tokenizer, self.llm.config, SpeculativeConfig.parse(options))
+        return engine_of(self.llm, options)
 
     def params(self, temperature: float, number: int, tokens: int) -> SamplingParams:
         return SamplingParams(temperature=temperature, max_tokens=tokens, seed=self.config.seed + number)

@@ -28,7 +28,7 @@ import torch
 
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
-from forerun.measure.methods import Contender, peer_facts
+from forerun.measure.methods import Contender
 from forerun.measure.rounds import Measured
 from forerun.models.load import read_config, resolve
 from forerun.models.modules import read_module
@@ -42,6 +42,12 @@ NEEDS_GGUF = ("llama-cpp", "openvino", "llama-server")
 PROGRAMS = ("llama-server",)
 """Programs that this interpreter's worker starts and asks."""
 PRINTED = "printed.log"
+
+
+def peer_facts(about: str) -> dict[str, Any]:
+    """What a row says of another implementation: nothing of ours."""
+    ours = dict.fromkeys(("accept", "length", "num_speculative_tokens"))
+    return {**ours, "synthetic": False, "invariant": False, "model_path": about}
 
 
 @dataclass

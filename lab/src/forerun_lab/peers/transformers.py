@@ -12,12 +12,13 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, StoppingCriteria, StoppingCriteriaList
 
 from forerun.engine.llm import LLM
-from forerun.measure.methods import Contender, peer_facts
+from forerun.measure.methods import Contender
 from forerun.measure.rounds import Measured
 from forerun.models.base import ModelInfo
 from forerun.models.load import read_config, resolve
 from forerun.models.modules import read_module
 from forerun.sampling.params import SamplingParams
+from forerun_lab.peers.outside import peer_facts
 
 PROMPT_LOOKUP_TOKENS = 10
 

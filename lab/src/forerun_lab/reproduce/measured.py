@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from forerun.engine.llm import LLM
-from forerun.measure.prompts import held_out_files, list_files, standard_library
+from forerun.measure.prompts import held_out_files, standard_library
 from forerun.models.load import read_config, resolve
 from forerun.models.modules import read_module
 from forerun.sampling.params import SamplingParams
 from forerun_lab.reproduce.distributions import LENIENCE, NgramCounts, Rates, Sums
 from forerun_lab.reproduce.parts import Cell, ReportTable, Section, Settings
 from forerun_lab.train.corpus import encode_files
+from forerun_lab.train.files import list_files
 
 TARGET, DRAFT = "forerun:target", "forerun:draft"
 ANSWER, PROMPT = 128, 64

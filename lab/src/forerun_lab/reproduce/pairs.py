@@ -16,10 +16,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from forerun.core.errors import ConfigError
-from forerun.measure.prompts import list_files, read_text, standard_library
+from forerun.measure.prompts import read_text, standard_library
 from forerun.models.load import resolve
 from forerun.models.tokenizer import load_tokenizer
 from forerun_lab.reproduce.parts import Settings
+from forerun_lab.train.files import list_files
 
 SOUNDS, DOCSTRINGS = "sounds", "docstrings"
 PAD = 0

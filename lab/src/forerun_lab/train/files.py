@@ -1,5 +1,6 @@
-"""Which texts of a corpus are held out, and how a record of a run names a corpus."""
+"""The texts of a corpus, which of them are held out, and how a record of a run names a corpus."""
 
+import os
 import platform
 import random
 from collections.abc import Sequence
@@ -9,6 +10,28 @@ from pathlib import Path
 from forerun.core.errors import ConfigError
 from forerun.measure import prompts
 from forerun.measure.prompts import standard_library
+
+# Tests repeat themselves; code pages and the pydoc topics are machine-written tables.
+SKIPPED_FOLDERS = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+)
+SUFFIXES = (".py", ".txt", ".md", ".rst")
+
+
+def list_files(corpus: Path) -> list[Path]:
+    """Text files of a corpus in a fixed order: a single file, or a folder without its test folders."""
+    if corpus.is_file():
+        return [corpus]
+    if not corpus.is_dir():
+        raise ConfigError(f"corpus {corpus} does not exist; give a folder or a text file")
+    suffixes = (".py",) if corpus == standard_library() else SUFFIXES
+    files = []
+    for folder, subfolders, names in os.walk(corpus):
+        subfolders[:] = [name for name in subfolders if name not in SKIPPED_FOLDERS]
+        files += [Path(folder, name) for name in names if name.endswith(suffixes)]
+    if not files:
+        raise ConfigError(f"corpus {corpus} holds no {', '.join(suffixes)} files")
+    return sorted(files)
 
 
 def describe(corpus: Path) -> str:

@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from forerun.measure.prompts import list_files
 from forerun.tune import loop
 from forerun.tune.state import RECORD, load_target
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import OnPolicyConfig, RunConfig
-from forerun_lab.train.files import Document, split_files
+from forerun_lab.train.files import Document, list_files, split_files
 from forerun_lab.train.identity import claim, target_folder
 from forerun_lab.train.on_policy import mixed_batches
 
