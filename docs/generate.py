@@ -149,13 +149,14 @@ def engine_options() -> str:
 
 
 def sampling_options() -> str:
-    from forerun.cli.options import SAMPLING_HELP
+    from forerun.cli.options import field_comments
     from forerun.sampling.params import SamplingParams
 
+    comments = field_comments(SamplingParams)
     rows = [
-        (f"`{f.name}`", f"`{f.default!r}`", plain(SAMPLING_HELP.get(f.name, "")))
+        (f"`{f.name}`", f"`{f.default!r}`", plain(comments[f.name]))
         for f in fields(SamplingParams)
-        if f.name in SAMPLING_HELP
+        if f.name != "bad_words_ids"
     ]
     return table(("field", "default", "meaning"), rows)
 

@@ -18,7 +18,7 @@ import typer
 
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE, EngineConfig
-from forerun.sampling.params import COLDEST, SamplingParams
+from forerun.sampling.params import SamplingParams
 from forerun.speculate.names import KEYS, PROFILES, SHARED_KEYS, drafters, policies, rules
 
 T = TypeVar("T")
@@ -28,31 +28,6 @@ Threads = Annotated[
 ]
 ChatTemplate = Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")]
 AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
-SAMPLING_HELP = {
-    "n": "number of answers, each with its own seed",
-    "logprobs": "show each token's log-probability, and those of this many of the likeliest (see --logprobs-mode)",
-    "prompt_logprobs": "the same for the prompt's tokens, always raw",
-    "temperature": f"0, or less than {COLDEST:g}, takes the likeliest token; above, tokens are sampled",
-    "top_k": "sample among the k likeliest tokens (0: all)",
-    "top_p": "sample among the likeliest tokens that together have this probability",
-    "min_p": "drop tokens less likely than this share of the likeliest one",
-    "seed": "the same seed gives the same text, with and without speculation under --accept coupled",
-    "max_tokens": "longest answer, in tokens",
-    "min_tokens": "least length of an answer, in tokens",
-    "stop": "text that ends the answer (repeatable)",
-    "stop_token_ids": "token id that ends the answer (repeatable)",
-    "include_stop_str_in_output": "keep the stop text",
-    "ignore_eos": "go on after the end-of-text token",
-    "repetition_penalty": "above 1: tokens of prompt and answer become less likely",
-    "presence_penalty": "subtracted once from tokens of the answer",
-    "frequency_penalty": "subtracted per occurrence in the answer",
-    "logit_bias": 'added to logits, as JSON: {"token id": value}',
-    "allowed_token_ids": "only these token ids may come (repeatable)",
-    "truncate_prompt_tokens": "read only this many last tokens of the prompt; -1: as many as leave room for the answer",
-    "bad_words": "text that must not appear, with or without a space before it (repeatable)",
-    "structured_outputs": "what the answer must look like, as JSON: one of json, regex, choice, grammar, json_object",
-    "skip_special_tokens": "leave special tokens out of the text",
-}
 
 
 @dataclass(frozen=True)
@@ -162,11 +137,10 @@ def flags_of(
     panel: str | None = None,
     *,
     skip: Sequence[str] = (),
-    helps: Mapping[str, str] = {},
     defaults: Mapping[str, Any] = {},
 ) -> list[Flag]:
-    """One flag per field of the dataclass ``kind``. Help comes from ``helps``, the field's metadata or its comment. A
-    field whose metadata has ``commas`` is a comma-separated list in the option of that name."""
+    """One flag per field of the dataclass ``kind``. Help comes from the field's metadata or its comment. A field whose
+    metadata has ``commas`` is a comma-separated list in the option of that name."""
     hints = typing.get_type_hints(kind)
     comments = field_comments(kind)
     result = []
@@ -174,7 +148,9 @@ def flags_of(
         if item.name in skip:
             continue
         value, is_json = option_type(hints[item.name])
-        text = helps.get(item.name) or item.metadata.get("help") or comments.get(item.name, "")
+        text = item.metadata.get("help") or comments.get(item.name, "")
+        if typing.get_origin(value) is list and "commas" not in item.metadata:
+            text += " (repeatable)"
         default = defaults.get(item.name, _default(item))
         shown = None if default is None or default == () else str(default)
         if "commas" in item.metadata:
@@ -234,7 +210,6 @@ SAMPLING = Flags(
         SamplingParams,
         "Sampling",
         skip=("bad_words_ids",),
-        helps=SAMPLING_HELP,
         defaults={"temperature": 0, "max_tokens": 128, "seed": 0},
     ),
 )

@@ -187,34 +187,35 @@ class SamplingParams:
         ConfigError: a value is out of range.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    stop: str | Sequence[str] | None = None
-    stop_token_ids: Sequence[int] | None = None
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
+    n: int = 1  # number of answers, each with its own seed
+    temperature: float = 1.0  # 0, or less than 1e-05, takes the likeliest token; above, tokens are sampled
+    top_k: int = 0  # sample among the k likeliest tokens (0: all)
+    top_p: float = 1.0  # sample among the likeliest tokens that together have this probability
+    min_p: float = 0.0  # drop tokens less likely than this share of the likeliest one
+    seed: int | None = None  # the same seed gives the same text, with and without speculation, under the rule coupled
+    max_tokens: int | None = 16  # longest answer, in tokens
+    min_tokens: int = 0  # least length of an answer, in tokens
+    stop: str | Sequence[str] | None = None  # text that ends the answer
+    stop_token_ids: Sequence[int] | None = None  # token id that ends the answer
+    include_stop_str_in_output: bool = False  # keep the stop text
+    ignore_eos: bool = False  # go on after the end-of-text token
+    repetition_penalty: float = 1.0  # above 1: tokens of prompt and answer become less likely
+    presence_penalty: float = 0.0  # subtracted once from tokens of the answer
+    frequency_penalty: float = 0.0  # subtracted per occurrence in the answer
+    logit_bias: Mapping[int, float] | None = None  # added to logits: {token id: value}
     allowed_token_ids: Sequence[int] | None = None
-    """The only ids that may come; None: all. The end of the text is not among them unless it is named."""
-    bad_words: Sequence[str] | None = None
+    """the only token ids that may come; the end of the text is not among them unless it is named"""
+    bad_words: Sequence[str] | None = None  # text that must not appear, with or without a space before it
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not appear; the engine, which has the tokenizer, adds those of ``bad_words``."""
     logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    """show each token's log-probability, and those of this many of the likeliest (see logprobs_mode)"""
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens, always raw
     truncate_prompt_tokens: int | None = None
-    """Read only so many of the prompt's last tokens; -1: as many as leave room for ``max_tokens`` (None: for one)."""
-    skip_special_tokens: bool = True
+    """read only this many last tokens of the prompt; -1: as many as leave room for max_tokens (None: for one)"""
+    skip_special_tokens: bool = True  # leave special tokens out of the text
     structured_outputs: Mapping[str, Any] | StructuredOutputsParams | None = None
-    """What the answer must look like; a mapping of ``StructuredOutputsParams``' fields will do."""
+    """what the answer must look like: one of json, regex, choice, grammar, json_object"""
 
     def __post_init__(self) -> None:
         hold_python(self)

@@ -146,7 +146,7 @@ class DistillConfig(OnPolicyConfig):
     tokens: int = 2_400_000
     matrix_lr: float = 0.01
     lr: float = 4e-3
-    after: tuple[Path, ...] = ()  # folder of a draft that this one complements, learning where it misses (repeatable)
+    after: tuple[Path, ...] = ()  # folder of a draft that this one complements, learning where it misses
 
     def __post_init__(self) -> None:
         super().__post_init__()
