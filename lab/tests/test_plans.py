@@ -11,9 +11,9 @@ from forerun.cli.main import run
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
 from forerun.measure.config import PlanConfig
-from forerun.measure.page import chart
 from forerun.measure.plan import Trial, run_plan
 from forerun.measure.planner import Prediction, recommend
+from forerun_lab.charts import chart
 from forerun_lab.plans import Shaped, Subset, by_depth, choose_layers, fixed, interval, neighbours, size
 from forerun_lab.theory import best_shape
 

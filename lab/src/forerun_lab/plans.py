@@ -16,10 +16,11 @@ from forerun.cli.console import print_table
 from forerun.core.errors import ConfigError
 from forerun.engine.config import SpeculativeConfig
 from forerun.measure.config import PlanConfig
-from forerun.measure.page import chart, html, table
+from forerun.measure.page import html, table
 from forerun.measure.plan import LENGTHS, Trial, most_nodes, own_options
 from forerun.measure.planner import CostCurve, Estimate, PlannedDraft, predict, speedup
 from forerun.measure.rounds import Measured
+from forerun_lab.charts import chart
 from forerun_lab.theory import best_shape
 
 LAYERSKIP = "layerskip"

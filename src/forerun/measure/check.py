@@ -151,11 +151,11 @@ def check_bits(
             position, turn = position + width, turn + 1
     path, layout = model.info.path, layout_name(page_size)
     failures = [str(failure) for failure in self_test(model, page_size=page_size)]
-    tested, passed = total > 0, 0 < total == good
+    tested = total > 0
     if not tested:
         detail = "no answer has the two tokens of a verification: give more --max-tokens"
     return [
-        Result("bit-equal logits", path, layout, None, good, total, "rows", passed, detail, tested=tested),
+        Result("bit-equal logits", path, layout, None, good, total, "rows", good == total, detail, tested=tested),
         _self_tested(path, layout, model, failures),
     ]
 
@@ -165,9 +165,8 @@ def _self_tested(path: str, layout: str, model: Model, failures: Sequence[str]) 
     detail = failures[0] if failures else "chunks, neighbours, trees"
     if not tested:
         detail = f"a context of {model.info.max_len} tokens leaves no two rows to compare"
-    passed = tested and not failures
-    what = f"{path}: self-test"
-    return Result("bit-equal logits", what, layout, None, int(passed), 1, "runs", passed, detail, tested=tested)
+    right, good = not failures, int(tested and not failures)
+    return Result("bit-equal logits", f"{path}: self-test", layout, None, good, 1, "runs", right, detail, tested=tested)
 
 
 SUPPORT = 2
@@ -249,20 +248,8 @@ def check_distribution(
         detail = f"the drafter failed: {total.draft_error}"
     elif not tested:
         detail = IDLE.format("") if freedom else f"{samples} samples cannot tell two answers apart: give more --samples"
-    what = f"{name or options['method']}, {options['accept']}"
-    return Result(
-        "distribution",
-        what,
-        layout_name(None),
-        1.0,
-        inside,
-        samples,
-        "samples",
-        right and tested,
-        detail,
-        p_value,
-        tested,
-    )
+    what, layout = f"{name or options['method']}, {options['accept']}", layout_name(None)
+    return Result("distribution", what, layout, 1.0, inside, samples, "samples", right, detail, p_value, tested)
 
 
 MIXES: tuple[dict[str, Any], ...] = (
@@ -438,9 +425,7 @@ def _result(
     if not tested:
         detail = IDLE.format(idle[0] if total.num_draft_tokens else "")
     good = count - len(wrong)
-    return Result(
-        "same-seed identity", what, layout, temperature, good, count, "prompts", right and tested, detail, tested=tested
-    )
+    return Result("same-seed identity", what, layout, temperature, good, count, "prompts", right, detail, tested=tested)
 
 
 def _difference(prompt: int, plain: Sequence[CheckedAnswer], result: Sequence[CheckedAnswer]) -> str:
@@ -461,8 +446,8 @@ def _difference(prompt: int, plain: Sequence[CheckedAnswer], result: Sequence[Ch
 class Result:
     """What was checked on how many cases, how many were right, and what the first wrong one looked like.
 
-    Where nothing was tested (no draft, no verification, too few samples), ``tested`` and ``passed`` are both False and
-    ``detail`` says why.
+    Where nothing was tested (no draft, no verification, too few samples), ``tested`` is False and ``detail`` says why:
+    it has not passed, though nothing was wrong.
     """
 
     check: str
@@ -472,16 +457,20 @@ class Result:
     good: int
     total: int
     unit: str
-    passed: bool
+    right: bool
     detail: str = ""
     p_value: float | None = None
     tested: bool = True
 
-    def __post_init__(self) -> None:
-        assert self.tested or not self.passed, "what was not tested has not passed"
+    @property
+    def passed(self) -> bool:
+        return self.right and self.tested
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """``passed`` in place of ``right``."""
+        result = asdict(self) | {"passed": self.passed}
+        del result["right"]
+        return result
 
 
 def layout_name(page_size: int | None) -> str:

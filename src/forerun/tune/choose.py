@@ -14,7 +14,7 @@ from typing import Any
 
 from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
-from forerun.measure.page import bar, chart, html, table
+from forerun.measure.page import bar, html, table
 from forerun.measure.rounds import Measured, engine_of, measure
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import drafters
@@ -202,21 +202,30 @@ def page(model: str, state: TuneState) -> str:
         )
     ]
     learnt = "; ".join(f"{name} on {result['tokens']:,}, kept: {result['kept']}" for name, result in trained.items())
-    checked = state.results["check"]
-    minutes = [[name, f"{seconds / 60:.1f}"] for name, seconds in state.seconds.items()]
     parts = [
-        f"<h1>{escape(model)}, tuned</h1>",
-        f"<p>Chosen: <code>{escape(json.dumps(results['chosen']))}</code></p>",
-        f"<p>{checked['answers']} held-out answers with and without speculation, {checked['different']} differ.</p>",
+        *_found(model, results["chosen"], state.results["check"]),
         "<h2>Speed, one request at a time, temperature 0</h2>",
         table(["drafter", "over plain decoding", "tokens/s", "tokens a round", ""], rows),
         "<h2>Held-out drafts that are kept up to each position, temperature 0</h2>",
         table(["draft", "position", "fitted", "trained", ""], kept),
         f"<p>{wrote['tokens']:,} tokens of the model's own text; {escape(learnt)}.</p>",
-        "<h2>Minutes</h2>",
-        table(["stage", "minutes"], minutes),
+        *_minutes(state.seconds),
     ]
     return html(model, parts)
+
+
+def _found(tuned: str, chosen: Mapping[str, Any], checked: Mapping[str, Any]) -> list[str]:
+    """What was tuned, what was chosen, and whether it changed an answer."""
+    return [
+        f"<h1>{escape(tuned)}, tuned</h1>",
+        f"<p>Chosen: <code>{escape(json.dumps(chosen))}</code></p>",
+        f"<p>{checked['answers']} held-out answers with and without speculation, {checked['different']} differ.</p>",
+    ]
+
+
+def _minutes(seconds: Mapping[str, float]) -> list[str]:
+    rows = [[stage, f"{spent / 60:.1f}"] for stage, spent in seconds.items()]
+    return ["<h2>Minutes</h2>", table(["stage", "minutes"], rows)]
 
 
 def _name(config: dict[str, Any]) -> str:
@@ -228,7 +237,7 @@ def _name(config: dict[str, Any]) -> str:
 
 def pair_page(model: str, result: dict[str, Any]) -> str:
     """HTML, UTF-8, of what ``pair.search`` found."""
-    checked, most = result["check"], max(row["speedup"] for row in result["measured"])
+    most = max(row["speedup"] for row in result["measured"])
     rows = [
         [_name(row["config"]), json.dumps(row["config"]), f"{row['temperature']:g}", str(row["concurrency"]),
          str(row["answers"]), f"{row['speedup']:.2f}", f"{row['tokens_per_second']:.1f}",
@@ -240,22 +249,21 @@ def pair_page(model: str, result: dict[str, Any]) -> str:
          f"{form['step']:.3f}", f"{form['on_paper']:.2f}"]
         for form in result["forms"]
     ]  # fmt: skip
-    costs = {
-        f"{count} at a time": [(float(rows), cost) for rows, cost in points.items()]
+    dearest = max(cost for points in result["verify_cost"].values() for cost in points.values())
+    costs = [
+        [str(count), str(rows), f"{cost:.2f}", bar(cost / dearest)]
         for count, points in result["verify_cost"].items()
-    }
+        for rows, cost in points.items()
+    ]
     parts = [
-        f"<h1>{escape(model)} and its draft, tuned</h1>",
-        f"<p>Chosen: <code>{escape(json.dumps(result['chosen']))}</code></p>",
-        f"<p>{checked['answers']} held-out answers with and without speculation, {checked['different']} differ.</p>",
+        *_found(f"{model} and its draft", result["chosen"], result["check"]),
         "<h2>Measured, in turns with plain decoding</h2>",
         table(["drafter", "options", "temperature", "at a time", "answers", "over plain decoding", "tokens/s",
                "tokens a round", ""], rows),
         "<h2>Forms of the draft, each at its best on paper</h2><p>Prices in plain forwards.</p>",
         table(["form", "MB", "tokens guessed", "a draft's start", "a step", "over plain decoding, on paper"], forms),
         "<h2>A verification by its rows, in plain forwards</h2>",
-        chart(costs, costs, "rows", "cost"),
-        "<h2>Minutes</h2>",
-        table(["stage", "minutes"], [[name, f"{seconds / 60:.1f}"] for name, seconds in result["seconds"].items()]),
+        table(["at a time", "rows", "cost", ""], costs),
+        *_minutes(result["seconds"]),
     ]  # fmt: skip
     return html(model, parts)

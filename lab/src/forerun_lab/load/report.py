@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from forerun.measure.page import chart, html, table
+from forerun.measure.page import html, table
+from forerun_lab.charts import chart
 
 TIMES = {"ttft": "to the first token", "tpot": "each further token", "latency": "to the last token"}
 
