@@ -20,6 +20,7 @@ FROM_THE_LAB = {
     "written": ["bench", "--prompt-set", "categories-small"],
     "shapes": ["bench", "--random-shape", "tiny"],
     "kinds": ["tune", "forerun:target", "--out", "x", "--train", "medusa"],
+    "traces": ["generate", "x", "--trace-html", "trace.html"],
     "plots": ["bench", "--plots", "x"],
 }
 

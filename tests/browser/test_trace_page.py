@@ -3,8 +3,9 @@
 import pytest
 from pages import DESKTOP, PHONE, visit
 
-from forerun.cli.trace import KINDS, page
+from forerun.cli.trace import KINDS
 from forerun.engine.metrics import ACCEPTED, BONUS, CORRECTED, PLAIN, RoundTrace
+from forerun_lab.traces import page
 
 LOOK = """element => {
   const { color, backgroundColor, boxShadow, textDecorationLine } = getComputedStyle(element);

@@ -15,6 +15,7 @@ from forerun.cli import trace as tracing
 from forerun.cli.console import check_file, out, print_json, set_threads, warn, write_file
 from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, AsJson, Threads, names_method, speculative_config, takes
 from forerun.core.errors import ConfigError, RequestError
+from forerun.core.registry import from_lab
 from forerun.engine.memory import megabytes
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 
@@ -41,7 +42,9 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="the text to continue; - reads it from standard input")] = None,
     as_json: AsJson = False,
     trace: Annotated[bool, typer.Option("--trace", help="show every round, and what became of its tokens")] = False,
-    trace_html: Annotated[Path | None, typer.Option(help="write the traced rounds to this page")] = None,
+    trace_html: Annotated[
+        Path | None, typer.Option(help="write the traced rounds to this page, with forerun-lab")
+    ] = None,
     beams: Annotated[int | None, typer.Option(help="search with this many beams instead of sampling")] = None,
     length_penalty: Annotated[
         float | None, typer.Option(help="with --beams: above 0 favours long answers", show_default="1.0")
@@ -70,8 +73,10 @@ def generate(
         raise ConfigError("--logprobs-mode says which log-probabilities --logprobs shows: add that")
     if as_json and trace:
         raise ConfigError("--json prints one object only: drop --trace, or use --trace-html")
+    traces = None
     if trace_html is not None:
         check_file(trace_html)
+        traces = from_lab("traces", "generate --trace-html")
     text = read_prompt(prompt)
     from forerun.engine.llm import LLM
 
@@ -85,8 +90,8 @@ def generate(
             raise RequestError(f"the generation failed: {output.stop_reason}")
     for message in remarks(llm, answer, params):
         warn(message)
-    if trace_html is not None:
-        page = tracing.page(answer.outputs[0].trace or [], llm.tokenizer, text, facts(llm, answer, named=named))
+    if trace_html is not None and traces is not None:
+        page = traces.page(answer.outputs[0].trace or [], llm.tokenizer, text, facts(llm, answer, named=named))
         write_file(trace_html, page)
     if as_json:
         print_json(as_object(answer, params))
