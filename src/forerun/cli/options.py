@@ -152,9 +152,9 @@ def flags_of(
         if typing.get_origin(value) is list and "commas" not in item.metadata:
             text += " (repeatable)"
         default = defaults.get(item.name, _default(item))
-        shown = None if default is None or default == () else str(default)
+        shown = None if default in (None, (), {}) else str(default)
         if "commas" in item.metadata:
-            if isinstance(default, tuple):
+            if isinstance(default, tuple) and default:
                 shown = ",".join(str(each).removesuffix(".0") for each in default)
             items = typing.get_args(hints[item.name])[0]
             result.append(Flag(item.metadata["commas"], str, text, shown, panel, items=items, field=item.name))
