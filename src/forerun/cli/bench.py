@@ -98,7 +98,8 @@ def bench(
     Contenders take turns on every prompt; figures are medians, decoding only unless --whole; ± is the standard error of
     the mean speed-up. Every losing row stays.
     """
-    refuse_batch_size(engine)
+    if "max_num_seqs" in engine:
+        raise ConfigError("bench decodes --concurrency requests together: use that instead of --max-num-seqs")
     options, shared = _measured(measured), more_options(speculative_config, speculative)
     if tuned is not None:
         options["methods"], shared = with_tuned(tuned, engine, options.get("methods", BenchConfig.methods), shared)
@@ -126,11 +127,6 @@ def _measured(given: Mapping[str, Any]) -> dict[str, Any]:
     if written is not None and "prompt_tokens" in given:
         raise ConfigError(f"the prompts of {given['prompt_set']} are as long as they are: leave --prompt-tokens out")
     return {**(written or {}), **given}
-
-
-def refuse_batch_size(engine: Mapping[str, Any]) -> None:
-    if "max_num_seqs" in engine:
-        raise ConfigError("bench decodes --concurrency requests together: use that instead of --max-num-seqs")
 
 
 def with_tuned(

@@ -66,7 +66,7 @@ def generate(
     if beams is not None:
         if trace or trace_html is not None:
             raise ConfigError("a trace shows one answer's rounds: leave --trace and --trace-html out, or --beams")
-        engine = with_room(engine, beams)
+        engine = {"page_size": PAGE_SIZE, "max_num_seqs": max(8, beams), **engine}  # beams run together and share pages
     if trace_html is not None and params.n > 1:
         raise ConfigError("--trace-html shows one answer: leave --n out")
     if "logprobs_mode" in engine and sampling.get("logprobs") is None:
@@ -280,11 +280,6 @@ def search_params(
         num_return_sequences=shown,
         **given,
     )
-
-
-def with_room(engine: Mapping[str, Any], beams: int) -> dict[str, Any]:
-    """Engine options under which so many beams run together and share pages, unless the user has said otherwise."""
-    return {"page_size": PAGE_SIZE, "max_num_seqs": max(8, beams), **engine}
 
 
 def search_facts(llm: LLM, answer: RequestOutput) -> dict[str, str]:

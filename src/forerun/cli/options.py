@@ -213,7 +213,6 @@ SAMPLING = Flags(
         defaults={"temperature": 0, "max_tokens": 128, "seed": 0},
     ),
 )
-LENGTHS = "adaptive where nobody says how far, else fixed"
 DEFAULTS = "auto: a known draft of the model that is on disk, else suffix"
 SYNTHETIC_HELP = (
     "accept drafts as often as was published for Llama-3.2-1B, whatever their tokens, to measure speed: "

@@ -123,7 +123,8 @@ def serve(
         response_memory=response_memory,
         metrics_names=metrics_names,
     )
-    _warn_if_open(host, options.api_key, local=local)
+    if options.api_key is None and not local:
+        warn(f"{host} can be reached from outside and there is no --api-key")
     door = Door(host, listener, limits, drain_timeout, max_queue, kv_events)
     drafters = served_drafters(speculative, engine, also_draft)
     if replicas or max_replicas:
@@ -219,11 +220,6 @@ def _set_up(connections: int, *, log_requests: bool) -> None:
     logging.getLogger("forerun").handlers = [handler]  # with the time, in place of the commands' own
     logging.getLogger("forerun.core.threads").setLevel(logging.INFO)
     logging.getLogger("forerun.requests").setLevel(logging.INFO if log_requests else logging.WARNING)
-
-
-def _warn_if_open(host: str, key: str | None, *, local: bool) -> None:
-    if key is None and not local:
-        warn(f"{host} can be reached from outside and there is no --api-key")
 
 
 def key_of(given: str | None) -> str | None:

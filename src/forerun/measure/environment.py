@@ -104,25 +104,22 @@ def weights(
     result = {(item["role"], item["model"], item["layout"]): item for item in known}
     for engine in engines:
         for role, model in ((TARGET, engine.model), *((DRAFT, model) for model in engine.router.models())):
-            key = role, model.info.name, model.info.path
+            info = model.info
+            key = role, info.name, info.path
             if key in result:
                 continue
-            result[key] = facts(model) | {"role": role}
-            if model.info.quantization is not None:
+            result[key] = {
+                "model": info.name,
+                "layout": info.path,
+                "bytes": info.weight_bytes,
+                "bytes_per_token": info.token_bytes,
+                "quantization": info.quantization,
+                "role": role,
+            }
+            if info.quantization is not None:
                 own = prompts if role == TARGET else [_translated(prompt, engine, model) for prompt in prompts]
                 result[key] |= _against_original(model, own[:PROMPTS])
     return list(result.values())
-
-
-def facts(model: Model) -> dict[str, Any]:
-    info = model.info
-    return {
-        "model": info.name,
-        "layout": info.path,
-        "bytes": info.weight_bytes,
-        "bytes_per_token": info.token_bytes,
-        "quantization": info.quantization,
-    }
 
 
 def _translated(prompt: Sequence[int], engine: Engine, model: Model) -> list[int]:

@@ -16,11 +16,12 @@ from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.measure.config import PlanConfig
 from forerun.measure.methods import labels
-from forerun.measure.planner import CostCurve, Estimate, estimate, predict, reach, recommend, theory_row
+from forerun.measure.planner import CostCurve, Estimate, estimate, predict, reach, recommend
 from forerun.measure.rounds import Measured, engine_of, full, in_plain_forwards, interleave, measure, rounds
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import DrafterConfig
 from forerun.speculate.length.experts import ExpertReads
+from forerun.theory import best_gamma
 
 LENGTHS = (1, 3, 5, 7)
 """Drafted tokens at which acceptance and cost are measured; other lengths are predicted from these."""
@@ -40,8 +41,9 @@ def run_plan(
     ``trees`` and ``layers`` are what ``config`` asks for of ``forerun_lab.plans.explore``, ``reach`` what chains cannot
     come to (``planner.reach``), ``experts`` what rounds of a mixture read (``ExpertReads.report``). ``concurrency``
     requests are decoded together. Every method answers the prompts, so alpha is measured on text that the target
-    generated (Leviathan et al. 2023, section 4.2). ``options`` are ``speculative_config`` mappings that pass
-    ``check_options``. Raises ConfigError where trees or layers are asked for without forerun-lab.
+    generated (Leviathan et al. 2023, section 4.2); ``best_gamma`` of an estimate is for free verification (section
+    3.5). ``options`` are ``speculative_config`` mappings that pass ``check_options``. Raises ConfigError where trees or
+    layers are asked for without forerun-lab.
     """
     plans = from_lab("plans", "plan with trees or layers") if config.trees or config.layer_trials else None
     longest = config.longest
@@ -72,7 +74,9 @@ def run_plan(
         "temperature": config.temperature,
         "concurrency": concurrency,
         "plain_tokens_per_second": trial.plain.tokens_per_second,
-        "estimates": [theory_row(item, longest) for item in estimates],
+        "estimates": [
+            {**asdict(item), "best_gamma": best_gamma(item.match_rate, item.c, longest)} for item in estimates
+        ],
         "silent": [method for method in named if method not in shown],
         "verify_cost": curve.points,
         "predictions": [asdict(p) for p in predictions],

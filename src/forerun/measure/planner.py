@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from math import exp, inf, lgamma, log
 from operator import itemgetter
 from statistics import mean, median
@@ -233,8 +233,3 @@ def reach(result: Estimate, requested: Sequence[float] = (1.5, 2.0, 3.0)) -> dic
         costs = [c / 1000 for c in range(1000) if best(min(result.match_rate, 0.999), c / 1000) >= speed]
         needs.append({"speedup": speed, "rate": min(rates, default=None), "c": max(costs, default=None)})
     return {"method": result.method, "limit": best(min(result.match_rate, 0.999), result.c), "needs": needs}
-
-
-def theory_row(result: Estimate, longest: int) -> dict[str, Any]:
-    """What Leviathan et al. 2023 say of the estimate where verification is free (section 3.5)."""
-    return {**asdict(result), "best_gamma": best_gamma(result.match_rate, result.c, longest)}

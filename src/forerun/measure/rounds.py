@@ -208,7 +208,6 @@ class RoundCosts:
     """
 
     sequences: int
-    plain_seconds: float
     c: float | None
     verify: dict[int, float]
     typical: float | None
@@ -226,7 +225,6 @@ class RoundCosts:
             by_rows[r.rows].append(r.verify)
         return cls(
             sequences,
-            unit,
             median(r.draft / r.depth for r in drafted) / unit if drafted else None,
             {rows: median(values) / unit for rows, values in sorted(by_rows.items())},
             median(r.verify for r in drafted) / unit if drafted else None,
