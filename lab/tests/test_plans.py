@@ -183,10 +183,8 @@ def test_the_best_subset_is_recommended_where_it_beats_the_methods():
 
 def test_a_plan_measures_subsets_of_a_real_target(tiny_target):
     llm = LLM(str(tiny_target))
-    result = run_plan(
-        llm, [{"method": "ngram"}], [[5, 9, 12, 7, 7, 3]], temperature=0.0, max_tokens=12, concurrency=1, longest=3,
-        seed=0, layer_trials=1,
-    )  # fmt: skip
+    config = PlanConfig(max_tokens=12, longest=3, layer_trials=1)
+    result = run_plan(llm, [{"method": "ngram"}], [[5, 9, 12, 7, 7, 3]], config, 1)
     assert [item["layers"] for item in result["layers"]] == [(0,)]
     assert 0 <= result["layers"][0]["match_rate"] <= 1
     assert result["layers"][0]["c"] > 0

@@ -67,9 +67,9 @@ def plan(
         for name in (*given, *load, *engine):
             if name not in SEARCHED:
                 raise ConfigError(f"--minutes searches as tune --draft does: leave --{name.replace('_', '-')} out")
-        workload = {"temperatures": (config.temperature,), "concurrency": tuple(config.concurrency)}
-        workload |= {"minutes": minutes, "seed": config.seed, "threads": threads}
-        _search({**engine, **workload, "draft": speculative.get("spec_model")}, page, as_json)
+        workload = {"temperatures": (config.temperature,), "concurrency": config.concurrency, "seed": config.seed}
+        draft = speculative.get("spec_model")
+        _search({**engine, **workload, "draft": draft, "minutes": minutes, "threads": threads}, page, as_json)
         return
     fleets = from_lab(FLEETS, "plan --load") if load else None
     asked = () if fleets is None else fleets.read_load(load, config, given)
