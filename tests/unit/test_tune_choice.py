@@ -35,7 +35,7 @@ def test_a_choice_does_not_follow_what_else_runs(monkeypatch):
         return {row["config"]["method"]: row["speedup"] for row in measurements}
 
     monkeypatch.setattr(choose, "measure", measured)
-    monkeypatch.setattr(choose, "_engine", lambda llm, config: config)
+    monkeypatch.setattr(choose, "engine_of", lambda llm, config, **changes: config)
     quiet = {"none": 1.0, "ngram": 2 / 1.6, "cascade": 2 / 1.825, "eagle": 3 * 40 / (20 + 39 * 1.5)}
     for _ in range(20):
         assert result() == pytest.approx(quiet, rel=0.2)

@@ -117,14 +117,14 @@ def remarks(llm: LLM, answer: RequestOutput, params: Params) -> Iterator[str]:
     metrics, config = answer.metrics, llm.speculative
     if metrics.draft_error is not None:
         yield f"the drafter failed, decoding went on without it: {metrics.draft_error}"
-    beams = isinstance(params, BeamSearchParams)  # which no rule decides
-    if not beams and llm.engine.rule.lossless is False and config.drafter is not None and config.synthetic is None:
-        yield f"rule {config.accept} is not lossless: drafts may change what the model says"
-    elif not (beams or llm.engine.rule.identity or llm.engine.policy.reproducible or _greedy(params)):
-        yield (
-            f"rule {config.accept} with {config.length} lengths, which follow the clock: the distribution is exact, "
-            "but the seed repeats nothing"
-        )
+    if isinstance(params, SamplingParams):  # beams are decided by no rule
+        if llm.engine.rule.lossless is False and config.drafter is not None and config.synthetic is None:
+            yield f"rule {config.accept} is not lossless: drafts may change what the model says"
+        elif not (llm.engine.rule.identity or llm.engine.policy.reproducible or params.greedy):
+            yield (
+                f"rule {config.accept} with {config.length} lengths, which follow the clock: the distribution is "
+                "exact, but the seed repeats nothing"
+            )
     from forerun.engine.stop import LENGTH
 
     cut = [len(output.token_ids) for output in answer.outputs if output.finish_reason == LENGTH]
@@ -133,10 +133,6 @@ def remarks(llm: LLM, answer: RequestOutput, params: Params) -> Iterator[str]:
             f"the answer ended after {min(cut)} tokens, before max_tokens {params.max_tokens}: prompt and answer have "
             f"room for {llm.engine.max_model_len} tokens"
         )
-
-
-def _greedy(params: Params) -> bool:
-    return isinstance(params, SamplingParams) and params.greedy
 
 
 def read_prompt(prompt: str | None) -> str:

@@ -117,14 +117,12 @@ def weights(
                 "role": role,
             }
             if info.quantization is not None:
-                own = prompts if role == TARGET else [_translated(prompt, engine, model) for prompt in prompts]
-                result[key] |= _against_original(model, own[:PROMPTS])
+                own = prompts[:PROMPTS]
+                if role == DRAFT:  # whose tokenizer may be another
+                    tokenizer = load_tokenizer(info.name)
+                    own = [tokenizer.encode(engine.tokenizer.decode(list(prompt))) for prompt in own]
+                result[key] |= _against_original(model, own)
     return list(result.values())
-
-
-def _translated(prompt: Sequence[int], engine: Engine, model: Model) -> list[int]:
-    """A prompt in the ids of a draft, whose tokenizer may be another."""
-    return load_tokenizer(model.info.name).encode(engine.tokenizer.decode(list(prompt)))
 
 
 def _against_original(model: Model, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:

@@ -55,7 +55,8 @@ def run_plan(
     ]
     named = dict(zip(labels(options, ()), options, strict=True))
     trial = Trial(llm, prompts, params, concurrency, step)
-    estimates = [e for n in trial.methods(named) if (e := trial.estimate(n, trial.by_length[n])) is not None]
+    trial.methods(named)
+    estimates = [e for name in named if (e := trial.estimate(name, trial.by_length[name])) is not None]
     every = [result for runs in trial.by_length.values() for result in runs.values()]
     trial.learn([trial.plain, *every])
     curve = trial.curve(trial.prices(every))
@@ -173,16 +174,14 @@ class Trial:
         self.plain.extend(result[0])
         return result
 
-    def methods(self, options: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    def methods(self, options: Mapping[str, Mapping[str, Any]]) -> None:
         """Measure every method at every length of ``LENGTHS``."""
-        names = list(options)
         for length in LENGTHS:
             self.step(f"{length} drafted tokens")
             plain, *result = self.run([{**item, "num_speculative_tokens": length} for item in options.values()])
-            for method, here in zip(names, result):
+            for method, here in zip(options, result):
                 self.by_length.setdefault(method, {})[length] = here
                 self.speedups[method, length] = here.tokens_per_second / plain.tokens_per_second
-        return names
 
     def measured(self) -> list[dict[str, Any]]:
         """Speed over plain decoding, and how many of the drafts had more than 0, 1, ... tokens accepted."""

@@ -23,6 +23,7 @@ from forerun.core.errors import ConfigError
 from forerun.measure.config import RANDOM, REPETITIVE, SETS
 
 REPETITION_ORDER = 4
+RECORD = '    {{"name": "{}", "type": "string", "default": null}},\n'
 
 
 def make_prompts(
@@ -89,9 +90,11 @@ def _repetitive(tokenizer: Any, count: int, length: int, source: random.Random) 
             tokens = [*listing, *between, *listing]
         else:
             chosen = source.sample(words, min(len(words), length))
-            rows = [_table_row(w, v) if kind == 1 else _json_row(w) for w, v in pairwise(chosen)]
-            head = "MAPPING = {\n" if kind == 1 else "[\n"
-            tokens = _encode(tokenizer, head + "".join(rows), length)
+            if kind == 1:
+                text = "MAPPING = {\n" + "".join(f"    '{name}': '{value}',\n" for name, value in pairwise(chosen))
+            else:
+                text = "[\n" + "".join(RECORD.format(name) for name in chosen[:-1])
+            tokens = _encode(tokenizer, text, length)
         result.append(tokens[:length])
     return result
 
@@ -101,14 +104,6 @@ def _words(source: random.Random) -> list[str]:
     files = _code()
     text = "\n".join(read_text(file) for file in source.sample(files, min(6, len(files))))
     return sorted({word for word in re.findall(r"\b[a-z][a-z_]{2,11}\b", text) if not keyword.iskeyword(word)})
-
-
-def _table_row(name: str, value: str) -> str:
-    return f"    '{name}': '{value}',\n"
-
-
-def _json_row(name: str) -> str:
-    return f'    {{"name": "{name}", "type": "string", "default": null}},\n'
 
 
 def repetition_rate(texts: Sequence[Sequence[int]], starts: Sequence[int] | None = None) -> float | None:

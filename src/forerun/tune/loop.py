@@ -94,7 +94,9 @@ def run(
     if not state.plans or state.plans[-1][1] != settings.tokens:
         state.plans.append([state.tokens, settings.tokens])
     _try_batches(batches, settings, state)
-    log = _Log(settings.out / LOG, fresh=state.steps == 0)
+    log = settings.out / LOG
+    if not state.steps:
+        log.write_text("", encoding="utf-8")
     saved, evaluated = time.monotonic(), state.tokens
     unit, total = ("seconds", round(settings.seconds)) if settings.seconds else ("tokens", settings.tokens)
     with Interrupt() as interrupt, progress(f"training, {unit}", total, settings.progress) as bar:
@@ -104,13 +106,13 @@ def run(
             loss, norm = _step(model, batches, loss_function, optimizers, settings, state)
             settings = settings.planned(state.tokens, state.seconds)
             loss /= meaning.weight
-            log.write(step=state.steps, tokens=state.tokens, loss=loss, norm=norm, seconds=state.seconds)
+            _log(log, step=state.steps, tokens=state.tokens, loss=loss, norm=norm, seconds=state.seconds)
             done = round(state.seconds) if settings.seconds else state.tokens
             bar.update(done, f"loss {loss:.3f}, {state.tokens / state.seconds:.0f} tokens/s")
             if evaluate and (state.tokens - evaluated >= settings.eval_tokens or state.tokens >= settings.tokens):
                 evaluated = state.tokens
                 figures = looked_at(evaluate, model)
-                log.write(step=state.steps, tokens=state.tokens, seconds=state.seconds, **figures)
+                _log(log, step=state.steps, tokens=state.tokens, seconds=state.seconds, **figures)
                 bar.say(f"held-out text after {state.tokens:,} tokens: {described(figures)}")
             if time.monotonic() - saved > settings.checkpoint_seconds:
                 save_checkpoint(settings.out / CHECKPOINT, model, optimizers, state)
@@ -252,18 +254,11 @@ def wait_while_paused(pause_file: Path | None, interrupt: Interrupt | None = Non
         time.sleep(1.0)
 
 
-class _Log:
-    """One JSON object per line; a run that goes on adds to its log."""
-
-    def __init__(self, path: Path, fresh: bool) -> None:
-        self._path = path
-        if fresh:
-            path.write_text("", encoding="utf-8")
-
-    def write(self, **figures: Any) -> None:
-        rounded = {key: round(value, 5) if isinstance(value, float) else value for key, value in figures.items()}
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(rounded) + "\n")
+def _log(path: Path, **figures: Any) -> None:
+    """Adds a line to a log, a JSON object."""
+    rounded = {key: round(value, 5) if isinstance(value, float) else value for key, value in figures.items()}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(rounded) + "\n")
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -291,12 +291,10 @@ class _Search:
         del drafting
         base = {"method": DRAFT, "model": self.config.draft}
         for kind in self._kinds()[1:]:
-            if not self.spent(SHARES["forms"]):
-                self._add({**base, **self._options(kind)}, result)
+            self._try({**base, **self._options(kind)}, result)
         kind = result[0].options["quantization"]
         for size in self._sizes(drafter):
-            if not self.spent(SHARES["forms"]):
-                self._add({**base, **self._options(kind, size)}, result)
+            self._try({**base, **self._options(kind, size)}, result)
         return result
 
     def _sizes(self, drafter: DraftModel) -> list[int]:
@@ -306,8 +304,10 @@ class _Search:
         )
         return [size for size in FEWER if 2 * size <= known and drafter.model.info.weight_bytes > LARGE]
 
-    def _add(self, options: Mapping[str, Any], result: list[Form]) -> None:
-        self._measure(self.engine({**options, **TIMED}), options, result)
+    def _try(self, options: Mapping[str, Any], result: list[Form]) -> None:
+        """Measures another form, if there is time."""
+        if not self.spent(SHARES["forms"]):
+            self._measure(self.engine({**options, **TIMED}), options, result)
 
     def _measure(self, engine: Engine, options: Mapping[str, Any], result: list[Form]) -> None:
         drafter: Any = engine.router.drafters[DRAFT]
