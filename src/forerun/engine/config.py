@@ -168,9 +168,7 @@ class EngineConfig:
     weights: str = option("auto", "weight layout on CPU: auto, streamed, packed or plain")
     quantization: str | None = option(None, QUANTIZATION_HELP)
     tensor_parallel_size: int = option(1, "processes that share each of the target's layers (see docs/scale.md)")
-    lora: Sequence[str] | str | None = option(
-        None, "LoRA adapter to merge into the target: FOLDER or FOLDER=WEIGHT"
-    )
+    lora: Sequence[str] | str | None = option(None, "LoRA adapter to merge into the target: FOLDER or FOLDER=WEIGHT")
     max_model_len: int | None = option(None, "longest prompt plus output, in tokens")
     max_num_seqs: int = option(8, "requests decoded together")
     max_num_batched_tokens: int = option(2048, "rows of one forward")

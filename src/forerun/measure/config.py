@@ -35,9 +35,9 @@ SAMPLES = 1000
 max(0, p - q): on a weak pair its p-value was below 1e-11 in each of four runs, with 200 samples 4e-5 to 1e-2."""
 
 
-def _listed(option: str, default: tuple[Any, ...], text: str) -> Any:
-    """A field that is a comma-separated ``option`` of the command."""
-    return field(default=default, metadata={"commas": option, "help": text})
+def _listed(name: str, default: tuple[Any, ...], text: str) -> Any:
+    """A field that is a comma-separated list in the option ``name`` of the command."""
+    return field(default=default, metadata={"commas": name, "help": text})
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ class CheckConfig:
     """answers per test of the output's distribution; 0: no such test"""
     concurrency: int = 16
     """requests decoded together"""
-    prompt_set: str = field(default=HELD_OUT, metadata={"help": f"prompts: {', '.join(SETS)}"})
+    prompt_set: str = option(HELD_OUT, f"prompts: {', '.join(SETS)}")
     seed: int = 0
     """seed of prompts and sampling"""
 
@@ -174,7 +174,7 @@ class PlanConfig:
     """What a plan measures, and how far it looks."""
 
     methods: Sequence[str] = _listed("methods", ("draft_model", "ngram"), f"candidates: {', '.join(drafters)}")
-    accept: str = field(default=SpeculativeConfig.accept, metadata={"help": f"acceptance rule: {', '.join(rules)}"})
+    accept: str = option(SpeculativeConfig.accept, f"acceptance rule: {', '.join(rules)}")
     temperature: float = 0.0
     """temperature of your requests"""
     concurrency: Sequence[int] = _listed("concurrency", (1,), "requests decoded together; several: a plan for each")
@@ -190,7 +190,7 @@ class PlanConfig:
     """tokens of a prompt"""
     max_tokens: int = 48
     """tokens of an answer"""
-    prompt_set: str = field(default=HELD_OUT, metadata={"help": f"prompts: {', '.join(SETS)}"})
+    prompt_set: str = option(HELD_OUT, f"prompts: {', '.join(SETS)}")
     prompts_file: Path | None = None
     """take prompts from this file, one per line"""
     seed: int = 0
