@@ -307,8 +307,6 @@ class NativeModel:
         return softcap(logits, cap) if self._how == "streamed" else torch.tanh(logits / cap).mul_(cap)
 
     def _inputs(self, batch: Batch) -> torch.Tensor:
-        if batch.num_rows == 1 and batch.embeds is None and 0 not in batch.hidden:
-            return self._pad(self._words.one(batch.spans[0].tokens[0]))
         x = self._words(batch.input_ids)
         if batch.embeds is not None:
             x[batch.embed_rows] = batch.embeds.to(x.dtype)

@@ -27,9 +27,6 @@ class Words(Protocol):
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor: ...
 
-    def one(self, token: int) -> torch.Tensor:
-        """[1, width]"""
-
     def fields(self) -> tuple[int, structs.LinearStruct] | None:
         """What a compiled decoder reads: the address of the numbers, or 0 and the layer; None: it cannot."""
 
@@ -46,9 +43,6 @@ class WordTable:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.numbers)
-
-    def one(self, token: int) -> torch.Tensor:
-        return self.numbers.narrow(0, token, 1)
 
     def fields(self) -> tuple[int, structs.LinearStruct]:
         return self.numbers.data_ptr(), structs.NO_LAYER
@@ -68,9 +62,6 @@ class LayerRows:
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         return self.layer.rows(ids, self.dtype).view(*ids.shape, self.width)
 
-    def one(self, token: int) -> torch.Tensor:
-        return self.layer.rows(torch.tensor([token]), self.dtype)
-
     def fields(self) -> tuple[int, structs.LinearStruct]:
         return 0, self.layer.fields()
 
@@ -87,9 +78,6 @@ class ScaledWords:
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         return self.words(ids) * self.factor
-
-    def one(self, token: int) -> torch.Tensor:
-        return self.words.one(token) * self.factor
 
     def fields(self) -> tuple[int, structs.LinearStruct] | None:
         return self.words.fields()

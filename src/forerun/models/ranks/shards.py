@@ -50,9 +50,6 @@ class SplitWords:
         result = torch.stack(self.team.shards(mine))[flat // each, torch.arange(len(flat), device=flat.device)]
         return result.view(*ids.shape, self.width)
 
-    def one(self, token: int) -> torch.Tensor:
-        return self(torch.tensor([token], device=self.device))
-
     def fields(self) -> None:
         return None
 
