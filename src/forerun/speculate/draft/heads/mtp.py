@@ -17,11 +17,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from forerun.cache.pool import KVShape
@@ -32,10 +32,12 @@ from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import applies, bind
 from forerun.models.base import Model
 from forerun.models.checkpoint import CONFIG, read_headers, read_object, weight_files
-from forerun.models.experts import Choice
+from forerun.models.experts import Choice, Expert, Experts
+from forerun.models.formats.plain import Plain
 from forerun.models.gguf_model import is_gguf, open_gguf, rows_as_halves
 from forerun.models.load import read_config, resolve
 from forerun.models.mapped import Files
+from forerun.models.parts import make_gate
 from forerun.models.rotary import Rotary
 from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.heads.eagle import Eagle, EagleConfig
@@ -128,37 +130,34 @@ class MtpLatent(nn.Module):
 class MtpExperts(nn.Module):
     """Experts: down(silu(gate x) * up x) of those with the highest scores, weighted; and shared ones."""
 
+    correction: torch.Tensor | None
+
     def __init__(self, size: int, experts: Mapping[str, Any]) -> None:
         super().__init__()
-        count, inner = experts["count"], experts["inner_size"]
-        self.chosen, self.sigmoid = experts["chosen"], bool(experts.get("sigmoid"))
-        self.normalised, self.factor = bool(experts.get("normalised")), experts.get("factor", 1.0)
-        groups = experts.get("groups")
-        self.choice = Choice(groups=None if groups is None else (groups[0], groups[1]))
+        self.given, count, inner = experts, experts["count"], experts["inner_size"]
         self.gate = nn.Linear(size, count, bias=False)
         self.gate_up = nn.Parameter(torch.randn(count, 2 * inner, size) * size**-0.5)
         self.down = nn.Parameter(torch.zeros(count, size, inner))
-        self.correction: torch.Tensor
-        if self.sigmoid:
-            self.register_buffer("correction", torch.zeros(count))
+        self.register_buffer("correction", torch.zeros(count) if experts.get("sigmoid") else None)
         shared = experts.get("shared_size")
         self.shared = FeedForward(size, shared) if shared else None
         self.shared_gate = nn.Linear(size, 1, bias=False) if experts.get("shared_gate") else None
 
+    @cached_property
+    def routed(self) -> Experts:
+        """Over the weights that it has when it is first asked for."""
+        given, groups = self.given, self.given.get("groups")
+        router: Any = self.gate
+        choice = Choice(
+            bool(given.get("sigmoid")), self.correction, given.get("factor", 1.0),
+            None if groups is None else (groups[0], groups[1]), eps=1e-20,
+        )  # fmt: skip
+        parts = [Expert(Plain(both, None), Plain(down, None)) for both, down in zip(self.gate_up, self.down)]
+        gate = make_gate("silu", self.down.dtype, kernels=False, invariant=False, gated=True)
+        return Experts(router, parts, gate, given["chosen"], choice, normalised=bool(given.get("normalised")))
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores = self.gate(x).float()
-        weights = torch.sigmoid(scores) if self.sigmoid else torch.softmax(scores, dim=-1)
-        ranked = weights + self.correction if self.sigmoid else weights
-        chosen = self.choice.allowed(ranked).topk(self.chosen, dim=-1).indices
-        fractions = weights.gather(1, chosen)
-        if self.normalised:
-            fractions = fractions / (fractions.sum(-1, keepdim=True) + 1e-20)
-        fractions = (fractions * self.factor).to(x.dtype)
-        out = torch.zeros_like(x)
-        for expert in chosen.unique().tolist():
-            row, rank = (chosen == expert).nonzero(as_tuple=True)
-            gate, up = F.linear(x[row], self.gate_up[expert]).chunk(2, dim=-1)
-            out.index_add_(0, row, F.linear(F.silu(gate) * up, self.down[expert]) * fractions[row, rank, None])
+        out, _ = self.routed(x)
         if self.shared is not None:
             more = self.shared(x)
             out = out + (more if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * more)
