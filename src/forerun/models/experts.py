@@ -8,7 +8,7 @@ bits do not depend on how many they are: the kernels' never do, and where torch 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -54,33 +54,25 @@ class Choice:
         return grouped.masked_fill(out[..., None], float("-inf")).flatten(1)
 
 
+@dataclass(slots=True, eq=False)
 class Experts:
     """Router and experts of a layer; ``chosen`` experts per row, whose weights add up to 1 if ``normalised``. There may
     be others elsewhere: ``count`` in all, those here from number ``first`` on; ``total`` adds what they make."""
 
-    def __init__(
-        self,
-        router: Linear,
-        experts: Sequence[Expert],
-        gate: Callable[[torch.Tensor], torch.Tensor],
-        chosen: int,
-        choice: Choice,
-        *,
-        normalised: bool,
-        count: int | None = None,
-        first: int = 0,
-        total: Callable[[torch.Tensor], torch.Tensor] = lambda made: made,
-    ) -> None:
-        self.router = router
-        self.experts = tuple(experts)
-        self.gate = gate
-        self.chosen = chosen
-        self.normalised = normalised
-        self.count = len(self.experts) if count is None else count
-        self.first, self.total = first, total
-        self.choice = choice
+    router: Linear
+    experts: Sequence[Expert]
+    gate: Callable[[torch.Tensor], torch.Tensor]
+    chosen: int
+    normalised: bool
+    choice: Choice
+    count: int
+    first: int = 0
+    total: Callable[[torch.Tensor], torch.Tensor] = lambda made: made
+    compiled: KernelMixture | None = field(init=False)
+    """All of it in one call, where every part has a kernel."""
+
+    def __post_init__(self) -> None:
         self.compiled = self._compile()
-        """All of it in one call, where every part has a kernel."""
 
     def _compile(self) -> KernelMixture | None:
         layers = [layer for layer in self.linears() if isinstance(layer, Compiled)]

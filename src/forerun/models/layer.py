@@ -318,7 +318,7 @@ class Builder:
             )
             for expert in range(first, first + fraction)
         ]
-        options: dict[str, Any] = {} if team is None else {"count": count, "first": first, "total": team.sum}
+        others: dict[str, Any] = {} if team is None else {"first": first, "total": team.sum}
 
         def numbers(name: Name | None) -> torch.Tensor | None:
             return None if name is None else self.maker.numbers(f"{prefix}.{name.checkpoint}").float()
@@ -326,7 +326,7 @@ class Builder:
         spec, scales = self.spec, None if names.apart is None else numbers(names.apart.weights)
         correction = numbers(names.correction) if spec.corrected else None
         choice = Choice(names.sigmoid, correction, spec.factor, spec.groups, names.best, names.eps, scales)
-        return Experts(router, experts, self.gate(), spec.chosen, choice, normalised=spec.normalised, **options)
+        return Experts(router, experts, self.gate(), spec.chosen, spec.normalised, choice, count, **others)
 
 
 def _xielu(result: list[torch.Tensor]) -> torch.Tensor:

@@ -88,7 +88,7 @@ class NativeModel:
         if self.spec.multiples:
             tensors = MultipliedWeights(tensors, self.spec)
         if team is not None:
-            tensors = split.SplitWeights(tensors, self.spec, self.spec.inner, team.rank, team.size)
+            tensors = split.SplitWeights(tensors, self.spec, team.rank, team.size)
             self.spec = split.own(self.spec, team.size)
         self.routes = any(layer.experts for layer in self.spec.layers)
         self.dtype, self.device = dtype, device

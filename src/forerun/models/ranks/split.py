@@ -100,10 +100,10 @@ def vocabulary(tokens: int, rank: int, size: int) -> torch.Tensor:
     return indices.where(indices < tokens, -1)
 
 
-def cuts(spec: Spec, intermediate: int) -> dict[str, Cut]:
+def cuts(spec: Spec) -> dict[str, Cut]:
     """By the names of a layer's projections, without the layer's own."""
     attention, mlp = spec.architecture.attention, spec.architecture.mlp
-    heads, inner = (spec.heads, spec.kv_heads, spec.kv_heads), (intermediate, intermediate)[: 1 + mlp.gated]
+    heads, inner = (spec.heads, spec.kv_heads, spec.kv_heads), (spec.inner, spec.inner)[: 1 + mlp.gated]
     result = {attention.out.checkpoint: Cut(1, heads[:1]), mlp.down.checkpoint: Cut(1, inner[:1])}
     result |= _by_outputs(attention.qkv, heads) | _by_outputs(mlp.gate_up, inner)
     if spec.mixer is not None and (names := spec.architecture.mixer) is not None:
@@ -173,10 +173,10 @@ class Shard:
 class SplitWeights:
     """The part of ``weights`` that a rank has. Raises ConfigError for weights in blocks, which are not split."""
 
-    def __init__(self, weights: Weights, spec: Spec, intermediate: int, rank: int, size: int) -> None:
+    def __init__(self, weights: Weights, spec: Spec, rank: int, size: int) -> None:
         self.weights = weights
         self.rank, self.size = rank, size
-        self.cuts: Mapping[str, Cut] = cuts(spec, intermediate)
+        self.cuts: Mapping[str, Cut] = cuts(spec)
         self.layers = f"{spec.architecture.layers.checkpoint}."
         self.words = {spec.architecture.embedding.checkpoint, spec.architecture.head.checkpoint}
 

@@ -154,7 +154,7 @@ class MtpExperts(nn.Module):
         )  # fmt: skip
         parts = [Expert(Plain(both, None), Plain(down, None)) for both, down in zip(self.gate_up, self.down)]
         gate = make_gate("silu", self.down.dtype, kernels=False, invariant=False, gated=True)
-        return Experts(router, parts, gate, given["chosen"], choice, normalised=bool(given.get("normalised")))
+        return Experts(router, parts, gate, given["chosen"], bool(given.get("normalised")), choice, len(parts))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out, _ = self.routed(x)
