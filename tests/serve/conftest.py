@@ -3,7 +3,7 @@
 import time
 
 import pytest
-from running import run_server
+from running import client_of, run_server
 
 from forerun import LLM, pretrained
 from forerun.models.tokenizer import load_tokenizer
@@ -50,6 +50,12 @@ def slow_rounds(served, monkeypatch):
 def server(served):
     with run_server(served) as running:
         yield running
+
+
+@pytest.fixture
+def client(server):
+    with client_of(server) as client:
+        yield client
 
 
 @pytest.fixture(scope="session")

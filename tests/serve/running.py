@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx2
+import openai
 import uvicorn
 
 from forerun.engine.async_engine import AsyncEngine
@@ -57,6 +58,11 @@ def run_server(llm, options=None, limits=None, **engine):
         assert not thread.is_alive()
         assert not llm.engine.jobs
         llm.engine.check()
+
+
+def client_of(running):
+    """OpenAI's own client of a server."""
+    return openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0, timeout=60)
 
 
 def wait_idle(server):

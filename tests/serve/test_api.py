@@ -3,7 +3,6 @@
 import json
 import threading
 
-import openai
 import pytest
 from running import wait_idle
 
@@ -16,12 +15,6 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
-        yield client
 
 
 @pytest.fixture(scope="module", autouse=True)

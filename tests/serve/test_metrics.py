@@ -3,7 +3,6 @@
 import time
 from collections import defaultdict
 
-import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from running import run_server
@@ -13,12 +12,6 @@ from forerun.serve.app import ServerOptions
 
 PROMPT = "def parse("
 Samples = dict[tuple[str, str | None], float]
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
-        yield client
 
 
 def read(server):

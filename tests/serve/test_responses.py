@@ -7,7 +7,7 @@ from typing import get_args
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
-from running import TEMPLATE, run_server, wait_idle
+from running import TEMPLATE, client_of, run_server, wait_idle
 from test_tools import HERMES, TOOLS, check_calls
 
 from forerun.scale.pool import ReplicaPool
@@ -33,14 +33,8 @@ def hermes(served):
 
 
 @pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture
 def caller(hermes):
-    with openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+    with client_of(hermes) as client:
         yield client
 
 

@@ -28,12 +28,6 @@ def expected(served, plain):
     }
 
 
-@pytest.fixture
-def client(expected, server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
-        yield client
-
-
 def texts(result, prompt):
     return [sequence.text.removeprefix(prompt) for sequence in result.sequences]
 

@@ -6,11 +6,10 @@ import json
 import re
 
 import jsonschema_rs
-import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import run_server
+from running import client_of, run_server
 from transformers import AddedToken
 
 from forerun.serve.app import ServerOptions
@@ -65,7 +64,7 @@ def hermes(served):
 
 @pytest.fixture
 def client(hermes):
-    with openai.OpenAI(base_url=f"{hermes.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+    with client_of(hermes) as client:
         yield client
 
 

@@ -444,9 +444,7 @@ class ResponseReply(ChatReply):
             after["metrics"] = self.metrics()
         if ended and self.traced:
             after["trace"] = self.choices[0].trace
-        choice = asked.tool_choice
-        if isinstance(choice, ResponseChosen):
-            choice = answers.ChosenFunction(**choice.model_dump())  # type: ignore[assignment]
+        given, choice = asked.model_dump(include={*REPEATED, "tools"}), asked.tool_choice or "auto"
         form = asked.text.format if asked.text is not None else None
         return answers.Response(
             id=self.id,
@@ -463,11 +461,10 @@ class ResponseReply(ChatReply):
             metadata=asked.metadata or {},
             reasoning={"effort": None, "summary": None, **(asked.reasoning or {})},
             text={"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
-            tool_choice=choice or "auto",  # type: ignore[arg-type]
-            tools=[answers.FunctionTool(**tool.model_dump()) for tool in asked.tools or ()],
             top_logprobs=asked.top_logprobs or 0,
             truncation="disabled",
-            **{name: getattr(asked, name) for name in REPEATED},
+            tool_choice=choice if isinstance(choice, str) else answers.ChosenFunction(**choice.model_dump()),
+            **{**given, "tools": given["tools"] or []},
             **after,
         )
 
