@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from forerun import SamplingParams
-from forerun.cache.pool import Pages
 from tiny import ALPHABET
 
 TOKENS = 64
@@ -84,7 +83,7 @@ def check_drafters(engine):
         for job in engine.jobs.values():
             known = drafter.cached_tokens(job.sequence)
             assert known is None or known == job.sequence.tokens[: len(known)]
-        for pool in pools(drafter):
+        for pool in drafter.pools():
             for job in engine.jobs.values():
                 assert pool.length(job.sequence.id) <= len(job.sequence.tokens)
 
@@ -96,21 +95,26 @@ def check_idle(engine, jobs):
     for drafter in engine.router.drafters.values():
         for job in jobs:
             assert not drafter.cached_tokens(job.sequence)
-        for pool in pools(drafter):
+        assert kept(drafter, {job.sequence.id for job in jobs}) == []
+        for pool in drafter.pools():
             assert not pool.block_tables
             pool.check()
     for job in jobs:
         check_metrics(job)
 
 
-def pools(drafter):
-    """Every KV pool that a drafter owns."""
+def kept(part, ids, seen=()):
+    """Names of what still belongs to one of the sequences ``ids`` in a drafter and the drafters inside it."""
     result = []
-    for value in vars(drafter).values():
-        pool = getattr(value, "pool", value)
-        if isinstance(pool, Pages):
-            result.append(pool)
-    return result
+    for name, value in vars(part).items():
+        for holder in value if isinstance(value, list) else [value]:
+            if isinstance(holder, dict) and name not in ("matrix", "after", "likeliest") and ids & set(holder):
+                result.append(name)
+            if name in ("base", "inner", "parts", "policy") and id(holder) not in seen:
+                result += kept(holder, ids, (*seen, id(holder)))
+    return result + [
+        f"pages of {key}" for pool in getattr(part, "pools", list)() for key in pool.block_tables if key in ids
+    ]
 
 
 def check_metrics(job):

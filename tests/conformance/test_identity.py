@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from harness import REQUESTS, SHORT, TOKENS, answers, run
 from matrix import CASES, COMBINATIONS, PAGE_SIZES, PATHS, SHAPES, Case, marked
+from test_drafters_engine import CONFIGS, fill
 
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters
@@ -51,6 +52,15 @@ def test_same_tokens_as_plain_decoding(engine, keys, plain, combination):
     for got, expected, same in zip(answers(jobs), plain(path), promised(rule), strict=True):
         if same:
             assert got == expected
+    assert not any(job.metrics.draft_error for job in jobs)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_drafters_of_drafters_and_other_vocabularies(engine, plain, tiny_draft, tiny_stranger, name):
+    config = fill(CONFIGS[name], {"DRAFT": tiny_draft, "STRANGER": tiny_stranger})
+    jobs = run(engine(config, max_num_seqs=3), SHORT)
+    assert answers(jobs) == plain(which="short")
+    assert sum(job.metrics.num_draft_tokens for job in jobs) > 0
     assert not any(job.metrics.draft_error for job in jobs)
 
 

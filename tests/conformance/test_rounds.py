@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import echo
 import pytest
-from harness import FREE, PROMPTS, SHORT, answers, options, pools, run
+from harness import FREE, PROMPTS, SHORT, answers, options, run
 from matrix import CASES, CHAINS, PAGE_SIZES, PATHS, POLICIES, RULES, TREE, Case, marked
 from scripted import Scripted
 
@@ -223,7 +223,7 @@ def test_a_draft_model_caches_what_it_would_compute_afresh(engine, keys, case, p
     drafting = engine(keys(case, length="restless"), page_size=page_size, max_num_batched_tokens=40)
     drafter = drafting.router.drafters[case.method]
     model, pool = drafter.model, drafter.attention.pool
-    assert pools(drafter) == [pool]
+    assert drafter.pools() == [pool]
     compared = []
 
     def same_entries():

@@ -1,7 +1,8 @@
-"""Drafters on made-up tokens, without a model."""
+"""Drafters on made-up tokens, without a model; and what one drafts first in an engine."""
 
 from types import SimpleNamespace
 
+from forerun import LLM
 from forerun.core.request import RequestState
 from forerun.sampling.draw import Sampler
 from forerun.sampling.params import SamplingParams
@@ -34,6 +35,16 @@ def build(method, rule="coupled", **options):
 def sequence(tokens, *, prompt=None, temperature=0.0, seed=1, key=1):
     prompt = len(tokens) if prompt is None else prompt
     return RequestState(key, list(tokens), prompt, SamplingParams(temperature=temperature), seed, num_computed_tokens=1)
+
+
+def first_draft(target, config, prompt, **options):
+    """The first draft of a greedy request: its tokens, and what was committed when it was made."""
+    llm = LLM(str(target), speculative_config=config, trace=True, **options)
+    trace = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))[0].outputs[0].trace
+    index = next(i for i, entry in enumerate(trace) if entry.drafted)
+    committed = prompt + [token for entry in trace[:index] for token in entry.tokens]
+    kept = [token for token, origin in zip(trace[index].tokens, trace[index].origins) if origin == "accepted"]
+    return kept + list(trace[index].rejected), committed
 
 
 def noisy_text(rng, length, letters=4):

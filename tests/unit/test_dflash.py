@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafting import first_draft
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
@@ -176,22 +177,15 @@ def made(request, tiny_target, tmp_path_factory):
     return kind, write(tmp_path_factory.mktemp(kind), config, weights), Dense(target, weights, kind)
 
 
-def first_draft(target, folder, **options):
-    config = {"model": str(folder), "num_speculative_tokens": 4, **options}  # the files say which method
-    llm = LLM(target, speculative_config=config, trace=True)
-    assert llm.speculative.method == "dflash"
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    trace = llm.generate([PROMPT], params)[0].outputs[0].trace
-    index = next(i for i, entry in enumerate(trace) if entry.drafted)
-    committed = PROMPT + [token for entry in trace[:index] for token in entry.tokens]
-    kept = [token for token, origin in zip(trace[index].tokens, trace[index].origins) if origin == "accepted"]
-    return kept + list(trace[index].rejected), committed
+def draft(target, folder, **options):
+    """The files say which method."""
+    return first_draft(target, {"model": str(folder), "num_speculative_tokens": 4, **options}, PROMPT)
 
 
 @pytest.mark.parametrize("count", [2, 4])
 def test_it_drafts_what_the_dense_form_says(tiny_target, made, count):
     _, folder, dense = made
-    drafted, committed = first_draft(tiny_target, folder, num_speculative_tokens=count)
+    drafted, committed = draft(tiny_target, folder, num_speculative_tokens=count)
     assert drafted == dense.draft(committed, count)
 
 
@@ -215,17 +209,6 @@ def test_q_is_the_dense_forms_at_every_node_of_later_rounds(tiny_target, made, m
         torch.testing.assert_close(logits.double().softmax(-1), expected, rtol=1e-3, atol=1e-5)
 
 
-def test_tokens_are_plain_decodings_in_chains_and_trees(tiny_target, made):
-    _, folder, _ = made
-    params = [SamplingParams(temperature=t, seed=s, max_tokens=20, ignore_eos=True) for t in (0.0, 0.8) for s in (0, 1)]
-    prompts = [PROMPT[i:] for i in range(4)]
-    plain = LLM(tiny_target, speculative_config=None).generate(prompts, params)
-    for options in ({}, {"tree": [3, 2]}, {"tree_nodes": 6}, {"quantization": "q8_0"}):
-        llm = LLM(tiny_target, speculative_config={"method": "dflash", "model": str(folder), **options})
-        result = llm.generate(prompts, params)
-        assert [o.outputs[0].token_ids for o in result] == [o.outputs[0].token_ids for o in plain]
-
-
 def test_a_confidence_head_ends_chains(tiny_target, tmp_path):
     target = Path(tiny_target)
     config = config_of(target, "dspark")
@@ -234,7 +217,7 @@ def test_a_confidence_head_ends_chains(tiny_target, tmp_path):
     write(tmp_path / "d", config, weights)
     lengths = set()
     for threshold in (0.02, 0.3, 0.9):
-        drafted, committed = first_draft(tiny_target, tmp_path / "d", confidence_threshold=threshold)
+        drafted, committed = draft(tiny_target, tmp_path / "d", confidence_threshold=threshold)
         states, chance, before, expected = dense.states(committed), 1.0, committed[-1], []
         for depth, token in enumerate(dense.draft(committed, 4)):
             expected.append(token)
@@ -265,7 +248,7 @@ def test_speculators_count_layers_from_the_embeddings_and_may_draft_from_part_of
     weights["markov_head.markov_w2.weight"] = weights["markov_head.markov_w2.weight"][ids]
     weights["d2t"] = ids - torch.arange(len(ids))
     write(tmp_path / "s", config, weights)
-    drafted, committed = first_draft(tiny_target, tmp_path / "s")
+    drafted, committed = draft(tiny_target, tmp_path / "s")
     states, before, expected = dense.states(committed), committed[-1], []
     for depth in range(4):
         before = int(ids[dense.logits(states[depth], before)[ids].argmax()])

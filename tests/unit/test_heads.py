@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafting import first_draft
 from gguf import GGMLQuantizationType, quants
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
@@ -36,25 +37,14 @@ def reference(tiny_target):
     return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
 
 
-def first_draft(target, folder, method, prompt, **options):
-    """The first draft of a greedy request: its tokens, and what the target had committed when it was made."""
-    llm = LLM(str(target), speculative_config={"method": method, "model": str(folder), **options}, trace=True)
-    out = llm.generate([prompt], GREEDY)[0]
-    trace = out.outputs[0].trace
-    index = next(i for i, entry in enumerate(trace) if entry.drafted)
-    committed = prompt + [token for entry in trace[:index] for token in entry.tokens]
-    entry = trace[index]
-    kept = [token for token, origin in zip(entry.tokens, entry.origins) if origin == "accepted"]
-    return kept + list(entry.rejected), committed
-
-
 @pytest.mark.parametrize("ids", [None, SOME], ids=["all", "some"])
 @torch.no_grad()
 def test_medusa_drafts_the_argmax_of_its_heads(tiny_target, tmp_path, reference, ids):
     head = MedusaHead(sizes_of(Path(tiny_target)))
     rows = narrowed(head, reference, ids)
     head.save(tmp_path)
-    drafted, committed = first_draft(tiny_target, tmp_path, "medusa", PROMPT, num_speculative_tokens=4)
+    config = {"method": "medusa", "model": str(tmp_path), "num_speculative_tokens": 4}
+    drafted, committed = first_draft(tiny_target, config, PROMPT)
     saved = MedusaHead.load(tmp_path)
     out = reference(torch.tensor([committed[:-1]]), output_hidden_states=True)
     state = out.hidden_states[-1][0, -1]
@@ -73,7 +63,8 @@ def test_eagle_drafts_what_a_recomputation_without_a_cache_says(tiny_target, tmp
     head = EagleHead(sizes)
     scramble(head)
     head.save(tmp_path)
-    drafted, committed = first_draft(tiny_target, tmp_path, "eagle", PROMPT, num_speculative_tokens=3)
+    config = {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 3}
+    drafted, committed = first_draft(tiny_target, config, PROMPT)
     saved = EagleHead.load(tmp_path)
     out = reference(torch.tensor([committed[:-1]]), output_hidden_states=True)
     features = saved.fc(torch.cat([out.hidden_states[layer][0] for layer in saved.layers], dim=-1))
@@ -97,7 +88,8 @@ def test_parallel_drafts_what_a_whole_block_says_however_few_tokens_are_asked_fo
     head = ParallelHead(Sizes(**{**vars(sizes_of(Path(tiny_target))), "options": options}))
     rows = narrowed(head, reference, ids)
     head.save(tmp_path)
-    drafted, committed = first_draft(tiny_target, tmp_path, "parallel", PROMPT, num_speculative_tokens=drafted_tokens)
+    config = {"method": "parallel", "model": str(tmp_path), "num_speculative_tokens": drafted_tokens}
+    drafted, committed = first_draft(tiny_target, config, PROMPT)
     saved = ParallelHead.load(tmp_path)
     out = reference(torch.tensor([committed[:-1]]), output_hidden_states=True)
     features = saved.context(torch.cat([out.hidden_states[layer][0] for layer in saved.layers], dim=-1))
@@ -253,17 +245,8 @@ def _empty(folder):
 @pytest.mark.parametrize("path", ["native", "hf"])
 def test_layerskip_drafts_what_the_first_layers_say(tiny_target, reference, path):
     layers = (0,)
-    llm = LLM(
-        str(tiny_target),
-        speculative_config={"method": "layerskip", "layers": layers, "num_speculative_tokens": 3},
-        model_path=path,
-        trace=True,
-    )
-    trace = llm.generate([PROMPT], GREEDY)[0].outputs[0].trace
-    index = next(i for i, entry in enumerate(trace) if entry.drafted)
-    tokens = PROMPT + [token for entry in trace[:index] for token in entry.tokens]
-    entry = trace[index]
-    drafted = [t for t, origin in zip(entry.tokens, entry.origins) if origin == "accepted"] + list(entry.rejected)
+    config = {"method": "layerskip", "layers": layers, "num_speculative_tokens": 3}
+    drafted, tokens = first_draft(tiny_target, config, PROMPT, model_path=path)
     every = reference.model.layers
     reference.model.layers = torch.nn.ModuleList([every[i] for i in layers])
     expected = []

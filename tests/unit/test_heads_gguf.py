@@ -15,10 +15,9 @@ from test_dflash import (
     KV_HEADS,
     LAYERS,
     MASK,
-    PROMPT,
     WIDTH,
     config_of,
-    first_draft,
+    draft,
     random_weights,
 )
 from test_dflash import write as write_folder
@@ -26,9 +25,10 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from unrolled import unrolled
 
-from forerun import LLM, ForerunError, SamplingParams
+from forerun import LLM, ForerunError
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import frequencies
+from gguf_files import add, finish
 
 NAMES = {
     "fc.weight": "fc.weight", "hidden_norm.weight": "enc.output_norm.weight",
@@ -60,12 +60,7 @@ def write(path, architecture, about, vocabulary, weights):
         "attention.head_count_kv": KV_HEADS, "attention.key_length": WIDTH, "feed_forward_length": INNER,
     }  # fmt: skip
     for name, value in {**common, **about}.items():
-        if isinstance(value, list):
-            writer.add_array(f"{architecture}.{name}", value)
-        elif isinstance(value, bool):
-            writer.add_bool(f"{architecture}.{name}", value)
-        else:
-            writer.add_uint32(f"{architecture}.{name}", value)
+        add(writer, f"{architecture}.{name}", value)
     writer.add_float32(f"{architecture}.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_float32(f"{architecture}.rope.freq_base", 1000.0)
     writer.add_array("tokenizer.ggml.tokens", [f"t{i}" for i in range(vocabulary)])
@@ -77,11 +72,7 @@ def write(path, architecture, about, vocabulary, weights):
         number, _, part = rest.partition(".")
         to = f"blk.{number}.{LAYER[part]}" if rest else NAMES[name]
         writer.add_tensor(to, tensor.numpy().astype(np.int64 if name == "d2t" else np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
@@ -93,7 +84,8 @@ def test_blocks_of_a_gguf_file_are_those_of_the_folder(tiny_target, tmp_path, ki
         about["selector_top_k"] = 6
     file = write(tmp_path / "d.gguf", "dflash", about, config["vocab_size"], weights)
     folder = write_folder(tmp_path / "d", config, weights)
-    assert first_draft(tiny_target, file) == first_draft(tiny_target, folder)
+    for options in ({}, {"quantization": "q8_0"}):
+        assert draft(tiny_target, file, **options) == draft(tiny_target, folder, **options)
 
 
 def eagle_weights(size, vocabulary, ids):
@@ -120,16 +112,6 @@ def eagle_weights(size, vocabulary, ids):
 def paired(rows, heads):
     """Rows as llama.cpp's converter puts them: the two of a rotated pair side by side."""
     return torch.cat([head[[i // 2 + (i % 2) * WIDTH // 2 for i in range(WIDTH)]] for head in rows.chunk(heads)])
-
-
-def eagle_draft(target, model):
-    llm = LLM(target, speculative_config={"model": str(model), "num_speculative_tokens": 4}, trace=True)
-    assert llm.speculative.method == "eagle"
-    trace = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))[0].outputs[0].trace
-    index = next(i for i, entry in enumerate(trace) if entry.drafted)
-    committed = PROMPT + [token for entry in trace[:index] for token in entry.tokens]
-    kept = [token for token, origin in zip(trace[index].tokens, trace[index].origins) if origin == "accepted"]
-    return kept + list(trace[index].rejected), committed
 
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -165,8 +147,8 @@ def test_an_eagle_head_in_a_gguf_file_is_the_folders(tiny_target, tmp_path, befo
               f"{at}k_proj.weight": paired(weights[f"{at}k_proj.weight"], KV_HEADS)}  # fmt: skip
     about = {"block_count": 1, "target_layers": [1, 2], "norm_before_residual": before}
     file = write(tmp_path / "e.gguf", "eagle3", about, vocabulary, {**weights, **turned, **divided})
-    drafted, committed = eagle_draft(tiny_target, file)
-    assert (drafted, committed) == eagle_draft(tiny_target, folder)
+    drafted, committed = draft(tiny_target, file)
+    assert (drafted, committed) == draft(tiny_target, folder)
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()

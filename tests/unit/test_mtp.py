@@ -6,6 +6,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from drafting import first_draft
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -23,7 +24,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 from forerun import LLM, ForerunError, SamplingParams
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.drafter_files import brings_mtp
-from gguf_files import VOCABULARY
+from gguf_files import VOCABULARY, finish
+from gguf_files import add as set_field
 from tiny import save_tokenizer
 
 LAYERS = 2
@@ -147,30 +149,23 @@ def expected(model, layer, committed, count, ids):
     return drafted
 
 
-def first_draft(target, invariant=None, **options):
-    """The first draft of a greedy request, and what was committed when it was made."""
+def draft(target, invariant=None, **options):
     config = {"method": "mtp", "num_speculative_tokens": 4, **options}
-    llm = LLM(str(target), speculative_config=config, trace=True, dtype="float32", max_model_len=64,
-              invariant=invariant)  # fmt: skip
-    trace = llm.generate([PROMPT], GREEDY)[0].outputs[0].trace
-    index = next(i for i, entry in enumerate(trace) if entry.drafted)
-    committed = PROMPT + [token for entry in trace[:index] for token in entry.tokens]
-    kept = [token for token, origin in zip(trace[index].tokens, trace[index].origins) if origin == "accepted"]
-    return kept + list(trace[index].rejected), committed
+    return first_draft(target, config, PROMPT, dtype="float32", max_model_len=64, invariant=invariant)
 
 
 @pytest.mark.parametrize("names", [deepseek_names, qwen_names, mimo_names])
 def test_it_drafts_what_transformers_own_layer_says(tmp_path, names):
     model, layer = qwen(tmp_path)
     add(tmp_path, layer, names)
-    drafted, committed = first_draft(tmp_path)
+    drafted, committed = draft(tmp_path)
     assert drafted == expected(model, layer, committed, 4, None)
 
 
 def test_a_mixture_with_a_shared_expert_drafts_what_transformers_says(tmp_path):
     model, layer = glm(tmp_path)
     add(tmp_path, layer, deepseek_names)
-    drafted, committed = first_draft(tmp_path, invariant=False)
+    drafted, committed = draft(tmp_path, invariant=False)
     assert drafted == expected(model, layer, committed, 4, None)
 
 
@@ -179,7 +174,7 @@ def test_latent_attention_drafts_what_transformers_says_and_auto_takes_it(tmp_pa
     kind, options = LATENTS[case]
     model, layer = latent(tmp_path, kind, **options)
     add(tmp_path, layer, deepseek_names)
-    drafted, committed = first_draft(tmp_path)
+    drafted, committed = draft(tmp_path)
     assert drafted == expected(model, layer, committed, 4, None)
     params = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8)]
     plain = LLM(str(tmp_path), speculative_config=None, dtype="float32").generate([PROMPT] * 2, params)
@@ -220,14 +215,8 @@ def test_a_layer_with_latent_attention_in_a_gguf_file_drafts_the_same(tmp_path):
     writer = gguf.GGUFWriter(path, "deepseek2")
     for name, tensor in held.items():
         writer.add_tensor(f"blk.{LAYERS}.{name}", tensor.contiguous().numpy().astype(np.float32))
-    for write in (
-        writer.write_header_to_file,
-        writer.write_kv_data_to_file,
-        writer.write_tensors_to_file,
-        writer.close,
-    ):
-        write()
-    drafted, committed = first_draft(tmp_path, model=str(path))
+    finish(writer, path)
+    drafted, committed = draft(tmp_path, model=str(path))
     assert drafted == expected(model, layer, committed, 4, None)
     tensors = load_file(tmp_path / "model.safetensors")
     weights = {deepseek_names(name): t for name, t in layer.state_dict().items()}
@@ -240,7 +229,7 @@ def test_a_layer_with_latent_attention_in_a_gguf_file_drafts_the_same(tmp_path):
 def test_a_cut_output_layer_drafts_the_best_of_the_commonest_tokens(tmp_path):
     model, layer = qwen(tmp_path)
     add(tmp_path, layer, deepseek_names)
-    drafted, committed = first_draft(tmp_path, draft_vocab_size=40)
+    drafted, committed = draft(tmp_path, draft_vocab_size=40)
     ids = torch.arange(40)  # the special tokens come first in this vocabulary
     assert drafted == expected(model, layer, committed, 4, ids)
 
@@ -257,18 +246,10 @@ def write_gguf(folder, model, layer):
         "block_count": LAYERS + 1, "nextn_predict_layers": 1, "context_length": 128, "embedding_length": 32,
         "feed_forward_length": 48, "attention.head_count": 4, "attention.head_count_kv": 2,
         "attention.key_length": 16, "attention.value_length": 16,
+        "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0,
     }  # fmt: skip
-    for name, value in sizes.items():
-        writer.add_uint32(f"qwen3.{name}", value)
-    writer.add_float32("qwen3.attention.layer_norm_rms_epsilon", 1e-6)
-    writer.add_float32("qwen3.rope.freq_base", 10000.0)
-    for name, value in vocabulary.items():
-        if isinstance(value, list):
-            writer.add_array(name, value)
-        elif isinstance(value, int):
-            writer.add_uint32(name, value)
-        else:
-            writer.add_string(name, value)
+    for name, value in {**{f"qwen3.{name}": value for name, value in sizes.items()}, **vocabulary}.items():
+        set_field(writer, name, value)
     block = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
              "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
              "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate",
@@ -283,33 +264,15 @@ def write_gguf(folder, model, layer):
             _, _, number, rest = stem.split(".", 3)
             stem = f"blk.{number}.{block[rest]}"
         writer.add_tensor(f"{ends.get(stem, stem)}.weight", tensor.numpy().astype(np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+    return finish(writer, path)
 
 
 def test_a_layer_in_a_gguf_file_drafts_the_same(tmp_path):
     model, layer = qwen(tmp_path)
     path = write_gguf(tmp_path, model, layer)
     assert brings_mtp(str(path))
-    drafted, committed = first_draft(path)
+    drafted, committed = draft(path)
     assert drafted == expected(model, layer, committed, 4, None)
-
-
-def test_tokens_are_plain_decodings_at_any_temperature(tmp_path):
-    _, layer = qwen(tmp_path)
-    add(tmp_path, layer, deepseek_names)
-    params = [
-        SamplingParams(temperature=t, seed=s, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8) for s in range(3)
-    ]
-    prompts = [PROMPT[i:] for i in range(6)]
-    plain = LLM(str(tmp_path), speculative_config=None, dtype="float32").generate(prompts, params)
-    for options in ({}, {"tree": [3, 2, 1]}, {"quantization": "q8_0"}):
-        llm = LLM(str(tmp_path), speculative_config={"method": "mtp", **options}, dtype="float32")
-        told = llm.generate(prompts, params)
-        assert [o.outputs[0].token_ids for o in told] == [o.outputs[0].token_ids for o in plain]
 
 
 @pytest.mark.parametrize("names", [deepseek_names, qwen_names, mimo_names])
@@ -323,13 +286,14 @@ def test_files_alone_say_that_they_hold_such_a_layer(tmp_path, names):
     save_file({}, other / "model.safetensors", metadata={"format": "pt"})
     (other / "config.json").write_text((target / "config.json").read_text())
     add(other, layer, names)
-    drafted = first_draft(target, method=None, model=str(other))
+    drafted = draft(target, method=None, model=str(other))
     add(target, layer, names)
-    assert first_draft(target) == drafted
+    assert draft(target) == drafted
     llm = LLM(str(target), dtype="float32", max_model_len=64)
     assert (llm.speculative.method, llm.speculative.length) == ("mtp", "adaptive")
-    plain = LLM(str(target), speculative_config=None, dtype="float32", max_model_len=64)
-    assert llm.generate([PROMPT], GREEDY)[0].outputs == plain.generate([PROMPT], GREEDY)[0].outputs
+    packed = LLM(str(target), speculative_config={"method": "mtp", "quantization": "q8_0"}, dtype="float32")
+    plain = LLM(str(target), speculative_config=None, dtype="float32").generate([PROMPT], GREEDY)[0].outputs
+    assert llm.generate([PROMPT], GREEDY)[0].outputs == packed.generate([PROMPT], GREEDY)[0].outputs == plain
     save_file({}, other / "model.safetensors", metadata={"format": "pt"})
     (other / "config.json").write_text(json.dumps({"speculators_model_type": "hydra"}))
     with pytest.raises(ForerunError, match="is a drafter of kind 'hydra'; there are eagle, "):

@@ -4,7 +4,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy
 import pytest
@@ -217,17 +216,6 @@ def test_prompt_logprobs(llm, raw_logits, budget):
             assert {1, 2} <= {item.rank for item in result[index].values()}
             assert len(result[index]) in (2, 3)
             assert max(item.logprob for item in result[index].values()) == pytest.approx(expected.max(), abs=1e-3)
-
-
-def test_several_answers(llm):
-    """The first of n answers is the only one of n = 1; the others have noise of their own."""
-    params = SamplingParams(temperature=1.0, seed=3, max_tokens=LENGTH, n=4)
-    for spec in ({"method": "none"}, {"method": "ngram"}):
-        output = llm(spec).generate(PROMPTS[0], params)[0]
-        alone = llm(spec).generate(PROMPTS[0], replace(params, n=1))[0]
-        assert [answer.index for answer in output.outputs] == [0, 1, 2, 3]
-        assert output.outputs[0].token_ids == alone.outputs[0].token_ids
-        assert len({tuple(answer.token_ids) for answer in output.outputs}) == 4
 
 
 # ----------------------------------------------------------------------------------------- the distribution, end to end
