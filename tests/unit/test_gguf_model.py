@@ -7,7 +7,6 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kinds
 from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError, ForerunError, ModelError
@@ -67,18 +66,6 @@ def test_a_llama_comes_back_as_it_went(tmp_path):
         if name != "lm_head.weight":  # tied
             assert torch.equal(weights.pop(name), weight), name
     assert weights == {}
-
-
-def test_weights_are_those_that_transformers_reads_from_the_file(tmp_path):
-    path = write_model(tmp_path / "model.gguf")
-    ours = read_module(path, read_config(path), torch.float32, attention=None)
-    with torch.device("meta"):
-        shape = AutoModelForCausalLM.from_config(ours.config)
-    theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=shape)["tensors"]
-    for name, weight in ours.state_dict().items():
-        if name != "lm_head.weight":
-            assert torch.equal(torch.as_tensor(theirs.pop(name)).float(), weight), name
-    assert theirs == {}
 
 
 def test_a_file_is_a_whole_model(tmp_path):
@@ -189,7 +176,7 @@ def test_no_damaged_byte_makes_anything_but_an_error_or_a_model(tmp_path):
     whole = write_model(tmp_path / "model.gguf").read_bytes()
     header = min(tensor.start for tensor in GGUFFile(tmp_path / "model.gguf").tensors.values())
     path, chance, outcomes = tmp_path / "damaged.gguf", random.Random(0), set()
-    for _ in range(150):
+    for _ in range(60):
         index = chance.randrange(header)
         path.write_bytes(whole[:index] + bytes([whole[index] ^ 1 << chance.randrange(8)]) + whole[index + 1 :])
         try:

@@ -1,9 +1,6 @@
 """Tokenizers out of GGUF metadata. ``tests/real`` compares whole vocabularies."""
 
-import random
-
 import pytest
-from tokenizers import pre_tokenizers
 
 from forerun.core.errors import ModelError
 from forerun.models.gguf_tokenizer import PRE_TOKENIZERS, make_tokenizer, vocabulary
@@ -13,12 +10,6 @@ from gguf_files import TEMPLATE, TOKENS, VOCABULARY
 def tokenizer(**changes):
     changed = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
     return make_tokenizer(VOCABULARY | changed, "a.gguf")
-
-
-def pieces(pre, text):
-    """How a text is cut before BPE; a piece's bytes are written as letters, spaces as Ġ."""
-    cut = tokenizer(pre=pre).backend_tokenizer.pre_tokenizer.pre_tokenize_str(text)
-    return [piece for piece, _ in cut]
 
 
 def test_control_tokens_are_special_and_user_defined_ones_are_text():
@@ -57,40 +48,6 @@ def test_whole_words_come_before_merges():
     assert tokenizer(pre="gpt-2", tokens=tokens, token_type=kinds).tokenize("cat") == ["c", "a", "t"]
 
 
-@pytest.mark.parametrize(
-    ("pre", "text", "expected"),
-    [
-        ("gpt-2", "it's 1234 HelloWorld!?\n\nx", ["it", "'s", "Ġ1234", "ĠHelloWorld", "!?", "Ċ", "Ċ", "x"]),
-        ("smollm", "it's 1234 HelloWorld!?", ["it", "'s", "Ġ", "1", "2", "3", "4", "ĠHelloWorld", "!?"]),
-        ("llama-bpe", "IT'S 12345 don't\n\nx", ["IT", "'S", "Ġ", "123", "45", "Ġdon", "'t", "ĊĊ", "x"]),
-        ("smaug-bpe", "IT'S 12345 don't\n\nx", ["IT", "'S", "Ġ", "123", "45", "Ġdon", "'t", "ĊĊ", "x"]),
-        ("dbrx", "IT'S 12345 don't\n\nx", ["IT", "'S", "Ġ", "123", "45", "Ġdon", "'t", "ĊĊ", "x"]),
-        ("qwen2", "IT'S 123 a.b", ["IT", "'S", "Ġ", "1", "2", "3", "Ġa", ".b"]),
-        ("gpt-4o", "HelloWorld'S 1234 ABCdef", ["Hello", "World'S", "Ġ", "123", "4", "ĠABCdef"]),
-        ("tekken", "HelloWorld's 12 a/\n", ["Hello", "World", "'s", "Ġ", "1", "2", "Ġa", "/Ċ"]),
-        ("falcon", "a`b 1234", ["a", "`", "b", "Ġ", "123", "4"]),
-        ("default", "a`b$ 1234", ["a", "`", "b", "$", "Ġ", "123", "4"]),
-        ("deepseek-llm", "ab 12\nc", ["ab", "Ġ", "12", "Ċ", "c"]),
-        ("deepseek-coder", "ab 12\nc", ["ab", "Ġ", "1", "2", "Ċ", "c"]),
-    ],
-)
-def test_texts_are_cut_by_the_named_rules(pre, text, expected):
-    assert pieces(pre, text) == expected
-
-
-def test_smollm_cuts_as_its_own_tokenizer_file_does():
-    """Which lists transformers' Digits, each alone, and ByteLevel with GPT-2's pattern."""
-    theirs = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
-    ours = tokenizer().backend_tokenizer.pre_tokenizer
-    draw = random.Random(0)
-    letters = [*map(chr, range(1, 0x3000)), *"  \n\t 0123456789'stre" * 400]
-    for _ in range(2000):
-        text = "".join(draw.choices(letters, k=draw.randrange(12)))
-        assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text), text
-
-
 def test_texts_are_composed_where_the_model_does_so():
     assert PRE_TOKENIZERS["qwen2"].composed
     composed, left = tokenizer(pre="qwen2"), tokenizer(pre="smollm")
@@ -124,14 +81,6 @@ def test_contradictions_are_named(changes, message):
     with pytest.raises(ModelError, match=message) as caught:
         tokenizer(**changes)
     assert "\n" not in str(caught.value)
-
-
-def test_every_known_name_makes_a_tokenizer():
-    for pre in PRE_TOKENIZERS:
-        made = tokenizer(pre=pre)
-        text = "the year 1234, isn't it?\n  the end.".lower()
-        ids = made.encode(text, add_special_tokens=False)
-        assert made.decode(ids) == text, pre
 
 
 @pytest.mark.parametrize("ids", [-1, 999, 2**32 - 1, "0"])
