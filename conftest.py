@@ -15,9 +15,11 @@ if not torch.cuda.is_available():
     # Triton reads this once, when it is first imported; without a GPU its kernels run under its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
 
+from chat_model import save_chat_model
 from transformers import LlamaForCausalLM
 
 from forerun import LLM, kernels
+from forerun.cli.main import run
 from here import LEFT_OUT
 from tiny import ALPHABET, EOS, UNKNOWN, save_tokenizer, tiny_llama
 from tiny_seq2seq import save_seq2seq
@@ -151,3 +153,21 @@ def llm(tiny_target):
         return loaded[key]
 
     return get
+
+
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory):
+    """Folder of a tiny model with a chat template."""
+    return save_chat_model(tmp_path_factory.mktemp("chat_model"))
+
+
+@pytest.fixture
+def forerun(capsys):
+    """Run a command in this process: exit code, stdout, stderr."""
+
+    def call(*arguments):
+        code = run(list(arguments))
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call

@@ -7,16 +7,11 @@ import json
 import zipfile
 
 import pytest
-from chat_model import TASKS, save_chat_model, save_tasks
+from chat_model import TASKS, save_tasks
 
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun_lab.humaneval import Judge, Task, read_tasks
-
-
-@pytest.fixture(scope="session")
-def chat_model(tmp_path_factory):
-    return save_chat_model(tmp_path_factory.mktemp("chat_bench"))
 
 
 @pytest.fixture

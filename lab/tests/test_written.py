@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy
 import pytest
-from chat_model import TASKS, save_chat_model, save_tasks
+from chat_model import TASKS, save_tasks
 
 from forerun import SamplingParams
 from forerun.cli.main import run
@@ -24,11 +24,6 @@ from forerun_lab.intervals import median_interval, ratio_error
 from forerun_lab.written import FOLDER, RecordedConversation, Texts, by_category, make_texts, read_set, stops
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="session")
-def chat_model(tmp_path_factory):
-    return save_chat_model(tmp_path_factory.mktemp("chat_bench"))
 
 
 @pytest.fixture

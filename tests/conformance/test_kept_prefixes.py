@@ -96,11 +96,13 @@ def test_where_states_are_kept(engine, hybrid):
     assert off.scheduler.tree is None
 
 
-# Mixtures have one set of drafts each: their states are those of the kinds without experts.
+# Mixtures have one set of drafts each: their states are those of the kinds without experts. What fewer drafts ask of
+# states is a part of what "chains" do.
 @pytest.mark.parametrize(
     ("kind", "drafts"),
-    [(kind, drafts) for kind in KINDS for drafts in DRAFTS if kind not in MIXTURES or drafts == "tree"],
-)
+    [("lfm2", "plain"), ("qwen3_5_text", "ngram"), *((kind, "tree") for kind in KINDS),
+     *((kind, "chains") for kind in KINDS if kind not in MIXTURES)],
+)  # fmt: skip
 def test_conversations(engine, hybrid, kind, drafts):
     kinds = list(KINDS)
     model = hybrid(kinds[(kinds.index(kind) + (drafts == "chains")) % len(kinds)])

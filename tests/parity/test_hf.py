@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forerun import SamplingParams
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ModelError
 from forerun.engine.config import EngineConfig
@@ -126,22 +125,6 @@ def test_logits_of_chunks_batches_and_trees(checkpoint, name, page_size):
             path.insert(0, parents[path[0]])
         close(got[node], reference(folder, first + [nodes[step] for step in path])[-1])
     close(got[len(nodes) :], reference(folder, second + nodes[:3])[-3:])
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_greedy_tokens_of_transformers(checkpoint, name):
-    folder = checkpoint(name)
-    prompts = [some_tokens(12, seed=2), some_tokens(3, seed=3)]
-    engine = Engine(ours(folder), None, EngineConfig(max_model_len=96))
-    jobs = [engine.add(prompt, SamplingParams(temperature=0, max_tokens=64))[0] for prompt in prompts]
-    while engine.busy:
-        engine.step()
-    for prompt, job in zip(prompts, jobs):
-        ids = torch.tensor([prompt])
-        answer = theirs(folder).generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, min_new_tokens=64, do_sample=False
-        )
-        assert job.output_ids == answer[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -78,22 +78,6 @@ def answers(folder, params, config=None, **options):
     return [job.output_ids for job in jobs]
 
 
-def test_greedy_tokens_of_transformers(folder):
-    """Ragged sources together, one of them drafted by a tree of the target's own."""
-    expected = []
-    for source in SOURCES:
-        answer = theirs(folder).generate(
-            torch.tensor([source]), attention_mask=torch.ones(1, len(source), dtype=torch.long), max_new_tokens=24,
-            do_sample=False, use_cache=False, eos_token_id=None,
-        )  # fmt: skip
-        expected.append(answer[0, 1:].tolist())
-    assert len({tuple(answer) for answer in expected}) >= 4
-    params = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)] * len(SOURCES)
-    assert answers(folder, params) == expected
-    drafting = {"method": "draft_model", "model": folder, "tree": [2, 1, 1]}
-    assert answers(folder, params, drafting, page_size=8, max_num_seqs=3) == expected
-
-
 def test_sampled_tokens_are_the_best_of_transformers_logits_and_the_noise(folder):
     temperature, noise = 0.9, Gumbel(len(ALPHABET))
     params = [SamplingParams(temperature=temperature, max_tokens=32, ignore_eos=True, seed=seed) for seed in range(5)]

@@ -134,18 +134,6 @@ def test_reading_joins_rounds_and_changes_nothing(engine, served):
     assert [len(delta.logprobs) for delta in with_logprobs] == [1] * 80
 
 
-def test_n_answers_share_a_stream(engine, served):
-    params = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=12)
-    expected = served.generate([PROMPT], params, speculate=False)[0].outputs
-
-    async def work():
-        return await read(await engine.submit(served.tokenizer.encode(PROMPT), params))
-
-    deltas = run(work())
-    for answer in expected:
-        assert joined([d for d in deltas if d.index == answer.index])[1] == answer.token_ids
-
-
 def test_leaving_the_loop_aborts_and_frees(engine, served):
     async def work():
         answers = engine.generate(served.tokenizer.encode(PROMPT), LONG)

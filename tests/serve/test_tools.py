@@ -130,23 +130,6 @@ def test_several_calls_come_unless_one_alone_is_wanted(hermes):
     assert max(seen) <= MOST_CALLS
 
 
-@pytest.mark.parametrize("temperature", [0, 0.8])
-@pytest.mark.parametrize("stream", [False, True])
-def test_the_same_seed_gives_the_same_calls_with_and_without_drafts(hermes, temperature, stream):
-    body = {**BODY, "temperature": temperature, "seed": 7, "stream": stream}
-    if stream:
-        body["stream_options"] = {"continuous_usage_stats": True}
-    wishes = [{"enabled": False}, {"method": "draft_model"}, {"method": "ngram"}, {"method": "pattern"}]
-    answers = [hermes.post(CHAT, {**body, "speculative": wish}) for wish in wishes]
-    calls = [calls_of(together(a.text) if stream else a.json()["choices"][0]) for a in answers]
-    check_calls(calls[0])
-    assert calls == calls[:1] * 4
-    if not stream:
-        drafts = [a.json()["metrics"]["speculative_decoding"]["num_draft_tokens"] for a in answers]
-        assert drafts[0] == 0
-        assert min(drafts[1:]) > 0
-
-
 def test_a_call_that_is_cut_off_says_so(hermes):
     body = {**BODY, "tool_choice": CHOSEN, "max_tokens": 30, "seed": 1}
     full = calls_of(hermes.post(CHAT, {**body, "max_tokens": 300}).json()["choices"][0])
@@ -221,16 +204,6 @@ def test_a_template_that_knows_tools_gets_them(llama):
     told = text_of(llama, messages=[*ASK, *HISTORY[2:3]], tools=TOOLS)
     begun = 'Answer with {"name": it, "parameters": {...}}: set_date paint stop '
     assert told == f"{begun}<user>hi<assistant>set_date(3)set_date(3)"
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_llama_s_form(llama, stream):
-    body = {**BODY, "seed": 5, "stream": stream}
-    answer = llama.post(CHAT, body)
-    choice = together(answer.text) if stream else answer.json()["choices"][0]
-    check_calls(calls_of(choice))
-    assert len(calls_of(choice)) == 1
-    assert choice["finish_reason"] == "tool_calls"
 
 
 def test_markers_that_are_special_tokens_are_not_left_out(served):

@@ -6,7 +6,6 @@ import re
 import sys
 
 import pytest
-from chat_model import save_chat_model
 from markdown_it import MarkdownIt
 from rich.console import Console
 
@@ -19,11 +18,6 @@ from forerun.core.errors import ConfigError, ForerunError, RequestError
 from forerun.models.native import NativeModel
 
 LENGTH = 12
-
-
-@pytest.fixture(scope="module")
-def chat_model(tmp_path_factory):
-    return save_chat_model(tmp_path_factory.mktemp("chat_model"))
 
 
 @pytest.fixture

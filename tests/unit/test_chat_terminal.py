@@ -10,7 +10,6 @@ from pathlib import Path
 from time import monotonic, sleep
 
 import pytest
-from chat_model import save_chat_model
 
 from forerun.cli.conversation import read_messages
 
@@ -57,11 +56,6 @@ def _adopt():
     import termios
 
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-@pytest.fixture(scope="module")
-def chat_model(tmp_path_factory):
-    return save_chat_model(tmp_path_factory.mktemp("chat_model"))
 
 
 @pytest.fixture

@@ -32,18 +32,6 @@ METRICS = {
 
 
 @pytest.fixture
-def forerun(capsys):
-    """Run a command in this process: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        code = run(list(arguments))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
-
-
-@pytest.fixture
 def pair(tiny_target, tiny_draft):
     return ["--model", tiny_target, "--spec-model", tiny_draft, "--spec-tokens", "3", "--max-tokens", "24"]
 

@@ -4,23 +4,9 @@ import json
 
 import pytest
 
-from forerun.cli.main import run
-
 pytestmark = pytest.mark.slow
 
 PROMPT = "the cat sat on the mat; the cat"
-
-
-@pytest.fixture
-def forerun(capsys):
-    """Run a command in this process: exit code, stdout, stderr."""
-
-    def call(*arguments):
-        code = run(list(arguments))
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return call
 
 
 def test_an_encoder_decoder(forerun, seq2seq, tmp_path, capsys):

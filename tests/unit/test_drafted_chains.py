@@ -98,8 +98,7 @@ def same(one, other):
     return flat(one) == flat(other)
 
 
-@pytest.mark.parametrize("rule", where(kernels.has("draft_bfloat16"), ["coupled", "token"]))
-@pytest.mark.parametrize("page_size", [None, 4])
+@pytest.mark.parametrize(("rule", "page_size"), where(kernels.has("draft_bfloat16"), [("coupled", 4), ("token", None)]))
 def test_one_call_drafts_what_single_steps_draft(tiny_target, options, rule, page_size):
     options = {**options, "accept": rule}
     chains = record(tiny_target, options, page_size=page_size)

@@ -106,14 +106,6 @@ def test_an_engine_option_that_cannot_be_honoured(tiny_target, options, message)
     one_line(caught.value)
 
 
-def test_sampling_params_one_for_all_or_one_each(llm):
-    with pytest.raises(ConfigError, match="3 sampling_params for 2 prompts"):
-        llm().generate(["a", "b"], [params()] * 3)
-    outputs = llm().generate(["a", "b"], [params(max_tokens=2), params(max_tokens=5)])
-    assert [len(out.outputs[0].token_ids) for out in outputs] == [2, 5]
-    assert llm().generate([]) == []
-
-
 def test_nothing_left_to_sample_ends_the_request(llm):
     everything = {token: float("-inf") for token in range(98)}
     outputs = llm().generate(["ab", "cd"], [params(logit_bias=everything), params()])
@@ -147,18 +139,6 @@ def test_who_watches_updates_may_train(llm):
     model = llm()
     model.generate("ab", params(max_tokens=3), on_update=learn)
     assert torch.equal(weight.grad, torch.full((3,), 6.0))
-
-
-def test_an_interrupted_generation_leaves_nothing_behind(llm):
-    model = llm({"method": "ngram"})
-
-    def interrupt(update):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        model.generate(["ab", "cd"], params(), on_update=interrupt)
-    assert not model.engine.busy
-    model.engine.check()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

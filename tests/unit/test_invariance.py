@@ -57,13 +57,19 @@ def name_of(value):
     return str(value).removeprefix("torch.")
 
 
-@pytest.mark.usefixtures("cpu_attention")
 @pytest.mark.parametrize(("kind", "dtype", "how"), CASES, ids=name_of)
 def test_every_way_of_feeding_gives_the_bits_of_decoding(kind, dtype, how):
     assert self_test(build(kind, dtype, weights=how), page_size=16, rows=ROWS, chunks=CHUNKS) == []
 
 
-@pytest.mark.usefixtures("cpu_attention")
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_way_of_feeding_through_torchs_attention(monkeypatch, dtype, page_size):
+    """Which knows nothing of how the weights are held."""
+    monkeypatch.setattr("forerun.models.base.can_attend", lambda *_: False)
+    assert self_test(build("qwen3", dtype), page_size=page_size, rows=ROWS, chunks=CHUNKS) == []
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_way_of_feeding_without_pages(dtype):
     assert self_test(build("qwen3", dtype), rows=ROWS, chunks=CHUNKS) == []
@@ -75,8 +81,7 @@ def test_across_blocks_of_keys(page_size):
     assert self_test(build("qwen3"), page_size=page_size, rows=FAR, chunks=CHUNKS) == []
 
 
-@pytest.mark.parametrize("width", [40, 100, 120])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "width"), [*zip(DTYPES, (40, 100, 120))])
 def test_head_widths_that_are_no_power_of_two(dtype, width):
     assert self_test(build("llama", dtype, width=width), rows=ROWS, chunks=CHUNKS) == []
 

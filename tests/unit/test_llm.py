@@ -21,6 +21,7 @@ def test_prompts_and_options_may_come_one_by_one(llm):
     assert [len(answer) for answer in expected] == [3, 5]
     given = model.generate((text for text in ("the cat", "a dog")), (params for params in (SHORT, COLD)))
     assert tokens(given) == expected
+    assert model.generate([]) == []
     ids = model.tokenizer.encode("the cat")
     for one in ("the cat", ids, tuple(ids), {"prompt": "the cat"}, (text for text in ["the cat"]), iter(ids)):
         assert tokens(model.generate(one, SHORT)) == expected[:1]

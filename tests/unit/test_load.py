@@ -5,9 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
+from damage import CONFIG, DAMAGES, edit
 from forerun import LLM
 from forerun.core.errors import ConfigError, ModelError
 from forerun.models import hub
@@ -58,50 +57,38 @@ def test_a_broken_config(folder, text):
     refuse(folder, "config.json cannot be used")
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("weights cut at 0", "a safetensors file is truncated or damaged"),
+        ("weights cut at 200", "a safetensors file is truncated or damaged"),
+        ("no weights", "has no safetensors weights$"),
+        ("a tensor is missing", "lacks 1 weights, model.layers.1.mlp.up_proj.weight among them"),
+        ("a tensor has another shape", r"up_proj.weight has shape \[63, 32\]; its config asks for \[64, 32\]"),
+        ("generation_config.json is half an object", "generation_config.json cannot be used"),
+    ],
+)
+def test_what_is_damaged_is_named(folder, damage, message):
+    DAMAGES[damage](folder)
+    refuse(folder, message)
+
+
 def test_an_unknown_architecture(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "model_type": "telepath"}))
+    edit(CONFIG, model_type="telepath")(folder)
     refuse(folder, "telepath")
 
 
 def test_code_in_a_checkpoint_never_runs(folder):
-    config = json.loads((folder / "config.json").read_text())
-    config |= {"model_type": "evil", "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
-    (folder / "config.json").write_text(json.dumps(config))
+    classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    edit(CONFIG, model_type="evil", auto_map=classes)(folder)
     (folder / "evil.py").write_text("raise SystemExit('the code has run')")
     refuse(folder, r"a model of type 'evil' that runs code of its own \(auto_map in config.json\)")
-
-
-@pytest.mark.parametrize("keep", [0, 5, 200, 20_000])
-def test_truncated_weights(folder, keep):
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:keep])
-    refuse(folder, "a safetensors file is truncated or damaged")
 
 
 def test_pickled_weights_are_never_read(folder):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'exit 3'\ntR.")
     refuse(folder, r"has no safetensors weights \(it has pytorch_model.bin; pickled weights are not loaded")
-
-
-def test_no_weights_at_all(folder):
-    (folder / "model.safetensors").unlink()
-    refuse(folder, "has no safetensors weights$")
-
-
-def test_a_missing_tensor(folder):
-    weights = load_file(folder / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    refuse(folder, "lacks 1 weights, model.layers.1.mlp.up_proj.weight among them")
-
-
-def test_a_tensor_of_another_shape(folder):
-    weights = load_file(folder / "model.safetensors")
-    weights["model.norm.weight"] = torch.ones(31)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    refuse(folder, r"model.norm.weight has shape \[31\]; its config asks for \[32\]")
 
 
 def test_a_missing_shard(tmp_path):
@@ -115,8 +102,7 @@ def test_a_missing_shard(tmp_path):
 def test_the_lean_path_on_another_family(tiny_target, folder):
     assert load_model(tiny_target).info.path.startswith("native")
     assert load_model(tiny_target, model_path="hf").info.path.startswith("hf")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "hidden_act": "gelu"}))
+    edit(CONFIG, hidden_act="gelu")(folder)
     refuse(folder, "the native path does not run .*: activation 'gelu'", ConfigError, model_path="native")
     assert load_model(folder).info.path.startswith("hf")
 
@@ -127,8 +113,3 @@ def test_every_id_that_ends_a_text(folder, generation, expected):
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
     assert load_model(folder).info.eos_ids == expected
-
-
-def test_a_broken_generation_config(folder):
-    (folder / "generation_config.json").write_text("{")
-    refuse(folder, "generation_config.json cannot be used")

@@ -195,18 +195,6 @@ TestPool.settings = settings(
 )
 
 
-def test_truncation_keeps_a_partial_last_page_and_frees_those_past_it():
-    pages = Pages(8, 4)
-    pages.reserve(1, 15)
-    pages.advance(1, 15)
-    table = list(pages.block_tables[1])
-    for length, kept in ((13, 4), (12, 3), (9, 3), (8, 2), (1, 1), (0, 0)):
-        pages.truncate(1, length)
-        assert pages.block_tables[1] == table[:kept]
-        assert pages.num_free == 8 - kept
-        assert pages.length(1) == length
-
-
 def test_truncation_also_drops_what_was_reserved_and_never_written():
     pages = Pages(8, 4)
     pages.reserve(1, 5)
@@ -215,29 +203,6 @@ def test_truncation_also_drops_what_was_reserved_and_never_written():
     assert pages.num_free == 3
     pages.truncate(1, 9)
     assert (pages.length(1), pages.num_free) == (5, 5)
-
-
-def test_truncation_leaves_shared_pages_to_the_others():
-    pool = Pool(SHAPES, 8, 4, torch.float32)
-    write(pool, 1, list(range(1, 11)))
-    pool.fork(1, 2, 10)
-    pool.truncate(1, 3)
-    assert read(pool, 2) == list(range(1, 11))
-    assert pool.num_free == 5
-    write(pool, 1, [50, 51])
-    assert read(pool, 1) == [1, 2, 3, 50, 51]
-    assert read(pool, 2) == list(range(1, 11))
-
-
-def test_a_shared_page_is_copied_before_it_is_written():
-    pool = Pool(SHAPES, 4, 4, torch.float32)
-    write(pool, 1, [1, 2])
-    pool.fork(1, 2, 2)
-    assert pool.block_tables[1] == pool.block_tables[2]
-    write(pool, 2, [3])
-    write(pool, 1, [4])
-    assert (read(pool, 1), read(pool, 2)) == ([1, 2, 4], [1, 2, 3])
-    assert pool.num_free == 2
 
 
 def test_a_copy_counts_as_a_page_that_is_needed():
@@ -251,11 +216,6 @@ def test_a_copy_counts_as_a_page_that_is_needed():
         pool.reserve(3, 4)
     assert read(pool, 3) == [1, 2, 3]
     assert pool.can_reserve(2, 4)
-
-
-def test_unwritten_entries_are_zero():
-    pool = Pool(SHAPES, 3, 4, torch.float16)
-    assert all(not side.any() for side in [*pool.keys, *pool.values])
 
 
 def test_check_notices_what_is_wrong():

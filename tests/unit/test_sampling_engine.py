@@ -1,7 +1,6 @@
 """Sampling options in the engine: speculative equals plain, plain equals one token at a time over transformers."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 
@@ -11,7 +10,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sampling_oracle import edited, kept
-from scipy import stats
 from transformers import LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
@@ -216,62 +214,3 @@ def test_prompt_logprobs(llm, raw_logits, budget):
             assert {1, 2} <= {item.rank for item in result[index].values()}
             assert len(result[index]) in (2, 3)
             assert max(item.logprob for item in result[index].values()) == pytest.approx(expected.max(), abs=1e-3)
-
-
-# ----------------------------------------------------------------------------------------- the distribution, end to end
-
-TOKENS = 3
-REQUESTS = 500
-DISTRIBUTION = {"temperature": 0.9, "top_k": 2, "repetition_penalty": 1.1, "max_tokens": TOKENS + 1, "ignore_eos": True}
-
-
-def exact_distribution(raw_logits, prompt, params):
-    """Of all ``TOKENS`` + 1 tokens behind ``prompt``."""
-    distribution = {(): 1.0}
-    for _ in range(TOKENS + 1):
-        longer = {}
-        for tokens, mass in distribution.items():
-            values = edited(raw_logits([*prompt, *tokens])[-1], params, prompt, tokens, [0]) / params.temperature
-            weights = numpy.where(kept(values, params), numpy.exp(values - values.max()), 0.0)
-            for token in weights.nonzero()[0]:
-                longer[*tokens, int(token)] = mass * weights[token] / weights.sum()
-        distribution = longer
-    return distribution
-
-
-@pytest.mark.parametrize(
-    ("accept", "shape"),
-    [
-        ("coupled", {"num_speculative_tokens": 2}),
-        ("token", {"num_speculative_tokens": 2}),
-        ("block", {"num_speculative_tokens": 2}),
-        ("recursive", {"tree": [2, 1]}),
-        ("traversal", {"tree": [2, 1]}),
-    ],
-)
-def test_distribution_of_the_output(llm, tiny_draft, raw_logits, accept, shape):
-    """Chi-square of whole answers against the exact distribution of the target, from transformers' logits. The draft is
-    hotter than the target, so that much is rejected."""
-    spec = {"method": "draft_model", "model": tiny_draft, "accept": accept, "draft_temperature": 2.0, **shape}
-    engine = llm(spec, max_num_seqs=64)
-    params = [SamplingParams(seed=seed, **DISTRIBUTION) for seed in range(REQUESTS)]
-    outputs = engine.generate([PROMPTS[0]] * REQUESTS, params)
-    distribution = exact_distribution(raw_logits, outputs[0].prompt_token_ids, params[0])
-    counts = dict.fromkeys(distribution, 0)
-    for output in outputs:
-        counts[tuple(output.outputs[0].token_ids)] += 1
-    # Rare answers together, so that every cell expects five at least.
-    cells = sorted(distribution, key=distribution.__getitem__)
-    rare = [
-        cell
-        for cell, reach in zip(cells, itertools.accumulate(distribution[c] for c in cells))
-        if reach * REQUESTS < 10
-    ]
-    common = [cell for cell in cells if cell not in rare]
-    observed = [counts[cell] for cell in common] + [sum(counts[cell] for cell in rare)] * bool(rare)
-    expected = [distribution[cell] * REQUESTS for cell in common] + [
-        sum(distribution[c] for c in rare) * REQUESTS
-    ] * bool(rare)
-    assert len(observed) > 4
-    assert stats.chisquare(observed, numpy.array(expected) * sum(observed) / sum(expected)).pvalue > 1e-3
-    assert sum(output.metrics.num_accepted_draft_tokens for output in outputs) > REQUESTS / 5
