@@ -7,7 +7,6 @@ import pytest
 import torch
 from drafting import first_draft
 from gguf import GGMLQuantizationType, quants
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 from unrolled import SOME, narrowed, scramble, unrolled
 
@@ -147,50 +146,6 @@ def test_a_reduced_vocabulary_changes_no_token(tiny_target, tmp_path, reference,
     assert rejected
     assert rejected <= set(SOME.tolist())
     assert not {token for tokens in plain for token in tokens} <= set(SOME.tolist())
-
-
-PUBLIC = {"midlayer": "midlayer.", "speculators": "layers.0."}
-
-
-@pytest.mark.parametrize("layout", PUBLIC)
-def test_public_eagle3_checkpoints_load(tiny_target, tmp_path, layout):
-    config = json.loads((Path(tiny_target) / "config.json").read_text())
-    size, vocabulary, reduced, inner = config["hidden_size"], config["vocab_size"], 20, 24
-    prefix = PUBLIC[layout]
-    generator = torch.Generator().manual_seed(0)
-
-    def weight(*shape):
-        return torch.randn(*shape, generator=generator) * 0.2
-
-    ids = torch.arange(0, 2 * reduced, 2)
-    weights = {
-        "fc.weight": weight(size, 3 * size),
-        "norm.weight": torch.ones(size),
-        "lm_head.weight": weight(reduced, size),
-        "embed_tokens.weight": weight(vocabulary, size),
-        "d2t": ids - torch.arange(reduced),
-        "t2d": torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ids, True),
-    }
-    for name, shape in (("q", (32, 2 * size)), ("k", (16, 2 * size)), ("v", (16, 2 * size)), ("o", (size, 32))):
-        weights[f"{prefix}self_attn.{name}_proj.weight"] = weight(*shape)
-    for name, shape in (("gate", (inner, size)), ("up", (inner, size)), ("down", (size, inner))):
-        weights[f"{prefix}mlp.{name}_proj.weight"] = weight(*shape)
-    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
-        weights[f"{prefix}{name}.weight"] = torch.ones(size)
-    layer = {
-        "hidden_size": size, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
-        "intermediate_size": inner, "vocab_size": vocabulary, "rms_norm_eps": 1e-6,
-    }  # fmt: skip
-    extra = {"eagle_aux_hidden_state_layer_ids": [0, 1, config["num_hidden_layers"]]}
-    result = {**layer, **extra} if layout == "midlayer" else {"transformer_layer_config": layer, **extra}
-    (tmp_path / "config.json").write_text(json.dumps({**result, "draft_vocab_size": reduced}))
-    save_file(weights, tmp_path / "model.safetensors")
-    llm = LLM(str(tiny_target), speculative_config={"method": "eagle", "model": str(tmp_path)}, trace=True)
-    out = llm.generate([PROMPT], GREEDY)[0]
-    assert out.metrics.num_draft_tokens > 0
-    assert out.metrics.draft_error is None
-    drafted = {token for entry in out.outputs[0].trace for token in entry.rejected}
-    assert drafted <= set(ids.tolist())
 
 
 def test_a_packed_head_is_what_gguf_reads_from_its_blocks(tmp_path):

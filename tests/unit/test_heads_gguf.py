@@ -109,6 +109,24 @@ def eagle_weights(size, vocabulary, ids):
     return weights | {f"{at}mlp.{name}_proj.weight": r(*shape) for name, shape in shapes.items()}
 
 
+def test_published_layouts_draft_the_same(tiny_target, tmp_path):
+    """By the names of EAGLE's authors and in speculators' form, each with tensors that the target has itself."""
+    layers = {"eagle_aux_hidden_state_layer_ids": [1, 2]}
+    config = config_of(Path(tiny_target), "dflash") | layers
+    size, vocabulary, ids = config["hidden_size"], config["vocab_size"], torch.arange(0, 60, 3)
+    weights = eagle_weights(size, vocabulary, ids) | {"d2t": ids - torch.arange(len(ids))}
+    named = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in weights.items()}
+    known = torch.zeros(vocabulary, dtype=torch.bool).index_fill_(0, ids, True)
+    more = {"embed_tokens.weight": torch.randn(vocabulary, size), "t2d": known}
+    folders = [
+        write_folder(tmp_path / "flat", config, weights),
+        write_folder(tmp_path / "authors", config, named | more),
+        write_folder(tmp_path / "speculators", {"transformer_layer_config": config, **layers}, weights | more),
+    ]
+    first, *others = (draft(tiny_target, folder, method="eagle") for folder in folders)
+    assert others == [first] * 2
+
+
 def paired(rows, heads):
     """Rows as llama.cpp's converter puts them: the two of a rotated pair side by side."""
     return torch.cat([head[[i // 2 + (i % 2) * WIDTH // 2 for i in range(WIDTH)]] for head in rows.chunk(heads)])
