@@ -107,7 +107,7 @@ def kept(part, ids, seen=()):
     """Names of what still belongs to one of the sequences ``ids`` in a drafter and the drafters inside it."""
     result = []
     for name, value in vars(part).items():
-        for holder in value if isinstance(value, list) else [value]:
+        for holder in value if isinstance(value, list | tuple) else [value]:
             if isinstance(holder, dict) and name not in ("matrix", "after", "likeliest") and ids & set(holder):
                 result.append(name)
             if name in ("base", "inner", "parts", "policy") and id(holder) not in seen:
