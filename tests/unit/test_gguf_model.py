@@ -224,7 +224,7 @@ def test_what_is_not_read_is_named(tmp_path, changes, extra, message):
 
 
 def test_names_of_weights_have_one_form():
-    assert LLAMA.checkpoint_name("blk.11.ffn_down.weight") == "model.layers.11.mlp.down_proj.weight"
+    assert LLAMA.checkpoint_names("blk.11.ffn_down.weight") == ("model.layers.11.mlp.down_proj.weight",)
     for name in (
         "blk.x.ffn_down.weight",
         "blk..ffn_down.weight",
@@ -232,7 +232,7 @@ def test_names_of_weights_have_one_form():
         "ffn_down.weight",
         "blk.1.other.weight",
     ):
-        assert LLAMA.checkpoint_name(name) is None
+        assert LLAMA.checkpoint_names(name) == ()
 
 
 @pytest.mark.parametrize(

@@ -138,15 +138,14 @@ class GGUFWeights:
         for name, tensor in file.tensors.items():
             if name == FREQUENCIES or name.startswith(predicting):
                 continue  # the config has what they say; the drafter mtp reads the others
-            halves = architecture.halves(name)
-            to = architecture.checkpoint_name(name) if halves is None else halves[0]
-            if to is None:
+            names = architecture.checkpoint_names(name)
+            if not names:
                 raise ModelError(f"{file.path} has a tensor {name}, which {architecture.causal} does not have")
             joined = architecture.joined(name)
             if joined is not None and name == joined[1]:
                 continue  # read with the first
             behind = None if joined is None else _second(file, *joined)
-            for own, held in _parts(to, tensor, behind) if halves is None else _halves(halves, tensor):
+            for own, held in _parts(names, tensor, behind):
                 if own in ignored:
                     continue
                 if own not in requested:
@@ -238,23 +237,18 @@ def _second(file: GGUFFile, first: str, second: str) -> GGUFTensor:
     return two
 
 
-def _parts(name: str, tensor: GGUFTensor, behind: GGUFTensor | None) -> Iterator[tuple[str, Held]]:
-    """By their names in a checkpoint."""
+def _parts(names: tuple[str, ...], tensor: GGUFTensor, behind: GGUFTensor | None) -> Iterator[tuple[str, Held]]:
+    """By their names in a checkpoint: of a stack, those of every expert, whose rows follow one another."""
     if behind is not None:
-        yield name, Held(tensor, (2 * tensor.shape[0], *tensor.shape[1:]), behind=behind)
+        yield names[0], Held(tensor, (2 * tensor.shape[0], *tensor.shape[1:]), behind=behind)
         return
-    if "{}" not in name:
-        yield name, Held(tensor, tensor.shape)
+    if "{}" not in names[0]:
+        yield names[0], Held(tensor, tensor.shape)
         return
-    for expert in range(tensor.shape[0]):
-        yield name.format(expert), Held(tensor, tensor.shape[1:], expert)
-
-
-def _halves(names: tuple[str, str], tensor: GGUFTensor) -> Iterator[tuple[str, Held]]:
-    """Of a stack that has two weights of every expert, by their names in a checkpoint."""
     rows, *inputs = tensor.shape[1:] or (0,)
-    for place in range(2 * tensor.shape[0]):
-        yield names[place % 2].format(place // 2), Held(tensor, (rows // 2, *inputs), place)
+    for place in range(len(names) * tensor.shape[0]):
+        expert, which = divmod(place, len(names))
+        yield names[which].format(expert), Held(tensor, (rows // len(names), *inputs), place)
 
 
 def read_weights(file: GGUFFile, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:

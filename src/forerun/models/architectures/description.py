@@ -358,25 +358,29 @@ class Architecture:
         parts = (self.mixer, self.mlp, self.experts)
         return tuple(part.layers for part in parts if part is not None and part.layers is not None)
 
-    def checkpoint_name(self, gguf: str) -> str | None:
-        """A weight or bias of a GGUF file in a checkpoint; None for one that such a model does not have. GGUF stacks
-        experts: their names have ``{}`` for the number of one."""
+    def checkpoint_names(self, gguf: str) -> tuple[str, ...]:
+        """What a checkpoint calls a weight or bias of a GGUF file; two names, of gate and up, for a stack that has both
+        of every expert; () for one that such a model does not have. Names of experts have ``{}`` for their number."""
         stem, _, kind = gguf.rpartition(".")
         if kind not in KINDS:
             stem, kind = gguf, ""
         ends = {name.gguf: name.checkpoint for name in self._ends()}
         if stem in ends:
-            return f"{ends[stem]}.{kind}" if self._has(ends[stem], kind) else None
+            return (f"{ends[stem]}.{kind}",) if self._has(ends[stem], kind) else ()
         block, _, rest = stem.partition(".")
         index, _, part = rest.partition(".")
-        inside = {gguf: name for name in self.names() for gguf in (name.gguf, name.behind) if gguf is not None}
+        inside: dict[str, tuple[Name, ...]] = {
+            gguf: (name,) for name in self.names() for gguf in (name.gguf, name.behind) if gguf is not None
+        }
+        if self.experts is not None and len(self.experts.gate_up) == 2 and kind == "weight":
+            inside[self.experts.fused] = self.experts.gate_up
         part = part if part in inside else part.removesuffix(self.mlp.beside)
         if block != self.layers.gguf or not index.isdecimal() or part not in inside:
-            return None
-        if not kind and not inside[part].bare and not inside[part].whole:
-            return None
-        end = "" if inside[part].bare else f".{kind or 'weight'}"
-        return f"{self.layers.checkpoint}.{index}.{inside[part].checkpoint}{end}"
+            return ()
+        if not kind and not any(name.bare or name.whole for name in inside[part]):
+            return ()
+        at, end = f"{self.layers.checkpoint}.{index}", f".{kind or 'weight'}"
+        return tuple(f"{at}.{name.checkpoint}{'' if name.bare else end}" for name in inside[part])
 
     def gguf_name(self, checkpoint: str) -> str | None:
         """The other way, for what is not stacked."""
@@ -387,15 +391,6 @@ class Architecture:
         index, _, part = stem.removeprefix(f"{self.layers.checkpoint}.").partition(".")
         inside = {name.checkpoint: name.gguf for name in self.names() if "{}" not in name.checkpoint}
         return f"{self.layers.gguf}.{index}.{inside[part]}.{kind}" if part in inside and kind in KINDS else None
-
-    def halves(self, gguf: str) -> tuple[str, str] | None:
-        """The names of gate and up in a checkpoint, if ``gguf`` is a stack that has both of every expert."""
-        names = self.experts
-        end = "" if names is None else f".{names.fused}.weight"
-        if names is None or len(names.gate_up) != 2 or not gguf.endswith(end):
-            return None
-        first, second = (self.checkpoint_name(f"{gguf.removesuffix(end)}.{name.gguf}.weight") for name in names.gate_up)
-        return None if first is None or second is None else (first, second)
 
     def joined(self, gguf: str) -> tuple[str, str] | None:
         """The two tensors of a GGUF file whose rows are one's in a checkpoint, if ``gguf`` is one of them."""
