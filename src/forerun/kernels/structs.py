@@ -8,247 +8,54 @@ and the projection to its rows. Pointers are addresses, 0 for null; numbers that
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from collections import namedtuple
 
-
-class SpanStruct(NamedTuple):
-    first: int
-    rows: int
-    base: int
-    before: int
-    table: int
-    paths: int
-
-
-class Plan(NamedTuple):
-    spans: int
-    num_spans: int
-    tables: int
-    num_tables: int
-    paths: int
-    num_paths: int
-    entries: int
-    num_entries: int
-
-
-class PoolStruct(NamedTuple):
-    pages: int
-    page_size: int
-    kv_heads: int
-    width: int
-    value_width: int
-    key_page: int
-    key_head: int
-    key_slot: int
-    value_page: int
-    value_head: int
-    value_slot: int
-
-
-class Heads(NamedTuple):
-    heads: int
-    window: int
-    q_stride: int
-    k_stride: int
-    v_stride: int
-    bias: int
-    reach: int
-    sinks: int
-
-
-class LinearStruct(NamedTuple):
-    kind: int
-    weight: int
-    bias: int
-    scales: int
-    offsets: int
-    outputs: int
-    inputs: int
-    next: int
-
-
-class ExpertsStruct(NamedTuple):
-    size: int
-    first: int
-    here: int
-    chosen: int
-    normalised: int
-    sigmoid: int
-    correction: int
-    factor: int
-    eps: int
-    groups: int
-    kept: int
-    best: int
-    activation: int
-    gated: int
-    numbers: int
-    layers: int
-    scales: int = 0
-
-
-class LatentStruct(NamedTuple):
-    rank: int
-    query_rank: int
-    plain: int
-    turned: int
-    value: int
-    norm_query: int
-    norm: int
-    eps: int
-    keys: int
-    values: int
-
-
-class MixerStruct(NamedTuple):
-    kind: int
-    channels: int
-    columns: int
-    inner: int
-    gates: int
-    heads: int
-    groups: int
-    key_dim: int
-    value_dim: int
-    tiled: int
-    conv: int
-    bias: int
-    decay: int
-    step: int
-    skip: int
-    norm: int
-    eps: int
-
-
-class RunStruct(NamedTuple):
-    slot: int
-    first: int
-    nodes: int
-    settled: int
-
-
-class ReplayStruct(NamedTuple):
-    runs: int
-    num_runs: int
-    nodes: int
-    before: int
-    rows: int
-    copies: int
-    taps: int
-    columns: int
-    read: int
-    num_read: int
-    written: int
-    kept: int
-    num_written: int
-    slots: int
-    records: int
-
-
-class LayerStruct(NamedTuple):
-    norm_attention: int
-    norm_qk: int
-    norm_query: int
-    norm_key: int
-    after_attention: int
-    norm_mlp: int
-    after_mlp: int
-    norm_token: int
-    rotary: int
-    window: int
-    experts: int
-    numbers: int
-    sinks: int
-    gated: int
-    mixer: int
-    latent: int
-    share: int
-    width: int
-    kv_heads: int
-    stores: int
-    source: int
-    normed: int
-    norm_experts: int
-    norm_router: int
-    after_experts: int
-    after_beside: int
-    after_inputs: int
-    scale: int
-
-
-class ModelStruct(NamedTuple):
-    heads: int
-    hidden: int
-    inner: int
-    layers: int
-    known: int
-    embedding: int
-    norm: int
-    rotaries: int
-    activation: int
-    gated: int
-    centred: int
-    parallel: int
-    norm_rotated: int
-    query_reach: int
-    inputs: int
-    table: int
-    norm_inputs: int
-    eps: int
-    scale: int
-    softcap: int
-    logits_softcap: int
-    embedding_scale: int
-    residual_scale: int
-    logits_scale: int
-    query_growth: int
-    table_scale: int
-
-
-class Call(NamedTuple):
-    rows: int
-    threads: int
-    ids: int
-    given: int
-    positions: int
-    angles: int
-    num_angles: int
-    which: int
-    num_which: int
-    keep: int
-    rows_out: int
-    num_out: int
-    workspace: int
-    workspace_size: int
-    logits: int
-    sides: int
-    pools: int
-    plan: int
-    sum: int
-    replay: int
-    states: int
-    experts: int
-
-
-class Chains(NamedTuple):
-    sequences: int
-    longest: int
-    depths: int
-    starts: int
-    tables: int
-    temperatures: int
-    thresholds: int
-    top_ks: int
-    words: int
-    names: int
-    keys: int
-    quantiles: int
-    tokens: int
-    q: int
-    num_ids: int
-    feeds: int
-    floor: int
-
+SpanStruct = namedtuple("SpanStruct", "first rows base before table paths")
+Plan = namedtuple("Plan", "spans num_spans tables num_tables paths num_paths entries num_entries")
+PoolStruct = namedtuple(
+    "PoolStruct",
+    "pages page_size kv_heads width value_width key_page key_head key_slot value_page value_head value_slot",
+)
+Heads = namedtuple("Heads", "heads window q_stride k_stride v_stride bias reach sinks")
+LinearStruct = namedtuple("LinearStruct", "kind weight bias scales offsets outputs inputs next")
+ExpertsStruct = namedtuple(
+    "ExpertsStruct",
+    "size first here chosen normalised sigmoid correction factor eps groups kept best activation gated numbers layers "
+    "scales",
+    defaults=(0,),
+)
+LatentStruct = namedtuple("LatentStruct", "rank query_rank plain turned value norm_query norm eps keys values")
+MixerStruct = namedtuple(
+    "MixerStruct",
+    "kind channels columns inner gates heads groups key_dim value_dim tiled conv bias decay step skip norm eps",
+)
+RunStruct = namedtuple("RunStruct", "slot first nodes settled")
+ReplayStruct = namedtuple(
+    "ReplayStruct",
+    "runs num_runs nodes before rows copies taps columns read num_read written kept num_written slots records",
+)
+LayerStruct = namedtuple(
+    "LayerStruct",
+    "norm_attention norm_qk norm_query norm_key after_attention norm_mlp after_mlp norm_token rotary window experts "
+    "numbers sinks gated mixer latent share width kv_heads stores source normed norm_experts norm_router "
+    "after_experts after_beside after_inputs scale",
+)
+ModelStruct = namedtuple(
+    "ModelStruct",
+    "heads hidden inner layers known embedding norm rotaries activation gated centred parallel norm_rotated "
+    "query_reach inputs table norm_inputs eps scale softcap logits_softcap embedding_scale residual_scale "
+    "logits_scale query_growth table_scale",
+)
+Call = namedtuple(
+    "Call",
+    "rows threads ids given positions angles num_angles which num_which keep rows_out num_out workspace "
+    "workspace_size logits sides pools plan sum replay states experts",
+)
+Chains = namedtuple(
+    "Chains",
+    "sequences longest depths starts tables temperatures thresholds top_ks words names keys quantiles tokens q "
+    "num_ids feeds floor",
+)
 
 QUANTS = {
     "q4_0": (32, 288), "q4_1": (32, 320), "q4_k": (256, 2368), "q5_0": (32, 544), "q5_1": (32, 576),
