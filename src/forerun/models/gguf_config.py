@@ -45,12 +45,10 @@ class Keys:
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
-        self.architecture = file.metadata.get("general.architecture")
-        if not isinstance(self.architecture, str) or self.architecture not in READ:
-            raise self.error(
-                f"holds a model of architecture {shown(self.architecture)}; only {', '.join(READ)} are read from GGUF"
-            )
-        self.of: Architecture = READ[self.architecture]
+        named = file.metadata.get("general.architecture")
+        if not isinstance(named, str) or named not in READ:
+            raise self.error(f"holds a model of architecture {shown(named)}; only {', '.join(READ)} are read from GGUF")
+        self.architecture, self.of = named, READ[named]
         self.predicting = self.get("nextn_predict_layers") or 0
         """Layers for multi-token prediction, behind the others."""
         self.layers = self.whole("block_count") - self.predicting

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from gguf.quants import dequantize
 
 from forerun.core.config import Within
 from forerun.core.errors import ModelError, shown
@@ -79,35 +78,6 @@ class Held(NamedTuple):
     @property
     def size(self) -> int:
         return self.tensor.size * math.prod(self.shape) // math.prod(self.tensor.shape)
-
-
-class Dequantized:
-    """Rows of a tensor [rows, numbers], in another order where one is given: exact, in the dtype of numbers that are
-    not quantized, else in float32."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, file: GGUFFile, held: Held, order: torch.Tensor | None) -> None:
-        self.file, self.kind, self.order = file, held.tensor.kind, order
-        self.shape = torch.Size(held.shape)
-        first = held.place * self.shape[0]
-        self.raw = file.rows(held.tensor.name)[first : first + self.shape[0]]
-        if held.behind is not None:
-            self.raw = np.concatenate([self.raw, file.rows(held.behind.name)])
-        self.dtype = FLOATS.get(held.tensor.kind.name, torch.float32)
-        self.nbytes = held.size
-
-    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        indices = rows if self.order is None else self.order[rows]
-        result = dequantize(self.raw[indices if isinstance(indices, slice) else indices.numpy()], self.kind)
-        return torch.from_numpy(np.array(result, dtype=np.float32)).to(self.dtype)
-
-    def blocks(self) -> Blocks | None:
-        kind = self.kind.name.lower()
-        if kind not in PACKED:
-            return None
-        raw = self.raw if self.order is None else self.raw[self.order.numpy()]
-        return Blocks(kind, raw, self.shape[1])
 
 
 class GGUFWeights:
@@ -198,10 +168,17 @@ class GGUFWeights:
         if self.untold:
             log.warning("%s holds types that take more room in memory: %s", self.file.path, self.untold)
             self.untold = ""
-        return None if self.numbers else self._matrix(name).blocks()
+        result = self._matrix(name)
+        return None if self.numbers or result.kind not in PACKED else result
 
-    def _matrix(self, name: str) -> Dequantized:
-        return Dequantized(self.file, self.tensors[name], self._order(name))
+    def _matrix(self, name: str) -> Blocks:
+        held, order = self.tensors[name], self._order(name)
+        first = held.place * held.shape[0]
+        raw = self.file.rows(held.tensor.name)[first : first + held.shape[0]]
+        if held.behind is not None:
+            raw = np.concatenate([raw, self.file.rows(held.behind.name)])
+        result = Blocks(held.tensor.kind.name.lower(), raw, held.shape[1])
+        return result if order is None else result.rows(order)
 
     def _order(self, name: str) -> torch.Tensor | None:
         """Of the rows, where the file has another."""

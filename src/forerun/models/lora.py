@@ -19,10 +19,10 @@ from forerun.core.errors import ConfigError, ModelError, shown
 from forerun.core.folders import expanded
 from forerun.models import checkpoint
 from forerun.models.checkpoint import ADAPTER
-from forerun.models.formats.base import Rows
+from forerun.models.formats.base import MadeRows, Rows
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.int8 import Levels
-from forerun.models.weights import Weights
+from forerun.models.weights import ChangedWeights, Weights
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -159,28 +159,24 @@ def _scale(folder: Path, config: Mapping[str, Any], name: str, held: int) -> flo
     return scale
 
 
-class MergedRows:
+def merged(weight: Rows, pairs: Sequence[tuple[float, Pair]]) -> Rows:
     """A weight with what adapters add to it, in float32."""
 
-    dtype = torch.float32
-
-    def __init__(self, weight: Rows, pairs: Sequence[tuple[float, Pair]]) -> None:
-        self.weight, self.pairs = weight, pairs
-        self.shape, self.device, self.nbytes = weight.shape, weight.device, weight.nbytes
-
-    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        result = self.weight[rows].to(torch.float32, copy=True)
-        for weight, pair in self.pairs:
-            result.add_(pair.rows(rows), alpha=weight)
+    def make(rows: slice | torch.Tensor) -> torch.Tensor:
+        result = weight[rows].to(torch.float32, copy=True)
+        for factor, pair in pairs:
+            result.add_(pair.rows(rows), alpha=factor)
         return result
 
+    return MadeRows(weight.shape, make, weight.nbytes, device=weight.device)
 
-class MergedWeights:
+
+class MergedWeights(ChangedWeights):
     """Weights with adapters merged into them. What these touch is numbers, however it was held before. Raises
     ModelError for an adapter that was made for another model."""
 
     def __init__(self, weights: Weights, adapters: Sequence[Adapter], model: str) -> None:
-        self.weights = weights
+        super().__init__(weights)
         self.pairs: dict[str, list[tuple[float, Pair]]] = {}
         for adapter in adapters:
             for layer, pair in adapter.pairs.items():
@@ -188,22 +184,12 @@ class MergedWeights:
                 _fits(adapter, layer, pair, weights.values(name).shape if name in weights else None, model)
                 self.pairs.setdefault(name, []).append((adapter.weight, pair))
 
-    @property
-    def nbytes(self) -> int:
-        return self.weights.nbytes
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.weights
-
     def values(self, name: str) -> Rows:
         result = self.weights.values(name)
-        return MergedRows(result, self.pairs[name]) if name in self.pairs else result
+        return merged(result, self.pairs[name]) if name in self.pairs else result
 
     def blocks(self, name: str) -> Blocks | Levels | None:
         return None if name in self.pairs else self.weights.blocks(name)
-
-    def release(self) -> int:
-        return self.weights.release()
 
 
 def _fits(adapter: Adapter, layer: str, pair: Pair, shape: torch.Size | None, model: str) -> None:

@@ -20,7 +20,7 @@ from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.int8 import Levels
 from forerun.models.latent import HeadPart
-from forerun.models.prequantized import Grouped, Mxfp4, ScaledRows, gather
+from forerun.models.prequantized import Grouped, gather
 from forerun.models.weights import Read, by_heads, unstacked
 
 log = logging.getLogger("forerun")
@@ -101,7 +101,9 @@ class CheckpointWeights:
 
     def blocks(self, name: str) -> Blocks | Levels | None:
         result = self.values(name)
-        return result.blocks() if isinstance(result, (Grouped, Mxfp4, ScaledRows)) and not self.numbers else None
+        if self.numbers or isinstance(result, Blocks):
+            return None if self.numbers else result
+        return result.blocks() if isinstance(result, Grouped) else None
 
     def release(self) -> int:
         self.files.release()

@@ -14,12 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
-from gguf.quants import dequantize
 
 from forerun.core.errors import ModelError, shown
-from forerun.models.formats.base import Rows
-from forerun.models.formats.gguf_blocks import Blocks
+from forerun.models.formats.base import MadeRows, Rows
+from forerun.models.formats.gguf_blocks import Blocks, RawRows
 from forerun.models.formats.int8 import Levels
 
 AWQ_SHIFTS = tuple(4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7))
@@ -124,22 +122,15 @@ def _packed(kind: str, heads: list[np.ndarray], levels: np.ndarray, inputs: int)
     return Blocks(kind, np.concatenate([*heads, levels], axis=-1).reshape(len(levels), -1), inputs)
 
 
-class ScaledRows:
+def _scaled(numbers: torch.Tensor, scales: torch.Tensor, tile: tuple[int, int]) -> Rows:
     """Numbers in 8 bits times scales of tiles of them: [rows of tiles, columns of tiles], or one."""
+    scales = scales.float()
+    down, along = (torch.arange(count) // size for count, size in zip(numbers.shape, tile))
 
-    dtype, device = torch.float32, torch.device("cpu")
+    def make(rows: slice | torch.Tensor) -> torch.Tensor:
+        return numbers[rows].float() * scales[down[rows]][:, along]
 
-    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor, tile: tuple[int, int]) -> None:
-        self.numbers, self.shape, self.nbytes = numbers, numbers.shape, numbers.nbytes
-        self.scales = scales.float()
-        self.rows = torch.arange(self.shape[0]) // tile[0]
-        self.columns = torch.arange(self.shape[1]) // tile[1]
-
-    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        return self.numbers[rows].float() * self.scales[self.rows[rows]][:, self.columns]
-
-    def blocks(self) -> None:
-        return None
+    return MadeRows(numbers.shape, make, numbers.nbytes)
 
 
 def _awq(result: Tensors, config: Mapping[str, Any]) -> Rows:
@@ -198,7 +189,7 @@ def _whole(weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | Non
     if weight.dtype is not torch.int8:
         if outputs % scales.shape[0] or inputs % scales.shape[1]:
             raise ValueError(f"its scales are {[*scales.shape]}")
-        return ScaledRows(weight, scales, (outputs // scales.shape[0], inputs // scales.shape[1]))
+        return _scaled(weight, scales, (outputs // scales.shape[0], inputs // scales.shape[1]))
     scales = scales.expand(outputs, -1) if len(scales) == 1 else scales
     _fits(scales, (outputs, None), inputs)
     if zeros is not None:
@@ -224,7 +215,7 @@ def _fp8(result: Tensors, config: Mapping[str, Any]) -> Rows:
         raise ValueError(f"weight_block_size is {shown(tile)}, not two sizes")
     rows, columns = tile
     _fits(scales, (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)))
-    return ScaledRows(weight, scales, (rows, columns))
+    return _scaled(weight, scales, (rows, columns))
 
 
 def _bits(config: Mapping[str, Any]) -> int:
@@ -276,35 +267,19 @@ class Scheme:
     parts: tuple[str, ...]
 
 
-class Mxfp4:
-    """Numbers in 4 bits (E2M1) by blocks of 32 that share a power of two (OCP MX 1.0): blocks uint8 [outputs, blocks,
-    16], neighbours in a byte, and scales uint8 [outputs, blocks]."""
-
-    dtype, device = torch.float32, torch.device("cpu")
-
-    def __init__(self, blocks: torch.Tensor, scales: torch.Tensor) -> None:
-        self.levels, self.scales = blocks, scales
-        self.shape = torch.Size((len(blocks), blocks.shape[1] * BLOCK))
-        self.nbytes = blocks.nbytes + scales.nbytes
-
-    def _raw(self, rows: slice | torch.Tensor) -> np.ndarray:
-        """As GGUF files have them: a byte holds two numbers half a block apart."""
-        levels = self.levels[rows]
-        each = torch.stack([levels & 15, levels >> 4], -1).flatten(-2)
-        together = torch.cat([self.scales[rows][..., None], each[..., :16] | each[..., 16:] << 4], -1)
-        return together.flatten(1).numpy()
-
-    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(dequantize(self._raw(rows), GGMLQuantizationType.MXFP4))
-
-    def blocks(self) -> Blocks | None:
-        return Blocks("mxfp4", self._raw(slice(None)), self.shape[1])
-
-
 def _mxfp4(result: Tensors, config: Mapping[str, Any]) -> Rows:
+    """Numbers in 4 bits (E2M1) by blocks of 32 that share a power of two (OCP MX 1.0): blocks uint8 [outputs, blocks,
+    16], neighbours in a byte, and scales uint8 [outputs, blocks]. GGUF's bytes hold two numbers half a block apart."""
     blocks, scales = result["mxfp4_blocks"], result["mxfp4_scales"]
     _fits(blocks, (*scales.shape, 16))
-    return Mxfp4(blocks, scales)
+
+    def make(rows: Any) -> np.ndarray:
+        levels = blocks[rows]
+        each = torch.stack([levels & 15, levels >> 4], -1).flatten(-2)
+        together = torch.cat([scales[rows][..., None], each[..., :16] | each[..., 16:] << 4], -1)
+        return together.flatten(1).numpy()
+
+    return Blocks("mxfp4", RawRows(len(blocks), make), blocks.shape[1] * BLOCK)
 
 
 _GPTQ = Scheme("GPTQ", _gptq, ("qweight",), ("qweight", "qzeros", "scales", "g_idx"))

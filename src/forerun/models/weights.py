@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby, product
 from typing import Any, Protocol
 
@@ -12,7 +13,7 @@ from forerun.core.errors import ModelError
 from forerun.core.loading import Advance
 from forerun.models.architectures.spec import Multiples, Spec
 from forerun.models.formats import blocks
-from forerun.models.formats.base import Format, Linear, Rows, whole
+from forerun.models.formats.base import Format, Linear, MadeRows, Rows, across, whole
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import Joined
 from forerun.models.formats.gguf_blocks import Blocks, join
@@ -123,25 +124,11 @@ def _unstack(result: dict[str, torch.Tensor], at: str, count: int) -> None:
             result |= {f"{at}.{expert}.{name}.{kind}": side for name, side in sides.items()}
 
 
-class MultipliedRows:
-    """Rows times numbers of their own, in float32."""
+class ChangedWeights:
+    """``weights`` of which a subclass changes ``values`` and ``blocks``."""
 
-    dtype = torch.float32
-
-    def __init__(self, rows: Rows, by: torch.Tensor) -> None:
-        self.rows, self.by, self.shape, self.device = rows, by, rows.shape, rows.device
-        self.nbytes = rows.nbytes
-
-    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        return self.rows[rows].float() * self.by[rows, None]
-
-
-class MultipliedWeights:
-    """``weights`` whose projections are multiplied as ``spec`` says: as numbers, whatever they are held in."""
-
-    def __init__(self, weights: Weights, spec: Spec) -> None:
-        self.weights, self.parts = weights, dict(spec.multiples)
-        self.prefix = f"{spec.architecture.layers.checkpoint}."
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
 
     @property
     def nbytes(self) -> int:
@@ -149,6 +136,18 @@ class MultipliedWeights:
 
     def __contains__(self, name: str) -> bool:
         return name in self.weights
+
+    def release(self) -> int:
+        return self.weights.release()
+
+
+class MultipliedWeights(ChangedWeights):
+    """``weights`` whose projections are multiplied as ``spec`` says: as numbers, whatever they are held in."""
+
+    def __init__(self, weights: Weights, spec: Spec) -> None:
+        super().__init__(weights)
+        self.parts = dict(spec.multiples)
+        self.prefix = f"{spec.architecture.layers.checkpoint}."
 
     def _multiples(self, name: str) -> tuple[Multiples | None, str]:
         stem, _, kind = name.rpartition(".")
@@ -162,38 +161,32 @@ class MultipliedWeights:
         numbers = by.bias if kind == "bias" else by.weight
         counts = by.rows if len(by.rows) > 1 else (result.shape[0],)
         factors = torch.tensor(numbers, dtype=torch.float32).repeat_interleave(torch.tensor(counts))
-        return result[:].float() * factors if kind == "bias" else MultipliedRows(result, factors)
+        if kind == "bias":
+            return result[:].float() * factors
+        return MadeRows(
+            result.shape, lambda rows: result[rows].float() * factors[rows, None], result.nbytes, device=result.device
+        )
 
     def blocks(self, name: str) -> Blocks | Levels | None:
         return self.weights.blocks(name) if self._multiples(name)[0] is None else None
 
-    def release(self) -> int:
-        return self.weights.release()
 
-
-class Stack:
+def stack(parts: Sequence[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype, device: torch.device) -> Rows:
     """Weights of several projections over the same inputs, one's rows behind the other's, each in an order of its own:
     as one weight in ``dtype`` on ``device``."""
 
-    def __init__(
-        self, parts: Sequence[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype, device: torch.device
-    ) -> None:
-        self.parts = parts
-        self.dtype, self.device = dtype, device
-        self.sizes = [part.shape[0] if order is None else len(order) for part, order in parts]
-        self.shape = torch.Size((sum(self.sizes), parts[0][0].shape[1]))
-        self.nbytes = self.shape.numel() * dtype.itemsize
+    def side(part: Rows, order: torch.Tensor | None, rows: slice) -> torch.Tensor:
+        return part[rows if order is None else order[rows]].to(device, dtype)
 
-    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
+    def make(rows: slice | torch.Tensor) -> torch.Tensor:
         assert isinstance(rows, slice)
-        first, end, _ = rows.indices(self.shape[0])
-        result, start = [], 0
-        for (part, order), size in zip(self.parts, self.sizes):
-            here = slice(max(first - start, 0), max(end - start, 0))
-            if here.start < min(here.stop, size):
-                result.append(part[here if order is None else order[here]].to(self.device, self.dtype))
-            start += size
+        result = across(sides, sizes, rows)
         return result[0] if len(result) == 1 else torch.cat(result)
+
+    sides = [partial(side, part, order) for part, order in parts]
+    sizes = [part.shape[0] if order is None else len(order) for part, order in parts]
+    shape = torch.Size((sum(sizes), parts[0][0].shape[1]))
+    return MadeRows(shape, make, shape.numel() * dtype.itemsize, dtype, device)
 
 
 class Maker:
@@ -252,9 +245,9 @@ class Maker:
             return self.quantized.make(weight, bias)
         return make_linear(weight, bias, self.how)
 
-    def _stack(self, parts: Sequence[str], orders: Sequence[Order]) -> Stack:
+    def _stack(self, parts: Sequence[str], orders: Sequence[Order]) -> Rows:
         result = [self.weights.values(f"{part}.weight") for part in parts]
-        return Stack([(part, _places(part, order)) for part, order in zip(result, orders)], self.dtype, self.device)
+        return stack([(part, _places(part, order)) for part, order in zip(result, orders)], self.dtype, self.device)
 
     def _blocks(self, name: str, order: Order) -> Blocks | Levels | None:
         result = self.weights.blocks(name) if self.keeps_blocks else None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 CHUNK = 1 << 18
 """Numbers that are converted, rounded or laid out at a time."""
+CPU = torch.device("cpu")
 
 
 class Rows(Protocol):
@@ -28,6 +29,37 @@ class Rows(Protocol):
     def nbytes(self) -> int: ...
 
     def __getitem__(self, rows: slice | torch.Tensor, /) -> torch.Tensor: ...
+
+
+class MadeRows:
+    """A weight of ``shape`` whose rows ``make`` makes; ``nbytes`` of files are read for it."""
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        make: Callable[[slice | torch.Tensor], torch.Tensor],
+        nbytes: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device = CPU,
+    ) -> None:
+        self.shape, self.nbytes = torch.Size(shape), nbytes
+        self.dtype, self.device = dtype, device
+        self._make = make
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        return self._make(rows)
+
+
+def across(parts: Sequence[Callable[[slice], Any]], sizes: Sequence[int], rows: slice) -> list[Any]:
+    """What ``parts`` give for ``rows`` where one has its so many rows behind the other's."""
+    first, end, _ = rows.indices(sum(sizes))
+    result, start = [], 0
+    for part, size in zip(parts, sizes):
+        here = slice(max(first - start, 0), min(max(end - start, 0), size))
+        if here.start < here.stop:
+            result.append(part(here))
+        start += size
+    return result
 
 
 def pieces(weight: Rows, multiple: int = 1) -> Iterator[tuple[int, torch.Tensor]]:

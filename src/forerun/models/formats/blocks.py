@@ -15,7 +15,7 @@ from forerun import kernels
 from forerun.kernels import structs
 from forerun.models.formats.base import Format, Rows
 from forerun.models.formats.compiled import Compiled, address, kernel, take_rows, wide_bias
-from forerun.models.formats.gguf_blocks import Blocks, Rounding, form, pack, record_bytes
+from forerun.models.formats.gguf_blocks import Blocks, form, pack, record_bytes, rounding
 from forerun.models.formats.kept import made
 from forerun.models.formats.tiled import DTYPES, works
 from forerun.models.kinds import BLOCKS
@@ -76,7 +76,7 @@ def can(dtype: torch.dtype, device: torch.device) -> bool:
 
 def make(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Blocked:
     """A weight rounded to ``name``."""
-    return Blocked(Blocks(name, Rounding(weight, name), weight.shape[1]), bias)
+    return Blocked(Blocks(name, rounding(weight, name), weight.shape[1]), bias)
 
 
 FORMATS = tuple(

@@ -3,7 +3,7 @@ between. ``to_blocks`` rounds: by the gguf package where it can, ``q4_k`` here."
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,8 +14,8 @@ from gguf.quants import dequantize, quantize
 
 from forerun.core.errors import ConfigError
 from forerun.kernels.structs import QUANTS
-from forerun.models.formats.base import CHUNK, Rows
-from forerun.models.formats.gguf_types import INPUTS, OUTPUTS, PACKED, Bytes, sizes
+from forerun.models.formats.base import CHUNK, CPU, Rows, across
+from forerun.models.formats.gguf_types import FLOATS, INPUTS, OUTPUTS, PACKED, Bytes, sizes
 
 
 class Raw(Protocol):
@@ -26,69 +26,61 @@ class Raw(Protocol):
     def __getitem__(self, rows: Any, /) -> Bytes: ...
 
 
-class Rounding:
+@dataclass(frozen=True)
+class RawRows:
+    """So many rows of bytes, which ``make`` makes."""
+
+    count: int
+    make: Callable[[Any], Bytes]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, rows: Any) -> Bytes:
+        return self.make(rows)
+
+
+def rounding(weight: Rows, kind: str) -> RawRows:
     """The rows of a weight rounded to ``kind``, with zeros up to whole blocks. Raises ConfigError, when rows are asked
     for, for kinds that only files bring."""
 
-    def __init__(self, weight: Rows, kind: str) -> None:
-        self.weight = weight
-        self.kind = kind
-        self.block, _ = sizes(kind)
+    def make(rows: slice) -> Bytes:
+        result = weight[rows].float().numpy()
+        return to_blocks(np.pad(result, ((0, 0), (0, -result.shape[1] % sizes(kind)[0]))), kind)
 
-    def __len__(self) -> int:
-        return self.weight.shape[0]
-
-    def __getitem__(self, rows: slice) -> Bytes:
-        result = self.weight[rows].float().numpy()
-        return to_blocks(np.pad(result, ((0, 0), (0, -result.shape[1] % self.block))), self.kind)
-
-
-@dataclass(frozen=True)
-class Ordered:
-    """Rows in another order."""
-
-    raw: Raw
-    order: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def __getitem__(self, rows: Any) -> Bytes:
-        return self.raw[self.order[rows]]
-
-
-@dataclass(frozen=True)
-class Stacked:
-    """One's rows behind the other's."""
-
-    parts: Sequence[Raw]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.parts))
-
-    def __getitem__(self, rows: slice) -> Bytes:
-        first, end, _ = rows.indices(len(self))
-        result, start = [], 0
-        for part in self.parts:
-            here = slice(max(first - start, 0), min(max(end - start, 0), len(part)))
-            if here.start < here.stop:
-                result.append(part[here])
-            start += len(part)
-        return result[0] if len(result) == 1 else np.concatenate(result)
+    return RawRows(weight.shape[0], make)
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Weights [outputs, inputs] of a kind in ``PACKED``, ``raw`` [outputs, bytes of a row] as in a GGUF file."""
+    """Weights [outputs, inputs] of a type, ``raw`` [outputs, bytes of a row] as in a GGUF file. As ``Rows`` they are
+    exact, in the dtype of numbers that are not quantized, else in float32."""
 
     kind: str
     raw: Raw
     inputs: int
+    device = CPU
 
     @classmethod
     def of(cls, weight: torch.Tensor, kind: str) -> Blocks:
         """A weight rounded to ``kind``. Raises ConfigError for kinds that only files bring."""
-        return cls(kind, Rounding(weight, kind)[:], weight.shape[1])
+        return cls(kind, rounding(weight, kind)[:], weight.shape[1])
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.raw), self.inputs))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return FLOATS.get(self.kind.upper(), torch.float32)
+
+    @property
+    def nbytes(self) -> int:
+        block, size = sizes(self.kind)
+        return len(self.raw) * -(-self.inputs // block) * size
+
+    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
+        return self.values(rows).to(self.dtype)
 
     def values(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
         """Some rows in float32 [outputs, inputs], exact."""
@@ -98,14 +90,17 @@ class Blocks:
 
     def rows(self, order: torch.Tensor) -> Blocks:
         """Some of its rows, in any order."""
-        return Blocks(self.kind, Ordered(self.raw, order.numpy()), self.inputs)
+        raw, places = self.raw, order.numpy()
+        return Blocks(self.kind, RawRows(len(places), lambda rows: raw[places[rows]]), self.inputs)
 
 
 def join(parts: Sequence[Blocks]) -> Blocks:
     """Weights of one kind over the same inputs, one's rows behind the other's."""
-    return (
-        parts[0] if len(parts) == 1 else Blocks(parts[0].kind, Stacked([part.raw for part in parts]), parts[0].inputs)
-    )
+    if len(parts) == 1:
+        return parts[0]
+    sides, sizes = [part.raw.__getitem__ for part in parts], [len(part.raw) for part in parts]
+    raw = RawRows(sum(sizes), lambda rows: np.concatenate(across(sides, sizes, rows)))
+    return Blocks(parts[0].kind, raw, parts[0].inputs)
 
 
 def form(kind: str) -> str:

@@ -19,7 +19,7 @@ from forerun.models.architectures.spec import MixerSpec, Spec
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.int8 import Levels
-from forerun.models.weights import Weights
+from forerun.models.weights import ChangedWeights, Weights
 
 
 def check(spec: Spec, config: Any, size: int) -> None:
@@ -170,19 +170,15 @@ class Shard:
         return result
 
 
-class SplitWeights:
+class SplitWeights(ChangedWeights):
     """The part of ``weights`` that a rank has. Raises ConfigError for weights in blocks, which are not split."""
 
     def __init__(self, weights: Weights, spec: Spec, rank: int, size: int) -> None:
-        self.weights = weights
+        super().__init__(weights)
         self.rank, self.size = rank, size
         self.cuts: Mapping[str, Cut] = cuts(spec)
         self.layers = f"{spec.architecture.layers.checkpoint}."
         self.words = {spec.architecture.embedding.checkpoint, spec.architecture.head.checkpoint}
-
-    @property
-    def nbytes(self) -> int:
-        return self.weights.nbytes
 
     def __contains__(self, name: str) -> bool:
         if name not in self.weights:
@@ -215,6 +211,3 @@ class SplitWeights:
                 "quantization='bfloat16' (or float32) reads it as numbers"
             )
         return None
-
-    def release(self) -> int:
-        return self.weights.release()
