@@ -5,7 +5,7 @@ import torch
 
 from forerun.attention.base import Query
 from forerun.attention.kernel import KernelAttention, can_attend
-from forerun.attention.sdpa import PlainAttention
+from forerun.attention.sdpa import SdpaAttention
 from forerun.cache.pool import KVShape, OutOfPages, Pool
 from forerun.cache.prefix import PrefixTree
 from forerun.cache.sources import Sources
@@ -117,7 +117,7 @@ def test_prefixes_by_source():
 
 def attentions(page_size):
     made = []
-    for kind in (PlainAttention, KernelAttention):
+    for kind in (SdpaAttention, KernelAttention):
         pool = Pool([SHAPE], 64, page_size, torch.float32)
         pool.sources = sources()
         made.append(kind(pool))

@@ -36,7 +36,7 @@ class AttentionCall:
     rows: torch.Tensor | None = None
     tree: bool = False
     """Whether the mask comes from the span's parents."""
-    masks: dict[tuple[int, int | None], torch.Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[int, int | None, bool], torch.Tensor | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -106,81 +106,75 @@ def leaves(span: Span) -> list[Path]:
     return paths
 
 
-class Planner:
-    """Makes layouts."""
+def plan(pool: Pool, batch: Batch) -> Layout:
+    """Raises OutOfPages where there is no room; nothing was written."""
+    for span in batch.spans:
+        pool.reserve(span.key, span.end)
+    parts = []
+    for index, (span, offset) in enumerate(zip(batch.spans, batch.offsets)):
+        pages, tree = _pages(pool, span.key, span.end), span.parents is not None
+        first = span.start if tree else span.start + span.stored
+        parts.append(AttentionCall([index], span.count, [first], span.end, pages, offset, tree=tree))
+    layout = Layout(batch, where(pool, batch), parts if len(parts) < 2 else list(_merge(parts, pool.device)))
+    attended: list[int] = []
+    for call in layout.calls:
+        listed = range(call.offset, call.offset + call.count * len(call.spans))
+        attended += listed if call.rows is None else call.rows.tolist()
+    if attended != list(range(batch.num_rows)):
+        layout.order = torch.tensor(attended, device=pool.device).argsort()
+    return layout
 
-    def __init__(self, pool: Pool) -> None:
-        self.pool = pool
 
-    def plan(self, batch: Batch) -> Layout:
-        parts = []
-        for index, (span, offset) in enumerate(zip(batch.spans, batch.offsets)):
-            pages, tree = self._pages(span.key, span.end), span.parents is not None
-            first = span.start if tree else span.start + span.stored
-            parts.append(AttentionCall([index], span.count, [first], span.end, pages, offset, tree=tree))
-        layout = Layout(batch, where(self.pool, batch), parts if len(parts) < 2 else list(self._merge(parts)))
-        attended: list[int] = []
-        for call in layout.calls:
-            listed = range(call.offset, call.offset + call.count * len(call.spans))
-            attended += listed if call.rows is None else call.rows.tolist()
-        if attended != list(range(batch.num_rows)):
-            layout.order = torch.tensor(attended, device=self.pool.device).argsort()
-        return layout
+def _pages(pool: Pool, key: int, columns: int) -> int | torch.Tensor:
+    """The page that holds all the keys, or the list of pages that do."""
+    table = pool.block_tables[key][: pool.pages_for(columns)]
+    return table[0] if len(table) == 1 else torch.tensor([table], device=pool.device)
 
-    def _pages(self, key: int, columns: int) -> int | torch.Tensor:
-        """The page that holds all the keys, or the list of pages up to the padded end."""
-        count = -(-columns // self.pool.page_size)
-        table = self.pool.block_tables[key]
-        if count <= 1:
-            return table[0]
-        # Padding repeats a page of its own: another sequence's may hold a NaN, which no mask stops.
-        listed = table[:count] + table[:1] * (count - len(table))
-        return torch.tensor([listed], device=self.pool.device)
 
-    def _merge(self, parts: list[AttentionCall]) -> Iterator[AttentionCall]:
-        """Put short parts of equal shape into one call."""
-        groups: dict[tuple[int, int, bool], list[AttentionCall]] = {}
-        for part in parts:
-            if part.tree or part.count > BATCHED_ROWS:
-                yield part
-                continue
-            bucket = -(-part.columns // BUCKET)
-            groups.setdefault((part.count, bucket, isinstance(part.pages, int)), []).append(part)
-        for (_, _, slotted), group in groups.items():
-            if len(group) == 1:
-                yield group[0]
-            elif slotted:
-                yield from self._runs(sorted(group, key=lambda part: part.pages))
-            else:
-                yield self._join(group)
+def _merge(parts: list[AttentionCall], device: torch.device) -> Iterator[AttentionCall]:
+    """Put short parts of equal shape into one call."""
+    groups: dict[tuple[int, int, bool], list[AttentionCall]] = {}
+    for part in parts:
+        if part.tree or part.count > BATCHED_ROWS:
+            yield part
+            continue
+        bucket = -(-part.columns // BUCKET)
+        groups.setdefault((part.count, bucket, isinstance(part.pages, int)), []).append(part)
+    for (_, _, slotted), group in groups.items():
+        if slotted:
+            yield from _runs(sorted(group, key=lambda part: part.pages), device)
+        else:
+            yield _join(group, device)
 
-    def _runs(self, group: list[AttentionCall]) -> Iterator[AttentionCall]:
-        """One call for each run of consecutive pages."""
-        first = 0
-        for at in range(1, len(group) + 1):
-            if at == len(group) or group[at].pages != group[at - 1].pages + 1:
-                yield self._join(group[first:at])
-                first = at
 
-    def _join(self, group: list[AttentionCall]) -> AttentionCall:
-        if len(group) == 1:
-            return group[0]
-        count = group[0].count
-        columns = max(part.columns for part in group)
-        pages = group[0].pages
-        if isinstance(pages, torch.Tensor):
-            lists = [part.pages for part in group if isinstance(part.pages, torch.Tensor)]
-            width = max(pages.shape[1] for pages in lists)
-            lists = [torch.cat([pages, pages[:, :1].expand(-1, width - pages.shape[1])], dim=1) for pages in lists]
-            pages = torch.cat(lists)
-        offsets = [part.offset for part in group]
-        together = all(b - a == count for a, b in pairwise(offsets))
-        rows = None
-        if not together:
-            listed = [offset + row for offset in offsets for row in range(count)]
-            rows = torch.tensor(listed, device=self.pool.device)
-        spans = [part.spans[0] for part in group]
-        return AttentionCall(spans, count, [part.firsts[0] for part in group], columns, pages, offsets[0], rows)
+def _runs(group: list[AttentionCall], device: torch.device) -> Iterator[AttentionCall]:
+    """One call for each run of consecutive pages."""
+    first = 0
+    for at in range(1, len(group) + 1):
+        if at == len(group) or group[at].pages != group[at - 1].pages + 1:
+            yield _join(group[first:at], device)
+            first = at
+
+
+def _join(group: list[AttentionCall], device: torch.device) -> AttentionCall:
+    if len(group) == 1:
+        return group[0]
+    count = group[0].count
+    columns = max(part.columns for part in group)
+    pages = group[0].pages
+    if isinstance(pages, torch.Tensor):
+        lists = [part.pages for part in group if isinstance(part.pages, torch.Tensor)]
+        width = max(pages.shape[1] for pages in lists)
+        lists = [torch.cat([pages, pages[:, :1].expand(-1, width - pages.shape[1])], dim=1) for pages in lists]
+        pages = torch.cat(lists)
+    offsets = [part.offset for part in group]
+    together = all(b - a == count for a, b in pairwise(offsets))
+    rows = None
+    if not together:
+        listed = [offset + row for offset in offsets for row in range(count)]
+        rows = torch.tensor(listed, device=device)
+    spans = [part.spans[0] for part in group]
+    return AttentionCall(spans, count, [part.firsts[0] for part in group], columns, pages, offsets[0], rows)
 
 
 NEG_INF = float("-inf")
@@ -217,44 +211,19 @@ def tree_mask(span: Span, columns: int, window: int | None, dtype: torch.dtype) 
     return torch.zeros(span.count, columns, dtype=dtype).masked_fill_(~visible, NEG_INF)
 
 
+def chain_mask(
+    firsts: list[int], rows: int, columns: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Additive [sequences, rows, columns] mask: each row sees the keys up to its own position, within ``window``.
+    ``firsts`` are the positions of the sequences' first rows."""
+    positions = torch.tensor(firsts, device=device)[:, None] + torch.arange(rows, device=device)
+    distance = positions[..., None] - torch.arange(columns, device=device)
+    hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+    return torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, NEG_INF)
+
+
 def repeat(mask: torch.Tensor, groups: int) -> torch.Tensor:
-    """A mask [rows, columns] for folded queries: ``groups`` times each row, padded with the last one."""
-    mask = mask.repeat_interleave(groups, dim=0)
-    spare = -mask.shape[0] % FOLDED
-    return torch.cat([mask, mask[-1:].expand(spare, -1)]) if spare else mask
-
-
-class ChainMasks:
-    """Causal masks as views of one template per shape, so that a decode builds no mask at all.
-
-    Template column x stands for key ``x - reach + first``: row r of a chain whose first row is at position
-    ``first`` sees x <= reach + r, so the mask of any ``first`` is a slice.
-    """
-
-    LONGEST = 16
-    SHORTEST_REACH = 1024
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.device = device
-        self.dtype = dtype
-        self._templates: dict[tuple[int, int, int | None], tuple[int, torch.Tensor]] = {}
-
-    def get(self, rows: int, groups: int, first: int, columns: int, window: int | None) -> torch.Tensor:
-        """Additive [folded rows, columns] as ``repeat`` lays them out; a single row is one line for all groups."""
-        if rows > self.LONGEST:
-            return self._build(rows, groups, first, torch.arange(columns, device=self.device), window)
-        key = (rows, groups, window)
-        reach, template = self._templates.get(key, (0, None))
-        if template is None or reach < columns:
-            reach = max(self.SHORTEST_REACH, 1 << (columns - 1).bit_length())
-            template = self._build(rows, groups, reach, torch.arange(2 * reach, device=self.device), window)
-            self._templates[key] = (reach, template)
-        return template[:, reach - first : reach - first + columns]
-
-    def _build(self, rows: int, groups: int, first: int, columns: torch.Tensor, window: int | None) -> torch.Tensor:
-        distance = first + torch.arange(rows, device=self.device)[:, None] - columns[None, :]
-        visible = distance >= 0
-        if window is not None:
-            visible &= distance < window
-        mask = torch.zeros(visible.shape, dtype=self.dtype, device=self.device).masked_fill_(~visible, NEG_INF)
-        return mask if rows == 1 else repeat(mask, groups)
+    """A mask [..., rows, columns] for folded queries: ``groups`` times each row, padded with the last one."""
+    mask = mask.repeat_interleave(groups, dim=-2)
+    spare = -mask.shape[-2] % FOLDED
+    return torch.cat([mask, mask[..., -1:, :].expand(*mask.shape[:-2], spare, -1)], -2) if spare else mask

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
-from forerun.attention.base import Backend, Metadata, Query
-from forerun.attention.layout import FOLDED, AttentionCall, ChainMasks, Layout, Planner, Where, repeat, tree_mask, where
-from forerun.cache.pool import Pool
+from forerun.attention.base import Backend, Query
+from forerun.attention.layout import FOLDED, AttentionCall, Layout, chain_mask, plan, repeat, tree_mask
 from forerun.core.batch import Batch, Span
 
 
@@ -17,15 +14,8 @@ class SdpaAttention(Backend[Layout]):
     """Folded grouped-query attention; short rows of several sequences share a call, a tree is one masked call. A row's
     bits depend on its batch: ``tiled.py`` is for those who mind."""
 
-    def __init__(self, pool: Pool) -> None:
-        super().__init__(pool)
-        self.planner = Planner(pool)
-        self.masks = ChainMasks(pool.device, pool.dtype)
-
     def begin(self, batch: Batch) -> Layout:
-        for span in batch.spans:
-            self.pool.reserve(span.key, span.end)
-        return self.planner.plan(batch)
+        return plan(self.pool, batch)
 
     def run(self, query: Query, layout: Layout) -> torch.Tensor:
         batch = layout.batch
@@ -48,7 +38,7 @@ class SdpaAttention(Backend[Layout]):
         elif q.shape[0] != sequences * rows:
             q = q[call.offset : call.offset + sequences * rows]
         groups = q.shape[1] // k.shape[1]
-        mask = self._mask(batch, call, groups, query.window)
+        mask = self._mask(batch, call, groups, query)
         folded = fold(q, sequences, k.shape[1])
         sinks = query.sinks
         if sinks is not None:  # as the queries are folded; those of padding are dropped
@@ -70,26 +60,43 @@ class SdpaAttention(Backend[Layout]):
         shape = (len(call.spans), side.shape[1], call.columns, side.shape[3])
         return side.as_strided(shape, strides, side.storage_offset() + page * strides[0])
 
-    def _mask(self, batch: Batch, call: AttentionCall, groups: int, window: int | None) -> torch.Tensor | None:
-        """Additive mask, [folded rows, columns] or [sequences, 1, folded rows, columns]; None hides nothing. All the
-        folded rows of a single row share one."""
+    def _mask(self, batch: Batch, call: AttentionCall, groups: int, query: Query) -> torch.Tensor | None:
+        """Additive mask, [folded rows, columns], [sequences, 1, folded rows, columns] or, with a bias, by heads; None
+        hides nothing. All the folded rows of a single row share one."""
         groups = 1 if call.count == 1 else groups
-        key = (groups, window)
+        key = (groups, query.window, query.bias is not None)
         if key not in call.masks:
-            call.masks[key] = self._make_mask(batch, call, groups, window)
+            mask = self._make_mask(batch, call, groups, query.window)
+            call.masks[key] = mask if query.bias is None else self._biased(mask, query.bias, batch, call)
         return call.masks[key]
 
+    def _biased(self, mask: torch.Tensor | None, bias: torch.Tensor, batch: Batch, call: AttentionCall) -> torch.Tensor:
+        """[sequences, heads, folded rows, columns], where every head has keys of its own."""
+        spare = -call.count % FOLDED if call.count > 1 else 0
+        parts = [spread_bias(bias, batch.spans[index]) for index in call.spans]
+        result = torch.stack([F.pad(part, (0, call.columns - part.shape[2], 0, spare)) for part in parts])
+        return (result if mask is None else result + mask).to(self.pool.dtype)
+
     def _make_mask(self, batch: Batch, call: AttentionCall, groups: int, window: int | None) -> torch.Tensor | None:
-        rows, columns = call.count, call.columns
+        rows, columns, pool = call.count, call.columns, self.pool
         if call.tree:
-            mask = tree_mask(batch.spans[call.spans[0]], columns, window, self.masks.dtype)
-            return (mask if rows == 1 else repeat(mask, groups)).to(self.pool.device)
-        if rows == 1 and (window is None or window >= columns) and all(first == columns - 1 for first in call.firsts):
+            mask = tree_mask(batch.spans[call.spans[0]], columns, window, pool.dtype).to(pool.device)
+        elif rows == 1 and (window is None or window >= columns) and all(at == columns - 1 for at in call.firsts):
             return None
-        masks = [self.masks.get(rows, groups, first, columns, window) for first in call.firsts]
-        if len(masks) > 1:
-            return torch.stack(masks)[:, None]
-        return masks[0] if self.pool.device.type == "cpu" else masks[0].clone()  # a GPU reads aligned addresses alone
+        else:
+            mask = chain_mask(call.firsts, rows, columns, window, pool.dtype, pool.device)[:, None]
+        return mask if rows == 1 else repeat(mask, groups)
+
+    def cross(self, layer: int, q: torch.Tensor, scale: float, layout: Layout) -> torch.Tensor:
+        sources = self.pool.sources
+        assert sources is not None
+        parts, batch = [], layout.batch
+        for span, offset in zip(batch.spans, batch.offsets):
+            page, length = sources.page(span.key)
+            k, v = (side[layer][page : page + 1, :, :length] for side in (sources.pool.keys, sources.pool.values))
+            rows = q[offset : offset + span.count]
+            parts.append(unfold(attend(fold(rows, 1, k.shape[1]), k, v, None, scale, None), span.count, 1))
+        return torch.cat(parts)
 
 
 def fold(q: torch.Tensor, sequences: int, kv_heads: int) -> torch.Tensor:
@@ -150,53 +157,9 @@ def attend(
     return torch.matmul(weights.to(v.dtype), v)
 
 
-@dataclass(slots=True)
-class Stored(Metadata):
-    where: Where
-
-
-class PlainAttention(Backend[Stored]):
-    """A sequence at a time, with the biases and the sources of encoder-decoders, but without ``softcap``; as many key
-    heads as query heads. The reference for ``tiled.py``; a row's bits depend on the rows beside it."""
-
-    def begin(self, batch: Batch) -> Stored:
-        for span in batch.spans:
-            self.pool.reserve(span.key, span.end)
-        return Stored(batch, where(self.pool, batch))
-
-    def run(self, query: Query, stored: Stored) -> torch.Tensor:
-        stored.where.store(self.pool, query.layer, query.k, query.v)
-        parts, batch = [], stored.batch
-        for span, offset in zip(batch.spans, batch.offsets):
-            pages = torch.tensor(self.pool.block_tables[span.key], device=self.pool.device)
-            k, v = (side[:, : span.end] for side in self.pool.gather(query.layer, pages))
-            mask = tree_mask(span, span.end, query.window, torch.float32).to(k.device)
-            if query.bias is not None:
-                mask = mask + _bias(query.bias, span)
-            parts.append(_attend(query.q[offset : offset + span.count], k, v, mask, query.scale))
-        return torch.cat(parts)
-
-    def cross(self, layer: int, q: torch.Tensor, scale: float, stored: Stored) -> torch.Tensor:
-        sources = self.pool.sources
-        assert sources is not None
-        parts, batch = [], stored.batch
-        for span, offset in zip(batch.spans, batch.offsets):
-            page, length = sources.page(span.key)
-            k, v = (side[layer][page, :, :length] for side in (sources.pool.keys, sources.pool.values))
-            parts.append(_attend(q[offset : offset + span.count], k, v, None, scale))
-        return torch.cat(parts)
-
-
-def _bias(bias: torch.Tensor, span: Span) -> torch.Tensor:
-    """[heads, rows, entries]"""
+def spread_bias(bias: torch.Tensor, span: Span) -> torch.Tensor:
+    """``Query.bias`` [heads, reach] by a span's rows and entries: [heads, rows, entries]."""
     behind = torch.tensor(span.depths(), dtype=torch.long) + span.start
     entries = torch.cat([torch.arange(span.start), behind])
     distances = (behind[span.stored :, None] - entries).clamp_(min=0).to(bias.device)
     return bias[:, bias.shape[1] - 1 - distances]
-
-
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """q [rows, heads, width] over k and v [heads, entries, width] -> [rows, heads * width]."""
-    mask = None if mask is None else mask.to(q.dtype)
-    out = F.scaled_dot_product_attention(q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, scale=scale)
-    return out[0].transpose(0, 1).flatten(1)

@@ -10,7 +10,7 @@ import torch
 
 from forerun.attention.base import Attention
 from forerun.attention.kernel import KernelAttention, can_attend
-from forerun.attention.sdpa import PlainAttention, SdpaAttention
+from forerun.attention.sdpa import SdpaAttention
 from forerun.attention.tiled import BLOCK, TiledAttention
 from forerun.cache.pool import KVShape, Pool
 from forerun.cache.sources import Sources
@@ -191,7 +191,7 @@ def new_attention(
     if info.encoder is not None:
         longest = min(info.encoder.max_len, max_len)
         pool.sources = Sources(info.encoder.kv_shapes, max_seqs, longest, info.dtype, info.device)
-        return KernelAttention(pool) if ours else PlainAttention(pool)
+        return KernelAttention(pool) if ours else SdpaAttention(pool)
     return attention_over(model, pool)
 
 

@@ -14,13 +14,15 @@ from forerun.models import checkpoint
 from forerun.models.architectures import seq2seq
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.checkpoint import Tensor
-from forerun.models.prequantized import refusal
+from forerun.models.prequantized import SCHEMES, refusal
 
 LARGEST = 2**31 - 1
-_is_integer = Within(whole=True).permits
-_is_count = Within(least=1, most=LARGEST, whole=True).permits
 SHORTEST_CONTEXT = 32
 """Tokens. Nobody trains shorter ones, and tests of a model as it is loaded need some room."""
+SIZE = Within(least=1, most=LARGEST, whole=True)
+CONTEXT = Within(least=SHORTEST_CONTEXT, most=LARGEST, whole=True)
+_is_integer = Within(whole=True).permits
+_is_count = SIZE.permits
 SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads", "head_dim", "num_decoder_layers", "d_ff", "encoder_layers", "decoder_layers",
@@ -48,10 +50,13 @@ ROPE_NUMBERS = (
     "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow",
     "original_max_position_embeddings", "partial_rotary_factor",
 )  # fmt: skip
-SCHEMES = {
-    "awq": "AWQ", "gptq": "GPTQ", "fp8": "FP8", "fbgemm_fp8": "FP8", "mxfp4": "MXFP4",
-    "bitsandbytes": "bitsandbytes", "compressed-tensors": "compressed-tensors", "torchao": "torchao",
-}  # fmt: skip
+FIELDS = (
+    (SIZES, SIZE, f"an integer from 1 to {LARGEST}"),
+    (("max_position_embeddings",), CONTEXT, f"an integer from {SHORTEST_CONTEXT} to {LARGEST}"),
+    (EPSILONS, NOT_NEGATIVE, "a number of at least 0"),
+    (SCALES, POSITIVE, "a number above 0, or null"),
+)
+"""What config keys may be where they are there; sizes may be lists, one for each layer."""
 
 
 def check_given(given: Mapping[str, Any], path: Path) -> None:
@@ -115,7 +120,7 @@ def scheme(quantization: Any) -> str:
     for count in (4, 8):
         if quantization.get(f"load_in_{count}bit") is True:
             bits = count
-    name = SCHEMES.get(method.lower(), method)
+    name = SCHEMES[method.lower()].name if method.lower() in SCHEMES else method
     return f"{name} ({shown(bits)} bits)" if isinstance(bits, int) else name
 
 
@@ -161,10 +166,11 @@ def check_config(config: Any, path: Path) -> None:
     def refuse(name: str, requested: str) -> None:
         raise ModelError(f"{path} cannot be used: {name} must be {requested}, not {shown(getattr(text, name))}")
 
-    for name in SIZES:
-        for value in _each(getattr(text, name, None)):
-            if not _is_count(value):
-                refuse(name, f"an integer from 1 to {LARGEST}")
+    for names, limit, asked in FIELDS:
+        for name in names:
+            value = getattr(text, name, None)
+            if not all(map(limit.permits, [value] if value is not None and names is not SIZES else _each(value))):
+                refuse(name, asked)
     own = () if described is None else described.kinds
     run = ["full_attention", "sliding_attention", *own]
     for kind in _each(getattr(text, "layer_types", None)):
@@ -173,19 +179,10 @@ def check_config(config: Any, path: Path) -> None:
                 f"{path.parent} has layers of kind {shown(kind)}, which forerun does not run ({text.model_type}); it "
                 f"runs models of {' and '.join(run)}"
             )
-    context = getattr(text, "max_position_embeddings", None)
-    if context is not None and not (_is_count(context) and context >= SHORTEST_CONTEXT):
-        refuse("max_position_embeddings", f"an integer from {SHORTEST_CONTEXT} to {LARGEST}")
     heads: Any = getattr(text, "num_attention_heads", None)
     shared: Any = getattr(text, "num_key_value_heads", None)
     if _is_count(heads) and _is_count(shared) and heads % shared:
         refuse("num_attention_heads", f"a multiple of num_key_value_heads ({shared})")
-    for name in EPSILONS:
-        if getattr(text, name, None) is not None and not NOT_NEGATIVE.permits(getattr(text, name)):
-            refuse(name, "a number of at least 0")
-    for name in SCALES:
-        if getattr(text, name, None) is not None and not POSITIVE.permits(getattr(text, name)):
-            refuse(name, "a number above 0, or null")
     for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
         if getattr(text, "enable_moe_block", None) and not _is_count(getattr(text, name, None)):
             refuse(name, f"an integer from 1 to {LARGEST}")
