@@ -8,8 +8,7 @@ import pytest
 
 from forerun import LLM, ModelError, SamplingParams
 from forerun.models.fingerprint import fingerprint
-from forerun.models.gguf import GGUFFile
-from forerun.models.gguf_split import parts_of
+from forerun.models.gguf import GGUFFile, parts_of
 from forerun.models.load import resolve
 from gguf_files import finish, write_model
 

@@ -57,15 +57,18 @@ class Where:
 
 def where(pool: Pool, batch: Batch) -> Where:
     """Where the rows of ``batch`` are stored."""
-    size, tables = pool.page_size, pool.block_tables
-    runs = [(tables[span.key], span.start + span.stored, span.end) for span in batch.spans]
+    runs = new_entries(batch)
     if len(runs) == 1:
-        table, first, end = runs[0]
-        if first // size == (end - 1) // size:
-            return Where(table[first // size], first % size)
-    pages = [table[entry // size] for table, first, end in runs for entry in range(first, end)]
-    offsets = [entry % size for _, first, end in runs for entry in range(first, end)]
-    return Where(slot_mapping=(torch.tensor(pages, device=pool.device), torch.tensor(offsets, device=pool.device)))
+        key, entries = runs[0]
+        page, first = divmod(entries[0], pool.page_size)
+        if page == entries[-1] // pool.page_size:
+            return Where(pool.block_tables[key][page], first)
+    return Where(slot_mapping=pool.slot_mappings(runs))
+
+
+def new_entries(batch: Batch) -> list[tuple[int, range]]:
+    """Each span's sequence, and the entries that its rows become."""
+    return [(span.key, range(span.start + span.stored, span.end)) for span in batch.spans]
 
 
 @dataclass(slots=True)

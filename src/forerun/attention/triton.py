@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from forerun.attention.base import Backend, Metadata, Query
-from forerun.attention.layout import ancestors
+from forerun.attention.layout import ancestors, new_entries
 from forerun.core.batch import Batch, Span
 
 SPLIT = 256
@@ -190,17 +190,11 @@ class TritonAttention(Backend[TritonTables]):
 
     def begin(self, batch: Batch) -> TritonTables:
         pool, spans, device = self.pool, batch.spans, self.pool.device
-        pages: list[int] = []
-        offsets: list[int] = []
         for span in spans:
             pool.reserve(span.key, span.end)
-            table = pool.block_tables[span.key]
-            for entry in range(span.start + span.stored, span.end):
-                pages.append(table[entry // pool.page_size])
-                offsets.append(entry % pool.page_size)
 
-        def ints(values: list[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+        def ints(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
 
         widest = max(len(pool.block_tables[span.key]) for span in spans)
         tables = [pool.block_tables[s.key] + [0] * (widest - len(pool.block_tables[s.key])) for s in spans]
@@ -211,7 +205,7 @@ class TritonAttention(Backend[TritonTables]):
         bits = _pack_bits(spans, nodes) if trees else torch.zeros(1, 1, dtype=torch.int32)
         return TritonTables(
             batch,
-            slot_mapping=(ints(pages, torch.long), ints(offsets, torch.long)),
+            slot_mapping=pool.slot_mappings(new_entries(batch)),
             tables=ints([page for table in tables for page in table]).view(len(spans), widest),
             start=ints([span.start for span in spans]),
             offset=ints(batch.offsets),

@@ -409,13 +409,15 @@ class Pool(Pages):
 
     def slot_mapping(self, key: int, entries: Sequence[int]) -> SlotMapping:
         """(page, offset) int64 tensors of the given entries of ``key``."""
-        table = self.block_tables[key]
-        pages = [table[entry // self.page_size] for entry in entries]
-        offsets = [entry % self.page_size for entry in entries]
-        return (
-            torch.tensor(pages, dtype=torch.long, device=self.device),
-            torch.tensor(offsets, dtype=torch.long, device=self.device),
-        )
+        return self.slot_mappings([(key, entries)])
+
+    def slot_mappings(self, runs: Sequence[tuple[int, Sequence[int]]]) -> SlotMapping:
+        """The same of entries of several sequences, one's behind the other's."""
+        size, tables = self.page_size, self.block_tables
+        pages = [tables[key][entry // size] for key, entries in runs for entry in entries]
+        offsets = [entry % size for _, entries in runs for entry in entries]
+        sides = (torch.tensor(side, dtype=torch.long, device=self.device) for side in (pages, offsets))
+        return next(sides), next(sides)
 
     def write(self, layer: int, slot_mapping: SlotMapping, k: torch.Tensor, v: torch.Tensor) -> None:
         """Store rows ``k`` and ``v`` ([rows, heads, width]) of one layer at ``slot_mapping``."""

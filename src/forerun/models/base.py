@@ -157,7 +157,6 @@ def new_attention(
     max_seqs: int,
     max_len: int,
     page_size: int | None = None,
-    num_pages: int | None = None,
     slack: int = 0,
     back: int | None = None,
     keeps: bool = False,
@@ -165,8 +164,8 @@ def new_attention(
     """An attention with a pool of its own for ``model``.
 
     ``page_size`` None is the slotted layout: one page per sequence, ``max_seqs`` of them, each long enough for
-    ``max_len`` tokens and ``slack`` tree nodes. Otherwise pages of ``page_size`` tokens, ``num_pages`` of them
-    (default: enough for every sequence at full length). Beside an encoder-decoder's pool, there is room for
+    ``max_len`` tokens and ``slack`` tree nodes. Otherwise pages of ``page_size`` tokens, enough for every sequence at
+    full length. Beside an encoder-decoder's pool, there is room for
     ``max_seqs`` encoded sources of ``max_len`` tokens. Layers' states go ``back`` by so many tokens (default: for a
     draft that is read while the last one is still to be settled, at least ``BACK``), for ``max_seqs`` sequences and as
     many beams that begin while others end. Where prefix caching ``keeps`` states, there is room for two of every
@@ -177,11 +176,11 @@ def new_attention(
     tiled = model.invariant and info.device.type == "cpu" and not ours
     longest = padded(max_len + slack, BLOCK) if tiled else max_len + slack
     if page_size is None:
-        page_size, num_pages = longest, num_pages or max_seqs
+        page_size, num_pages = longest, max_seqs
     else:
         if page_size < 1:
             raise ConfigError(f"page_size must be at least 1, not {page_size}")
-        num_pages = num_pages or max_seqs * -(-longest // page_size)
+        num_pages = max_seqs * -(-longest // page_size)
     pool = Pool(info.kv_shapes, num_pages, page_size, info.dtype, info.device)
     if info.state_shapes:
         depth = max(BACK, 2 * slack + 1) if back is None else max(1, back)

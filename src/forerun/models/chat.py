@@ -118,11 +118,17 @@ def _checked_tools(tools: Any) -> list[dict[str, Any]]:
     if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
         raise RequestError(f"tools are a list of mappings, not {_kind(tools)}", param="tools")
     for index, tool in enumerate(tools):
-        function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError("a tool is a mapping with a function, which has a name", param=f"tools.{index}")
+        function = _function(tool, "a tool", f"tools.{index}")
         _check_depth(function.get("parameters"), f"tools.{index}.function.parameters")
     return [dict(tool) for tool in tools]
+
+
+def _function(given: Any, what: str, param: str) -> Mapping[str, Any]:
+    """That of a tool or a call. Raises RequestError where there is none with a name."""
+    function = given.get("function") if isinstance(given, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{what} is a mapping with a function, which has a name", param=param)
+    return function
 
 
 def _check_depth(value: Any, param: str) -> None:
@@ -158,9 +164,7 @@ def _parsed(calls: Any, param: str) -> list[dict[str, Any]]:
     result = []
     for index, call in enumerate(calls if isinstance(calls, list) else [calls]):
         where = f"{param}.{index}.function"
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError("a tool call is a mapping with a function, which has a name", param=where)
+        function = _function(call, "a tool call", where)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             arguments = _loaded(arguments)
@@ -261,9 +265,8 @@ def conversations(messages: Any) -> list[list[Message]]:
         if not isinstance(conversation, Sequence) or isinstance(conversation, (str, bytes)) or not conversation:
             raise RequestError(f"a conversation is a list of at least one message, not {_kind(conversation)}")
         for message in conversation:
-            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-                raise RequestError(f"a message is a mapping with role and content, not {_kind(message)}")
-            if "content" not in message and not message.get("tool_calls"):
+            known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            if not known or ("content" not in message and not message.get("tool_calls")):
                 raise RequestError(f"a message is a mapping with role and content, not {_kind(message)}")
     return [list(conversation) for conversation in result]
 

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from forerun.core.errors import ForerunError, ModelError, one_line
-from forerun.models import gguf_split
+from forerun.models.gguf import find_model
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -99,7 +99,7 @@ def find(folder: Path) -> Path:
     if (folder / CONFIG).is_file():
         return folder
     result = sorted(folder.glob("*.gguf"))
-    one = gguf_split.find(result)
+    one = find_model(result)
     if one is not None:
         return one
     if result:

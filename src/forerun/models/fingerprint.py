@@ -8,7 +8,7 @@ from pathlib import Path
 
 from forerun.core.errors import ModelError
 from forerun.models.checkpoint import ADAPTER
-from forerun.models.gguf_split import parts_of
+from forerun.models.gguf import parts_of
 from forerun.models.lora import WEIGHTS, parse
 
 PLACES = 64

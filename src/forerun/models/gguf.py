@@ -1,11 +1,16 @@
-"""GGUF files: metadata and tensors. Every size that a file states is checked before anything is read by it."""
+"""GGUF files: metadata and tensors. Every size that a file states is checked before anything is read by it.
+
+Models may be cut into several files, ``NAME-00001-of-00003.gguf`` and so on: the first has the metadata, each has
+tensors of its own.
+"""
 
 from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +32,10 @@ LONGEST_KEY, LONGEST_NAME = 65535, 63
 DIMENSIONS = 4
 SHORTEST_KEY, SHORTEST_TENSOR = 13, 32
 """Bytes of a key with an empty name and a value of one byte, and of a description of a tensor with one dimension."""
+
+PART_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+PART, PARTS, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
+MOST_PARTS = 1000
 
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
@@ -251,3 +260,61 @@ class GGUFFile:
         result = self._bytes[self._place : self._place + count]
         self._place += count
         return result
+
+
+def parts_of(path: Path) -> list[Path]:
+    """Every file of the model that ``path`` belongs to, in order; by its name alone."""
+    match = PART_NAME.fullmatch(path.name)
+    if match is None or not 1 <= int(match[2]) <= int(match[3]) <= MOST_PARTS:
+        return [path]
+    return [path.with_name(f"{match[1]}-{number:05d}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)]
+
+
+def find_model(paths: Sequence[Path]) -> Path | None:
+    """The one model that files of a folder are: its only file, or the first of its parts; None: there are several."""
+    firsts = {parts_of(path)[0] for path in paths}
+    return firsts.pop() if len(firsts) == 1 else None
+
+
+class SplitGGUF(GGUFFile):
+    """The same of a model that is cut into several files. Raises ModelError for one that is missing, out of place, or of
+    another model, and for a name that comes twice."""
+
+    def __init__(self, path: Path) -> None:
+        files = parts_of(path)
+        if len(files) < 2:
+            raise ModelError(f"{path} is one of several parts of a model: its name must end in -00001-of-00003.gguf, "
+                             "say, and the others lie beside it")  # fmt: skip
+        missing = [file.name for file in files if not file.is_file()]
+        if missing:
+            raise ModelError(f"{path.parent} lacks {missing[0]}, a part of the model that {path.name} belongs to")
+        self.path = files[0]
+        self.parts = [GGUFFile(file) for file in files]
+        self.metadata = {key: value for key, value in self.parts[0].metadata.items() if key != PARTS}
+        self._holders: dict[str, GGUFFile] = {}
+        self.tensors: dict[str, GGUFTensor] = {}
+        for number, part in enumerate(self.parts):
+            self._add(number, part)
+        asked = self.metadata.get(SPLIT_TENSORS)
+        if asked is not None and asked != len(self.tensors):
+            raise ModelError(f"{self.path} says that there are {shown(asked)} tensors, but its parts have "
+                             f"{len(self.tensors)}")  # fmt: skip
+
+    def _add(self, number: int, part: GGUFFile) -> None:
+        says = part.metadata.get(PART), part.metadata.get(PARTS)
+        if says != (number, len(self.parts)):
+            raise ModelError(
+                f"{part.path} says that it is part {shown(says[0])} of {shown(says[1])}, counted from 0, and its name "
+                f"that it is {number} of {len(self.parts)}"
+            )
+        for name, tensor in part.tensors.items():
+            if name in self.tensors:
+                raise ModelError(f"{name} is in {self._holders[name].path.name} and in {part.path.name}")
+            self.tensors[name], self._holders[name] = tensor, part
+
+    def packed(self, name: str) -> np.ndarray:
+        return self._holders[name].packed(name) if name in self._holders else super().packed(name)
+
+    def release(self) -> None:
+        for part in self.parts:
+            part.release()

@@ -14,7 +14,6 @@ import torch
 
 from forerun.core.config import Within
 from forerun.core.errors import ModelError, shown
-from forerun.models import gguf_split
 from forerun.models.architectures.description import Architecture
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.shapes import shapes, unread
@@ -22,7 +21,7 @@ from forerun.models.architectures.spec import TILED_HEADS
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.gguf_types import FLOATS, PACKED, TYPES, described
-from forerun.models.gguf import GGUFFile, GGUFTensor
+from forerun.models.gguf import PARTS, GGUFFile, GGUFTensor, SplitGGUF, parts_of
 from forerun.models.gguf_config import FREQUENCIES
 from forerun.models.weights import Read
 
@@ -38,7 +37,7 @@ def open_gguf(path: Path) -> GGUFFile:
     """The file, or all parts of a model that it is one of; headers are read once while files stay the same. Raises
     ModelError."""
     about = []
-    for part in gguf_split.parts_of(path):
+    for part in parts_of(path):
         try:
             result = part.stat()
             about.append((result.st_mtime_ns, result.st_size))
@@ -51,7 +50,7 @@ def open_gguf(path: Path) -> GGUFFile:
 @lru_cache(maxsize=2)
 def _opened(path: Path, about: tuple[tuple[int, int], ...]) -> GGUFFile:
     file = GGUFFile(path)
-    return gguf_split.SplitGGUF(path) if file.metadata.get(gguf_split.COUNT, 1) not in (0, 1) else file
+    return SplitGGUF(path) if file.metadata.get(PARTS, 1) not in (0, 1) else file
 
 
 def rows_as_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:

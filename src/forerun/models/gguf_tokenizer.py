@@ -4,7 +4,7 @@ Gemma 4's files list the pairs instead, in the order in which they are merged.""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -262,12 +262,7 @@ def _strips(metadata: Mapping[str, Any], token: str) -> dict[str, bool]:
 
 def _bpe(metadata: Mapping[str, Any], rules: PreTokenizer, tokens: list[str], where: str) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    merges = []
-    for merge in _texts(metadata, "merges", where):
-        left, _, right = merge.partition(" ")
-        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
-            raise ModelError(f"{where} merges {shown(merge)}, which is not in its vocabulary")
-        merges.append((left, right))
+    merges = _merged_pairs(metadata, vocabulary, where)
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=rules.whole_words))
     if rules.composed:
         tokenizer.normalizer = normalizers.NFC()
@@ -276,6 +271,18 @@ def _bpe(metadata: Mapping[str, Any], rules: PreTokenizer, tokens: list[str], wh
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _merged_pairs(metadata: Mapping[str, Any], vocabulary: Mapping[str, int], where: str) -> list[tuple[str, str]]:
+    """Pairs of tokens, the first to be merged first. A token may begin with a space."""
+    result = []
+    for merge in _texts(metadata, "merges", where):
+        left, _, right = merge[1:].partition(" ")
+        left = merge[:1] + left
+        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+            raise ModelError(f"{where} merges {shown(merge)}, which is not in its vocabulary")
+        result.append((left, right))
+    return result
 
 
 def _edges(tokens: Mapping[str, tuple[str, int]]) -> Any:
@@ -321,7 +328,7 @@ def make_model(
     """Raises ModelError, in which ``where`` names the file, where a score, a pair or a byte's token is missing."""
     vocabulary = {token: index for index, token in enumerate(tokens)}
     listed = metadata.get("tokenizer.ggml.model") == MERGED
-    merges = _listed(metadata, vocabulary, where) if listed else _by_score(metadata, tokens, kinds, where)
+    merges = _merged_pairs(metadata, vocabulary, where) if listed else _by_score(metadata, tokens, kinds, where)
     missing = [byte for byte in range(256) if f"<0x{byte:02X}>" not in vocabulary]
     if missing:
         raise ModelError(f"{where} has a tokenizer without a token for byte {missing[0]}")
@@ -335,36 +342,20 @@ def make_model(
     return tokenizer
 
 
-def _listed(metadata: Mapping[str, Any], vocabulary: Mapping[str, int], where: str) -> list[tuple[str, str]]:
-    result = []
-    merges = metadata.get("tokenizer.ggml.merges")
-    for merge in merges if isinstance(merges, list) else ():
-        left, _, right = merge[1:].partition(" ") if isinstance(merge, str) else ("", "", "")
-        pair = (merge[:1] + left, right) if right else None
-        if pair is None or not {*pair, "".join(pair)} <= vocabulary.keys():
-            raise ModelError(f"{where} has {merge!r} in tokenizer.ggml.merges, which is no pair of its tokens")
-        result.append(pair)
-    if not result:
-        raise ModelError(f"{where} has no list of pairs in tokenizer.ggml.merges")
-    return result
-
-
 def _by_score(
     metadata: Mapping[str, Any], tokens: list[str], kinds: Sequence[int], where: str
 ) -> list[tuple[str, str]]:
+    """Every pair of tokens whose union is one, that of the highest score first."""
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens) or not isinstance(scores[0], (int, float)):
         raise ModelError(f"{where} has {len(tokens)} tokens, but not as many numbers in tokenizer.ggml.scores")
     mergeable = {
-        token: index for index, (token, kind) in enumerate(zip(tokens, kinds)) if kind not in (UNKNOWN, CONTROL, BYTE)
+        token: score for token, score, kind in zip(tokens, scores, kinds) if kind not in (UNKNOWN, CONTROL, BYTE)
     }
-    return [pair for _, pair in sorted(_merges(mergeable, scores), key=lambda result: result[0], reverse=True)]
-
-
-def _merges(tokens: Mapping[str, int], scores: Sequence[float]) -> Iterator[tuple[float, tuple[str, str]]]:
-    for token, index in tokens.items():
-        score = scores[index]
+    result = []
+    for token, score in mergeable.items():
         for cut in range(1, len(token)):
             left, right = token[:cut], token[cut:]
-            if left in tokens and right in tokens:
-                yield score, (left, right)
+            if left in mergeable and right in mergeable:
+                result.append((score, (left, right)))
+    return [pair for _, pair in sorted(result, key=lambda each: each[0], reverse=True)]

@@ -13,7 +13,7 @@ import huggingface_hub as hf  # its parts are imported when they are used: they 
 from tqdm import tqdm
 
 from forerun.core.errors import ModelError, one_line
-from forerun.models.gguf_split import parts_of
+from forerun.models.gguf import parts_of
 
 PREFIX = "hf:"
 MAIN = "main"

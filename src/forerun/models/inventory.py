@@ -17,8 +17,8 @@ from forerun.models import checkpoint, hub
 from forerun.models.fetch import held_parts
 from forerun.models.formats.gguf_types import described
 from forerun.models.formats.kept import forget
+from forerun.models.gguf import parts_of
 from forerun.models.gguf_model import is_gguf, open_gguf
-from forerun.models.gguf_split import parts_of
 from forerun.models.known import KNOWN, home, named, partial, place
 from forerun.models.load import quick_config, resolve
 from forerun.models.tokenizer import read_vocabulary
