@@ -83,31 +83,34 @@ class KernelAttention(Backend[AttentionPlan]):
             tables.extend(pool.block_tables[span.key])
             if span.parents is not None:
                 _list_paths(span, span.parents, paths, entries)
-        at = [numbers.buffer_info()[0] for numbers in (spans, tables, paths, entries)]
-        plan = array("q", structs.Plan(
-            at[0], len(begins), at[1], len(tables), at[2], len(paths), at[3], len(entries)
-        ))  # fmt: skip
         across = None if pool.sources is None else _plan_sources(pool.sources, batch)
-        return AttentionPlan(batch, (spans, tables, paths, entries), plan, plan.buffer_info()[0], begins, across)
+        return _plan(batch, spans, tables, paths, entries, begins, across)
 
     def run(self, query: Query, plan: AttentionPlan) -> torch.Tensor:
-        pool, count = self.pool, plan.batch.num_rows
         q, k, v = (_by_row(side) for side in (query.q, query.k, query.v))
-        keys, values = pool.keys[query.layer], pool.values[query.layer]
-        rows, heads, _ = q.shape
-        _check_rows(keys, values, count, q, k, v)
-        out = q.new_empty(rows, heads * values.shape[3])
-        shape = _lay_out(keys, values)
-        strides = q.stride(0), k.stride(0), v.stride(0)
-        bias, sinks = _check_bias(query.bias, heads), _check_sinks(query.sinks, heads)
-        sizes = array("q", structs.Heads(heads, query.window or 0, *strides, *bias, sinks))
-        self.call(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), keys.data_ptr(), values.data_ptr(),
-            shape.buffer_info()[0], sizes.buffer_info()[0], plan.address, count, query.scale,
-            query.softcap or 0.0, kernels.threads(),
-        )  # fmt: skip
+        rows, heads, count = q.shape[0], q.shape[1], plan.batch.num_rows
+        bias, sinks = _address("a bias", query.bias, heads, 2), _address("sinks", query.sinks, heads, 1)
+        reach = 0 if query.bias is None else query.bias.shape[1]
+        sizes = structs.Heads(heads, query.window or 0, q.stride(0), k.stride(0), v.stride(0), bias, reach, sinks)
+        out = self._attend(self.pool, query.layer, (q, k, v), sizes, query.scale, query.softcap or 0.0, plan)
         if rows != count:
             out[count:] = out[count - 1]
+        return out
+
+    def _attend(
+        self, pool: Pool, layer: int, given: Sequence[torch.Tensor], sizes: structs.Heads, scale: float, softcap: float,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:  # fmt: skip
+        """The kernel's results for queries, and keys and values if some are ``given`` to be stored."""
+        keys, values, count = pool.keys[layer], pool.values[layer], plan.batch.num_rows
+        _check_rows(keys, values, count, *given)
+        q, (k, v) = given[0], [side.data_ptr() for side in given[1:]] or (None, None)
+        out = q.new_empty(q.shape[0], q.shape[1] * values.shape[3])
+        shape, heads = _lay_out(keys, values), array("q", sizes)
+        self.call(
+            q.data_ptr(), k, v, out.data_ptr(), keys.data_ptr(), values.data_ptr(), shape.buffer_info()[0],
+            heads.buffer_info()[0], plan.address, count, scale, softcap, kernels.threads(),
+        )  # fmt: skip
         return out
 
     def cross(self, layer: int, q: torch.Tensor, scale: float, plan: AttentionPlan) -> torch.Tensor:
@@ -121,17 +124,9 @@ class KernelAttention(Backend[AttentionPlan]):
     ) -> torch.Tensor:
         """Attend to entries of a layer of ``pool``, the last ``window`` of them if that is not 0, where
         ``plan_reads`` has laid out the rows; nothing is stored."""
-        q, count = _by_row(q), plan.batch.num_rows
-        keys, values = pool.keys[layer], pool.values[layer]
-        _check_rows(keys, values, count, q)
-        rows, heads, _ = q.shape
-        out = q.new_empty(rows, heads * values.shape[3])
-        shape, sizes = _lay_out(keys, values), array("q", structs.Heads(heads, window, q.stride(0), 0, 0, 0, 0, 0))
-        self.call(
-            q.data_ptr(), None, None, out.data_ptr(), keys.data_ptr(), values.data_ptr(), shape.buffer_info()[0],
-            sizes.buffer_info()[0], plan.address, count, scale, 0.0, kernels.threads(),
-        )  # fmt: skip
-        return out
+        q = _by_row(q)
+        sizes = structs.Heads(q.shape[1], window, q.stride(0), 0, 0, 0, 0, 0)
+        return self._attend(pool, layer, (q,), sizes, scale, 0.0, plan)
 
 
 def _lay_out(keys: torch.Tensor, values: torch.Tensor) -> array[int]:
@@ -156,27 +151,28 @@ def plan_reads(batch: Batch, reads: Sequence[tuple[Sequence[int], int]]) -> Atte
         begins.append(len(tables))
         spans.extend(structs.SpanStruct(offset, len(span.tokens), length, length, len(tables), 2 * offset))
         tables.extend(pages)
+    return _plan(batch, spans, tables, paths, entries, begins)
+
+
+def _plan(
+    batch: Batch, spans: array[int], tables: array[int], paths: array[int], entries: array[int], begins: list[int],
+    across: AttentionPlan | None = None,
+) -> AttentionPlan:  # fmt: skip
     at = [numbers.buffer_info()[0] for numbers in (spans, tables, paths, entries)]
-    plan = array("q", structs.Plan(at[0], len(begins), at[1], len(tables), at[2], len(paths), at[3], 0))
-    return AttentionPlan(batch, (spans, tables, paths, entries), plan, plan.buffer_info()[0], begins)
+    plan = array("q", structs.Plan(
+        at[0], len(begins), at[1], len(tables), at[2], len(paths), at[3], len(entries)
+    ))  # fmt: skip
+    return AttentionPlan(batch, (spans, tables, paths, entries), plan, plan.buffer_info()[0], begins, across)
 
 
-def _check_bias(bias: torch.Tensor | None, heads: int) -> tuple[int, int]:
-    """Its address and columns; 0 for none. Raises ValueError for one that the kernel would misread."""
-    if bias is None:
-        return 0, 0
-    if bias.dtype is not torch.float32 or not bias.is_cpu or not bias.is_contiguous() or bias.shape[:-1] != (heads,):
-        raise ValueError(f"a bias {bias.dtype} {[*bias.shape]} on {bias.device} for {heads} heads")
-    return bias.data_ptr(), bias.shape[1]
-
-
-def _check_sinks(sinks: torch.Tensor | None, heads: int) -> int:
-    """Their address; 0 for none. Raises ValueError for those that the kernel would misread."""
-    if sinks is None:
+def _address(what: str, side: torch.Tensor | None, heads: int, dims: int) -> int:
+    """Of float32 numbers by heads; 0 for none. Raises ValueError for those that the kernel would misread."""
+    if side is None:
         return 0
-    if sinks.dtype is not torch.float32 or not sinks.is_cpu or not sinks.is_contiguous() or sinks.shape != (heads,):
-        raise ValueError(f"sinks {sinks.dtype} {[*sinks.shape]} on {sinks.device} for {heads} heads")
-    return sinks.data_ptr()
+    fits = side.dtype is torch.float32 and side.is_cpu and side.is_contiguous()
+    if not fits or side.dim() != dims or side.shape[0] != heads:
+        raise ValueError(f"{what} {side.dtype} {[*side.shape]} on {side.device} for {heads} heads")
+    return side.data_ptr()
 
 
 def _check(span: Span) -> None:
@@ -187,18 +183,14 @@ def _check(span: Span) -> None:
         raise ValueError(f"a span of {nodes} nodes names {len(span.parents)} parents")
 
 
-def _check_rows(
-    keys: torch.Tensor, values: torch.Tensor, rows: int, q: torch.Tensor,
-    k: torch.Tensor | None = None, v: torch.Tensor | None = None,
-) -> None:  # fmt: skip
-    """``k`` and ``v`` None: nothing is stored."""
+def _check_rows(keys: torch.Tensor, values: torch.Tensor, rows: int, *sides: torch.Tensor) -> None:
+    """``sides`` are queries, or queries, keys and values to be stored."""
     requested, wanted = (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
-    sides = [side for side in (q, k, v) if side is not None]
     if any(side.dtype is not keys.dtype or not side.is_cpu or side.shape[0] < rows for side in sides):
         said = ", ".join(f"{side.dtype} {[*side.shape]} on {side.device}" for side in sides)
         raise ValueError(f"attention over {keys.dtype} on cpu needs {rows} rows, not {said}")
-    wrong = (k is not None and k.shape[1:] != requested) or (v is not None and v.shape[1:] != wanted)
-    if wrong or q.shape[2] != requested[1]:
+    wrong = any(side.shape[1:] != shape for side, shape in zip(sides[1:], (requested, wanted)))
+    if wrong or sides[0].shape[2] != requested[1]:
         said = ", ".join(f"{[*side.shape]}" for side in sides)
         raise ValueError(f"entries have {requested[0]} heads of {requested[1]} numbers, with {wanted[1]}, not {said}")
 

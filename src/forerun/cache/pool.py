@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ import torch
 from forerun.core.errors import ForerunError
 
 if TYPE_CHECKING:
+    from forerun.cache.prefix import PrefixTree
     from forerun.cache.sources import Sources
     from forerun.cache.states import States
 
@@ -85,22 +86,6 @@ class KVShape:
         return self.heads * (self.key_dim + (0 if self.shared else self.value_dim))
 
 
-class Reclaimer(Protocol):
-    """Holds pages that nobody uses at the moment, and gives them back on request (the prefix tree)."""
-
-    def reclaim(self, count: int) -> None:
-        """Release ``count`` pages that nobody else holds, or as many as there are."""
-
-    def forget(self, key: int) -> None:
-        """A sequence gave up its pages."""
-
-    def drop_states(self) -> None:
-        """Give up every state that is kept of layers with one."""
-
-    def check(self) -> None:
-        """Raise AssertionError where what is held is not what the pool says."""
-
-
 class Pages:
     """The bookkeeping of a pool: which pages hold which sequence's entries. No tensors."""
 
@@ -112,7 +97,8 @@ class Pages:
         self.block_tables: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
         self.version = 0
-        self.reclaimer: Reclaimer | None = None
+        self.reclaimer: PrefixTree | None = None
+        """Holds pages that nobody uses at the moment, and gives them back on request."""
         self.sources: Sources | None = None
         """What the encoder made of the sequences' sources, in an encoder-decoder."""
         self.states: States | None = None

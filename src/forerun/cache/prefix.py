@@ -335,6 +335,7 @@ class PrefixTree:
             self.listener.removed(gone)
 
     def forget(self, key: int) -> None:
+        """A sequence gave up its pages."""
         self.ends.pop(key, None)
         self.matched.pop(key, None)
 

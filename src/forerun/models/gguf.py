@@ -277,7 +277,7 @@ def find_model(paths: Sequence[Path]) -> Path | None:
 
 
 class SplitGGUF(GGUFFile):
-    """The same of a model that is cut into several files. Raises ModelError for one that is missing, out of place, or of
+    """The same of a model that is cut into several files. Raises ModelError for one that is missing, out of place or of
     another model, and for a name that comes twice."""
 
     def __init__(self, path: Path) -> None:

@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,14 +46,12 @@ HARMLESS = frozenset(
 )  # fmt: skip
 
 
+@dataclass(slots=True)
 class _HFContext:
     """What one forward hands to every attention layer."""
 
-    __slots__ = ("attention", "metadata")
-
-    def __init__(self, attention: Attention, metadata: Metadata) -> None:
-        self.attention = attention
-        self.metadata = metadata
+    attention: Attention
+    metadata: Metadata
 
 
 class _MaskProbe:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,14 +16,6 @@ from forerun.core.errors import ConfigError
 from forerun.kernels.structs import QUANTS
 from forerun.models.formats.base import CHUNK, CPU, Rows, across
 from forerun.models.formats.gguf_types import FLOATS, INPUTS, OUTPUTS, PACKED, Bytes, sizes
-
-
-class Raw(Protocol):
-    """Rows of bytes, made when they are asked for; every array is one."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, rows: Any, /) -> Bytes: ...
 
 
 @dataclass(frozen=True)
@@ -49,6 +41,9 @@ def rounding(weight: Rows, kind: str) -> RawRows:
         return to_blocks(np.pad(result, ((0, 0), (0, -result.shape[1] % sizes(kind)[0]))), kind)
 
     return RawRows(weight.shape[0], make)
+
+
+Raw = np.ndarray | RawRows
 
 
 @dataclass(frozen=True)
