@@ -18,11 +18,10 @@ from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError, ModelError
 from forerun.measure.environment import logits
 from forerun.models.architectures.spec import bind
-from forerun.models.formats import blocks
+from forerun.models.formats import blocks, error
 from forerun.models.gguf_tokenizer import PRE_TOKENIZERS, make_tokenizer
 from forerun.models.load import KeptConfig, load_model, quick_config, read_config
 from forerun.models.modules import read_module
-from forerun.models.quantize import error
 from forerun.models.tokenizer import load_tokenizer
 from gguf_files import add, finish, write_model
 from here import where

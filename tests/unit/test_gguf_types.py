@@ -12,13 +12,12 @@ from gguf import dequantize
 from forerun import LLM
 from forerun.cli.main import run
 from forerun.measure.environment import logits
-from forerun.models.formats import blocks, gguf_blocks, gguf_types
+from forerun.models.formats import blocks, error, gguf_blocks, gguf_types
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.gguf_types import EXPANDED, PACKED, sizes
 from forerun.models.load import read_config
 from forerun.models.modules import read_module
-from forerun.models.quantize import error
 from gguf_files import TOKENS, write_model
 from gguf_files import blocks as made
 from here import where

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from forerun import kernels
 from forerun.core.errors import ConfigError
-from forerun.models import kernel_layers, linear
+from forerun.models import formats, kernel_layers
 from forerun.models.formats import blocks, compiled, int8, plain, tiled
 from forerun.models.parts import RMSNorm
 from here import NO_PACKING, where
@@ -36,7 +36,7 @@ def cancelling(outputs, inputs, dtype):
 def test_same_numbers(dtype, how, bias):
     torch.manual_seed(0)
     weight, offset = torch.randn(300, 260, dtype=dtype), torch.randn(300, dtype=dtype) if bias else None
-    layer = linear.make_linear(weight, offset, how)
+    layer = formats.make_linear(weight, offset, how)
     assert layer.kind == how
     for rows in (1, 2, 5, 64):
         x, more = torch.randn(rows, 260, dtype=dtype), torch.randn(rows, 300, dtype=dtype)
@@ -50,7 +50,7 @@ def test_same_numbers(dtype, how, bias):
 @pytest.mark.parametrize("shape", [(640, 384), (384, 1024), (1000, 520), (300, 2048)])
 def test_a_row_has_the_same_bits_beside_any_others(shape, dtype):
     weight, x = cancelling(*shape, dtype)
-    layer = linear.make_linear(weight, None, "streamed")
+    layer = formats.make_linear(weight, None, "streamed")
     assert layer.exact
     whole = layer(x[:64])
     for rows in range(1, 40):
@@ -151,7 +151,7 @@ def test_streamed_weights_lie_side_by_side(dtype, monkeypatch):
 @pytest.mark.parametrize("dtype", where(plain.can_pack, DTYPES, NO_PACKING))
 def test_packed_layers_meet_few_row_counts(dtype):
     weight, x = cancelling(256, 256, dtype)
-    layer = linear.make_linear(weight, None, "packed")
+    layer = formats.make_linear(weight, None, "packed")
     call, met = layer.call, set()
     layer.call = lambda x, *rest: (met.add(len(x)), call(x, *rest))[1]
     many = x.repeat(32, 1)
@@ -164,23 +164,23 @@ def test_packed_layers_meet_few_row_counts(dtype):
 
 
 def test_small_layers_stay_plain():
-    assert linear.make_linear(torch.randn(100, 100), None, "packed").kind == "plain"
-    assert linear.make_linear(torch.randn(100, 101, dtype=torch.bfloat16), None, "streamed").kind == "plain"
+    assert formats.make_linear(torch.randn(100, 100), None, "packed").kind == "plain"
+    assert formats.make_linear(torch.randn(100, 101, dtype=torch.bfloat16), None, "streamed").kind == "plain"
 
 
 def test_the_option():
-    assert linear.choose(torch.float32, CPU, "plain") == "plain"
+    assert formats.choose(torch.float32, CPU, "plain") == "plain"
     able = {"streamed": tiled.can_tile, "packed": plain.can_pack, "plain": lambda dtype: True}
     best = next(how for how, can in able.items() if can(torch.float32))
-    assert linear.choose(torch.float32, CPU, "auto") == best
-    assert linear.choose(torch.float16, CPU, "auto") == ("streamed" if tiled.can_tile(torch.float16) else "plain")
-    assert linear.choose(torch.bfloat16, torch.device("cuda"), "auto") == "plain"
+    assert formats.choose(torch.float32, CPU, "auto") == best
+    assert formats.choose(torch.float16, CPU, "auto") == ("streamed" if tiled.can_tile(torch.float16) else "plain")
+    assert formats.choose(torch.bfloat16, torch.device("cuda"), "auto") == "plain"
     for dtype, device in ((torch.float64, CPU), (torch.bfloat16, torch.device("cuda"))):
         for how in ("packed", "streamed"):
             with pytest.raises(ConfigError, match="auto"):
-                linear.choose(dtype, device, how)
+                formats.choose(dtype, device, how)
     with pytest.raises(ConfigError, match="quick"):
-        linear.choose(torch.float32, CPU, "quick")
+        formats.choose(torch.float32, CPU, "quick")
 
 
 @pytest.fixture
@@ -215,9 +215,9 @@ def test_without_our_kernels(lacking, monkeypatch, tmp_path, caplog):
     assert ("torch's serve instead" in caplog.text) == (lacking in ("folder", "success") and serves and compiles)
     assert ("kernels need Linux" in caplog.text) == (not serves and lacking != "wish")
     assert ("apt-get install g++" in caplog.text) == (serves and not compiles and lacking != "wish")
-    assert linear.choose(torch.float32, CPU, "auto") == ("packed" if plain.can_pack(torch.float32) else "plain")
+    assert formats.choose(torch.float32, CPU, "auto") == ("packed" if plain.can_pack(torch.float32) else "plain")
     with pytest.raises(ConfigError, match="C\\+\\+ compiler"):
-        linear.choose(torch.float32, CPU, "streamed")
+        formats.choose(torch.float32, CPU, "streamed")
 
 
 @pytest.mark.usefixtures("nothing_compiled")
@@ -230,7 +230,7 @@ def test_a_switch_is_0_or_1(monkeypatch, name):
 
 @pytest.mark.parametrize(("dtype", "how"), STREAMED)
 def test_streamed_layers_refuse_what_the_kernels_would_misread(dtype, how):
-    layer = linear.make_linear(torch.randn(64, 64).to(dtype), None, how)
+    layer = formats.make_linear(torch.randn(64, 64).to(dtype), None, how)
     with pytest.raises(ValueError, match="64 inputs"):
         layer(torch.randn(2, 63).to(dtype))
     with pytest.raises(TypeError, match="float64"):
@@ -246,7 +246,7 @@ def test_streamed_layers_refuse_what_the_kernels_would_misread(dtype, how):
 @pytest.mark.parametrize(("dtype", "how"), STREAMED)
 def test_threads_change_no_bit(dtype, how, threads):
     weight, x = cancelling(500, 260, dtype)
-    layer, before = linear.make_linear(weight, None, how), torch.get_num_threads()
+    layer, before = formats.make_linear(weight, None, how), torch.get_num_threads()
     expected = layer(x)
     torch.set_num_threads(threads)
     try:
@@ -310,18 +310,18 @@ def test_without_the_private_operations(monkeypatch):
     monkeypatch.setattr(plain, "pack", lambda weight: torch.ops.mkldnn._no_such_operation(weight))
     try:
         assert not plain.can_pack(torch.float32)
-        assert linear.choose(torch.float32, CPU, "auto") == "plain"
+        assert formats.choose(torch.float32, CPU, "auto") == "plain"
         with pytest.raises(ConfigError, match="float32"):
-            linear.choose(torch.float32, CPU, "packed")
+            formats.choose(torch.float32, CPU, "packed")
     finally:
         plain.can_pack.cache_clear()
 
 
 def test_the_description_names_what_holds_most_of_the_weights():
-    layers = [linear.make_linear(torch.randn(8, 8), None, "packed") for _ in range(3)]
-    assert linear.describe(layers, torch.float32) == "plain float32"
+    layers = [formats.make_linear(torch.randn(8, 8), None, "packed") for _ in range(3)]
+    assert formats.describe(layers, torch.float32) == "plain float32"
     if plain.can_pack(torch.float32):
-        layers.append(linear.make_linear(torch.randn(300, 300), None, "packed"))
-        assert linear.describe(layers, torch.float32) == "packed float32"
-        layers.append(linear.make_linear(torch.randn(200, 200), None, "packed"))
-        assert linear.describe(layers, torch.float32) == "packed float32 and plain float32"
+        layers.append(formats.make_linear(torch.randn(300, 300), None, "packed"))
+        assert formats.describe(layers, torch.float32) == "packed float32"
+        layers.append(formats.make_linear(torch.randn(200, 200), None, "packed"))
+        assert formats.describe(layers, torch.float32) == "packed float32 and plain float32"

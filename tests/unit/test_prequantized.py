@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from forerun import LLM, ConfigError, ModelError, SamplingParams
 from forerun.measure.environment import logits
-from forerun.models.formats import blocks
+from forerun.models.formats import blocks, error
 from forerun.models.load import load_model, read_config
 from forerun.models.mapped import CheckpointWeights
-from forerun.models.quantize import error
 from here import where
 from tiny import save_tokenizer, tiny_llama
 

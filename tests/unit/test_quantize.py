@@ -10,7 +10,7 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
-from forerun.models import quantize
+from forerun.models import formats
 from forerun.models.base import new_attention
 from forerun.models.formats import ON_CPU, blocks, int8
 from forerun.models.formats.base import size
@@ -98,7 +98,7 @@ def test_a_model_s_size_and_error(kind, dtype):
     fraction = size(quantized.linears()) / size(plain.linears())
     assert fraction < 0.30
     coarse = 1 if int8.ours(CPU, dtype) else 127 / int8._levels()  # FBGEMM without VNNI has half the levels
-    assert quantize.error(logits(plain), logits(quantized)) < 0.08 * coarse
+    assert formats.error(logits(plain), logits(quantized)) < 0.08 * coarse
     assert quantized.info.path == f"native, {'int8' if kind == 'int8' else 'int8 by rows'}"
 
 
@@ -118,7 +118,7 @@ def test_unknown_kinds_are_refused():
         with pytest.raises(ConfigError, match=kind):
             model(kind)
     with pytest.raises(ConfigError, match="int8_rows"):
-        quantize.check("int8_rows", torch.device("cuda"), torch.bfloat16, invariant=False)
+        formats.check("int8_rows", torch.device("cuda"), torch.bfloat16, invariant=False)
 
 
 def test_kernels_of_ours_are_for_cpus_and_their_dtypes():
@@ -131,7 +131,7 @@ def test_kernels_of_ours_are_for_cpus_and_their_dtypes():
 def test_without_fbgemm_a_wish_for_8_bits_names_the_dtype(monkeypatch):
     monkeypatch.setattr(type(torch.backends.quantized), "supported_engines", [])
     with pytest.raises(ConfigError, match="float64 needs FBGEMM"):
-        quantize.check("int8_rows", CPU, torch.float64, invariant=True)
+        formats.check("int8_rows", CPU, torch.float64, invariant=True)
 
 
 def test_without_our_kernels_blocks_are_refused(monkeypatch):

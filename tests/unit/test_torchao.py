@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from forerun.core.errors import ConfigError
-from forerun.models import quantize
+from forerun.models import formats
 from forerun.models.formats import plain
 from forerun.models.formats.base import size
 from forerun.models.kinds import GPU_KINDS
@@ -30,7 +30,7 @@ def test_a_layer_is_close_and_small(kind, dtype):
         added = layer(x, torch.ones_like(got))
     assert type(layer.weight) is not torch.nn.Parameter
     assert (got.dtype, layer.kind) == (dtype, f"{kind} weights")
-    assert 1e-4 < quantize.error(expected, got.float()) < LIMIT[kind]
+    assert 1e-4 < formats.error(expected, got.float()) < LIMIT[kind]
     assert torch.equal(added, got + 1)
     assert size([layer]) <= weight.numel() * 1.05
 

@@ -17,7 +17,7 @@ from forerun.core.batch import Batch, Span
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.engine.memory import megabytes
-from forerun.models import quantize
+from forerun.models import formats
 from forerun.models.base import Model, new_attention
 from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
@@ -131,7 +131,7 @@ def _against_original(model: Model, prompts: Sequence[Sequence[int]]) -> dict[st
     return {
         "original_bytes": original.info.weight_bytes,
         "original_dtype": str(info.dtype).removeprefix("torch."),
-        "error": quantize.error(logits(original, prompts), logits(model, prompts)),
+        "error": formats.error(logits(original, prompts), logits(model, prompts)),
     }
 
 

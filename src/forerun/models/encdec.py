@@ -24,12 +24,12 @@ from forerun.core.batch import Batch, Output
 from forerun.core.errors import ConfigError, ModelError, shown
 from forerun.core.inference import inference
 from forerun.core.loading import watch
-from forerun.models import checkpoint, quantize, tiling
+from forerun.models import checkpoint, formats, tiling
 from forerun.models.architectures import seq2seq
 from forerun.models.architectures.seq2seq import ACTIVATIONS, SPARE, LayerStack, Seq2Seq
 from forerun.models.base import EncoderInfo, ModelInfo, Tiles
+from forerun.models.formats import choose, describe
 from forerun.models.formats.base import Linear, Rows, size
-from forerun.models.linear import choose, describe
 from forerun.models.modules import read_module
 from forerun.models.parts import make_gate, make_norm
 from forerun.models.weights import Maker
@@ -103,7 +103,7 @@ class EncoderDecoder:
         how = choose(self.dtype, self.device, weights)
         form = None
         if quantization is not None:
-            form = quantize.check(quantization, self.device, self.dtype, invariant=bool(invariant))
+            form = formats.check(quantization, self.device, self.dtype, invariant=bool(invariant))
         bias: Any = getattr(module, "final_logits_bias", None)
         self._logits_bias = bias.float() if isinstance(bias, torch.Tensor) and bool(bias.any()) else None
         """Added to all logits."""

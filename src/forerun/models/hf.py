@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,9 @@ from forerun.core.inference import inference
 from forerun.models import activations, tiling
 from forerun.models.base import ModelInfo, Tiles, pad_rows
 from forerun.models.checkpoint import library
-from forerun.models.linear import Linear, choose, describe, replace_linears
+from forerun.models.formats import choose, describe, make_linear
+from forerun.models.formats.base import Linear
+from forerun.models.formats.plain import Plain
 
 NAME = "forerun"
 NAMES = ("_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id")
@@ -138,6 +141,23 @@ def _settings(layer: torch.nn.Module) -> str:
         shapes = [(key, tuple(value.shape), value.dtype) for key, value in part.named_parameters(recurse=False)]
         parts.append((name, type(part).__name__, sorted(options.items()), shapes))
     return repr(parts)
+
+
+@torch.no_grad()
+def replace_linears(module: torch.nn.Module, parts: Sequence[torch.nn.Linear], how: str) -> list[Linear]:
+    """Run streamed or packed layers in place of ``parts`` of a module, and give up the weights that nothing else has a
+    share in. Returns the new layers; ``plain`` replaces none."""
+    fractions = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    made = []
+    for part in parts if how != "plain" else ():
+        layer = make_linear(part.weight.detach(), None if part.bias is None else part.bias.detach(), how)
+        if isinstance(layer, Plain):
+            continue
+        part.forward = layer.__call__  # type: ignore[assignment, method-assign]
+        if fractions[id(part.weight)] == 1:
+            part.weight.data = part.weight.data.new_empty(0)
+        made.append(layer)
+    return made
 
 
 def _sizes(module: PreTrainedModel, replaced: list[Linear]) -> tuple[int, int]:

@@ -21,18 +21,17 @@ from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.core.inference import inference
 from forerun.core.loading import watch
-from forerun.models import activations, quantize, tiling
+from forerun.models import activations, formats, tiling
 from forerun.models.architectures.spec import ALL, OUTSIDE, applies, bind
 from forerun.models.base import MixtureInfo, ModelInfo, Tiles, pad_rows
 from forerun.models.experts import Experts
-from forerun.models.formats import prefetch
+from forerun.models.formats import choose, describe, prefetch
 from forerun.models.formats.base import Linear, size
 from forerun.models.fused import RAW, Decoder, Fused
 from forerun.models.kernel_layers import KernelGate, softcap
 from forerun.models.kernel_states import lay_out
 from forerun.models.latent import LatentHeads
 from forerun.models.layer import Builder, Layer, LayerTable
-from forerun.models.linear import choose, describe
 from forerun.models.parts import make_gate
 from forerun.models.ranks import split
 from forerun.models.ranks.shards import Gathered, SplitWords
@@ -96,7 +95,7 @@ class NativeModel:
         self._how = choose(self.dtype, self.device, weights)
         form = None
         if quantization is not None:
-            form = quantize.check(quantization, self.device, self.dtype, invariant=invariant)
+            form = formats.check(quantization, self.device, self.dtype, invariant=invariant)
         self._rotaries = {kind: self._rotary(config, kind) for kind in self.spec.rotaries}
         with torch.inference_mode(), watch.get()(name, tensors.nbytes) as advance:
             self._build(Maker(tensors, self.dtype, self.device, self._how, form, advance), tensors, outputs)

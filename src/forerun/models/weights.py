@@ -12,7 +12,7 @@ import torch
 from forerun.core.errors import ModelError
 from forerun.core.loading import Advance
 from forerun.models.architectures.spec import Multiples, Spec
-from forerun.models.formats import blocks
+from forerun.models.formats import blocks, make_linear
 from forerun.models.formats.base import Format, Linear, MadeRows, Rows, across, whole
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import Joined
@@ -22,7 +22,6 @@ from forerun.models.formats.plain import Plain
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.kinds import KINDS
 from forerun.models.latent import HeadPart
-from forerun.models.linear import make_linear
 from forerun.models.words import LayerRows, ScaledWords, Words, WordTable
 
 Order = Callable[[torch.Tensor], torch.Tensor] | None

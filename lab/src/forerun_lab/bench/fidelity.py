@@ -21,7 +21,7 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ForerunError
 from forerun.measure.environment import logits, processor
-from forerun.models import quantize
+from forerun.models import formats
 from forerun.models.load import load_model, read_config, resolve
 from forerun.models.modules import read_module
 from forerun.models.tokenizer import load_tokenizer
@@ -64,7 +64,7 @@ class Seen:
         targets = torch.tensor(window[1:])
         self.nats -= float(result[:-1].gather(-1, targets[:, None]).sum())
         self.kl += float((requested.exp() * (requested - result)).sum())
-        self.error += quantize.error(exact, got)
+        self.error += formats.error(exact, got)
         self.same += int((exact.argmax(-1) == got.argmax(-1)).sum())
         self.count += len(window)
         self.windows += 1

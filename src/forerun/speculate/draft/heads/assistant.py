@@ -31,11 +31,11 @@ from forerun.models.architectures.families import GEMMA4
 from forerun.models.architectures.spec import READS, applies
 from forerun.models.base import Model
 from forerun.models.checkpoint import CONFIG, read_object
+from forerun.models.formats import choose, make_linear
 from forerun.models.gguf import GGUFFile
 from forerun.models.gguf_config import read_config as read_metadata
 from forerun.models.gguf_model import GGUFWeights, is_gguf, open_gguf
 from forerun.models.kinds import UNQUANTIZED
-from forerun.models.linear import choose, make_linear
 from forerun.models.load import as_config, read_config, resolve
 from forerun.models.mapped import CheckpointWeights
 from forerun.models.native import NativeModel

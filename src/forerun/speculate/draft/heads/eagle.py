@@ -32,10 +32,9 @@ from forerun.models.architectures.families import LLAMA
 from forerun.models.architectures.spec import ALL, Spec
 from forerun.models.base import Model
 from forerun.models.checkpoint import CONFIG
-from forerun.models.formats import ON_CPU
+from forerun.models.formats import ON_CPU, make_linear
 from forerun.models.fused import RAW, Decoder, Fused
 from forerun.models.layer import Layer
-from forerun.models.linear import make_linear
 from forerun.models.rotary import Rotary
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.chain import CatchUpConfig, ChainRunner, plain

@@ -21,10 +21,9 @@ from forerun.core.errors import ModelError, one_line, shown
 from forerun.core.folders import let_read
 from forerun.models import kernel_layers
 from forerun.models.checkpoint import CONFIG, read_object, read_tensors
-from forerun.models.formats import ON_CPU
+from forerun.models.formats import ON_CPU, choose, make_linear
 from forerun.models.gguf_model import is_gguf
 from forerun.models.kinds import BLOCKS
-from forerun.models.linear import choose, make_linear
 
 FORMAT = "forerun_head"
 PACKED = "packed"
