@@ -38,7 +38,7 @@ def layers(kind: str) -> list[Blocked]:
         twin = copy.copy(result[0])
         twin.tiles = arena.allocate(twin.nbytes)
         twin.tiles.copy_(result[0].tiles)
-        twin.pointers = twin.tiles.data_ptr(), result[0].pointers[1]
+        twin.pointers = twin.tiles.data_ptr(), *result[0].pointers[1:]
         result.append(twin)
     return result
 

@@ -14,7 +14,7 @@ import torch
 from forerun import kernels
 from forerun.kernels import structs
 from forerun.models.formats.base import Format, Rows
-from forerun.models.formats.compiled import Compiled, address, kernel, take_rows, wide_bias
+from forerun.models.formats.compiled import Compiled, address, kernel, wide_bias
 from forerun.models.formats.gguf_blocks import Blocks, form, pack, record_bytes, rounding
 from forerun.models.formats.kept import made
 from forerun.models.formats.tiled import DTYPES, works
@@ -24,7 +24,7 @@ from forerun.models.kinds import BLOCKS
 class Blocked(Compiled):
     """A layer with the weights of ``Blocks``, repacked."""
 
-    __slots__ = ("bias", "calls", "number", "pointers", "tiles")
+    __slots__ = ("calls",)
 
     def __init__(self, blocks: Blocks, bias: torch.Tensor | None) -> None:
         self.outputs, self.inputs = len(blocks.raw), blocks.inputs
@@ -35,26 +35,17 @@ class Blocked(Compiled):
         size = record_bytes(blocks.kind, self.outputs, self.inputs)
         self.tiles = made(f"{blocks.kind} {self.outputs} {self.inputs}", size, partial(pack, blocks))
         self.number = structs.KINDS.index(form(blocks.kind))
-        self.pointers = self.tiles.data_ptr(), address(self.bias)
+        self.pointers = self.tiles.data_ptr(), address(self.bias), 0, 0
         self.kind = blocks.kind.upper()
         self.nbytes = self.tiles.nbytes
         self.dtype = None
 
-    def fields(self) -> structs.LinearStruct:
-        weight, bias = self.pointers
-        return structs.LinearStruct(self.number, weight, bias or 0, 0, 0, self.outputs, self.inputs, 0)
-
     def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
         if x.dtype not in self.calls:
             raise TypeError(f"rows in {x.dtype} for weights in {self.kind}")
-        weight, bias = self.pointers
+        weight, bias, _, _ = self.pointers
         self.calls[x.dtype](self.number, weight, x.data_ptr(), y, add, bias, rows, self.outputs, self.inputs, stride,
                             torch.get_num_threads())  # fmt: skip
-
-    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of the weights [ids, inputs], dequantized: exact in float32. Raises KernelError for ids out of
-        range."""
-        return take_rows(self.number, self.tiles, ids, dtype, self.outputs, self.inputs)
 
 
 @cache

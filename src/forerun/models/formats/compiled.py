@@ -47,16 +47,6 @@ def kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
     return call
 
 
-def take_rows(
-    kind: int, tiles: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype, outputs: int, inputs: int
-) -> torch.Tensor:
-    """Rows ``ids`` of the weights of a layer [outputs, inputs] as numbers. Raises KernelError for ids out of range."""
-    ids = ids.reshape(-1).to(torch.int64).contiguous()
-    result = torch.empty(len(ids), inputs, dtype=dtype)
-    kernel("take_rows", dtype)(kind, tiles.data_ptr(), ids.data_ptr(), result.data_ptr(), len(ids), outputs, inputs)
-    return result
-
-
 def check_weight(weight: Rows) -> None:
     """Raise ValueError for weights that the kernels would misread."""
     if len(weight.shape) != 2 or not weight.shape.numel() or weight.device.type != "cpu":
@@ -77,7 +67,7 @@ def address(tensor: torch.Tensor | None) -> int | None:
 class Compiled(ABC):
     """A layer that kernels of ours run; a ``Linear``."""
 
-    __slots__ = ("dtype", "inputs", "kind", "nbytes", "outputs")
+    __slots__ = ("bias", "dtype", "inputs", "kind", "nbytes", "number", "outputs", "pointers", "tiles")
 
     exact = True
     inputs: int
@@ -86,15 +76,30 @@ class Compiled(ABC):
     nbytes: int
     dtype: torch.dtype | None
     """That of its rows; None: any."""
+    number: int
+    """Of its kind in ``structs.KINDS``."""
+    pointers: tuple[int, int | None, int, int]
+    """To weights, bias, scales and offsets, which the layer holds."""
 
     @abstractmethod
     def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
         """Rows of x into those at the address ``y``, ``stride`` numbers apart, as those to ``add`` to them. Raises
         TypeError for a dtype without a kernel."""
 
-    @abstractmethod
     def fields(self) -> structs.LinearStruct:
         """What a compiled decoder reads; the layer must outlive it."""
+        weight, bias, scales, offsets = self.pointers
+        return structs.LinearStruct(self.number, weight, bias or 0, scales, offsets, self.outputs, self.inputs, 0)
+
+    def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Rows of the weights [ids, inputs], exact in float32. Raises KernelError for ids out of range, and for weights
+        in 8 bits."""
+        ids = ids.reshape(-1).to(torch.int64).contiguous()
+        result, at = torch.empty(len(ids), self.inputs, dtype=dtype), self.pointers[0]
+        kernel("take_rows", dtype)(
+            self.number, at, ids.data_ptr(), result.data_ptr(), len(ids), self.outputs, self.inputs
+        )
+        return result
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         x, y, added, rows = self._prepare(x, add)

@@ -59,7 +59,7 @@ class Levels:
 class TiledInt8(Compiled):
     """int8 weights with a scale per output; each row of activations in 255 levels of its own; exact integer sums."""
 
-    __slots__ = ("bias", "calls", "offsets", "pointers", "scales", "tiles")
+    __slots__ = ("calls", "offsets", "scales")
 
     def __init__(self, weight: Rows | Levels, bias: torch.Tensor | None, kind: str) -> None:
         rows_of = weight.levels if isinstance(weight, Levels) else weight
@@ -77,16 +77,12 @@ class TiledInt8(Compiled):
             self.scales[here] = scales
             self.offsets[here] = levels.sum(dim=1, dtype=torch.int32) * 128
             fill(self.tiles, first, levels)
+        self.number = structs.KINDS.index("int8")
         self.pointers = self.tiles.data_ptr(), address(self.bias), self.scales.data_ptr(), self.offsets.data_ptr()
         self.kind = kind
         self.dtype = None
         self.nbytes = self.outputs * self.inputs + self.scales.nbytes
         self.calls = {d: kernel("linear_int8", d) for d in DTYPES}
-
-    def fields(self) -> structs.LinearStruct:
-        weight, bias, scales, offsets = self.pointers
-        kind = structs.KINDS.index("int8")
-        return structs.LinearStruct(kind, weight, bias or 0, scales, offsets, self.outputs, self.inputs, 0)
 
     def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
         if x.dtype not in self.calls:

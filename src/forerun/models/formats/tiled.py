@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from forerun import kernels
 from forerun.kernels import structs
 from forerun.models.formats.base import Format, Rows, pieces
-from forerun.models.formats.compiled import Compiled, address, arena, check_weight, kernel, take_rows, wide_bias
+from forerun.models.formats.compiled import Compiled, address, arena, check_weight, kernel, wide_bias
 from forerun.models.formats.kept import kept
 
 TILE, GROUP_BYTES = 32, 4
@@ -58,7 +58,7 @@ def to_tiles(weight: Rows) -> torch.Tensor:
 class TiledLinear(Compiled):
     """Weights and rows in one dtype, sums in float32."""
 
-    __slots__ = ("bias", "call", "pointers", "tiles")
+    __slots__ = ("call",)
 
     def __init__(self, weight: Rows, bias: torch.Tensor | None) -> None:
         check_weight(weight)
@@ -66,27 +66,22 @@ class TiledLinear(Compiled):
         self.bias = wide_bias(bias, self.outputs)
         self.call = kernel("linear", weight.dtype)
         self.tiles = to_tiles(weight)
-        self.pointers = self.tiles.data_ptr(), address(self.bias)
+        self.number, self.pointers = structs.KINDS.index("own"), (self.tiles.data_ptr(), address(self.bias), 0, 0)
         self.kind = "streamed"
         self.nbytes = weight.shape.numel() * weight.dtype.itemsize
         self.dtype = weight.dtype
 
-    def fields(self) -> structs.LinearStruct:
-        weight, bias = self.pointers
-        return structs.LinearStruct(structs.KINDS.index("own"), weight, bias or 0, 0, 0, self.outputs, self.inputs, 0)
-
     def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
         if x.dtype is not self.dtype:
             raise TypeError(f"rows in {x.dtype} for weights in {self.dtype}")
-        weight, bias = self.pointers
+        weight, bias, _, _ = self.pointers
         self.call(weight, x.data_ptr(), y, add, bias, rows, self.outputs, self.inputs, stride, kernels.threads())
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Rows of the weights [ids, inputs]. Raises TypeError for another dtype than theirs, KernelError for ids out of
-        range."""
+        """Raises TypeError for another dtype than that of the weights."""
         if dtype is not self.dtype:
             raise TypeError(f"rows in {dtype} of weights in {self.dtype}")
-        return take_rows(structs.KINDS.index("own"), self.tiles, ids, dtype, self.outputs, self.inputs)
+        return super().rows(ids, dtype)
 
 
 @cache
