@@ -179,8 +179,7 @@ def stack(parts: Sequence[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype,
 
     def make(rows: slice | torch.Tensor) -> torch.Tensor:
         assert isinstance(rows, slice)
-        result = across(sides, sizes, rows)
-        return result[0] if len(result) == 1 else torch.cat(result)
+        return across(sides, sizes, rows, torch.cat)
 
     sides = [partial(side, part, order) for part, order in parts]
     sizes = [part.shape[0] if order is None else len(order) for part, order in parts]

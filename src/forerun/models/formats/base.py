@@ -50,8 +50,10 @@ class MadeRows:
         return self._make(rows)
 
 
-def across(parts: Sequence[Callable[[slice], Any]], sizes: Sequence[int], rows: slice) -> list[Any]:
-    """What ``parts`` give for ``rows`` where one has its so many rows behind the other's."""
+def across(
+    parts: Sequence[Callable[[slice], Any]], sizes: Sequence[int], rows: slice, join: Callable[[list[Any]], Any]
+) -> Any:
+    """What ``parts`` give for ``rows``, where one has its so many rows behind the other's: joined."""
     first, end, _ = rows.indices(sum(sizes))
     result, start = [], 0
     for part, size in zip(parts, sizes):
@@ -59,7 +61,7 @@ def across(parts: Sequence[Callable[[slice], Any]], sizes: Sequence[int], rows: 
         if here.start < here.stop:
             result.append(part(here))
         start += size
-    return result
+    return result[0] if len(result) == 1 else join(result)
 
 
 def pieces(weight: Rows, multiple: int = 1) -> Iterator[tuple[int, torch.Tensor]]:

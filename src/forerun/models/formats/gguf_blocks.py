@@ -94,7 +94,7 @@ def join(parts: Sequence[Blocks]) -> Blocks:
     if len(parts) == 1:
         return parts[0]
     sides, sizes = [part.raw.__getitem__ for part in parts], [len(part.raw) for part in parts]
-    raw = RawRows(sum(sizes), lambda rows: np.concatenate(across(sides, sizes, rows)))
+    raw = RawRows(sum(sizes), lambda rows: across(sides, sizes, rows, np.concatenate))
     return Blocks(parts[0].kind, raw, parts[0].inputs)
 
 
