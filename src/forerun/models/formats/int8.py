@@ -20,7 +20,6 @@ from functools import cache, partial
 
 import torch
 
-from forerun import kernels
 from forerun.kernels import structs
 from forerun.models.formats.base import Format, Linear, Rows, pieces, whole
 from forerun.models.formats.compiled import Compiled, address, check_weight, kernel, wide_bias
@@ -102,7 +101,7 @@ def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @cache
 def can_run() -> bool:
     """Whether the kernels for 8 bits are here and give right numbers."""
-    return kernels.library() is not None and works(lambda weight: (TiledInt8(weight, None, "int8"), weight))
+    return works(lambda weight: (TiledInt8(weight, None, "int8"), weight))
 
 
 def ours(device: torch.device, dtype: torch.dtype) -> bool:
@@ -125,59 +124,43 @@ def _prepack(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
         return torch.ops.quantized.linear_prepack(quantized, None if bias is None else bias.float())
 
 
-class Int8:
-    """int8 weights, activations scaled per call."""
-
-    __slots__ = ("call", "dtype", "exact", "kind", "nbytes", "packed", "reduced")
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.packed = _prepack(weight, bias)
-        self.dtype = weight.dtype
-        self.kind = KINDS["int8"]
-        self.nbytes = weight.numel() + 4 * weight.shape[0]
-        self.exact = False
-        self.reduced = _levels() < 127
-        self.call = torch.ops.quantized.linear_dynamic.default
-
-    def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
-        y = self.call(x.float(), self.packed, self.reduced).to(self.dtype)
-        return y if add is None else y.add_(add)
-
-
-class Int8Rows:
-    """int8 weights, activations scaled per row."""
+class FbgemmInt8:
+    """int8 weights; activations are scaled per row, or else per call."""
 
     __slots__ = ("bias", "call", "dtype", "ends", "exact", "kind", "nbytes", "packed", "reduced", "step")
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.packed = _prepack(torch.cat([weight, weight.new_zeros(weight.shape[0], 2)], dim=1), None)
-        self.bias = None if bias is None else bias.float()
-        self.dtype = weight.dtype
-        self.kind = KINDS["int8_rows"]
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, by_rows: bool) -> None:
+        self.dtype, self.exact = weight.dtype, by_rows
+        self.kind = KINDS["int8_rows" if by_rows else "int8"]
         self.nbytes = weight.numel() + 4 * weight.shape[0]
-        self.exact = True
         levels = _levels()
         self.reduced = levels < 127
-        self.step = torch.tensor([1 / levels])
-        self.ends = torch.tensor([[-levels - 1.0, float(levels)]])
         self.call = torch.ops.quantized.linear_dynamic.default
+        if by_rows:
+            self.packed = _prepack(torch.cat([weight, weight.new_zeros(weight.shape[0], 2)], dim=1), None)
+            self.bias = None if bias is None else bias.float()
+            self.step = torch.tensor([1 / levels])
+            self.ends = torch.tensor([[-levels - 1.0, float(levels)]])
+        else:
+            self.packed = _prepack(weight, bias)
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         x = x.float()
+        y = (self._by_rows(x) if self.exact else self.call(x, self.packed, self.reduced)).to(self.dtype)
+        return y if add is None else y.add_(add)
+
+    def _by_rows(self, x: torch.Tensor) -> torch.Tensor:
         scale = torch.linalg.vector_norm(x, float("inf"), -1, True).mul_(self.step).clamp_(min=1e-30)
         levels = torch.cat([x / scale, self.ends.expand(x.shape[0], -1)], dim=1)
         y = self.call(levels, self.packed, self.reduced).mul_(scale)
-        if self.bias is not None:
-            y.add_(self.bias)
-        y = y.to(self.dtype)
-        return y if add is None else y.add_(add)
+        return y if self.bias is None else y.add_(self.bias)
 
 
 def make(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Linear:
     """The layer for ``weight`` [outputs, inputs] in 8 bits."""
     if ours(weight.device, weight.dtype):
         return TiledInt8(weight, bias, KINDS[name])
-    return (Int8Rows if name == "int8_rows" else Int8)(whole(weight), bias)
+    return FbgemmInt8(whole(weight), bias, by_rows=name == "int8_rows")
 
 
 def pays(weight: Rows) -> bool:

@@ -87,9 +87,9 @@ class TiledLinear(Compiled):
 @cache
 def can_tile(dtype: torch.dtype) -> bool:
     """Whether the kernels for ``dtype`` are here and give right numbers."""
-    if dtype not in DTYPES or kernels.library() is None:
-        return False
-    return works(lambda weight: (TiledLinear(weight.to(dtype), None), weight.to(dtype).float()), dtype)
+    return dtype in DTYPES and works(
+        lambda weight: (TiledLinear(weight.to(dtype), None), weight.to(dtype).float()), dtype
+    )
 
 
 Try = Callable[[torch.Tensor], tuple[Compiled, torch.Tensor]]
@@ -98,7 +98,9 @@ Try = Callable[[torch.Tensor], tuple[Compiled, torch.Tensor]]
 
 @torch.inference_mode()
 def works(make: Try, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether a layer gives right numbers for rows in ``dtype``."""
+    """Whether the kernels are here, and a layer gives right numbers for rows in ``dtype``."""
+    if kernels.library() is None:
+        return False
     weight = (torch.arange(70 * 64, dtype=torch.float32) * 0.37).sin_().view(70, 64)
     x = (torch.arange(15 * 64, dtype=torch.float32) * 0.11).cos_().view(15, 64).to(dtype)
     before = kept.set(None)  # this is no model's
