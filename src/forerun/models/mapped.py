@@ -101,8 +101,10 @@ class CheckpointWeights:
 
     def blocks(self, name: str) -> Blocks | Levels | None:
         result = self.values(name)
-        if self.numbers or isinstance(result, Blocks):
-            return None if self.numbers else result
+        if self.numbers:
+            return None
+        if isinstance(result, Blocks):
+            return result
         return result.blocks() if isinstance(result, Grouped) else None
 
     def release(self) -> int:
