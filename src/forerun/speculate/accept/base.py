@@ -14,7 +14,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.sampling.noise import ACCEPT, RESIDUAL, fold, uniform
-from forerun.speculate.accept.compare import Comparison, Trials, compare
+from forerun.speculate.accept.compare import Comparison, compare
 from forerun.speculate.names import rules as rules
 
 NAN = "the model returned NaN logits"
@@ -140,7 +140,10 @@ class RatioRule(Rule):
 
     def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
         compared = compare(scores, sampler)
-        self._check(scores, compared.trials)
+        ranks = compared.trials.rank
+        if not self.trees and any(ranks):
+            draft = scores.drafts[compared.trials.index[ranks.index(1)]]
+            raise ConfigError(f"accept={self.name!r} works on chains, but {draft.method or 'the drafter'} sent a tree")
         if self.lossless and all(row.effective_temperature == 0.0 for row in compared.rows):
             return follow(compared)  # what p against q comes to, where p is a point mass
         chances, tops, overlap = self.decide(compared), compared.tops, compared.overlaps()
@@ -160,11 +163,6 @@ class RatioRule(Rule):
             judged(scores, index, path, token, error, overlap)
             for index, ((path, error), token) in enumerate(zip(result, tokens))
         ]
-
-    def _check(self, scores: Scores, trials: Trials) -> None:
-        if not self.trees and any(trials.rank):
-            draft = scores.drafts[trials.index[trials.rank.index(1)]]
-            raise ConfigError(f"accept={self.name!r} works on chains, but {draft.method or 'the drafter'} sent a tree")
 
     @staticmethod
     def _test(scores: Scores, index: int, chances: list[float]) -> list[list[bool]]:

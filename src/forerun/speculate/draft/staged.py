@@ -159,7 +159,7 @@ class Staged(Drafter[StagedConfig]):
         requested: dict[int, int] = {}
         for sequence, budget in zip(sequences, budgets):
             depth = min(budget, self.base.max_len - len(sequence.tokens))
-            if depth > 0 and self._fits(sequence):
+            if depth > 0 and self.base.attention.pool.try_reserve(sequence.id, len(sequence.tokens) + self.rows):
                 requested[sequence.id] = depth
                 self._follow(sequence)
         start = {sequence.id: len(sequence.tokens) for sequence in sequences}
@@ -171,9 +171,6 @@ class Staged(Drafter[StagedConfig]):
             read = [copy for copy, verdict in zip(active, result.verdicts) if verdict.tokens]
             active = [copy for copy in read if len(copy.tokens) - start[copy.id] < requested[copy.id]]
         return self._drafts(sequences, start, rows)
-
-    def _fits(self, sequence: RequestState) -> bool:
-        return self.base.attention.pool.try_reserve(sequence.id, len(sequence.tokens) + self.rows)
 
     def _follow(self, sequence: RequestState) -> None:
         """Bring the inner copy of a sequence up to its committed tokens."""

@@ -103,11 +103,8 @@ class Learner:
             every = torch.arange(info.vocab_size, device=info.device)
             self.embedding = target.embed(every).clone()
             unit = torch.eye(size, dtype=info.dtype, device=info.device)
-            self.output = (target.lm_head(unit) - self._bias(unit)).T.to(info.dtype).contiguous()
-
-    def _bias(self, unit: torch.Tensor) -> torch.Tensor:
-        """[1, vocabulary]: what the output layer adds to any state."""
-        return self.target.lm_head(torch.zeros_like(unit[:1]))
+            bias = target.lm_head(torch.zeros_like(unit[:1]))  # what the output layer adds to any state
+            self.output = (target.lm_head(unit) - bias).T.to(info.dtype).contiguous()
 
     def watch(self, sequence: RequestState, hidden: dict[int, torch.Tensor]) -> None:
         """Take in the states, ``hidden[layer]`` [n, size], of the last n tokens that the target has read."""

@@ -219,12 +219,9 @@ class DFlashHead(BlockHead):
             sizes = Sizes(size, vocabulary, num_layers, block - (not options["from_anchor"]), options)  # type: ignore[arg-type]
         except ModelError as error:
             raise ModelError(f"{folder} is no DFlash drafter: {error}") from error
-        return sizes, {_rename(name): tensor for name, tensor in weights.items() if _kept(name, options)}
-
-
-def _kept(name: str, options: Mapping[str, Any]) -> bool:
-    """The target's output layer may be there again."""
-    return name != "lm_head.weight" or bool(options["own_head"])
+        if not options["own_head"]:
+            weights.pop("lm_head.weight", None)  # the target's again
+        return sizes, {_rename(name): tensor for name, tensor in weights.items()}
 
 
 def _rename(name: str) -> str:
