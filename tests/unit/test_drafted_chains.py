@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from described import CASES, save_described
-from forerun import LLM, SamplingParams, kernels
+from forerun import LLM, SamplingParams, kernels, pretrained
 from forerun.core.errors import ConfigError
 from forerun.models.load import load_model
 from forerun.speculate.draft import drafters
@@ -167,9 +169,35 @@ def test_only_those_tokens_are_drafted(more):
     assert len(seen) > 20
 
 
+def test_a_table_of_the_tokenizers_says_which(tmp_path, monkeypatch):
+    def table(name, shift):
+        known = {str(token): tokenizer.convert_ids_to_tokens(token + shift) for token in (5, 90, 1000)}
+        save_file({"tokens": torch.tensor([2000, 7, 300, 60], dtype=torch.int32)}, tmp_path / name, metadata=known)
+
+    tokenizer = speculating().get_tokenizer()
+    monkeypatch.setattr(pretrained, "common_tokens", lambda: sorted(tmp_path.iterdir()))
+    table("another's", 1)
+    assert speculating().engine.router.drafters["draft_model"].names is None
+    table("its", 0)
+    llm = speculating()
+    ends = set(llm.engine.model.info.eos_ids)
+    drafter = llm.engine.router.drafters["draft_model"]
+    assert len(drafter.names) == 4
+    assert ends < set(drafter.names.tolist()) <= ends | {2000, 7, 300}
+    vocabulary = llm.engine.model.info.vocab_size
+    assert speculating(draft_vocab_size=vocabulary).engine.router.drafters["draft_model"].names is None
+
+
+def test_the_tables_that_come_along():
+    for path in pretrained.common_tokens():
+        with safe_open(path, "pt") as file:
+            tokens = file.get_tensor("tokens").tolist()
+            assert len(tokens) == len(set(tokens)) == 49_152
+            assert len(file.metadata()) == 9
+
+
 @pytest.mark.parametrize("quantization", [None, "q8_0"])
 def test_its_logits_are_the_whole_layers_rows(quantization):
-    from forerun import pretrained
     from forerun.core.batch import Batch, Span
     from forerun.models.base import new_attention
 

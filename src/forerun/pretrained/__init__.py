@@ -10,6 +10,11 @@ def names() -> list[str]:
     return sorted(config.parent.name for config in Path(__file__).parent.glob("*/config.json"))
 
 
+def common_tokens() -> list[Path]:
+    """Tables of common tokens, a file for a tokenizer: ``tokens`` int32 [n], the commonest first."""
+    return sorted(Path(__file__).parent.glob("common_tokens/*.safetensors"))
+
+
 def path(name: str) -> Path:
     """Folder of a bundled model, which transformers can load."""
     if name not in names():

@@ -44,7 +44,7 @@ from forerun.tune.loop import Progress, progress
 
 DRAFT = "draft_model"
 FEWER = (32_768, 65_536)
-"""Outputs of a draft that are tried where it has at least twice as many."""
+"""Outputs of a draft that are tried where its vocabulary has at least twice as many."""
 SHARES = {"write": 0.1, "cost": 0.14, "forms": 0.5}
 """When each stage ends, of the time; what is left is for the best few."""
 TOGETHER = 4
@@ -298,11 +298,12 @@ class _Search:
         return result
 
     def _sizes(self, drafter: DraftModel) -> list[int]:
-        """Smaller numbers of outputs to try, where there are many."""
+        """Other numbers of outputs to try, where there are many."""
         known = min(
             read_config(resolve(self.config.draft)).get_text_config().vocab_size, drafter.context.sampler.vocab_size
         )
-        return [size for size in FEWER if 2 * size <= known and drafter.model.info.weight_bytes > LARGE]
+        sizes = [size for size in FEWER if 2 * size <= known and drafter.model.info.weight_bytes > LARGE]
+        return sizes if drafter.names is None else [*sizes, known]
 
     def _try(self, options: Mapping[str, Any], result: list[Form]) -> None:
         """Measures another form, if there is time."""

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
+from safetensors import safe_open
 
+from forerun import pretrained
 from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
 from forerun.core.config import Within, check_types, check_within
@@ -124,6 +126,17 @@ class Needs:
     """It drafts only for requests with structured output."""
 
 
+def common_tokens(tokenizer: Any) -> list[int]:
+    """The commonest tokens of code and English, the commonest first, as ``lab/tools/common_tokens.py`` counted them;
+    empty where no table is of ``tokenizer``. A table names a few tokens by which its tokenizer is known."""
+    for path in pretrained.common_tokens() if tokenizer is not None else ():
+        with safe_open(path, "pt") as file:
+            known = {int(token): text for token, text in file.metadata().items() if token.isdigit()}
+            if tokenizer.convert_ids_to_tokens(list(known)) == list(known.values()):
+                return list(file.get_tensor("tokens").tolist())
+    return []
+
+
 @dataclass
 class DraftContext:
     """What the engine gives a drafter when it is built."""
@@ -154,11 +167,10 @@ class DraftContext:
 
     def commonest(self, size: int, known: int) -> torch.Tensor:
         """Tokens that are worth an output, int64 [size] ascending, of the first ``known`` of the vocabulary: special
-        ones, then the first others, which in BPE are the commonest."""
+        ones, then those of the tokenizer's table, then the first others, which in BPE are the commonest."""
         special = {*self.target.info.eos_ids, *(self.tokenizer.added_tokens_decoder if self.tokenizer else ())}
-        special = {token for token in special if token < known}
-        ranked = [*sorted(special), *(token for token in range(known) if token not in special)]
-        return torch.tensor(sorted(ranked[:size]))
+        ranked = dict.fromkeys([*sorted(special), *common_tokens(self.tokenizer), *range(known)])
+        return torch.tensor(sorted([token for token in ranked if token < known][:size]))
 
     def attention(self) -> Attention:
         if self.target_attention is None:
