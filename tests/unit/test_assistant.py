@@ -1,15 +1,14 @@
 """Gemma 4's assistant: what it drafts, and from which q, is what transformers' own module says of the same text."""
 
-import json
 from functools import cache
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma4AssistantConfig, Gemma4AssistantForCausalLM, Gemma4TextConfig
 
+from damage import CONFIG, QUERY, edit, weights
 from described import SIZES, TOKENS, UNEVEN, save_described
 from forerun import LLM, ForerunError, SamplingParams
 from forerun.attention.reading import Reading
@@ -202,37 +201,15 @@ def test_a_gguf_file_drafts_what_transformers_own_module_says(pair, tmp_path, na
         LLM(str(path))
 
 
-def edit(folder, change):
-    about = folder / "config.json"
-    given = json.loads(about.read_text())
-    change(given)
-    about.write_text(json.dumps(given))
-
-
-def without(name):
-    def damage(folder):
-        tensors = load_file(folder / "model.safetensors")
-        tensors.pop(name)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return damage
-
-
-def unsorted(folder):
-    tensors = load_file(folder / "model.safetensors")
-    tensors["masked_embedding.token_ordering"].zero_()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 @pytest.mark.parametrize(
     ("damage", "spec", "message"),
     [
-        (lambda f: edit(f, lambda c: c.update(backbone_hidden_size=32)), {}, "trained for a target of hidden size 32"),
-        (without("pre_projection.weight"), {}, "lacks pre_projection.weight"),
-        (without("model.layers.0.self_attn.q_proj.weight"), {}, "lacks 1 weights"),
-        (unsorted, {}, "does not name each of"),
-        (lambda f: edit(f, lambda c: c.update(num_centroids=40)), {}, "do not divide"),
-        (lambda f: edit(f, lambda c: c["text_config"].update(num_key_value_heads=1)), {}, "key-value heads"),
+        (edit(CONFIG, backbone_hidden_size=32), {}, "trained for a target of hidden size 32"),
+        (weights(lambda tensors: tensors.pop("pre_projection.weight")), {}, "lacks pre_projection.weight"),
+        (weights(lambda tensors: tensors.pop(QUERY)), {}, "lacks 1 weights"),
+        (weights(lambda tensors: tensors["masked_embedding.token_ordering"].zero_()), {}, "does not name each of"),
+        (edit(CONFIG, num_centroids=40), {}, "do not divide"),
+        (edit(CONFIG, text_config__num_key_value_heads=1), {}, "key-value heads"),
         (lambda f: None, {"draft_vocab_size": 40}, "remove draft_vocab_size"),
         (lambda f: None, {"draft_vocab_size": 4000}, "draft_vocab_size is 4000"),
     ],

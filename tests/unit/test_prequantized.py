@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from damage import CONFIG, edit
 from forerun import LLM, ConfigError, ModelError, SamplingParams
 from forerun.measure.environment import logits
 from forerun.models.formats import blocks, error
@@ -142,8 +143,7 @@ def write(folder, name):
             tensors[f"{stem}.{end}"] = given
         meant[tensor] = torch.from_numpy(numbers)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    given = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**given, "quantization_config": config}))
+    edit(CONFIG, quantization_config=config)(folder)
     return meant
 
 
