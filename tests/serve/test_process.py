@@ -232,7 +232,7 @@ def test_a_variable_that_protects_nothing_is_refused(monkeypatch, variable):
     ],
 )
 def test_drafts_go_as_far_as_they_pay_where_that_changes_no_token(given, length):
-    first, second = served_drafters({"spec_method": "ngram", **given}, {}, ['{"method": "pattern"}'])
+    first, second = served_drafters({"method": "ngram", **given}, {}, ['{"method": "pattern"}'])
     assert first.get("length") == second.get("length") == length
     assert second.get("accept") == given.get("accept")
     assert served_drafters({}, {"model": "x"}, []) == {"method": "suffix", "length": "adaptive"}
@@ -242,7 +242,7 @@ def test_drafts_go_as_far_as_they_pay_where_that_changes_no_token(given, length)
 def test_a_drafter_that_options_speak_of_is_there_beside_others(monkeypatch):
     monkeypatch.setattr("forerun.cli.options.read_tuned", lambda folder, engine: {"method": "cascade"})
     for asked, method in (
-        ({"spec_tokens": 3}, "suffix"),
+        ({"num_speculative_tokens": 3}, "suffix"),
         ({"speculative_config": {"num_speculative_tokens": 3}}, "suffix"),
         ({"tuned": "folder"}, "cascade"),
     ):

@@ -332,18 +332,20 @@ def test_the_bundled_pair_speculates_by_default_and_other_models_from_the_text_a
     assert speculative_config({"accept": "token"}, {"model": "folder"}) == {"method": "suffix", "accept": "token"}
     for own in ({"max_order": 4}, {"prompt_lookup_max": 4}):
         assert speculative_config({"speculative_config": own}, {"model": "folder"})["method"] == "ngram"
-    assert speculative_config({"spec_method": "none"}, {"model": "folder"}) == {"method": "none"}
-    assert speculative_config({"spec_tokens": 2, "accept": "token"}, {}) == {
+    assert speculative_config({"method": "none"}, {"model": "folder"}) == {"method": "none"}
+    assert speculative_config({"num_speculative_tokens": 2, "accept": "token"}, {}) == {
         "method": "draft_model",
         "num_speculative_tokens": 2,
         "accept": "token",
     }
-    assert speculative_config({"speculative_config": {"method": "ngram"}, "spec_tokens": 4}, {"model": "x"}) == {
+    assert speculative_config(
+        {"speculative_config": {"method": "ngram"}, "num_speculative_tokens": 4}, {"model": "x"}
+    ) == {
         "method": "ngram",
         "num_speculative_tokens": 4,
     }
     with pytest.raises(ConfigError, match="--spec-tokens"):
-        speculative_config({"speculative_config": {"num_speculative_tokens": 3}, "spec_tokens": 4}, {})
+        speculative_config({"speculative_config": {"num_speculative_tokens": 3}, "num_speculative_tokens": 4}, {})
 
 
 def test_a_method_that_nobody_named_is_reported(forerun, pair):

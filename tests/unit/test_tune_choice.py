@@ -49,9 +49,9 @@ def test_what_comes_for_a_model_is_used_unless_another_way_is_asked_for(monkeypa
     monkeypatch.setattr(tuned, "load", lambda folder, model, lora=None: dict(result))
     ours = {"model": "ours"}
     assert speculative_config({}, ours) == result
-    assert speculative_config({"spec_tokens": 7}, ours) == {**result, "num_speculative_tokens": 7}
+    assert speculative_config({"num_speculative_tokens": 7}, ours) == {**result, "num_speculative_tokens": 7}
     assert speculative_config({"length": "fixed"}, ours) == {**result, "length": "fixed"}
     assert "datastore" not in speculative_config({"accept": "token"}, ours)
-    assert "datastore" not in speculative_config({"spec_method": "suffix"}, ours)
+    assert "datastore" not in speculative_config({"method": "suffix"}, ours)
     assert "datastore" not in speculative_config({}, {**ours, "lora": ["folder"]})
     assert speculative_config({}, {"model": "another"}) == {"method": "suffix", "length": "adaptive"}

@@ -145,13 +145,9 @@ def with_tuned(
 def more_options(speculative_config: str | None, speculative: Mapping[str, Any]) -> dict[str, Any]:
     """Options of speculation that all methods of a run share."""
     shared = parse_json("speculative_config", speculative_config) if speculative_config else {}
-    if "spec_model" in speculative:
-        shared["model"] = speculative["spec_model"]
-    if "synthetic" in speculative:
-        if RATES in shared:
-            raise ConfigError(f"{RATES} is given twice: in --speculative-config and in --synthetic")
-        shared[RATES] = speculative["synthetic"]
-    return shared
+    if RATES in shared and RATES in speculative:
+        raise ConfigError(f"{RATES} is given twice: in --speculative-config and in --synthetic")
+    return {**shared, **speculative}
 
 
 def show(

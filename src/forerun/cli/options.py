@@ -33,7 +33,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object and 
 @dataclass(frozen=True)
 class Flag:
     """One command-line option: its name as a Python identifier, its type, and what ``--help`` says. ``items`` is the
-    type of the items of a comma-separated list, ``field`` what the config calls it."""
+    type of the items of a comma-separated list, ``field`` what a config calls it, where that is another name."""
 
     name: str
     kind: Any
@@ -226,9 +226,12 @@ SPECULATIVE = Flags(
     [
         Flag("speculative_config", str, "all options of speculation as JSON, vLLM's keys", None, "Speculation", True),
         Flag("tuned", str, TUNED_HELP, None, "Speculation"),
-        Flag("spec_method", str, f"drafting method: {', '.join([NONE, *drafters])}", DEFAULTS, "Speculation"),
-        Flag("spec_model", str, "the drafter's checkpoint, folder or hub id", "the bundled one", "Speculation"),
-        Flag("spec_tokens", int, "tokens drafted per round", "the method's", "Speculation"),
+        Flag("spec_method", str, f"drafting method: {', '.join([NONE, *drafters])}", DEFAULTS, "Speculation",
+             field="method"),
+        Flag("spec_model", str, "the drafter's checkpoint, folder or hub id", "the bundled one", "Speculation",
+             field="model"),
+        Flag("spec_tokens", int, "tokens drafted per round", "the method's", "Speculation",
+             field="num_speculative_tokens"),
         Flag("accept", str, f"acceptance rule: {', '.join(rules)}", "coupled", "Speculation"),
         Flag(
             "length",
@@ -237,29 +240,28 @@ SPECULATIVE = Flags(
             "adaptive where nobody names a drafter, else fixed",
             "Speculation",
         ),
-        Flag("synthetic", str, SYNTHETIC_HELP, None, "Speculation"),
+        Flag("synthetic", str, SYNTHETIC_HELP, None, "Speculation", field="synthetic_acceptance_rates"),
     ],
-)
+)  # fmt: skip
 
 
 def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
-    """``speculative_config`` from JSON and shorthands. Where no method is named, ``engine.auto`` chooses.
-    Raises ConfigError for a key that is given twice with different values."""
+    """``speculative_config`` from what was ``given`` of ``SPECULATIVE``. Where no method is named, ``engine.auto``
+    chooses. Raises ConfigError for a key that is given twice with different values."""
     config = dict(given.get("speculative_config") or {})
     if "tuned" in given:
         if names_method(given):
             raise ConfigError("--tuned says who drafts: leave the method and its model out, or --tuned")
         config = {**read_tuned(given["tuned"], engine), **config}
-    names = {"spec_method": "method", "spec_model": "model", "spec_tokens": "num_speculative_tokens"}
-    names["synthetic"] = "synthetic_acceptance_rates"
-    for flag in ("spec_method", "spec_model", "spec_tokens", "accept", "length", "synthetic"):
-        key, value = names.get(flag, flag), given.get(flag)
-        if value is None:
+    for flag in SPECULATIVE.flags:
+        key = flag.field or flag.name
+        if key not in given or key in ("speculative_config", "tuned"):
             continue
-        if "tuned" in given and flag in ("accept", "length"):
+        value = given[key]
+        if "tuned" in given and key in ("accept", "length"):
             config[key] = value
         if config.setdefault(key, value) != value:
-            option = flag.replace("_", "-")
+            option = flag.name.replace("_", "-")
             raise ConfigError(f"{key} is {config[key]!r} in --speculative-config and {value!r} in --{option}")
     if "method" not in config and "model" not in config:
         from forerun.engine.auto import choose
@@ -277,7 +279,5 @@ def read_tuned(folder: str, engine: Mapping[str, Any]) -> dict[str, Any]:
 
 def names_method(given: Mapping[str, Any]) -> bool:
     """Whether the flags say who drafts, other than by ``--tuned``."""
-    config = given.get("speculative_config") or {}
-    return any(key in given for key in ("spec_method", "spec_model")) or any(
-        key in config for key in ("method", "model")
-    )
+    config = {**given.get("speculative_config", {}), **given}
+    return "method" in config or "model" in config

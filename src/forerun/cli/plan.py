@@ -68,7 +68,7 @@ def plan(
             if name not in SEARCHED:
                 raise ConfigError(f"--minutes searches as tune --draft does: leave --{name.replace('_', '-')} out")
         workload = {"temperatures": (config.temperature,), "concurrency": config.concurrency, "seed": config.seed}
-        draft = speculative.get("spec_model")
+        draft = speculative.get("model")
         _search({**engine, **workload, "draft": draft, "minutes": minutes, "threads": threads}, page, as_json)
         return
     fleets = from_lab(FLEETS, "plan --load") if load else None
@@ -79,7 +79,7 @@ def plan(
     researched = config.trees or config.layer_trials or page is not None
     plans = from_lab(PLANS, "plan with trees, layers or a page") if researched else None
     if fleets is not None:
-        given += [*(["threads"] if threads != 1 else []), *speculative]
+        given += [*(["threads"] if threads != 1 else []), *(["spec_model"] if speculative else [])]
         fleets.tell(fleets.plan_load(*asked, fleets.LoadSetting(engine, options, config, given)), page, as_json)
         return
     result = _plans(engine, options, config)
