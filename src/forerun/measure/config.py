@@ -70,7 +70,8 @@ class BenchConfig:
     repeats: int = 3
     """how often everything is run; medians are reported; categories and humaneval 1"""
     prompt_set: str = option(
-        HELD_OUT, f"prompts, drawn ({', '.join(SETS)}) or written ({', '.join(WRITTEN)}): see docs/bench.md"
+        HELD_OUT,
+        f"prompts, drawn ({', '.join(SETS)}) or, with forerun-lab, written ({', '.join(WRITTEN)}): see docs/bench.md",
     )
     prompts_file: Path | None = option(
         None, "take prompts from this file, one per line; for categories lines of JSON, for humaneval its wheel"
@@ -181,9 +182,9 @@ class PlanConfig:
     longest: int = 8
     """longest draft to consider, in tokens"""
     layer_trials: int = 0
-    """how many subsets of the target's layers to try for layerskip"""
+    """how many subsets of the target's layers to try for layerskip, with forerun-lab"""
     trees: int = 0
-    """plan trees of up to this many tokens"""
+    """plan trees of up to this many tokens, with forerun-lab"""
     prompts: int = 4
     """number of prompts"""
     prompt_tokens: int = 64

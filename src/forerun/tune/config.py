@@ -30,7 +30,8 @@ class TuneConfig:
     data: Path | None = None  # your own prompts, chats or texts: a JSONL or text file, or a folder of them
     text: Path | None = None  # text written earlier (a tuned folder's text.safetensors), instead of new text
     quantization: str | None = None  # form of the model's weights, as they will be served: int8_rows, or none
-    train: tuple[str, ...] = ("eagle",)  # what to train: eagle, medusa, parallel, dflash, draft_model; or none
+    train: tuple[str, ...] = ("eagle",)
+    """what to train: eagle, or none; with forerun-lab medusa, parallel, dflash, draft_model"""
     cpu_minutes: float | None = None  # processor time for training each of them; none: a share of hours
     rows: int = 8192  # how many tokens, the commonest, a head may draft
     min_tokens: int = 20_000  # with less text, nothing is trained: only drafters without a model are compared
