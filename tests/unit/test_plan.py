@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 
+from forerun.cli.bench import with_usual
 from forerun.cli.main import run
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
@@ -160,3 +161,12 @@ def test_reach_says_what_it_would_take():
     assert triple["rate"] is None
     assert walltime_improvement(0.9, best_gamma(0.9, double["c"]), double["c"]) >= 2.0
     assert reach(Estimate("ngram", 0.2, 0.2, 1.0, 0.0))["needs"][1]["c"] is None
+
+
+def test_methods_where_none_are_named(tiny_target, monkeypatch):
+    mine, shared = {"model": tiny_target}, {}
+    assert with_usual({}, {}, {}) == with_usual({}, mine, {"model": "a draft"}) == {}
+    assert with_usual({}, mine, {}) == {"methods": ["suffix", "ngram"]}
+    monkeypatch.setattr("forerun.models.inventory.known_draft", lambda model: "known")
+    assert with_usual({}, mine, shared) == {}
+    assert shared == {"model": "known"}

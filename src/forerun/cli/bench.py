@@ -23,11 +23,14 @@ from forerun.cli.options import (
 )
 from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab
+from forerun.engine.config import EngineConfig
 from forerun.measure.config import HELD_OUT, WRITTEN, BenchConfig, CheckConfig
+from forerun.speculate.names import drafters
 
 MODEL_ONLY = Flags("speculative", [flag for flag in SPECULATIVE.flags if flag.name == "spec_model"])
 COMPARED = Flags("speculative", [flag for flag in SPECULATIVE.flags if flag.name in ("spec_model", "synthetic")])
 RATES = "synthetic_acceptance_rates"
+USUAL = "draft_model,ngram; suffix,ngram where no draft of the model is known"
 MEASURED = Flags(
     "measured",
     flags_of(
@@ -80,7 +83,7 @@ Plots = Annotated[
 ]
 
 
-@takes(ENGINE, COMPARED, MEASURED)
+@takes(ENGINE, COMPARED, MEASURED.showing(methods=USUAL))
 def bench(
     speculative_config: MoreOptions = None,
     tuned: Annotated[str | None, typer.Option(metavar="FOLDER", help=TUNED_HELP)] = None,
@@ -100,7 +103,8 @@ def bench(
     """
     if "max_num_seqs" in engine:
         raise ConfigError("bench decodes --concurrency requests together: use that instead of --max-num-seqs")
-    options, shared = _measured(measured), more_options(speculative_config, speculative)
+    shared = more_options(speculative_config, speculative)
+    options = with_usual(_measured(measured), engine, shared)
     if tuned is not None:
         options["methods"], shared = with_tuned(tuned, engine, options.get("methods", BenchConfig.methods), shared)
     config = BenchConfig(engine=dict(engine), speculative=shared, **options)
@@ -127,6 +131,21 @@ def _measured(given: Mapping[str, Any]) -> dict[str, Any]:
     if written is not None and "prompt_tokens" in given:
         raise ConfigError(f"the prompts of {given['prompt_set']} are as long as they are: leave --prompt-tokens out")
     return {**(written or {}), **given}
+
+
+def with_usual(given: Mapping[str, Any], engine: Mapping[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """``given`` for the model at hand where it names no methods: with its known draft, whose place ``shared`` gets, or
+    with ``suffix`` in place of a draft model."""
+    model = str(engine.get("model", EngineConfig.model))
+    if "methods" in given or model.startswith("forerun:") or {"model", *drafters} & set(shared):
+        return dict(given)
+    from forerun.models.inventory import known_draft
+
+    draft = known_draft(model)
+    if draft is None:
+        return {**given, "methods": ["suffix", "ngram"]}
+    shared["model"] = str(draft)
+    return dict(given)
 
 
 def with_tuned(
@@ -219,7 +238,7 @@ def cell(key: str, value: Any) -> str:
 LAYOUTS = {"slotted": None, "paged": 16}
 
 
-@takes(ENGINE, MODEL_ONLY, CHECKED)
+@takes(ENGINE, MODEL_ONLY, CHECKED.showing(methods=USUAL))
 def check(
     layout: Annotated[str, typer.Option(help="cache layouts")] = ",".join(LAYOUTS),
     speculative_config: MoreOptions = None,
@@ -245,12 +264,10 @@ def check(
     for name in layouts:
         if name not in LAYOUTS:
             raise ConfigError(f"unknown layout {name!r}: choose among {', '.join(LAYOUTS)}")
-    config = CheckConfig(
-        engine=dict(engine),
-        speculative=more_options(speculative_config, speculative),
-        page_sizes=[LAYOUTS[name] for name in layouts],
-        **checked,
-    )
+    shared = more_options(speculative_config, speculative)
+    given = with_usual(checked, engine, shared)
+    page_sizes = [LAYOUTS[name] for name in layouts]
+    config = CheckConfig(engine=dict(engine), speculative=shared, page_sizes=page_sizes, **given)
     set_threads(threads)
     with progress("loading", steps(config)) as step:
         result = run_checks(config, step)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.bench import MODEL_ONLY, MoreOptions, more_options
+from forerun.cli.bench import MODEL_ONLY, USUAL, MoreOptions, more_options, with_usual
 from forerun.cli.console import print_json, print_table, progress, set_threads
 from forerun.cli.options import ENGINE, AsJson, Flag, Flags, flags_of, takes
 from forerun.core.errors import ConfigError
@@ -40,7 +40,7 @@ def _load_flags() -> Flags:
 LOAD = _load_flags()
 
 
-@takes(ENGINE, MODEL_ONLY, PLANNED, LOAD)
+@takes(ENGINE, MODEL_ONLY, PLANNED.showing(methods=USUAL), LOAD)
 def plan(
     speculative_config: MoreOptions = None,
     threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
@@ -61,7 +61,8 @@ def plan(
     With --load or --rate: how many replicas a load takes."""
     if "max_num_seqs" in engine and not load:
         raise ConfigError("plan decodes --concurrency requests together: use that instead of --max-num-seqs")
-    config = PlanConfig(**planned)
+    shared = more_options(speculative_config, speculative)
+    config = PlanConfig(**with_usual(planned, engine, shared))
     given = [*planned, *(["speculative_config"] if speculative_config else [])]
     if minutes is not None:
         for name in (*given, *load, *engine):
@@ -73,7 +74,7 @@ def plan(
         return
     fleets = from_lab(FLEETS, "plan --load") if load else None
     asked = () if fleets is None else fleets.read_load(load, config, given)
-    options = _candidates(config, more_options(speculative_config, speculative))
+    options = _candidates(config, shared)
     set_threads(threads)
     _check_page(page)
     researched = config.trees or config.layer_trials or page is not None
