@@ -26,7 +26,6 @@ from forerun.serve.forms import required_shape
 from forerun.serve.guard import Guard, allowed_host, allowed_origin, names
 from forerun.serve.metrics import NAMES, Recorder, RequestLog
 from forerun.serve.openapi import BODY, GENERATION, responses
-from forerun.serve.reasoning import ToolOptions
 from forerun.serve.replies import ChatReply, CompletionReply, Echo
 from forerun.serve.responses import ResponseReply, ResponseRequest, ResponseStore
 from forerun.serve.schema import (
@@ -213,23 +212,21 @@ class Server:
 
     async def chat(self, body: ChatRequest, request_id: str) -> Reply:
         self.check_model(body.model)
-        streams, options = await self._converse(body, request_id)
-        return ChatReply(streams, self.text, **options)
+        return await self._converse(body, request_id, ChatReply)
 
     async def response(self, body: ResponseRequest, request_id: str) -> Reply:
         """A chat completion in another form."""
         self.check_model(body.model)
         before = self.stored.before(body.previous_response_id)
-        streams, options = await self._converse(body.chat(before), request_id)
 
         def keep(answer: answers.Response) -> None:
             if body.store:
                 self.stored.put(answer, [*before, *body.items])
 
-        return ResponseReply(streams, self.text, asked=body, keep=keep, **options)
+        return await self._converse(body.chat(before), request_id, ResponseReply, asked=body, keep=keep)
 
-    async def _converse(self, body: ChatRequest, request_id: str) -> tuple[list[Stream], dict[str, Any]]:
-        """The answers to a conversation, and the options of their reply."""
+    async def _converse(self, body: ChatRequest, request_id: str, kind: type[ChatReply], **more: Any) -> Reply:
+        """The reply to a conversation, of a ``kind`` that takes ``more``."""
         tools = body.offered()
         messages = [message.plain() for message in body.messages]
         try:
@@ -250,9 +247,8 @@ class Server:
                 skip_special_tokens=params.skip_special_tokens and not special,
             )
         streams = await self.submit([ids], params, body, limit)
-        options = self._about(body, request_id, logprobs=body.logprobs)
-        offered = ToolOptions.of(body, fenced=self.text.knows_tools, form=self.text.call_form) if tools else None
-        return streams, {**options, "reading": self.text.reading(ids, offered)}
+        about = self._about(body, request_id, logprobs=body.logprobs)
+        return kind(streams, self.text, reading=self.text.reading(ids, body), **about, **more)
 
     async def answer(self, request: Request, body: Sampled, make: Coroutine[Any, Any, Reply]) -> Response:
         reply = request.state.reply = await make
@@ -311,13 +307,7 @@ def create_app(engine: Answering, options: ServerOptions | None = None) -> FastA
         server.text.close()
 
     app = FastAPI(title="Forerun", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
-    app.add_middleware(
-        Guard,
-        api_key=options.api_key,
-        allowed_hosts=options.allowed_hosts,
-        max_body_bytes=options.max_body_bytes,
-        body_timeout=options.body_timeout,
-    )
+    app.add_middleware(Guard, options=options)
     if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -329,12 +319,7 @@ def create_app(engine: Answering, options: ServerOptions | None = None) -> FastA
     app.add_middleware(RequestLog)
     errors.install(app)
     page.install(app)
-    openapi.install(
-        app,
-        names=(options.model_name, *options.aliases),
-        methods=dict(engine.facts.drafters),
-        has_key=options.api_key is not None,
-    )
+    openapi.install(app, options, engine.facts.drafters)
     _answers(app, server)
     _operations(app, server)
     return app

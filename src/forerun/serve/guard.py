@@ -7,8 +7,8 @@ import hmac
 import ipaddress
 import os
 import re
-from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,6 +16,9 @@ from forerun.core.errors import ConfigError
 from forerun.core.folders import expanded
 from forerun.models.gguf_model import SUFFIX
 from forerun.serve.errors import ApiError
+
+if TYPE_CHECKING:
+    from forerun.serve.app import ServerOptions
 
 HOST = re.compile(r"(?:([a-z0-9._-]+)|\[([0-9a-f:.]+)\])(?::[0-9]*)?", re.ASCII | re.IGNORECASE)
 """A name or an address, and perhaps a port: all that a Host header may hold here."""
@@ -28,26 +31,19 @@ def needs_key(path: str) -> bool:
 
 
 class Guard:
-    """ASGI middleware. Bodies are read whole, at most ``max_body_bytes`` within ``body_timeout`` seconds.
+    """ASGI middleware. Bodies are read whole, as large and as slow as ``options`` let them be.
 
     ``allowed_hosts`` are the names, beside loopback ones, that may stand in a Host header (None: any). A browser sends
     the name that it was given: a page whose own name was pointed here (DNS rebinding) is refused by it.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        *,
-        api_key: str | None,
-        allowed_hosts: Iterable[str] | None,
-        max_body_bytes: int,
-        body_timeout: float,
-    ) -> None:
+    def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self.app = app
-        self.hosts = None if allowed_hosts is None else frozenset(allowed_host(name) for name in allowed_hosts)
-        self.key = api_key.encode() if api_key is not None else None
-        self.max_body_bytes = max_body_bytes
-        self.body_timeout = body_timeout
+        hosts = options.allowed_hosts
+        self.hosts = None if hosts is None else frozenset(map(allowed_host, hosts))
+        self.key = options.api_key.encode() if options.api_key is not None else None
+        self.max_body_bytes = options.max_body_bytes
+        self.body_timeout = options.body_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -147,7 +147,6 @@ class Recorder:
     """Latency histograms, and how requests ended; sees all deltas in the event loop."""
 
     def __init__(self, engine: Answering, model: str, names: str = "forerun") -> None:
-        self.engine = engine
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, model, names))
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -12,6 +12,9 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from forerun.serve import answers
 from forerun.serve.guard import needs_key
+
+if TYPE_CHECKING:
+    from forerun.serve.app import ServerOptions
 
 STATUSES = {
     400: "The request cannot be run as it is",
@@ -51,8 +54,9 @@ def responses(*statuses: int, good: type[BaseModel] | None = None, chunk: type[B
     return result
 
 
-def install(app: FastAPI, *, names: Sequence[str], methods: dict[str, int], has_key: bool) -> None:
-    """Describe ``app`` with its model's names, the usual one first, and ``methods``, which draft so many tokens."""
+def install(app: FastAPI, options: ServerOptions, methods: Mapping[str, int]) -> None:
+    """Describe ``app`` with its model's names and ``methods``, which draft so many tokens."""
+    names, has_key = (options.model_name, *options.aliases), options.api_key is not None
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -86,7 +90,7 @@ def _lock(operation: dict[str, Any]) -> None:
     operation["responses"]["401"] = {"description": STATUSES[401], "content": ERROR}
 
 
-def _narrow(schemas: dict[str, Any], names: Sequence[str], methods: dict[str, int]) -> None:
+def _narrow(schemas: dict[str, Any], names: Sequence[str], methods: Mapping[str, int]) -> None:
     """Say which values this very server takes."""
     for schema in schemas.values():
         named = schema.get("properties", {}).get("model")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from forerun.models.reasoning import PARSERS, Markers
-from forerun.serve.forms import HARMONY, HERMES, CallForm
-from forerun.serve.schema import ChatRequest
+from forerun.serve.forms import HARMONY, CallForm
 from forerun.serve.tools import ParsedCall, Piece, Reader, begun_marker
 
 
@@ -57,45 +56,27 @@ class Thoughts:
 
 
 @dataclass(frozen=True, slots=True)
-class ToolOptions:
-    """How to read an answer for calls: of which functions, by the schemas of their parameters, at most how many (None:
-    any number), whether it must be calls, whether a block of Markdown may be one, and in which form they are."""
+class AnswerReading:
+    """How to read an answer.
 
-    schemas: Mapping[str, Any]
-    most: int | None
-    must: bool
-    fenced: bool
-    form: CallForm = HERMES
+    For calls in a ``form`` (None: there are none), of functions by the schemas of their parameters, at most ``most``
+    (None: any number). It ``must`` be calls, or need not; a block of Markdown may be one if ``fenced``. And for the
+    thoughts of a ``reasoning`` parser, which the prompt has ``opened`` or closed (None: neither).
+    """
 
-    @classmethod
-    def of(cls, body: ChatRequest, *, fenced: bool, form: CallForm) -> ToolOptions:
-        schemas = {tool.function.name: tool.function.parameters for tool in body.offered()}
-        return cls(
-            schemas, None if body.parallel_tool_calls else 1, body.tool_choice not in (None, "auto"), fenced, form
-        )
-
-    def parser(self) -> Reader:
-        return self.form.parser(self.schemas, self.most, silent=self.must, fenced=self.fenced)
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How to read an answer: for calls, and for the thoughts of a ``reasoning`` parser, which the prompt has ``opened``
-    or closed (None: neither)."""
-
-    tools: ToolOptions | None = None
+    form: CallForm | None = None
+    schemas: Mapping[str, Any] = field(default_factory=dict)
+    most: int | None = None
+    must: bool = False
+    fenced: bool = False
     reasoning: str | None = None
     opened: bool | None = None
-    channels: bool = False
-    """It is made of gpt-oss's messages."""
-
-    @property
-    def must(self) -> bool:
-        return self.tools is not None and self.tools.must
 
     def reader(self) -> Reader | None:
         """A reader of one answer; None: it is text as it stands."""
-        if self.channels:
-            return HARMONY.parser(()) if self.tools is None else replace(self.tools, form=HARMONY).parser()
-        parser = self.tools.parser() if self.tools is not None else None
-        return parser if self.reasoning is None else Thoughts(PARSERS[self.reasoning], self.opened, parser)
+        parser = None
+        if self.form is not None:
+            parser = self.form.parser(self.schemas, self.most, silent=self.must, fenced=self.fenced)
+        if self.reasoning is None or self.form is HARMONY:  # whose messages tell thoughts from the rest
+            return parser
+        return Thoughts(PARSERS[self.reasoning], self.opened, parser)

@@ -10,7 +10,7 @@ from forerun.engine.jobs import TokenLogprobs, finite
 from forerun.engine.stop import ERROR, LENGTH, STOP, Finish
 from forerun.engine.stream import Delta
 from forerun.serve import answers
-from forerun.serve.reasoning import Reader, Reading
+from forerun.serve.reasoning import AnswerReading, Reader
 from forerun.serve.stream import Choice, Reply
 from forerun.serve.text import Placed, by_name
 from forerun.serve.tools import ParsedCall, Piece
@@ -48,10 +48,10 @@ class CompletionReply(Reply):
             delta = Delta(delta.index, [], [], None, Finish(LENGTH), delta.seconds)
         return super()._read(index, delta)
 
-    def openings(self) -> list[answers.CompletionChunkChoice]:
+    def _begun(self) -> list[str]:
         if self.echo is None:
             return []
-        return [self._body(choice, self._echo(choice).text, None) for choice in self.choices]
+        return [self._event([self._body(choice, self._echo(choice).text, None)]) for choice in self.choices]
 
     def whole(self, choice: Choice) -> answers.CompletionChunkChoice:
         prompt = self._echo(choice)
@@ -92,19 +92,19 @@ class ChatReply(Reply):
     whole_answer, chunk = answers.Chat, answers.ChatChunk
     prefix = "chatcmpl"
 
-    def __init__(self, *arguments: Any, reading: Reading | None = None, **options: Any) -> None:
+    def __init__(self, *arguments: Any, reading: AnswerReading, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.reading = reading or Reading()
-        self.parsed = self.reading.reader() is not None
-        self._readers: dict[int, Reader] = {}
+        self.reading = reading
+        self._readers = [reading.reader() for _ in self.choices]
+        self.parsed = self._readers[0] is not None
 
-    def openings(self) -> list[answers.ChatChunkChoice]:
+    def _begun(self) -> list[str]:
         begun = answers.ChatDelta(role="assistant", content="")
-        return [answers.ChatChunkChoice(delta=begun, **self._about(choice)) for choice in self.choices]
+        return [self._event([answers.ChatChunkChoice(delta=begun, **self._about(choice))]) for choice in self.choices]
 
     def whole(self, choice: Choice) -> answers.ChatChoice:
         message = answers.ChatMessage(role="assistant", content=choice.text, refusal=None)
-        reader = self.reading.reader()
+        reader = self._readers[choice.index]
         if reader is not None:
             texts = [piece for piece in reader.push(choice.text, last=True) if piece.call is None]
             thoughts = "".join(piece.text for piece in texts if piece.reasoning)
@@ -118,9 +118,7 @@ class ChatReply(Reply):
         return answers.ChatChoice(message=message, **self._about(choice, reader))
 
     def pieces(self, choice: Choice) -> list[answers.ChatChunkChoice]:
-        if choice.index not in self._readers and self.parsed:
-            self._readers[choice.index] = self.reading.reader()  # type: ignore[assignment]
-        reader = self._readers.get(choice.index)
+        reader = self._readers[choice.index]
         if reader is None:
             return [answers.ChatChunkChoice(delta=answers.ChatDelta(content=choice.text), **self._about(choice))]
         last = choice.finish is not None

@@ -307,7 +307,7 @@ class ResponseReply(ChatReply):
         self.keep = keep
         self.id = f"resp_{self.head['id'].removeprefix(f'{self.prefix}-')}"
         self.output: list[Output] = []
-        self._reader = self.reading.reader()
+        (self._reader,) = self._readers
         self._call: ParsedCall | None = None
         """The last one."""
         self._numbers = count()

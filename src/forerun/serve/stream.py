@@ -121,10 +121,6 @@ class Reply(ABC):
     def pieces(self, choice: Choice) -> list[Any]:
         """What is new of an answer, as one event each; none if nothing can be told yet."""
 
-    def openings(self) -> list[Any]:
-        """Choices to stream before the first token."""
-        return []
-
     def _read(self, index: int, delta: Delta) -> Choice:
         """The delta as a choice; the full one is extended by it. Raises ApiError if the answer failed."""
         if delta.finish is not None and delta.finish.reason == ERROR:
@@ -205,7 +201,7 @@ class Reply(ABC):
 
     def _begun(self) -> list[str]:
         """Events before the first token."""
-        return [self._event([opening]) for opening in self.openings()]
+        return []
 
     def _ended(self) -> str:
         """The last events of an answer that is whole."""

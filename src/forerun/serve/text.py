@@ -21,7 +21,8 @@ from forerun.models.chat import Message, knows_tools, render_chat
 from forerun.models.reasoning import HARMONY, PARSERS, Boundary
 from forerun.models.tokenizer import BYTE_LETTERS, REPLACEMENT, Detokenizer, encode, token_text
 from forerun.serve import forms
-from forerun.serve.reasoning import Reading, ToolOptions
+from forerun.serve.reasoning import AnswerReading
+from forerun.serve.schema import ChatRequest
 
 T = TypeVar("T")
 
@@ -172,11 +173,19 @@ class TextService:
     def _special(self) -> dict[str, int]:
         return {token.content: id for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
-    def reading(self, prompt: Sequence[int], tools: ToolOptions | None) -> Reading:
+    def reading(self, prompt: Sequence[int], body: ChatRequest) -> AnswerReading:
         """How to read the answers to a chat's ``prompt``."""
-        channels = self.reasoning_parser == HARMONY or (tools is not None and tools.form is forms.HARMONY)
-        opened = None if self.boundary is None else self.boundary.opened(prompt)
-        return Reading(tools, self.reasoning_parser, opened, channels)
+        tools = body.offered()
+        form = self.call_form if tools else None
+        return AnswerReading(
+            forms.HARMONY if self.reasoning_parser == HARMONY else form,
+            {tool.function.name: tool.function.parameters for tool in tools},
+            None if body.parallel_tool_calls else 1,
+            must=bool(tools) and body.tool_choice not in (None, "auto"),
+            fenced=bool(tools) and self.knows_tools,
+            reasoning=self.reasoning_parser,
+            opened=None if self.boundary is None else self.boundary.opened(prompt),
+        )
 
     def _token_text(self, token: int) -> tuple[str, list[int] | None]:
         """One token's text and, where they can be told, its bytes (half a character has no text of its own)."""
