@@ -21,8 +21,8 @@ from forerun import kernels
 QEMU = "qemu-aarch64-static"
 LIBRARIES = Path("/usr/aarch64-linux-gnu")
 """Where Debian has ARM's C library."""
-PROCESSORS = {"neon": "cortex-a72", "neon_dotprod": "neoverse-n1"}
-"""What qemu is told to be for each form of the kernels, the least that has what it needs."""
+PROCESSORS = {"neon": "cortex-a72", "neon_dotprod": "neoverse-n1", "neon_i8mm": "max"}
+"""What qemu is told to be for each form of the kernels, the least that it knows and that has what the form needs."""
 LACKING = "needs Linux on x86-64 with qemu-user-static, libc6-arm64-cross and ziglang"
 MASK = (1 << 64) - 1
 
@@ -115,9 +115,10 @@ def program(language, *sources):
     return kept(make, *zig[1:], *(source.read_text(encoding="utf-8") for source in sources))
 
 
-def emulate(name):
+def emulate(name, processor=None):
+    """A form of the kernels, on the processor of its own or another one's in ``PROCESSORS``."""
     runner = program("cc", Path(__file__).with_suffix(".c"))
-    return Emulated(build(name, "manylinux_2_28_aarch64"), runner, PROCESSORS[name])
+    return Emulated(build(name, "manylinux_2_28_aarch64"), runner, PROCESSORS[processor or name])
 
 
 def pytest_configure(config):

@@ -45,6 +45,8 @@ AVX512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
         (AVX512 | {"avx512_vnni", "avx512_bf16"}, "avx512_vnni_bf16"),
         ({"asimd"}, "neon"),
         ({"asimd", "asimddp"}, "neon_dotprod"),
+        ({"asimd", "i8mm"}, "neon"),
+        ({"asimd", "asimddp", "i8mm"}, "neon_i8mm"),
     ],
 )
 def test_the_best_that_the_processor_has_is_loaded(carried, monkeypatch, units, expected):
@@ -52,21 +54,34 @@ def test_the_best_that_the_processor_has_is_loaded(carried, monkeypatch, units, 
     assert chosen() == expected
 
 
-@pytest.mark.parametrize(("word", "expected"), [(0b10, {"asimd"}), (1 << 20 | 0b10, {"asimd", "asimddp"}), (0, set())])
+ARM_UNITS = {
+    b"hw.optional.neon": "asimd", b"hw.optional.arm.FEAT_DotProd": "asimddp", b"hw.optional.arm.FEAT_I8MM": "i8mm"
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ({16: 0b10, 26: 0}, {"asimd"}),
+        ({16: 1 << 20 | 0b10, 26: 1 << 12}, {"asimd", "asimddp"}),
+        ({16: 1 << 20 | 0b10, 26: 1 << 13}, {"asimd", "asimddp", "i8mm"}),
+        ({16: 1 << 13, 26: 0b10}, set()),
+    ],
+)
 @pytest.mark.parametrize("system", ["linux", "darwin"])
-def test_on_arm_the_system_says_what_the_processor_has(monkeypatch, system, word, expected):
+def test_on_arm_the_system_says_what_the_processor_has(monkeypatch, system, words, expected):
     class System:
         def __init__(self, path):
             assert path is None
 
         def sysctlbyname(self, name, value, size, new, length):
-            if name == b"hw.optional.arm.FEAT_DotProd" and "asimddp" not in expected:
+            unit = ARM_UNITS[name]
+            if unit != "asimd" and unit not in expected:
                 return -1  # as older systems do, which do not know it
-            units = {b"hw.optional.neon": "asimd", b"hw.optional.arm.FEAT_DotProd": "asimddp"}
-            value._obj.value = units[name] in expected
+            value._obj.value = unit in expected
             return 0
 
-    System.getauxval = staticmethod(lambda which: {16: word}[which])
+    System.getauxval = staticmethod(lambda which: words[which])
     monkeypatch.setattr(kernels, "ON_ARM", True)
     monkeypatch.setattr(kernels.sys, "platform", system)
     monkeypatch.setattr(kernels.ctypes, "CDLL", System)

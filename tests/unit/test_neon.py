@@ -1,5 +1,6 @@
 """The kernels for ARM, under an emulator, give the bits of those for x86-64 by the same compiler."""
 
+import signal
 import subprocess
 from pathlib import Path
 
@@ -24,6 +25,8 @@ from here import where
 ROWS, OUTPUTS, INPUTS, WORDS = 33, 50, 768, 1003
 KINDS = ("float32", "bfloat16", "float16", "int8", *structs.QUANTS)
 FORMS = where(emulated.can_emulate(), emulated.PROCESSORS, emulated.LACKING)
+NEEDS = {"neon_dotprod": ("neon", 1), "neon_i8mm": ("neon_dotprod", 2)}
+"""By form: another one whose processor lacks what this form is for, and from how many rows on layers need that."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -91,6 +94,21 @@ def test_layers_for_every_number_of_rows(both, kind):
         same(expected, got)
         for rows, part in enumerate(parts[1], 1):
             same(expected[0][:rows], part)
+
+
+@pytest.mark.parametrize("kind", ["int8", *structs.QUANTS])
+def test_layers_use_what_a_form_is_for(form, kind, monkeypatch):
+    """``sdot``, and ``smmla`` for two rows and more: an illegal instruction where there is none."""
+    processor, rows = NEEDS.get(form, (form, 3))
+    library = emulated.emulate(form, processor)
+    monkeypatch.setattr(kernels, "library", lambda: library)
+    made, x = layer(kind), torch.randn(rows, INPUTS)
+    for fewer in range(1, rows):
+        made(x[:fewer])
+    if form in NEEDS:
+        with pytest.raises(pytest.fail.Exception, match=f"ended with -{signal.SIGILL}"):
+            made(x)
+    library.close()
 
 
 @pytest.mark.parametrize("threads", [2, 5])

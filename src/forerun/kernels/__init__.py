@@ -61,6 +61,7 @@ CARRIABLE: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512": (_AVX512, ("-march=x86-64-v4",)),
     "avx_vnni": (_AVX2 | {"avx_vnni"}, ("-march=x86-64-v3", "-mavxvnni")),
     "avx2": (_AVX2, ("-march=x86-64-v3",)),
+    "neon_i8mm": (_NEON | {"asimddp", "i8mm"}, ("-mcpu=generic+dotprod+i8mm",)),
     "neon_dotprod": (_NEON | {"asimddp"}, ("-mcpu=generic+dotprod",)),
     "neon": (_NEON, ("-mcpu=generic",)),
 }  # fmt: skip
@@ -176,18 +177,23 @@ def _whole(path: Path) -> bool:
     return hashlib.sha256(content[:-SEAL]).digest() == content[-SEAL:]
 
 
-_ARM_UNITS = {"asimd": (1, b"hw.optional.neon"), "asimddp": (20, b"hw.optional.arm.FEAT_DotProd")}
-"""Which bit Linux has for them, and how macOS calls them."""
+_HWCAP, _HWCAP2 = 16, 26
+_ARM_UNITS = {
+    "asimd": (_HWCAP, 1, b"hw.optional.neon"),
+    "asimddp": (_HWCAP, 20, b"hw.optional.arm.FEAT_DotProd"),
+    "i8mm": (_HWCAP2, 13, b"hw.optional.arm.FEAT_I8MM"),
+}
+"""Which bit of which word Linux has for them (``getauxval``), and how macOS calls them."""
 
 
 def _has_on_arm(unit: str) -> bool:
-    system, (bit, name) = ctypes.CDLL(None), _ARM_UNITS[unit]
+    system, (word, bit, name) = ctypes.CDLL(None), _ARM_UNITS[unit]
     if sys.platform == "darwin":
         value, size = _I(), ctypes.c_size_t(ctypes.sizeof(_I))
         at = ctypes.byref(value), ctypes.byref(size)
         return system.sysctlbyname(name, *at, None, ctypes.c_size_t(0)) == 0 and value.value == 1
     system.getauxval.argtypes, system.getauxval.restype = (ctypes.c_ulong,), ctypes.c_ulong
-    return bool(system.getauxval(16) >> bit & 1)  # AT_HWCAP
+    return bool(system.getauxval(word) >> bit & 1)
 
 
 def _units() -> frozenset[str]:

@@ -8,6 +8,9 @@
 // ``compress`` moves the lanes of a mask to the front, with zeros behind them. ``short_products``: of numbers of 16 bits,
 // added up in pairs. ``add_byte_products``, where there are some: of four bytes in each lane, the second factor's with a
 // sign, the first one's if BYTES_ARE_SIGNED. ``look_up``: for each byte, below 16, the byte there in a table.
+//
+// HAS_ROW_PAIRS: one instruction makes products of two rows. ``side_by_side`` brings their sums into a ``Pair``, and the
+// two halves of one back into two rows' sums. ``eights`` makes eight bytes of each lane of two vectors with four.
 #pragma once
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include "lanes_avx512.h"
@@ -18,6 +21,12 @@
 #endif
 
 #include <initializer_list>
+
+#if defined(HAS_ROW_PAIRS)
+constexpr int BESIDE = 2;  // rows whose products one instruction makes
+#else
+constexpr int BESIDE = 1;
+#endif
 
 LANES_INLINE Ints short_pairs(Ints v) { return short_products(v, broadcast_int(0x00010001)); }
 LANES_INLINE Ints twice(Ints v) { return add(v, shift_left<16>(v)); }  // numbers of 16 bits as pairs

@@ -307,6 +307,37 @@ LANES_INLINE int32x4_t add_byte_products(int32x4_t sum, int32x4_t x, int32x4_t w
 }
 EACH_TRIPLE(Ints, add_byte_products, add_byte_products, Ints, Ints)
 LANES_INLINE Ints in_register(Ints v) { return v; }
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+#define HAS_ROW_PAIRS 1
+struct Pair {
+  Ints low, high;  // of every four lanes, the first two's and the last two's
+};
+LANES_INLINE int32x4_t firsts(int32x4_t x, int32x4_t y) {
+  return vreinterpretq_s32_s64(vzip1q_s64(vreinterpretq_s64_s32(x), vreinterpretq_s64_s32(y)));
+}
+LANES_INLINE int32x4_t seconds(int32x4_t x, int32x4_t y) {
+  return vreinterpretq_s32_s64(vzip2q_s64(vreinterpretq_s64_s32(x), vreinterpretq_s64_s32(y)));
+}
+EACH_PAIR(Ints, firsts, firsts, Ints)
+EACH_PAIR(Ints, seconds, seconds, Ints)
+EACH_PAIR(Ints, zip_low, vzip1q_s32, Ints)
+EACH_PAIR(Ints, zip_high, vzip2q_s32, Ints)
+LANES_INLINE Pair side_by_side(Ints x, Ints y) { return {firsts(x, y), seconds(x, y)}; }
+LANES_INLINE Pair eights(Ints w, Ints next) { return {zip_low(w, next), zip_high(w, next)}; }
+LANES_INLINE int32x4_t add_eights(int32x4_t sums, int32x4_t rows, int32x4_t w) {
+  return vmmlaq_s32(sums, vreinterpretq_s8_s32(rows), vreinterpretq_s8_s32(w));
+}
+EACH_TRIPLE(Ints, add_eights, add_eights, Ints, Ints)
+// Of eight bytes of two rows, which lie so many bytes apart.
+LANES_INLINE void add_byte_products(Pair &sums, const Pair &w, const void *row, int64_t apart) {
+  const auto at = static_cast<const uint8_t *>(row);
+  const int32x4_t both = vreinterpretq_s32_u8(vcombine_u8(vld1_u8(at), vld1_u8(at + apart)));
+  const Ints rows = {both, both, both, both};
+  sums.low = add_eights(sums.low, rows, w.low);
+  sums.high = add_eights(sums.high, rows, w.high);
+}
+#endif
 #undef EACH
 #undef EACH_PAIR
 #undef EACH_TRIPLE

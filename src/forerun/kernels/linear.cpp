@@ -137,12 +137,54 @@ struct Int8 {
 };
 #endif
 
+#if defined(HAS_ROW_PAIRS)
+// As ``pass``, two groups and two rows at a time, as long as there are two groups; returns how many it took.
+template <int ROWS, int HALVES>
+LANES_INLINE int64_t pass_pairs(const char *w, const char *x, int64_t stride, int64_t groups, Ints (*s)[HALVES], Prefetcher &prefetcher) {
+  constexpr int PAIRS = ROWS / 2;
+  Pair sums[PAIRS][HALVES];
+  for (int i = 0; i < PAIRS; i++)
+    for (int h = 0; h < HALVES; h++) sums[i][h] = side_by_side(s[2 * i][h], s[2 * i + 1][h]);
+  int64_t g = 0;
+  for (; g + 1 < groups; g += 2, w += 2 * GROUP_BYTES, x += 2 * Int8::STEP) {
+    for (int i = 0; i < 2 && prefetcher.step; i++, prefetcher.at += prefetcher.step) {
+      prefetcher.line(0);
+      if (HALVES == 2) prefetcher.line(HALF);
+    }
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; h++) {
+      const Ints first = Int8::get(w + HALF * h), second = Int8::get(w + GROUP_BYTES + HALF * h);
+      const Pair both = eights(first, second);
+#pragma GCC unroll 6
+      for (int i = 0; i < PAIRS; i++) add_byte_products(sums[i][h], both, x + 2 * i * stride, stride);
+      if constexpr (ROWS % 2) {
+        Int8::add(s[ROWS - 1][h], first, x + (ROWS - 1) * stride);
+        Int8::add(s[ROWS - 1][h], second, x + (ROWS - 1) * stride + Int8::STEP);
+      }
+    }
+  }
+  for (int i = 0; i < PAIRS; i++)
+    for (int h = 0; h < HALVES; h++) {
+      const Pair rows = side_by_side(sums[i][h].low, sums[i][h].high);
+      s[2 * i][h] = rows.low;
+      s[2 * i + 1][h] = rows.high;
+    }
+  return g;
+}
+#endif
+
 // HALVES: of a tile.
 template <class K, int ROWS, int HALVES>
 void pass(const char *w, const char *x, int64_t stride, int64_t groups, typename K::Sum *sums, bool fresh, Prefetcher prefetcher) {
   typename K::Sum s[ROWS][HALVES];
   for (int r = 0; r < ROWS; r++)
     for (int h = 0; h < HALVES; h++) s[r][h] = fresh ? K::zero() : sums[2 * r + h];
+#if defined(HAS_ROW_PAIRS)
+  if constexpr (std::is_same<K, Int8>::value && ROWS > 1) {
+    const int64_t taken = pass_pairs<ROWS>(w, x, stride, groups, s, prefetcher);
+    w += taken * GROUP_BYTES, x += taken * K::STEP, groups -= taken;
+  }
+#endif
   for (int64_t g = 0; g < groups; g++, w += GROUP_BYTES, x += K::STEP) {
     if (prefetcher.step) {
       prefetcher.line(0);

@@ -13,6 +13,7 @@
 #include <type_traits>
 
 #include "kernels.h"
+#include "products.h"
 #include "rows.h"
 #include "tiles.h"
 
@@ -23,7 +24,7 @@ constexpr int64_t CACHED = 1 << 18;  // bytes of rows over which each tile of we
 constexpr int TOGETHER = 16;        // rows that share one reading of the weights
 constexpr int64_t LEAST_GROUPS = 4, MOST_GROUPS = 16;  // that are brought to levels at a time, if there are so many
 constexpr int FEW = 8;              // rows whose blocks of whole scales the matrix unit multiplies one by one
-constexpr int AT_ONCE = 4;          // of them whose sums of products are in registers
+constexpr int AT_ONCE = 4;          // of them whose sums of products are in registers, a multiple of BESIDE
 
 // What is known of a row's inputs that share a step.
 struct Block {
@@ -54,68 +55,8 @@ struct Rows {
   const int8_t *at(int64_t block) const { return levels + (block >> 1) * count * 2 * INPUTS + (block & 1) * INPUTS; }
 };
 
-// Sums over a block of weights' levels times inputs' levels.
-#if defined(HAS_BYTE_PRODUCTS)
-template <int MOST>
-struct Sum {
-  static constexpr bool SIGNED = BYTES_ARE_SIGNED && MOST > 127;  // whether weights' levels lose their zero here
-  Ints v;
-  void begin(int32_t start) { v = broadcast_int(start); }
-  void add(Ints w, Ints x) {
-    v = add_byte_products(v, SIGNED ? bit_xor(w, broadcast_int(static_cast<int32_t>(0x80808080))) : w, x);
-  }
-  Ints end() const { return v; }
-  static Ints scale(Ints whole) { return whole; }
-  Ints scaled(Ints scale) const { return multiply(v, scale); }
-};
-#else
-template <int MOST>
-struct Sum {
-  static constexpr bool SIGNED = MOST > 127;
-  static constexpr bool SHORT = 16 * 127 * MOST < 1 << 15;  // all eight pairs of a block add up in 16 bits
-  Ints v;
-  int32_t start;
-  void begin(int32_t from) {
-    v = zero_ints();
-    start = from;
-  }
-  void add(Ints w, Ints x) {
-    if constexpr (SIGNED) {  // |w| to 128, |x| to 127: pairs to 32,512
-      const Ints levels = bit_xor(w, broadcast_int(static_cast<int32_t>(0x80808080)));
-      v = ::add(v, short_pairs(byte_pairs(byte_sizes(levels), with_sign_of(x, levels))));
-    } else if constexpr (SHORT) {
-      v = add_shorts(v, byte_pairs(w, x));
-    } else {
-      v = ::add(v, short_pairs(byte_pairs(w, x)));
-    }
-    stay(v);
-  }
-  Ints end() const { return ::add(SHORT ? short_pairs(v) : v, broadcast_int(start)); }
-  static Ints scale(Ints whole) { return SHORT ? twice(whole) : whole; }
-  Ints scaled(Ints scale) const { return SHORT ? short_products(v, scale) : multiply(v, scale); }
-};
-#endif
-
 template <class K>
 constexpr int ZERO = Sum<K::MOST>::SIGNED ? 0 : K::ZERO;
-
-LANES_INLINE Ints four(const int8_t *at) {
-  int32_t bytes;
-  std::memcpy(&bytes, at, 4);
-  return broadcast_int(bytes);
-}
-
-// Products of one block and some rows.
-template <class K, int ROWS>
-LANES_INLINE void add_products(const Ints *levels, const int8_t *x, Sum<K::MOST> (*products)[K::PARTS]) {
-#pragma GCC unroll 4
-  for (int j = 0; j < 4; j++)
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; r++) {
-      products[r][0].add(levels[j], four(x + 2 * INPUTS * r + 4 * j));
-      products[r][K::PARTS - 1].add(levels[4 + j], four(x + 2 * INPUTS * r + 16 + 4 * j));
-    }
-}
 
 // A block's sum of products of whole numbers, from ``start``, and what its minima make.
 template <class K>
@@ -157,10 +98,11 @@ LANES_INLINE void add_block(const Ints *levels, const Ints &scale, const int8_t 
   for (int r = 0; r < ROWS; r++) totals[r] = add(totals[r], products[r][0].scaled(scale));
 }
 
-// One block of all rows, in parts as even as can be.
+// One block of all rows, in parts as even as can be, which leave no row alone but the last.
 template <class K, int ROWS, int PART, class S, class N>
 LANES_INLINE void add_blocks(const Ints *levels, const S &scales, const int8_t *x, const Side<K> *sides, N *sums) {
-  constexpr int PARTS = (ROWS + AT_ONCE - 1) / AT_ONCE, FIRST = ROWS * PART / PARTS, END = ROWS * (PART + 1) / PARTS;
+  constexpr int PARTS = (ROWS + AT_ONCE - 1) / AT_ONCE, UNITS = (ROWS + BESIDE - 1) / BESIDE;
+  constexpr int FIRST = UNITS * PART / PARTS * BESIDE, END = std::min(ROWS, UNITS * (PART + 1) / PARTS * BESIDE);
   add_block<K, END - FIRST>(levels, scales, x + 2 * INPUTS * FIRST, sides + FIRST, sums + FIRST);
   if constexpr (PART + 1 < PARTS) add_blocks<K, ROWS, PART + 1>(levels, scales, x, sides, sums);
 }

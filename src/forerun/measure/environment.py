@@ -24,7 +24,7 @@ from forerun.models.tokenizer import load_tokenizer
 
 UNITS = {
     "avx2": "AVX2", "avx512f": "AVX-512", "avx_vnni": "AVX-VNNI", "avx512_vnni": "VNNI", "avx512_bf16": "BF16",
-    "amx_tile": "AMX", "asimd": "NEON", "asimddp": "DotProd",
+    "amx_tile": "AMX", "asimd": "NEON", "asimddp": "DotProd", "i8mm": "I8MM",
 }  # fmt: skip
 """What arithmetic is made of, by the flags in /proc/cpuinfo."""
 KERNEL = Path("/proc/sys/kernel")

@@ -1,0 +1,99 @@
+// Products of a block's levels and rows' levels, which add up in whole numbers.
+#pragma once
+#include <cstring>
+
+#include "quants.h"
+
+namespace {
+
+// Sums over a block of weights' levels times inputs' levels.
+#if defined(HAS_BYTE_PRODUCTS)
+template <int MOST>
+struct Sum {
+  static constexpr bool SIGNED = BYTES_ARE_SIGNED && MOST > 127;  // whether weights' levels lose their zero here
+  Ints v;
+  static Ints bytes(Ints w) { return SIGNED ? bit_xor(w, broadcast_int(static_cast<int32_t>(0x80808080))) : w; }
+  void begin(int32_t start) { v = broadcast_int(start); }
+  void add(Ints w, Ints x) { v = add_byte_products(v, bytes(w), x); }
+  Ints end() const { return v; }
+  static Ints scale(Ints whole) { return whole; }
+  Ints scaled(Ints scale) const { return multiply(v, scale); }
+};
+#else
+template <int MOST>
+struct Sum {
+  static constexpr bool SIGNED = MOST > 127;
+  static constexpr bool SHORT = 16 * 127 * MOST < 1 << 15;  // all eight pairs of a block add up in 16 bits
+  Ints v;
+  int32_t start;
+  void begin(int32_t from) {
+    v = zero_ints();
+    start = from;
+  }
+  void add(Ints w, Ints x) {
+    if constexpr (SIGNED) {  // |w| to 128, |x| to 127: pairs to 32,512
+      const Ints levels = bit_xor(w, broadcast_int(static_cast<int32_t>(0x80808080)));
+      v = ::add(v, short_pairs(byte_pairs(byte_sizes(levels), with_sign_of(x, levels))));
+    } else if constexpr (SHORT) {
+      v = add_shorts(v, byte_pairs(w, x));
+    } else {
+      v = ::add(v, short_pairs(byte_pairs(w, x)));
+    }
+    stay(v);
+  }
+  Ints end() const { return ::add(SHORT ? short_pairs(v) : v, broadcast_int(start)); }
+  static Ints scale(Ints whole) { return SHORT ? twice(whole) : whole; }
+  Ints scaled(Ints scale) const { return SHORT ? short_products(v, scale) : multiply(v, scale); }
+};
+#endif
+
+LANES_INLINE Ints four(const int8_t *at) {
+  int32_t bytes;
+  std::memcpy(&bytes, at, 4);
+  return broadcast_int(bytes);
+}
+
+#if defined(HAS_ROW_PAIRS)
+// Of the first so many pairs of rows.
+template <class K, int PAIRS>
+LANES_INLINE void add_pair_products(const Ints *levels, const int8_t *x, Sum<K::MOST> (*products)[K::PARTS]) {
+  Pair sums[PAIRS][K::PARTS];
+#pragma GCC unroll 4
+  for (int i = 0; i < PAIRS; i++)
+#pragma GCC unroll 2
+    for (int p = 0; p < K::PARTS; p++) sums[i][p] = side_by_side(products[2 * i][p].v, products[2 * i + 1][p].v);
+#pragma GCC unroll 4
+  for (int j = 0; j < 8; j += 2) {
+    const Pair w = eights(Sum<K::MOST>::bytes(levels[j]), Sum<K::MOST>::bytes(levels[j + 1]));
+#pragma GCC unroll 4
+    for (int i = 0; i < PAIRS; i++)
+      add_byte_products(sums[i][j * K::PARTS / 8], w, x + 4 * INPUTS * i + 4 * j, 2 * INPUTS);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < PAIRS; i++)
+#pragma GCC unroll 2
+    for (int p = 0; p < K::PARTS; p++) {
+      const Pair rows = side_by_side(sums[i][p].low, sums[i][p].high);
+      products[2 * i][p].v = rows.low;
+      products[2 * i + 1][p].v = rows.high;
+    }
+}
+#endif
+
+// Products of one block and some rows.
+template <class K, int ROWS>
+LANES_INLINE void add_products(const Ints *levels, const int8_t *x, Sum<K::MOST> (*products)[K::PARTS]) {
+  constexpr int ALONE = BESIDE == 2 ? ROWS / 2 * 2 : 0;
+#if defined(HAS_ROW_PAIRS)
+  if constexpr (ALONE > 0) add_pair_products<K, ALONE / 2>(levels, x, products);
+#endif
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++)
+#pragma GCC unroll 8
+    for (int r = ALONE; r < ROWS; r++) {
+      products[r][0].add(levels[j], four(x + 2 * INPUTS * r + 4 * j));
+      products[r][K::PARTS - 1].add(levels[4 + j], four(x + 2 * INPUTS * r + 16 + 4 * j));
+    }
+}
+
+}  // namespace
