@@ -54,7 +54,7 @@ def opened(tmp_path):
 
 @pytest.fixture
 def edited(opened, tmp_path):
-    """A case's file in float32 with other metadata."""
+    """A case's file in float32 with other metadata, None for a key that is left out."""
 
     def get(case, changes):
         reader = gguf.GGUFReader(opened(case, "f32")[0])
@@ -62,7 +62,8 @@ def edited(opened, tmp_path):
         path = tmp_path / "edited.gguf"
         writer = gguf.GGUFWriter(path, fields.pop("general.architecture"))
         for key, value in {**fields, **changes}.items():
-            add(writer, key, value)
+            if value is not None:
+                add(writer, key, value)
         for tensor in reader.tensors:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
         return finish(writer, path)
@@ -126,6 +127,7 @@ SOME = [True, False, True, True, False, True]
         ("gemma3", {GEMMA3: SOME}, "layer_types", [("full", "sliding")[each] + "_attention" for each in SOME]),
         ("gemma3", {GEMMA3: 3}, "layer_types", [*["sliding_attention"] * 2, "full_attention"] * 2),
         ("phi3", {"phi3.attention.sliding_window": 9}, "sliding_window", 9),
+        ("qwen3_5", {"qwen35.attention.recurrent_layers": None}, "layer_types", ["linear_attention", "full_attention"]),
     ],
 )
 def test_what_other_files_say_is_read(edited, case, changes, name, expected):

@@ -7,7 +7,7 @@ import pytest
 from chat_model import save_chat_model
 
 from forerun import LLM
-from forerun.tune.data import SPOKEN, Data, TuneRecord, Writer, known, turns
+from forerun.tune.data import SPOKEN, Data, TuneRecord, Writer, known, rendered, turns
 
 SAID = [("stop", " What is rain? "), ("length", "And then the"), ("stop", "  "), ("stop", "Hello;")]
 
@@ -40,10 +40,10 @@ def test_half_of_the_conversations_begin_with_a_turn_of_the_models_own(writer, m
     openings, first, again = asked(writer, monkeypatch)
     assert [text.replace(" ", "") for text in openings] == ["u:"] * 4
     made = [turn for _, turn in islice(turns(3, []), 6)]
-    rendered = [writer.llm.tokenizer.decode(writer._rendered([{"role": "user", "content": t}])) for t in made]
+    expected = [writer.llm.tokenizer.decode(rendered(writer.llm, [{"role": "user", "content": t}])) for t in made]
     own = [text.replace(" ", "") for text in first[:2]]
     assert own == ["u:Whatisrain?;a:", "u:Hello;;a:"]
-    assert first[2:] == rendered
+    assert first[2:] == expected
     assert len(again) == 2
 
 
