@@ -95,7 +95,7 @@ def serve(stack: ExitStack, program: str, model: Path, port: int, threads: int, 
             sleep(0.1)
 
     def request(prompt: list[int], params: SamplingParams) -> dict[str, Any]:
-        body = {"prompt": prompt, "n_predict": params.max_tokens, "temperature": params.temperature}
+        body: dict[str, Any] = {"prompt": prompt, "n_predict": params.max_tokens, "temperature": params.temperature}
         body |= {"seed": params.seed, "ignore_eos": params.ignore_eos, "cache_prompt": False}
         if params.temperature:
             body |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "samplers": ["temperature"]}

@@ -44,8 +44,9 @@ def prompt(run: int) -> str:
     return f"Write a short story about a {ANIMALS[run % len(ANIMALS)]} and a river."
 
 
-def decode(llm: LLM, run: int, tokens: int) -> Run:
-    """One answer's tokens per second, tokens, and the seconds of its rounds."""
+def decode(llm: LLM, streams: int, run: int, tokens: int) -> Run:
+    """Tokens per second of as many answers together, the first one's tokens, and the seconds of their rounds. With 0
+    streams, of a prompt of so many tokens."""
     rounds: list[float] = []
     step = llm.engine.step
 
@@ -56,12 +57,15 @@ def decode(llm: LLM, run: int, tokens: int) -> Run:
         return updates
 
     llm.engine.step = timed  # type: ignore[method-assign, assignment]
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=tokens if streams else 1, ignore_eos=True)
+    ids = [llm.get_tokenizer().encode(f"{i}. {prompt(run)}") for i in range(streams or 1)]
+    if not streams:
+        ids = [(ids[0] * tokens)[:tokens]]
     began = time.perf_counter()
-    outputs = llm.generate([prompt(run)], params, use_tqdm=False)
+    outputs = llm.generate([{"prompt_token_ids": each} for each in ids], params, use_tqdm=False)
     seconds = time.perf_counter() - began
     llm.engine.step = step  # type: ignore[method-assign]
-    return {"rate": tokens / seconds, "rounds": rounds[1:], "ids": outputs[0].outputs[0].token_ids}
+    return {"rate": tokens * len(ids) / seconds, "rounds": rounds[1:] or rounds, "ids": outputs[0].outputs[0].token_ids}
 
 
 def main() -> None:
@@ -70,6 +74,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=140)
     parser.add_argument("--tokens", type=int, default=200)
+    parser.add_argument("--streams", type=int, default=1, help="answers together; 0: a prompt of --tokens")
     parser.add_argument("--threads", default="1,2,4,auto")
     parser.add_argument("--methods", default="plain,auto")
     parser.add_argument("--neighbours", default=NEIGHBOURS, help="busy programs and their niceness, NUMBER/NICE,...")
@@ -93,8 +98,9 @@ def engines(given: argparse.Namespace, stack: ExitStack) -> dict[tuple[str, str]
                 speculative_config=None if name == "plain" else name,
                 threads=count if count == "auto" else int(count),
                 max_model_len=2048,
+                prefix_caching=None if given.streams else False,  # cells read the same prompts
             )
-            made[name, count] = partial(decode, llm)
+            made[name, count] = partial(decode, llm, given.streams)
         if given.llama_server and count != "auto":
             request = serve(stack, given.llama_server, here(given.model), 18090 + int(count), int(count))
             made["llama.cpp", count] = partial(outside, request, llm)
