@@ -31,8 +31,6 @@ WINDOW, STALE = 0.1, 1.0
 """Seconds over which processor time is counted; a longer window than the second says little about now."""
 LEEWAY = 1.25
 """Threads for each core that others leave."""
-TOLD = 64
-"""Rounds before the first probe after the system said how many cores are left."""
 
 
 def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
@@ -174,7 +172,7 @@ class Threads:
         counts = self.counts[self.fitting], self.counts[self.home]
         log.info("%d threads instead of %d: other programs leave %.1f cores", *counts, left)
         self.home, self.probing, self.usual, self.cost = self.fitting, None, {}, 1.0
-        self._start(TOLD)
+        self._start(FIRST)
         return True
 
     def _begin(self, side: int) -> None:
