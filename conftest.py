@@ -15,12 +15,18 @@ if not torch.cuda.is_available():
     # Triton reads this once, when it is first imported; without a GPU its kernels run under its interpreter.
     os.environ["TRITON_INTERPRET"] = "1"
 
-from chat_model import save_chat_model
+from chat_model import QUICK, save_chat_model
 from transformers import LlamaForCausalLM
 
 from forerun import LLM, kernels
 from forerun.cli.main import run
+from forerun.engine.config import SpeculativeConfig
+from forerun.measure.plan import Trial
+from forerun.tune import data
+from forerun.tune.config import TuneConfig
+from forerun.tune.run import tune
 from here import LEFT_OUT
+from promised import promising
 from tiny import ALPHABET, EOS, UNKNOWN, save_tokenizer, tiny_llama
 from tiny_seq2seq import save_seq2seq
 
@@ -159,6 +165,53 @@ def llm(tiny_target):
 def chat_model(tmp_path_factory):
     """Folder of a tiny model with a chat template."""
     return save_chat_model(tmp_path_factory.mktemp("chat_model"))
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_target):
+    """``tiny_target`` as transformers runs it."""
+    return LlamaForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def few_turns():
+    """A few of the held-out turns, so that a tuning takes a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        few = data.held_out()[:6]
+        patch.setattr(data, "held_out", lambda: few)
+        yield
+
+
+@pytest.fixture(scope="module")
+def tuned_target(tmp_path_factory):
+    return save_chat_model(tmp_path_factory.mktemp("tuned_target"))
+
+
+@pytest.fixture(scope="module")
+def tuned_folder(tuned_target, few_turns, tmp_path_factory):
+    return tune(TuneConfig(model=tuned_target, out=tmp_path_factory.mktemp("tuned"), **QUICK))
+
+
+@pytest.fixture
+def plan(capsys, tiny_target, monkeypatch):
+    """Run the command with predictions that promise much: what it recommends, and what it ran."""
+    ran = []
+    build = Trial.engine
+
+    def watched(self, config):
+        ran.append(SpeculativeConfig.parse(config))
+        return build(self, config)
+
+    monkeypatch.setattr(Trial, "engine", watched)
+    monkeypatch.setattr("forerun.measure.plan.predict", promising)
+
+    def call(*options):
+        ran.clear()
+        short = "--prompts 1 --prompt-tokens 12 --max-tokens 12 --prompt-set random --longest 3 --json"
+        assert run(["plan", "--model", tiny_target, *short.split(), *options]) == 0
+        return json.loads(capsys.readouterr().out)["recommended"], ran
+
+    return call
 
 
 @pytest.fixture

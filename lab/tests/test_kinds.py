@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from chat_model import save_chat_model
+from chat_model import QUICK
 from transformers import Gemma3TextConfig, LlamaConfig
 
 from forerun import LLM, SamplingParams
@@ -15,28 +15,7 @@ from forerun.tune import run as stages
 from forerun.tune.config import TRAINED, TuneConfig
 from forerun_lab.kinds import KINDS
 
-pytestmark = pytest.mark.slow
-
-QUICK = {"hours": 2 / 3600, "answer": 24, "rows": 40, "min_tokens": 2, "probe": 2, "probe_tokens": 8, "progress": False}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_turns():
-    """A few of the held-out turns, so that a tuning takes a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        few = data.held_out()[:6]
-        patch.setattr(data, "held_out", lambda: few)
-        yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_chat_model(tmp_path_factory.mktemp("tuned_target"))
-
-
-@pytest.fixture(scope="module")
-def folder(model, tmp_path_factory):
-    return stages.tune(TuneConfig(model=model, out=tmp_path_factory.mktemp("tuned"), **QUICK))
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_turns")]
 
 
 def test_every_kind_is_here_or_in_the_engine():
@@ -44,11 +23,11 @@ def test_every_kind_is_here_or_in_the_engine():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_learns_from_the_same_text(folder, model, tmp_path, monkeypatch, kind):
+def test_every_kind_learns_from_the_same_text(tuned_folder, tuned_target, tmp_path, monkeypatch, kind):
     """A finished tuning is given another kind: nothing is written again, it is compared, and it changes no token."""
-    out = Path(shutil.copytree(folder, tmp_path / "out"))
+    out = Path(shutil.copytree(tuned_folder, tmp_path / "out"))
     monkeypatch.setattr(data.Writer, "part", lambda *_: pytest.fail("wrote again"))
-    stages.tune(TuneConfig(model=model, out=out, **QUICK, train=("eagle", kind), cpu_minutes=1 / 60))
+    stages.tune(TuneConfig(model=tuned_target, out=out, **QUICK, train=("eagle", kind), cpu_minutes=1 / 60))
     state = json.loads((out / "run" / "state.json").read_text("utf-8"))["results"]
     assert set(state["train"]) == {"eagle", kind}
     assert state["train"][kind]["tokens"] > 0
@@ -59,17 +38,17 @@ def test_every_kind_learns_from_the_same_text(folder, model, tmp_path, monkeypat
     config = {"method": kind, "model": str(out / kind), "num_speculative_tokens": 3}
     params = SamplingParams(temperature=0.9, max_tokens=40, seed=3, ignore_eos=True)
     said = [
-        LLM(model, speculative_config=more).generate(["u:a dog;a:"], params, use_tqdm=False)[0]
+        LLM(tuned_target, speculative_config=more).generate(["u:a dog;a:"], params, use_tqdm=False)[0]
         for more in (None, config)
     ]
     assert said[0].outputs[0].token_ids == said[1].outputs[0].token_ids
     assert said[1].metrics.num_draft_tokens > 10
 
 
-def test_learning_ends_when_its_processor_time_is_over(folder, model, tmp_path):
-    out = Path(shutil.copytree(folder, tmp_path / "out"))
+def test_learning_ends_when_its_processor_time_is_over(tuned_folder, tuned_target, tmp_path):
+    out = Path(shutil.copytree(tuned_folder, tmp_path / "out"))
     shutil.rmtree(out / "medusa", ignore_errors=True)
-    stages.tune(TuneConfig(model=model, out=out, **QUICK, train=("medusa",), cpu_minutes=3 / 60))
+    stages.tune(TuneConfig(model=tuned_target, out=out, **QUICK, train=("medusa",), cpu_minutes=3 / 60))
     spent = json.loads((out / "run" / "state.json").read_text("utf-8"))["results"]["train"]["medusa"]["seconds"]
     assert 3 <= spent < 4
 

@@ -11,11 +11,12 @@ from forerun.cli.main import run
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
 from forerun.measure.config import PlanConfig
-from forerun.measure.plan import Trial, run_plan
+from forerun.measure.plan import run_plan
 from forerun.measure.planner import Prediction, recommend
 from forerun_lab.charts import chart
 from forerun_lab.plans import Shaped, Subset, by_depth, choose_layers, fixed, interval, neighbours, size
 from forerun_lab.theory import best_shape
+from promised import promising
 
 pytestmark = pytest.mark.slow
 
@@ -191,29 +192,9 @@ def test_a_plan_measures_subsets_of_a_real_target(tiny_target):
 
 
 @pytest.fixture
-def plan(capsys, tiny_target, monkeypatch):
-    """Run the command with predictions that promise much: what it recommends, and what it ran."""
-    ran = []
-    build = Trial.engine
-
-    def watched(self, config):
-        ran.append(SpeculativeConfig.parse(config))
-        return build(self, config)
-
-    def promising(result, *rest):
-        return [Prediction(result.method, 3, result.match_rate, result.c, 1.0, 2.0)]
-
-    monkeypatch.setattr(Trial, "engine", watched)
-    monkeypatch.setattr("forerun.measure.plan.predict", promising)
+def plan(plan, monkeypatch):
     monkeypatch.setattr("forerun_lab.plans.predict", promising)
-
-    def call(*options):
-        ran.clear()
-        short = "--prompts 1 --prompt-tokens 12 --max-tokens 12 --prompt-set random --longest 3 --json"
-        assert run(["plan", "--model", tiny_target, *short.split(), *options]) == 0
-        return json.loads(capsys.readouterr().out)["recommended"], ran
-
-    return call
+    return plan
 
 
 def test_recommended_layers_are_a_configuration_that_was_measured(plan):

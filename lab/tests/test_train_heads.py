@@ -5,26 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
-from unrolled import SOME, narrowed
+from unrolled import SOME, narrowed, sizes_of
 
 from forerun import ConfigError
-from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun_lab.train.heads import HEADS, HeadTrainConfig, train_head
 from forerun_lab.train.lessons import lesson
 
 PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
-
-
-def sizes_of(target, depth=4):
-    config = json.loads((target / "config.json").read_text())
-    return Sizes(config["hidden_size"], config["vocab_size"], config["num_hidden_layers"], depth)
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_target):
-    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
 
 
 @torch.no_grad()

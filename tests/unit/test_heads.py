@@ -7,8 +7,7 @@ import pytest
 import torch
 from drafting import first_draft
 from gguf import GGMLQuantizationType, quants
-from transformers import AutoModelForCausalLM
-from unrolled import SOME, narrowed, scramble, unrolled
+from unrolled import SOME, narrowed, scramble, sizes_of, unrolled
 
 from forerun import LLM, ConfigError, ForerunError, SamplingParams
 from forerun.core.errors import ModelError
@@ -24,16 +23,6 @@ pytestmark = pytest.mark.slow
 HEADS = {"eagle": EagleHead, "medusa": MedusaHead, "parallel": ParallelHead}
 PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-
-
-def sizes_of(target, depth=4):
-    config = json.loads((target / "config.json").read_text())
-    return Sizes(config["hidden_size"], config["vocab_size"], config["num_hidden_layers"], depth)
-
-
-@pytest.fixture(scope="module")
-def reference(tiny_target):
-    return AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
 
 
 @pytest.mark.parametrize("ids", [None, SOME], ids=["all", "some"])

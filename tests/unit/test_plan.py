@@ -11,8 +11,8 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics
 from forerun.measure.config import PlanConfig
-from forerun.measure.plan import Trial, run_plan
-from forerun.measure.planner import CostCurve, Estimate, Prediction, binomial, estimate, predict, reach
+from forerun.measure.plan import run_plan
+from forerun.measure.planner import CostCurve, Estimate, binomial, estimate, predict, reach
 from forerun.measure.rounds import Measured, Sample, in_plain_forwards
 from forerun.theory import best_gamma, walltime_improvement
 
@@ -31,31 +31,6 @@ def test_each_way_of_a_method_has_figures_of_its_own(tiny_target, tiny_draft):
 
 
 # ----------------------------------------------------------------------------------------------- what is recommended
-
-
-@pytest.fixture
-def plan(capsys, tiny_target, monkeypatch):
-    """Run the command with predictions that promise much: what it recommends, and what it ran."""
-    ran = []
-    build = Trial.engine
-
-    def watched(self, config):
-        ran.append(SpeculativeConfig.parse(config))
-        return build(self, config)
-
-    def promising(result, *rest):
-        return [Prediction(result.method, 3, result.match_rate, result.c, 1.0, 2.0)]
-
-    monkeypatch.setattr(Trial, "engine", watched)
-    monkeypatch.setattr("forerun.measure.plan.predict", promising)
-
-    def call(*options):
-        ran.clear()
-        short = "--prompts 1 --prompt-tokens 12 --max-tokens 12 --prompt-set random --longest 3 --json"
-        assert run(["plan", "--model", tiny_target, *short.split(), *options]) == 0
-        return json.loads(capsys.readouterr().out)["recommended"], ran
-
-    return call
 
 
 def test_the_recommendation_is_a_configuration_that_was_measured(plan, tiny_draft):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_model import save_chat_model
+from chat_model import QUICK
 from transformers import Gemma3TextConfig, GPT2Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -25,44 +25,23 @@ from forerun.tune.kinds import EAGLE
 from forerun.tune.state import TuneState
 from tiny import save_tokenizer, tiny_llama
 
-pytestmark = pytest.mark.slow
-
-QUICK = {"hours": 2 / 3600, "answer": 24, "rows": 40, "min_tokens": 2, "probe": 2, "probe_tokens": 8, "progress": False}
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_turns")]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def few_turns():
-    """A few of the held-out turns, so that a tuning takes a second."""
-    with pytest.MonkeyPatch.context() as patch:
-        few = data.held_out()[:6]
-        patch.setattr(data, "held_out", lambda: few)
-        yield
+def copied(tuned_folder, to):
+    return Path(shutil.copytree(tuned_folder, to / "copy", ignore=shutil.ignore_patterns("run")))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_chat_model(tmp_path_factory.mktemp("tuned_target"))
-
-
-@pytest.fixture(scope="module")
-def folder(model, tmp_path_factory):
-    return stages.tune(TuneConfig(model=model, out=tmp_path_factory.mktemp("tuned"), **QUICK))
-
-
-def copied(folder, to):
-    return Path(shutil.copytree(folder, to / "copy", ignore=shutil.ignore_patterns("run")))
-
-
-def use_head(folder, model):
+def use_head(tuned_folder, tuned_target):
     """Makes a tuned folder recommend its head, whatever was quickest."""
     config = {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3}
-    tuned.save(folder, model, config, ["eagle/config.json", "eagle/model.safetensors"])
+    tuned.save(tuned_folder, tuned_target, config, ["eagle/config.json", "eagle/model.safetensors"])
 
 
-def test_a_tuned_folder_keeps_every_token(folder, model, tmp_path):
-    own = copied(folder, tmp_path)
-    use_head(own, model)
-    plain, quick = LLM(model), LLM(model, tuned=own)
+def test_a_tuned_folder_keeps_every_token(tuned_folder, tuned_target, tmp_path):
+    own = copied(tuned_folder, tmp_path)
+    use_head(own, tuned_target)
+    plain, quick = LLM(tuned_target), LLM(tuned_target, tuned=own)
     for temperature in (0.0, 0.9):
         params = SamplingParams(temperature=temperature, max_tokens=40, seed=3, ignore_eos=True)
         said = [llm.generate(["u:a dog;a:", "hello"], params, use_tqdm=False) for llm in (plain, quick)]
@@ -71,20 +50,20 @@ def test_a_tuned_folder_keeps_every_token(folder, model, tmp_path):
     assert sum(answer.metrics.num_draft_tokens for answer in said[1]) > 20
 
 
-def test_what_a_tuning_leaves(folder):
-    result = json.loads((folder / "tuned.json").read_text("utf-8"))
+def test_what_a_tuning_leaves(tuned_folder):
+    result = json.loads((tuned_folder / "tuned.json").read_text("utf-8"))
     methods = [row["config"]["method"] for row in result["figures"]]
     assert {"none", "ngram", "suffix", "prompt_lookup", "eagle", "merged", "cascade"} == set(methods)
-    assert str(folder / "text.safetensors") in {row["config"].get("datastore") for row in result["figures"]}
+    assert str(tuned_folder / "text.safetensors") in {row["config"].get("datastore") for row in result["figures"]}
     assert all(row["tokens_per_round"] >= 1 for row in result["figures"])
-    page = (folder / "report.html").read_text("utf-8")
+    page = (tuned_folder / "report.html").read_text("utf-8")
     assert "prompt_lookup" in page
     assert "<script" not in page
 
 
-def test_text_alone(model, tmp_path):
+def test_text_alone(tuned_target, tmp_path):
     """Nothing is trained: history is compared, with what the model wrote and without."""
-    config = TuneConfig(model=model, out=tmp_path / "texts", train=("none",), **QUICK)
+    config = TuneConfig(model=tuned_target, out=tmp_path / "texts", train=("none",), **QUICK)
     own = stages.tune(config)
     result = json.loads((own / "tuned.json").read_text("utf-8"))
     assert {"none", "ngram", "suffix", "prompt_lookup"} == {row["config"]["method"] for row in result["figures"]}
@@ -92,21 +71,21 @@ def test_text_alone(model, tmp_path):
     assert (own / "text.safetensors").stat().st_size > 1000
     assert not (own / "run" / "held").exists() or not any((own / "run" / "held").iterdir())
     with pytest.raises(ConfigError, match="holds a tuning with another training: none, not some"):
-        stages.tune(TuneConfig(model=model, out=own, **QUICK))
+        stages.tune(TuneConfig(model=tuned_target, out=own, **QUICK))
     with pytest.raises(ConfigError, match="nothing learns"):
-        TuneConfig(model=model, out=own, train=("none",), cpu_minutes=1.0)
+        TuneConfig(model=tuned_target, out=own, train=("none",), cpu_minutes=1.0)
     with pytest.raises(ConfigError, match="or none alone"):
-        TuneConfig(model=model, out=own, train=("none", "eagle"))
+        TuneConfig(model=tuned_target, out=own, train=("none", "eagle"))
 
 
-def test_a_finished_tuning_does_nothing_again(folder, model, monkeypatch):
-    before = (folder / "eagle" / "model.safetensors").stat().st_mtime_ns
+def test_a_finished_tuning_does_nothing_again(tuned_folder, tuned_target, monkeypatch):
+    before = (tuned_folder / "eagle" / "model.safetensors").stat().st_mtime_ns
     monkeypatch.setattr(data.Writer, "part", lambda *_: pytest.fail("wrote again"))
-    stages.tune(TuneConfig(model=model, out=folder, **QUICK))
-    assert (folder / "eagle" / "model.safetensors").stat().st_mtime_ns == before
+    stages.tune(TuneConfig(model=tuned_target, out=tuned_folder, **QUICK))
+    assert (tuned_folder / "eagle" / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_other_weights_are_refused(folder, tmp_path):
+def test_other_weights_are_refused(tuned_folder, tmp_path):
     torch.manual_seed(9)
     other = tiny_llama(max_position_embeddings=1 << 15)
     with torch.no_grad():
@@ -115,7 +94,7 @@ def test_other_weights_are_refused(folder, tmp_path):
     other.save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match=r"was tuned for .* the weights of .* are others"):
-        LLM(str(tmp_path), tuned=folder)
+        LLM(str(tmp_path), tuned=tuned_folder)
 
 
 def flipped(content):
@@ -132,28 +111,28 @@ def flipped(content):
         ("tuned.json", lambda content: content.replace(b'"forerun_tuned": 1', b'"forerun_tuned": 0'), "not of version"),
     ],
 )
-def test_a_changed_folder_is_refused(folder, model, tmp_path, part, change, message):
-    own = copied(folder, tmp_path)
-    use_head(own, model)
-    tuned.load(own, model)
+def test_a_changed_folder_is_refused(tuned_folder, tuned_target, tmp_path, part, change, message):
+    own = copied(tuned_folder, tmp_path)
+    use_head(own, tuned_target)
+    tuned.load(own, tuned_target)
     (own / part).write_bytes(change((own / part).read_bytes()))
     with pytest.raises(ConfigError, match=message):
-        tuned.load(own, model)
+        tuned.load(own, tuned_target)
 
 
-def test_what_is_no_tuned_folder(model, tmp_path):
+def test_what_is_no_tuned_folder(tuned_target, tmp_path):
     with pytest.raises(ConfigError, match="no tuned folder"):
-        LLM(model, tuned=tmp_path)
+        LLM(tuned_target, tuned=tmp_path)
     with pytest.raises(ConfigError, match="nothing tuned for"):
-        LLM(model, tuned=True)
+        LLM(tuned_target, tuned=True)
     with pytest.raises(ConfigError, match="leave speculative_config out"):
-        LLM(model, tuned=tmp_path, speculative_config={"method": "ngram"})
+        LLM(tuned_target, tuned=tmp_path, speculative_config={"method": "ngram"})
 
 
-def test_the_commands_take_it(folder, model, tmp_path, capsys):
-    own = copied(folder, tmp_path)
-    use_head(own, model)
-    words = ["generate", "hello", "--model", model, "--json", "--max-tokens", "24", "--ignore-eos"]
+def test_the_commands_take_it(tuned_folder, tuned_target, tmp_path, capsys):
+    own = copied(tuned_folder, tmp_path)
+    use_head(own, tuned_target)
+    words = ["generate", "hello", "--model", tuned_target, "--json", "--max-tokens", "24", "--ignore-eos"]
     result = []
     for more in ([], ["--tuned", str(own)]):
         assert main.run([*words, *more]) == 0
@@ -165,22 +144,22 @@ def test_the_commands_take_it(folder, model, tmp_path, capsys):
     assert "no tuned folder" in capsys.readouterr().err
 
 
-def test_bench_measures_it(folder, model, tmp_path):
-    own = copied(folder, tmp_path)
-    use_head(own, model)
-    methods, options = with_tuned(str(own), {"model": model}, ["none"], {"max_order": 3})
+def test_bench_measures_it(tuned_folder, tuned_target, tmp_path):
+    own = copied(tuned_folder, tmp_path)
+    use_head(own, tuned_target)
+    methods, options = with_tuned(str(own), {"model": tuned_target}, ["none"], {"max_order": 3})
     assert methods == ["none", "eagle"]
     assert options["max_order"] == 3
     assert options["eagle"] == {"model": str(own / "eagle"), "num_speculative_tokens": 3}
     with pytest.raises(ConfigError, match="options of 'eagle' are given twice"):
-        with_tuned(str(own), {"model": model}, ["none"], {"eagle": [{"num_speculative_tokens": 2}]})
+        with_tuned(str(own), {"model": tuned_target}, ["none"], {"eagle": [{"num_speculative_tokens": 2}]})
 
 
-def test_a_time_too_short_to_train_says_so_and_measures_history(model, tmp_path):
+def test_a_time_too_short_to_train_says_so_and_measures_history(tuned_target, tmp_path):
     """One line before anything is written; with more time the same command trains."""
     said = []
     short = {**QUICK, "min_tokens": 10**9, "max_tokens": 10**9, "cpu_minutes": 1.0}
-    out = stages.tune(TuneConfig(model=model, out=tmp_path, **short), said.append)
+    out = stages.tune(TuneConfig(model=tuned_target, out=tmp_path, **short), said.append)
     assert "are too few" in said[0]
     assert "1,000,000,000 (--min-tokens)" in said[0]
     assert "ngram, suffix, prompt_lookup" in said[0]
@@ -189,25 +168,25 @@ def test_a_time_too_short_to_train_says_so_and_measures_history(model, tmp_path)
     result = json.loads((out / "tuned.json").read_text("utf-8"))
     assert {row["config"]["method"] for row in result["figures"]} == {"none", "ngram", "suffix", "prompt_lookup"}
     assert (out / "report.html").exists()
-    stages.tune(TuneConfig(model=model, out=tmp_path, **short), said.append)
+    stages.tune(TuneConfig(model=tuned_target, out=tmp_path, **short), said.append)
     assert said.count(said[0]) == 2
-    stages.tune(TuneConfig(model=model, out=tmp_path, **QUICK), said.append)
+    stages.tune(TuneConfig(model=tuned_target, out=tmp_path, **QUICK), said.append)
     assert (out / "eagle" / "model.safetensors").exists()
 
 
-def test_what_was_chosen_among_others_is_chosen_anew(folder, model, tmp_path):
+def test_what_was_chosen_among_others_is_chosen_anew(tuned_folder, tuned_target, tmp_path):
     """Where a choice names files of a draft that is not asked for, or of another place, it does not stay."""
-    shutil.copytree(folder, tmp_path / "moved")
+    shutil.copytree(tuned_folder, tmp_path / "moved")
     state = tmp_path / "moved" / "run" / "state.json"
     result = json.loads(state.read_text("utf-8"))
-    result["results"]["choose"]["chosen"] = {"method": "eagle", "model": str(folder / "eagle")}
+    result["results"]["choose"]["chosen"] = {"method": "eagle", "model": str(tuned_folder / "eagle")}
     state.write_text(json.dumps(result), "utf-8")
-    out = stages.tune(TuneConfig(model=model, out=tmp_path / "moved", **QUICK))
-    assert str(folder) not in (out / "tuned.json").read_text("utf-8")
+    out = stages.tune(TuneConfig(model=tuned_target, out=tmp_path / "moved", **QUICK))
+    assert str(tuned_folder) not in (out / "tuned.json").read_text("utf-8")
 
 
-def test_text_that_is_there_is_learnt_from_however_slow_the_machine_became(model, tmp_path, monkeypatch):
-    config = TuneConfig(model=model, out=tmp_path, **QUICK)
+def test_text_that_is_there_is_learnt_from_however_slow_the_machine_became(tuned_target, tmp_path, monkeypatch):
+    config = TuneConfig(model=tuned_target, out=tmp_path, **QUICK)
     stages.tune(config)
     path = tmp_path / "run" / "state.json"
     result = json.loads(path.read_text("utf-8"))
@@ -218,10 +197,10 @@ def test_text_that_is_there_is_learnt_from_however_slow_the_machine_became(model
     assert "alone" not in json.loads(path.read_text("utf-8"))["results"]
 
 
-def test_an_answer_that_leaves_no_room_for_a_prompt(model, tmp_path, monkeypatch):
+def test_an_answer_that_leaves_no_room_for_a_prompt(tuned_target, tmp_path, monkeypatch):
     monkeypatch.setattr(data.Writer, "held_out_prompts", lambda self: [])
     with pytest.raises(ConfigError, match="leaves no room for a prompt: lower --answer"):
-        stages.tune(TuneConfig(model=model, out=tmp_path, **QUICK))
+        stages.tune(TuneConfig(model=tuned_target, out=tmp_path, **QUICK))
 
 
 def test_norms_that_hold_their_scale_less_one():
@@ -239,9 +218,9 @@ def test_a_draft_that_cannot_start_is_refused():
         EAGLE.require(GPT2Config())
 
 
-def test_what_is_not_trained_is_refused(model, tmp_path):
+def test_what_is_not_trained_is_refused(tuned_target, tmp_path):
     with pytest.raises(ConfigError, match="nothing called 'ngram' is trained: choose among eagle, medusa"):
-        TuneConfig(model=model, out=tmp_path, train=("ngram",))
+        TuneConfig(model=tuned_target, out=tmp_path, train=("ngram",))
 
 
 class Kill(Exception):
@@ -249,7 +228,7 @@ class Kill(Exception):
 
 
 @pytest.mark.parametrize("stage", ["write", "fit", "train", "choose", "check", "finish"])
-def test_a_killed_tuning_goes_on(model, tmp_path, monkeypatch, stage):
+def test_a_killed_tuning_goes_on(tuned_target, tmp_path, monkeypatch, stage):
     """Stops once at every stage; what was done before is not done again."""
     wrote = []
     part = data.Writer.part
@@ -268,7 +247,7 @@ def test_a_killed_tuning_goes_on(model, tmp_path, monkeypatch, stage):
         "check": (choose, "check"),
         "finish": (stages.tuned, "save"),
     }
-    config = TuneConfig(model=model, out=tmp_path, **QUICK)
+    config = TuneConfig(model=tuned_target, out=tmp_path, **QUICK)
     with monkeypatch.context() as patch:
         patch.setattr(*places[stage], killed)
         with pytest.raises(Kill):
@@ -276,7 +255,7 @@ def test_a_killed_tuning_goes_on(model, tmp_path, monkeypatch, stage):
     assert not (tmp_path / "tuned.json").exists()
     before = len(wrote)
     stages.tune(config)
-    assert tuned.load(tmp_path, model)["method"]
+    assert tuned.load(tmp_path, tuned_target)["method"]
     if stage != "write":
         assert len(wrote) == before
     assert len(set(wrote)) == len(wrote)
@@ -285,20 +264,20 @@ def test_a_killed_tuning_goes_on(model, tmp_path, monkeypatch, stage):
 def test_smollm2s_own_is_whole():
     """The bundled folder, as far as that can be said without the model."""
     assert tuned.has_bundled("smollm2")
-    folder = Path(pretrained.__file__).parent / "smollm2"
-    content = json.loads((folder / tuned.FILE).read_text("utf-8"))
-    assert content["seal"] == tuned._seal(folder, content)
-    head = EagleHead.load(folder / content["speculative_config"]["model"])
+    bundled = Path(pretrained.__file__).parent / "smollm2"
+    content = json.loads((bundled / tuned.FILE).read_text("utf-8"))
+    assert content["seal"] == tuned._seal(bundled, content)
+    head = EagleHead.load(bundled / content["speculative_config"]["model"])
     assert head.sizes.vocab_size == 49_152
     assert len(head.token_ids()) == 8192
-    made = [path for path in folder.rglob("*") if path.is_file() and path.name != tuned.FILE]
-    assert sorted(content["files"]) == sorted(str(path.relative_to(folder)) for path in made)
+    made = [path for path in bundled.rglob("*") if path.is_file() and path.name != tuned.FILE]
+    assert sorted(content["files"]) == sorted(str(path.relative_to(bundled)) for path in made)
     assert sum(path.stat().st_size for path in made) < 11 << 20
 
 
-def test_another_tuning_does_not_go_on(folder, model):
+def test_another_tuning_does_not_go_on(tuned_folder, tuned_target):
     with pytest.raises(ConfigError, match="another rows: 40, not 30"):
-        stages.tune(TuneConfig(model=model, out=folder, **{**QUICK, "rows": 30}))
+        stages.tune(TuneConfig(model=tuned_target, out=tuned_folder, **{**QUICK, "rows": 30}))
 
 
 def test_a_damaged_state_is_said(tmp_path):
@@ -318,11 +297,11 @@ def test_a_model_without_a_template_goes_on_with_texts(tmp_path):
     assert tuned.load(out, str(target))["method"]
 
 
-def test_data_without_a_usable_line(model, tmp_path):
+def test_data_without_a_usable_line(tuned_target, tmp_path):
     path = tmp_path / "data.jsonl"
     path.write_text('{"question": "why?"}\nno json\n{"prompt": ""}\n{"messages": [{"role": "system"}]}\n', "utf-8")
     with pytest.raises(ConfigError, match="no usable line"):
-        stages.tune(TuneConfig(model=model, out=tmp_path / "out", data=path, **QUICK))
+        stages.tune(TuneConfig(model=tuned_target, out=tmp_path / "out", data=path, **QUICK))
     with pytest.raises(ConfigError, match="no such file"):
         data.read(tmp_path / "nothing")
 
@@ -340,7 +319,7 @@ def test_data_of_every_kind(tmp_path):
     assert [part[:8] for part in result.paragraphs] == ["word wor", "sentence"]
 
 
-def test_a_full_disk_is_said(model, tmp_path, monkeypatch):
+def test_a_full_disk_is_said(tuned_target, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1 << 20))
     with pytest.raises(ConfigError, match="GB free"):
-        stages.tune(TuneConfig(model=model, out=tmp_path, **QUICK))
+        stages.tune(TuneConfig(model=tuned_target, out=tmp_path, **QUICK))

@@ -1,6 +1,16 @@
 """An EAGLE head's drafts by one dense pass over the whole text."""
 
+import json
+
 import torch
+
+from forerun.speculate.draft.heads.head import Sizes
+
+
+def sizes_of(target, depth=4):
+    """Of a head for the checkpoint in folder ``target``."""
+    config = json.loads((target / "config.json").read_text())
+    return Sizes(config["hidden_size"], config["vocab_size"], config["num_hidden_layers"], depth)
 
 
 def scramble(head):
