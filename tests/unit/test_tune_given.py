@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from chat_model import QUICK
 from safetensors.torch import save_file
-from test_tune import QUICK, few_turns, folder, model
 from transformers import AutoModelForCausalLM
 
 from forerun import LLM
@@ -22,25 +22,23 @@ from forerun.tune.features import Features
 from forerun.tune.kinds import AHEAD
 from forerun.tune.state import TuneState
 
-__all__ = ["few_turns", "folder", "model"]
-
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_turns")]
 
 
-def test_text_that_is_there_is_read_and_none_is_written(folder, model, tmp_path):
+def test_text_that_is_there_is_read_and_none_is_written(tuned_folder, tuned_target, tmp_path):
     """What one tuning wrote is what another learns from, behind an empty turn, with what transformers sees there."""
     out = tmp_path / "again"
     settings = {**QUICK, "hours": 20 / 3600, "cpu_minutes": 0.03}
-    stages.tune(TuneConfig(model=model, out=out, text=folder / "text.safetensors", **settings))
-    given = {tuple(answer.tolist()) for answer in datastore.read(folder / "text.safetensors")}
+    stages.tune(TuneConfig(model=tuned_target, out=out, text=tuned_folder / "text.safetensors", **settings))
+    given = {tuple(answer.tolist()) for answer in datastore.read(tuned_folder / "text.safetensors")}
     result = Features(out / "run" / "text")
     assert {tuple(answer.tolist()[:-1]) for answer in result.answers()} == {
         answer for answer in given if len(answer) >= AHEAD
     }
     part, start, length, prompt = next(result.sample(1))
     ids = part["tokens"][start : start + length].long()
-    assert LLM(model).tokenizer.decode(ids[:prompt]).replace(" ", "") == "u:;a:"
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    assert LLM(tuned_target).tokenizer.decode(ids[:prompt]).replace(" ", "") == "u:;a:"
+    reference = AutoModelForCausalLM.from_pretrained(tuned_target, dtype=torch.float32)
     with torch.no_grad():
         states = reference(ids[None], output_hidden_states=True).hidden_states[-1][0, :-1]
     kept = part["hidden"][start : start + length - 1, -states.shape[1] :].float()
@@ -48,26 +46,26 @@ def test_text_that_is_there_is_read_and_none_is_written(folder, model, tmp_path)
     mask = os.umask(0)
     os.umask(mask)
     for name in ("eagle/model.safetensors", "text.safetensors"):
-        assert (folder / name).stat().st_mode & 0o777 == 0o666 & ~mask
+        assert (tuned_folder / name).stat().st_mode & 0o777 == 0o666 & ~mask
 
 
-def test_what_was_refused_leaves_nothing_in_the_way(folder, model, tmp_path):
+def test_what_was_refused_leaves_nothing_in_the_way(tuned_folder, tuned_target, tmp_path):
     path, out = tmp_path / "text", tmp_path / "out"
     path.write_bytes(b"")
     with pytest.raises(ConfigError, match="cannot read"):
-        stages.tune(TuneConfig(model=model, out=out, text=path, **QUICK))
+        stages.tune(TuneConfig(model=tuned_target, out=out, text=path, **QUICK))
     with pytest.raises(ConfigError, match="quantization 'bogus' is not one of"):
-        stages.tune(TuneConfig(model=model, out=out, quantization="bogus", **QUICK))
-    text = folder / "text.safetensors"
-    stages.tune(TuneConfig(model=model, out=out, text=text, quantization="none", **QUICK))
-    stages.tune(TuneConfig(model=model, out=out, text=text, **QUICK))
+        stages.tune(TuneConfig(model=tuned_target, out=out, quantization="bogus", **QUICK))
+    text = tuned_folder / "text.safetensors"
+    stages.tune(TuneConfig(model=tuned_target, out=out, text=text, quantization="none", **QUICK))
+    stages.tune(TuneConfig(model=tuned_target, out=out, text=text, **QUICK))
     datastore.save(tmp_path / "other", [[5, 6, 7, 8, 9]])
     for other in (tmp_path / "other", None):
         with pytest.raises(ConfigError, match="holds a tuning with another text; name another --out"):
-            stages.tune(TuneConfig(model=model, out=out, text=other, **QUICK))
-    shutil.copytree(folder, tmp_path / "written")
+            stages.tune(TuneConfig(model=tuned_target, out=out, text=other, **QUICK))
+    shutil.copytree(tuned_folder, tmp_path / "written")
     with pytest.raises(ConfigError, match="holds a tuning with no text; name another --out"):
-        stages.tune(TuneConfig(model=model, out=tmp_path / "written", text=text, **QUICK))
+        stages.tune(TuneConfig(model=tuned_target, out=tmp_path / "written", text=text, **QUICK))
 
 
 REFUSED = {
@@ -84,7 +82,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_text_that_cannot_be_learnt_from_is_said(kind, model, tmp_path):
+def test_text_that_cannot_be_learnt_from_is_said(kind, tuned_target, tmp_path):
     path, more = tmp_path / "text.safetensors", {}
     texts = {"foreign": [[10**6] * 9], "short": [[5, 6, 7]] * 9, "few": [[5, 6, 7, 8, 9]] * 9}
     if kind != "absent":
@@ -101,24 +99,28 @@ def test_text_that_cannot_be_learnt_from_is_said(kind, model, tmp_path):
     before = path.read_bytes() if path.exists() else None
     out = tmp_path if kind == "own" else tmp_path / "out"
     with pytest.raises(ConfigError, match=REFUSED[kind]):
-        stages.tune(TuneConfig(model=model, out=out, text=path, **{**QUICK, **more}))
+        stages.tune(TuneConfig(model=tuned_target, out=out, text=path, **{**QUICK, **more}))
     assert before is None or path.read_bytes() == before
 
 
-def test_a_text_is_read_for_its_share_of_the_time(folder, model, tmp_path, monkeypatch):
+def test_a_text_is_read_for_its_share_of_the_time(tuned_folder, tuned_target, tmp_path, monkeypatch):
     """What reading takes is not left to learn in, and the whole text is looked things up in all the same."""
     monkeypatch.setattr(stages, "ROWS", 4)
     seconds = []
     settings = stages._settings
     monkeypatch.setattr(stages, "_settings", lambda *given: seconds.append(given[2]) or settings(*given))
-    text = folder / "text.safetensors"
-    out = stages.tune(TuneConfig(model=model, out=tmp_path / "out", text=text, **{**QUICK, "hours": 0.01 / 3600}))
+    text = tuned_folder / "text.safetensors"
+    out = stages.tune(
+        TuneConfig(model=tuned_target, out=tmp_path / "out", text=text, **{**QUICK, "hours": 0.01 / 3600})
+    )
     assert len(list((out / "run" / "text").iterdir())) == 1
     assert (out / "text.safetensors").read_bytes() == text.read_bytes()
     assert seconds == [1.0]
     state = TuneState(out / "run", json.loads((out / "run" / "state.json").read_text("utf-8"))["marks"])
     state.seconds["write"] = 3.0
-    config = TuneConfig(model=model, out=out, text=tmp_path / "out" / "tuned.json", **{**QUICK, "hours": 8 / 3600})
+    config = TuneConfig(
+        model=tuned_target, out=out, text=tmp_path / "out" / "tuned.json", **{**QUICK, "hours": 8 / 3600}
+    )
     assert stages._each(config, state) == pytest.approx(3.0)
     assert stages._each(replace(config, text=None), state) == pytest.approx(0.35 * 8)
 
