@@ -373,7 +373,12 @@ def frequencies(width: int, theta: float, device: torch.device, stretch: Stretch
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, stretch: Stretch | None = None) -> torch.Tensor:
     """Rotary embedding of x [..., positions, heads, width] in the halves convention; positions int64 [..., n]."""
-    angle = positions[..., None].float() * frequencies(x.shape[-1], theta, x.device, stretch)
+    return rotate_by(x, positions, frequencies(x.shape[-1], theta, x.device, stretch))
+
+
+def rotate_by(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:
+    """The same at ``frequencies`` float32 [width / 2], radians per position."""
+    angle = positions[..., None].float() * frequencies
     cos, sin = torch.cos(angle)[..., None, :].to(x.dtype), torch.sin(angle)[..., None, :].to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -29,19 +29,21 @@ from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError, ModelError
 from forerun.models.architectures.description import Latent
 from forerun.models.architectures.families import ARCHITECTURES
-from forerun.models.architectures.spec import applies, bind
+from forerun.models.architectures.spec import LatentSpec, applies, bind
 from forerun.models.base import Model
 from forerun.models.checkpoint import CONFIG, read_headers, read_object, weight_files
 from forerun.models.experts import Choice, Expert, Experts
+from forerun.models.formats import choose, make_linear
 from forerun.models.formats.plain import Plain
 from forerun.models.gguf_model import is_gguf, open_gguf, rows_as_halves
+from forerun.models.latent import Heads, LatentHeads
 from forerun.models.load import read_config, resolve
 from forerun.models.mapped import Files
 from forerun.models.parts import make_gate
 from forerun.models.rotary import Rotary
 from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.heads.eagle import Eagle, EagleConfig
-from forerun.speculate.draft.heads.head import FORMAT, FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate
+from forerun.speculate.draft.heads.head import FORMAT, FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate, rotate_by
 
 DEFAULTS = {
     "heads": 4, "kv_heads": 2, "width": 16, "inner_size": 64, "theta": 10000.0, "eps": 1e-6, "turned": None,
@@ -78,14 +80,15 @@ LATENT = "kv_a_proj_with_mqa.weight", "latent.kv_a_proj_with_mqa.weight"
 
 
 class MtpLatent(nn.Module):
-    """What makes queries and entries of latent attention, as ``latent.LatentHeads``; what is turned lies in halves.
-    ``sizes``: those of ``LatentSpec``, ``frequencies`` of the pairs that are turned, ``factor`` and ``scale``."""
+    """The weights of a ``LatentHeads``; what is turned is in halves. ``sizes``: those of ``LatentSpec``,
+    ``frequencies`` of the pairs that are turned, ``factor`` and ``scale``."""
 
     def __init__(self, size: int, heads: int, biases: Collection[str], sizes: Mapping[str, Any]) -> None:
         super().__init__()
-        self.sizes, self.heads = sizes, heads
-        self.rank, self.plain, turned = sizes["rank"], sizes["plain"], sizes["turned"]
-        query, low = heads * (self.plain + turned), sizes["query_rank"]
+        names = ("rank", "query_rank", "plain", "turned", "value")
+        self.own = own = LatentSpec(**{name: sizes[name] for name in names}, paired=False)
+        self.factor, self.frequencies = sizes["factor"], torch.tensor(sizes["frequencies"], device="cpu")
+        query, low = heads * own.query, own.query_rank
 
         def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=name in biases)
@@ -94,37 +97,31 @@ class MtpLatent(nn.Module):
         self.q_a_proj = linear("q_a_proj", size, low) if low else None
         self.q_a_layernorm = Norm(low, Latent().eps) if low else None
         self.q_b_proj = linear("q_b_proj", low, query) if low else None
-        self.kv_a_proj_with_mqa = linear("kv_a_proj_with_mqa", size, self.rank + turned)
-        self.kv_a_layernorm = Norm(self.rank, Latent().eps)
-        self.keys = nn.Parameter(torch.randn(heads, self.plain, self.rank) * self.rank**-0.5)
-        self.values = nn.Parameter(torch.randn(heads, sizes["value"], self.rank) * self.rank**-0.5)
+        self.kv_a_proj_with_mqa = linear("kv_a_proj_with_mqa", size, own.rank + own.turned)
+        self.kv_a_layernorm = Norm(own.rank, Latent().eps)
+        self.keys = nn.Parameter(torch.randn(heads, own.plain, own.rank) * own.rank**-0.5)
+        self.values = nn.Parameter(torch.randn(heads, own.value, own.rank) * own.rank**-0.5)
+
+    @cached_property
+    def made(self) -> LatentHeads:
+        """Over the weights that it has when it is first asked for."""
+        up: Any = self.q_b_proj
+        dtype = self.keys.dtype
+        how = choose(dtype, self.keys.device, "auto")
+        each = (self.keys.mT.detach(), self.values.detach())
+        keys, values = (Heads([make_linear(weight, None, how) for weight in weights], dtype) for weights in each)
+        return LatentHeads(self.own, up, self.q_a_layernorm, self.kv_a_layernorm, keys, values)
 
     def ask(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [n, heads, entry] and entries [n, 1, entry]."""
-        if self.q_a_proj is not None:
-            assert self.q_a_layernorm is not None
-            assert self.q_b_proj is not None
-            query = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        else:
-            assert self.q_proj is not None
-            query = self.q_proj(x)
-        query, made = query.unflatten(-1, (self.heads, -1)), self.kv_a_proj_with_mqa(x)
-        absorbed = torch.einsum("nhp,hpr->nhr", query[..., : self.plain], self.keys)
-        latent, key = self.kv_a_layernorm(made[:, : self.rank]), made[:, None, self.rank :]
-        return (
-            torch.cat([absorbed, self._turn(query[..., self.plain :], positions)], -1),
-            torch.cat([latent[:, None], self._turn(key, positions)], -1),
-        )
+        first = self.q_proj or self.q_a_proj
+        assert first is not None
+        frequencies = self.frequencies.to(x.device)
 
-    def answer(self, attended: torch.Tensor) -> torch.Tensor:
-        """[n, heads * value] of what attention made of latents, [n, heads * rank]."""
-        return torch.einsum("nhr,hvr->nhv", attended.unflatten(-1, (self.heads, -1)), self.values).flatten(1)
+        def turn(side: torch.Tensor) -> torch.Tensor:
+            return rotate_by(side, positions, frequencies) * self.factor
 
-    def _turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        angle = positions[:, None, None].float() * torch.tensor(self.sizes["frequencies"], device=x.device)
-        cos, sin = ((part * self.sizes["factor"]).to(x.dtype) for part in (torch.cos(angle), torch.sin(angle)))
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+        return self.made.ask(torch.cat([first(x), self.kv_a_proj_with_mqa(x)], -1), len(x), turn)
 
 
 class MtpExperts(nn.Module):
@@ -212,7 +209,7 @@ class MtpHead(Head):
         normed = self.input_layernorm(x)
         if self.latent is not None:
             q, entry = self.latent.ask(normed, positions)
-            out = self.latent.answer(attend(q, entry, entry[..., : self.latent.rank])[rows])
+            out = self.latent.made.answer(attend(q, entry, entry[..., : self.entry.value_dim])[rows])
             return self._finish(x[rows], out)
         q = self.q_proj(normed).unflatten(-1, (self.heads, -1))
         k, v = (p(normed).unflatten(-1, (self.kv_heads, self.width)) for p in (self.k_proj, self.v_proj))
