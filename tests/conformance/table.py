@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections import Counter, defaultdict
-from typing import NamedTuple
 
 import torch
 import transformers
@@ -17,20 +16,6 @@ from forerun.speculate.accept import rules
 PROPERTY = "combination"
 
 
-class Outcome(NamedTuple):
-    """One test's end: ``passed``, ``failed`` or ``error``, and its place in the matrix if it has one."""
-
-    nodeid: str
-    outcome: str
-    combination: Combination | None
-
-    @classmethod
-    def of(cls, report, outcome):
-        known = dict(report.user_properties)
-        index = Combination(*known[PROPERTY]) if PROPERTY in known else None
-        return cls(report.nodeid, outcome, index)
-
-
 def promise(rule):
     kind = rules[rule]
     if kind.identity:
@@ -38,9 +23,8 @@ def promise(rule):
     return "the same tokens at T = 0" if kind.lossless else "counts, caches and limits only: not lossless by design"
 
 
-def cell(outcomes):
+def cell(counts):
     """``passed/all``, in bold where some did not pass."""
-    counts = Counter(outcomes)
     text = f"{counts['passed']}/{counts.total()}"
     return text if counts["passed"] == counts.total() else f"**{text}**"
 
@@ -49,41 +33,27 @@ def lines_of(heads, rows):
     return ["| " + " | ".join(row) + " |" for row in (heads, ["---"] * len(heads), *rows)]
 
 
-def matrix_lines(outcomes):
-    """A row per drafter, shape and layout; a column per rule."""
-    cells = defaultdict(lambda: defaultdict(list))
-    for outcome in outcomes:
-        index = outcome.combination
-        if index is not None:
-            layout = "slotted" if index.page_size is None else f"paged {index.page_size}"
-            cells[f"`{index.method}`", index.shape, layout][index.rule].append(outcome.outcome)
-    columns = [rule for rule in rules if any(rule in row for row in cells.values())]
-    rows = [
-        [*names, *(cell(result[rule]) if rule in result else "–" for rule in columns)]
-        for names, result in sorted(cells.items())
-    ]
-    return lines_of(["drafter", "draft", "layout", *(f"`{rule}`" for rule in columns)], rows)
-
-
-def other_lines(outcomes):
-    """A row per test that is not of the matrix."""
-    tests = defaultdict(list)
-    for outcome in outcomes:
-        if outcome.combination is None:
-            name = outcome.nodeid.split("[")[0].rsplit("::", 1)[-1]
-            tests[name.removeprefix("test_").replace("_", " ")].append(outcome.outcome)
-    return lines_of(["test", "cases"], [[name, cell(result)] for name, result in tests.items()])
-
-
 def markdown(stats, command, collected):
-    """The whole document, from pytest's reports by outcome. ``collected`` tests were to be run."""
+    """The whole document, from pytest's reports by outcome: of the matrix a row per drafter, shape and layout and a
+    column per rule, then a row per other test. ``collected`` tests were to be run."""
     reports = [(report, kind) for kind in ("passed", "failed", "error") for report in stats.get(kind, ())]
-    outcomes = [Outcome.of(report, kind) for report, kind in reports]
-    minutes = sum(report.duration for report, _ in reports) / 60
+    matrix, others = defaultdict(lambda: defaultdict(Counter)), defaultdict(Counter)
+    for report, kind in reports:
+        known = dict(report.user_properties)
+        if PROPERTY in known:
+            case = Combination(*known[PROPERTY])
+            layout = "slotted" if case.page_size is None else f"paged {case.page_size}"
+            matrix[f"`{case.method}`", case.shape, layout][case.rule][kind] += 1
+        else:
+            name = report.nodeid.split("[")[0].rsplit("::", 1)[-1]
+            others[name.removeprefix("test_").replace("_", " ")][kind] += 1
+    tested = [rule for rule in rules if any(rule in row for row in matrix.values())]
+    rows = [
+        [*names, *(cell(row[rule]) if rule in row else "–" for rule in tested)] for names, row in sorted(matrix.items())
+    ]
     answers = sum(params.n for _, params in REQUESTS)
-    counts = Counter(outcome.outcome for outcome in outcomes)
-    tested = dict.fromkeys(o.combination.rule for o in outcomes if o.combination is not None)
-    failed = [f"- `{outcome.nodeid}`" for outcome in outcomes if outcome.outcome != "passed"]
+    minutes = sum(report.duration for report, _ in reports) / 60
+    failed = [f"- `{report.nodeid}`" for report, kind in reports if kind != "passed"]
     return "\n".join(
         [
             "# Conformance",
@@ -94,8 +64,8 @@ def markdown(stats, command, collected):
             command,
             "```",
             "",
-            f"{counts['passed']} of {len(outcomes)} tests passed in {minutes:.0f} minutes"
-            f"{f'; {collected - len(outcomes)} more were not run' if collected > len(outcomes) else ''}: torch "
+            f"{len(reports) - len(failed)} of {len(reports)} tests passed in {minutes:.0f} minutes"
+            f"{f'; {collected - len(reports)} more were not run' if collected > len(reports) else ''}: torch "
             f"{torch.__version__}, transformers {transformers.__version__}, Python {platform.python_version()}, "
             f"{platform.machine()}, {os.cpu_count()} cores. A random two-layer target in float32, bit-equal logits.",
             "",
@@ -109,11 +79,11 @@ def markdown(stats, command, collected):
             "",
             *(f"- `{rule}`: {promise(rule)}" for rule in sorted(tested)),
             "",
-            *matrix_lines(outcomes),
+            *lines_of(["drafter", "draft", "layout", *(f"`{rule}`" for rule in tested)], rows),
             "",
             "The other tests of the same folder:",
             "",
-            *other_lines(outcomes),
+            *lines_of(["test", "cases"], [[name, cell(row)] for name, row in others.items()]),
             *(["", "Not passed:", "", *failed] if failed else []),
             "",
         ]
