@@ -196,8 +196,8 @@ MAIN = (
 """One of each beside Llama's family."""
 
 
-def save_described(name, folder):
-    """As transformers saves it, float32, with the tokenizer of ``tiny.py``."""
+def save_described(name, folder, **more):
+    """As transformers saves it, float32, with the tokenizer of ``tiny.py``; ``more`` differs in its config."""
     kind, options = CASES[name]
     late = {*SHARED_EXPERTS, "bamba"}  # the seeds of others stay
     early = [each for each in CASES if each not in LATENTS]
@@ -214,7 +214,7 @@ def save_described(name, folder):
     )
     order += LATENTS
     torch.manual_seed(order.index(name))
-    config = AutoConfig.for_model(kind, **{**SIZES, **options})
+    config = AutoConfig.for_model(kind, **{**SIZES, **options, **more})
     module = Mistral4ForCausalLM(config) if kind == "mistral4" else AutoModelForCausalLM.from_config(config)
     for part, parameter in module.named_parameters():
         around_one = part.endswith("norm.weight") and not name.startswith(("gemma2", "gemma3", "qwen3_5_moe"))

@@ -13,8 +13,9 @@ from time import monotonic
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
+from described import SIZES, save_described
 from forerun import LLM, BeamSearchParams, SamplingParams
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, RankError
@@ -36,29 +37,18 @@ from hybrids import save_hybrid
 pytestmark = pytest.mark.slow
 
 TOKENS, ROWS = 97, 40
-SIZES = {
-    "vocab_size": TOKENS, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
-    "num_key_value_heads": 2, "intermediate_size": 72, "max_position_embeddings": 128,
-    "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None, "tie_word_embeddings": False,
-}  # fmt: skip
-WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 7}
-TWO_BASES = {"rope_parameters": {
-    "full_attention": {"rope_type": "default", "rope_theta": 1e4},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-}}  # fmt: skip
-CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 24}
 CASES = {
-    "llama": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama, one key head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "qwen3": ("qwen3", {}),
-    "gemma2": ("gemma2", {**WINDOWS, **CAPS}),
-    "gemma3": ("gemma3_text", {**WINDOWS, **TWO_BASES, "tie_word_embeddings": True}),
-    "phi3": ("phi3", {"sliding_window": 9}),
-    "olmo2": ("olmo2", {}),
-    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen3_moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40,
-                                "norm_topk_prob": False, "mlp_only_layers": [1]}),
-}  # fmt: skip
+    "llama-biases": {},
+    "llama": {"num_key_value_heads": 1},
+    "qwen3": {},
+    "gemma2": {},
+    "gemma3": {},
+    "phi3": {},
+    "olmo2": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe-some": {"num_experts": 6, "num_experts_per_tok": 3},
+}
+"""Of ``described.CASES``, with what differs."""
 
 
 class Swap:
@@ -91,15 +81,8 @@ def checkpoint(tmp_path_factory):
 
     def get(name):
         if name not in made:
-            kind, options = CASES[name]
-            torch.manual_seed(0)
-            module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
-            for shard, parameter in module.named_parameters():
-                around_one = parameter.dim() == 1 and shard.endswith("norm.weight") and "gemma" not in name
-                torch.nn.init.normal_(parameter, 1.0 if around_one else 0.0, 0.2)
-            module.tie_weights()
             made[name] = tmp_path_factory.mktemp("ranks")
-            module.save_pretrained(made[name])
+            save_described(name, made[name], vocab_size=TOKENS, **CASES[name])
         return made[name]
 
     return get
@@ -327,7 +310,7 @@ def test_parts_of_a_weight_make_the_whole():
     [
         ("llama", 3, "does not divide the model's heads, 4"),
         ("mixtral", 8, "does not divide the model's heads, 4"),
-        ("qwen3_moe", 4, "does not divide the model's number of experts, 6"),
+        ("qwen3_moe-some", 4, "does not divide the model's number of experts, 6"),
     ],
 )
 def test_ranks_that_cannot_have_equal_parts_are_refused(checkpoint, name, ranks, reason):
