@@ -110,17 +110,14 @@ def test_a_text_is_read_for_its_share_of_the_time(tuned_folder, tuned_target, tm
     settings = stages._settings
     monkeypatch.setattr(stages, "_settings", lambda *given: seconds.append(given[2]) or settings(*given))
     text = tuned_folder / "text.safetensors"
-    out = stages.tune(
-        TuneConfig(model=tuned_target, out=tmp_path / "out", text=text, **{**QUICK, "hours": 0.01 / 3600})
-    )
+    config = TuneConfig(model=tuned_target, out=tmp_path / "out", text=text, **{**QUICK, "hours": 0.01 / 3600})
+    out = stages.tune(config)
     assert len(list((out / "run" / "text").iterdir())) == 1
     assert (out / "text.safetensors").read_bytes() == text.read_bytes()
     assert seconds == [1.0]
     state = TuneState(out / "run", json.loads((out / "run" / "state.json").read_text("utf-8"))["marks"])
     state.seconds["write"] = 3.0
-    config = TuneConfig(
-        model=tuned_target, out=out, text=tmp_path / "out" / "tuned.json", **{**QUICK, "hours": 8 / 3600}
-    )
+    config = replace(config, out=out, text=out / "tuned.json", hours=8 / 3600)
     assert stages._each(config, state) == pytest.approx(3.0)
     assert stages._each(replace(config, text=None), state) == pytest.approx(0.35 * 8)
 
