@@ -197,7 +197,8 @@ MAIN = (
 
 
 def save_described(name, folder, **more):
-    """As transformers saves it, float32, with the tokenizer of ``tiny.py``; ``more`` differs in its config."""
+    """As transformers saves it, float32, with the tokenizer of ``tiny.py``; ``more`` differs in its config.
+    Returns the module."""
     kind, options = CASES[name]
     late = {*SHARED_EXPERTS, "bamba"}  # the seeds of others stay
     early = [each for each in CASES if each not in LATENTS]
@@ -228,3 +229,4 @@ def save_described(name, folder, **more):
     module.tie_weights()
     module.save_pretrained(folder)
     save_tokenizer(folder)
+    return module

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from described import save_described
 from forerun import LLM, SamplingParams
 from forerun.cli import console
 from forerun.core.loading import watch
@@ -21,7 +22,7 @@ from forerun.models.formats import blocks
 from forerun.models.load import load_model
 from forerun_lab.peers.gguf import write_gguf
 from gguf_files import write_model
-from tiny import save_tokenizer
+from tiny import save_tokenizer, tiny_llama
 
 pytestmark = pytest.mark.slow
 
@@ -126,15 +127,7 @@ def test_weights_do_not_follow_their_file(tiny_target, tmp_path):
 
 def test_a_mixture_whose_experts_are_stacked(tmp_path):
     """As transformers has them in memory, and files may have them too."""
-    config = MixtralConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64, vocab_size=98, bos_token_id=None,
-        eos_token_id=0, pad_token_id=None, architectures=["MixtralForCausalLM"],
-    )  # fmt: skip
-    torch.manual_seed(0)
-    module = MixtralForCausalLM(config)
-    module.save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
+    module = save_described("mixtral", tmp_path)
     expected = LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids
     weights = {name: part.clone() for name, part in module.state_dict().items()}
     assert "model.layers.0.mlp.experts.gate_up_proj" in weights
@@ -143,12 +136,9 @@ def test_a_mixture_whose_experts_are_stacked(tmp_path):
     assert LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids == expected
 
 
-def test_names_without_their_beginning(tiny_target, tmp_path):
+def test_names_without_their_beginning(tmp_path):
     """A checkpoint that was saved without its output layer, tied to the embedding."""
-    config = LlamaConfig.from_pretrained(tiny_target, tie_word_embeddings=True)
-    torch.manual_seed(0)
-    module = LlamaForCausalLM(config)
-    module.save_pretrained(tmp_path)
+    tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
     expected = LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids
     weights = load_file(tmp_path / "model.safetensors")
