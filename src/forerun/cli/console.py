@@ -21,6 +21,7 @@ from typer.core import TyperArgument, TyperCommand
 from forerun.core.errors import ConfigError
 from forerun.core.loading import Advance, watch, watch_parts
 from forerun.core.threads import AUTO, MOST_THREADS, usable_cores
+from forerun.engine.memory import megabytes
 
 WORTH_A_BAR = 64 << 20
 """Bytes of a model's files."""
@@ -38,6 +39,12 @@ def warn_synthetic(llm: Any) -> None:
     """Where drafts are accepted at given rates, say that its answers are not the model's."""
     if llm.speculative.synthetic is not None:
         warn("synthetic acceptance: drafts are accepted at given rates, so that answers are not the model's text")
+
+
+def model_line(llm: Any) -> str:
+    """What runs: the model, how, and how large it is."""
+    info, mode = llm.model.info, "invariant" if llm.model.invariant else "not invariant"
+    return f"{info.name} ({info.path}, {mode}), {megabytes(info.weight_bytes)}"
 
 
 class _Warnings(logging.Handler):

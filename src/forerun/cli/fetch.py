@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,19 +84,13 @@ def list_command(json: Json = False) -> None:
 
     result, kept = on_disk(), sum(path.stat().st_size for path in files())
     if json:
-        print_json({"models": [_entry(each) for each in result], "kept": kept})
+        print_json({"models": [{**asdict(each), "path": str(each.path)} for each in result], "kept": kept})
     elif result:
         print_table(["name", "format", "size"], [[each.name, each.format, megabytes(each.size)] for each in result])
     else:
         print("none yet: forerun fetch lists what it can bring")
     if kept and not json:
         print(f"prepared for a quick start: {megabytes(kept)} (FORERUN_KEPT_GB sets the limit)")
-
-
-def _entry(kept: Any) -> dict[str, Any]:
-    return {
-        "name": kept.name, "format": kept.format, "size": kept.size, "path": str(kept.path), "whole": kept.whole,
-    }  # fmt: skip
 
 
 def show_command(

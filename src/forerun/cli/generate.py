@@ -12,11 +12,10 @@ from rich.console import Console
 from rich.text import Text
 
 from forerun.cli import trace as tracing
-from forerun.cli.console import check_file, out, print_json, set_threads, warn, write_file
+from forerun.cli.console import check_file, model_line, out, print_json, set_threads, warn, write_file
 from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, AsJson, Threads, names_method, speculative_config, takes
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.registry import from_lab
-from forerun.engine.memory import megabytes
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 
 if TYPE_CHECKING:
@@ -179,9 +178,7 @@ def as_object(answer: RequestOutput, params: Params) -> dict[str, Any]:
 def facts(llm: LLM, answer: RequestOutput, *, named: bool = True) -> dict[str, str]:
     """The figures below the text, by name; ``named``: the user said who drafts, or runs the bundled pair."""
     metrics, count = answer.metrics, sum(len(output.token_ids) for output in answer.outputs)
-    mode = "invariant" if llm.model.invariant else "not invariant"
-    info = llm.model.info
-    result = {"model": f"{info.name} ({info.path}, {mode}), {megabytes(info.weight_bytes)}"}
+    result = {"model": model_line(llm)}
     rate = metrics.tokens_per_second
     result["speed"] = f"{count} tokens" + (f", {rate:.0f} tokens/s" if rate else "")
     method = llm.speculative.method + ("" if named else ", as no --spec-method was given")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from forerun.cli.bench import MODEL_ONLY, USUAL, MoreOptions, more_options, with_usual
-from forerun.cli.console import print_json, print_table, progress, set_threads
+from forerun.cli.console import check_file, print_json, print_table, progress, set_threads, write_file
 from forerun.cli.options import ENGINE, AsJson, Flag, Flags, flags_of, takes
 from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab, has_lab
@@ -59,6 +59,8 @@ def plan(
     """Measure acceptance and costs on your models and prompts, predict every method, recommend one.
 
     With --load or --rate: how many replicas a load takes."""
+    if page is not None:
+        check_file(page)
     if "max_num_seqs" in engine and not load:
         raise ConfigError("plan decodes --concurrency requests together: use that instead of --max-num-seqs")
     shared = more_options(speculative_config, speculative)
@@ -76,7 +78,6 @@ def plan(
     asked = () if fleets is None else fleets.read_load(load, config, given)
     options = _candidates(config, shared)
     set_threads(threads)
-    _check_page(page)
     researched = config.trees or config.layer_trials or page is not None
     plans = from_lab(PLANS, "plan with trees, layers or a page") if researched else None
     if fleets is not None:
@@ -85,7 +86,7 @@ def plan(
         return
     result = _plans(engine, options, config)
     if page is not None and plans is not None:
-        page.write_text(plans.report(result), encoding="utf-8")
+        write_file(page, plans.report(result))
     (print_json if as_json else show)(result)
 
 
@@ -100,10 +101,9 @@ def _search(settings: dict[str, Any], page: Path | None, as_json: bool) -> None:
         raise ConfigError("--minutes searches for one draft model: name it with --spec-model")
     config = PairConfig(**{"model": EngineConfig.model, **settings, "progress": not as_json})
     set_threads(config.threads)
-    _check_page(page)
     result = search(config, (lambda line: None) if as_json else print)
     if page is not None:
-        page.write_text(pair_page(config.model, result), encoding="utf-8")
+        write_file(page, pair_page(config.model, result))
     if as_json:
         print_json(result)
     else:
@@ -134,11 +134,6 @@ def _plans(engine: Mapping[str, Any], options: list[dict[str, Any]], config: Pla
     result = plans[0] | {"loads": [_load(one) for one in plans]}
     result["environment"] = _about(llm, engine, options, prompts, loads[0])
     return result
-
-
-def _check_page(page: Path | None) -> None:
-    if page is not None and not page.absolute().parent.is_dir():
-        raise ConfigError(f"--html: there is no folder {page.absolute().parent}")
 
 
 def _load(result: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,14 +18,13 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
-from forerun.cli.console import one_line, out, warn
+from forerun.cli.console import model_line, one_line, out, warn
 from forerun.cli.conversation import ASSISTANT, USER, ChatCommands, Conversation, table
 from forerun.cli.trace import KINDS, REJECTED, marked, plain_terminal
 from forerun.core.errors import ForerunError, RequestError
 from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job, Update
 from forerun.engine.llm import LLM
-from forerun.engine.memory import megabytes
 from forerun.engine.metrics import PLAIN
 from forerun.engine.stop import ABORT, ERROR, LENGTH
 from forerun.engine.stream import ShownText
@@ -39,12 +38,10 @@ PROMPT, MORE, BLOCK = ">>> ", "... ", '"""'
 
 
 def facts(llm: LLM, *, named: bool) -> dict[str, str]:
-    info, engine = llm.model.info, llm.engine
-    mode = "invariant" if llm.model.invariant else "not invariant"
     config = llm.speculative
     method = config.method if config.drafter is None else f"{config.method}, {config.accept}, {config.length} lengths"
     return {
-        "model": f"{info.name} ({info.path}, {mode}), {megabytes(info.weight_bytes)}, {engine.max_model_len} tokens",
+        "model": f"{model_line(llm)}, {llm.engine.max_model_len} tokens",
         "drafts": method + ("" if named else ", as no --spec-method was given"),
     }
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forerun.cli.console import print_json, print_table, progress
+from forerun.cli.console import print_json, print_table, progress, write_file
 from forerun.cli.options import Flags, flags_of
 from forerun.core.errors import ConfigError
 from forerun.measure.config import PlanConfig
@@ -114,5 +114,5 @@ def tell(result: Mapping[str, Any], page: Path | None, as_json: bool) -> None:
     if page is not None:
         from forerun_lab.load.report import report
 
-        page.write_text(report(result), encoding="utf-8")
+        write_file(page, report(result))
     (print_json if as_json else show)(result)
