@@ -1,51 +1,75 @@
 """Trains an EAGLE head for a model on a GPU in some eight minutes: ``python head_on_gpu.py MODEL --out FOLDER``.
 
-The model writes turns and answers (transformers, bfloat16, 2,048 at a time), its hidden states stay in the GPU's
-memory, and the head learns with the losses and the loop of ``forerun tune``. FOLDER gets the head packed in Q4_0, the
+The model writes (transformers, bfloat16, 2,048 texts at a time) what ``forerun tune`` has it write, and the head learns
+with its losses and its loop. FOLDER gets the head packed in Q4_0, the
 loop's log and the answers. ``forerun tune`` does the same on a CPU, beside it chooses and checks.
 """
 
 import argparse
-import random
 import tempfile
 import time
-from itertools import accumulate, islice
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from forerun.core.errors import RequestError
-from forerun.models.chat import render_chat
 from forerun.models.load import resolve
-from forerun.models.tokenizer import encode
 from forerun.speculate.draft.heads import eagle
 from forerun.tune import kinds, loop
 from forerun.tune.config import LoopSettings
-from forerun.tune.data import FOLLOW_UPS, SPOKEN, held_out, save_part, turns
+from forerun.tune.data import Data, Writer, save_part
 from forerun.tune.features import Features
 from forerun.tune.kinds import EAGLE, MEANING, Trainer, drafted, layers
 from forerun.tune.state import load_target
 
-ANSWER, TURN, PROMPT, READ = 256, 96, 448, 128
-"""Most tokens of an answer, of a turn that the model makes up and of a prompt; texts that are read together."""
+ANSWER, PROMPT, READ = 256, 448, 128
+"""Most tokens of an answer and of a prompt; texts that are read together."""
+
+
+class Record:
+    """Hidden states of texts by their tokens, as ``TuneRecord`` keeps them."""
+
+    def __init__(self, which: list[int]) -> None:
+        self.config = SimpleNamespace(layers=which)
+        self.done: dict[tuple[int, ...], torch.Tensor] = {}
+
+    def take(self, ids):
+        return self.done.pop(tuple(ids), None)
 
 
 class Model:
-    """The target and its tokenizer, as a writer of conversations."""
+    """The target in transformers, with what ``Writer`` asks of an engine."""
 
     def __init__(self, path: Path, device: str, rows: int) -> None:
         target, self.tokenizer = load_target(path)
         self.target, self.device, self.rows = target.to(device), device, rows
         self.target.config._attn_implementation = "sdpa"
+        self.model = SimpleNamespace(info=SimpleNamespace(hidden_size=target.config.hidden_size))
+        self.record = Record(layers(target.config))
         ends = self.target.config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         self.ends = sorted({*ends, self.tokenizer.eos_token_id} - {None})
 
-    def rendered(self, talk):
-        return encode(self.tokenizer, render_chat(self.tokenizer, talk), add_special_tokens=False)
+    def generate(self, prompts, params, use_tqdm):
+        """An answer to each prompt; all have the first one's temperature and length. Hidden states are recorded."""
+        answers = self._write(prompts, params[0].temperature, params[0].max_tokens)
+        self._read([[*prompt, *answer] for prompt, answer in zip(prompts, answers)])
+        return [
+            SimpleNamespace(
+                outputs=[
+                    SimpleNamespace(
+                        token_ids=answer,
+                        text=self.tokenizer.decode(answer, skip_special_tokens=True),
+                        finish_reason="stop" if answer[-1] in self.ends else "length",
+                    )
+                ]
+            )
+            for answer in answers
+        ]
 
     @torch.inference_mode()
-    def write(self, prompts, temperature, most):
+    def _write(self, prompts, temperature, most):
         """Token ids of an answer to each prompt."""
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         answers = [[] for _ in prompts]
@@ -69,73 +93,30 @@ class Model:
                 answers[i] = answer[:end]
         return answers
 
-    def turns(self, count):
-        """What the model itself says where its template lets a user speak."""
-        before = render_chat(self.tokenizer, [{"role": "user", "content": SPOKEN}]).partition(SPOKEN)[0]
-        lead = encode(self.tokenizer, before, add_special_tokens=False)
-        ended = [ids for ids in self.write([lead] * count, 1.0, TURN) if ids[-1] in self.ends]
-        texts = (self.tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in ended)
-        return [text for text in texts if text]
-
     @torch.inference_mode()
-    def features(self, texts, folder):
-        """Hidden states of texts (ids, tokens of the prompt), as ``Features`` reads them."""
-        which = layers(self.target.config)
-        lengths = [len(ids) for ids, _ in texts]
-        starts = list(accumulate(lengths, initial=0))
-        width = len(which) * self.target.config.hidden_size
-        hidden = torch.zeros(sum(lengths), width, dtype=torch.bfloat16, device=self.device)
-        order = sorted(range(len(texts)), key=lengths.__getitem__)
-        for at in range(0, len(order), READ):
-            some = order[at : at + READ]
-            ids = torch.full((len(some), max(lengths[i] for i in some)), self.ends[0])
-            for row, i in enumerate(some):
-                ids[row, : lengths[i]] = torch.tensor(texts[i][0])
+    def _read(self, texts):
+        """Records the hidden states of all tokens of a text but the last."""
+        texts = sorted(texts, key=len)
+        for at in range(0, len(texts), READ):
+            some = texts[at : at + READ]
+            ids = torch.full((len(some), len(some[-1])), self.ends[0])
+            for row, text in enumerate(some):
+                ids[row, : len(text)] = torch.tensor(text)
             every = self.target.model(ids.to(self.device), output_hidden_states=True, use_cache=False).hidden_states
-            wide = torch.cat([every[layer] for layer in which], dim=-1).to(torch.bfloat16)
-            for row, i in enumerate(some):
-                hidden[starts[i] : starts[i] + lengths[i] - 1] = wide[row, : lengths[i] - 1]
-        folder.mkdir()
-        tokens = torch.tensor([token for ids, _ in texts for token in ids], dtype=torch.int32)
-        counts = torch.tensor([prompt for _, prompt in texts], dtype=torch.int32)
-        part = {
-            "layers": which,
-            "tokens": tokens,
-            "lengths": torch.tensor(lengths, dtype=torch.int32),
-            "prompts": counts,
-        }
-        save_part({**part, "hidden": hidden.cpu()}, folder / "0.pt")
-        return Features(folder, device=self.device)
+            wide = torch.cat([every[layer] for layer in self.record.config.layers], dim=-1).to(torch.bfloat16).cpu()
+            self.record.done |= {tuple(text): rows[: len(text) - 1] for text, rows in zip(some, wide)}
 
 
-def conversations(model, seconds, draw):
-    """Texts (ids, tokens of the prompt) that the model writes in so many seconds, at temperatures 0 and 1 in turn; each
-    fourth batch goes on with answers of the one before."""
-    source, texts, answered, began, number = turns(draw.randrange(1 << 30), []), [], [], time.monotonic(), 0
-    while time.monotonic() - began < seconds:
-        said = model.turns(model.rows // 2)
-        said += [turn for _, turn in islice(source, model.rows - len(said))]
-        talks = [[{"role": "user", "content": turn}] for turn in said]
-        if number % 4 == 3:
-            some = draw.sample(answered, min(len(answered), model.rows // 2))
-            talks[model.rows // 2 :] = [[*talk, {"role": "user", "content": draw.choice(FOLLOW_UPS)}] for talk in some]
-        pairs = []
-        for talk in talks:
-            try:
-                prompt = model.rendered(talk)
-            except RequestError:  # the template refuses it
-                continue
-            if len(prompt) <= PROMPT:
-                pairs.append((talk, prompt))
-        answers = model.write([prompt for _, prompt in pairs], float(number % 2), ANSWER)
-        answered = []
-        for (talk, prompt), answer in zip(pairs, answers, strict=True):
-            texts.append(([*prompt, *answer], len(prompt)))
-            text = model.tokenizer.decode(answer, skip_special_tokens=True)
-            answered.append([*talk, {"role": "assistant", "content": text}])
-        number += 1
-        print(f"{len(texts)} texts, {sum(len(ids) - n for ids, n in texts):,} tokens of answers", flush=True)
-    return texts
+def conversations(writer, seconds, folder):
+    """What the model writes in so many seconds, at temperatures 0 and 1 in turn, a file a batch."""
+    began, written = time.monotonic(), 0
+    for number in count():
+        if time.monotonic() - began >= seconds:
+            return
+        part = writer.part(number, float(number % 2))
+        save_part(part, folder / f"{number:06}.pt")
+        written += int((part["lengths"] - part["prompts"]).sum())
+        print(f"{number + 1} batches, {written:,} tokens of answers", flush=True)
 
 
 def main():
@@ -150,18 +131,16 @@ def main():
     asked = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kinds.LEARNT, eagle.LEAST = 4, 1
-    model, draw = Model(resolve(asked.model), device, asked.together), random.Random(0)
+    model = Model(resolve(asked.model), device, asked.together)
+    writer = Writer(model, model.record, Data(), rows=asked.together, answer=ANSWER, prompt=PROMPT)
     asked.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as place:
-        prompts = [model.rendered([{"role": "user", "content": turn}]) for _, turn in held_out()]
-        prompts = [prompt for prompt in prompts if len(prompt) <= PROMPT]
-        kept = [
-            ([*prompt, *answer], len(prompt))
-            for temperature in (0.0, 1.0)
-            for prompt, answer in zip(prompts, model.write(prompts, temperature, ANSWER), strict=True)
-        ]
-        test = model.features(kept, Path(place) / "held")
-        train = model.features(conversations(model, asked.write, draw), Path(place) / "text")
+        held, text = Path(place) / "held", Path(place) / "text"
+        held.mkdir()
+        text.mkdir()
+        save_part(writer.held_out(writer.held_out_prompts()), held / "0.pt")
+        conversations(writer, asked.write, text)
+        test, train = Features(held, device=device), Features(text, device=device)
         ids = drafted(model.target, train, asked.rows)
         trainer, kind = Trainer(model.target, train, test, ids), EAGLE
         draft = kind.fitted(model.target, train, ids, 400_000)
