@@ -11,7 +11,7 @@ from forerun.core.batch import Scores
 from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import Sampler
-from forerun.speculate.accept import base, rules
+from forerun.speculate.accept import base, chains, rules
 from forerun.speculate.accept.chains import Token
 from forerun.speculate.accept.compare import Comparison, CompiledComparison, compare
 from here import where
@@ -89,6 +89,48 @@ def test_the_kernel_weighs_chains_as_the_definition_does(name, size):
         q = scores.drafts[index].q
         q_row = numpy.eye(size)[token] if q is None else q[trials.q_row[trial]].double().numpy()
         assert abs(overlaps[row] - numpy.minimum(p[row], q_row).sum()) < 1e-4
+
+
+@pytest.mark.parametrize("form", where(lambda form: form is Comparison or kernels.has("weigh"), [Comparison, compare]))
+@pytest.mark.parametrize("name", ["coupled", "token", "block", "recursive", "traversal"])
+@pytest.mark.parametrize("faulty", [None, 0, 1, 2])
+def test_a_verdict_tells_what_was_tested_and_how_much_p_and_q_had_in_common(form, name, faulty, monkeypatch):
+    """Positions up to the first rejected one; a row of NaN ends its path, tests nothing and has no token."""
+    monkeypatch.setattr(base if name != "coupled" else chains, "compare", form)
+    scores, p = draws(40, [1.0, 0.0, 1.0, 1.0], [True, False, True, False])
+    for index in range(4) if faulty is not None else ():
+        scores.warped[4 * index + faulty] = torch.nan
+    met = set()
+    for index, (draft, verdict) in enumerate(zip(scores.drafts, rules[name]().accept(scores, Sampler(40)))):
+        reached = len(verdict.path)
+        assert verdict.path == [*range(reached)]
+        assert reached <= (3 if faulty is None else faulty)
+        assert verdict.error == (base.NAN if reached == faulty else None)
+        assert verdict.tested == (reached if reached == faulty else min(reached + 1, 3))
+        common = 0.0
+        for row, token in enumerate(draft.tokens[: verdict.tested]):
+            q = numpy.eye(40)[token] if draft.q is None else draft.q[row].double().numpy()
+            common += numpy.minimum(p[4 * index + row], q).sum()
+        assert verdict.overlap == pytest.approx(common, abs=1e-4)
+        met.add(verdict.error)
+    assert faulty != 0 or met == {base.NAN}
+
+
+@pytest.mark.parametrize("form", where(lambda form: form is Comparison or kernels.has("weigh"), [Comparison, compare]))
+def test_siblings_count_the_overlap_of_the_first_one(form):
+    q = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]])
+    scores = torch.tensor([0.2, 0.5, 0.3]).log().repeat(9, 1)
+    drafts = [Draft(q=q), Draft(q=q), Draft()]
+    for draft, rows in zip(drafts, [(0, 1), (POINT_MASS, 0), (POINT_MASS, POINT_MASS)]):
+        for token, row in zip((2, 1), rows):
+            draft.add(token, -1, row)
+    params = [SamplingParams(temperature=temperature) for temperature in (1.0, 1.0, 0.0)]
+    sequences = [RequestState(index, [1], 1, each, seed=index) for index, each in enumerate(params)]
+    sampler = Sampler(3)
+    sampler.compiled = None if form is Comparison else sampler.compiled
+    compared = compare(Scores(sequences, drafts, [0, 3, 6], scores), sampler)
+    compared.pick()
+    assert compared.overlaps() == pytest.approx({0: 0.2 + 0.25 + 0.25, 3: 0.3, 6: 0.0}, abs=1e-6)
 
 
 class Sceptic(Token):
