@@ -1,9 +1,20 @@
-"""Models of modules in memory, without files."""
+"""transformers' modules: with random numbers, and as models without files."""
+
+import torch
 
 from forerun.models.architectures.spec import applies, bind
 from forerun.models.encdec import ModuleWeights
 from forerun.models.native import NativeModel
 from forerun.models.weights import unstacked
+
+
+@torch.no_grad()
+def randomise(module, spread, middle=1.0):
+    """Normal numbers around 0, of norms' weights around ``middle``."""
+    for name, parameter in module.named_parameters():
+        norm = parameter.dim() == 1 and name.endswith("weight")
+        torch.nn.init.normal_(parameter, middle if norm else 0.0, spread)
+    module.tie_weights()
 
 
 def native(module, **options):

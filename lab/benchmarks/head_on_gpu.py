@@ -1,8 +1,8 @@
 """Trains an EAGLE head for a model on a GPU in some eight minutes: ``python head_on_gpu.py MODEL --out FOLDER``.
 
 The model writes (transformers, bfloat16, 2,048 texts at a time) what ``forerun tune`` has it write, and the head learns
-with its losses and its loop. FOLDER gets the head packed in Q4_0, the
-loop's log and the answers. ``forerun tune`` does the same on a CPU, beside it chooses and checks.
+with its losses and its loop. FOLDER gets the head packed in Q4_0 and the loop's log. ``forerun tune`` does the same on
+a CPU, and chooses and checks besides.
 """
 
 import argparse

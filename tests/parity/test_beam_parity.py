@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun import LLM, BeamSearchParams
+from modules import randomise
 from tiny import save_tokenizer
 
 VOCABULARY = 98
@@ -47,11 +48,7 @@ def folder(tmp_path_factory):
         kind, options = ARCHITECTURES[name]
         torch.manual_seed(1)
         module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
-        with torch.no_grad():
-            for part, parameter in module.named_parameters():
-                around = 1.0 if parameter.dim() == 1 and part.endswith("weight") and "gemma" not in name else 0.0
-                torch.nn.init.normal_(parameter, around, 0.2)
-        module.tie_weights()
+        randomise(module, 0.2, 0.0 if "gemma" in name else 1.0)
         module.generation_config.eos_token_id = ENDS
         path = tmp_path_factory.mktemp(name)
         module.save_pretrained(path)

@@ -13,6 +13,7 @@ from forerun.engine.engine import Engine
 from forerun.models.base import new_attention
 from forerun.models.hf import HFModel
 from forerun.models.load import load_model
+from modules import randomise
 from tiny import tiny_llama
 
 VOCABULARY = 101
@@ -53,14 +54,10 @@ def some_tokens(count, seed=0):
     return torch.randint(3, VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def save(kind, options, folder, **saving):
+def save(kind, options, folder, spread=0.15, **saving):
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            center = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
-            torch.nn.init.normal_(parameter, center, 0.15)
-    module.tie_weights()
+    randomise(module, spread)
     module.save_pretrained(folder, **saving)
 
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+import test_hf
 import torch
 from safetensors.torch import save_file
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
@@ -18,11 +19,7 @@ from forerun.models.hf import HFModel
 from forerun.models.load import load_model
 from hybrids import save_hybrid
 
-SIZES = {
-    "vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": None,
-    "pad_token_id": 0, "num_experts_per_tok": 2, "num_local_experts": 4, "num_experts": 4, "moe_intermediate_size": 32,
-}  # fmt: skip
+SIZES = {**test_hf.SIZES, **test_hf.EXPERTS}
 LINEAR, CONV, FULL = "linear_attention", "conv", "full_attention"
 HEADS = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_expand": 2, "mamba_d_state": 8}
 GDN = {
@@ -59,17 +56,6 @@ WORKS = {
 """Classes that may have no state, and what others got wrong."""
 
 
-def save(kind, options, folder, spread):
-    torch.manual_seed(0)
-    module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
-    with torch.no_grad():
-        for name, parameter in module.named_parameters():
-            middle = 1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0
-            torch.nn.init.normal_(parameter, middle, spread)
-    module.tie_weights()
-    module.save_pretrained(folder)
-
-
 def refused(folder):
     with pytest.raises(ModelError) as caught:
         load_model(folder, invariant=False)
@@ -80,7 +66,7 @@ def refused(folder):
 @pytest.mark.parametrize("kind", CASES)
 def test_a_model_with_state_is_refused_by_name(tmp_path, monkeypatch, kind):
     options, layers, reader = CASES[kind]
-    save(kind, options, tmp_path, 1e-3)
+    test_hf.save(kind, {**SIZES, **options}, tmp_path, 1e-3)
     if layers:
         assert f"has layers of kind '{layers}', which forerun does not run ({kind})" in refused(tmp_path)
         monkeypatch.setattr(sanity, "LAYERS", (*sanity.LAYERS, LINEAR, CONV, "hybrid", "moe"))
@@ -178,7 +164,7 @@ def test_a_module_that_reads_other_tokens_is_found_however_little_it_adds(kind):
 
 @pytest.mark.parametrize("kind", WORKS)
 def test_a_class_that_may_have_state_runs_without(tmp_path, kind):
-    save(kind, WORKS[kind], tmp_path, 0.15)
+    test_hf.save(kind, {**SIZES, **WORKS[kind]}, tmp_path)
     model = load_model(tmp_path, model_path="hf", invariant=False)
     ids = torch.randint(3, SIZES["vocab_size"], (30,)).tolist()
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
