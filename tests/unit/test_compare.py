@@ -8,6 +8,7 @@ import torch
 
 from forerun import SamplingParams, kernels
 from forerun.core.batch import Scores
+from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.sampling.draw import Sampler
@@ -131,6 +132,14 @@ def test_siblings_count_the_overlap_of_the_first_one(form):
     compared = compare(Scores(sequences, drafts, [0, 3, 6], scores), sampler)
     compared.pick()
     assert compared.overlaps() == pytest.approx({0: 0.2 + 0.25 + 0.25, 3: 0.3, 6: 0.0}, abs=1e-6)
+
+
+def test_a_rule_for_chains_says_who_sent_a_tree():
+    drafts = [Draft.chain([1]), Draft.tree([1, 2], [-1, -1])]
+    drafts[0].method, drafts[1].method = "ngram", "suffix"
+    sequences = [RequestState(index, [1], 1, SamplingParams(temperature=1.0), seed=index) for index in range(2)]
+    with pytest.raises(ConfigError, match="accept='token' works on chains, but suffix sent a tree"):
+        Token().accept(Scores(sequences, drafts, [0, 2], torch.zeros(5, 3)), Sampler(3))
 
 
 class Sceptic(Token):
