@@ -7,6 +7,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 
@@ -31,36 +32,43 @@ def name(path):
     return str(path.relative_to(ROOT))
 
 
-@cache
-def parsed(path):
-    return ast.parse(path.read_text())
+class Facts(NamedTuple):
+    """Of a file: top-level packages that it imports anywhere, the lines of its functions, whether it has a docstring."""
+
+    imports: set[str]
+    functions: dict[str, int]
+    said: bool
+
+
+def statements(node):
+    """All below a node; expressions, most of a tree, hold none."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.stmt, ast.excepthandler, ast.match_case)):
+            yield child
+            yield from statements(child)
 
 
 @cache
-def imports(path):
-    """Top-level packages that a file imports anywhere."""
-    result = set()
-    for node in ast.walk(parsed(path)):
+def facts(path):
+    tree = ast.parse(path.read_text())
+    imports, functions = set(), {}
+    for node in statements(tree):
         if isinstance(node, ast.Import):
-            result |= {alias.name.split(".")[0] for alias in node.names}
+            imports |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            result.add(node.module.split(".")[0])
-    return result
+            imports.add(node.module.split(".")[0])
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = min([node.lineno, *[decorator.lineno for decorator in node.decorator_list]])
+            functions[f"{node.name} of line {first}"] = node.end_lineno - first + 1
+    return Facts(imports, functions, not tree.body or bool(ast.get_docstring(tree)))
 
 
 def test_files_and_functions_are_short():
     assert len(SOURCES) > 50
-    long = []
-    for path in FILES:
-        text = path.read_text()
-        if text.count("\n") > 700:
-            long.append(f"{name(path)} has {text.count(chr(10))} lines")
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                first = min([node.lineno, *[decorator.lineno for decorator in node.decorator_list]])
-                if node.end_lineno - first >= 80:
-                    long.append(f"{name(path)}: {node.name} has {node.end_lineno - first + 1} lines")
-    assert not long
+    lengths = {name(path): path.read_text().count("\n") for path in FILES}
+    assert {path: lines for path, lines in lengths.items() if lines > 700} == {}
+    functions = {f"{name(path)}: {each}": lines for path in FILES for each, lines in facts(path).functions.items()}
+    assert {function: lines for function, lines in functions.items() if lines > 80} == {}
 
 
 def test_the_code_keeps_its_budgets():
@@ -79,7 +87,7 @@ def test_layers_import_downwards_only():
 
 @pytest.mark.parametrize("package", EXTRAS)
 def test_an_optional_package_is_imported_in_one_folder(package):
-    parts = [path.relative_to(ROOT).parts for path in SOURCES if package in imports(path)]
+    parts = [path.relative_to(ROOT).parts for path in SOURCES if package in facts(path).imports]
     folders = {index[2] if index[0] == "src" else index[0] for index in parts}
     assert folders <= {EXTRAS[package]}
 
@@ -98,7 +106,7 @@ def test_public_names():
 def test_everything_public_says_what_it_is():
     classes = [word for word in forerun.__all__ if isinstance(getattr(forerun, word), type)]
     assert [word for word in classes if not getattr(forerun, word).__doc__] == []
-    assert [name(path) for path in SOURCES if parsed(path).body and not ast.get_docstring(parsed(path))] == []
+    assert [name(path) for path in SOURCES if not facts(path).said] == []
 
 
 def test_errors_are_value_errors_of_one_family():
