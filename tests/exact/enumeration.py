@@ -18,12 +18,21 @@ from forerun.core.batch import Scores
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft
 from forerun.sampling.draw import Sampler
+from forerun.speculate.accept import rules
 from forerun.speculate.accept.compare import CompiledComparison, compare
 
 Prefix = tuple[int, ...]
 Distribution = dict[Prefix, float]
 HOT = SamplingParams(temperature=1.0)
 GREEDY = SamplingParams(temperature=0.0)
+
+
+def variants(name):
+    """A rule with siblings drawn with replacement and without, where that is an option of it."""
+    kind = rules[name]
+    if "replacement" in kind.options():
+        return [kind(kind.config_class(replacement=value)) for value in (False, True)]
+    return [kind()]
 
 
 @dataclass(frozen=True)

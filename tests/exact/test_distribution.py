@@ -17,6 +17,7 @@ from enumeration import (
     plain_distribution,
     round_distribution,
     rounds_distribution,
+    variants,
 )
 
 from forerun import kernels, theory
@@ -33,14 +34,6 @@ TREES = [name for name in LOSSLESS if rules[name].trees]
 @pytest.fixture(params=[TORCH, *where(kernels.has("weigh"), [COMPILED])], ids=lambda form: form.name)
 def form(request):
     return request.param
-
-
-def variants(name):
-    """The rule with siblings drawn with replacement and without, where that is an option of it."""
-    kind = rules[name]
-    if "replacement" in kind.options():
-        return [kind(kind.config_class(replacement=value)) for value in (False, True)]
-    return [kind()]
 
 
 def error(form, rule, program, target, length, rounds, params=HOT):

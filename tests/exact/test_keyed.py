@@ -11,6 +11,7 @@ from collections import Counter
 import numpy
 import pytest
 import torch
+from enumeration import variants
 from scipy import stats
 
 from forerun import SamplingParams
@@ -31,13 +32,6 @@ TREES = [name for name in DRAWN if rules[name].trees]
 # By the token before: two tokens that the drafter likes the wrong way round.
 TARGET = torch.tensor([[0.7, 0.3], [0.35, 0.65]])
 DRAFTER = torch.tensor([[0.3, 0.7], [0.75, 0.25]])
-
-
-def configured(name):
-    kind = rules[name]
-    if "replacement" in kind.options():
-        return [kind(kind.config_class(replacement=value)) for value in (False, True)]
-    return [kind()]
 
 
 def drafted(chooser, sequences, widths, streams):
@@ -106,19 +100,19 @@ def check(tokens):
 
 @pytest.mark.parametrize("name", DRAWN)
 def test_chain(name):
-    for rule in configured(name)[:1]:
+    for rule in variants(name)[:1]:
         check(decode(rule, (1, 1)))
 
 
 @pytest.mark.parametrize("name", TREES)
 def test_tree(name):
-    for rule in configured(name):
+    for rule in variants(name):
         check(decode(rule, (2, 1)))
 
 
 @pytest.mark.parametrize("name", ["recursive", "traversal"])
 def test_two_drafters_in_one_tree(name):
-    check(decode(configured(name)[0], (1, 1), streams=2))
+    check(decode(variants(name)[0], (1, 1), streams=2))
 
 
 @pytest.mark.parametrize("name", [name for name in rules if rules[name].needs_q])
@@ -138,7 +132,7 @@ def test_no_noise_is_met_twice(name, monkeypatch):
     monkeypatch.setattr(Gumbel, "rows", rows)
     monkeypatch.setattr("forerun.sampling.draw.uniform", recorded)
     monkeypatch.setattr("forerun.speculate.accept.base.uniform", recorded)
-    for rule in configured(name):
+    for rule in variants(name):
         for widths, streams in [((1, 1, 1), 1), ((2, 2), 1), ((2, 1), 2)] if rule.trees else [((1, 1, 1), 1)]:
             met.clear()
             decode(rule, widths, streams=streams, seeds=2, length=30)
@@ -158,6 +152,6 @@ def test_identity():
 @pytest.mark.parametrize("name", DRAWN)
 def test_greedy_identity(name):
     plain = decode(rules["coupled"](), (), 0.0, seeds=1)
-    for rule in configured(name):
+    for rule in variants(name):
         for widths in [(1, 1), (2, 1)] if rule.trees else [(1, 1)]:
             assert decode(rule, widths, 0.0, seeds=1) == plain

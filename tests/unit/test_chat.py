@@ -4,6 +4,7 @@ import io
 import json
 
 import pytest
+from terminal import Terminal
 
 from forerun import SamplingParams
 from forerun.core.errors import ForerunError, RequestError
@@ -93,11 +94,6 @@ def test_what_is_no_conversation_is_refused_in_one_line(llm, messages, options, 
     assert "\n" not in str(caught.value)
     assert isinstance(caught.value, ForerunError)
     assert not llm().engine.busy
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 @pytest.mark.parametrize(("stream", "use_tqdm", "shown"), [

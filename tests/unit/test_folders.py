@@ -11,6 +11,7 @@ from contextvars import Context
 from pathlib import Path
 
 import pytest
+from terminal import Terminal
 
 from compiler import install_compiler
 from forerun import kernels
@@ -248,11 +249,6 @@ def test_a_model_that_others_can_have_written_is_not_used(tmp_path, home, monkey
         fetched("tiny")
     with pytest.raises(ModelError, match=r"cannot write to .*others may write to .*FORERUN_CACHE names another folder"):
         fetching.fetch("tiny", given)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from terminal import Terminal
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from described import save_described
@@ -90,11 +91,6 @@ def test_every_byte_is_reported_once(tiny_target, tmp_path, gguf):
     size = sum(file.stat().st_size for file in weight_files(path)) - headers if not gguf else bar.total
     assert sum(bar.steps) == bar.total == size
     assert len(bar.steps) > 8
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def test_the_bar_is_for_terminals(monkeypatch):

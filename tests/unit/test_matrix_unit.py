@@ -183,17 +183,15 @@ def test_a_whole_model_has_the_same_bits_in_any_chunks(quantization):
     before = products()
     expected = logits([])
     assert products() > before
-    assert torch.equal(logits(list(range(1, 40))), expected)
+    assert torch.equal(logits([1, 2, *range(30, 40)]), expected)
     assert torch.equal(logits([5, 22]), expected)
 
 
 def test_it_can_be_switched_off(written_out):
-    set_prefetch = f"import ctypes; print(ctypes.CDLL({written_out._name!r}).forerun_tiles())"
+    command = [sys.executable, "-c", f"import ctypes; print(ctypes.CDLL({written_out._name!r}).forerun_tiles())"]
     for said, expected in (("0", "0"), ("1", "1"), ("", "1")):
         around = {**os.environ, "FORERUN_TILES": said}
-        result = subprocess.run(
-            [sys.executable, "-c", set_prefetch], check=True, capture_output=True, text=True, env=around
-        )
+        result = subprocess.run(command, check=True, capture_output=True, text=True, env=around)
         assert result.stdout.strip() == expected
 
 
