@@ -71,6 +71,7 @@ def test_where_states_are_kept(engine, hybrid):
         while built.busy:
             built.step()
         built.check()
+        assert not built.scheduler.tree.matched
         return job
 
     text = list(range(2, 41))

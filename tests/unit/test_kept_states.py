@@ -27,6 +27,7 @@ def feed(of, span):
     of.reserve(span.key, span.end)
     assert of.states is not None
     replay = of.states.plan(Batch([span]))
+    assert len({*replay.written.tolist()}) == len(replay.written)
     for records in of.states.records:
         if records is not None:
             entries = torch.arange(span.start + span.stored, span.end).float()[:, None]
@@ -79,6 +80,8 @@ def test_a_rollback_moves_a_length_and_keeps_records():
 def test_further_back_than_the_checkpoint_all_is_read_again():
     of = pool()
     feed(of, Span(0, 0, [1] * 9, settled=9))
+    of.truncate(0, 9)
+    assert of.length(0) == 9
     of.truncate(0, 7)
     assert of.length(0) == 0
     assert of.states.lengths[0] == 0

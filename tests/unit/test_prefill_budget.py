@@ -93,6 +93,13 @@ def test_rounds_that_stay_dear_become_the_measure():
     assert given[-1] >= 40
 
 
+def test_a_round_is_compared_with_those_of_about_as_many_sequences():
+    prefill_budget = PrefillBudget()
+    for decoding in (8, 10):
+        prefill_budget.observe(decoding, 0, float(decoding))
+    assert [prefill_budget.allowance(decoding) for decoding in (5, 6, 7, 8, 12, 13)] == [0, 0, 16, 16, 16, 0]
+
+
 def test_pace_under_a_stream_of_prompts():
     """Prompt tokens in every round from the first on: decoding alone is still measured now and then, and no more."""
     prefill_budget, machine = PrefillBudget(), Clock(2.0, 0.3, 0.15)

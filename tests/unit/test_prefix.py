@@ -192,6 +192,21 @@ def test_pages_computed_twice_are_kept_once():
     pool.check()
 
 
+@pytest.mark.parametrize("reused", [3, 4])
+def test_pages_of_which_a_part_is_reused_go_last(reused):
+    pool = Pool([KVShape(1, 1, 1)], 8, 2, torch.float32)
+    tree = PrefixTree(pool)
+    for key, tokens in enumerate(([1, 2, 3, 4], [5, 6, 7, 8])):
+        pool.reserve(key, 4)
+        pool.advance(key, 4)
+        tree.commit(key, tokens, 4)
+        pool.free(key)
+    assert tree.start(2, [1, 2, 3, 4, 9], reused) == reused
+    pool.free(2)
+    tree.reclaim(2)
+    assert tree.find([1, 2, 3, 4], 4) == 4
+
+
 def test_taking_entries_back_starts_from_the_root_again():
     pool = Pool([KVShape(1, 1, 1)], 8, 2, torch.float32)
     tree = PrefixTree(pool)
@@ -199,6 +214,7 @@ def test_taking_entries_back_starts_from_the_root_again():
     pool.advance(1, 4)
     tree.commit(1, [1, 2, 3, 4], 4)
     pool.truncate(1, 1)
+    tree.commit(1, [1, 2], 1)
     pool.reserve(1, 4)
     pool.advance(1, 4)
     tree.commit(1, [1, 5, 6, 7], 4)

@@ -67,6 +67,15 @@ def test_who_goes_makes_room_and_who_stays_does_not():
     assert keeper.keys.keys() == {THREE}
 
 
+def test_the_source_that_was_read_least_recently_makes_room():
+    keeper = sources()
+    for pair in ((0, ONE), (1, TWO), (2, ONE)):
+        read(keeper, pair)
+        keeper.release(pair[0])
+    assert read(keeper, (3, THREE)) == [[THREE]]
+    assert keeper.keys.keys() == {ONE, THREE}
+
+
 def test_a_failed_encoder_leaves_nothing():
     keeper = sources()
 
