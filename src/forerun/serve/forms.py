@@ -597,10 +597,9 @@ def required_shape(
     free = choice in (None, "auto")
     if free and asked is None:
         return None
-    chosen = isinstance(choice, Chosen)
     if isinstance(choice, Chosen):
         tools = [tool for tool in tools if tool.function.name == choice.function.name]
-    rules = CallRules(tools, special or {}, several=body.parallel_tool_calls and not chosen)
+    rules = CallRules(tools, special or {}, several=body.parallel_tool_calls and not isinstance(choice, Chosen))
     if free and asked is not None:
         rules.schemas["answer"] = _as_object(json.loads(asked.key[1]))
     try:
