@@ -5,7 +5,7 @@ import torch
 from forerun.models.architectures.spec import applies, bind
 from forerun.models.encdec import ModuleWeights
 from forerun.models.native import NativeModel
-from forerun.models.weights import unstacked
+from forerun.models.transform import unstacked
 
 
 @torch.no_grad()

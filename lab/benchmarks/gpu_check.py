@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from forerun import LLM, ForerunError, SamplingParams
 from forerun.models.invariance import self_test
-from forerun.models.load import load_model, resolve
+from forerun.models.load import load_model
+from forerun.models.open import resolve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RATES = [0.8, 0.65, 0.5, 0.4]

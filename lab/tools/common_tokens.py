@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from forerun.models.load import resolve
+from forerun.models.open import resolve
 from forerun.models.tokenizer import load_tokenizer
 
 FILE = 40_000

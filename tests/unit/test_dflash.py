@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from forerun import LLM, ForerunError, SamplingParams
-from forerun.models.load import read_config
+from forerun.models.open import read_config
 
 PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
 HEADS, KV_HEADS, WIDTH, INNER, LAYERS, MASK, RANK = 4, 2, 16, 24, 2, 1, 8

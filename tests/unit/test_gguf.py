@@ -62,7 +62,7 @@ def test_no_damaged_byte_makes_anything_but_an_error_or_other_values(tmp_path):
             try:
                 file = GGUFFile(path)
                 for name, tensor in file.tensors.items():
-                    assert tensor.start + tensor.size <= len(whole)
+                    assert tensor.start + tensor.nbytes <= len(whole)
                     assert file.values(name).shape == tensor.shape
                 outcomes.add("read")
             except ModelError:

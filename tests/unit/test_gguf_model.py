@@ -15,10 +15,9 @@ from forerun.models.architectures.families import LLAMA
 from forerun.models.formats import blocks, error
 from forerun.models.gguf import GGUFFile
 from forerun.models.gguf_config import read_config as read_keys
-from forerun.models.gguf_model import read_weights
 from forerun.models.kinds import BLOCKS
-from forerun.models.load import read_config
-from forerun.models.modules import read_module
+from forerun.models.modules import read_module, read_weights
+from forerun.models.open import read_config
 from forerun.speculate.draft import drafters
 from forerun_lab.peers.gguf import write_gguf
 from forerun_lab.shapes import random_checkpoint

@@ -16,8 +16,8 @@ from forerun.models.formats import blocks, error, gguf_blocks, gguf_types
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.gguf_types import EXPANDED, PACKED, sizes
-from forerun.models.load import read_config
 from forerun.models.modules import read_module
+from forerun.models.open import read_config
 from gguf_files import TOKENS, write_model
 from gguf_files import blocks as made
 from here import where

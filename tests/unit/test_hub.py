@@ -30,7 +30,7 @@ CHILD = """
 import contextlib, io, json, sys
 from forerun.cli.main import run
 from forerun.core.errors import ForerunError
-from forerun.models.load import resolve
+from forerun.models.open import resolve
 for ask in json.load(sys.stdin):
     if isinstance(ask, list):
         out, err = io.StringIO(), io.StringIO()

@@ -11,7 +11,7 @@ import pytest
 from forerun import LLM, ConfigError, SamplingParams, drafters
 from forerun.core.errors import ModelError
 from forerun.engine import tuned
-from forerun.models.load import read_config
+from forerun.models.open import read_config
 from forerun.models.tokenizer import load_tokenizer
 from forerun.speculate.draft.heads.adapt import Adaptation
 from forerun.speculate.names import KEYS

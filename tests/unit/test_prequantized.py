@@ -13,8 +13,9 @@ from damage import CONFIG, edit
 from forerun import LLM, ConfigError, ModelError, SamplingParams
 from forerun.measure.environment import logits
 from forerun.models.formats import blocks, error
-from forerun.models.load import load_model, read_config
-from forerun.models.mapped import CheckpointWeights
+from forerun.models.load import load_model
+from forerun.models.open import open_files, read_config
+from forerun.models.transform import transform
 from here import where
 from tiny import save_tokenizer, tiny_llama
 
@@ -150,7 +151,7 @@ def write(folder, name):
 @pytest.mark.parametrize("name", CASES)
 def test_the_values_are_those_that_were_written(tmp_path, name):
     meant = write(tmp_path, name)
-    result = CheckpointWeights(tmp_path, read_config(tmp_path))
+    result = transform(open_files(tmp_path, packed=True), read_config(tmp_path))
     for tensor, expected in meant.items():
         assert torch.equal(result.values(tensor)[:], expected), tensor
         assert torch.equal(result.values(tensor)[3:7], expected[3:7])
@@ -161,7 +162,7 @@ def test_the_layers_hold_them(tmp_path, name):
     """Exact, but for minima rounded to float16; the model's own error is that of inputs in 8 bits."""
     meant = write(tmp_path / "packed", name)
     path = CASES[name][2]
-    result = CheckpointWeights(tmp_path / "packed", read_config(tmp_path / "packed"))
+    result = transform(open_files(tmp_path / "packed", packed=True), read_config(tmp_path / "packed"))
     for tensor, expected in meant.items():
         held = result.blocks(tensor)
         if held is None:

@@ -10,7 +10,7 @@ from forerun import LLM, ConfigError, ForerunError, ModelError, SamplingParams, 
 from forerun.engine import memory
 from forerun.engine.config import EngineConfig
 from forerun.engine.llm import INSTEAD, SAID, understood
-from forerun.models.load import resolve
+from forerun.models.open import resolve
 
 COLD = SamplingParams(temperature=0.0, max_tokens=6)
 

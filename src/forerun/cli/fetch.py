@@ -66,7 +66,7 @@ def fetch_command(
         )  # fmt: skip
         return
     if name.startswith("hf:"):
-        from forerun.models.load import resolve  # as long to import as torch
+        from forerun.models.open import resolve  # as long to import as torch
 
         path = resolve(name)
     else:

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 
 from forerun.core.errors import ConfigError, ModelError, shown
-from forerun.models.checkpoint import CONFIG, read_headers, read_object, weight_files
-from forerun.models.gguf_model import is_gguf, open_gguf
+from forerun.models.checkpoint import CONFIG, read_object
+from forerun.models.gguf import is_gguf, open_gguf
 from forerun.models.inventory import here
-from forerun.models.load import quick_config
+from forerun.models.open import open_files, quick_config
 from forerun.speculate.names import drafters
 
 OURS = "forerun_head"
@@ -45,7 +45,7 @@ def method_of(name: str) -> str:
             return methods[config[key]]
     if config.get("model_type") == ASSISTANT:
         return "mtp"
-    return _by_tensors(read_headers(weight_files(path), packed=True))
+    return _by_tensors(open_files(path, packed=True).tensors)
 
 
 def _by_tensors(names: Iterable[str]) -> str:
@@ -62,8 +62,7 @@ def brings_mtp(model: str) -> bool:
     """Whether a model on this machine brings a layer for multi-token prediction that ``mtp`` runs in its own files."""
     try:
         path = here(model)
-        names = open_gguf(path).tensors if is_gguf(path) else read_headers(weight_files(path), packed=True)
-        if not any(map(NEXTN.fullmatch, names)):
+        if not any(map(NEXTN.fullmatch, open_files(path, packed=True).tensors)):
             return False
         config = quick_config(path).get_text_config()
     except ModelError:  # whoever loads it says so

@@ -24,7 +24,8 @@ from forerun.engine.jobs import Job, Logprob, TokenLogprobs, Update, by_token, p
 from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.tuned import load as load_tuned
 from forerun.models.chat import Message, conversations, render_chat
-from forerun.models.load import load_model, resolve
+from forerun.models.load import load_model
+from forerun.models.open import resolve
 from forerun.models.tokenizer import encode, load_tokenizer, with_end
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 

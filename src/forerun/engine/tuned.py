@@ -21,7 +21,7 @@ from forerun.core.folders import expanded
 from forerun.models.checkpoint import read_object
 from forerun.models.fingerprint import fingerprint
 from forerun.models.inventory import here, known_draft
-from forerun.models.load import resolve
+from forerun.models.open import resolve
 from forerun.speculate.names import KEYS
 
 FILE = "tuned.json"

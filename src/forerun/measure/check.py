@@ -28,7 +28,8 @@ from forerun.models.architectures.spec import applies
 from forerun.models.base import Model, new_attention
 from forerun.models.invariance import BRANCHES, self_test
 from forerun.models.kinds import UNQUANTIZED
-from forerun.models.load import load_model, read_config, resolve
+from forerun.models.load import load_model
+from forerun.models.open import read_config, resolve
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import Drafter, DrafterConfig, drafters
 

@@ -1,9 +1,10 @@
-"""What a checkpoint's folder holds, looked at before a library makes anything of it: JSON and safetensors, no more."""
+"""A checkpoint's folder, looked at before a library makes anything of it: JSON and safetensors, no more."""
 
 from __future__ import annotations
 
 import json
 import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -152,8 +153,38 @@ def read_headers(files: list[Path], *, packed: bool = False) -> dict[str, Tensor
     return result
 
 
+class Safetensors:
+    """The open files of a folder: ``tensors`` by name, mapped once one is asked for. A file is never written to.
+    Raises ModelError as ``weight_files`` and ``read_headers`` do."""
+
+    def __init__(self, folder: Path, *, packed: bool = False) -> None:
+        self.path = folder
+        self.tensors = read_headers(weight_files(folder), packed=packed)
+        self._maps: dict[Path, mmap.mmap] = {}
+
+    def values(self, name: str) -> torch.Tensor:
+        """A view of a tensor; nothing is read yet. Raises ModelError for a file that cannot be read."""
+        at = self.tensors[name]
+        if not at.numel:
+            return torch.empty(at.shape, dtype=at.dtype)
+        if at.file not in self._maps:
+            try:
+                with at.file.open("rb") as file:
+                    self._maps[at.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            except OSError as error:
+                raise ModelError(f"{at.file} cannot be read: {error.strerror}") from error
+        result = torch.frombuffer(self._maps[at.file], dtype=at.dtype, count=at.numel, offset=at.start)
+        return result.view(at.shape)
+
+    def release(self) -> None:
+        """Give the pages back that were read; they are read again where they are asked for again."""
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            for mapped in self._maps.values():
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+
 def read_tensors(folder: Path, *, packed: bool = False) -> dict[str, torch.Tensor]:
-    """All weights of a folder, by name; ``packed`` as ``read_headers`` has it. Raises ModelError."""
+    """All weights of a folder, by name, in memory; ``packed`` as ``read_headers`` has it. Raises ModelError."""
     files = weight_files(folder)
     read_headers(files, packed=packed)
     result: dict[str, torch.Tensor] = {}

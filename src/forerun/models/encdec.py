@@ -30,10 +30,9 @@ from forerun.models.architectures.seq2seq import ACTIVATIONS, SPARE, LayerStack,
 from forerun.models.base import EncoderInfo, ModelInfo, Tiles
 from forerun.models.formats import choose, describe
 from forerun.models.formats.base import Linear, Rows, size
+from forerun.models.layout import Maker, Words
 from forerun.models.modules import read_module
 from forerun.models.parts import make_gate, make_norm
-from forerun.models.weights import Maker
-from forerun.models.words import Words
 
 TOGETHER = 4096
 """Tokens that the encoder reads in one go, or one source's."""
@@ -318,7 +317,7 @@ def _parts(sources: list[Source]) -> Iterator[list[Source]]:
 
 
 class ModuleWeights:
-    """A module's parameters by their names, tied ones under each of theirs; ``weights.Weights``."""
+    """A module's parameters by their names, tied ones under each of theirs; ``transform.Weights``."""
 
     def __init__(self, module: PreTrainedModel) -> None:
         self.found = {name: part.detach() for name, part in module.named_parameters(remove_duplicate=False)}

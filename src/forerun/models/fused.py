@@ -23,9 +23,9 @@ from forerun.models.formats.compiled import Compiled
 from forerun.models.kernel_layers import KernelNorm
 from forerun.models.kernel_states import CompiledReplay, KernelMixer, addresses, lay_out
 from forerun.models.layer import LINEARS, NORMS, Layer, LayerTable
+from forerun.models.layout import Words
 from forerun.models.ranks.shards import Summed
 from forerun.models.rotary import Rotary
-from forerun.models.words import Words
 
 ALIGNED = 32
 """Numbers to which a piece of the workspace is rounded up, ROUND_UP in the kernel."""

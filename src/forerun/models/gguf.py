@@ -12,7 +12,7 @@ import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from gguf.quants import dequantize
 from forerun.core.errors import ModelError, shown
 from forerun.models.formats.gguf_types import TYPES
 
+SUFFIX = ".gguf"
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = 32
@@ -51,8 +52,11 @@ class GGUFTensor:
     kind: GGMLQuantizationType
     start: int
     """Byte of the file."""
-    size: int
-    """Bytes."""
+    nbytes: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
 
 class GgufMetadata(Mapping[str, Any]):
@@ -95,12 +99,12 @@ class GGUFFile:
     def packed(self, name: str) -> np.ndarray:
         """A tensor's bytes as they lie in the file: uint8, read-only, not copied. Raises ModelError."""
         tensor = self._tensor(name)
-        return np.frombuffer(self._bytes, np.uint8, tensor.size, tensor.start)
+        return np.frombuffer(self._bytes, np.uint8, tensor.nbytes, tensor.start)
 
     def rows(self, name: str) -> np.ndarray:
         """The same [rows, bytes of a row]."""
         tensor = self._tensor(name)
-        return self.packed(name).reshape(-1, tensor.size * tensor.shape[-1] // math.prod(tensor.shape))
+        return self.packed(name).reshape(-1, tensor.nbytes * tensor.shape[-1] // tensor.numel)
 
     def values(self, name: str) -> torch.Tensor:
         """A tensor's values, exact, float32. Raises ModelError for a kind that cannot be dequantized."""
@@ -116,7 +120,7 @@ class GGUFFile:
         result: dict[str, int] = {}
         for tensor in self.tensors.values():
             if len(tensor.shape) > 1:
-                result[tensor.kind.name] = result.get(tensor.kind.name, 0) + tensor.size
+                result[tensor.kind.name] = result.get(tensor.kind.name, 0) + tensor.nbytes
         return dict(sorted(result.items(), key=lambda each: -each[1]))
 
     def release(self) -> None:
@@ -318,3 +322,27 @@ class SplitGGUF(GGUFFile):
     def release(self) -> None:
         for part in self.parts:
             part.release()
+
+
+def is_gguf(path: Path) -> bool:
+    return path.suffix == SUFFIX
+
+
+def open_gguf(path: Path) -> GGUFFile:
+    """The file, or all parts of a model that it is one of; headers are read once while files stay the same. Raises
+    ModelError."""
+    about = []
+    for part in parts_of(path):
+        try:
+            result = part.stat()
+            about.append((result.st_mtime_ns, result.st_size))
+        except OSError as error:
+            if part == path:
+                raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    return _opened(path, tuple(about))
+
+
+@lru_cache(maxsize=2)
+def _opened(path: Path, about: tuple[tuple[int, int], ...]) -> GGUFFile:
+    file = GGUFFile(path)
+    return SplitGGUF(path) if file.metadata.get(PARTS, 1) not in (0, 1) else file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,14 +12,13 @@ import gguf
 
 from forerun.core.errors import ForerunError, ModelError
 from forerun.core.folders import expanded
-from forerun.models import checkpoint, hub
+from forerun.models import hub
 from forerun.models.fetch import held_parts
 from forerun.models.formats.gguf_types import described
 from forerun.models.formats.kept import forget
-from forerun.models.gguf import parts_of
-from forerun.models.gguf_model import is_gguf, open_gguf
+from forerun.models.gguf import GGUFFile, is_gguf, open_gguf, parts_of
 from forerun.models.known import KNOWN, home, named, partial, place
-from forerun.models.load import quick_config, resolve
+from forerun.models.open import open_files, quick_config, resolve
 from forerun.models.tokenizer import read_vocabulary
 
 
@@ -119,23 +117,20 @@ def describe(name: str) -> dict[str, Any]:
     path = here(name)
     config = quick_config(path)
     text = config.get_text_config()
-    if is_gguf(path):
-        file = open_gguf(path)
-        counts = [math.prod(tensor.shape) for tensor in file.tensors.values()]
+    files = open_files(path, packed=True)
+    if isinstance(files, GGUFFile):
         size = sum(part.stat().st_size for part in parts_of(path))
-        kind = f"GGUF {_file_type(file.metadata.get('general.file_type'))}"
-        types, held = file.types(), described(file.types())
+        kind = f"GGUF {_file_type(files.metadata.get('general.file_type'))}"
+        types, held = files.types(), described(files.types())
     else:
-        tensors = checkpoint.read_headers(checkpoint.weight_files(path), packed=True).values()
-        counts = [tensor.numel for tensor in tensors]
         size = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
-        kind = f"safetensors {max(tensors, key=lambda each: each.nbytes).kind}"
+        kind = f"safetensors {max(files.tensors.values(), key=lambda each: each.nbytes).kind}"
         types, held = {}, ""
     packed = getattr(config, "quantization_config", None)
     return {
         "name": name,
         "architecture": (config.architectures or [config.model_type])[0],
-        "parameters": None if packed else sum(counts),
+        "parameters": None if packed else sum(tensor.numel for tensor in files.tensors.values()),
         "format": kind,
         "types": types,
         "held": held,

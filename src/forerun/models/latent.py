@@ -90,19 +90,3 @@ class LatentHeads:
     def answer(self, out: torch.Tensor) -> torch.Tensor:
         """[rows, heads * value] of what attention made of latents, [rows, heads * rank]."""
         return self.values(out.view(-1, len(self.values.layers), self.sizes.rank)).flatten(1)
-
-
-class HeadPart:
-    """Some rows of a weight of all heads, perhaps transposed: made when they are asked for, as ``formats.base.Rows``
-    says."""
-
-    def __init__(self, weight: Any, rows: slice, *, transposed: bool) -> None:
-        self.weight, self.rows, self.transposed = weight, rows, transposed
-        count, inputs = rows.stop - rows.start, weight.shape[1]
-        self.shape = torch.Size((inputs, count) if transposed else (count, inputs))
-        self.dtype, self.device = weight.dtype, weight.device
-        self.nbytes = count * inputs * weight.dtype.itemsize
-
-    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        part: torch.Tensor = self.weight[self.rows]
-        return (part.T if self.transposed else part)[rows]

@@ -1,42 +1,36 @@
-"""From a path or hub id to a running model. Only safetensors and GGUF files are read; remote code never runs."""
+"""From a name to a running model, in three stages: open its files, transform what they hold into weights, lay these out
+for the kernels. ``load_shard`` takes them in turn; ``load_model`` reads the options before.
+"""
 
 from __future__ import annotations
 
-import difflib
-import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from importlib.metadata import version
-from math import prod
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
-from forerun.core.folders import Record, expanded
 from forerun.core.tiles import ENOUGH
-from forerun.models import checkpoint, gguf_config, gguf_model, hub, sanity
 from forerun.models import lora as adapter
+from forerun.models import sanity
 from forerun.models.architectures.families import ARCHITECTURES
-from forerun.models.architectures.spec import TILED_HEADS, applies, bind, is_sized, keeps_state
+from forerun.models.architectures.spec import applies, bind, is_sized, keeps_state
 from forerun.models.base import Model
 from forerun.models.fingerprint import files, fingerprint
 from forerun.models.formats import kept
 from forerun.models.kinds import FLOATS, UNQUANTIZED
-from forerun.models.known import KNOWN, fetched
-from forerun.models.mapped import CheckpointWeights
 from forerun.models.native import NativeModel
+from forerun.models.open import eos_ids, open_files, quick_config, read_config, resolve
 from forerun.models.ranks import split
 from forerun.models.ranks.leader import Leader
 from forerun.models.ranks.team import Team
 from forerun.models.rotary import is_constant
-from forerun.models.weights import Weights
+from forerun.models.transform import Weights, transform
 
 DTYPES = {
     "float32": torch.float32,
@@ -45,188 +39,7 @@ DTYPES = {
     "float16": torch.float16,
     "half": torch.float16,
 }
-BUNDLED = "forerun:"
 PATHS = ("auto", "native", "hf")
-
-
-def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """The checkpoint's folder, or a model's GGUF file: a local one (a folder that holds a GGUF file and no config is
-    that file), a bundled one (``forerun:target``), a fetched one (``smollm2``; a folder of that name is ``./smollm2``),
-    or a hub's (``hf:OWNER/NAME[:QUANTIZATION or FILE]``, or the bare id of a repository), of a ``revision`` and to a
-    folder where those are given. Raises ModelError, and ConfigError for a revision of what is here already."""
-    text = str(path_or_id)
-    if text.startswith(hub.PREFIX):
-        return _found(hub.download(hub.parse(text), revision, download_dir))
-    here = text.startswith(BUNDLED) or text in KNOWN or text.endswith(gguf_model.SUFFIX)
-    here = here or ("\0" not in text and expanded(text).is_dir())
-    if here and (revision or download_dir):
-        raise ConfigError(f"revision and download_dir are for models of the hub; {text} is here: leave them out")
-    if text.startswith(BUNDLED):
-        return pretrained.path(text.removeprefix(BUNDLED))
-    if text in KNOWN:
-        return fetched(text)
-    if "\0" in text:
-        raise ModelError(f"{text!r} is not the name of a folder")
-    folder = expanded(text)
-    if folder.is_file() and gguf_model.is_gguf(folder):
-        return folder
-    if not folder.is_dir():
-        gguf = gguf_model.is_gguf(folder)
-        if gguf or folder.exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
-            what = "GGUF file" if gguf else "checkpoint folder"
-            raise ModelError(f"no {what} at {text}")
-        folder = _download(text, revision, download_dir)
-    return _found(folder)
-
-
-def _found(path: Path) -> Path:
-    return path if gguf_model.is_gguf(path) else checkpoint.find(path)
-
-
-def _download(name: str, revision: str | None, download_dir: str | None) -> Path:
-    try:
-        return hub.download(hub.ModelSource(name, None), revision, download_dir)
-    except ModelError as error:
-        meant = difflib.get_close_matches(name, KNOWN, n=1)
-        hint = f" (did you mean {meant[0]}?)" if meant else ""
-        raise ModelError(f"no folder {name!r} here{hint}, and {error}") from error
-
-
-class KeptConfig(SimpleNamespace):
-    """A described decoder's config with the defaults that transformers filled in at an earlier start. It stands in for
-    transformers' own, whose import takes longer than loading a small model."""
-
-    def get_text_config(self) -> KeptConfig:
-        return self
-
-    def to_json_string(self) -> str:
-        return json.dumps(vars(self), sort_keys=True)
-
-
-def quick_config(folder: Path) -> Any:
-    """``read_config``, or a ``KeptConfig`` with the same values where the native path runs the model. Raises
-    ModelError."""
-    given = _given_config(folder)
-    record = Record("configs", json.dumps(given, sort_keys=True), version("transformers"), version("forerun"))
-    kept = record.read()
-    if not isinstance(kept, dict):
-        config = read_config(folder)
-        kept = _values(config) if applies(config) is None else None
-        if kept is None:
-            return config
-        record.write(kept)
-    config = KeptConfig(**kept)
-    if gguf_model.is_gguf(folder):
-        _check_gguf_fit(config, folder)
-    return config
-
-
-def _values(config: Any) -> dict[str, Any] | None:
-    """A config's values by all names that they have, as JSON holds them; None if it cannot hold them."""
-    if (
-        config.get_text_config() is not config
-        or is_sized(config)
-        or not _plain_rope(getattr(config, "rope_parameters", None) or {})
-    ):
-        return None
-    names = {*config.to_dict(), *config.attribute_map, "num_hidden_layers"} - {
-        "id2label",
-        "label2id",
-        "transformers_version",
-    }
-    values = {name: getattr(config, name) for name in names if hasattr(config, name)}
-    values["dtype"] = None if config.dtype is None else str(config.dtype).removeprefix("torch.")
-    try:
-        same = json.loads(json.dumps(values)) == values
-    except (TypeError, ValueError):
-        return None
-    return values if same else None
-
-
-def _plain_rope(rope: Mapping[str, Any]) -> bool:
-    """Whether frequencies are computed here, without transformers' functions of the config."""
-    return all(
-        _plain_rope(v) if isinstance(v, Mapping) else k != "rope_type" or v == "default" for k, v in rope.items()
-    )
-
-
-def _given_config(folder: Path) -> dict[str, Any]:
-    """What a checkpoint or a GGUF file says itself. Raises ModelError."""
-    if gguf_model.is_gguf(folder):
-        return gguf_config.read_config(gguf_model.open_gguf(folder))
-    path = folder / checkpoint.CONFIG
-    given = checkpoint.read_object(path)
-    sanity.check_given(given, path)
-    sanity.check_depth(given, path)
-    return given
-
-
-def read_config(folder: Path) -> Any:
-    """The config of a checkpoint or a GGUF file, as transformers has it. Raises ModelError."""
-    from transformers import AutoConfig
-
-    given = _given_config(folder)
-    if gguf_model.is_gguf(folder):
-        config = as_config(folder, given)
-        _check_gguf_fit(config, folder)
-        return config
-    path = folder / checkpoint.CONFIG
-    with checkpoint.library(f"{path} cannot be used"), quiet():
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-        sanity.check_config(config, path)
-    return _decoder(config)
-
-
-def _decoder(config: Any) -> Any:
-    """The config of the decoder alone, where one is described that stands in models which read pictures too."""
-    text = config.get_text_config()
-    described = ARCHITECTURES.get(text.model_type)
-    if text is config or described is None or not described.within:
-        return config
-    text.dtype = text.dtype or config.dtype
-    if getattr(config, "tie_word_embeddings", False):
-        text.tie_word_embeddings = True  # an output layer in the files is read all the same
-    if getattr(config, "quantization_config", None) is not None:
-        text.quantization_config = config.quantization_config
-    return text
-
-
-def as_config(path: Path, given: dict[str, Any]) -> Any:
-    """What ``gguf_config.read_config`` says of a GGUF file, as transformers has it. Raises ModelError."""
-    from transformers import CONFIG_MAPPING
-
-    with checkpoint.library(f"{path} cannot be used"), quiet():
-        config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
-        sanity.check_config(config, path)
-    return config
-
-
-def _check_gguf_fit(config: Any, path: Path) -> None:
-    parts = gguf_model.open_gguf(path).tensors
-    held = {name: checkpoint.Tensor(shard.kind.name, shard.shape, path) for name, shard in parts.items()}
-    sanity.check_fit(config, held, path)
-
-
-def weight_sizes(folder: Path) -> tuple[int, int]:
-    """Bytes of a checkpoint's weights, and how many numbers its tensors hold. Raises ModelError."""
-    if gguf_model.is_gguf(folder):
-        parts = gguf_model.open_gguf(folder).tensors.values()
-        return sum(shard.size for shard in parts), sum(prod(shard.shape) for shard in parts)
-    tensors = checkpoint.read_headers(checkpoint.weight_files(folder), packed=True).values()
-    return sum(tensor.nbytes for tensor in tensors), sum(tensor.numel for tensor in tensors)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers from remarking on what is checked, and refused, here."""
-    from transformers import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def parse_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
@@ -241,18 +54,6 @@ def parse_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
         own = f" (it is the checkpoint's: {shown(result)})" if dtype in (None, "auto") else ""
         raise ConfigError(f"unknown dtype {shown(dtype)}{own}: choose auto, float32, bfloat16 or float16")
     return result
-
-
-def eos_ids(folder: Path, config: Any) -> frozenset[int]:
-    """Every id that ends a text: the generation config's, else the model config's. Raises ModelError."""
-    text = config.get_text_config()
-    if gguf_model.is_gguf(folder):
-        return sanity.check_ids(text.eos_token_id, text.vocab_size, folder)
-    path = folder / "generation_config.json"
-    result = checkpoint.read_object(path).get("eos_token_id") if path.is_file() else None
-    if result is None:
-        path, result = folder / checkpoint.CONFIG, getattr(text, "eos_token_id", None)
-    return sanity.check_ids(result, text.vocab_size, path)
 
 
 def _check_rope(config: Any, max_model_len: int | None) -> None:
@@ -430,19 +231,21 @@ class LoadRequest:
 
 
 def load_shard(requested: LoadRequest, config: Any, device: torch.device, team: Team | None = None) -> NativeModel:
-    """The native model, or a rank's part of it."""
-    tensors = _tensors(requested.folder, config, numbers=requested.numbers, lora=requested.lora)
-    with _keeping(requested, config, tensors) if device.type == "cpu" and team is None else nullcontext():
-        return NativeModel(
-            config, tensors, dtype=requested.dtype, device=device, name=requested.name, eos_ids=requested.eos_ids,
+    """The native model, or a rank's part of it: opened, transformed, laid out. Raises ModelError and ConfigError."""
+    packed = getattr(config, "quantization_config", None) is not None
+    opened = open_files(requested.folder, packed=packed)
+    weights = transform(opened, config, numbers=requested.numbers, adapters=adapter.read(requested.lora))
+    with _keeping(requested, config, weights) if device.type == "cpu" and team is None else nullcontext():
+        return NativeModel(  # lays out a layer at a time: ``layout.Maker``
+            config, weights, dtype=requested.dtype, device=device, name=requested.name, eos_ids=requested.eos_ids,
             invariant=requested.invariant, weights=requested.weights, quantization=requested.quantization, team=team,
             outputs=requested.outputs,
         )  # fmt: skip
 
 
-def _keeping(requested: LoadRequest, config: Any, tensors: Weights) -> AbstractContextManager[None]:
+def _keeping(requested: LoadRequest, config: Any, weights: Weights) -> AbstractContextManager[None]:
     """What is laid out for the kernels is kept for the next start, where that takes long."""
-    if tensors.nbytes < kept.LARGE:
+    if weights.nbytes < kept.LARGE:
         return nullcontext()
     chosen = None if requested.outputs is None else sha256(requested.outputs.numpy().tobytes()).hexdigest()
     options = repr(
@@ -472,15 +275,3 @@ def _shard(requested: LoadRequest, config: Any, where: torch.device, size: int) 
     model = load_shard(requested, config, rank_device(where.type, 0), team)
     team.ready()
     return model
-
-
-def _tensors(folder: Path, config: Any, *, numbers: bool, lora: Sequence[str] | str | None) -> Weights:
-    adapters = [adapter.read(*each) for each in adapter.parse(lora)]
-    if adapters and getattr(config, TILED_HEADS, False):
-        raise ModelError(f"{folder} orders its heads as GGUF does: merge an adapter into the checkpoint it was made of")
-    tensors: Weights
-    if gguf_model.is_gguf(folder):
-        tensors = gguf_model.GGUFWeights(gguf_model.open_gguf(folder), config, numbers=numbers)
-    else:
-        tensors = CheckpointWeights(folder, config, numbers=numbers)
-    return adapter.MergedWeights(tensors, adapters, str(folder)) if adapters else tensors

@@ -19,10 +19,6 @@ from forerun.core.errors import ConfigError, ModelError, shown
 from forerun.core.folders import expanded
 from forerun.models import checkpoint
 from forerun.models.checkpoint import ADAPTER
-from forerun.models.formats.base import MadeRows, Rows
-from forerun.models.formats.gguf_blocks import Blocks
-from forerun.models.formats.int8 import Levels
-from forerun.models.weights import ChangedWeights, Weights
 
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -89,8 +85,13 @@ def parse(given: Sequence[str | Path] | str | Path | None) -> tuple[tuple[Path, 
     return tuple(result)
 
 
-def read(folder: Path, weight: float) -> Adapter:
-    """Raises ModelError for a folder without an adapter, and for one of a kind that is not merged."""
+def read(given: Sequence[str | Path] | str | Path | None) -> list[Adapter]:
+    """The adapters that ``parse`` finds. Raises ConfigError; ModelError for a folder without an adapter, and for one of
+    a kind that is not merged."""
+    return [_read(folder, weight) for folder, weight in parse(given)]
+
+
+def _read(folder: Path, weight: float) -> Adapter:
     if not (folder / ADAPTER).is_file():
         raise ModelError(f"{folder} is no LoRA adapter: it has no {ADAPTER}")
     config = checkpoint.read_object(folder / ADAPTER)
@@ -159,40 +160,8 @@ def _scale(folder: Path, config: Mapping[str, Any], name: str, held: int) -> flo
     return scale
 
 
-def merged(weight: Rows, pairs: Sequence[tuple[float, Pair]]) -> Rows:
-    """A weight with what adapters add to it, in float32."""
-
-    def make(rows: slice | torch.Tensor) -> torch.Tensor:
-        result = weight[rows].to(torch.float32, copy=True)
-        for factor, pair in pairs:
-            result.add_(pair.rows(rows), alpha=factor)
-        return result
-
-    return MadeRows(weight.shape, make, weight.nbytes, device=weight.device)
-
-
-class MergedWeights(ChangedWeights):
-    """Weights with adapters merged into them. What these touch is numbers, however it was held before. Raises
-    ModelError for an adapter that was made for another model."""
-
-    def __init__(self, weights: Weights, adapters: Sequence[Adapter], model: str) -> None:
-        super().__init__(weights)
-        self.pairs: dict[str, list[tuple[float, Pair]]] = {}
-        for adapter in adapters:
-            for layer, pair in adapter.pairs.items():
-                name = f"{layer}.weight"
-                _fits(adapter, layer, pair, weights.values(name).shape if name in weights else None, model)
-                self.pairs.setdefault(name, []).append((adapter.weight, pair))
-
-    def values(self, name: str) -> Rows:
-        result = self.weights.values(name)
-        return merged(result, self.pairs[name]) if name in self.pairs else result
-
-    def blocks(self, name: str) -> Blocks | Levels | None:
-        return None if name in self.pairs else self.weights.blocks(name)
-
-
-def _fits(adapter: Adapter, layer: str, pair: Pair, shape: torch.Size | None, model: str) -> None:
+def check_fit(adapter: Adapter, layer: str, pair: Pair, shape: torch.Size | None, model: str) -> None:
+    """Raise ModelError where an adapter is for a layer that ``model`` does not have, or has in another shape."""
     if shape is None:
         raise ModelError(f"{adapter.folder} adapts {layer}, which {model} does not have: it is for another model")
     asked = [len(pair.b), pair.a.shape[1]]
@@ -210,6 +179,6 @@ def merge_into(module: nn.Module, adapters: Sequence[Adapter], model: str) -> No
         for name, pair in adapter.pairs.items():
             layer = layers.get(name)
             weight = layer.weight if isinstance(layer, nn.Linear) else None
-            _fits(adapter, name, pair, None if weight is None else weight.shape, model)
+            check_fit(adapter, name, pair, None if weight is None else weight.shape, model)
             assert weight is not None
             weight.copy_(weight.float().add_(pair.rows(slice(None)), alpha=adapter.weight))

@@ -3,7 +3,7 @@ as long as torch itself, so that ``load`` does so only for a model that needs th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,15 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrained
 from transformers.utils import logging as hf_logging
 
 from forerun.core.errors import ModelError
-from forerun.models import checkpoint, gguf_model, sanity
+from forerun.models import checkpoint, sanity
 from forerun.models import lora as adapter
+from forerun.models.architectures.families import ARCHITECTURES
+from forerun.models.architectures.spec import TILED_HEADS
+from forerun.models.gguf import GGUFFile, is_gguf, open_gguf
 from forerun.models.hf import NAME
 from forerun.models.hf import HFModel as HFModel
-from forerun.models.load import quiet
+from forerun.models.open import quiet
+from forerun.models.transform import GGUFWeights
 
 
 def read_module(
@@ -29,8 +33,8 @@ def read_module(
 ) -> PreTrainedModel:
     """The checkpoint as a module of transformers', every weight from its safetensors files, or those of a GGUF file,
     dequantized; with LoRA adapters merged. Raises ModelError."""
-    adapters = [adapter.read(*each) for each in adapter.parse(lora)]
-    read = _gguf_module if gguf_model.is_gguf(folder) else _checkpoint_module
+    adapters = adapter.read(lora)
+    read = _gguf_module if is_gguf(folder) else _checkpoint_module
     module = read(folder, config, dtype, attention)
     adapter.merge_into(module, adapters, str(folder))
     return module
@@ -73,7 +77,7 @@ def _checkpoint_module(folder: Path, config: Any, dtype: torch.dtype, attention:
 
 
 def _gguf_module(path: Path, config: Any, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
-    weights = gguf_model.read_weights(gguf_model.open_gguf(path), config, dtype)
+    weights = read_weights(open_gguf(path), config, dtype)
     with checkpoint.library(f"{path} cannot be loaded"), quiet():
         module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         left = module.load_state_dict(weights, strict=False)
@@ -82,3 +86,11 @@ def _gguf_module(path: Path, config: Any, dtype: torch.dtype, attention: str | N
         raise ModelError(f"{path}: transformers calls {len(lacking)} of its weights otherwise, {lacking[0]} among "
                          "them: only the native path runs it")  # fmt: skip
     return module.eval()
+
+
+def read_weights(file: GGUFFile, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+    """Every weight by its name in a checkpoint, dequantized. Raises ModelError."""
+    if getattr(config, TILED_HEADS, False) or ARCHITECTURES[config.model_type].latent is not None:
+        raise ModelError(f"{file.path} has its heads in an order of its own, which only the native path computes with")
+    weights = GGUFWeights(file, config)
+    return {name: weights.values(name)[:].to(dtype) for name in (*weights.tensors, *weights.listed)}

@@ -32,12 +32,13 @@ from forerun.models.kernel_layers import KernelGate, softcap
 from forerun.models.kernel_states import lay_out
 from forerun.models.latent import LatentHeads
 from forerun.models.layer import Builder, Layer, LayerTable
+from forerun.models.layout import Maker
 from forerun.models.parts import make_gate
 from forerun.models.ranks import split
 from forerun.models.ranks.shards import Gathered, SplitWords
 from forerun.models.ranks.team import Team
 from forerun.models.rotary import Rotary
-from forerun.models.weights import Maker, MultipliedWeights, Weights
+from forerun.models.transform import MultipliedWeights, Weights
 
 
 @dataclass(slots=True)

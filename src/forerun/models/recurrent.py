@@ -18,7 +18,7 @@ from forerun.models.architectures.description import Mixer as Description
 from forerun.models.architectures.description import Name, Recurrence
 from forerun.models.architectures.spec import MixerSpec
 from forerun.models.formats.base import Linear
-from forerun.models.weights import Maker
+from forerun.models.layout import Maker
 
 UNIT_EPS = 1e-6
 """Added to the squares of keys and queries."""

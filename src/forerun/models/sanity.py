@@ -14,6 +14,7 @@ from forerun.models import checkpoint
 from forerun.models.architectures import seq2seq
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.checkpoint import Tensor
+from forerun.models.gguf import GGUFTensor
 from forerun.models.prequantized import SCHEMES, refusal
 
 LARGEST = 2**31 - 1
@@ -230,7 +231,7 @@ def check_rope(rope: Any, path: Path) -> None:
             raise ModelError(f"{path} cannot be used: {said}")
 
 
-def check_fit(config: Any, tensors: Mapping[str, Tensor], path: Path) -> None:
+def check_fit(config: Any, tensors: Mapping[str, Tensor | GGUFTensor], path: Path) -> None:
     """Raise ModelError where the config asks for more than the weights can hold, before memory is taken for it."""
     text = config.get_text_config()
     total = sum(tensor.numel for tensor in tensors.values())

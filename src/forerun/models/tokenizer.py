@@ -12,15 +12,14 @@ from forerun.core.errors import ConfigError, ModelError, RequestError, check_tex
 from forerun.core.request import RequestState
 from forerun.models.base import ModelInfo
 from forerun.models.checkpoint import library, read_object
-from forerun.models.gguf_model import is_gguf, open_gguf
+from forerun.models.gguf import is_gguf, open_gguf
 from forerun.models.gguf_tokenizer import GGUFTokenizer, make_tokenizer, vocabulary
+from forerun.models.open import quiet, resolve
 from forerun.models.sanity import check_tokenizer
 
 
 def load_tokenizer(path_or_id: str | Path) -> Any:
     """The tokenizer of a checkpoint or a GGUF file. Raises ModelError."""
-    from forerun.models.load import resolve
-
     folder = resolve(path_or_id)
     problem = f"{folder} has no usable tokenizer"
     with library(problem):
@@ -44,8 +43,6 @@ def load_tokenizer(path_or_id: str | Path) -> Any:
 def _from_folder(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
-    from forerun.models.load import quiet
-
     for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
         if path.is_file():
             check_tokenizer(read_object(path), path)
@@ -55,8 +52,6 @@ def _from_folder(folder: Path) -> Any:
 
 def read_vocabulary(path_or_id: str | Path) -> dict[str, int]:
     """The tokens of a checkpoint or a GGUF file, and the id of each. Raises ModelError."""
-    from forerun.models.load import resolve
-
     folder = resolve(path_or_id)
     if is_gguf(folder):  # to make its tokenizer takes a second
         return vocabulary(open_gguf(folder).metadata, str(folder))

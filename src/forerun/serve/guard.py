@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from forerun.core.errors import ConfigError
 from forerun.core.folders import expanded
-from forerun.models.gguf_model import SUFFIX
+from forerun.models.gguf import SUFFIX
 from forerun.serve.errors import ApiError
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from forerun.core.errors import ConfigError, ModelError
 from forerun.core.folders import let_read
 from forerun.models.checkpoint import CONFIG, read_object, read_tensors
-from forerun.models.load import resolve
+from forerun.models.open import resolve
 from forerun.speculate.draft.heads.eagle import EagleHead
 
 SPECULATORS, SGLANG = "speculators", "sglang"

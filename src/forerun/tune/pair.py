@@ -34,7 +34,8 @@ from forerun.models import sanity
 from forerun.models.checkpoint import read_object
 from forerun.models.formats import blocks
 from forerun.models.inventory import here
-from forerun.models.load import read_config, resolve, sharing, weight_sizes
+from forerun.models.load import sharing
+from forerun.models.open import read_config, resolve, weight_sizes
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.model import LARGE, DraftModel
 from forerun.tune.choose import PLAIN, WARM_UP, figures, pair_page, undisturbed

@@ -22,7 +22,7 @@ from forerun.engine.llm import LLM
 from forerun.models import sanity
 from forerun.models.fingerprint import fingerprint
 from forerun.models.formats import int8
-from forerun.models.load import read_config, resolve
+from forerun.models.open import read_config, resolve
 from forerun.speculate.draft import datastore
 from forerun.tune import choose, loop
 from forerun.tune.choose import page

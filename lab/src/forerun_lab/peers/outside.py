@@ -30,8 +30,8 @@ from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 from forerun.measure.methods import Contender
 from forerun.measure.rounds import Measured
-from forerun.models.load import read_config, resolve
 from forerun.models.modules import read_module
+from forerun.models.open import read_config, resolve
 from forerun.sampling.params import SamplingParams
 from forerun_lab.peers.gguf import write_gguf
 

@@ -15,8 +15,8 @@ from forerun.engine.llm import LLM
 from forerun.measure.methods import Contender
 from forerun.measure.rounds import Measured
 from forerun.models.base import ModelInfo
-from forerun.models.load import read_config, resolve
 from forerun.models.modules import read_module
+from forerun.models.open import read_config, resolve
 from forerun.sampling.params import SamplingParams
 from forerun_lab.peers.outside import peer_facts
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, T5Con
 
 from forerun.core.errors import ConfigError
 from forerun.measure.prompts import read_text, standard_library
-from forerun.models.load import resolve
+from forerun.models.open import resolve
 from forerun.models.tokenizer import load_tokenizer
 from forerun_lab.reproduce.parts import Settings
 from forerun_lab.train.files import list_files

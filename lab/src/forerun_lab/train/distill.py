@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
-from forerun.models.load import resolve
+from forerun.models.open import resolve
 from forerun.tune import loop
 from forerun.tune.losses import Figures, overlap
 from forerun.tune.state import load_target, save_model

@@ -14,7 +14,7 @@ from torch import Tensor
 from forerun import pretrained
 from forerun.core.errors import ConfigError
 from forerun.models.fingerprint import fingerprint
-from forerun.models.load import resolve
+from forerun.models.open import resolve
 from forerun_lab.train.config import RunConfig
 from forerun_lab.train.files import describe
 

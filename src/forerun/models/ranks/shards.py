@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from forerun.models.formats.base import Linear
+from forerun.models.layout import Words
 from forerun.models.ranks.team import Team
-from forerun.models.words import Words
 
 
 class Summed:

@@ -19,7 +19,7 @@ from forerun.models.architectures.spec import MixerSpec, Spec
 from forerun.models.formats.base import Rows
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.int8 import Levels
-from forerun.models.weights import ChangedWeights, Weights
+from forerun.models.transform import ChangedWeights, Weights
 
 
 def check(spec: Spec, config: Any, size: int) -> None:

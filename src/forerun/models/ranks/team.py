@@ -119,7 +119,7 @@ UP, READY, FAILED = "up", "ready", "failed"
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What to load, a ``load.Wanted``, and where to meet."""
+    """What to load, a ``load.LoadRequest``, and where to meet."""
 
     rank: int
     size: int

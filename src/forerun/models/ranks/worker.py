@@ -16,8 +16,9 @@ from forerun.cache.states import States
 from forerun.core.batch import Batch
 from forerun.core.errors import ForerunError, RankError
 from forerun.models.base import attention_over
-from forerun.models.load import load_shard, quick_config, rank_device
+from forerun.models.load import load_shard, rank_device
 from forerun.models.native import NativeModel
+from forerun.models.open import quick_config
 from forerun.models.ranks.team import FAILED, READY, UP, Feed, Hello, StatesFeed, Team
 
 

@@ -22,7 +22,8 @@ from forerun.models.base import Model, new_attention
 from forerun.models.formats import blocks, int8
 from forerun.models.formats.tiled import can_tile
 from forerun.models.kinds import FLOATS, UNQUANTIZED
-from forerun.models.load import load_shared, parse_dtype, quick_config, resolve, weight_sizes
+from forerun.models.load import load_shared, parse_dtype
+from forerun.models.open import quick_config, resolve, weight_sizes
 from forerun.models.tokenizer import check_compatible, read_vocabulary
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, common_tokens, drafters, spread
 from forerun.speculate.draft.chain import CatchUpConfig, ChainRunner, plain

@@ -32,15 +32,14 @@ from forerun.models.architectures.spec import READS, applies
 from forerun.models.base import Model
 from forerun.models.checkpoint import CONFIG, read_object
 from forerun.models.formats import choose, make_linear
-from forerun.models.gguf import GGUFFile
+from forerun.models.gguf import GGUFFile, is_gguf, open_gguf
 from forerun.models.gguf_config import read_config as read_metadata
-from forerun.models.gguf_model import GGUFWeights, is_gguf, open_gguf
 from forerun.models.kinds import UNQUANTIZED
-from forerun.models.load import as_config, read_config, resolve
-from forerun.models.mapped import CheckpointWeights
 from forerun.models.native import NativeModel
+from forerun.models.open import Files, as_config, open_files, read_config, resolve
+from forerun.models.transform import transform
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs, spread
-from forerun.speculate.draft.heads.mtp import MtpConfig, Tensors, predicted
+from forerun.speculate.draft.heads.mtp import MtpConfig, predicted
 from forerun.speculate.draft.levels import Frontier, grow
 from forerun.speculate.verify import Verification
 
@@ -107,10 +106,10 @@ class AssistantModel:
                 f"{path} was trained for a target of hidden size {made_for[0]} and {made_for[1]} tokens; {info.name} "
                 f"has {info.hidden_size} and {info.vocab_size}"
             )
-        weights = CheckpointWeights(path, text) if file is None else GGUFWeights(file, text)
-        tensors, begin = Tensors(path), "" if file is None else "nextn."
+        files, begin = open_files(path), "" if file is None else "nextn."
+        weights = transform(files if file is None else file, text)
         ordered = file is None and read_object(path / CONFIG).get("use_ordered_embeddings")
-        self.clusters = _clusters(path, text, sizes, tensors, info.dtype, info.device) if ordered else None
+        self.clusters = _clusters(path, text, sizes, files, info.dtype, info.device) if ordered else None
         self.ids = None if self.clusters is not None else ids
         self.decoder = NativeModel(
             text, weights, dtype=info.dtype, device=info.device, name=str(path), eos_ids=frozenset(), invariant=False,
@@ -120,7 +119,7 @@ class AssistantModel:
         how, size = choose(info.dtype, info.device, "auto"), self.decoder.info.hidden_size
 
         def linear(name: str, shape: tuple[int, int]) -> Any:
-            weight = _tensor(path, tensors, f"{name}.weight", shape)
+            weight = _tensor(path, files, f"{name}.weight", shape)
             return make_linear(weight.to(info.device, info.dtype), None, how)
 
         self.before = linear(f"{begin}pre_projection", (size, 2 * info.hidden_size))
@@ -135,10 +134,10 @@ class AssistantModel:
         return spread(out.logits, self.ids, self.decoder.info.vocab_size)
 
 
-def _tensor(path: Path, tensors: Tensors, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    if name not in tensors.names:
+def _tensor(path: Path, files: Files, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    if name not in files.tensors:
         raise ModelError(f"{path} holds no whole assistant: it lacks {name}")
-    result = tensors[name]
+    result = files.values(name).float()
     if result.shape != shape:
         raise ModelError(f"{path}: {name} has shape {[*result.shape]}; its config asks for {[*shape]}")
     return result
@@ -157,17 +156,17 @@ def _sizes(path: Path) -> dict[str, int]:
 
 
 def _clusters(
-    path: Path, text: Any, sizes: Mapping[str, int], tensors: Tensors, dtype: torch.dtype, device: torch.device
+    path: Path, text: Any, sizes: Mapping[str, int], files: Files, dtype: torch.dtype, device: torch.device
 ) -> Clusters:
     count, chosen = sizes["num_centroids"], sizes["centroid_intermediate_top_k"]
     tokens, width = text.vocab_size, text.hidden_size
     if tokens % count or chosen > count:
         raise ModelError(f"{path}: {count} clusters, of which {chosen} are chosen, do not divide {tokens} tokens")
-    centroids = _tensor(path, tensors, "masked_embedding.centroids.weight", (count, width)).to(device, dtype)
-    order = _tensor(path, tensors, "masked_embedding.token_ordering", (tokens,)).long()
+    centroids = _tensor(path, files, "masked_embedding.centroids.weight", (count, width)).to(device, dtype)
+    order = _tensor(path, files, "masked_embedding.token_ordering", (tokens,)).long()
     if not torch.equal(order.sort().values, torch.arange(tokens)):
         raise ModelError(f"{path}: masked_embedding.token_ordering does not name each of {tokens} tokens once")
-    rows = _tensor(path, tensors, "model.embed_tokens.weight", (tokens, width)).to(device, dtype)
+    rows = _tensor(path, files, "model.embed_tokens.weight", (tokens, width)).to(device, dtype)
     return Clusters(centroids, order.view(count, -1).to(device), rows, chosen)
 
 

@@ -27,7 +27,7 @@ from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
 from forerun.models.checkpoint import CONFIG
-from forerun.models.load import read_config
+from forerun.models.open import read_config
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, BlockMemory

@@ -12,9 +12,9 @@ from gguf import GGMLQuantizationType
 
 from forerun.core.errors import ModelError, shown
 from forerun.models.checkpoint import CONFIG, read_object, read_tensors
-from forerun.models.gguf import GGUFFile
+from forerun.models.gguf import GGUFFile, is_gguf, open_gguf
 from forerun.models.gguf_config import FREQUENCIES, read_divisors
-from forerun.models.gguf_model import is_gguf, open_gguf, rows_as_halves
+from forerun.models.transform import rows_as_halves
 
 LAYER = {
     "attn_norm": "input_layernorm", "attn_norm_2": "hidden_norm", "ffn_norm": "post_attention_layernorm",

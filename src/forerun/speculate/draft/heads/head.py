@@ -22,7 +22,7 @@ from forerun.core.folders import let_read
 from forerun.models import kernel_layers
 from forerun.models.checkpoint import CONFIG, read_object, read_tensors
 from forerun.models.formats import ON_CPU, choose, make_linear
-from forerun.models.gguf_model import is_gguf
+from forerun.models.gguf import is_gguf
 from forerun.models.kinds import BLOCKS
 
 FORMAT = "forerun_head"

@@ -31,16 +31,16 @@ from forerun.models.architectures.description import Latent
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import LatentSpec, applies, bind
 from forerun.models.base import Model
-from forerun.models.checkpoint import CONFIG, read_headers, read_object, weight_files
+from forerun.models.checkpoint import CONFIG, read_object
 from forerun.models.experts import Choice, Expert, Experts
 from forerun.models.formats import choose, make_linear
 from forerun.models.formats.plain import Plain
-from forerun.models.gguf_model import is_gguf, open_gguf, rows_as_halves
+from forerun.models.gguf import is_gguf
 from forerun.models.latent import Heads, LatentHeads
-from forerun.models.load import read_config, resolve
-from forerun.models.mapped import Files
+from forerun.models.open import open_files, read_config, resolve
 from forerun.models.parts import make_gate
 from forerun.models.rotary import Rotary
+from forerun.models.transform import rows_as_halves
 from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.heads.eagle import Eagle, EagleConfig
 from forerun.speculate.draft.heads.head import FORMAT, FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate, rotate_by
@@ -252,21 +252,6 @@ class MtpHead(Head):
         return cls.of(sizes, weights, path)
 
 
-class Tensors:
-    """The tensors of a checkpoint's folder or of a GGUF file by name, read one by one."""
-
-    def __init__(self, path: Path) -> None:
-        self.gguf = open_gguf(path) if is_gguf(path) else None
-        self.headers = {} if self.gguf is not None else read_headers(weight_files(path))
-        self.names = list(self.headers) if self.gguf is None else list(self.gguf.tensors)
-        self._files = Files()
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        if self.gguf is not None:
-            return self.gguf.values(name).float()
-        return self._files.tensor(self.headers[name]).float()
-
-
 def _named(path: Path, names: Iterable[str], num_layers: int) -> dict[str, str]:
     """Where each of the layer's weights is in a file, by the head's name of it. Raises ModelError."""
     patterns = [re.compile(index.replace("{n}", str(num_layers))) for index in PLACES]
@@ -288,7 +273,7 @@ def _named(path: Path, names: Iterable[str], num_layers: int) -> dict[str, str]:
 def within(path: Path, config: Any) -> bool:
     """Whether a target's own files have a layer that is served; its numbers are not read."""
     try:
-        _check(path, config, _named(path, Tensors(path).names, config.num_hidden_layers))
+        _check(path, config, _named(path, open_files(path).tensors, config.num_hidden_layers))
     except ModelError:
         return False
     return True
@@ -296,14 +281,14 @@ def within(path: Path, config: Any) -> bool:
 
 def read_layer(path: Path, num_layers: int, config: Any) -> dict[str, torch.Tensor]:
     """The layer's weights by the head's names. Raises ModelError where ``path`` has none, or one that is not served."""
-    tensors = Tensors(path)
-    weights = {own: tensors[name] for own, name in _named(path, tensors.names, num_layers).items()}
-    if any("mtp_layers" in name for name in tensors.names):  # MiMo puts the hidden state first
+    files = open_files(path)
+    weights = {own: files.values(name).float() for own, name in _named(path, files.tensors, num_layers).items()}
+    if any("mtp_layers" in name for name in files.tensors):  # MiMo puts the hidden state first
         weights["eh_proj.weight"] = torch.cat(weights["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
-    if tensors.gguf is None and str(config.model_type).startswith(("qwen3_5", "qwen3_next")):
+    if not is_gguf(path) and str(config.model_type).startswith(("qwen3_5", "qwen3_next")):
         weights = {name: w + 1 if "norm" in name else w for name, w in weights.items()}
     described = ARCHITECTURES.get(config.model_type)
-    if tensors.gguf is not None and described is not None and described.interleaved:
+    if is_gguf(path) and described is not None and described.interleaved:
         for name, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
             weights[f"{name}.weight"] = rows_as_halves(weights[f"{name}.weight"], heads)
     return _gathered(path, _latent_weights(path, config, weights) if LATENT[0] in weights else weights)
@@ -506,9 +491,9 @@ def predicted(config: MtpConfig, context: DraftContext) -> torch.Tensor | None:
 
 def output_rows(path: Path, ids: torch.Tensor) -> torch.Tensor:
     """Rows of the output layer of the checkpoint in ``path``, float32 [n, hidden size]."""
-    tensors = Tensors(path)
+    files = open_files(path)
     for end in ("lm_head.weight", "output.weight", "embed_tokens.weight", "token_embd.weight"):
-        for name in tensors.names:
+        for name in files.tensors:
             if name.endswith(end) and "mtp" not in name and not re.search(r"\.\d+\.", name):
-                return tensors[name][ids]
+                return files.values(name).float()[ids]
     raise ModelError(f"{path} has no output layer")

@@ -1,17 +1,23 @@
-"""Where a model's weights come from, by their names in the checkpoint, and the layers that are made of them."""
+"""Stage three, lay out: weights become the layers and embeddings that kernels read.
+
+``Maker`` asks for each weight once, brings its rows into a layer's order, joins projections over the same inputs, and
+stores them in one of the forms that ``formats`` lists: its own numbers, tiled, packed or plain; blocks as files have
+them; or rounded to 4 or 8 bits. A layer at a time, then its source is let go of. What is laid out may come from an
+earlier start (``formats/kept.py``), and with several processes each lays out its own part (``ranks/split.py``).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import groupby, product
+from itertools import groupby
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
-from forerun.core.errors import ModelError
 from forerun.core.loading import Advance
-from forerun.models.architectures.spec import Multiples, Spec
+from forerun.kernels import structs
 from forerun.models.formats import blocks, make_linear
 from forerun.models.formats.base import Format, Linear, MadeRows, Rows, across, whole
 from forerun.models.formats.blocks import Blocked
@@ -21,153 +27,81 @@ from forerun.models.formats.int8 import Levels, TiledInt8
 from forerun.models.formats.plain import Plain
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.kinds import KINDS
-from forerun.models.latent import HeadPart
-from forerun.models.words import LayerRows, ScaledWords, Words, WordTable
+from forerun.models.transform import Weights
 
 Order = Callable[[torch.Tensor], torch.Tensor] | None
 """Brings rows of a weight, or numbers of a bias, into another order; it may leave some out."""
 
 
-class Weights(Protocol):
-    """Tensors by name."""
+class Words(Protocol):
+    """An embedding: ids int64 of any shape -> [..., width] in ``dtype``."""
 
-    def __contains__(self, name: str) -> bool: ...
+    count: int
+    """Tokens that have an embedding."""
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    """Of memory that nothing else has a share in."""
+    scale: float
+    """What the numbers that ``fields`` tells of are multiplied by."""
 
-    def values(self, name: str) -> Rows:
-        """Numbers; a vector is a tensor."""
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor: ...
 
-    def blocks(self, name: str) -> Blocks | Levels | None:
-        """None where a tensor is numbers."""
-
-    def release(self) -> int:
-        """A layer has been made of what was asked for: memory that it took may be given back. Returns the bytes read
-        since the last call."""
-
-    @property
-    def nbytes(self) -> int:
-        """Of all of them, as they lie in files."""
-
-
-class Read:
-    """How much has been asked for, each tensor counted once."""
-
-    def __init__(self) -> None:
-        self._names: set[str] = set()
-        self._bytes = 0
-
-    def add(self, name: str, count: int) -> None:
-        if name not in self._names:
-            self._names.add(name)
-            self._bytes += count
-
-    def done(self) -> int:
-        """Bytes since the last call."""
-        result, self._bytes = self._bytes, 0
-        return result
+    def fields(self) -> tuple[int, structs.LinearStruct] | None:
+        """What a compiled decoder reads: the address of the numbers, or 0 and the layer; None: it cannot."""
 
 
-def unstacked(result: dict[str, torch.Tensor], spec: Spec) -> dict[str, torch.Tensor]:
-    """Tensors under a checkpoint's names, where a module of transformers' stacks the experts of a layer."""
-    names = spec.architecture.experts
-    for index, layer in enumerate(spec.layers):
-        at = f"{spec.architecture.layers.checkpoint}.{index}."
-        if names is not None and names.interleaved and layer.experts:
-            _unstack(result, f"{at}mlp.experts", layer.experts)
-            continue
-        if names is None or not layer.experts or any(f"{at}{stack}" not in result for stack in names.stacks):
-            continue
-        gate_up, down = (result.pop(f"{at}{stack}") for stack in names.stacks)
-        if (gate := result.pop(f"{at}mlp.gate.weight", None)) is not None:
-            result[f"{at}{names.router.checkpoint}.weight"] = gate
-        for expert, (both, last) in enumerate(zip(gate_up.detach(), down.detach())):
-            for name, part in zip((*names.gate_up, names.down), (*both.chunk(len(names.gate_up)), last)):
-                result[f"{at}{name.checkpoint.format(expert)}.weight"] = part
-    return result
+class WordTable:
+    """Numbers [tokens, width], which may be the output layer's (``shared``)."""
+
+    scale = 1.0
+
+    def __init__(self, numbers: torch.Tensor, *, shared: bool = False) -> None:
+        self.numbers = numbers.contiguous()
+        self.count, self.width = numbers.shape
+        self.dtype, self.device, self.nbytes = numbers.dtype, numbers.device, 0 if shared else numbers.nbytes
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.numbers)
+
+    def fields(self) -> tuple[int, structs.LinearStruct]:
+        return self.numbers.data_ptr(), structs.NO_LAYER
 
 
-def by_heads(result: dict[str, Rows], spec: Spec, place: object) -> None:
-    """Take the projections of latents apart, which checkpoints hold for all heads together. Raises ModelError for
-    one of another shape; ``place`` begins it."""
-    names, sizes = spec.architecture.latent, spec.latent
-    if names is None or sizes is None:
-        return
-    each = sizes.plain + sizes.value
-    for index in range(len(spec.layers)):
-        at = f"{spec.architecture.layers.checkpoint}.{index}."
-        weight = result.pop(f"{at}{names.both}", None)
-        if weight is None:
-            raise ModelError(f"{place}: {at}{names.both} is missing")
-        if tuple(weight.shape) != (spec.heads * each, sizes.rank):
-            raise ModelError(f"{place}: {at}{names.both} has shape {[*weight.shape]}; its config asks for "
-                             f"{[spec.heads * each, sizes.rank]}")  # fmt: skip
-        for head in range(spec.heads):
-            first, second = head * each, head * each + sizes.plain
-            keys = HeadPart(weight, slice(first, second), transposed=True)
-            result[f"{at}{names.keys.checkpoint.format(head)}.weight"] = keys
-            values = HeadPart(weight, slice(second, first + each), transposed=False)
-            result[f"{at}{names.values.checkpoint.format(head)}.weight"] = values
+class LayerRows:
+    """The rows of a layer, which may be the output layer too (``shared``)."""
+
+    scale = 1.0
+
+    def __init__(self, layer: Blocked | TiledLinear, dtype: torch.dtype, *, shared: bool) -> None:
+        self.layer = layer
+        self.count, self.width, self.dtype = layer.outputs, layer.inputs, dtype
+        self.device = torch.device("cpu")
+        self.nbytes = 0 if shared else layer.nbytes
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.layer.rows(ids, self.dtype).view(*ids.shape, self.width)
+
+    def fields(self) -> tuple[int, structs.LinearStruct]:
+        return 0, self.layer.fields()
 
 
-def _unstack(result: dict[str, torch.Tensor], at: str, count: int) -> None:
-    """Take the stacks of a layer's experts apart whose gate and up have outputs by turns. Raises ModelError."""
-    ends = {"_bias": ("bias", 2), "": ("weight", 3), "_blocks": ("mxfp4_blocks", 4), "_scales": ("mxfp4_scales", 3)}
-    for (end, (kind, dims)), part in product(ends.items(), ("gate_up_proj", "down_proj")):
-        stack = result.pop(f"{at}.{part}{end}", None)
-        if stack is None:
-            continue
-        if stack.dim() != dims or len(stack) != count:
-            raise ModelError(f"{at}.{part}{end} has shape {[*stack.shape]}, where {count} experts are stacked")
-        for expert, own in enumerate(stack.detach()):
-            rows = own.T if kind == "weight" else own  # outputs first
-            sides = {part: rows} if part == "down_proj" else {"gate_proj": rows[::2], "up_proj": rows[1::2]}
-            result |= {f"{at}.{expert}.{name}.{kind}": side for name, side in sides.items()}
+class ScaledWords:
+    """Another embedding times ``scale``."""
 
+    def __init__(self, words: Words, scale: float) -> None:
+        self.words = words
+        self.count, self.width = words.count, words.width
+        self.dtype, self.device, self.nbytes = words.dtype, words.device, words.nbytes
+        self.factor = torch.tensor(scale, dtype=torch.float32, device=words.device)
+        self.scale = float(self.factor) * words.scale
 
-class ChangedWeights:
-    """``weights`` of which a subclass changes ``values`` and ``blocks``."""
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.words(ids) * self.factor
 
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
-
-    @property
-    def nbytes(self) -> int:
-        return self.weights.nbytes
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.weights
-
-    def release(self) -> int:
-        return self.weights.release()
-
-
-class MultipliedWeights(ChangedWeights):
-    """``weights`` whose projections are multiplied as ``spec`` says: as numbers, whatever they are held in."""
-
-    def __init__(self, weights: Weights, spec: Spec) -> None:
-        super().__init__(weights)
-        self.parts = dict(spec.multiples)
-        self.prefix = f"{spec.architecture.layers.checkpoint}."
-
-    def _multiples(self, name: str) -> tuple[Multiples | None, str]:
-        stem, _, kind = name.rpartition(".")
-        part = stem.removeprefix(self.prefix).partition(".")[2] if stem.startswith(self.prefix) else ""
-        return self.parts.get(part), kind
-
-    def values(self, name: str) -> Rows:
-        result, (by, kind) = self.weights.values(name), self._multiples(name)
-        if by is None:
-            return result
-        numbers = by.bias if kind == "bias" else by.weight
-        counts = by.rows if len(by.rows) > 1 else (result.shape[0],)
-        factors = torch.tensor(numbers, dtype=torch.float32).repeat_interleave(torch.tensor(counts))
-        if kind == "bias":
-            return result[:].float() * factors
-        return MadeRows(
-            result.shape, lambda rows: result[rows].float() * factors[rows, None], result.nbytes, device=result.device
-        )
-
-    def blocks(self, name: str) -> Blocks | Levels | None:
-        return self.weights.blocks(name) if self._multiples(name)[0] is None else None
+    def fields(self) -> tuple[int, structs.LinearStruct] | None:
+        return self.words.fields()
 
 
 def stack(parts: Sequence[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype, device: torch.device) -> Rows:
