@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from forerun.core.errors import ForerunError, ModelError, one_line
-from forerun.models.gguf import find_model
+from forerun.models.gguf import find_model, is_gguf
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -87,8 +87,10 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def find(folder: Path) -> Path:
-    """The folder itself, or the GGUF file in it. Raises ModelError unless it is a model of its own: a checkpoint with a
-    config, or one GGUF file, and no LoRA adapter."""
+    """The folder itself, or the GGUF file in it; a GGUF file is itself. Raises ModelError unless it is a model of its
+    own: a checkpoint with a config, or one GGUF file, and no LoRA adapter."""
+    if is_gguf(folder):
+        return folder
     if (folder / ADAPTER).is_file():
         base = read_object(folder / ADAPTER).get("base_model_name_or_path")
         raise ModelError(

@@ -35,7 +35,7 @@ def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir
     folder where those are given. Raises ModelError, and ConfigError for a revision of what is here already."""
     text = str(path_or_id)
     if text.startswith(hub.PREFIX):
-        return _found(hub.download(hub.parse(text), revision, download_dir))
+        return checkpoint.find(hub.download(hub.parse(text), revision, download_dir))
     here = text.startswith(BUNDLED) or text in KNOWN or text.endswith(gguf.SUFFIX)
     here = here or ("\0" not in text and expanded(text).is_dir())
     if here and (revision or download_dir):
@@ -55,11 +55,7 @@ def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir
             what = "GGUF file" if named else "checkpoint folder"
             raise ModelError(f"no {what} at {text}")
         folder = _download(text, revision, download_dir)
-    return _found(folder)
-
-
-def _found(path: Path) -> Path:
-    return path if gguf.is_gguf(path) else checkpoint.find(path)
+    return checkpoint.find(folder)
 
 
 def _download(name: str, revision: str | None, download_dir: str | None) -> Path:

@@ -112,8 +112,6 @@ class CheckpointWeights(FileWeights):
         within, beside = spec.architecture.within, spec.architecture.beside
         if any(name.startswith(beside) and not name.startswith(PREDICTING) for name in files.tensors):
             log.info("%s also reads pictures: that part is left out", folder)
-        self.opened: list[Grouped] = []
-        """Those that hold what they have unpacked, since the last release."""
         views = {
             _full(name, within): files.values(name)
             for name, tensor in files.tensors.items()
@@ -121,6 +119,7 @@ class CheckpointWeights(FileWeights):
         }
         views = unstacked(views, spec)
         self.found: dict[str, Rows] = {**views} if scheme is None else gather(views, scheme, str(folder))
+        self.grouped = [part for part in self.found.values() if isinstance(part, Grouped)]
         by_heads(self.found, spec, folder)
         self.nbytes = sum(part.nbytes for part in self.found.values())
         _check(folder, self.found, shapes(config), config)
@@ -131,9 +130,6 @@ class CheckpointWeights(FileWeights):
     def values(self, name: str) -> Rows:
         result = self.found[name]
         self._count(name, result.nbytes)
-        held = result.weight if isinstance(result, HeadPart) else result
-        if isinstance(held, Grouped):
-            self.opened.append(held)
         return result
 
     def blocks(self, name: str) -> Blocks | Levels | None:
@@ -145,8 +141,8 @@ class CheckpointWeights(FileWeights):
         return result.blocks() if isinstance(result, Grouped) else None
 
     def release(self) -> int:
-        while self.opened:
-            self.opened.pop().close()
+        for part in self.grouped:
+            part.close()
         return super().release()
 
 
@@ -222,26 +218,22 @@ def by_heads(result: dict[str, Rows], spec: Spec, place: object) -> None:
                              f"{[spec.heads * each, sizes.rank]}")  # fmt: skip
         for head in range(spec.heads):
             first, second = head * each, head * each + sizes.plain
-            keys = HeadPart(weight, slice(first, second), transposed=True)
+            keys = _of_head(weight, slice(first, second), transposed=True)
             result[f"{at}{names.keys.checkpoint.format(head)}.weight"] = keys
-            values = HeadPart(weight, slice(second, first + each), transposed=False)
+            values = _of_head(weight, slice(second, first + each), transposed=False)
             result[f"{at}{names.values.checkpoint.format(head)}.weight"] = values
 
 
-class HeadPart:
-    """Some rows of a weight of all heads, perhaps transposed: made when they are asked for, as ``formats.base.Rows``
-    says."""
+def _of_head(weight: Rows, rows: slice, *, transposed: bool) -> MadeRows:
+    """Some rows of a weight of all heads, perhaps transposed."""
 
-    def __init__(self, weight: Any, rows: slice, *, transposed: bool) -> None:
-        self.weight, self.rows, self.transposed = weight, rows, transposed
-        count, inputs = rows.stop - rows.start, weight.shape[1]
-        self.shape = torch.Size((inputs, count) if transposed else (count, inputs))
-        self.dtype, self.device = weight.dtype, weight.device
-        self.nbytes = count * inputs * weight.dtype.itemsize
+    def make(which: slice | torch.Tensor) -> torch.Tensor:
+        part = weight[rows]
+        return (part.T if transposed else part)[which]
 
-    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        part: torch.Tensor = self.weight[self.rows]
-        return (part.T if self.transposed else part)[rows]
+    count, inputs = rows.stop - rows.start, weight.shape[1]
+    shape = (inputs, count) if transposed else (count, inputs)
+    return MadeRows(shape, make, count * inputs * weight.dtype.itemsize, weight.dtype, weight.device)
 
 
 def rows_as_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
