@@ -6,7 +6,7 @@ import torch
 from forerun import kernels
 from forerun.core import tiles
 from forerun.kernels import structs
-from forerun.models.formats import FLOATS, ON_CPU, prefetch
+from forerun.models.formats import NUMBERS, ON_CPU, prefetch
 from forerun.models.formats.compiled import Compiled, Joined
 from forerun.models.load import load_model
 from here import where
@@ -29,7 +29,7 @@ def as_before():
 
 def layer(form, outputs=96, inputs=512):
     weight = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(0)).bfloat16()
-    made = (FLOATS[form] if form in FLOATS else ON_CPU[form]).make(weight, None)
+    made = (NUMBERS[form] if form in NUMBERS else ON_CPU[form]).make(weight, None)
     assert isinstance(made, Compiled)
     return made
 

@@ -1,4 +1,5 @@
-"""Names of what weights can be quantized to."""
+"""Names of what weights can be quantized to, by which options are checked before torch is imported. ``formats`` has the
+forms."""
 
 UNQUANTIZED = "none"
 KINDS = {"int8": "int8", "int8_rows": "int8 by rows"}

@@ -1,4 +1,8 @@
-"""Forms of weights, a file each, by their names as options; which form a linear layer's weights have."""
+"""The registry of forms of weights, by their names as options, and which form a linear layer's weights get.
+
+Forms that are alike share a file: ``tiled.py``, ``plain.py``, ``int8.py``, ``blocks.py``. ``base.Format`` is what one
+is. ``gguf_types.PACKED`` says which one a type of GGUF files becomes.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,12 @@ from forerun.models.formats import blocks, int8, plain, tiled
 from forerun.models.formats.base import Format, Linear, Rows
 from forerun.models.formats.compiled import Joined
 
-FLOATS: dict[str, Format] = {found.name: found for found in (tiled.FORMAT, plain.PACKED, plain.PLAIN)}
+NUMBERS: dict[str, Format] = {found.name: found for found in (tiled.FORMAT, plain.PACKED, plain.PLAIN)}
 """Of the checkpoint's own numbers; the best first."""
 ON_CPU: dict[str, Format] = {found.name: found for found in (*int8.FORMATS, *blocks.FORMATS)}
 ON_GPU: dict[str, Format] = {found.name: found for found in plain.ON_GPU}
 """What weights can be quantized to."""
-WEIGHTS = ("auto", *FLOATS)
+WEIGHTS = ("auto", *NUMBERS)
 
 
 def choose(dtype: torch.dtype, device: torch.device, weights: str) -> str:
@@ -26,16 +30,16 @@ def choose(dtype: torch.dtype, device: torch.device, weights: str) -> str:
     if weights not in WEIGHTS:
         raise ConfigError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
     if weights == "auto":
-        return next(name for name, form in FLOATS.items() if form.can(dtype, device))
-    if not FLOATS[weights].can(dtype, device):
+        return next(name for name, form in NUMBERS.items() if form.can(dtype, device))
+    if not NUMBERS[weights].can(dtype, device):
         name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"weights={weights!r} needs {FLOATS[weights].needs} for {name}; use weights='auto'")
+        raise ConfigError(f"weights={weights!r} needs {NUMBERS[weights].needs} for {name}; use weights='auto'")
     return weights
 
 
 def make_linear(weight: Rows, bias: torch.Tensor | None, how: str) -> Linear:
     """The layer for ``weight`` [outputs, inputs], stored as ``choose`` says; what does not pay stays plain."""
-    form = FLOATS[how] if FLOATS[how].pays(weight) else FLOATS["plain"]
+    form = NUMBERS[how] if NUMBERS[how].pays(weight) else NUMBERS["plain"]
     return form.make(weight, bias)
 
 
@@ -66,7 +70,7 @@ def describe(layers: Sequence[Linear], dtype: torch.dtype) -> str:
             sizes[part.kind] = sizes.get(part.kind, 0) + part.nbytes
     named = sorted((kind for kind in sizes if 10 * sizes[kind] >= sum(sizes.values())), key=lambda kind: -sizes[kind])
     name = str(dtype).removeprefix("torch.")
-    return " and ".join(f"{kind} {name}" if kind in FLOATS else kind for kind in named)
+    return " and ".join(f"{kind} {name}" if kind in NUMBERS else kind for kind in named)
 
 
 def error(requested: torch.Tensor, got: torch.Tensor) -> float:
