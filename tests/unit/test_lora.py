@@ -102,12 +102,12 @@ PATTERNS = [
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_patterns_are_matched_as_peft_matches_them(tiny_target, tmp_path, pattern):
     adapter(tmp_path / "a", tiny_target, alpha_pattern=pattern)
-    result = {name: pair.scale for name, pair in read(tmp_path / "a", 1.0).pairs.items()}
+    result = {name: pair.scale for name, pair in read(tmp_path / "a")[0].pairs.items()}
     assert result == {name: pattern.get(get_pattern_key(pattern, name), 8) / 4 for name in LAYERS}
     ranks = {name: pattern.get(get_pattern_key(pattern, name), 4) for name in LAYERS}
     adapter(tmp_path / "b", tiny_target, rank_pattern=pattern)
     if set(ranks.values()) == {4}:
-        assert read(tmp_path / "b", 1.0).pairs.keys() == ranks.keys()
+        assert read(tmp_path / "b")[0].pairs.keys() == ranks.keys()
     else:
         refuse(tiny_target, tmp_path / "b", "is 2 by its adapter_config.json and 4 by its weights")
 
@@ -135,7 +135,7 @@ def test_what_peft_writes_by_default_is_merged(tiny_target, tmp_path):
 @pytest.mark.parametrize("begun", [False, "gaussian", "orthogonal", "eva"])
 def test_beginnings_that_leave_the_weights(tiny_target, tmp_path, begun):
     adapter(tmp_path / "a", tiny_target, init_lora_weights=begun, loftq_config={"loftq_bits": 4})
-    assert len(read(tmp_path / "a", 1.0).pairs) == len(LAYERS)
+    assert len(read(tmp_path / "a")[0].pairs) == len(LAYERS)
 
 
 @pytest.mark.parametrize("quantization", where(blocks.can_run(), ["int8_rows", "q8_0"]))

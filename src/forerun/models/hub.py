@@ -13,7 +13,7 @@ import huggingface_hub as hf  # its parts are imported when they are used: they 
 from tqdm import tqdm
 
 from forerun.core.errors import ModelError, one_line
-from forerun.models.gguf import parts_of
+from forerun.models.gguf import SUFFIX, parts_of
 
 PREFIX = "hf:"
 MAIN = "main"
@@ -21,7 +21,7 @@ CHECKPOINT = (".json", ".safetensors", ".model", ".txt", ".jinja")
 """How the files of a checkpoint end that are downloaded: no code, no pickles."""
 TEMPLATES = "additional_chat_templates"
 """The only folder of a checkpoint that is."""
-GGUF, SAFETENSORS = ".gguf", ".safetensors"
+SAFETENSORS = ".safetensors"
 PREFERRED = "Q4_K_M"
 NO_MODEL = ("mmproj", "imatrix")
 """In the names of GGUF files that are none."""
@@ -55,14 +55,14 @@ def parse(text: str) -> ModelSource:
 
 def quantization(file: str) -> str | None:
     """What the name of a GGUF file, else that of its folder, says at its end."""
-    stem = re.sub(r"-\d{5}-of-\d{5}$", "", Path(file).name.removesuffix(GGUF))
+    stem = re.sub(r"-\d{5}-of-\d{5}$", "", Path(file).name.removesuffix(SUFFIX))
     result = QUANT.search(stem) or QUANT.search(Path(file).parent.name)
     return result[1].upper() if result else None
 
 
 def ggufs(files: Iterable[str]) -> list[list[str]]:
     """The GGUF models among files, each as its files in order."""
-    names = [name for name in files if name.endswith(GGUF)]
+    names = [name for name in files if name.endswith(SUFFIX)]
     firsts = sorted({str(parts_of(Path(name))[0]) for name in names})
     return [[str(part) for part in parts_of(Path(first))] for first in firsts]
 
@@ -82,7 +82,7 @@ def choose(repository: ModelSource, files: Sequence[str]) -> list[str]:
         raise ModelError(
             f"{where} has no GGUF file" if repository.which else f"{where} has neither safetensors nor GGUF files"
         )
-    if repository.which is not None and repository.which.endswith(GGUF):
+    if repository.which is not None and repository.which.endswith(SUFFIX):
         fit = [each for each in models if repository.which in each] or [
             each for each in models if repository.which in {Path(name).name for name in each}
         ]
@@ -139,7 +139,7 @@ def download(repository: ModelSource, revision: str | None = None, cache: str | 
         RuntimeError,
     ) as error:  # hf_xet raises the last one
         raise ModelError(_explained(name, at, error)) from error
-    return result[0] if chosen[0].endswith(GGUF) else result[0].parents[chosen[0].count("/")]
+    return result[0] if chosen[0].endswith(SUFFIX) else result[0].parents[chosen[0].count("/")]
 
 
 def held(repository: ModelSource) -> Path | None:
@@ -152,7 +152,7 @@ def held(repository: ModelSource) -> Path | None:
     first = hf.try_to_load_from_cache(repository.repository, chosen[0], revision=commit)
     if not isinstance(first, str):
         return None
-    return Path(first) if chosen[0].endswith(GGUF) else Path(first).parents[chosen[0].count("/")]
+    return Path(first) if chosen[0].endswith(SUFFIX) else Path(first).parents[chosen[0].count("/")]
 
 
 def _listed(name: str, at: str, cache: str | None) -> tuple[list[str], str | None]:

@@ -16,7 +16,7 @@ from forerun.models import hub
 from forerun.models.fetch import held_parts
 from forerun.models.formats.gguf_types import described
 from forerun.models.formats.kept import forget
-from forerun.models.gguf import GGUFFile, is_gguf, open_gguf, parts_of
+from forerun.models.gguf import SUFFIX, GGUFFile, is_gguf, open_gguf, parts_of
 from forerun.models.known import KNOWN, home, named, partial, place
 from forerun.models.open import open_files, quick_config, resolve
 from forerun.models.tokenizer import read_vocabulary
@@ -60,7 +60,7 @@ def _of(repository: Any) -> Iterator[StoredModel]:
     }
     name, folder = hub.PREFIX + repository.repo_id, revision.snapshot_path
     if hub.is_checkpoint(sizes):
-        held = sum(size for file, size in sizes.items() if not file.endswith(hub.GGUF))
+        held = sum(size for file, size in sizes.items() if not file.endswith(SUFFIX))
         yield StoredModel(name, "safetensors", held, folder)
     for files in hub.ggufs(sizes):
         kind, whole = hub.quantization(files[0]), all(file in sizes for file in files)
