@@ -205,7 +205,7 @@ def remove(stored: ModelSource) -> int:
             file for each in result[0].revisions for file in each.files
             if file.file_path.relative_to(each.snapshot_path).as_posix() in chosen
         }  # fmt: skip
-    if not any(file.file_name.endswith((GGUF, SAFETENSORS)) for file in every - gone):
+    if not any(file.file_name.endswith((SUFFIX, SAFETENSORS)) for file in every - gone):
         plan = hf.scan_cache_dir(hf.constants.HF_HUB_CACHE).delete_revisions(
             *(each.commit_hash for each in result[0].revisions)
         )
