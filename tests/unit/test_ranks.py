@@ -93,15 +93,13 @@ def checkpoint(tmp_path_factory):
 def two(folder, dtype=torch.float32, weights="auto"):
     """Both ranks' models."""
     config, swap = read_config(folder), Swap()
-    models = []
-    for rank in range(2):
-        tensors = CheckpointWeights(Safetensors(folder), config)
-        models.append(
-            NativeModel(
-                config, tensors, dtype=dtype, device=torch.device("cpu"), name="two", eos_ids=frozenset(),
-                invariant=True, weights=weights, team=Thread(rank, swap),
-            )
-        )  # fmt: skip
+    models = [
+        NativeModel(
+            config, CheckpointWeights(Safetensors(folder), config), dtype=dtype, device=torch.device("cpu"), name="two",
+            eos_ids=frozenset(), invariant=True, weights=weights, team=Thread(rank, swap),
+        )
+        for rank in range(2)
+    ]  # fmt: skip
     models[1].tiles = models[0].tiles
     return models
 
