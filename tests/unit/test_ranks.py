@@ -22,14 +22,13 @@ from forerun.core.errors import ConfigError, RankError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.models.architectures.spec import bind
 from forerun.models.base import new_attention
-from forerun.models.checkpoint import Safetensors
 from forerun.models.formats.base import size
 from forerun.models.formats.tiled import can_tile
 from forerun.models.fused import PartialSums
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model
 from forerun.models.native import NativeModel
-from forerun.models.open import read_config
+from forerun.models.open import open_files, read_config
 from forerun.models.ranks import leader, split
 from forerun.models.ranks.team import Team
 from forerun.models.transform import CheckpointWeights
@@ -95,7 +94,7 @@ def two(folder, dtype=torch.float32, weights="auto"):
     config, swap = read_config(folder), Swap()
     models = [
         NativeModel(
-            config, CheckpointWeights(Safetensors(folder), config), dtype=dtype, device=torch.device("cpu"), name="two",
+            config, CheckpointWeights(open_files(folder), config), dtype=dtype, device=torch.device("cpu"), name="two",
             eos_ids=frozenset(), invariant=True, weights=weights, team=Thread(rank, swap),
         )
         for rank in range(2)
@@ -220,7 +219,7 @@ def test_each_rank_asks_for_its_part(checkpoint):
     routers = sum(layer.experts.router.nbytes for layer in one._layers)
     assert size(one.linears()) + routers == pytest.approx(sum(size(model.linears()) for model in ranks), rel=0.01)
     assert [model.info.kv_shapes[0].heads for model in (one, *ranks)] == [2, 1, 1]
-    config, weights = read_config(folder), Noting(Safetensors(folder), read_config(folder))
+    config, weights = read_config(folder), Noting(open_files(folder), read_config(folder))
     NativeModel(
         config, weights, dtype=torch.float32, device=torch.device("cpu"), name="two", eos_ids=frozenset(),
         invariant=True, team=Thread(1, Swap()),
