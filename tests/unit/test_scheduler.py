@@ -241,6 +241,21 @@ def test_without_others_a_prompt_gets_every_row():
     assert rounds.step()[0].scheduled == 50
 
 
+def test_a_round_tells_how_deep_its_prompt_tokens_are(monkeypatch):
+    told = []
+    monkeypatch.setattr(
+        PrefillBudget, "observe", lambda self, rows, tokens, seconds, depth: told.append((rows, tokens, depth))
+    )
+    scheduler, rounds = make(prefill_budget=PrefillBudget(8))
+    scheduler.add(sequence(1, 2, output=20))
+    rounds.step()
+    for key, prompt in ((2, 12), (3, 30)):
+        scheduler.add(sequence(key, prompt))
+    for _ in range(3):
+        rounds.step()
+    assert told[1:] == [(1, 8, 4.0), (1, 8, 6.0), (2, 8, 8.0)]
+
+
 def test_a_request_drafts_for_its_own_rows_only():
     """Four requests on 20 rows: 1 + 3 for those who draft, 1 for who does not, 1 near its end."""
     drafts = {1: 3, 2: 0, 3: 3, 4: 3}
