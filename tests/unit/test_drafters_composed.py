@@ -267,6 +267,17 @@ def test_synthetic_options_are_checked(options, message):
         SpeculativeConfig.parse({"method": "none", **options})
 
 
+def test_synthetic_acceptance_costs_and_needs_what_the_rule_does():
+    inner, calls = rules["token"](), []
+    inner.accept = lambda *given: calls.append(given)
+    rule = Synthetic(inner, [1.0])
+    assert (rule.needs_q, rule.trees, rule.replacement) == (True, False, True)
+    sequence = RequestState(0, [1], 1, SamplingParams(temperature=1.0), seed=0)
+    scores = Scores([sequence], [Draft.chain([2])], [0], torch.zeros(2, VOCAB))
+    assert rule.accept(scores, Sampler(VOCAB))[0].path == [0]
+    assert len(calls) == 1
+
+
 def test_synthetic_results_are_marked_and_promise_nothing(tiny_target):
     rates = [0.9, 0.9, 0.9]
     speculative = LLM(tiny_target, speculative_config={"method": "random", "synthetic_acceptance_rates": rates})

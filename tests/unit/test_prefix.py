@@ -297,6 +297,21 @@ def test_the_draft_starts_on_its_prefix_too(paged):
     assert max(rows) <= 8
 
 
+def test_a_preempted_request_holds_no_page_and_counts_once(paged):
+    fresh(paged)
+    engine, before = paged.engine, paged.engine.stats.prefix_queries
+    job = engine.add(paged.tokenizer.encode(TEXT), GREEDY)[0]
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.preempt(job.sequence)
+    assert not any(pool.block_tables for pool in engine.pools)
+    while engine.busy:
+        engine.step()
+    assert job.metrics.num_cached_tokens == 0
+    assert engine.stats.prefix_queries - before == len(TEXT)
+    engine.check()
+
+
 def test_prompt_logprobs_read_the_whole_prompt(paged):
     fresh(paged)
     asked = SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1)
