@@ -14,7 +14,7 @@ from hybrids import KINDS
 
 COPYING = ("prompt_lookup", "ngram", "suffix")
 NATIVE = [one for one in COMBINATIONS if one.path == "native"]
-ROTATED = ["lfm2", "qwen3_5_text"]
+ROTATED = ["lfm2", "qwen3_5"]
 """Take their turns with drafters and rules, which know nothing of the kinds of layers."""
 LAYOUTS = [(kind, page_size) for kind in KINDS for page_size in PAGE_SIZES]
 

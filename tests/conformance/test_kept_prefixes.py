@@ -62,7 +62,7 @@ class Talk:
 
 
 def test_where_states_are_kept(engine, hybrid):
-    built = engine(model=hybrid("qwen3_5_text"), page_size=4, max_model_len=LONGEST)
+    built = engine(model=hybrid("qwen3_5"), page_size=4, max_model_len=LONGEST)
     states = built.target.attention.states
     states.interval = 16
 
@@ -92,7 +92,7 @@ def test_where_states_are_kept(engine, hybrid):
     assert len(states.kept) < used  # pages that go take their states with them
     built.target.attention.pool.scrub()
     assert not states.kept
-    off = engine(model=hybrid("qwen3_5_text"), page_size=4, max_model_len=LONGEST, prefix_caching=False)
+    off = engine(model=hybrid("qwen3_5"), page_size=4, max_model_len=LONGEST, prefix_caching=False)
     assert off.target.attention.states.most_kept == 0
     assert off.scheduler.tree is None
 
@@ -101,12 +101,11 @@ def test_where_states_are_kept(engine, hybrid):
 # states is a part of what "chains" do.
 @pytest.mark.parametrize(
     ("kind", "drafts"),
-    [("lfm2", "plain"), ("qwen3_5_text", "ngram"), *((kind, "tree") for kind in KINDS),
+    [("lfm2", "plain"), ("qwen3_5", "ngram"), *((kind, "tree") for kind in KINDS),
      *((kind, "chains") for kind in KINDS if kind not in MIXTURES)],
 )  # fmt: skip
 def test_conversations(engine, hybrid, kind, drafts):
-    kinds = list(KINDS)
-    model = hybrid(kinds[(kinds.index(kind) + (drafts == "chains")) % len(kinds)])
+    model = hybrid(KINDS[(KINDS.index(kind) + (drafts == "chains")) % len(KINDS)])
     configs = [{**keys, "model": model} if keys["method"] in MODELLED else keys for keys in DRAFTS[drafts]]
     alone = engine(model=hybrid(kind), max_num_seqs=1, max_model_len=LONGEST)
     limits = {"page_size": PAGE_SIZE, "num_pages": 24, "max_num_seqs": 6, "max_prefill_tokens": 11}

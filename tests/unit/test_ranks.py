@@ -230,9 +230,9 @@ def test_each_rank_asks_for_its_part(checkpoint):
 
 HYBRIDS = {
     "lfm2": ("lfm2", {}),
-    "qwen3_5": ("qwen3_5_text", {}),
-    "granite": ("granitemoehybrid", {}),
-    "granite, one group": ("granitemoehybrid", {"mamba_n_groups": 1, "mamba_proj_bias": True}),
+    "qwen3_5": ("qwen3_5", {}),
+    "granite": ("granite-h", {"mamba_n_groups": 2}),
+    "granite, one group": ("granite-h", {"mamba_n_groups": 1, "mamba_proj_bias": True}),
     "falcon": ("falcon_h1", {"mamba_n_groups": 1, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     "falcon, two groups": ("falcon_h1", {"mamba_n_groups": 2}),
     "nemotron": ("nemotron_h", {}),
@@ -336,10 +336,10 @@ def test_sizes_that_two_do_not_divide(changed, reason):
 @pytest.mark.parametrize(
     ("kind", "changed", "reason"),
     [
-        ("qwen3_5_text", {"linear_num_value_heads": 3, "linear_num_key_heads": 3}, "the model's heads with state, 3"),
-        ("granitemoehybrid", {"num_attention_heads": 8, "head_dim": 4, "size": 8}, "heads with state, 4"),
+        ("qwen3_5", {"linear_num_value_heads": 3, "linear_num_key_heads": 3}, "the model's heads with state, 3"),
+        ("granite-h", {"num_attention_heads": 8, "head_dim": 8, "size": 8}, "heads with state, 4"),
         ("nemotron_h", {"mamba_num_heads": 12, "n_groups": 3}, "divide the model's groups of heads with state, 3"),
-        ("granitemoehybrid-experts", {}, "an MLP beside experts, which is not split"),
+        ("granite-h-experts", {}, "an MLP beside experts, which is not split"),
     ],
 )  # fmt: skip
 def test_states_that_ranks_do_not_divide(tmp_path, kind, changed, reason):
