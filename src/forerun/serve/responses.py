@@ -25,8 +25,8 @@ from forerun.serve.schema import (
     CallId,
     ChatRequest,
     Function,
-    Object,
     Sampled,
+    Schema,
     Text,
     one_of,
 )
@@ -141,9 +141,7 @@ class TextFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, max_length=64)
     description: str | None = None
-    schema_: Annotated[Object | Annotated[bool, Tag("flag")], one_of("an object, true or false")] | None = Field(
-        None, alias="schema"
-    )
+    schema_: Schema | None = Field(None, alias="schema")
     strict: bool | None = None
 
     @model_validator(mode="after")

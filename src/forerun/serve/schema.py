@@ -61,6 +61,7 @@ def one_of(what: str) -> Discriminator:
 
 
 Object = Annotated[dict[str, Any], Tag("object")]
+Schema = Annotated[Object | Annotated[bool, Tag("flag")], one_of("an object, true or false")]
 ObjectOrText = Annotated[Object | Annotated[Text, Tag("text")], one_of("an object or a text")]
 
 
@@ -318,9 +319,7 @@ class JsonSchema(Body):
 
     name: str = Field("schema", max_length=64)
     description: str | None = None
-    schema_: Annotated[Object | Annotated[bool, Tag("flag")], one_of("an object, true or false")] = Field(
-        alias="schema"
-    )
+    schema_: Schema = Field(alias="schema")
     strict: bool | None = None
 
 
