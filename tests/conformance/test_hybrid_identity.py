@@ -97,6 +97,14 @@ def test_a_draft_of_another_kind(engine, hybrid, plainly, tiny_draft, kind):
     assert answers(run(engine(drafts, model=hybrid(kind)), SHORT)) == plainly(kind)
 
 
+def test_layers_of_the_target_in_a_cascade(engine, hybrid, plainly):
+    """A best-first tree reads more nodes than it keeps, and the target's state goes back over all of them."""
+    parts = [{"method": "layerskip", "exit_layer": 1, "tree_nodes": 7}, {"method": "suffix"}]
+    jobs = run(engine({"method": "cascade", "drafters": parts}, model=hybrid("qwen3_5")), SHORT)
+    assert answers(jobs) == plainly("qwen3_5")
+    assert not any(job.metrics.draft_error for job in jobs)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_beams(engine, hybrid, config, kind):
     result = []

@@ -71,14 +71,14 @@ class Engine:
         behind, modelled = self.router.behind, self.router.modelled
         setting = Setting(nodes, model.row_multiple, behind, modelled, model.info.mixture)
         self.policy = policies[self.speculative.length](setting)
-        own = self.router.drafters.get("layerskip")  # reads what it drafts into the target's cache
+        rows = max((drafter.needs.rows for drafter in self.router.drafters.values()), default=0)
         attention = new_attention(
             model,
             max_seqs=self.config.max_num_seqs,
             max_len=self.max_model_len,
             page_size=self.config.page_size,
             slack=self.max_nodes,
-            back=self.max_nodes + (0 if own is None else own.config.rows_by_depth()[-1]) + 1,
+            back=self.max_nodes + rows + 1,
             keeps=self.config.caches_prefixes,
         )
         memory = budget(self.config.kv_cache_bytes, self.config.gpu_memory_utilization, model.info.device)

@@ -124,6 +124,8 @@ class Needs:
     """It calls the target's embedding, head or forward itself."""
     grammar: bool = False
     """It drafts only for requests with structured output."""
+    rows: int = 0
+    """Nodes that it reads into the target's cache at most before the target reads its draft."""
 
 
 def common_tokens(tokenizer: Any) -> list[int]:

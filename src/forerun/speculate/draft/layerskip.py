@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,6 +65,7 @@ class Layerskip(Drafter[LayerskipConfig]):
 
     def __init__(self, config: LayerskipConfig, context: DraftContext) -> None:
         super().__init__(config, context)
+        self.needs = replace(self.needs, rows=config.rows_by_depth()[-1])
         context.require_decoder(self.name)
         info = context.target.info
         self.layers = config.layers or tuple(range(config.exit_layer or max(1, info.num_layers // 2)))

@@ -80,7 +80,7 @@ class PartsDrafter(Drafter[P]):
         self.parts = [part.build(context, number) for number, part in enumerate(config.drafters)]
         needs = [part.needs for part in self.parts]
         hidden = tuple(sorted({layer for need in needs for layer in need.hidden}))
-        self.needs = Needs(hidden, any(need.model for need in needs))
+        self.needs = Needs(hidden, any(need.model for need in needs), rows=max(need.rows for need in needs))
         self.proposed: list[dict[int, Draft]] = [{} for _ in self.parts]
 
     def ask(self, number: int, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
