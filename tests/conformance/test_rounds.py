@@ -62,6 +62,7 @@ def test_a_drafter_that_raises_costs_nobody_an_answer(engine, keys, plain, case,
     assert answers(jobs) == plain(which="short")
     lost = [job.metrics.draft_error for job in jobs]
     assert set(lost) == {None, "RuntimeError: the draft burnt"}
+    assert not broken.router.failures
     assert sum("draft burnt" in str(record.exc_info[1]) for record in caplog.records) == 1
 
 

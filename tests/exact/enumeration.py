@@ -166,9 +166,9 @@ def round_distribution(form, rule, program, target, prefix, params=HOT):
             if mass <= 0.0:
                 continue
             results = iter(outcome)
-            path, fresh = rule.walk(draft, [[next(results) for _ in range(count)] for count in counts])
+            path = rule.walk(draft, [[next(results) for _ in range(count)] for count in counts])
             row = scores.row(index, path[-1] if path else -1)
-            weights = compared.distributions([(row, fresh)])[0].double().numpy()
+            weights = compared.residual[row].double().numpy()
             for token in weights.nonzero()[0]:
                 emitted = (*(draft.tokens[node] for node in path), int(token))
                 distribution[emitted] = distribution.get(emitted, 0.0) + mass * weights[token] / weights.sum()

@@ -114,6 +114,15 @@ def test_pace_under_a_stream_of_prompts():
     assert machine.seconds(7, max(given[-200:])) >= 1.5 * machine.seconds(7, 0)
 
 
+def test_prices_of_long_ago_are_forgotten():
+    prefill_budget = PrefillBudget()
+    for price in (0.05, 0.2):
+        for number in range(2400):
+            tokens = 0 if number % 8 else 16
+            prefill_budget.observe(7, tokens, 4.0 + price * tokens)
+        assert prefill_budget.price(0) == pytest.approx(price, rel=0.15)
+
+
 def test_one_slow_round_does_not_open_the_gate():
     prefill_budget, machine = PrefillBudget(), Clock(2.0, 0.3, 0.15)
     for _ in range(20):

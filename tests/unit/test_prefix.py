@@ -321,6 +321,21 @@ def test_prompt_logprobs_read_the_whole_prompt(paged):
     assert len(again.prompt_logprobs) == len(again.prompt_token_ids)
 
 
+def test_a_prompt_that_is_read_again_has_its_logprobs_once(llm, paged):
+    engine, result = llm(page_size=8, max_num_batched_tokens=24).engine, []
+    for preempted in (False, True):
+        prompt = paged.tokenizer.encode(TEXT)
+        job = engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1))[0]
+        engine.step()
+        if preempted:
+            engine.scheduler.preempt(job.sequence)
+        while engine.busy:
+            engine.step()
+        result.append(job.prompt_logprobs)
+    assert result[0] == result[1]
+    assert len(result[1]) == len(prompt)
+
+
 def test_off_means_off(llm):
     off = llm(page_size=8, prefix_caching=False)
     for _ in range(2):

@@ -14,7 +14,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.sampling.noise import ACCEPT, RESIDUAL, fold, uniform
-from forerun.speculate.accept.compare import Comparison, compare
+from forerun.speculate.accept.compare import Comparison, compare, take
 from forerun.speculate.names import rules as rules
 
 NAN = "the model returned NaN logits"
@@ -121,9 +121,9 @@ class RatioRule(Rule):
         """The probability that each trial's test succeeds. ``compared.residual`` becomes, row by row, the unnormalised
         distribution of the token emitted where the walk stops."""
 
-    def walk(self, draft: Draft, passed: list[list[bool]]) -> tuple[list[int], bool]:
-        """The accepted path, given each trial's test result (``passed[parent + 1][rank]``), and whether the token
-        behind it is drawn from p itself instead of the row's residual.
+    def walk(self, draft: Draft, passed: list[list[bool]]) -> list[int]:
+        """The accepted path, given each trial's test result (``passed[parent + 1][rank]``); the token behind it is
+        drawn from the residual of its row.
 
         Here: from the root, the first trial that passes is followed."""
         path: list[int] = []
@@ -136,7 +136,7 @@ class RatioRule(Rule):
                     break
             else:
                 break
-        return path, False
+        return path
 
     def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
         compared = compare(scores, sampler)
@@ -147,18 +147,18 @@ class RatioRule(Rule):
         if self.lossless and all(row.effective_temperature == 0.0 for row in compared.rows):
             return follow(compared)  # what p against q comes to, where p is a point mass
         chances, tops, overlap = self.decide(compared), compared.tops, compared.overlaps()
-        result, distributions, keys = [], [], []
+        result, ends, keys = [], [], []
         cursor = 0
         for index, (sequence, draft) in enumerate(zip(scores.sequences, scores.drafts)):
             count = sum(map(len, draft.trials))
-            path, again = self.walk(draft, self._test(scores, index, chances[cursor : cursor + count]))
+            path = self.walk(draft, self._test(scores, index, chances[cursor : cursor + count]))
             cursor += count
             visited = [scores.row(index, node) for node in [-1, *path]]
             good, error = unspoilt([tops[row] for row in visited])
             result.append((path[:good], error))
-            distributions.append((visited[good], again))
+            ends.append(visited[good])
             keys.append(fold(sequence.seed, RESIDUAL, len(sequence.tokens), visited[good] - visited[0] - 1))
-        tokens = sampler.draw(compared.distributions(distributions), keys).tolist()
+        tokens = sampler.draw(take(compared.residual, ends), keys).tolist()
         return [
             judged(scores, index, path, token, error, overlap)
             for index, ((path, error), token) in enumerate(zip(result, tokens))

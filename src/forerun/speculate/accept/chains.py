@@ -108,7 +108,7 @@ class Block(RatioRule):
                 accept.append(weight)
         return accept
 
-    def walk(self, draft: Draft, passed: list[list[bool]]) -> tuple[list[int], bool]:
+    def walk(self, draft: Draft, passed: list[list[bool]]) -> list[int]:
         """The longest prefix that passes."""
         length = max((i + 1 for i, results in enumerate(passed) if results and results[0]), default=0)
-        return list(range(length)), False
+        return list(range(length))

@@ -157,13 +157,6 @@ class Comparison:
         mass = left.sum(dim=1, keepdim=True)
         return torch.addcmul(left, at, (mass <= 0.0).to(at.dtype), out=left), mass
 
-    def distributions(self, ends: Sequence[tuple[int, bool]]) -> torch.Tensor:
-        """For each end of a walk, a row and whether p itself is asked for there instead of the residual: the
-        distribution, not normalised, of the token behind it."""
-        if any(again for _, again in ends):
-            return torch.stack([(self.p if again else self.residual)[row] for row, again in ends])
-        return take(self.residual, [row for row, _ in ends])
-
     def chains(self, *, linked: bool = False, lenience: float = 1.0) -> tuple[list[float], list[float]]:
         """Take every trial out of its row, where drafts are chains. Each trial's weight, min(1, factor * p / q) of its
         token, ``lenience`` multiplying q; and the mass that it leaves. Its factor is 1, or, if they are ``linked``, the

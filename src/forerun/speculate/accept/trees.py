@@ -118,8 +118,8 @@ class Traversal(TreeRule):
     2. with probability a, accept the path to v and emit a draw of P.
 
     Lossless, with and without replacement. A rejected token's budget goes to its siblings and its parent's residual,
-    so that at least as much is kept as from the root down. A repeated draw of one token is visited as a leaf: its
-    subtree has been looked at before.
+    so that at least as much is kept as from the root down. Of a rejected token nothing is left in P: a repeated draw of
+    it fails.
     """
 
     name = "traversal"
@@ -159,21 +159,17 @@ class Traversal(TreeRule):
             levels.setdefault(depths[index][parent] if parent >= 0 else 0, []).append(t)
         return [levels[depth] for depth in sorted(levels)]
 
-    def walk(self, draft: Draft, passed: list[list[bool]]) -> tuple[list[int], bool]:
+    def walk(self, draft: Draft, passed: list[list[bool]]) -> list[int]:
         """Leaves first; a trial's node is tested after everything below it."""
-        met: set[int] = set()
 
-        def visit(parent: int) -> tuple[int, bool] | None:
+        def visit(parent: int) -> int | None:
             for trial, good in zip(draft.trials[parent + 1], passed[parent + 1]):
-                again = trial.node in met
-                if not again:
-                    met.add(trial.node)
-                    result = visit(trial.node)
-                    if result is not None:
-                        return result
+                result = visit(trial.node)
+                if result is not None:
+                    return result
                 if good:
-                    return trial.node, again
+                    return trial.node
             return None
 
         result = visit(-1) if draft.trials else None
-        return (draft.path(result[0]), result[1]) if result is not None else ([], False)
+        return draft.path(result) if result is not None else []
