@@ -39,6 +39,7 @@ const char *const WORDS[] = {
 constexpr int64_t MOST = int64_t(1) << 31;       // rows, columns, ids
 constexpr int64_t MOST_INT8 = int64_t(1) << 16;  // inputs whose products add up in 32 bits
 constexpr int64_t MOST_PARTS = 8;                // of a layer
+constexpr int64_t MOST_GUESSED = 64;             // tokens of a chain
 constexpr int MOST_THREADS = 1 << 12;
 
 #define REQUIRE(CONDITION, COMPLAINT) \
@@ -399,20 +400,37 @@ template <class T>
 Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, const Chains<T> &d) {
   for (int64_t i = 0; i < m.layers; i++)
     REQUIRE(!layers[i].mixer && (layers[i].stores || layers[i].source != i), LAYER_KIND);
-  REQUIRE(d.sequences == c.num_out && d.sequences >= 1 && within(d.longest, 1, MOST), CHAIN_RANGE);
+  REQUIRE(within(d.sequences, 1, MOST) && within(d.longest, 1, MOST), CHAIN_RANGE);
   REQUIRE(m.head.weight && has_words(m) && !c.sum, NULL_POINTER);
   REQUIRE(given(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.words, d.tokens), NULL_POINTER);
   REQUIRE(!d.feeds || m.hidden <= c.workspace_size, WORKSPACE_SIZE);
   REQUIRE(d.names || m.head.outputs <= m.known, TOKEN_RANGE);  // what is drafted is fed
   for (int64_t i = 0; d.names && i < m.head.outputs; i++) REQUIRE(within(d.names[i], 0, m.known - 1), TOKEN_RANGE);
+  REQUIRE(!d.texts || given(d.lengths, d.guessed, d.most), NULL_POINTER);
+  REQUIRE(!d.texts || !d.feeds, CHAIN_RANGE);
+  const int64_t *text = d.texts;
+  int64_t requested = 0, wide = 0;
+  REQUIRE(!d.texts || within(d.reach, 0, MOST_GUESSED), CHAIN_RANGE);
+  for (int64_t i = 0; d.texts && i <= d.reach; i++) {
+    REQUIRE(within(d.most[i], 0, MOST_GUESSED), CHAIN_RANGE);
+    wide = std::max(wide, d.most[i]);
+  }
+  REQUIRE(workspace_needed(m, layers, d.sequences * (1 + wide), d.sequences * (1 + wide)) <= c.workspace_size, WORKSPACE_SIZE);
   for (int64_t i = 0; i < d.sequences; i++) {
     REQUIRE(within(d.depths[i], 1, d.longest) && within(d.starts[i], 0, MOST), CHAIN_RANGE);
+    const int64_t guessed = text ? d.guessed[i] : 0;
+    REQUIRE(within(guessed, 0, d.depths[i] - 1), CHAIN_RANGE);
+    requested += 1 + guessed;
+    REQUIRE(!text || within(d.lengths[i], 1, MOST), CHAIN_RANGE);
+    for (int64_t left = text ? d.lengths[i] + guessed : 0; left > 0; left--, text++)
+      REQUIRE(within(*text, 0, m.known - 1), TOKEN_RANGE);
     REQUIRE(d.temperatures[i] == 0 || d.keys || d.quantiles, NULL_POINTER);
     REQUIRE(d.temperatures[i] == 0 || d.keys || d.q, NULL_POINTER);
     const int64_t fed = d.starts[i] + d.depths[i] - 1;
     REQUIRE(fed <= c.num_angles, POSITION_RANGE);
     if (const Complaint wrong = pages_fit(*c.plan, *c.pools, d.tables[i], fed)) return wrong;
   }
+  REQUIRE(requested == c.num_out, CHAIN_RANGE);
   return FINE;
 }
 
@@ -453,7 +471,7 @@ const char *forerun_words(int complaint) { return WORDS[within(complaint, 0, UNK
 const char *forerun_layout() {
   return "Span" SPAN(NAMES) "\nPlan" PLAN(NAMES) "\nPool" POOL(NAMES) "\nHeads" HEADS(NAMES) "\nLinear" LINEAR(NAMES)
          "\nExperts" EXPERTS(NAMES) "\nLatent" LATENT(NAMES) "\nMixer" MIXER(NAMES) "\nRun" RUN(NAMES) "\nReplay" REPLAY(NAMES) "\nLayer" LAYER(NAMES) "\nModel" MODEL(NAMES) "\nCall" CALL(NAMES)
-         "\nChains" CHAINS(NAMES) "\nKinds own int8" QUANTS(FORMS) "\nActivations" ACTIVATIONS_OF(WORD)
+         "\nPass" PASS(NAMES) "\nChains" CHAINS(NAMES) "\nKinds own int8" QUANTS(FORMS) "\nActivations" ACTIVATIONS_OF(WORD)
          "\nMixers" MIXERS_OF(WORD);
 }
 
@@ -628,6 +646,16 @@ int forerun_weigh(const float *scores, int64_t rows, int64_t size, const int64_t
   return guarded([=] {
     weigh(scores, rows, size, greedy, trials, at, tokens, qs, follows, lenience, residual, tops, weights, left, shared);
   });
+}
+
+int forerun_look_up(const int64_t *text, int64_t length, const int64_t *most, int64_t reach, int64_t room,
+                    int64_t *out, int64_t *found) {
+  REQUIRE(given(text, most, out, found), NULL_POINTER);
+  REQUIRE(within(length, 1, MOST) && within(reach, 0, MOST_GUESSED) && within(room, 0, MOST), SIZE);
+  for (int64_t i = 0; i <= reach; i++) REQUIRE(within(most[i], 0, MOST_GUESSED), SIZE);
+  const Found result = look_up(text, length, most, reach, room, out);
+  found[0] = result.match, found[1] = result.count;
+  return FINE;
 }
 
 int forerun_rank(const float *scores, int64_t rows, int64_t size, int64_t trials, const int64_t *at, int64_t count,

@@ -3,6 +3,7 @@
 #include "kernels.h"
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -391,39 +392,78 @@ template <class T>
 class Drafting {
  public:
   Drafting(const Model<T> &model, const Layer *layers, const Call<T> &first, const Chains<T> &chains)
-      : model(model), layers(layers), first(first), d(chains), size(model.head.outputs), active(d.sequences), ids(d.sequences), positions(d.sequences), spans(d.sequences), sure(d.sequences, 0), keep(first.num_which + 2),
-        states(d.feeds ? d.sequences * model.hidden : 0) {
-    for (int64_t i = 0; i < d.sequences; i++) active[i] = i;
+      : model(model), layers(layers), first(first), d(chains), size(model.head.outputs), chains(d.sequences),
+        keep(first.num_which + 2), states(d.feeds ? d.sequences * model.hidden : 0) {
     std::fill(d.tokens, d.tokens + d.longest * d.sequences, -1);
+    const int64_t *text = d.texts;
+    for (int64_t i = 0, row = 0; i < d.sequences; i++) {
+      Chain &chain = this->chains[i];
+      active.push_back(i);
+      chain.row = row++;
+      if (!text) continue;
+      chain.text.assign(text, text + d.lengths[i]);
+      text += d.lengths[i];
+      chain.guess.assign(text, text + d.guessed[i]);
+      text += d.guessed[i];
+      row += d.guessed[i];
+    }
   }
 
   void run() {
-    Decoder<T>(model, layers, first).run();
-    for (int64_t step = 0; step < d.longest; step++) {
-      const int64_t rows = active.size();
-      const int threads = rows * size > 1000000 ? static_cast<int>(first.threads) : 1;
-      parallel_for(rows, 1, threads, [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; row++) choose_token(step, active[row], first.logits + row * size);
+    Call<T> call = first;
+    for (Pass *pass = d.passes;; call = next()) {
+      const auto begin = std::chrono::steady_clock::now();
+      Decoder<T>(model, layers, call).run();
+      const int threads = call.num_out * size > 1000000 ? static_cast<int>(first.threads) : 1;
+      parallel_for(active.size(), 1, threads, [&](int64_t from, int64_t to) {
+        for (int64_t i = from; i < to; i++) extend(active[i]);
       });
-      if (!advance(step)) return;
-      Decoder<T>(model, layers, next()).run();
+      if (pass) {
+        const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - begin;
+        const Chain &chain = chains[0];
+        *pass++ = {call.rows, took.count(), chain.match, int64_t(chain.guess.size()), chain.right};
+      }
+      if (!lay_out()) return;
     }
   }
 
  private:
+  struct Chain {
+    std::vector<int64_t> text, guess;
+    int64_t row = 0;  // of the last call's logits, its first
+    int64_t made = 0, match = 0, right = 0;
+    bool on = true;
+    double sure = 0;  // the log of the chance that all of it is kept
+  };
+
+  // Chooses the next tokens of a chain: one, and another for each that was guessed right.
+  void extend(int64_t sequence) {
+    Chain &chain = chains[sequence];
+    chain.right = 0;
+    for (float *row = first.logits + chain.row * size; chain.on; row += size) {
+      choose_token(chain, sequence, row);
+      const int64_t token = d.tokens[chain.made * d.sequences + sequence], guessed = chain.guess.size();
+      chain.made++;
+      chain.on = token >= 0 && d.depths[sequence] > chain.made && chain.sure >= d.floor;
+      chain.text.push_back(token);
+      if (chain.right == guessed || chain.guess[chain.right] != token) return;
+      chain.right++;
+    }
+  }
+
   // The chance that all of a chain is kept, once its next token is chosen from ``row``.
-  void doubt(int64_t sequence, const float *row) {
+  void doubt(Chain &chain, const float *row) const {
     if (d.floor == -std::numeric_limits<double>::infinity()) return;
     const int64_t first = 0;
     int32_t id;
     float log;
     rank(row, size, 1, &first, 1, &first, &id, &log);
-    sure[sequence] += log;
+    chain.sure += log;
   }
 
-  void choose_token(int64_t step, int64_t sequence, float *row) {
-    doubt(sequence, row);
-    const int64_t at = step * d.sequences + sequence;
+  void choose_token(Chain &chain, int64_t sequence, float *row) const {
+    doubt(chain, row);
+    const int64_t at = chain.made * d.sequences + sequence;
     const float temperature = d.temperatures[sequence];
     const int64_t noisy = temperature != 0 && d.keys;
     const uint64_t key = d.keys ? d.keys[at] : 0;
@@ -443,29 +483,45 @@ class Drafting {
     for (int64_t i = 0; i < size; i++) q[d.names[i]] = named[i];
   }
 
-  // Lays out the next rows, and returns how many there are.
-  size_t advance(int64_t step) {
+  // What the next call reads behind a chain's last token.
+  void guess(Chain &chain, int64_t room) const {
+    chain.match = 0;
+    chain.guess.resize(d.texts ? *std::max_element(d.most, d.most + d.reach + 1) : 0);
+    if (chain.guess.empty()) return;
+    const Found found = look_up(chain.text.data(), chain.text.size(), d.most, d.reach, room, chain.guess.data());
+    chain.match = found.match;
+    chain.guess.resize(found.count);
+  }
+
+  // The next call's rows; whether there are any.
+  bool lay_out() {
     std::vector<int64_t> on;
-    for (size_t row = 0; row < active.size(); row++) {
-      const int64_t sequence = active[row], token = d.tokens[step * d.sequences + sequence];
-      if (token < 0 || d.depths[sequence] <= step + 1 || !(sure[sequence] >= d.floor)) continue;
-      const int64_t n = on.size(), start = d.starts[sequence];
-      if (d.feeds) std::memcpy(&states[n * model.hidden], first.workspace + row * model.hidden, model.hidden * sizeof(T));
-      ids[n] = token;
-      positions[n] = start + step;
-      spans[n] = {n, 1, start, start + step, d.tables[sequence], -1};
-      on.push_back(sequence);
+    ids.clear(), positions.clear(), spans.clear();
+    for (size_t i = 0; i < active.size(); i++) {
+      Chain &chain = chains[active[i]];
+      if (!chain.on) continue;
+      if (d.feeds)
+        std::memcpy(&states[on.size() * model.hidden], first.workspace + i * model.hidden, model.hidden * sizeof(T));
+      guess(chain, d.depths[active[i]] - chain.made - 1);
+      chain.row = ids.size();
+      const int64_t start = d.starts[active[i]], before = start + chain.made - 1, rows = 1 + chain.guess.size();
+      ids.push_back(chain.text.back());
+      ids.insert(ids.end(), chain.guess.begin(), chain.guess.end());
+      for (int64_t row = 0; row < rows; row++) positions.push_back(before + row);
+      spans.push_back({chain.row, rows, start, before, d.tables[active[i]], -1});
+      on.push_back(active[i]);
     }
     active.swap(on);
-    return active.size();
+    return !active.empty();
   }
 
   Call<T> next() {
     Call<T> call = first;
     plan = *first.plan;
     plan.spans = spans.data();
+    plan.num_spans = spans.size();
     call.plan = &plan;
-    call.rows = call.num_out = plan.num_spans = active.size();
+    call.rows = call.num_out = ids.size();
     call.ids = ids.data();
     call.given = d.feeds ? states.data() : nullptr;
     call.positions = positions.data();
@@ -478,15 +534,27 @@ class Drafting {
   const Call<T> &first;
   const Chains<T> &d;
   const int64_t size;
+  std::vector<Chain> chains;
   std::vector<int64_t> active, ids, positions;
   std::vector<Span> spans;
-  std::vector<double> sure;  // the log of each chain's chance
   Plan plan;
   std::vector<T *> keep;  // nothing
   std::vector<T> states;
 };
 
 }  // namespace
+
+Found look_up(const int64_t *text, int64_t length, const int64_t *most, int64_t reach, int64_t room, int64_t *out) {
+  int64_t best = 0, after = length;
+  for (int64_t end = length - 1; end > 0 && best < reach; end--) {
+    int64_t match = 0;
+    while (match < reach && match < end && text[end - 1 - match] == text[length - 1 - match]) match++;
+    if (match > best) best = match, after = end;
+  }
+  const int64_t count = std::min({most[best], room, length - after});
+  std::copy(text + after, text + after + std::max<int64_t>(count, 0), out);
+  return {best, std::max<int64_t>(count, 0)};
+}
 
 template <class T>
 bool decode(const Model<T> &model, const Layer *layers, const Call<T> &call) {

@@ -234,8 +234,16 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(void *const *, states)    /* records and states of every layer; read for those that keep some */                \
   F(int64_t *, experts) /* grows by the experts that are read, those of all layers, or null */
 
+// A call that drafts for a chain.
+#define PASS(F)                                                                                                     \
+  F(int64_t, rows)                                                                                                  \
+  F(int64_t, nanoseconds)                                                                                           \
+  F(int64_t, match)       /* tokens of the text's end that were found before it */                                  \
+  F(int64_t, guessed)     /* tokens that followed there, and were read */                                           \
+  F(int64_t, right)       /* how many of them were drafted */
+
 #define CHAINS(F)                                                                                                   \
-  F(int64_t, sequences)       /* each with a row of the first call's logits, in order */                            \
+  F(int64_t, sequences)       /* each with a row of the first call's logits, and one for each token ``guessed``, in order */ \
   F(int64_t, longest)         /* the most tokens of one */                                                          \
   F(const int64_t *, depths)  /* [sequences] tokens wanted */                                                           \
   F(const int64_t *, starts)  /* [sequences] entries of the cache before the first drafted token's */                   \
@@ -251,7 +259,13 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(float *, q)               /* [longest, sequences, num_ids] softmax of each row with a temperature, or null */       \
   F(int64_t, num_ids)         /* tokens that there are: more than rows of the output layer where there are names */     \
   F(int64_t, feeds)           /* whether the output before the last norm is the next input, beside the token (EAGLE) */ \
-  F(double, floor)            /* a chain ends once the logs of its likeliest tokens' chances add up to less */
+  F(double, floor)            /* a chain ends once the logs of its likeliest tokens' chances add up to less */          \
+  F(const int64_t *, texts)   /* end to end, each with the tokens ``guessed`` behind it; null: nothing is guessed */      \
+  F(const int64_t *, lengths) /* [sequences] of the texts */                                                            \
+  F(const int64_t *, guessed) /* [sequences] tokens of the first call behind the one that its chain begins with */      \
+  F(const int64_t *, most)    /* [reach + 1] tokens to guess, by how many tokens the match has */                        \
+  F(int64_t, reach)                                                                                                 \
+  F(Pass *, passes)           /* [longest] of the first sequence; no rows: there was none */
 
 #define FIELD(TYPE, NAME)                                   \
   TYPE NAME;                                                \
@@ -259,6 +273,10 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
 
 struct Span {
   SPAN(FIELD)
+};
+
+struct Pass {
+  PASS(FIELD)
 };
 
 struct Plan {

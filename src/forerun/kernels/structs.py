@@ -51,10 +51,13 @@ Call = namedtuple(
     "rows threads ids given positions angles num_angles which num_which keep rows_out num_out workspace "
     "workspace_size logits sides pools plan sum replay states experts",
 )
+PassStruct = namedtuple("PassStruct", "rows nanoseconds match guessed right")
 Chains = namedtuple(
     "Chains",
     "sequences longest depths starts tables temperatures thresholds top_ks words names keys quantiles tokens q "
-    "num_ids feeds floor",
+    "num_ids feeds floor texts lengths guessed most reach "
+    "passes",
+    defaults=(0,) * 6,
 )
 
 QUANTS = {
@@ -79,7 +82,7 @@ def number(value: float) -> int:
 def _layout() -> str:
     structs = (
         SpanStruct, Plan, PoolStruct, Heads, LinearStruct, ExpertsStruct, LatentStruct, MixerStruct, RunStruct,
-        ReplayStruct, LayerStruct, ModelStruct, Call, Chains,
+        ReplayStruct, LayerStruct, ModelStruct, Call, PassStruct, Chains,
     )  # fmt: skip
     sizes = (f"{name} {inputs} {size}" for name, (inputs, size) in QUANTS.items())
     lines = [(each.__name__.removesuffix("Struct"), *each._fields) for each in structs]

@@ -275,10 +275,11 @@ class Fused:
         attention: KernelAttention,
         given: torch.Tensor | None = None,
         ahead: int = 0,
+        wide: int = 0,
         plan: AttentionPlan | None = None,
     ) -> Prepared:
-        """A call's arguments; positions up to ``ahead`` behind the batch's have angles too. ``plan``: what attention's
-        ``begin`` returned, if that has been called."""
+        """A call's arguments; positions up to ``ahead`` behind the batch's have angles too, and calls that follow have
+        at most ``wide`` rows, all with logits. ``plan``: what attention's ``begin`` returned, if it has been called."""
         pool = attention.pool
         if pool.dtype is not self.dtype or len(pool.keys) < len(self.decoder.layers):
             raise ValueError(f"a cache of {len(pool.keys)} layers in {pool.dtype} for {self.dtype} layers")
@@ -289,8 +290,8 @@ class Fused:
         angles = array("q", (table.data_ptr() for table in tables))
         which = self.all if batch.layers is None else array("q", batch.layers)
         hidden, keep = self._keep(batch, which)
-        logits = torch.empty(requested, self.vocab_size)
-        workspace = self._workspace(rows, requested)
+        logits = torch.empty(max(requested, wide), self.vocab_size)
+        workspace = self._workspace(max(rows, wide), len(logits))
         ids = self._ids(batch)
         if len(positions) != rows or len(ids) != rows:
             raise ValueError(f"{len(ids)} tokens and {len(positions)} positions for {rows} rows")

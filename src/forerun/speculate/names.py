@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 DRAFT_MODEL = (
     "prefill_chunk tree_nodes confidence_threshold model dtype quantization max_model_len draft_vocab_size "
-    "use_heterogeneous_vocab heterogeneous_vocab_method"
+    "prompt_lookup_num_tokens use_heterogeneous_vocab heterogeneous_vocab_method"
 )
 SHARED_KEYS = "num_speculative_tokens tree draft_temperature"
 """The keys of ``speculative_config`` that every drafter has."""

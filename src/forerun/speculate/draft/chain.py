@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -26,6 +26,7 @@ from forerun.sampling.noise import target_key, uniform
 from forerun.sampling.warp import Row
 from forerun.speculate.draft.base import Chooser, DrafterConfig
 from forerun.speculate.draft.levels import StepsConfig
+from forerun.speculate.draft.lookup import ChainLookup
 
 NOTHING = -1
 
@@ -40,7 +41,8 @@ def plain(sequence: RequestState) -> bool:
 class ChainRunner:
     """Drafts with ``fused``, which predicts over the target's ids or, in ascending order, those of ``names`` int64.
     ``feeds``: a step's input is the last one's output before the final norm, beside the token (EAGLE-3). Chains end
-    where the chance of all of it falls below ``floor``, a logarithm; ``words`` are the ids' own for noise."""
+    where the chance of all of it falls below ``floor``, a logarithm; ``words`` are the ids' own for noise. A lone chain
+    reads the tokens that ``lookup`` guesses with the token before them: one call for all that are right."""
 
     fused: Fused
     chooser: Chooser
@@ -48,6 +50,7 @@ class ChainRunner:
     words: torch.Tensor
     names: torch.Tensor | None
     feeds: bool
+    lookup: ChainLookup | None = None
 
     @classmethod
     def find(
@@ -59,6 +62,7 @@ class ChainRunner:
         *,
         feeds: bool = False,
         names: torch.Tensor | None = None,
+        lookup: ChainLookup | None = None,
     ) -> ChainRunner | None:
         """None where the call is not here or does not do what is asked for."""
         sampler = chooser.sampler
@@ -68,7 +72,8 @@ class ChainRunner:
         if fused.vocab_size != size or not isinstance(attention, KernelAttention):
             return None
         words = sampler.compiled.ids
-        return cls(fused, chooser, config.floor, words if names is None else words[names].contiguous(), names, feeds)
+        kept = words if names is None else words[names].contiguous()
+        return cls(fused, chooser, config.floor, kept, names, feeds, lookup)
 
     def draft(
         self,
@@ -78,16 +83,21 @@ class ChainRunner:
         batch: Batch,
         attention: Attention,
         given: torch.Tensor | None = None,
+        text: Sequence[int] | None = None,
     ) -> list[Draft]:
         """One draft for each of ``everyone``, a chain of at most its budget where it is in ``ready``. ``batch`` reads
         what each of these lacks: its spans that ask for logits, one row each, are theirs, in order. The cache's pages
-        have room for all but the last tokens."""
+        have room for all but the last tokens. ``text``: what a lone one has read once ``batch`` is."""
         assert isinstance(attention, KernelAttention)
         sequences, depths = [everyone[i] for i in ready], [budgets[i] for i in ready]
         count, longest = len(sequences), max(depths)
-        prepared = self.fused.prepare(batch, attention, given, ahead=longest)
         theirs = [i for i, span in enumerate(batch.spans) if span.logits]
         starts = array("q", [batch.spans[i].end for i in theirs])
+        ahead = None if self.lookup is None or text is None else self.lookup.begin(text, longest, self.fused.known)
+        if ahead is not None:
+            batch = _behind(batch, theirs[0], ahead.tokens)
+        wide = 0 if ahead is None else 1 + max(ahead.counts)
+        prepared = self.fused.prepare(batch, attention, given, ahead=longest, wide=wide)
         temperatures = array("f", [self.chooser.row(sequence).effective_temperature for sequence in sequences])
         thresholds = array(
             "f", [fraction for sequence in sequences for fraction in (sequence.params.min_p, sequence.params.top_p)]
@@ -108,9 +118,12 @@ class ChainRunner:
             count, longest, at[0], at[1], at[2], at[3], at[4], at[5], self.words.data_ptr(),
             0 if self.names is None else self.names.data_ptr(), noise[0], noise[1], tokens.buffer_info()[0],
             0 if q is None else q.data_ptr(), width, int(self.feeds), structs.number(self.floor),
+            *(() if ahead is None else ahead.addresses),
         ))  # fmt: skip
         fused = self.fused
         fused.draft(*fused.addresses, prepared.address, call.buffer_info()[0])
+        if self.lookup is not None and ahead is not None:
+            self.lookup.learn(ahead)
         attention.finish(prepared.plan)
         drafts = [Draft() for _ in everyone]
         for i, (index, depth, start) in enumerate(zip(ready, depths, starts)):
@@ -133,6 +146,14 @@ class ChainRunner:
                 else:
                     quantiles.append(uniform(node_key(chooser.purpose, Row(sequence, range(step)), root, step - 1)))
         return keys, quantiles
+
+
+def _behind(batch: Batch, index: int, tokens: list[int]) -> Batch:
+    """The batch with ``tokens`` behind a span, and their logits."""
+    span, spans = batch.spans[index], list(batch.spans)
+    rows = range(span.count - 1, span.count + len(tokens))
+    spans[index] = replace(span, tokens=[*span.tokens, *tokens], logits=list(rows))
+    return Batch(spans, batch.device)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
 from forerun.core.batch import Batch, Span
-from forerun.core.config import COUNT
+from forerun.core.config import COUNT, Within
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdict, Verdicts
@@ -28,6 +28,7 @@ from forerun.models.tokenizer import check_compatible, read_vocabulary
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, common_tokens, drafters, spread
 from forerun.speculate.draft.chain import CatchUpConfig, ChainRunner, plain
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level
+from forerun.speculate.draft.lookup import ChainLookup
 from forerun.speculate.verify import Verification
 
 log = logging.getLogger("forerun")
@@ -55,11 +56,15 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
     """How many tokens its output layer predicts: the special ones, the commonest, and the first others of the
     vocabulary. What is left out is never drafted. None: those of the table of common tokens that comes with Forerun for
     this tokenizer (Qwen 2.5's: 49,152, 99.5 % of code and English); all of them where there is no table."""
+    prompt_lookup_num_tokens: int = 4
+    """Most tokens that it reads ahead in a call. They are looked up in the text; those that it would not have drafted
+    itself are dropped, so that drafts stay the same. 0: none. It reads as many as pay by measured times, for one
+    request at a time, in chains that our kernels draft."""
     use_heterogeneous_vocab: bool = False
     """The draft has another tokenizer than the target."""
     heterogeneous_vocab_method: str = "tli"
     """How two vocabularies meet: tli (draft among the tokens that both have) or slem (draft text, encode it anew)."""
-    limits: ClassVar = {"draft_vocab_size": COUNT}
+    limits: ClassVar = {"draft_vocab_size": COUNT, "prompt_lookup_num_tokens": Within(0, 64, whole=True)}
 
     @classmethod
     def usual(cls, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,7 +140,9 @@ class DraftModel(Drafter[DraftModelConfig]):
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
         translates = config.use_heterogeneous_vocab
         fused = None if translates else self.model.fused
-        self.chains = ChainRunner.find(fused, self.attention, self.chooser, config, names=self.names)
+        most = config.prompt_lookup_num_tokens
+        lookup = ChainLookup(most) if most else None
+        self.chains = ChainRunner.find(fused, self.attention, self.chooser, config, names=self.names, lookup=lookup)
 
     @classmethod
     def build(cls, config: DraftModelConfig, context: DraftContext) -> DraftModel:
@@ -230,7 +237,9 @@ class DraftModel(Drafter[DraftModelConfig]):
         depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
         spans, ready = self._missing(sequences, depths)
         if self.chains is not None and ready and all(plain(sequences[i]) for i in ready):
-            return self.chains.draft(sequences, ready, depths, self._batch(spans), self.attention)
+            batch = self._batch(spans)
+            text = self._read(sequences[ready[0]]) if len(ready) == 1 else None
+            return self.chains.draft(sequences, ready, depths, batch, self.attention, text=text)
 
         def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             if depth:

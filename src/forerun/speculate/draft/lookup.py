@@ -1,0 +1,113 @@
+"""What a draft model will say next, guessed from its text, so that one call of it drafts several tokens.
+
+The end of the text is looked up in what is before it (prompt lookup, Saxena 2023); the draft model reads what followed
+there together with its last token, and keeps what it would have said itself. This is staged speculative decoding
+(Spector and Re, arXiv 2308.04623) with n-grams inside, in one compiled call: drafts are the same, and sooner.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from forerun import kernels
+from forerun.kernels.structs import PassStruct
+
+RATES = (0.0, 0.4, 0.6, 0.8)
+"""By tokens of the match, so many at most: how often a guess is expected to be right, until some were seen."""
+REACH = len(RATES) - 1
+RECENT = 8192
+"""Tokens of a text's end in which is looked."""
+WEIGHT, FADE = 4.0, 0.98
+"""Guesses that an expectation counts for, and what a match leaves of the evidence before it."""
+PRICE = 0.06
+"""What another row is expected to add to a call of one row, until calls were timed."""
+VARIED = 0.1
+"""Variance of rows from which on their price is known."""
+
+
+@dataclass(slots=True)
+class ChainGuess:
+    """What is guessed for one chain, and what became of it."""
+
+    counts: array[int]
+    text: array[int]
+    """With the first guess behind it."""
+    length: array[int]
+    guessed: array[int]
+    match: int
+    passes: array[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.text[self.length[0] :].tolist()
+
+    @property
+    def addresses(self) -> list[int]:
+        """The last fields of ``structs.Chains``."""
+        parts = (self.text, self.length, self.guessed, self.counts, self.passes)
+        *most, passes = (part.buffer_info()[0] for part in parts)
+        return [*most, REACH, passes]
+
+
+class ChainLookup:
+    """Guesses at most ``most`` tokens, as many as pay: the n-th saves a call if all n are right, and costs a row."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.right = [WEIGHT * rate for rate in RATES]
+        self.tried = [WEIGHT] * len(RATES)
+        self.price = PRICE
+        self._sums = [0.0] * 5
+
+    def counts(self) -> array[int]:
+        """int64 [REACH + 1]: how many tokens to guess, by how many tokens of the end were found."""
+        result = array("q", [0])
+        for right, tried in zip(self.right[1:], self.tried[1:]):
+            rate, count = right / tried, 0
+            while count < self.most and rate ** (count + 1) > self.price:
+                count += 1
+            result.append(count)
+        return result
+
+    def begin(self, text: Sequence[int], longest: int, known: int) -> ChainGuess:
+        """For a chain of at most ``longest`` tokens behind ``text``, by a model that knows the first ``known`` ids."""
+        counts, out, found = self.counts(), array("q", bytes(8 * max(1, self.most))), array("q", (0, 0))
+        whole = array("q", (min(token, known - 1) for token in text[-RECENT:]))
+        at = [numbers.buffer_info()[0] for numbers in (whole, counts, out, found)]
+        kernels.library().look_up(at[0], len(whole), at[1], REACH, longest - 1, at[2], at[3])
+        guess = out[: found[1]]
+        length, guessed = array("q", (len(whole),)), array("q", (len(guess),))
+        passes = array("q", bytes(8 * len(PassStruct._fields) * longest))
+        return ChainGuess(counts, whole + guess, length, guessed, found[0], passes)
+
+    def learn(self, guess: ChainGuess) -> None:
+        """From the calls of a chain. The first one reads more than what was guessed."""
+        size = len(PassStruct._fields)
+        for at in range(0, len(guess.passes), size):
+            each = PassStruct(*guess.passes[at : at + size])
+            if not each.rows:
+                break
+            match = each.match if at else guess.match
+            self.right[match] = FADE * self.right[match] + (1.0 - FADE) * WEIGHT * RATES[match] + each.right
+            self.tried[match] = (
+                FADE * self.tried[match] + (1.0 - FADE) * WEIGHT + each.right + (each.right < each.guessed)
+            )
+            if at:
+                self._time(each.rows, each.nanoseconds / 1e9)
+
+    def _time(self, rows: int, seconds: float) -> None:
+        """Fit a line through what calls took by rows, recent ones first."""
+        weight, x, y, xx, xy = self._sums
+        if weight:
+            seconds = min(seconds, 3.0 * y / weight)
+        sample = (1.0, rows, seconds, rows * rows, rows * seconds)
+        self._sums = weight, x, y, xx, xy = [FADE * before + now for before, now in zip(self._sums, sample)]
+        variance = xx / weight - (x / weight) ** 2
+        if weight > 8.0 and variance > VARIED:
+            slope = (xy / weight - x * y / weight**2) / variance
+            one = y / weight - slope * (x / weight - 1.0)
+            self.price = max(slope / one, 0.01) if one > 0.0 else PRICE
+        elif variance < VARIED / 4:
+            self.price = PRICE
