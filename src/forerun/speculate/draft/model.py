@@ -56,7 +56,7 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
     """How many tokens its output layer predicts: the special ones, the commonest, and the first others of the
     vocabulary. What is left out is never drafted. None: those of the table of common tokens that comes with Forerun for
     this tokenizer (Qwen 2.5's: 49,152, 99.5 % of code and English); all of them where there is no table."""
-    prompt_lookup_num_tokens: int = 4
+    prompt_lookup_num_tokens: int = 8
     """Most tokens that it reads ahead in a call. They are looked up in the text; those that it would not have drafted
     itself are dropped, so that drafts stay the same. 0: none. It reads as many as pay by measured times, for one
     request at a time, in chains that our kernels draft."""
@@ -68,11 +68,11 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
 
     @classmethod
     def usual(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Chains of up to seven tokens that end where the draft is unsure, as far as they pay."""
+        """Chains of up to twelve tokens that end where the draft is unsure, as far as they pay."""
         open_ended = not {"num_speculative_tokens", "tree", "tree_nodes", "confidence_threshold"} & set(options)
         if options.get("model") in (None, BUNDLED) or not open_ended or options.get("heterogeneous_vocab_method"):
             return dict(options)
-        return {"num_speculative_tokens": 7, "confidence_threshold": 0.4, "length": "adaptive", **options}
+        return {"num_speculative_tokens": 12, "confidence_threshold": 0.6, "length": "adaptive", **options}
 
     def __post_init__(self) -> None:
         super().__post_init__()
