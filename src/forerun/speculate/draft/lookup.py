@@ -76,7 +76,9 @@ class ChainLookup:
         counts, out, found = self.counts(), array("q", bytes(8 * max(1, self.most))), array("q", (0, 0))
         whole = array("q", (min(token, known - 1) for token in text[-RECENT:]))
         at = [numbers.buffer_info()[0] for numbers in (whole, counts, out, found)]
-        kernels.library().look_up(at[0], len(whole), at[1], REACH, longest - 1, at[2], at[3])
+        library = kernels.library()
+        assert library is not None
+        library.look_up(at[0], len(whole), at[1], REACH, longest - 1, at[2], at[3])
         guess = out[: found[1]]
         length, guessed = array("q", (len(whole),)), array("q", (len(guess),))
         passes = array("q", bytes(8 * len(PassStruct._fields) * longest))
