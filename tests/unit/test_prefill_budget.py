@@ -98,6 +98,20 @@ def test_a_round_is_compared_with_those_of_about_as_many_sequences():
     for decoding in (8, 10):
         prefill_budget.observe(decoding, 0, float(decoding))
     assert [prefill_budget.allowance(decoding) for decoding in (5, 6, 7, 8, 13, 14)] == [0, 0, 16, 16, 16, 0]
+    prefill_budget.observe(8, 16, 8.0 + 16 * 0.1)
+    for decoding in (8, 10):
+        allowed = max(prefill_budget.allowance(decoding) for _ in range(5))
+        assert allowed == pytest.approx(0.8 * decoding / 0.1, abs=1)
+
+
+def test_tokens_that_cost_less_where_it_is_deep_are_not_thought_to_cost_nothing_deeper():
+    prefill_budget = PrefillBudget()
+    prefill_budget.observe(7, 0, 4.0)
+    for _ in range(20):
+        for depth, price in ((100, 0.1), (1000, 0.05)):
+            prefill_budget.observe(7, 0, 4.0)
+            prefill_budget.observe(7, 16, 4.0 + 16 * price, depth)
+    assert prefill_budget.price(4000) >= 0.05
 
 
 def test_pace_under_a_stream_of_prompts():

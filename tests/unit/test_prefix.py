@@ -297,14 +297,20 @@ def test_the_draft_starts_on_its_prefix_too(paged):
     assert max(rows) <= 8
 
 
-def test_a_preempted_request_holds_no_page_and_counts_once(paged):
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_request_that_is_set_aside_holds_no_page_and_counts_once(paged, paused):
     fresh(paged)
     engine, before = paged.engine, paged.engine.stats.prefix_queries
     job = engine.add(paged.tokenizer.encode(TEXT), GREEDY)[0]
     for _ in range(3):
         engine.step()
-    engine.scheduler.preempt(job.sequence)
+    if paused:
+        engine.pause(job)
+    else:
+        engine.scheduler.preempt(job.sequence)
     assert not any(pool.block_tables for pool in engine.pools)
+    if paused:
+        engine.resume(job)
     while engine.busy:
         engine.step()
     assert job.metrics.num_cached_tokens == 0

@@ -237,8 +237,27 @@ def test_a_long_prompt_does_not_stop_the_others():
 
 def test_without_others_a_prompt_gets_every_row():
     scheduler, rounds = make(prefill_budget=PrefillBudget(8))
-    scheduler.add(sequence(1, 50))
-    assert rounds.step()[0].scheduled == 50
+    for key, prompt in ((1, 64), (2, 5)):
+        scheduler.add(sequence(key, prompt))
+    assert [one.scheduled for one in rounds.step()] == [64]
+    assert [one.id for one in scheduler.waiting] == [2]
+
+
+@pytest.mark.parametrize(("source", "running"), [(None, [1]), ((5,), [1, 2])])
+def test_a_prompt_waits_for_who_reads_the_same(source, running):
+    pool, reused = Pages(20, 4), {}
+    scheduler = Scheduler(
+        pool, max_num_seqs=2, max_num_batched_tokens=64, prefill_budget=PrefillBudget(6), tree=PrefixTree(pool),
+        on_admit=lambda one, count: reused.__setitem__(one.id, count),
+    )  # fmt: skip
+    rounds = Rounds(scheduler)
+    for key in (1, 2):
+        scheduler.add(sequence(key, 9, tokens=[*range(9)]))
+    scheduler.waiting[1].source = source
+    rounds.step()
+    assert [one.id for one in scheduler.running] == running
+    rounds.finish(20)
+    assert reused == {1: 0, 2: 0 if source else 8}
 
 
 def test_a_round_tells_how_deep_its_prompt_tokens_are(monkeypatch):
@@ -268,13 +287,14 @@ def test_a_request_drafts_for_its_own_rows_only():
     assert {one.id: one.draft_budget for one in rounds.step()} == {1: 3, 2: 0, 3: 3, 4: 1}
 
 
-def test_drafts_share_the_rows_that_are_left():
+@pytest.mark.parametrize(("rows", "drafts"), [(8, {1: 3, 2: 0, 3: 0}), (9, {1: 3, 2: 3, 3: 0})])
+def test_drafts_share_the_rows_that_are_left(rows, drafts):
     """8 rows, three decoding: 5 are left for drafts of 3, so one of them drafts."""
-    scheduler, rounds = make(max_num_batched_tokens=8, draft_rows=lambda one: 3)
+    scheduler, rounds = make(max_num_batched_tokens=rows, draft_rows=lambda one: 3)
     for key in (1, 2, 3):
         scheduler.add(sequence(key, 2, output=20))
     rounds.step()
-    assert {one.id: one.draft_budget for one in rounds.step()} == {1: 3, 2: 0, 3: 0}
+    assert {one.id: one.draft_budget for one in rounds.step()} == drafts
 
 
 def test_drafts_leave_some_rows_to_prompts():
@@ -354,18 +374,19 @@ def test_lower_priority_goes_first_however_large():
     assert [one.priority for one in rounds.done] == sorted(values)
 
 
-def test_urgent_requests_are_admitted_first_and_preempted_last():
+@pytest.mark.parametrize(("priorities", "order"), [((1, 0, -1), [3, 2, 1]), ((0, 0, 0), [1, 2, 3])])
+def test_urgent_and_early_requests_are_admitted_first_and_preempted_last(priorities, order):
     scheduler, rounds = make(num_pages=6, max_num_seqs=2)
-    for key, priority in ((1, 1), (2, 0), (3, -1)):
+    for key, priority in enumerate(priorities, start=1):
         scheduler.add(sequence(key, 8, output=12, priority=priority))
     rounds.step()
-    assert [one.id for one in scheduler.running] == [3, 2]
+    assert [one.id for one in scheduler.running] == order[:2]
     while len(scheduler.running) == 2:
         rounds.step()
-    assert [one.id for one in scheduler.running] == [3]
-    assert [one.id for one in scheduler.waiting] == [2, 1]
+    assert [one.id for one in scheduler.running] == order[:1]
+    assert [one.id for one in scheduler.waiting] == order[1:]
     rounds.finish(200)
-    assert [one.id for one in rounds.done] == [3, 2, 1]
+    assert [one.id for one in rounds.done] == order
 
 
 @pytest.mark.parametrize(("decoding", "prompts", "tokens"), [(7, 1, 4), (7, 2, 4), (4, 2, 8), (2, 2, 16), (1, 6, 16)])
