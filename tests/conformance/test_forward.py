@@ -75,9 +75,10 @@ class Feeder:
         return self.known[tuple(tokens), count]
 
 
-CACHES = [*product(PATHS, (True, False), (LLAMA,)), ("native", True, WIDE)]
-"""What meets every tree in every layout."""
-FAMILIES = [("native", True, name) for name in MAIN]
+BOTH = ("kernel", "torch")
+CACHES = [*product(product(PATHS, (True, False), (LLAMA,)), BOTH), (("native", True, WIDE), "kernel")]
+"""What meets every tree in every layout: a model and its attention, which torch computes for wide heads anyway."""
+FAMILIES = [*product([("native", True, name) for name in MAIN], BOTH)]
 """Whose layers differ: the cache under them does not, so that few trees in one layout each tell the rest."""
 
 
@@ -142,18 +143,18 @@ def shapes():
 
 SHAPES = shapes()
 TREES = pytest.mark.parametrize(
-    ("backend", "shape", "page_size"),
+    ("backend", "cpu_attention", "shape", "page_size"),
     [
-        *product(CACHES, SHAPES, LAYOUTS),
-        *((family, *case) for family in FAMILIES for case in (("mixed order", 4), ("comb", None))),
+        *((*run, *case) for run, *case in product(CACHES, SHAPES, LAYOUTS)),
+        *((*run, *case) for run in FAMILIES for case in (("mixed order", 4), ("comb", None))),
     ],
-    indirect=["backend"],
+    indirect=["backend", "cpu_attention"],
     ids=str,
 )
 PAGES = pytest.mark.parametrize(
-    ("backend", "page_size"),
-    [*product(CACHES, LAYOUTS), *product(FAMILIES, [4])],
-    indirect=["backend"],
+    ("backend", "cpu_attention", "page_size"),
+    [(*run, page_size) for run, page_size in [*product(CACHES, LAYOUTS), *product(FAMILIES, [4])]],
+    indirect=["backend", "cpu_attention"],
     ids=str,
 )
 
@@ -211,14 +212,15 @@ def test_keep_leaves_the_accepted_path(feeder, same, shape, page_size):
 def test_everything_in_one_forward(feeder, same, page_size):
     """A prefill chunk, the end of a prompt, two plain decodes, a chain and two trees share a forward, twice."""
     texts = [some_tokens(40, seed) for seed in range(6)]
-    fed = [0, 9, 17, 30, 23, 12]
-    alone = [feeder().alone(text, 40) for text in texts]
+    fed, turns = [0, 9, 17, 30, 23, 12], ([7, 5, 1, 1, 1, 1], [11, 1, 1, 2, 1, 3])
+    ends = [sum(counts) for counts in zip(fed, *turns)]
+    alone = [feeder().alone(text[:end], end) for text, end in zip(texts, ends)]
     drafts = [None, None, None, SHAPES["chain"], SHAPES["bush"], SHAPES["mixed order"]]
     many = feeder(page_size)
     for key, (text, count) in enumerate(zip(texts, fed)):
         if count:
             many.feed(Span(key, 0, text[:count]))
-    for counts in ([7, 5, 1, 1, 1, 1], [11, 1, 1, 2, 1, 3]):
+    for counts in turns:
         spans = []
         for key, (text, start, count, draft) in enumerate(zip(texts, fed, counts, drafts)):
             nodes = draft.tokens if draft else []
