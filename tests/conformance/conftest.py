@@ -26,9 +26,9 @@ def parts():
 
 @pytest.fixture(scope="session")
 def wide_target(tmp_path_factory):
-    """Folder of a ``tiny_target`` with heads that the attention kernel does not serve."""
+    """Folder of a ``tiny_target`` with heads that the attention kernel does not serve; few, as they are wide."""
     folder = tmp_path_factory.mktemp("wide_target")
-    tiny_llama(head_dim=WIDE).save_pretrained(folder)
+    tiny_llama(head_dim=WIDE, num_attention_heads=2, num_key_value_heads=1).save_pretrained(folder)
     save_tokenizer(folder)
     return str(folder)
 
