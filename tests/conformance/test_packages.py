@@ -19,11 +19,25 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", DOCUMENT.read_text(encoding="utf-8"), re.DOTALL)
 
 
+COMMANDS = """
+import sys
+import pytest
+matrix = ["-n", "0", "-p", "no:cacheprovider", "-vv", "tests/conformance/test_identity.py", "-k", "periodic"]
+assert pytest.main(matrix) == 0
+print("END")
+from forerun.cli.main import run
+for method in ("periodic", "none"):
+    assert run(["generate", *sys.argv[1:], "--spec-method", method]) == 0
+    print("END")
+"""
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """``run(*arguments)``: Python in a process of its own that has the document's package installed; its output."""
+def said(tiny_target, tmp_path_factory):
+    """What a process prints that has the document's package installed: a run of the conformance matrix, an answer by
+    the drafter, one without it, and the document's example."""
     folder = tmp_path_factory.mktemp("installed")
-    module, _ = blocks("python")
+    module, example = blocks("python")
     assert module.count("\n") < 60
     (folder / "my_drafter.py").write_text(module, encoding="utf-8")
     project = tomllib.loads(blocks("toml")[0])["project"]
@@ -38,15 +52,13 @@ def run(tmp_path_factory):
     (record / "entry_points.txt").write_text(points, encoding="utf-8")
     path = os.pathsep.join([str(folder), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-
-    def call(*arguments):
-        done = subprocess.run(
-            [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    return call
+    script = tmp_path_factory.mktemp("script") / "example.py"
+    script.write_text(COMMANDS + example, encoding="utf-8")
+    options = ["--model", tiny_target, "--max-tokens", "40", "--temperature", "0.8", "--seed", "3", "--json"]
+    command = [sys.executable, str(script), PROMPT, *options]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.split("END\n")
 
 
 def test_it_can_be_built_beside_other_scripts(tmp_path):
@@ -60,20 +72,8 @@ def test_it_can_be_built_beside_other_scripts(tmp_path):
     assert [path.name for path in (tmp_path / "build" / "lib").iterdir()] == ["my_drafter.py"]
 
 
-COMMANDS = """
-import sys
-from forerun.cli.main import run
-for method in ("periodic", "none"):
-    assert run(["generate", *sys.argv[1:], "--spec-method", method]) == 0
-    print("END")
-"""
-
-
-def test_it_is_found_by_name_and_changes_no_token_and_the_documents_example_runs(run, tiny_target, tmp_path):
-    script = tmp_path / "example.py"
-    script.write_text(COMMANDS + blocks("python")[1], encoding="utf-8")
-    options = ["--max-tokens", "40", "--temperature", "0.8", "--seed", "3", "--json"]
-    *answers, gain = run(str(script), PROMPT, "--model", tiny_target, *options).split("END\n")
+def test_it_is_found_by_name_and_changes_no_token_and_the_documents_example_runs(said):
+    _, *answers, gain = said
     assert float(gain) >= 1
     result = dict(zip(("periodic", "none"), map(json.loads, answers), strict=True))
     assert result["periodic"]["token_ids"] == result["none"]["token_ids"]
@@ -81,11 +81,7 @@ def test_it_is_found_by_name_and_changes_no_token_and_the_documents_example_runs
     assert result["none"]["metrics"]["num_draft_tokens"] == 0
 
 
-def test_the_conformance_matrix_covers_it_unasked(run):
-    output = run(
-        "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-vv", "tests/conformance/test_identity.py",
-        "-k", "periodic",
-    )  # fmt: skip
-    passed = re.findall(r"\[periodic-(chain|tree)-(\w+)-\w+-\w+-\w+\] PASSED", output)
+def test_the_conformance_matrix_covers_it_unasked(said):
+    passed = re.findall(r"\[periodic-(chain|tree)-(\w+)-\w+-\w+-\w+\] PASSED", said[0])
     assert {shape for shape, _ in passed} == {"chain", "tree"}
-    assert "FAILED" not in output
+    assert "FAILED" not in said[0]

@@ -72,10 +72,12 @@ def begin(url, texts, **body):
     return reader
 
 
-def test_it_serves_what_a_file_of_options_says():
+def test_it_serves_what_a_file_of_options_says_and_a_second_signal_ends_it_at_once():
+    kind = signal.SIGINT  # SIGTERM takes the same way, as a later test shows
     example = Path(__file__).parents[2] / "docs" / "examples" / "forerun.yaml"
+    options = ["--config", str(example), "--served-model-name", "mine", "--max-num-seqs", "1", "--drain-timeout", "50"]
     with (
-        serving("--config", str(example), "--served-model-name", "mine") as (_, url),
+        serving(*options) as (server, url),
         httpx2.Client(base_url=f"{url}/v1", headers=KEY, timeout=60) as client,
     ):
         assert client.get("/models").json()["data"][0]["id"] == "mine"
@@ -84,6 +86,18 @@ def test_it_serves_what_a_file_of_options_says():
             assert client.post("/completions", json=body).status_code == 200
         for host, status in (("llm.example.org", 200), ("other.example.org", 403)):
             assert client.get("/models", headers={"Host": host}).status_code == status
+
+        texts = []
+        reader = begin(url, texts, max_tokens=500, n=128, logprobs=5)
+        server.send_signal(kind)
+        while httpx2.get(f"{url}/health").status_code == 200:
+            pass
+        server.send_signal(kind)
+        assert server.wait(15) in (0, -kind)
+        reader.join(30)
+        assert "the server shut down" in texts[0]
+        assert server.stdout is not None
+        assert "Traceback" not in server.stdout.read()
 
 
 def test_it_serves_and_ends(model_folder, capsys):
@@ -145,23 +159,6 @@ def test_who_asks_while_it_drains_is_reported(model_folder):
         assert texts[0].endswith("data: [DONE]\n\n")
         assert server.wait(30) in (0, -signal.SIGTERM)
         assert 2.5 < monotonic() - signalled < 20
-
-
-def test_a_second_signal_ends_it_at_once(model_folder):
-    kind = signal.SIGINT  # SIGTERM takes the same way, as the next test shows
-    options = ["--model", str(model_folder), "--max-num-seqs", "1", "--drain-timeout", "50"]
-    with serving(*options) as (server, url):
-        texts = []
-        reader = begin(url, texts, max_tokens=500, n=128, logprobs=5)
-        server.send_signal(kind)
-        while httpx2.get(f"{url}/health").status_code == 200:
-            pass
-        server.send_signal(kind)
-        assert server.wait(15) in (0, -kind)
-        reader.join(30)
-        assert "the server shut down" in texts[0]
-        assert server.stdout is not None
-        assert "Traceback" not in server.stdout.read()
 
 
 SLOW = """
