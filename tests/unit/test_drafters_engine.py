@@ -54,6 +54,40 @@ def params(temperature):
     ]
 
 
+@pytest.mark.parametrize("shape", [{"num_speculative_tokens": 3}, {"tree": [3, 2, 1]}], ids=["chain", "tree"])
+def test_a_round_tells_the_models_own_logits_and_the_features_of_what_stays(llm, places, reference, monkeypatch, shape):
+    engine = llm({**fill(DRAFT, places), **shape}, max_num_batched_tokens=40).engine
+    monkeypatch.setattr(engine.target, "hidden", (1,))
+    job, features, roots = None, [], {}
+
+    def told(sequences, drafts, verdicts, result):
+        for index, (sequence, verdict) in enumerate(zip(sequences, verdicts)):
+            if sequence is job.sequence:
+                before, first = sum(map(len, features)), result.logit_first[index]
+                features.append(verdict.hidden[1])
+                if verdict.token is not None:
+                    roots[before + verdict.fed - 1] = result.output.logits[first].clone()
+                else:
+                    assert first == len(result.output.logits)
+        observe(sequences, drafts, verdicts, result)
+
+    observe = engine.router.observe
+    monkeypatch.setattr(engine.router, "observe", told)
+    biased = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias={7: 2.0})
+    engine.add([*range(5, 14)], biased)
+    job = engine.add([*range(3, 45)], biased)[0]
+    while engine.busy:
+        engine.step()
+    assert job.metrics.num_accepted_draft_tokens > 10
+    with torch.inference_mode():
+        out = reference(torch.tensor([job.sequence.tokens]), output_hidden_states=True)
+    kept = torch.cat(features)
+    assert len(kept) >= len(job.sequence.tokens) - 1
+    assert torch.allclose(kept, out.hidden_states[1][0, : len(kept)], atol=1e-4)
+    for position, logits in roots.items():
+        assert torch.allclose(logits, out.logits[0, position], atol=1e-3)
+
+
 def test_staged_drafts_what_its_draft_model_alone_would(llm, places):
     alone = fill({**DRAFT, "num_speculative_tokens": 5}, places)
     for temperature in (0.0, 0.8):

@@ -8,6 +8,7 @@ from simulated import Machine, play
 from transformers import AutoModelForCausalLM
 
 from described import save_described
+from forerun import LLM, SamplingParams
 from forerun.core.batch import Batch, Span
 from forerun.measure.planner import CostCurve
 from forerun.models.base import MixtureInfo, new_attention
@@ -134,3 +135,14 @@ def test_forwards_count_the_experts_that_transformers_chooses(tmp_path):
                 assert output.experts == sum(len(layer[:rows].unique()) for layer in top)
         mixture = model.info.mixture
         assert (mixture.count, mixture.chosen, mixture.layers) == (6, 3, len(top))
+
+
+def test_a_round_tells_its_policy_what_its_forward_read(tmp_path, monkeypatch):
+    save_described("qwen3_moe", tmp_path)
+    engine, read = LLM(str(tmp_path), invariant=False).engine, []
+    monkeypatch.setattr(engine.policy, "observe", lambda *given: read.append(given[-1].experts))
+    engine.add([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
+    while engine.busy:
+        engine.step()
+    mixture = engine.model.info.mixture
+    assert read[1:] == [mixture.chosen * mixture.layers] * 2
