@@ -15,6 +15,7 @@ from forerun.measure.environment import logits
 from forerun.models.formats import blocks, error
 from forerun.models.load import load_model
 from forerun.models.open import open_files, read_config
+from forerun.models.prequantized import Grouped, Unpacked, gather
 from forerun.models.transform import transform
 from here import where
 from tiny import save_tokenizer, tiny_llama
@@ -88,10 +89,19 @@ def compressed(weight, group, centred=True, bits=4):
     return parts, values(levels, scales, zeros, every(weight.shape[1], group))
 
 
-def in_bytes(weight):
-    levels, scales, zeros = rounded(weight, weight.shape[1], 8, centred=True)
-    whole = (levels - zeros).astype(np.int8)
-    return {"weight": whole, "weight_scale": scales}, whole.astype(np.float32) * scales
+def in_bytes(weight, group=None, centred=True):
+    group = group or weight.shape[1]
+    levels, scales, zeros = rounded(weight, group, 8, centred)
+    parts = {"weight": (levels - 128).astype(np.int8), "weight_scale": scales}
+    if not centred:
+        parts["weight_zero_point"] = (zeros - 128).astype(np.int8)
+    return parts, values(levels, scales, zeros, every(weight.shape[1], group))
+
+
+def with_one_zero(weight):
+    levels, scales, zeros = rounded(weight, weight.shape[1], 7, centred=True)
+    parts = {"weight": (levels - zeros + 5).astype(np.int8), "weight_scale": scales, "weight_zero_point": np.array([5])}
+    return parts, (levels - zeros).astype(np.float32) * scales
 
 
 def fp8(weight, tile=32):
@@ -100,6 +110,13 @@ def fp8(weight, tile=32):
     wide = np.repeat(np.repeat(scales, tile, 0), tile, 1)[: weight.shape[0], : weight.shape[1]]
     numbers = torch.from_numpy(weight / wide).to(torch.float8_e4m3fn)
     return {"weight": numbers, "weight_scale_inv": scales}, numbers.float().numpy() * wide
+
+
+def scaled(weight, *shape):
+    """FP8 with a scale for all, or one for each output."""
+    scales = np.random.default_rng(1).uniform(0.01, 0.02, shape or (len(weight), 1)).astype(np.float32)
+    numbers = torch.from_numpy(weight / scales).to(torch.float8_e4m3fn)
+    return {"weight": numbers, "weight_scale": scales}, numbers.float().numpy() * scales
 
 
 def of_compressed(bits, format):
@@ -124,11 +141,19 @@ CASES = {
     "int8": (in_bytes, of_compressed(8, "int-quantized"), "int8 by rows"),
     "fp8": (fp8, {"quant_method": "fp8", "weight_block_size": [32, 32]}, "streamed"),
 }  # fmt: skip
+EVERY = {
+    **CASES,
+    "int8, bytes in groups": (lambda w: in_bytes(w, 32), of_compressed(8, "int-quantized"), "Q8_0"),
+    "int8, zeros": (lambda w: in_bytes(w, centred=False), of_compressed(8, "int-quantized"), "streamed"),
+    "int8, one zero": (with_one_zero, of_compressed(8, "int-quantized"), "streamed"),
+    "fp8, by outputs": (scaled, of_compressed(8, "float-quantized"), "streamed"),
+    "fp8, one scale": (lambda w: scaled(w, 1), {"quant_method": "fp8"}, "streamed"),
+}
 
 
 def write(folder, name):
     """A tiny Llama whose layers are quantized so, and what its weights stand for."""
-    make, config, _ = CASES[name]
+    make, config, _ = EVERY[name]
     tiny_llama(hidden_size=64, intermediate_size=128, dtype="bfloat16").bfloat16().save_pretrained(folder)
     save_tokenizer(folder)
     tensors = {}
@@ -148,7 +173,7 @@ def write(folder, name):
     return meant
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", EVERY)
 def test_the_values_are_those_that_were_written(tmp_path, name):
     meant = write(tmp_path, name)
     result = transform(open_files(tmp_path, packed=True), read_config(tmp_path))
@@ -157,11 +182,11 @@ def test_the_values_are_those_that_were_written(tmp_path, name):
         assert torch.equal(result.values(tensor)[3:7], expected[3:7])
 
 
-@pytest.mark.parametrize("name", where(blocks.can_run(), CASES))
+@pytest.mark.parametrize("name", where(blocks.can_run(), EVERY))
 def test_the_layers_hold_them(tmp_path, name):
     """Exact, but for minima rounded to float16; the model's own error is that of inputs in 8 bits."""
     meant = write(tmp_path / "packed", name)
-    path = CASES[name][2]
+    path = EVERY[name][2]
     result = transform(open_files(tmp_path / "packed", packed=True), read_config(tmp_path / "packed"))
     for tensor, expected in meant.items():
         held = result.blocks(tensor)
@@ -180,6 +205,23 @@ def test_the_layers_hold_them(tmp_path, name):
     assert error(logits(exact, texts), logits(model, texts)) < 0.05
     numbers = load_model(tmp_path / "packed", quantization="float32", invariant=False)
     assert error(logits(exact, texts), logits(numbers, texts)) < 1e-5
+
+
+@pytest.mark.parametrize("scale", [1e5, 1e-9])
+def test_scales_that_are_no_float16_stay_as_they_are(scale):
+    levels = torch.arange(64, dtype=torch.uint8).view(2, 32) % 16
+    weight = Grouped((2, 32), 4, lambda: Unpacked(levels, torch.full((2, 1), 8)), torch.full((2, 1), scale))
+    assert weight.blocks() is None
+    assert torch.equal(weight[:], (levels.float() - 8) * scale)
+
+
+def test_rows_and_inputs_that_do_not_fill_their_words():
+    levels, scales, zeros = rounded(np.random.default_rng(0).normal(size=(12, 60)), 30)
+    wide = [np.pad(each, ((0, 0), (0, 4)), constant_values=9) for each in (levels, zeros.T)]
+    parts = {"packed": pack(wide[0]), "scale": scales, "shape": np.array([12, 60]), "zero_point": pack(wide[1]).T}
+    tensors = {f"a.weight_{end}": torch.from_numpy(np.ascontiguousarray(part)) for end, part in parts.items()}
+    result = gather(tensors, of_compressed(4, "pack-quantized"), "it")["a.weight"][:]
+    assert torch.equal(result, torch.from_numpy(values(levels, scales, zeros, every(60, 30))))
 
 
 @pytest.mark.parametrize("name", ["awq, 32", "fp8"])
@@ -201,6 +243,7 @@ BAD = {
     "sparse": ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, None, "and sparse, which"),
     "another format": ("int4", {"format": "nvfp4-pack-quantized"}, None, "in the format 'nvfp4-pack-quantized'"),
     "3 bits": ("int4", {"config_groups": {"a": {"weights": {"num_bits": 3}}}}, None, r"weights of \[3\] bits"),
+    "transformed": ("int4", {"transform_config": {"config_groups": {"a": {}}}}, None, "in the format 'pack-quantized'"),
     "no scales": ("awq, 32", {}, {"scales": None}, "lacks .*proj.scales, a part of a AWQ weight"),
     "scales of another shape": ("gptq", {}, {"scales": torch.ones(2, 3).half()}, r"a part of it is \[2, 3\]"),
     "three groups": ("awq, 32", {}, {"scales": torch.ones(3, 64).half()}, "64 inputs in 3 groups"),
