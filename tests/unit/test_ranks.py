@@ -293,9 +293,9 @@ def numbers_of(shape):
 
 def test_parts_of_a_weight_make_the_whole():
     whole = torch.arange(7 * 6).view(7, 6).float()
-    rows = [split.Shard(whole, split.vocabulary(7, rank, 3), None)[:] for rank in range(3)]
+    rows = [split.shard(whole, split.vocabulary(7, rank, 3), None)[:] for rank in range(3)]
     assert torch.equal(torch.cat(rows), torch.cat([whole, torch.zeros(2, 6)]))
-    columns = [split.Shard(whole, None, split.Cut(1, (3,)).places(6, rank, 3))[2:4] for rank in range(3)]
+    columns = [split.shard(whole, None, split.Cut(1, (3,)).places(6, rank, 3))[2:4] for rank in range(3)]
     assert torch.equal(torch.cat(columns, 1), whole[2:4])
     fused = split.Cut(0, (4, 2, 2))  # four heads, two of keys, two of values, three numbers each
     assert fused.places(24, 1, 2).tolist() == [*range(6, 12), *range(15, 18), *range(21, 24)]

@@ -16,7 +16,7 @@ import torch
 from forerun.core.errors import ConfigError
 from forerun.models.architectures.description import Name, Recurrence, ShortConvSpec
 from forerun.models.architectures.spec import MixerSpec, Spec
-from forerun.models.formats.base import Rows
+from forerun.models.formats.base import MadeRows, Rows
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.int8 import Levels
 from forerun.models.transform import ChangedWeights, Weights
@@ -145,29 +145,27 @@ def _by_outputs(names: tuple[Name, ...], units: tuple[int, ...]) -> dict[str, Cu
     return {name.checkpoint: Cut(0, (count,)) for name, count in zip(names, units, strict=True)}
 
 
-class Shard:
+def shard(weight: Rows, rows: torch.Tensor | None, columns: torch.Tensor | None) -> MadeRows:
     """Some rows and columns of a weight; a row -1 is zeros."""
+    outputs = weight.shape[0] if rows is None else len(rows)
+    inputs = weight.shape[1] if columns is None else len(columns)
+    chosen: slice | torch.Tensor = slice(None)
+    if columns is not None:
+        ahead = torch.equal(columns, torch.arange(len(columns)) + columns[0])
+        chosen = slice(int(columns[0]), int(columns[-1]) + 1) if ahead else columns
 
-    def __init__(self, weight: Rows, rows: torch.Tensor | None, columns: torch.Tensor | None) -> None:
-        outputs = weight.shape[0] if rows is None else len(rows)
-        inputs = weight.shape[1] if columns is None else len(columns)
-        self.weight, self.rows = weight, rows
-        self.columns: slice | torch.Tensor = slice(None)
-        if columns is not None:
-            ahead = torch.equal(columns, torch.arange(len(columns)) + columns[0])
-            self.columns = slice(int(columns[0]), int(columns[-1]) + 1) if ahead else columns
-        self.shape, self.dtype, self.device = torch.Size((outputs, inputs)), weight.dtype, weight.device
-        self.nbytes = outputs * inputs * weight.dtype.itemsize
-
-    def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        if self.rows is None:
-            return self.weight[rows][:, self.columns]  # of a mapped tensor a view: the rest is never read
-        indices = self.rows[rows]
-        result = self.weight[indices.clamp(min=0)][:, self.columns]
+    def make(which: slice | torch.Tensor) -> torch.Tensor:
+        if rows is None:
+            return weight[which][:, chosen]  # of a mapped tensor a view: the rest is never read
+        indices = rows[which]
+        result = weight[indices.clamp(min=0)][:, chosen]
         missing = indices < 0
         if missing.any():
             result[missing] = 0  # a copy, as of every choice of rows
         return result
+
+    nbytes = outputs * inputs * weight.dtype.itemsize
+    return MadeRows((outputs, inputs), make, nbytes, weight.dtype, weight.device)
 
 
 class SplitWeights(ChangedWeights):
@@ -195,14 +193,14 @@ class SplitWeights(ChangedWeights):
     def values(self, name: str) -> Rows:
         result, (stem, _, kind) = self.weights.values(name), name.rpartition(".")
         if stem in self.words:
-            return Shard(result, vocabulary(result.shape[0], self.rank, self.size), None)
+            return shard(result, vocabulary(result.shape[0], self.rank, self.size), None)
         cut = self._cut(name)
         if cut is None or (kind == "bias" and cut.axis == 1):
             return result
         indices = cut.places(result.shape[cut.axis], self.rank, self.size)
         if len(result.shape) != 2:
             return result[indices]
-        return Shard(result, indices, None) if cut.axis == 0 else Shard(result, None, indices)
+        return shard(result, indices, None) if cut.axis == 0 else shard(result, None, indices)
 
     def blocks(self, name: str) -> Blocks | Levels | None:
         if self.weights.blocks(name) is not None:
