@@ -24,13 +24,15 @@ def test_every_kind_is_here_or_in_the_engine():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_learns_from_the_same_text(tuned_folder, tuned_target, tmp_path, monkeypatch, kind):
-    """A finished tuning is given another kind: nothing is written again, it is compared, and it changes no token."""
+    """A finished tuning is given another kind: nothing is written again, it is compared, and it changes no token.
+    Learning ends when its processor time is over."""
     out = Path(shutil.copytree(tuned_folder, tmp_path / "out"))
     monkeypatch.setattr(data.Writer, "part", lambda *_: pytest.fail("wrote again"))
     stages.tune(TuneConfig(model=tuned_target, out=out, **QUICK, train=("eagle", kind), cpu_minutes=1 / 60))
     state = json.loads((out / "run" / "state.json").read_text("utf-8"))["results"]
     assert set(state["train"]) == {"eagle", kind}
     assert state["train"][kind]["tokens"] > 0
+    assert kind != "medusa" or 1 <= state["train"][kind]["seconds"] < 2
     assert {row["config"]["method"] for row in state["choose"]["measured"]} > {"eagle", kind}
     if kind != "draft_model":
         content = json.loads((out / kind / "config.json").read_text("utf-8"))
@@ -43,14 +45,6 @@ def test_every_kind_learns_from_the_same_text(tuned_folder, tuned_target, tmp_pa
     ]
     assert said[0].outputs[0].token_ids == said[1].outputs[0].token_ids
     assert said[1].metrics.num_draft_tokens > 10
-
-
-def test_learning_ends_when_its_processor_time_is_over(tuned_folder, tuned_target, tmp_path):
-    out = Path(shutil.copytree(tuned_folder, tmp_path / "out"))
-    shutil.rmtree(out / "medusa", ignore_errors=True)
-    stages.tune(TuneConfig(model=tuned_target, out=out, **QUICK, train=("medusa",), cpu_minutes=3 / 60))
-    spent = json.loads((out / "run" / "state.json").read_text("utf-8"))["results"]["train"]["medusa"]["seconds"]
-    assert 3 <= spent < 4
 
 
 def test_a_draft_model_that_cannot_start_is_refused():

@@ -94,12 +94,19 @@ def grammars(tokenizer, form, special, **options):
     return lambda: compiler.start(shape)
 
 
-def walk(grammar, tokenizer, seed, longest=500):
+@pytest.fixture(scope="module")
+def closing(tokenizer):
+    """By token: whether it may end a text."""
+    ends = ('"', "<", "}", "]", ")", ",")
+    result = np.array([tokenizer.decode([token])[:1] in ends for token in range(len(tokenizer))])
+    result[tokenizer.eos_token_id] = True
+    return result
+
+
+def walk(grammar, tokenizer, closing, seed, longest=500):
     """A random answer that the grammar permits, in favour of what ends texts; None: it has not ended."""
     drawn = random.Random(seed)
     sequence = RequestState(0, [5], 1, SamplingParams(), 0)
-    closing = np.array([tokenizer.decode([i])[:1] in ('"', "<", "}", "]", ")", ",") for i in range(len(tokenizer))])
-    closing[tokenizer.eos_token_id] = True
     while len(sequence.tokens) < longest:
         mask = grammar.allowed(sequence, [])
         allowed = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")[: len(closing)].astype(bool)
@@ -144,11 +151,11 @@ def by_transformers(form, text):
 
 @pytest.mark.parametrize("special", [True, False], ids=["special", "spelled"])
 @pytest.mark.parametrize("form", FORMS, ids=NAMED.get)
-def test_what_may_be_forced_is_read_as_valid_calls(tokenizer, form, special):
+def test_what_may_be_forced_is_read_as_valid_calls(tokenizer, closing, form, special):
     ended, seen, thoughts = 0, set(), 0
     start = grammars(tokenizer, form, special)
     for seed in range(16):
-        text = walk(start(), tokenizer, seed)
+        text = walk(start(), tokenizer, closing, seed)
         if text is None:
             continue
         ended += 1
