@@ -46,9 +46,10 @@ def test_the_longest_match_that_is_last(_):
 
 
 @pytest.mark.parametrize("accept", where(kernels.has("draft_float32"), ["coupled", "token"]))
-@pytest.mark.parametrize("size", [None, 60])
-def test_drafts_stay_the_same(accept, size, tiny_target, tiny_draft):
+@pytest.mark.parametrize(("size", "together"), [(None, 1), (60, 1), (None, 3)])
+def test_drafts_stay_the_same(accept, size, together, tiny_target, tiny_draft):
     """Tokens and q, bit by bit, in fewer calls."""
+    texts = [TEXT, "abab" + TEXT, TEXT[5:]][:together]
 
     def drafted(most):
         config = {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 7, "accept": accept,
@@ -59,32 +60,34 @@ def test_drafts_stay_the_same(accept, size, tiny_target, tiny_draft):
         if most:
             learn = drafter.chains.lookup.learn
             drafter.chains.lookup.learn = lambda guess: passes.append(guess) or learn(guess)
-        llm.engine.on_round = lambda result: rounds.extend(
+        llm.engine.on_round = lambda result: rounds.append([
             (draft.tokens, [draft.q[each.row].clone() for trials in draft.trials for each in trials if each.row >= 0])
             for draft in result.drafts
-        )
+        ])  # fmt: skip
         for seed, temperature in enumerate((0.0, 0.3, 1.0)):
-            llm.generate([TEXT], SamplingParams(temperature=temperature, seed=seed, max_tokens=60, ignore_eos=True))
+            llm.generate(texts, SamplingParams(temperature=temperature, seed=seed, max_tokens=60, ignore_eos=True))
         llm.engine.check()
         return rounds, passes
 
     (plain, _), (ahead, passes) = drafted(0), drafted(5)
-    assert [tokens for tokens, _ in ahead] == [tokens for tokens, _ in plain]
-    assert all(len(a) == len(b) and all(map(torch.equal, a, b)) for (_, a), (_, b) in zip(ahead, plain))
+    for drafts, expected in zip(ahead, plain, strict=True):
+        assert [tokens for tokens, _ in drafts] == [tokens for tokens, _ in expected]
+        assert all(len(a) == len(b) and all(map(torch.equal, a, b)) for (_, a), (_, b) in zip(drafts, expected))
     calls = [PassStruct(*each) for guess in passes for each in zip(*[iter(guess.passes)] * len(PassStruct._fields))]
     calls = [each for each in calls if each.rows]
     assert any(each.right for each in calls)
     assert any(each.right < each.guessed for each in calls)
-    assert any(guess.tokens for guess in passes)
-    assert len(calls) < sum(len(tokens) for tokens, _ in plain)
+    assert any(tokens for guess in passes for tokens in guess.first)
+    assert len(calls) < sum(max(len(tokens) for tokens, _ in drafts) for drafts in plain)
 
 
 def learn(lookup, match, right, guessed, rows=None, cost=0.0):
     rows = 1 + guessed if rows is None else rows
     one = PassStruct(1, 10**6, 0, 0, 0)
     each = PassStruct(rows, round(10**6 * (1.0 + cost * (rows - 1))), match, guessed, right)
-    empty = array("q")
-    lookup.learn(ChainGuess(empty, empty, empty, empty, 0, array("q", (*one, *one, *each))))
+    guess = ChainGuess(lookup.counts(), 3)
+    guess.passes = array("q", (*one, *one, *each))
+    lookup.learn(guess)
 
 
 def test_as_many_as_pay():
@@ -125,10 +128,10 @@ def test_what_the_kernel_refuses(_):
 
 
 BAD = {
-    "text": lambda guess: guess.text.__setitem__(0, 10**6),
+    "text": lambda guess: guess.texts.__setitem__(0, 10**6),
     "behind": lambda guess: guess.guessed.__setitem__(0, guess.guessed[0] + 1),
     "counts": lambda guess: guess.counts.__setitem__(1, 65),
-    "length": lambda guess: guess.length.__setitem__(0, 0),
+    "length": lambda guess: guess.lengths.__setitem__(0, 0),
 }
 
 

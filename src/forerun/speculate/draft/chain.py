@@ -7,7 +7,7 @@ It serves requests without penalties, bans and grammars.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -41,7 +41,7 @@ def plain(sequence: RequestState) -> bool:
 class ChainRunner:
     """Drafts with ``fused``, which predicts over the target's ids or, in ascending order, those of ``names`` int64.
     ``feeds``: a step's input is the last one's output before the final norm, beside the token (EAGLE-3). Chains end
-    where the chance of all of it falls below ``floor``, a logarithm; ``words`` are the ids' own for noise. A lone chain
+    where the chance of all of it falls below ``floor``, a logarithm; ``words`` are the ids' own for noise. A chain
     reads the tokens that ``lookup`` guesses with the token before them: one call for all that are right."""
 
     fused: Fused
@@ -83,20 +83,20 @@ class ChainRunner:
         batch: Batch,
         attention: Attention,
         given: torch.Tensor | None = None,
-        text: Sequence[int] | None = None,
+        texts: Sequence[Sequence[int]] = (),
     ) -> list[Draft]:
         """One draft for each of ``everyone``, a chain of at most its budget where it is in ``ready``. ``batch`` reads
         what each of these lacks: its spans that ask for logits, one row each, are theirs, in order. The cache's pages
-        have room for all but the last tokens. ``text``: what a lone one has read once ``batch`` is."""
+        have room for all but the last tokens. ``texts``: what each of them has read once ``batch`` is."""
         assert isinstance(attention, KernelAttention)
         sequences, depths = [everyone[i] for i in ready], [budgets[i] for i in ready]
         count, longest = len(sequences), max(depths)
         theirs = [i for i, span in enumerate(batch.spans) if span.logits]
         starts = array("q", [batch.spans[i].end for i in theirs])
-        ahead = None if self.lookup is None or text is None else self.lookup.begin(text, longest, self.fused.known)
-        if ahead is not None:
-            batch = _behind(batch, theirs[0], ahead.tokens)
-        wide = 0 if ahead is None else 1 + max(ahead.counts)
+        guess = self.lookup.begin(texts, depths, self.fused.known) if self.lookup is not None and texts else None
+        if guess is not None:
+            batch = _behind(batch, dict(zip(theirs, guess.first)))
+        wide = 0 if guess is None else guess.rows
         prepared = self.fused.prepare(batch, attention, given, ahead=longest, wide=wide)
         temperatures = array("f", [self.chooser.row(sequence).effective_temperature for sequence in sequences])
         thresholds = array(
@@ -118,12 +118,12 @@ class ChainRunner:
             count, longest, at[0], at[1], at[2], at[3], at[4], at[5], self.words.data_ptr(),
             0 if self.names is None else self.names.data_ptr(), noise[0], noise[1], tokens.buffer_info()[0],
             0 if q is None else q.data_ptr(), width, int(self.feeds), structs.number(self.floor),
-            *(() if ahead is None else ahead.addresses),
+            *(() if guess is None else guess.addresses),
         ))  # fmt: skip
         fused = self.fused
         fused.draft(*fused.addresses, prepared.address, call.buffer_info()[0])
-        if self.lookup is not None and ahead is not None:
-            self.lookup.learn(ahead)
+        if self.lookup is not None and guess is not None:
+            self.lookup.learn(guess)
         attention.finish(prepared.plan)
         drafts = [Draft() for _ in everyone]
         for i, (index, depth, start) in enumerate(zip(ready, depths, starts)):
@@ -148,11 +148,13 @@ class ChainRunner:
         return keys, quantiles
 
 
-def _behind(batch: Batch, index: int, tokens: list[int]) -> Batch:
-    """The batch with ``tokens`` behind a span, and their logits."""
-    span, spans = batch.spans[index], list(batch.spans)
-    rows = range(span.count - 1, span.count + len(tokens))
-    spans[index] = replace(span, tokens=[*span.tokens, *tokens], logits=list(rows))
+def _behind(batch: Batch, tokens: Mapping[int, list[int]]) -> Batch:
+    """The batch with ``tokens`` behind spans, by their number, and these rows' logits."""
+    spans = list(batch.spans)
+    for index, more in tokens.items():
+        span = spans[index]
+        rows = range(span.count - 1, span.count + len(more))
+        spans[index] = replace(span, tokens=[*span.tokens, *more], logits=list(rows))
     return Batch(spans, batch.device)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from forerun import kernels
 from forerun.kernels.structs import PassStruct
@@ -29,24 +29,47 @@ VARIED = 0.1
 
 @dataclass(slots=True)
 class ChainGuess:
-    """What is guessed for one chain, and what became of it."""
+    """What is guessed for some chains, and what became of the first one's."""
 
     counts: array[int]
-    text: array[int]
-    """With the first guess behind it."""
-    length: array[int]
-    guessed: array[int]
-    match: int
-    passes: array[int]
+    longest: int
+    texts: array[int] = field(default_factory=lambda: array("q"))
+    """End to end, each with its first guess behind it."""
+    lengths: array[int] = field(default_factory=lambda: array("q"))
+    guessed: array[int] = field(default_factory=lambda: array("q"))
+    first: list[list[int]] = field(default_factory=list)
+    """What the first call reads behind each text."""
+    match: int = 0
+    """Tokens of the first text's end that were found before the first call."""
+    passes: array[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.passes = array("q", bytes(8 * len(PassStruct._fields) * self.longest))
 
     @property
-    def tokens(self) -> list[int]:
-        return self.text[self.length[0] :].tolist()
+    def rows(self) -> int:
+        """The most that a call reads."""
+        return len(self.first) * (1 + max(self.counts))
+
+    def add(self, text: array[int], depth: int) -> None:
+        """Look up what the first call reads behind ``text`` for a chain of at most ``depth`` tokens."""
+        library = kernels.library()
+        assert library is not None
+        out, found = array("q", bytes(8 * max(1, *self.counts))), array("q", (0, 0))
+        at = [numbers.buffer_info()[0] for numbers in (text, self.counts, out, found)]
+        library.look_up(at[0], len(text), at[1], REACH, depth - 1, at[2], at[3])
+        if not self.first:
+            self.match = found[0]
+        guess = out[: found[1]]
+        self.texts += text + guess
+        self.lengths.append(len(text))
+        self.guessed.append(len(guess))
+        self.first.append(guess.tolist())
 
     @property
     def addresses(self) -> list[int]:
         """The last fields of ``structs.Chains``."""
-        parts = (self.text, self.length, self.guessed, self.counts, self.passes)
+        parts = (self.texts, self.lengths, self.guessed, self.counts, self.passes)
         *most, passes = (part.buffer_info()[0] for part in parts)
         return [*most, REACH, passes]
 
@@ -61,28 +84,23 @@ class ChainLookup:
         self.price = PRICE
         self._sums = [0.0] * 5
 
-    def counts(self) -> array[int]:
-        """int64 [REACH + 1]: how many tokens to guess, by how many tokens of the end were found."""
-        result = array("q", [0])
+    def counts(self, chains: int = 1) -> array[int]:
+        """int64 [REACH + 1]: how many tokens to guess, by how many tokens of the end were found. A call is saved once
+        all of the ``chains`` are as far: then each pays for a row."""
+        result, price = array("q", [0]), chains * self.price / (1.0 + (chains - 1) * self.price)
         for right, tried in zip(self.right[1:], self.tried[1:]):
             rate, count = right / tried, 0
-            while count < self.most and rate ** (count + 1) > self.price:
+            while count < self.most and rate ** (count + 1) > price:
                 count += 1
             result.append(count)
         return result
 
-    def begin(self, text: Sequence[int], longest: int, known: int) -> ChainGuess:
-        """For a chain of at most ``longest`` tokens behind ``text``, by a model that knows the first ``known`` ids."""
-        counts, out, found = self.counts(), array("q", bytes(8 * max(1, self.most))), array("q", (0, 0))
-        whole = array("q", (min(token, known - 1) for token in text[-RECENT:]))
-        at = [numbers.buffer_info()[0] for numbers in (whole, counts, out, found)]
-        library = kernels.library()
-        assert library is not None
-        library.look_up(at[0], len(whole), at[1], REACH, longest - 1, at[2], at[3])
-        guess = out[: found[1]]
-        length, guessed = array("q", (len(whole),)), array("q", (len(guess),))
-        passes = array("q", bytes(8 * len(PassStruct._fields) * longest))
-        return ChainGuess(counts, whole + guess, length, guessed, found[0], passes)
+    def begin(self, texts: Sequence[Sequence[int]], depths: Sequence[int], known: int) -> ChainGuess:
+        """For chains of at most so many tokens behind each text, by a model that knows the first ``known`` ids."""
+        guess = ChainGuess(self.counts(len(texts)), max(depths))
+        for text, depth in zip(texts, depths):
+            guess.add(array("q", (min(token, known - 1) for token in text[-RECENT:])), depth)
+        return guess
 
     def learn(self, guess: ChainGuess) -> None:
         """From the calls of a chain. The first one reads more than what was guessed."""

@@ -37,6 +37,8 @@ LARGE = 64 << 20
 MOST_BITS = 5
 """A weight of a file that is taken as it is, whatever its size."""
 NARROW = 256
+TOGETHER = 4
+"""Chains at a time that tokens are read ahead for: among more, hardly a call is saved."""
 BUNDLED = "forerun:draft"
 
 
@@ -58,8 +60,8 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
     this tokenizer (Qwen 2.5's: 49,152, 99.5 % of code and English); all of them where there is no table."""
     prompt_lookup_num_tokens: int = 8
     """Most tokens that it reads ahead in a call. They are looked up in the text; those that it would not have drafted
-    itself are dropped, so that drafts stay the same. 0: none. It reads as many as pay by measured times, for one
-    request at a time, in chains that our kernels draft."""
+    itself are dropped, so that drafts stay the same. 0: none. It reads as many as pay by measured times, for up to
+    four requests at a time, in chains that our kernels draft."""
     use_heterogeneous_vocab: bool = False
     """The draft has another tokenizer than the target."""
     heterogeneous_vocab_method: str = "tli"
@@ -238,8 +240,8 @@ class DraftModel(Drafter[DraftModelConfig]):
         spans, ready = self._missing(sequences, depths)
         if self.chains is not None and ready and all(plain(sequences[i]) for i in ready):
             batch = self._batch(spans)
-            text = self._read(sequences[ready[0]]) if len(ready) == 1 else None
-            return self.chains.draft(sequences, ready, depths, batch, self.attention, text=text)
+            texts = [self._read(sequences[i]) for i in ready] if len(ready) <= TOGETHER else []
+            return self.chains.draft(sequences, ready, depths, batch, self.attention, texts=texts)
 
         def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             if depth:
