@@ -46,10 +46,10 @@ def test_the_longest_match_that_is_last(_):
 
 
 @pytest.mark.parametrize("accept", where(kernels.has("draft_float32"), ["coupled", "token"]))
-@pytest.mark.parametrize(("size", "together"), [(None, 1), (60, 1), (None, 3)])
+@pytest.mark.parametrize(("size", "together"), [(None, 1), (60, 1), (None, 2)])
 def test_drafts_stay_the_same(accept, size, together, tiny_target, tiny_draft):
     """Tokens and q, bit by bit, in fewer calls."""
-    texts = [TEXT, "abab" + TEXT, TEXT[5:]][:together]
+    texts = [TEXT, TEXT[5:]][:together]
 
     def drafted(most):
         config = {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 7, "accept": accept,

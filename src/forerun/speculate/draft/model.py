@@ -37,8 +37,8 @@ LARGE = 64 << 20
 MOST_BITS = 5
 """A weight of a file that is taken as it is, whatever its size."""
 NARROW = 256
-TOGETHER = 4
-"""Chains at a time that tokens are read ahead for: among more, hardly a call is saved."""
+TOGETHER = 2
+"""Chains at a time that tokens are read ahead for: among four, it gains nothing."""
 BUNDLED = "forerun:draft"
 
 
@@ -61,7 +61,7 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
     prompt_lookup_num_tokens: int = 8
     """Most tokens that it reads ahead in a call. They are looked up in the text; those that it would not have drafted
     itself are dropped, so that drafts stay the same. 0: none. It reads as many as pay by measured times, for up to
-    four requests at a time, in chains that our kernels draft."""
+    two requests at a time, in chains that our kernels draft."""
     use_heterogeneous_vocab: bool = False
     """The draft has another tokenizer than the target."""
     heterogeneous_vocab_method: str = "tli"
