@@ -142,6 +142,14 @@ def test_weights_of_any_shape_are_rounded(kind, outputs, inputs):
     assert torch.allclose(layer(x, more), layer(x) + more, atol=1e-5)
 
 
+def test_inputs_that_do_not_fill_a_block_are_those_that_were_given():
+    weight = torch.randn(3, 40, generator=torch.Generator().manual_seed(0))
+    held = Blocks.of(weight, "q8_0")
+    assert held.shape == held[:].shape == weight.shape
+    assert held.nbytes == 3 * 2 * 34
+    assert torch.allclose(held[:], weight, atol=weight.abs().max() / 250)
+
+
 def test_scales_of_scales_lose_less():
     """q4_k has 4.5 bits like q4_0, and about the error of q4_1 with its 5, or less."""
     torch.manual_seed(0)

@@ -108,6 +108,7 @@ def described(shape, kind=0, offset=0, names=("t",)):
         (described((8,), kind=99), "unknown type 99; F32, .*NVFP4 are read"),
         (described((48,), kind=8), "48 values, not a multiple of Q8_0's 32"),
         (described((1,) * 5), "5 dimensions"),
+        (described(()), "0 dimensions"),
         (described((0, 8)), "shape"),
         (described((8,), names=("t", "t")), "tensor t is there twice"),
     ],

@@ -318,7 +318,7 @@ def test_without_the_private_operations(monkeypatch):
 
 
 def test_the_description_names_what_holds_most_of_the_weights():
-    layers = [formats.make_linear(torch.randn(8, 8), None, "packed") for _ in range(3)]
+    layers = [formats.make_linear(torch.randn(40, 40), None, "packed") for _ in range(3)]
     assert formats.describe(layers, torch.float32) == "plain float32"
     if plain.can_pack(torch.float32):
         layers.append(formats.make_linear(torch.randn(300, 300), None, "packed"))
