@@ -346,8 +346,8 @@ class _Search:
         return Price(self.curves[count], start, step, self.rests[count], read / unit, count)
 
     def _candidates(self, forms: Sequence[Form]) -> list[dict[str, Any]]:
-        """What is measured: the best on paper, the next form where it comes close, a tree, text that repeats before
-        the draft, and that alone."""
+        """What is measured: the best on paper, the next form where it comes close, the usual chains, a tree, text that
+        repeats before the draft, and that alone."""
         best = forms[0].config()
         chains = [best, *(form.config() for form in forms[1:2] if form.speed > CLOSE * forms[0].speed)]
         kept = {form["quantization"] for form in chains}
@@ -357,7 +357,7 @@ class _Search:
         wide = 16 if curve(17) < 1.25 * curve(9) else 8
         tree = {**forms[0].options, "num_speculative_tokens": min(4, max(2, forms[0].best[0])), "tree_nodes": wide}
         suffix = {"method": "suffix", "num_speculative_tokens": 4}
-        return [*chains, tree, {"method": "cascade", "drafters": [suffix, best]}, suffix]
+        return [*chains, dict(forms[0].options), tree, {"method": "cascade", "drafters": [suffix, best]}, suffix]
 
     def _turns(self, ways: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
         """A row for each way and cell, what the check of identity says of the chosen way, and that."""
