@@ -1,6 +1,7 @@
 """Beam searches through the engine: what is shared, preempted, aborted, refused and returned."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,9 @@ import torch
 from forerun import BeamSearchParams, ForerunError, SamplingParams
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.request import Beams, RequestState
-from forerun.speculate.beams import Continuation, finished, step
+from forerun.core.tree import Draft, Verdict
+from forerun.speculate.beams import Branched, Continuation, finished, step
+from forerun.speculate.rollback import roll_back
 
 pytestmark = pytest.mark.slow
 
@@ -286,6 +289,18 @@ def test_what_has_no_page_to_move_to_is_forgotten():
     assert pool.keep(2, 6, [0, 2, 3]) == 1
     assert (entries(pool, 1), entries(pool, 2)) == ([*range(1, 12)], [1, 2, 3, 4, 5, 6, 7])
     pool.check()
+
+
+def test_a_sequence_counts_the_entries_that_stayed():
+    pool = Pool([KVShape(1, 1, 1)], 3, 4, torch.float32)
+    filled(pool, 1, 11)
+    pool.fork(1, 2, 11)
+    sequence = RequestState(2, [6] * 6, 1, None, seed=0, scheduled=1, num_computed_tokens=5)
+    draft, verdict = Draft.tree([7, 8, 9, 10, 11], [-1, -1, 0, 2, 3]), Verdict([0, 2, 3], 5, tokens=[7, 9, 10, 5])
+    target = SimpleNamespace(attention=SimpleNamespace(pool=pool), hidden=())
+    roll_back(target, None, Branched([sequence], [draft], [verdict], [0], []))
+    assert sequence.num_computed_tokens == pool.length(2) == 7
+    assert sequence.tokens[6:] == [7, 9, 10, 5]
 
 
 def test_the_command_shows_every_beam(tiny_target, tiny_draft, plain, capsys):

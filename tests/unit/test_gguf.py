@@ -88,6 +88,14 @@ def test_lengths_that_lie_are_found_before_anything_is_read(tmp_path, kind, elem
         GGUFFile(tmp_path / "a.gguf")
 
 
+@pytest.mark.parametrize("alignment", [0, 24])
+def test_an_alignment_is_a_power_of_two(tmp_path, alignment):
+    key = struct.pack("<Q", 17) + b"general.alignment" + struct.pack("<II", 4, alignment)
+    (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + bytes(64))
+    with pytest.raises(ModelError, match=f"general.alignment is {alignment}, not a power of two"):
+        GGUFFile(tmp_path / "a.gguf")
+
+
 def described(shape, kind=0, offset=0, names=("t",)):
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(names), 0)]
     for name in names:

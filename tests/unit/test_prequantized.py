@@ -98,6 +98,12 @@ def in_bytes(weight, group=None, centred=True):
     return parts, values(levels, scales, zeros, every(weight.shape[1], group))
 
 
+def with_one_scale(weight):
+    scale = np.array([abs(weight).max() / 127], np.float32)
+    whole = np.rint(weight / scale).astype(np.int8)
+    return {"weight": whole, "weight_scale": scale}, whole.astype(np.float32) * scale
+
+
 def with_one_zero(weight):
     levels, scales, zeros = rounded(weight, weight.shape[1], 7, centred=True)
     parts = {"weight": (levels - zeros + 5).astype(np.int8), "weight_scale": scales, "weight_zero_point": np.array([5])}
@@ -145,6 +151,8 @@ EVERY = {
     **CASES,
     "int8, bytes in groups": (lambda w: in_bytes(w, 32), of_compressed(8, "int-quantized"), "Q8_0"),
     "int8, zeros": (lambda w: in_bytes(w, centred=False), of_compressed(8, "int-quantized"), "streamed"),
+    "int8, one scale": (with_one_scale, of_compressed(8, "int-quantized"), "int8 by rows"),
+    "gptq, zeros of 0": (lambda w: gptq(abs(w), 64, centred=False), GPTQ, "Q4_1"),
     "int8, one zero": (with_one_zero, of_compressed(8, "int-quantized"), "streamed"),
     "fp8, by outputs": (scaled, of_compressed(8, "float-quantized"), "streamed"),
     "fp8, one scale": (lambda w: scaled(w, 1), {"quant_method": "fp8"}, "streamed"),
@@ -213,6 +221,14 @@ def test_scales_that_are_no_float16_stay_as_they_are(scale):
     weight = Grouped((2, 32), 4, lambda: Unpacked(levels, torch.full((2, 1), 8)), torch.full((2, 1), scale))
     assert weight.blocks() is None
     assert torch.equal(weight[:], (levels.float() - 8) * scale)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_a_bias_is_left_out_where_it_adds_nothing(value):
+    parts, _ = gptq(np.random.default_rng(0).normal(size=(16, 32)), 32)
+    tensors = {f"a.{end}": torch.from_numpy(np.ascontiguousarray(part)) for end, part in parts.items()}
+    tensors["a.bias"] = torch.full((16,), value)
+    assert ("a.bias" in gather(tensors, GPTQ, "it")) == (value != 0)
 
 
 def test_rows_and_inputs_that_do_not_fill_their_words():
