@@ -216,13 +216,13 @@ def tuned_folder(tuned_target, few_turns, tmp_path_factory):
 def plan(capsys, tiny_target, monkeypatch):
     """Run the command with predictions that promise much: what it recommends, and what it ran."""
     ran = []
-    build = Trial.engine
+    run_trial = Trial.run
 
-    def watched(self, config):
-        ran.append(SpeculativeConfig.parse(config))
-        return build(self, config)
+    def watched(self, configs):
+        ran.extend(map(SpeculativeConfig.parse, configs))
+        return run_trial(self, configs)
 
-    monkeypatch.setattr(Trial, "engine", watched)
+    monkeypatch.setattr(Trial, "run", watched)
     monkeypatch.setattr("forerun.measure.plan.predict", promising)
 
     def call(*options):

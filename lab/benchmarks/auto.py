@@ -22,7 +22,6 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from math import comb
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
@@ -33,6 +32,7 @@ from forerun import LLM, SamplingParams
 from forerun.measure.config import CATEGORIES, CATEGORIES_SMALL, HUMANEVAL
 from forerun.measure.environment import processor
 from forerun.models.inventory import here
+from forerun_lab.intervals import shown
 from forerun_lab.written import read_set
 
 PROMPTS, ANSWERS = (50, 300, 1500), (8, 32, 128)
@@ -135,14 +135,6 @@ def requests(options: argparse.Namespace, llm: LLM) -> Iterator[tuple[dict[str, 
             yield key, prompt, SamplingParams(temperature=temperature, seed=number, max_tokens=tokens, ignore_eos=True)
 
 
-def interval(ratios: list[float]) -> tuple[float, float]:
-    """A 95 % interval of the median from order statistics, whatever the distribution."""
-    ordered, n, k = sorted(ratios), len(ratios), 0
-    while k < n // 2 and 2 * sum(comb(n, i) for i in range(k + 1)) / 2**n <= 0.05:
-        k += 1
-    return ordered[max(0, k - 1)], ordered[n - max(1, k)]
-
-
 def rate(result: dict[str, Any]) -> float:
     """Tokens per second behind the first token."""
     return (result["tokens"] - 1) / max(result["seconds"] - result["first"], 1e-9)
@@ -158,10 +150,8 @@ def show(pairs: list[dict[str, Any]]) -> None:
             whole = [p["plain"]["seconds"] / p[name]["seconds"] for p in there]
             decoding = [rate(p[name]) / rate(p["plain"]) for p in there]
             speed, first = (statistics.median(f(p[name]) for p in there) for f in (rate, lambda r: r["first"]))
-            both = [
-                f"{statistics.median(r):.2f} ({interval(r)[0]:.2f} to {interval(r)[1]:.2f})" for r in (whole, decoding)
-            ]
-            print(f"  {name:12} {speed:6.1f} tokens/s, first {first:.2f} s, over plain {both[0]}, decoding {both[1]}")
+            over = f"over plain {shown(whole)}, decoding {shown(decoding)}"
+            print(f"  {name:12} {speed:6.1f} tokens/s, first {first:.2f} s, {over}")
 
 
 def main() -> None:

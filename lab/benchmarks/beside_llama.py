@@ -26,7 +26,7 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.measure.environment import processor, read_bandwidth
 from forerun.models.base import new_attention
-from forerun_lab.intervals import median_interval
+from forerun_lab.intervals import shown
 from hybrids import rounds
 
 CONTEXT = 4096
@@ -70,11 +70,6 @@ def rows(llm: LLM, given: argparse.Namespace, file: Path, threads: int) -> dict[
     return {name: ratios for name, ratios in result.items() if name not in ("1 rows", "llama.cpp's 1")}
 
 
-def interval(values: list[float]) -> str:
-    low, high = median_interval(values) or (min(values), max(values))
-    return f"{median(values):.2f} ({low:.2f} to {high:.2f})"
-
-
 def measure(file: Path, threads: int, given: argparse.Namespace) -> None:
     llm = LLM(str(file), speculative_config=None, threads=threads, max_model_len=CONTEXT, enable_prefix_caching=False)
     torch.set_num_threads(threads)
@@ -96,12 +91,12 @@ def measure(file: Path, threads: int, given: argparse.Namespace) -> None:
             shares.append(read * ours["decode"][-1] / read_bandwidth(torch.device("cpu")))
     cells = [f"{file.stem}, {threads} thread(s)"]
     for name, values in ours.items():
-        over = interval([mine / other for mine, other in zip(values, theirs[name], strict=True)])
+        over = shown([mine / other for mine, other in zip(values, theirs[name], strict=True)])
         cells.append(f"{name} {median(values):.1f}, {over} of {median(theirs[name]):.1f}")
     if given.tokens:
-        cells.append(f"share {interval(shares)}")
+        cells.append(f"share {shown(shares)}")
     if given.rows:
-        cells += [f"{name} {interval(ratios)}" for name, ratios in rows(llm, given, file, threads).items()]
+        cells += [f"{name} {shown(ratios)}" for name, ratios in rows(llm, given, file, threads).items()]
     print("; ".join(cells), flush=True)
 
 

@@ -22,7 +22,7 @@ from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import arena
 from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.gguf_types import PACKED, bits, sizes
-from forerun_lab.intervals import median_interval
+from forerun_lab.intervals import shown
 
 INPUTS, OUTPUTS = 2048, 4096
 BYTES = 1 << 27
@@ -77,8 +77,7 @@ def main() -> None:
         cells = [f"{bits(kind)[1]:.3g}", f"{sum(part.nbytes for part in parts) / median(one) / bandwidth:.2f}"]
         for count in counts[1:]:
             ratios = [some / each for some, each in zip(taken[kind, count], one, strict=True)]
-            low, high = median_interval(ratios) or (min(ratios), max(ratios))
-            cells.append(f"{median(ratios):.2f} ({low:.2f} to {high:.2f})")
+            cells.append(shown(ratios))
         print(f"| {kind.upper()} | {' | '.join(cells)} |")
 
 

@@ -17,7 +17,6 @@ from forerun_lab.bench.orderings import (
     Ordering,
     OrderingBench,
     compare_all,
-    lines,
     verdict,
 )
 
@@ -48,9 +47,9 @@ def test_the_target_as_its_own_draft_beats_random_guesses(llm, tiny_target):
     assert first.worse < 2
     assert first.difference == pytest.approx(-second.difference)
     assert "forerun train eagle" in third.note
-    table = lines([first, second, third])
-    assert len(table) == 5
-    assert len({line.count("|") for line in table}) == 1
+    lines = orderings.table([first, second, third]).splitlines()
+    assert len(lines) == 5
+    assert len({line.count("|") for line in lines}) == 1
 
 
 def test_the_orderings_are_of_this_engine():

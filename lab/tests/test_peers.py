@@ -8,7 +8,7 @@ import pytest
 
 from forerun import SamplingParams
 from forerun.core.errors import ConfigError
-from forerun.measure.methods import EngineContender
+from forerun.measure.rounds import EngineContender
 from forerun_lab.peers import outside, peer_contenders
 
 pytestmark = pytest.mark.slow
@@ -18,7 +18,7 @@ def test_peers_answer_the_same_prompts_with_the_same_counts(llm, tiny_draft):
     target = llm()
     prompts = [[5, 6, 7, 8, 5, 6], [9, 10, 11]]
     params = [SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)] * 2
-    mine = EngineContender("none", target, {"method": "none"}, 1).run(prompts, params).answers
+    mine = EngineContender(target, {"method": "none"}, max_num_seqs=1).run(prompts, params).answers
     peers = peer_contenders(["transformers"], target, tiny_draft, 1, 32)
     assert [peer.name for peer in peers] == ["transformers", "transformers_prompt_lookup", "transformers_assisted"]
     for peer in peers:

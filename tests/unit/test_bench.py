@@ -13,12 +13,12 @@ from forerun.cli.main import run
 from forerun.cli.options import split
 from forerun.core.errors import ConfigError
 from forerun.measure import environment
-from forerun.measure.bench import acceptance_by_position, run_interleaved, side_by_side
+from forerun.measure.bench import acceptance_by_position, run_interleaved
 from forerun.measure.config import BenchConfig
-from forerun.measure.methods import EngineContender, method_configs, runnable, shape, with_trees
+from forerun.measure.methods import method_configs, runnable, shape, with_trees
 from forerun.measure.planner import CostCurve, Estimate, predict, recommend
 from forerun.measure.prompts import make_prompts, repetition_rate
-from forerun.measure.rounds import TURN, Measured, RoundCosts, Sample, measure, shares
+from forerun.measure.rounds import ROUNDS, EngineContender, Measured, RoundCosts, Sample, Turns, measure, shares
 from forerun.models.tokenizer import load_tokenizer
 from forerun.speculate.accept.synthetic import profile
 from forerun.speculate.draft import drafters
@@ -205,7 +205,7 @@ def test_what_a_length_policy_has_measured_stays_unless_it_is_to_be_forgotten(ll
             policies.append(self.engine.policy)
             return super().run(prompts, params)
 
-    contender = Noting("ngram", llm(), {"method": "ngram", "length": "adaptive"}, 1)
+    contender = Noting(llm(), {"method": "ngram", "length": "adaptive"}, max_num_seqs=1)
     config = BenchConfig(lengths=["adaptive"], fresh=fresh, whole=True, max_tokens=3, repeats=3)
     run_interleaved([contender], [[1, 2, 3], [4, 5, 6]], config, temperature=0.0, concurrency=1)
     assert len({id(policy) for policy in policies}) == kept
@@ -219,15 +219,14 @@ def test_contenders_with_several_requests_take_turns_in_their_midst(llm):
                 yield
 
     turns = []
-    prompts, params = [[1, 2, 3], [4, 5, 6]], SamplingParams(temperature=0.0, max_tokens=TURN + 9, ignore_eos=True)
-    contenders = [Noting(name, llm(), {"method": "none"}, 2) for name in ("a", "b")]
-    result = [Measured(), Measured()]
-    side_by_side(contenders, prompts, [params] * 2, result, begin=1)
+    prompts, params = [[1, 2, 3], [4, 5, 6]], SamplingParams(temperature=0.0, max_tokens=ROUNDS + 9, ignore_eos=True)
+    contenders = [Noting(llm(), {"method": "none"}, name, max_num_seqs=2) for name in ("a", "b")]
+    result = Turns(contenders, first=1).side_by_side(prompts, [params] * 2)
     assert [name for name, _ in groupby(turns)] == ["b", "a", "b", "a"]
-    assert turns[: 2 * TURN] == ["b"] * TURN + ["a"] * TURN
+    assert turns[: 2 * ROUNDS] == ["b"] * ROUNDS + ["a"] * ROUNDS
     alone = contenders[0].run(prompts, [params] * 2)
     assert result[0].answers == result[1].answers == alone.answers
-    assert result[0].tokens == alone.tokens == 2 * (TURN + 9) - 2
+    assert result[0].tokens == alone.tokens == 2 * (ROUNDS + 9) - 2
 
 
 def test_what_has_commas_stands_in_quotes():

@@ -92,8 +92,7 @@ def planned(plain, by_length, sequences):
     """Predicted and real speed over plain decoding by length, of rounds with these."""
     base, result = ran(plain), {k: ran(rounds) for k, rounds in by_length.items()}
     real = {k: each.tokens_per_second / base.tokens_per_second for k, each in result.items()}
-    for each in (*result.values(), base):
-        in_plain_forwards(each, base, sequences)
+    assert in_plain_forwards([base, *result.values()], sequences) == FORWARD[sequences]
     item = estimate("x", result, base, sequences)
     curve = CostCurve({rows: seconds / FORWARD[sequences] for rows, seconds in FORWARD.items()}, sequences)
     return {p.k: p.speedup for p in predict(item, curve, max(by_length), sequences)}, real

@@ -23,19 +23,20 @@ def test_a_choice_does_not_follow_what_else_runs(monkeypatch):
         usual = {"none": 1.0, "ngram": 1.6, "cascade": (1.05, 2.6)[number % 2], "eagle": 20.0 if not number else 1.5}
         return usual[method] * (draw.uniform(100, 400) if disturbed and draw.random() < 0.1 else 1)
 
-    def measured(way, prompts, params):
-        method = way["method"]
-        times = [spent(method, number) for number in range(40)]
-        rounds = [Sample((3,), rows[method], brought[method], 0.0, 0.0, 0.0, total) for total in times]
-        return Measured(rounds=rounds, tokens=40 * brought[method], seconds=sum(times))
+    class Simulated:
+        def __init__(self, llm, options, **changes):
+            self.method = options["method"]
+
+        def run(self, prompts, params):
+            times = [spent(self.method, number) for number in range(40)]
+            rounds = [Sample((3,), rows[self.method], brought[self.method], 0.0, 0.0, 0.0, total) for total in times]
+            return Measured(rounds=rounds, tokens=40 * brought[self.method], seconds=sum(times))
 
     def result():
-        ways = [{"method": name} for name in rows]
-        measurements = choose._measured(None, ways, [[1]] * 8, 8, 1.0, shown=False)
+        measurements = choose._measured(None, [{"method": name} for name in rows], [[1]] * 8, 8, 1.0, shown=False)
         return {row["config"]["method"]: row["speedup"] for row in measurements}
 
-    monkeypatch.setattr(choose, "measure", measured)
-    monkeypatch.setattr(choose, "engine_of", lambda llm, config, **changes: config)
+    monkeypatch.setattr(choose, "EngineContender", Simulated)
     quiet = {"none": 1.0, "ngram": 2 / 1.6, "cascade": 2 / 1.825, "eagle": 3 * 40 / (20 + 39 * 1.5)}
     for _ in range(20):
         assert result() == pytest.approx(quiet, rel=0.2)

@@ -10,6 +10,7 @@ from forerun import kernels
 from forerun.cli.main import run
 from forerun.measure import bench as bench_run
 from forerun.measure.environment import line, logits, weights
+from forerun.measure.rounds import EngineContender
 from forerun.models.formats import int8, tiled
 from forerun.models.formats.base import size
 from forerun.models.load import load_model
@@ -66,7 +67,7 @@ def test_a_tied_head_is_counted_as_often_as_it_is_held(weights):
 @pytest.mark.parametrize("method", ["cascade", "draft_model", "merged", "staged", "ngram"])
 def test_a_drafters_models_are_found(llm, method):
     target = llm(model="forerun:target")
-    engine = bench_run.EngineContender(method, target, {"method": method}, 1).engine
+    engine = EngineContender(target, {"method": method}, max_num_seqs=1).engine
     result = weights([target.engine, engine, engine], [[5, 6, 7, 8] * 4])
     drafts = [item["model"] for item in result if item["role"] == "draft"]
     assert result[0]["role"] == "target"

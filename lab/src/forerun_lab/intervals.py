@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import comb
+from statistics import median
 
 CONFIDENCE = 0.95
 
@@ -30,3 +31,9 @@ def median_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> 
         return None
     ordered = sorted(values)
     return [ordered[outside - 1], ordered[count - outside]]
+
+
+def shown(values: Sequence[float]) -> str:
+    """The median, and between which values it is: its interval, or the least and the most of too few values."""
+    low, high = median_interval(values) or (min(values), max(values))
+    return f"{median(values):.2f} ({low:.2f} to {high:.2f})"

@@ -16,6 +16,7 @@ from forerun.cli.console import print_table
 from forerun.core.errors import ConfigError
 from forerun.engine.config import SpeculativeConfig
 from forerun.measure.config import PlanConfig
+from forerun.measure.methods import size
 from forerun.measure.page import html, table
 from forerun.measure.plan import LENGTHS, Trial, most_nodes, own_options
 from forerun.measure.planner import CostCurve, Estimate, PlannedDraft, predict, speedup
@@ -188,11 +189,6 @@ def fixed(nodes: int, longest: int, above: int = RANKS) -> Iterator[tuple[int, .
         yield (width,)
         if longest > 1:
             yield from ((width, *below) for below in fixed(nodes // width - 1, longest - 1, width))
-
-
-def size(tree: Sequence[int]) -> int:
-    """Nodes of a tree with so many children at each depth."""
-    return sum(accumulate(tree, mul))
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,8 @@ from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics
 from forerun.measure.bench import acceptance_by_position
 from forerun.measure.config import CATEGORIES_SMALL, HUMANEVAL, SMALL, BenchConfig
-from forerun.measure.methods import FASTEST, Contender
 from forerun.measure.prompts import repetition_rate
-from forerun.measure.rounds import Measured
+from forerun.measure.rounds import FASTEST, Contender, Measured
 from forerun.models.chat import Message, render_chat
 from forerun.models.tokenizer import encode
 from forerun.sampling.params import SamplingParams

@@ -22,6 +22,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.loading import Advance, watch, watch_parts
 from forerun.core.threads import AUTO, MOST_THREADS, usable_cores
 from forerun.engine.memory import megabytes
+from forerun.measure.page import markdown
 
 WORTH_A_BAR = 64 << 20
 """Bytes of a model's files."""
@@ -103,10 +104,7 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def print_markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """The same as a markdown table, between empty lines."""
-    print()
-    for row in (heads, ["---"] * len(heads), *rows):
-        print("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
-    print()
+    print(f"\n{markdown(heads, rows)}\n")
 
 
 def check_file(path: Path) -> None:

@@ -117,19 +117,12 @@ def _plans(engine: Mapping[str, Any], options: list[dict[str, Any]], config: Pla
 
     from forerun.engine.llm import LLM
     from forerun.measure.plan import LENGTHS, run_plan
-    from forerun.measure.prompts import make_prompts
+    from forerun.measure.prompts import prompts_of
 
     loads = config.concurrency
     with progress("loading", len(loads) * (len(LENGTHS) + config.layer_trials)) as step:
         llm = LLM(**engine, threads=torch.get_num_threads(), speculative_config=None)
-        prompts = make_prompts(
-            config.prompt_set,
-            llm.tokenizer,
-            count=max(config.prompts, *loads),
-            length=config.prompt_tokens,
-            seed=config.seed,
-            file=config.prompts_file,
-        )
+        prompts = prompts_of(config, llm.tokenizer)
         plans = [run_plan(llm, options, prompts, config, count, step) for count in loads]
     result = plans[0] | {"loads": [_load(one) for one in plans]}
     result["environment"] = _about(llm, engine, options, prompts, loads[0])

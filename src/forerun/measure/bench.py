@@ -16,16 +16,25 @@ from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
 from forerun.measure.config import ALL, WRITTEN, BenchConfig
 from forerun.measure.environment import environment, read_bandwidth, weights
-from forerun.measure.methods import FASTEST, Contender, EngineContender, labels, method_configs, runnable, with_trees
-from forerun.measure.prompts import make_prompts, repetition_rate
-from forerun.measure.rounds import Measured, RoundCosts, interleave, shares
+from forerun.measure.methods import labels, method_configs, runnable, with_trees
+from forerun.measure.prompts import prompts_of, repetition_rate
+from forerun.measure.rounds import (
+    FASTEST,
+    PLAIN,
+    Contender,
+    EngineContender,
+    Measured,
+    Prompts,
+    RoundCosts,
+    Turns,
+    shares,
+)
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept.synthetic import LENGTH, RATES
 
 PEERS_DRAFT = 64
 """Tokens of room behind an answer: more than any peer drafts at once."""
 
-WARM_UP_TOKENS = 8
 OUT_OF_CACHE = 256 << 20
 
 
@@ -59,28 +68,20 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
     if written is not None:
         prompts, config = written.ask(llm)
     else:
-        prompts = make_prompts(
-            config.prompt_set,
-            llm.tokenizer,
-            count=max(config.prompts, *config.concurrency),
-            length=config.prompt_tokens,
-            seed=config.seed,
-            file=config.prompts_file,
-        )
+        prompts = prompts_of(config, llm.tokenizer)
     rows, categories = [], []
     held: list[dict[str, Any]] = []
     for concurrency in config.concurrency:
         named = zip(labels(options), options, strict=True)
-        contenders: list[Contender] = [EngineContender(name, llm, o, concurrency, config.whole) for name, o in named]
+        common: dict[str, Any] = {"whole": config.whole, "max_num_seqs": concurrency}
+        contenders: list[Contender] = [EngineContender(llm, each, name, **common) for name, each in named]
         if fastest is not None:
-            contenders.append(EngineContender(FASTEST, fastest, {"method": NONE}, concurrency, config.whole))
+            contenders.append(EngineContender(fastest, PLAIN, FASTEST, **common))
         if config.peers:
             context = min(max(map(len, prompts)) + config.max_tokens + PEERS_DRAFT, llm.engine.max_model_len)
             peer_contenders = from_lab("peers", "bench with peers").peer_contenders
             contenders += peer_contenders(config.peers, llm, config.speculative.get("model"), concurrency, context)
-        engines = [contender.engine for contender in contenders if isinstance(contender, EngineContender)]
-        held = weights(engines, prompts, held)
-        del engines
+        held = weights([each.engine for each in contenders if isinstance(each, EngineContender)], prompts, held)
         for temperature in config.temperatures:
             progress(f"temperature {temperature:g}, concurrency {concurrency}")
             gc.collect()
@@ -107,11 +108,7 @@ def _synthetic(options: Sequence[Mapping[str, Any]]) -> Any:
 
 
 def _about(
-    llm: LLM,
-    config: BenchConfig,
-    prompts: Sequence[Sequence[int]],
-    rows: Sequence[dict[str, Any]],
-    held: Sequence[dict[str, Any]],
+    llm: LLM, config: BenchConfig, prompts: Prompts, rows: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """What was measured, on what, with which prompts."""
     about = environment(llm, config.engine)
@@ -136,55 +133,29 @@ def _about(
 
 
 def run_interleaved(
-    contenders: Sequence[Contender],
-    prompts: Sequence[list[int]],
-    config: BenchConfig,
-    temperature: float,
-    concurrency: int,
+    contenders: Sequence[Contender], prompts: Prompts, config: BenchConfig, temperature: float, concurrency: int
 ) -> list[list[Measured]]:
     """Per contender, one measurement per repeat, each by a drafter that has not seen the prompts. The turn passes after
     every ``concurrency`` prompts, or, where engines alone answer several or count as a whole, after
-    ``plan.estimate.TURN`` rounds."""
-
-    def params(first: int, count: int, tokens: int) -> list[SamplingParams]:
-        seeds = range(config.seed + first, config.seed + first + count)
-        options = {"ignore_eos": config.prompt_set not in WRITTEN, **config.sampling}
-        options |= {"temperature": temperature, "max_tokens": tokens}
-        return [SamplingParams(**options, seed=seed) for seed in seeds]
-
-    others = [prompt[::-1] for prompt in prompts[:concurrency]]
+    ``measure.rounds.ROUNDS`` rounds."""
+    options = {"ignore_eos": config.prompt_set not in WRITTEN, **config.sampling}
+    options |= {"temperature": temperature, "max_tokens": config.max_tokens}
+    params = [SamplingParams(**options, seed=config.seed + number) for number in range(len(prompts))]
+    alone = all(isinstance(contender, EngineContender) for contender in contenders)
     runs: list[list[Measured]] = [[] for _ in contenders]
     for repeat in range(config.repeats):
-        for contender, result in zip(contenders, runs):
-            result.append(Measured())
-            if isinstance(contender, EngineContender):
-                contender.renew(fresh=config.fresh)
-            contender.run(others, params(0, concurrency, min(WARM_UP_TOKENS, config.max_tokens)))
-        engines = [contender for contender in contenders if isinstance(contender, EngineContender)]
-        if config.whole or (concurrency > 1 and len(engines) == len(contenders)):
-            result = [each[-1] for each in runs]
-            side_by_side(engines, prompts, params(0, len(prompts), config.max_tokens), result, repeat)
-            continue
-        for first in range(0, len(prompts), concurrency):
-            group = prompts[first : first + concurrency]
-            for index in _order(len(contenders), repeat + first // concurrency):
-                runs[index][-1].extend(contenders[index].run(group, params(first, len(group), config.max_tokens)))
+        turns = Turns(contenders, first=repeat)
+        turns.renew(fresh=config.fresh)
+        turns.warm_up(prompts[:concurrency], params[:concurrency])
+        if config.whole or (concurrency > 1 and alone):
+            turns.side_by_side(prompts, params)
+        else:
+            for first in range(0, len(prompts), concurrency):
+                group = slice(first, first + concurrency)
+                turns.take(prompts[group], params[group])
+        for result, parts in zip(runs, turns.runs):
+            result.append(Measured.joined(parts))
     return runs
-
-
-def side_by_side(
-    contenders: Sequence[EngineContender],
-    prompts: Sequence[list[int]],
-    params: Sequence[SamplingParams],
-    result: Sequence[Measured],
-    begin: int = 0,
-) -> None:
-    """All contenders at once, in turns."""
-    interleave([contenders[i].rounds(prompts, params, result[i]) for i in _order(len(contenders), begin)])
-
-
-def _order(count: int, begin: int) -> list[int]:
-    return [(begin + index) % count for index in range(count)]
 
 
 def _bandwidth(llm: LLM, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -206,7 +177,7 @@ def _bandwidth(llm: LLM, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def table(
     contenders: Sequence[Contender],
     runs: Sequence[Sequence[Measured]],
-    prompts: Sequence[list[int]],
+    prompts: Prompts,
     temperature: float,
     concurrency: int,
 ) -> list[dict[str, Any]]:
@@ -230,7 +201,7 @@ def table(
         row |= _speculation(result, plain, concurrency)
         row["identical"] = None
         if contender.promises_identity(temperature):
-            row["identical"] = all(m.answers == plain[0].answers for m in result)
+            row["identical"] = not any(m.different(plain[0]) for m in result)
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts, result[0].answers)]
         row["repetition_rate"] = repetition_rate(texts, [len(prompt) for prompt in prompts])
         rows.append(row)

@@ -1,22 +1,21 @@
-"""Configurations that are compared, and who answers with them. All take the same prompts and options."""
+"""Configurations that are compared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import product
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from itertools import accumulate, product
+from operator import mul
+from typing import Any
 
 from forerun.core.errors import ConfigError, ForerunError
 from forerun.engine.config import NONE, SpeculativeConfig
-from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.measure.config import ALL
-from forerun.measure.rounds import Measured, engine_of, measure, rounds
-from forerun.sampling.params import SamplingParams
+from forerun.measure.rounds import engine_of
 from forerun.speculate.accept import rules
 from forerun.speculate.accept.synthetic import KEYS as SYNTHETIC
-from forerun.speculate.draft import DrafterConfig, drafters
+from forerun.speculate.draft import drafters
 
 SHOWN = ("accept", "length", "num_speculative_tokens", "tree", "tree_nodes")
 """Options that have columns of their own."""
@@ -117,23 +116,20 @@ def tree_of(config: Mapping[str, Any], nodes: int) -> dict[str, Any] | None:
     return None
 
 
+def size(tree: Sequence[int]) -> int:
+    """Nodes of a tree with so many children at each depth."""
+    return sum(accumulate(tree, mul))
+
+
 def shape(depth: int, nodes: int) -> list[int]:
     """Children per node at each depth, none wider than the one above: as wide as ``nodes`` nodes in all permit, a chain
     at least."""
     widths = [1] * depth
-
-    def size() -> int:
-        total, level = 0, 1
-        for width in widths:
-            level *= width
-            total += level
-        return total
-
     level, refused = 0, 0
     while refused < depth:
         widths[level] += 1
         refused += 1
-        if size() > nodes or (level and widths[level] > widths[level - 1]):
+        if size(widths) > nodes or (level and widths[level] > widths[level - 1]):
             widths[level] -= 1
         else:
             refused = 0
@@ -158,94 +154,3 @@ def runnable(llm: LLM, configs: Iterable[Mapping[str, Any]]) -> tuple[list[dict[
         else:
             kept.append(dict(config))
     return kept, left_out
-
-
-FASTEST = "none_fastest"
-
-
-class Contender(Protocol):
-    """One row of the table at one concurrency."""
-
-    name: str
-
-    def facts(self) -> dict[str, Any]:
-        """What the row says of it besides measurements."""
-
-    def promises_identity(self, temperature: float) -> bool:
-        """Whether its tokens must be those of plain decoding."""
-
-    def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Measured:
-        """Answer the prompts, all of them, and time decoding."""
-
-    def close(self) -> None:
-        """Give memory back."""
-
-
-@dataclass
-class EngineContender:
-    """Forerun's engine on a loaded target with one speculative configuration."""
-
-    name: str
-    llm: LLM
-    options: Mapping[str, Any]
-    concurrency: int
-    whole: bool = False
-    """Whether the rounds that read prompts count."""
-    engine: Engine = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.engine = self._new_engine()
-
-    def _new_engine(self) -> Engine:
-        return engine_of(self.llm, self.options, max_num_seqs=self.concurrency)
-
-    def renew(self, fresh: bool = False) -> None:
-        """A drafter that has not seen these prompts' answers, which some would recite; what the length policy has
-        measured stays, unless ``fresh``."""
-        policy = self.engine.policy
-        del self.engine
-        self.engine = self._new_engine()
-        if fresh:
-            return
-        policy.setting = self.engine.policy.setting
-        self.engine.policy = policy
-        self.engine.scheduler.draft_rows = policy.longest_nodes
-
-    def facts(self) -> dict[str, Any]:
-        speculative = self.engine.speculative
-        drafter = speculative.drafter
-        return {
-            "accept": speculative.accept if drafter is not None else None,
-            "length": speculative.length if drafter is not None else None,
-            "num_speculative_tokens": drafter.num_speculative_tokens if drafter is not None else None,
-            "tree": _tree(drafter),
-            "synthetic": speculative.synthetic is not None,
-            "invariant": self.llm.model.invariant,
-            "model_path": self.llm.model.info.path,
-        }
-
-    def promises_identity(self, temperature: float) -> bool:
-        rule = self.engine.rule
-        return self.llm.model.invariant and (rule.identity or (rule.lossless and temperature == 0.0))
-
-    def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Measured:
-        return measure(self.engine, prompts, params, whole=self.whole)
-
-    def rounds(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], result: Measured
-    ) -> Iterator[None]:
-        """The same, round by round."""
-        return rounds(self.engine, prompts, params, result, whole=self.whole)
-
-    def close(self) -> None:
-        del self.engine
-
-
-def _tree(drafter: DrafterConfig | None) -> str | None:
-    """How drafts branch: a shape, a number of nodes, ``yes`` where parts of the drafter say how; None: not at all."""
-    if drafter is None or not drafter.branches:
-        return None
-    if drafter.tree is not None:
-        return "x".join(map(str, drafter.tree))
-    nodes = getattr(drafter, "tree_nodes", None)
-    return f"best {nodes}" if nodes is not None else "yes"

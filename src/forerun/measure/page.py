@@ -1,9 +1,10 @@
-"""One-file HTML pages of tables and bars, without scripts."""
+"""One-file HTML pages of tables and bars, without scripts, and tables in markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
+from typing import Any
 
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
@@ -22,6 +23,15 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "".join(f"<th>{escape(head)}</th>" for head in heads)
     body = "".join("<tr>" + "".join(f"<td>{_cell(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{top}</tr>{body}</table>"
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """The table in markdown, without a newline at its end; None becomes ``-``."""
+    lines = []
+    for row in (heads, ["---"] * len(heads), *rows):
+        cells = ("-" if cell is None else str(cell).replace("|", "\\|") for cell in row)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def bar(fraction: float) -> str:

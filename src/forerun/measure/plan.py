@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import mean, median
 from typing import Any
 
 from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab
-from forerun.engine.config import NONE, SpeculativeConfig
-from forerun.engine.engine import Engine
+from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
 from forerun.measure.config import PlanConfig
 from forerun.measure.methods import labels
 from forerun.measure.planner import CostCurve, Estimate, estimate, predict, reach, recommend
-from forerun.measure.rounds import Measured, engine_of, full, in_plain_forwards, interleave, measure, rounds
+from forerun.measure.rounds import PLAIN, EngineContender, Measured, Prompts, Turns, full, in_plain_forwards
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import DrafterConfig
 from forerun.speculate.length.experts import ExpertReads
@@ -30,7 +29,7 @@ LENGTHS = (1, 3, 5, 7)
 def run_plan(
     llm: LLM,
     options: Sequence[Mapping[str, Any]],
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     config: PlanConfig,
     concurrency: int,
     step: Callable[[str], None] = lambda note: None,
@@ -125,7 +124,7 @@ class Trial:
     of the plain rounds beside them."""
 
     llm: LLM
-    prompts: Sequence[Sequence[int]]
+    prompts: Prompts
     params: list[SamplingParams]
     concurrency: int
     step: Callable[[str], None]
@@ -154,23 +153,16 @@ class Trial:
                 by_rows[each.rows].append(each.experts)
         return self.reads.report({rows: mean(values) for rows, values in sorted(by_rows.items())})
 
-    def engine(self, config: Mapping[str, Any]) -> Engine:
-        """With room for these answers alone: several engines are here at once."""
-        longest = max(len(prompt) + (p.max_tokens or 0) for prompt, p in zip(self.prompts, self.params))
-        room = min(self.llm.engine.max_model_len, longest)
-        return engine_of(self.llm, config, max_num_seqs=self.concurrency, max_model_len=room)
-
     def run(self, configs: Sequence[Mapping[str, Any]]) -> list[Measured]:
-        """What each configuration did, after plain decoding, which all take turns with."""
-        engines = [self.engine(config) for config in ({"method": NONE}, *configs)]
-        first = [replace(p, max_tokens=4) for p in self.params[: self.concurrency]]
-        for engine in engines:
-            measure(engine, self.prompts[: self.concurrency], first)
-        result = [Measured() for _ in engines]
-        interleave([rounds(engine, self.prompts, self.params, each) for engine, each in zip(engines, result)])
-        result[0].check()
-        for each in (*result[1:], result[0]):
-            in_plain_forwards(each, result[0], self.concurrency)
+        """What each configuration did, after plain decoding, which all take turns with. Several engines are here at
+        once: they have room for these answers alone."""
+        longest = max(len(prompt) + (p.max_tokens or 0) for prompt, p in zip(self.prompts, self.params))
+        room: dict[str, Any] = {"max_model_len": min(self.llm.engine.max_model_len, longest)}
+        room["max_num_seqs"] = self.concurrency
+        turns = Turns([EngineContender(self.llm, config, **room) for config in (PLAIN, *configs)])
+        turns.warm_up(self.prompts[: self.concurrency], self.params[: self.concurrency])
+        result = turns.side_by_side(self.prompts, self.params)
+        in_plain_forwards(result, self.concurrency)
         self.plain.extend(result[0])
         return result
 

@@ -143,14 +143,20 @@ def estimate(method: str, by_length: Mapping[int, Measured], plain: Measured, se
         return None
     drafted = [r for r in full(every, sequences) if r.depth]
     rest = median(r.rest for r in full(plain.rounds, sequences))
-    start, step = line([(r.depth, r.draft) for r in drafted])
-    start += median(r.rest for r in drafted) - rest
+    start, step = draft_price(drafted, rest)
     lengths = {k: _drafted(full(result.rounds, sequences)) for k, result in by_length.items()}
     coverage = _drafted(full(every, sequences)).coverage
     return Estimate(method, total.alpha, total.match_rate, coverage, costs.c, start, step, rest, lengths)
 
 
-def line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+def draft_price(drafted: Sequence[Sample], rest: float) -> tuple[float, float]:
+    """Start and step, in the unit of the times: a draft of k tokens takes the start and k steps. The start includes
+    what a drafted round takes beside drafting and its forward, less ``rest``, what a plain one takes."""
+    start, step = _line([(r.depth, r.draft) for r in drafted])
+    return start + median(r.rest for r in drafted) - rest, step
+
+
+def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     """Start and step, neither below 0, of the line through the medians at each depth, weighed by how many there are."""
     by_depth: dict[int, list[float]] = {}
     for depth, value in points:

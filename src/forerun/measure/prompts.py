@@ -20,7 +20,7 @@ from typing import Any
 
 from forerun import pretrained
 from forerun.core.errors import ConfigError
-from forerun.measure.config import RANDOM, REPETITIVE, SETS
+from forerun.measure.config import RANDOM, REPETITIVE, SETS, BenchConfig, PlanConfig
 
 REPETITION_ORDER = 4
 RECORD = '    {{"name": "{}", "type": "string", "default": null}},\n'
@@ -44,6 +44,13 @@ def make_prompts(
     if kind == REPETITIVE:
         return _repetitive(tokenizer, count, length, source)
     return _windows(tokenizer, count, length, source)
+
+
+def prompts_of(config: BenchConfig | PlanConfig, tokenizer: Any) -> list[list[int]]:
+    """As ``config`` asks for, and as many as are decoded together at least. Raises ConfigError."""
+    kind, length, file = config.prompt_set, config.prompt_tokens, config.prompts_file
+    count = max(config.prompts, *config.concurrency)
+    return make_prompts(kind, tokenizer, count=count, length=length, seed=config.seed, file=file)
 
 
 def _from_file(file: Path, tokenizer: Any, count: int, length: int) -> list[list[int]]:

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from html import escape
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
 from forerun.measure.page import bar, html, table
-from forerun.measure.rounds import Measured, engine_of, measure
+from forerun.measure.rounds import PLAIN, EngineContender, Prompts, Turns, figures, identity
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.levels import StepsConfig
@@ -27,7 +24,6 @@ HISTORY: tuple[dict[str, Any], ...] = (
     {"method": "suffix", "num_speculative_tokens": 4},
     {"method": "prompt_lookup", "num_speculative_tokens": 4},
 )
-PLAIN: dict[str, Any] = {"method": NONE}
 DEPTHS = (1, 2, 3)
 """Tokens that a trained draft drafts."""
 SURE = {"num_speculative_tokens": 4, "confidence_threshold": 0.5}
@@ -41,10 +37,6 @@ FEWEST = 4
 """Prompts that every way answers in any case."""
 FIRST = 0.75
 """Share of the time for each way alone; the rest is for two of them together."""
-DISTURBED = 3.0
-"""Times what is usual that a round is believed to take: what drafters do differently from round to round is less."""
-WARM_UP = 4
-"""Tokens before anything counts."""
 
 
 def retrieving(texts: Path) -> dict[str, Any]:
@@ -56,7 +48,7 @@ def choose(
     llm: LLM,
     drafts: Sequence[Mapping[str, Any]],
     texts: Path | None,
-    prompts: Sequence[Sequence[int]],
+    prompts: Prompts,
     tokens: int,
     seconds: float,
     shown: bool,
@@ -92,78 +84,40 @@ def _best(rows: Sequence[Mapping[str, Any]], among: Sequence[Mapping[str, Any]])
 
 
 def _measured(
-    llm: LLM,
-    configs: Sequence[Mapping[str, Any]],
-    prompts: Sequence[Sequence[int]],
-    tokens: int,
-    seconds: float,
-    shown: bool,
+    llm: LLM, configs: Sequence[Mapping[str, Any]], prompts: Prompts, tokens: int, seconds: float, shown: bool
 ) -> list[dict[str, Any]]:
-    """A row for each of ``configs``, of which the first is plain decoding: ``speedup`` is the median over prompts and
-    turns of its time a token over plain decoding's, at most its tokens a round: no draft makes a round cheaper."""
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    result: list[list[Measured]] = [[] for _ in configs]
+    """A row for each of ``configs``, of which the first is plain decoding: its figures over prompts and turns."""
+    params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)]
     began = time.monotonic()
+    turns = Turns([EngineContender(llm, config, max_num_seqs=1) for config in configs])
     with progress("measuring", TURNS * len(prompts), shown) as bar:
         for turn in range(TURNS):
-            engines = [engine_of(llm, config, max_num_seqs=1) for config in configs]
-            for engine in engines:
-                measure(engine, prompts[:1], [replace(params, max_tokens=WARM_UP)])
+            if turn:
+                turns.renew(fresh=True)
+            turns.warm_up(prompts[:1], params)
             for number, prompt in enumerate(prompts):
                 if (turn or number >= FEWEST) and time.monotonic() - began > seconds:
                     break
-                for engine, answers in zip(engines, result, strict=True):
-                    answers.append(measure(engine, [prompt], [params]))
+                turns.take([prompt], params)
                 bar.update(turn * len(prompts) + number + 1)
-    times = [undisturbed(answers) for answers in result]
     return [
-        {"config": dict(config), **figures(answers, took, [(a.tokens, s) for a, s in zip(result[0], times[0])])}
-        for config, answers, took in zip(configs, result, times, strict=True)
+        {"config": dict(config), **figures(answers, turns.runs[0])}
+        for config, answers in zip(configs, turns.runs, strict=True)
     ]
 
 
-def figures(answers: Sequence[Measured], took: Sequence[float], plain: Sequence[tuple[int, float]]) -> dict[str, float]:
-    """Of one way; ``plain`` are plain decoding's tokens and seconds of the same prompts."""
-    made, number = sum(answer.tokens for answer in answers), sum(len(answer.rounds) for answer in answers)
-    ratios = [
-        min(answer.tokens * plain_seconds / (seconds * tokens), answer.tokens / len(answer.rounds))
-        for answer, seconds, (tokens, plain_seconds) in zip(answers, took, plain, strict=True)
-        if seconds and tokens
-    ]
-    return {
-        "tokens_per_second": made / sum(took) if made else 0.0,
-        "tokens_per_round": made / max(1, number),
-        "speedup": median(ratios) if ratios else 1.0,
-    }
-
-
-def undisturbed(answers: Sequence[Measured]) -> list[float]:
-    """Seconds of each of one way's ``answers`` if no round took more than ``DISTURBED`` times the median of its rounds
-    with as many rows: where other work has the cores, single rounds take a hundred times as long, in whichever way's
-    turn it is. First rounds, in which a drafter may read the prompt, are compared with each other."""
-    rounds: dict[tuple[bool, int], list[float]] = defaultdict(list)
-    for answer in answers:
-        for number, sample in enumerate(answer.rounds):
-            rounds[number == 0, sample.rows].append(sample.total)
-    most = {kind: DISTURBED * median(times) for kind, times in rounds.items()}
-    return [sum(min(s.total, most[i == 0, s.rows]) for i, s in enumerate(answer.rounds)) for answer in answers]
-
-
-def check(
-    llm: LLM, config: Mapping[str, Any], prompts: Sequence[Sequence[int]], tokens: int, shown: bool
-) -> dict[str, Any]:
+def check(llm: LLM, config: Mapping[str, Any], prompts: Prompts, tokens: int, shown: bool) -> dict[str, Any]:
     """``{"passed", "answers", "different"}``: whether held-out prompts get the same tokens with ``config`` and without,
     at temperatures 0 and 0.8."""
-    different = answers = 0
+    turns = Turns([EngineContender(llm, item, max_num_seqs=1) for item in (PLAIN, config)])
     with progress("checking", 2 * len(prompts), shown) as bar:
-        for temperature in (0.0, 0.8):
+        for number, temperature in enumerate((0.0, 0.8)):
+            if number:
+                turns.renew(fresh=True)
             params = [SamplingParams(temperature=temperature, max_tokens=tokens, seed=i) for i in range(len(prompts))]
-            engines = [engine_of(llm, item, max_num_seqs=1) for item in (PLAIN, config)]
-            said = [measure(engine, prompts, params).answers for engine in engines]
-            different += sum(plain != other for plain, other in zip(*said))
-            answers += len(prompts)
-            bar.update(answers)
-    return {"passed": not different, "answers": answers, "different": different}
+            turns.take(prompts, params)
+            bar.update((number + 1) * len(prompts))
+    return identity(turns.runs[1], turns.runs[0])
 
 
 def verdict(result: Mapping[str, Any]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from forerun.core.config import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, Within, check_within
 from forerun.core.errors import ConfigError
+from forerun.core.folders import expanded
 from forerun.models.kinds import UNQUANTIZED
 
 SHARES = {"write": 0.4, "train": 0.35, "choose": 0.15}
@@ -89,6 +90,7 @@ class PairConfig:
 
     model: str
     draft: str
+    """kept as an absolute path if it is one, so that it is found wherever the result is used"""
     minutes: float = 10.0  # minutes for --draft
     temperatures: Sequence[float] = field(default=(0.0, 0.7), metadata={"commas": "temperature"})
     """temperatures of your requests, comma-separated"""
@@ -101,6 +103,9 @@ class PairConfig:
     progress: bool = True
 
     def __post_init__(self) -> None:
+        path = expanded(self.draft)
+        if path.exists():
+            object.__setattr__(self, "draft", str(path.absolute()))
         check_within(self, {
             "minutes": POSITIVE, "temperatures": NOT_NEGATIVE, "concurrency": COUNT,
             "answer": Within(least=4, whole=True),

@@ -23,13 +23,22 @@ import torch
 
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
-from forerun.core.folders import expanded
 from forerun.core.request import RequestState
 from forerun.engine import tuned
-from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
-from forerun.measure.planner import CostCurve, line
-from forerun.measure.rounds import Measured, engine_of, full, interleave, measure, rounds
+from forerun.measure.planner import CostCurve, draft_price
+from forerun.measure.rounds import (
+    PLAIN,
+    WARM_UP,
+    EngineContender,
+    Turns,
+    engine_of,
+    figures,
+    full,
+    identity,
+    in_plain_forwards,
+    measure,
+)
 from forerun.models import sanity
 from forerun.models.checkpoint import read_object
 from forerun.models.formats import blocks
@@ -38,7 +47,7 @@ from forerun.models.load import sharing
 from forerun.models.open import read_config, resolve, weight_sizes
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.model import LARGE, DraftModel
-from forerun.tune.choose import PLAIN, WARM_UP, figures, pair_page, undisturbed
+from forerun.tune.choose import pair_page
 from forerun.tune.config import PairConfig
 from forerun.tune.data import held_out_prompts
 from forerun.tune.loop import Progress, progress
@@ -112,7 +121,6 @@ class Form:
 
 def tune_pair(config: PairConfig, out: Path, say: Callable[[str], None] = lambda line: None) -> Path:
     """Searches, and writes what was found into ``out``. Raises ForerunError subclasses."""
-    config = replace(config, draft=_name(config.draft))
     if _holds_another(out, config.draft):
         raise ConfigError(f"{out} holds another tuning; name another --out, or remove it")
     result = search(config, say)
@@ -144,12 +152,6 @@ def verdict(result: Mapping[str, Any]) -> str:
     return f"{json.dumps(described)}: over plain decoding {said}; {answers} answers are the same"
 
 
-def _name(draft: str) -> str:
-    """What a draft is called wherever the folder is used."""
-    path = expanded(draft)
-    return str(path.absolute()) if path.exists() else draft
-
-
 def search(config: PairConfig, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """``{"chosen": speculative_config, "measured": [{"config", "temperature", "concurrency", "speedup", ...}, ...],
     "forms": [...], "verify_cost": {sequences: {rows: price}}, "check": {"passed", "answers", "different"}}``. Raises
@@ -157,7 +159,6 @@ def search(config: PairConfig, say: Callable[[str], None] = lambda line: None) -
     if config.threads:
         torch.set_num_threads(config.threads)
     began = time.monotonic()
-    config = replace(config, draft=_name(config.draft))
     here(config.draft)
     sanity.require_decoder(read_config(resolve(config.model)), resolve(config.model), "forerun tune")
     with sharing() as loaded, progress("tuning, seconds", round(60 * config.minutes), config.progress) as bar:
@@ -208,16 +209,14 @@ class _Search:
     def stage(self, name: str) -> None:
         self.seconds[name] = time.monotonic() - self.began - sum(self.seconds.values())
 
-    def engine(self, options: Mapping[str, Any]) -> Engine:
-        return engine_of(self.llm, options)
-
     def params(self, temperature: float, number: int, tokens: int) -> SamplingParams:
         return SamplingParams(temperature=temperature, max_tokens=tokens, seed=self.config.seed + number)
 
     def run(self) -> dict[str, Any]:
-        first = {"method": DRAFT, "model": self.config.draft, **self._options(self._kinds()[0])}
-        drafting = self.engine({**first, **TIMED})  # another vocabulary is refused before anything is measured
-        self.plain = self.engine(PLAIN)
+        first = {"method": DRAFT, "model": self.config.draft, "quantization": self._kinds()[0]}
+        # Another vocabulary is refused before anything is measured.
+        drafting = EngineContender(self.llm, {**first, **TIMED})
+        self.plain = EngineContender(self.llm, PLAIN)
         self.stage("load")
         self._write()
         self.stage("write")
@@ -244,20 +243,15 @@ class _Search:
         small = weight_sizes(resolve(self.config.draft))[0] <= LARGE
         return ["int8_rows", "none", *BLOCKS[:2]] if small else [BLOCKS[0], "none", *BLOCKS[1:]]
 
-    def _options(self, kind: str, size: int | None = None) -> dict[str, Any]:
-        return {"quantization": kind} | ({} if size is None else {"draft_vocab_size": size})
-
     def _write(self) -> None:
         """The target answers a prompt of each category at every temperature, as long as there is time."""
-        temperatures = self.config.temperatures
-        groups = range(0, len(self.seen), TOGETHER)
-        for first in groups:
-            for temperature in temperatures:
+        for first in range(0, len(self.seen), TOGETHER):
+            for temperature in self.config.temperatures:
                 if first and self.spent(SHARES["write"]):
                     return
                 prompts = self.seen[first : first + TOGETHER]
                 params = [self.params(temperature, first + i, self.config.answer) for i in range(len(prompts))]
-                said = measure(self.plain, prompts, params).answers
+                said = self.plain.run(prompts, params).answers
                 result = [PairAnswer(*each) for each in zip(prompts, said, params) if len(each[1]) > 1]
                 self.answers.setdefault(temperature, []).extend(result)
 
@@ -265,7 +259,7 @@ class _Search:
         """What a round costs the target by its rows, with drafts that are never kept."""
         if not all(self.answers.values()):
             raise ConfigError("the model ended its answers at once: there is nothing to draft")
-        guess = self.engine({"method": "random", "num_speculative_tokens": VERIFIED})
+        guess = engine_of(self.llm, {"method": "random", "num_speculative_tokens": VERIFIED})
         for count in self.config.concurrency:
             prompts = [self.seen[i % len(self.seen)][:8] for i in range(count)]
             times: dict[int, list[float]] = defaultdict(list)
@@ -283,19 +277,19 @@ class _Search:
             self.curves[count] = CostCurve(self.points[count], count, self.llm.model.row_multiple)
             self.rests[count] = min(rests) / unit
 
-    def _forms(self, drafting: Engine, first: Mapping[str, Any]) -> list[Form]:
+    def _forms(self, drafting: EngineContender, first: Mapping[str, Any]) -> list[Form]:
         """What each form of the draft costs and guesses, the best on paper first; then the best one's other numbers of
         outputs."""
-        drafter: Any = drafting.router.drafters[DRAFT]
+        drafter: Any = drafting.engine.router.drafters[DRAFT]
         result: list[Form] = []
         self._measure(drafting, first, result)
         del drafting
         base = {"method": DRAFT, "model": self.config.draft}
         for kind in self._kinds()[1:]:
-            self._try({**base, **self._options(kind)}, result)
+            self._try({**base, "quantization": kind}, result)
         kind = result[0].options["quantization"]
         for size in self._sizes(drafter):
-            self._try({**base, **self._options(kind, size)}, result)
+            self._try({**base, "quantization": kind, "draft_vocab_size": size}, result)
         return result
 
     def _sizes(self, drafter: DraftModel) -> list[int]:
@@ -309,17 +303,17 @@ class _Search:
     def _try(self, options: Mapping[str, Any], result: list[Form]) -> None:
         """Measures another form, if there is time."""
         if not self.spent(SHARES["forms"]):
-            self._measure(self.engine({**options, **TIMED}), options, result)
+            self._measure(EngineContender(self.llm, {**options, **TIMED}), options, result)
 
-    def _measure(self, engine: Engine, options: Mapping[str, Any], result: list[Form]) -> None:
-        drafter: Any = engine.router.drafters[DRAFT]
+    def _measure(self, drafting: EngineContender, options: Mapping[str, Any], result: list[Form]) -> None:
+        drafter: Any = drafting.engine.router.drafters[DRAFT]
         replayed, read = {}, []
         for temperature, answers in self.answers.items():
             replayed[temperature], seconds = replay(drafter, answers)
             read.append(seconds)
         if not all(replayed.values()):
             raise ConfigError(f"{self.config.draft} has too short a context for these prompts: it cannot draft")
-        prices = {count: self._price(engine, count, median(read)) for count in self.config.concurrency}
+        prices = {count: self._price(drafting, count, median(read)) for count in self.config.concurrency}
         form = Form(dict(options), replayed, prices, sum(m.info.weight_bytes for m in drafter.models()))
         form.judge(self.config.cells)
         best = max((each.speed for each in result), default=0.0)
@@ -329,20 +323,18 @@ class _Search:
             described = json.dumps(form.row()["config"])
             self.say(f"so far, after {time.monotonic() - self.began:.0f} s: {described}, {form.speed:.2f} on paper")
 
-    def _price(self, engine: Engine, count: int, read: float) -> Price:
+    def _price(self, drafting: EngineContender, count: int, read: float) -> Price:
         """From rounds that take turns with plain ones."""
         prompts = [self.seen[i % len(self.seen)] for i in range(count)]
         params = [replace(self.params(self.config.temperatures[0], i, 32), ignore_eos=True) for i in range(count)]
-        measure(engine, prompts, [replace(each, max_tokens=WARM_UP) for each in params])
-        plain, result = Measured(), Measured()
-        interleave([rounds(self.plain, prompts, params, plain), rounds(engine, prompts, params, result)])
-        plain.check()
-        unit = median(sample.verify for sample in full(plain.rounds, count))
+        turns = Turns([self.plain, drafting])
+        turns.warm_up(prompts, params)
+        plain, result = turns.side_by_side(prompts, params)
+        unit = in_plain_forwards([plain, result], count)
         samples = [sample for sample in full(result.rounds, count) if sample.depth]
         if not samples:
             raise ConfigError(f"{self.config.draft} drafts nothing for these prompts: it has too short a context")
-        start, step = line([(sample.depth, sample.draft / unit) for sample in samples])
-        start += median(sample.rest for sample in samples) / unit - self.rests[count]
+        start, step = draft_price(samples, self.rests[count])
         return Price(self.curves[count], start, step, self.rests[count], read / unit, count)
 
     def _candidates(self, forms: Sequence[Form]) -> list[dict[str, Any]]:
@@ -362,32 +354,31 @@ class _Search:
     def _turns(self, ways: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
         """A row for each way and cell, what the check of identity says of the chosen way, and that."""
         configs = [dict(PLAIN), *({**way, "length": "adaptive"} for way in ways)]
-        engines = [self.plain, *map(self.engine, configs[1:])]
-        for engine in engines:
-            measure(engine, self.held[:1], [replace(self.params(0.0, 0, WARM_UP), ignore_eos=True)])
-        result: dict[tuple[int, int], list[Measured]] = defaultdict(list)
+        contenders = [self.plain, *(EngineContender(self.llm, config) for config in configs[1:])]
+        cells = [Turns(contenders) for _ in self.config.cells]
+        cells[0].warm_up(self.held[:1], [replace(self.params(0.0, 0, WARM_UP), ignore_eos=True)])
         active = list(range(len(configs)))
         for turn, cell, prompts in self._groups():
             if turn >= TURNS and self.spent(0.95):
                 break
             temperature, count = self.config.cells[cell]
             params = [self.params(temperature, turn * count + i, self.config.answer) for i in range(count)]
-            for way in active:
-                result[way, cell].append(measure(engines[way], prompts, params))
-            if cell == len(self.config.cells) - 1:
-                speeds = [self._speed(result, way) for way in active]
+            cells[cell].take(prompts, params, active)
+            if cell == len(cells) - 1:
+                speeds = [_speed(cells, way) for way in active]
                 least = max(speeds) * (1 - HOPELESS / (1 + turn))
                 described = _described(configs[active[speeds.index(max(speeds))]])
                 self.say(f"measured on {turn + 1} prompts each: {max(speeds):.2f} with {json.dumps(described)}")
                 active = [way for way, speed in zip(active, speeds) if not way or speed > least]
-        chosen = max(active, key=lambda way: self._speed(result, way))
+        chosen = max(active, key=lambda way: _speed(cells, way))
         rows = [
             {"config": _described(config), "temperature": temperature, "concurrency": count,
-             "answers": len(result[way, cell]), **self._row(result, way, cell)}
+             "answers": len(turns.runs[way]), **figures(turns.runs[way], turns.runs[0])}
             for way, config in enumerate(configs)
-            for cell, (temperature, count) in enumerate(self.config.cells)
+            for turns, (temperature, count) in zip(cells, self.config.cells)
         ]  # fmt: skip
-        return rows, _check(result, chosen, len(self.config.cells)), configs[chosen]
+        chosen_runs, plain_runs = ([run for turns in cells for run in turns.runs[way]] for way in (chosen, 0))
+        return rows, identity(chosen_runs, plain_runs), configs[chosen]
 
     def _groups(self) -> Iterator[tuple[int, int, list[list[int]]]]:
         """Turn, cell, and prompts that nothing has seen."""
@@ -400,31 +391,16 @@ class _Search:
                 left = left[count:]
             turn += 1
 
-    def _row(self, result: Mapping[tuple[int, int], list[Measured]], way: int, cell: int) -> dict[str, float]:
-        own, plain = result[way, cell], result[0, cell][: len(result[way, cell])]
-        times = undisturbed(plain)
-        return figures(own, undisturbed(own), [(each.tokens, took) for each, took in zip(plain, times)])
 
-    def _speed(self, result: Mapping[tuple[int, int], list[Measured]], way: int) -> float:
-        return geometric_mean([self._row(result, way, cell)["speedup"] for cell in range(len(self.config.cells))])
+def _speed(cells: Sequence[Turns], way: int) -> float:
+    """Over plain decoding, all cells alike."""
+    return geometric_mean([figures(turns.runs[way], turns.runs[0])["speedup"] for turns in cells])
 
 
 def _described(config: Mapping[str, Any]) -> dict[str, Any]:
     """A configuration without the place of the draft."""
     parts = [_described(part) for part in config.get("drafters", ())]
     return {key: value for key, value in config.items() if key != "model"} | ({"drafters": parts} if parts else {})
-
-
-def _check(result: Mapping[tuple[int, int], list[Measured]], way: int, cells: int) -> dict[str, Any]:
-    """Whether the answers with a way of drafting are plain decoding's."""
-    pairs = [
-        (mine, theirs)
-        for cell in range(cells)
-        for one, other in zip(result[way, cell], result[0, cell])
-        for mine, theirs in zip(one.answers, other.answers, strict=True)
-    ]
-    different = sum(mine != theirs for mine, theirs in pairs)
-    return {"passed": not different, "answers": len(pairs), "different": different}
 
 
 @dataclass(frozen=True)

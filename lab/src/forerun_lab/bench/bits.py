@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun import kernels
 from forerun.core.errors import ForerunError
 from forerun.measure.environment import processor
+from forerun.measure.page import markdown
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model
 
@@ -124,15 +125,15 @@ def table(files: list[Path]) -> str:
         about = run["environment"]
         how = "our kernels" if about["kernels"] else "torch"
         heads += [f"{dtype}, {how}" for dtype in DTYPES]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    rows = []
     for name in dict.fromkeys(row["architecture"] for run in runs for row in run["rows"]):
         cells = [
             _cell([row for row in run["rows"] if (row["architecture"], row["dtype"]) == (name, dtype)])
             for run in runs
             for dtype in DTYPES
         ]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        rows.append([name, *cells])
+    return markdown(heads, rows)
 
 
 def main() -> None:

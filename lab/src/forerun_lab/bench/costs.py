@@ -25,6 +25,7 @@ from forerun.attention.base import Attention
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ForerunError
 from forerun.measure.environment import processor, read_bandwidth
+from forerun.measure.page import markdown
 from forerun.models.base import Model, new_attention
 from forerun.models.load import load_model
 from forerun_lab.intervals import median_interval
@@ -143,16 +144,16 @@ def prefills(models: Mapping[str, Model], lengths: Sequence[int], turns: int, te
 def prefill_table(rows: Sequence[Prefill]) -> str:
     """Markdown, a line for each format."""
     lengths = list(dict.fromkeys(row.tokens for row in rows))
-    lines = ["| weights | " + " | ".join(f"{length} tokens | over packed" for length in lengths) + " |"]
-    lines.append("|---" * (1 + 2 * len(lengths)) + "|")
+    heads = ["weights", *(head for length in lengths for head in (f"{length} tokens", "over packed"))]
+    lines = []
     for name in dict.fromkeys(row.format for row in rows):
         cells = [name]
         for row in rows:
             if row.format == name:
                 ends = "" if row.interval is None else f" ({row.interval[0]:.2f} to {row.interval[1]:.2f})"
                 cells += [f"{row.tokens_per_second:.0f} tokens/s", f"{row.over_packed:.2f}{ends}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown(heads, lines)
 
 
 SAMPLINGS: dict[str, dict[str, Any]] = {
@@ -197,27 +198,26 @@ def streams(
 def table(rows: Sequence[ForwardCost]) -> str:
     """Markdown, a line for each format."""
     counts = list(dict.fromkeys(row.rows for row in rows))
-    lines = ["| weights | one row | of the bandwidth | " + " | ".join(map(str, counts[1:])) + " |"]
-    lines.append("|---" * (2 + len(counts)) + "|")
+    lines = []
     for name in dict.fromkeys(row.format for row in rows):
         own = [row for row in rows if row.format == name]
         cells = [name, f"{own[0].milliseconds:.2f} ms", f"{own[0].share:.2f}"]
         for row in own[1:]:
             ends = "" if row.interval is None else f" ({row.interval[0]:.2f} to {row.interval[1]:.2f})"
             cells.append(f"{row.over_one:.2f}{ends}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return markdown(["weights", "one row", "of the bandwidth", *map(str, counts[1:])], lines)
 
 
 def streams_table(rows: Sequence[CostStream]) -> str:
     """Markdown."""
-    lines = ["| weights | streams | sampling | tokens/s | forward | sampling's share | the rest |", "|---" * 7 + "|"]
-    lines += [
-        f"| {row.format} | {row.streams} | {row.sampling} | {row.tokens_per_second:.0f} | {row.forward:.0%} "
-        f"| {row.sampler:.0%} | {row.rest:.0%} |"
+    heads = ["weights", "streams", "sampling", "tokens/s", "forward", "sampling's share", "the rest"]
+    lines = [
+        [row.format, row.streams, row.sampling, f"{row.tokens_per_second:.0f}",
+         *(f"{share:.0%}" for share in (row.forward, row.sampler, row.rest))]
         for row in rows
-    ]
-    return "\n".join(lines)
+    ]  # fmt: skip
+    return markdown(heads, lines)
 
 
 def main() -> None:

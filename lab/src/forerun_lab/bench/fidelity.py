@@ -21,6 +21,7 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ForerunError
 from forerun.measure.environment import logits, processor
+from forerun.measure.page import markdown
 from forerun.models import formats
 from forerun.models.load import load_model
 from forerun.models.modules import read_module
@@ -175,15 +176,14 @@ def table(rows: Sequence[FidelityRow]) -> str:
     def shown(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
 
-    lines = ["| weights | bytes | perplexity | over float32 | logits' error | KL, nats | same choices | same texts |",
-             "|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    for row in rows:
-        cells = [
-            row.format, shown(row.bytes, ","), f"{row.perplexity:.4f}", f"{row.over_exact:+.3%}",
-            shown(row.error, ".2%"), shown(row.kl, ".1e"), shown(row.same_choices, ".2%"), shown(row.same_texts, "d"),
-        ]  # fmt: skip
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    heads = ["weights", "bytes", "perplexity", "over float32", "logits' error", "KL, nats", "same choices",
+             "same texts"]  # fmt: skip
+    cells = [
+        [row.format, shown(row.bytes, ","), f"{row.perplexity:.4f}", f"{row.over_exact:+.3%}",
+         shown(row.error, ".2%"), shown(row.kl, ".1e"), shown(row.same_choices, ".2%"), shown(row.same_texts, "d")]
+        for row in rows
+    ]  # fmt: skip
+    return markdown(heads, cells)
 
 
 def main() -> None:

@@ -16,13 +16,12 @@ from typing import Any
 import torch
 
 from forerun.core.errors import ForerunError
-from forerun.engine.config import SpeculativeConfig
-from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics
 from forerun.measure.config import HELD_OUT, SETS
+from forerun.measure.page import markdown
 from forerun.measure.prompts import make_prompts
-from forerun.measure.rounds import measure
+from forerun.measure.rounds import engine_of, measure
 from forerun.sampling.params import SamplingParams
 
 DEPTH = 3
@@ -115,8 +114,7 @@ class OrderingBench:
         full = {**config, **self.options.get(config["method"], {})}
         key = json.dumps([full, temperature], sort_keys=True)
         if key not in self.known:
-            settings = replace(self.llm.config, max_num_seqs=self.concurrency)
-            engine = Engine(self.llm.model, self.llm.tokenizer, settings, SpeculativeConfig.parse(full))
+            engine = engine_of(self.llm, full, max_num_seqs=self.concurrency)
             params = [
                 SamplingParams(temperature=temperature, max_tokens=self.max_tokens, ignore_eos=True, seed=seed)
                 for seed in range(len(self.prompts))
@@ -148,18 +146,16 @@ def compare_all(bench: OrderingBench, orderings: Sequence[Ordering] = ORDERINGS)
     return [bench.compare(ordering, temperature) for ordering in orderings for temperature in ordering.temperatures]
 
 
-def lines(result: Sequence[OrderingComparison]) -> list[str]:
-    """A markdown table."""
+def table(result: Sequence[OrderingComparison]) -> str:
+    """In markdown."""
     heads = ["ordering", "T", "tokens per round", "the other's", "difference per prompt", "", "source"]
-    table = ["| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+    rows = []
     for item in result:
         numbers = ["–", "–", item.note]
         if item.better is not None and item.worse is not None:
             numbers = [f"{item.better:.3f}", f"{item.worse:.3f}", f"{item.difference:+.3f} ± {item.error:.3f}"]
-        table.append(
-            "| " + " | ".join([item.claim, f"{item.temperature:g}", *numbers, item.verdict, item.source]) + " |"
-        )
-    return table
+        rows.append([item.claim, f"{item.temperature:g}", *numbers, item.verdict, item.source])
+    return markdown(heads, rows)
 
 
 def main() -> None:
@@ -178,7 +174,7 @@ def main() -> None:
     llm = LLM(given.model, dtype=given.dtype, threads=torch.get_num_threads(), speculative_config=None)
     prompts = make_prompts(given.prompt_set, llm.tokenizer, count=given.prompts, length=given.prompt_tokens)
     result = compare_all(OrderingBench(llm, prompts, given.max_tokens, given.concurrency, given.speculative_config))
-    print(json.dumps([asdict(item) for item in result], indent=1) if given.json else "\n".join(lines(result)))
+    print(json.dumps([asdict(item) for item in result], indent=1) if given.json else table(result))
 
 
 if __name__ == "__main__":

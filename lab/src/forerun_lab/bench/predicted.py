@@ -16,10 +16,12 @@ from statistics import median
 from typing import Any
 
 from forerun.core.errors import ConfigError
+from forerun.measure.page import markdown
 from forerun.measure.planner import MARGIN
 
 COLUMNS = ("model", "method", "k", "tree", "temperature", "concurrency")
 TITLES = ["model", "method", "k", "tree", "T", "at a time", "predicted", "measured", "±", "off by"]
+GROUP_TITLES = ["model", "T", "at a time", "settings", "median error", "chosen", "best", "chosen over best"]
 Setting = tuple[str, int, str | None]
 """Method, depth, tree."""
 Group = tuple[str, float, int]
@@ -104,18 +106,18 @@ def name(row: Mapping[str, Any]) -> str:
 
 def table(result: Mapping[str, Any]) -> str:
     """As markdown: groups, then rows."""
-    lines = ["| model | T | at a time | settings | median error | chosen | best | chosen over best |", "|---" * 8 + "|"]
+    groups, rows = [], []
     for each in result["groups"]:
         cells = [each["model"], f"{each['temperature']:g}", each["concurrency"], each["settings"]]
-        cells += [f"{each['median_error']:.1%}", each["chosen"], each["best"], f"{each['chosen_over_best']:.2f}"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += ["", f"| {' | '.join(TITLES)} |", "|---" * len(TITLES) + "|"]
+        groups.append(
+            [*cells, f"{each['median_error']:.1%}", each["chosen"], each["best"], f"{each['chosen_over_best']:.2f}"]
+        )
     for row in result["rows"]:
         error = "" if row["measured_error"] is None else f"{row['measured_error']:.2f}"
         cells = [row["model"], f"`{row['method']}`", row["k"], row["tree"] or "", f"{row['temperature']:g}"]
         cells += [row["concurrency"], f"{row['predicted']:.2f}", f"{row['measured']:.2f}", error, f"{row['off']:+.0%}"]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        rows.append(cells)
+    return f"{markdown(GROUP_TITLES, groups)}\n\n{markdown(TITLES, rows)}"
 
 
 def main() -> None:

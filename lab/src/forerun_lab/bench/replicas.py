@@ -32,6 +32,7 @@ from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.llm import LLM
 from forerun.measure.config import HELD_OUT, RANDOM
 from forerun.measure.environment import processor
+from forerun.measure.page import markdown
 from forerun.measure.prompts import make_prompts
 from forerun.sampling.params import SamplingParams
 from forerun_lab.intervals import median_interval
@@ -238,21 +239,19 @@ def environment(requested: argparse.Namespace) -> dict[str, Any]:
 
 def tables(result: dict[str, Any]) -> str:
     """Both, as markdown."""
-    lines = ["| | tokens/s | speed-up | 95 % | same answers |", "|---|---|---|---|---|"]
-    for row in result["throughput"]:
-        between = _between(row["speedup_interval"])
-        speed = f"{row['tokens_per_second']:.0f} | {row['speedup']:.2f}"
-        lines.append(f"| {row['contender']} | {speed} | {between} | {row['same']:.0%} |")
-    lines += [
-        "",
-        "| routing | cached | first token, mean | p50 | p95 | ratio | 95 % |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in result["routing"]:
-        times = " | ".join(f"{1000 * row[f'first_token_{name}']:.1f} ms" for name in ("mean", "p50", "p95"))
-        between = _between(row["ratio_interval"])
-        lines.append(f"| {row['routing']} | {row['hit_rate']:.0%} | {times} | {row['ratio']:.2f} | {between} |")
-    return "\n".join(lines)
+    throughput = [
+        [row["contender"], f"{row['tokens_per_second']:.0f}", f"{row['speedup']:.2f}",
+         _between(row["speedup_interval"]), f"{row['same']:.0%}"]
+        for row in result["throughput"]
+    ]  # fmt: skip
+    routing = [
+        [row["routing"], f"{row['hit_rate']:.0%}",
+         *(f"{1000 * row[f'first_token_{name}']:.1f} ms" for name in ("mean", "p50", "p95")),
+         f"{row['ratio']:.2f}", _between(row["ratio_interval"])]
+        for row in result["routing"]
+    ]  # fmt: skip
+    first = markdown(["", "tokens/s", "speed-up", "95 %", "same answers"], throughput)
+    return first + "\n\n" + markdown(["routing", "cached", "first token, mean", "p50", "p95", "ratio", "95 %"], routing)
 
 
 def _between(interval: Sequence[float] | None) -> str:

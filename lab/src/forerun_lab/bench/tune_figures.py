@@ -15,13 +15,11 @@ from typing import Any
 
 import torch
 
-from forerun.engine.config import SpeculativeConfig
-from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.measure.environment import environment
-from forerun.measure.rounds import measure
+from forerun.measure.rounds import PLAIN, engine_of, measure
 from forerun.sampling.params import SamplingParams
-from forerun.tune.choose import HISTORY, PLAIN, SURE, retrieving
+from forerun.tune.choose import HISTORY, SURE, retrieving
 from forerun.tune.data import held_out
 
 TREES = (8, 16)
@@ -64,8 +62,7 @@ def figures(
     params = [SamplingParams(temperature=temperature, max_tokens=tokens, seed=i) for i in range(len(prompts))]
     rows = []
     for name, config in compared.items():
-        engine = Engine(llm.model, llm.tokenizer, llm.config, SpeculativeConfig.parse(config))
-        result = measure(engine, prompts, params)
+        result = measure(engine_of(llm, config), prompts, params)
         each = [(len(answer) - 1) / max(1, m.rounds) for answer, m in zip(result.answers, result.metrics)]
         kinds: dict[str, list[float]] = defaultdict(list)
         for (kind, _), value in zip(asked, each):

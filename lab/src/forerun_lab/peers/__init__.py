@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 from forerun.measure.config import PEERS
-from forerun.measure.methods import Contender
+from forerun.measure.rounds import Contender
 from forerun_lab.peers.outside import outside_contenders
 from forerun_lab.peers.transformers import transformers_contenders
 

@@ -28,8 +28,7 @@ import torch
 
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
-from forerun.measure.methods import Contender
-from forerun.measure.rounds import Measured
+from forerun.measure.rounds import Contender, Measured
 from forerun.models.modules import read_module
 from forerun.models.open import read_config, resolve
 from forerun.sampling.params import SamplingParams

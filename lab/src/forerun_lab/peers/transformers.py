@@ -12,8 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, StoppingCriteria, StoppingCriteriaList
 
 from forerun.engine.llm import LLM
-from forerun.measure.methods import Contender
-from forerun.measure.rounds import Measured
+from forerun.measure.rounds import Contender, Measured
 from forerun.models.base import ModelInfo
 from forerun.models.modules import read_module
 from forerun.models.open import read_config, resolve

@@ -13,6 +13,7 @@ from typing import Any
 import forerun
 from forerun.core.errors import ConfigError
 from forerun.measure.environment import processor
+from forerun.measure.page import markdown
 from forerun_lab.reproduce import asked, formulas, measured, seq2seq, worked
 from forerun_lab.reproduce.parts import Section, Settings
 
@@ -76,14 +77,9 @@ def written(parts: Iterable[tuple[Section, Mapping[str, Any]]]) -> str:
     lines = [HEAD.rstrip(), ""]
     for part, made in parts:
         lines += [f"## {part.title}", "", f"{part.place} (`--only {part.name}`).", ""]
-        lines += [_row(made["columns"]), _row(["---"] * len(made["columns"]))]
-        lines += [_row(row) for row in made["rows"]]
+        lines += markdown(made["columns"], made["rows"]).splitlines()
         notes = [part.why, *made["notes"]]
         lines += ["", " ".join(note for note in notes if note), ""]
         if not part.seconds:
             lines += [f"Made in {made['seconds']:.1f} seconds, on {made['processor']}.", ""]
     return "\n".join(line.rstrip() for line in lines).replace("\n\n\n", "\n\n").rstrip() + "\n"
-
-
-def _row(cells: Iterable[Any]) -> str:
-    return "| " + " | ".join("-" if cell is None else str(cell).replace("|", "\\|") for cell in cells) + " |"

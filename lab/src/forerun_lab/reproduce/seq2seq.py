@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import T5ForConditionalGeneration
 
 from forerun.engine.llm import LLM
-from forerun.measure.rounds import Measured, RoundCosts, measure
+from forerun.measure.rounds import PLAIN, EngineContender, Measured, RoundCosts, Turns, measure
 from forerun.sampling.params import SamplingParams
 from forerun.theory import walltime_improvement
 from forerun_lab.reproduce.distributions import LENIENCE, NgramCounts, Rates, Sums
@@ -109,17 +109,21 @@ def table_2(settings: Settings) -> ReportTable:
         for temperature in (0, 1):
             gamma, printed = PAPER_2[name, temperature]
             config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
-            plain, fast = LLM(str(target), speculative_config=None), LLM(str(target), speculative_config=config)
+            llm = LLM(str(target), speculative_config=None)
+            turns = Turns([EngineContender(llm, PLAIN), EngineContender(llm, config)])
             sources = [source for source, _ in task.held_out[:SOURCES]]
             params = [SamplingParams(temperature=temperature, max_tokens=ANSWER, seed=i) for i in range(len(sources))]
-            ratios, slow, quick = _interleaved(plain, fast, sources, params)
+            for source, options in zip(sources, params):
+                for _ in range(REPEATS):
+                    turns.take([source], [options])
+            slow, quick = map(Measured.joined, turns.runs)
             alpha = quick.total.alpha or 0.0
             costs = RoundCosts.of(quick.rounds, slow.rounds, 1)
             c = costs.c if costs is not None and costs.c is not None else 0.0
             expected = costs.predict(quick.rounds, quick.total.match_rate or 0.0) if costs is not None else None
-            same = sum(a == b for a, b in zip(slow.answers, quick.answers, strict=True))
+            same = len(slow.answers) - quick.different(slow)
             rows.append(
-                [name, temperature, gamma, f"{alpha:.2f}", f"{c:.2f}", printed, f"{median(ratios):.2f}",
+                [name, temperature, gamma, f"{alpha:.2f}", f"{c:.2f}", printed, f"{_speedup(turns):.2f}",
                  f"{walltime_improvement(alpha, gamma, c):.2f}", "-" if expected is None else f"{expected:.2f}",
                  f"{same} of {len(slow.answers)}"]
             )  # fmt: skip
@@ -127,22 +131,18 @@ def table_2(settings: Settings) -> ReportTable:
     return ReportTable([*columns, "answers the same"], rows)
 
 
-def _interleaved(
-    plain: LLM, fast: LLM, sources: Sequence[list[int]], params: Sequence[SamplingParams]
-) -> tuple[list[float], Measured, Measured]:
-    """Speed-ups source by source, the median of the repeats, and all that was measured of both."""
-    ratios, result = [], (Measured(), Measured())
-    for source, options in zip(sources, params, strict=True):
-        here = []
-        for _ in range(REPEATS):
-            slow, quick = (measure(llm.engine, [source], [options]) for llm in (plain, fast))
-            if slow.seconds and quick.seconds:
-                here.append(quick.tokens_per_second / slow.tokens_per_second)
-            for whole, part in zip(result, (slow, quick), strict=True):
-                whole.extend(part)
-        if here:
-            ratios.append(median(here))
-    return ratios, *result
+def _speedup(turns: Turns) -> float:
+    """The median over sources of the median over the repeats."""
+    pairs = list(zip(*turns.runs, strict=True))
+    ratios = []
+    for first in range(0, len(pairs), REPEATS):
+        here = [
+            quick.tokens_per_second / slow.tokens_per_second
+            for slow, quick in pairs[first : first + REPEATS]
+            if slow.seconds and quick.seconds
+        ]
+        ratios += [median(here)] if here else []
+    return median(ratios)
 
 
 def figure_5(settings: Settings) -> ReportTable:
