@@ -8,6 +8,7 @@ import random
 import signal
 from collections import Counter
 from functools import cache
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -57,12 +58,12 @@ def pytest_collection():
         gc.enable()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def frozen():
-    """A bench has unfrozen it."""
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
+@pytest.fixture(autouse=True, scope="session")
+def uncollected():
+    """A bench collects all garbage before it measures, and unfreezes everything behind it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forerun.measure.bench.gc", Mock())
+        yield
 
 
 def pytest_collection_modifyitems(config, items):

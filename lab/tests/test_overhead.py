@@ -1,5 +1,7 @@
 """The server's overhead is measured on the same requests, through a real client process."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from forerun.core.errors import ForerunError
@@ -7,6 +9,12 @@ from forerun.sampling.params import SamplingParams
 from forerun_lab.bench import overhead
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def uncollected(monkeypatch):
+    """As for a bench."""
+    monkeypatch.setattr(overhead, "gc", Mock())
 
 
 @pytest.mark.parametrize("stream", [True, False])
