@@ -15,28 +15,34 @@ from here import where
 
 pytestmark = pytest.mark.slow
 
-ANSWER = ["generate", "def parse(", "--max-tokens", "8", "--json", "--speculative-config", '{"method": "ngram"}']
+OPTIONS = ["--max-tokens", "8", "--ignore-eos", "--json", "--speculative-config", '{"method": "ngram"}']
 ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
 RUN = "import sys; from forerun.cli.main import run; sys.exit(run(sys.argv[1:]))"
 CARRYING = "import pathlib; from forerun import kernels; kernels.CARRIED = pathlib.Path({!r})\n"
 
 
-def answered(before="", more=(), wrapper=(), **around):
+@pytest.fixture(scope="module")
+def answered(tiny_target):
     """The tokens that the command gives after the code ``before``, and the lines on standard error."""
-    command = [*wrapper, sys.executable, "-c", before + RUN, *ANSWER, *more]
-    done = subprocess.run(command, env={**os.environ, **around}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["token_ids"], done.stderr.splitlines()
+
+    def call(before="", more=(), wrapper=(), **around):
+        asked = ["generate", "def parse(", "--model", tiny_target, *OPTIONS, *more]
+        command = [*wrapper, sys.executable, "-c", before + RUN, *asked]
+        done = subprocess.run(command, env={**os.environ, **around}, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["token_ids"], done.stderr.splitlines()
+
+    return call
 
 
 @pytest.fixture(scope="module")
-def tokens():
+def tokens(answered):
     result, said = answered()
     assert said == []
     return result
 
 
-def test_an_affinity_mask_of_one_core(tokens):
+def test_an_affinity_mask_of_one_core(answered, tokens):
     assert answered(ONE_CORE) == (tokens, [])
     got, said = answered(ONE_CORE, ["--threads", "3"])
     assert got == tokens
@@ -61,7 +67,7 @@ def of_another_processor():
 
 
 @pytest.mark.parametrize("kind", ["other", "damaged"])
-def test_a_library_that_cannot_be_loaded_and_no_compiler(tmp_path, no_compiler, kind):
+def test_a_library_that_cannot_be_loaded_and_no_compiler(answered, tmp_path, no_compiler, kind):
     content = of_another_processor() if kind == "other" else of_another_processor()[:-1]
     carried = tmp_path / "carried"
     carried.mkdir()
@@ -83,7 +89,7 @@ MOUNTS = shutil.which("unshare") is not None and os.geteuid() == 0
 @pytest.mark.parametrize(
     "unshare", where(MOUNTS, ["unshare"], "only root mounts a folder without the right to execute")
 )
-def test_folders_from_which_nothing_may_be_executed(tmp_path, monkeypatch, unshare):
+def test_folders_from_which_nothing_may_be_executed(answered, tmp_path, monkeypatch, unshare):
     install_compiler(tmp_path / "compiler", monkeypatch)
     folder = tmp_path / "mounted"
     folder.mkdir()
