@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
 from chat_model import QUICK, save_chat_model
 from transformers import LlamaForCausalLM
 
+from described import save_described
 from forerun import LLM, kernels
 from forerun.cli.main import run
 from forerun.engine.config import SpeculativeConfig
@@ -28,6 +29,7 @@ from forerun.tune import data
 from forerun.tune.config import TuneConfig
 from forerun.tune.run import tune
 from here import LEFT_OUT
+from hybrids import save_hybrid
 from promised import promising
 from tiny import ALPHABET, EOS, UNKNOWN, save_tokenizer, tiny_llama
 from tiny_seq2seq import save_seq2seq
@@ -166,6 +168,25 @@ def seq2seq(tmp_path_factory):
         return str(folder)
 
     return get
+
+
+@pytest.fixture(scope="session")
+def described(tmp_path_factory):
+    """``described(name, **more)``: folder of what ``save_described`` saves."""
+
+    @cache
+    def get(name, **more):
+        folder = tmp_path_factory.mktemp(name)
+        save_described(name, folder, **more)
+        return str(folder)
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def hybrid(tmp_path_factory):
+    """``hybrid(kind, **options)``: folder of a tiny model with state."""
+    return cache(lambda kind, **options: save_hybrid(kind, tmp_path_factory.mktemp(kind), **options))
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,6 @@ from forerun.engine.engine import Engine
 from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
 from forerun.speculate.draft import drafters
-from hybrids import save_hybrid
 from tiny import WIDE, save_tokenizer, tiny_llama
 
 COLLECTED = pytest.StashKey[int]()
@@ -31,12 +30,6 @@ def wide_target(tmp_path_factory):
     tiny_llama(head_dim=WIDE, num_attention_heads=2, num_key_value_heads=1).save_pretrained(folder)
     save_tokenizer(folder)
     return str(folder)
-
-
-@pytest.fixture(scope="session")
-def hybrid(tmp_path_factory):
-    """``hybrid(kind)``: the folder of a tiny model with state."""
-    return cache(lambda kind: save_hybrid(kind, tmp_path_factory.mktemp(kind)))
 
 
 @pytest.fixture(scope="session")

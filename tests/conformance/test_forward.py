@@ -9,7 +9,7 @@ import pytest
 import torch
 from matrix import PATHS
 
-from described import MAIN, save_described
+from described import MAIN
 from forerun import kernels
 from forerun.attention.base import Attention
 from forerun.attention.kernel import KernelAttention
@@ -28,18 +28,14 @@ def some_tokens(count, seed=0):
 
 
 @pytest.fixture(scope="module")
-def model(tiny_target, wide_target, tmp_path_factory):
+def model(tiny_target, wide_target, described):
     folders = {LLAMA: tiny_target, WIDE: wide_target}
     loaded = {}
 
     def get(path, invariant, name):
         key = path, invariant, name
-        if name not in folders:
-            folder = tmp_path_factory.mktemp(name)
-            save_described(name, folder)
-            folders[name] = str(folder)
         if key not in loaded:
-            loaded[key] = load_model(folders[name], model_path=path, invariant=invariant)
+            loaded[key] = load_model(folders.get(name) or described(name), model_path=path, invariant=invariant)
         return loaded[key]
 
     return get

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import one_call
-from described import CASES, LATENT, LATENTS, LINEAR, MAIN, PARTIAL, SIZES, TOKENS, YARN, save_described
+from described import CASES, LATENT, LATENTS, LINEAR, MAIN, PARTIAL, SIZES, TOKENS, YARN
 from forerun import LLM, SamplingParams
 from forerun.attention.sdpa import SdpaAttention
 from forerun.cache.pool import KVShape, Pool
@@ -41,19 +41,6 @@ EXPERTS = ("mixtral", "mixtral-tied", "qwen3_moe", "qwen3_moe-some", "gemma4-exp
 
 def ids(count, seed=0):
     return torch.randint(3, TOKENS, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """Case name -> folder of a random checkpoint, saved by transformers."""
-
-    @cache
-    def get(name):
-        folder = tmp_path_factory.mktemp(name)
-        save_described(name, folder)
-        return str(folder)
-
-    return get
 
 
 @cache
@@ -82,8 +69,8 @@ def apart(got, expected):
 
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_logits_and_hidden_states_of_transformers(checkpoint, name, invariant):
-    folder, tokens = checkpoint(name), ids(ROWS)
+def test_logits_and_hidden_states_of_transformers(described, name, invariant):
+    folder, tokens = described(name), ids(ROWS)
     model = load_model(folder, invariant=invariant, weights="auto" if invariant else "plain")
     assert isinstance(model, NativeModel)
     with torch.inference_mode():
@@ -98,8 +85,8 @@ def test_logits_and_hidden_states_of_transformers(checkpoint, name, invariant):
 
 
 @pytest.mark.parametrize("name", [*MAIN, "llama", "mistral", "qwen3-biases", "smollm3-window"])
-def test_chunks_mates_and_trees(checkpoint, name):
-    folder, tokens, nodes = checkpoint(name), ids(30), ids(5, 9)
+def test_chunks_mates_and_trees(described, name):
+    folder, tokens, nodes = described(name), ids(30), ids(5, 9)
     model, parents = load_model(folder, invariant=True), [-1, 0, 0, 1, 2]
     attention = new_attention(model, max_seqs=2, max_len=64, page_size=4)
     rows = [feed(model, Span(0, 0, tokens[:11]), attention=attention).logits]
@@ -112,8 +99,8 @@ def test_chunks_mates_and_trees(checkpoint, name):
 
 
 @pytest.mark.parametrize("invariant", [False, True])
-def test_stored_nodes_grow_a_tree_level_by_level(checkpoint, invariant):
-    model = load_model(checkpoint("mistral"), invariant=invariant)
+def test_stored_nodes_grow_a_tree_level_by_level(described, invariant):
+    model = load_model(described("mistral"), invariant=invariant)
     nodes, parents = ids(6, 9), [-1, -1, 0, 0, 1, 2]
     attention = new_attention(model, max_seqs=1, max_len=64)
     feed(model, Span(0, 0, ids(13)), attention=attention)
@@ -127,8 +114,8 @@ def test_stored_nodes_grow_a_tree_level_by_level(checkpoint, invariant):
 
 
 @torch.inference_mode()
-def test_some_layers_and_given_embeddings(checkpoint):
-    folder, tokens = checkpoint("llama"), ids(9)
+def test_some_layers_and_given_embeddings(described):
+    folder, tokens = described("llama"), ids(9)
     model, module = load_model(folder, invariant=False), theirs(folder)
     embeds = torch.randn(2, model.info.hidden_size)
     inputs = module.get_input_embeddings()(torch.tensor([tokens])).clone()
@@ -147,8 +134,8 @@ def test_some_layers_and_given_embeddings(checkpoint):
 
 
 @pytest.mark.parametrize("dtype", where(can_tile, DTYPES))
-def test_the_one_call_refuses_what_it_would_misread(checkpoint, dtype):
-    model = load_model(checkpoint("llama"), dtype=dtype)
+def test_the_one_call_refuses_what_it_would_misread(described, dtype):
+    model = load_model(described("llama"), dtype=dtype)
     attention = new_attention(model, max_seqs=1, max_len=64)
     for token in (-1, TOKENS):
         with pytest.raises(IndexError, match=f"from 0 to {TOKENS - 1}"):
@@ -160,10 +147,10 @@ def test_the_one_call_refuses_what_it_would_misread(checkpoint, dtype):
 
 
 @pytest.mark.parametrize("part", ["softcap", "logits_softcap", "scale", "window", "rotary"])
-def test_what_is_described_bites(checkpoint, part):
+def test_what_is_described_bites(described, part):
     """The parity above would not hold without it."""
     name = "gemma3" if part == "rotary" else "gemma2"
-    model, tokens = load_model(checkpoint(name), invariant=False), ids(ROWS)
+    model, tokens = load_model(described(name), invariant=False), ids(ROWS)
     model.fused = None  # layer by layer, parts can be changed
     with_it = feed(model, Span(0, 0, tokens)).logits
     for layer in model._layers:
@@ -178,8 +165,8 @@ def test_what_is_described_bites(checkpoint, part):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", where(can_tile(torch.bfloat16), (*MAIN, "qwen3_5-grouped", "granite-h-grouped")))
-def test_bits_do_not_depend_on_the_batch_with_our_kernels(checkpoint, name, dtype):
-    model = load_model(checkpoint(name), dtype=dtype, invariant=None, weights="streamed")
+def test_bits_do_not_depend_on_the_batch_with_our_kernels(described, name, dtype):
+    model = load_model(described(name), dtype=dtype, invariant=None, weights="streamed")
     assert model.invariant
     assert model.tiles is None
     assert self_test(model, page_size=16, rows=60, chunks=(5, 33)) == []
@@ -194,15 +181,15 @@ IN_ONE_CALL = [
 
 
 @pytest.mark.parametrize(("name", "dtype", "quantization"), where(lambda case: can_tile(case[1]), IN_ONE_CALL))
-def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(checkpoint, name, dtype, quantization):
-    one_call.check(load_model(checkpoint(name), dtype=dtype, invariant=True, quantization=quantization))
+def test_all_layers_in_one_call_give_the_bits_of_layer_by_layer(described, name, dtype, quantization):
+    one_call.check(load_model(described(name), dtype=dtype, invariant=True, quantization=quantization))
 
 
 @pytest.mark.usefixtures("cpu_attention")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["gemma2", "gemma4", "mixtral"])
-def test_bits_do_not_depend_on_the_batch_with_torch(checkpoint, name, dtype):
-    model = load_model(checkpoint(name), dtype=dtype, invariant=None, weights="plain")
+def test_bits_do_not_depend_on_the_batch_with_torch(described, name, dtype):
+    model = load_model(described(name), dtype=dtype, invariant=None, weights="plain")
     assert model.invariant
     assert model.tiles.together >= 8
     assert self_test(model, rows=40, chunks=(5, 33)) == []
@@ -212,8 +199,8 @@ def test_bits_do_not_depend_on_the_batch_with_torch(checkpoint, name, dtype):
 @pytest.mark.parametrize(
     "name", ["gemma2", "gemma3", "gemma4", "llama-biases", "olmo2", "phi3", "qwen3", "mixtral-tied"]
 )
-def test_half_precision(checkpoint, name, dtype):
-    folder, tokens = checkpoint(name), ids(24)
+def test_half_precision(described, name, dtype):
+    folder, tokens = described(name), ids(24)
     other = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
     with torch.inference_mode():
         off = (other(torch.tensor([tokens])).logits[0].float() - reference(folder, tokens)).norm()
@@ -222,8 +209,8 @@ def test_half_precision(checkpoint, name, dtype):
 
 
 @pytest.mark.parametrize("name", ["gemma4-experts", "gpt_oss", "starcoder2", "qwen3_5_moe", "nemotron_h", "mistral4"])
-def test_greedy_tokens_of_transformers_with_and_without_a_draft(checkpoint, tiny_draft, name):
-    folder, prompt = checkpoint(name), ids(12, 2)
+def test_greedy_tokens_of_transformers_with_and_without_a_draft(described, tiny_draft, name):
+    folder, prompt = described(name), ids(12, 2)
     answer = list(prompt)
     for _ in range(24):
         answer.append(int(reference(folder, answer)[-1].argmax()))
@@ -244,7 +231,7 @@ def test_greedy_tokens_of_transformers_with_and_without_a_draft(checkpoint, tiny
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", where(can_tile(torch.float32), ["gemma2", "mixtral"]))
-def test_a_head_in_one_call_says_what_its_module_says(checkpoint, tmp_path, name):
+def test_a_head_in_one_call_says_what_its_module_says(described, tmp_path, name):
     """With the target's embedding and output layer, scale and soft cap included."""
     options = {"heads": 4, "kv_heads": 2, "width": 16, "inner_size": 24}
     head = EagleHead(Sizes(SIZES["hidden_size"], TOKENS, SIZES["num_hidden_layers"], 4, options))
@@ -252,7 +239,7 @@ def test_a_head_in_one_call_says_what_its_module_says(checkpoint, tmp_path, name
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     head.save(tmp_path)
-    llm = LLM(checkpoint(name), speculative_config={"method": "eagle", "model": str(tmp_path)})
+    llm = LLM(described(name), speculative_config={"method": "eagle", "model": str(tmp_path)})
     (drafter,) = llm.engine.router.drafters.values()
     feature, result = torch.randn(6, SIZES["hidden_size"]), []
     for _ in range(2):
@@ -292,9 +279,9 @@ def test_experts_in_mxfp4(tmp_path):
         assert off.median() < bound  # a row of 8-bit inputs may go to another expert
 
 
-def test_layers_read_the_keys_and_values_of_others(checkpoint):
+def test_layers_read_the_keys_and_values_of_others(described):
     """They have no cache of their own, and none of them is run without the layer that they read."""
-    model, tokens = load_model(checkpoint("gemma4"), invariant=False), ids(20)
+    model, tokens = load_model(described("gemma4"), invariant=False), ids(20)
     assert model.info.kv_shapes == tuple(KVShape(heads, *[16 + 16 * (i % 2)] * 2) for i, heads in
                                          enumerate([2, 2, 2, 2, 0, 0]))  # fmt: skip
     with pytest.raises(ModelError, match="layer 4 reads the keys and values of layer 2, which is left out"):
@@ -305,16 +292,16 @@ def test_layers_read_the_keys_and_values_of_others(checkpoint):
 
 
 @pytest.mark.parametrize("name", LATENTS)
-def test_a_cache_of_latents_has_one_of_each_token(checkpoint, name):
+def test_a_cache_of_latents_has_one_of_each_token(described, name):
     """24 numbers of a latent and 8 of a turned key, however many heads there are."""
-    model = load_model(checkpoint(name), invariant=False)
+    model = load_model(described(name), invariant=False)
     attention = new_attention(model, max_seqs=2, max_len=64, page_size=4)
     stored = {side.untyped_storage().data_ptr(): side.untyped_storage().nbytes() for side in
               (*attention.pool.keys, *attention.pool.values)}  # fmt: skip
     assert attention.pool.page_bytes == 4 * 3 * (24 + 8) * 4
     assert sum(stored.values()) <= attention.pool.num_pages * attention.pool.page_bytes + 3 * 64
     with pytest.raises(ConfigError, match="splits layers of one size: leave it out for"):
-        load_model(checkpoint(name), tensor_parallel_size=2)
+        load_model(described(name), tensor_parallel_size=2)
 
 
 @pytest.mark.parametrize(
@@ -337,9 +324,9 @@ def test_yarn_scales_latent_attention_as_transformers_does(tmp_path, kind, scale
 
 @pytest.mark.parametrize("dtype", where(can_tile, DTYPES))
 @pytest.mark.parametrize("name", sorted(LATENTS))
-def test_a_row_of_two_hundred_has_the_bits_of_one(checkpoint, name, dtype):
+def test_a_row_of_two_hundred_has_the_bits_of_one(described, name, dtype):
     """In one call for all layers, for chunks and for nodes of a tree behind a long text, too."""
-    model, tokens = load_model(checkpoint(name), dtype=dtype, invariant=True), ids(200)
+    model, tokens = load_model(described(name), dtype=dtype, invariant=True), ids(200)
     assert model.fused is not None
     attention = new_attention(model, max_seqs=4, max_len=256, page_size=16)
 
@@ -361,8 +348,8 @@ def test_a_row_of_two_hundred_has_the_bits_of_one(checkpoint, name, dtype):
     assert torch.equal(got[[0, 2, 3]], alone[150:153])
 
 
-def test_a_projection_of_latents_that_does_not_fit(checkpoint, tmp_path):
-    shutil.copytree(checkpoint("deepseek_v3"), tmp_path, dirs_exist_ok=True)
+def test_a_projection_of_latents_that_does_not_fit(described, tmp_path):
+    shutil.copytree(described("deepseek_v3"), tmp_path, dirs_exist_ok=True)
     tensors = load_file(tmp_path / "model.safetensors")
     name = "model.layers.1.self_attn.kv_b_proj.weight"
     short, asked = {name: tensors[name][:-1].clone()}, r"has shape \[87, 24\]; its config asks for \[88, 24\]"
@@ -392,7 +379,7 @@ def test_a_projection_of_latents_that_does_not_fit(checkpoint, tmp_path):
             load_model(tmp_path)
         assert str(tmp_path) in str(caught.value)
         assert "\n" not in str(caught.value)
-    shutil.copytree(checkpoint("mistral4"), tmp_path, dirs_exist_ok=True)
+    shutil.copytree(described("mistral4"), tmp_path, dirs_exist_ok=True)
     given = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**given, "qk_rope_head_dim": 6}))
     with pytest.raises(
@@ -447,8 +434,8 @@ def test_gemma_4_inside_a_model_that_reads_pictures(tmp_path):
 
 
 @pytest.mark.parametrize("name", EXPERTS)
-def test_a_row_reads_its_experts_only(checkpoint, name):
-    model = load_model(checkpoint(name), invariant=False, weights="plain")
+def test_a_row_reads_its_experts_only(described, name):
+    model = load_model(described(name), invariant=False, weights="plain")
     spec = model.spec
     sparse = [layer for layer in spec.layers if layer.experts]
     inner = SIZES["intermediate_size"] if name.startswith("mixtral") else 40

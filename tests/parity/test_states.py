@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-from described import HYBRIDS, save_described
+from described import HYBRIDS
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, ModelError
 from forerun.models import sanity
@@ -84,10 +84,9 @@ def test_every_class_with_state_is_tried():
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_a_model_with_state_runs_on_the_native_path_alone(tmp_path, name):
-    save_described(name, tmp_path)
+def test_a_model_with_state_runs_on_the_native_path_alone(described, name):
     with pytest.raises(ConfigError, match="a model with state needs the native path: model_path is hf"):
-        load_model(tmp_path, model_path="hf")
+        load_model(described(name), model_path="hf")
 
 
 @pytest.mark.parametrize("types", [["telepathy", FULL], [FULL, "chunked_attention"], ["moe", FULL]])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from built import kernels_for
-from described import MAIN, UNEVEN, save_described
+from described import MAIN, UNEVEN
 from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.models.base import new_attention
@@ -27,10 +27,9 @@ def logits(folder):
 
 
 @pytest.mark.parametrize("name", where(kernels.has("decode_float32"), sorted({*MAIN} - {"lfm2", *UNEVEN})))
-def test_avx2_gives_the_bits_of_this_processor(avx2, monkeypatch, tmp_path, name):
-    save_described(name, tmp_path)
-    expected = logits(str(tmp_path))
+def test_avx2_gives_the_bits_of_this_processor(avx2, monkeypatch, described, name):
+    expected = logits(described(name))
     called = []
     monkeypatch.setattr(kernels, "library", lambda: called.append(1) or avx2)
-    assert torch.equal(logits(str(tmp_path)), expected)
+    assert torch.equal(logits(described(name)), expected)
     assert called

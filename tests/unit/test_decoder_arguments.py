@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from border import NOWHERE, call, with_each
-from described import save_described
 from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.kernels import KernelError, structs
@@ -85,10 +84,8 @@ def test_a_model_whose_parts_do_not_fit(model):
 
 
 @pytest.fixture(scope="module")
-def mixture(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mixture")
-    save_described("mixtral", folder)
-    return load_model(str(folder))
+def mixture(described):
+    return load_model(described("mixtral"))
 
 
 @contextmanager
@@ -133,10 +130,9 @@ BAD_SHARES = [
 ]  # fmt: skip
 
 
-def test_layers_that_read_others_and_embeddings_that_do_not_fit(tmp_path):
+def test_layers_that_read_others_and_embeddings_that_do_not_fit(described):
     """The sixth layer reads the keys of the fourth."""
-    save_described("gemma4", tmp_path)
-    model = load_model(str(tmp_path))
+    model = load_model(described("gemma4"))
     fused, size = model.fused, len(model.fused.layers) // 6
     run, *_ = decoding(model)
     run()
@@ -267,9 +263,8 @@ BAD_LATENTS = [
 ]  # fmt: skip
 
 
-def test_latents_that_do_not_fit(tmp_path):
-    save_described("deepseek_v3", tmp_path)
-    model = load_model(str(tmp_path))
+def test_latents_that_do_not_fit(described):
+    model = load_model(described("deepseek_v3"))
     run, _, _, attention = decoding(model)
     run()
     own, line = model.fused.beside[1][1], structs.LinearStruct._fields
@@ -293,9 +288,8 @@ def test_latents_that_do_not_fit(tmp_path):
             run()
 
 
-def test_layers_with_state_that_do_not_fit(tmp_path):
-    save_described("qwen3_5", tmp_path)
-    model = load_model(str(tmp_path))
+def test_layers_with_state_that_do_not_fit(described):
+    model = load_model(described("qwen3_5"))
     fused, mixer = model.fused, model._layers[0].mixer
     run, prepared, _, attention = decoding(model)
     run()

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from described import CASES, save_described
+from described import CASES
 from forerun import LLM, SamplingParams, kernels, pretrained
 from forerun.core.errors import ConfigError
 from forerun.models.load import load_model
@@ -36,12 +36,11 @@ SURE = {"confidence_threshold": 0.01}
 
 
 @pytest.fixture(params=["draft_model", "sure", "eagle", "reduced", "blocks", "gemma2", "qwen3_moe-some"])
-def options(request, tiny_target, tiny_draft, tmp_path):
+def options(request, described, tiny_target, tiny_draft, tmp_path):
     if request.param in ("draft_model", "sure"):
         return {"method": "draft_model", "model": tiny_draft} | (SURE if request.param == "sure" else {})
     if request.param in CASES:
-        save_described(request.param, tmp_path)
-        return {"method": "draft_model", "model": str(tmp_path)}
+        return {"method": "draft_model", "model": described(request.param)}
     if request.param in ("reduced", "blocks"):
         kind = "int8_rows" if request.param == "reduced" else "q4_0"
         model = reduced_head(Path(tiny_target), tmp_path)

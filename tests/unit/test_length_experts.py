@@ -7,7 +7,6 @@ import torch
 from simulated import Machine, play
 from transformers import AutoModelForCausalLM
 
-from described import save_described
 from forerun import LLM, SamplingParams
 from forerun.core.batch import Batch, Span
 from forerun.measure.planner import CostCurve
@@ -119,15 +118,15 @@ def test_drafts_go_as_far_as_their_experts_pay(count):
         assert run("adaptive", 5).speed > 0.93 * best
 
 
-def test_forwards_count_the_experts_that_transformers_chooses(tmp_path):
-    save_described("qwen3_moe", tmp_path)
-    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+def test_forwards_count_the_experts_that_transformers_chooses(described):
+    folder = described("qwen3_moe")
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ids = torch.randint(3, 90, (9,), generator=torch.Generator().manual_seed(4))
     with torch.inference_mode():
         scores = theirs(ids[None], output_router_logits=True, use_cache=False).router_logits
     top = [layer.topk(theirs.config.num_experts_per_tok, dim=-1).indices for layer in scores]
     for form in ("auto", "plain"):
-        model = load_model(tmp_path, dtype="float32", invariant=False, weights=form)
+        model = load_model(folder, dtype="float32", invariant=False, weights=form)
         with torch.inference_mode():
             for rows in (1, 4, 9):
                 span = Span(0, 0, ids[:rows].tolist(), logits=list(range(rows)))
@@ -137,9 +136,8 @@ def test_forwards_count_the_experts_that_transformers_chooses(tmp_path):
         assert (mixture.count, mixture.chosen, mixture.layers) == (6, 3, len(top))
 
 
-def test_a_round_tells_its_policy_what_its_forward_read(tmp_path, monkeypatch):
-    save_described("qwen3_moe", tmp_path)
-    engine, read = LLM(str(tmp_path), invariant=False).engine, []
+def test_a_round_tells_its_policy_what_its_forward_read(described, monkeypatch):
+    engine, read = LLM(described("qwen3_moe"), invariant=False).engine, []
     monkeypatch.setattr(engine.policy, "observe", lambda *given: read.append(given[-1].experts))
     engine.add([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
     while engine.busy:

@@ -8,6 +8,7 @@ import os
 import signal
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
 from time import monotonic
 
@@ -15,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from described import SIZES, save_described
+from described import SIZES
 from forerun import LLM, BeamSearchParams, SamplingParams
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, RankError
@@ -33,7 +34,6 @@ from forerun.models.ranks import leader, split
 from forerun.models.ranks.team import Team
 from forerun.models.transform import CheckpointWeights
 from here import where
-from hybrids import save_hybrid
 
 pytestmark = pytest.mark.slow
 
@@ -76,17 +76,9 @@ class Thread(Team):
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+def checkpoint(described):
     """Case name -> folder of a random checkpoint."""
-    made = {}
-
-    def get(name):
-        if name not in made:
-            made[name] = tmp_path_factory.mktemp("ranks")
-            save_described(name, made[name], vocab_size=TOKENS, **CASES[name])
-        return made[name]
-
-    return get
+    return lambda name: Path(described(name, vocab_size=TOKENS, **CASES[name]))
 
 
 def two(folder, dtype=torch.float32, weights="auto"):
@@ -240,17 +232,8 @@ HYBRIDS = {
 
 
 @pytest.fixture(scope="module")
-def hybrid_folder(tmp_path_factory):
-    made = {}
-
-    def get(name):
-        if name not in made:
-            kind, options = HYBRIDS[name]
-            made[name] = tmp_path_factory.mktemp("hybrid")
-            save_hybrid(kind, made[name], **options)
-        return made[name]
-
-    return get
+def hybrid_folder(hybrid):
+    return lambda name: Path(hybrid(HYBRIDS[name][0], **HYBRIDS[name][1]))
 
 
 @torch.inference_mode()
@@ -342,11 +325,10 @@ def test_sizes_that_two_do_not_divide(changed, reason):
         ("granite-h-experts", {}, "an MLP beside experts, which is not split"),
     ],
 )  # fmt: skip
-def test_states_that_ranks_do_not_divide(tmp_path, kind, changed, reason):
+def test_states_that_ranks_do_not_divide(hybrid, kind, changed, reason):
     size = changed.pop("size", 2)
-    folder = save_hybrid(kind, tmp_path, **changed)
     with pytest.raises(ConfigError, match=reason):
-        load_model(folder, tensor_parallel_size=size)
+        load_model(hybrid(kind, **changed), tensor_parallel_size=size)
 
 
 @pytest.mark.parametrize(
