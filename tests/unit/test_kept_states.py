@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from forerun.cache.pool import KVShape, Pool
+from forerun.cache.prefix import PrefixTree
 from forerun.cache.states import States, StateShape
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
@@ -186,6 +187,12 @@ def test_the_state_of_a_sequence_that_goes_stays_where_it_is():
     assert of.states.leave(1) is None
     of.states.drop(slot)
     of.check()
+
+
+def test_a_prompt_keeps_states_behind_its_last_page_and_at_doubling_distances_before():
+    of = pool(kept=16)
+    PrefixTree(of).mark(0, 100, 100)
+    assert sorted(of.states.marks[0]) == [88, 92, 96]
 
 
 def test_half_of_the_memory_is_for_states_at_most():
