@@ -205,14 +205,16 @@ def test_other_length_policies(llm, tiny_draft, plain, length):
 
 def test_a_policy_learns_how_far_a_group_came(drafting, plain, monkeypatch):
     """One token a step, whichever beams go on."""
-    model, seen = drafting(page_size=8), []
+    model, seen, forked = drafting(page_size=8), [], []
 
     def observe(sequences, drafts, verdicts, seconds):
         for sequence, draft, verdict in zip(sequences, drafts, verdicts):
             seen.append((sequence.group.steps, draft.depth, len(verdict.tokens), verdict.matched, verdict.tested))
 
     monkeypatch.setattr(model.engine.policy, "observe", observe)
+    monkeypatch.setattr(model.engine.policy, "fork", lambda source, sequence: forked.append(sequence))
     assert model.beam_search(PROMPT, SEARCH)[0].sequences == plain
+    assert forked
     assert max(steps for steps, *_ in seen) > 1
     for steps, depth, tokens, matched, tested in seen:
         assert tokens == steps

@@ -1,6 +1,7 @@
 """Mixtures of experts: how many experts rounds read, what they cost by that, and how far drafts go."""
 
 import random
+from itertools import cycle
 
 import pytest
 import torch
@@ -136,11 +137,13 @@ def test_forwards_count_the_experts_that_transformers_chooses(described):
         assert (mixture.count, mixture.chosen, mixture.layers) == (6, 3, len(top))
 
 
-def test_a_round_tells_its_policy_what_its_forward_read(described, monkeypatch):
+def test_a_round_tells_its_policy_what_its_forward_read_and_how_long_each_step_took(described, monkeypatch):
     engine, read = LLM(described("qwen3_moe"), invariant=False).engine, []
-    monkeypatch.setattr(engine.policy, "observe", lambda *given: read.append(given[-1].experts))
+    monkeypatch.setattr(engine.policy, "observe", lambda *given: read.append(given[-1]))
+    monkeypatch.setattr("forerun.speculate.round.perf_counter", cycle([0.0, 1.0, 3.0, 7.0]).__next__)
     engine.add([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True))
     while engine.busy:
         engine.step()
     mixture = engine.model.info.mixture
-    assert read[1:] == [mixture.chosen * mixture.layers] * 2
+    assert [each.experts for each in read[1:]] == [mixture.chosen * mixture.layers] * 2
+    assert {(each.draft, each.verify, each.accept) for each in read} == {(1.0, 2.0, 4.0)}
