@@ -333,8 +333,9 @@ def test_a_prompt_that_is_read_again_has_its_logprobs_once(llm, paged):
         prompt = paged.tokenizer.encode(TEXT)
         job = engine.add(prompt, SamplingParams(temperature=0.0, max_tokens=4, prompt_logprobs=1))[0]
         engine.step()
-        if preempted:
+        if preempted:  # and read in other chunks
             engine.scheduler.preempt(job.sequence)
+            engine.scheduler.max_rows = 20
         while engine.busy:
             engine.step()
         result.append(job.prompt_logprobs)

@@ -247,17 +247,18 @@ def test_without_others_a_prompt_gets_every_row():
 def test_a_prompt_waits_for_who_reads_the_same(source, running):
     pool, reused = Pages(20, 4), {}
     scheduler = Scheduler(
-        pool, max_num_seqs=2, max_num_batched_tokens=64, prefill_budget=PrefillBudget(6), tree=PrefixTree(pool),
+        pool, max_num_seqs=2, max_num_batched_tokens=12, tree=PrefixTree(pool),
         on_admit=lambda one, count: reused.__setitem__(one.id, count),
     )  # fmt: skip
     rounds = Rounds(scheduler)
     for key in (1, 2):
-        scheduler.add(sequence(key, 9, tokens=[*range(9)]))
+        scheduler.add(sequence(key, 17, tokens=[*range(17)]))
     scheduler.waiting[1].source = source
-    rounds.step()
+    for _ in range(2):
+        rounds.step()
     assert [one.id for one in scheduler.running] == running
     rounds.finish(20)
-    assert reused == {1: 0, 2: 0 if source else 8}
+    assert reused == {1: 0, 2: 0 if source else 16}
 
 
 def test_a_round_tells_how_deep_its_prompt_tokens_are(monkeypatch):
@@ -383,7 +384,7 @@ def test_urgent_and_early_requests_are_admitted_first_and_preempted_last(priorit
     assert [one.id for one in scheduler.running] == order[:2]
     while len(scheduler.running) == 2:
         rounds.step()
-    assert [one.id for one in scheduler.running] == order[:1]
+        assert [one.id for one in scheduler.running] == order[: len(scheduler.running)]
     assert [one.id for one in scheduler.waiting] == order[1:]
     rounds.finish(200)
     assert [one.id for one in rounds.done] == order
