@@ -243,18 +243,18 @@ def test_without_others_a_prompt_gets_every_row():
     assert [one.id for one in scheduler.waiting] == [2]
 
 
-@pytest.mark.parametrize(("source", "running"), [(None, [1]), ((5,), [1, 2])])
-def test_a_prompt_waits_for_who_reads_the_same(source, running):
+@pytest.mark.parametrize(("source", "rows", "steps", "running"), [(None, 12, 2, [1]), ((5,), 64, 1, [1, 2])])
+def test_a_prompt_waits_for_who_reads_the_same(source, rows, steps, running):
     pool, reused = Pages(20, 4), {}
     scheduler = Scheduler(
-        pool, max_num_seqs=2, max_num_batched_tokens=12, tree=PrefixTree(pool),
+        pool, max_num_seqs=2, max_num_batched_tokens=rows, tree=PrefixTree(pool),
         on_admit=lambda one, count: reused.__setitem__(one.id, count),
     )  # fmt: skip
     rounds = Rounds(scheduler)
     for key in (1, 2):
         scheduler.add(sequence(key, 17, tokens=[*range(17)]))
     scheduler.waiting[1].source = source
-    for _ in range(2):
+    for _ in range(steps):
         rounds.step()
     assert [one.id for one in scheduler.running] == running
     rounds.finish(20)
