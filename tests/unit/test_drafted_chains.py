@@ -13,12 +13,14 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from described import CASES
 from forerun import LLM, SamplingParams, kernels, pretrained
 from forerun.core.errors import ConfigError
+from forerun.core.tree import Draft
 from forerun.models.load import load_model
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.chain import ChainRunner
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.model import DraftModel
+from forerun.vllm import first_branch
 from here import where
 from tiny import ALPHABET, save_tokenizer, tiny_llama
 from tiny_seq2seq import save_seq2seq
@@ -62,6 +64,25 @@ def reduced_head(target, folder):
     return str(folder)
 
 
+@pytest.fixture
+def siblings(monkeypatch):
+    """Chains alone are verified; what stood beside their last tokens, as (text, chain, token)."""
+    draft, result = ChainRunner.draft, []
+
+    def chains(self, everyone, *given, **more):
+        drafts = draft(self, everyone, *given, **more)
+        for index, each in enumerate(drafts):
+            if not each.is_chain:
+                chain = first_branch(each)
+                result.append((list(everyone[index].tokens), chain, each.tokens[-1]))
+                rows = [trials[0].row for trials in each.trials[: len(chain)]]
+                drafts[index] = Draft.chain(chain, each.q, rows)
+        return drafts
+
+    monkeypatch.setattr(ChainRunner, "draft", chains)
+    return result
+
+
 def record(target, options, *, page_size=None, stepwise=False):
     """Every draft of every round: tokens, parents, and each trial with its row of q."""
     llm = LLM(
@@ -100,18 +121,19 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(("rule", "page_size"), where(kernels.has("draft_bfloat16"), [("coupled", 4), ("token", None)]))
-def test_one_call_drafts_what_single_steps_draft(tiny_target, options, rule, page_size):
+def test_one_call_drafts_what_single_steps_draft(tiny_target, options, rule, page_size, siblings):
     options = {**options, "accept": rule}
     chains = record(tiny_target, options, page_size=page_size)
     steps = record(tiny_target, options, page_size=page_size, stepwise=True)
     assert any(tokens for drafts in chains for tokens, _, _ in drafts)
+    assert any(siblings) == (rule == "coupled" and "confidence_threshold" in options)
     assert same(chains, steps)
 
 
 @pytest.mark.parametrize("stepwise", [*where(kernels.has("draft_float32"), [False]), True])
 @torch.no_grad()
-def test_a_chain_ends_where_it_is_unlikely_to_be_kept(tiny_target, tiny_draft, stepwise):
-    """By transformers' probabilities of the draft's likeliest tokens."""
+def test_a_chain_ends_where_it_is_unlikely_to_be_kept(tiny_target, tiny_draft, stepwise, siblings):
+    """By transformers' probabilities of the draft's likeliest tokens. Beside the last one is the second likeliest."""
     reference = AutoModelForCausalLM.from_pretrained(tiny_draft, dtype=torch.float32).eval()
     config = {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 5, **SURE}
     llm = LLM(tiny_target, dtype="float32", speculative_config=config, trace=True)
@@ -137,6 +159,32 @@ def test_a_chain_ends_where_it_is_unlikely_to_be_kept(tiny_target, tiny_draft, s
             lengths.add(entry.drafted)
             text += entry.tokens
     assert len(lengths) > 2
+    assert any(siblings) != stepwise
+    for text, chain, sibling in siblings:
+        ranked = reference(torch.tensor([[*text, *chain[:-1]]])).logits[0, -1].topk(2).indices.tolist()
+        assert ranked == [chain[-1], sibling]
+
+
+@pytest.mark.parametrize("size", where(kernels.has("draft_float32"), [None, 60]))
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_next_best_token_beside_the_last_is_accepted(tiny_target, tiny_draft, temperature, size, llm):
+    config = {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 5, "confidence_threshold": 0.05,
+              "draft_vocab_size": size}  # fmt: skip
+    branched = LLM(tiny_target, speculative_config=config)
+    beside = []
+
+    def see(result):
+        for draft, verdict in zip(result.drafts, result.verdicts):
+            if not draft.is_chain:
+                beside.append(len(draft) - 1 in verdict.path[: verdict.accepted])
+
+    branched.engine.on_round = see
+    params = [SamplingParams(temperature=temperature, seed=i, max_tokens=40, ignore_eos=True) for i in range(4)]
+    answers = [[answer.outputs[0].token_ids for answer in each.generate(PROMPTS, params)] for each in (branched, llm())]
+    assert answers[0] == answers[1]
+    assert any(beside)
+    assert not all(beside)
+    branched.engine.check()
 
 
 SIZE = 700

@@ -441,10 +441,13 @@ class Drafting {
     Chain &chain = chains[sequence];
     chain.right = 0;
     for (float *row = first.logits + chain.row * size; chain.on; row += size) {
+      const int64_t at = chain.made * d.sequences + sequence, guessed = chain.guess.size();
       choose_token(chain, sequence, row);
-      const int64_t token = d.tokens[chain.made * d.sequences + sequence], guessed = chain.guess.size();
+      const int64_t token = d.tokens[at];
       chain.made++;
-      chain.on = token >= 0 && d.depths[sequence] > chain.made && chain.sure >= d.floor;
+      const bool ends = token < 0 || d.depths[sequence] == chain.made;
+      chain.on = !ends && chain.sure >= d.floor;
+      if (d.siblings && !ends && !chain.on) d.siblings[sequence] = next_best(at, sequence, row, token);
       chain.text.push_back(token);
       if (chain.right == guessed || chain.guess[chain.right] != token) return;
       chain.right++;
@@ -465,22 +468,36 @@ class Drafting {
     doubt(chain, row);
     const int64_t at = chain.made * d.sequences + sequence;
     const float temperature = d.temperatures[sequence];
-    const int64_t noisy = temperature != 0 && d.keys;
-    const uint64_t key = d.keys ? d.keys[at] : 0;
     float *const q = temperature != 0 && d.q ? d.q + at * d.num_ids : nullptr;
     std::vector<float> named(q && d.names ? size : 0);
     float *const softmax_row = named.empty() ? q : named.data();
     if (temperature != 0)
       restrict_row(row, size, temperature, d.thresholds[2 * sequence], d.top_ks[sequence], d.thresholds[2 * sequence + 1]);
-    float top;
-    int64_t place;
-    choose(row, 1, size, d.words, &key, &noisy, &top, &place, softmax_row, 1);
-    if (!(top > -std::numeric_limits<float>::infinity())) return;
+    int64_t place = best(at, temperature, row, softmax_row);
+    if (place < 0) return;
     if (softmax_row && d.quantiles) draw(softmax_row, 1, size, d.quantiles + at, &place);
     d.tokens[at] = d.names ? d.names[place] : place;
     if (named.empty()) return;
     std::memset(q, 0, d.num_ids * sizeof(float));
     for (int64_t i = 0; i < size; i++) q[d.names[i]] = named[i];
+  }
+
+  // The row's best entry with the noise of its place, or -1.
+  int64_t best(int64_t at, float temperature, const float *row, float *softmax_row) const {
+    const int64_t noisy = temperature != 0 && d.keys;
+    const uint64_t key = d.keys ? d.keys[at] : 0;
+    float top;
+    int64_t place;
+    choose(row, 1, size, d.words, &key, &noisy, &top, &place, softmax_row, 1);
+    return top > -std::numeric_limits<float>::infinity() ? place : -1;
+  }
+
+  // The token that would have been chosen if ``token`` were not there.
+  int64_t next_best(int64_t at, int64_t sequence, float *row, int64_t token) const {
+    const int64_t *const found = d.names ? std::lower_bound(d.names, d.names + size, token) : nullptr;
+    row[found ? found - d.names : token] = -std::numeric_limits<float>::infinity();
+    const int64_t place = best(at, d.temperatures[sequence], row, nullptr);
+    return place < 0 || !d.names ? place : d.names[place];
   }
 
   // What the next call reads behind a chain's last token.

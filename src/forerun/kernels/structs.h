@@ -265,7 +265,8 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(const int64_t *, guessed) /* [sequences] tokens of the first call behind the one that its chain begins with */      \
   F(const int64_t *, most)    /* [reach + 1] tokens to guess, by how many tokens the match has */                        \
   F(int64_t, reach)                                                                                                 \
-  F(Pass *, passes)           /* [longest] of the first sequence; no rows: there was none */
+  F(Pass *, passes)           /* [longest] of the first sequence; no rows: there was none */                             \
+  F(int64_t *, siblings)      /* [sequences] the next best choice beside the token that is below the floor, or -1; or null */
 
 #define FIELD(TYPE, NAME)                                   \
   TYPE NAME;                                                \

@@ -56,8 +56,8 @@ Chains = namedtuple(
     "Chains",
     "sequences longest depths starts tables temperatures thresholds top_ks words names keys quantiles tokens q "
     "num_ids feeds floor texts lengths guessed most reach "
-    "passes",
-    defaults=(0,) * 6,
+    "passes siblings",
+    defaults=(0,) * 7,
 )
 
 QUANTS = {

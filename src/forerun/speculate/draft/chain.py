@@ -42,7 +42,8 @@ class ChainRunner:
     """Drafts with ``fused``, which predicts over the target's ids or, in ascending order, those of ``names`` int64.
     ``feeds``: a step's input is the last one's output before the final norm, beside the token (EAGLE-3). Chains end
     where the chance of all of it falls below ``floor``, a logarithm; ``words`` are the ids' own for noise. A chain
-    reads the tokens that ``lookup`` guesses with the token before them: one call for all that are right."""
+    reads the tokens that ``lookup`` guesses with the token before them: one call for all that are right. Where rules
+    take trees without q, the token at which a chain ends for doubt gets the next best one beside it."""
 
     fused: Fused
     chooser: Chooser
@@ -108,6 +109,8 @@ class ChainRunner:
         q = torch.empty(longest * count, width) if hot else None
         keys, quantiles = self._keys(sequences, longest) if hot else (array("Q"), array("d"))
         tokens = array("q", bytes(8 * longest * count))
+        siblings = array("q", [NOTHING]) * count
+        branches = self.chooser.rule.trees and not self.chooser.rule.needs_q
         tables = array("q", [prepared.plan.begins[i] for i in theirs])
         requested = array("q", depths)
         if not len(theirs) == len(depths) == count or self.words.numel() < size:
@@ -118,7 +121,7 @@ class ChainRunner:
             count, longest, at[0], at[1], at[2], at[3], at[4], at[5], self.words.data_ptr(),
             0 if self.names is None else self.names.data_ptr(), noise[0], noise[1], tokens.buffer_info()[0],
             0 if q is None else q.data_ptr(), width, int(self.feeds), structs.number(self.floor),
-            *(() if guess is None else guess.addresses),
+            *((0,) * 6 if guess is None else guess.addresses), siblings.buffer_info()[0] if branches else 0,
         ))  # fmt: skip
         fused = self.fused
         fused.draft(*fused.addresses, prepared.address, call.buffer_info()[0])
@@ -132,6 +135,8 @@ class ChainRunner:
             attention.pool.advance(batch.spans[theirs[i]].key, start + fed)
             rows = range(i, longest * count, count) if temperatures[i] else [POINT_MASS] * longest
             drafts[index] = Draft.chain(chain, q, rows)
+            if siblings[i] != NOTHING:
+                drafts[index].add(siblings[i], len(chain) - 2, rows[len(chain) - 1])
         return drafts
 
     def _keys(self, sequences: Requests, longest: int) -> tuple[array[int], array[float]]:
