@@ -57,7 +57,7 @@ Chains = namedtuple(
     "sequences longest depths starts tables temperatures thresholds top_ks words names keys quantiles tokens q "
     "num_ids feeds floor texts lengths guessed most reach "
     "passes siblings",
-    defaults=(0,) * 7,
+    defaults=(0, 0, 0, 0, 0, 0, 0),
 )
 
 QUANTS = {

@@ -117,12 +117,13 @@ class ChainRunner:
             raise ValueError(f"{len(theirs)} spans that ask for logits and {len(depths)} depths for {count} sequences")
         at = [numbers.buffer_info()[0] for numbers in (requested, starts, tables, temperatures, thresholds, top_ks)]
         noise = [numbers.buffer_info()[0] if numbers else 0 for numbers in (keys, quantiles)]
-        call = array("q", structs.Chains(
+        chains = structs.Chains(
             count, longest, at[0], at[1], at[2], at[3], at[4], at[5], self.words.data_ptr(),
             0 if self.names is None else self.names.data_ptr(), noise[0], noise[1], tokens.buffer_info()[0],
             0 if q is None else q.data_ptr(), width, int(self.feeds), structs.number(self.floor),
-            *((0,) * 6 if guess is None else guess.addresses), siblings.buffer_info()[0] if branches else 0,
-        ))  # fmt: skip
+            siblings=siblings.buffer_info()[0] if branches else 0,
+        )  # fmt: skip
+        call = array("q", chains if guess is None else chains._replace(**guess.fields))
         fused = self.fused
         fused.draft(*fused.addresses, prepared.address, call.buffer_info()[0])
         if self.lookup is not None and guess is not None:

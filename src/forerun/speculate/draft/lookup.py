@@ -67,11 +67,13 @@ class ChainGuess:
         self.first.append(guess.tolist())
 
     @property
-    def addresses(self) -> list[int]:
-        """The last fields of ``structs.Chains``."""
-        parts = (self.texts, self.lengths, self.guessed, self.counts, self.passes)
-        *most, passes = (part.buffer_info()[0] for part in parts)
-        return [*most, REACH, passes]
+    def fields(self) -> dict[str, int]:
+        """Of ``structs.Chains``."""
+        parts = {
+            "texts": self.texts, "lengths": self.lengths, "guessed": self.guessed, "most": self.counts,
+            "passes": self.passes,
+        }  # fmt: skip
+        return {"reach": REACH} | {name: part.buffer_info()[0] for name, part in parts.items()}
 
 
 class ChainLookup:
