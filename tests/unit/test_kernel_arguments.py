@@ -78,6 +78,8 @@ def test_sampling():
                   {0: [None], 1: [0, *sizes], 2: [0, *sizes], 3: [None], 4: sizes, 5: [None, *outside],
                    6: [None, *outside], 7: [None], 8: [None], 10: [None], 11: [None], 12: [None], 13: [None],
                    14: [None]}),
+        "look_up": ((at, 4, at, 3, 2, to, to), {0: [None], 1: [0, *sizes], 2: [None, outside[0]], 3: [-1, 65], 4: sizes,
+                                                5: [None], 6: [None]}),
         "rank": ((at, 2, 4, 1, at, 3, at, 1, to, to),
                  {0: [None], 1: [0, *sizes], 2: [0, *sizes], 3: sizes, 4: [None, *outside], 5: [0, -1],
                   6: [None, *outside], 7: [0], 8: [None], 9: [None]}),

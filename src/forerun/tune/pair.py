@@ -419,6 +419,8 @@ class Replayed:
 
     kept: list[bool]
     sure: list[float]
+    beside: Sequence[bool] = ()
+    """Whether it is the draft's next best token; empty where drafts are chains alone."""
     prompt: int = 0
     """Tokens of its prompt."""
 
@@ -467,25 +469,31 @@ def replay(drafter: DraftModel, answers: Sequence[PairAnswer]) -> tuple[list[Rep
             chooser, logits = drafter.chooser, drafter.translate(made.logits)
             sure = [logs[0] if logs else -inf for logs in chooser.sampler.rank(chooser.align(logits), 1)[1]]
             rows = [chooser.row(sequence, answer.tokens[: index + 1]) for index in range(len(fed))]
-            said = chooser.choose(logits, rows, [-1] * len(rows))[0]
-            kept = [ids[:1] == [token] for ids, token in zip(said, answer.tokens[1:])]
-            result.append(Replayed(kept, sure, first))
+            branches = drafter.chains is not None and drafter.chains.branches
+            said = chooser.choose(logits, rows, [-1] * len(rows), 1 + branches)[0]
+            kept, beside = (
+                [ids[rank : rank + 1] == [token] for ids, token in zip(said, answer.tokens[1:])] for rank in (0, 1)
+            )
+            result.append(Replayed(kept, sure, beside if branches else (), first))
     return result, seconds / max(1, read)
 
 
-def drafted(answer: Replayed, at: int, depth: int, threshold: float | None) -> tuple[int, int]:
-    """How many tokens a draft has that begins behind ``at`` known ones, and how many of them are kept."""
+def drafted(answer: Replayed, at: int, depth: int, threshold: float | None) -> tuple[int, int, int]:
+    """How many tokens a chain has that begins behind ``at`` known ones, how many nodes its draft, and how many tokens
+    are kept."""
     floor = -inf if threshold is None else log(threshold)
-    length = kept = 0
-    chance, right = 0.0, True
-    for good, sure in zip(answer.kept[at : at + depth], answer.sure[at : at + depth]):
-        length += 1
-        right = right and good
-        kept += right
-        chance += sure
+    kept, chance = 0, 0.0
+    last = min(at + depth, len(answer.kept))
+    for index in range(at, last):
+        length = index + 1 - at
+        right = kept == length - 1
+        kept += right and answer.kept[index]
+        chance += answer.sure[index]
         if chance < floor:
-            break
-    return length, kept
+            branches = bool(answer.beside) and length < depth
+            kept += branches and right and answer.beside[index]
+            return length, length + branches, kept
+    return last - at, last - at, kept
 
 
 def on_paper(answers: Sequence[Replayed], depth: int, threshold: float | None, price: Price) -> tuple[float, float]:
@@ -498,11 +506,11 @@ def on_paper(answers: Sequence[Replayed], depth: int, threshold: float | None, p
     while len(running) == price.streams:
         deepest = rows = 0
         for index in running:
-            length, kept = drafted(index.answer, index.at, depth, threshold)
+            length, nodes, kept = drafted(index.answer, index.at, depth, threshold)
             gained = min(kept + 1, len(index.answer.kept) - index.at)
             index.at += gained
             tokens += gained
-            deepest, rows = max(deepest, length), rows + 1 + length
+            deepest, rows = max(deepest, length), rows + 1 + nodes
         rounds += price.streams
         time += price.curve(rows) + price.start + deepest * price.step + price.rest
         left = [index for index in running if index.at < len(index.answer.kept)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import ClassVar
 
 import torch
@@ -42,8 +43,7 @@ class ChainRunner:
     """Drafts with ``fused``, which predicts over the target's ids or, in ascending order, those of ``names`` int64.
     ``feeds``: a step's input is the last one's output before the final norm, beside the token (EAGLE-3). Chains end
     where the chance of all of it falls below ``floor``, a logarithm; ``words`` are the ids' own for noise. A chain
-    reads the tokens that ``lookup`` guesses with the token before them: one call for all that are right. Where rules
-    take trees without q, the token at which a chain ends for doubt gets the next best one beside it."""
+    reads the tokens that ``lookup`` guesses with the token before them: one call for all that are right."""
 
     fused: Fused
     chooser: Chooser
@@ -75,6 +75,11 @@ class ChainRunner:
         words = sampler.compiled.ids
         kept = words if names is None else words[names].contiguous()
         return cls(fused, chooser, config.floor, kept, names, feeds, lookup)
+
+    @property
+    def branches(self) -> bool:
+        """Whether the token at which a chain ends for doubt gets the next best one beside it."""
+        return self.floor > -inf and self.chooser.rule.trees and not self.chooser.rule.needs_q
 
     def draft(
         self,
@@ -110,7 +115,6 @@ class ChainRunner:
         keys, quantiles = self._keys(sequences, longest) if hot else (array("Q"), array("d"))
         tokens = array("q", bytes(8 * longest * count))
         siblings = array("q", [NOTHING]) * count
-        branches = self.chooser.rule.trees and not self.chooser.rule.needs_q
         tables = array("q", [prepared.plan.begins[i] for i in theirs])
         requested = array("q", depths)
         if not len(theirs) == len(depths) == count or self.words.numel() < size:
@@ -121,7 +125,7 @@ class ChainRunner:
             count, longest, at[0], at[1], at[2], at[3], at[4], at[5], self.words.data_ptr(),
             0 if self.names is None else self.names.data_ptr(), noise[0], noise[1], tokens.buffer_info()[0],
             0 if q is None else q.data_ptr(), width, int(self.feeds), structs.number(self.floor),
-            siblings=siblings.buffer_info()[0] if branches else 0,
+            siblings=siblings.buffer_info()[0] if self.branches else 0,
         )  # fmt: skip
         call = array("q", chains if guess is None else chains._replace(**guess.fields))
         fused = self.fused
