@@ -113,8 +113,11 @@ def test_dear_rows_are_not_read():
         learn(lookup, 1, 1, 2, cost=0.9)
     assert lookup.price == pytest.approx(0.9, rel=0.05)
     assert lookup.counts().tolist()[:3] == [0, 0, 0]
-    for _ in range(400):
-        learn(lookup, 1, 0, 0)
+    lookup.right = [0.0] * len(lookup.right)
+    assert lookup.begin([[5, 6, 5]], [4], 10) is None
+    for _ in range(2000):
+        if lookup.begin([[5, 6, 5]], [4], 10) is not None:
+            learn(lookup, 1, 0, 0)
     assert lookup.counts()[1] > 0  # tried again
 
 

@@ -187,6 +187,28 @@ def test_the_next_best_token_beside_the_last_is_accepted(tiny_target, tiny_draft
     branched.engine.check()
 
 
+@pytest.mark.parametrize("order", where(kernels.has("draft_float32"), ["reversed", "shuffled"]))
+def test_outputs_in_any_order_have_another_token_beside_the_last(tiny_target, tmp_path, order):
+    path = Path(reduced_head(Path(tiny_target), tmp_path)) / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        tensors, notes = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
+    rows = torch.arange(len(tensors["d2t"]))
+    ids = rows + tensors["d2t"]
+    torch.manual_seed(0)
+    tensors["d2t"] = (ids.flip(0) if order == "reversed" else ids[torch.randperm(len(ids))]) - rows
+    save_file(tensors, path, notes)
+    config = {"method": "eagle", "model": str(tmp_path), "num_speculative_tokens": 4, "confidence_threshold": 0.1}
+    llm, drafts = LLM(tiny_target, speculative_config=config), []
+    llm.engine.on_round = lambda result: drafts.extend(result.drafts)
+    llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+    branched = [draft for draft in drafts if not draft.is_chain]
+    assert len(branched) > 20
+    for draft in branched:
+        assert draft.tokens[-1] != draft.tokens[-2]
+        assert set(draft.tokens) <= set(ids.tolist())
+    assert all(len({trial.node for trial in trials}) == len(trials) for draft in drafts for trials in draft.trials)
+
+
 SIZE = 700
 OUTPUTS_PROMPTS = ["def parse(", "class Reader:", "for line in"]
 

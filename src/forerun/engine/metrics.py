@@ -253,7 +253,7 @@ class RoundTrace:
 
     ``tokens`` were emitted, each of the kind beside it in ``origins``: accepted from the draft, corrected by the
     target (a draft was rejected there), bonus (the whole draft was accepted), plain (nothing was drafted).
-    ``rejected`` holds the drafted tokens that were not kept, in drafting order.
+    ``rejected`` holds what was drafted behind the kept tokens, in drafting order; alternatives to these are left out.
     """
 
     tokens: tuple[int, ...]
@@ -269,6 +269,10 @@ class RoundTrace:
             last = verdict.path[-1] if verdict.path else -1
             ended = not draft.children(last)
             origins.append(PLAIN if not len(draft) else BONUS if ended else CORRECTED)
-        kept = set(verdict.path[: verdict.accepted])
-        rejected = [token for node, token in enumerate(draft.tokens) if node not in kept]
+        behind = {verdict.path[verdict.accepted - 1] if verdict.accepted else -1}
+        rejected = []
+        for node, parent in enumerate(draft.parents):
+            if parent in behind:
+                behind.add(node)
+                rejected.append(draft.tokens[node])
         return cls(tuple(verdict.tokens), tuple(origins), tuple(rejected), len(draft), draft.method)

@@ -400,7 +400,7 @@ template <class T>
 Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, const Chains<T> &d) {
   for (int64_t i = 0; i < m.layers; i++)
     REQUIRE(!layers[i].mixer && (layers[i].stores || layers[i].source != i), LAYER_KIND);
-  REQUIRE(within(d.sequences, 1, MOST) && within(d.longest, 1, MOST), CHAIN_RANGE);
+  REQUIRE(within(d.sequences, 1, c.num_out) && within(d.longest, 1, MOST), CHAIN_RANGE);
   REQUIRE(m.head.weight && has_words(m) && !c.sum, NULL_POINTER);
   REQUIRE(given(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.words, d.tokens), NULL_POINTER);
   REQUIRE(!d.feeds || m.hidden <= c.workspace_size, WORKSPACE_SIZE);

@@ -442,16 +442,16 @@ class Drafting {
     chain.right = 0;
     for (float *row = first.logits + chain.row * size; chain.on; row += size) {
       const int64_t at = chain.made * d.sequences + sequence, guessed = chain.guess.size();
-      choose_token(chain, sequence, row);
-      const int64_t token = d.tokens[at];
+      const int64_t place = choose_token(chain, sequence, row), token = d.tokens[at];
       chain.made++;
       const bool ends = token < 0 || d.depths[sequence] == chain.made;
       chain.on = !ends && chain.sure >= d.floor;
-      if (d.siblings && !ends && !chain.on) d.siblings[sequence] = next_best(at, sequence, row, token);
+      if (d.siblings && !ends && !chain.on) d.siblings[sequence] = next_best(at, sequence, row, place);
       chain.text.push_back(token);
       if (chain.right == guessed || chain.guess[chain.right] != token) return;
       chain.right++;
     }
+    chain.guess.resize(chain.right);  // the rest was not tested
   }
 
   // The chance that all of a chain is kept, once its next token is chosen from ``row``.
@@ -464,7 +464,8 @@ class Drafting {
     chain.sure += log;
   }
 
-  void choose_token(Chain &chain, int64_t sequence, float *row) const {
+  // Returns the chosen entry of the row, or -1.
+  int64_t choose_token(Chain &chain, int64_t sequence, float *row) const {
     doubt(chain, row);
     const int64_t at = chain.made * d.sequences + sequence;
     const float temperature = d.temperatures[sequence];
@@ -474,12 +475,13 @@ class Drafting {
     if (temperature != 0)
       restrict_row(row, size, temperature, d.thresholds[2 * sequence], d.top_ks[sequence], d.thresholds[2 * sequence + 1]);
     int64_t place = best(at, temperature, row, softmax_row);
-    if (place < 0) return;
+    if (place < 0) return -1;
     if (softmax_row && d.quantiles) draw(softmax_row, 1, size, d.quantiles + at, &place);
     d.tokens[at] = d.names ? d.names[place] : place;
-    if (named.empty()) return;
+    if (named.empty()) return place;
     std::memset(q, 0, d.num_ids * sizeof(float));
     for (int64_t i = 0; i < size; i++) q[d.names[i]] = named[i];
+    return place;
   }
 
   // The row's best entry with the noise of its place, or -1.
@@ -492,12 +494,11 @@ class Drafting {
     return top > -std::numeric_limits<float>::infinity() ? place : -1;
   }
 
-  // The token that would have been chosen if ``token`` were not there.
-  int64_t next_best(int64_t at, int64_t sequence, float *row, int64_t token) const {
-    const int64_t *const found = d.names ? std::lower_bound(d.names, d.names + size, token) : nullptr;
-    row[found ? found - d.names : token] = -std::numeric_limits<float>::infinity();
-    const int64_t place = best(at, d.temperatures[sequence], row, nullptr);
-    return place < 0 || !d.names ? place : d.names[place];
+  // The token that would have been chosen without the row's entry at ``place``.
+  int64_t next_best(int64_t at, int64_t sequence, float *row, int64_t place) const {
+    row[place] = -std::numeric_limits<float>::infinity();
+    const int64_t next = best(at, d.temperatures[sequence], row, nullptr);
+    return next < 0 || !d.names ? next : d.names[next];
   }
 
   // What the next call reads behind a chain's last token.
@@ -516,7 +517,11 @@ class Drafting {
     ids.clear(), positions.clear(), spans.clear();
     for (size_t i = 0; i < active.size(); i++) {
       Chain &chain = chains[active[i]];
-      if (!chain.on) continue;
+      if (!chain.on) {
+        chain.guess.clear();
+        chain.match = chain.right = 0;
+        continue;
+      }
       if (d.feeds)
         std::memcpy(&states[on.size() * model.hidden], first.workspace + i * model.hidden, model.hidden * sizeof(T));
       guess(chain, d.depths[active[i]] - chain.made - 1);

@@ -78,7 +78,7 @@ class ChainRunner:
 
     @property
     def branches(self) -> bool:
-        """Whether the token at which a chain ends for doubt gets the next best one beside it."""
+        """Whether a chain that ends because the draft is unsure gets the next best token beside its last one."""
         return self.floor > -inf and self.chooser.rule.trees and not self.chooser.rule.needs_q
 
     def draft(
@@ -93,7 +93,7 @@ class ChainRunner:
     ) -> list[Draft]:
         """One draft for each of ``everyone``, a chain of at most its budget where it is in ``ready``. ``batch`` reads
         what each of these lacks: its spans that ask for logits, one row each, are theirs, in order. The cache's pages
-        have room for all but the last tokens. ``texts``: what each of them has read once ``batch`` is."""
+        have room for all but the last tokens. ``texts``: the tokens that each will have read after ``batch``."""
         assert isinstance(attention, KernelAttention)
         sequences, depths = [everyone[i] for i in ready], [budgets[i] for i in ready]
         count, longest = len(sequences), max(depths)

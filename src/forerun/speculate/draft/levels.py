@@ -32,10 +32,11 @@ class StepsConfig(TreeConfig):
     """Options of drafters that pay for every token of a draft."""
 
     confidence_threshold: float | None = None
-    """A chain ends with the token that makes the chance that all of it is kept less than this: the product of the
+    """A chain ends at the token that brings the estimated chance of keeping all of it below this: the product of the
     likeliest tokens' probabilities at temperature 1, in the drafter's own eyes. None: chains are as long as asked for,
-    as a beam search's always are. Where our kernels draft a chain and the rule asks for no q, the next best token is
-    checked beside that last one. (transformers' ``assistant_confidence_threshold`` looks at each token alone.)"""
+    as a beam search's always are. Where our kernels draft a chain and the rule does not need q, the next best token is
+    verified as an alternative to the last. (transformers' ``assistant_confidence_threshold`` looks at each token
+    alone.)"""
     limits: ClassVar = {"confidence_threshold": Within(above=0, below=1)}
 
     def __post_init__(self) -> None:

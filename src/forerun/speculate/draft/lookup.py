@@ -2,7 +2,7 @@
 
 The end of the text is looked up in what is before it (prompt lookup, Saxena 2023); the draft model reads what followed
 there together with its last token, and keeps what it would have said itself. This is staged speculative decoding
-(Spector and Re, arXiv 2308.04623) with n-grams inside, in one compiled call: drafts are the same, and sooner.
+(Spector and Re, arXiv 2308.04623) with n-grams inside, in one compiled call: drafts are the same, but sooner.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from forerun import kernels
 from forerun.kernels.structs import PassStruct
 
 RATES = (0.0, 0.4, 0.6, 0.8)
-"""By tokens of the match, so many at most: how often a guess is expected to be right, until some were seen."""
+"""By tokens of the match, so many at most: how often a guess is expected to be right, until some have been seen."""
 REACH = len(RATES) - 1
 RECENT = 8192
-"""Tokens of a text's end in which is looked."""
+"""How many of a text's last tokens are searched."""
 WEIGHT, FADE = 4.0, 0.98
 """Guesses that an expectation counts for, and what a match leaves of the evidence before it."""
 PRICE = 0.06
-"""What another row is expected to add to a call of one row, until calls were timed."""
+"""What another row is expected to add to a call of one row, until calls have been timed."""
 VARIED = 0.1
-"""Variance of rows from which on their price is known."""
+"""Variance of the row counts above which their price can be fitted."""
 
 
 @dataclass(slots=True)
@@ -87,8 +87,8 @@ class ChainLookup:
         self._sums = [0.0] * 5
 
     def counts(self, chains: int = 1) -> array[int]:
-        """int64 [REACH + 1]: how many tokens to guess, by how many tokens of the end were found. A call is saved once
-        all of the ``chains`` are as far: then each pays for a row."""
+        """int64 [REACH + 1]: how many tokens to guess, by how many tokens of the end were found. A call is saved
+        only once every one of the ``chains`` has got that far, so each chain's row counts."""
         result, price = array("q", [0]), chains * self.price / (1.0 + (chains - 1) * self.price)
         for right, tried in zip(self.right[1:], self.tried[1:]):
             rate, count = right / tried, 0
@@ -97,12 +97,23 @@ class ChainLookup:
             result.append(count)
         return result
 
-    def begin(self, texts: Sequence[Sequence[int]], depths: Sequence[int], known: int) -> ChainGuess:
-        """For chains of at most so many tokens behind each text, by a model that knows the first ``known`` ids."""
+    def begin(self, texts: Sequence[Sequence[int]], depths: Sequence[int], known: int) -> ChainGuess | None:
+        """For chains of at most so many tokens behind each text, by a model that knows the first ``known`` ids. None:
+        no guess pays; what says so is forgotten, little by little."""
         guess = ChainGuess(self.counts(len(texts)), max(depths))
+        if not any(guess.counts):
+            self.price += (1.0 - FADE) * (PRICE - self.price)
+            for match in range(len(RATES)):
+                self._see(match, 0, 0)
+            return None
         for text, depth in zip(texts, depths):
-            guess.add(array("q", (min(token, known - 1) for token in text[-RECENT:])), depth)
+            recent = array("q", text[-RECENT:])
+            guess.add(recent if max(recent) < known else array("q", (min(token, known - 1) for token in recent)), depth)
         return guess
+
+    def _see(self, match: int, right: int, tried: int) -> None:
+        self.right[match] = FADE * self.right[match] + (1.0 - FADE) * WEIGHT * RATES[match] + right
+        self.tried[match] = FADE * self.tried[match] + (1.0 - FADE) * WEIGHT + tried
 
     def learn(self, guess: ChainGuess) -> None:
         """From the calls of a chain. The first one reads more than what was guessed."""

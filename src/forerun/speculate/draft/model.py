@@ -38,7 +38,7 @@ MOST_BITS = 5
 """A weight of a file that is taken as it is, whatever its size."""
 NARROW = 256
 TOGETHER = 2
-"""Chains at a time that tokens are read ahead for: among four, it gains nothing."""
+"""Most chains at once for which tokens are read ahead; with four there is no gain."""
 BUNDLED = "forerun:draft"
 
 
@@ -60,7 +60,7 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
     this tokenizer (Qwen 2.5's: 49,152, 99.5 % of code and English); all of them where there is no table."""
     prompt_lookup_num_tokens: int = 8
     """Most tokens that it reads ahead in a call. They are looked up in the text; those that it would not have drafted
-    itself are dropped, so that drafts stay the same. 0: none. It reads as many as pay by measured times, for up to
+    itself are dropped, so that drafts stay the same. 0: none. It reads as many as pay off by measured times, for up to
     two requests at a time, in chains that our kernels draft."""
     use_heterogeneous_vocab: bool = False
     """The draft has another tokenizer than the target."""
