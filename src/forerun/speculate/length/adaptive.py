@@ -45,9 +45,9 @@ class Lengths:
 class Entry(NamedTuple):
     """A round with drafts, until it is learnt from."""
 
-    drafts: list[tuple[int, str, int | None, int, int, int]]
+    drafts: list[tuple[int, str, int | None, int, int, int, int]]
     """Per sequence that was asked for a draft: its id, the method, what it ``reads``, depths that were asked, made and
-    kept."""
+    kept, and how many nodes the draft had."""
     sequences: int
     rows: int
     tokens: int
@@ -202,7 +202,7 @@ class Adaptive(LengthPolicy):
         self._streak = 0
         self._since += 1
         made = [
-            (s.id, s.drafter or "", s.reads, asked, draft.depth, verdict.matched)
+            (s.id, s.drafter or "", s.reads, asked, draft.depth, verdict.matched, len(draft))
             for s, asked, draft, verdict in zip(sequences, self._asked, drafts, verdicts)
             if asked
         ]
@@ -230,7 +230,8 @@ class Adaptive(LengthPolicy):
         self._took, here = 0.0, {sequence.id: sequence.reads for sequence in sequences}
         for entry in entries:
             parts: dict[str, list[int]] = {}
-            for key, method, reads, asked, made, kept in entry.drafts:
+            for key, method, reads, asked, made, kept, nodes in entry.drafts:
+                self.methods[method].count(max(0, nodes - self.setting.nodes[method][made]))
                 if here.get(key, 0) == reads:
                     self._own(key, method).learn(asked, made, kept)
                 self._belief(method, reads).learn(asked, made, kept)
@@ -384,7 +385,8 @@ class Adaptive(LengthPolicy):
             depth, method = budgets.get(sequence.id, 0), sequence.drafter
             if not depth or method is None:
                 continue
-            nodes, belief = self.setting.nodes[method], self._belief(method, sequence.reads)
+            more, belief = self.methods[method].more, self._belief(method, sequence.reads)
+            nodes = [number + (more if length else 0.0) for length, number in enumerate(self.setting.nodes[method])]
             exists = list(accumulate(belief.existence()[:depth], mul))
             ends = [here - after for here, after in zip([1.0, *exists], [*exists, 0.0])]  # by length
             made = sum(exists)
@@ -503,6 +505,11 @@ class Acceptance:
         self.kept = [0.0] * depth
         self.asked = [0.0] * depth
         self.made = [0.0] * depth
+        self.more = 0.0
+        """Nodes that a draft has beyond the most of its depth, in the mean: a second token beside the last."""
+
+    def count(self, more: int) -> None:
+        self.more += (1.0 - self.fade) * (more - self.more)
 
     def learn(self, asked: int, made: int, kept: int) -> None:
         """One draft: ``asked`` tokens deep, ``made`` deep, of which ``kept`` were accepted."""
@@ -561,7 +568,7 @@ class Planned(Adaptive):
 
     def _decide(self, sequences: Requests, longest: list[int]) -> DraftPlan:
         for entry in self._entries:
-            for _, method, _, _, made, kept in entry.drafts:
+            for _, method, _, _, made, kept, _ in entry.drafts:
                 self._rounds[method] += 1
                 self._sums[method][0] += kept
                 self._sums[method][1] += min(kept + 1, made)
