@@ -37,6 +37,8 @@ LARGE = 64 << 20
 MOST_BITS = 5
 """A weight of a file that is taken as it is, whatever its size."""
 NARROW = 256
+AHEAD = 8
+"""Most tokens that are read ahead in a call, unless an option says otherwise."""
 TOGETHER = 2
 """Most chains at once for which tokens are read ahead; with four there is no gain."""
 BUNDLED = "forerun:draft"
@@ -58,10 +60,10 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
     """How many tokens its output layer predicts: the special ones, the commonest, and the first others of the
     vocabulary. What is left out is never drafted. None: those of the table of common tokens that comes with Forerun for
     this tokenizer (Qwen 2.5's: 49,152, 99.5 % of code and English); all of them where there is no table."""
-    prompt_lookup_num_tokens: int = 8
-    """Most tokens that it reads ahead in a call. They are looked up in the text; those that it would not have drafted
-    itself are dropped, so that drafts stay the same. 0: none. It reads as many as pay off by measured times, for up to
-    two requests at a time, in chains that our kernels draft."""
+    prompt_lookup_num_tokens: int | None = None
+    """Most tokens that it reads ahead in a call; 0: none, None: 8. They are looked up in the text; those that it would
+    not have drafted itself are dropped, so that drafts stay the same. It reads as many as pay off by measured times,
+    for up to two requests at a time, in chains that our kernels draft."""
     use_heterogeneous_vocab: bool = False
     """The draft has another tokenizer than the target."""
     heterogeneous_vocab_method: str = "tli"
@@ -80,6 +82,8 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
         super().__post_init__()
         if self.draft_vocab_size is not None and self.use_heterogeneous_vocab:
             raise ConfigError("draft_vocab_size is for drafts with the target's tokenizer: leave it out")
+        if self.prompt_lookup_num_tokens is not None and (self.branches or self.use_heterogeneous_vocab):
+            raise ConfigError("prompt_lookup_num_tokens is for chains in the target's own tokens: leave it out")
         method = self.heterogeneous_vocab_method
         if method not in ("tli", "slem"):
             raise ConfigError(f"heterogeneous_vocab_method must be tli or slem, not {method!r}")
@@ -142,7 +146,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
         translates = config.use_heterogeneous_vocab
         fused = None if translates else self.model.fused
-        most = config.prompt_lookup_num_tokens
+        most = AHEAD if config.prompt_lookup_num_tokens is None else config.prompt_lookup_num_tokens
         lookup = ChainLookup(most) if most else None
         self.chains = ChainRunner.find(fused, self.attention, self.chooser, config, names=self.names, lookup=lookup)
 

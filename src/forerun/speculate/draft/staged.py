@@ -39,7 +39,7 @@ class StagedConfig(DraftModelConfig):
     drafter: Any = None
     """Options of the drafter that drafts for the draft model (it may be staged itself); None: ``ngram``."""
     without: ClassVar = dict.fromkeys(
-        ("tree", "tree_nodes", "confidence_threshold"),
+        ("tree", "tree_nodes", "confidence_threshold", "prompt_lookup_num_tokens"),
         "method 'staged' drafts chains as long as asked for, and 'drafter' may have options of its own",
     )
 
