@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,75 +33,41 @@ Order = Callable[[torch.Tensor], torch.Tensor] | None
 """Brings rows of a weight, or numbers of a bias, into another order; it may leave some out."""
 
 
-class Words(Protocol):
-    """An embedding: ids int64 of any shape -> [..., width] in ``dtype``."""
+class Words:
+    """An embedding times ``scale``: ids int64 of any shape -> [..., width] in ``dtype``. Its rows are those of a tensor
+    [tokens, width] or of a layer, which may be the output layer too (``shared``)."""
 
-    count: int
-    """Tokens that have an embedding."""
-    width: int
-    dtype: torch.dtype
-    device: torch.device
-    nbytes: int
-    """Of memory that nothing else has a share in."""
-    scale: float
-    """What the numbers that ``fields`` tells of are multiplied by."""
+    def __init__(
+        self,
+        rows: torch.Tensor | Blocked | TiledLinear,
+        dtype: torch.dtype,
+        *,
+        shared: bool = False,
+        scale: float = 1.0,
+    ) -> None:
+        self.rows = rows.contiguous() if isinstance(rows, torch.Tensor) else rows
+        self.dtype, self.shared = dtype, shared
+        if isinstance(rows, torch.Tensor):
+            (self.count, self.width), self.device = rows.shape, rows.device
+        else:
+            self.count, self.width, self.device = rows.outputs, rows.inputs, torch.device("cpu")
+        self.nbytes = 0 if shared else rows.nbytes
+        """Of memory that nothing else has a share in."""
+        self.factor = torch.tensor(scale, dtype=torch.float32, device=self.device)
+        self.scale = float(self.factor)
 
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor: ...
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(self.rows, torch.Tensor):
+            result = F.embedding(ids, self.rows)
+        else:
+            result = self.rows.rows(ids, self.dtype).view(*ids.shape, self.width)
+        return result if self.scale == 1.0 else result * self.factor
 
     def fields(self) -> tuple[int, structs.LinearStruct] | None:
         """What a compiled decoder reads: the address of the numbers, or 0 and the layer; None: it cannot."""
-
-
-class WordTable:
-    """Numbers [tokens, width], which may be the output layer's (``shared``)."""
-
-    scale = 1.0
-
-    def __init__(self, numbers: torch.Tensor, *, shared: bool = False) -> None:
-        self.numbers = numbers.contiguous()
-        self.count, self.width = numbers.shape
-        self.dtype, self.device, self.nbytes = numbers.dtype, numbers.device, 0 if shared else numbers.nbytes
-
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.numbers)
-
-    def fields(self) -> tuple[int, structs.LinearStruct]:
-        return self.numbers.data_ptr(), structs.NO_LAYER
-
-
-class LayerRows:
-    """The rows of a layer, which may be the output layer too (``shared``)."""
-
-    scale = 1.0
-
-    def __init__(self, layer: Blocked | TiledLinear, dtype: torch.dtype, *, shared: bool) -> None:
-        self.layer = layer
-        self.count, self.width, self.dtype = layer.outputs, layer.inputs, dtype
-        self.device = torch.device("cpu")
-        self.nbytes = 0 if shared else layer.nbytes
-
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.layer.rows(ids, self.dtype).view(*ids.shape, self.width)
-
-    def fields(self) -> tuple[int, structs.LinearStruct]:
-        return 0, self.layer.fields()
-
-
-class ScaledWords:
-    """Another embedding times ``scale``."""
-
-    def __init__(self, words: Words, scale: float) -> None:
-        self.words = words
-        self.count, self.width = words.count, words.width
-        self.dtype, self.device, self.nbytes = words.dtype, words.device, words.nbytes
-        self.factor = torch.tensor(scale, dtype=torch.float32, device=words.device)
-        self.scale = float(self.factor) * words.scale
-
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.words(ids) * self.factor
-
-    def fields(self) -> tuple[int, structs.LinearStruct] | None:
-        return self.words.fields()
+        if isinstance(self.rows, torch.Tensor):
+            return self.rows.data_ptr(), structs.NO_LAYER
+        return 0, self.rows.fields()
 
 
 def stack(parts: Sequence[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype, device: torch.device) -> Rows:
@@ -206,18 +172,16 @@ class Maker:
     def words(self, name: str, head: Linear | None = None, scale: float = 1.0) -> Words:
         """The embedding times ``scale``; ``head`` is the output layer where that has the same weights."""
         result = self.weights.blocks(f"{name}.weight") if self.reads_blocks else None
-        words: Words
+        rows: torch.Tensor | Blocked | TiledLinear
         if isinstance(result, Blocks):
-            layer = head if self.keeps_blocks and isinstance(head, Blocked) else Blocked(result, None)
-            words = LayerRows(layer, self.dtype, shared=layer is head)
-        elif isinstance(head, TiledLinear):
-            words = LayerRows(head, self.dtype, shared=True)
-        elif isinstance(head, Plain):
-            words = WordTable(head.weight, shared=True)
+            rows = head if self.keeps_blocks and isinstance(head, Blocked) else Blocked(result, None)
+        elif isinstance(head, (TiledLinear, Plain)):
+            rows = head if isinstance(head, TiledLinear) else head.weight
         else:
-            words = WordTable(whole(self._stack([name], [None])))
+            rows = whole(self._stack([name], [None]))
         self.advance(self.weights.release())
-        return words if scale == 1.0 else ScaledWords(words, scale)
+        shared = rows is head or (isinstance(head, Plain) and rows is head.weight)
+        return Words(rows, self.dtype, shared=shared, scale=scale)
 
 
 def _packed(parts: Sequence[Blocks | Levels], bias: torch.Tensor | None) -> Linear:

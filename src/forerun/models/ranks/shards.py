@@ -35,19 +35,17 @@ class Gathered:
         return result if add is None else result + add
 
 
-class SplitWords:
+class SplitWords(Words):
     """An embedding of ``count`` tokens of which each rank has as many, one after the other's."""
 
-    scale = 1.0
-
     def __init__(self, words: Words, team: Team, count: int) -> None:
-        self.words, self.team, self.count = words, team, count
-        self.width, self.dtype, self.device, self.nbytes = words.width, words.dtype, words.device, words.nbytes
+        super().__init__(words.rows, words.dtype, shared=words.shared, scale=words.scale)
+        self.team, self.each, self.count = team, self.count, count
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        each, flat = self.words.count, ids.flatten()
-        mine = self.words((flat - self.team.rank * each).clamp_(0, each - 1))
-        result = torch.stack(self.team.shards(mine))[flat // each, torch.arange(len(flat), device=flat.device)]
+        flat = ids.flatten()
+        mine = super().__call__((flat - self.team.rank * self.each).clamp_(0, self.each - 1))
+        result = torch.stack(self.team.shards(mine))[flat // self.each, torch.arange(len(flat), device=flat.device)]
         return result.view(*ids.shape, self.width)
 
     def fields(self) -> None:
