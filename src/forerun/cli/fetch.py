@@ -96,7 +96,10 @@ def list_command(json: Json = False) -> None:
 def show_command(
     name: Annotated[str, typer.Argument(help="a name from forerun ls, a folder or a GGUF file")], json: Json = False
 ) -> None:
-    """Tell what a model on this machine is, and what it can draft with. Nothing is downloaded."""
+    """Tell what a model on this machine is, and what it can draft with.
+
+    Nothing is downloaded.
+    """
     from forerun.models.inventory import describe
 
     result = describe(name)

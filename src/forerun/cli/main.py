@@ -1,6 +1,6 @@
 """The command line. Every error is one line on stderr and exit code 2.
 
-A command's module is imported when the command is called, and torch when it runs: help and mistakes answer at once.
+A command's module is imported when it is called or listed, and torch when it runs: help and mistakes answer at once.
 """
 
 from __future__ import annotations
@@ -11,45 +11,31 @@ import sys
 from collections.abc import Sequence
 from functools import cached_property
 from importlib import import_module, metadata
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 import forerun
 from forerun.cli.console import PlainHelp, one_line, quiet, watch_loading
 from forerun.core.errors import ConfigError, ForerunError
 
-
-class Command(NamedTuple):
-    """Where a command is, ``module:name``, and what ``forerun --help`` says of it: its first sentence."""
-
-    place: str
-    summary: str
-
-
 COMMANDS = {
-    "generate": Command("generate:generate", "Continue a text."),
-    "chat": Command("chat:chat", "Talk with a model in the terminal; /help there lists what can be done."),
-    "fetch": Command("fetch:fetch_command", 'Bring a model to this machine, for --model NAME and LLM("NAME").'),
-    "ls": Command(
-        "fetch:list_command", "List the models on this machine: what was fetched, and what the hub's cache holds."
-    ),
-    "show": Command("fetch:show_command", "Tell what a model on this machine is, and what it can draft with."),
-    "rm": Command(
-        "fetch:remove_command", "Remove a model that was fetched, or one of the hub's cache, from this machine."
-    ),
-    "bench": Command("bench:bench", "Measure methods against plain decoding, predicted beside measured."),
-    "plan": Command(
-        "plan:plan",
-        "Measure acceptance and costs on your models and prompts, predict every method, recommend one.",
-    ),
-    "check": Command("bench:check", "Prove, on this machine and model, that speculation changes nothing."),
-    "serve": Command("serve:serve", "Answer OpenAI's API over HTTP; the playground is at /."),
-    "batch": Command("batch:batch", "Answer a file of requests in OpenAI's batch format."),
-    "tune": Command("tune:tune", "Train and choose what drafts for a model, on this machine: the same tokens, sooner."),
-    "export": Command("tune:export", "Write a trained eagle head as other engines read it."),
+    "generate": "generate:generate",
+    "chat": "chat:chat",
+    "fetch": "fetch:fetch_command",
+    "ls": "fetch:list_command",
+    "show": "fetch:show_command",
+    "rm": "fetch:remove_command",
+    "bench": "bench:bench",
+    "plan": "plan:plan",
+    "check": "bench:check",
+    "serve": "serve:serve",
+    "batch": "batch:batch",
+    "tune": "tune:tune",
+    "export": "tune:export",
 }
+"""Where each command is: ``module:name``."""
 LAB = ("reproduce", "train")
 """Commands of the distribution forerun-lab."""
 GROUP = "forerun.commands"
@@ -70,7 +56,7 @@ WITH_KEYS = ("generate", "chat", "bench", "serve", "batch")
 def load(name: str) -> Any:
     """The command itself: ours, or one that another distribution adds."""
     if name in COMMANDS:
-        module, attribute = COMMANDS[name].place.split(":")
+        module, attribute = COMMANDS[name].split(":")
         result = getattr(import_module(f"forerun.cli.{module}"), attribute)
     else:
         (point,) = metadata.entry_points(group=GROUP, name=name)
@@ -91,12 +77,7 @@ def keys() -> str:
 
 
 class Commands(TyperGroup):
-    """Knows the commands' names and summaries; imports the one that is called, and for the list of all those that
-    other distributions add."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.commands = {name: TyperCommand(name, help=item.summary) for name, item in COMMANDS.items()}
+    """Our commands, and those that other distributions add; each is imported when it is called, or listed."""
 
     @cached_property
     def added(self) -> frozenset[str]:
@@ -107,15 +88,12 @@ class Commands(TyperGroup):
         return [*COMMANDS, *sorted(self.added)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name in COMMANDS:
-            return self.commands[cmd_name]
-        return load(cmd_name) if cmd_name in self.added else None
+        return load(cmd_name) if cmd_name in COMMANDS or cmd_name in self.added else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         if args[0] in LAB and args[0] not in self.added:
             raise ConfigError(f"forerun {args[0]} is part of forerun-lab: pip install ./lab")
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, load(name) if name in COMMANDS else command, rest
+        return super().resolve_command(ctx, args)
 
 
 app = typer.Typer(
