@@ -32,7 +32,7 @@ from forerun.models.native import NativeModel
 from forerun.models.open import open_files, read_config
 from forerun.models.ranks import leader, split
 from forerun.models.ranks.team import Team
-from forerun.models.transform import CheckpointWeights
+from forerun.models.transform import CheckpointWeights, transform
 from here import where
 
 pytestmark = pytest.mark.slow
@@ -86,7 +86,7 @@ def two(folder, dtype=torch.float32, weights="auto"):
     config, swap = read_config(folder), Swap()
     models = [
         NativeModel(
-            config, CheckpointWeights(open_files(folder), config), dtype=dtype, device=torch.device("cpu"), name="two",
+            config, transform(open_files(folder), config), dtype=dtype, device=torch.device("cpu"), name="two",
             eos_ids=frozenset(), invariant=True, weights=weights, team=Thread(rank, swap),
         )
         for rank in range(2)

@@ -38,7 +38,7 @@ from forerun.models.ranks import split
 from forerun.models.ranks.shards import Gathered, SplitWords
 from forerun.models.ranks.team import Team
 from forerun.models.rotary import Rotary
-from forerun.models.transform import MultipliedWeights, Weights
+from forerun.models.transform import Weights
 
 
 @dataclass(slots=True)
@@ -85,8 +85,6 @@ class NativeModel:
             raise ModelError(f"the native path does not run this checkpoint: {reason}; use the transformers path")
         self._tokens = config.vocab_size
         self.spec, self.team = bind(config), team
-        if self.spec.multiples:
-            tensors = MultipliedWeights(tensors, self.spec)
         if team is not None:
             tensors = split.SplitWeights(tensors, self.spec, team.rank, team.size)
             self.spec = split.own(self.spec, team.size)

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -21,10 +22,10 @@ import torch
 from forerun.core.config import Within
 from forerun.core.errors import ModelError, shown
 from forerun.models import checkpoint, lora, sanity
-from forerun.models.architectures.description import Architecture
+from forerun.models.architectures.description import KINDS, Architecture
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.shapes import Shape, shapes, unread
-from forerun.models.architectures.spec import TILED_HEADS, Multiples, Spec, bind
+from forerun.models.architectures.spec import TILED_HEADS, Spec, bind
 from forerun.models.checkpoint import Safetensors
 from forerun.models.formats.base import MadeRows, Rows
 from forerun.models.formats.gguf_blocks import Blocks
@@ -64,7 +65,7 @@ class Weights(Protocol):
 
 def transform(files: Files, config: Any, *, numbers: bool = False, adapters: Sequence[lora.Adapter] = ()) -> Weights:
     """The weights in ``files`` for a decoder of ``config``, which a description covers: all of them as ``numbers``, or
-    in blocks where files have such; with ``adapters`` merged. Raises ModelError."""
+    in blocks where files have such; with ``adapters`` merged, and multiplied as the config says. Raises ModelError."""
     if adapters and getattr(config, TILED_HEADS, False):
         raise ModelError(
             f"{files.path} orders its heads as GGUF does: merge an adapter into the checkpoint it was made of"
@@ -74,7 +75,8 @@ def transform(files: Files, config: Any, *, numbers: bool = False, adapters: Seq
         weights = CheckpointWeights(files, config, numbers=numbers)
     else:
         weights = GGUFWeights(files, config, numbers=numbers)
-    return MergedWeights(weights, adapters, str(files.path)) if adapters else weights
+    weights = merged(weights, adapters, str(files.path)) if adapters else weights
+    return multiplied(weights, bind(config))
 
 
 class FileWeights:
@@ -406,10 +408,10 @@ def _parts(names: tuple[str, ...], tensor: GGUFTensor, behind: GGUFTensor | None
 
 
 class ChangedWeights:
-    """``weights`` of which a subclass changes ``values`` and ``blocks``."""
+    """``weights``, some of them changed, by their names: to numbers, whatever they are held in."""
 
-    def __init__(self, weights: Weights) -> None:
-        self.weights = weights
+    def __init__(self, weights: Weights, changes: Mapping[str, Callable[[Rows], Rows]]) -> None:
+        self.weights, self.changes = weights, changes
 
     @property
     def nbytes(self) -> int:
@@ -418,41 +420,51 @@ class ChangedWeights:
     def __contains__(self, name: str) -> bool:
         return name in self.weights
 
+    def values(self, name: str) -> Rows:
+        result, change = self.weights.values(name), self.changes.get(name)
+        return result if change is None else change(result)
+
+    def blocks(self, name: str) -> Blocks | Levels | None:
+        return None if name in self.changes else self.weights.blocks(name)
+
     def release(self) -> int:
         return self.weights.release()
 
 
-class MultipliedWeights(ChangedWeights):
-    """``weights`` whose projections are multiplied as ``spec`` says: as numbers, whatever they are held in."""
-
-    def __init__(self, weights: Weights, spec: Spec) -> None:
-        super().__init__(weights)
-        self.parts = dict(spec.multiples)
-        self.prefix = f"{spec.architecture.layers.checkpoint}."
-
-    def _multiples(self, name: str) -> tuple[Multiples | None, str]:
-        stem, _, kind = name.rpartition(".")
-        part = stem.removeprefix(self.prefix).partition(".")[2] if stem.startswith(self.prefix) else ""
-        return self.parts.get(part), kind
-
-    def values(self, name: str) -> Rows:
-        result, (by, kind) = self.weights.values(name), self._multiples(name)
-        if by is None:
-            return result
-        numbers = by.bias if kind == "bias" else by.weight
-        counts = by.rows if len(by.rows) > 1 else (result.shape[0],)
-        factors = torch.tensor(numbers, dtype=torch.float32).repeat_interleave(torch.tensor(counts))
-        if kind == "bias":
-            return result[:].float() * factors
-        return MadeRows(
-            result.shape, lambda rows: result[rows].float() * factors[rows, None], result.nbytes, device=result.device
+def multiplied(weights: Weights, spec: Spec) -> Weights:
+    """``weights`` with the projections multiplied as ``spec`` says."""
+    changes = {
+        f"{spec.architecture.layers.checkpoint}.{index}.{part}.{kind}": partial(
+            _times, by=getattr(by, kind), rows=by.rows
         )
+        for (part, by), index, kind in product(spec.multiples, range(len(spec.layers)), KINDS)
+    }
+    return ChangedWeights(weights, changes) if changes else weights
 
-    def blocks(self, name: str) -> Blocks | Levels | None:
-        return self.weights.blocks(name) if self._multiples(name)[0] is None else None
+
+def _times(weight: Rows, by: Sequence[float], rows: Sequence[int]) -> Rows:
+    """A weight or bias, each part of so many ``rows`` multiplied by a number of its own; one number is for all."""
+    counts = torch.tensor(rows if len(rows) > 1 else weight.shape[:1])
+    factors = torch.tensor(by, dtype=torch.float32).repeat_interleave(counts)
+    if len(weight.shape) == 1:
+        return weight[:].float() * factors
+    return MadeRows(
+        weight.shape, lambda rows: weight[rows].float() * factors[rows, None], weight.nbytes, device=weight.device
+    )
 
 
-def merged(weight: Rows, pairs: Sequence[tuple[float, lora.Pair]]) -> Rows:
+def merged(weights: Weights, adapters: Sequence[lora.Adapter], model: str) -> Weights:
+    """``weights`` with adapters merged into them. Raises ModelError for an adapter that was made for another model."""
+    pairs: dict[str, list[tuple[float, lora.Pair]]] = {}
+    for adapter in adapters:
+        for layer, pair in adapter.pairs.items():
+            name = f"{layer}.weight"
+            lora.check_fit(adapter, layer, pair, weights.values(name).shape if name in weights else None, model)
+            pairs.setdefault(name, []).append((adapter.weight, pair))
+    return ChangedWeights(weights, {name: partial(_with_added, pairs=each) for name, each in pairs.items()})
+
+
+def _with_added(weight: Rows, pairs: Sequence[tuple[float, lora.Pair]]) -> Rows:
     """A weight with what adapters add to it, in float32."""
 
     def make(rows: slice | torch.Tensor) -> torch.Tensor:
@@ -462,24 +474,3 @@ def merged(weight: Rows, pairs: Sequence[tuple[float, lora.Pair]]) -> Rows:
         return result
 
     return MadeRows(weight.shape, make, weight.nbytes, device=weight.device)
-
-
-class MergedWeights(ChangedWeights):
-    """Weights with adapters merged into them. What these touch is numbers, however it was held before. Raises
-    ModelError for an adapter that was made for another model."""
-
-    def __init__(self, weights: Weights, adapters: Sequence[lora.Adapter], model: str) -> None:
-        super().__init__(weights)
-        self.pairs: dict[str, list[tuple[float, lora.Pair]]] = {}
-        for adapter in adapters:
-            for layer, pair in adapter.pairs.items():
-                name = f"{layer}.weight"
-                lora.check_fit(adapter, layer, pair, weights.values(name).shape if name in weights else None, model)
-                self.pairs.setdefault(name, []).append((adapter.weight, pair))
-
-    def values(self, name: str) -> Rows:
-        result = self.weights.values(name)
-        return merged(result, self.pairs[name]) if name in self.pairs else result
-
-    def blocks(self, name: str) -> Blocks | Levels | None:
-        return None if name in self.pairs else self.weights.blocks(name)

@@ -172,7 +172,7 @@ class SplitWeights(ChangedWeights):
     """The part of ``weights`` that a rank has. Raises ConfigError for weights in blocks, which are not split."""
 
     def __init__(self, weights: Weights, spec: Spec, rank: int, size: int) -> None:
-        super().__init__(weights)
+        super().__init__(weights, {})
         self.rank, self.size = rank, size
         self.cuts: Mapping[str, Cut] = cuts(spec)
         self.layers = f"{spec.architecture.layers.checkpoint}."
