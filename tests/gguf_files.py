@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kinds
 
-from forerun.models.formats.gguf_blocks import Blocks
+from forerun.models.formats.blocks import Blocks
 from forerun.models.formats.gguf_types import PACKED
 
 LETTERS = [*"abcdefghijklmnopqrstuvwxyz0123456789.,!?'", "Ġ", "Ċ"]

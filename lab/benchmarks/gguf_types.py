@@ -18,9 +18,8 @@ import torch
 
 from forerun.measure.environment import processor, read_bandwidth
 from forerun.models.formats import prefetch
-from forerun.models.formats.blocks import Blocked
+from forerun.models.formats.blocks import Blocked, Blocks
 from forerun.models.formats.compiled import arena
-from forerun.models.formats.gguf_blocks import Blocks
 from forerun.models.formats.gguf_types import PACKED, bits, sizes
 from forerun_lab.intervals import shown
 

@@ -8,7 +8,7 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.cli.main import run
 from forerun.engine import tuned
-from forerun.models.modules import read_module
+from forerun.models.hf import read_module
 from forerun.models.open import read_config
 from forerun.models.tokenizer import load_tokenizer
 from forerun.serve.forms import HERMES, required_shape

@@ -14,10 +14,9 @@ from built import kept, threads
 from forerun import kernels
 from forerun.core.errors import ConfigError
 from forerun.kernels import KernelError, structs
-from forerun.models.formats import ON_CPU, blocks, gguf_blocks
-from forerun.models.formats.blocks import Blocked
+from forerun.models.formats import ON_CPU, blocks
+from forerun.models.formats.blocks import Blocked, Blocks, form, join
 from forerun.models.formats.compiled import Joined
-from forerun.models.formats.gguf_blocks import Blocks, form, join
 from forerun.models.formats.gguf_types import PACKED, sizes
 from forerun.models.formats.tiled import TiledLinear
 from gguf_files import weights
@@ -74,7 +73,7 @@ def check(layer, values, x):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_weights_are_those_of_the_file(kind, monkeypatch):
-    monkeypatch.setattr(gguf_blocks, "CHUNK", 1 << 14)  # two pieces
+    monkeypatch.setattr(blocks, "CHUNK", 1 << 14)  # two pieces
     result = weights(kind, 50, 512)
     layer, expected = Blocked(result, None), result.values()
     assert torch.equal(layer.rows(torch.arange(50), torch.float32), expected)

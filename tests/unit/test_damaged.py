@@ -121,7 +121,7 @@ def test_experts_are_compared_with_the_weights(tmp_path, monkeypatch, path):
     save_described("mixtral", tmp_path)
     edit(CONFIG, num_local_experts=2**31 - 1)(tmp_path)
     monkeypatch.setattr("forerun.models.transform.bind", None)
-    monkeypatch.setattr("forerun.models.modules.AutoModelForCausalLM", None)
+    monkeypatch.setattr("forerun.models.hf.AutoModelForCausalLM", None)
     with pytest.raises(ModelError, match="does not fit its weights: num_local_experts is 2147483647, but there are"):
         load_model(tmp_path, model_path=path)
 

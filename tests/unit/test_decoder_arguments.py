@@ -13,8 +13,8 @@ from forerun.core.batch import Batch, Span
 from forerun.kernels import KernelError, structs
 from forerun.models.base import new_attention
 from forerun.models.formats.tiled import TiledLinear
-from forerun.models.kernel_layers import KernelEach
 from forerun.models.load import load_model
+from forerun.models.parts import KernelEach
 
 
 @pytest.fixture(scope="module")

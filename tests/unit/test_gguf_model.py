@@ -15,8 +15,8 @@ from forerun.models.architectures.families import LLAMA
 from forerun.models.formats import blocks, error
 from forerun.models.gguf import GGUFFile
 from forerun.models.gguf_config import read_config as read_keys
+from forerun.models.hf import read_module, read_weights
 from forerun.models.kinds import BLOCKS
-from forerun.models.modules import read_module, read_weights
 from forerun.models.open import read_config
 from forerun.speculate.draft import drafters
 from forerun_lab.peers.gguf import write_gguf

@@ -20,8 +20,8 @@ from forerun.measure.environment import logits
 from forerun.models.architectures.spec import bind
 from forerun.models.formats import blocks, error
 from forerun.models.gguf_tokenizer import PRE_TOKENIZERS, make_tokenizer
+from forerun.models.hf import read_module
 from forerun.models.load import load_model
-from forerun.models.modules import read_module
 from forerun.models.open import KeptConfig, quick_config, read_config
 from forerun.models.tokenizer import load_tokenizer
 from gguf_files import add, finish, write_model

@@ -7,9 +7,8 @@ import gguf
 import pytest
 
 from forerun import LLM, ModelError, SamplingParams
-from forerun.models.fingerprint import fingerprint
 from forerun.models.gguf import GGUFFile, parts_of
-from forerun.models.open import resolve
+from forerun.models.open import fingerprint, resolve
 from gguf_files import finish, write_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

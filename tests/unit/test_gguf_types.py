@@ -12,11 +12,10 @@ from gguf import dequantize
 from forerun import LLM
 from forerun.cli.main import run
 from forerun.measure.environment import logits
-from forerun.models.formats import blocks, error, gguf_blocks, gguf_types
-from forerun.models.formats.blocks import Blocked
-from forerun.models.formats.gguf_blocks import Blocks
+from forerun.models.formats import blocks, error, gguf_types
+from forerun.models.formats.blocks import Blocked, Blocks
 from forerun.models.formats.gguf_types import EXPANDED, PACKED, sizes
-from forerun.models.modules import read_module
+from forerun.models.hf import read_module
 from forerun.models.open import read_config
 from gguf_files import TOKENS, write_model
 from gguf_files import blocks as made
@@ -75,7 +74,7 @@ def test_layers_have_every_bit_of_their_weights(kind, monkeypatch):
         expected, result = both(kind, raw)
         assert (expected != 0).float().mean() > 0.5
         assert torch.equal(result, expected)
-        monkeypatch.setattr(gguf_blocks, "CHUNK", 16 * INPUTS)  # in pieces
+        monkeypatch.setattr(blocks, "CHUNK", 16 * INPUTS)  # in pieces
     order = torch.randperm(48)
     assert torch.equal(Blocks(kind, raw, INPUTS).rows(order).values(), expected[order])
 

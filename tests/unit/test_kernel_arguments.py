@@ -14,7 +14,7 @@ from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ForerunError
 from forerun.kernels import KernelError, structs
-from forerun.models import kernel_layers
+from forerun.models import parts
 from forerun.models.base import new_attention
 from forerun.models.formats.int8 import TiledInt8
 from forerun.models.formats.tiled import TiledLinear
@@ -288,13 +288,13 @@ def test_layers_over_tensors_that_do_not_fit():
     with pytest.raises(TypeError, match="float64"):
         TiledInt8(torch.randn(4, 4), None, "int8")(torch.randn(2, 4).double())
     with pytest.raises(ValueError, match="8 numbers"):
-        kernel_layers.KernelNorm(torch.randn(8), 1e-5)(torch.randn(2, 7))
+        parts.KernelNorm(torch.randn(8), 1e-5)(torch.randn(2, 7))
     with pytest.raises(ValueError, match="2 width"):
-        kernel_layers.KernelGate("silu", torch.float32)(torch.randn(2, 7))
+        parts.KernelGate("silu", torch.float32)(torch.randn(2, 7))
     wide = torch.randn(2, 16)[:, ::2]
     assert torch.equal(
-        kernel_layers.KernelGate("silu", torch.float32)(wide),
-        kernel_layers.KernelGate("silu", torch.float32)(wide.contiguous()),
+        parts.KernelGate("silu", torch.float32)(wide),
+        parts.KernelGate("silu", torch.float32)(wide.contiguous()),
     )
 
 

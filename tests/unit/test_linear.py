@@ -8,9 +8,8 @@ import torch.nn.functional as F
 
 from forerun import kernels
 from forerun.core.errors import ConfigError
-from forerun.models import formats, kernel_layers
+from forerun.models import formats, parts
 from forerun.models.formats import blocks, compiled, int8, plain, tiled
-from forerun.models.parts import RMSNorm
 from here import NO_PACKING, where
 
 CPU = torch.device("cpu")
@@ -258,22 +257,22 @@ def test_threads_change_no_bit(dtype, how, threads):
 @pytest.mark.parametrize("dtype", SERVED)
 def test_streamed_norms(dtype):
     weight, x = torch.randn(3, 70), torch.randn(5, 3, 70).to(dtype) * 3
-    got = kernel_layers.KernelNorm(weight.to(dtype), 1e-5)(x)
+    got = parts.KernelNorm(weight.to(dtype), 1e-5)(x)
     expected = F.rms_norm(x.double(), (70,), None, 1e-5) * weight.to(dtype).double()
     bound = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
     assert ((got - expected).abs() <= bound * expected.abs() + 1e-6).all()
     for head in range(3):
-        assert torch.equal(kernel_layers.KernelNorm(weight[head].to(dtype), 1e-5)(x[:, head]), got[:, head])
+        assert torch.equal(parts.KernelNorm(weight[head].to(dtype), 1e-5)(x[:, head]), got[:, head])
 
 
 @pytest.mark.parametrize("dtype", SERVED)
 def test_streamed_norms_of_what_is_added(dtype):
     weight, x, add = torch.randn(70), torch.randn(5, 70).to(dtype) * 3, torch.randn(5, 70).to(dtype)
-    got = kernel_layers.KernelNorm(weight, 1e-5, dtype)(x, add)
+    got = parts.KernelNorm(weight, 1e-5, dtype)(x, add)
     expected = F.rms_norm(x.double(), (70,), None, 1e-5) * weight.double() + add.double()
     bound = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
     assert ((got - expected).abs() <= bound * expected.abs() + 1e-6).all()
-    assert (RMSNorm(weight, 1e-5, dtype)(x, add) - expected).abs().max() <= 2 * bound * expected.abs().max()
+    assert (parts.RMSNorm(weight, 1e-5, dtype)(x, add) - expected).abs().max() <= 2 * bound * expected.abs().max()
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
@@ -281,27 +280,25 @@ def test_streamed_norms_of_what_is_added(dtype):
 def test_streamed_gates(dtype, activation):
     gate = torch.cat([torch.linspace(-30, 30, 400), torch.tensor([-200.0, 200.0, 0.0, -100.0])])
     rows = torch.stack([gate, torch.full_like(gate, 1.7)]).to(dtype).view(1, -1)
-    got = kernel_layers.KernelGate(activation, dtype)(rows)
+    got = parts.KernelGate(activation, dtype)(rows)
     function = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}[activation]
     expected = function(rows[:, :404].double()) * rows[:, 404:].double()
     bound = {torch.float32: 4e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
     least = 1e-7 if dtype == torch.float16 else 1e-14  # half of the smallest number; what the double tanh rounds off
     assert ((got - expected).abs() <= bound * expected.abs() + least).all()
-    assert torch.isnan(
-        kernel_layers.KernelGate(activation, dtype)(torch.tensor([[float("nan"), 1.0]], dtype=dtype))
-    ).all()
+    assert torch.isnan(parts.KernelGate(activation, dtype)(torch.tensor([[float("nan"), 1.0]], dtype=dtype))).all()
 
 
 @pytest.mark.parametrize("cap", [0.5, 30.0])
 def test_soft_caps(cap):
     numbers = torch.cat([torch.linspace(-100, 100, 403), torch.tensor([1e30, -1e30, float("inf"), -float("inf"), 0.0])])
     expected = torch.tanh(numbers.double() / cap) * cap
-    assert (kernel_layers.softcap(numbers.clone(), cap) - expected).abs().max() <= 3e-7 * cap
-    assert torch.isnan(kernel_layers.softcap(torch.tensor([float("nan")]), cap)).all()
+    assert (parts.softcap(numbers.clone(), cap) - expected).abs().max() <= 3e-7 * cap
+    assert torch.isnan(parts.softcap(torch.tensor([float("nan")]), cap)).all()
     with pytest.raises(ValueError, match="soft cap on"):
-        kernel_layers.softcap(numbers.double(), cap)
+        parts.softcap(numbers.double(), cap)
     apart = numbers.view(4, -1)[:, :5]
-    assert torch.equal(kernel_layers.softcap(apart, cap), kernel_layers.softcap(apart.clone(), cap))
+    assert torch.equal(parts.softcap(apart, cap), parts.softcap(apart.clone(), cap))
 
 
 def test_without_the_private_operations(monkeypatch):

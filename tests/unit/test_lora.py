@@ -14,10 +14,10 @@ from forerun import LLM, ConfigError, ModelError, SamplingParams
 from forerun.cli.main import run
 from forerun.engine.tuned import load, save
 from forerun.measure.environment import logits
-from forerun.models.fingerprint import fingerprint
 from forerun.models.formats import blocks
 from forerun.models.load import load_model
 from forerun.models.lora import parse, read
+from forerun.models.open import fingerprint
 from gguf_files import write_model
 from here import where
 

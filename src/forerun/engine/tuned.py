@@ -19,9 +19,8 @@ from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.folders import expanded
 from forerun.models.checkpoint import read_object
-from forerun.models.fingerprint import fingerprint
 from forerun.models.inventory import here, known_draft
-from forerun.models.open import resolve
+from forerun.models.open import fingerprint, resolve
 from forerun.speculate.names import KEYS
 
 FILE = "tuned.json"

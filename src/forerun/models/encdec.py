@@ -30,8 +30,8 @@ from forerun.models.architectures.seq2seq import ACTIVATIONS, SPARE, LayerStack,
 from forerun.models.base import EncoderInfo, ModelInfo, Tiles
 from forerun.models.formats import choose, describe
 from forerun.models.formats.base import Linear, Rows, size
+from forerun.models.hf import read_module
 from forerun.models.layout import Maker, Words
-from forerun.models.modules import read_module
 from forerun.models.parts import make_gate, make_norm
 
 TOGETHER = 4096

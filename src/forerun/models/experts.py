@@ -18,7 +18,7 @@ from forerun.models import activations
 from forerun.models.base import pad_rows
 from forerun.models.formats.base import Linear, size
 from forerun.models.formats.compiled import Compiled
-from forerun.models.kernel_layers import KernelGate, KernelMixture
+from forerun.models.parts import KernelGate, KernelMixture
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from forerun.core.batch import Batch, Output
 from forerun.kernels import KernelError, structs
 from forerun.models.architectures.spec import OUTSIDE, Spec
 from forerun.models.formats.compiled import Compiled
-from forerun.models.kernel_layers import KernelNorm
-from forerun.models.kernel_states import CompiledReplay, KernelMixer, addresses, lay_out
 from forerun.models.layer import LINEARS, NORMS, Layer, LayerTable
 from forerun.models.layout import Words
-from forerun.models.ranks.shards import Summed
+from forerun.models.parts import KernelNorm
+from forerun.models.ranks.team import Summed
+from forerun.models.recurrent import CompiledReplay, KernelMixer, addresses, lay_out
 from forerun.models.rotary import Rotary
 
 ALIGNED = 32

@@ -1,9 +1,9 @@
-"""Any transformers decoder that uses the library's attention interface, run over ragged batches.
+"""transformers' modules: made of checkpoints, and run over ragged batches where they use the library's attention.
 
-An attention function of ours is registered under the name ``forerun``; the stock model is called with
-``input_ids`` [1, rows], ``position_ids`` [1, rows] and the forward's context as a keyword, which reaches the
-attention function untouched. No mask is ever built by transformers: rows see what the batch says, in the window that
-the mask would have had.
+Importing this takes as long as importing torch, so that ``load`` does so only for a model that needs it. An attention
+function of ours is registered under the name ``forerun``; the stock model is called with ``input_ids`` [1, rows],
+``position_ids`` [1, rows] and the forward's context as a keyword, which reaches the attention function untouched. No
+mask is ever built by transformers: rows see what the batch says, in the window that the mask would have had.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers import __version__ as VERSION
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.utils import logging as hf_logging
 
 from forerun.attention.base import Attention, Metadata, Query
 from forerun.cache.pool import KVShape
@@ -27,12 +29,17 @@ from forerun.core import tiles
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.core.inference import inference
-from forerun.models import activations, tiling
+from forerun.models import activations, checkpoint, sanity, tiling
+from forerun.models import lora as adapter
+from forerun.models.architectures.families import ARCHITECTURES
+from forerun.models.architectures.spec import TILED_HEADS
 from forerun.models.base import ModelInfo, Tiles, pad_rows
-from forerun.models.checkpoint import library
 from forerun.models.formats import choose, describe, make_linear
 from forerun.models.formats.base import Linear
 from forerun.models.formats.plain import Plain
+from forerun.models.gguf import GGUFFile, is_gguf, open_gguf
+from forerun.models.open import quiet
+from forerun.models.transform import GGUFWeights
 
 NAME = "forerun"
 NAMES = ("_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id")
@@ -173,7 +180,7 @@ def _sizes(module: PreTrainedModel, replaced: list[Linear]) -> tuple[int, int]:
 def _run(module: PreTrainedModel, device: torch.device) -> tuple[_MaskProbe, torch.Tensor]:
     """Some rows through the module, and their logits."""
     probe = _MaskProbe()
-    with library(f"{type(module).__name__} cannot run with this checkpoint's config"):
+    with checkpoint.library(f"{type(module).__name__} cannot run with this checkpoint's config"):
         out = module(
             input_ids=torch.zeros(1, _MaskProbe.rows, dtype=torch.long, device=device),
             position_ids=torch.arange(_MaskProbe.rows, device=device)[None],
@@ -349,3 +356,76 @@ class HFModel:
     @inference
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.module.get_output_embeddings()(hidden).float()
+
+
+def read_module(
+    folder: Path,
+    config: Any,
+    dtype: torch.dtype,
+    *,
+    attention: str | None = NAME,
+    lora: Sequence[str] | str | None = None,
+) -> PreTrainedModel:
+    """The checkpoint as a module of transformers', every weight from its safetensors files, or those of a GGUF file,
+    dequantized; with LoRA adapters merged. Raises ModelError."""
+    adapters = adapter.read(lora)
+    read = _gguf_module if is_gguf(folder) else _checkpoint_module
+    module = read(folder, config, dtype, attention)
+    adapter.merge_into(module, adapters, str(folder))
+    return module
+
+
+def _checkpoint_module(folder: Path, config: Any, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
+    path = folder / checkpoint.CONFIG
+    packed = getattr(config, "quantization_config", None)
+    if packed is not None:
+        raise ModelError(
+            f"{folder} holds weights quantized with {sanity.scheme(packed)}, which only the native path reads: that "
+            "is not used here: take the checkpoint they were made from"
+        )
+    tensors = checkpoint.read_headers(checkpoint.weight_files(folder))
+    sanity.check_fit(config, tensors, path)
+    hf_logging.disable_progress_bar()
+    kind: Any = AutoModelForSeq2SeqLM if sanity.has_encoder(config) else AutoModelForCausalLM
+    read = kind.from_pretrained
+    with checkpoint.library(f"{folder} cannot be loaded"), quiet():
+        module, info = read(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    for name, result, requested in sorted(info["mismatched_keys"]):
+        raise ModelError(f"{folder}: {name} has shape {list(result)}; its config asks for {list(requested)}")
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them")
+    extra = sanity.misplaced(info["unexpected_keys"], (name for name, _ in module.named_parameters()), config)
+    if extra:
+        raise ModelError(f"{folder} has {len(extra)} weights that its config leaves out, {extra[0]} among them")
+    return module
+
+
+def _gguf_module(path: Path, config: Any, dtype: torch.dtype, attention: str | None) -> PreTrainedModel:
+    weights = read_weights(open_gguf(path), config, dtype)
+    with checkpoint.library(f"{path} cannot be loaded"), quiet():
+        module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
+        left = module.load_state_dict(weights, strict=False)
+    lacking = [*left.unexpected_keys, *(name for name in left.missing_keys if name != "lm_head.weight")]  # if tied
+    if lacking:
+        raise ModelError(f"{path}: transformers calls {len(lacking)} of its weights otherwise, {lacking[0]} among "
+                         "them: only the native path runs it")  # fmt: skip
+    return module.eval()
+
+
+def read_weights(file: GGUFFile, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+    """Every weight by its name in a checkpoint, dequantized. Raises ModelError."""
+    if getattr(config, TILED_HEADS, False) or ARCHITECTURES[config.model_type].latent is not None:
+        raise ModelError(f"{file.path} has its heads in an order of its own, which only the native path computes with")
+    weights = GGUFWeights(file, config)
+    return {name: weights.values(name)[:].to(dtype) for name in (*weights.tensors, *weights.listed)}

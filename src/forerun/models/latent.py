@@ -19,7 +19,7 @@ from forerun.kernels import structs
 from forerun.models.architectures.spec import LatentSpec
 from forerun.models.formats.base import Linear
 from forerun.models.formats.compiled import Compiled
-from forerun.models.kernel_layers import KernelEach, KernelNorm
+from forerun.models.parts import KernelEach, KernelNorm
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 

@@ -14,13 +14,11 @@ from forerun.models.architectures.description import Name
 from forerun.models.architectures.spec import ALL, Spec
 from forerun.models.experts import Choice, Expert, Experts
 from forerun.models.formats.base import Linear
-from forerun.models.kernel_states import KernelMixer
 from forerun.models.latent import Heads, LatentHeads
 from forerun.models.layout import Maker, Words
 from forerun.models.parts import make_norm
-from forerun.models.ranks.shards import OverAll, Summed
-from forerun.models.ranks.team import Team
-from forerun.models.recurrent import Mamba2, Mixer, NormedMixer, make_inputs, make_mixer
+from forerun.models.ranks.team import OverAll, Summed, Team
+from forerun.models.recurrent import KernelMixer, Mamba2, Mixer, NormedMixer, make_inputs, make_mixer
 from forerun.models.rotary import Rotary
 
 LINEARS = ("qkv", "out", "enter", "leave", "gate_up", "down", "to_inputs", "from_inputs")

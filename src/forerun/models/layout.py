@@ -20,9 +20,8 @@ from forerun.core.loading import Advance
 from forerun.kernels import structs
 from forerun.models.formats import blocks, make_linear
 from forerun.models.formats.base import Format, Linear, MadeRows, Rows, across, whole
-from forerun.models.formats.blocks import Blocked
+from forerun.models.formats.blocks import Blocked, Blocks, join
 from forerun.models.formats.compiled import Joined
-from forerun.models.formats.gguf_blocks import Blocks, join
 from forerun.models.formats.int8 import Levels, TiledInt8
 from forerun.models.formats.plain import Plain
 from forerun.models.formats.tiled import TiledLinear

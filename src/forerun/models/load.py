@@ -21,11 +21,10 @@ from forerun.models import sanity
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import applies, bind, is_sized, keeps_state
 from forerun.models.base import Model
-from forerun.models.fingerprint import files, fingerprint
 from forerun.models.formats import kept
 from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.native import NativeModel
-from forerun.models.open import eos_ids, open_files, quick_config, read_config, resolve
+from forerun.models.open import eos_ids, files, fingerprint, open_files, quick_config, read_config, resolve
 from forerun.models.ranks import split
 from forerun.models.ranks.leader import Leader
 from forerun.models.ranks.team import Team
@@ -197,10 +196,10 @@ def load_model(
         )
         model = _shard(shard, config, where, tensor_parallel_size)
     else:
-        from forerun.models import modules
+        from forerun.models import hf
 
-        module: Any = modules.read_module(folder, read_config(folder), kind, lora=lora)
-        model = modules.HFModel(module.to(where), name=name, eos_ids=ids, invariant=requested, weights=weights)
+        module: Any = hf.read_module(folder, read_config(folder), kind, lora=lora)
+        model = hf.HFModel(module.to(where), name=name, eos_ids=ids, invariant=requested, weights=weights)
     model.info = replace(model.info, lora=(lora,) if isinstance(lora, str) else tuple(lora or ()))
     if invariant is None and model.tiles is not None and model.tiles.together < ENOUGH:
         warnings.warn(

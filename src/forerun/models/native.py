@@ -28,15 +28,13 @@ from forerun.models.experts import Experts
 from forerun.models.formats import choose, describe, prefetch
 from forerun.models.formats.base import Linear, size
 from forerun.models.fused import RAW, Decoder, Fused
-from forerun.models.kernel_layers import KernelGate, softcap
-from forerun.models.kernel_states import lay_out
 from forerun.models.latent import LatentHeads
 from forerun.models.layer import Builder, Layer, LayerTable
 from forerun.models.layout import Maker
-from forerun.models.parts import make_gate
+from forerun.models.parts import KernelGate, make_gate, softcap
 from forerun.models.ranks import split
-from forerun.models.ranks.shards import Gathered, SplitWords
-from forerun.models.ranks.team import Team
+from forerun.models.ranks.team import Gathered, SplitWords, Team
+from forerun.models.recurrent import lay_out
 from forerun.models.rotary import Rotary
 from forerun.models.transform import Weights
 

@@ -7,8 +7,9 @@ bundled, a fetched or a hub's one. ``sanity.py`` checks a config before anything
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +20,7 @@ from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError
 from forerun.core.folders import Record, expanded
 from forerun.models import checkpoint, gguf, gguf_config, hub, sanity
+from forerun.models import lora as adapter
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import applies, is_sized
 from forerun.models.known import KNOWN, fetched
@@ -26,6 +28,8 @@ from forerun.models.known import KNOWN, fetched
 BUNDLED = "forerun:"
 Files = checkpoint.Safetensors | gguf.GGUFFile
 """Open: ``tensors`` by name, and their ``values``, which are mapped."""
+PLACES, BYTES = 64, 4096
+"""Of a file, that a fingerprint is made of."""
 
 
 def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir: str | None = None) -> Path:
@@ -77,6 +81,40 @@ def weight_sizes(folder: Path) -> tuple[int, int]:
     """Bytes of a checkpoint's weights, and how many numbers its tensors hold. Raises ModelError."""
     tensors = open_files(folder, packed=True).tensors.values()
     return sum(tensor.nbytes for tensor in tensors), sum(tensor.numel for tensor in tensors)
+
+
+def files(folder: Path, lora: Sequence[str] | str | None = None) -> list[Path]:
+    """What holds the weights. Raises ModelError if there are none."""
+    result = gguf.parts_of(folder) if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    if not result:
+        raise ModelError(f"{folder} has no safetensors weights")
+    return result + [
+        folder / name for folder, _ in adapter.parse(lora) for name in (checkpoint.ADAPTER, adapter.WEIGHTS)
+    ]
+
+
+def fingerprint(folder: Path, lora: Sequence[str] | str | None = None) -> str:
+    """A hash, 16 hexadecimal digits, of the sizes of a checkpoint's safetensors files, or of a GGUF file, and of
+    ``PLACES`` spots of each; with LoRA adapters merged, of theirs and their weights too.
+
+    Training changes every matrix, so it changes the fingerprint; so does another dtype. At most 256 KiB are read per
+    file. Raises ModelError if the folder has no safetensors or they cannot be read.
+    """
+    digest = hashlib.sha256()
+    paths, adapters = files(folder, lora), adapter.parse(lora)
+    if adapters:
+        digest.update(f"{[weight for _, weight in adapters]}\n".encode())
+    try:
+        for path in paths:
+            size = path.stat().st_size
+            digest.update(f"{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                for index in range(PLACES):
+                    file.seek(max(0, size - BYTES) * index // (PLACES - 1))
+                    digest.update(file.read(BYTES))
+    except OSError as error:
+        raise ModelError(f"{folder} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()[:16]
 
 
 class KeptConfig(SimpleNamespace):

@@ -17,7 +17,7 @@ import torch
 
 from forerun.core.errors import ModelError, shown
 from forerun.models.formats.base import MadeRows, Rows
-from forerun.models.formats.gguf_blocks import Blocks, RawRows
+from forerun.models.formats.blocks import Blocks, RawRows
 from forerun.models.formats.int8 import Levels
 
 AWQ_SHIFTS = tuple(4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7))

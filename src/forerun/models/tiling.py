@@ -24,7 +24,7 @@ from forerun.models import activations
 from forerun.models.base import ModelInfo, Tiles
 from forerun.models.formats.base import Linear
 from forerun.models.formats.plain import pack
-from forerun.models.kernel_layers import KernelNorm
+from forerun.models.parts import KernelNorm
 
 WORK = 25e9
 """Multiplications, at most, that a layer's sizes may cost to compare, as long as there are ``FEWEST`` rows."""

@@ -28,7 +28,7 @@ from forerun.models.architectures.shapes import Shape, shapes, unread
 from forerun.models.architectures.spec import TILED_HEADS, Spec, bind
 from forerun.models.checkpoint import Safetensors
 from forerun.models.formats.base import MadeRows, Rows
-from forerun.models.formats.gguf_blocks import Blocks
+from forerun.models.formats.blocks import Blocks
 from forerun.models.formats.gguf_types import FLOATS, PACKED, TYPES, described
 from forerun.models.formats.int8 import Levels
 from forerun.models.gguf import GGUFFile, GGUFTensor

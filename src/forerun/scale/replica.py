@@ -18,8 +18,7 @@ from forerun.engine.answering import ClosedError, EngineFacts
 from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import Snapshot
-from forerun.models.fingerprint import fingerprint
-from forerun.models.open import resolve
+from forerun.models.open import fingerprint, resolve
 from forerun.sampling.params import SamplingParams
 from forerun.scale.messages import Begun, Facts, Message, News, Refused, Request
 

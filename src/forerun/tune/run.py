@@ -20,9 +20,8 @@ from forerun.core.errors import ConfigError, one_line
 from forerun.engine import tuned
 from forerun.engine.llm import LLM
 from forerun.models import sanity
-from forerun.models.fingerprint import fingerprint
 from forerun.models.formats import int8
-from forerun.models.open import read_config, resolve
+from forerun.models.open import fingerprint, read_config, resolve
 from forerun.speculate.draft import datastore
 from forerun.tune import choose, loop
 from forerun.tune.choose import page

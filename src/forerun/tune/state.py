@@ -17,7 +17,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from forerun.core.errors import ConfigError, ModelError
 from forerun.core.folders import replace_with
 from forerun.models import sanity
-from forerun.models.modules import read_module
+from forerun.models.hf import read_module
 from forerun.models.open import read_config
 from forerun.models.tokenizer import load_tokenizer
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, StoppingCr
 from forerun.engine.llm import LLM
 from forerun.measure.rounds import Contender, Measured
 from forerun.models.base import ModelInfo
-from forerun.models.modules import read_module
+from forerun.models.hf import read_module
 from forerun.models.open import read_config, resolve
 from forerun.sampling.params import SamplingParams
 from forerun_lab.peers.outside import peer_facts

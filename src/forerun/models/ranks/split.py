@@ -17,7 +17,7 @@ from forerun.core.errors import ConfigError
 from forerun.models.architectures.description import Name, Recurrence, ShortConvSpec
 from forerun.models.architectures.spec import MixerSpec, Spec
 from forerun.models.formats.base import MadeRows, Rows
-from forerun.models.formats.gguf_blocks import Blocks
+from forerun.models.formats.blocks import Blocks
 from forerun.models.formats.int8 import Levels
 from forerun.models.transform import ChangedWeights, Weights
 

@@ -17,10 +17,9 @@ from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdict, Verdicts
 from forerun.models.base import Model
-from forerun.models.fingerprint import fingerprint
 from forerun.models.formats import int8
 from forerun.models.kinds import BLOCKS, UNQUANTIZED
-from forerun.models.open import BUNDLED, quick_config, resolve
+from forerun.models.open import BUNDLED, fingerprint, quick_config, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs, spread
 from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_first
 from forerun.speculate.draft.heads.adapt import Adaptation, Learner

@@ -27,7 +27,7 @@ from forerun.core.errors import ModelError, shown
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
-from forerun.models import kernel_layers
+from forerun.models import parts
 from forerun.models.architectures.families import LLAMA
 from forerun.models.architectures.spec import ALL, Spec
 from forerun.models.base import Model
@@ -222,7 +222,7 @@ class EagleHead(Head):
             return stored(torch.cat([part.weight for part in parts]))
 
         def norm(part: Norm) -> Any:
-            return kernel_layers.KernelNorm(part.weight, part.eps)
+            return parts.KernelNorm(part.weight, part.eps)
 
         qkv = torch.cat([part.weight for part in (self.q_proj, self.k_proj, self.v_proj)])
         layer = Layer(

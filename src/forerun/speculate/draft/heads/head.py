@@ -19,7 +19,7 @@ from torch import nn
 from forerun.core.config import POSITIVE, Within
 from forerun.core.errors import ModelError, one_line, shown
 from forerun.core.folders import let_read
-from forerun.models import kernel_layers
+from forerun.models import parts
 from forerun.models.checkpoint import CONFIG, read_object, read_tensors
 from forerun.models.formats import ON_CPU, choose, make_linear
 from forerun.models.gguf import is_gguf
@@ -321,7 +321,7 @@ class Norm(nn.Module):
 
     def stream(self) -> None:
         """Run on the CPU kernel from now on."""
-        self.forward = kernel_layers.KernelNorm(self.weight.detach(), self.eps).__call__  # type: ignore[method-assign]
+        self.forward = parts.KernelNorm(self.weight.detach(), self.eps).__call__  # type: ignore[method-assign]
 
 
 class FeedForward(nn.Module):
@@ -340,7 +340,7 @@ class FeedForward(nn.Module):
     def stream(self) -> None:
         """Run on the CPU kernels from now on."""
         weight = torch.cat([self.gate_proj.weight, self.up_proj.weight]).detach()
-        gate_up, gate = make_linear(weight, None, "streamed"), kernel_layers.KernelGate("silu", weight.dtype)
+        gate_up, gate = make_linear(weight, None, "streamed"), parts.KernelGate("silu", weight.dtype)
         down = make_linear(self.down_proj.weight.detach(), None, "streamed")
 
         def forward(x: torch.Tensor) -> torch.Tensor:
