@@ -6,7 +6,7 @@ import pytest
 import torch
 from logit_pairs import KL, P_LOGITS, PAIRS, compute
 
-from forerun.tune.losses import overlap
+from forerun.speculate.draft.heads.head import overlap
 from forerun_lab.train.losses import LOSSES, kl, of_chains, table, tv_ce
 
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, Gemma4AssistantConfig, Gemma4Assi
 from damage import CONFIG, QUERY, edit, weights
 from described import SIZES, TOKENS, UNEVEN, save_described
 from forerun import LLM, ForerunError, SamplingParams
-from forerun.attention.reading import Reading
 from forerun.engine.drafter_files import method_of
+from forerun.speculate.draft.heads.assistant import Reading
 from gguf_files import add, finish
 from tiny import save_tokenizer, tiny_llama
 

@@ -10,7 +10,7 @@ from forerun import LLM, SamplingParams, kernels
 from forerun.core.errors import ConfigError
 from forerun.kernels import KernelError
 from forerun.kernels.structs import PassStruct
-from forerun.speculate.draft.lookup import REACH, ChainGuess, ChainLookup
+from forerun.speculate.draft.chain import REACH, ChainGuess, ChainLookup
 from here import where
 
 COMPILED = where(kernels.has("draft_float32"), [True])

@@ -13,8 +13,7 @@ from forerun.core.batch import Batch, Span
 from forerun.measure.planner import CostCurve
 from forerun.models.base import MixtureInfo, new_attention
 from forerun.models.load import load_model
-from forerun.speculate.length.costs import Costs, Drafted
-from forerun.speculate.length.experts import ExpertReads
+from forerun.speculate.length.costs import Costs, Drafted, ExpertReads
 
 SPARSE = MixtureInfo(count=64, chosen=4, layers=6, share=0.7)
 

@@ -11,10 +11,10 @@ from torch import nn
 from torch.nn import functional
 
 from forerun.core.errors import ConfigError, ForerunError
-from forerun.speculate.draft.heads.head import Guess
+from forerun.speculate.draft.heads.head import Guess, overlap
 from forerun.tune import losses
+from forerun.tune.kinds import lk, of_head
 from forerun.tune.loop import LoopSettings, make_optimizers, run, wait_while_paused
-from forerun.tune.losses import lk, of_head, overlap
 from forerun_lab.train.corpus import TokenStream
 
 VOCABULARY = 11

@@ -19,7 +19,7 @@ from forerun.measure.planner import CostCurve, Estimate, estimate, predict, reac
 from forerun.measure.rounds import PLAIN, EngineContender, Measured, Prompts, Turns, full, in_plain_forwards
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import DrafterConfig
-from forerun.speculate.length.experts import ExpertReads
+from forerun.speculate.length.costs import ExpertReads
 from forerun.theory import best_gamma
 
 LENGTHS = (1, 3, 5, 7)

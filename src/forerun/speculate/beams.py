@@ -158,11 +158,8 @@ def _search(
         members, beams.members, beams.logs = [scores.sequences[member] for member in members_at], [], []
         taken: set[int] = set()
         for beam, token in live:
-            index, draft, source = (
-                result.deciding[beam.member],
-                scores.drafts[beam.member],
-                scores.sequences[beam.member],
-            )
+            index, draft = result.deciding[beam.member], scores.drafts[beam.member]
+            source = scores.sequences[beam.member]
             verdict = Verdict(draft.path(beam.node), token)
             if source is beams.root or beam.member in taken:
                 source = replace(source, id=beams.new_id(), tokens=list(source.tokens))

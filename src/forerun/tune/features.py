@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 
 from forerun.core.errors import ConfigError
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import Lesson
-from forerun.tune.losses import overlap
+from forerun.speculate.draft.heads.head import Lesson, overlap
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
 from forerun.models.open import resolve
+from forerun.speculate.draft.heads.head import overlap
 from forerun.tune import loop
-from forerun.tune.losses import Figures, overlap
+from forerun.tune.kinds import Figures
 from forerun.tune.state import load_target, save_model
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.boost import coverage, mean_over, missed

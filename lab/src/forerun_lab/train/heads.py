@@ -19,7 +19,7 @@ from forerun.speculate.draft.heads.medusa import BlockwiseHead, MedusaHead
 from forerun.speculate.draft.heads.parallel import ParallelHead
 from forerun.speculate.draft.layerskip import ExitHead
 from forerun.tune import loop
-from forerun.tune.losses import Figures, of_head
+from forerun.tune.kinds import Figures, of_head
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import HeadTrainConfig
 from forerun_lab.train.lessons import lesson

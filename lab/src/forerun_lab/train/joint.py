@@ -22,7 +22,7 @@ from forerun.models.open import fingerprint, resolve
 from forerun.speculate.draft.heads.head import Sizes, weights
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.tune import loop
-from forerun.tune.losses import Figures, of_head
+from forerun.tune.kinds import Figures, of_head
 from forerun.tune.state import save_model
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import JointConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn, no_grad
 
-from forerun.tune.losses import Figures, lk
+from forerun.tune.kinds import Figures, lk
 
 DistillationLoss = Callable[[Tensor, Tensor], Tensor]
 """(target logits, draft logits) -> loss per position."""

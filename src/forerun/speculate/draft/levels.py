@@ -15,7 +15,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.request import Beams, Requests, RequestState
 from forerun.core.tree import POINT_MASS, Draft, Drafts
 from forerun.sampling.warp import Row
-from forerun.speculate.draft.base import Chooser, DrafterConfig
+from forerun.speculate.draft.base import Chooser
 from forerun.speculate.draft.best_first import Growing, TreeConfig
 
 Frontier = list[tuple[int, int]]
@@ -59,24 +59,12 @@ def grow(
     score: Score,
     sure_of: Sure | None = None,
 ) -> tuple[list[Draft], list[list[int]] | None]:
-    """The drafts that ``config`` asks for; and, for trees of the likeliest nodes, where each node of each draft is
-    among those that ``score`` was asked about (see ``grow_best``)."""
-    if config.tree_nodes is None:
-        return grow_levels(sequences, ready, depths, config, chooser, score, sure_of), None
-    return grow_best(sequences, ready, depths, config.tree_nodes, chooser, score)
-
-
-def grow_levels(
-    sequences: Requests,
-    ready: Sequence[int],
-    depths: Sequence[int],
-    config: DrafterConfig,
-    chooser: Chooser,
-    score: Score,
-    sure_of: Sure | None = None,
-) -> list[Draft]:
-    """One draft per sequence; those in ``ready`` grow to their entry of ``depths``, the others stay empty. Where chains
-    end early, ``sure_of`` says how sure a drafter is, if its likeliest token's probability does not."""
+    """One draft per sequence, of the shape that ``config`` asks for; those in ``ready`` grow to their entry of
+    ``depths``, the others stay empty. Where chains end early, ``sure_of`` says how sure a drafter is, if its likeliest
+    token's probability does not. The second result, for trees of the likeliest nodes, is where each node of each draft
+    is among those that ``score`` was asked about (see ``grow_best``)."""
+    if config.tree_nodes is not None:
+        return grow_best(sequences, ready, depths, config.tree_nodes, chooser, score)
     drafts = [Draft() for _ in sequences]
     frontier: Frontier = [(index, -1) for index in ready]
     together = [DraftBeams(beams, sequences, ready) for beams in groups(sequences, ready)]
@@ -118,7 +106,7 @@ def grow_levels(
         q = qs[0] if len(qs) == 1 else torch.cat(qs)
         for index in ready:
             drafts[index].q = q
-    return drafts
+    return drafts, None
 
 
 def newest_level(
@@ -192,7 +180,7 @@ class DraftBeams:
                 left -= 1
                 sizes[index] += 1
                 chosen[slot].append((token, value))
-        for slot, children in chosen.items():  # nodes are numbered as ``grow_levels`` is about to add them
+        for slot, children in chosen.items():  # nodes are numbered as ``grow`` is about to add them
             index = frontier[slot][0]
             ids[slot] = [token for token, _ in children]
             for _, value in children:
@@ -207,7 +195,7 @@ WIDEST = 10
 def grow_best(
     sequences: Requests, ready: Sequence[int], depths: Sequence[int], size: int, chooser: Chooser, score: Score
 ) -> tuple[list[Draft], list[list[int]]]:
-    """Trees of the ``size`` likeliest nodes, point masses; as ``grow_levels`` otherwise.
+    """Trees of the ``size`` likeliest nodes, point masses; as ``grow`` otherwise.
 
     The drafts that ``score`` sees hold the nodes it was asked about, in the order asked. The second result is, for
     every node of each final draft, its place among those, or -1 if nothing behind it was scored.

@@ -26,9 +26,8 @@ from forerun.models.load import load_shared, parse_dtype
 from forerun.models.open import quick_config, resolve, weight_sizes
 from forerun.models.tokenizer import check_compatible, read_vocabulary
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, common_tokens, drafters, spread
-from forerun.speculate.draft.chain import CatchUpConfig, ChainRunner, plain
+from forerun.speculate.draft.chain import CatchUpConfig, ChainLookup, ChainRunner, plain
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level
-from forerun.speculate.draft.lookup import ChainLookup
 from forerun.speculate.verify import Verification
 
 log = logging.getLogger("forerun")

@@ -1,6 +1,12 @@
-"""``table``: a unigram or bigram model counted from a text (the bigram drafts of Leviathan et al. 2023, table 3).
+"""Tables of what follows a token: counted from a text, or what the target ranked high.
 
-With ``adapt`` it goes on counting while it serves: the probabilities that the target gave are added to the counts.
+``table`` is a unigram or bigram model (the bigram drafts of Leviathan et al. 2023, table 3). With ``adapt`` it goes on
+counting while it serves: the probabilities that the target gave are added to the counts.
+
+``token_recycling`` (arXiv 2408.08696) has candidates that the target ranked high after a token before, whether or not
+they were taken: an adjacency matrix holds, for every token, the target's likeliest next tokens when it last read that
+token; drafts are trees of it. Here each candidate keeps the probability it had, so that the tree follows the likeliest
+paths instead of one fixed shape. The matrix is shared by all requests.
 """
 
 from __future__ import annotations
@@ -8,21 +14,23 @@ from __future__ import annotations
 import json
 import sysconfig
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from math import exp, inf, log
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from forerun import pretrained
-from forerun.core.config import POSITIVE, Within
+from forerun.core.config import COUNT, POSITIVE, Within
 from forerun.core.errors import ConfigError
 from forerun.core.folders import expanded
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, drafters
+from forerun.speculate.draft.best_first import TreeConfig
 from forerun.speculate.draft.ngram import CountChooser, Counts
 from forerun.speculate.verify import Verification
 
@@ -211,3 +219,74 @@ class Table(Drafter[TableConfig]):
         text = folder / "counted.txt"
         text.write_text("def parse(text):\n    return [word for word in text.split() if word]\n" * 3, encoding="utf-8")
         return {"table_file": str(text)}
+
+
+UNSEEN = -1
+
+
+@dataclass(frozen=True)
+class TokenRecyclingConfig(TreeConfig):
+    num_speculative_tokens: int = 5
+    recycled_candidates: int = 8
+    """Next tokens remembered per token."""
+    without: ClassVar = {"draft_temperature": "method 'token_recycling' draws nothing from a distribution"}
+    limits: ClassVar = {"recycled_candidates": COUNT}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.tree is not None and max(self.tree) > self.recycled_candidates:
+            most = self.recycled_candidates
+            raise ConfigError(f"a node has at most recycled_candidates ({most}) children, not {max(self.tree)}")
+
+
+@drafters.register("token_recycling")
+class TokenRecycling(Drafter[TokenRecyclingConfig]):
+    name = "token_recycling"
+    config_class = TokenRecyclingConfig
+
+    def __init__(self, config: TokenRecyclingConfig, context: DraftContext) -> None:
+        super().__init__(config, context)
+        vocabulary = context.target.info.vocab_size
+        shape = (vocabulary, min(config.recycled_candidates, vocabulary))
+        self.ids = torch.full(shape, UNSEEN, dtype=torch.int32)
+        """The likeliest followers of every token, the best first."""
+        self.logs = torch.zeros(shape)
+        """The logs of their probabilities."""
+        self._rows = self.ids.numpy(), self.logs.numpy()
+
+    def _candidates(self, token: int) -> Iterator[tuple[int, float, int]]:
+        ids, logs = self._rows
+        if ids[token, 0] != UNSEEN:
+            for candidate, log_p in zip(ids[token].tolist(), logs[token].tolist()):
+                if log_p > -inf:
+                    yield candidate, log_p, candidate
+
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
+        drafts = []
+        for sequence, budget in zip(sequences, budgets):
+            draft, expected = self.config.grow(self._candidates, sequence.tokens[-1], budget)
+            if len(draft):
+                draft.confidence = min(1.0, expected / draft.depth)
+            drafts.append(draft)
+        return drafts
+
+    def follow(self, tokens: Sequence[int]) -> None:
+        """Where nothing is known of the target but the tokens that it gave: each one's follower gets half of its
+        probability, and what was known before the other half."""
+        ids, logs = self._rows
+        for before, after in pairwise(tokens):
+            known = {i: exp(p) / 2 for i, p in zip(ids[before].tolist(), logs[before].tolist()) if i != UNSEEN}
+            known[after] = known.get(after, 0.0) + 0.5
+            best = sorted(known.items(), key=lambda item: -item[1])[: ids.shape[1]]
+            for index, (token, p) in enumerate(best):
+                ids[before, index], logs[before, index] = token, log(p)
+            logs[before, len(best) :] = -inf
+
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
+        """Remember the top of every row of logits, rejected ones and prompts' included. Of several rows of one token
+        the last stays."""
+        logits = result.output.logits
+        tokens = [span.tokens[row] for span in result.batch.spans for row in span.logits]
+        latest = {token: row for row, token in enumerate(tokens)}
+        if latest:
+            self.context.sampler.rank_into(logits, list(latest.values()), list(latest), self.ids, self.logs)

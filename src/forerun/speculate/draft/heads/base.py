@@ -15,7 +15,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.folders import expanded
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
-from forerun.core.tree import Draft, Drafts, Verdict, Verdicts
+from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.models.base import Model
 from forerun.models.formats import int8
 from forerun.models.kinds import BLOCKS, UNQUANTIZED
@@ -24,7 +24,7 @@ from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Drafter
 from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_first
 from forerun.speculate.draft.heads.adapt import Adaptation, Learner
 from forerun.speculate.draft.heads.head import Head, Sizes
-from forerun.speculate.draft.levels import Frontier, grow_levels
+from forerun.speculate.draft.levels import Frontier, grow
 from forerun.speculate.verify import Verification
 
 C = TypeVar("C", bound="HeadConfig")
@@ -64,6 +64,8 @@ class HeadDrafter(Drafter[C]):
 
     config_class: ClassVar[type[DrafterConfig]] = HeadConfig
     head_class: ClassVar[type[Head]]
+    example_options: ClassVar[dict[str, Any]] = {}
+    """Of the head that ``example`` makes."""
 
     def __init__(self, config: C, context: DraftContext) -> None:
         super().__init__(config, context)
@@ -71,15 +73,11 @@ class HeadDrafter(Drafter[C]):
         info = context.target.info
         self.head = self._load(config, context.target).to(device=info.device, dtype=info.dtype).eval()
         sizes = self.head.sizes
-        if (sizes.hidden_size, sizes.vocab_size, sizes.num_layers) != (
-            info.hidden_size,
-            info.vocab_size,
-            info.num_layers,
-        ):
+        size, layers, words = info.hidden_size, info.num_layers, info.vocab_size
+        if (sizes.hidden_size, sizes.num_layers, sizes.vocab_size) != (size, layers, words):
             raise ConfigError(
                 f"the {self.name} head was trained for a target of hidden size {sizes.hidden_size}, "
-                f"{sizes.num_layers} layers and {sizes.vocab_size} tokens; {info.name} has {info.hidden_size}, "
-                f"{info.num_layers} and {info.vocab_size}"
+                f"{sizes.num_layers} layers and {sizes.vocab_size} tokens; {info.name} has {size}, {layers} and {words}"
             )
         if config.num_speculative_tokens > sizes.depth:
             raise ConfigError(f"this {self.name} head guesses {sizes.depth} tokens ahead, not "
@@ -125,23 +123,17 @@ class HeadDrafter(Drafter[C]):
         ids = self.head.token_ids()
         return logits if ids is None else spread(logits, ids, self.head.sizes.vocab_size)
 
-    def features(self, verdict: Verdict) -> torch.Tensor | None:
-        """[tokens, layers * hidden size] of the tokens a round added to the target's cache."""
-        if verdict.hidden is None or verdict.error is not None:
-            return None
-        parts = [verdict.hidden[layer] for layer in self.head.layers]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         for sequence, verdict in zip(sequences, verdicts):
-            rows = self.features(verdict)
-            if rows is None:
+            if verdict.hidden is None or verdict.error is not None:
                 continue
+            parts = [verdict.hidden[layer] for layer in self.head.layers]
+            rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
             seen = self.seen.get(sequence.id, 0)
             if seen + rows.shape[0] == sequence.num_computed_tokens:
                 self.seen[sequence.id] = sequence.num_computed_tokens
                 self.keep(sequence, rows)
-                if self.learner is not None and verdict.hidden is not None:
+                if self.learner is not None:
                     self.learner.watch(sequence, verdict.hidden)
 
     def learn(self) -> None:
@@ -154,7 +146,7 @@ class HeadDrafter(Drafter[C]):
             self.learner.save(expanded(self.config.adapt.save))
 
     def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
-        """Take in the features of newly cached tokens."""
+        """Take in the features of newly cached tokens, [tokens, layers * hidden size]."""
 
     def ready(self, sequence: RequestState) -> bool:
         return self.seen.get(sequence.id, 0) == len(sequence.tokens) - 1
@@ -185,7 +177,7 @@ class HeadDrafter(Drafter[C]):
     @classmethod
     def example(cls, target: Path, folder: Path) -> dict[str, Any]:
         config = quick_config(target).get_text_config()
-        sizes = Sizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, 4)
+        sizes = Sizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, 4, cls.example_options)
         torch.manual_seed(0)
         cls.head_class(sizes).save(folder)
         return {"model": str(folder)}
@@ -217,7 +209,7 @@ class BlockDrafter(HeadDrafter[BlockConfig]):
         def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             return logits[[slot[index] for index, _ in frontier], depth]
 
-        return grow_levels(sequences, ready, budgets, self.config, self.chooser, score)
+        return grow(sequences, ready, budgets, self.config, self.chooser, score)[0]
 
     def _best(self, sequence: RequestState, depth: int, logits: torch.Tensor) -> Draft:
         """A best-first tree of point masses. Under ``coupled`` candidates are ranked with the target's own noise;

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +27,6 @@ from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
 from forerun.models.checkpoint import CONFIG
-from forerun.models.open import read_config
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, BlockMemory
@@ -330,6 +329,10 @@ class DFlash(HeadDrafter[DFlashConfig]):
     config_class = DFlashConfig
     head_class = DFlashHead
     head: DFlashHead
+    example_options: ClassVar = {
+        "group": 16, "selector": {"rank": 4, "top": 6}, "markov": 4, "confidence": "markov",
+    }  # fmt: skip
+    """All that the successors have."""
 
     def __init__(self, config: DFlashConfig, context: DraftContext) -> None:
         super().__init__(config, context)
@@ -392,13 +395,3 @@ class DFlash(HeadDrafter[DFlashConfig]):
 
     def states(self) -> list[dict[int, Any]]:
         return [*super().states(), self.memories]
-
-    @classmethod
-    def example(cls, target: Path, folder: Path) -> dict[str, Any]:
-        """With all that the successors have."""
-        config = read_config(target).get_text_config()
-        options = {"group": 16, "selector": {"rank": 4, "top": 6}, "markov": 4, "confidence": "markov"}
-        sizes = Sizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, 4, options)
-        torch.manual_seed(0)
-        DFlashHead(sizes).save(folder)
-        return {"model": str(folder)}

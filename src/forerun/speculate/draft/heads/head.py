@@ -306,6 +306,11 @@ def soft_cross_entropy(logits: torch.Tensor, target_logits: torch.Tensor) -> tor
     return -(torch.softmax(target_logits.float(), -1) * torch.log_softmax(logits.float(), -1)).sum(-1)
 
 
+def overlap(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
+    """alpha per position, sum over x of min(p(x), q(x))."""
+    return torch.minimum(p_logits.softmax(-1), q_logits.softmax(-1)).sum(-1)
+
+
 class Norm(nn.Module):
     """RMS norm over the last dimension, computed in float32."""
 

@@ -357,10 +357,8 @@ def _gathered(path: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.T
         if len(single) != 3 * count:
             raise ModelError(f"{path}: some of the {count} experts of its layer for multi-token prediction are missing")
         both = [torch.cat([single[e, "gate"], single[e, "up"]]) for e in range(count)]
-        made["mlp.gate_up"], made["mlp.down"] = (
-            torch.stack(both),
-            torch.stack([single[e, "down"] for e in range(count)]),
-        )
+        made["mlp.gate_up"] = torch.stack(both)
+        made["mlp.down"] = torch.stack([single[e, "down"] for e in range(count)])
     return made
 
 
