@@ -11,11 +11,10 @@ from unrolled import SOME, narrowed, scramble, sizes_of, unrolled
 
 from forerun import LLM, ConfigError, ForerunError, SamplingParams
 from forerun.core.errors import ModelError
-from forerun.speculate.draft.heads.block import BlockMemory
+from forerun.speculate.draft.heads.block import BlockMemory, ParallelHead
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Lesson, Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
-from forerun.speculate.draft.heads.parallel import ParallelHead
 from forerun.speculate.draft.layerskip import ExitHead
 
 pytestmark = pytest.mark.slow

@@ -14,10 +14,10 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
+from forerun.speculate.draft.heads.block import ParallelHead
 from forerun.speculate.draft.heads.dflash import DFlashHead
 from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes, overlap
 from forerun.speculate.draft.heads.medusa import MedusaHead
-from forerun.speculate.draft.heads.parallel import ParallelHead
 from forerun.tune.features import CALIBRATED, SHARPNESS, Features, Fit, options, scale, take
 from forerun.tune.kinds import AHEAD, DraftLayers, HeadKind, ends_of, sizes_of
 from forerun.tune.state import save_model

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forerun.speculate.draft.heads.block import ParallelHead
 from forerun.speculate.draft.heads.dflash import DFlashHead
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Head, Sizes, weights
-from forerun.speculate.draft.heads.lookahead import LookaheadHead
-from forerun.speculate.draft.heads.medusa import BlockwiseHead, MedusaHead
-from forerun.speculate.draft.heads.parallel import ParallelHead
+from forerun.speculate.draft.heads.medusa import BlockwiseHead, LookaheadHead, MedusaHead
 from forerun.speculate.draft.layerskip import ExitHead
 from forerun.tune import loop
 from forerun.tune.kinds import Figures, of_head

@@ -1,7 +1,13 @@
-"""``medusa``: residual heads on the target's last hidden state, one per position ahead (Cai et al., arXiv 2401.10774).
+"""Heads that guess all depths at once, of the last committed token and the target's state there alone.
 
+``medusa`` (Cai et al., arXiv 2401.10774): residual heads on the target's last hidden state, one per position ahead.
 Head i turns the state that predicted the last committed token into a guess for the token i places behind it. The
-output layer is the target's own, or some of its rows, so a head costs one square matrix.
+output layer is the target's own, or some of its rows, so a head costs one square matrix. ``blockwise`` makes all
+guesses of one wide layer.
+
+``lookahead``: PaSS, parallel speculative sampling (Monea et al., arXiv 2311.13581). T trained input embeddings are fed
+behind the last committed token through the target itself: one pass gives the target's own distribution of the next
+token and guesses for the T tokens behind it.
 """
 
 from __future__ import annotations
@@ -13,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from forerun.core.batch import Batch, Span
+from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
@@ -107,3 +115,82 @@ class BlockwiseHead(ResidualHead):
 class Blockwise(ResidualDrafter):
     name = "blockwise"
     head_class = BlockwiseHead
+
+
+ANCHORS = 16
+
+
+class LookaheadHead(Head):
+    method = "lookahead"
+    first = 2  # the target's own distribution is there for the first
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__(sizes)
+        self.embeddings = nn.Embedding(sizes.depth - 1, sizes.hidden_size)
+        nn.init.normal_(self.embeddings.weight, std=0.02)
+
+    def usual_layers(self, last: int) -> tuple[int, ...]:
+        return ()
+
+    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
+        """The look-ahead rows of several anchors ride behind each sequence, each group seeing the text up to its
+        anchor and itself; they learn the target's distributions at their positions."""
+        batch, length = lesson.tokens.shape
+        ahead = self.embeddings.num_embeddings
+        anchors = torch.randint(0, length - ahead - 1, (ANCHORS,), device=lesson.tokens.device).sort().values
+        total = length + ANCHORS * ahead
+        mask = torch.zeros(total, total, dtype=torch.bool, device=anchors.device)
+        mask[:length, :length] = torch.ones(length, length, dtype=torch.bool, device=anchors.device).tril()
+        positions = torch.cat([torch.arange(length), (anchors[:, None] + 1 + torch.arange(ahead)).flatten()])
+        for group, anchor in enumerate(anchors.tolist()):
+            first = length + group * ahead
+            mask[first : first + ahead, : anchor + 1] = True
+            mask[first : first + ahead, first : first + ahead] = torch.ones(ahead, ahead, dtype=torch.bool).tril()
+        dtype = next(lesson.target.parameters()).dtype
+        embedded = lesson.embedding[lesson.tokens].to(dtype)
+        extra = self.embeddings.weight.to(dtype).repeat(ANCHORS, 1).expand(batch, -1, -1)
+        additive = torch.zeros(1, 1, total, total, dtype=embedded.dtype).masked_fill_(~mask, float("-inf"))
+        out = lesson.target(
+            inputs_embeds=torch.cat([embedded, extra], dim=1),
+            attention_mask=additive,
+            position_ids=positions[None].expand(batch, -1),
+            use_cache=False,
+            logits_to_keep=torch.arange(length, total),
+        ).logits.unflatten(1, (ANCHORS, ahead))
+        requested = lesson.everywhere()[:, anchors[:, None] + 1 + torch.arange(ahead)]
+        for position in range(ahead):
+            yield Guess(out[:, :, position], requested[:, :, position])
+
+
+@drafters.register("lookahead")
+class Lookahead(BlockDrafter):
+    """Costs one pass of the target per round; its first guess is drawn from the target's own distribution."""
+
+    name = "lookahead"
+    head_class = LookaheadHead
+    head: LookaheadHead
+
+    def __init__(self, config: BlockConfig, context: DraftContext) -> None:
+        if config.adapt is not None:
+            raise ConfigError("method 'lookahead' learns through its whole target and cannot adapt: remove 'adapt'")
+        super().__init__(config, context)
+
+    def ready(self, sequence: RequestState) -> bool:
+        return sequence.num_computed_tokens == len(sequence.tokens) - 1
+
+    def guess(self, sequences: Requests) -> torch.Tensor:
+        ahead = self.config.num_speculative_tokens - 1
+        attention = self.context.attention()
+        spans: list[Span] = []
+        rows: list[int] = []
+        for index, sequence in enumerate(sequences):
+            tokens = [sequence.tokens[-1]] + [0] * ahead
+            spans.append(Span(sequence.id, sequence.num_computed_tokens, tokens, logits=list(range(ahead + 1))))
+            first = index * (ahead + 1)
+            rows.extend(range(first + 1, first + ahead + 1))
+        embeds = self.head.embeddings.weight[:ahead].repeat(len(sequences), 1)
+        batch = Batch(spans, self.context.target.info.device, embeds=embeds, embed_rows=rows)
+        logits = self.context.target.forward(batch, attention).logits
+        for sequence in sequences:
+            attention.pool.truncate(sequence.id, sequence.num_computed_tokens)
+        return logits.unflatten(0, (len(sequences), ahead + 1))
