@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from forerun.core.errors import ConfigError, ForerunError
 from forerun.speculate.draft.heads.head import Guess, overlap
-from forerun.tune import losses
+from forerun.tune import kinds
 from forerun.tune.kinds import lk, of_head
 from forerun.tune.loop import LoopSettings, make_optimizers, run, wait_while_paused
 from forerun_lab.train.corpus import TokenStream
@@ -237,7 +237,7 @@ def test_lk_of_no_places():
 
 def test_lks_gradient_is_that_of_its_formula(monkeypatch):
     """By torch's own gradients of the formula, piece by piece of five rows."""
-    monkeypatch.setattr(losses, "CACHED", 60)
+    monkeypatch.setattr(kinds, "CACHED", 60)
     draw = torch.Generator().manual_seed(0)
     p, q = torch.randn(2, 4, 8, 12, generator=draw, dtype=torch.float64)
     weights = torch.randn(4, 8, generator=draw, dtype=torch.float64)

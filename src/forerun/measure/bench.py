@@ -27,9 +27,9 @@ from forerun.measure.rounds import (
     Prompts,
     RoundCosts,
     Turns,
+    seeded,
     shares,
 )
-from forerun.sampling.params import SamplingParams
 from forerun.speculate.accept.synthetic import LENGTH, RATES
 
 PEERS_DRAFT = 64
@@ -140,7 +140,7 @@ def run_interleaved(
     ``measure.rounds.ROUNDS`` rounds."""
     options = {"ignore_eos": config.prompt_set not in WRITTEN, **config.sampling}
     options |= {"temperature": temperature, "max_tokens": config.max_tokens}
-    params = [SamplingParams(**options, seed=config.seed + number) for number in range(len(prompts))]
+    params = seeded(len(prompts), config.seed, **options)
     alone = all(isinstance(contender, EngineContender) for contender in contenders)
     runs: list[list[Measured]] = [[] for _ in contenders]
     for repeat in range(config.repeats):

@@ -23,7 +23,7 @@ from forerun.measure.config import ALL, REPETITIVE, SAMPLES, CheckConfig
 from forerun.measure.environment import environment
 from forerun.measure.methods import labels, method_configs, runnable, tree_of
 from forerun.measure.prompts import make_prompts
-from forerun.measure.rounds import engine_of
+from forerun.measure.rounds import engine_of, seeded
 from forerun.models.architectures.spec import applies
 from forerun.models.base import Model, new_attention
 from forerun.models.invariance import BRANCHES, self_test
@@ -71,10 +71,7 @@ def run_checks(config: CheckConfig, step: Callable[[str], None] = lambda note: N
 
 def _bits(config: CheckConfig, llm: LLM, prompts: Sequence[list[int]], step: Callable[[str], None]) -> list[Result]:
     """On every path that runs this model; the layouts take turns over the prompts."""
-    params = [
-        SamplingParams(temperature=1.0, max_tokens=config.max_tokens, seed=config.seed + i, ignore_eos=True)
-        for i in range(len(prompts))
-    ]
+    params = seeded(len(prompts), config.seed, temperature=1.0, max_tokens=config.max_tokens, ignore_eos=True)
     result, _ = answers(llm, None, prompts, params, concurrency=config.concurrency)
     pairs = [(prompt, group[0].tokens) for prompt, group in zip(prompts, result)]
     layouts = len(config.page_sizes)
@@ -233,10 +230,7 @@ def check_distribution(
 ) -> Result:
     """Sample ``samples`` answers with seeds of their own and compare their frequencies with the exact distribution.
     ``name`` is what the result calls ``options``, else by their method."""
-    params = [
-        SamplingParams(temperature=1.0, top_k=SUPPORT, max_tokens=LENGTH, ignore_eos=True, seed=seed + i)
-        for i in range(samples)
-    ]
+    params = seeded(samples, seed, temperature=1.0, top_k=SUPPORT, max_tokens=LENGTH, ignore_eos=True)
     result, total = answers(llm, options, [prompt] * samples, params, concurrency=BATCH)
     distribution = exact_distribution(llm, prompt, 1.0)
     counts = Counter(tuple(group[0].tokens) for group in result)
@@ -291,12 +285,8 @@ class CheckedAnswer(NamedTuple):
 
 
 def requests(count: int, temperature: float, max_tokens: int, seed: int) -> list[SamplingParams]:
-    return [
-        SamplingParams(
-            temperature=temperature, max_tokens=max_tokens, seed=seed + i, ignore_eos=True, **MIXES[i % len(MIXES)]
-        )
-        for i in range(count)
-    ]
+    each = seeded(count, seed, temperature=temperature, max_tokens=max_tokens, ignore_eos=True)
+    return [params.clone(**MIXES[i % len(MIXES)]) for i, params in enumerate(each)]
 
 
 ROOM = 160

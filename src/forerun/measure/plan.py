@@ -16,7 +16,7 @@ from forerun.engine.llm import LLM
 from forerun.measure.config import PlanConfig
 from forerun.measure.methods import labels
 from forerun.measure.planner import CostCurve, Estimate, estimate, predict, reach, recommend
-from forerun.measure.rounds import PLAIN, EngineContender, Measured, Prompts, Turns, full, in_plain_forwards
+from forerun.measure.rounds import PLAIN, EngineContender, Measured, Prompts, Turns, full, in_plain_forwards, seeded
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import DrafterConfig
 from forerun.speculate.length.costs import ExpertReads
@@ -46,12 +46,8 @@ def run_plan(
     """
     plans = from_lab("plans", "plan with trees or layers") if config.trees or config.layer_trials else None
     longest = config.longest
-    params = [
-        SamplingParams(
-            temperature=config.temperature, max_tokens=config.max_tokens, ignore_eos=True, seed=config.seed + i
-        )
-        for i in range(len(prompts))
-    ]
+    asked = {"temperature": config.temperature, "max_tokens": config.max_tokens, "ignore_eos": True}
+    params = seeded(len(prompts), config.seed, **asked)
     named = dict(zip(labels(options, ()), options, strict=True))
     trial = Trial(llm, prompts, params, concurrency, step)
     trial.methods(named)

@@ -41,6 +41,11 @@ Params = Sequence[SamplingParams]
 """One each."""
 
 
+def seeded(count: int, seed: int, **options: Any) -> list[SamplingParams]:
+    """``options`` for each of ``count`` prompts, with seeds from ``seed`` on."""
+    return [SamplingParams(seed=seed + number, **options) for number in range(count)]
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One measured round in which every sequence decoded. Times in seconds; ``total`` includes the host's."""

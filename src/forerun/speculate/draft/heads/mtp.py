@@ -43,6 +43,7 @@ from forerun.models.rotary import Rotary
 from forerun.models.transform import rows_as_halves
 from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.heads.eagle import Eagle, EagleConfig
+from forerun.speculate.draft.heads.gguf_files import LAYER
 from forerun.speculate.draft.heads.head import FORMAT, FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate, rotate_by
 
 DEFAULTS = {
@@ -56,15 +57,12 @@ DEEPEST = 16
 RENAMED = {
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "token_layernorm": "enorm",
     "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "norm", "shared_head.norm": "norm",
-    "shared_head_norm": "norm", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "post_attention_norm": "post_attention_layernorm", "attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj",
-    "attn_output": "o_proj", "attn_q_norm": "q_norm", "attn_k_norm": "k_norm", "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "attn_q_a": "q_a_proj", "attn_q_a_norm": "q_a_layernorm",
-    "attn_q_b": "q_b_proj", "attn_kv_a_mqa": "kv_a_proj_with_mqa", "attn_kv_a_norm": "kv_a_layernorm",
-    "attn_k_b": "k_b_proj", "attn_v_b": "v_b_proj", "ffn_gate_inp": "mlp.gate", "exp_probs_b": "mlp.exp_probs_b",
-    "ffn_gate_exps": "mlp.gate_exps", "ffn_up_exps": "mlp.up_exps", "ffn_down_exps": "mlp.down_exps",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    "shared_head_norm": "norm", "post_attention_norm": "post_attention_layernorm", "attn_q_a": "q_a_proj",
+    "attn_q_a_norm": "q_a_layernorm", "attn_q_b": "q_b_proj", "attn_kv_a_mqa": "kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "kv_a_layernorm", "attn_k_b": "k_b_proj", "attn_v_b": "v_b_proj", "ffn_gate_inp": "mlp.gate",
+    "exp_probs_b": "mlp.exp_probs_b", "ffn_gate_exps": "mlp.gate_exps", "ffn_up_exps": "mlp.up_exps",
+    "ffn_down_exps": "mlp.down_exps", "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
+    "ffn_up_shexp": "mlp.shared_experts.up_proj", "ffn_down_shexp": "mlp.shared_experts.down_proj", **LAYER,
 }  # fmt: skip
 PLACES = (
     r"(?:model\.)?(?:language_model\.)?mtp\.(?:layers\.0\.)?(.*)", r"(?:model\.)?mtp_layers\.0\.(.*)",
@@ -260,8 +258,9 @@ def _named(path: Path, names: Iterable[str], num_layers: int) -> dict[str, str]:
         index = next((match for pattern in patterns if (match := pattern.fullmatch(name))), None)
         if index is None or index[1].endswith(IGNORED) or LATER.match(index[1]):
             continue
-        stem, _, kind = index[1].removeprefix("mtp_block.").removeprefix("self_attn.").rpartition(".")
-        result[f"{RENAMED.get(stem, stem)}.{kind}" if stem else kind] = name
+        stem, _, kind = index[1].removeprefix("mtp_block.").rpartition(".")
+        stem = RENAMED.get(stem, stem).removeprefix("self_attn.")
+        result[f"{stem}.{kind}" if stem else kind] = name
     if "eh_proj.weight" not in result:
         raise ModelError(
             f"{path} has no layer for multi-token prediction (mtp.*, model.layers.{num_layers}.eh_proj, "
