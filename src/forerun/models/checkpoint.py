@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 
 from forerun.core.errors import ForerunError, ModelError, one_line
 from forerun.models.gguf import find_model, is_gguf
@@ -187,13 +186,8 @@ class Safetensors:
 
 def read_tensors(folder: Path, *, packed: bool = False) -> dict[str, torch.Tensor]:
     """All weights of a folder, by name, in memory; ``packed`` as ``read_headers`` has it. Raises ModelError."""
-    files = weight_files(folder)
-    read_headers(files, packed=packed)
-    result: dict[str, torch.Tensor] = {}
-    for file in files:
-        with library(f"{file} cannot be read"):
-            result.update(load_file(file))
-    return result
+    files = Safetensors(folder, packed=packed)
+    return {name: files.values(name).clone() for name in files.tensors}
 
 
 def _header(file: Path) -> dict[str, Tensor]:

@@ -29,16 +29,17 @@ from forerun.core import tiles
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.core.inference import inference
-from forerun.models import activations, checkpoint, sanity, tiling
+from forerun.models import activations, checkpoint, sanity
 from forerun.models import lora as adapter
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import TILED_HEADS
-from forerun.models.base import ModelInfo, Tiles, pad_rows
+from forerun.models.base import ModelInfo, pad_rows
 from forerun.models.formats import choose, describe, make_linear
 from forerun.models.formats.base import Linear
 from forerun.models.formats.plain import Plain
 from forerun.models.gguf import GGUFFile, is_gguf, open_gguf
 from forerun.models.open import quiet
+from forerun.models.tiling import TiledModel
 from forerun.models.transform import GGUFWeights
 
 NAME = "forerun"
@@ -191,10 +192,9 @@ def _run(module: PreTrainedModel, device: torch.device) -> tuple[_MaskProbe, tor
     return probe, out.logits
 
 
-class HFModel:
+class HFModel(TiledModel):
     """A transformers causal LM behind the engine's protocol."""
 
-    routes = False
     fused: None = None
 
     def __init__(
@@ -208,7 +208,6 @@ class HFModel:
     ) -> None:
         self.module = module.eval()
         self.invariant = invariant
-        self.tiles: Tiles | None = None
         config = module.config.get_text_config()
         activations.make_row_independent(module)
         device, dtype = module.device, module.dtype
@@ -233,11 +232,7 @@ class HFModel:
             token_bytes=read,
         )
         if invariant:
-            self.tiles = tiling.find(self)
-
-    @property
-    def row_multiple(self) -> int:
-        return 1 if self.tiles is None else self.tiles.rows[0]
+            self.tiles = self.find()
 
     def signature(self) -> str:
         sizes = {name: value for name, value in self.module.config.to_dict().items() if name not in NAMES}
@@ -295,14 +290,6 @@ class HFModel:
         if module._is_stateful and getattr(module.config.get_text_config(), "layer_types", None) is None:
             raise ModelError(f"{name} keeps state beside its keys and values; forerun cannot run it")
         return tuple(probe.shapes[layer] for layer in range(len(probe.shapes))), list(called)
-
-    @inference
-    def forward(self, batch: Batch, attention: Attention) -> Output:
-        if self.tiles is None:
-            return self.feed(batch, attention)
-        if self.tiles.threads != torch.get_num_threads():
-            self.tiles = tiling.find(self)
-        return self.tiles.forward(self.feed, batch, attention)
 
     def feed(self, batch: Batch, attention: Attention) -> Output:
         """One call of the module, padded to a call's size where there are such."""
@@ -402,12 +389,8 @@ def _checkpoint_module(folder: Path, config: Any, dtype: torch.dtype, attention:
         )
     for name, result, requested in sorted(info["mismatched_keys"]):
         raise ModelError(f"{folder}: {name} has shape {list(result)}; its config asks for {list(requested)}")
-    missing = sorted(info["missing_keys"])
-    if missing:
-        raise ModelError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them")
-    extra = sanity.misplaced(info["unexpected_keys"], (name for name, _ in module.named_parameters()), config)
-    if extra:
-        raise ModelError(f"{folder} has {len(extra)} weights that its config leaves out, {extra[0]} among them")
+    parameters = (name for name, _ in module.named_parameters())
+    sanity.check_held(folder, sorted(info["missing_keys"]), info["unexpected_keys"], parameters, config)
     return module
 
 

@@ -36,6 +36,7 @@ from forerun.models.ranks import split
 from forerun.models.ranks.team import Gathered, SplitWords, Team
 from forerun.models.recurrent import lay_out
 from forerun.models.rotary import Rotary
+from forerun.models.tiling import TiledModel
 from forerun.models.transform import Weights
 
 
@@ -57,7 +58,7 @@ class Pass:
     """Keys and values of the layers so far, in a model whose layers read those of others."""
 
 
-class NativeModel:
+class NativeModel(TiledModel):
     """A described decoder behind the engine's protocol, made of ``tensors`` for rows in ``dtype`` on ``device``; with a
     ``team``, this rank's part of it, and ``info`` tells of that. ``outputs`` int64: the tokens that its logits are of,
     in ascending order; None: all. Raises ModelError for a config that no description
@@ -96,7 +97,6 @@ class NativeModel:
         self._rotaries = {kind: self._rotary(config, kind) for kind in self.spec.rotaries}
         with torch.inference_mode(), watch.get()(name, tensors.nbytes) as advance:
             self._build(Maker(tensors, self.dtype, self.device, self._how, form, advance), tensors, outputs)
-        self.tiles: Tiles | None = None
         self.info = self._describe(config, name, eos_ids, quantization)
         compiled = self._compile()
         prefetch.settle(self.linears(), dtype)
@@ -105,11 +105,11 @@ class NativeModel:
         self.ranges = compiled if team is not None else None
         """This rank's layers in one call."""
         if invariant and (team is None or team.leads) and not self._exact():
-            self.tiles = self._find()
+            self.tiles = self.find()
 
-    def _find(self) -> Tiles:
+    def find(self) -> Tiles:
         with nullcontext() if self.team is None else self.team.apart():  # parts have one shape on every rank
-            return tiling.find(self)
+            return super().find()
 
     def _rotary(self, config: Any, kind: str) -> Rotary:
         latent = self.spec.latent
@@ -219,11 +219,7 @@ class NativeModel:
         self._check(batch)
         if self.fused is not None and isinstance(attention, KernelAttention):
             return self.fused(batch, attention)
-        if self.tiles is None:
-            return self.feed(batch, attention)
-        if self.tiles.threads != torch.get_num_threads():
-            self.tiles = self._find()
-        return self.tiles.forward(self.feed, batch, attention)
+        return super().forward(batch, attention)
 
     def _check(self, batch: Batch) -> None:
         """Raise ModelError for rows that are no tokens', where layers embed tokens, and for layers whose keys and
@@ -237,10 +233,6 @@ class NativeModel:
             if source not in (None, OUTSIDE, *run):
                 missing = f"layer {index} reads the keys and values of layer {source}, which is left out"
                 raise ModelError(f"{name}: {missing}")
-
-    @property
-    def row_multiple(self) -> int:
-        return 1 if self.tiles is None else self.tiles.rows[0]
 
     def feed(self, batch: Batch, attention: Attention) -> Output:
         """Layer by layer; padded to a call's size where there are such."""

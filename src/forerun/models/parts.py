@@ -80,33 +80,19 @@ def make_norm(
     return LayerNorm(weight, bias, eps, dtype) if centred else RMSNorm(weight, eps, dtype)
 
 
-class Gate:
+def gate(rows: torch.Tensor, activation: Function, *, gated: bool) -> torch.Tensor:
     """activation(gate) * up of rows [gate, up]; not ``gated``: activation(up)."""
-
-    __slots__ = ("activation", "gated")
-
-    def __init__(self, activation: Function, *, gated: bool = True) -> None:
-        self.activation, self.gated = activation, gated
-
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        if not self.gated:
-            return self.activation(gate_up)
-        gate, up = gate_up.chunk(2, -1)
-        return self.activation(gate).mul_(up)
+    if not gated:
+        return activation(rows)
+    first, up = rows.chunk(2, -1)
+    return activation(first).mul_(up)
 
 
-class Clamped:
+def clamped_gate(rows: torch.Tensor, steepness: float, limit: float) -> torch.Tensor:
     """(up + 1) * gate * sigmoid(steepness * gate) of rows [gate, up], up limited on both sides, gate from above."""
-
-    __slots__ = ("limit", "steepness")
-
-    def __init__(self, steepness: float, limit: float) -> None:
-        self.steepness, self.limit = steepness, limit
-
-    def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
-        gate, up = gate_up.float().chunk(2, -1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return ((up + 1.0) * (gate / (1.0 + torch.exp(-self.steepness * gate)))).to(gate_up.dtype)
+    first, up = rows.float().chunk(2, -1)
+    first, up = first.clamp(max=limit), up.clamp(-limit, limit)
+    return ((up + 1.0) * (first / (1.0 + torch.exp(-steepness * first)))).to(rows.dtype)
 
 
 def make_gate(
@@ -117,15 +103,16 @@ def make_gate(
     invariant: bool,
     gated: bool,
     numbers: torch.Tensor | None = None,
-) -> Gate | Clamped | KernelGate:
+) -> Function:
     """Under its name in ``spec.py``, with its ``numbers`` if it has some; on a kernel where ``kernels``."""
     if kernels:
         return KernelGate(activation, dtype, gated=gated, numbers=numbers)
     if activation == CLAMPED and numbers is not None:
-        return Clamped(*numbers.tolist())
+        steepness, limit = numbers.tolist()
+        return partial(clamped_gate, steepness=steepness, limit=limit)
     if activation == XIELU and numbers is not None:
-        return Gate(partial(activations.xielu, numbers=numbers), gated=gated)
-    return Gate((STEADY if invariant else FAST)[activation], gated=gated)
+        return partial(gate, activation=partial(activations.xielu, numbers=numbers), gated=gated)
+    return partial(gate, activation=(STEADY if invariant else FAST)[activation], gated=gated)
 
 
 class KernelNorm:

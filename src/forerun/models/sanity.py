@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -265,6 +265,16 @@ def misplaced(unexpected: Iterable[str], parameters: Iterable[str], config: Any)
         if _anywhere(name).rpartition(".")[0] in parts
         and not any(int(layer) in behind for layer in re.findall(r"\blayers\.(\d+)\.", name))
     )
+
+
+def check_held(
+    place: object, missing: Sequence[str], unexpected: Iterable[str], parameters: Iterable[str], config: Any
+) -> None:
+    """Raise ModelError for weights that ``place`` lacks, and for those that its config leaves out (``misplaced``)."""
+    extra = misplaced(unexpected, parameters, config)
+    for names, how in ((missing, "lacks {} weights"), (extra, "has {} weights that its config leaves out")):
+        if names:
+            raise ModelError(f"{place} {how.format(len(names))}, {names[0]} among them")
 
 
 def _anywhere(name: str) -> str:

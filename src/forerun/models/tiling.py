@@ -8,9 +8,10 @@ even where results are rounded to 16 bits.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,6 +21,7 @@ from forerun.attention.kernel import can_attend
 from forerun.cache.states import States
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
+from forerun.core.inference import inference
 from forerun.models import activations
 from forerun.models.base import ModelInfo, Tiles
 from forerun.models.formats.base import Linear
@@ -40,30 +42,45 @@ BY_CONTENT = ("_grouped_mm", "_scaled_grouped_mm", "nonzero", "masked_select", "
 UNFIXED = activations.UNSTEADY.union(BY_CONTENT)
 
 
-class Torch(Protocol):
-    """A model whose layers torch computes."""
+class TiledModel(ABC):
+    """A model whose layers torch computes, in calls of a few sizes where a row's bits are not to depend on others."""
 
     info: ModelInfo
-    tiles: Tiles | None
-    routes: bool
+    tiles: Tiles | None = None
+    routes = False
     """Whether layers send each row by itself to experts, in calls of those sizes."""
 
+    @property
+    def row_multiple(self) -> int:
+        return 1 if self.tiles is None else self.tiles.rows[0]
+
+    @inference
+    def forward(self, batch: Batch, attention: Attention) -> Output:
+        """``feed`` in pieces that fit, at the present number of threads."""
+        if self.tiles is None:
+            return self.feed(batch, attention)
+        if self.tiles.threads != torch.get_num_threads():
+            self.tiles = self.find()
+        return self.tiles.forward(self.feed, batch, attention)
+
+    def find(self) -> Tiles:
+        """The row counts to use at the present number of threads. Those of a model whose work depends on the values in
+        its rows (mixtures of experts of transformers') are (1,): each row alone."""
+        rows = tiles.remembered(f"rows {self.signature()}", lambda: _compare(self, head=False), tiles.groups_of)
+        logits = tiles.remembered(f"logits {self.signature()}", lambda: _compare(self, head=True), tiles.groups_of)
+        return Tiles(tiles.pick(rows), tiles.pick(logits), torch.get_num_threads())
+
+    @abstractmethod
     def feed(self, batch: Batch, attention: Attention) -> Output:
         """One forward of as many rows as ``tiles`` allow, padded to the size that fits."""
 
+    @abstractmethod
     def kinds(self) -> list[tuple[int, ...] | None]:
         """Layers that stand for all: one of each kind; [None] if they cannot be run alone."""
 
+    @abstractmethod
     def signature(self) -> str:
         """All that shapes the computation: architecture, sizes, layouts."""
-
-
-def find(model: Torch) -> Tiles:
-    """The row counts to use at the present number of threads. Those of a model whose work depends on the values in its
-    rows (mixtures of experts of transformers') are (1,): each row alone."""
-    rows = tiles.remembered(f"rows {model.signature()}", lambda: _compare(model, head=False), tiles.groups_of)
-    logits = tiles.remembered(f"logits {model.signature()}", lambda: _compare(model, head=True), tiles.groups_of)
-    return Tiles(tiles.pick(rows), tiles.pick(logits), torch.get_num_threads())
 
 
 def steady() -> bool:
@@ -173,7 +190,7 @@ def _numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @contextmanager
-def _sizes(model: Torch, size: int) -> Iterator[None]:
+def _sizes(model: TiledModel, size: int) -> Iterator[None]:
     before, model.tiles = model.tiles, Tiles((size,), (size,), torch.get_num_threads())
     try:
         yield
@@ -181,7 +198,7 @@ def _sizes(model: Torch, size: int) -> Iterator[None]:
         model.tiles = before
 
 
-def _batch(model: Torch, tokens: list[int], layers: tuple[int, ...] | None, *, head: bool) -> Batch:
+def _batch(model: TiledModel, tokens: list[int], layers: tuple[int, ...] | None, *, head: bool) -> Batch:
     """Rows that are alike but for their tokens."""
     position = min(POSITION, model.info.max_len - 1)
     spans = [Span(row, position, [token], logits=[0] if head else []) for row, token in enumerate(tokens)]
@@ -194,7 +211,7 @@ def _results(output: Output) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _compare(model: Torch, *, head: bool) -> tiles.Groups:
+def _compare(model: TiledModel, *, head: bool) -> tiles.Groups:
     groups: tiles.Groups = [list(tiles.SIZES) if steady() else [1]]
     for layers in model.kinds()[:1] if head else model.kinds():
         if _by_content(model, layers):
@@ -203,7 +220,7 @@ def _compare(model: Torch, *, head: bool) -> tiles.Groups:
     return groups
 
 
-def _run(model: Torch, layers: tuple[int, ...] | None, head: bool) -> Any:
+def _run(model: TiledModel, layers: tuple[int, ...] | None, head: bool) -> Any:
     token = 17 % model.info.vocab_size
 
     def run(size: int) -> torch.Tensor:
@@ -214,7 +231,7 @@ def _run(model: Torch, layers: tuple[int, ...] | None, head: bool) -> Any:
     return run
 
 
-def _affordable(model: Torch, layers: tuple[int, ...] | None, *, head: bool) -> list[int]:
+def _affordable(model: TiledModel, layers: tuple[int, ...] | None, *, head: bool) -> list[int]:
     """The sizes that can be compared at a bearable cost."""
     with _sizes(model, 1), Products(probe=False) as products:
         model.feed(_batch(model, [0], layers, head=head), RowRecorder(model.info))
@@ -225,7 +242,7 @@ def _affordable(model: Torch, layers: tuple[int, ...] | None, *, head: bool) -> 
     return sizes
 
 
-def _by_content(model: Torch, layers: tuple[int, ...] | None) -> bool:
+def _by_content(model: TiledModel, layers: tuple[int, ...] | None) -> bool:
     """Whether what a layer does to a row depends on the values in others, or on where each lies. A model that
     ``routes`` calls its experts as its rows choose; the first row's results must be the same all the same."""
     size = ROWS

@@ -161,12 +161,8 @@ def _check(folder: Path, result: Mapping[str, Rows], requested: Mapping[str, Sha
             raise ModelError(f"{folder}: {name} has shape {shapes[0]}; its config asks for {shapes[1]}")
         if not result[name].dtype.is_floating_point:
             raise ModelError(f"{folder}: {name} holds {result[name].dtype} numbers")
-    missing = sorted(requested.keys() - result.keys())
-    if missing:
-        raise ModelError(f"{folder} lacks {len(missing)} weights, {missing[0]} among them")
-    extra = sanity.misplaced(result.keys() - requested.keys() - unread(config), requested, config)
-    if extra:
-        raise ModelError(f"{folder} has {len(extra)} weights that its config leaves out, {extra[0]} among them")
+    extra = result.keys() - requested.keys() - unread(config)
+    sanity.check_held(folder, sorted(requested.keys() - result.keys()), extra, requested, config)
 
 
 def unstacked(result: dict[str, torch.Tensor], spec: Spec) -> dict[str, torch.Tensor]:
@@ -312,9 +308,8 @@ class GGUFWeights(FileWeights):
             if tensor.kind.name not in TYPES:
                 raise ModelError(f"{file.path}: {name} is of type {tensor.kind.name}; {', '.join(TYPES)} are read")
         self.listed = _listed(file, architecture, config.num_hidden_layers)
-        missing = [name for name in requested if name not in self.tensors and name not in self.listed]
-        if missing:
-            raise ModelError(f"{file.path} lacks {len(missing)} weights, {missing[0]} among them")
+        missing = [name for name in requested if name not in self]
+        sanity.check_held(file.path, missing, (), (), config)
 
     def __contains__(self, name: str) -> bool:
         return name in self.tensors or name in self.listed
