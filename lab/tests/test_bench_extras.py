@@ -39,10 +39,10 @@ def test_gguf_holds_the_weights_as_transformers_reads_them(tmp_path, dtype):
 
 
 def test_gguf_refuses_what_llama_does_not_have():
-    assert gguf_name("model.layers.3.mlp.down_proj.weight") == "blk.3.ffn_down.weight"
+    assert gguf_name("model.layers.3.mlp.down_proj.weight", 4) == "blk.3.ffn_down.weight"
     for name in ("model.layers.3.self_attn.q_norm.weight", "model.layers.3.self_attn.q_proj.scales", "visual.weight"):
         with pytest.raises(ConfigError, match="no place"):
-            gguf_name(name)
+            gguf_name(name, 4)
 
 
 def test_missing_extras_are_named(monkeypatch, tmp_path):

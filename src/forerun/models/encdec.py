@@ -100,9 +100,7 @@ class EncoderDecoder:
     ) -> None:
         self.spec, self.dtype, self.device = spec, module.dtype, module.device
         how = choose(self.dtype, self.device, weights)
-        form = None
-        if quantization is not None:
-            form = formats.check(quantization, self.device, self.dtype, invariant=bool(invariant))
+        form = formats.check(quantization, self.device, self.dtype, invariant=bool(invariant))
         bias: Any = getattr(module, "final_logits_bias", None)
         self._logits_bias = bias.float() if isinstance(bias, torch.Tensor) and bool(bias.any()) else None
         """Added to all logits."""

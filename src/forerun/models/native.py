@@ -91,9 +91,7 @@ class NativeModel(TiledModel):
         self.dtype, self.device = dtype, device
         self.invariant = invariant
         self._how = choose(self.dtype, self.device, weights)
-        form = None
-        if quantization is not None:
-            form = formats.check(quantization, self.device, self.dtype, invariant=invariant)
+        form = formats.check(quantization, self.device, self.dtype, invariant=invariant)
         self._rotaries = {kind: self._rotary(config, kind) for kind in self.spec.rotaries}
         with torch.inference_mode(), watch.get()(name, tensors.nbytes) as advance:
             self._build(Maker(tensors, self.dtype, self.device, self._how, form, advance), tensors, outputs)

@@ -11,13 +11,14 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from forerun.core.errors import ConfigError
-from forerun.models.architectures.families import LLAMA
 from forerun.models.checkpoint import weight_files
 
 
-def gguf_name(name: str) -> str:
-    """GGUF's name of a Llama weight. Raises ConfigError for any other weight."""
-    result = LLAMA.gguf_name(name)
+def gguf_name(name: str, layers: int) -> str:
+    """GGUF's name of a weight of a Llama with so many ``layers``. Raises ConfigError for any other weight."""
+    import gguf  # every command imports this module; gguf takes its time
+
+    result = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, layers).get_name(name, (".weight", ".bias"))
     if result is None:
         raise ConfigError(f"weight {name!r} has no place in llama.cpp's Llama")
     return result
@@ -38,12 +39,12 @@ def weights(folder: Path, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
                     weight = interleave(weight, config.num_attention_heads)
                 if ".k_proj." in name:
                     weight = interleave(weight, config.num_key_value_heads)
-                yield gguf_name(name), weight
+                yield gguf_name(name, config.num_hidden_layers), weight
 
 
 def write_gguf(folder: Path, path: Path, dtype: torch.dtype) -> Path:
     """Convert a Llama checkpoint without rope scaling; matrices in ``dtype``, norms in float32. Raises ConfigError."""
-    import gguf  # every command imports this module; gguf takes its time
+    import gguf
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     rope = config.rope_parameters

@@ -382,16 +382,6 @@ class Architecture:
         at, end = f"{self.layers.checkpoint}.{index}", f".{kind or 'weight'}"
         return tuple(f"{at}.{name.checkpoint}{'' if name.bare else end}" for name in inside[part])
 
-    def gguf_name(self, checkpoint: str) -> str | None:
-        """The other way, for what is not stacked."""
-        stem, _, kind = checkpoint.rpartition(".")
-        ends = {name.checkpoint: name.gguf for name in self._ends()}
-        if stem in ends:
-            return f"{ends[stem]}.{kind}" if self._has(stem, kind) else None
-        index, _, part = stem.removeprefix(f"{self.layers.checkpoint}.").partition(".")
-        inside = {name.checkpoint: name.gguf for name in self.names() if "{}" not in name.checkpoint}
-        return f"{self.layers.gguf}.{index}.{inside[part]}.{kind}" if part in inside and kind in KINDS else None
-
     def joined(self, gguf: str) -> tuple[str, str] | None:
         """The two tensors of a GGUF file whose rows are one's in a checkpoint, if ``gguf`` is one of them."""
         for name in self.names():

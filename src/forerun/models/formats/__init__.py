@@ -43,8 +43,10 @@ def make_linear(weight: Rows, bias: torch.Tensor | None, how: str) -> Linear:
     return form.make(weight, bias)
 
 
-def check(kind: str, device: torch.device, dtype: torch.dtype, *, invariant: bool) -> Format:
-    """The form called ``kind``. Raises ConfigError if it cannot be honoured here."""
+def check(kind: str | None, device: torch.device, dtype: torch.dtype, *, invariant: bool) -> Format | None:
+    """The form called ``kind``; None: weights are not quantized. Raises ConfigError if it cannot be honoured here."""
+    if kind is None:
+        return None
     forms = ON_CPU if device.type == "cpu" else ON_GPU
     if kind not in forms:
         choices = ", ".join([*forms, *kinds.FLOATS])
