@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -220,8 +220,8 @@ class Head(nn.Module, ABC):
                 kind = self.quantization
                 if module is not self.lm_head and not (self.quantizes and kind in BLOCKS):
                     kind = None  # a target's states are of sizes that do not bear one scale
-                layer = ON_CPU[kind].make(weight, bias) if kind else make_linear(weight, bias, how)
-                module.forward = layer.__call__  # type: ignore[assignment, method-assign]
+                make = partial(ON_CPU[kind].make, weight, bias) if kind else partial(make_linear, weight, bias, how)
+                module.forward = _made_when_called(make)  # type: ignore[assignment, method-assign]
 
     def save(self, folder: Path, record: dict[str, Any] | None = None, *, packed: bool = False) -> None:
         """Writes ``config.json`` and ``model.safetensors``: bfloat16, or with ``packed`` GGUF's Q4_0 for matrices whose
@@ -288,6 +288,12 @@ class Head(nn.Module, ABC):
         head = cls(sizes)
         head.load_state_dict({n: t.float() if t.is_floating_point() else t for n, t in weights.items()})
         return head
+
+
+def _made_when_called(make: Callable[[], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A layer that is packed at its first use: where a head runs in one compiled call, most never are."""
+    layer = cache(make)
+    return lambda x: layer()(x)
 
 
 def _unpacked(part: torch.Tensor) -> torch.Tensor:
