@@ -74,6 +74,22 @@ def test_a_drafters_models_are_found(llm, method):
     assert drafts == ([] if method == "ngram" else ["forerun:draft"])
 
 
+def test_a_draft_with_fewer_outputs_is_compared_where_it_has_some(llm):
+    target = llm(model="forerun:target")
+    method = {"method": "draft_model", "quantization": "int8_rows", "draft_vocab_size": 300}
+    engine = EngineContender(target, method, max_num_seqs=1).engine
+    prompt = engine.tokenizer.encode("def add(first, second):\n    return first + second")
+    _, result = weights([engine], [prompt])
+    (draft,) = engine.router.models()
+    got = logits(draft, [prompt]).double()
+    whole = logits(load_model("forerun:draft", dtype=draft.info.dtype), [prompt]).double()
+    assert got.shape == (len(prompt), 300)
+    expected = whole[:, engine.router.drafters["draft_model"].names]
+    off, scale = (rows - rows.mean(dim=1, keepdim=True) for rows in (got - expected, expected))
+    assert 0.001 < result["error"] < 0.1
+    assert result["error"] == pytest.approx((off.square().sum() / scale.square().sum()).sqrt().item(), rel=1e-2)
+
+
 @pytest.mark.parametrize("quantization", IN_ROWS)
 def test_the_error_is_that_of_the_logits(tiny_target, llm, quantization):
     prompts = [[(5 * i + 7 * j) % 98 for i in range(20)] for j in range(3)]

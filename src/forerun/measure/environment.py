@@ -128,10 +128,13 @@ def weights(
 def _against_original(model: Model, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     info = model.info
     original = load_model(info.name, dtype=info.dtype, device=info.device, model_path="native", lora=info.lora)
+    requested = logits(original, prompts)
+    if info.outputs is not None:
+        requested = requested[:, info.outputs]
     return {
         "original_bytes": original.info.weight_bytes,
         "original_dtype": str(info.dtype).removeprefix("torch."),
-        "error": formats.error(logits(original, prompts), logits(model, prompts)),
+        "error": formats.error(requested, logits(model, prompts)),
     }
 
 

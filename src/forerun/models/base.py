@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -71,6 +71,8 @@ class ModelInfo:
     token_bytes: int
     """How many of them one row's forward reads: the embedding is not, unless the head is the same."""
     quantization: str | None = None
+    outputs: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    """int64 [n], ascending: the tokens that its logits are of; None: all."""
     lora: tuple[str, ...] = ()
     """Adapters that are merged into it: ``FOLDER`` or ``FOLDER=WEIGHT``."""
     encoder: EncoderInfo | None = None

@@ -89,12 +89,12 @@ class NativeModel(TiledModel):
             self.spec = split.own(self.spec, team.size)
         self.routes = any(layer.experts for layer in self.spec.layers)
         self.dtype, self.device = dtype, device
-        self.invariant = invariant
+        self.invariant, self._outputs = invariant, outputs
         self._how = choose(self.dtype, self.device, weights)
         form = formats.check(quantization, self.device, self.dtype, invariant=invariant)
         self._rotaries = {kind: self._rotary(config, kind) for kind in self.spec.rotaries}
         with torch.inference_mode(), watch.get()(name, tensors.nbytes) as advance:
-            self._build(Maker(tensors, self.dtype, self.device, self._how, form, advance), tensors, outputs)
+            self._build(Maker(tensors, self.dtype, self.device, self._how, form, advance), tensors)
         self.info = self._describe(config, name, eos_ids, quantization)
         compiled = self._compile()
         prefetch.settle(self.linears(), dtype)
@@ -116,7 +116,8 @@ class NativeModel(TiledModel):
         width = widths[0] if widths else self.spec.width
         return Rotary(config, width, self.device, self.dtype, None if kind == ALL else kind, paired=paired)
 
-    def _build(self, maker: Maker, tensors: Weights, outputs: torch.Tensor | None) -> None:
+    def _build(self, maker: Maker, tensors: Weights) -> None:
+        outputs = self._outputs
         spec, tiled = self.spec, self._how == "streamed"
         embedding, head, norm = spec.architecture.embedding, spec.architecture.head, spec.architecture.norm
 
@@ -199,6 +200,7 @@ class NativeModel(TiledModel):
             weight_bytes=held + self._words.nbytes + (0 if self._table is None else self._table.table.nbytes),
             token_bytes=held - idle,
             quantization=quantization,
+            outputs=self._outputs,
             mixture=None if self.team is not None or not mixtures else MixtureInfo(
                 mixtures[0].count, mixtures[0].chosen, len(mixtures),
                 sum(experts.chosen_bytes for experts in mixtures) / (held - idle),
