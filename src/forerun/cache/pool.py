@@ -377,7 +377,7 @@ class Pool(Pages):
 
     @property
     def page_bytes(self) -> int:
-        return self.page_size * self.bytes_per_token(self.layers, self.dtype)
+        return self.page_size * sum(shape.numbers for shape in self.layers) * self.dtype.itemsize
 
     def resize(self, num_pages: int) -> None:
         """Hold ``num_pages`` pages instead. Only while nobody has any: memory is taken when it is first used."""
@@ -388,10 +388,6 @@ class Pool(Pages):
         beside = self.reclaimer, self.sources, self.states
         super().__init__(num_pages, self.page_size)
         self.reclaimer, self.sources, self.states = beside
-
-    @staticmethod
-    def bytes_per_token(layers: Sequence[KVShape], dtype: torch.dtype) -> int:
-        return sum(shape.numbers for shape in layers) * dtype.itemsize
 
     def slot_mapping(self, key: int, entries: Sequence[int]) -> SlotMapping:
         """(page, offset) int64 tensors of the given entries of ``key``."""

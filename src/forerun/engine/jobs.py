@@ -45,17 +45,14 @@ def by_token(items: Sequence[TokenLogprobs], tokenizer: Any, before: Sequence[in
     """Positions as vLLM gives them: by id, the token itself first, then the likeliest ones. The tokens come after
     ``before``, and their texts together are the text: a token that ends inside a character has none of it yet."""
     spelled = Detokenizer(tokenizer, before, skip_special_tokens=False)
-    texts = spelled.spell([item.token for item in items], last=True)
-    return [_by_token(item, text, tokenizer) for item, text in zip(items, texts)]
-
-
-def _by_token(item: TokenLogprobs, text: str, tokenizer: Any) -> dict[int, Logprob]:
-    others = enumerate(item.top.items(), start=1)
-    return {item.token: Logprob(item.logprob, item.rank, text)} | {
-        token: Logprob(value, rank, token_text(tokenizer, token))
-        for rank, (token, value) in others
-        if token != item.token
-    }
+    result = []
+    for item, text in zip(items, spelled.spell([item.token for item in items], last=True)):
+        own = {item.token: Logprob(item.logprob, item.rank, text)}
+        for rank, (token, value) in enumerate(item.top.items(), start=1):
+            if token != item.token:
+                own[token] = Logprob(value, rank, token_text(tokenizer, token))
+        result.append(own)
+    return result
 
 
 def finite(value: float) -> float:

@@ -62,7 +62,11 @@ def load(tuned: str | Path | bool, model: str, lora: Sequence[str] | str | None 
     """The ``speculative_config`` of a tuned folder for ``model`` with such adapters; True: the one bundled for it.
 
     Raises ConfigError for a folder that was made for another model, or whose parts are not those that were written."""
-    folder = _bundled(model) if tuned is True else expanded(str(tuned))
+    if tuned is True and not has_bundled(model):
+        raise ConfigError(
+            f"nothing tuned for {model} comes with forerun: make it with forerun tune {model} --out FOLDER"
+        )
+    folder = Path(pretrained.__file__).parent / model if tuned is True else expanded(str(tuned))
     if not (folder / FILE).is_file():
         raise ConfigError(f"{folder} is no tuned folder: it has no {FILE}; forerun tune MODEL --out FOLDER makes one")
     try:
@@ -117,14 +121,6 @@ def _draft(content: Mapping[str, Any], folder: Path, model: str) -> dict[str, st
 def has_bundled(model: str) -> bool:
     """Whether a tuned folder for a model of this name comes with the package."""
     return (Path(pretrained.__file__).parent / model / FILE).is_file() if model.isidentifier() else False
-
-
-def _bundled(model: str) -> Path:
-    if not has_bundled(model):
-        raise ConfigError(
-            f"nothing tuned for {model} comes with forerun: make it with forerun tune {model} --out FOLDER"
-        )
-    return Path(pretrained.__file__).parent / model
 
 
 def placed(config: Any, folder: Path, drafts: Mapping[str, str] = MappingProxyType({})) -> Any:

@@ -304,22 +304,25 @@ LINE_SECONDS = 20.0
 
 
 class Progress:
-    """Shows how many of ``total`` units of work are done."""
+    """Shows how many of ``total`` units of work are done: a bar, or a line now and then where there is no terminal;
+    nothing at all unless ``shown``."""
 
-    def __init__(self, title: str, total: int, bar: Bar | None, quiet: bool) -> None:
-        self.title = title
-        self.total = total
-        self.quiet = quiet
-        self._bar = bar
-        self._task = None if bar is None else bar.add_task(title, total=total, note="")
+    def __init__(self, title: str, total: int, shown: bool) -> None:
+        self.title, self.total, self.shown = title, total, shown
+        console = Console(file=sys.stderr)
+        self.bar = Bar(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn(),
+            TextColumn("{task.fields[note]}"), console=console, disable=not shown or not console.is_terminal,
+        )  # fmt: skip
+        self._task = self.bar.add_task(title, total=total, note="")
         self._started = time.monotonic()
         self._first: int | None = None
         self._said = float("-inf")
 
     def update(self, done: int, note: str = "") -> None:
         done = min(done, self.total)
-        if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=done, note=note)
+        if not self.bar.disable:
+            self.bar.update(self._task, completed=done, note=note)
             return
         now = time.monotonic()
         if self._first is None:
@@ -338,21 +341,13 @@ class Progress:
 
     def say(self, text: str) -> None:
         """A line of its own."""
-        if self.quiet:
-            return
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        else:
-            print(text, file=sys.stderr, flush=True)
+        if self.shown:
+            self.bar.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def progress(title: str, total: int, shown: bool = True) -> Iterator[Progress]:
     """Progress of a block of ``total`` units; nothing at all unless ``shown``."""
-    console = Console(file=sys.stderr)
-    if not shown or not console.is_terminal:
-        yield Progress(title, total, None, quiet=not shown)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"))
-    with Bar(*columns, TimeRemainingColumn(), TextColumn("{task.fields[note]}"), console=console) as bar:
-        yield Progress(title, total, bar, quiet=False)
+    result = Progress(title, total, shown)
+    with result.bar:
+        yield result

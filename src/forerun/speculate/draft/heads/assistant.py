@@ -233,11 +233,6 @@ class KernelReading(KernelAttention):
         """No entries were added."""
 
 
-def read_from(attention: Attention, layers: Sequence[int]) -> Reading | KernelReading:
-    """On the kernel where ``attention`` is."""
-    return (KernelReading if isinstance(attention, KernelAttention) else Reading)(attention, layers)
-
-
 def _check_single(batch: Batch) -> None:
     if any(span.count != 1 for span in batch.spans):
         raise ValueError("a span that reads another model's entries is one row")
@@ -295,7 +290,9 @@ class Assistant(Drafter[MtpConfig]):
         """Logits and what the next step feeds on, of one row for each of ``tokens``."""
         model, target = self.model, self.context.target
         if self.attention is None:
-            self.attention = read_from(self.context.attention(), model.layers)
+            theirs = self.context.attention()
+            reading = KernelReading if isinstance(theirs, KernelAttention) else Reading
+            self.attention = reading(theirs, model.layers)
         device, last = target.info.device, model.decoder.info.num_layers
         embedded = target.embed(torch.tensor(tokens, device=device))
         given = model.before(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))

@@ -126,7 +126,8 @@ class Guess(NamedTuple):
 
     def loss(self) -> torch.Tensor:
         """[...]: cross entropy under the target's distribution over the tokens that the head knows, nats."""
-        return soft_cross_entropy(self.logits, self.wanted if self.ids is None else self.wanted[..., self.ids])
+        wanted = self.wanted if self.ids is None else self.wanted[..., self.ids]
+        return -(torch.softmax(wanted.float(), -1) * torch.log_softmax(self.logits.float(), -1)).sum(-1)
 
 
 class Head(nn.Module, ABC):
@@ -305,11 +306,6 @@ def _unpacked(part: torch.Tensor) -> torch.Tensor:
 def weights(depth: int) -> list[float]:
     """Of the tokens ahead in a head's loss: the n-th counts 0.8^(n - 1) (Medusa's choice)."""
     return [DEPTH_DECAY**position for position in range(depth)]
-
-
-def soft_cross_entropy(logits: torch.Tensor, target_logits: torch.Tensor) -> torch.Tensor:
-    """[...]: cross entropy of softmax(logits) under softmax(target_logits), nats."""
-    return -(torch.softmax(target_logits.float(), -1) * torch.log_softmax(logits.float(), -1)).sum(-1)
 
 
 def overlap(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
