@@ -14,8 +14,7 @@ import uvicorn
 
 from forerun.engine.async_engine import AsyncEngine
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.connection import ConnectionLimits
-from forerun.serve.run import configure, open_socket
+from forerun.serve.run import ConnectionLimits, configure, open_socket
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'developer', 'user', 'assistant') %}"

@@ -12,8 +12,8 @@ from running import run_server
 
 from forerun import ConfigError
 from forerun.serve.app import ServerOptions
-from forerun.serve.connection import ConnectionLimits
 from forerun.serve.guard import host_name
+from forerun.serve.run import ConnectionLimits
 
 HEAD = 2048
 PATIENT = ConnectionLimits(head_bytes=HEAD, head_timeout=60.0, connections=6)

@@ -13,7 +13,7 @@ from forerun.core.request import RequestState
 from forerun.models.reasoning import PARSERS, Boundary, Markers
 from forerun.serve.app import ServerOptions
 from forerun.serve.forms import FORMS, GEMMA, HARMONY, HERMES, MISTRAL, PYTHONIC, QWEN, Channels
-from forerun.serve.reasoning import Thoughts
+from forerun.serve.text import Thoughts
 from forerun.serve.tools import ToolParser
 
 CHAT = "/v1/chat/completions"

@@ -14,9 +14,8 @@ from forerun.core.errors import ConfigError
 from forerun.engine.metrics import EngineStats, Snapshot
 from forerun.sampling.noise import fold
 from forerun.scale import pool as pools
-from forerun.scale.messages import News
 from forerun.scale.pool import LostError, ReplicaPool
-from forerun.scale.replica import Replica, alike
+from forerun.scale.replica import News, Replica, alike
 from forerun.serve.app import ServerOptions, create_app
 from forerun.serve.batch import asking
 

@@ -10,8 +10,7 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 
 from forerun import SamplingParams
-from forerun.cli.chat import PAGE_SIZE
-from forerun.cli.conversation import COMMANDS, NOT_HERE, ChatCommands, Conversation, read_messages
+from forerun.cli.chat import COMMANDS, NOT_HERE, PAGE_SIZE, ChatCommands, Conversation, read_messages
 from forerun.cli.main import load, run
 from forerun.cli.talking import MarkdownView, PlainView, TraceView, answer, read_message, split
 from forerun.core.errors import ConfigError, ForerunError, RequestError

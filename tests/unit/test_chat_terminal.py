@@ -11,7 +11,7 @@ from time import monotonic, sleep
 
 import pytest
 
-from forerun.cli.conversation import read_messages
+from forerun.cli.chat import read_messages
 
 pytestmark = pytest.mark.slow
 

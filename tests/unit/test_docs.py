@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forerun.cli.conversation import COMMANDS
+from forerun.cli.chat import COMMANDS
 from forerun.cli.main import COMMANDS as OURS
 from forerun.cli.main import LAB, load, run
 

@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from forerun.scale import messages as outboxes
-from forerun.scale.messages import Begun, Outbox
+from forerun.scale import replica as outboxes
+from forerun.scale.replica import Begun, Outbox
 
 SAID = Begun("weights")
 

@@ -21,9 +21,9 @@ from forerun.speculate.names import rules
 if TYPE_CHECKING:
     from forerun.engine.llm import LLM
     from forerun.scale.cluster import Replicas
-    from forerun.scale.messages import Facts
+    from forerun.scale.replica import Facts
     from forerun.serve.app import ServerOptions
-    from forerun.serve.connection import ConnectionLimits
+    from forerun.serve.run import ConnectionLimits
 
 AllowedHosts = Annotated[
     list[str] | None,
@@ -104,9 +104,8 @@ def serve(
     second one at once."""
     _check_installed()
     from forerun.serve.app import ServerOptions
-    from forerun.serve.connection import ConnectionLimits
     from forerun.serve.guard import is_loopback
-    from forerun.serve.run import open_socket
+    from forerun.serve.run import ConnectionLimits, open_socket
 
     _set_up(max_connections, log_requests=not no_request_log)
     limits = ConnectionLimits(max_header_bytes, header_timeout, request_timeout, max_connections)

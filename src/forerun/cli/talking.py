@@ -18,8 +18,8 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
+from forerun.cli.chat import ASSISTANT, USER, ChatCommands, Conversation, table
 from forerun.cli.console import model_line, one_line, out, warn
-from forerun.cli.conversation import ASSISTANT, USER, ChatCommands, Conversation, table
 from forerun.cli.trace import KINDS, REJECTED, marked, plain_terminal
 from forerun.core.errors import ForerunError, RequestError
 from forerun.engine.engine import Engine

@@ -26,9 +26,8 @@ from forerun.core.errors import ConfigError, one_line
 from forerun.engine.answering import ClosedError
 from forerun.engine.metrics import Snapshot
 from forerun.scale.affinity import BLOCK, Affinity, blocks
-from forerun.scale.messages import KEPT, Entry, Facts, Line, Message, Outbox, Request
 from forerun.scale.pool import LostError, ReplicaPool
-from forerun.scale.replica import Replica, alike
+from forerun.scale.replica import KEPT, Entry, Facts, Line, Message, Outbox, Replica, Request, alike
 
 log = logging.getLogger("forerun")
 

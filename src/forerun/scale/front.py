@@ -21,10 +21,9 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from forerun.core.errors import ConfigError
 from forerun.scale.cluster import Cluster, Replicas
-from forerun.scale.messages import Facts
+from forerun.scale.replica import Facts
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.connection import ConnectionLimits
-from forerun.serve.run import DrainingServer
+from forerun.serve.run import ConnectionLimits, DrainingServer
 
 log = logging.getLogger("forerun")
 

@@ -22,8 +22,7 @@ from forerun.engine.stream import ShownText, Stream
 from forerun.models.tokenizer import load_tokenizer
 from forerun.sampling.noise import fold
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams, StructuredOutputsParams
-from forerun.scale.messages import Begun, Facts, Message, News, Refused, Request
-from forerun.scale.replica import OtherModelError
+from forerun.scale.replica import Begun, Facts, Message, News, OtherModelError, Refused, Request
 
 log = logging.getLogger("forerun")
 

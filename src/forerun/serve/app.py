@@ -26,7 +26,6 @@ from forerun.serve.forms import required_shape
 from forerun.serve.guard import Guard, allowed_host, allowed_origin, names
 from forerun.serve.metrics import NAMES, Recorder, RequestLog
 from forerun.serve.openapi import BODY, GENERATION, responses
-from forerun.serve.replies import ChatReply, CompletionReply, Echo
 from forerun.serve.responses import ResponseReply, ResponseRequest, ResponseStore
 from forerun.serve.schema import (
     ChatRequest,
@@ -37,7 +36,7 @@ from forerun.serve.schema import (
     Speculative,
     TokenizeRequest,
 )
-from forerun.serve.stream import Reply
+from forerun.serve.stream import ChatReply, CompletionReply, Echo, Reply
 from forerun.serve.text import TextService
 
 

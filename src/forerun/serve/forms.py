@@ -28,11 +28,16 @@ from forerun.models.chat import CLOSING, OPENING, PYTHON_TAG, knows_tools
 from forerun.models.checkpoint import library
 from forerun.sampling.params import StructuredOutputsParams
 from forerun.serve.schema import ChatRequest, Chosen, Tool
-from forerun.serve.tools import Brackets, ParsedCall, Piece, Reader, ToolParser, begun_marker
-from forerun.serve.values import (
+from forerun.serve.tools import (
     GEMMA_KEY,
     GEMMA_QUOTE,
+    Brackets,
+    ParsedCall,
+    Piece,
+    Reader,
+    ToolParser,
     alternatives,
+    begun_marker,
     gemma_value,
     literals_of,
     properties_of,

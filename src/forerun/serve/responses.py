@@ -14,7 +14,6 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, mo
 from forerun.engine.stop import LENGTH
 from forerun.serve import answers
 from forerun.serve.errors import ApiError
-from forerun.serve.replies import ChatReply
 from forerun.serve.schema import (
     IGNORED,
     MAX_LOGPROBS,
@@ -30,7 +29,7 @@ from forerun.serve.schema import (
     Text,
     one_of,
 )
-from forerun.serve.stream import Choice
+from forerun.serve.stream import ChatReply, Choice
 from forerun.serve.tools import ParsedCall, Piece
 
 LOGPROBS = "message.output_text.logprobs"

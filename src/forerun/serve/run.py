@@ -1,4 +1,4 @@
-"""The process: a socket, uvicorn, and an orderly end."""
+"""The process: a socket, uvicorn, bounds for what it leaves without one, and an orderly end."""
 
 from __future__ import annotations
 
@@ -7,16 +7,228 @@ import contextlib
 import errno
 import gc
 import socket
+from asyncio.events import TimerHandle
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.config import Config
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
+from forerun.core.config import COUNT, Within, check_within
 from forerun.core.errors import ConfigError
 from forerun.engine.answering import Answering
-from forerun.serve.connection import Connection, ConnectionLimits
+from forerun.serve.errors import ApiError
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """What clients may keep open, and for how long; bytes and seconds."""
+
+    head_bytes: int = 32768
+    """Request line and headers together, and trailers. Twice as many are always refused."""
+    head_timeout: float = 10.0
+    """From the connection, or from the first byte of a further request, to the end of the headers."""
+    write_timeout: float = 600.0
+    """How long a client may take nothing of an answer."""
+    connections: int = 1024
+
+    def __post_init__(self) -> None:
+        check_within(self, {
+            "head_bytes": Within(least=256, whole=True), "head_timeout write_timeout": Within(least=0.01),
+            "connections": COUNT,
+        })  # fmt: skip
+
+
+class Connection(HttpToolsProtocol):
+    """Uvicorn's protocol with ``ConnectionLimits``.
+
+    A connection without a request in hand is *idle*: it may be new, between two requests, or within a head. When there
+    are more connections than may be, the one that has been idle longest is closed; if none is idle, the new one is
+    refused. The name that a request is sent to is its URL's, where that has one, as HTTP has it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        *,
+        limits: ConnectionLimits,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.limits = limits
+        self.in_head = True
+        """No request has begun, or its headers have not ended."""
+        self.since = 0.0
+        """When it was last busy."""
+        self.finished = False
+        """Whether the parser has finished anything in the present piece."""
+        self.unfinished = 0
+        """Bytes since the parser last finished anything."""
+        self.deadline: TimerHandle | None = None
+        self.stalled: TimerHandle | None = None
+
+    # ------------------------------------------------------------------------------------------------ the connection
+
+    @property
+    def idle(self) -> bool:
+        return self.in_head and (self.cycle is None or self.cycle.response_complete)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._start_deadline()
+        others = [
+            other
+            for other in self.connections
+            if isinstance(other, Connection) and other is not self and not other.transport.is_closing()
+        ]
+        if len(others) < self.limits.connections:
+            return
+        idle = [other for other in others if other.idle]
+        if idle:
+            min(idle, key=lambda other: other.since).transport.abort()
+        else:
+            self._refuse(ApiError(503, "too many connections: try again later", code="too_many_connections"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_deadline()
+        self.resume_writing()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        for start in range(0, len(data), self.limits.head_bytes):
+            if self.transport.is_closing():
+                return
+            piece = data[start : start + self.limits.head_bytes]
+            self.finished = False
+            self._feed(piece)
+            self.unfinished = 0 if self.finished else self.unfinished + len(piece)
+            if self.unfinished > self.limits.head_bytes and not self.transport.is_closing():
+                limit = self.limits.head_bytes
+                self._refuse(ApiError(431, f"the headers are larger than {limit} bytes", code="headers_too_large"))
+        if self.in_head and self.unfinished and self.deadline is None and not self.transport.is_closing():
+            self._start_deadline()
+
+    def _feed(self, piece: bytes) -> None:
+        """The rest of a body whose request has been answered does not keep the connection."""
+        waiting = self.timeout_keep_alive_task
+        if self.in_head or not self.cycle.response_complete or waiting is None:
+            super().data_received(piece)
+            return
+        self.timeout_keep_alive_task = None
+        super().data_received(piece)
+        if self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = waiting
+        if not self.cycle.response_complete:  # a further request came along
+            waiting.cancel()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self.stalled is None:
+            self.stalled = self.loop.call_later(self.limits.write_timeout, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        if self.stalled is not None:
+            self.stalled.cancel()
+            self.stalled = None
+        if self.flow is not None:
+            super().resume_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
+
+    # ------------------------------------------------------------------------------------------------ the parser
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.in_head:  # trailers say nothing here
+            super().on_header(name, value)
+
+    def on_headers_complete(self) -> None:
+        self.in_head = False
+        self.finished = True
+        self._stop_deadline()
+        self._take_the_urls_host()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.finished = True
+        super().on_body(body)
+
+    def on_chunk_header(self) -> None:
+        self.finished = True
+
+    def on_chunk_complete(self) -> None:
+        self.finished = True
+
+    def on_message_complete(self) -> None:
+        self.in_head = True
+        self.finished = True
+        self._stop_deadline()
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        self.since = self.loop.time()
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._close()
+
+    def _take_the_urls_host(self) -> None:
+        """``GET http://name/path`` means that name, whatever the Host header says."""
+        if self.url.startswith(b"/") or self.url == b"*":
+            return
+        _, _, rest = self.url.partition(b"://")
+        name = rest or self.url
+        for end in (b"/", b"?", b"#"):
+            name = name.partition(end)[0]
+        self.headers[:] = [(key, value) for key, value in self.headers if key != b"host"] + [(b"host", name)]
+
+    # ------------------------------------------------------------------------------------------------ the clock
+
+    def _start_deadline(self) -> None:
+        self.since = self.loop.time()
+        self.deadline = self.loop.call_later(self.limits.head_timeout, self._late)
+
+    def _stop_deadline(self) -> None:
+        if self.deadline is not None:
+            self.deadline.cancel()
+            self.deadline = None
+
+    def _late(self) -> None:
+        self.deadline = None
+        if self.idle and self.unfinished:
+            self._refuse(
+                ApiError(408, f"the headers did not arrive within {self.limits.head_timeout:g} seconds", code="timeout")
+            )
+        elif self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.keep_alive = False  # an answer is on its way: the connection ends with it
+        else:
+            self._close()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer and close; where another answer is being sent, just close."""
+        if self.cycle is None or self.cycle.response_complete:
+            body = bytes(error.response().body)
+            self.transport.write(
+                f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\nconnection: close\r\n"
+                f"content-length: {len(body)}\r\n\r\n".encode()
+                + body
+            )
+        self._close()
+
+    def _close(self) -> None:
+        """What the client does not take within a while is dropped."""
+        self._stop_deadline()
+        self.transport.close()
+        if self.stalled is None and self.transport.get_write_buffer_size():
+            self.stalled = self.loop.call_later(self.limits.write_timeout, self.transport.abort)
+
 
 OTHER_FILES = 128
 """That a server may have open beside its connections."""

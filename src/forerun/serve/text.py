@@ -1,4 +1,5 @@
-"""Text in and out of token ids, away from the event loop and from the engine's own tokenizer."""
+"""Text in and out of token ids, away from the event loop and from the engine's own tokenizer; thoughts, text and calls
+of an answer told apart as it grows."""
 
 from __future__ import annotations
 
@@ -6,9 +7,9 @@ import asyncio
 import copy
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -18,11 +19,11 @@ from forerun.engine.jobs import TokenLogprobs, finite
 from forerun.engine.stop import Finish
 from forerun.engine.stream import Delta
 from forerun.models.chat import Message, knows_tools, render_chat
-from forerun.models.reasoning import HARMONY, PARSERS, Boundary
+from forerun.models.reasoning import HARMONY, PARSERS, Boundary, Markers
 from forerun.models.tokenizer import BYTE_LETTERS, REPLACEMENT, Detokenizer, encode, token_text
 from forerun.serve import forms
-from forerun.serve.reasoning import AnswerReading
 from forerun.serve.schema import ChatRequest
+from forerun.serve.tools import ParsedCall, Piece, Reader, begun_marker
 
 T = TypeVar("T")
 
@@ -271,3 +272,74 @@ def by_name(item: TokenLogprobs, text: TextService) -> dict[str, float]:
             name = f"token_id:{token}"
         result[name] = finite(value)
     return result
+
+
+class Thoughts:
+    """Thoughts between ``markers``, in front of an answer that ``parser`` reads. ``opened``: whether the prompt has
+    opened them already; None: the answer may."""
+
+    def __init__(self, markers: Markers, opened: bool | None, parser: Reader | None) -> None:
+        self.markers = markers
+        self.parser = parser
+        self.calls: list[ParsedCall] = parser.calls if parser is not None else []
+        self._opened = opened
+        self._prefixes = [markers.start, markers.label] if opened is not False else []
+        self._held = ""
+
+    def push(self, text: str, *, last: bool = False) -> list[Piece]:
+        self._held += text
+        pieces = self._think(last) if self._opened is not False else []
+        if self._opened is False:
+            text, self._held = self._held, ""
+            if self.parser is not None:
+                return [*pieces, *self.parser.push(text, last=last)]
+            if text:
+                pieces.append(Piece(text))
+        return pieces
+
+    def _think(self, last: bool) -> list[Piece]:
+        while self._prefixes:
+            prefix, held = self._prefixes[0], self._held
+            if prefix and prefix.startswith(held) and held != prefix and not last:
+                return []
+            self._prefixes.pop(0)
+            if held.startswith(prefix):
+                self._held = held.removeprefix(prefix)
+                self._opened = True
+            elif self._opened is None:
+                self._opened = False
+                return []
+        thought, end, rest = self._held.partition(self.markers.end)
+        if end:
+            self._opened, self._held = False, rest
+        else:
+            certain = len(thought) if last else begun_marker(thought, (self.markers.end,))
+            thought, self._held = thought[:certain], thought[certain:]
+        return [Piece(thought, reasoning=True)] if thought else []
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReading:
+    """How to read an answer.
+
+    For calls in a ``form`` (None: there are none), of functions by the schemas of their parameters, at most ``most``
+    (None: any number). It ``must`` be calls, or need not; a block of Markdown may be one if ``fenced``. And for the
+    thoughts of a ``reasoning`` parser, which the prompt has ``opened`` or closed (None: neither).
+    """
+
+    form: forms.CallForm | None = None
+    schemas: Mapping[str, Any] = field(default_factory=dict)
+    most: int | None = None
+    must: bool = False
+    fenced: bool = False
+    reasoning: str | None = None
+    opened: bool | None = None
+
+    def reader(self) -> Reader | None:
+        """A reader of one answer; None: it is text as it stands."""
+        parser = None
+        if self.form is not None:
+            parser = self.form.parser(self.schemas, self.most, silent=self.must, fenced=self.fenced)
+        if self.reasoning is None or self.form is forms.HARMONY:  # whose messages tell thoughts from the rest
+            return parser
+        return Thoughts(PARSERS[self.reasoning], self.opened, parser)
