@@ -141,14 +141,14 @@ import os, sys
 import ray
 from ray import serve
 from forerun.core.errors import ConfigError
-from forerun.scale import front
+from forerun.scale import cluster
 from forerun.scale.cluster import Replicas
 
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 serve.start(proxy_location="Disabled")
-front.START = float(sys.argv[2])
+cluster.START = float(sys.argv[2])
 try:
-    front.started(Replicas({"model": sys.argv[1]}, threads=2), "forerun")
+    cluster.started(Replicas({"model": sys.argv[1]}, threads=2), "forerun")
 except ConfigError as error:
     print("told:", error, flush=True)
 os._exit(0)  # threads of Ray's that serve the handles would keep the process
@@ -180,8 +180,7 @@ def test_replicas_that_do_not_come_up(tmp_path):
 SCALE = """
 import asyncio, json, os, sys, time
 from forerun import SamplingParams
-from forerun.scale.cluster import Cluster, Replicas
-from forerun.scale.front import cluster
+from forerun.scale.cluster import Cluster, Replicas, cluster
 
 async def answers(way, handle):
     pool = await way.pool(1024)

@@ -308,7 +308,7 @@ def test_help_names_every_engine_option_method_and_command(forerun, monkeypatch)
 def test_a_server_has_a_seed_for_requests_that_name_none(forerun, tiny_target, monkeypatch):
     engines = []
 
-    def run(app, engine, listener, **rest):
+    async def run(app, engine, listener, *rest, **options):
         listener.close()
         engine.close()
         engines.append(engine.engine)

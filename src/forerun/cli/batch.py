@@ -6,28 +6,24 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.console import all_threads, read_file, set_threads
+from forerun.cli.console import all_threads, read_file
 from forerun.cli.options import SERVED, SPECULATIVE, ChatTemplate, Threads, takes
-from forerun.cli.serve import PAGE_SIZE, ServedName, load_served, replicated, served_drafters
+from forerun.cli.serve import PAGE_SIZE, Opening, ServedName, answerer, served_drafters
 from forerun.core.errors import ConfigError
 from forerun.core.folders import POSIX
 
 if TYPE_CHECKING:
-    from forerun.engine.answering import Answering
-    from forerun.engine.async_engine import AsyncEngine
     from forerun.serve.app import ServerOptions
     from forerun.serve.batch import Answers, Tally
 
 NO_LIMIT = 10.0**9
 """Seconds for a request: a batch has no client that waits."""
-Opening = Callable[[], Awaitable["Answering"]]
-"""In the event loop: who answers."""
 
 
 @takes(
@@ -62,38 +58,11 @@ def batch(
     template = None if chat_template is None else read_file(chat_template)
     options = ServerOptions(model_name=served_model_name or "", chat_template=template, request_timeout=NO_LIMIT)
     drafters = served_drafters(speculative, engine, None)
-    with opened(file, out) as written:
-        answering = here(engine, drafters, threads) if replicas is None else by(replicas, engine, drafters, threads)
-        with answering as opening:
-            return work(file, out, written, opening, options)
-
-
-@contextlib.contextmanager
-def here(engine: Mapping[str, Any], drafters: Any, threads: int | None) -> Iterator[Opening]:
-    """An engine in this process."""
-    from forerun.engine.async_engine import AsyncEngine
-
-    llm = load_served({**engine, "threads": set_threads(threads)}, drafters)
-    asynchronous = AsyncEngine(llm.engine)
-
-    async def opening() -> AsyncEngine:
-        return asynchronous
-
-    try:
-        yield opening
-    finally:
-        asynchronous.close()
-
-
-@contextlib.contextmanager
-def by(replicas: int, engine: Mapping[str, Any], drafters: Any, threads: int | None) -> Iterator[Opening]:
-    """Replicas on Ray Serve."""
-    requested = replicated(engine, drafters, replicas, threads, all_threads())
-    from forerun.scale.cluster import Cluster
-    from forerun.scale.front import cluster
-
-    with cluster(requested) as (handle,):
-        yield lambda: Cluster(handle).pool(requested.max_queue)
+    with (
+        opened(file, out) as written,
+        answerer(engine, drafters, threads, all_threads(), replicas=replicas) as opening,
+    ):
+        return work(file, out, written, opening, options)
 
 
 @contextlib.contextmanager
@@ -119,8 +88,11 @@ def work(file: Path, out: Path, written: Answers, opening: Opening, options: Ser
 
     async def answered() -> Tally:
         answering = await opening()
-        ask = asking(create_app(answering, options.serving(answering.facts.model)))
-        return await run(file, written, ask, together=2 * answering.capacity())
+        try:
+            ask = asking(create_app(answering, options.serving(answering.facts.model)))
+            return await run(file, written, ask, together=2 * answering.capacity())
+        finally:
+            answering.close()
 
     async def until_stopped() -> Tally | None:
         task = asyncio.create_task(answered())

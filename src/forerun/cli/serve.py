@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
 import os
-import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Annotated, Any
 
 import typer
 
@@ -17,13 +17,6 @@ from forerun.cli.options import SERVED, SPECULATIVE, ChatTemplate, parse_json, s
 from forerun.core.errors import ConfigError
 from forerun.core.threads import AUTO
 from forerun.speculate.names import rules
-
-if TYPE_CHECKING:
-    from forerun.engine.llm import LLM
-    from forerun.scale.cluster import Replicas
-    from forerun.scale.replica import Facts
-    from forerun.serve.app import ServerOptions
-    from forerun.serve.run import ConnectionLimits
 
 AllowedHosts = Annotated[
     list[str] | None,
@@ -59,6 +52,8 @@ AlsoDraft = Annotated[
 KEY_VARIABLE = "FORERUN_API_KEY"
 PAGE_SIZE = 64
 """Small enough for prompts that begin alike, large enough to cost nothing."""
+Opening = Callable[[], Awaitable[Any]]
+"""In the event loop: the ``Answering`` that answers, which whoever opens it closes."""
 
 
 @takes(
@@ -103,9 +98,9 @@ def serve(
     Listens on the loopback address unless told otherwise. Stops on the first signal, once what runs is done; on a
     second one at once."""
     _check_installed()
-    from forerun.serve.app import ServerOptions
+    from forerun.serve.app import ServerOptions, create_app
     from forerun.serve.guard import is_loopback
-    from forerun.serve.run import ConnectionLimits, open_socket
+    from forerun.serve.run import ConnectionLimits, address_of, open_socket, run
 
     _set_up(max_connections, log_requests=not no_request_log)
     limits = ConnectionLimits(max_header_bytes, header_timeout, request_timeout, max_connections)
@@ -124,13 +119,29 @@ def serve(
     )
     if options.api_key is None and not local:
         warn(f"{host} can be reached from outside and there is no --api-key")
-    door = Door(host, listener, limits, drain_timeout, max_queue, kv_events)
+    number = (replicas or 1) if replicas or max_replicas else None
+    if kv_events is not None and number is not None:
+        raise ConfigError("--kv-events tells of one engine's prefixes: not with --replicas, which routes by itself")
+
+    async def answer() -> None:
+        answering = await opening()
+        if kv_events is not None:
+            from forerun.serve.kv_events import KVEvents
+
+            out().print(f"KV events at {KVEvents(kv_events, answering.engine.scheduler.tree).endpoint}")
+        named, described = options.serving(answering.facts.model), answering.facts.described
+        shown = described if number is None else f"{number} replicas, each with {described}"
+        out().print(f"{named.model_name}: {shown}\nlistening on {address_of(host, listener)}", soft_wrap=True)
+        await run(create_app(answering, named), answering, listener, limits, drain_seconds=drain_timeout)
+
     drafters = served_drafters(speculative, engine, also_draft)
-    if replicas or max_replicas:
-        _by_replicas(door, options, engine, drafters, replicas or 1, max_replicas, threads)
-    else:
-        engine = {**engine, "threads": set_threads(threads, all_but_one())}
-        _here(door, options, load_served(engine, drafters), max_delay)
+    answers = answerer(
+        engine, drafters, threads, all_but_one(), replicas=number, most=max_replicas, max_queue=max_queue,
+        max_delay=max_delay,
+    )  # fmt: skip
+    # Uvicorn raises the signal again once everything is closed.
+    with answers as opening, contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(answer())
 
 
 def _check_installed() -> None:
@@ -141,72 +152,37 @@ def _check_installed() -> None:
         raise ConfigError(f"forerun serve needs {error.name}: pip install 'forerun[serve]'") from None
 
 
-@dataclass(frozen=True)
-class Door:
-    """Where and how clients come in."""
+@contextlib.contextmanager
+def answerer(
+    engine: Mapping[str, Any], drafters: Any, threads: int | None, cores: int, *, replicas: int | None = None,
+    most: int | None = None, max_queue: int = 1024, max_delay: float = 0.01,
+) -> Iterator[Opening]:  # fmt: skip
+    """An engine in this process with up to ``cores`` threads or, where their number is given, ``replicas`` on Ray
+    Serve, or as many up to ``most`` as the load wants, which share the cores if nothing is said of ``threads``. Raises
+    ConfigError where Ray is missing."""
+    if replicas is None:
+        from forerun.engine.async_engine import AsyncEngine
+        from forerun.engine.llm import LLM
 
-    host: str
-    listener: socket.socket
-    limits: ConnectionLimits
-    drain_seconds: float
-    max_queue: int
-    kv_events: str | None
-    """Where cached prefixes are told."""
+        engine = {"page_size": PAGE_SIZE, **engine, "threads": set_threads(threads, cores)}
+        llm = LLM(**engine, speculative_config=drafters)
+        warn_synthetic(llm)
 
-    def tell(self, name: str, described: str) -> None:
-        """Say what runs, by its name as clients know it, and where."""
-        from forerun.serve.run import address_of
+        async def opening() -> AsyncEngine:
+            return AsyncEngine(llm.engine, max_queue=max_queue, max_delay=max_delay)
 
-        where = address_of(self.host, self.listener)
-        out().print(f"{name}: {described}\nlistening on {where}", soft_wrap=True)
-
-
-def _here(door: Door, options: ServerOptions, llm: LLM, max_delay: float) -> None:
-    """Answer from an engine in this process."""
-    from forerun.engine.async_engine import AsyncEngine
-    from forerun.serve.app import create_app
-    from forerun.serve.run import run
-
-    if door.kv_events is not None:
-        from forerun.serve.kv_events import KVEvents
-
-        out().print(f"KV events at {KVEvents(door.kv_events, llm.engine.scheduler.tree).endpoint}")
-    asynchronous = AsyncEngine(llm.engine, max_queue=door.max_queue, max_delay=max_delay)
-    options = options.serving(asynchronous.facts.model)
-    door.tell(options.model_name, asynchronous.facts.described)
-    app = create_app(asynchronous, options)
-    run(app, asynchronous, door.listener, drain_seconds=door.drain_seconds, limits=door.limits)
-
-
-def _by_replicas(
-    door: Door, options: ServerOptions, engine: Mapping[str, Any], drafters: Any, number: int, most: int | None,
-    threads: int | None,
-) -> None:  # fmt: skip
-    """Answer from replicas on Ray Serve."""
-    if door.kv_events is not None:
-        raise ConfigError("--kv-events tells of one engine's prefixes: not with --replicas, which routes by itself")
-    requested = replicated(engine, drafters, number, threads, all_but_one(), most=most, max_queue=door.max_queue)
-    from forerun.scale.front import run
-
-    def tell(facts: Facts) -> None:
-        door.tell(options.serving(facts.model).model_name, f"{number} replicas, each with {facts.described}")
-
-    run(requested, options, door.listener, door.limits, drain_seconds=door.drain_seconds, tell=tell)
-
-
-def replicated(
-    engine: Mapping[str, Any], drafters: Any, number: int, threads: int | None, cores: int, **others: Any
-) -> Replicas:
-    """What ``--replicas`` runs. ``threads`` are each process's; None: its share of the ``cores``, ranks counted.
-    ``others`` are fields of ``Replicas``. Raises ConfigError where Ray is missing."""
+        yield opening
+        return
     try:
-        from forerun.scale.cluster import Replicas
+        from forerun.scale.cluster import Cluster, Replicas, cluster
     except ModuleNotFoundError as error:
         raise ConfigError(f"--replicas needs {error.name}: pip install 'forerun[ray]'") from None
     ranks = int(engine.get("tensor_parallel_size") or 1)
-    fraction = max(1, cores // (number * ranks)) if threads is None else threads
+    fraction = max(1, cores // (replicas * ranks)) if threads is None else threads
     engine = {"page_size": PAGE_SIZE, "threads": AUTO if threads is None else threads, **engine}
-    return Replicas(engine=engine, speculative=drafters, number=number, threads=fraction, **others)
+    requested = Replicas(engine, drafters, number=replicas, most=most, threads=fraction, max_queue=max_queue)
+    with cluster(requested) as (handle,):
+        yield lambda: Cluster(handle).pool(max_queue)
 
 
 def _set_up(connections: int, *, log_requests: bool) -> None:
@@ -225,14 +201,6 @@ def key_of(given: str | None) -> str | None:
     """Of ``--api-key`` and its variable. Click takes a variable that is empty for one that is not set; whoever sets it
     wants a key."""
     return os.environ.get(KEY_VARIABLE) if given is None else given
-
-
-def load_served(engine: Mapping[str, Any], drafters: list[dict[str, Any]] | dict[str, Any]) -> LLM:
-    from forerun.engine.llm import LLM
-
-    llm = LLM(**{"page_size": PAGE_SIZE, **engine}, speculative_config=drafters)
-    warn_synthetic(llm)
-    return llm
 
 
 def served_drafters(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import gc
 import socket
@@ -334,17 +333,10 @@ class DrainingServer(uvicorn.Server):
             super().handle_exit(sig, frame)
 
 
-def run(
-    app: FastAPI,
-    engine: Answering,
-    listener: socket.socket,
-    *,
-    drain_seconds: float = 30.0,
-    limits: ConnectionLimits | None = None,
+async def run(
+    app: FastAPI, engine: Answering, listener: socket.socket, limits: ConnectionLimits, *, drain_seconds: float = 30.0
 ) -> None:
     """Serve until a signal ends it."""
-    # Uvicorn raises the signal again once everything is closed.
-    with contextlib.suppress(KeyboardInterrupt):
-        gc.collect()
-        gc.freeze()  # a full collection visits all that torch and transformers made, and stops everybody for 0.2 s
-        DrainingServer(app, engine, drain_seconds, limits).run(sockets=[listener])
+    gc.collect()
+    gc.freeze()  # a full collection visits all that torch and transformers made, and stops everybody for 0.2 s
+    await DrainingServer(app, engine, drain_seconds, limits).serve(sockets=[listener])

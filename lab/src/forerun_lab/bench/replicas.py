@@ -113,8 +113,7 @@ async def interleaved(contenders: dict[str, Callable[[int], Awaitable[Any]]], tu
 
 def throughput(requested: argparse.Namespace) -> list[dict[str, Any]]:
     """Tokens per second of one process with as many threads as there are replicas, and of those."""
-    from forerun.scale.cluster import Cluster, Replicas
-    from forerun.scale.front import cluster
+    from forerun.scale.cluster import Cluster, Replicas, cluster
     from forerun.serve.app import ServerOptions, create_app
     from forerun.serve.batch import asking
 
@@ -170,8 +169,7 @@ def _of_load(name: str, loads: Sequence[ReplicaLoad], base: Sequence[ReplicaLoad
 def routing(requested: argparse.Namespace) -> list[dict[str, Any]]:
     """Times to first token and hit rates, by affinity and by chance, over prompts that share beginnings; each replica's
     cache has room for a share of ``requested.room`` of them, what it answers included."""
-    from forerun.scale.cluster import Cluster, Replicas
-    from forerun.scale.front import cluster
+    from forerun.scale.cluster import Cluster, Replicas, cluster
 
     drafters = json.loads(requested.speculative_config)
     whole = -(-(requested.prefix_tokens + requested.tail_tokens + requested.first_tokens) // PAGE_SIZE)
