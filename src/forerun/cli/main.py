@@ -31,7 +31,7 @@ COMMANDS = {
     "plan": "plan:plan",
     "check": "bench:check",
     "serve": "serve:serve",
-    "batch": "batch:batch",
+    "batch": "serve:batch",
     "tune": "tune:tune",
     "export": "tune:export",
 }

@@ -1,4 +1,4 @@
-"""``forerun serve``."""
+"""``forerun serve`` and ``forerun batch``."""
 
 from __future__ import annotations
 
@@ -6,17 +6,35 @@ import asyncio
 import contextlib
 import logging
 import os
+import signal
+import socket
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.config import Config
-from forerun.cli.console import all_but_one, out, read_file, set_threads, warn, warn_synthetic
-from forerun.cli.options import SERVED, SPECULATIVE, ChatTemplate, parse_json, speculative_config, takes
+from forerun.cli.console import all_but_one, all_threads, out, read_file, set_threads, warn, warn_synthetic
+from forerun.cli.options import (
+    SERVED,
+    SPECULATIVE,
+    ChatTemplate,
+    Config,
+    Threads,
+    parse_json,
+    speculative_config,
+    takes,
+)
 from forerun.core.errors import ConfigError
+from forerun.core.folders import POSIX
 from forerun.core.threads import AUTO
 from forerun.speculate.names import rules
+
+if TYPE_CHECKING:
+    from forerun.serve.app import ServerOptions
+    from forerun.serve.batch import Answers, Tally
+    from forerun.serve.run import ConnectionLimits
 
 AllowedHosts = Annotated[
     list[str] | None,
@@ -98,9 +116,9 @@ def serve(
     Listens on the loopback address unless told otherwise. Stops on the first signal, once what runs is done; on a
     second one at once."""
     _check_installed()
-    from forerun.serve.app import ServerOptions, create_app
+    from forerun.serve.app import ServerOptions
     from forerun.serve.guard import is_loopback
-    from forerun.serve.run import ConnectionLimits, address_of, open_socket, run
+    from forerun.serve.run import ConnectionLimits, open_socket
 
     _set_up(max_connections, log_requests=not no_request_log)
     limits = ConnectionLimits(max_header_bytes, header_timeout, request_timeout, max_connections)
@@ -123,17 +141,6 @@ def serve(
     if kv_events is not None and number is not None:
         raise ConfigError("--kv-events tells of one engine's prefixes: not with --replicas, which routes by itself")
 
-    async def answer() -> None:
-        answering = await opening()
-        if kv_events is not None:
-            from forerun.serve.kv_events import KVEvents
-
-            out().print(f"KV events at {KVEvents(kv_events, answering.engine.scheduler.tree).endpoint}")
-        named, described = options.serving(answering.facts.model), answering.facts.described
-        shown = described if number is None else f"{number} replicas, each with {described}"
-        out().print(f"{named.model_name}: {shown}\nlistening on {address_of(host, listener)}", soft_wrap=True)
-        await run(create_app(answering, named), answering, listener, limits, drain_seconds=drain_timeout)
-
     drafters = served_drafters(speculative, engine, also_draft)
     answers = answerer(
         engine, drafters, threads, all_but_one(), replicas=number, most=max_replicas, max_queue=max_queue,
@@ -141,7 +148,28 @@ def serve(
     )  # fmt: skip
     # Uvicorn raises the signal again once everything is closed.
     with answers as opening, contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(answer())
+        asyncio.run(
+            _answer(opening, options, host, listener, limits, drain_timeout, kv_events=kv_events, replicas=number)
+        )
+
+
+async def _answer(
+    opening: Opening, options: ServerOptions, host: str, listener: socket.socket, limits: ConnectionLimits,
+    drain_seconds: float, *, kv_events: str | None, replicas: int | None,
+) -> None:  # fmt: skip
+    """Say what runs, by its name as clients know it, and where; answer until a signal ends it."""
+    from forerun.serve.app import create_app
+    from forerun.serve.run import address_of, run
+
+    answering = await opening()
+    if kv_events is not None:
+        from forerun.serve.kv_events import KVEvents
+
+        out().print(f"KV events at {KVEvents(kv_events, answering.engine.scheduler.tree).endpoint}")
+    named, described = options.serving(answering.facts.model), answering.facts.described
+    shown = described if replicas is None else f"{replicas} replicas, each with {described}"
+    out().print(f"{named.model_name}: {shown}\nlistening on {address_of(host, listener)}", soft_wrap=True)
+    await run(create_app(answering, named), answering, listener, limits, drain_seconds=drain_seconds)
 
 
 def _check_installed() -> None:
@@ -219,3 +247,94 @@ def served_drafters(
     asked = {**(speculative.get("speculative_config") or {}), **speculative, "speculative_config": None}
     own = any(value is not None and key not in common for key, value in asked.items())
     return [first, *listed] if own or "model" not in engine else listed
+
+
+NO_LIMIT = 10.0**9
+"""Seconds for a request: a batch has no client that waits."""
+
+
+@takes(
+    SERVED.showing(page_size=str(PAGE_SIZE)),
+    SPECULATIVE.showing(length="adaptive, or fixed where the rule does not keep tokens"),
+)
+def batch(
+    file: Annotated[Path, typer.Argument(help="requests, one on each line, in OpenAI's batch format")],
+    answers: Annotated[
+        Path | None, typer.Option("--out", help="file for the answers", show_default="FILE.answers.jsonl")
+    ] = None,
+    served_model_name: ServedName = None,
+    chat_template: ChatTemplate = None,
+    threads: Threads = None,
+    replicas: Annotated[
+        int | None, typer.Option(help="engines that share the work, on Ray Serve, each with --threads", min=1)
+    ] = None,
+    *,
+    engine: Mapping[str, Any],
+    speculative: Mapping[str, Any],
+) -> int:
+    """Answer a file of requests in OpenAI's batch format.
+
+    Each line gets exactly one answer, in the order in which they are done. A line that is no request gets an error, and
+    the others go on. Ctrl-C stops it; the same command goes on with what is not answered.
+    """
+    try:
+        from forerun.serve.app import ServerOptions
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"forerun batch needs {error.name}: pip install 'forerun[serve]'") from None
+    out = answers or file.with_name(f"{file.name.removesuffix('.jsonl')}.answers.jsonl")
+    template = None if chat_template is None else read_file(chat_template)
+    options = ServerOptions(model_name=served_model_name or "", chat_template=template, request_timeout=NO_LIMIT)
+    drafters = served_drafters(speculative, engine, None)
+    with (
+        opened(file, out) as written,
+        answerer(engine, drafters, threads, all_threads(), replicas=replicas) as opening,
+    ):
+        return work(file, out, written, opening, options)
+
+
+@contextlib.contextmanager
+def opened(file: Path, out: Path) -> Iterator[Answers]:
+    """The answers' file, for as long as nobody else may have it. Raises ConfigError before anything is loaded."""
+    from forerun.serve.batch import Answers
+
+    if not file.is_file():
+        raise ConfigError(f"cannot read {file}: there is no such file")
+    if out.exists() and out.samefile(file):
+        raise ConfigError(f"{out} is the file of requests: give another --out")
+    written = Answers(out, file)
+    try:
+        yield written
+    finally:
+        written.close()
+
+
+def work(file: Path, out: Path, written: Answers, opening: Opening, options: ServerOptions) -> int:
+    """Answer the file and say what was done; the command's exit code."""
+    from forerun.serve.app import create_app
+    from forerun.serve.batch import asking, run
+
+    async def answered() -> Tally:
+        answering = await opening()
+        try:
+            ask = asking(create_app(answering, options.serving(answering.facts.model)))
+            return await run(file, written, ask, together=2 * answering.capacity())
+        finally:
+            answering.close()
+
+    async def until_stopped() -> Tally | None:
+        task = asyncio.create_task(answered())
+        for kind in (signal.SIGINT, signal.SIGTERM) if POSIX else ():  # on Windows a signal ends it with an exception
+            asyncio.get_running_loop().add_signal_handler(kind, task.cancel)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            return None
+
+    tally = asyncio.run(until_stopped())
+    if tally is None:
+        print(f"stopped: what is in {out} is kept, the same command goes on from there", file=sys.stderr)
+        return 130
+    failed = f", {tally.failed} of them with an error" if tally.failed else ""
+    before = f"; {tally.before} were there before" if tally.before else ""
+    print(f"{tally.answered} answers in {out}{failed}{before}", file=sys.stderr)
+    return 0

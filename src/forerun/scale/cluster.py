@@ -41,6 +41,8 @@ ENGINE = "engine"
 """The deployment's name."""
 PERIOD = 1.0
 """Seconds between two looks at how the replicas stand."""
+GROW, SHRINK = 5.0, 600.0
+"""Seconds that the load must want more replicas, or fewer, before it gets them."""
 UNTOLD = 10.0
 """Seconds after which replicas that do not say how they stand are not there."""
 
@@ -56,15 +58,10 @@ class Replicas:
     most: int | None = None
     threads: int = 1
     max_queue: int = 1024
-    max_ongoing: int = 4096
     affine: bool = True
     """False: requests go to replicas drawn by chance, wherever their prompts have been."""
     drain_seconds: float = 600.0
     """That a replica which is replaced has for what it has begun; what is left then goes on elsewhere."""
-    grow_seconds: float = 5.0
-    """That the load must want more replicas before they come."""
-    shrink_seconds: float = 600.0
-    """The same for fewer."""
 
     def __post_init__(self) -> None:
         check_within(self, {"number threads": COUNT})
@@ -86,8 +83,8 @@ class Replicas:
                     min_replicas=self.number,
                     max_replicas=self.most,
                     policy=policy,
-                    upscale_delay_s=self.grow_seconds,
-                    downscale_delay_s=self.shrink_seconds,
+                    upscale_delay_s=GROW,
+                    downscale_delay_s=SHRINK,
                 )
             }
         router = RequestRouterConfig(
@@ -97,7 +94,7 @@ class Replicas:
         deployment = serve.deployment(EngineReplica).options(
             name=ENGINE,
             ray_actor_options={"num_cpus": self.cores},
-            max_ongoing_requests=self.max_ongoing,
+            max_ongoing_requests=4096,
             graceful_shutdown_timeout_s=self.drain_seconds,
             health_check_period_s=2,
             request_router_config=router,

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -20,7 +21,7 @@ from forerun.engine.answering import Answering
 from forerun.engine.config import NONE
 from forerun.engine.stream import Stream
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
-from forerun.serve import answers, errors, openapi, page
+from forerun.serve import answers, errors, openapi
 from forerun.serve.errors import ApiError
 from forerun.serve.forms import required_shape
 from forerun.serve.guard import Guard, allowed_host, allowed_origin, names
@@ -317,7 +318,7 @@ def create_app(engine: Answering, options: ServerOptions | None = None) -> FastA
         )
     app.add_middleware(RequestLog)
     errors.install(app)
-    page.install(app)
+    _playground(app)
     openapi.install(app, options, engine.facts.drafters)
     _answers(app, server)
     _operations(app, server)
@@ -415,3 +416,27 @@ def _operations(app: FastAPI, server: Server) -> None:
     @app.get("/metrics", response_class=PlainTextResponse, responses=responses())
     async def metrics() -> Response:
         return Response(server.recorder.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+POLICY = "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data:"
+
+
+def _playground(app: FastAPI) -> None:
+    """Static files without a build step: the page at ``/``, its files under ``/page/``. Only files of this package are
+    known by name."""
+    known = {path.name: path for path in (Path(__file__).parent / "page").iterdir() if path.suffix in KINDS}
+
+    def answer(name: str) -> Response:
+        if name not in known:
+            raise ApiError(404, f"there is nothing at /page/{name}")
+        headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+        return Response(known[name].read_bytes(), headers=headers, media_type=KINDS[known[name].suffix])
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> Response:
+        return answer("index.html")
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def file(name: str) -> Response:
+        return answer(name)

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from starlette.types import ASGIApp, Message
+import httpx2
+from starlette.types import ASGIApp
 
 from forerun.core.errors import ConfigError
 from forerun.core.folders import lock
@@ -203,32 +204,11 @@ async def run(source: Path, answers: Answers, ask: Ask, *, together: int) -> Tal
 
 def asking(app: ASGIApp) -> Ask:
     """Asks an ASGI application in this process."""
+    here = httpx2.ASGITransport(app, raise_app_exceptions=False)
+    client = httpx2.AsyncClient(transport=here, base_url="http://localhost", timeout=None)
 
     async def ask(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        sent: list[Message] = []
-        pending = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
-
-        async def receive() -> Message:
-            if pending:
-                return pending.pop()
-            await asyncio.Event().wait()  # this client never hangs up
-            raise AssertionError
-
-        async def send(message: Message) -> None:
-            sent.append(message)
-
-        headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-        scope = {
-            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-            "path": url, "raw_path": url.encode(), "query_string": b"", "root_path": "", "headers": headers,
-            "client": None, "server": None,
-        }  # fmt: skip
-        try:
-            await app(scope, receive, send)
-        except Exception:
-            if not sent:  # else it has been answered, with 500, and logged
-                raise
-        content = b"".join(message.get("body", b"") for message in sent[1:])
-        return sent[0]["status"], json.loads(content)
+        answer = await client.post(url, content=json.dumps(body), headers={"Content-Type": "application/json"})
+        return answer.status_code, answer.json()
 
     return ask

@@ -215,24 +215,20 @@ class Reply(ABC):
         return _data(answers.Error.model_validate(error.body)) + DONE
 
     def _tell(self, batch: Sequence[tuple[int, Delta]]) -> tuple[str, ApiError | None]:
-        """Events for deltas, up to one that failed. What is nothing but text shares an event."""
+        """Events for deltas, up to one that failed."""
         events: list[str] = []
-        texts: dict[int, str] = {}
         for slot, delta in batch:
             index = slot * self.per_prompt + delta.index
             if delta.finish is None and not (self.logprobs or self.traced or self.continuous_usage or self.parsed):
                 self.choices[index].num_tokens += len(delta.token_ids)
-                texts[index] = texts.get(index, "") + delta.text
+                events.append(self._more_text(index, delta.text))
                 continue
-            if index in texts:
-                events.append(self._more_text(index, texts.pop(index)))
             try:
                 new = self._read(slot, delta)
             except ApiError as error:
                 return "".join(events), error
             if new.text or new.finish is not None or new.trace or (self.logprobs and new.logprobs):
                 events.extend(self._emit(new))
-        events.extend(self._more_text(index, text) for index, text in texts.items())
         return "".join(events), None
 
     def _emit(self, new: Choice) -> list[str]:
