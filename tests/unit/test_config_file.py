@@ -109,7 +109,7 @@ BAD = {
 def test_a_bad_file_is_one_line_that_names_it(tmp_path, capsys, monkeypatch, text):
     file = tmp_path / "bad.yaml"
     file.write_text(text, encoding="utf-8")
-    monkeypatch.setattr("forerun.cli.serve._check_installed", lambda: pytest.fail("the file was taken"))
+    monkeypatch.setattr("forerun.cli.serve._check_installed", lambda command: pytest.fail("the file was taken"))
     assert run(["serve", "--config", str(file)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1

@@ -115,7 +115,7 @@ def serve(
 
     Listens on the loopback address unless told otherwise. Stops on the first signal, once what runs is done; on a
     second one at once."""
-    _check_installed()
+    _check_installed("serve")
     from forerun.serve.app import ServerOptions
     from forerun.serve.guard import is_loopback
     from forerun.serve.run import ConnectionLimits, open_socket
@@ -172,12 +172,12 @@ async def _answer(
     await run(create_app(answering, named), answering, listener, limits, drain_seconds=drain_seconds)
 
 
-def _check_installed() -> None:
+def _check_installed(command: str) -> None:
     try:
         import forerun.serve.app
         import forerun.serve.run  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ConfigError(f"forerun serve needs {error.name}: pip install 'forerun[serve]'") from None
+        raise ConfigError(f"forerun {command} needs {error.name}: pip install 'forerun[serve]'") from None
 
 
 @contextlib.contextmanager
@@ -277,35 +277,19 @@ def batch(
     Each line gets exactly one answer, in the order in which they are done. A line that is no request gets an error, and
     the others go on. Ctrl-C stops it; the same command goes on with what is not answered.
     """
-    try:
-        from forerun.serve.app import ServerOptions
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"forerun batch needs {error.name}: pip install 'forerun[serve]'") from None
+    _check_installed("batch")
+    from forerun.serve.app import ServerOptions
+    from forerun.serve.batch import Answers
+
     out = answers or file.with_name(f"{file.name.removesuffix('.jsonl')}.answers.jsonl")
     template = None if chat_template is None else read_file(chat_template)
     options = ServerOptions(model_name=served_model_name or "", chat_template=template, request_timeout=NO_LIMIT)
     drafters = served_drafters(speculative, engine, None)
     with (
-        opened(file, out) as written,
+        contextlib.closing(Answers(out, file)) as written,
         answerer(engine, drafters, threads, all_threads(), replicas=replicas) as opening,
     ):
         return work(file, out, written, opening, options)
-
-
-@contextlib.contextmanager
-def opened(file: Path, out: Path) -> Iterator[Answers]:
-    """The answers' file, for as long as nobody else may have it. Raises ConfigError before anything is loaded."""
-    from forerun.serve.batch import Answers
-
-    if not file.is_file():
-        raise ConfigError(f"cannot read {file}: there is no such file")
-    if out.exists() and out.samefile(file):
-        raise ConfigError(f"{out} is the file of requests: give another --out")
-    written = Answers(out, file)
-    try:
-        yield written
-    finally:
-        written.close()
 
 
 def work(file: Path, out: Path, written: Answers, opening: Opening, options: ServerOptions) -> int:

@@ -112,6 +112,10 @@ class Answers:
 
     def __init__(self, path: Path, source: Path) -> None:
         self.path = path
+        if not source.is_file():
+            raise ConfigError(f"cannot read {source}: there is no such file")
+        if path.exists() and path.samefile(source):
+            raise ConfigError(f"{path} is the file of requests: give another --out")
         try:
             self.file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | BINARY, 0o644), "r+b")
         except OSError as error:
