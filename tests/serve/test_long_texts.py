@@ -40,7 +40,7 @@ def service(served):
 
 
 CALLS = {
-    "count": (lambda text: text.count(LONG), lambda text: text.count("a = 1")),
+    "count": (lambda text: text.encode(LONG, counted=True), lambda text: text.encode("a = 1", counted=True)),
     "encode": (lambda text: text.encode(LONG), lambda text: text.encode("a = 1")),
     "decode": (lambda text: text.decode([5] * 9000), lambda text: text.decode([5] * 9)),
     "chat": (
@@ -158,10 +158,13 @@ def test_nothing_that_fits_is_refused(served, piece, monkeypatch):
 
 def test_a_text_to_be_counted_has_its_bound(service, monkeypatch):
     monkeypatch.setattr(text_module, "MOST_CHARACTERS", 50_000)
-    assert len(asyncio.run(service.count("a" * 50_000))) > service.limit
+    assert len(asyncio.run(service.encode("a" * 50_000, counted=True))) > service.limit
     counting = service.long.tokenizer = Counting(service.long.tokenizer)
     chat = [{"role": "user", "content": "a" * 50_001}]
-    for refused in (lambda: service.count("a" * 50_001), lambda: service.encode_chat(chat, counted=True)):
+    for refused in (
+        lambda: service.encode("a" * 50_001, counted=True),
+        lambda: service.encode_chat(chat, counted=True),
+    ):
         with pytest.raises(RequestError, match="more than 50000: send it in parts"):
             asyncio.run(refused())
     assert counting.characters == 0

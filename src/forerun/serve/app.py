@@ -405,7 +405,7 @@ def _answers(app: FastAPI, server: Server) -> None:
             messages, tools = [[item.plain() for item in items or ()] for items in (body.messages, body.tools)]
             tokens = await server.text.encode_chat(messages, tools, counted=True)
         else:
-            tokens = await server.text.count(body.prompt or "", special=body.add_special_tokens)
+            tokens = await server.text.encode(body.prompt or "", special=body.add_special_tokens, counted=True)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": server.limit}
 
     @app.post("/detokenize", responses=responses(*BODY, good=answers.Prompt))
@@ -483,8 +483,8 @@ def _playground(app: FastAPI) -> None:
 
 
 def _describe(app: FastAPI, options: ServerOptions, methods: Mapping[str, int]) -> None:
-    """``/openapi.json``: what ``app`` takes, with its model's names and ``methods``, which draft so many tokens, and every
-    status and shape it answers with."""
+    """``/openapi.json``: what ``app`` takes, with its model's names and ``methods``, which draft so many tokens, and
+    every status and shape it answers with."""
     names, has_key = (options.model_name, *options.aliases), options.api_key is not None
 
     def openapi() -> dict[str, Any]:

@@ -74,24 +74,18 @@ class TextService:
         work = partial(function, lane.tokenizer, *arguments)
         return await asyncio.get_running_loop().run_in_executor(lane.thread, work)
 
-    async def encode(self, text: str) -> list[int]:
-        """A prompt's tokens. Raises ContextLengthError for one that cannot fit, without having tokenised all of it."""
-        return await self.run(len(text), self._encode, text, True)
+    async def encode(self, text: str, *, special: bool = True, counted: bool = False) -> list[int]:
+        """A prompt's tokens, or those of any text that is only ``counted``. Raises ContextLengthError for a prompt that
+        cannot fit, without having tokenised all of it, and RequestError for more characters than are counted here."""
+        return await self.run(len(text), self._encode, text, special, counted)
 
-    async def count(self, text: str, *, special: bool = True) -> list[int]:
-        """Any text's tokens. Raises RequestError for more characters than this server tokenises."""
-        self._check_characters(text)
-        return await self.run(len(text), _tokens, text, special)
-
-    def _check_characters(self, text: str) -> None:
+    def _encode(self, tokenizer: Any, text: str, special: bool, counted: bool) -> list[int]:
         most = max(MOST_CHARACTERS, PER_TOKEN * self.limit)
-        if len(text) > most:
+        if counted and len(text) > most:
             raise RequestError(
                 f"the text has {len(text)} characters, more than {most}: send it in parts", param="prompt"
             )
-
-    def _encode(self, tokenizer: Any, text: str, special: bool) -> list[int]:
-        if len(text) > max(PIECE, PER_TOKEN * self.limit):
+        if not counted and len(text) > max(PIECE, PER_TOKEN * self.limit):
             self._check_length(tokenizer, text)
         return _tokens(tokenizer, text, special)
 
@@ -128,8 +122,8 @@ class TextService:
     async def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, counted: bool = False
     ) -> list[int]:
-        """A conversation's tokens. Raises RequestError if there is no template, or it refuses the messages, and
-        ContextLengthError as ``encode`` does, or what ``count`` does where they are only ``counted``."""
+        """A conversation's tokens, as ``encode`` has those of a text. Raises RequestError also if there is no template,
+        or it refuses the messages."""
         if self.chat_template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
@@ -140,10 +134,7 @@ class TextService:
     def _encode_chat(self, tokenizer: Any, messages: list[Message], tools: Sequence[Any], counted: bool) -> list[int]:
         text = render_chat(tokenizer, messages, tools=tools, chat_template=self.own_template)
         try:
-            if not counted:
-                return self._encode(tokenizer, text, False)
-            self._check_characters(text)
-            return _tokens(tokenizer, text, False)
+            return self._encode(tokenizer, text, False, counted)
         except RequestError as error:
             error.param = "messages"
             raise
