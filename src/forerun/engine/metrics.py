@@ -147,32 +147,34 @@ SHORTEST = 6
 """Texts of up to two to this many tokens are counted together."""
 
 
+def counted(metric: str, help: str) -> Any:
+    """A count, with its name and help in the server's metrics."""
+    return field(default=0, metadata={"metric": metric, "help": help})
+
+
 @dataclass
 class EngineStats:
     """Totals of an engine since it started; seconds by phase."""
 
-    rounds: int = 0
+    prompt_tokens: int = counted("prompt_tokens", "prompt tokens of accepted requests")
+    generated_tokens: int = counted("generation_tokens", "emitted tokens")
+    prefix_queries: int = counted("prefix_cache_queries", "prompt tokens looked up in the prefix cache")
+    prefix_hits: int = counted("prefix_cache_hits", "prompt tokens found in the prefix cache")
+    state_hits: int = counted("prefix_cache_state_hits", "requests that began with a kept state")
+    prefix_reread: int = counted("prefix_cache_reread", "prompt tokens in known pages, read again: no state")
+    preemptions: int = counted("num_preemptions", "times a sequence lost its pages")
+    rounds: int = counted("num_rounds", "target forwards")
+    num_drafts: int = counted("spec_decode_num_drafts", "rounds of a sequence that carried a draft")
+    num_draft_tokens: int = counted("spec_decode_num_draft_tokens", "drafted tokens")
+    num_accepted_tokens: int = counted("spec_decode_num_accepted_tokens", "drafted tokens that were accepted")
+    accepted_per_pos: list[int] = field(default_factory=list)
+    by_context: dict[int, list[int]] = field(default_factory=dict)
+    """Drafts, drafted and accepted tokens by the length of the text drafted for, up to the key, a power of two."""
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     accept_seconds: float = 0.0
     host_seconds: float = 0.0
     """Scheduling, stopping, detokenizing and publishing: a step outside the round."""
-    num_drafts: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    accepted_per_pos: list[int] = field(default_factory=list)
-    by_context: dict[int, list[int]] = field(default_factory=dict)
-    """Drafts, drafted and accepted tokens by the length of the text drafted for, up to the key, a power of two."""
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
-    preemptions: int = 0
-    prefix_queries: int = 0
-    prefix_hits: int = 0
-    """Prompt tokens looked up in, and found in, the prefix cache."""
-    state_hits: int = 0
-    """Requests that began with a kept state, where layers have one."""
-    prefix_reread: int = 0
-    """Prompt tokens in known pages that were read again, because no state was kept so far into them."""
     synthetic: bool = False
     """Drafts are accepted at given rates, whatever their tokens."""
     threads: int = 0

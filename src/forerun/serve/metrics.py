@@ -6,6 +6,7 @@ import logging
 import uuid
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
@@ -80,24 +81,9 @@ class EngineCollector:
         rate = stats.prefix_hits / stats.prefix_queries if stats.prefix_queries else 0.0
         yield self._gauge("prefix_cache_hit_rate", "prompt tokens found in the prefix cache, of those looked up", rate)
         yield self._gauge("prefix_cache_states", "states kept for prompts that begin alike", now.kept_states)
-        for name, text, value in (
-            ("prompt_tokens", "prompt tokens of accepted requests", stats.prompt_tokens),
-            ("generation_tokens", "emitted tokens", stats.generated_tokens),
-            ("prefix_cache_queries", "prompt tokens looked up in the prefix cache", stats.prefix_queries),
-            ("prefix_cache_hits", "prompt tokens found in the prefix cache", stats.prefix_hits),
-            ("prefix_cache_state_hits", "requests that began with a kept state", stats.state_hits),
-            (
-                "prefix_cache_reread",
-                "prompt tokens in known pages, read again: no state",
-                stats.prefix_reread,
-            ),
-            ("num_preemptions", "times a sequence lost its pages", stats.preemptions),
-            ("num_rounds", "target forwards", stats.rounds),
-            ("spec_decode_num_drafts", "rounds of a sequence that carried a draft", stats.num_drafts),
-            ("spec_decode_num_draft_tokens", "drafted tokens", stats.num_draft_tokens),
-            ("spec_decode_num_accepted_tokens", "drafted tokens that were accepted", stats.num_accepted_tokens),
-        ):
-            yield self._counter(name, text, {(): value})
+        for item in fields(stats):
+            if "metric" in item.metadata:
+                yield self._counter(item.metadata["metric"], item.metadata["help"], {(): getattr(stats, item.name)})
         by_position = {(str(i),): count for i, count in enumerate(list(stats.accepted_per_pos))}
         yield self._counter(
             "spec_decode_num_accepted_tokens_per_pos", "accepted tokens by draft position", by_position, ["position"]
