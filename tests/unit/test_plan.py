@@ -11,7 +11,7 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics
 from forerun.measure.config import PlanConfig
-from forerun.measure.plan import run_plan
+from forerun.measure.plan import Trial, run_plan
 from forerun.measure.planner import CostCurve, Estimate, binomial, estimate, predict, reach
 from forerun.measure.rounds import Measured, Sample, in_plain_forwards
 from forerun.theory import best_gamma, walltime_improvement
@@ -28,6 +28,16 @@ def test_each_way_of_a_method_has_figures_of_its_own(tiny_target, tiny_draft):
         assert [row["method"] for row in rows] == names
     same, other = (row["match_rate"] for row in result["estimates"])
     assert other < same == 1
+    assert [row["config"] for row in result["usual"]] == [{"method": "draft_model", "model": m} for m in models]
+    assert all(row["speedup"] > 0 for row in result["usual"])
+
+
+@pytest.mark.parametrize("speedup", [99.0, 0.0])
+def test_a_way_without_a_length_is_recommended_where_it_was_fastest(monkeypatch, tiny_target, speedup):
+    config = {"method": "draft_model", "model": str(tiny_target)}
+    monkeypatch.setattr(Trial, "usual", lambda *_: [{"method": "draft_model", "speedup": speedup, "config": config}])
+    result = run_plan(LLM(str(tiny_target)), [config], [[5, 9, 12]], PlanConfig(max_tokens=8, longest=2), 1)
+    assert (result["recommended"] == config) is (speedup == 99)
 
 
 # ----------------------------------------------------------------------------------------------- what is recommended

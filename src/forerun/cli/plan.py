@@ -132,7 +132,7 @@ def _plans(engine: Mapping[str, Any], options: list[dict[str, Any]], config: Pla
 def _load(result: Mapping[str, Any]) -> dict[str, Any]:
     """A load's plan in short: ``best`` is the best prediction, 1 where plain decoding is."""
     shapes = [shape for item in result["trees"] for shape in item["fixed"]]
-    best = max((p["speedup"] for p in [*result["predictions"], *shapes]), default=1.0)
+    best = max((p["speedup"] for p in [*result["predictions"], *result["usual"], *shapes]), default=1.0)
     kept = {name: result[name] for name in ("concurrency", "recommended", "plain_tokens_per_second")}
     return kept | {"best": max(best, 1.0)}
 
@@ -173,6 +173,8 @@ def show(result: Mapping[str, Any]) -> None:
         print_table(["method", "alpha", "match", "drafts in", "c", *[f"k={k}" for k in lengths]], rows)
     if result["layers"] or result["trees"]:
         from_lab(PLANS, "plan with trees, layers or a page").show(result)
+    for item in result["usual"]:
+        print(f"{item['method']} without a length: {item['speedup']:.2f}x, measured")
     for item in result["reach"]:
         print(_reach(item))
     for method in result["silent"]:

@@ -18,7 +18,7 @@ from forerun.measure.methods import labels
 from forerun.measure.planner import CostCurve, Estimate, estimate, predict, reach, recommend
 from forerun.measure.rounds import PLAIN, EngineContender, Measured, Prompts, Turns, full, in_plain_forwards, seeded
 from forerun.sampling.params import SamplingParams
-from forerun.speculate.draft import DrafterConfig
+from forerun.speculate.draft import DrafterConfig, drafters
 from forerun.speculate.length.costs import ExpertReads
 from forerun.theory import best_gamma
 
@@ -35,13 +35,14 @@ def run_plan(
     step: Callable[[str], None] = lambda note: None,
 ) -> dict[str, Any]:
     """``{"recommended": speculative_config, "predictions": [...], "estimates": [...], "verify_cost": {rows: price},
-    "measured": [...], "trees": [...], "reach": [...], "layers": [...], "experts": None | {...}}``.
+    "measured": [...], "usual": [...], "trees": [...], "reach": [...], "layers": [...], "experts": None | {...}}``.
 
-    ``trees`` and ``layers`` are what ``config`` asks for of ``forerun_lab.plans.explore``, ``reach`` what chains cannot
-    come to (``planner.reach``), ``experts`` what rounds of a mixture read (``ExpertReads.report``). ``concurrency``
-    requests are decoded together. Every method answers the prompts, so alpha is measured on text that the target
-    generated (Leviathan et al. 2023, section 4.2); ``best_gamma`` of an estimate is for free verification (section
-    3.5). ``options`` are ``speculative_config`` mappings that pass ``check_options``. Raises ConfigError where trees or
+    ``usual`` are methods that draft otherwise than at a fixed length where nothing asks for one: as they are then, by
+    measurement. ``trees`` and ``layers`` are what ``config`` asks for of ``forerun_lab.plans.explore``, ``reach`` what
+    chains cannot come to (``planner.reach``), ``experts`` what rounds of a mixture read (``ExpertReads.report``).
+    ``concurrency`` requests are decoded together. Every method answers the prompts, so alpha is measured on text that
+    the target generated (Leviathan et al. 2023, section 4.2); ``best_gamma`` of an estimate is for free verification
+    (section 3.5). ``options`` are ``speculative_config`` mappings that pass ``check_options``. Raises ConfigError where trees or
     layers are asked for without forerun-lab.
     """
     plans = from_lab("plans", "plan with trees or layers") if config.trees or config.layer_trials else None
@@ -51,6 +52,7 @@ def run_plan(
     named = dict(zip(labels(options, ()), options, strict=True))
     trial = Trial(llm, prompts, params, concurrency, step)
     trial.methods(named)
+    usual = trial.usual(named)
     estimates = [e for name in named if (e := trial.estimate(name, trial.by_length[name])) is not None]
     every = [result for runs in trial.by_length.values() for result in runs.values()]
     trial.learn([trial.plain, *every])
@@ -60,12 +62,13 @@ def run_plan(
         for item in estimates
         for p in predict(item, curve, longest, concurrency, partial(most_nodes, named[item.method]))
     ]
+    own = {name: own_options(item) for name, item in named.items()}
     shown = {item.method: named[item.method] for item in estimates}
     trees, layers, more = [], [], []
     if plans is not None:
         trees, layers, more = plans.explore(trial, named, shown, curve, config)
     return {
-        "recommended": recommend(predictions, {name: own_options(item) for name, item in named.items()}, more),
+        "recommended": recommend(predictions, own, [*more, *((each["speedup"], each["config"]) for each in usual)]),
         "layers": layers,
         "temperature": config.temperature,
         "concurrency": concurrency,
@@ -77,6 +80,7 @@ def run_plan(
         "verify_cost": curve.points,
         "predictions": [asdict(p) for p in predictions],
         "measured": trial.measured(),
+        "usual": usual,
         "trees": trees,
         "reach": [reach(item) for item in estimates],
         "experts": trial.experts(every),
@@ -170,6 +174,17 @@ class Trial:
             for method, here in zip(options, result):
                 self.by_length.setdefault(method, {})[length] = here
                 self.speedups[method, length] = here.tokens_per_second / plain.tokens_per_second
+
+    def usual(self, options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Speed over plain decoding of methods that have a way of their own where no length is asked for."""
+        open_ended = [{key: value for key, value in item.items() if key != "length"} for item in options.values()]
+        own = [item for item in open_ended if drafters[item["method"]].config_class.usual(item) != item]
+        plain, *result = self.run(own) if own else (self.plain,)
+        speeds = [here.tokens_per_second / plain.tokens_per_second for here in result]
+        return [
+            {"method": item["method"], "speedup": speed, "config": own_options(item)}
+            for item, speed in zip(own, speeds)
+        ]
 
     def measured(self) -> list[dict[str, Any]]:
         """Speed over plain decoding, and how many of the drafts had more than 0, 1, ... tokens accepted."""
