@@ -42,8 +42,8 @@ def run_plan(
     chains cannot come to (``planner.reach``), ``experts`` what rounds of a mixture read (``ExpertReads.report``).
     ``concurrency`` requests are decoded together. Every method answers the prompts, so alpha is measured on text that
     the target generated (Leviathan et al. 2023, section 4.2); ``best_gamma`` of an estimate is for free verification
-    (section 3.5). ``options`` are ``speculative_config`` mappings that pass ``check_options``. Raises ConfigError where trees or
-    layers are asked for without forerun-lab.
+    (section 3.5). ``options`` are ``speculative_config`` mappings that pass ``check_options``. Raises ConfigError where
+    trees or layers are asked for without forerun-lab.
     """
     plans = from_lab("plans", "plan with trees or layers") if config.trees or config.layer_trials else None
     longest = config.longest
