@@ -1,8 +1,11 @@
 """transformers' modules: with random numbers, and as models without files."""
 
+from pathlib import Path
+
 import torch
 
 from forerun.models.architectures.spec import applies, bind
+from forerun.models.base import LoadRequest
 from forerun.models.encdec import ModuleWeights
 from forerun.models.native import NativeModel
 from forerun.models.transform import unstacked
@@ -21,4 +24,9 @@ def native(module, **options):
     weights = ModuleWeights(module)
     if applies(module.config) is None:
         weights.found = unstacked(weights.found, bind(module.config))
-    return NativeModel(module.config, weights, dtype=module.dtype, device=module.device, **options)
+    return NativeModel(module.config, weights, requested(module, **options))
+
+
+def requested(module, **options):
+    """What a model of a module is asked for; it has no files."""
+    return LoadRequest(folder=Path(), name="t", dtype=module.dtype, device=module.device, **options)

@@ -26,7 +26,7 @@ from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, ModelError
 from forerun.models.architectures.spec import applies
-from forerun.models.base import new_attention
+from forerun.models.base import LoadRequest, new_attention
 from forerun.models.formats.tiled import DTYPES, can_tile
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model
@@ -473,8 +473,7 @@ def test_what_is_not_described_says_why_in_one_line(tmp_path, kind, options, rea
     config = AutoConfig.for_model(kind, **{**SIZES, **options})
     assert reason in applies(config)
     with pytest.raises(ModelError, match="use the transformers path") as caught:
-        NativeModel(config, {}, dtype=torch.float32, device=torch.device("cpu"), name="t", eos_ids=frozenset(),
-                    invariant=False)  # fmt: skip
+        NativeModel(config, {}, LoadRequest(folder=tmp_path, name="t", dtype=torch.float32, device=torch.device("cpu")))
     assert reason in str(caught.value)
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="the native path does not run") as caught:

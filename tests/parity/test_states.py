@@ -18,6 +18,7 @@ from forerun.models.base import new_attention
 from forerun.models.hf import HFModel
 from forerun.models.load import load_model
 from hybrids import save_hybrid
+from modules import requested
 
 SIZES = {**test_hf.SIZES, **test_hf.EXPERTS}
 LINEAR, CONV, FULL = "linear_attention", "conv", "full_attention"
@@ -153,12 +154,11 @@ def test_a_module_that_reads_other_tokens_is_found_however_little_it_adds(kind):
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256} if kind == "gpt2" else {}
     config = AutoConfig.for_model(kind, **{**SIZES, **sizes})
     module = AutoModelForCausalLM.from_config(config, attn_implementation="forerun")
-    build = {"name": kind, "eos_ids": frozenset(), "invariant": False}
-    assert HFModel(module, **build).info.num_layers == 2
+    assert HFModel(module, requested(module)).info.num_layers == 2
     layer = module.transformer.h[1] if kind == "gpt2" else module.model.layers[1]
     layer.mlp = Shifted(layer.mlp)
     with pytest.raises(ModelError, match="its Shifted reads other tokens than its own"):
-        HFModel(module, **build)
+        HFModel(module, requested(module))
 
 
 @pytest.mark.parametrize("kind", WORKS)

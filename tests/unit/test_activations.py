@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.models import activations
 from forerun.models.hf import HFModel
 from forerun.models.invariance import self_test
+from modules import requested
 
 OWN = {
     activations.silu: F.silu,
@@ -30,7 +31,7 @@ def model(act, dtype=torch.float16):
     for parameter in module.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.1)
-    return HFModel(module, name="t", eos_ids=frozenset(), invariant=True, weights="plain")
+    return HFModel(module, requested(module, invariant=True, weights="plain"))
 
 
 @pytest.mark.parametrize("own", OWN, ids=lambda function: function.__name__)

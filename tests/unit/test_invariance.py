@@ -120,7 +120,7 @@ def test_the_self_test_reports_a_dependence():
 def test_a_context_shorter_than_the_probe(longest):
     torch.manual_seed(0)
     config = LlamaConfig(**{**SIZES, "max_position_embeddings": longest})
-    model = native(LlamaForCausalLM(config), name="t", eos_ids=frozenset(), invariant=True)
+    model = native(LlamaForCausalLM(config), invariant=True)
     assert self_test(model) == []
 
 

@@ -47,8 +47,7 @@ def model(quantization, invariant=False, dtype=torch.float32):
     for parameter in module.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.08)
-    options = {"name": "t", "eos_ids": frozenset(), "invariant": invariant, "quantization": quantization}
-    return native(module.to(dtype), **options)
+    return native(module.to(dtype), invariant=invariant, quantization=quantization)
 
 
 def logits(built):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -112,6 +113,26 @@ class Tiles:
         hidden = {layer: torch.cat([output.hidden[layer] for output in outputs]) for layer in batch.hidden}
         read = sum(output.experts for output in outputs)
         return Output(torch.cat([output.logits for output in outputs]), hidden, read)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest:
+    """What to load, and how, as ``load.load_model`` has the options: every rank knows it."""
+
+    folder: Path
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+    eos_ids: frozenset[int] = frozenset()
+    invariant: bool | None = False
+    """None: if it can be had."""
+    weights: str = "auto"
+    quantization: str | None = None
+    numbers: bool = False
+    """Weights are to be numbers, whatever the files hold."""
+    lora: Sequence[str] | str | None = None
+    outputs: torch.Tensor | None = None
+    max_model_len: int | None = None
 
 
 class Model(Protocol):

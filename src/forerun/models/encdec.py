@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from forerun.core.loading import watch
 from forerun.models import checkpoint, formats, tiling
 from forerun.models.architectures import seq2seq
 from forerun.models.architectures.seq2seq import ACTIVATIONS, SPARE, LayerStack, Seq2Seq
-from forerun.models.base import EncoderInfo, ModelInfo, Tiles
+from forerun.models.base import EncoderInfo, LoadRequest, ModelInfo, Tiles
 from forerun.models.formats import choose, describe
 from forerun.models.formats.base import Linear, Rows, size
 from forerun.models.hf import read_module
@@ -79,35 +79,23 @@ class Side:
 
 class EncoderDecoder:
     """A described encoder-decoder behind the engine's protocol, of a ``module`` of transformers'. ``start`` is what a
-    decoder begins with where a request says nothing. ``invariant`` None: if it can be had; True raises ConfigError if
-    it cannot."""
+    decoder begins with where a request says nothing. Raises ConfigError where it cannot be invariant, and must be."""
 
     tiles: Tiles | None = None
     row_multiple = 1
     fused: None = None
 
-    def __init__(
-        self,
-        module: PreTrainedModel,
-        spec: Seq2Seq,
-        *,
-        name: str,
-        eos_ids: frozenset[int],
-        start: tuple[int, ...],
-        invariant: bool | None,
-        weights: str,
-        quantization: str | None,
-    ) -> None:
+    def __init__(self, module: PreTrainedModel, spec: Seq2Seq, requested: LoadRequest, start: tuple[int, ...]) -> None:
         self.spec, self.dtype, self.device = spec, module.dtype, module.device
-        how = choose(self.dtype, self.device, weights)
-        form = formats.check(quantization, self.device, self.dtype, invariant=bool(invariant))
+        how, invariant = choose(self.dtype, self.device, requested.weights), requested.invariant
+        form = formats.check(requested.quantization, self.device, self.dtype, invariant=bool(invariant))
         bias: Any = getattr(module, "final_logits_bias", None)
         self._logits_bias = bias.float() if isinstance(bias, torch.Tensor) and bool(bias.any()) else None
         """Added to all logits."""
         tensors, embedding = ModuleWeights(module), spec.decoder.embedding
         tied = tensors.same("lm_head.weight", f"{embedding}.weight")
         same = tensors.same(f"{spec.encoder.embedding}.weight", f"{embedding}.weight")
-        with torch.inference_mode(), watch.get()(name, tensors.nbytes) as advance:
+        with torch.inference_mode(), watch.get()(requested.name, tensors.nbytes) as advance:
             maker = Maker(tensors, self.dtype, self.device, how, form, advance)
             builder = _Builder(spec, maker, how == "streamed")
             self._head = maker.linear(embedding if tied else "lm_head")
@@ -116,7 +104,7 @@ class EncoderDecoder:
         gated = len(spec.decoder.mlp.weights) == 2
         activation = ACTIVATIONS[spec.activation]
         self._activation = make_gate(activation, self.dtype, kernels=False, invariant=True, gated=gated)
-        self.info = self._describe(name, eos_ids, start, quantization)
+        self.info = self._describe(requested, start)
         self.invariant = invariant is not False and self._exact()
         if invariant and not self.invariant:
             raise ConfigError(
@@ -129,15 +117,13 @@ class EncoderDecoder:
         norms = [*self._encoder.norms(), *self._decoder.norms()]
         return tiling.ordered(self.info, self.linears(), norms) and tiling.steady()
 
-    def _describe(
-        self, name: str, eos_ids: frozenset[int], start: tuple[int, ...], quantization: str | None
-    ) -> ModelInfo:
+    def _describe(self, requested: LoadRequest, start: tuple[int, ...]) -> ModelInfo:
         spec, layers = self.spec, list(self.linears())
         shapes = (KVShape(spec.decoder.heads, spec.width, spec.width),) * spec.decoder.count
         words = {id(side.words): side.words.nbytes for side in (self._encoder, self._decoder)}
         across = [block.memory for block in self._decoder.cross]
         return ModelInfo(
-            name=name,
+            name=requested.name,
             architecture=spec.causal,
             path=f"native, {describe(layers, self.dtype)}",
             vocab_size=self._decoder.words.count,
@@ -147,10 +133,10 @@ class EncoderDecoder:
             kv_shapes=shapes,
             dtype=self.dtype,
             device=self.device,
-            eos_ids=eos_ids,
+            eos_ids=requested.eos_ids,
             weight_bytes=size(layers) + sum(words.values()),
             token_bytes=size([*self._decoder.linears(), self._head]) - size(across),
-            quantization=quantization,
+            quantization=requested.quantization,
             encoder=EncoderInfo(start, spec.max_len, shapes),
         )
 
@@ -341,43 +327,25 @@ class ModuleWeights:
         return self.found[one].data_ptr() == self.found[other].data_ptr()
 
 
-def check_wishes(folder: Path, config: Any, dtype: torch.dtype, *, model_path: str, lora: Any, ranks: int) -> None:
-    """Raise ConfigError for what cannot be had of an encoder-decoder."""
+def load_encoder_decoder(requested: LoadRequest, config: Any, *, model_path: str, ranks: int) -> EncoderDecoder:
+    """``invariant`` None: bit-equal logits on CPU where they can be had, and a warning where they cannot; True raises
+    ConfigError instead. Raises ConfigError for what cannot be had of an encoder-decoder, and ModelError."""
+    folder, on_cpu = requested.folder, requested.device.type == "cpu"
     if model_path == "hf":
         raise ConfigError(f"{folder} is an encoder-decoder, which the native path alone runs: leave model_path out")
-    if lora:
+    if requested.lora:
         raise ConfigError(f"{folder} is an encoder-decoder: adapters (lora) are merged into decoders")
     if ranks != 1:
         raise ConfigError(
             f"tensor_parallel_size {ranks} splits decoders: encoder-decoders such as {folder} run in one process"
         )
-    if dtype is torch.float16 and config.model_type != "bart":
+    if requested.dtype is torch.float16 and config.model_type != "bart":
         raise ConfigError(f"{config.model_type} overflows float16: use float32 or bfloat16")
-
-
-def load_encoder_decoder(
-    folder: Path,
-    config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    name: str,
-    eos_ids: frozenset[int],
-    invariant: bool | None,
-    weights: str,
-    quantization: str | None,
-    max_model_len: int | None,
-) -> EncoderDecoder:
-    """``invariant`` None: bit-equal logits on CPU where they can be had, and a warning where they cannot; True raises
-    ConfigError instead. Raises ModelError."""
-    module: Any = read_module(folder, config, dtype, attention="sdpa").to(device)  # type: ignore[arg-type]
-    on_cpu = module.device.type == "cpu"
-    model = EncoderDecoder(
-        module, seq2seq.bind(module.config, max_model_len), name=name, eos_ids=eos_ids,
-        start=_start(folder, module.config), invariant=False if invariant is None and not on_cpu else invariant,
-        weights=weights, quantization=quantization,
-    )  # fmt: skip
-    if invariant is None and on_cpu and not model.invariant:
+    module: Any = read_module(folder, config, requested.dtype, attention="sdpa")
+    wish = False if requested.invariant is None and not on_cpu else requested.invariant
+    spec, start = seq2seq.bind(module.config, requested.max_model_len), _start(folder, module.config)
+    model = EncoderDecoder(module.to(requested.device), spec, replace(requested, invariant=wish), start)
+    if wish is None and not model.invariant:
         warnings.warn(
             f"invariant mode is off: the bits of {model.info.architecture}'s logits depend on the rows beside them "
             "where our kernels do not compute all of its layers",

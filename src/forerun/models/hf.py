@@ -33,7 +33,7 @@ from forerun.models import activations, checkpoint, sanity
 from forerun.models import lora as adapter
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import TILED_HEADS
-from forerun.models.base import ModelInfo, pad_rows
+from forerun.models.base import LoadRequest, ModelInfo, pad_rows
 from forerun.models.formats import choose, describe, make_linear
 from forerun.models.formats.base import Linear
 from forerun.models.formats.plain import Plain
@@ -197,27 +197,19 @@ class HFModel(TiledModel):
 
     fused: None = None
 
-    def __init__(
-        self,
-        module: PreTrainedModel,
-        *,
-        name: str,
-        eos_ids: frozenset[int],
-        invariant: bool,
-        weights: str = "auto",
-    ) -> None:
+    def __init__(self, module: PreTrainedModel, requested: LoadRequest) -> None:
         self.module = module.eval()
-        self.invariant = invariant
+        self.invariant = bool(requested.invariant)
         config = module.config.get_text_config()
         activations.make_row_independent(module)
         device, dtype = module.device, module.dtype
         vocab_size = module.get_output_embeddings().weight.shape[0]
-        how = choose(dtype, device, weights)
+        how = choose(dtype, device, requested.weights)
         kv_shapes, called = self._probe(module, device)
         layers = replace_linears(module, called, how)
         held, read = _sizes(module, layers)
         self.info = ModelInfo(
-            name=name,
+            name=requested.name,
             architecture=type(module).__name__,
             path=f"hf, {describe(layers, dtype)}" if layers else "hf",
             vocab_size=vocab_size,
@@ -227,11 +219,11 @@ class HFModel(TiledModel):
             kv_shapes=kv_shapes,
             dtype=dtype,
             device=device,
-            eos_ids=eos_ids,
+            eos_ids=requested.eos_ids,
             weight_bytes=held,
             token_bytes=read,
         )
-        if invariant:
+        if self.invariant:
             self.tiles = self.find()
 
     def signature(self) -> str:

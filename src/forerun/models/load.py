@@ -7,7 +7,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from forerun.models import lora as adapter
 from forerun.models import sanity
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import applies, bind, is_sized, keeps_state
-from forerun.models.base import Model
+from forerun.models.base import LoadRequest, Model
 from forerun.models.formats import kept
 from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.native import NativeModel
@@ -174,32 +174,28 @@ def load_model(
     config = quick_config(folder)
     _check_rope(config, max_model_len)
     where = parse_device(device)
-    kind, ids, name = parse_dtype(dtype, config), eos_ids(folder, config), str(path_or_id)
+    requested = LoadRequest(
+        folder=folder, name=str(path_or_id), dtype=parse_dtype(dtype, config), device=where,
+        eos_ids=eos_ids(folder, config), invariant=invariant, weights=weights, quantization=quantization,
+        numbers=numbers, lora=lora, outputs=outputs, max_model_len=max_model_len,
+    )  # fmt: skip
     if sanity.has_encoder(config):
         from forerun.models import encdec  # modules of transformers' take as long to import as torch
 
-        encdec.check_wishes(folder, config, kind, model_path=model_path, lora=lora, ranks=tensor_parallel_size)
-        return encdec.load_encoder_decoder(
-            folder, config, kind, where, name=name, eos_ids=ids, invariant=invariant, weights=weights,
-            quantization=quantization, max_model_len=max_model_len,
-        )  # fmt: skip
+        return encdec.load_encoder_decoder(requested, config, model_path=model_path, ranks=tensor_parallel_size)
     wish = f"tensor_parallel_size {tensor_parallel_size}" if tensor_parallel_size != 1 else None
     wish = f"quantization {quantization!r} of {path_or_id}" if quantization else wish
     wish = f"a smaller output layer of {path_or_id}" if outputs is not None else wish
     native = _goes_native(config, folder, model_path, wish)
-    requested = invariant if invariant is not None else where.type == "cpu"
-
+    requested = replace(requested, invariant=where.type == "cpu" if invariant is None else invariant)
     model: Model
     if native:
-        shard = LoadRequest(
-            folder, kind, where.type, name, ids, requested, weights, quantization, numbers, lora, outputs
-        )
-        model = _shard(shard, config, where, tensor_parallel_size)
+        model = _shard(requested, config, tensor_parallel_size)
     else:
         from forerun.models import hf
 
-        module: Any = hf.read_module(folder, read_config(folder), kind, lora=lora)
-        model = hf.HFModel(module.to(where), name=name, eos_ids=ids, invariant=requested, weights=weights)
+        module: Any = hf.read_module(folder, read_config(folder), requested.dtype, lora=lora)
+        model = hf.HFModel(module.to(where), requested)
     model.info = replace(model.info, lora=(lora,) if isinstance(lora, str) else tuple(lora or ()))
     if invariant is None and model.tiles is not None and model.tiles.together < ENOUGH:
         warnings.warn(
@@ -212,34 +208,14 @@ def load_model(
     return model
 
 
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """What every rank must know to load its part."""
-
-    folder: Path
-    dtype: torch.dtype
-    device: str
-    name: str
-    eos_ids: frozenset[int]
-    invariant: bool
-    weights: str
-    quantization: str | None
-    numbers: bool
-    lora: Sequence[str] | str | None
-    outputs: torch.Tensor | None = None
-
-
-def load_shard(requested: LoadRequest, config: Any, device: torch.device, team: Team | None = None) -> NativeModel:
+def load_shard(requested: LoadRequest, config: Any, team: Team | None = None) -> NativeModel:
     """The native model, or a rank's part of it: opened, transformed, laid out. Raises ModelError and ConfigError."""
     packed = getattr(config, "quantization_config", None) is not None
     opened = open_files(requested.folder, packed=packed)
     weights = transform(opened, config, numbers=requested.numbers, adapters=adapter.read(requested.lora))
-    with _keeping(requested, config, weights) if device.type == "cpu" and team is None else nullcontext():
-        return NativeModel(  # lays out a layer at a time: ``layout.Maker``
-            config, weights, dtype=requested.dtype, device=device, name=requested.name, eos_ids=requested.eos_ids,
-            invariant=requested.invariant, weights=requested.weights, quantization=requested.quantization, team=team,
-            outputs=requested.outputs,
-        )  # fmt: skip
+    keeps = requested.device.type == "cpu" and team is None
+    with _keeping(requested, config, weights) if keeps else nullcontext():
+        return NativeModel(config, weights, requested, team)  # lays out a layer at a time: ``layout.Maker``
 
 
 def _keeping(requested: LoadRequest, config: Any, weights: Weights) -> AbstractContextManager[None]:
@@ -256,21 +232,23 @@ def _keeping(requested: LoadRequest, config: Any, weights: Weights) -> AbstractC
     return kept.keeping(requested.folder, options, state)
 
 
-def rank_device(kind: str, rank: int) -> torch.device:
+def of_rank(requested: LoadRequest, rank: int) -> LoadRequest:
     """Each rank has a GPU of its own."""
-    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    kind = requested.device.type
+    return replace(requested, device=torch.device(kind, rank) if kind == "cuda" else torch.device(kind))
 
 
-def _shard(requested: LoadRequest, config: Any, where: torch.device, size: int) -> NativeModel:
+def _shard(requested: LoadRequest, config: Any, size: int) -> NativeModel:
     """Rank 0's part, once all ranks have theirs."""
     if size == 1:
-        return load_shard(requested, config, where)
+        return load_shard(requested, config)
     if requested.quantization is not None:
         raise ConfigError(f"tensor_parallel_size splits weights that are numbers: leave {requested.quantization} out")
-    if where.type == "cuda" and torch.cuda.device_count() < size:
+    if requested.device.type == "cuda" and torch.cuda.device_count() < size:
         raise ConfigError(f"tensor_parallel_size {size} needs as many GPUs; there are {torch.cuda.device_count()}")
     split.check(bind(config), config, size)
-    team = Leader(size, requested, rank_device(where.type, 0))
-    model = load_shard(requested, config, rank_device(where.type, 0), team)
+    requested = of_rank(requested, 0)
+    team = Leader(size, requested, requested.device)
+    model = load_shard(requested, config, team)
     team.ready()
     return model

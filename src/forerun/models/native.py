@@ -23,7 +23,7 @@ from forerun.core.inference import inference
 from forerun.core.loading import watch
 from forerun.models import activations, formats, tiling
 from forerun.models.architectures.spec import ALL, OUTSIDE, applies, bind
-from forerun.models.base import MixtureInfo, ModelInfo, Tiles, pad_rows
+from forerun.models.base import LoadRequest, MixtureInfo, ModelInfo, Tiles, pad_rows
 from forerun.models.experts import Experts
 from forerun.models.formats import choose, describe, prefetch
 from forerun.models.formats.base import Linear, size
@@ -59,26 +59,11 @@ class Pass:
 
 
 class NativeModel(TiledModel):
-    """A described decoder behind the engine's protocol, made of ``tensors`` for rows in ``dtype`` on ``device``; with a
-    ``team``, this rank's part of it, and ``info`` tells of that. ``outputs`` int64: the tokens that its logits are of,
-    in ascending order; None: all. Raises ModelError for a config that no description
-    covers."""
+    """A described decoder behind the engine's protocol, made of ``tensors`` as ``requested``; with a ``team``, this
+    rank's part of it, and ``info`` tells of that. ``requested.outputs`` int64: the tokens that its logits are of, in
+    ascending order; None: all. Raises ModelError for a config that no description covers."""
 
-    def __init__(
-        self,
-        config: Any,
-        tensors: Weights,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        name: str,
-        eos_ids: frozenset[int],
-        invariant: bool,
-        weights: str = "auto",
-        quantization: str | None = None,
-        team: Team | None = None,
-        outputs: torch.Tensor | None = None,
-    ) -> None:
+    def __init__(self, config: Any, tensors: Weights, requested: LoadRequest, team: Team | None = None) -> None:
         reason = applies(config)
         if reason is not None:
             raise ModelError(f"the native path does not run this checkpoint: {reason}; use the transformers path")
@@ -88,21 +73,21 @@ class NativeModel(TiledModel):
             tensors = split.SplitWeights(tensors, self.spec, team.rank, team.size)
             self.spec = split.own(self.spec, team.size)
         self.routes = any(layer.experts for layer in self.spec.layers)
-        self.dtype, self.device = dtype, device
-        self.invariant, self._outputs = invariant, outputs
-        self._how = choose(self.dtype, self.device, weights)
-        form = formats.check(quantization, self.device, self.dtype, invariant=invariant)
+        self.dtype, self.device = requested.dtype, requested.device
+        self.invariant, self._outputs = bool(requested.invariant), requested.outputs
+        self._how = choose(self.dtype, self.device, requested.weights)
+        form = formats.check(requested.quantization, self.device, self.dtype, invariant=self.invariant)
         self._rotaries = {kind: self._rotary(config, kind) for kind in self.spec.rotaries}
-        with torch.inference_mode(), watch.get()(name, tensors.nbytes) as advance:
+        with torch.inference_mode(), watch.get()(requested.name, tensors.nbytes) as advance:
             self._build(Maker(tensors, self.dtype, self.device, self._how, form, advance), tensors)
-        self.info = self._describe(config, name, eos_ids, quantization)
+        self.info = self._describe(config, requested)
         compiled = self._compile()
-        prefetch.settle(self.linears(), dtype)
+        prefetch.settle(self.linears(), self.dtype)
         self.fused = compiled if team is None else None
         """The whole decoder in one call, where every part has a kernel."""
         self.ranges = compiled if team is not None else None
         """This rank's layers in one call."""
-        if invariant and (team is None or team.leads) and not self._exact():
+        if self.invariant and (team is None or team.leads) and not self._exact():
             self.tiles = self.find()
 
     def find(self) -> Tiles:
@@ -179,13 +164,13 @@ class NativeModel(TiledModel):
         fused = self.fused is not None or self.ranges is not None
         return tiling.ordered(self.info, self.linears(), norms) and (fused or tiling.steady())
 
-    def _describe(self, config: Any, name: str, eos_ids: frozenset[int], quantization: str | None) -> ModelInfo:
+    def _describe(self, config: Any, requested: LoadRequest) -> ModelInfo:
         layers = list(self.linears())
         held = size(layers)
         mixtures = [layer.experts for layer in self._layers if layer.experts is not None]
         idle = sum(experts.idle_bytes for experts in mixtures)
         return ModelInfo(
-            name=name,
+            name=requested.name,
             architecture=self.spec.architecture.causal,
             path=f"native, {describe(layers, self.dtype)}" + ("" if self.team is None else f", {self.team.size} ranks"),
             vocab_size=self._words.count,
@@ -196,11 +181,11 @@ class NativeModel(TiledModel):
             state_shapes=self.spec.states,
             dtype=self.dtype,
             device=self.device,
-            eos_ids=eos_ids,
+            eos_ids=requested.eos_ids,
             weight_bytes=held + self._words.nbytes + (0 if self._table is None else self._table.table.nbytes),
             token_bytes=held - idle,
-            quantization=quantization,
-            outputs=self._outputs,
+            quantization=requested.quantization,
+            outputs=requested.outputs,
             mixture=None if self.team is not None or not mixtures else MixtureInfo(
                 mixtures[0].count, mixtures[0].chosen, len(mixtures),
                 sum(experts.chosen_bytes for experts in mixtures) / (held - idle),

@@ -16,7 +16,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -24,7 +24,7 @@ from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
 from forerun.core.batch import Batch
 from forerun.core.errors import RankError
-from forerun.models.base import Tiles
+from forerun.models.base import LoadRequest, Tiles
 from forerun.models.ranks.team import FAILED, READY, TIMEOUT, UP, Feed, Hello, RankCall, StatesFeed, Team
 
 START = 600.0
@@ -65,7 +65,7 @@ class Leader(Team):
 
     leads = True
 
-    def __init__(self, size: int, requested: Any, device: torch.device) -> None:
+    def __init__(self, size: int, requested: LoadRequest, device: torch.device) -> None:
         super().__init__(0, size)
         self._broken: str | None = None
         self._numbers: weakref.WeakKeyDictionary[Pool, int] = weakref.WeakKeyDictionary()

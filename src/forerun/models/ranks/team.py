@@ -23,7 +23,7 @@ from forerun.cache.pool import Change
 from forerun.cache.states import States
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import RankError
-from forerun.models.base import Tiles
+from forerun.models.base import LoadRequest, Tiles
 from forerun.models.formats.base import Linear
 from forerun.models.layout import Words
 
@@ -122,12 +122,12 @@ UP, READY, FAILED = "up", "ready", "failed"
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What to load, a ``load.LoadRequest``, and where to meet."""
+    """What to load, and where to meet."""
 
     rank: int
     size: int
     folder: Path
-    wanted: Any
+    wanted: LoadRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from forerun.cache.states import States
 from forerun.core.batch import Batch
 from forerun.core.errors import ForerunError, RankError
 from forerun.models.base import attention_over
-from forerun.models.load import load_shard, rank_device
+from forerun.models.load import load_shard, of_rank
 from forerun.models.native import NativeModel
 from forerun.models.open import quick_config
 from forerun.models.ranks.team import FAILED, READY, UP, Feed, Hello, StatesFeed, Team
@@ -90,10 +90,9 @@ def _serve(pipe: Connection) -> None:
     _say(pipe, UP)
     team = Team(hello.rank, hello.size)
     try:
-        requested = hello.wanted
-        device = rank_device(requested.device, hello.rank)
-        team.connect(hello.folder, device)
-        model = load_shard(requested, quick_config(requested.folder), device, team)
+        requested = of_rank(hello.wanted, hello.rank)
+        team.connect(hello.folder, requested.device)
+        model = load_shard(requested, quick_config(requested.folder), team)
     except ForerunError as error:
         _say(pipe, FAILED, str(error))
         return
@@ -105,7 +104,7 @@ def _serve(pipe: Connection) -> None:
             if isinstance(message, Feed):
                 follower.feed(message)
             else:
-                getattr(model, message.name)(message.rows.to(device))
+                getattr(model, message.name)(message.rows.to(model.device))
 
 
 def _say(pipe: Connection, *words: Any) -> None:

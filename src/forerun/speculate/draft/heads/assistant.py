@@ -31,7 +31,7 @@ from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.models.architectures.families import GEMMA4
 from forerun.models.architectures.spec import READS, applies
-from forerun.models.base import Model
+from forerun.models.base import LoadRequest, Model
 from forerun.models.checkpoint import CONFIG, read_object
 from forerun.models.formats import choose, make_linear
 from forerun.models.gguf import GGUFFile, is_gguf, open_gguf
@@ -113,10 +113,11 @@ class AssistantModel:
         ordered = file is None and read_object(path / CONFIG).get("use_ordered_embeddings")
         self.clusters = _clusters(path, text, sizes, files, info.dtype, info.device) if ordered else None
         self.ids = None if self.clusters is not None else ids
-        self.decoder = NativeModel(
-            text, weights, dtype=info.dtype, device=info.device, name=str(path), eos_ids=frozenset(), invariant=False,
-            quantization=quantization, outputs=self.ids,
+        requested = LoadRequest(
+            folder=path, name=str(path), dtype=info.dtype, device=info.device, quantization=quantization,
+            outputs=self.ids,
         )  # fmt: skip
+        self.decoder = NativeModel(text, weights, requested)
         self.layers = _sources(path, self.decoder, target)
         how, size = choose(info.dtype, info.device, "auto"), self.decoder.info.hidden_size
 
