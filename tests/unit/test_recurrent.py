@@ -51,7 +51,7 @@ class Layer:
         if self.kind == "conv":
             mixer = ShortConv(0, conv, dtype)
         else:
-            arguments = (0, self.sizes, conv, KernelNorm(weight, EPS, dtype), dtype, self.decay, self.step)
+            arguments = (0, self.sizes, conv, KernelNorm(weight, EPS, dtype), dtype, -torch.exp(self.decay), self.step)
             mixer = DeltaNet(*arguments) if self.kind == "delta" else Mamba2(*arguments, self.skip)
         self.mixer, self.generator, self.dtype = KernelMixer(mixer), generator, dtype
         self.width = self.mixer.inputs

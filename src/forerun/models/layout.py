@@ -9,6 +9,7 @@ earlier start (``formats/kept.py``), and with several processes each lays out it
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -86,27 +87,21 @@ def stack(parts: Sequence[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype,
     return MadeRows(shape, make, shape.numel() * dtype.itemsize, dtype, device)
 
 
+@dataclass
 class Maker:
     """Makes layers for rows in ``dtype``, in the form ``quantized`` where that pays; without one, weights in blocks
     keep theirs, and numbers are held as ``how`` says. ``advance`` is told how many bytes of files went into each."""
 
-    def __init__(
-        self,
-        weights: Weights,
-        dtype: torch.dtype,
-        device: torch.device,
-        how: str,
-        quantized: Format | None,
-        advance: Advance,
-    ) -> None:
-        self.weights = weights
-        self.device = device
-        self.dtype = dtype
-        self.how = how
-        self.quantized = quantized
-        self.advance = advance
-        self.reads_blocks = how == "streamed" and blocks.can(dtype, device)
-        self.keeps_blocks = quantized is None and self.reads_blocks
+    weights: Weights
+    dtype: torch.dtype
+    device: torch.device
+    how: str
+    quantized: Format | None
+    advance: Advance
+
+    def __post_init__(self) -> None:
+        self.reads_blocks = self.how == "streamed" and blocks.can(self.dtype, self.device)
+        self.keeps_blocks = self.quantized is None and self.reads_blocks
 
     def numbers(self, name: str) -> torch.Tensor:
         """A copy, in the dtype that they have."""

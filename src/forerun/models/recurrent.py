@@ -82,25 +82,22 @@ class ShortConv:
         yield from ()
 
 
+@dataclass(eq=False)
 class Recurrent(ABC):
     """A state [heads, key width, value width] that each row decays and adds to. ``inputs`` are a row's record, what the
     convolution reads and then ``gates`` numbers, and behind it what the output is gated by."""
 
-    def __init__(
-        self,
-        layer: int,
-        sizes: MixerSpec,
-        conv: Convolution,
-        norm: Any,
-        dtype: torch.dtype,
-        decay: torch.Tensor,
-        step: torch.Tensor,
-    ) -> None:
-        """``norm`` None: there is none; rows are in ``dtype``. ``decay`` [heads]: the logarithm of what a time step is
-        multiplied by; ``step`` [heads]: its bias."""
-        self.layer, self.sizes, self.conv, self.norm = layer, sizes, conv, norm
-        self.decay, self.step = -torch.exp(decay.float()), step.float()
-        self.dtype = dtype
+    layer: int
+    sizes: MixerSpec
+    conv: Convolution
+    norm: Any
+    """None: there is none."""
+    dtype: torch.dtype
+    """Of rows."""
+    decay: torch.Tensor
+    """[heads] float32: what a time step is multiplied by."""
+    step: torch.Tensor
+    """[heads] float32: its bias."""
 
     def __call__(self, inputs: torch.Tensor, states: States, replay: Replay) -> torch.Tensor:
         channels, numbers = self.sizes.channels, states.numbers[self.layer]
@@ -178,13 +175,12 @@ class DeltaNet(Recurrent):
         return (normed * activations.silu(gate.float())).to(self.dtype)
 
 
+@dataclass(eq=False)
 class Mamba2(Recurrent):
     """S <- exp(dt A) S + dt B x^T; y = S^T C + D x (Dao and Gu 2024, arXiv 2405.21060, section 2)."""
 
-    def __init__(self, *arguments: Any) -> None:
-        *others, skip = arguments
-        super().__init__(*others)
-        self.skip = skip.float()
+    skip: torch.Tensor
+    """D: [heads] float32."""
 
     def prepare(self, mixed: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
         sizes = self.sizes
@@ -257,10 +253,9 @@ def make_mixer(
     if sizes.normed:
         weight = maker.numbers(f"{at(names.norm)}.weight")
         close = norm(weight if names.skip is None or sizes.groups == 1 else weight.view(sizes.groups, -1))
-    decay, step = (maker.numbers(at(name)) for name in (names.decay, names.step))
-    if names.skip is None:
-        return DeltaNet(index, sizes, convolution, close, maker.dtype, decay, step)
-    return Mamba2(index, sizes, convolution, close, maker.dtype, decay, step, maker.numbers(at(names.skip)))
+    decay, step = (maker.numbers(at(name)).float() for name in (names.decay, names.step))
+    parts = index, sizes, convolution, close, maker.dtype, -torch.exp(decay), step
+    return DeltaNet(*parts) if names.skip is None else Mamba2(*parts, maker.numbers(at(names.skip)).float())
 
 
 @dataclass(slots=True)

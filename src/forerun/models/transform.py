@@ -230,7 +230,7 @@ def _of_head(weight: Rows, rows: slice, *, transposed: bool) -> MadeRows:
         return (part.T if transposed else part)[which]
 
     count, inputs = rows.stop - rows.start, weight.shape[1]
-    shape = (inputs, count) if transposed else (count, inputs)
+    shape = torch.Size((inputs, count) if transposed else (count, inputs))
     return MadeRows(shape, make, count * inputs * weight.dtype.itemsize, weight.dtype, weight.device)
 
 

@@ -31,23 +31,18 @@ class Rows(Protocol):
     def __getitem__(self, rows: slice | torch.Tensor, /) -> torch.Tensor: ...
 
 
+@dataclass(frozen=True)
 class MadeRows:
     """A weight of ``shape`` whose rows ``make`` makes; ``nbytes`` of files are read for it."""
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        make: Callable[[slice | torch.Tensor], torch.Tensor],
-        nbytes: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device = CPU,
-    ) -> None:
-        self.shape, self.nbytes = torch.Size(shape), nbytes
-        self.dtype, self.device = dtype, device
-        self._make = make
+    shape: torch.Size
+    make: Callable[[slice | torch.Tensor], torch.Tensor]
+    nbytes: int
+    dtype: torch.dtype = torch.float32
+    device: torch.device = CPU
 
     def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        return self._make(rows)
+        return self.make(rows)
 
 
 def across(

@@ -164,8 +164,8 @@ def shard(weight: Rows, rows: torch.Tensor | None, columns: torch.Tensor | None)
             result[missing] = 0  # a copy, as of every choice of rows
         return result
 
-    nbytes = outputs * inputs * weight.dtype.itemsize
-    return MadeRows((outputs, inputs), make, nbytes, weight.dtype, weight.device)
+    shape = torch.Size((outputs, inputs))
+    return MadeRows(shape, make, shape.numel() * weight.dtype.itemsize, weight.dtype, weight.device)
 
 
 class SplitWeights(ChangedWeights):
