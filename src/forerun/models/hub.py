@@ -132,14 +132,14 @@ def download(repository: ModelSource, revision: str | None = None, cache: str | 
             if not isinstance(kept, str):
                 kept = hf.hf_hub_download(name, file, revision=at, cache_dir=cache, tqdm_class=Bar)
             result.append(Path(kept))
-    except (
-        errors.HTTPError,
-        OSError,
-        errors.HFValidationError,
-        RuntimeError,
-    ) as error:  # hf_xet raises the last one
+    except (errors.HTTPError, OSError, errors.HFValidationError, RuntimeError) as error:  # hf_xet raises the last one
         raise ModelError(_explained(name, at, error)) from error
-    return result[0] if chosen[0].endswith(SUFFIX) else result[0].parents[chosen[0].count("/")]
+    return _place(result[0], chosen[0])
+
+
+def _place(first: Path, name: str) -> Path:
+    """The file of a GGUF model, or the folder that holds a checkpoint's file ``name``."""
+    return first if name.endswith(SUFFIX) else first.parents[name.count("/")]
 
 
 def held(repository: ModelSource) -> Path | None:
@@ -150,9 +150,7 @@ def held(repository: ModelSource) -> Path | None:
     files, commit = here
     chosen = choose(repository, files)
     first = hf.try_to_load_from_cache(repository.repository, chosen[0], revision=commit)
-    if not isinstance(first, str):
-        return None
-    return Path(first) if chosen[0].endswith(SUFFIX) else Path(first).parents[chosen[0].count("/")]
+    return _place(Path(first), chosen[0]) if isinstance(first, str) else None
 
 
 def _listed(name: str, at: str, cache: str | None) -> tuple[list[str], str | None]:
@@ -173,7 +171,7 @@ def _cached(name: str, at: str, cache: str | None) -> tuple[list[str], str] | No
     for repository in repositories(cache):
         for each in repository.revisions:
             if repository.repo_id == name and (at in each.refs or at == each.commit_hash):
-                return files_of(each), each.commit_hash
+                return sorted(files_of(each)), each.commit_hash
     return None
 
 
@@ -188,8 +186,9 @@ def repositories(cache: str | None = None) -> list[Any]:
     return sorted((each for each in result if each.repo_type == "model"), key=lambda each: each.repo_id)
 
 
-def files_of(revision: Any) -> list[str]:
-    return sorted(each.file_path.relative_to(revision.snapshot_path).as_posix() for each in revision.files)
+def files_of(revision: Any) -> dict[str, Any]:
+    """What huggingface_hub says of each file, by its place in the repository."""
+    return {each.file_path.relative_to(revision.snapshot_path).as_posix(): each for each in revision.files}
 
 
 def remove(stored: ModelSource) -> int:
@@ -197,14 +196,11 @@ def remove(stored: ModelSource) -> int:
     result = [each for each in repositories() if each.repo_id == stored.repository]
     if not result:
         raise ModelError(f"{PREFIX}{stored.repository} is not in the hub's cache")
-    every = {file for revision in result[0].revisions for file in revision.files}
-    gone = every
+    revisions = [files_of(each) for each in result[0].revisions]
+    every = gone = {file for files in revisions for file in files.values()}
     if stored.which is not None:
-        chosen = {name for each in result[0].revisions for name in choose(stored, files_of(each))}
-        gone = {
-            file for each in result[0].revisions for file in each.files
-            if file.file_path.relative_to(each.snapshot_path).as_posix() in chosen
-        }  # fmt: skip
+        chosen = {name for files in revisions for name in choose(stored, sorted(files))}
+        gone = {file for files in revisions for name, file in files.items() if name in chosen}
     if not any(file.file_name.endswith((SUFFIX, SAFETENSORS)) for file in every - gone):
         plan = hf.scan_cache_dir(hf.constants.HF_HUB_CACHE).delete_revisions(
             *(each.commit_hash for each in result[0].revisions)

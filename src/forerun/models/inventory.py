@@ -55,9 +55,7 @@ def _of(repository: Any) -> Iterator[StoredModel]:
     revision = max(repository.revisions, key=lambda each: each.last_modified, default=None)
     if revision is None:
         return
-    sizes = {
-        each.file_path.relative_to(revision.snapshot_path).as_posix(): each.size_on_disk for each in revision.files
-    }
+    sizes = {name: file.size_on_disk for name, file in hub.files_of(revision).items()}
     name, folder = hub.PREFIX + repository.repo_id, revision.snapshot_path
     if hub.is_checkpoint(sizes):
         held = sum(size for file, size in sizes.items() if not file.endswith(SUFFIX))
