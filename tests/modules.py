@@ -24,9 +24,9 @@ def native(module, **options):
     weights = ModuleWeights(module)
     if applies(module.config) is None:
         weights.found = unstacked(weights.found, bind(module.config))
-    return NativeModel(module.config, weights, requested(module, **options))
+    return NativeModel(module.config, weights, requested(module.dtype, **options))
 
 
-def requested(module, **options):
-    """What a model of a module is asked for; it has no files."""
-    return LoadRequest(folder=Path(), name="t", dtype=module.dtype, device=module.device, **options)
+def requested(dtype=torch.float32, **options):
+    """What is asked for of a model without files."""
+    return LoadRequest(folder=Path(), name="t", dtype=dtype, device=torch.device("cpu"), **options)

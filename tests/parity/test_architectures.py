@@ -26,7 +26,7 @@ from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, ModelError
 from forerun.models.architectures.spec import applies
-from forerun.models.base import LoadRequest, new_attention
+from forerun.models.base import new_attention
 from forerun.models.formats.tiled import DTYPES, can_tile
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model
@@ -34,6 +34,7 @@ from forerun.models.native import NativeModel
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
 from here import where
+from modules import requested
 
 ROWS = 40
 EXPERTS = ("mixtral", "mixtral-tied", "qwen3_moe", "qwen3_moe-some", "gemma4-experts")
@@ -473,7 +474,7 @@ def test_what_is_not_described_says_why_in_one_line(tmp_path, kind, options, rea
     config = AutoConfig.for_model(kind, **{**SIZES, **options})
     assert reason in applies(config)
     with pytest.raises(ModelError, match="use the transformers path") as caught:
-        NativeModel(config, {}, LoadRequest(folder=tmp_path, name="t", dtype=torch.float32, device=torch.device("cpu")))
+        NativeModel(config, {}, requested())
     assert reason in str(caught.value)
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="the native path does not run") as caught:

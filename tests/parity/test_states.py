@@ -154,11 +154,11 @@ def test_a_module_that_reads_other_tokens_is_found_however_little_it_adds(kind):
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256} if kind == "gpt2" else {}
     config = AutoConfig.for_model(kind, **{**SIZES, **sizes})
     module = AutoModelForCausalLM.from_config(config, attn_implementation="forerun")
-    assert HFModel(module, requested(module)).info.num_layers == 2
+    assert HFModel(module, requested()).info.num_layers == 2
     layer = module.transformer.h[1] if kind == "gpt2" else module.model.layers[1]
     layer.mlp = Shifted(layer.mlp)
     with pytest.raises(ModelError, match="its Shifted reads other tokens than its own"):
-        HFModel(module, requested(module))
+        HFModel(module, requested())
 
 
 @pytest.mark.parametrize("kind", WORKS)

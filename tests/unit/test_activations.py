@@ -31,7 +31,7 @@ def model(act, dtype=torch.float16):
     for parameter in module.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.1)
-    return HFModel(module, requested(module, invariant=True, weights="plain"))
+    return HFModel(module, requested(dtype, invariant=True, weights="plain"))
 
 
 @pytest.mark.parametrize("own", OWN, ids=lambda function: function.__name__)

@@ -22,7 +22,7 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, RankError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.models.architectures.spec import bind
-from forerun.models.base import LoadRequest, new_attention
+from forerun.models.base import new_attention
 from forerun.models.formats.base import size
 from forerun.models.formats.tiled import can_tile
 from forerun.models.fused import PartialSums
@@ -34,6 +34,7 @@ from forerun.models.ranks import leader, split
 from forerun.models.ranks.team import Team
 from forerun.models.transform import CheckpointWeights, transform
 from here import where
+from modules import requested
 
 pytestmark = pytest.mark.slow
 
@@ -81,20 +82,11 @@ def checkpoint(described):
     return lambda name: Path(described(name, vocab_size=TOKENS, **CASES[name]))
 
 
-def requested(folder, dtype=torch.float32, weights="auto"):
-    device = torch.device("cpu")
-    return LoadRequest(folder=folder, name="two", dtype=dtype, device=device, invariant=True, weights=weights)
-
-
 def two(folder, dtype=torch.float32, weights="auto"):
     """Both ranks' models."""
-    config, swap = read_config(folder), Swap()
-    models = [
-        NativeModel(
-            config, transform(open_files(folder), config), requested(folder, dtype, weights), Thread(rank, swap)
-        )
-        for rank in range(2)
-    ]
+    config, swap, asked = read_config(folder), Swap(), requested(dtype, invariant=True, weights=weights)
+    weights = transform(open_files(folder), config)
+    models = [NativeModel(config, weights, asked, Thread(rank, swap)) for rank in range(2)]
     models[1].tiles = models[0].tiles
     return models
 
@@ -216,7 +208,7 @@ def test_each_rank_asks_for_its_part(checkpoint):
     assert size(one.linears()) + routers == pytest.approx(sum(size(model.linears()) for model in ranks), rel=0.01)
     assert [model.info.kv_shapes[0].heads for model in (one, *ranks)] == [2, 1, 1]
     config, weights = read_config(folder), Noting(open_files(folder), read_config(folder))
-    NativeModel(config, weights, requested(folder), Thread(1, Swap()))
+    NativeModel(config, weights, requested(invariant=True), Thread(1, Swap()))
     experts = {int(name.split(".experts.")[1][0]) for name in weights.asked if ".experts." in name}
     assert experts == {2, 3}
 
