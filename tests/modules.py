@@ -1,7 +1,5 @@
 """transformers' modules: with random numbers, and as models without files."""
 
-from pathlib import Path
-
 import torch
 
 from forerun.models.architectures.spec import applies, bind
@@ -29,4 +27,4 @@ def native(module, **options):
 
 def requested(dtype=torch.float32, **options):
     """What is asked for of a model without files."""
-    return LoadRequest(folder=Path(), name="t", dtype=dtype, device=torch.device("cpu"), **options)
+    return LoadRequest(folder=None, name="t", dtype=dtype, device=torch.device("cpu"), **options)

@@ -9,8 +9,8 @@ import vocabularies
 
 from forerun import LLM
 from forerun.core.errors import ModelError
+from forerun.models.fetch import fetched
 from forerun.models.gguf import GGUFFile
-from forerun.models.known import fetched
 from here import LEFT_OUT
 
 

@@ -21,7 +21,7 @@ from forerun.core.errors import ModelError
 from forerun.core.folders import cache_folder, distrust, make_folder, replace_with
 from forerun.core.loading import watch, watch_parts
 from forerun.models import fetch as fetching
-from forerun.models.known import KNOWN, Known, fetched
+from forerun.models.fetch import KNOWN, Known, fetched
 from here import where
 
 pytestmark = pytest.mark.slow

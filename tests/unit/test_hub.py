@@ -17,10 +17,9 @@ from transformers import LlamaForCausalLM
 from forerun import LLM, SamplingParams
 from forerun.cli.main import run
 from forerun.core.errors import ModelError
-from forerun.models.fetch import fetch
+from forerun.models.fetch import KNOWN, Known, fetch, partial
 from forerun.models.hub import ModelSource, choose, parse, quantization
 from forerun.models.inventory import known_draft, on_disk, remove
-from forerun.models.known import KNOWN, Known, partial
 from gguf_files import write_model
 from hub import TOKEN, Repository, hub
 

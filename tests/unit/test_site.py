@@ -10,8 +10,8 @@ import pytest
 
 from forerun.cli.main import COMMANDS
 from forerun.models.architectures.families import ARCHITECTURES
+from forerun.models.fetch import KNOWN
 from forerun.models.formats.gguf_types import FLOATS, TYPES
-from forerun.models.known import KNOWN
 from forerun.speculate.names import KEYS, policies, rules
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.cli.console import print_json, print_table
-from forerun.models.fetch import fetch
-from forerun.models.known import KNOWN, place
+from forerun.models.fetch import KNOWN, fetch, place
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
 

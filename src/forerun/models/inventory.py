@@ -13,11 +13,10 @@ import gguf
 from forerun.core.errors import ForerunError, ModelError
 from forerun.core.folders import expanded
 from forerun.models import hub
-from forerun.models.fetch import held_parts
+from forerun.models.fetch import KNOWN, held_parts, home, named, partial, place
 from forerun.models.formats.gguf_types import described
 from forerun.models.formats.kept import forget
 from forerun.models.gguf import SUFFIX, GGUFFile, is_gguf, open_gguf, parts_of
-from forerun.models.known import KNOWN, home, named, partial, place
 from forerun.models.open import open_files, quick_config, resolve
 from forerun.models.tokenizer import read_vocabulary
 

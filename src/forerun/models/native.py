@@ -28,8 +28,7 @@ from forerun.models.experts import Experts
 from forerun.models.formats import choose, describe, prefetch
 from forerun.models.formats.base import Linear, size
 from forerun.models.fused import RAW, Decoder, Fused
-from forerun.models.latent import LatentHeads
-from forerun.models.layer import Builder, Layer, LayerTable
+from forerun.models.layer import Builder, LatentHeads, Layer, LayerTable
 from forerun.models.layout import Maker
 from forerun.models.parts import KernelGate, make_gate, softcap
 from forerun.models.ranks import split

@@ -23,7 +23,7 @@ from forerun.models import checkpoint, gguf, gguf_config, hub, sanity
 from forerun.models import lora as adapter
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import applies, is_sized
-from forerun.models.known import KNOWN, fetched
+from forerun.models.fetch import KNOWN, fetched
 
 BUNDLED = "forerun:"
 Files = checkpoint.Safetensors | gguf.GGUFFile

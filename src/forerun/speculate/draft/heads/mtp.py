@@ -8,7 +8,7 @@ such layers, the first one drafts.
 
 Read are Qwen 3.5's and Qwen3-Next's ``mtp.*``, DeepSeek's and GLM's ``model.layers.N.{enorm,hnorm,eh_proj,...}``,
 MiMo's ``model.mtp_layers.0.*`` and GGUF's ``blk.N.nextn.*``, out of the target's own files or a file beside them. Where
-the target has latent attention, so has the layer, in the same absorbed form (``models/latent.py``).
+the target has latent attention, so has the layer, in the same absorbed form (``models/layer.py``).
 Gemma 4's assistant is another thing under the same name: ``assistant.py``.
 """
 
@@ -36,7 +36,7 @@ from forerun.models.experts import Choice, Expert, Experts
 from forerun.models.formats import choose, make_linear
 from forerun.models.formats.plain import Plain
 from forerun.models.gguf import is_gguf
-from forerun.models.latent import Heads, LatentHeads
+from forerun.models.layer import Heads, LatentHeads
 from forerun.models.open import open_files, read_config, resolve
 from forerun.models.parts import make_gate
 from forerun.models.rotary import Rotary
