@@ -73,12 +73,12 @@ class NativeModel(TiledModel):
             self.spec = split.own(self.spec, team.size)
         self.routes = any(layer.experts for layer in self.spec.layers)
         self.dtype, self.device = requested.dtype, requested.device
-        self.invariant, self._outputs = bool(requested.invariant), requested.outputs
+        self.invariant = bool(requested.invariant)
         self._how = choose(self.dtype, self.device, requested.weights)
         form = formats.check(requested.quantization, self.device, self.dtype, invariant=self.invariant)
         self._rotaries = {kind: self._rotary(config, kind) for kind in self.spec.rotaries}
         with torch.inference_mode(), watch.get()(requested.name, tensors.nbytes) as advance:
-            self._build(Maker(tensors, self.dtype, self.device, self._how, form, advance), tensors)
+            self._build(Maker(tensors, self.dtype, self.device, self._how, form, advance), tensors, requested.outputs)
         self.info = self._describe(config, requested)
         compiled = self._compile()
         prefetch.settle(self.linears(), self.dtype)
@@ -100,8 +100,7 @@ class NativeModel(TiledModel):
         width = widths[0] if widths else self.spec.width
         return Rotary(config, width, self.device, self.dtype, None if kind == ALL else kind, paired=paired)
 
-    def _build(self, maker: Maker, tensors: Weights) -> None:
-        outputs = self._outputs
+    def _build(self, maker: Maker, tensors: Weights, outputs: torch.Tensor | None) -> None:
         spec, tiled = self.spec, self._how == "streamed"
         embedding, head, norm = spec.architecture.embedding, spec.architecture.head, spec.architecture.norm
 
