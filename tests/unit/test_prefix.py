@@ -335,7 +335,7 @@ def test_a_prompt_that_is_read_again_has_its_logprobs_once(llm, paged):
         engine.step()
         if preempted:  # and read in other chunks
             engine.scheduler.preempt(job.sequence)
-            engine.scheduler.max_rows = 20
+            engine.scheduler.max_num_batched_tokens = 20
         while engine.busy:
             engine.step()
         result.append(job.prompt_logprobs)

@@ -145,7 +145,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             used += one.scheduled + (one.draft_budget or 0)
             assert one.scheduled >= 1
             assert 0 <= (one.draft_budget or 0) <= self.nodes
-        assert used <= self.scheduler.max_rows
+        assert used <= self.scheduler.max_num_batched_tokens
         decoding = {key for key, count in cached.items() if tokens[key] == count + 1 and tokens[key] > 1} - victims
         started = {key for key in decoding if tokens[key] > self.alive[key].num_prompt}
         assert started <= {one.id for one in chosen}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, depths
+
+CPU = torch.device("cpu")
 
 
 @dataclass(slots=True)
@@ -67,6 +69,7 @@ class Span:
         return [self.start + depth for depth in self.depths()[self.stored :]]
 
 
+@dataclass(eq=False)
 class Batch:
     """Spans laid end to end. Row tensors are int64 [rows] on ``device``.
 
@@ -74,28 +77,21 @@ class Batch:
     ``hidden`` lists the layers whose outputs the caller wants; ``layers`` runs a subset of layers (early exit).
     """
 
-    def __init__(
-        self,
-        spans: list[Span],
-        device: torch.device | str = "cpu",
-        *,
-        hidden: tuple[int, ...] = (),
-        layers: tuple[int, ...] | None = None,
-        embeds: torch.Tensor | None = None,
-        embed_rows: list[int] | None = None,
-    ) -> None:
-        self.spans = spans
-        self.device = torch.device(device)
-        self.hidden = hidden
-        self.layers = layers
-        self.embeds = embeds
-        self.embed_rows = embed_rows
-        self.offsets: list[int] = []
-        total = 0
-        for span in spans:
-            self.offsets.append(total)
-            total += len(span.tokens)
-        self.num_rows = total
+    spans: list[Span]
+    device: torch.device = CPU
+    _: KW_ONLY
+    hidden: tuple[int, ...] = ()
+    layers: tuple[int, ...] | None = None
+    embeds: torch.Tensor | None = None
+    embed_rows: list[int] | None = None
+    offsets: list[int] = field(init=False)
+    num_rows: int = field(init=False, default=0)
+
+    def __post_init__(self) -> None:
+        self.offsets = []
+        for span in self.spans:
+            self.offsets.append(self.num_rows)
+            self.num_rows += len(span.tokens)
 
     def pieces(self, rows: int, logits: int) -> list[Batch]:
         """The same rows in batches of at most ``rows`` rows and ``logits`` wanted logits, to be fed in this order."""
@@ -117,9 +113,7 @@ class Batch:
             )
             for span in self.spans
         ]
-        return Batch(
-            spans, self.device, hidden=self.hidden, layers=self.layers, embeds=self.embeds, embed_rows=self.embed_rows
-        )
+        return replace(self, spans=spans)
 
     def _cuts(self, rows: int, logits: int) -> Iterator[int]:
         requested = {offset + row for span, offset in zip(self.spans, self.offsets) for row in span.logits}
@@ -140,7 +134,7 @@ class Batch:
         if embeds is not None:
             here = [i for i, row in enumerate(self.embed_rows or ()) if begin <= row < end]
             embeds, embed_rows = embeds[here], [(self.embed_rows or [])[i] - begin for i in here]
-        return Batch(spans, self.device, hidden=self.hidden, layers=self.layers, embeds=embeds, embed_rows=embed_rows)
+        return replace(self, spans=spans, embeds=embeds, embed_rows=embed_rows)
 
     @cached_property
     def input_ids(self) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 
 from forerun.cache.pool import Pages
 from forerun.cache.prefix import PrefixTree
@@ -107,6 +108,7 @@ class PrefillBudget:
             self._moments = [self.FADE * old + new for old, new in zip(self._moments, latest)]
 
 
+@dataclass(eq=False)
 class Scheduler:
     """Continuous batching under a row budget and the pool's pages.
 
@@ -121,35 +123,24 @@ class Scheduler:
     many did, ``on_preempt`` who lost their pages.
     """
 
-    def __init__(
-        self,
-        pool: Pages,
-        *,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
-        draft_rows: Callable[[RequestState], int] = lambda sequence: 0,
-        most_nodes: int | None = None,
-        prefill_budget: PrefillBudget | None = None,
-        tree: PrefixTree | None = None,
-        reusable: Callable[[RequestState], int] = lambda sequence: len(sequence.tokens),
-        on_admit: Callable[[RequestState, int], None] = lambda sequence, reused: None,
-        on_preempt: Callable[[RequestState], None] = lambda sequence: None,
-    ) -> None:
-        self.pool = pool
-        self.max_num_seqs = max_num_seqs
-        self.max_rows = max_num_batched_tokens
-        self.draft_rows = draft_rows
-        self.most_nodes = self.max_rows if most_nodes is None else most_nodes
-        self.prefill_budget = prefill_budget or PrefillBudget()
-        self.tree = tree
-        self.reusable = reusable
-        self.on_admit = on_admit
-        self.on_preempt = on_preempt
-        self.waiting: list[RequestState] = []
-        self.running: list[RequestState] = []
-        self.clock = 0
-        self._decoding = self._prompt_tokens = 0
-        self._depth = 0.0
+    pool: Pages
+    _: KW_ONLY
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    draft_rows: Callable[[RequestState], int] = lambda sequence: 0
+    most_nodes: int | None = None
+    """None: as many as a round has rows."""
+    prefill_budget: PrefillBudget = field(default_factory=PrefillBudget)
+    tree: PrefixTree | None = None
+    reusable: Callable[[RequestState], int] = lambda sequence: len(sequence.tokens)
+    on_admit: Callable[[RequestState, int], None] = lambda sequence, reused: None
+    on_preempt: Callable[[RequestState], None] = lambda sequence: None
+    waiting: list[RequestState] = field(init=False, default_factory=list)
+    running: list[RequestState] = field(init=False, default_factory=list)
+    clock: int = field(init=False, default=0)
+    _decoding: int = field(init=False, default=0)
+    _prompt_tokens: int = field(init=False, default=0)
+    _depth: float = field(init=False, default=0.0)
 
     def add(self, sequence: RequestState) -> None:
         """Queue a sequence. Raises RequestError if it could never fit."""
@@ -201,7 +192,7 @@ class Scheduler:
         decoding = [part for sequence in self.running if not _reads(sequence) for part in sequence.parts]
         for sequence in decoding:
             sequence.scheduled = _missing(sequence)
-        rows = max(0, self.max_rows - sum(sequence.scheduled for sequence in decoding))
+        rows = max(0, self.max_num_batched_tokens - sum(sequence.scheduled for sequence in decoding))
         prompts: list[RequestState] = []
         self._decoding, self._prompt_tokens, self._depth = len(decoding), 0, 0.0
         if any(map(_reads, self.running)) or self._has_seats():
@@ -302,12 +293,13 @@ class Scheduler:
 
     def _draft(self, decoding: list[RequestState], rows: int) -> None:
         """Rows and pages for drafts, where there are enough for whole ones."""
+        nodes = self.max_num_batched_tokens if self.most_nodes is None else self.most_nodes
         for sequence in decoding:
             requested = self.draft_rows(sequence)
             sequence.draft_budget = 0
             if not 0 < requested <= rows:
                 continue
-            for draft_budget in dict.fromkeys((min(requested * sequence.spread, self.most_nodes), requested)):
+            for draft_budget in dict.fromkeys((min(requested * sequence.spread, nodes), requested)):
                 # A group's drafts may all be behind one beam, as far as that takes no page that none of them has alone.
                 end, most = len(sequence.tokens) + draft_budget, self.pool.pages_for(sequence.max_tokens + requested)
                 if self.pool.pages_for(end) <= most and self.pool.try_reserve(sequence.id, end):
