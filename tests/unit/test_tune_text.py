@@ -7,14 +7,15 @@ import pytest
 from chat_model import save_chat_model
 
 from forerun import LLM
-from forerun.tune.data import SPOKEN, Data, TuneRecord, Writer, known, rendered, turns
+from forerun.speculate.names import drafters
+from forerun.tune.data import SPOKEN, Data, TuneRecord, Writer, rendered, turns
 
 SAID = [("stop", " What is rain? "), ("length", "And then the"), ("stop", "  "), ("stop", "Hello;")]
 
 
 @pytest.fixture
 def writer(tmp_path):
-    with known():
+    with drafters.lent(TuneRecord.name, TuneRecord):
         llm = LLM(save_chat_model(tmp_path), speculative_config={"method": TuneRecord.name, "layers": [1]})
     record = llm.engine.router.drafters[TuneRecord.name]
     assert isinstance(record, TuneRecord)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from importlib import import_module, metadata
 from typing import Any, Generic, TypeVar
@@ -43,6 +44,15 @@ class Registry(Generic[T]):
 
     def remove(self, name: str) -> None:
         self._items.pop(name, None)
+
+    @contextmanager
+    def lent(self, name: str, item: type[T]) -> Iterator[None]:
+        """Inside the block ``name`` is known, too."""
+        self.register(name)(item)
+        try:
+            yield
+        finally:
+            self.remove(name)
 
     def __getitem__(self, name: str) -> type[T]:
         if name not in self:

@@ -537,9 +537,6 @@ class HandMade(Drafter[HandMadeConfig]):
 @contextmanager
 def hand_made(texts: Sequence[Sequence[int]]) -> Iterator[SpeculativeConfig]:
     """A configuration that drafts hand-made trees around ``texts``; the method exists inside the block only."""
-    drafters.register(METHOD)(HandMade)
-    config: Any = HandMadeConfig(texts=tuple(tuple(text) for text in texts))
-    try:
+    config = HandMadeConfig(texts=tuple(tuple(text) for text in texts))
+    with drafters.lent(METHOD, HandMade):
         yield SpeculativeConfig(METHOD, drafter=config)
-    finally:
-        drafters.remove(METHOD)

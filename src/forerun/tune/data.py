@@ -7,7 +7,6 @@ import json
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib.resources import files as resources
@@ -26,7 +25,7 @@ from forerun.measure.prompts import standard_library
 from forerun.models.chat import Message, render_chat
 from forerun.models.tokenizer import encode
 from forerun.sampling.params import SamplingParams
-from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs, drafters
+from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs
 from forerun.speculate.verify import Verification
 
 FOLLOWED = 4
@@ -389,13 +388,3 @@ class TuneRecord(Drafter[RecordConfig]):
     def take(self, tokens: Sequence[int]) -> torch.Tensor | None:
         """What was kept of a finished sequence; forgotten then."""
         return self.done.pop(tuple(tokens), None)
-
-
-@contextmanager
-def known() -> Iterator[None]:
-    """Engines that are built meanwhile know the method; nobody else has a use for it."""
-    drafters.register(TuneRecord.name)(TuneRecord)
-    try:
-        yield
-    finally:
-        drafters.remove(TuneRecord.name)

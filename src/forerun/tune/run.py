@@ -22,11 +22,11 @@ from forerun.engine.llm import LLM
 from forerun.models import sanity
 from forerun.models.formats import int8
 from forerun.models.open import fingerprint, read_config, resolve
-from forerun.speculate.draft import datastore
+from forerun.speculate.draft import datastore, drafters
 from forerun.tune import choose, loop
 from forerun.tune.choose import page
 from forerun.tune.config import SHARES, TEXTS, LoopSettings, TuneConfig
-from forerun.tune.data import ROWS, Data, TuneRecord, Writer, known, read, save_part
+from forerun.tune.data import ROWS, Data, TuneRecord, Writer, read, save_part
 from forerun.tune.features import Features
 from forerun.tune.kinds import (
     AHEAD,
@@ -143,7 +143,7 @@ def _write(config: TuneConfig, data: Data, state: TuneState, run: Path, say: Cal
     which = layers(text) if config.train else []
     longest = min(config.answer + 704, text.max_position_embeddings)
     recording = {"method": TuneRecord.name, "layers": which}
-    with known():
+    with drafters.lent(TuneRecord.name, TuneRecord):
         llm = _load(config, max_model_len=longest, max_num_seqs=ROWS, speculative_config=recording)
     record = llm.engine.router.drafters[TuneRecord.name]
     assert isinstance(record, TuneRecord)
