@@ -124,14 +124,18 @@ class KernelError(ForerunError):
     "caller's."""
 
 
+def told() -> list[str]:
+    """Lines of ``/proc/cpuinfo``; none where there is no such file."""
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+
+
 def processor() -> str:
     """What ``-march=native`` depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
     names = ("model name", "flags", "cpu family", "model\t", "Features", "CPU ")
-    about = {line for line in lines if line.startswith(names)}
+    about = {line for line in told() if line.startswith(names)}
     return "\n".join([platform.platform(), *sorted(about)])
 
 
@@ -201,11 +205,7 @@ def _units() -> frozenset[str]:
     """What the processor has, as ``/proc/cpuinfo`` has it; empty where that is not told."""
     if ON_ARM and sys.platform in ("linux", "darwin"):
         return frozenset(filter(_has_on_arm, _ARM_UNITS))
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    return frozenset(next((line.split() for line in lines if line.startswith("flags")), ()))
+    return frozenset(next((line.split() for line in told() if line.startswith("flags")), ()))
 
 
 def _written() -> list[str]:

@@ -17,6 +17,7 @@ from forerun.core.batch import Batch, Span
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.engine.memory import megabytes
+from forerun.kernels import told
 from forerun.models import formats
 from forerun.models.base import Model, new_attention
 from forerun.models.load import load_model
@@ -32,11 +33,9 @@ KERNEL = Path("/proc/sys/kernel")
 
 def processor() -> str:
     """The processor's name, which hypervisors shorten, and what it computes with."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in told()) if value}
+    if not facts:
         return platform.processor() or platform.machine()
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines) if value}
     flags = (facts.get("flags") or facts.get("Features", "")).split()
     units = ", ".join(name for flag, name in UNITS.items() if flag in flags)
     return facts.get("model name", platform.machine()) + (f" ({units})" if units else "")
