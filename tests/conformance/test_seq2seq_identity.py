@@ -19,6 +19,7 @@ from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
 from forerun.speculate.accept import rules
 from here import NO_KERNELS
+from refusals import refused
 from tiny import ALPHABET, save_tokenizer, tiny_llama
 from tiny_seq2seq import KINDS, POSITIONS, START
 
@@ -272,10 +273,8 @@ def test_a_bad_request_costs_nobody_else_anything(engine, plain, bad):
     one = engine("t5", "ngram")
     jobs = [job for text, params in REQUESTS for job in one.add(one.tokenizer.encode(text), params)]
     one.step()
-    with pytest.raises(kind, match=message):
-        one.add(ids, options(), **how)
-    with pytest.raises(RequestError, match="an encoder reads its prompt at once"):
-        one.add([5], options(prompt_logprobs=1))
+    refused(kind, message, one.add, ids, options(), **how)
+    refused(RequestError, "an encoder reads its prompt at once", one.add, [5], options(prompt_logprobs=1))
     while one.busy:
         one.step()
     assert answers(jobs) == plain("t5")

@@ -14,6 +14,7 @@ from forerun.models.base import new_attention
 from forerun.models.hf import HFModel
 from forerun.models.load import load_model
 from modules import randomise
+from refusals import refused
 from tiny import tiny_llama
 
 VOCABULARY = 101
@@ -168,8 +169,7 @@ def test_sharded_weights(checkpoint, tmp_path):
 )
 def test_an_architecture_outside_the_interface_is_named(tmp_path, kind, options, reason):
     save(kind, options, str(tmp_path))
-    with pytest.raises(ModelError, match=reason):
-        load_model(tmp_path)
+    refused(ModelError, reason, load_model, tmp_path)
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -196,5 +196,4 @@ def test_frequencies_that_depend_on_the_longest_position(tmp_path, kind, rope, l
 
 def test_an_unknown_keyword_of_attention_is_named(tmp_path):
     save("gpt_oss", {**EXPERTS, **MIXED}, str(tmp_path))
-    with pytest.raises(ModelError, match="s_aux, which forerun does not implement"):
-        load_model(tmp_path, model_path="hf")
+    refused(ModelError, "s_aux, which forerun does not implement", load_model, tmp_path, model_path="hf")

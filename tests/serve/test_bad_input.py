@@ -10,6 +10,7 @@ from forerun import SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.serve.app import ServerOptions
 from forerun.serve.run import open_socket
+from refusals import refused
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GOOD = {"prompt": "def parse(", "max_tokens": 4}
@@ -331,5 +332,4 @@ def test_two_servers_on_a_port():
         port = first.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port} on 127.0.0.1 is in use: choose another with --port"):
             open_socket("127.0.0.1", port)
-    with pytest.raises(ConfigError, match="cannot listen"):
-        open_socket("no.such.host.invalid", 0)
+    refused(ConfigError, "cannot listen", open_socket, "no.such.host.invalid", 0)

@@ -17,6 +17,7 @@ from forerun.core.errors import ConfigError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.serve.app import ServerOptions, create_app
 from forerun.serve.batch import Answers, BatchLine, Tally, asking, run
+from refusals import refused
 
 SEEDED = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0.9, "seed": 3, "ignore_eos": True}
 
@@ -113,13 +114,11 @@ def test_answers_to_another_file_are_kept(tmp_path):
     out = tmp_path / "out.jsonl"
     for content, message in ((b'{"id": "batch_req_1_x"}\n', "1 answers to lines"), (b"hello\n", "something else")):
         out.write_bytes(content)
-        with pytest.raises(ConfigError, match=message):
-            Answers(out, source)
+        refused(ConfigError, message, Answers, out, source)
         assert out.read_bytes() == content
     out.unlink()
     first = Answers(out, source)
-    with pytest.raises(ConfigError, match="another process"):
-        Answers(out, source)
+    refused(ConfigError, "another process", Answers, out, source)
     first.close()
     Answers(out, source).close()
 
@@ -128,8 +127,7 @@ def test_a_full_disk_is_one_line(tmp_path):
     answers = Answers(tmp_path / "out.jsonl", written(tmp_path / "in.jsonl", [request("a")]))
     answers.file.close()
     answers.file = open("/dev/full", "wb")  # noqa: SIM115
-    with pytest.raises(ConfigError, match=r"cannot write .*out\.jsonl: No space left"):
-        answers.write(BatchLine("a"), 200, {})
+    refused(ConfigError, r"cannot write .*out\.jsonl: No space left", answers.write, BatchLine("a"), 200, {})
     answers.close()
 
 

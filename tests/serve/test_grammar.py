@@ -22,6 +22,7 @@ from forerun.engine.grammar import GrammarCompiler
 from forerun.serve.forms import HERMES, required_shape
 from forerun.serve.schema import ChatRequest
 from gguf_files import write_model
+from refusals import refused
 
 SCHEMA = {
     "type": "object",
@@ -223,8 +224,7 @@ def test_end_of_text_is_all_that_follows_the_end(served):
     ],
 )
 def test_a_grammar_that_cannot_be_kept_is_refused(served, expected, message):
-    with pytest.raises(RequestError, match=message):
-        served.generate(["x = "], SamplingParams(structured_outputs=expected))
+    refused(RequestError, message, served.generate, ["x = "], SamplingParams(structured_outputs=expected))
 
 
 @pytest.mark.parametrize(
@@ -245,8 +245,7 @@ def test_a_grammar_that_cannot_be_kept_is_refused(served, expected, message):
     ],
 )
 def test_wrong_options(expected):
-    with pytest.raises(ConfigError, match="structured_outputs"):
-        SamplingParams(structured_outputs=expected)
+    refused(ConfigError, "structured_outputs", SamplingParams, structured_outputs=expected)
 
 
 def words(count, seed):
@@ -305,8 +304,7 @@ def test_rules_without_end_are_refused(compiler, text):
         }
         return StructuredOutputsParams(grammar=text.format(**forms))
 
-    with pytest.raises(RequestError, match="more than 1000 rules"):
-        compiler.compile(grammar(999))
+    refused(RequestError, "more than 1000 rules", compiler.compile, grammar(999))
     compiler.compile(grammar(100))
 
 

@@ -12,6 +12,7 @@ from forerun import LLM, SamplingParams
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.serve.kv_events import KVEvents
+from refusals import refused
 
 
 class Event(msgspec.Struct, tag=True, omit_defaults=True):
@@ -102,11 +103,9 @@ def late(socket, number):
 
 def test_endpoints_that_cannot_be_had_are_one_line(tiny_target, monkeypatch, capsys):
     llm = LLM(tiny_target, dtype="float32")
-    with pytest.raises(ConfigError, match="no cached prefixes"):
-        KVEvents("tcp://127.0.0.1:*", llm.engine.scheduler.tree)
+    refused(ConfigError, "no cached prefixes", KVEvents, "tcp://127.0.0.1:*", llm.engine.scheduler.tree)
     paged = LLM(tiny_target, dtype="float32", page_size=4, prefix_caching=True)
-    with pytest.raises(ConfigError, match="cannot be told at 'nonsense'"):
-        KVEvents("nonsense", paged.engine.scheduler.tree)
+    refused(ConfigError, "cannot be told at 'nonsense'", KVEvents, "nonsense", paged.engine.scheduler.tree)
     assert run(["serve", "--port", "0", "--model", tiny_target, "--kv-events", "x", "--replicas", "2"]) == 2
     assert "not with --replicas" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "zmq", None)

@@ -9,6 +9,7 @@ from running import run_server
 
 from forerun import ConfigError
 from forerun.serve.app import ServerOptions
+from refusals import refused
 
 PROMPT = "def parse("
 Samples = dict[tuple[str, str | None], float]
@@ -156,5 +157,4 @@ def test_what_gateways_read(served, server):
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ConfigError, match="metrics_names is forerun or vllm, not 'sglang'"):
-        ServerOptions(metrics_names="sglang")
+    refused(ConfigError, "metrics_names is forerun or vllm, not 'sglang'", ServerOptions, metrics_names="sglang")

@@ -7,6 +7,7 @@ from running import TEMPLATE, run_server
 from forerun.core.errors import ConfigError
 from forerun.serve.app import ServerOptions
 from forerun.serve.guard import names
+from refusals import refused
 
 ASKED = {"prompt": "a = ", "max_tokens": 2}
 PAGE = "https://app.example.com"
@@ -111,8 +112,7 @@ def test_other_pages_may_not(named, server):
 
 @pytest.mark.parametrize("origin", ["app.example.com", "https://app.example.com/path", "", "null"])
 def test_what_is_no_origin_is_refused(origin):
-    with pytest.raises(ConfigError, match="is no origin: give one such as"):
-        ServerOptions(allowed_origins=[origin])
+    refused(ConfigError, "is no origin: give one such as", ServerOptions, allowed_origins=[origin])
 
 
 def test_there_are_no_embeddings(server):

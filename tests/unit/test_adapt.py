@@ -15,6 +15,7 @@ from forerun.speculate.draft.heads.adapt import Adaptation, Learner
 from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.table import Tables
+from refusals import refused
 from tiny import ALPHABET, save_tokenizer, tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -252,17 +253,14 @@ def test_clear_errors(rings, tmp_path):
         ({"buffer_tokens": 8}, "must hold a window"),
         ({"window": 5}, "window must be above 5 for a head that guesses 4 tokens ahead"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            serve(adapt)
-    with pytest.raises(ConfigError, match=r"'lookahead' .* cannot adapt: remove 'adapt'"):
-        serve(True, "lookahead")
+        refused(ConfigError, message, serve, adapt)
+    refused(ConfigError, r"'lookahead' .* cannot adapt: remove 'adapt'", serve, True, "lookahead")
     with pytest.raises(ConfigError, match=r"has no option 'adapt'.*it belongs to"):
         LLM(str(rings), speculative_config={"method": "ngram", "adapt": True})
     blocked = tmp_path / "file"
     blocked.write_text("")
     llm = serve({"save": str(blocked)})
-    with pytest.raises(ConfigError, match="adapt: the head cannot be saved in"):
-        llm.close()
+    refused(ConfigError, "adapt: the head cannot be saved in", llm.close)
 
 
 def test_a_table_follows_its_text_and_is_kept(rings, tmp_path):
@@ -321,8 +319,7 @@ def test_a_table_forgets_rare_followers_and_refuses_damaged_files(rings, tmp_pat
         damaged.write_text(content)
         with pytest.raises(ConfigError, match=r"damaged\.json cannot be used"):
             LLM(str(rings), speculative_config={"method": "table", "table_file": str(damaged)})
-    with pytest.raises(ConfigError, match="set 'adapt' too"):
-        LLM(str(rings), speculative_config={"method": "table", "adapt_save": "x"})
+    refused(ConfigError, "set 'adapt' too", LLM, str(rings), speculative_config={"method": "table", "adapt_save": "x"})
     with pytest.raises(ConfigError, match="adapt_weight must be a number above 0"):
         LLM(str(rings), speculative_config={"method": "table", "adapt": True, "adapt_weight": 0.0})
 

@@ -23,6 +23,7 @@ from forerun.models.tokenizer import load_tokenizer
 from forerun.speculate.accept.synthetic import profile
 from forerun.speculate.draft import drafters
 from forerun.theory import predicted_speedup
+from refusals import refused
 
 pytestmark = pytest.mark.slow
 
@@ -117,8 +118,7 @@ def test_profiles_are_cut_and_continued():
     longer = profile("chat", 6)
     assert longer[:4] == [0.630, 0.389, 0.243, 0.158]
     assert longer[4:] == pytest.approx([0.158 * 0.158 / 0.243, 0.158 * (0.158 / 0.243) ** 2])
-    with pytest.raises(ConfigError, match="choose one of humaneval, chat"):
-        profile("poems", 3)
+    refused(ConfigError, "choose one of humaneval, chat", profile, "poems", 3)
 
 
 def test_synthetic_options_of_one_method_are_reported(bench):
@@ -232,24 +232,20 @@ def test_contenders_with_several_requests_take_turns_in_their_midst(llm):
 def test_what_has_commas_stands_in_quotes():
     text = 'transformers, "llama-server=x --spec-type a:b=1,c=2" ,llama-server=y "z"'
     assert split("peers", text, str) == ["transformers", "llama-server=x --spec-type a:b=1,c=2", 'llama-server=y "z"']
-    with pytest.raises(ConfigError, match="comma-separated"):
-        split("peers", "transformers\nvllm", str)
+    refused(ConfigError, "comma-separated", split, "peers", "transformers\nvllm", str)
 
 
 def test_an_unknown_prompt_set_is_refused_with_those_there_are():
     known = "choose one of held_out, repetitive, random, categories, categories-small, humaneval"
-    with pytest.raises(ConfigError, match=known):
-        BenchConfig(prompt_set="poems")
+    refused(ConfigError, known, BenchConfig, prompt_set="poems")
 
 
 def test_whole_runs_have_no_peers():
-    with pytest.raises(ConfigError, match="whole"):
-        BenchConfig(whole=True, peers=["transformers"])
+    refused(ConfigError, "whole", BenchConfig, whole=True, peers=["transformers"])
 
 
 def test_there_must_be_something_to_forget():
-    with pytest.raises(ConfigError, match="fresh"):
-        BenchConfig(fresh=True, lengths=["fixed"])
+    refused(ConfigError, "fresh", BenchConfig, fresh=True, lengths=["fixed"])
 
 
 def test_every_method_runs_or_is_left_out_with_a_reason(llm, tiny_draft):
@@ -376,8 +372,7 @@ def test_prompts_come_from_a_file(tiny_target, tmp_path):
     prompts = make_prompts("file", tokenizer, count=3, length=5, file=file)
     assert [tokenizer.decode(prompt) for prompt in prompts] == ["one t", "three", "one t"]
     file.write_text("\n", encoding="utf-8")
-    with pytest.raises(ConfigError, match="no prompts"):
-        make_prompts("file", tokenizer, count=1, length=5, file=file)
+    refused(ConfigError, "no prompts", make_prompts, "file", tokenizer, count=1, length=5, file=file)
 
 
 def test_cost_curve_has_steps_and_lines():

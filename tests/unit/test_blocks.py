@@ -21,6 +21,7 @@ from forerun.models.formats.gguf_types import PACKED, sizes
 from forerun.models.formats.tiled import TiledLinear
 from gguf_files import weights
 from here import where
+from refusals import refused
 
 KINDS = where(blocks.can_run(), PACKED)
 ROUNDED = where(blocks.can_run(), [kind for kind in ON_CPU if kind in PACKED])
@@ -81,8 +82,7 @@ def test_weights_are_those_of_the_file(kind, monkeypatch):
     for dtype in (torch.bfloat16, torch.float16):
         assert torch.equal(layer.rows(some, dtype), expected[some.flatten()].to(dtype))
     for bad in (-1, 50):
-        with pytest.raises(KernelError, match="row is out of range"):
-            layer.rows(torch.tensor([bad]), torch.float32)
+        refused(KernelError, "row is out of range", layer.rows, torch.tensor([bad]), torch.float32)
     of, size = structs.QUANTS[form(kind)]
     assert layer.nbytes == -(-50 // 16) * 512 // of * size
 
@@ -191,10 +191,8 @@ def test_layers_of_several_forms_are_one(dtype):
     pieces = zip(parts, more.split([40, 24, 7], dim=1))
     assert torch.equal(layer(x, more), torch.cat([part(x, piece.contiguous()) for part, piece in pieces], dim=1))
     assert (layer.kind, layer.outputs) == ("Q4_K and streamed and Q6_K", 71)
-    with pytest.raises(ValueError, match="several"):
-        Joined(parts[:1])
-    with pytest.raises(ValueError, match="same inputs"):
-        Joined([parts[0], TiledLinear(torch.randn(4, 8), None)])
+    refused(ValueError, "several", Joined, parts[:1])
+    refused(ValueError, "same inputs", Joined, [parts[0], TiledLinear(torch.randn(4, 8), None)])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -205,21 +203,16 @@ def test_rows_in_another_order_and_parts_end_to_end(kind):
 
 
 def test_kinds_that_only_files_bring():
-    with pytest.raises(ConfigError, match="read in q6_k, but not rounded to it"):
-        Blocks.of(torch.randn(4, 256), "q6_k")
+    refused(ConfigError, "read in q6_k, but not rounded to it", Blocks.of, torch.randn(4, 256), "q6_k")
 
 
 @pytest.mark.parametrize("kind", where(blocks.can_run(), ["q4_0"]))
 def test_layers_refuse_what_the_kernels_would_misread(kind):
     layer = Blocked(weights(kind, 20, 64), None)
-    with pytest.raises(ValueError, match="64 inputs"):
-        layer(torch.randn(2, 63))
-    with pytest.raises(TypeError, match="float64"):
-        layer(torch.randn(2, 64).double())
-    with pytest.raises(ValueError, match="bias"):
-        Blocked(weights(kind, 20, 64), torch.randn(19))
-    with pytest.raises(ValueError, match="some"):
-        Blocked(Blocks(kind, np.zeros((0, 18), np.uint8), 32), None)
+    refused(ValueError, "64 inputs", layer, torch.randn(2, 63))
+    refused(TypeError, "float64", layer, torch.randn(2, 64).double())
+    refused(ValueError, "bias", Blocked, weights(kind, 20, 64), torch.randn(19))
+    refused(ValueError, "some", Blocked, Blocks(kind, np.zeros((0, 18), np.uint8), 32), None)
 
 
 def _units():

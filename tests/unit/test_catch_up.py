@@ -9,6 +9,7 @@ from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.chain import CatchUpConfig
+from refusals import refused
 from tiny import save_tokenizer, tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -132,8 +133,7 @@ def test_what_is_read_in_parts_makes_the_same_drafts(name, tiny_target, configur
 @pytest.mark.parametrize("chunk", [0, -1, True, "8"])
 def test_a_part_is_at_least_a_token(chunk, tiny_target, tiny_draft):
     config = {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3, "prefill_chunk": chunk}
-    with pytest.raises(ConfigError, match="prefill_chunk must be an integer"):
-        LLM(tiny_target, speculative_config=config)
+    refused(ConfigError, "prefill_chunk must be an integer", LLM, tiny_target, speculative_config=config)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from forerun.kernels import KernelError
 from forerun.kernels.structs import PassStruct
 from forerun.speculate.draft.chain import REACH, ChainGuess, ChainLookup
 from here import where
+from refusals import refused
 
 COMPILED = where(kernels.has("draft_float32"), [True])
 TEXT = "the cat sat on the mat; the cat sat on the mat; the cat "
@@ -124,12 +125,9 @@ def test_dear_rows_are_not_read():
 
 @pytest.mark.parametrize("_", COMPILED)
 def test_what_the_kernel_refuses(_):
-    with pytest.raises(KernelError, match="out of range"):
-        look_up([1, 2], [0, 1], -1)
-    with pytest.raises(KernelError, match="out of range"):
-        look_up([1, 2], [0, 10**6], 1)
-    with pytest.raises(KernelError, match="null"):
-        look_up([], [0, 1], 1)
+    refused(KernelError, "out of range", look_up, [1, 2], [0, 1], -1)
+    refused(KernelError, "out of range", look_up, [1, 2], [0, 10**6], 1)
+    refused(KernelError, "null", look_up, [], [0, 1], 1)
 
 
 BAD = {
@@ -160,5 +158,4 @@ def test_a_wrong_guess_ends_drafts_and_nothing_else(part, tiny_target, tiny_draf
 @pytest.mark.parametrize("more", [{"tree": [2, 1]}, {"use_heterogeneous_vocab": True}, {"method": "staged"}])
 def test_where_nothing_is_read_ahead_the_option_is_refused(more, tiny_target, tiny_draft):
     config = {"method": "draft_model", "model": tiny_draft, "prompt_lookup_num_tokens": 4, **more}
-    with pytest.raises(ConfigError, match="prompt_lookup_num_tokens"):
-        LLM(tiny_target, speculative_config=config)
+    refused(ConfigError, "prompt_lookup_num_tokens", LLM, tiny_target, speculative_config=config)

@@ -16,6 +16,7 @@ from forerun import LLM, ConfigError, SamplingParams
 from forerun.engine import tuned
 from forerun.speculate.draft import datastore
 from forerun.speculate.draft.datastore import Datastore
+from refusals import refused
 
 LETTERS = Letters()
 
@@ -100,38 +101,29 @@ def test_files_keep_texts(texts, tmp_path):
 
 def test_files_that_are_none(tmp_path):
     path = tmp_path / "texts.safetensors"
-    with pytest.raises(ConfigError, match="cannot read the datastore"):
-        Datastore.load(path, 10, None)
+    refused(ConfigError, "cannot read the datastore", Datastore.load, path, 10, None)
     path.write_bytes(b"text")
-    with pytest.raises(ConfigError, match="cannot read the datastore"):
-        Datastore.load(path, 10, None)
+    refused(ConfigError, "cannot read the datastore", Datastore.load, path, 10, None)
     tokens, lengths = np.array([1, 2, 3], np.int32), np.array([3], np.int32)
     save_file({"tokens": tokens, "lengths": lengths}, path)
-    with pytest.raises(ConfigError, match="is no datastore"):
-        Datastore.load(path, 10, None)
+    refused(ConfigError, "is no datastore", Datastore.load, path, 10, None)
     about = {"format": datastore.FORMAT}
     save_file({"tokens": tokens}, path, metadata=about)
-    with pytest.raises(ConfigError, match="cannot read the datastore"):
-        Datastore.load(path, 10, None)
+    refused(ConfigError, "cannot read the datastore", Datastore.load, path, 10, None)
     for wrong in ([2], [4, -1], [2**63 - 1, 2**63 - 1, 5]):
         save_file({"tokens": tokens, "lengths": np.array(wrong)}, path, metadata=about)
-        with pytest.raises(ConfigError, match="is damaged"):
-            Datastore.load(path, 10, None)
+        refused(ConfigError, "is damaged", Datastore.load, path, 10, None)
     for wrong in (tokens.astype(np.float32), tokens[None]):
         save_file({"tokens": wrong, "lengths": lengths}, path, metadata=about)
-        with pytest.raises(ConfigError, match="no lists of whole numbers"):
-            Datastore.load(path, 10, None)
+        refused(ConfigError, "no lists of whole numbers", Datastore.load, path, 10, None)
     strange = {"tokens": torch.ones(3, dtype=torch.bfloat16), "lengths": torch.tensor([3])}
     save_torch(strange, path, metadata=about)
-    with pytest.raises(ConfigError, match="cannot read the datastore"):
-        Datastore.load(path, 10, None)
+    refused(ConfigError, "cannot read the datastore", Datastore.load, path, 10, None)
     save_file({"tokens": tokens, "lengths": lengths}, path, metadata=about)
-    with pytest.raises(ConfigError, match="not among the model's 3"):
-        Datastore.load(path, 3, None)
+    refused(ConfigError, "not among the model's 3", Datastore.load, path, 3, None)
     for nothing in ([], [[]], [[], []]):
         datastore.save(path, nothing)
-        with pytest.raises(ConfigError, match="no text to look anything up in"):
-            Datastore.load(path, 10, None)
+        refused(ConfigError, "no text to look anything up in", Datastore.load, path, 10, None)
 
 
 @pytest.mark.parametrize("tree", [{}, {"tree": [2, 1, 1]}])
@@ -155,15 +147,11 @@ def test_a_file_of_text_is_read_in_the_models_tokens(tmp_path):
     assert draft.tokens == LETTERS.encode("boat")
     (tmp_path / "song.txt").write_bytes(b"\xff\xfe\x00")
     for path in (str(tmp_path / "song.txt"), str(tmp_path / "none.txt"), "~no-such-user/x.txt", "a\0b"):
-        with pytest.raises(ConfigError, match="cannot read the datastore"):
-            build("suffix", datastore=path)
+        refused(ConfigError, "cannot read the datastore", build, "suffix", datastore=path)
     (tmp_path / "song.txt").write_text("row")
-    with pytest.raises(ConfigError, match="not among the model's 20"):
-        Datastore.load(tmp_path / "song.txt", 20, LETTERS)
-    with pytest.raises(ConfigError, match="there is no tokenizer"):
-        Datastore.load(tmp_path / "song.txt", 20, None)
-    with pytest.raises(ConfigError, match="datastore must be text, not 5"):
-        build("suffix", datastore=5)
+    refused(ConfigError, "not among the model's 20", Datastore.load, tmp_path / "song.txt", 20, LETTERS)
+    refused(ConfigError, "there is no tokenizer", Datastore.load, tmp_path / "song.txt", 20, None)
+    refused(ConfigError, "datastore must be text, not 5", build, "suffix", datastore=5)
 
 
 def test_a_tuned_folder_places_it(tiny_target, tmp_path):
@@ -175,5 +163,4 @@ def test_a_tuned_folder_places_it(tiny_target, tmp_path):
     content = json.loads((tmp_path / tuned.FILE).read_text("utf-8"))
     assert content["speculative_config"] == config
     datastore.save(tmp_path / "text.safetensors", [[1, 2, 4]])
-    with pytest.raises(ConfigError, match="was changed after"):
-        tuned.load(tmp_path, tiny_target)
+    refused(ConfigError, "was changed after", tuned.load, tmp_path, tiny_target)

@@ -15,6 +15,7 @@ from forerun.models.base import new_attention
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.load import load_model
 from forerun.models.parts import KernelEach
+from refusals import refused
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +120,7 @@ def test_a_layer_whose_parts_do_not_fit(model):
                     run()
     run, prepared, *_ = decoding(model)
     prepared.kept[-1][5][0] = NOWHERE  # a table of angles
-    with pytest.raises(KernelError, match="null"):
-        run()
+    refused(KernelError, "null", run)
 
 
 BAD_INPUTS = [{"inputs": -1}, {"inputs": 0}, {"inputs": 9}, {"norm_inputs": NOWHERE}, {"table": NOWHERE}]
@@ -171,10 +171,8 @@ def test_a_model_without_ends(model):
             stack.enter_context(changed(fused.model, at, 0))
         run()
         for change in ({"given": 0}, {"logits": x.data_ptr()}):
-            with pytest.raises(KernelError, match="null"):
-                run(**change)
-        with pytest.raises(KernelError, match="a sum failed"):
-            run(sum=ctypes.cast(failing, ctypes.c_void_p).value)
+            refused(KernelError, "null", run, **change)
+        refused(KernelError, "a sum failed", run, sum=ctypes.cast(failing, ctypes.c_void_p).value)
         outputs = head + structs.LinearStruct._fields.index("outputs")
         with changed(fused.model, outputs, 5), pytest.raises(KernelError, match="out of range"):
             run()
@@ -224,10 +222,8 @@ def test_experts_that_do_not_fit(mixture):
     for arguments in with_each(good, bad):
         with pytest.raises(KernelError):
             call(name, *arguments)
-    with pytest.raises(ValueError, match="64 inputs"):
-        experts(torch.randn(3, 63))
-    with pytest.raises(TypeError, match="float64"):
-        experts(x.double())
+    refused(ValueError, "64 inputs", experts, torch.randn(3, 63))
+    refused(TypeError, "float64", experts, x.double())
 
 
 def test_layers_of_heads_that_do_not_fit():
@@ -251,10 +247,8 @@ def test_layers_of_heads_that_do_not_fit():
             with changed(each.fields, at, value), pytest.raises(KernelError):
                 each(x)
     for rows, error in ((x.double(), TypeError), (x[:, :2], ValueError), (x[:, :, :3], ValueError)):
-        with pytest.raises(error, match="layers"):
-            each(rows)
-    with pytest.raises(ValueError, match="not of one size"):
-        KernelEach([*layers, TiledLinear(torch.randn(5, 4), None)], torch.float32)
+        refused(error, "layers", each, rows)
+    refused(ValueError, "not of one size", KernelEach, [*layers, TiledLinear(torch.randn(5, 4), None)], torch.float32)
 
 
 BAD_LATENTS = [
@@ -295,8 +289,7 @@ def test_layers_with_state_that_do_not_fit(described):
     run()
     for change in ({"replay": 0}, {"states": 0}):
         attempt, *_ = decoding(model, **change)
-        with pytest.raises(KernelError, match="null"):
-            attempt()
+        refused(KernelError, "null", attempt)
     held = prepared.kept[-2]
     for at in (0, 1):  # records and checkpoints of the first layer; attention has neither
         with changed(held, at, NOWHERE), pytest.raises(KernelError, match="null"):
@@ -309,8 +302,6 @@ def test_layers_with_state_that_do_not_fit(described):
             with changed(fields, kind._fields.index(name), value), pytest.raises(KernelError):
                 run()
     chains = array("q", [0] * len(structs.Chains._fields))
-    with pytest.raises(KernelError, match="unknown kind"):
-        fused.draft(*fused.addresses, prepared.address, chains.buffer_info()[0])
+    refused(KernelError, "unknown kind", fused.draft, *fused.addresses, prepared.address, chains.buffer_info()[0])
     attention.pool.states = None
-    with pytest.raises(ValueError, match="states are not those of these layers"):
-        fused.prepare(Batch([Span(0, 0, [5])]), attention)
+    refused(ValueError, "states are not those of these layers", fused.prepare, Batch([Span(0, 0, [5])]), attention)

@@ -22,6 +22,7 @@ from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.model import DraftModel
 from forerun.vllm import first_branch
 from here import where
+from refusals import refused
 from tiny import ALPHABET, save_tokenizer, tiny_llama
 from tiny_seq2seq import save_seq2seq
 
@@ -282,12 +283,9 @@ def test_its_logits_are_the_whole_layers_rows(quantization):
 
 
 def test_more_than_there_are_is_refused():
-    with pytest.raises(ConfigError, match=r"draft_vocab_size is 5000000, and .* has \d+ tokens"):
-        speculating(draft_vocab_size=5_000_000)
-    with pytest.raises(ConfigError, match="at least 1"):
-        speculating(draft_vocab_size=0)
-    with pytest.raises(ConfigError, match="leave it out"):
-        speculating(draft_vocab_size=10, use_heterogeneous_vocab=True)
+    refused(ConfigError, r"draft_vocab_size is 5000000, and .* has \d+ tokens", speculating, draft_vocab_size=5_000_000)
+    refused(ConfigError, "at least 1", speculating, draft_vocab_size=0)
+    refused(ConfigError, "leave it out", speculating, draft_vocab_size=10, use_heterogeneous_vocab=True)
 
 
 ROWS = len(ALPHABET) + 8

@@ -17,6 +17,7 @@ from forerun.speculate.draft.best_first import Growing, best_first, depth_first,
 from forerun.speculate.draft.ngram import NgramIndex
 from forerun.speculate.draft.random import _distinct
 from forerun.speculate.draft.suffix import ROOT, TextBlock
+from refusals import refused
 
 # prompt_lookup
 
@@ -160,8 +161,7 @@ def test_table_backs_off_to_all_tokens_and_names_a_missing_file(tmp_path):
     (tmp_path / "text.txt").write_text("aab")
     drafter = build("table", table_file=str(tmp_path / "text.txt"))
     assert drafter.propose([sequence([25])], [1])[0].tokens == [0]
-    with pytest.raises(ConfigError, match=r"missing\.txt cannot be read"):
-        build("table", table_file=str(tmp_path / "missing.txt"))
+    refused(ConfigError, r"missing\.txt cannot be read", build, "table", table_file=str(tmp_path / "missing.txt"))
 
 
 # suffix automaton

@@ -23,6 +23,7 @@ from forerun.core.loading import watch, watch_parts
 from forerun.models import fetch as fetching
 from forerun.models.fetch import KNOWN, Known, fetched
 from here import where
+from refusals import refused
 
 pytestmark = pytest.mark.slow
 
@@ -121,8 +122,7 @@ def test_where_the_home_is_anothers_too_a_third_folder_is_used(tmp_path, home, m
     monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
     assert cache_folder() == tmp_path / "forerun-nobody-of-that-name"
     (tmp_path / "forerun-nobody-of-that-name").chmod(0o777)
-    with pytest.raises(PermissionError, match="there is no other cache folder"):
-        cache_folder()
+    refused(PermissionError, "there is no other cache folder", cache_folder)
 
 
 def test_a_private_folder_in_a_shared_one_is_used(tmp_path, home, monkeypatch):
@@ -151,8 +151,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
         made.write_text("ne")
         raise OSError("no space left")
 
-    with pytest.raises(OSError, match="no space"):
-        replace_with(path, half)
+    refused(OSError, "no space", replace_with, path, half)
     assert (path.read_text(), steps) == ("old", [])
     replace_with(path, lambda made: made.write_text("new"))
     assert (path.read_text(), steps) == ("new", ["fsync", "replace"])
@@ -241,12 +240,10 @@ def test_a_model_that_others_can_have_written_is_not_used(tmp_path, home, monkey
     assert fetched("tiny") == path
     for spoil, reason in ((lambda: path.chmod(0o666), "others may write to"), (lambda: os.truncate(path, 5), "short")):
         spoil()
-        with pytest.raises(ModelError, match=rf"{reason}.*; run `forerun fetch tiny` again"):
-            fetched("tiny")
+        refused(ModelError, rf"{reason}.*; run `forerun fetch tiny` again", fetched, "tiny")
         assert fetching.fetch("tiny", given) == fetched("tiny")
     path.parent.chmod(0o777)
-    with pytest.raises(ModelError, match="others may write to"):
-        fetched("tiny")
+    refused(ModelError, "others may write to", fetched, "tiny")
     with pytest.raises(ModelError, match=r"cannot write to .*others may write to .*FORERUN_CACHE names another folder"):
         fetching.fetch("tiny", given)
 

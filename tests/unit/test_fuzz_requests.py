@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from forerun import LLM, ForerunError, RequestError, SamplingParams
+from refusals import refused
 from tiny import ALPHABET
 
 pytestmark = pytest.mark.slow
@@ -142,8 +143,7 @@ def test_half_a_surrogate_pair_is_no_prompt(llm, prompt):
 def test_a_prompt_that_contains_itself_is_refused(llm):
     prompt = {}
     prompt["prompt"] = prompt
-    with pytest.raises(RequestError, match="a prompt is a string, a list of token ids or a mapping, not dict"):
-        llm().generate([prompt])
+    refused(RequestError, "a prompt is a string, a list of token ids or a mapping, not dict", llm().generate, [prompt])
 
 
 def test_a_text_that_the_tokenizer_fails_on_is_refused(tiny_target, tmp_path):
@@ -154,6 +154,5 @@ def test_a_text_that_the_tokenizer_fails_on_is_refused(tiny_target, tmp_path):
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
     (folder / "tokenizer.json").write_text(json.dumps({**tokenizer, "pre_tokenizer": split}))
     model = LLM(str(folder))
-    with pytest.raises(RequestError, match=r"the tokenizer fails on this text: .*retry-limit"):
-        model.generate(["a", "a" * 40 + "c"])
+    refused(RequestError, r"the tokenizer fails on this text: .*retry-limit", model.generate, ["a", "a" * 40 + "c"])
     assert model.generate("a", NEIGHBOUR)[0].outputs[0].finish_reason == "length"

@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType as Kinds
 from forerun.core.errors import ModelError
 from forerun.models.gguf import GGUFFile
 from gguf_files import add, finish, write_model
+from refusals import refused
 
 QUANTIZED = [Kinds.F32, Kinds.F16, Kinds.BF16, Kinds.Q4_0, Kinds.Q4_1, Kinds.Q8_0]
 
@@ -45,10 +46,8 @@ def test_a_file_that_ends_early_is_refused_wherever_it_ends(tmp_path):
     path = tmp_path / "short.gguf"
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        with pytest.raises(ModelError, match=r"is empty|does not begin with GGUF|truncated or damaged") as caught:
-            GGUFFile(path)
-        assert str(path) in str(caught.value)
-        assert "\n" not in str(caught.value)
+        error = refused(ModelError, r"is empty|does not begin with GGUF|truncated or damaged", GGUFFile, path)
+        assert str(path) in str(error)
 
 
 @pytest.mark.slow
@@ -75,8 +74,7 @@ def test_counts_that_lie_cost_nothing(tmp_path, index):
     whole = bytearray(write_small(tmp_path / "a.gguf").read_bytes())
     whole[index : index + 8] = struct.pack("<Q", 2**62)
     (tmp_path / "a.gguf").write_bytes(whole)
-    with pytest.raises(ModelError, match="list of keys and tensors ends beyond"):
-        GGUFFile(tmp_path / "a.gguf")
+    refused(ModelError, "list of keys and tensors ends beyond", GGUFFile, tmp_path / "a.gguf")
 
 
 @pytest.mark.parametrize(("kind", "element"), [(8, None), (9, 8), (9, 4), (9, 12)])
@@ -84,16 +82,14 @@ def test_lengths_that_lie_are_found_before_anything_is_read(tmp_path, kind, elem
     length = struct.pack("<I", element) if element is not None else b""
     key = struct.pack("<Q", 1) + b"k" + struct.pack("<I", kind) + length + struct.pack("<Q", 2**61)
     (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + bytes(64))
-    with pytest.raises(ModelError, match="k ends beyond its"):
-        GGUFFile(tmp_path / "a.gguf")
+    refused(ModelError, "k ends beyond its", GGUFFile, tmp_path / "a.gguf")
 
 
 @pytest.mark.parametrize("alignment", [0, 24])
 def test_an_alignment_is_a_power_of_two(tmp_path, alignment):
     key = struct.pack("<Q", 17) + b"general.alignment" + struct.pack("<II", 4, alignment)
     (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + key + bytes(64))
-    with pytest.raises(ModelError, match=f"general.alignment is {alignment}, not a power of two"):
-        GGUFFile(tmp_path / "a.gguf")
+    refused(ModelError, f"general.alignment is {alignment}, not a power of two", GGUFFile, tmp_path / "a.gguf")
 
 
 def described(shape, kind=0, offset=0, names=("t",)):
@@ -123,23 +119,17 @@ def described(shape, kind=0, offset=0, names=("t",)):
 )
 def test_what_cannot_be_is_named(tmp_path, content, message):
     (tmp_path / "a.gguf").write_bytes(content)
-    with pytest.raises(ModelError, match=message) as caught:
-        GGUFFile(tmp_path / "a.gguf")
-    assert "\n" not in str(caught.value)
+    refused(ModelError, message, GGUFFile, tmp_path / "a.gguf")
 
 
 def test_a_key_that_is_there_twice_and_a_kind_without_values(tmp_path):
     key = struct.pack("<Q", 1) + b"k" + struct.pack("<II", 4, 7)
     (tmp_path / "a.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 2) + key + key)
-    with pytest.raises(ModelError, match="k is there twice"):
-        GGUFFile(tmp_path / "a.gguf")
+    refused(ModelError, "k is there twice", GGUFFile, tmp_path / "a.gguf")
     (tmp_path / "a.gguf").write_bytes(described((8,), kind=Kinds.I32))
-    with pytest.raises(ModelError, match="kind I32, which cannot be dequantized"):
-        GGUFFile(tmp_path / "a.gguf").values("t")
-    with pytest.raises(ModelError, match="no tensor other"):
-        GGUFFile(write_model(tmp_path / "b.gguf")).values("other")
-    with pytest.raises(ModelError, match="No such file"):
-        GGUFFile(tmp_path / "nowhere.gguf")
+    refused(ModelError, "kind I32, which cannot be dequantized", GGUFFile(tmp_path / "a.gguf").values, "t")
+    refused(ModelError, "no tensor other", GGUFFile(write_model(tmp_path / "b.gguf")).values, "other")
+    refused(ModelError, "No such file", GGUFFile, tmp_path / "nowhere.gguf")
 
 
 def test_a_list_of_texts_is_looked_at_when_it_is_asked_for(tmp_path):

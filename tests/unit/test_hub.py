@@ -22,6 +22,7 @@ from forerun.models.hub import ModelSource, choose, parse, quantization
 from forerun.models.inventory import known_draft, on_disk, remove
 from gguf_files import write_model
 from hub import TOKEN, Repository, hub
+from refusals import refused
 
 pytestmark = pytest.mark.slow
 
@@ -359,15 +360,13 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_does_not_say_which_is_listed(name):
     which, offered, message = REFUSED[name]
-    with pytest.raises(ModelError, match=message):
-        choose(ModelSource("o/r", which), offered)
+    refused(ModelError, message, choose, ModelSource("o/r", which), offered)
 
 
 def test_names_are_read():
     assert parse("hf:o/r") == ModelSource("o/r", None)
     assert parse("hf:o/r:Q4_K_M") == ModelSource("o/r", "Q4_K_M")
-    with pytest.raises(ModelError, match="names no model of a hub"):
-        parse("hf:o/r:")
+    refused(ModelError, "names no model of a hub", parse, "hf:o/r:")
     labels = {
         "a-q4_k_m.gguf": "Q4_K_M",
         "a.IQ3_XXS.gguf": "IQ3_XXS",

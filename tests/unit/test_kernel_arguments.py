@@ -21,6 +21,7 @@ from forerun.models.formats.tiled import TiledLinear
 from forerun.models.load import load_model
 from forerun.sampling.compiled import CompiledSampling, penalise, restrict
 from forerun.sampling.params import SamplingParams
+from refusals import refused
 
 CPU = torch.device("cpu")
 TYPES = kernels.TYPES
@@ -58,8 +59,7 @@ def test_rows(kind):
     for name, (good, bad) in cases.items():
         call(f"{name}_{kind}", *good)
         for arguments in with_each(good, bad):
-            with pytest.raises(KernelError, match="called wrongly"):
-                call(f"{name}_{kind}", *arguments)
+            refused(KernelError, "called wrongly", call, f"{name}_{kind}", *arguments)
     assert kept.numel() == 4096
 
 
@@ -164,15 +164,13 @@ def test_attention_refuses_what_it_would_misread(kind):
         case = Attending()
         case.heads = case.heads._replace(bias=case.at, **change)
         if change in BIASED:
-            with pytest.raises(KernelError, match="rows or entries are out of range"):
-                case.run(kind)
+            refused(KernelError, "rows or entries are out of range", case.run, kind)
         else:
             case.run(kind)
     for tables in ([2, 0], [1, -1], [1 << 40, 0]):
         case = Attending()
         case.tables = tables
-        with pytest.raises(KernelError, match="page lies outside"):
-            case.run(kind)
+        refused(KernelError, "page lies outside", case.run, kind)
     for change in ({"num_spans": 0}, {"num_spans": -1}, {"num_tables": 1}, {"num_tables": -1}):
         case = Attending()
         case.plan = case.plan._replace(**change)
@@ -201,16 +199,13 @@ def test_rows_that_are_not_stored_see_what_is_there(kind):
     bad[0].span = bad[0].span._replace(base=0, before=0)
     bad[1].paths = [0, 0, 0, 1]
     for made in bad:
-        with pytest.raises(KernelError, match="path is out of range"):
-            made.run(kind, stores=False)
+        refused(KernelError, "path is out of range", made.run, kind, stores=False)
     beyond = case()
     beyond.span = beyond.span._replace(base=9, before=9)
-    with pytest.raises(KernelError, match="page table is too short"):
-        beyond.run(kind, stores=False)
+    refused(KernelError, "page table is too short", beyond.run, kind, stores=False)
     stored = case()
     stored.span = stored.span._replace(base=6, before=6)
-    with pytest.raises(KernelError, match="path is out of range"):
-        stored.run(kind)
+    refused(KernelError, "path is out of range", stored.run, kind)
 
 
 def test_paths_stay_inside_their_sequence():
@@ -231,13 +226,10 @@ def test_paths_stay_inside_their_sequence():
         [0, -3, 0, 5],
         [0, 1 << 62] * 2,
     ):
-        with pytest.raises(KernelError, match="path is out of range"):
-            case(paths, [0, 1, 2, 3, 4]).run()
+        refused(KernelError, "path is out of range", case(paths, [0, 1, 2, 3, 4]).run)
     for entry in (-1, 5, 1 << 40):
-        with pytest.raises(KernelError, match="entry of a path"):
-            case([0, 4, 0, 5], [0, 1, 2, 3, entry]).run()
-    with pytest.raises(KernelError, match="path is out of range"):
-        case([0, 4, 0, 5], [0, 1, 2, 3, 4], num_paths=3).run()
+        refused(KernelError, "entry of a path", case([0, 4, 0, 5], [0, 1, 2, 3, entry]).run)
+    refused(KernelError, "path is out of range", case([0, 4, 0, 5], [0, 1, 2, 3, 4], num_paths=3).run)
 
 
 @pytest.fixture(scope="module")
@@ -249,8 +241,7 @@ def test_spans_that_are_none(model):
     """Such as a self-test laid out for a context of two tokens."""
     for span in (Span(0, -3, [1, 2]), Span(0, 0, [1], stored=-1), Span(0, 2, [1, 2], [-1])):
         attention = new_attention(model, max_seqs=2, max_len=32)
-        with pytest.raises(ValueError, match=r"negative|parents"):
-            model.forward(Batch([span]), attention)
+        refused(ValueError, r"negative|parents", model.forward, Batch([span]), attention)
         assert not attention.pool.block_tables
     for parents in ([0, -1], [1, 0], [-1, 5]):
         with pytest.raises((ValueError, IndexError)):
@@ -269,28 +260,20 @@ def test_attention_over_tensors_that_do_not_fit():
     assert run().shape == (3, 64)
     for bad in ({"q": (2, 4, 16)}, {"k": (2, 2, 16)}, {"k": (3, 4, 16)}, {"v": (3, 2, 8)}, {"q": (3, 4, 8)},
                 {"dtype": torch.bfloat16}):  # fmt: skip
-        with pytest.raises(ValueError, match=r"attention over|entries have"):
-            run(**bad)
+        refused(ValueError, r"attention over|entries have", run, **bad)
     with pytest.raises(ForerunError):
         run(q=(3, 3, 16))
 
 
 def test_layers_over_tensors_that_do_not_fit():
     for weight in (torch.randn(4), torch.randn(0, 4), torch.randn(2, 3, 4)):
-        with pytest.raises(ValueError, match="weights"):
-            TiledLinear(weight, None)
-    with pytest.raises(ValueError, match="bias"):
-        TiledLinear(torch.randn(4, 4), torch.randn(3))
-    with pytest.raises(TypeError, match="float64"):
-        TiledLinear(torch.randn(4, 4).double(), None)
-    with pytest.raises(ValueError, match="inputs"):
-        TiledInt8(torch.zeros(1, (1 << 16) + 1), None, "int8")
-    with pytest.raises(TypeError, match="float64"):
-        TiledInt8(torch.randn(4, 4), None, "int8")(torch.randn(2, 4).double())
-    with pytest.raises(ValueError, match="8 numbers"):
-        parts.KernelNorm(torch.randn(8), 1e-5)(torch.randn(2, 7))
-    with pytest.raises(ValueError, match="2 width"):
-        parts.KernelGate("silu", torch.float32)(torch.randn(2, 7))
+        refused(ValueError, "weights", TiledLinear, weight, None)
+    refused(ValueError, "bias", TiledLinear, torch.randn(4, 4), torch.randn(3))
+    refused(TypeError, "float64", TiledLinear, torch.randn(4, 4).double(), None)
+    refused(ValueError, "inputs", TiledInt8, torch.zeros(1, (1 << 16) + 1), None, "int8")
+    refused(TypeError, "float64", TiledInt8(torch.randn(4, 4), None, "int8"), torch.randn(2, 4).double())
+    refused(ValueError, "8 numbers", parts.KernelNorm(torch.randn(8), 1e-5), torch.randn(2, 7))
+    refused(ValueError, "2 width", parts.KernelGate("silu", torch.float32), torch.randn(2, 7))
     wide = torch.randn(2, 16)[:, ::2]
     assert torch.equal(
         parts.KernelGate("silu", torch.float32)(wide),
@@ -325,5 +308,4 @@ def test_sampling_over_lists_that_do_not_fit():
         lambda: penalise(scores[0], [-1], 0, SamplingParams()),
     ]
     for attempt in wrong:
-        with pytest.raises(ValueError, match=r"\w"):
-            attempt()
+        refused(ValueError, r"\w", attempt)

@@ -11,6 +11,7 @@ from forerun.core.errors import ConfigError
 from forerun.models import formats, parts
 from forerun.models.formats import blocks, compiled, int8, plain, tiled
 from here import NO_PACKING, where
+from refusals import refused
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -71,11 +72,9 @@ def test_rows_of_a_streamed_layer_are_those_of_its_weights(dtype, shape):
     weight = torch.randn(shape).to(dtype)
     layer, ids = tiled.TiledLinear(weight, None), torch.randint(0, shape[0], (4, 9))
     assert torch.equal(layer.rows(ids, dtype), weight[ids.flatten()])
-    with pytest.raises(kernels.KernelError, match="row"):
-        layer.rows(torch.tensor([shape[0]]), dtype)
+    refused(kernels.KernelError, "row", layer.rows, torch.tensor([shape[0]]), dtype)
     other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
-    with pytest.raises(TypeError, match="of weights in"):
-        layer.rows(ids, other)
+    refused(TypeError, "of weights in", layer.rows, ids, other)
 
 
 @pytest.mark.parametrize("inputs", [512, 700])
@@ -176,10 +175,8 @@ def test_the_option():
     assert formats.choose(torch.bfloat16, torch.device("cuda"), "auto") == "plain"
     for dtype, device in ((torch.float64, CPU), (torch.bfloat16, torch.device("cuda"))):
         for how in ("packed", "streamed"):
-            with pytest.raises(ConfigError, match="auto"):
-                formats.choose(dtype, device, how)
-    with pytest.raises(ConfigError, match="quick"):
-        formats.choose(torch.float32, CPU, "quick")
+            refused(ConfigError, "auto", formats.choose, dtype, device, how)
+    refused(ConfigError, "quick", formats.choose, torch.float32, CPU, "quick")
 
 
 @pytest.fixture
@@ -215,27 +212,22 @@ def test_without_our_kernels(lacking, monkeypatch, tmp_path, caplog):
     assert ("kernels need Linux" in caplog.text) == (not serves and lacking != "wish")
     assert ("apt-get install g++" in caplog.text) == (serves and not compiles and lacking != "wish")
     assert formats.choose(torch.float32, CPU, "auto") == ("packed" if plain.can_pack(torch.float32) else "plain")
-    with pytest.raises(ConfigError, match="C\\+\\+ compiler"):
-        formats.choose(torch.float32, CPU, "streamed")
+    refused(ConfigError, "C\\+\\+ compiler", formats.choose, torch.float32, CPU, "streamed")
 
 
 @pytest.mark.usefixtures("nothing_compiled")
 @pytest.mark.parametrize("name", ["FORERUN_KERNELS", "FORERUN_TILES"])
 def test_a_switch_is_0_or_1(monkeypatch, name):
     monkeypatch.setenv(name, "off")
-    with pytest.raises(ConfigError, match=rf"{name} is 1 or, .* 0; not 'off'"):
-        kernels.library()
+    refused(ConfigError, rf"{name} is 1 or, .* 0; not 'off'", kernels.library)
 
 
 @pytest.mark.parametrize(("dtype", "how"), STREAMED)
 def test_streamed_layers_refuse_what_the_kernels_would_misread(dtype, how):
     layer = formats.make_linear(torch.randn(64, 64).to(dtype), None, how)
-    with pytest.raises(ValueError, match="64 inputs"):
-        layer(torch.randn(2, 63).to(dtype))
-    with pytest.raises(TypeError, match="float64"):
-        layer(torch.randn(2, 64).double())
-    with pytest.raises(ValueError, match="add"):
-        layer(torch.randn(2, 64).to(dtype), torch.randn(3, 64).to(dtype))
+    refused(ValueError, "64 inputs", layer, torch.randn(2, 63).to(dtype))
+    refused(TypeError, "float64", layer, torch.randn(2, 64).double())
+    refused(ValueError, "add", layer, torch.randn(2, 64).to(dtype), torch.randn(3, 64).to(dtype))
     x = torch.randn(3, 5, 64).to(dtype)
     assert torch.equal(layer(x), layer(x.view(15, 64)).view(3, 5, 64))
     assert torch.equal(layer(x.transpose(0, 1)), layer(x.transpose(0, 1).contiguous()))
@@ -295,8 +287,7 @@ def test_soft_caps(cap):
     expected = torch.tanh(numbers.double() / cap) * cap
     assert (parts.softcap(numbers.clone(), cap) - expected).abs().max() <= 3e-7 * cap
     assert torch.isnan(parts.softcap(torch.tensor([float("nan")]), cap)).all()
-    with pytest.raises(ValueError, match="soft cap on"):
-        parts.softcap(numbers.double(), cap)
+    refused(ValueError, "soft cap on", parts.softcap, numbers.double(), cap)
     apart = numbers.view(4, -1)[:, :5]
     assert torch.equal(parts.softcap(apart, cap), parts.softcap(apart.clone(), cap))
 
@@ -308,8 +299,7 @@ def test_without_the_private_operations(monkeypatch):
     try:
         assert not plain.can_pack(torch.float32)
         assert formats.choose(torch.float32, CPU, "auto") == "plain"
-        with pytest.raises(ConfigError, match="float32"):
-            formats.choose(torch.float32, CPU, "packed")
+        refused(ConfigError, "float32", formats.choose, torch.float32, CPU, "packed")
     finally:
         plain.can_pack.cache_clear()
 

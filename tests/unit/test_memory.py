@@ -8,6 +8,7 @@ from forerun.core.errors import ConfigError, RequestError
 from forerun.engine import memory
 from forerun.engine.config import EngineConfig
 from forerun.engine.memory import megabytes, parse_bytes, spare_bytes
+from refusals import refused
 
 
 @pytest.mark.parametrize(
@@ -24,8 +25,7 @@ def test_sizes_as_they_are_shown():
 
 @pytest.mark.parametrize("text", ["much", "2 GiBs", "-1", "", True])
 def test_memory_sizes_that_are_none(text):
-    with pytest.raises(ConfigError, match="kv_cache_memory must be"):
-        EngineConfig(kv_cache_memory=text)
+    refused(ConfigError, "kv_cache_memory must be", EngineConfig, kv_cache_memory=text)
 
 
 @pytest.mark.parametrize(
@@ -38,8 +38,7 @@ def test_memory_sizes_that_are_none(text):
     ],
 )
 def test_options_that_contradict_each_other(options, says):
-    with pytest.raises(ConfigError, match=says):
-        EngineConfig(**options)
+    refused(ConfigError, says, EngineConfig, **options)
 
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
@@ -54,8 +53,7 @@ def test_one_budget_for_target_and_draft(llm, tiny_draft):
     assert 190_000 < sum(sizes) <= 200_000
     assert engine.pools[0].num_tokens == engine.pools[1].num_tokens == engine.kv_cache_tokens
     assert engine.max_model_len <= engine.kv_cache_tokens
-    with pytest.raises(ConfigError, match="less than one page of every one"):
-        llm(draft, page_size=8, kv_cache_memory=2_000)
+    refused(ConfigError, "less than one page of every one", llm, draft, page_size=8, kv_cache_memory=2_000)
 
 
 def test_without_a_budget_the_caches_take_what_is_spare(llm, monkeypatch):
@@ -68,8 +66,7 @@ def test_without_a_budget_the_caches_take_what_is_spare(llm, monkeypatch):
 
 def test_a_pool_too_small_for_a_request_says_so(llm):
     small = llm(page_size=8, num_pages=4, max_model_len=64)
-    with pytest.raises(RequestError, match="the pool holds 32"):
-        small.generate("a" * 30, GREEDY)
+    refused(RequestError, "the pool holds 32", small.generate, "a" * 30, GREEDY)
     assert len(small.generate("a" * 12, GREEDY)[0].outputs[0].token_ids) == 20
     small.engine.check()
 

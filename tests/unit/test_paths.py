@@ -18,6 +18,7 @@ from forerun.speculate.names import KEYS
 from forerun.tune import choose
 from forerun.tune import run as stages
 from forerun.tune.config import TuneConfig
+from refusals import refused
 
 NO_PATHS = {"dtype", "quantization", "heterogeneous_vocab_method"}
 TABLE = {"method": "table", "adapt": True}
@@ -73,14 +74,12 @@ def test_a_tuned_folder_names_no_place_to_write(folder, tiny_target, case):
 @pytest.mark.parametrize("case", LEAVES)
 def test_no_path_of_a_tuned_folder_leaves_it(folder, tiny_target, case):
     sealed(folder, tiny_target, LEAVES[case])
-    with pytest.raises(ConfigError, match=r"which leads out of it|which cannot be used"):
-        tuned.load(folder, tiny_target)
+    refused(ConfigError, r"which leads out of it|which cannot be used", tuned.load, folder, tiny_target)
 
 
 def test_nor_does_a_file_that_it_is_sealed_with(folder, tiny_target):
     for name in ("../victim", "link/config.json", str(folder.parent / "victim")):
-        with pytest.raises(ConfigError, match="leads out of it"):
-            sealed(folder, tiny_target, {"method": "ngram"}, [name])
+        refused(ConfigError, "leads out of it", sealed, folder, tiny_target, {"method": "ngram"}, [name])
 
 
 def test_a_drafter_of_another_package_is_not_named(folder, tiny_target):
@@ -113,8 +112,7 @@ def test_a_tuning_that_goes_on_believes_no_path_either(folder, tiny_target, monk
     chosen = {"chosen": {**TABLE, "adapt_save": victim}, "measured": []}
     monkeypatch.setattr(stages, "_write", lambda config, data, state, *_: state.keep("held", [[1]]))
     monkeypatch.setattr(choose, "choose", lambda *_, **__: chosen)
-    with pytest.raises(ConfigError, match="names a place to write"):
-        stages.tune(config)
+    refused(ConfigError, "names a place to write", stages.tune, config)
     assert Path(victim).read_text("utf-8") == "precious"
 
 
@@ -140,8 +138,7 @@ def test_a_tokenizer_names_no_other_files(tmp_path, tiny_target, key, file):
     path = own / file
     before = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     path.write_text(json.dumps(before | named), encoding="utf-8")
-    with pytest.raises(ModelError, match=rf"{file} names other files \({key}\), which are not loaded"):
-        load_tokenizer(own)
+    refused(ModelError, rf"{file} names other files \({key}\), which are not loaded", load_tokenizer, own)
 
 
 def test_a_config_names_no_other_config(tmp_path, tiny_target):
@@ -149,5 +146,4 @@ def test_a_config_names_no_other_config(tmp_path, tiny_target):
     config = json.loads((own / "config.json").read_text("utf-8"))
     (tmp_path / "config.4.0.0.json").write_text(json.dumps(config | {"num_hidden_layers": 1}), encoding="utf-8")
     (own / "config.json").write_text(json.dumps(config | {"configuration_files": ["../config.4.0.0.json"]}), "utf-8")
-    with pytest.raises(ModelError, match=r"names other files \(configuration_files\)"):
-        read_config(own)
+    refused(ModelError, r"names other files \(configuration_files\)", read_config, own)

@@ -14,6 +14,7 @@ from forerun import LLM, ConfigError, ModelError, SamplingParams, drafters
 from forerun.models.tokenizer import load_tokenizer
 from forerun.tune.loop import load_checkpoint
 from forerun.tune.state import load_target
+from refusals import refused
 
 pytestmark = pytest.mark.slow
 
@@ -59,8 +60,7 @@ def test_an_index_that_names_a_pickle(folder, mark, name, trapped):
     torch.save({**result, **({"trap": Trap(mark)} if trapped else {})}, folder / name)
     write_index(folder, name)
     for read in (LLM, load_target):
-        with pytest.raises(ModelError, match="only safetensors files in the same folder are loaded"):
-            read(folder)
+        refused(ModelError, "only safetensors files in the same folder are loaded", read, folder)
     assert not mark.exists()
 
 
@@ -71,8 +71,7 @@ def test_an_index_that_names_a_file_elsewhere(folder, tmp_path, where):
     (folder / "sub").mkdir()
     shutil.copy(folder / WEIGHTS, tmp_path / "elsewhere.safetensors")
     write_index(folder, where.format(tmp_path))
-    with pytest.raises(ModelError, match="only safetensors files in the same folder are loaded"):
-        LLM(str(folder))
+    refused(ModelError, "only safetensors files in the same folder are loaded", LLM, str(folder))
 
 
 @pytest.mark.parametrize("indexed", [False, True])
@@ -120,8 +119,7 @@ def test_code_beside_a_tokenizer_or_a_target_never_runs(folder, mark):
     tokenizer = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     for read in (LLM, load_target, load_tokenizer):
-        with pytest.raises(ModelError, match=r"which is never run|such code is never run"):
-            read(folder)
+        refused(ModelError, r"which is never run|such code is never run", read, folder)
     assert not mark.exists()
 
 

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 )
 
 from forerun.cache.pool import KVShape, OutOfPages, Pages, Pool
+from refusals import refused
 
 SHAPES = [KVShape(1, 1, 2), KVShape(2, 3, 1)]
 
@@ -105,8 +106,7 @@ class PoolMachine(RuleBasedStateMachine):
             write(self.pool, key, values)
             self.account[key] += values
         else:
-            with pytest.raises(OutOfPages, match="the KV cache is full"):
-                self.pool.reserve(key, len(self.account[key]) + count)
+            refused(OutOfPages, "the KV cache is full", self.pool.reserve, key, len(self.account[key]) + count)
             assert before == self.pool.block_tables
 
     @rule(key=sequences, data=st.data())
@@ -247,10 +247,8 @@ def test_check_notices_what_is_wrong():
 def test_misuse_is_an_error():
     pages = Pages(4, 4)
     pages.reserve(1, 4)
-    with pytest.raises(ValueError, match="5 entries were written where 1 pages are reserved"):
-        pages.advance(1, 5)
-    with pytest.raises(ValueError, match="already has pages"):
-        pages.adopt(1, [0], 1)
+    refused(ValueError, "5 entries were written where 1 pages are reserved", pages.advance, 1, 5)
+    refused(ValueError, "already has pages", pages.adopt, 1, [0], 1)
 
 
 def test_the_slotted_layout_is_one_page_per_sequence():

@@ -18,6 +18,7 @@ from forerun.models.open import open_files, read_config
 from forerun.models.prequantized import Grouped, Unpacked, gather
 from forerun.models.transform import transform
 from here import where
+from refusals import refused
 from tiny import save_tokenizer, tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -248,8 +249,7 @@ def test_they_generate_and_may_be_rounded_again(tmp_path, name):
     assert drafted == llm.generate("the cat the cat", GREEDY, speculate=False)[0].outputs[0].token_ids
     if blocks.can_run():
         assert "Q8_0" in load_model(tmp_path, quantization="q8_0").info.path
-    with pytest.raises(ModelError, match="which only the native path reads"):
-        load_model(tmp_path, model_path="hf")
+    refused(ModelError, "which only the native path reads", load_model, tmp_path, model_path="hf")
 
 
 BAD = {

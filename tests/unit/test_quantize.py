@@ -18,6 +18,7 @@ from forerun.models.invariance import self_test
 from forerun.models.kinds import KINDS
 from forerun.speculate.draft import drafters
 from modules import native
+from refusals import refused
 
 pytestmark = pytest.mark.slow
 
@@ -110,16 +111,13 @@ def test_int8_rows_is_invariant(dtype):
 
 
 def test_int8_is_not():
-    with pytest.raises(ConfigError, match="int8_rows"):
-        model("int8", invariant=True)
+    refused(ConfigError, "int8_rows", model, "int8", invariant=True)
 
 
 def test_unknown_kinds_are_refused():
     for kind in ("fp8", "int3"):
-        with pytest.raises(ConfigError, match=kind):
-            model(kind)
-    with pytest.raises(ConfigError, match="int8_rows"):
-        formats.check("int8_rows", torch.device("cuda"), torch.bfloat16, invariant=False)
+        refused(ConfigError, kind, model, kind)
+    refused(ConfigError, "int8_rows", formats.check, "int8_rows", torch.device("cuda"), torch.bfloat16, invariant=False)
 
 
 def test_kernels_of_ours_are_for_cpus_and_their_dtypes():
@@ -131,14 +129,12 @@ def test_kernels_of_ours_are_for_cpus_and_their_dtypes():
 
 def test_without_fbgemm_a_wish_for_8_bits_names_the_dtype(monkeypatch):
     monkeypatch.setattr(type(torch.backends.quantized), "supported_engines", [])
-    with pytest.raises(ConfigError, match="float64 needs FBGEMM"):
-        formats.check("int8_rows", CPU, torch.float64, invariant=True)
+    refused(ConfigError, "float64 needs FBGEMM", formats.check, "int8_rows", CPU, torch.float64, invariant=True)
 
 
 def test_without_our_kernels_blocks_are_refused(monkeypatch):
     monkeypatch.setattr(blocks, "can_run", lambda: False)
-    with pytest.raises(ConfigError, match=r"'q4_0' in float32 needs kernels of ours .* leave it out"):
-        model("q4_0")
+    refused(ConfigError, r"'q4_0' in float32 needs kernels of ours .* leave it out", model, "q4_0")
 
 
 def test_none_leaves_a_target_as_it_is():

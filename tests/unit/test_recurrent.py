@@ -14,6 +14,7 @@ from forerun.kernels import KernelError, structs
 from forerun.models.architectures.spec import MixerSpec
 from forerun.models.parts import KernelNorm
 from forerun.models.recurrent import Convolution, DeltaNet, KernelMixer, Mamba2, ShortConv, lay_out
+from refusals import refused
 
 CPU, EPS, DEPTH = torch.device("cpu"), 1e-5, 12
 SIZES = {
@@ -231,5 +232,4 @@ def test_arguments_that_reach_elsewhere_are_refused():
     for case in cases:
         with pytest.raises(KernelError):
             run(**case)
-    with pytest.raises(ValueError, match="are needed"):
-        layer.feed(rows[:, 1:], Span(0, 0, [1] * 3))
+    refused(ValueError, "are needed", layer.feed, rows[:, 1:], Span(0, 0, [1] * 3))

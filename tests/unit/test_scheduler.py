@@ -12,6 +12,7 @@ from forerun.cache.prefix import PrefixTree
 from forerun.core.errors import RequestError
 from forerun.core.request import RequestState
 from forerun.engine.scheduler import LONGEST_WAIT, PATIENCE, PrefillBudget, Scheduler
+from refusals import refused
 
 PARAMS = SimpleNamespace()
 
@@ -113,8 +114,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.keys += 1
         one = sequence(self.keys, prompt, output, priority, tokens=[like] * prompt)
         if self.pool.pages_for(prompt + output) > self.pool.num_pages:
-            with pytest.raises(RequestError, match="tokens of KV cache"):
-                self.scheduler.add(one)
+            refused(RequestError, "tokens of KV cache", self.scheduler.add, one)
         else:
             self.scheduler.add(one)
             self.alive[one.id] = one

@@ -11,6 +11,7 @@ from forerun.cache.prefix import PrefixTree
 from forerun.cache.sources import Sources
 from forerun.core.batch import Batch, Span
 from here import where
+from refusals import refused
 
 pytestmark = pytest.mark.slow
 
@@ -53,8 +54,7 @@ def test_a_source_is_encoded_once_for_all_who_read_it():
 def test_who_goes_makes_room_and_who_stays_does_not():
     keeper = sources()
     read(keeper, (0, ONE), (1, TWO))
-    with pytest.raises(OutOfPages, match="2 encoded sources are in use"):
-        read(keeper, (2, THREE))
+    refused(OutOfPages, "2 encoded sources are in use", read, keeper, (2, THREE))
     keeper.release(0)
     keeper.release(7)
     assert read(keeper, (2, THREE)) == [[THREE]]
@@ -162,5 +162,4 @@ def test_the_kernel_against_torch(page_size):
     attention = both[1]
     metadata = attention.begin(Batch([Span(0, 0, [1], source=ONE)]))
     for wrong in (bias.double(), bias[:2], bias.T, bias[:, ::2]):
-        with pytest.raises(ValueError, match="a bias"):
-            attention.run(Query(0, *sides[:, :1], 0.3, bias=wrong), metadata)
+        refused(ValueError, "a bias", attention.run, Query(0, *sides[:, :1], 0.3, bias=wrong), metadata)

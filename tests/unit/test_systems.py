@@ -12,6 +12,7 @@ import pytest
 
 from forerun import LLM, ConfigError, SamplingParams, StructuredOutputsParams
 from forerun.cli.main import run
+from refusals import refused
 
 WITHOUT = """
 import os, pkgutil, sys, importlib
@@ -133,6 +134,5 @@ def test_the_first_command_is_enough_for_structured_output(monkeypatch, tiny_tar
     assert "structured output" in README
     monkeypatch.setitem(sys.modules, "llguidance", None)
     params = SamplingParams(structured_outputs=StructuredOutputsParams(choice=["a", "b"]), max_tokens=2)
-    with pytest.raises(ConfigError, match=r"llguidance: pip install 'forerun\[serve\]'"):
-        LLM(tiny_target).generate(["x"], params)
+    refused(ConfigError, r"llguidance: pip install 'forerun\[serve\]'", LLM(tiny_target).generate, ["x"], params)
     assert "serve" in installed_first()

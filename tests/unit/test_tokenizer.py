@@ -19,6 +19,7 @@ from forerun.engine.metrics import CORRECTED, RoundTrace
 from forerun.models.gguf_tokenizer import make_tokenizer
 from forerun.models.tokenizer import REPLACEMENT, Detokenizer, load_tokenizer, token_text
 from forerun.serve.text import TextService
+from refusals import refused
 from tiny import ALPHABET, save_tokenizer, tiny_llama
 
 TEXT = "def naïve(x): return 'žluťoučký kůň' # 中文字符 и кириллица 👩‍👩‍👧‍👦 🎉🎉 ٣٤٥\n" * 3
@@ -189,8 +190,7 @@ def test_a_token_keeps_the_space_that_it_begins_with():
 
 
 def refuse(target, draft, message):
-    with pytest.raises(ConfigError, match=message):
-        LLM(target, speculative_config={"method": "draft_model", "model": str(draft)})
+    refused(ConfigError, message, LLM, target, speculative_config={"method": "draft_model", "model": str(draft)})
 
 
 def test_the_first_difference_of_two_vocabularies_is_named(tiny_target, tmp_path):
@@ -262,9 +262,6 @@ def test_padding_and_logits_beyond_the_tokenizer_are_none(tiny_target, tmp_path)
 
 def test_a_tokenizer_that_is_missing_or_broken(tmp_path):
     tiny_llama(layers=1).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="has no usable tokenizer"):
-        load_tokenizer(tmp_path)
+    refused(ModelError, "has no usable tokenizer", load_tokenizer, tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0"}))
-    with pytest.raises(ModelError, match="has no usable tokenizer") as caught:
-        load_tokenizer(tmp_path)
-    assert "\n" not in str(caught.value)
+    refused(ModelError, "has no usable tokenizer", load_tokenizer, tmp_path)

@@ -13,6 +13,7 @@ from forerun.models.formats import plain
 from forerun.models.formats.base import size
 from forerun.models.kinds import GPU_KINDS
 from here import where
+from refusals import refused
 
 KINDS = where(find_spec("torchao") is not None, GPU_KINDS, "torchao is not installed")
 LIMIT = {"int8": 0.02, "fp8": 0.05}
@@ -38,5 +39,4 @@ def test_a_layer_is_close_and_small(kind, dtype):
 def test_without_it_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
-    with pytest.raises(ConfigError, match=r"pip install 'forerun\[gpu\]'"):
-        plain.through_torchao(torch.ones(4, 4), None, name="int8")
+    refused(ConfigError, r"pip install 'forerun\[gpu\]'", plain.through_torchao, torch.ones(4, 4), None, name="int8")

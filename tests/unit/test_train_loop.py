@@ -16,6 +16,7 @@ from forerun.tune import kinds
 from forerun.tune.kinds import lk, of_head
 from forerun.tune.loop import LoopSettings, make_optimizers, run, wait_while_paused
 from forerun_lab.train.corpus import TokenStream
+from refusals import refused
 
 VOCABULARY = 11
 
@@ -118,8 +119,7 @@ def test_frozen_parameters_stay_and_only_hidden_matrices_go_to_muon(tmp_path):
 
 
 def test_a_model_without_trainable_parameters_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="no trainable parameters"):
-        make_optimizers(Bigram().requires_grad_(False), settings(tmp_path))
+    refused(ConfigError, "no trainable parameters", make_optimizers, Bigram().requires_grad_(False), settings(tmp_path))
 
 
 def test_a_checkpoint_of_another_model_is_an_error(tmp_path):
@@ -153,8 +153,7 @@ def test_the_loop_waits_while_the_pause_file_exists(tmp_path, monkeypatch):
     ("option", "value"), [("tokens", 0), ("length", 0), ("lr", -1.0), ("decay_share", 2.0), ("clip", 0.0)]
 )
 def test_bad_settings_are_named(tmp_path, option, value):
-    with pytest.raises(ConfigError, match=option):
-        settings(tmp_path, **{option: value})
+    refused(ConfigError, option, settings, tmp_path, **{option: value})
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "text", "list", "no state"])

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +15,7 @@ from forerun.core.tree import POINT_MASS, Draft, Trial, Verdict
 from forerun.speculate.beams import Branched
 from forerun.speculate.rollback import roll_back
 from forerun.speculate.verify import pack
+from refusals import refused
 
 PATHS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5), max_size=6)
 
@@ -68,8 +68,7 @@ def test_chains_and_hand_made_trees():
     assert tree.trials == [[Trial(0), Trial(1)], [Trial(2), Trial(3)], [], [], []]
     assert Trial(0).row == POINT_MASS
     assert (len(Draft()), Draft().is_chain, Draft().children(-1)) == (0, True, {})
-    with pytest.raises(ValueError, match="two siblings carry the same token"):
-        Draft.tree([7, 7], [-1, -1])
+    refused(ValueError, "two siblings carry the same token", Draft.tree, [7, 7], [-1, -1])
 
 
 @settings(max_examples=100, deadline=None)

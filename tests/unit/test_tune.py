@@ -23,6 +23,7 @@ from forerun.tune.config import TuneConfig
 from forerun.tune.features import scale
 from forerun.tune.kinds import EAGLE
 from forerun.tune.state import TuneState
+from refusals import refused
 from tiny import save_tokenizer, tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_turns")]
@@ -72,10 +73,8 @@ def test_text_alone(tuned_target, tmp_path):
     assert not (own / "run" / "held").exists() or not any((own / "run" / "held").iterdir())
     with pytest.raises(ConfigError, match="holds a tuning with another training: none, not some"):
         stages.tune(TuneConfig(model=tuned_target, out=own, **QUICK))
-    with pytest.raises(ConfigError, match="nothing learns"):
-        TuneConfig(model=tuned_target, out=own, train=("none",), cpu_minutes=1.0)
-    with pytest.raises(ConfigError, match="or none alone"):
-        TuneConfig(model=tuned_target, out=own, train=("none", "eagle"))
+    refused(ConfigError, "nothing learns", TuneConfig, model=tuned_target, out=own, train=("none",), cpu_minutes=1.0)
+    refused(ConfigError, "or none alone", TuneConfig, model=tuned_target, out=own, train=("none", "eagle"))
 
 
 def test_a_finished_tuning_does_nothing_again(tuned_folder, tuned_target, monkeypatch):
@@ -93,8 +92,7 @@ def test_other_weights_are_refused(tuned_folder, tmp_path):
             parameter.add_(0.01)
     other.save_pretrained(tmp_path)
     save_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match=r"was tuned for .* the weights of .* are others"):
-        LLM(str(tmp_path), tuned=tuned_folder)
+    refused(ConfigError, r"was tuned for .* the weights of .* are others", LLM, str(tmp_path), tuned=tuned_folder)
 
 
 def flipped(content):
@@ -116,15 +114,12 @@ def test_a_changed_folder_is_refused(tuned_folder, tuned_target, tmp_path, part,
     use_head(own, tuned_target)
     tuned.load(own, tuned_target)
     (own / part).write_bytes(change((own / part).read_bytes()))
-    with pytest.raises(ConfigError, match=message):
-        tuned.load(own, tuned_target)
+    refused(ConfigError, message, tuned.load, own, tuned_target)
 
 
 def test_what_is_no_tuned_folder(tuned_target, tmp_path):
-    with pytest.raises(ConfigError, match="no tuned folder"):
-        LLM(tuned_target, tuned=tmp_path)
-    with pytest.raises(ConfigError, match="nothing tuned for"):
-        LLM(tuned_target, tuned=True)
+    refused(ConfigError, "no tuned folder", LLM, tuned_target, tuned=tmp_path)
+    refused(ConfigError, "nothing tuned for", LLM, tuned_target, tuned=True)
     with pytest.raises(ConfigError, match="leave speculative_config out"):
         LLM(tuned_target, tuned=tmp_path, speculative_config={"method": "ngram"})
 
@@ -214,8 +209,7 @@ def test_norms_that_hold_their_scale_less_one():
 
 def test_a_draft_that_cannot_start_is_refused():
     EAGLE.require(Gemma3TextConfig())
-    with pytest.raises(ConfigError, match="which 'gpt2' has not"):
-        EAGLE.require(GPT2Config())
+    refused(ConfigError, "which 'gpt2' has not", EAGLE.require, GPT2Config())
 
 
 def test_what_is_not_trained_is_refused(tuned_target, tmp_path):
@@ -282,8 +276,7 @@ def test_another_tuning_does_not_go_on(tuned_folder, tuned_target):
 
 def test_a_damaged_state_is_said(tmp_path):
     (tmp_path / "state.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        TuneState(tmp_path, {})
+    refused(ConfigError, "cannot be read", TuneState, tmp_path, {})
 
 
 def test_a_model_without_a_template_goes_on_with_texts(tmp_path):
@@ -302,8 +295,7 @@ def test_data_without_a_usable_line(tuned_target, tmp_path):
     path.write_text('{"question": "why?"}\nno json\n{"prompt": ""}\n{"messages": [{"role": "system"}]}\n', "utf-8")
     with pytest.raises(ConfigError, match="no usable line"):
         stages.tune(TuneConfig(model=tuned_target, out=tmp_path / "out", data=path, **QUICK))
-    with pytest.raises(ConfigError, match="no such file"):
-        data.read(tmp_path / "nothing")
+    refused(ConfigError, "no such file", data.read, tmp_path / "nothing")
 
 
 def test_data_of_every_kind(tmp_path):
@@ -321,5 +313,4 @@ def test_data_of_every_kind(tmp_path):
 
 def test_a_full_disk_is_said(tuned_target, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(1, 1, 1 << 20))
-    with pytest.raises(ConfigError, match="GB free"):
-        stages.tune(TuneConfig(model=tuned_target, out=tmp_path, **QUICK))
+    refused(ConfigError, "GB free", stages.tune, TuneConfig(model=tuned_target, out=tmp_path, **QUICK))

@@ -21,6 +21,7 @@ from forerun.tune.data import Data, Writer
 from forerun.tune.features import Features
 from forerun.tune.kinds import AHEAD
 from forerun.tune.state import TuneState
+from refusals import refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_turns")]
 
@@ -52,8 +53,7 @@ def test_text_that_is_there_is_read_and_none_is_written(tuned_folder, tuned_targ
 def test_what_was_refused_leaves_nothing_in_the_way(tuned_folder, tuned_target, tmp_path):
     path, out = tmp_path / "text", tmp_path / "out"
     path.write_bytes(b"")
-    with pytest.raises(ConfigError, match="cannot read"):
-        stages.tune(TuneConfig(model=tuned_target, out=out, text=path, **QUICK))
+    refused(ConfigError, "cannot read", stages.tune, TuneConfig(model=tuned_target, out=out, text=path, **QUICK))
     with pytest.raises(ConfigError, match="quantization 'bogus' is not one of"):
         stages.tune(TuneConfig(model=tuned_target, out=out, quantization="bogus", **QUICK))
     text = tuned_folder / "text.safetensors"

@@ -26,6 +26,7 @@ from forerun.speculate.draft.heads.head import Sizes
 from forerun.tune.config import PairConfig
 from forerun.tune.export import FORMS, export_head
 from forerun.tune.pair import PairAnswer, Price, Replayed, on_paper, replay, tune_pair
+from refusals import refused
 from tiny import save_tokenizer, tiny_llama
 
 QUICK = {"minutes": 3 / 60, "answer": 16, "progress": False}
@@ -148,11 +149,9 @@ def test_another_draft_is_refused(tmp_path):
     draft = copied_draft(tmp_path / "draft")
     own = recommend(tmp_path / "own", str(draft))
     shutil.rmtree(draft)
-    with pytest.raises(ConfigError, match=r"was tuned with the draft .*: no model is called"):
-        LLM(tuned=own)
+    refused(ConfigError, r"was tuned with the draft .*: no model is called", LLM, tuned=own)
     tiny_llama().save_pretrained(draft)
-    with pytest.raises(ConfigError, match=r"was tuned with the draft .* is another \(\w+\): tune it anew"):
-        LLM(tuned=own)
+    refused(ConfigError, r"was tuned with the draft .* is another \(\w+\): tune it anew", LLM, tuned=own)
     shutil.rmtree(own)
     own.mkdir()
     tuned.save(own, "forerun:target", {"method": "none"}, [], draft=str(draft))
@@ -166,15 +165,13 @@ def test_no_other_model_outside_is_read(tmp_path):
     own.mkdir()
     for config in ({"method": "draft_model", "model": str(other)}, {"method": "suffix", "datastore": str(draft)}):
         tuned.save(own, "forerun:target", config, [], draft=str(draft))
-        with pytest.raises(ConfigError, match=r"leads out of it|cannot be used"):
-            tuned.load(own, "forerun:target")
+        refused(ConfigError, r"leads out of it|cannot be used", tuned.load, own, "forerun:target")
     content = json.loads((own / "tuned.json").read_text("utf-8"))
     for wrong in ("x", {"model": 3, "fingerprint": "x"}, {"model": str(other)}):
         content["draft"] = wrong
         content["seal"] = tuned._seal(own, content)
         (own / "tuned.json").write_text(json.dumps(content), encoding="utf-8")
-        with pytest.raises(ConfigError, match="a draft without a name"):
-            tuned.load(own, "forerun:target")
+        refused(ConfigError, "a draft without a name", tuned.load, own, "forerun:target")
 
 
 def test_bad_input_is_one_line(tmp_path, capsys):
@@ -272,12 +269,10 @@ def test_a_small_vocabulary_is_mapped_both_ways(tmp_path):
 def test_what_no_other_engine_runs_is_refused(tmp_path, tiny_target):
     mixed = EagleHead(Sizes(384, 4096, 6, 4, {"mixed": True}))
     mixed.save(tmp_path / "mixed")
-    with pytest.raises(ModelError, match="'mixed'"):
-        export_head(str(tmp_path / "mixed"), TARGET, tmp_path / "out", "speculators")
+    refused(ModelError, "'mixed'", export_head, str(tmp_path / "mixed"), TARGET, tmp_path / "out", "speculators")
     with pytest.raises(ModelError, match="made for a target whose hidden_size is 384"):
         export_head("forerun:eagle", tiny_target, tmp_path / "out", "speculators")
-    with pytest.raises(ModelError, match="not a 'eagle' head"):
-        export_head("forerun:medusa", TARGET, tmp_path / "out", "speculators")
+    refused(ModelError, "not a 'eagle' head", export_head, "forerun:medusa", TARGET, tmp_path / "out", "speculators")
     with pytest.raises(ConfigError, match="speculators or sglang, not 'onnx'"):
         export_head("forerun:eagle", TARGET, tmp_path / "out", "onnx")
     four = EagleHead(Sizes(384, 4096, 6, 4, {"layers": [1, 2, 3, 6]}))
@@ -286,7 +281,6 @@ def test_what_no_other_engine_runs_is_refused(tmp_path, tiny_target):
         export_head(str(tmp_path / "four"), TARGET, tmp_path / "out", "sglang")
     last = EagleHead(Sizes(384, 4096, 6, 4, {"layers": [1, 3, 6]}))
     last.save(tmp_path / "last")
-    with pytest.raises(ModelError, match="last hidden state"):
-        export_head(str(tmp_path / "last"), TARGET, tmp_path / "out", "sglang")
+    refused(ModelError, "last hidden state", export_head, str(tmp_path / "last"), TARGET, tmp_path / "out", "sglang")
     assert not (tmp_path / "out").exists()
     assert pretrained.path("eagle").is_dir()

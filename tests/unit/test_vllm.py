@@ -11,6 +11,7 @@ import pytest
 from forerun import ConfigError, Draft
 from forerun.speculate.draft.table import UNSEEN
 from forerun.vllm import Proposer, first_branch
+from refusals import refused
 
 LONGEST = 64
 PERIOD = [3, 5, 7, 9]
@@ -166,5 +167,4 @@ def test_a_drafter_of_ones_own(tiny_target, tmp_path, monkeypatch):
     ],
 )
 def test_what_vllm_cannot_serve_is_refused(tiny_target, options, message):
-    with pytest.raises(ConfigError, match=message):
-        proposer(tiny_target, **options)
+    refused(ConfigError, message, proposer, tiny_target, **options)
