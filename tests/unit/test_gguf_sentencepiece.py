@@ -15,9 +15,9 @@ OWN = ["\n\n", "  ", "<tool>"]
 """User-defined: they cut the text before anything is merged."""
 PIECES = [
     "▁t", "he", "▁the", "in", "▁a", "er", "▁in", "th", "ing", "▁th", "ere", "▁there", "re", "aa", "aaa", "▁▁", "ti",
-    "on", "tion", "▁ti", "ation", "ß", "ẞ", "е", "не",
+    "on", "tion", "▁ti", "ation", "ß", "ẞ", "е", "не", "<0", "<0x", "<0x4", "1>",
 ]  # fmt: skip
-LETTERS = [*"▁abcdefghijklmnopqrstuvwxyz.н"]
+LETTERS = [*"▁abcdefghijklmnopqrstuvwxyz.н<041>"]
 TOKENS = [*SPECIAL, *OWN, *BYTES, *PIECES, *LETTERS]
 COUNTS = ((4, 3), (len(OWN), 4), (256, 6), (len(PIECES) + len(LETTERS), 1))
 KEYS = {
@@ -56,6 +56,7 @@ def test_pairs_are_merged_by_score():
         text = " ".join([*words, noise.choice(["there", "station", "нещо", "ẞß", "日本", "Ab."])])
         assert ours.tokenize(text) == naive(text), text
         assert ours.decode(ours.encode(text, add_special_tokens=False)) == text
+    assert ours.tokenize("<0x41>") == naive("<0x41>") == ["<0x4", "1>"]  # no text is a byte's token
 
 
 def test_what_the_user_defined_cuts_the_text():

@@ -195,6 +195,37 @@ def test_a_prompt_keeps_states_behind_its_last_page_and_at_doubling_distances_be
     assert sorted(of.states.marks[0]) == [88, 92, 96]
 
 
+@pytest.mark.parametrize(
+    ("computed", "known", "expected"),
+    [(0, 0, 88), (87, 0, 88), (88, 0, 92), (90, 0, 92), (96, 0, 0), (0, 88, 92), (0, 95, 96), (0, 96, 0)],
+)
+def test_others_wait_for_the_next_state_that_neither_is_known_nor_computed(computed, known, expected):
+    assert PrefixTree(pool(kept=16)).next_start(0, 100, computed, known) == expected
+    assert PrefixTree(pool()).next_start(0, 100, computed, known) == 0
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_sequence_starts_at_a_state_one_page_behind_what_is_known(partial):
+    of, tokens = pool(kept=2), [*range(12)]
+    tree, slot = PrefixTree(of), of.states.keep()
+    of.states.mark(0, 4, slot)
+    feed(of, Span(0, 0, tokens[:8], settled=8))
+    tree.commit(0, tokens, 8)
+    of.free(0)
+    assert tree.find(tokens, 11) == tree.start(1, tokens, 11, partial=partial) == 4
+    assert (of.states.origins, tree.matched) == ({1: (slot, 4)}, {1: 8})
+
+
+def test_a_sequence_that_ends_with_its_first_page_leaves_its_state():
+    of, tokens = pool(kept=1), [*range(12)]
+    tree = PrefixTree(of)
+    feed(of, Span(0, 0, tokens[:4], settled=4))
+    tree.end(0, tokens, 4)
+    of.free(0)
+    assert tree.find(tokens, 11) == tree.start(1, tokens, 11) == 4
+    of.check()
+
+
 def test_half_of_the_memory_is_for_states_at_most():
     of = pool(count=16)
     each, page = of.states.bytes_each, of.page_bytes
