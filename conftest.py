@@ -31,7 +31,7 @@ from forerun.tune.run import tune
 from here import LEFT_OUT
 from hybrids import save_hybrid
 from promised import promising
-from tiny import ALPHABET, EOS, UNKNOWN, save_tokenizer, tiny_llama
+from tiny import ALPHABET, EOS, UNKNOWN, save_checkpoint, tiny_llama
 from tiny_seq2seq import save_seq2seq
 
 torch.set_num_threads(1)
@@ -120,28 +120,21 @@ def cpu_attention(request, monkeypatch):
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory):
     """Folder of a Llama with two layers, grouped queries, 98 tokens and a context of 256, float32."""
-    folder = tmp_path_factory.mktemp("tiny_target")
-    tiny_llama().save_pretrained(folder)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_checkpoint(tiny_llama(), tmp_path_factory.mktemp("tiny_target"))
 
 
 @pytest.fixture(scope="session")
 def tiny_draft(tmp_path_factory, tiny_target):
     """Folder of the target's first layer between its own embeddings and head: some drafts match, some do not."""
-    folder = tmp_path_factory.mktemp("tiny_draft")
     target = LlamaForCausalLM.from_pretrained(tiny_target)
     draft = tiny_llama(layers=1)
     draft.load_state_dict(target.state_dict(), strict=False)
-    draft.save_pretrained(folder)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_checkpoint(draft, tmp_path_factory.mktemp("tiny_draft"))
 
 
 @pytest.fixture(scope="session")
 def tiny_stranger(tmp_path_factory, tiny_draft):
     """The draft with a vocabulary of its own: other ids, and some of the target's tokens missing."""
-    folder = tmp_path_factory.mktemp("tiny_stranger")
     rest = [token for token in ALPHABET[2:] if token not in "qQzZ#~"]
     random.Random(0).shuffle(rest)
     alphabet = [EOS, UNKNOWN, *rest]
@@ -152,22 +145,13 @@ def tiny_stranger(tmp_path_factory, tiny_draft):
             weights[name] = value[rows]
     model = tiny_llama(layers=1, vocab_size=len(alphabet))
     model.load_state_dict(weights)
-    model.save_pretrained(folder)
-    save_tokenizer(folder, alphabet)
-    return str(folder)
+    return save_checkpoint(model, tmp_path_factory.mktemp("tiny_stranger"), alphabet)
 
 
 @pytest.fixture(scope="session")
 def seq2seq(tmp_path_factory):
     """``seq2seq(kind)``: folder of a random encoder-decoder, float32, with the alphabet of ``tiny_target``."""
-
-    @cache
-    def get(kind):
-        folder = tmp_path_factory.mktemp(kind)
-        save_seq2seq(kind, folder)
-        return str(folder)
-
-    return get
+    return cache(lambda kind: save_seq2seq(kind, tmp_path_factory.mktemp(kind)))
 
 
 @pytest.fixture(scope="session")

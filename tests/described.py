@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Mistral4ForCausalLM
 
-from tiny import ALPHABET, save_tokenizer
+from tiny import ALPHABET, save_checkpoint
 
 TOKENS = len(ALPHABET)
 SIZES = {
@@ -227,6 +227,5 @@ def save_described(name, folder, **more):
         elif part.endswith(("expert_bias", "correction_bias")):
             torch.nn.init.normal_(buffer, 0.0, 0.5)
     module.tie_weights()
-    module.save_pretrained(folder)
-    save_tokenizer(folder)
+    save_checkpoint(module, folder)
     return module

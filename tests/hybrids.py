@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from described import CASES, SHARED_EXPERTS, SIZES
-from tiny import EOS, save_tokenizer
+from tiny import EOS, save_checkpoint
 
 MIXTURES = [name for name in SHARED_EXPERTS if name != "lfm2_moe-bare"]
 """Some layers have experts."""
@@ -33,8 +33,7 @@ def hybrid(name, **options):
 
 
 def save_hybrid(kind, folder, **options):
-    hybrid(kind, **options).save_pretrained(folder)
-    save_tokenizer(folder)
+    save_checkpoint(hybrid(kind, **options), folder)
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pad_token": EOS}))  # else Qwen's classes add a token
     return str(folder)

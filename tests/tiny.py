@@ -26,6 +26,13 @@ def save_tokenizer(folder, alphabet=ALPHABET, unknown=UNKNOWN):
     fast.save_pretrained(folder)
 
 
+def save_checkpoint(module, folder, alphabet=ALPHABET, **options):
+    """Weights, config and tokenizer; returns the folder as text."""
+    module.save_pretrained(folder)
+    save_tokenizer(folder, alphabet, **options)
+    return str(folder)
+
+
 def tiny_llama(layers=2, **options):
     """A random Llama whose logits are peaked enough that a wrong mask or position changes its choices. Each layer
     adds less than the one before, so that a model of the first layers resembles it."""

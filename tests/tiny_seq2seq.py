@@ -13,7 +13,7 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from tiny import ALPHABET, save_tokenizer
+from tiny import ALPHABET, save_checkpoint
 
 EOS, START, FORCED = 0, 1, 5
 POSITIONS = 128
@@ -46,7 +46,7 @@ SPREADS = {"relative": 1.0, "lm_head": 0.5, "shared": 0.15, ".q.": 0.1}
 
 
 def save_seq2seq(kind, folder, **more):
-    """Random weights, large enough that a wrong mask, position or source changes choices."""
+    """Random weights, large enough that a wrong mask, position or source changes choices. Returns the folder."""
     torch.manual_seed(1)
     model = KINDS[kind](**more)
     if kind == "flan":
@@ -59,8 +59,7 @@ def save_seq2seq(kind, folder, **more):
         if kind == "bart":
             model.final_logits_bias.normal_(0.0, 0.1)
     model.generation_config.decoder_start_token_id = START
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
+    return save_checkpoint(model, folder)
 
 
 @cache

@@ -12,7 +12,7 @@ from forerun.engine.engine import Engine
 from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
 from forerun.speculate.draft import drafters
-from tiny import WIDE, save_tokenizer, tiny_llama
+from tiny import WIDE, save_checkpoint, tiny_llama
 
 COLLECTED = pytest.StashKey[int]()
 
@@ -26,10 +26,8 @@ def parts():
 @pytest.fixture(scope="session")
 def wide_target(tmp_path_factory):
     """Folder of a ``tiny_target`` with heads that the attention kernel does not serve; few, as they are wide."""
-    folder = tmp_path_factory.mktemp("wide_target")
-    tiny_llama(head_dim=WIDE, num_attention_heads=2, num_key_value_heads=1).save_pretrained(folder)
-    save_tokenizer(folder)
-    return str(folder)
+    model = tiny_llama(head_dim=WIDE, num_attention_heads=2, num_key_value_heads=1)
+    return save_checkpoint(model, tmp_path_factory.mktemp("wide_target"))
 
 
 @pytest.fixture(scope="session")

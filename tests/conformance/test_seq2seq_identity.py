@@ -6,6 +6,7 @@ from itertools import count
 
 import pytest
 import torch
+from drafting import fill
 from harness import BIAS, PENALTIES, answers, check_idle, options
 from transformers import LlamaForCausalLM
 
@@ -20,7 +21,7 @@ from forerun.models.tokenizer import load_tokenizer
 from forerun.speculate.accept import rules
 from here import NO_KERNELS
 from refusals import refused
-from tiny import ALPHABET, save_tokenizer, tiny_llama
+from tiny import ALPHABET, save_checkpoint, tiny_llama
 from tiny_seq2seq import KINDS, POSITIONS, START
 
 pytestmark = [] if can_tile(torch.float32) else [pytest.mark.elsewhere(NO_KERNELS)]
@@ -47,10 +48,7 @@ COUPLED = [(kind, drafting, page) for kind, (drafting, page) in zip(
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory):
     """Folder of a decoder with the same vocabulary, and as sure of what follows as the encoder-decoders."""
-    folder = tmp_path_factory.mktemp("decoder")
-    tiny_llama(layers=1).save_pretrained(folder)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_checkpoint(tiny_llama(layers=1), tmp_path_factory.mktemp("decoder"))
 
 
 @pytest.fixture(scope="module")
@@ -69,19 +67,11 @@ def engine(seq2seq, decoder):
                 config.setdefault("model", folder)
             if config["method"] == "draft_model" and not {"tree", "tree_nodes"} & set(config):
                 config.setdefault("num_speculative_tokens", 3)
-            config = _filled(config, decoder)
+            config = fill(config, {DECODER: decoder})
         made = EngineConfig(model=folder, **{"max_model_len": 80, "max_num_seqs": 4, **more})
         return Engine(models[kind], load_tokenizer(folder), made, SpeculativeConfig.parse(config))
 
     return build
-
-
-def _filled(value, decoder):
-    if isinstance(value, dict):
-        return {key: _filled(item, decoder) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_filled(item, decoder) for item in value]
-    return decoder if value == DECODER else value
 
 
 def run(engine, requests=REQUESTS):

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forerun import LLM, BeamSearchParams
 from modules import randomise
-from tiny import save_tokenizer
+from tiny import save_checkpoint
 
 VOCABULARY = 98
 ENDS = [0, 9, 23, 41, 60, 77]
@@ -50,10 +50,7 @@ def folder(tmp_path_factory):
         module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
         randomise(module, 0.2, 0.0 if "gemma" in name else 1.0)
         module.generation_config.eos_token_id = ENDS
-        path = tmp_path_factory.mktemp(name)
-        module.save_pretrained(path)
-        save_tokenizer(path)
-        return str(path)
+        return save_checkpoint(module, tmp_path_factory.mktemp(name))
 
     return get
 

@@ -64,6 +64,11 @@ def client_of(running):
     return openai.OpenAI(base_url=f"{running.url}/v1", api_key="unused", max_retries=0, timeout=60)
 
 
+def closed(properties, *required, **more):
+    """The schema of an object with these properties and no others."""
+    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False, **more}
+
+
 def wait_idle(server):
     """Until the server knows of every reader who has left, and nothing runs."""
     for _ in range(1000):

@@ -8,7 +8,7 @@ import pytest
 from forerun import SamplingParams
 from forerun.core.errors import RequestError
 from forerun.engine import async_engine
-from forerun.engine.answering import ClosedError, QueueFullError, TimeLimitError
+from forerun.engine.answering import ClosedError, QueueFullError
 from forerun.engine.async_engine import AsyncEngine
 
 PROMPT = "def parse("
@@ -312,16 +312,6 @@ def test_a_bad_request_fails_alone(engine, served):
     run(work())
 
 
-@pytest.mark.usefixtures("slow_rounds")
-def test_a_request_has_so_much_time(engine, served):
-    async def work():
-        ids = served.tokenizer.encode(PROMPT)
-        with pytest.raises(TimeLimitError, match=r"0\.05 seconds"):
-            await read(await engine.submit(ids, LONG, timeout=0.05))
-
-    run(work())
-
-
 def test_draining_finishes_what_runs(engine, served):
     ids = served.tokenizer.encode(PROMPT)
 
@@ -334,18 +324,6 @@ def test_draining_finishes_what_runs(engine, served):
             await engine.submit(ids, LONG)
         await draining
         assert len(joined(await reading)[1]) == 30
-
-    run(work())
-
-
-@pytest.mark.usefixtures("slow_rounds")
-def test_draining_gives_up_in_time(engine, served):
-    async def work():
-        stream = await engine.submit(served.tokenizer.encode(PROMPT), LONG)
-        reading = asyncio.create_task(read(stream))
-        await engine.drain(0.05)
-        with pytest.raises(ClosedError, match="shut down before this request ended"):
-            await reading
 
     run(work())
 

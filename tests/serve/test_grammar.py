@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from running import closed
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import AddedToken
 
@@ -24,16 +25,12 @@ from forerun.serve.schema import ChatRequest
 from gguf_files import write_model
 from refusals import refused
 
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 6},
-        "age": {"type": "integer", "minimum": 0, "maximum": 150},
-        "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
+PERSON = {
+    "name": {"type": "string", "maxLength": 6},
+    "age": {"type": "integer", "minimum": 0, "maximum": 150},
+    "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
 }
+SCHEMA = closed(PERSON, "name", "age", "tags")
 GRAMMARS = [
     StructuredOutputsParams(json=SCHEMA),
     StructuredOutputsParams(regex=r"[a-z]{3,8} = \d{1,4}"),
@@ -374,10 +371,6 @@ BIG, LAST = 9007199254740993, 1098765432109876543
 IDS = {"type": "integer", "enum": [BIG, LAST, 7]}
 
 
-def closed(properties, *required, **more):
-    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False, **more}
-
-
 def permits(served, compiler, expected, text):
     """Whether a grammar permits this text, and its end behind it."""
     constraint = compiler.start(expected)
@@ -498,12 +491,7 @@ TEXTS = [*SPECIAL, *SPOKEN, "re\u0301sume\u0301", "\u1112\u1161\u11ab", "\u212b"
 
 def shapes(text):
     """Structured outputs that need the text, and every answer that meets them."""
-    schema = {
-        "type": "object",
-        "properties": {text: {"const": text}},
-        "required": [text],
-        "additionalProperties": False,
-    }
+    schema = closed({text: {"const": text}}, text)
     return [
         ({"choice": [f"a{text}b"]}, [f"a{text}b"]),
         ({"choice": [f"a{text}b", f"a{text}c", "b"]}, [f"a{text}b", f"a{text}c", "b"]),

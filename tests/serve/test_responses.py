@@ -7,7 +7,7 @@ from typing import get_args
 import openai
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
-from running import TEMPLATE, client_of, run_server, wait_idle
+from running import TEMPLATE, client_of, closed, run_server, wait_idle
 from test_tools import HERMES, TOOLS, check_calls
 
 from forerun.scale.pool import ReplicaPool
@@ -302,12 +302,7 @@ def test_text_before_a_call_is_a_message_before_it(served, monkeypatch):
 
 
 def test_text_follows_a_schema(server, client):
-    schema = {
-        "type": "object",
-        "properties": {"age": {"enum": [3, 4]}},
-        "required": ["age"],
-        "additionalProperties": False,
-    }
+    schema = closed({"age": {"enum": [3, 4]}}, "age")
     form = {"type": "json_schema", "name": "person", "schema": schema, "strict": True}
     answer = client.responses.create(model="tiny", input="hi", text={"format": form}, max_output_tokens=60)
     assert json.loads(answer.output_text)["age"] in (3, 4)

@@ -9,7 +9,7 @@ import jsonschema_rs
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from running import client_of, run_server
+from running import client_of, closed, run_server
 from transformers import AddedToken
 
 from forerun.serve.app import ServerOptions
@@ -237,12 +237,7 @@ def test_tools_that_may_be_called_leave_the_text_alone(server):
 @pytest.mark.parametrize(("unwanted", "called"), [("{", True), ("<", False)])
 def test_a_response_format_binds_what_is_no_call(hermes, served, unwanted, called):
     first = {str(i): -100 for token, i in served.tokenizer.get_vocab().items() if token.startswith(unwanted)}
-    schema = {
-        "type": "object",
-        "properties": {"ok": {"type": "boolean"}},
-        "required": ["ok"],
-        "additionalProperties": False,
-    }
+    schema = closed({"ok": {"type": "boolean"}}, "ok")
     wish = {"type": "json_schema", "json_schema": {"name": "ok", "schema": schema}}
     body = {**BODY, "tool_choice": "auto", "response_format": wish, "logit_bias": first, "seed": 2}
     (choice,) = hermes.post(CHAT, body).json()["choices"]

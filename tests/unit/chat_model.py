@@ -2,7 +2,7 @@
 
 import json
 
-from tiny import save_tokenizer, tiny_llama
+from tiny import save_checkpoint, tiny_llama
 
 TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] }}:{{ message['content'] }};{% endfor %}"
@@ -12,8 +12,7 @@ TEMPLATE = (
 
 def save_chat_model(folder):
     """A tiny Llama with a long context and a chat template."""
-    tiny_llama(max_position_embeddings=1 << 15).save_pretrained(folder)
-    save_tokenizer(folder)
+    save_checkpoint(tiny_llama(max_position_embeddings=1 << 15), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return str(folder)
 

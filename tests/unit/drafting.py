@@ -47,6 +47,15 @@ def first_draft(target, config, prompt, **options):
     return kept + list(trace[index].rejected), committed
 
 
+def fill(options, places):
+    """Options with what ``places`` has in place of its names, at any depth."""
+    if isinstance(options, dict):
+        return {key: fill(value, places) for key, value in options.items()}
+    if isinstance(options, list):
+        return [fill(value, places) for value in options]
+    return places.get(options, options) if isinstance(options, str) else options
+
+
 def noisy_text(rng, length, letters=4):
     """Random tokens in which parts of earlier text come back."""
     text = [rng.randrange(letters) for _ in range(5)]

@@ -16,7 +16,7 @@ from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.table import Tables
 from refusals import refused
-from tiny import ALPHABET, save_tokenizer, tiny_llama
+from tiny import ALPHABET, save_checkpoint, tiny_llama
 
 pytestmark = pytest.mark.slow
 
@@ -48,8 +48,7 @@ def rings(tmp_path_factory):
         model.get_input_embeddings().weight.copy_(states)
         model.lm_head.weight.copy_(output)
     folder = tmp_path_factory.mktemp("rings")
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
+    save_checkpoint(model, folder)
     return folder
 
 

@@ -15,7 +15,7 @@ from forerun.engine.drafter_files import method_of
 from forerun.speculate.draft.heads.assistant import Reading
 from gguf_files import add, finish
 from refusals import refused
-from tiny import save_tokenizer, tiny_llama
+from tiny import save_checkpoint, tiny_llama
 
 PROMPTS = [[5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4], [8, 30, 8]]
 COUNT = 4
@@ -222,8 +222,7 @@ def test_what_does_not_fit_is_named(tmp_path, pair, damage, spec, message):
 
 def test_other_targets_are_refused(tmp_path, pair):
     folder = pair("gemma4")[1]
-    tiny_llama().save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
+    save_checkpoint(tiny_llama(), tmp_path)
     with pytest.raises(ForerunError, match="reads the cache of a Gemma 4 on the native path") as caught:
         load(tmp_path, folder)
     assert "\n" not in str(caught.value)

@@ -83,30 +83,6 @@ def test_the_output_is_as_in_vllm(llm):
         assert output.metrics.rounds == 4  # the prompt was the first
 
 
-def test_a_score_is_the_sum_of_the_log_probabilities(llm, plain):
-    model = llm()
-    for sequence in plain:
-        answer = model.generate(
-            {"prompt_token_ids": sequence.tokens}, SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
-        )[0]
-        logs = [next(iter(item.values())).logprob for item in (answer.prompt_logprobs or [])[len(PROMPT) :] if item]
-        assert sum(logs) == pytest.approx(sequence.cum_logprob, abs=1e-4)
-
-
-def test_requests_with_and_without_beams_in_one_batch(drafting, plain):
-    model = drafting(page_size=8)
-    sampled = SamplingParams(temperature=0.8, seed=3, max_tokens=20)
-    alone = model.generate("hello", sampled, speculate=False)[0].outputs[0]
-    answers = model.generate([PROMPT, "hello", PROMPT], [SEARCH, sampled, BeamSearchParams(2, 6)])
-    assert [output.token_ids for output in answers[0].outputs] == [one.tokens[len(PROMPT) :] for one in plain]
-    assert [output.cumulative_logprob for output in answers[0].outputs] == [one.cum_logprob for one in plain]
-    assert answers[1].outputs[0].token_ids == alone.token_ids
-    assert len(answers[2].outputs) == 2
-    assert answers[0].metrics.decode_tokens == 19  # the first step reads the prompt
-    assert answers[0].metrics.rounds < 19
-    model.engine.check()
-
-
 def test_beams_share_the_pages_of_what_they_have_in_common(drafting, plain):
     model = drafting(page_size=4)
     pool, held = model.engine.target.attention.pool, []

@@ -8,7 +8,7 @@ from time import perf_counter
 
 import pytest
 
-from forerun import SamplingParams
+from forerun import SamplingParams, SpeculativeConfig
 from forerun.cli.main import run
 from forerun.cli.options import split
 from forerun.core.errors import ConfigError
@@ -118,6 +118,8 @@ def test_profiles_are_cut_and_continued():
     longer = profile("chat", 6)
     assert longer[:4] == [0.630, 0.389, 0.243, 0.158]
     assert longer[4:] == pytest.approx([0.158 * 0.158 / 0.243, 0.158 * (0.158 / 0.243) ** 2])
+    options = {"method": "random", "num_speculative_tokens": 6, "synthetic_acceptance_rates": "chat"}
+    assert [*SpeculativeConfig.parse(options).synthetic] == longer
     refused(ConfigError, "choose one of humaneval, chat", profile, "poems", 3)
 
 

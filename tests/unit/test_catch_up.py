@@ -10,7 +10,7 @@ from forerun.core.errors import ConfigError
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.chain import CatchUpConfig
 from refusals import refused
-from tiny import save_tokenizer, tiny_llama
+from tiny import save_checkpoint, tiny_llama
 
 pytestmark = pytest.mark.slow
 
@@ -167,12 +167,9 @@ def compare(engine, jobs):
 @pytest.fixture(scope="session")
 def short_sighted(tmp_path_factory, tiny_draft):
     """The draft with a context of ``CONTEXT``, where the target's is 256."""
-    folder = tmp_path_factory.mktemp("short_sighted")
     model = tiny_llama(layers=1, max_position_embeddings=CONTEXT)
     model.load_state_dict(LlamaForCausalLM.from_pretrained(tiny_draft).state_dict())
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_checkpoint(model, tmp_path_factory.mktemp("short_sighted"))
 
 
 @pytest.mark.parametrize(("name", "page_size"), in_turns(["checkpoint", *METHODS]))

@@ -18,7 +18,7 @@ from forerun import LLM, ConfigError, ForerunError, ModelError, SamplingParams
 from forerun.models.architectures.spec import applies
 from forerun.models.load import load_model, parse_dtype
 from forerun.models.open import eos_ids, read_config
-from tiny import save_tokenizer, tiny_llama
+from tiny import save_checkpoint, tiny_llama
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
@@ -97,8 +97,7 @@ def test_the_shortest_context_runs_to_its_end(tmp_path, kind):
     torch.manual_seed(0)
     sizes = {"n_embd": 32, "n_layer": 1, "n_head": 4, "n_positions": 32, "vocab_size": 98, "eos_token_id": 0}
     model = tiny_llama(max_position_embeddings=32) if kind == "llama" else GPT2LMHeadModel(GPT2Config(**sizes))
-    model.save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
+    save_checkpoint(model, tmp_path)
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     assert len(LLM(str(tmp_path)).generate([5] * 20, params)[0].outputs[0].token_ids) == 12
 

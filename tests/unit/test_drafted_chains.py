@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafting import fill
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -23,7 +24,7 @@ from forerun.speculate.draft.model import DraftModel
 from forerun.vllm import first_branch
 from here import where
 from refusals import refused
-from tiny import ALPHABET, save_tokenizer, tiny_llama
+from tiny import ALPHABET, save_checkpoint, tiny_llama
 from tiny_seq2seq import save_seq2seq
 
 PROMPTS = ["def foo(x): return x", "abcabcabcabc", "hello world, hello wor", "x"]
@@ -312,15 +313,12 @@ def params(temperature):
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory, tiny_target):
     """The target with more rows than its tokenizer has tokens, likely ones."""
-    folder = tmp_path_factory.mktemp("wide")
     model, known = tiny_llama(vocab_size=ROWS), LlamaForCausalLM.from_pretrained(tiny_target).state_dict()
     own = model.state_dict()
     for name, value in known.items():
         own[name][: len(value)] = value
     model.load_state_dict(own)
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_checkpoint(model, tmp_path_factory.mktemp("wide"))
 
 
 def check(plain, speculative, prompts, temperature):
@@ -340,7 +338,7 @@ def check(plain, speculative, prompts, temperature):
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_they_cost_nobody_the_drafts(name, temperature, wide, tiny_draft, llm):
-    config = filled(CONFIGS[name], tiny_draft)
+    config = fill(CONFIGS[name], {"DRAFT": tiny_draft})
     speculative = llm(config, wide)
     seen = {
         token for answer in llm(None, wide).generate(ROWS_PROMPTS, params(2.0)) for token in answer.outputs[0].token_ids
@@ -349,25 +347,17 @@ def test_they_cost_nobody_the_drafts(name, temperature, wide, tiny_draft, llm):
     check(llm(None, wide), speculative, ROWS_PROMPTS, temperature)
 
 
-def filled(options, draft):
-    if isinstance(options, dict):
-        return {key: filled(value, draft) for key, value in options.items()}
-    if isinstance(options, list):
-        return [filled(value, draft) for value in options]
-    return draft if options == "DRAFT" else options
-
-
 @pytest.mark.parametrize("drafting", ["t5", "decoder"])
 def test_they_may_be_in_a_source(drafting, tmp_path, seq2seq, tiny_draft):
     save_seq2seq("t5", tmp_path, vocab_size=ROWS)
     draft = seq2seq("t5") if drafting == "t5" else tiny_draft
-    speculative = LLM(str(tmp_path), speculative_config=filled(DRAFT, draft))
+    speculative = LLM(str(tmp_path), speculative_config=fill(DRAFT, {"DRAFT": draft}))
     check(LLM(str(tmp_path)), speculative, ROWS_PROMPTS, 0.9)
 
 
 def test_the_last_row_is_read_for_them(tiny_draft, wide, llm):
     """What the draft says of them is what transformers says of its last token."""
-    drafter = next(iter(llm(filled(DRAFT, tiny_draft), wide).engine.router.drafters.values()))
+    drafter = next(iter(llm(fill(DRAFT, {"DRAFT": tiny_draft}), wide).engine.router.drafters.values()))
     heard = []
     forward = drafter.model.forward
 
@@ -379,7 +369,7 @@ def test_the_last_row_is_read_for_them(tiny_draft, wide, llm):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drafter.model, "forward", listening)
         patch.setattr(drafter, "chains", None)
-        llm(filled(DRAFT, tiny_draft), wide).generate([ROWS_PROMPTS[STRANGE]], params(0.0))
+        llm(fill(DRAFT, {"DRAFT": tiny_draft}), wide).generate([ROWS_PROMPTS[STRANGE]], params(0.0))
     last = len(ALPHABET) - 1
     reference = LlamaForCausalLM.from_pretrained(tiny_draft).eval()
     with torch.inference_mode():

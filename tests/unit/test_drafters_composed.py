@@ -242,12 +242,6 @@ def test_synthetic_length_is_reached_with_the_least_variance():
     assert fractions == pytest.approx([1.0, 0.4, 0.0, 0.0], abs=0.04)
 
 
-@pytest.mark.parametrize(("depth", "rates"), [(2, [0.63, 0.389]), (6, [0.63, 0.389, 0.243, 0.158, 0.1027, 0.0668])])
-def test_a_profile_falls_on_behind_its_published_rates(depth, rates):
-    options = {"method": "random", "num_speculative_tokens": depth, "synthetic_acceptance_rates": "chat"}
-    assert SpeculativeConfig.parse(options).synthetic == pytest.approx(rates, abs=1e-4)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [

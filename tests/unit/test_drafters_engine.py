@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
+from drafting import fill
 from transformers import LlamaForCausalLM
 
 from forerun import LLM, SamplingParams
 from forerun.speculate.names import policies
-from tiny import ALPHABET, UNKNOWN, save_tokenizer, tiny_llama
+from tiny import ALPHABET, UNKNOWN, save_checkpoint, tiny_llama
 
 pytestmark = pytest.mark.slow
 
@@ -19,14 +20,6 @@ TREE_NODES = 9
 @pytest.fixture
 def places(tiny_draft, tiny_stranger):
     return {"DRAFT": tiny_draft, "STRANGER": tiny_stranger}
-
-
-def fill(options, places):
-    if isinstance(options, dict):
-        return {key: fill(value, places) for key, value in options.items()}
-    if isinstance(options, list):
-        return [fill(value, places) for value in options]
-    return places.get(options, options) if isinstance(options, str) else options
 
 
 DRAFT = {"method": "draft_model", "model": "DRAFT", "num_speculative_tokens": 3}
@@ -114,7 +107,7 @@ def test_staged_saves_forwards_of_its_draft_model(llm, tiny_target, tiny_draft):
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])
-def test_staged_tokens_carry_the_draft_models_own_distribution(rule, llm, tiny_draft, places):
+def test_staged_tokens_carry_the_draft_models_own_distribution(rule, llm, tiny_draft, places, monkeypatch):
     """q of every drafted token, against the draft checkpoint run by transformers."""
     speculative = llm(fill({**STAGED, "accept": rule}, places))
     model = LlamaForCausalLM.from_pretrained(tiny_draft).eval()
@@ -137,12 +130,9 @@ def test_staged_tokens_carry_the_draft_models_own_distribution(rule, llm, tiny_d
                 seen += 1
         return drafts
 
-    drafter.propose = checked
-    try:
-        while speculative.engine.busy:
-            speculative.engine.step()
-    finally:
-        del drafter.propose
+    monkeypatch.setattr(drafter, "propose", checked)
+    while speculative.engine.busy:
+        speculative.engine.step()
     assert job.metrics.draft_error is None
     assert seen > 20
 
@@ -159,7 +149,7 @@ def test_token_recycling_remembers_the_targets_top_candidates(llm, tiny_target):
     assert drafter.logs[prompt[-1]].tolist() == pytest.approx(expected.values.tolist(), abs=1e-4)
 
 
-def test_tree_nodes_bound_the_drafts(llm):
+def test_tree_nodes_bound_the_drafts(llm, monkeypatch):
     for method in ("suffix", "token_recycling"):
         speculative = llm({"method": method, "tree_nodes": TREE_NODES, "num_speculative_tokens": 4})
         drafter = next(iter(speculative.engine.router.drafters.values()))
@@ -170,11 +160,8 @@ def test_tree_nodes_bound_the_drafts(llm):
             sizes.extend((len(draft), draft.depth) for draft in drafts)
             return drafts
 
-        drafter.propose = recorded
-        try:
-            speculative.generate(PROMPTS, params(0.8))
-        finally:
-            del drafter.propose
+        monkeypatch.setattr(drafter, "propose", recorded)
+        speculative.generate(PROMPTS, params(0.8))
         # The suffix drafter stops before its budget where nothing else has followed the match.
         assert max(size for size, _ in sizes) in (
             (TREE_NODES,) if method == "token_recycling" else range(2, TREE_NODES)
@@ -184,7 +171,7 @@ def test_tree_nodes_bound_the_drafts(llm):
 
 
 @pytest.mark.parametrize("name", ["model-best-first", "tli-best-first", "staged-model", "merged"])
-def test_a_cache_that_was_rolled_back_drafts_like_one_filled_afresh(name, llm, places):
+def test_a_cache_that_was_rolled_back_drafts_like_one_filled_afresh(name, llm, places, monkeypatch):
     speculative = llm(fill(CONFIGS[name], places), max_num_seqs=5)
     drafter = next(iter(speculative.engine.router.drafters.values()))
     fresh = type(drafter).build(drafter.config, drafter.context)
@@ -201,11 +188,8 @@ def test_a_cache_that_was_rolled_back_drafts_like_one_filled_afresh(name, llm, p
             compared += len(draft) > 1
         return drafts
 
-    drafter.propose = checked
-    try:
-        answers = speculative.generate(PROMPTS, params(0.8))
-    finally:
-        del drafter.propose
+    monkeypatch.setattr(drafter, "propose", checked)
+    answers = speculative.generate(PROMPTS, params(0.8))
     assert [answer.metrics.draft_error for answer in answers] == [None] * len(PROMPTS)
     assert compared > 20
 
@@ -226,8 +210,7 @@ def test_a_copy_of_the_target_is_accepted_whole_through_every_composition(llm, t
 @pytest.mark.parametrize("method", ["tli", "slem"])
 def test_a_token_that_a_draft_cannot_read_costs_others_no_draft(llm, tiny_draft, tmp_path, method):
     alphabet = ["<nothing>" if token == UNKNOWN else token for token in ALPHABET]
-    LlamaForCausalLM.from_pretrained(tiny_draft).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, alphabet, unknown="<nothing>")
+    save_checkpoint(LlamaForCausalLM.from_pretrained(tiny_draft), tmp_path, alphabet, unknown="<nothing>")
     config = {**STRANGER, "model": str(tmp_path)}
     speculative = llm({**config, "heterogeneous_vocab_method": method})
     silent = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logit_bias={ALPHABET.index(UNKNOWN): 99.0})
@@ -241,8 +224,7 @@ def test_a_token_that_a_draft_cannot_read_costs_others_no_draft(llm, tiny_draft,
 def test_a_checkpoint_without_shared_tokens_is_refused(tmp_path, tiny_target):
     from forerun import ConfigError
 
-    tiny_llama(layers=1, vocab_size=3).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, ["<other>", "é", "ß"])
+    save_checkpoint(tiny_llama(layers=1, vocab_size=3), tmp_path, ["<other>", "é", "ß"])
     with pytest.raises(ConfigError, match="shares no token"):
         LLM(tiny_target, speculative_config={"method": "draft_model", "model": str(tmp_path),
                                              "use_heterogeneous_vocab": True})  # fmt: skip

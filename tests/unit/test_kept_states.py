@@ -222,8 +222,8 @@ def test_a_sequence_that_ends_with_its_first_page_leaves_its_state():
     feed(of, Span(0, 0, tokens[:4], settled=4))
     tree.end(0, tokens, 4)
     of.free(0)
-    assert tree.find(tokens, 11) == tree.start(1, tokens, 11) == 4
     of.check()
+    assert tree.find(tokens, 11) == tree.start(1, tokens, 11) == 4
 
 
 def test_half_of_the_memory_is_for_states_at_most():

@@ -42,6 +42,36 @@ def unhurried(row_multiple):
     return policy
 
 
+def sequence(key, scheduled=1):
+    made = RequestState(key, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m", scheduled=scheduled)
+    made.num_computed_tokens = len(made.tokens) - scheduled
+    return made
+
+
+def one_round(policy, running, seconds, accepts=lambda one: True):
+    """Its budgets. Drafts are accepted whole or not at all; ``seconds`` says what drafting and verifying take."""
+    budgets, verdicts = policy.budgets(running), []
+    for one, budget in zip(running, budgets):
+        kept = budget if accepts(one) else 0
+        verdict = Verdict([*range(kept)], 0, tokens=[0] * (kept + 1), fed=one.scheduled, tested=min(budget, kept + 1))
+        one.tokens += verdict.tokens if one.scheduled == 1 else []
+        verdicts.append(verdict)
+    policy.observe(
+        running, [Draft.chain([0] * budget) for budget in budgets], verdicts, Seconds(*seconds(budgets), 0.0)
+    )
+    return budgets
+
+
+def as_on(machine):
+    """The seconds of ``one_round``."""
+
+    def seconds(budgets):
+        count = len(budgets)
+        return machine.drafting(count, max(budgets), 0), machine.verify(count, count + sum(budgets))
+
+    return seconds
+
+
 def busy(seconds):
     """Others use the machine too, for some dozen rounds at a time."""
     return 1.7 if int(seconds / 0.11) % 3 == 1 else 1.0
@@ -149,23 +179,11 @@ def test_each_sequence_has_its_own_budget():
     policy = unhurried(1)
     machine = Machine(**LOOKUP)
     given = [[0] * 8]
-    sequences = [
-        RequestState(i, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m", scheduled=1) for i in range(8)
-    ]
+    sequences = [sequence(i) for i in range(8)]
     for _ in range(150):
-        for sequence in sequences:
-            sequence.scheduled, sequence.num_computed_tokens = 1, len(sequence.tokens) - 1
-        budgets = policy.budgets(sequences)
-        given.append(budgets)
-        kept = [budget if sequence.id < 4 else 0 for sequence, budget in zip(sequences, budgets)]
-        verdicts = [
-            Verdict(list(range(n)), 0, tokens=[0] * (n + 1), fed=1, tested=min(budget, n + 1))
-            for n, budget in zip(kept, budgets)
-        ]
-        for sequence, verdict in zip(sequences, verdicts):
-            sequence.tokens += verdict.tokens
-        seconds = Seconds(machine.drafting(8, max(budgets), 0), machine.verify(8, 8 + sum(budgets)), 0.0)
-        policy.observe(sequences, [Draft.chain([0] * budget) for budget in budgets], verdicts, seconds)
+        for one in sequences:
+            one.scheduled, one.num_computed_tokens = 1, len(one.tokens) - 1
+        given.append(one_round(policy, sequences, as_on(machine), lambda one: one.id < 4))
     last = given[-40:]
     assert sum(sum(budgets[:4]) for budgets in last) > 2.5 * 4 * len(last)
     assert sum(sum(budgets[4:]) for budgets in last) < 0.5 * 4 * len(last)
@@ -185,20 +203,14 @@ def _expected(machine, depth, rate):
 
 def test_rows_that_are_not_planned_are_not_reserved():
     policy = unhurried(2)
-    sequence = RequestState(
-        0, [0] * 9, 8, SamplingParams(), 0, max_tokens=500, drafter="m", scheduled=1, num_computed_tokens=8
-    )
-    assert policy.longest_nodes(sequence) == 3
+    one = sequence(0)
+    assert policy.longest_nodes(one) == 3
     for _ in range(400):
-        sequence.scheduled, sequence.num_computed_tokens = 1, len(sequence.tokens) - 1
-        budget = policy.budgets([sequence])[0]
-        sequence.tokens.append(0)
-        verdict = Verdict(token=0, tokens=[0], fed=1, tested=min(budget, 1))
-        policy.observe([sequence], [Draft.chain([0] * budget)], [verdict], Seconds(0.01 * budget, 0.01, 0.0))
-    sequence.scheduled, sequence.num_computed_tokens = 1, len(sequence.tokens) - 1
-    expected = {policy.longest_nodes(sequence)}
-    assert expected <= {0, 3}
-    policy.release(sequence)
+        one.scheduled, one.num_computed_tokens = 1, len(one.tokens) - 1
+        one_round(policy, [one], lambda budgets: (0.01 * budgets[0], 0.01), lambda one: False)
+    one.scheduled, one.num_computed_tokens = 1, len(one.tokens) - 1
+    assert policy.longest_nodes(one) in (0, 3)
+    policy.release(one)
     assert not policy.own
 
 
@@ -335,31 +347,17 @@ def test_a_sequence_moves_what_is_expected_of_its_method():
 def test_newcomers_draft_as_soon_as_their_prompt_is_read():
     """Of four whose drafts are all accepted one leaves, and another reads its prompt for three rounds."""
     policy = unhurried(1)
-    machine = Machine(**LOOKUP)
-
-    def request(number):
-        return RequestState(number, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m")
-
-    sequences, newest = [request(i) for i in range(4)], []
+    sequences, newest = [sequence(i) for i in range(4)], []
     for turn in range(80):
         if turn == 60:
-            sequences[1] = request(4)
-        for sequence in sequences:
-            reads = sequence.id == 4 and turn < 63
-            sequence.scheduled = 4 if reads else 1
-            sequence.num_computed_tokens = 0 if reads else len(sequence.tokens) - 1
-            sequence.draft_budget = None  # as the scheduler does it
-            sequence.draft_budget = None if reads else policy.longest_nodes(sequence)
-        budgets = policy.budgets(sequences)
-        verdicts = [
-            Verdict(list(range(n)), 0, tokens=[0] * (n + 1), fed=s.scheduled, tested=n)
-            for s, n in zip(sequences, budgets)
-        ]
-        for sequence, verdict in zip(sequences, verdicts):
-            sequence.tokens += verdict.tokens if verdict.fed == 1 else []
-        seconds = Seconds(machine.drafting(4, max(budgets), 0), machine.verify(4, 4 + sum(budgets)), 0.0)
-        policy.observe(sequences, [Draft.chain([0] * budget) for budget in budgets], verdicts, seconds)
-        newest.append(budgets[1])
+            sequences[1] = sequence(4)
+        for one in sequences:
+            reads = one.id == 4 and turn < 63
+            one.scheduled = 4 if reads else 1
+            one.num_computed_tokens = 0 if reads else len(one.tokens) - 1
+            one.draft_budget = None  # as the scheduler does it
+            one.draft_budget = None if reads else policy.longest_nodes(one)
+        newest.append(one_round(policy, sequences, as_on(Machine(**LOOKUP)))[1])
     assert sum(newest[40:60]) > 20, newest
     assert newest[60:63] == [0, 0, 0]
     assert sum(newest[63:68]) > 3, newest
@@ -402,30 +400,15 @@ def test_a_draft_that_needs_the_whole_text_reads_it(prompt, length, least):
     assert seconds("fixed", 1.0) / seconds("adaptive", 0.5) > least
 
 
-def sequence(key, scheduled=1):
-    made = RequestState(key, [0] * 9, 8, SamplingParams(), 0, max_tokens=9999, drafter="m", scheduled=scheduled)
-    made.num_computed_tokens = len(made.tokens) - scheduled
-    return made
-
-
 def drive(policy, running, count):
     """So many rounds in which every draft is accepted; the first four decode. Returns the plans that held."""
     plans = []
     for _ in range(count):
         for one in running[:4]:
             one.scheduled, one.num_computed_tokens = 1, len(one.tokens) - 1
-        drafts = [Draft.chain([0] * budget) for budget in policy.budgets(running)]
+        one_round(policy, running, lambda budgets: (1e-4 * max(budgets), 1e-3 + 1e-5 * max(budgets)))
         if not plans or policy._plan is not plans[-1]:
             plans.append(policy._plan)
-        verdicts = []
-        for one, draft in zip(running, drafts):
-            made = len(draft)
-            verdict = Verdict(path=list(range(made)), token=0, fed=one.scheduled)
-            verdict.tested, verdict.tokens = made, [0] * (made + 1)
-            one.tokens.extend(verdict.tokens)
-            verdicts.append(verdict)
-        deepest = max(len(draft) for draft in drafts)
-        policy.observe(running, drafts, verdicts, Seconds(1e-4 * deepest, 1e-3 + 1e-5 * deepest, 0.0))
     return plans
 
 

@@ -77,13 +77,6 @@ def test_an_unknown_architecture(folder):
     refuse(folder, "telepath")
 
 
-def test_code_in_a_checkpoint_never_runs(folder):
-    classes = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
-    edit(CONFIG, model_type="evil", auto_map=classes)(folder)
-    (folder / "evil.py").write_text("raise SystemExit('the code has run')")
-    refuse(folder, r"a model of type 'evil' that runs code of its own \(auto_map in config.json\)")
-
-
 def test_pickled_weights_are_never_read(folder):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'exit 3'\ntR.")

@@ -23,7 +23,7 @@ from forerun.models.formats import blocks
 from forerun.models.load import load_model
 from forerun_lab.peers.gguf import write_gguf
 from gguf_files import write_model
-from tiny import save_tokenizer, tiny_llama
+from tiny import save_checkpoint, tiny_llama
 
 pytestmark = pytest.mark.slow
 
@@ -134,8 +134,7 @@ def test_a_mixture_whose_experts_are_stacked(tmp_path):
 
 def test_names_without_their_beginning(tmp_path):
     """A checkpoint that was saved without its output layer, tied to the embedding."""
-    tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
+    save_checkpoint(tiny_llama(tie_word_embeddings=True), tmp_path)
     expected = LLM(str(tmp_path)).generate("the cat", GREEDY)[0].outputs[0].token_ids
     weights = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("model."): part for name, part in weights.items()}

@@ -26,7 +26,7 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.engine.drafter_files import brings_mtp
 from gguf_files import VOCABULARY, finish
 from gguf_files import add as set_field
-from tiny import save_tokenizer
+from tiny import save_checkpoint
 
 LAYERS = 2
 PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
@@ -65,8 +65,7 @@ def qwen(folder):
     torch.manual_seed(1)
     config = Qwen3Config(**SIZES)
     model = Qwen3ForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
+    save_checkpoint(model, folder)
     return model, randomised(MtpLayer(config, Qwen3DecoderLayer, Qwen3RMSNorm, 0))
 
 
@@ -79,8 +78,7 @@ def glm(folder):
         n_group=1, topk_group=1, partial_rotary_factor=0.5, use_qk_norm=True, routed_scaling_factor=1.5,
     )  # fmt: skip
     model = Glm4MoeForCausalLM(config).eval()
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
+    save_checkpoint(model, folder)
     return model, randomised(MtpLayer(config, Glm4MoeDecoderLayer, Glm4MoeRMSNorm, 1))
 
 
@@ -93,8 +91,7 @@ def latent(folder, kind, **options):
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
             buffer.uniform_(0.0, 0.3)
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
+    save_checkpoint(model, folder)
     decoder = type(model.model.layers[0]), type(model.model.norm)
     layer = randomised(MtpLayer(config, *decoder, config.num_hidden_layers - 1))
     layer.mtp_block.mlp.gate.e_score_correction_bias.uniform_(0.0, 0.3)

@@ -8,7 +8,7 @@ from transformers import LlamaForCausalLM
 
 from forerun import SamplingParams, kernels
 from forerun.core.tree import Draft
-from tiny import ALPHABET, save_tokenizer
+from tiny import ALPHABET, save_checkpoint
 
 POISON = ALPHABET.index("Z")
 
@@ -20,13 +20,10 @@ def params(**given):
 @pytest.fixture(scope="module")
 def poisoned(tiny_target, tmp_path_factory):
     """A checkpoint whose token Z has a NaN embedding."""
-    folder = tmp_path_factory.mktemp("poisoned")
     model = LlamaForCausalLM.from_pretrained(tiny_target)
     with torch.no_grad():
         model.get_input_embeddings().weight[POISON] = float("nan")
-    model.save_pretrained(folder)
-    save_tokenizer(folder)
-    return str(folder)
+    return save_checkpoint(model, tmp_path_factory.mktemp("poisoned"))
 
 
 @pytest.mark.parametrize("speculative_config", [None, {"method": "ngram"}])

@@ -118,8 +118,9 @@ def test_code_beside_a_tokenizer_or_a_target_never_runs(folder, mark):
     (folder / "tokenizer.json").unlink()
     tokenizer = {"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}}
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
-    for read in (LLM, load_target, load_tokenizer):
-        refused(ModelError, r"which is never run|such code is never run", read, folder)
+    evil = r"a model of type .evil. that runs code of its own \(auto_map in config.json\).*"
+    for read, said in ((LLM, evil), (load_target, evil), (load_tokenizer, "which ")):
+        refused(ModelError, said + "is never run", read, folder)
     assert not mark.exists()
 
 

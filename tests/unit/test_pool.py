@@ -150,7 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
         if len(values) == size and self.pool.block_tables[key][index] not in self.shelf.pages:
             self.shelf.keep(self.pool.block_tables[key][index], values)
 
-    @precondition(lambda self: hasattr(self, "shelf") and bool(self.shelf.pages))
+    @precondition(lambda self: bool(self.shelf.pages))
     @rule(target=sequences, data=st.data())
     def adopt(self, data):
         pages = data.draw(st.lists(st.sampled_from(sorted(self.shelf.pages)), max_size=3, unique=True))
@@ -170,8 +170,6 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def contents_are_those_of_the_account(self):
-        if not hasattr(self, "pool"):
-            return
         assert set(self.pool.block_tables) == set(self.account)
         for key, values in self.account.items():
             assert self.pool.length(key) == len(values)
@@ -180,8 +178,6 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_are_accounted_for(self):
-        if not hasattr(self, "pool"):
-            return
         self.pool.check()
         used = {page for table in self.pool.block_tables.values() for page in table} | set(self.shelf.pages)
         assert self.pool.num_free == self.pool.num_pages - len(used)

@@ -138,8 +138,6 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @invariant()
     def everyone_reads_their_own_tokens(self):
-        if not hasattr(self, "pool"):
-            return
         for key, tokens in self.tokens.items():
             assert self.pool.length(key) == len(tokens)
             keys, _ = self.pool.gather(0, torch.tensor(self.pool.block_tables[key], dtype=torch.long))
@@ -147,8 +145,6 @@ class PrefixMachine(RuleBasedStateMachine):
 
     @invariant()
     def the_tree_is_what_was_committed(self):
-        if not hasattr(self, "pool"):
-            return
         self.pool.check()
         assert self.entered() == set(self.known)
         assert self.pool.num_pages - self.pool.num_free >= len(self.known)
@@ -274,7 +270,7 @@ def test_a_known_prompt_recomputes_its_last_token_only(paged):
         assert paged.engine.stats.prefix_hits - before == length - 1
 
 
-def test_the_draft_starts_on_its_prefix_too(paged):
+def test_the_draft_starts_on_its_prefix_too(paged, monkeypatch):
     fresh(paged)
     drafter = paged.engine.router.drafters["draft_model"]
     rows = []
@@ -285,14 +281,11 @@ def test_the_draft_starts_on_its_prefix_too(paged):
         rows.extend(span.count for span in spans)
         return spans, ready
 
-    drafter._missing = counting
-    try:
-        paged.generate(TEXT, GREEDY)
-        cold = max(rows)
-        rows.clear()
-        paged.generate(TEXT, GREEDY)
-    finally:
-        drafter._missing = missing
+    monkeypatch.setattr(drafter, "_missing", counting)
+    paged.generate(TEXT, GREEDY)
+    cold = max(rows)
+    rows.clear()
+    paged.generate(TEXT, GREEDY)
     assert cold >= len(TEXT)
     assert max(rows) <= 8
 
@@ -351,19 +344,16 @@ def test_off_means_off(llm):
     assert off.engine.pools[0].num_free == off.engine.pools[0].num_pages
 
 
-def test_a_drafter_without_hidden_states_of_a_prefix_reads_it_again(paged):
+def test_a_drafter_without_hidden_states_of_a_prefix_reads_it_again(paged, monkeypatch):
     """``reusable`` bounds the hit, whatever the tree knows."""
     fresh(paged)
     paged.generate(TEXT, GREEDY)
     drafter = paged.engine.router.drafters["draft_model"]
-    drafter.reusable = lambda sequence: 11
-    try:
-        assert paged.generate(TEXT, GREEDY)[0].metrics.num_cached_tokens == 11
-    finally:
-        del drafter.reusable
+    monkeypatch.setattr(drafter, "reusable", lambda sequence: 11)
+    assert paged.generate(TEXT, GREEDY)[0].metrics.num_cached_tokens == 11
 
 
-def test_answers_to_one_prompt_read_it_once(paged):
+def test_answers_to_one_prompt_read_it_once(paged, monkeypatch):
     """Four answers queued at once: the prompt's pages are computed by the first of them."""
     fresh(paged)
     rows = []
@@ -374,10 +364,7 @@ def test_answers_to_one_prompt_read_it_once(paged):
         return forward(batch, attention)
 
     params = SamplingParams(temperature=0.9, seed=1, n=4, max_tokens=6, ignore_eos=True)
-    paged.model.forward = counting
-    try:
-        got = paged.generate(TEXT, params)[0]
-    finally:
-        paged.model.forward = forward
+    monkeypatch.setattr(paged.model, "forward", counting)
+    got = paged.generate(TEXT, params)[0]
     assert len({tuple(output.token_ids) for output in got.outputs}) > 1
     assert len(TEXT) <= sum(rows) <= len(TEXT) + 3 * paged.engine.config.page_size

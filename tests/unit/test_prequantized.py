@@ -19,7 +19,7 @@ from forerun.models.prequantized import Grouped, Unpacked, gather
 from forerun.models.transform import transform
 from here import where
 from refusals import refused
-from tiny import save_tokenizer, tiny_llama
+from tiny import save_checkpoint, tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 Parts = dict[str, np.ndarray | torch.Tensor]
@@ -163,8 +163,7 @@ EVERY = {
 def write(folder, name):
     """A tiny Llama whose layers are quantized so, and what its weights stand for."""
     make, config, _ = EVERY[name]
-    tiny_llama(hidden_size=64, intermediate_size=128, dtype="bfloat16").bfloat16().save_pretrained(folder)
-    save_tokenizer(folder)
+    save_checkpoint(tiny_llama(hidden_size=64, intermediate_size=128, dtype="bfloat16").bfloat16(), folder)
     tensors = {}
     meant = {}
     for tensor, weight in load_file(folder / "model.safetensors").items():

@@ -186,8 +186,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def pages_are_accounted_for(self):
-        if not hasattr(self, "pool"):
-            return
         self.pool.check()
         running = {one.id: one for one in self.scheduler.running}
         assert set(self.pool.block_tables) <= set(running)

@@ -218,15 +218,6 @@ def test_no_control_groups(eight, tmp_path):
     assert usable_cores(tmp_path, tmp_path / "missing") == 8
 
 
-def test_an_affinity_mask_of_one_core():
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(before)})
-        assert usable_cores() == 1
-    finally:
-        os.sched_setaffinity(0, before)
-
-
 Machine = Callable[[int, random.Random], float]
 
 

@@ -20,7 +20,7 @@ from forerun.models.gguf_tokenizer import make_tokenizer
 from forerun.models.tokenizer import REPLACEMENT, Detokenizer, load_tokenizer, token_text
 from forerun.serve.text import TextService
 from refusals import refused
-from tiny import ALPHABET, save_tokenizer, tiny_llama
+from tiny import ALPHABET, save_checkpoint, save_tokenizer, tiny_llama
 
 TEXT = "def naïve(x): return 'žluťoučký kůň' # 中文字符 и кириллица 👩‍👩‍👧‍👦 🎉🎉 ٣٤٥\n" * 3
 VALID = st.text(alphabet=st.sampled_from([*TEXT, "\t", "a", "€", "𝄞", "한", "\U0001f600"]), max_size=60)
@@ -201,14 +201,12 @@ def test_the_first_difference_of_two_vocabularies_is_named(tiny_target, tmp_path
 
 
 def test_a_longer_vocabulary_differs_where_the_shorter_ends(tiny_target, tmp_path):
-    tiny_llama(layers=1, vocab_size=len(ALPHABET) + 1).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, [*ALPHABET, "é"])
+    save_checkpoint(tiny_llama(layers=1, vocab_size=len(ALPHABET) + 1), tmp_path, [*ALPHABET, "é"])
     refuse(tiny_target, tmp_path, "id 98 is None in .* and 'é' in ")
 
 
 def test_a_draft_that_ends_texts_elsewhere_drafts_for_the_targets_ends(tiny_target, tmp_path):
-    tiny_llama(layers=1, eos_token_id=[5, 7]).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
+    save_checkpoint(tiny_llama(layers=1, eos_token_id=[5, 7]), tmp_path)
     drafted = LLM(tiny_target, speculative_config={"method": "draft_model", "model": str(tmp_path)}, max_model_len=64)
     params = [SamplingParams(seed=seed, logit_bias={0: 3.0, 5: 3.0}) for seed in range(8)]
     result, expected = (each.generate(["hello"] * 8, params) for each in (drafted, LLM(tiny_target, max_model_len=64)))
@@ -221,8 +219,7 @@ def test_a_draft_that_ends_texts_elsewhere_drafts_for_the_targets_ends(tiny_targ
 
 def test_a_tokenizers_own_end_of_text_ends_answers_too(tiny_target, tmp_path):
     """As in vLLM: Phi-3 and Qwen have other ends in their generation config."""
-    tiny_llama(eos_token_id=[5, 7]).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
+    save_checkpoint(tiny_llama(eos_token_id=[5, 7]), tmp_path)
     llm = LLM(str(tmp_path), max_model_len=64)
     end = llm.tokenizer.eos_token_id
     assert llm.model.info.eos_ids == {end, 5, 7}
@@ -253,8 +250,7 @@ def test_texts_of_tokens_make_up_the_text(tokenizer):
 
 
 def test_padding_and_logits_beyond_the_tokenizer_are_none(tiny_target, tmp_path):
-    tiny_llama(layers=1, vocab_size=len(ALPHABET) + 30, pad_token_id=3).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
+    save_checkpoint(tiny_llama(layers=1, vocab_size=len(ALPHABET) + 30, pad_token_id=3), tmp_path)
     llm = LLM(tiny_target, speculative_config={"method": "draft_model", "model": str(tmp_path)}, max_model_len=64)
     params = SamplingParams(seed=0, ignore_eos=True)
     assert llm.generate("hello", params)[0].metrics.num_draft_tokens > 0

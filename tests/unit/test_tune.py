@@ -24,7 +24,7 @@ from forerun.tune.features import scale
 from forerun.tune.kinds import EAGLE
 from forerun.tune.state import TuneState
 from refusals import refused
-from tiny import save_tokenizer, tiny_llama
+from tiny import save_checkpoint, tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_turns")]
 
@@ -90,8 +90,7 @@ def test_other_weights_are_refused(tuned_folder, tmp_path):
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.add_(0.01)
-    other.save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
+    save_checkpoint(other, tmp_path)
     refused(ConfigError, r"was tuned for .* the weights of .* are others", LLM, str(tmp_path), tuned=tuned_folder)
 
 
@@ -281,8 +280,7 @@ def test_a_damaged_state_is_said(tmp_path):
 
 def test_a_model_without_a_template_goes_on_with_texts(tmp_path):
     target = tmp_path / "target"
-    tiny_llama(max_position_embeddings=1 << 15).save_pretrained(target)
-    save_tokenizer(target)
+    save_checkpoint(tiny_llama(max_position_embeddings=1 << 15), target)
     texts = tmp_path / "texts.txt"
     texts.write_text("\n\n".join(f"{name} " * 60 for name in ("a dog", "the sea", "an old man")), encoding="utf-8")
     out = stages.tune(TuneConfig(model=str(target), out=tmp_path / "out", data=texts, **QUICK))

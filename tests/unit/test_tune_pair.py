@@ -27,7 +27,7 @@ from forerun.tune.config import PairConfig
 from forerun.tune.export import FORMS, export_head
 from forerun.tune.pair import PairAnswer, Price, Replayed, on_paper, replay, tune_pair
 from refusals import refused
-from tiny import save_tokenizer, tiny_llama
+from tiny import save_checkpoint, tiny_llama
 
 QUICK = {"minutes": 3 / 60, "answer": 16, "progress": False}
 DRAFT = "forerun:draft"
@@ -176,8 +176,7 @@ def test_no_other_model_outside_is_read(tmp_path):
 
 def test_bad_input_is_one_line(tmp_path, capsys):
     other = tmp_path / "other"
-    tiny_llama().save_pretrained(other)
-    save_tokenizer(other)
+    save_checkpoint(tiny_llama(), other)
     capsys.readouterr()
     asked = ["tune", "forerun:target", "--out", str(tmp_path / "out"), "--no-progress"]
     for more, said in (
