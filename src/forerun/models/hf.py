@@ -25,7 +25,6 @@ from transformers.utils import logging as hf_logging
 
 from forerun.attention.base import Attention, Metadata, Query
 from forerun.cache.pool import KVShape
-from forerun.core import tiles
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.core.inference import inference
@@ -33,7 +32,7 @@ from forerun.models import activations, checkpoint, sanity
 from forerun.models import lora as adapter
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import TILED_HEADS
-from forerun.models.base import LoadRequest, ModelInfo, pad_rows
+from forerun.models.base import LoadRequest, ModelInfo
 from forerun.models.formats import choose, describe, make_linear
 from forerun.models.formats.base import Linear
 from forerun.models.formats.plain import Plain
@@ -286,16 +285,13 @@ class HFModel(TiledModel):
     def feed(self, batch: Batch, attention: Attention) -> Output:
         """One call of the module, padded to a call's size where there are such."""
         metadata = attention.begin(batch)
-        rows, requested = batch.num_rows, batch.num_logits
-        if self.tiles is not None:
-            rows, requested = tiles.fit(rows, self.tiles.rows), requested and tiles.fit(requested, self.tiles.logits)
-        ids, positions = pad_rows(batch.input_ids, rows), pad_rows(batch.positions, rows)
+        ids, positions = self.pad(batch.input_ids), self.pad(batch.positions)
         inputs: dict[str, Any] = {"input_ids": ids[None]}
         if batch.embeds is not None:
             embeds = self.embed(ids)
             embeds[batch.embed_rows] = batch.embeds.to(embeds.dtype)
             inputs = {"inputs_embeds": embeds[None]}
-        keep = pad_rows(batch.logit_rows, requested) if requested else batch.positions[:0]
+        keep = self.pad_logits(batch.logit_rows) if batch.num_logits else batch.positions[:0]
         with self._only(batch.layers):
             out = self.module(
                 **inputs,

@@ -16,14 +16,13 @@ import torch
 
 from forerun.attention.base import Attention, Metadata, Query
 from forerun.attention.kernel import AttentionPlan, KernelAttention
-from forerun.core import tiles
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.core.inference import inference
 from forerun.core.loading import watch
 from forerun.models import activations, formats, tiling
 from forerun.models.architectures.spec import ALL, OUTSIDE, applies, bind
-from forerun.models.base import LoadRequest, MixtureInfo, ModelInfo, Tiles, pad_rows
+from forerun.models.base import LoadRequest, MixtureInfo, ModelInfo, Tiles
 from forerun.models.experts import Experts
 from forerun.models.formats import choose, describe, prefetch
 from forerun.models.formats.base import Linear, size
@@ -239,7 +238,7 @@ class NativeModel(TiledModel):
         if not batch.num_logits:
             return Output(x.new_zeros(0, self._predicted, dtype=torch.float32), hidden, read)
         x = (x if normed else self._norm(x))[: batch.num_logits]
-        logits = self._head(self._pad_logits(x))
+        logits = self._head(self.pad_logits(x))
         return Output(self._cap(logits[: batch.num_logits].float()), hidden, read)
 
     def _through(
@@ -255,7 +254,7 @@ class NativeModel(TiledModel):
         if states is not None:
             replay = states.plan(batch)
             laid = lay_out(replay, states, batch.num_rows) if self._how == "streamed" else replay
-        embedded = None if self._table is None else self._table(x, self._pad(self._table.table(batch.input_ids)))
+        embedded = None if self._table is None else self._table(x, self.pad(self._table.table(batch.input_ids)))
         run = Pass(attention, metadata, angles, states, laid, embedded)
         for index in layers:
             if index in batch.hidden:
@@ -281,20 +280,14 @@ class NativeModel(TiledModel):
         x = self._words(batch.input_ids)
         if batch.embeds is not None:
             x[batch.embed_rows] = batch.embeds.to(x.dtype)
-        return self._pad(x)
-
-    def _pad(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.tiles is None else pad_rows(x, tiles.fit(x.shape[0], self.tiles.rows))
-
-    def _pad_logits(self, x: torch.Tensor) -> torch.Tensor:
-        return x if self.tiles is None else pad_rows(x, tiles.fit(x.shape[0], self.tiles.logits))
+        return self.pad(x)
 
     def _logit_rows(self, batch: Batch) -> torch.Tensor | None:
         """The padded batch's rows whose logits are wanted; None: all of them."""
         if all(len(span.logits) == span.count for span in batch.spans):
             return None
         rows = batch.logit_rows
-        return rows if not len(rows) else self._pad(rows[:, None])[:, 0]
+        return rows if not len(rows) else self.pad(rows[:, None])[:, 0]
 
     def _run(self, layer: Layer, index: int, x: torch.Tensor, only: torch.Tensor | None, run: Pass) -> torch.Tensor:
         """One layer; ``only`` names the rows that go on behind its attention."""
@@ -303,7 +296,7 @@ class NativeModel(TiledModel):
         def kept(rows: torch.Tensor) -> torch.Tensor:
             if only is not None:
                 return rows.index_select(0, only)
-            return self._pad(rows) if rows.shape[0] != x.shape[0] else rows
+            return self.pad(rows) if rows.shape[0] != x.shape[0] else rows
 
         made = out = None
         if layer.mixer is not None:
@@ -379,7 +372,7 @@ class NativeModel(TiledModel):
         q, k = latent.ask(made, batch.num_rows, lambda side: self._turned(layer, side, run))
         v = k[..., : latent.sizes.rank]
         query = Query(index, self._grown(q, batch), k, v, self.spec.scale, layer.window, self.spec.softcap)
-        return latent.answer(self._pad(run.attention.run(query, run.metadata)))
+        return latent.answer(self.pad(run.attention.run(query, run.metadata)))
 
     def _grown(self, q: torch.Tensor, batch: Batch) -> torch.Tensor:
         factors = None if self.spec.growth is None else self.spec.growth.factors(batch.positions)

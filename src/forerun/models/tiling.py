@@ -23,7 +23,7 @@ from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
 from forerun.core.inference import inference
 from forerun.models import activations
-from forerun.models.base import ModelInfo, Tiles
+from forerun.models.base import ModelInfo, Tiles, pad_rows
 from forerun.models.formats.base import Linear
 from forerun.models.formats.plain import pack
 from forerun.models.parts import KernelNorm
@@ -53,6 +53,14 @@ class TiledModel(ABC):
     @property
     def row_multiple(self) -> int:
         return 1 if self.tiles is None else self.tiles.rows[0]
+
+    def pad(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows up to a call's size, where there are such."""
+        return rows if self.tiles is None else pad_rows(rows, tiles.fit(rows.shape[0], self.tiles.rows))
+
+    def pad_logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """The same for those that the output layer reads."""
+        return rows if self.tiles is None else pad_rows(rows, tiles.fit(rows.shape[0], self.tiles.logits))
 
     @inference
     def forward(self, batch: Batch, attention: Attention) -> Output:
