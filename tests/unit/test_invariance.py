@@ -16,7 +16,7 @@ from forerun.models.hf import HFModel
 from forerun.models.invariance import self_test
 from forerun.models.load import load_model
 from here import NO_PACKING, where
-from modules import native
+from modules import native, requested
 
 pytestmark = pytest.mark.slow
 
@@ -41,8 +41,8 @@ def build(kind="llama", dtype=torch.float32, invariant=True, width=64, **options
     for parameter in module.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.08)
-    make = HFModel if kind == "hf" else native
-    return make(module.to(dtype).eval(), name="t", eos_ids=frozenset(), invariant=invariant, **options)
+    module, options = module.to(dtype).eval(), {"invariant": invariant, **options}
+    return HFModel(module, requested(dtype, **options)) if kind == "hf" else native(module, **options)
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
