@@ -3,30 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from forerun.core.tree import Draft, Verdict
-
-REPORTED = (
-    "tokens_per_second",
-    "rounds",
-    "mean_acceptance_length",
-    "tokens_per_round",
-    "draft_acceptance_rate",
-    "alpha",
-    "match_rate",
-    "acceptance_histogram",
-    "num_drafts",
-    "num_draft_tokens",
-    "num_accepted_draft_tokens",
-    "time_to_first_token",
-    "preemptions",
-    "num_cached_tokens",
-    "draft_error",
-    "synthetic",
-)
-"""The fields of ``generate --json``'s ``metrics``, in order."""
 
 
 @dataclass
@@ -119,8 +99,9 @@ class RequestMetrics:
         return self.first_token - self.start if self.first_token is not None else None
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields of ``generate --json``'s ``metrics``."""
-        return {name: getattr(self, name) for name in REPORTED}
+        """Every count and rate."""
+        rates = [name for name, value in vars(RequestMetrics).items() if isinstance(value, property)]
+        return {name: getattr(self, name) for name in (*(item.name for item in fields(self)), *rates)}
 
     @classmethod
     def merged(cls, parts: list[RequestMetrics]) -> RequestMetrics:

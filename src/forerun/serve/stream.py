@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from json.encoder import encode_basestring as quote
-from typing import Any
+from typing import Any, TypeVar
 
 from forerun.core.errors import ForerunError
 from forerun.engine.answering import Answering
@@ -24,6 +24,7 @@ from forerun.serve.text import AnswerReading, Listing, Placed, TextService, by_n
 from forerun.serve.tools import ParsedCall, Piece, Reader
 from forerun.speculate.accept.base import NO_TOKEN
 
+M = TypeVar("M", answers.Metrics, answers.SpeculativeMetrics)
 MARK = "\0"
 """Stands for a choice's text while an event is taken apart."""
 DONE = "data: [DONE]\n\n"
@@ -276,30 +277,18 @@ class Reply(ABC):
         )
 
     def metrics(self) -> answers.Metrics:
-        jobs = [job for stream in self.streams for job in stream.jobs]
-        metrics = RequestMetrics.merged([job.metrics for job in jobs])
-        speculative = answers.SpeculativeMetrics(
-            mean_acceptance_length=metrics.mean_acceptance_length,
-            draft_acceptance_rate=metrics.draft_acceptance_rate,
-            acceptance_histogram=metrics.acceptance_histogram,
-            num_spec_steps=metrics.num_drafts,
-            num_accepted_draft_tokens=metrics.num_accepted_draft_tokens,
-            num_draft_tokens=metrics.num_draft_tokens,
-            num_spec_tokens=self.num_spec_tokens,
-            per_step_accepted=metrics.accepted_per_step,
-            per_step_drafted=metrics.drafted_per_step,
-            alpha=metrics.alpha,
-            method=self.method,
-            identical_to_plain_decoding=self.identical,
-            draft_error=metrics.draft_error,
-        )
-        return answers.Metrics(
-            tokens_per_second=metrics.tokens_per_second,
-            time_to_first_token=metrics.time_to_first_token,
-            rounds=metrics.rounds,
-            tokens_per_round=metrics.tokens_per_round,
-            speculative_decoding=speculative,
-        )
+        counts = RequestMetrics.merged([job.metrics for stream in self.streams for job in stream.jobs]).as_dict()
+        speculative = _of_counts(
+            answers.SpeculativeMetrics, counts, method=self.method, identical_to_plain_decoding=self.identical,
+            num_spec_steps=counts["num_drafts"], num_spec_tokens=self.num_spec_tokens,
+            per_step_accepted=counts["accepted_per_step"], per_step_drafted=counts["drafted_per_step"],
+        )  # fmt: skip
+        return _of_counts(answers.Metrics, counts, speculative_decoding=speculative)
+
+
+def _of_counts(kind: type[M], counts: Mapping[str, Any], **others: Any) -> M:
+    """An answer's figures: those of ``counts`` of the same names, and ``others``."""
+    return kind(**{name: counts[name] for name in kind.model_fields if name in counts}, **others)
 
 
 def _data(body: answers.Answer) -> str:
