@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from forerun.cli.main import load
 from forerun.engine.scheduler import LONGEST_WAIT, PATIENCE
 from forerun.serve.app import create_app
-from forerun.serve.errors import TYPES
+from forerun.serve.errors import STATUSES
 from forerun.serve.schema import ChatRequest, CompletionRequest, Generation, Speculative
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +84,7 @@ def test_limits_are_the_codes():
     assert f"less than {LONGEST_WAIT} rounds" in PAGE
     assert f"{LONGEST_WAIT} rounds" in (Generation.model_fields["priority"].description or "")
     statuses = {int(code) for row in first_column("Limits and safety", 1) for code in row.split(", ")}
-    assert statuses == set(TYPES) - {405}
+    assert statuses == set(STATUSES)
 
 
 def filled(body):

@@ -25,7 +25,7 @@ from forerun.engine.config import NONE
 from forerun.engine.stream import Stream
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 from forerun.serve import answers, errors
-from forerun.serve.errors import ApiError
+from forerun.serve.errors import STATUSES, ApiError
 from forerun.serve.forms import required_shape
 from forerun.serve.guard import Guard, allowed_host, allowed_origin, names, needs_key
 from forerun.serve.metrics import NAMES, Recorder, RequestLog
@@ -327,18 +327,6 @@ def create_app(engine: Answering, options: ServerOptions | None = None) -> FastA
     return app
 
 
-STATUSES = {
-    400: "The request cannot be run as it is",
-    401: "The API key is missing or wrong",
-    403: "The server does not answer to the name in the Host header",
-    404: "There is no such model",
-    408: "The body did not arrive in time",
-    413: "The body is too large",
-    429: "Too many sequences are waiting: try again after the seconds in Retry-After",
-    500: "The server is at fault",
-    503: "The server is shutting down",
-    504: "The answer took longer than the server allows",
-}
 EVERYWHERE = (403, 408, 413, 500)
 BODY = (400, 404)
 GENERATION = (*BODY, 429, 503, 504)
@@ -350,7 +338,7 @@ ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
 def responses(*statuses: int, good: type[BaseModel] | None = None, chunk: type[BaseModel] | None = None) -> Responses:
     """A route's answers: errors by status, the ``good`` one, and the kind of event that it streams."""
     result: Responses = {
-        status: {"description": STATUSES[status], "content": ERROR} for status in (*EVERYWHERE, *statuses)
+        status: {"description": STATUSES[status][1], "content": ERROR} for status in (*EVERYWHERE, *statuses)
     }
     if good is not None:
         result[200] = {"description": "The answer", "model": good}
@@ -516,7 +504,7 @@ def _more_schemas(*models: type[BaseModel]) -> dict[str, Any]:
 
 def _lock(operation: dict[str, Any]) -> None:
     operation["security"] = [{"key": []}]
-    operation["responses"]["401"] = {"description": STATUSES[401], "content": ERROR}
+    operation["responses"]["401"] = {"description": STATUSES[401][1], "content": ERROR}
 
 
 def _narrow(schemas: dict[str, Any], names: Sequence[str], methods: Mapping[str, int]) -> None:

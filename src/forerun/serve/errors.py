@@ -16,22 +16,20 @@ from forerun.engine.answering import ClosedError, QueueFullError, TimeLimitError
 
 log = logging.getLogger("forerun")
 
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "invalid_request_error",
-    429: "rate_limit_error",
-    431: "invalid_request_error",
-    500: "internal_error",
-    503: "unavailable_error",
-    504: "timeout_error",
+STATUSES = {
+    400: ("invalid_request_error", "The request cannot be run as it is"),
+    401: ("authentication_error", "The API key is missing or wrong"),
+    403: ("permission_error", "The server does not answer to the name in the Host header"),
+    404: ("not_found_error", "There is no such model"),
+    408: ("timeout_error", "The body did not arrive in time"),
+    413: ("invalid_request_error", "The body is too large"),
+    429: ("rate_limit_error", "Too many sequences are waiting: try again after the seconds in Retry-After"),
+    431: ("invalid_request_error", "The headers are too large"),
+    500: ("internal_error", "The server is at fault"),
+    503: ("unavailable_error", "The server is shutting down"),
+    504: ("timeout_error", "The answer took longer than the server allows"),
 }
-
-
+"""What an error is called by its status, and what it means; others are called as 400."""
 NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 """Pydantic's errors whose words would name our classes."""
 
@@ -48,7 +46,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = TYPES.get(self.status, "invalid_request_error")
+        kind, _ = STATUSES.get(self.status, STATUSES[400])
         param = _printable(self.param) if self.param is not None else None
         return {"error": {"message": _printable(self.message), "type": kind, "param": param, "code": self.code}}
 
