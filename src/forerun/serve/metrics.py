@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 from prometheus_client.metrics_core import Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -57,17 +57,12 @@ class EngineCollector:
         return family
 
     def _cache_config(self) -> Metric:
-        """A gauge of 1 whose labels are the facts."""
         now = self.engine.snapshot()
         facts = {
             "block_size": str(now.page_size), "num_gpu_blocks": str(now.pages), "cache_dtype": "auto",
             "enable_prefix_caching": str(now.caches_prefixes), "engine": "0",
         }  # fmt: skip
-        family = GaugeMetricFamily(
-            "vllm:cache_config_info", "the KV cache: tokens in a page, pages", labels=list(facts)
-        )
-        family.add_metric(list(facts.values()), 1.0)
-        return family
+        return InfoMetricFamily("vllm:cache_config", "the KV cache: tokens in a page, pages", value=facts)
 
     def _own(self) -> Iterator[Metric]:
         now = self.engine.snapshot()
