@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 
 from forerun.kernels import structs
+from forerun.models import recurrent
 from forerun.models.architectures.description import Mixer as Description
-from forerun.models.architectures.description import Name
+from forerun.models.architectures.description import Name, ShortConvSpec
 from forerun.models.architectures.spec import ALL, LatentSpec, Spec
 from forerun.models.experts import Choice, Expert, Experts
 from forerun.models.formats.base import Linear
@@ -21,7 +22,6 @@ from forerun.models.formats.compiled import Compiled
 from forerun.models.layout import Maker, Words
 from forerun.models.parts import Function, KernelEach, KernelNorm, make_norm
 from forerun.models.ranks.team import OverAll, Summed, Team
-from forerun.models.recurrent import KernelMixer, Mamba2, Mixer, NormedMixer, make_inputs, make_mixer
 from forerun.models.rotary import Rotary
 
 
@@ -163,7 +163,7 @@ class Layer:
     """Which of the model's tables turns queries and keys; None: none does."""
     gated: bool = False
     """``qkv`` makes a gate of the attention's output behind the values."""
-    mixer: Mixer | None = None
+    mixer: recurrent.Mixer | None = None
     """In the place of attention, or beside it."""
     enter: Any = None
     """Makes the mixer's inputs."""
@@ -254,7 +254,7 @@ class Builder:
         mixer = architecture.mixer if spec.mixer else None
         mixes, changes = spec.attention or spec.mixer, spec.mlp or spec.experts > 0
         share = architecture.experts.gate if architecture.experts is not None and spec.experts and spec.mlp else None
-        sizes, names = self.spec.mixer, [at(name) for name in attention.qkv]
+        names = [at(name) for name in attention.qkv]
         if spec.source is not None:
             names = names[:1]
         elif spec.twice:
@@ -269,7 +269,7 @@ class Builder:
         layer = Layer(
             qkv=qkv,
             out=self._summed(linear(attention.out)) if spec.attention else None,
-            enter=None if mixer is None else make_inputs(mixer, sizes, self.maker, at),
+            enter=None if mixer is None else self._mixer_inputs(mixer, at),
             leave=None if mixer is None else self._summed(linear(mixer.out)),
             gate_up=linear(*mlp.gate_up) if spec.mlp else None,
             down=self._summed(linear(mlp.down)) if spec.mlp else None,
@@ -304,12 +304,37 @@ class Builder:
             self._norm_heads(layer, query, key, rotary)
         return layer
 
-    def _mixer(self, names: Description, at: Callable[[Name], str], index: int) -> Mixer:
-        made, norm = make_mixer(names, self.spec.mixer, self.maker, at, self._norm, index), None
-        if self.team is not None and isinstance(made, Mamba2) and made.sizes.norm_over_all:
-            norm, made.norm = OverAll(made.norm, self.team), None
-        mixer = KernelMixer(made) if self.kernels else made
-        return mixer if norm is None else NormedMixer(mixer, norm)
+    def _mixer_inputs(self, names: Description, at: Callable[[Name], str]) -> Linear:
+        """The projection that makes a row's record, and the gate behind it."""
+        if isinstance(names, ShortConvSpec):
+            return self.maker.linear(at(names.inputs))
+        if names.kind == "delta":
+            qkv, gate, beta, decay = map(at, names.inputs)
+            return self.maker.linear(qkv, beta, decay, gate)
+        assert self.spec.mixer is not None
+        inner = self.spec.mixer.inner
+        return self.maker.linear(at(names.inputs[0]), order=[lambda rows: torch.cat([rows[inner:], rows[:inner]])])
+
+    def _mixer(self, names: Description, at: Callable[[Name], str], index: int) -> recurrent.Mixer:
+        """Of layer ``index``."""
+        sizes, maker = self.spec.mixer, self.maker
+        assert sizes is not None
+        bias = maker.numbers(f"{at(names.conv)}.bias") if sizes.conv_biased else None
+        conv = recurrent.Convolution(maker.numbers(f"{at(names.conv)}.weight"), bias)
+        if isinstance(names, ShortConvSpec):
+            short = recurrent.ShortConv(index, conv, maker.dtype)
+            return recurrent.KernelMixer(short) if self.kernels else short
+        norm: Any = None
+        if sizes.normed:
+            weight = maker.numbers(f"{at(names.norm)}.weight")
+            norm = self._norm(weight if names.skip is None or sizes.groups == 1 else weight.view(sizes.groups, -1))
+        decay, step = (maker.numbers(at(name)).float() for name in (names.decay, names.step))
+        skip = None if names.skip is None else maker.numbers(at(names.skip)).float()
+        team = self.team if sizes.norm_over_all else None
+        parts = index, sizes, conv, norm if team is None else None, maker.dtype, -torch.exp(decay), step
+        made = recurrent.DeltaNet(*parts) if skip is None else recurrent.Mamba2(*parts, skip)
+        mixer = recurrent.KernelMixer(made) if self.kernels else made
+        return mixer if team is None else recurrent.NormedMixer(mixer, OverAll(norm, team))
 
     def _latent(self, at: Callable[[Name], str], rotary: Rotary) -> tuple[Linear, LatentHeads]:
         """The first projection, of queries or their latent and of the entry, and what is behind it."""

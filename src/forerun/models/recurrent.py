@@ -19,12 +19,8 @@ from forerun import kernels
 from forerun.cache.states import NONE, Replay, Run, States
 from forerun.kernels import structs
 from forerun.models import activations
-from forerun.models.architectures.description import Mixer as Description
-from forerun.models.architectures.description import Name, Recurrence
 from forerun.models.architectures.spec import MixerSpec
-from forerun.models.formats.base import Linear
 from forerun.models.formats.compiled import address, kernel
-from forerun.models.layout import Maker
 
 UNIT_EPS = 1e-6
 """Added to the squares of keys and queries."""
@@ -220,42 +216,6 @@ class NormedMixer:
 
 def _unit(side: torch.Tensor) -> torch.Tensor:
     return side * torch.rsqrt((side * side).sum(-1, keepdim=True) + UNIT_EPS)
-
-
-def make_inputs(names: Description, sizes: MixerSpec | None, maker: Maker, at: Callable[[Name], str]) -> Linear:
-    """The projection that makes a row's record, and the gate behind it."""
-    assert sizes is not None
-    if isinstance(names, Recurrence) and names.kind == "delta":
-        qkv, gate, beta, decay = map(at, names.inputs)
-        return maker.linear(qkv, beta, decay, gate)
-    if isinstance(names, Recurrence):
-        inner = sizes.inner
-        return maker.linear(at(names.inputs[0]), order=[lambda rows: torch.cat([rows[inner:], rows[:inner]])])
-    return maker.linear(at(names.inputs))
-
-
-def make_mixer(
-    names: Description,
-    sizes: MixerSpec | None,
-    maker: Maker,
-    at: Callable[[Name], str],
-    norm: Callable[[torch.Tensor], Any],
-    index: int,
-) -> ShortConv | Recurrent:
-    """Of layer ``index``, whose tensors ``at`` names."""
-    assert sizes is not None
-    conv = at(names.conv)
-    bias = maker.numbers(f"{conv}.bias") if sizes.conv_biased else None
-    convolution = Convolution(maker.numbers(f"{conv}.weight"), bias)
-    if not isinstance(names, Recurrence):
-        return ShortConv(index, convolution, maker.dtype)
-    close = None
-    if sizes.normed:
-        weight = maker.numbers(f"{at(names.norm)}.weight")
-        close = norm(weight if names.skip is None or sizes.groups == 1 else weight.view(sizes.groups, -1))
-    decay, step = (maker.numbers(at(name)).float() for name in (names.decay, names.step))
-    parts = index, sizes, convolution, close, maker.dtype, -torch.exp(decay), step
-    return DeltaNet(*parts) if names.skip is None else Mamba2(*parts, maker.numbers(at(names.skip)).float())
 
 
 @dataclass(slots=True)
