@@ -230,15 +230,12 @@ def read_messages(path: Path) -> list[dict[str, str]]:
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
     good = isinstance(result, list) and all(
-        isinstance(item, dict)
-        and set(item) == {"role", "content"}
-        and item["role"] in (SYSTEM, USER, ASSISTANT)
-        and isinstance(item["content"], str)
+        isinstance(item, dict) and set(item) == {"role", "content"} and isinstance(item["content"], str)
         for item in result
     )
     roles = [item["role"] for item in result] if good else []
     turns = roles[1:] if roles[:1] == [SYSTEM] else roles
-    if not good or turns != [(USER, ASSISTANT)[i % 2] for i in range(len(turns))] or len(turns) % 2:
+    if not good or turns != [USER, ASSISTANT] * (len(turns) // 2):
         raise ConfigError(
             f"{path} is not a saved conversation: a list of messages with role and content, user and assistant by turns"
         )
