@@ -175,9 +175,7 @@ def test_what_cannot_be_run_is_refused_in_one_line(seq2seq, tmp_path, kind, chan
     folder = Path(shutil.copytree(seq2seq(kind), tmp_path / "copy"))
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(ModelError) as caught:
-        load_model(folder)
-    assert "\n" not in str(caught.value)
+    refused(ModelError, None, load_model, folder)
 
 
 @pytest.mark.parametrize("drafting", [None, {"method": "ngram"}, {"method": "draft_model"}], ids=str)

@@ -223,7 +223,5 @@ def test_what_does_not_fit_is_named(tmp_path, pair, damage, spec, message):
 def test_other_targets_are_refused(tmp_path, pair):
     folder = pair("gemma4")[1]
     save_checkpoint(tiny_llama(), tmp_path)
-    with pytest.raises(ForerunError, match="reads the cache of a Gemma 4 on the native path") as caught:
-        load(tmp_path, folder)
-    assert "\n" not in str(caught.value)
+    refused(ForerunError, "reads the cache of a Gemma 4 on the native path", load, tmp_path, folder)
     refused(ForerunError, "layers that borrow keys", LLM, str(folder))

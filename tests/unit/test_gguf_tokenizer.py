@@ -58,12 +58,9 @@ def test_texts_are_composed_where_the_model_does_so():
 
 @pytest.mark.parametrize("pre", ["a-new-one", None])
 def test_an_unknown_pre_tokenizer_is_an_error_that_lists_the_known(pre):
-    with pytest.raises(ModelError) as caught:
-        tokenizer(pre=pre)
-    message = str(caught.value)
+    message = str(refused(ModelError, None, tokenizer, pre=pre))
     assert f"a.gguf names no pre-tokenizer that is known (tokenizer.ggml.pre is {pre!r})" in message
     assert all(name in message for name in PRE_TOKENIZERS)
-    assert "\n" not in message
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.engine.drafter_files import brings_mtp
 from gguf_files import VOCABULARY, finish
 from gguf_files import add as set_field
+from refusals import refused
 from tiny import save_checkpoint
 
 LAYERS = 2
@@ -306,19 +307,17 @@ def test_files_without_a_layer_and_with_other_layers_are_refused(tmp_path):
     at = f"model.layers.{LAYERS}."
     full = {deepseek_names(name): tensor for name, tensor in layer.state_dict().items()}
 
-    def refused(more, message):
+    def wrong(more, message):
         save_file({**weights, **more}, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ForerunError, match=message) as caught:
-            LLM(str(tmp_path), speculative_config=config)
-        assert "\n" not in str(caught.value)
+        refused(ForerunError, message, LLM, str(tmp_path), speculative_config=config)
 
-    refused(
+    wrong(
         {**full, f"{at}self_attn.kv_a_proj_with_mqa.weight": torch.zeros(4, 32)},
         "has latent attention, its target is qwen3",
     )
-    refused({name: t for name, t in full.items() if "v_proj" not in name}, "lacks v_proj")
-    refused({**full, f"{at}eh_proj.weight": torch.zeros(32, 32)}, "eh_proj.weight has shape")
-    refused({**full, f"{at}surprise.weight": torch.zeros(2)}, "surprise.weight has shape")
+    wrong({name: t for name, t in full.items() if "v_proj" not in name}, "lacks v_proj")
+    wrong({**full, f"{at}eh_proj.weight": torch.zeros(32, 32)}, "eh_proj.weight has shape")
+    wrong({**full, f"{at}surprise.weight": torch.zeros(2)}, "surprise.weight has shape")
     save_file({**weights, **full}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ForerunError, match="draft_vocab_size is 100"):
         LLM(str(tmp_path), speculative_config={**config, "draft_vocab_size": 100})

@@ -1,7 +1,6 @@
 """AWQ, GPTQ, compressed-tensors and FP8: checkpoints written here bit by bit, and dequantized here with numpy."""
 
 import json
-import re
 import shutil
 
 import numpy as np
@@ -281,7 +280,4 @@ def test_what_cannot_be_read_is_one_line(tmp_path, name):
         tensors.pop(f"{stem}.{end}")
         tensors |= {} if part is None else {f"{stem}.{end}": part}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises((ModelError, ConfigError)) as caught:
-        LLM(str(tmp_path))
-    assert re.search(message, str(caught.value)), caught.value
-    assert "\n" not in str(caught.value)
+    refused((ModelError, ConfigError), message, LLM, str(tmp_path))
