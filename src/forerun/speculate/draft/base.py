@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -198,10 +199,14 @@ class Drafter(ABC, Generic[C]):
     """Rounds in which it was asked for nothing concern it, too: ``observe`` sees them."""
     parts: Sequence[Drafter] = ()
     """Drafters inside of it."""
+    per_sequence: ClassVar[tuple[str, ...]] = ()
+    """Names of what it keeps of sequences, mappings by their ids: a fork has a copy, and who is released has none."""
 
     def __init__(self, config: C, context: DraftContext) -> None:
         self.config = config
         self.context = context
+        for name in self.per_sequence:
+            setattr(self, name, {})
 
     @classmethod
     def build(cls, config: C, context: DraftContext) -> Drafter[C]:
@@ -239,9 +244,14 @@ class Drafter(ABC, Generic[C]):
             source: a known sequence, as it was before this round's draft was judged; ``observe`` sees both.
             sequence: new here, with the same tokens.
         """
+        for kept in (getattr(self, name) for name in self.per_sequence):
+            if source.id in kept:
+                kept[sequence.id] = copy.deepcopy(kept[source.id])
 
     def release(self, sequence: RequestState) -> None:
         """Forget a sequence: it ended, or was preempted."""
+        for name in self.per_sequence:
+            getattr(self, name).pop(sequence.id, None)
 
     def close(self) -> None:
         """The engine ends, or is asked to: write down what is to be kept."""

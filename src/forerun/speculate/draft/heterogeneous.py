@@ -32,12 +32,14 @@ TAIL = 4
 class CrossVocabularyDraftModel(DraftModel):
     """TLI. Keeps, per sequence, the text as the draft reads it."""
 
+    per_sequence = (*DraftModel.per_sequence, "readings", "starts")
+    readings: dict[int, VocabularyReading]
+    starts: dict[int, int]
+
     def __init__(self, config: DraftModelConfig, context: DraftContext) -> None:
         if context.tokenizer is None:
             raise ConfigError("use_heterogeneous_vocab needs the target's tokenizer")
         super().__init__(config, replace(context, prefix_caching=False))
-        self.readings: dict[int, VocabularyReading] = {}
-        self.starts: dict[int, int] = {}
 
     def _check_vocabulary(self, path: str) -> None:
         info, own = self.context.target.info, self.model.info
@@ -78,11 +80,6 @@ class CrossVocabularyDraftModel(DraftModel):
     def fork(self, source: RequestState, sequence: RequestState) -> None:
         """Its text is read anew: where the draft's tokens of it end is not known from the source's."""
 
-    def release(self, sequence: RequestState) -> None:
-        super().release(sequence)
-        self.readings.pop(sequence.id, None)
-        self.starts.pop(sequence.id, None)
-
     def rewind(self, sequence: RequestState) -> None:
         self.attention.pool.free(sequence.id)  # first: what was read is no prefix of the text any more
         self.release(sequence)
@@ -96,9 +93,8 @@ class StringDraftModel(CrossVocabularyDraftModel):
     """SLEM. The draft takes its likeliest tokens, which as point masses are most often right; where the rule couples
     draft and target, those that are likeliest under the noise that the target will meet."""
 
-    def __init__(self, config: DraftModelConfig, context: DraftContext) -> None:
-        super().__init__(config, context)
-        self.written: dict[int, list[int]] = {}
+    per_sequence = (*CrossVocabularyDraftModel.per_sequence, "written")
+    written: dict[int, list[int]]
 
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         self.starts = {sequence.id: len(self._read(sequence)) for sequence in sequences}
@@ -165,10 +161,6 @@ class StringDraftModel(CrossVocabularyDraftModel):
                 continue
             kept = self.readings[sequence.id].adopt(written, verdict.tokens)
             pool.truncate(sequence.id, min(pool.length(sequence.id), start + kept))
-
-    def release(self, sequence: RequestState) -> None:
-        super().release(sequence)
-        self.written.pop(sequence.id, None)
 
 
 class Vocabulary:

@@ -99,6 +99,11 @@ class DraftModel(Drafter[DraftModelConfig]):
     name = "draft_model"
     config_class = DraftModelConfig
     watches = False
+    per_sequence: ClassVar[tuple[str, ...]] = ("begins", "places")
+    begins: dict[int, int]
+    """Of which it reads the last tokens only: how many it leaves out. Their positions count from 0."""
+    places: dict[int, list[int]]
+    """Where each node of its draft is among those that this model has read, or -1."""
 
     def __init__(self, config: DraftModelConfig, context: DraftContext) -> None:
         super().__init__(config, context)
@@ -138,10 +143,6 @@ class DraftModel(Drafter[DraftModelConfig]):
         )
         self.tree = PrefixTree(self.attention.pool) if context.prefix_caching else None
         self.nodes = config.rows_by_depth()
-        self.begins: dict[int, int] = {}
-        """Per sequence of which it reads the last tokens only: how many it leaves out. Their positions count from 0."""
-        self.places: dict[int, list[int]] = {}
-        """Per sequence: where each node of its draft is among those that this model has read, or -1."""
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
         translates = config.use_heterogeneous_vocab
         fused = None if translates else self.model.fused
@@ -336,18 +337,14 @@ class DraftModel(Drafter[DraftModelConfig]):
         pool = self.attention.pool
         if source.id in pool.block_tables:
             pool.fork(source.id, sequence.id, pool.length(source.id))
-        if source.id in self.begins:
-            self.begins[sequence.id] = self.begins[source.id]
-        if source.id in self.places:
-            self.places[sequence.id] = self.places[source.id]
+        super().fork(source, sequence)
 
     def release(self, sequence: RequestState) -> None:
         if self.tree is not None and sequence.id in self.attention.pool.block_tables:
             known = self._read(sequence)
             self.tree.end(sequence.id, known, len(known) - sequence.tentative, source=self._root(sequence))
         self.attention.pool.free(sequence.id)
-        self.begins.pop(sequence.id, None)
-        self.places.pop(sequence.id, None)
+        super().release(sequence)
 
     def rewind(self, sequence: RequestState) -> None:
         pool, length = self.attention.pool, len(sequence.tokens) + self._shift(sequence)

@@ -242,6 +242,9 @@ def _check_single(batch: Batch) -> None:
 class Assistant(Drafter[MtpConfig]):
     name = "mtp"
     config_class = MtpConfig
+    per_sequence = ("states",)
+    states: dict[int, tuple[int, torch.Tensor]]
+    """How many tokens of a sequence the target has read, and its last hidden state [hidden size]."""
 
     def __init__(self, config: MtpConfig, context: DraftContext) -> None:
         super().__init__(config, context)
@@ -258,8 +261,6 @@ class Assistant(Drafter[MtpConfig]):
             raise ConfigError(f"{path} predicts the tokens of its likeliest clusters: remove draft_vocab_size")
         self.needs = Needs(hidden=(target.info.num_layers,), model=True)
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
-        self.states: dict[int, tuple[int, torch.Tensor]] = {}
-        """How many tokens of a sequence the target has read, and its last hidden state [hidden size]."""
         self.attention: Reading | KernelReading | None = None
 
     @inference
@@ -310,13 +311,6 @@ class Assistant(Drafter[MtpConfig]):
             rows = verdict.hidden[self.context.target.info.num_layers]
             if len(rows):
                 self.states[sequence.id] = sequence.num_computed_tokens, rows[-1].clone()
-
-    def fork(self, source: RequestState, sequence: RequestState) -> None:
-        if source.id in self.states:
-            self.states[sequence.id] = self.states[source.id]
-
-    def release(self, sequence: RequestState) -> None:
-        self.states.pop(sequence.id, None)
 
     def models(self) -> list[Model]:
         return [self.model.decoder]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -64,6 +63,9 @@ class HeadDrafter(Drafter[C]):
 
     config_class: ClassVar[type[DrafterConfig]] = HeadConfig
     head_class: ClassVar[type[Head]]
+    per_sequence: ClassVar[tuple[str, ...]] = ("seen",)
+    seen: dict[int, int]
+    """How many of a sequence's hidden states came by."""
     example_options: ClassVar[dict[str, Any]] = {}
     """Of the head that ``example`` makes."""
 
@@ -101,7 +103,6 @@ class HeadDrafter(Drafter[C]):
         self.head.pack()
         self.needs = Needs(hidden=hidden, model=True)
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
-        self.seen: dict[int, int] = {}
 
     def _load(self, config: C, target: Model) -> Head:
         if config.model is None and target.info.name != f"{BUNDLED}target":
@@ -151,21 +152,14 @@ class HeadDrafter(Drafter[C]):
     def ready(self, sequence: RequestState) -> bool:
         return self.seen.get(sequence.id, 0) == len(sequence.tokens) - 1
 
-    def states(self) -> list[dict[int, Any]]:
-        """What is kept of every sequence, by its id."""
-        return [self.seen]
-
     def fork(self, source: RequestState, sequence: RequestState) -> None:
-        for state in self.states():
-            if source.id in state:
-                state[sequence.id] = copy.deepcopy(state[source.id])
+        super().fork(source, sequence)
         for pool in self.pools():
             if source.id in pool.block_tables:
                 pool.fork(source.id, sequence.id, pool.length(source.id))
 
     def release(self, sequence: RequestState) -> None:
-        for state in self.states():
-            state.pop(sequence.id, None)
+        super().release(sequence)
         for pool in self.pools():
             pool.free(sequence.id)
         if self.learner is not None:

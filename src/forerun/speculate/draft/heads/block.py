@@ -19,8 +19,8 @@ from torch import nn
 
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
-from forerun.speculate.draft.base import DraftContext, drafters
-from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
+from forerun.speculate.draft.base import drafters
+from forerun.speculate.draft.heads.base import BlockDrafter
 from forerun.speculate.draft.heads.head import FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -294,11 +294,9 @@ class Parallel(BlockDrafter):
     name = "parallel"
     head_class = ParallelHead
     head: ParallelHead
-
-    def __init__(self, config: BlockConfig, context: DraftContext) -> None:
-        super().__init__(config, context)
-        self.memories: dict[int, BlockMemory] = {}
-        self.newest: dict[int, torch.Tensor] = {}
+    per_sequence = ("seen", "memories", "newest")
+    memories: dict[int, BlockMemory]
+    newest: dict[int, torch.Tensor]
 
     @inference
     def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
@@ -312,6 +310,3 @@ class Parallel(BlockDrafter):
         x = head.rows(self.context.target.embed(last).to(newest.dtype), newest)
         x = head.fill(x, sequences, self.memories)[:, : self.config.num_speculative_tokens]
         return self.predict(head.norm(x).flatten(0, 1)).unflatten(0, x.shape[:2])
-
-    def states(self) -> list[dict[int, Any]]:
-        return [*super().states(), self.memories, self.newest]

@@ -27,7 +27,7 @@ from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
 from forerun.models.checkpoint import CONFIG
-from forerun.speculate.draft.base import DraftContext, drafters
+from forerun.speculate.draft.base import drafters
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, BlockMemory
 from forerun.speculate.draft.heads.gguf_files import read_drafter
@@ -329,14 +329,12 @@ class DFlash(HeadDrafter[DFlashConfig]):
     config_class = DFlashConfig
     head_class = DFlashHead
     head: DFlashHead
+    per_sequence = ("seen", "memories")
+    memories: dict[int, BlockMemory]
     example_options: ClassVar = {
         "group": 16, "selector": {"rank": 4, "top": 6}, "markov": 4, "confidence": "markov",
     }  # fmt: skip
     """All that the successors have."""
-
-    def __init__(self, config: DFlashConfig, context: DraftContext) -> None:
-        super().__init__(config, context)
-        self.memories: dict[int, BlockMemory] = {}
 
     @inference
     def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
@@ -392,6 +390,3 @@ class DFlash(HeadDrafter[DFlashConfig]):
         x = head.fill(x.to(head.fc.weight.dtype), sequences, self.memories)
         first = head.block_size - head.sizes.depth
         return head.norm(x[:, first : first + self.config.num_speculative_tokens])
-
-    def states(self) -> list[dict[int, Any]]:
-        return [*super().states(), self.memories]

@@ -284,6 +284,8 @@ class Eagle(HeadDrafter[EagleConfig]):
     name = "eagle"
     config_class = EagleConfig
     head_class: ClassVar[type[Head]] = EagleHead
+    per_sequence = ("seen", "pending")
+    pending: dict[int, list[torch.Tensor]]
     head: Any
 
     def __init__(self, config: EagleConfig, context: DraftContext) -> None:
@@ -295,7 +297,6 @@ class Eagle(HeadDrafter[EagleConfig]):
         self.fused, self.packed = self.head.fuse(context.target), self.head.packed
         backend: type[Attention] = SdpaAttention if self.fused is None else KernelAttention
         self.attention = backend(Pool([self.head.entry], pages, page_size, info.dtype, info.device))
-        self.pending: dict[int, list[torch.Tensor]] = {}
         self.chains = self._find_chains()
 
     def _find_chains(self) -> ChainRunner | None:
@@ -398,9 +399,6 @@ class Eagle(HeadDrafter[EagleConfig]):
 
     def pools(self) -> list[Pool]:
         return [self.attention.pool]
-
-    def states(self) -> list[dict[int, Any]]:
-        return [*super().states(), self.pending]
 
 
 PREFIXES = ("midlayer.", "layers.0.")

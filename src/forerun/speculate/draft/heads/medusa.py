@@ -13,7 +13,7 @@ token and guesses for the T tokens behind it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -73,10 +73,8 @@ class ResidualDrafter(BlockDrafter):
     """Drafts from the newest hidden state alone."""
 
     head: ResidualHead
-
-    def __init__(self, config: BlockConfig, context: DraftContext) -> None:
-        super().__init__(config, context)
-        self.latest: dict[int, torch.Tensor] = {}
+    per_sequence = ("seen", "latest")
+    latest: dict[int, torch.Tensor]
 
     def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
         self.latest[sequence.id] = rows[-1].clone()
@@ -85,9 +83,6 @@ class ResidualDrafter(BlockDrafter):
         states = self.head.transform(torch.stack([self.latest[sequence.id] for sequence in sequences]))
         states = states[:, : self.config.num_speculative_tokens]
         return self.predict(states.flatten(0, 1)).unflatten(0, states.shape[:2])
-
-    def states(self) -> list[dict[int, Any]]:
-        return [*super().states(), self.latest]
 
 
 @drafters.register("medusa")
