@@ -226,11 +226,8 @@ class BlockMemory:
 
     def read(self, index: int, own: int) -> tuple[torch.Tensor, torch.Tensor]:
         """A layer's context and the ``own`` rows behind it, [1, kv heads, n, width]."""
-        first = 0 if self.window is None else max(0, self.end - self.window)
-        return (
-            self.keys[index, None, :, first : self.end + own],
-            self.values[index, None, :, first : self.end + own],
-        )
+        first, end = 0 if self.window is None else max(0, self.end - self.window), self.end + own
+        return self.keys[index, None, :, first:end], self.values[index, None, :, first:end]
 
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "blocks": 1, "window": 256, "theta": 10000.0}
@@ -250,7 +247,7 @@ class _Block(BlockLayer):
 
 
 class ParallelHead(BlockHead):
-    """Options: sizes, and ``layers`` (hidden states read)."""
+    """Of ``parallel``. Options: sizes, and ``layers`` (hidden states read)."""
 
     method = "parallel"
     options_known = frozenset(DEFAULTS) | {"layers"}
