@@ -105,7 +105,9 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     """Raises ModelError for a model of an architecture, or of a kind, that is not read here."""
     keys = Keys(file)
     result = keys.of
-    vocabulary, (hidden, heads, width) = _vocabulary(keys), _widths(keys)
+    if "token_embd.weight" not in file.tensors:
+        raise keys.error("has no tensor token_embd.weight: it holds no whole model")
+    vocabulary, (hidden, heads, width) = file.tensors["token_embd.weight"].shape[0], _widths(keys)
     config: dict[str, Any] = {
         "architectures": [result.causal],
         "model_type": result.model_type,
@@ -531,12 +533,6 @@ def _dtype(file: GGUFFile) -> str:
     """That of rows: the one in which most of the matrices' bytes are numbers, bfloat16 where they are quantized."""
     most = next(iter(file.types()), "BF16")
     return str(FLOATS.get(most, torch.bfloat16)).removeprefix("torch.")
-
-
-def _vocabulary(keys: Keys) -> int:
-    if "token_embd.weight" not in keys.file.tensors:
-        raise keys.error("has no tensor token_embd.weight: it holds no whole model")
-    return keys.file.tensors["token_embd.weight"].shape[0]
 
 
 def _special_ids(file: GGUFFile, vocabulary: int) -> dict[str, Any]:

@@ -362,9 +362,8 @@ def _checkpoint_module(folder: Path, config: Any, dtype: torch.dtype, attention:
     sanity.check_fit(config, tensors, path)
     hf_logging.disable_progress_bar()
     kind: Any = AutoModelForSeq2SeqLM if sanity.has_encoder(config) else AutoModelForCausalLM
-    read = kind.from_pretrained
     with checkpoint.library(f"{folder} cannot be loaded"), quiet():
-        module, info = read(
+        module, info = kind.from_pretrained(
             folder,
             config=config,
             dtype=dtype,

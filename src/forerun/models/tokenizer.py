@@ -107,16 +107,13 @@ WINDOW = 16
 def plain_decoder(tokenizer: Any, skip_special_tokens: bool) -> Callable[[Sequence[int]], str]:
     """Token ids -> text, as ``tokenizer.decode`` gives it without cleaning up spaces. Where transformers only hands
     ids on to the tokenizers library, this does without the way there, which takes four times as long."""
-    if isinstance(tokenizer, GGUFTokenizer):
-        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
-    from transformers import PreTrainedTokenizerFast
+    lean = isinstance(tokenizer, GGUFTokenizer)
+    if not lean:
+        from transformers import PreTrainedTokenizerFast as Fast
 
-    kind = type(tokenizer)
-    if (
-        isinstance(tokenizer, PreTrainedTokenizerFast)
-        and kind.decode is PreTrainedTokenizerFast.decode
-        and kind._decode is PreTrainedTokenizerFast._decode
-    ):
+        kind = type(tokenizer)
+        lean = issubclass(kind, Fast) and kind.decode is Fast.decode and kind._decode is Fast._decode
+    if lean:
         return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=skip_special_tokens)
     return partial(tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False)
 
