@@ -427,6 +427,23 @@ def test_an_overdue_check_does_not_plan_every_round():
     assert len(drive(policy, running, 300)) < 300 / 6
 
 
+@pytest.mark.parametrize("rounds", range(4))
+def test_a_check_ends_though_an_answer_ends_and_a_prompt_is_read_in_it(rounds):
+    """After so many of its plain rounds, when checks are as far apart as they get. The next answer drafts, too."""
+    policy, first = unhurried(1), sequence(0)
+    for _ in range(1000):
+        if policy._since >= policy._check == policy.CHECKS[1] and not policy._plan.left:
+            break
+        drive(policy, [first], 1)
+    else:
+        pytest.fail("no check was due")
+    drive(policy, [first], rounds)
+    policy.release(first)
+    following = sequence(1, scheduled=5)
+    one_round(policy, [following], lambda budgets: (0.0, 5e-3), accepts=lambda _: False)
+    assert any(plan.budgets for plan in drive(policy, [following], 30))
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_useless_drafts_end_a_plan_that_nobody_watches(seed):
     """After 300 good tokens nothing is accepted: within forty rounds hardly anything is drafted."""

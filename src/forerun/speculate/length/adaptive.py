@@ -195,7 +195,7 @@ class Adaptive(LengthPolicy):
         if not any(self._asked):
             self._streak, self._rested = self._streak + 1, self._rested + 1
             if decoding:
-                self._since = 0 if self._streak == self.CHECK else self._since
+                self._since = 0 if self._streak >= self.CHECK else self._since
                 if self._streak <= self.costs.SETTLED + 2 or not self.costs.sure(count):
                     self.costs.plain(count, seconds.verify + seconds.accept, self._streak, seconds.experts)
             return
