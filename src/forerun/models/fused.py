@@ -290,8 +290,8 @@ class Fused:
         angles = array("q", (table.data_ptr() for table in tables))
         which = self.all if batch.layers is None else array("q", batch.layers)
         hidden, keep = self._keep(batch, which)
-        logits = torch.empty(max(requested, wide), self.vocab_size)
-        workspace = self._workspace(max(rows, wide), len(logits))
+        wanted = max(requested, wide)
+        logits, workspace = torch.empty(wanted, self.vocab_size), self._workspace(max(rows, wide), wanted)
         ids = self._ids(batch)
         if len(positions) != rows or len(ids) != rows:
             raise ValueError(f"{len(ids)} tokens and {len(positions)} positions for {rows} rows")

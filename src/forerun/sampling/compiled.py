@@ -108,7 +108,8 @@ class CompiledSampling:
         scores = _rows(scores)
         count, size = scores.shape
         self._check_size(size)
-        _equally_many(keys=keys, rows=scores)
+        if len(keys) != count:
+            _equally_many(keys=keys, rows=scores)
         noisy = array("q", [key is not None for key in keys])
         words = array("Q", [key or 0 for key in keys])
         tops, indices = array("f", bytes(4 * count)), array("q", bytes(8 * count))

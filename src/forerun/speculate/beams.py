@@ -94,16 +94,16 @@ def finished(beams: Beams, live: Sequence[Continuation], length: int) -> bool:
 class Branched:
     """A round's sequences with their drafts and verdicts, and behind them the beams that forked off in it."""
 
-    sequences: list[RequestState]
-    drafts: list[Draft]
-    verdicts: list[Verdict]
-    sources: list[int]
+    sequences: Requests
+    drafts: Drafts
+    verdicts: Sequence[Verdict]
+    sources: Sequence[int]
     """Per sequence, which of the round's sequences had its rows in the forward."""
     groups: list[Beams]
     """The beam searches that took steps."""
 
     @property
-    def all(self) -> tuple[list[RequestState], list[Draft], list[Verdict]]:
+    def all(self) -> tuple[Requests, Drafts, Sequence[Verdict]]:
         return self.sequences, self.drafts, self.verdicts
 
     def seen(self) -> list[Verdict]:
@@ -128,7 +128,9 @@ def branch(
     for member, sequence in enumerate(result.scores.sequences):
         if sequence.group is not None:
             groups.setdefault(sequence.group, []).append(member)
-    forks, pool = _search(result, groups, sampler, verdicts) if groups else [], target.attention.pool
+    if not groups:
+        return Branched(sequences, drafts, verdicts, range(len(sequences)), [])
+    forks, pool = _search(result, groups, sampler, verdicts), target.attention.pool
     for fork in forks:
         source = sequences[fork.source]
         pool.fork(source.id, fork.sequence.id, pool.length(source.id))
