@@ -1,6 +1,7 @@
 """The HTTP API, spoken by the ``openai`` package and by hand."""
 
 import json
+import threading
 
 import pytest
 from running import closed, wait_idle
@@ -258,10 +259,41 @@ def test_a_trace_begins_with_the_answers_text(server):
     assert choice["text"].endswith("\ufffd")
 
 
+def test_cancelling_a_stream_frees_the_request(client, server):
+    with client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    ) as stream:
+        for count, _ in enumerate(stream):
+            if count == 2:
+                break
+    wait_idle(server)
+
+
 @pytest.mark.usefixtures("slow_rounds")
 def test_hanging_up_frees_a_request_that_does_not_stream(server):
     with pytest.raises(Exception, match=r"(?i)time"):
         server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 480, "ignore_eos": True}, timeout=0.2)
+    wait_idle(server)
+
+
+def test_clients_that_go_cost_the_others_nothing(client, server, expected):
+    """Streams are left, and connections dropped, while others wait for their answers and are given them."""
+    answers = []
+
+    def stay():
+        answer = client.completions.create(model="tiny", prompt=PROMPT, temperature=0.8, seed=7, max_tokens=24)
+        answers.append(answer.choices[0].text)
+
+    staying = [threading.Thread(target=stay) for _ in range(6)]
+    for thread in staying:
+        thread.start()
+        with client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+        ) as stream:
+            next(iter(stream))
+    for thread in staying:
+        thread.join()
+    assert answers == [expected["completion"].text] * 6
     wait_idle(server)
 
 
