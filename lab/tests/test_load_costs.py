@@ -95,6 +95,7 @@ def costs_file(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_the_command_on_paper(costs_file, tmp_path, capsys):
     trace, page = tmp_path / "trace.jsonl", tmp_path / "page.html"
     lines = [json.dumps({"arrival": i / 50, "prompt_tokens": 120, "output_tokens": 30}) for i in range(40)]

@@ -251,6 +251,7 @@ def test_a_share_stands_for_the_whole(router):
     assert_alike(fraction, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("router", "prefixes"), [("random", 0), ("affine", 1), ("random", 5), ("affine", 60), ("affine", 1500)]
 )
@@ -269,6 +270,7 @@ def test_a_share_of_a_trace_stands_for_the_whole(router, prefixes, monkeypatch):
     assert_alike(fraction, whole)
 
 
+@pytest.mark.slow
 def test_a_long_trace_with_one_prefix_takes_what_its_requests_do(monkeypatch):
     """Requests whose common beginning is too short to spare them much; a tenth as many as a trace has in earnest."""
     monkeypatch.setattr("forerun_lab.load.arrivals.LONGEST", 2000)

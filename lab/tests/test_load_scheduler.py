@@ -98,6 +98,7 @@ def load(rate, count, seed, prefixes=0):
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limits", "rate", "prefixes", "close"),
     [

@@ -29,6 +29,7 @@ def test_a_reduced_vocabulary_learns_from_its_own_tokens(tiny_target, reference)
     assert abs(float(head.loss(result)) - float(expected)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", sorted(HEADS))
 def test_training_beats_an_untrained_head(tiny_target, tmp_path, method):
     text = tmp_path / "corpus"

@@ -98,6 +98,7 @@ def load(target, assistant, **options):
     return llm, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("name", UNEVEN)
 def test_it_drafts_what_transformers_own_module_says(pair, name, ordered):
@@ -111,6 +112,7 @@ def test_it_drafts_what_transformers_own_module_says(pair, name, ordered):
         assert drafted == expected(model, assistant, committed, drafted).argmax(-1).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ordered", [False, True])
 @pytest.mark.parametrize("rule", ["token", "block"])
 def test_q_is_transformers_own(pair, rule, ordered):
@@ -185,6 +187,7 @@ def as_gguf(module, path, **changes):
     return finish(writer, path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gemma4", "gemma4-dense"])
 def test_a_gguf_file_drafts_what_transformers_own_module_says(pair, tmp_path, name):
     target, _, model, assistant = pair(name)

@@ -131,6 +131,7 @@ def test_layers_of_different_sizes_are_refused_by_what_differs(folder, kind):
     assert "gives its layers sizes of their own (head_dim), which forerun does not run" in refused(folder)
 
 
+@pytest.mark.slow
 def test_every_config_of_transformers_is_read_or_refused_in_one_line(tmp_path):
     """As it stands where nothing is chosen; and all that loading asks of it before there are weights."""
     read, messages = 0, []

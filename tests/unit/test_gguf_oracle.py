@@ -214,6 +214,7 @@ print(json.dumps([ids, sorted({"transformers", "huggingface_hub.errors"} & set(s
 """
 
 
+@pytest.mark.slow
 def test_the_second_start_leaves_transformers_alone(tmp_path):
     path = write_model(tmp_path / "model.gguf")
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

@@ -124,6 +124,7 @@ def test_a_file_of_mixed_types_has_one_result_among_1_to_512_rows(tmp_path, kind
         assert error(exact(torch.tensor([ids])).logits[0], expected) < 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", where(blocks.can_run(), sorted({*PACKED, *EXPANDED} - {"q4_k", "q5_k"})))
 def test_a_model_in_any_type(tmp_path, kind, caplog):
     """Layers and embedding, near what its dequantized weights give, which numbers are: nearer than where a step is

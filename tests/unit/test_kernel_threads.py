@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 
+import pytest
 import torch
 
 from forerun import kernels
@@ -43,6 +44,7 @@ def test_same_bits_on_any_number_of_threads():
             assert torch.equal(run(threads), expected), threads
 
 
+@pytest.mark.slow
 def test_ten_thousand_starts_and_stops():
     run = product()
     expected = run(1)
@@ -82,6 +84,7 @@ def forked(work):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.slow
 def test_fork_before_and_after():
     run = product()
     expected = run(1)
@@ -93,6 +96,7 @@ def test_fork_before_and_after():
         assert torch.equal(run(3), expected)
 
 
+@pytest.mark.slow
 def test_fork_while_others_call():
     run = product()
     expected = run(1)

@@ -165,6 +165,7 @@ def test_threads_change_no_bit(form):
         assert torch.equal(layer(x), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [*where(HAS_BFLOATS, [None], NO_BFLOATS), "int8_rows", "q4_k"])
 def test_a_whole_model_has_the_same_bits_in_any_chunks(quantization):
     model = load_model("forerun:target", dtype="bfloat16", invariant=True, quantization=quantization)

@@ -51,6 +51,7 @@ def run(folder, **options):
     logits(load_model(folder, invariant=False, **options), [[5, 9, 12]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_quantized_weights(tmp_path, name):
     write(tmp_path / "intact", name)

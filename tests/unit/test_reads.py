@@ -35,6 +35,7 @@ def reading(llm, count):
     return llm.engine.policy
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("count", [1, 8, 1000, None])
 def test_the_tokens_are_the_same_however_much_is_read(llm, count, temperature):

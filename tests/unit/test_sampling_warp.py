@@ -71,6 +71,7 @@ def way(request, monkeypatch):
         monkeypatch.setattr("forerun.sampling.compiled.can_sample", lambda device: False)
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(row(), min_size=1, max_size=5), st.integers(0, 1 << 30))
 def test_any_mix_of_options(rows, seed):

@@ -68,6 +68,7 @@ def completed(action, **variables):
     return subprocess.run(command, env=around, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shell", SHELLS)
 def test_shells_complete_a_command(shell):
     typed, script = SHELLS[shell]

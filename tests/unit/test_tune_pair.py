@@ -71,6 +71,7 @@ def test_what_a_prompt_costs_the_draft_counts():
     assert on_paper([answer], 7, None, dear)[0] == pytest.approx(8 / (1.7 + 0.7 + 2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("options", [{}, {"confidence_threshold": 0.4}, {"draft_vocab_size": 600}])
 def test_a_replay_says_what_the_draft_really_does(temperature, options):
@@ -102,6 +103,7 @@ def folder(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_what_a_search_leaves(folder):
     result = json.loads((folder / "tuned.json").read_text("utf-8"))
     ways = [row["config"] for row in result["measured"]]
@@ -208,6 +210,7 @@ def test_models_are_loaded_once_while_they_are_shared():
     assert load_shared(DRAFT, quantization="none") is not one
 
 
+@pytest.mark.slow
 def test_a_plan_searches_as_well_and_writes_nothing(tmp_path, capsys):
     page = tmp_path / "page.html"
     asked = ["plan", "--spec-model", DRAFT, "--minutes", "0.05"]
