@@ -7,7 +7,7 @@ import importlib.util
 import typing
 
 if typing.TYPE_CHECKING:
-    from forerun.core.errors import ConfigError, ForerunError, ModelError, NumericsError, RequestError
+    from forerun.core.errors import ConfigError, ForerunError, ModelError, RequestError
     from forerun.core.request import RequestState
     from forerun.core.tree import Draft, Verdict
     from forerun.engine.beams import BeamSearchOutput, BeamSearchSequence
@@ -37,7 +37,6 @@ _HOMES = {
     "Logprob": "engine.jobs",
     "ModelError": "core.errors",
     "Needs": "speculate.draft.base",
-    "NumericsError": "core.errors",
     "RequestError": "core.errors",
     "RequestMetrics": "engine.metrics",
     "RequestOutput": "engine.llm",
@@ -65,7 +64,6 @@ __all__ = [
     "Logprob",
     "ModelError",
     "Needs",
-    "NumericsError",
     "RequestError",
     "RequestMetrics",
     "RequestOutput",

@@ -36,10 +36,6 @@ class RankError(ForerunError):
     """A process of a tensor-parallel model has ended, or does not answer; the engine cannot go on."""
 
 
-class NumericsError(ForerunError):
-    """Logits with NaN, or a row without a single permitted token."""
-
-
 def one_line(error: BaseException) -> str:
     """What a library's exception says, shortened to one line; its kind where that alone tells what is meant."""
     text = " ".join(str(error).split())
