@@ -12,7 +12,7 @@ from damage import CONFIG, QUERY, edit, weights
 from described import SIZES, TOKENS, UNEVEN, save_described
 from forerun import LLM, ForerunError, SamplingParams
 from forerun.engine.drafter_files import method_of
-from forerun.speculate.draft.heads.assistant import Reading
+from forerun.speculate.draft.heads.assistant import TargetReader
 from gguf_files import add, finish
 from refusals import refused
 from tiny import save_checkpoint, tiny_llama
@@ -150,7 +150,7 @@ def test_without_the_kernel_it_reads_the_same(pair):
     first = list(seen)
     seen.clear()
     drafter = llm.engine.router.drafters["mtp"]
-    drafter.attention = Reading(drafter.context.attention(), drafter.model.layers)
+    drafter.attention = TargetReader(drafter.context.attention(), drafter.model.layers)
     llm.generate(PROMPTS, GREEDY)
     assert seen == first
 

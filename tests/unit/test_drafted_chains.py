@@ -224,7 +224,7 @@ def test_only_those_tokens_are_drafted(more):
     """Chains and trees, for greedy and sampled requests, by a coupled rule and one that compares p with q."""
     llm = speculating(draft_vocab_size=SIZE, **more)
     (drafter,) = llm.engine.router.drafters.values()
-    permitted = set(drafter.names.tolist())
+    permitted = set(drafter.output_ids.tolist())
     assert len(permitted) == SIZE
     assert set(llm.engine.model.info.eos_ids) <= permitted
     seen = set()
@@ -253,8 +253,8 @@ def test_a_table_of_the_tokenizers_says_which(tmp_path, monkeypatch):
     llm = speculating()
     ends = set(llm.engine.model.info.eos_ids)
     drafter = llm.engine.router.drafters["draft_model"]
-    assert len(drafter.names) == 4
-    assert ends < set(drafter.names.tolist()) <= ends | {2000, 7, 300}
+    assert len(drafter.output_ids) == 4
+    assert ends < set(drafter.output_ids.tolist()) <= ends | {2000, 7, 300}
     vocabulary = llm.engine.model.info.vocab_size
     assert speculating(draft_vocab_size=vocabulary).engine.router.drafters["draft_model"].names is None
 

@@ -18,7 +18,7 @@ from forerun.sampling.draw import Sampler
 from forerun.speculate.accept import rules
 from forerun.speculate.accept.synthetic import Synthetic
 from forerun.speculate.draft import DraftContext, drafters
-from forerun.speculate.draft.heterogeneous import Bridge, Vocabulary, VocabularyReading
+from forerun.speculate.draft.heterogeneous import Vocabulary, VocabularyMap, VocabularyReading
 from forerun.speculate.draft.nested import merge
 from forerun.speculate.draft.staged import Ahead
 from refusals import refused
@@ -323,7 +323,7 @@ def test_tokens_spell_the_text_they_were_made_from():
 
 def test_a_draft_reads_the_targets_text_whatever_the_cuts():
     target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
-    bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
+    bridge = VocabularyMap(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
     assert bridge.shared[0] == 0
     assert all(bridge.target.bytes[i] == bridge.draft.bytes[j] for i, j in bridge.shared.items() if i)
     ids = bridge.target.encode(TEXT)
@@ -346,14 +346,14 @@ def test_an_end_that_both_have_is_the_same_end():
     target, draft = byte_bpe(420, "<other>"), byte_bpe(300, "<end>")
     target.add_tokens([AddedToken("<end>", special=True)])
     end = target.convert_tokens_to_ids("<end>")
-    bridge = Bridge(Vocabulary(target, len(target)), Vocabulary(draft, 300), frozenset({0, end}), frozenset({0}))
+    bridge = VocabularyMap(Vocabulary(target, len(target)), Vocabulary(draft, 300), frozenset({0, end}), frozenset({0}))
     assert bridge.back[0] == end
     assert 0 not in bridge.shared
 
 
 def test_reading_only_grows():
     target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
-    bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
+    bridge = VocabularyMap(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
     ids = bridge.target.encode(TEXT)
     reading, before = VocabularyReading(bridge), []
     for known in range(1, len(ids) + 1):
@@ -364,7 +364,7 @@ def test_reading_only_grows():
 
 def test_special_tokens_that_both_have_are_read_where_they_stand():
     target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
-    bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
+    bridge = VocabularyMap(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
     reading = VocabularyReading(bridge)
     reading.follow(bridge.target.encode("def "))
     expected = list(reading.tokens)
@@ -382,7 +382,7 @@ def test_special_tokens_that_both_have_are_read_where_they_stand():
 
 def test_what_the_draft_wrote_is_kept_as_far_as_its_text_was_committed():
     target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
-    bridge = Bridge(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
+    bridge = VocabularyMap(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
     reading = VocabularyReading(bridge)
     reading.follow(bridge.target.encode("def "))
     start = len(reading.tokens)

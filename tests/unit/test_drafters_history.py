@@ -13,7 +13,7 @@ from scipy.stats import chisquare
 
 from forerun.core.errors import ConfigError
 from forerun.core.tree import POINT_MASS, Verdict
-from forerun.speculate.draft.best_first import Growing, best_first, depth_first, shaped
+from forerun.speculate.draft.best_first import GrowingTree, best_first, depth_first, shaped
 from forerun.speculate.draft.ngram import NgramIndex
 from forerun.speculate.draft.random import _distinct
 from forerun.speculate.draft.suffix import ROOT, TextBlock
@@ -354,7 +354,7 @@ def test_best_first_is_the_best_connected_tree(seed):
         for i, q in distributions[path].items():
             paths[(*path, i)] = paths.get(path, 1.0) * q
     for size in (1, 2, 3, 4):
-        growing = Growing(size)
+        growing = GrowingTree(size)
         growing.offer(-1, *zip(*[(token, log_q) for token, log_q, _ in ranked(distributions)], strict=True))
         for _ in range(2):
             frontier = growing.frontier()

@@ -11,9 +11,9 @@ from unrolled import SOME, narrowed, scramble, sizes_of, unrolled
 
 from forerun import LLM, ConfigError, ForerunError, SamplingParams
 from forerun.core.errors import ModelError
-from forerun.speculate.draft.heads.block import BlockMemory, ParallelHead
+from forerun.speculate.draft.heads.block import ContextCache, ParallelHead
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import Lesson, Sizes
+from forerun.speculate.draft.heads.head import Sizes, TrainingBatch
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.layerskip import ExitHead
 from refusals import refused
@@ -103,7 +103,7 @@ def test_a_block_reads_the_newest_window_or_everything(window):
     for count in [1, 3, 2, 9, 1, 1, 4, 5, 1, 1, 1, 2, 3, 1, 7, 1]:
         rows = [torch.randn(count, 2, 3) for _ in range(2 * layers)]
         pairs = list(zip(rows[::2], rows[1::2]))
-        memory = memory or BlockMemory(pairs, 2, window)
+        memory = memory or ContextCache(pairs, 2, window)
         memory.add(pairs)
         whole = [torch.cat([before, new]) for before, new in zip(whole, rows)]
         own = torch.randn(2, 2, 2, 3)
@@ -223,7 +223,7 @@ def test_a_fresh_exit_head_on_the_last_layer_is_the_target_itself(tiny_target, r
     out = reference(tokens, output_hidden_states=True)
     states = dict(enumerate(out.hidden_states))
     embedding, head = reference.get_input_embeddings().weight, reference.lm_head.weight
-    result = ExitHead(sizes).loss(Lesson(tokens, states, out.logits, embedding, head, reference))
+    result = ExitHead(sizes).loss(TrainingBatch(tokens, states, out.logits, embedding, head, reference))
     entropy = torch.distributions.Categorical(logits=out.logits.double()).entropy().mean()
     assert abs(float(result) - float(entropy)) < 1e-4
 

@@ -176,7 +176,7 @@ def test_an_eagle_head_in_a_gguf_file_is_the_folders(tiny_target, tmp_path, befo
     features = torch.cat([hidden[1][0], hidden[2][0]], -1)
     if third:
         features /= (features.square().mean(-1, keepdim=True) + 1e-6).sqrt() / weights["input_norm.weight"]
-        torch.testing.assert_close(frequencies(WIDTH, 1000.0, torch.device("cpu"), head.stretch), llama3(WIDTH))
+        torch.testing.assert_close(frequencies(WIDTH, 1000.0, torch.device("cpu"), head.rope_scaling), llama3(WIDTH))
         assert not torch.allclose(frequencies(WIDTH, 1000.0, torch.device("cpu")), llama3(WIDTH))
     features = features @ weights["fc.weight"].T
     normed = (

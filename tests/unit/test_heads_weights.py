@@ -7,7 +7,7 @@ from unrolled import scramble, unrolled
 
 from forerun.models.formats import ON_CPU as formats
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import Lesson, Sizes
+from forerun.speculate.draft.heads.head import Sizes, TrainingBatch
 from here import where
 
 
@@ -23,7 +23,7 @@ def test_what_eagle_learns_is_what_it_drafts(mixed):
     embedding, output = torch.randn(2, 40, 24)
     segments = torch.repeat_interleave(torch.arange(2), torch.tensor(texts)).expand(2, length)
     answers = torch.rand(2, length) < 0.7
-    seen = Lesson(tokens, hidden, None, embedding, output, torch.nn.Identity(), segments, answers)
+    seen = TrainingBatch(tokens, hidden, None, embedding, output, torch.nn.Identity(), segments, answers)
     expected, targets = [[] for _ in range(depth)], [[] for _ in range(depth)]
     for row in range(2):
         for begin, count in zip((0, texts[0]), texts):
@@ -39,10 +39,10 @@ def test_what_eagle_learns_is_what_it_drafts(mixed):
     every = list(head.eval().guesses(seen))
     for step, guess in enumerate(every):
         torch.testing.assert_close(guess.logits, torch.stack(expected[step]), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(guess.wanted, torch.stack(targets[step]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(guess.target_logits, torch.stack(targets[step]), rtol=1e-4, atol=1e-4)
     counts = []
     for guess, whole in zip(head.train().guesses(seen), every):
-        gap = (guess.wanted[:, None] - whole.wanted).abs().amax(-1)
+        gap = (guess.target_logits[:, None] - whole.target_logits).abs().amax(-1)
         assert len(set(gap.argmin(1).tolist())) == len(gap)
         assert float((guess.logits - whole.logits[gap.argmin(1)]).abs().max()) < 1e-4
         counts.append(len(gap))

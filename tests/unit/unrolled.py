@@ -45,5 +45,5 @@ def narrowed(head, reference, ids):
     scramble(head)
     rows = reference.lm_head.weight
     if ids is not None:
-        head.narrow(ids, rows[ids])
+        head.reduce_vocabulary(ids, rows[ids])
     return rows if ids is None else rows[ids]

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from forerun.core.errors import ConfigError
 from forerun.speculate.draft.heads.block import ParallelHead
 from forerun.speculate.draft.heads.dflash import DFlashHead
-from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes, overlap
+from forerun.speculate.draft.heads.head import Guess, Head, Sizes, TrainingBatch, overlap
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.tune.features import CALIBRATED, SHARPNESS, Features, Fit, options, scale, take
 from forerun.tune.kinds import AHEAD, DraftLayers, HeadKind, ends_of, sizes_of
@@ -142,7 +142,7 @@ def _settled(
 def _narrowed(head: Head, target: PreTrainedModel, ids: Tensor) -> Head:
     """Drafts among ``ids`` alone, with the target's own rows."""
     output: Any = target.get_output_embeddings().weight
-    head.narrow(ids, output[ids])
+    head.reduce_vocabulary(ids, output[ids])
     return head
 
 
@@ -160,7 +160,7 @@ class Material:
     head: Tensor
     tokens: int
 
-    def __iter__(self) -> Iterator[tuple[Lesson, float]]:
+    def __iter__(self) -> Iterator[tuple[TrainingBatch, float]]:
         embedding: Any = self.target.get_input_embeddings().weight
         layers = self.features.layers
         for part, index, length, prompt in self.features.sample(self.tokens):
@@ -168,7 +168,7 @@ class Material:
             states = part["hidden"][here].float()[None].chunk(len(layers), dim=-1)
             tokens = part["tokens"][here].long()[None]
             hidden = dict(zip(layers, states))
-            yield Lesson(tokens, hidden, None, embedding, self.head, self.target), 1 - prompt / length
+            yield TrainingBatch(tokens, hidden, None, embedding, self.head, self.target), 1 - prompt / length
 
 
 @torch.no_grad()
@@ -189,7 +189,7 @@ def fit_last(draft: DraftLayers, norm: Any, linears: Sequence[nn.Linear], materi
         fit = Fit(linear.in_features, linear.out_features, states.head.device)
         hooks = [part.register_forward_pre_hook(keep) for part in (linear, norm)]
         for lesson, fraction in states:
-            requested = torch.stack([guess.wanted for guess in draft.guesses(lesson)], dim=-2)[0]
+            requested = torch.stack([guess.target_logits for guess in draft.guesses(lesson)], dim=-2)[0]
             few = round(fraction * len(requested))
             if few:
                 inputs, stream = (seen[part][0, len(requested) - few : len(requested)] for part in (linear, norm))
@@ -208,7 +208,7 @@ def sharpen(draft: DraftLayers, norm: Any, material: Material) -> None:
     for lesson, fraction in replace(material, tokens=CALIBRATED):
         for guess in draft.guesses(lesson):
             few = round(fraction * guess.logits.shape[1])
-            logits, requested = (part[0, guess.logits.shape[1] - few :] for part in (guess.logits, guess.wanted))
+            logits, requested = (part[0, guess.logits.shape[1] - few :] for part in (guess.logits, guess.target_logits))
             kept += torch.stack([overlap(requested, factor * logits).sum() for factor in SHARPNESS])
     norm.weight.mul_(SHARPNESS[int(kept.argmax())])
 
@@ -241,12 +241,12 @@ class DistilledDraft(nn.Module):
             part.float().requires_grad_(True)
         self.norm, self.last = body.norm, body.layers[-1]
 
-    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
+    def guesses(self, lesson: TrainingBatch) -> Iterator[Guess]:
         """What it says behind the text as it is, of the next token while it learns, and of ``GUESSES`` otherwise."""
         steps = 1 if self.training else GUESSES
         length = lesson.tokens.shape[1]
         at = torch.arange(length - steps, device=lesson.tokens.device)
-        indices = lesson.places(at, 1, steps)
+        indices = lesson.trainable(at, 1, steps)
         seen = torch.ones(length, length, dtype=torch.bool, device=at.device).tril()[None, None]
         if lesson.segments is not None:
             seen = seen & (lesson.segments[:, None, :, None] == lesson.segments[:, None, None, :])
@@ -255,4 +255,4 @@ class DistilledDraft(nn.Module):
         states = body(input_ids=lesson.tokens, attention_mask=mask, use_cache=False).last_hidden_state
         for step in range(steps):
             said = states[:, at + step] if indices is None else states[:, at + step][indices]
-            yield Guess(functional.linear(said, lesson.head), lesson.wanted(at + step, indices))
+            yield Guess(functional.linear(said, lesson.head), lesson.target_logits(at + step, indices))

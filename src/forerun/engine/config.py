@@ -93,7 +93,7 @@ class SpeculativeConfig:
         accept = rest.pop("accept", "coupled")
         rule = rules[accept]
         if method != NONE and not set(SYNTHETIC) & set(rest):
-            usual = drafters[method].config_class.usual(rest)
+            usual = drafters[method].config_class.with_defaults(rest)
             if "length" not in rest and not rule.identity:
                 usual.pop("length", None)  # budgets that follow measured times would change tokens from run to run
             rest = usual

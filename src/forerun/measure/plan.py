@@ -178,7 +178,7 @@ class Trial:
     def usual(self, options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Speed over plain decoding of methods that have a way of their own where no length is asked for."""
         open_ended = [{key: value for key, value in item.items() if key != "length"} for item in options.values()]
-        own = [item for item in open_ended if drafters[item["method"]].config_class.usual(item) != item]
+        own = [item for item in open_ended if drafters[item["method"]].config_class.with_defaults(item) != item]
         plain, *result = self.run(own) if own else (self.plain,)
         speeds = [here.tokens_per_second / plain.tokens_per_second for here in result]
         return [

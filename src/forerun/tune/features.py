@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from forerun.core.errors import ConfigError
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import Lesson, overlap
+from forerun.speculate.draft.heads.head import TrainingBatch, overlap
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,9 @@ class Features:
                 at, number = at + count, number + 1
         return out
 
-    def lesson(self, indices: Tensor, target: PreTrainedModel, embedding: Tensor, head: Tensor, narrow: bool) -> Lesson:
+    def lesson(
+        self, indices: Tensor, target: PreTrainedModel, embedding: Tensor, head: Tensor, narrow: bool
+    ) -> TrainingBatch:
         """What a draft learns from at ``indices`` (``batch``); ``head`` reads hidden states, of the drafted tokens
         alone where it is ``narrow``."""
         indices = indices.to(self.device)
@@ -116,7 +118,7 @@ class Features:
         segment = indices[..., 2] >> 20
         prompt = indices[..., 2] & ((1 << 20) - 1)
         inside = torch.arange(length, device=self.device) - _starts(segment)
-        return Lesson(
+        return TrainingBatch(
             tokens=tokens.view(rows, length),
             hidden=dict(zip(self.layers, states)),
             logits=None,
@@ -125,7 +127,7 @@ class Features:
             target=target,
             segments=segment,
             answers=inside >= prompt,
-            narrow=narrow,
+            reduced_vocabulary=narrow,
         )
 
 
@@ -208,7 +210,7 @@ def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Featu
     output: Any = target.get_output_embeddings()
     embedding: Any = target.get_input_embeddings()
     norm = scale(body.norm)
-    head.narrow(ids, output.weight[ids])
+    head.reduce_vocabulary(ids, output.weight[ids])
     head.norm.weight.copy_(norm)
     take(head, (head.hidden_norm, head.post_attention_layernorm), body.layers[-1])
     known = _Talks(features, embedding.weight.float(), norm, tokens)

@@ -17,7 +17,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.folders import replace_with
 from forerun.core.registry import from_lab
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes, overlap, weights
+from forerun.speculate.draft.heads.head import Guess, Head, Sizes, TrainingBatch, overlap, weights
 from forerun.tune.features import Features, Scaled, options, start, vocabulary
 from forerun.tune.loop import UNFIT, Meaning
 
@@ -172,7 +172,7 @@ class Trainer:
         lesson = self.train.lesson(indices, self.target, self.embedding, self.narrow, narrow=True)
         with torch.autocast(self.embedding.device.type, torch.bfloat16):
             guesses = cast(DraftLayers, draft).guesses(lesson)
-            losses = [lk(guess.wanted, guess.logits).mean() for guess in guesses]
+            losses = [lk(guess.target_logits, guess.logits).mean() for guess in guesses]
         fractions = weights(len(losses))
         return torch.stack([fraction * loss for fraction, loss in zip(fractions, losses)]).sum() / sum(fractions)
 
@@ -189,7 +189,7 @@ class Trainer:
 class DraftLayers(Protocol):
     """What ``Trainer`` trains."""
 
-    def guesses(self, lesson: Lesson) -> Iterator[Guess]: ...
+    def guesses(self, lesson: TrainingBatch) -> Iterator[Guess]: ...
 
 
 def lk(p_logits: Tensor, q_logits: Tensor, eta: float = 3.0) -> Tensor:
@@ -249,7 +249,7 @@ def of_head(guesses: Callable[[Tensor], Iterable[Guess]], rows: Tensor) -> Figur
     for row in rows.split(1):
         hit, fraction = torch.tensor(True), torch.tensor(1.0)
         for position, guess in enumerate(guesses(row)):
-            logits, requested = guess.logits.float(), guess.wanted.float()
+            logits, requested = guess.logits.float(), guess.target_logits.float()
             if guess.ids is not None:
                 logits = torch.full_like(requested, float("-inf")).index_copy_(-1, guess.ids, logits)
             hit = hit & (logits.argmax(-1) == requested.argmax(-1))

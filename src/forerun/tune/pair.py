@@ -298,7 +298,7 @@ class _Search:
             read_config(resolve(self.config.draft)).get_text_config().vocab_size, drafter.context.sampler.vocab_size
         )
         sizes = [size for size in FEWER if 2 * size <= known and drafter.model.info.weight_bytes > LARGE]
-        return sizes if drafter.names is None else [*sizes, known]
+        return sizes if drafter.output_ids is None else [*sizes, known]
 
     def _try(self, options: Mapping[str, Any], result: list[Form]) -> None:
         """Measures another form, if there is time."""

@@ -38,7 +38,7 @@ HEADS: dict[str, type[Head]] = {
 
 def meaning(head: Head) -> loop.Meaning:
     """What the loss of a head says."""
-    first, last = head.first, head.sizes.depth
+    first, last = head.first_token, head.sizes.depth
     fractions = weights(last - first + 1)
     if len(fractions) == 1:
         return loop.Meaning("cross entropy of the guess under the target's distribution, nats per token")
@@ -78,7 +78,7 @@ def train_head(config: HeadTrainConfig) -> Path:
     untrained = loop.looked_at(evaluate, head)["held_out_loss"]
     state = loop.run(head, material.batches, loss, config.settings(), evaluate, meaning(head))
     figures = loop.looked_at(lambda model: evaluate(model, 32), head)
-    show(figures, config.progress, head.first)
+    show(figures, config.progress, head.first_token)
     record = {
         "target": str(config.target or "forerun:target"),
         "tokens": state.tokens,

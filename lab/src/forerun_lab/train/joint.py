@@ -51,11 +51,11 @@ def joint_losses(model: Joint, batch: Tensor, original: PreTrainedModel | None) 
     """
     seen = view(model.target, batch)
     with torch.autocast(batch.device.type, torch.bfloat16):
-        heads = model.head.loss(replace(seen, logits=seen.everywhere().detach()))
+        heads = model.head.loss(replace(seen, logits=seen.all_target_logits().detach()))
     if original is not None:
-        own = kl(lesson(original, batch).everywhere(), seen.everywhere()).mean()
+        own = kl(lesson(original, batch).all_target_logits(), seen.all_target_logits()).mean()
     else:
-        own = functional.cross_entropy(seen.everywhere()[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
+        own = functional.cross_entropy(seen.all_target_logits()[:, :-1].flatten(0, 1), batch[:, 1:].flatten())
     return own, heads
 
 

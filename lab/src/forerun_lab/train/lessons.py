@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from forerun.speculate.draft.heads.head import Lesson
+from forerun.speculate.draft.heads.head import TrainingBatch
 
 
-def lesson(target: PreTrainedModel, tokens: Tensor, exit_layer: int | None = None) -> Lesson:
+def lesson(target: PreTrainedModel, tokens: Tensor, exit_layer: int | None = None) -> TrainingBatch:
     """The frozen target's view of token ids [rows, length]. With ``exit_layer``, what it has made of them there,
     through its final norm, stands in for the last hidden state."""
     with torch.no_grad():
         return view(target, tokens, exit_layer)
 
 
-def view(target: PreTrainedModel, tokens: Tensor, exit_layer: int | None = None) -> Lesson:
+def view(target: PreTrainedModel, tokens: Tensor, exit_layer: int | None = None) -> TrainingBatch:
     """``lesson`` with gradients through the target, where they are on."""
     with torch.autocast(tokens.device.type, torch.bfloat16):
         out = target(input_ids=tokens, use_cache=False, output_hidden_states=True)
@@ -27,7 +27,7 @@ def view(target: PreTrainedModel, tokens: Tensor, exit_layer: int | None = None)
             hidden[len(hidden) - 1] = target.get_decoder().norm(out.hidden_states[exit_layer]).float()
     embedding: Any = target.get_input_embeddings().weight
     head: Any = target.get_output_embeddings().weight
-    return Lesson(
+    return TrainingBatch(
         tokens=tokens,
         hidden=hidden,
         logits=out.logits.float(),

@@ -87,7 +87,7 @@ class DrafterConfig:
         return config
 
     @classmethod
-    def usual(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+    def with_defaults(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """``options`` of a ``speculative_config`` that says nothing of how far to draft, and what is best then; where
         that is longer drafts than pay always, with a length policy that finds out (``length``)."""
         return dict(options)
@@ -276,7 +276,7 @@ class Drafter(ABC, Generic[C]):
         hidden states of every token, unless it has kept them."""
         return 0 if self.needs.hidden else len(sequence.tokens)
 
-    def behind(self, sequence: RequestState) -> int:
+    def backlog(self, sequence: RequestState) -> int:
         """How many committed tokens it would have to read, at a price, before it can draft for this sequence."""
         return 0
 

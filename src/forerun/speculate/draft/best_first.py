@@ -157,7 +157,7 @@ def depth_first(nodes: Sequence[Node]) -> Draft:
     return draft
 
 
-class Growing:
+class GrowingTree:
     """The best tree of at most ``size`` nodes, found level by level where continuations are dear to score.
 
     Only nodes among the ``size`` best found so far are worth expanding: nothing below another one can get there, as q

@@ -46,7 +46,7 @@ class CrossVocabularyDraftModel(DraftModel):
         target = Vocabulary(self.context.tokenizer, info.vocab_size)
         tokenizer = load_tokenizer(path)
         draft = Vocabulary(tokenizer, own.vocab_size)
-        self.bridge = Bridge(target, draft, info.eos_ids, with_end(own, tokenizer).eos_ids)
+        self.bridge = VocabularyMap(target, draft, info.eos_ids, with_end(own, tokenizer).eos_ids)
         pairs = sorted(self.bridge.shared.items())
         self.target_ids = torch.tensor([target_id for target_id, _ in pairs], device=own.device)
         self.draft_ids = torch.tensor([draft_id for _, draft_id in pairs], device=own.device)
@@ -204,7 +204,7 @@ class Vocabulary:
         return self.tokenizer.encode(text, add_special_tokens=whole, verbose=False)
 
 
-class Bridge:
+class VocabularyMap:
     """From a target's vocabulary to a draft's and back.
 
     ``shared`` maps the target's ids to the draft's where both have a token: equal bytes, equal special names, and the
@@ -231,7 +231,7 @@ class Bridge:
 class VocabularyReading:
     """A target's text as the draft reads it. It only grows: what was read once stays as it was read."""
 
-    def __init__(self, bridge: Bridge) -> None:
+    def __init__(self, bridge: VocabularyMap) -> None:
         self.bridge = bridge
         self.tokens: list[int] = []
         self.read = 0

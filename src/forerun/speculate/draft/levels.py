@@ -16,7 +16,7 @@ from forerun.core.request import Beams, Requests, RequestState
 from forerun.core.tree import POINT_MASS, Draft, Drafts
 from forerun.sampling.warp import Row
 from forerun.speculate.draft.base import Chooser
-from forerun.speculate.draft.best_first import Growing, TreeConfig
+from forerun.speculate.draft.best_first import GrowingTree, TreeConfig
 
 Frontier = list[tuple[int, int]]
 """Nodes that may get children, as (which sequence, node); -1 is a root."""
@@ -200,7 +200,7 @@ def grow_best(
     The drafts that ``score`` sees hold the nodes it was asked about, in the order asked. The second result is, for
     every node of each final draft, its place among those, or -1 if nothing behind it was scored.
     """
-    trees = {index: Growing(size) for index in ready}
+    trees = {index: GrowingTree(size) for index in ready}
     asked = [Draft() for _ in sequences]
     origin: dict[int, dict[int, int]] = {index: {-1: -1} for index in ready}
     frontier: Frontier = [(index, -1) for index in ready]

@@ -70,7 +70,7 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
     limits: ClassVar = {"draft_vocab_size": COUNT, "prompt_lookup_num_tokens": Within(0, 64, whole=True)}
 
     @classmethod
-    def usual(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+    def with_defaults(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """Chains of up to twelve tokens that end where the draft is unsure, as far as they pay."""
         open_ended = not {"num_speculative_tokens", "tree", "tree_nodes", "confidence_threshold"} & set(options)
         if options.get("model") in (None, BUNDLED) or not open_ended or options.get("heterogeneous_vocab_method"):
@@ -99,8 +99,8 @@ class DraftModel(Drafter[DraftModelConfig]):
     name = "draft_model"
     config_class = DraftModelConfig
     watches = False
-    per_sequence: ClassVar[tuple[str, ...]] = ("begins", "places")
-    begins: dict[int, int]
+    per_sequence: ClassVar[tuple[str, ...]] = ("skipped", "places")
+    skipped: dict[int, int]
     """Of which it reads the last tokens only: how many it leaves out. Their positions count from 0."""
     places: dict[int, list[int]]
     """Where each node of its draft is among those that this model has read, or -1."""
@@ -114,7 +114,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         source = context.target.info.encoder is not None
         if source:
             options["max_model_len"] = config.max_model_len or 2 * context.max_model_len  # source and answer
-        self.names = self._predicted(path)
+        self.output_ids = self._predicted(path)
         """The tokens that its logits are of, ascending; None: all."""
         self.model = load_shared(
             path,
@@ -122,7 +122,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             device=context.target.info.device,
             invariant=False,
             quantization=self._quantization(path, dtype),
-            outputs=self.names,
+            outputs=self.output_ids,
             **options,
         )
         self._check_kind(path, source)
@@ -148,7 +148,9 @@ class DraftModel(Drafter[DraftModelConfig]):
         fused = None if translates else self.model.fused
         most = AHEAD if config.prompt_lookup_num_tokens is None else config.prompt_lookup_num_tokens
         lookup = ChainLookup(most) if most else None
-        self.chains = ChainRunner.find(fused, self.attention, self.chooser, config, names=self.names, lookup=lookup)
+        self.chains = ChainRunner.find(
+            fused, self.attention, self.chooser, config, names=self.output_ids, lookup=lookup
+        )
 
     @classmethod
     def build(cls, config: DraftModelConfig, context: DraftContext) -> DraftModel:
@@ -181,12 +183,12 @@ class DraftModel(Drafter[DraftModelConfig]):
         encoder-decoder reads the source in the place of the token that begins an answer."""
         if self.joins:
             return [*(sequence.source or ()), *sequence.tokens[1:]]
-        begin = self.begins.get(sequence.id, 0)
+        begin = self.skipped.get(sequence.id, 0)
         return sequence.tokens[begin:] if begin else sequence.tokens
 
     def _shift(self, sequence: RequestState) -> int:
         """How many tokens more than the sequence's that is."""
-        return len(sequence.source or ()) - 1 if self.joins else -self.begins.get(sequence.id, 0)
+        return len(sequence.source or ()) - 1 if self.joins else -self.skipped.get(sequence.id, 0)
 
     def _root(self, sequence: RequestState) -> tuple[int, ...] | None:
         """What cached prefixes depend on beside what is read."""
@@ -198,7 +200,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def translate(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the target's ids."""
-        return logits if self.names is None else spread(logits, self.names, self.context.sampler.vocab_size)
+        return logits if self.output_ids is None else spread(logits, self.output_ids, self.context.sampler.vocab_size)
 
     def _predicted(self, path: str) -> torch.Tensor | None:
         """The tokens that are worth an output, ascending; None: all of them. Raises ConfigError."""
@@ -299,7 +301,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             self.release(sequence)
         pool, new = self.attention.pool, sequence.id not in self.attention.pool.block_tables
         if new and sequence.reads is not None and self.windows:
-            self.begins[sequence.id] = max(0, len(sequence.tokens) - sequence.reads)
+            self.skipped[sequence.id] = max(0, len(sequence.tokens) - sequence.reads)
         known = self._read(sequence)
         if new and self.tree is not None:
             self.tree.start(sequence.id, known, len(known) - 1, source=self._root(sequence))
@@ -311,7 +313,7 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def _starts_over(self, sequence: RequestState) -> bool:
         """Whether it is to read all of a text that it has begun with the last tokens of."""
-        return sequence.reads is None and self.begins.get(sequence.id, 0) > 0
+        return sequence.reads is None and self.skipped.get(sequence.id, 0) > 0
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         """Truncate to the committed prefix: of the drafted nodes this model has fed, the accepted ones stay."""
@@ -351,7 +353,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         if pool.length(sequence.id) > length:
             pool.truncate(sequence.id, length)
 
-    def behind(self, sequence: RequestState) -> int:
+    def backlog(self, sequence: RequestState) -> int:
         known, pool = self._read(sequence), self.attention.pool
         if self._starts_over(sequence):
             return len(sequence.tokens)

@@ -93,7 +93,7 @@ class Router:
         return [pool for drafter in self.drafters.values() for pool in drafter.pools()]
 
     @property
-    def modelled(self) -> frozenset[str]:
+    def model_drafters(self) -> frozenset[str]:
         """Those that draft with a model of their own."""
         return frozenset(name for name, drafter in self.drafters.items() if drafter.models())
 
@@ -107,9 +107,9 @@ class Router:
             return len(sequence.tokens)
         return self.drafters[sequence.drafter].reusable(sequence)
 
-    def behind(self, sequence: RequestState) -> int:
+    def backlog(self, sequence: RequestState) -> int:
         """How many committed tokens its drafter has to read before it can draft."""
-        return 0 if sequence.drafter is None else self.drafters[sequence.drafter].behind(sequence)
+        return 0 if sequence.drafter is None else self.drafters[sequence.drafter].backlog(sequence)
 
     def close(self) -> None:
         for drafter in self.drafters.values():

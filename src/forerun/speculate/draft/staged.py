@@ -44,7 +44,7 @@ class StagedConfig(DraftModelConfig):
     )
 
     @classmethod
-    def usual(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+    def with_defaults(cls, options: Mapping[str, Any]) -> dict[str, Any]:
         """Chains are drafted as far as asked: the draft model has no say in their end."""
         return dict(options)
 

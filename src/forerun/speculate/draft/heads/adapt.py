@@ -25,7 +25,7 @@ from forerun.core.config import COUNT, POSITIVE, SHARE, check_types, check_withi
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.models.base import Model
-from forerun.speculate.draft.heads.head import Head, Lesson
+from forerun.speculate.draft.heads.head import Head, TrainingBatch
 
 BACKLOG = 4
 """Steps that may be owed; what is due beyond them is let go."""
@@ -155,7 +155,7 @@ class Learner:
         hidden = {layer: states[:, :, index] for index, layer in enumerate(self.layers)}
         last = self.states[chosen][:, :, -1]
         logits = self.target.lm_head(last.flatten(0, 1)).clone().unflatten(0, last.shape[:2])
-        lesson = Lesson(self.tokens[chosen], hidden, logits, self.embedding, self.output, nn.Identity())
+        lesson = TrainingBatch(self.tokens[chosen], hidden, logits, self.embedding, self.output, nn.Identity())
         self.master.loss(lesson).backward()
         norm = nn.utils.clip_grad_norm_(self.master.parameters(), 1.0)
         if bool(torch.isfinite(norm)):

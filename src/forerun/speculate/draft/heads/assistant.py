@@ -187,7 +187,7 @@ def _sources(path: Path, decoder: NativeModel, target: NativeModel) -> list[int]
     return [last[layer.rotary] for layer in decoder.spec.layers]
 
 
-class Reading(Backend[Metadata]):
+class TargetReader(Backend[Metadata]):
     """Over the cache of ``attention``: layer i reads what that has for layer ``layers[i]``. Every span is one row; it
     sees its sequence's ``start`` entries, the last ``window`` of them, and nothing else. Nothing is stored, and no
     length changes."""
@@ -216,8 +216,8 @@ class Reading(Backend[Metadata]):
         """No entries were added."""
 
 
-class KernelReading(KernelAttention):
-    """As ``Reading``, on the kernel."""
+class KernelTargetReader(KernelAttention):
+    """As ``TargetReader``, on the kernel."""
 
     def __init__(self, attention: Attention, layers: Sequence[int]) -> None:
         super().__init__(attention.pool)
@@ -261,7 +261,7 @@ class Assistant(Drafter[MtpConfig]):
             raise ConfigError(f"{path} predicts the tokens of its likeliest clusters: remove draft_vocab_size")
         self.needs = Needs(hidden=(target.info.num_layers,), model=True)
         self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
-        self.attention: Reading | KernelReading | None = None
+        self.attention: TargetReader | KernelTargetReader | None = None
 
     @inference
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
@@ -293,7 +293,7 @@ class Assistant(Drafter[MtpConfig]):
         model, target = self.model, self.context.target
         if self.attention is None:
             theirs = self.context.attention()
-            reading = KernelReading if isinstance(theirs, KernelAttention) else Reading
+            reading = KernelTargetReader if isinstance(theirs, KernelAttention) else TargetReader
             self.attention = reading(theirs, model.layers)
         device, last = target.info.device, model.decoder.info.num_layers
         embedded = target.embed(torch.tensor(tokens, device=device))

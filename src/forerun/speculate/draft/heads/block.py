@@ -21,7 +21,7 @@ from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.speculate.draft.base import drafters
 from forerun.speculate.draft.heads.base import BlockDrafter
-from forerun.speculate.draft.heads.head import FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate
+from forerun.speculate.draft.heads.head import FeedForward, Guess, Head, Norm, Sizes, TrainingBatch, rotate
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values [n, kv heads, width] of each layer."""
@@ -60,7 +60,7 @@ class BlockLayer(nn.Module):
         return rotate(q if norm is None else norm(q), positions, self.theta)
 
     def attend(
-        self, normed: torch.Tensor, where: torch.Tensor, memories: Sequence[BlockMemory], index: int,
+        self, normed: torch.Tensor, where: torch.Tensor, memories: Sequence[ContextCache], index: int,
         seen: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:  # fmt: skip
         """What attention finds for blocks of rows ``normed`` [sequences, rows, hidden size] at ``where``, each in its
@@ -131,20 +131,20 @@ class BlockHead(Head):
         ``context`` int64 [length] before the first of them, and of each other."""
 
     @abstractmethod
-    def anchored(self, lesson: Lesson, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    def anchored(self, lesson: TrainingBatch, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """The blocks [batch, anchors, block, hidden size] that begin with the lesson's tokens at ``anchors``."""
 
     def correct(self, logits: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Logits [n, own vocabulary] behind the tokens ``before`` int64 [n]."""
         return logits
 
-    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
+    def guesses(self, lesson: TrainingBatch) -> Iterator[Guess]:
         """From anchors spread over the texts, the tokens before each guessed one being the text's own."""
         length, depth = lesson.tokens.shape[1], self.sizes.depth
         features = self.context(torch.cat([lesson.hidden[layer] for layer in self.layers], dim=-1))
         first = 1 + int(torch.randint(STEP, (1,)))
         anchors = torch.arange(first, max(first, length - depth), STEP, device=features.device)
-        kept = lesson.places(anchors, 1, depth)
+        kept = lesson.trainable(anchors, 1, depth)
         where = anchors[:, None] + torch.arange(self.block_size, device=anchors.device)
         context = torch.arange(length, device=anchors.device)
         x = self.anchored(lesson, anchors, features)
@@ -159,10 +159,10 @@ class BlockHead(Head):
             state, before = says[:, :, position], lesson.tokens[:, anchors + position]
             if kept is not None:
                 state, before = state[kept], before[kept]
-            guess = self.guess(state, lesson, lesson.wanted(anchors + position, kept))
+            guess = self.guess(state, lesson, lesson.target_logits(anchors + position, kept))
             yield guess._replace(logits=self.correct(guess.logits, before))
 
-    def remember(self, memories: dict[int, BlockMemory], sequence: RequestState, hidden: torch.Tensor) -> torch.Tensor:
+    def remember(self, memories: dict[int, ContextCache], sequence: RequestState, hidden: torch.Tensor) -> torch.Tensor:
         """Keep what is needed of newly cached tokens, whose ``hidden`` states of the target are given; returns their
         features."""
         features = self.context(hidden if self.window is None else hidden[-self.window :])
@@ -170,11 +170,11 @@ class BlockHead(Head):
         positions = torch.arange(end - len(features), end, device=hidden.device)
         pairs = [block.keys(features, positions) for block in self.each_block()]
         if sequence.id not in memories:
-            memories[sequence.id] = BlockMemory(pairs, self.block_size, self.window)
+            memories[sequence.id] = ContextCache(pairs, self.block_size, self.window)
         memories[sequence.id].add(pairs)
         return features
 
-    def fill(self, x: torch.Tensor, sequences: Requests, memories: Mapping[int, BlockMemory]) -> torch.Tensor:
+    def fill(self, x: torch.Tensor, sequences: Requests, memories: Mapping[int, ContextCache]) -> torch.Tensor:
         """States [sequences, block, hidden size], not normed, of blocks ``x`` whose first rows are the last tokens of
         ``sequences``."""
         starts = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences], device=x.device)
@@ -190,7 +190,7 @@ class BlockHead(Head):
         return x
 
 
-class BlockMemory:
+class ContextCache:
     """One sequence's context: keys and values of every layer, all of them or the newest ``window``, in one piece before
     ``end``; behind that there is room for the ``spare`` rows of a block."""
 
@@ -275,7 +275,7 @@ class ParallelHead(BlockHead):
         mask = self.mask.weight.to(newest.dtype).expand(embedded.shape[0], -1, -1)
         return torch.cat([self.norm_token(embedded)[:, None], mask], dim=1) + newest[:, None]
 
-    def anchored(self, lesson: Lesson, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    def anchored(self, lesson: TrainingBatch, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         embedded = lesson.embedding[lesson.tokens[:, anchors]].to(features.dtype)
         x = self.rows(embedded.flatten(0, 1), features[:, anchors - 1].flatten(0, 1))
         return x.unflatten(0, embedded.shape[:2])
@@ -292,7 +292,7 @@ class Parallel(BlockDrafter):
     head_class = ParallelHead
     head: ParallelHead
     per_sequence = ("seen", "memories", "newest")
-    memories: dict[int, BlockMemory]
+    memories: dict[int, ContextCache]
     newest: dict[int, torch.Tensor]
 
     @inference

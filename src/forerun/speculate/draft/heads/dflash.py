@@ -29,9 +29,9 @@ from forerun.core.tree import Draft, Drafts
 from forerun.models.checkpoint import CONFIG
 from forerun.speculate.draft.base import drafters
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
-from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, BlockMemory
+from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, ContextCache
 from forerun.speculate.draft.heads.gguf_files import read_drafter
-from forerun.speculate.draft.heads.head import Lesson, Norm, Sizes
+from forerun.speculate.draft.heads.head import Norm, Sizes, TrainingBatch
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow
 
 DEFAULTS: dict[str, Any] = {
@@ -167,7 +167,7 @@ class DFlashHead(BlockHead):
         assert self.markov_w2 is not None
         return logits + self.markov_w2(self.markov_w1(before)).float()
 
-    def sure(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    def log_confidence(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
         """Log of the chance that the token of each row [n, hidden size] is kept if those before it are."""
         assert self.confidence is not None
         if self.options["confidence"] == "markov":
@@ -175,7 +175,7 @@ class DFlashHead(BlockHead):
             states = torch.cat([states, self.markov_w1(before)], dim=-1)
         return F.logsigmoid(self.confidence(states).float())[:, 0]
 
-    def anchored(self, lesson: Lesson, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    def anchored(self, lesson: TrainingBatch, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         return lesson.embedding[self.inputs(lesson.tokens[:, anchors])].to(features.dtype)
 
     def inputs(self, last: torch.Tensor) -> torch.Tensor:
@@ -330,7 +330,7 @@ class DFlash(HeadDrafter[DFlashConfig]):
     head_class = DFlashHead
     head: DFlashHead
     per_sequence = ("seen", "memories")
-    memories: dict[int, BlockMemory]
+    memories: dict[int, ContextCache]
     example_options: ClassVar = {
         "group": 16, "selector": {"rank": 4, "top": 6}, "markov": 4, "confidence": "markov",
     }  # fmt: skip
@@ -361,7 +361,7 @@ class DFlash(HeadDrafter[DFlashConfig]):
 
         def sure(depth: int, frontier: Frontier, drafts: Drafts) -> list[float]:
             slots = [slot[index] for index, _ in frontier]
-            return self.head.sure(states[slots, depth], tails(frontier, drafts)).tolist()
+            return self.head.log_confidence(states[slots, depth], tails(frontier, drafts)).tolist()
 
         known = sure if self.head.confidence is not None else None
         return grow(sequences, ready, budgets, self.config, self.chooser, score, known)[0]

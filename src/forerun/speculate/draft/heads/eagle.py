@@ -44,10 +44,10 @@ from forerun.speculate.draft.heads.head import (
     FeedForward,
     Guess,
     Head,
-    Lesson,
+    Llama3Scaling,
     Norm,
     Sizes,
-    Stretch,
+    TrainingBatch,
     frequencies,
     rotate,
 )
@@ -64,7 +64,7 @@ class EagleHead(Head):
     attention reads alone, so that the embedding reaches the output directly.
     ``norm_before_residual``: the layer adds to the normed feature, as some of speculators' heads do.
     ``norm_before_fc``: the hidden states are normed together before they are projected (EAGLE-3.1). ``stretch``: four
-    numbers of ``Stretch``."""
+    numbers of ``Llama3Scaling``."""
 
     method = "eagle"
     quantizes = True
@@ -78,7 +78,7 @@ class EagleHead(Head):
         size, o = sizes.hidden_size, self.options
         self.heads, self.kv_heads, self.width = o["heads"], o["kv_heads"], o["width"]
         self.entry, self.scale = KVShape(self.kv_heads, self.width, self.width), self.width**-0.5
-        self.stretch = Stretch(*o["stretch"]) if o.get("stretch") else None
+        self.rope_scaling = Llama3Scaling(*o["stretch"]) if o.get("stretch") else None
         self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
         self.input_norm = Norm(self.fc.in_features, o["eps"]) if o.get("norm_before_fc") else None
         self.hidden_norm = Norm(size, o["eps"])
@@ -120,7 +120,7 @@ class EagleHead(Head):
         if self.input_layernorm is not None:
             x = torch.cat([self.input_layernorm(embedded), x], dim=-1)
         q, k = self.q_proj(x), self.k_proj(x)
-        turned = positions, self.options["theta"], self.stretch
+        turned = positions, self.options["theta"], self.rope_scaling
         q = rotate(q.unflatten(-1, (self.heads, self.width)), *turned)
         k = rotate(k.unflatten(-1, (self.kv_heads, self.width)), *turned)
         return q, k, self.v_proj(x).unflatten(-1, (self.kv_heads, self.width))
@@ -140,7 +140,7 @@ class EagleHead(Head):
         states = self.finish(stream, attend(*self.qkv(embedded, stream, positions)))[rows]
         return states, self.norm(states)
 
-    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
+    def guesses(self, lesson: TrainingBatch) -> Iterator[Guess]:
         """Training-time test: ``sizes.depth`` unrolled steps. At step j a position attends to the first step's keys
         up to itself and to its own keys of the steps since (the paper's figure 6), so that a later step can be
         learnt in some of the places alone (``LEAST``), and costs what these cost."""
@@ -151,7 +151,7 @@ class EagleHead(Head):
             texts = lesson.segments[:, :length]
             seen = seen & (texts[:, :, None] == texts[:, None, :])
         at = torch.arange(length, device=features.device)
-        indices = lesson.places(at, 2, self.sizes.depth)
+        indices = lesson.trainable(at, 2, self.sizes.depth)
         if indices is None:
             indices = torch.ones(len(features), length, dtype=torch.bool, device=features.device)
         stream, (q, k, v) = self._read(lesson, self.feature(features[:, :length]), (slice(None), at), 1)
@@ -170,10 +170,10 @@ class EagleHead(Head):
                 stream, (q, k, v) = self._read(lesson, feature, (row, index), step + 1)
                 own.append((self._shared(k), self._shared(v)))
                 feature = self.finish(stream, self._unrolled(q, keys, values, own, seen, row, index).flatten(-2))
-            requested = lesson.wanted(at + step + 1, (row, index))
+            requested = lesson.target_logits(at + step + 1, (row, index))
             yield self.guess(self.norm(feature), lesson, requested)
 
-    def _read(self, lesson: Lesson, feature: torch.Tensor, indices: tuple[Any, torch.Tensor], ahead: int) -> Any:
+    def _read(self, lesson: TrainingBatch, feature: torch.Tensor, indices: tuple[Any, torch.Tensor], ahead: int) -> Any:
         """The layer's stream, and its queries, keys and values, of features [..., hidden size] and the tokens ``ahead``
         of their ``indices``."""
         row, at = indices
@@ -212,7 +212,7 @@ class EagleHead(Head):
         dtype, device = info.dtype, info.device
         rope: Any = SimpleNamespace(rope_parameters={"rope_theta": self.options["theta"]})
         rotary = Rotary(rope, self.width, device, dtype)
-        rotary.frequencies = frequencies(self.width, self.options["theta"], device, self.stretch)
+        rotary.frequencies = frequencies(self.width, self.options["theta"], device, self.rope_scaling)
 
         def stored(weight: torch.Tensor) -> Any:
             kind = self.quantization

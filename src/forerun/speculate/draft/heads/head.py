@@ -71,7 +71,7 @@ class Sizes:
 
 
 @dataclass(slots=True)
-class Lesson:
+class TrainingBatch:
     """One training batch: the frozen target's view of ``tokens`` int64 [rows, length].
 
     ``hidden[layer]`` [rows, length, hidden size]; ``logits`` [rows, length, vocabulary] predict the token after each
@@ -89,16 +89,16 @@ class Lesson:
     """int64 [rows, length]: the number of each token's text, where rows hold several texts, end to end."""
     answers: torch.Tensor | None = None
     """bool [rows, length]: the tokens that are to be guessed; None: all."""
-    narrow: bool = False
+    reduced_vocabulary: bool = False
     """``head`` has the rows alone of the tokens that are drafted."""
 
-    def everywhere(self) -> torch.Tensor:
+    def all_target_logits(self) -> torch.Tensor:
         """The target's logits at all places."""
         if self.logits is None:
             raise ValueError("this lesson has logits of single places only")
         return self.logits
 
-    def places(self, at: torch.Tensor, first: int, depth: int) -> torch.Tensor | None:
+    def trainable(self, at: torch.Tensor, first: int, depth: int) -> torch.Tensor | None:
         """bool [rows, n]: of the positions ``at`` int64 [n], those whose ``depth`` tokens from ``first`` ahead on are
         in the same text, and the nearest of them to be guessed; None: all."""
         if self.segments is None or self.answers is None:
@@ -106,7 +106,7 @@ class Lesson:
         inside = self.segments[:, at] == self.segments[:, at + first + depth - 1]
         return inside & self.answers[:, at + first]
 
-    def wanted(
+    def target_logits(
         self, at: torch.Tensor, indices: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
         """The target's logits at the positions ``at``, in those alone that ``indices`` has: bool [rows, n], or the
@@ -117,17 +117,20 @@ class Lesson:
 
 
 class Guess(NamedTuple):
-    """What a head says of one token ahead, in many places: its ``logits`` [..., own vocabulary] and the target's own,
-    ``wanted`` [..., vocabulary], there. ``ids``: the tokens of its vocabulary where that is a part of the target's."""
+    """A head's prediction of one token ahead, at many positions.
+
+    ``logits`` are [..., own vocabulary], the target's ``target_logits`` at the same positions [..., vocabulary].
+    ``ids`` are the tokens of a reduced own vocabulary; None: it is the target's.
+    """
 
     logits: torch.Tensor
-    wanted: torch.Tensor
+    target_logits: torch.Tensor
     ids: torch.Tensor | None = None
 
     def loss(self) -> torch.Tensor:
         """[...]: cross entropy under the target's distribution over the tokens that the head knows, nats."""
-        wanted = self.wanted if self.ids is None else self.wanted[..., self.ids]
-        return -(torch.softmax(wanted.float(), -1) * torch.log_softmax(self.logits.float(), -1)).sum(-1)
+        expected = self.target_logits if self.ids is None else self.target_logits[..., self.ids]
+        return -(torch.softmax(expected.float(), -1) * torch.log_softmax(self.logits.float(), -1)).sum(-1)
 
 
 class Head(nn.Module, ABC):
@@ -138,7 +141,7 @@ class Head(nn.Module, ABC):
     """Keys of ``Sizes.options`` that it reads."""
     quantizes: ClassVar[bool] = False
     """Whether ``quantization`` is of all of it, not of an output layer of its own alone."""
-    first: ClassVar[int] = 1
+    first_token: ClassVar[int] = 1
     """Which token of a draft its first guess is."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -172,7 +175,7 @@ class Head(nn.Module, ABC):
             self.register_buffer("d2t", torch.zeros(rows, dtype=torch.long))
 
     @torch.no_grad()
-    def narrow(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
+    def reduce_vocabulary(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Drafts from now on among the tokens ``ids`` int64 [n] alone, read by ``rows`` [n, hidden size], which it does
         not learn."""
         self.sizes = replace(self.sizes, options={**self.sizes.options, "draft_vocab_size": len(ids)})
@@ -189,17 +192,17 @@ class Head(nn.Module, ABC):
         d2t = getattr(self, "d2t", None)
         return None if d2t is None else torch.arange(len(d2t), device=d2t.device) + d2t
 
-    def guess(self, said: torch.Tensor, lesson: Lesson, requested: torch.Tensor) -> Guess:
+    def guess(self, said: torch.Tensor, lesson: TrainingBatch, requested: torch.Tensor) -> Guess:
         """What the output layer makes of ``said`` [..., hidden size]."""
         if self.lm_head is None:
             return Guess(F.linear(said, lesson.head.to(said.dtype)), requested)
-        return Guess(self.lm_head(said), requested, None if lesson.narrow else self.token_ids())
+        return Guess(self.lm_head(said), requested, None if lesson.reduced_vocabulary else self.token_ids())
 
     @abstractmethod
-    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
+    def guesses(self, lesson: TrainingBatch) -> Iterator[Guess]:
         """What it says of every token ahead, the nearest first, in the same places unless it learns."""
 
-    def loss(self, lesson: Lesson) -> torch.Tensor:
+    def loss(self, lesson: TrainingBatch) -> torch.Tensor:
         """Mean training loss of a batch, a scalar: the cross entropies of all tokens ahead, each with its weight."""
         losses = [guess.loss().mean() for guess in self.guesses(lesson)]
         return torch.stack([weight * loss for weight, loss in zip(weights(len(losses)), losses, strict=True)]).sum()
@@ -356,7 +359,7 @@ class FeedForward(nn.Module):
         self.forward = forward  # type: ignore[method-assign]
 
 
-class Stretch(NamedTuple):
+class Llama3Scaling(NamedTuple):
     """Llama 3's: waves that turn fewer than ``low`` times in ``original`` positions are ``factor`` times as long, those
     that turn more than ``high`` times stay, and those between are between."""
 
@@ -367,20 +370,22 @@ class Stretch(NamedTuple):
 
 
 @cache
-def frequencies(width: int, theta: float, device: torch.device, stretch: Stretch | None = None) -> torch.Tensor:
+def frequencies(width: int, theta: float, device: torch.device, scaling: Llama3Scaling | None = None) -> torch.Tensor:
     """Radians per position of the pairs of a head, float32 [width / 2]."""
     with torch.inference_mode(False):
         result = theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
-        if stretch is None:
+        if scaling is None:
             return result
-        turns = stretch.original * result / (2 * torch.pi)
-        kept = ((turns - stretch.low) / (stretch.high - stretch.low)).clamp(0, 1)
-        return (1 - kept) * result / stretch.factor + kept * result
+        turns = scaling.original * result / (2 * torch.pi)
+        kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+        return (1 - kept) * result / scaling.factor + kept * result
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float, stretch: Stretch | None = None) -> torch.Tensor:
+def rotate(
+    x: torch.Tensor, positions: torch.Tensor, theta: float, scaling: Llama3Scaling | None = None
+) -> torch.Tensor:
     """Rotary embedding of x [..., positions, heads, width] in the halves convention; positions int64 [..., n]."""
-    return rotate_by(x, positions, frequencies(x.shape[-1], theta, x.device, stretch))
+    return rotate_by(x, positions, frequencies(x.shape[-1], theta, x.device, scaling))
 
 
 def rotate_by(x: torch.Tensor, positions: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
-from forerun.speculate.draft.heads.head import Guess, Head, Lesson, Sizes
+from forerun.speculate.draft.heads.head import Guess, Head, Sizes, TrainingBatch
 
 
 class ResidualHead(Head):
@@ -37,19 +37,19 @@ class ResidualHead(Head):
         """[n, hidden size] -> [n, depth, hidden size]."""
         raise TypeError(f"{type(self).__name__} must define transform")
 
-    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
+    def guesses(self, lesson: TrainingBatch) -> Iterator[Guess]:
         hidden = lesson.hidden[self.sizes.num_layers]
         margin = self.sizes.depth + self.ahead - (lesson.segments is None)  # packed rows end inside a text
         length = hidden.shape[1] - margin
         at = torch.arange(length, device=hidden.device)
-        indices = lesson.places(at, self.ahead + 1, self.sizes.depth)
+        indices = lesson.trainable(at, self.ahead + 1, self.sizes.depth)
         known = hidden[:, :length]
         flat = known.flatten(0, 1) if indices is None else known[indices]
         guessed = self.transform(flat)
         if indices is None:
             guessed = guessed.unflatten(0, known.shape[:2])
         for depth in range(self.sizes.depth):
-            yield self.guess(guessed[..., depth, :], lesson, lesson.wanted(at + depth + self.ahead, indices))
+            yield self.guess(guessed[..., depth, :], lesson, lesson.target_logits(at + depth + self.ahead, indices))
 
 
 class MedusaHead(ResidualHead):
@@ -117,7 +117,7 @@ ANCHORS = 16
 
 class LookaheadHead(Head):
     method = "lookahead"
-    first = 2  # the target's own distribution is there for the first
+    first_token = 2  # the target's own distribution is there for the first
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__(sizes)
@@ -127,7 +127,7 @@ class LookaheadHead(Head):
     def usual_layers(self, last: int) -> tuple[int, ...]:
         return ()
 
-    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
+    def guesses(self, lesson: TrainingBatch) -> Iterator[Guess]:
         """The look-ahead rows of several anchors ride behind each sequence, each group seeing the text up to its
         anchor and itself; they learn the target's distributions at their positions."""
         batch, length = lesson.tokens.shape
@@ -152,7 +152,7 @@ class LookaheadHead(Head):
             use_cache=False,
             logits_to_keep=torch.arange(length, total),
         ).logits.unflatten(1, (ANCHORS, ahead))
-        requested = lesson.everywhere()[:, anchors[:, None] + 1 + torch.arange(ahead)]
+        requested = lesson.all_target_logits()[:, anchors[:, None] + 1 + torch.arange(ahead)]
         for position in range(ahead):
             yield Guess(out[:, :, position], requested[:, :, position])
 

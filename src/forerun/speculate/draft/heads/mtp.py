@@ -44,7 +44,17 @@ from forerun.models.transform import rows_as_halves
 from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.heads.eagle import Eagle, EagleConfig
 from forerun.speculate.draft.heads.gguf_files import LAYER
-from forerun.speculate.draft.heads.head import FORMAT, FeedForward, Guess, Head, Lesson, Norm, Sizes, rotate, rotate_by
+from forerun.speculate.draft.heads.head import (
+    FORMAT,
+    FeedForward,
+    Guess,
+    Head,
+    Norm,
+    Sizes,
+    TrainingBatch,
+    rotate,
+    rotate_by,
+)
 
 DEFAULTS = {
     "heads": 4, "kv_heads": 2, "width": 16, "inner_size": 64, "theta": 10000.0, "eps": 1e-6, "turned": None,
@@ -235,7 +245,7 @@ class MtpHead(Head):
     def fuse(self, target: Model) -> None:
         """There is no kernel for all of it."""
 
-    def guesses(self, lesson: Lesson) -> Iterator[Guess]:
+    def guesses(self, lesson: TrainingBatch) -> Iterator[Guess]:
         raise ConfigError("layers for multi-token prediction come with their checkpoint and are not trained here")
 
     @classmethod
@@ -471,7 +481,7 @@ class Mtp(Eagle):
         head = MtpHead.read(own if config.model is None else resolve(config.model), read_config(own).get_text_config())
         ids = predicted(config, self.context) if head.lm_head is None else None
         if ids is not None:
-            head.narrow(ids, output_rows(own, ids))
+            head.reduce_vocabulary(ids, output_rows(own, ids))
         return head
 
 
