@@ -6,7 +6,7 @@ import gguf
 import pytest
 
 from forerun import LLM, ModelError, SamplingParams
-from forerun.models.gguf import GGUFFile, parts_of
+from forerun.models.gguf import GGUFFile, shards_of
 from forerun.models.open import fingerprint, resolve
 from gguf_files import finish, write_model
 from refusals import refused
@@ -49,7 +49,7 @@ def test_parts_are_the_model(whole, tmp_path):
     expected = LLM(str(whole))
     text = expected.generate("the 12", GREEDY)[0].outputs[0].token_ids
     assert resolve(tmp_path) == first
-    for path in (tmp_path, first, parts_of(first)[1]):
+    for path in (tmp_path, first, shards_of(first)[1]):
         llm = LLM(str(path))
         assert llm.model.info.path == expected.model.info.path
         assert llm.model.info.weight_bytes == expected.model.info.weight_bytes
@@ -58,7 +58,7 @@ def test_parts_are_the_model(whole, tmp_path):
 
 def test_every_part_counts_for_the_fingerprint(whole, tmp_path):
     first = split(whole, tmp_path)
-    before, last = fingerprint(first), parts_of(first)[-1]
+    before, last = fingerprint(first), shards_of(first)[-1]
     content = bytearray(last.read_bytes())
     content[-1] ^= 1
     last.write_bytes(content)
@@ -67,7 +67,7 @@ def test_every_part_counts_for_the_fingerprint(whole, tmp_path):
 
 def test_a_part_that_is_missing(whole, tmp_path):
     first = split(whole, tmp_path)
-    parts_of(first)[1].unlink()
+    shards_of(first)[1].unlink()
     refused(ModelError, "lacks model-00002-of-00003.gguf, a part of the model that model-00001", LLM, str(first))
     refused(ModelError, "lacks model-00002-of-00003.gguf", LLM, str(tmp_path))
 
@@ -75,7 +75,7 @@ def test_a_part_that_is_missing(whole, tmp_path):
 @pytest.mark.parametrize("keep", [0, 10, 200, 3000])
 def test_a_part_that_is_truncated(whole, tmp_path, keep):
     first = split(whole, tmp_path)
-    last = parts_of(first)[-1]
+    last = shards_of(first)[-1]
     last.write_bytes(last.read_bytes()[:keep])
     message = "model-00003-of-00003.gguf (is not a GGUF file that can be used|cannot be read)"
     refused(ModelError, message, LLM, str(tmp_path))
@@ -87,7 +87,7 @@ def test_a_part_of_another_model(whole, tmp_path):
     (tmp_path / "b").mkdir()
     first = split(whole, tmp_path / "a")
     split(other, tmp_path / "b")
-    foreign = parts_of(first)[2]
+    foreign = shards_of(first)[2]
     foreign.write_bytes((tmp_path / "b" / foreign.name).read_bytes())
     refused(ModelError, "which its metadata contradict", LLM, str(first))
     foreign.write_bytes(b"PK" + bytes(100))
@@ -114,8 +114,8 @@ def test_a_part_by_another_name(whole, tmp_path):
 
 
 def test_names_that_ask_for_too_much(tmp_path):
-    assert parts_of(Path("m-00001-of-99999.gguf")) == [Path("m-00001-of-99999.gguf")]
-    assert parts_of(Path("m-00004-of-00003.gguf")) == [Path("m-00004-of-00003.gguf")]
+    assert shards_of(Path("m-00001-of-99999.gguf")) == [Path("m-00001-of-99999.gguf")]
+    assert shards_of(Path("m-00004-of-00003.gguf")) == [Path("m-00004-of-00003.gguf")]
     write_model(tmp_path / "a-00001-of-00002.gguf")
     write_model(tmp_path / "b.gguf")
     refused(ModelError, "holds 2 GGUF files", LLM, str(tmp_path))

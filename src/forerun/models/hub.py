@@ -13,7 +13,7 @@ import huggingface_hub as hf  # its parts are imported when they are used: they 
 from tqdm import tqdm
 
 from forerun.core.errors import ModelError, one_line
-from forerun.models.gguf import SUFFIX, parts_of
+from forerun.models.gguf import SUFFIX, shards_of
 
 PREFIX = "hf:"
 MAIN = "main"
@@ -63,8 +63,8 @@ def quantization(file: str) -> str | None:
 def ggufs(files: Iterable[str]) -> list[list[str]]:
     """The GGUF models among files, each as its files in order."""
     names = [name for name in files if name.endswith(SUFFIX)]
-    firsts = sorted({str(parts_of(Path(name))[0]) for name in names})
-    return [[str(part) for part in parts_of(Path(first))] for first in firsts]
+    firsts = sorted({str(shards_of(Path(name))[0]) for name in names})
+    return [[str(part) for part in shards_of(Path(first))] for first in firsts]
 
 
 def is_checkpoint(files: Iterable[str]) -> bool:

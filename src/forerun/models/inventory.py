@@ -16,7 +16,7 @@ from forerun.models import hub
 from forerun.models.fetch import KNOWN, held_parts, home, named, partial, place
 from forerun.models.formats.gguf_types import described
 from forerun.models.formats.kept import forget
-from forerun.models.gguf import SUFFIX, GGUFFile, is_gguf, open_gguf, parts_of
+from forerun.models.gguf import SUFFIX, GGUFFile, is_gguf, open_gguf, shards_of
 from forerun.models.open import open_files, quick_config, resolve
 from forerun.models.tokenizer import read_vocabulary
 
@@ -116,7 +116,7 @@ def describe(name: str) -> dict[str, Any]:
     text = config.get_text_config()
     files = open_files(path, packed=True)
     if isinstance(files, GGUFFile):
-        size = sum(part.stat().st_size for part in parts_of(path))
+        size = sum(part.stat().st_size for part in shards_of(path))
         kind = f"GGUF {_file_type(files.metadata.get('general.file_type'))}"
         types, held = files.types(), described(files.types())
     else:

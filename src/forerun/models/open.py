@@ -85,7 +85,7 @@ def weight_sizes(folder: Path) -> tuple[int, int]:
 
 def files(folder: Path, lora: Sequence[str] | str | None = None) -> list[Path]:
     """What holds the weights. Raises ModelError if there are none."""
-    result = gguf.parts_of(folder) if folder.is_file() else sorted(folder.glob("*.safetensors"))
+    result = gguf.shards_of(folder) if folder.is_file() else sorted(folder.glob("*.safetensors"))
     if not result:
         raise ModelError(f"{folder} has no safetensors weights")
     return result + [
