@@ -8,8 +8,8 @@ import pytest
 from forerun import SamplingParams
 from forerun.core.errors import RequestError
 from forerun.engine import async_engine
-from forerun.engine.answering import ClosedError, QueueFullError
 from forerun.engine.async_engine import AsyncEngine
+from forerun.engine.client import ClosedError, QueueFullError
 
 PROMPT = "def parse("
 LONG = SamplingParams(temperature=0.9, seed=3, max_tokens=160, ignore_eos=True)
@@ -58,9 +58,9 @@ def test_short_rounds_are_handed_over_together(served, monkeypatch, delay, toget
     rounds, batches = 0, []
 
     class Noting(AsyncEngine):
-        def _deliver(self, batch):
+        def _deliver_batch(self, batch):
             batches.append([(delta.seconds, len(delta.token_ids)) for _, deltas in batch for delta in deltas])
-            super()._deliver(batch)
+            super()._deliver_batch(batch)
 
     def step():
         nonlocal rounds

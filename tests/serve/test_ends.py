@@ -12,8 +12,8 @@ import pytest
 
 from forerun import SamplingParams
 from forerun.core.errors import ForerunError
-from forerun.engine.answering import ClosedError, TimeLimitError
 from forerun.engine.async_engine import AsyncEngine
+from forerun.engine.client import ClosedError, TimeLimitError
 from forerun.serve.app import ServerOptions, create_app
 
 PROMPT = [5, 6, 7]

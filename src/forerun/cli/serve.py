@@ -71,7 +71,7 @@ KEY_VARIABLE = "FORERUN_API_KEY"
 PAGE_SIZE = 64
 """Small enough for prompts that begin alike, large enough to cost nothing."""
 Opening = Callable[[], Awaitable[Any]]
-"""In the event loop: the ``Answering`` that answers, which whoever opens it closes."""
+"""Called in the event loop: opens the client that answers. Whoever opens it closes it."""
 
 
 @takes(
@@ -161,15 +161,15 @@ async def _answer(
     from forerun.serve.app import create_app
     from forerun.serve.run import address_of, run
 
-    answering = await opening()
+    client = await opening()
     if kv_events is not None:
         from forerun.serve.kv_events import KVEvents
 
-        out().print(f"KV events at {KVEvents(kv_events, answering.engine.scheduler.tree).endpoint}")
-    named, described = options.serving(answering.facts.model), answering.facts.described
+        out().print(f"KV events at {KVEvents(kv_events, client.engine.scheduler.tree).endpoint}")
+    named, described = options.serving(client.facts.model), client.facts.described
     shown = described if replicas is None else f"{replicas} replicas, each with {described}"
     out().print(f"{named.model_name}: {shown}\nlistening on {address_of(host, listener)}", soft_wrap=True)
-    await run(create_app(answering, named), answering, listener, limits, drain_seconds=drain_seconds)
+    await run(create_app(client, named), client, listener, limits, drain_seconds=drain_seconds)
 
 
 def _check_installed(command: str) -> None:
@@ -298,12 +298,12 @@ def work(file: Path, out: Path, written: Answers, opening: Opening, options: Ser
     from forerun.serve.batch import asking, run
 
     async def answered() -> Tally:
-        answering = await opening()
+        client = await opening()
         try:
-            ask = asking(create_app(answering, options.serving(answering.facts.model)))
-            return await run(file, written, ask, together=2 * answering.capacity())
+            ask = asking(create_app(client, options.serving(client.facts.model)))
+            return await run(file, written, ask, together=2 * client.capacity())
         finally:
-            answering.close()
+            client.close()
 
     async def until_stopped() -> Tally | None:
         task = asyncio.create_task(answered())

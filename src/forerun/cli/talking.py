@@ -22,12 +22,12 @@ from forerun.cli.chat import ASSISTANT, USER, ChatCommands, Conversation, table
 from forerun.cli.console import model_line, one_line, out, warn
 from forerun.cli.trace import KINDS, REJECTED, marked, plain_terminal
 from forerun.core.errors import ForerunError, RequestError
+from forerun.engine.client import StreamedText
 from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job, Update
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import PLAIN
 from forerun.engine.stop import ABORT, ERROR, LENGTH
-from forerun.engine.stream import ShownText
 from forerun.models.chat import render_chat
 from forerun.models.tokenizer import encode
 from forerun.sampling.params import SamplingParams
@@ -370,7 +370,7 @@ def answer(
     request cannot be run; nothing was shown then."""
     (job,) = engine.add(prompt, params, trace=trace)
     try:
-        shown = ShownText(job, engine.tokenizer)
+        shown = StreamedText(job, engine.tokenizer)
         screen = view()
         try:
             with torch.inference_mode():  # entered once, not in every step
@@ -388,7 +388,7 @@ def answer(
     return job
 
 
-def _pieces(shown: ShownText, update: Update) -> Iterator[tuple[str, str]]:
+def _pieces(shown: StreamedText, update: Update) -> Iterator[tuple[str, str]]:
     """A round's text, token by token where its origin is known."""
     tokens, job = update.tokens, update.job
     if not job.traced or not tokens:

@@ -116,7 +116,7 @@ def _answer(engine: Engine, job: Job, result: Hypothesis | None, error: str | No
         finish = Finish(STOP, silent=not keep) if result.ended else Finish(LENGTH)
         job.sequence.tokens.extend(tokens)
         if job.detokenizer is not None:
-            job.detokenizer.add(finish.spoken(tokens))
+            job.detokenizer.add(finish.text_tokens(tokens))
     engine.end(job, finish, now)
     return Update(job, tokens, 0, finish)
 
@@ -128,7 +128,7 @@ def output(tokenizer: Any, jobs: list[Job]) -> BeamSearchOutput:
         assert job.finish is not None
         if job.beam is None:
             raise RequestError(f"the beam search failed: {job.finish.stopped_by}")
-        tokens = [*job.sequence.tokens[: job.sequence.num_prompt], *job.finish.spoken(job.output_ids)]
+        tokens = [*job.sequence.tokens[: job.sequence.num_prompt], *job.finish.text_tokens(job.output_ids)]
         text = "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
         result.append(BeamSearchSequence(tokens, job.beam.logprob, text, job.finish.reason, job.beam.score))
     return BeamSearchOutput(result, jobs[0].metrics)

@@ -23,8 +23,8 @@ class Finish:
     cut: int | None = None
     silent: bool = False
 
-    def spoken(self, tokens: Sequence[int]) -> Sequence[int]:
-        """Those of an answer's last tokens that are part of its text."""
+    def text_tokens(self, tokens: Sequence[int]) -> Sequence[int]:
+        """Those of an answer's last ``tokens`` that are part of its text."""
         return tokens[:-1] if self.silent else tokens
 
 
@@ -54,7 +54,7 @@ class Stopper:
             broken = constraint.fault(self.sequence, decided) if constraint is not None else None
             self.finish = Finish(ERROR, broken or verdict.error)
         if self.detokenizer is not None and not self.sequence.params.stop:
-            self.detokenizer.add(tokens if self.finish is None else self.finish.spoken(tokens))
+            self.detokenizer.add(tokens if self.finish is None else self.finish.text_tokens(tokens))
         return tokens
 
     def _check(self, token: int, num_output: int) -> Finish | None:

@@ -29,7 +29,7 @@ from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from forerun.core.config import COUNT, check_within
 from forerun.core.errors import ConfigError, one_line
-from forerun.engine.answering import ClosedError
+from forerun.engine.client import ClosedError
 from forerun.engine.metrics import Snapshot
 from forerun.scale.affinity import BLOCK, Affinity, blocks
 from forerun.scale.pool import LostError, ReplicaPool

@@ -13,12 +13,11 @@ from typing import Any
 
 from forerun.core.errors import ForerunError
 from forerun.core.request import RequestState
-from forerun.engine.answering import Answering, ClosedError
+from forerun.engine.client import ClosedError, EngineClient, Stream, StreamedText
 from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.jobs import Job
 from forerun.engine.metrics import RequestMetrics, Snapshot
 from forerun.engine.stop import Stopper
-from forerun.engine.stream import ShownText, Stream
 from forerun.models.tokenizer import load_tokenizer
 from forerun.sampling.noise import fold
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams, StructuredOutputsParams
@@ -58,7 +57,7 @@ class _Answer:
     moves: int = 0
 
 
-class ReplicaPool(Answering):
+class ReplicaPool(EngineClient):
     """Replicas as one engine; ``send`` chooses among them, and ``capacity`` says how many sequences they decode at a
     time.
 
@@ -99,7 +98,7 @@ class ReplicaPool(Answering):
             raise ClosedError("no replica has told yet how it stands")
         return self.latest
 
-    async def _begin(
+    async def _start(
         self, stream: Stream, prompt: Sequence[int], params: Params, session: str | None, choices: Mapping[str, Any]
     ) -> None:
         """Each of n answers is a request of its own, in parallel; a beam search is one, because its beams belong to one
@@ -148,7 +147,7 @@ class ReplicaPool(Answering):
         )
         job = Job(sequence, Stopper(sequence, None), None, RequestMetrics(start=self.clock()), index)
         stream.jobs.append(job)
-        stream.texts.append(ShownText(job, self.tokenizer))
+        stream.texts.append(StreamedText(job, self.tokenizer))
         return job
 
     def close(self) -> None:

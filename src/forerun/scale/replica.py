@@ -14,12 +14,11 @@ import torch
 
 from forerun import __version__
 from forerun.core.errors import ConfigError, ForerunError
-from forerun.engine.answering import ClosedError, EngineFacts
 from forerun.engine.async_engine import AsyncEngine
+from forerun.engine.client import ClosedError, Delta, EngineFacts
 from forerun.engine.jobs import TokenLogprobs
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics, Snapshot
-from forerun.engine.stream import Delta
 from forerun.models.open import fingerprint, resolve
 from forerun.sampling.params import Params, SamplingParams
 

@@ -20,9 +20,8 @@ from starlette.types import Send
 
 from forerun import __version__
 from forerun.core.errors import ConfigError, RequestError
-from forerun.engine.answering import Answering
+from forerun.engine.client import EngineClient, Stream
 from forerun.engine.config import NONE
-from forerun.engine.stream import Stream
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 from forerun.serve import answers, errors
 from forerun.serve.errors import STATUSES, ApiError
@@ -90,7 +89,7 @@ class ServerOptions:
 class Server:
     """The state behind the routes."""
 
-    def __init__(self, engine: Answering, options: ServerOptions) -> None:
+    def __init__(self, engine: EngineClient, options: ServerOptions) -> None:
         self.engine = engine
         self.options = options
         self.text = TextService(engine.tokenizer, self.limit, options.chat_template, engine.facts.reasoning_parser)
@@ -297,7 +296,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, answers.Answer
         await asyncio.gather(working, waiting, return_exceptions=True)
 
 
-def create_app(engine: Answering, options: ServerOptions | None = None) -> FastAPI:
+def create_app(engine: EngineClient, options: ServerOptions | None = None) -> FastAPI:
     """The ASGI application. It closes ``engine`` when it shuts down."""
     options = options or ServerOptions()
     server = Server(engine, options)

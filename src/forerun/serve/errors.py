@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from forerun.core.errors import ContextLengthError, ForerunError
-from forerun.engine.answering import ClosedError, QueueFullError, TimeLimitError
+from forerun.engine.client import ClosedError, QueueFullError, TimeLimitError
 
 log = logging.getLogger("forerun")
 

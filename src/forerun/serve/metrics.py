@@ -14,8 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forerun.engine.answering import Answering
-from forerun.engine.stream import Delta, Stream
+from forerun.engine.client import Delta, EngineClient, Stream
 from forerun.serve.stream import Reply
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -35,7 +34,7 @@ WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
 class EngineCollector:
     """The engine's own counters, as they stand; with ``names`` ``vllm`` beside them what gateways look for."""
 
-    def __init__(self, engine: Answering, model: str, names: str = "forerun") -> None:
+    def __init__(self, engine: EngineClient, model: str, names: str = "forerun") -> None:
         self.engine = engine
         self.model = model
         self.names = names
@@ -105,7 +104,7 @@ class EngineCollector:
 class Recorder:
     """Latency histograms, and how requests ended; sees all deltas in the event loop."""
 
-    def __init__(self, engine: Answering, model: str, names: str = "forerun") -> None:
+    def __init__(self, engine: EngineClient, model: str, names: str = "forerun") -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, model, names))
 

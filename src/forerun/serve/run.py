@@ -21,7 +21,7 @@ from uvicorn.server import ServerState
 
 from forerun.core.config import COUNT, Within, check_within
 from forerun.core.errors import ConfigError
-from forerun.engine.answering import Answering
+from forerun.engine.client import EngineClient
 from forerun.serve.errors import ApiError
 
 
@@ -300,7 +300,7 @@ class DrainingServer(uvicorn.Server):
     """
 
     def __init__(
-        self, app: FastAPI, engine: Answering, drain_seconds: float, limits: ConnectionLimits | None = None
+        self, app: FastAPI, engine: EngineClient, drain_seconds: float, limits: ConnectionLimits | None = None
     ) -> None:
         super().__init__(configure(app, limits or ConnectionLimits()))
         self.engine = engine
@@ -334,8 +334,9 @@ class DrainingServer(uvicorn.Server):
 
 
 async def run(
-    app: FastAPI, engine: Answering, listener: socket.socket, limits: ConnectionLimits, *, drain_seconds: float = 30.0
-) -> None:
+    app: FastAPI, engine: EngineClient, listener: socket.socket, limits: ConnectionLimits, *,
+    drain_seconds: float = 30.0,
+) -> None:  # fmt: skip
     """Serve until a signal ends it."""
     gc.collect()
     gc.freeze()  # a full collection visits all that torch and transformers made, and stops everybody for 0.2 s

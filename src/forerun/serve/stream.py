@@ -12,11 +12,10 @@ from json.encoder import encode_basestring as quote
 from typing import Any, TypeVar
 
 from forerun.core.errors import ForerunError
-from forerun.engine.answering import Answering
+from forerun.engine.client import Delta, EngineClient, Stream
 from forerun.engine.jobs import TokenLogprobs, finite
 from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.stop import ABORT, ERROR, LENGTH, STOP, Finish
-from forerun.engine.stream import Delta, Stream
 from forerun.serve import answers
 from forerun.serve.errors import ApiError, as_api_error
 from forerun.serve.schema import Generation
@@ -91,7 +90,7 @@ class Reply(ABC):
         text: TextService,
         *,
         body: Generation,
-        engine: Answering,
+        engine: EngineClient,
         model: str,
         logprobs: bool,
         request_id: str,

@@ -15,9 +15,9 @@ from itertools import accumulate
 from typing import Any, TypeVar
 
 from forerun.core.errors import ContextLengthError, RequestError
+from forerun.engine.client import Delta
 from forerun.engine.jobs import TokenLogprobs, finite
 from forerun.engine.stop import Finish
-from forerun.engine.stream import Delta
 from forerun.models.chat import Message, knows_tools, render_chat
 from forerun.models.reasoning import HARMONY, PARSERS, Boundary, Markers
 from forerun.models.tokenizer import BYTE_LETTERS, REPLACEMENT, Detokenizer, encode, token_text

@@ -38,7 +38,7 @@ from forerun.sampling.params import SamplingParams
 from forerun_lab.intervals import median_interval
 
 if TYPE_CHECKING:
-    from forerun.engine.answering import Answering
+    from forerun.engine.client import EngineClient
     from forerun.scale.pool import ReplicaPool
     from forerun.serve.batch import Ask
 
@@ -83,7 +83,7 @@ async def load(ask: Ask, bodies: Sequence[dict[str, Any]], streams: int) -> Repl
 
 
 async def first_tokens(
-    pool: Answering, prompts: Sequence[Sequence[int]], params: SamplingParams, streams: int
+    pool: EngineClient, prompts: Sequence[Sequence[int]], params: SamplingParams, streams: int
 ) -> list[First]:
     """Every prompt, ``streams`` at a time."""
     slots = asyncio.Semaphore(streams)
