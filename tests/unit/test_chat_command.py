@@ -11,8 +11,8 @@ from rich.console import Console
 
 from forerun import SamplingParams
 from forerun.cli.chat import COMMANDS, NOT_HERE, PAGE_SIZE, ChatCommands, Conversation, read_messages
+from forerun.cli.chat_session import MarkdownView, PlainView, TraceView, answer, read_message, split
 from forerun.cli.main import load, run
-from forerun.cli.talking import MarkdownView, PlainView, TraceView, answer, read_message, split
 from forerun.core.errors import ConfigError, ForerunError, RequestError
 from forerun.models.native import NativeModel
 from refusals import refused
@@ -212,14 +212,12 @@ def test_an_answer_that_is_stopped_keeps_what_was_said(llm, chat_model):
 
 
 def talk(**options):
-    return ChatCommands(
-        Conversation(SamplingParams(temperature=0.0, seed=0), {"temperature": 0.0}, **options), {"model": "m"}
-    )
+    return ChatCommands(Conversation(SamplingParams(temperature=0.0, seed=0), **options), {"model": "m"})
 
 
 def test_commands_change_options_and_history(tmp_path):
     commands = talk(system="be kind")
-    state = commands.talk
+    state = commands.conversation
     state.say("user", "one")
     state.say("assistant", "two")
     commands.run("/set temperature 0.7")
@@ -256,15 +254,15 @@ def test_commands_change_options_and_history(tmp_path):
     assert [message["role"] for message in state.messages()] == ["system"]
     assert commands.run("/exit").end
     listed = commands.run("/help").text
-    assert all(f"/{command.usage}" in listed for command in COMMANDS.values())
+    assert all(f"/{name} {usage}".rstrip() in listed for name, (usage, _) in COMMANDS.items())
 
 
 def test_retry_takes_the_next_seed_where_one_matters(chat, told):
     commands = talk()
-    commands.talk.say("user", "one")
-    commands.talk.say("assistant", "two")
+    commands.conversation.say("user", "one")
+    commands.conversation.say("assistant", "two")
     reply = commands.run("/retry")
-    assert (reply.ask, commands.talk.params.seed, len(commands.talk.turns)) == (True, 0, 1)
+    assert (reply.ask, commands.conversation.params.seed, len(commands.conversation.turns)) == (True, 0, 1)
     assert "temperature 0" in reply.text
     hot = {"temperature": 0.9}
     expected = [told("u:hello;a:", **hot), told("u:hello;a:", **hot, seed=1)]
@@ -276,10 +274,10 @@ def test_retry_takes_the_next_seed_where_one_matters(chat, told):
 def test_a_command_that_cannot_be_done_changes_nothing(tmp_path, line):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\udcff"}]  # no UTF-8, from a terminal
     commands = talk(turns=[*turns])
-    commands.talk.params = SamplingParams(temperature=0.7, seed=2**64 - 1)
+    commands.conversation.params = SamplingParams(temperature=0.7, seed=2**64 - 1)
     with pytest.raises(ConfigError):
         commands.run(line.replace("FOLDER", str(tmp_path)))
-    assert (commands.talk.turns, commands.talk.params.seed) == (turns, 2**64 - 1)
+    assert (commands.conversation.turns, commands.conversation.params.seed) == (turns, 2**64 - 1)
 
 
 BAD = ["{", "{}", "[" * 100_000, "9" * 5000, '[{"role": "user"}]', '[{"role": "user", "content": "x"}]']
@@ -291,14 +289,14 @@ def test_a_file_that_is_no_conversation_changes_nothing(tmp_path, content):
     file.write_text(content, encoding="utf-8")
     commands = talk(system="be kind", turns=[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     refused(ForerunError, r"file\.json", commands.run, f"/load {file}")
-    assert len(commands.talk.messages()) == 3
+    assert len(commands.conversation.messages()) == 3
 
 
 def test_a_failed_answer_leaves_the_messages_as_they_were(chat, monkeypatch):
     def fail(*arguments, **named):
         raise RequestError("no")
 
-    monkeypatch.setattr("forerun.cli.talking.answer", fail)
+    monkeypatch.setattr("forerun.cli.chat_session.answer", fail)
     seen = []
     made = Conversation.__init__
     monkeypatch.setattr(Conversation, "__init__", lambda self, *a, **n: (made(self, *a, **n), seen.append(self))[0])

@@ -97,7 +97,9 @@ def test_python_imports_what_is_there(page):
 
 def test_the_commands_of_a_conversation_are_all_listed():
     page = (ROOT / "docs/chat.md").read_text(encoding="utf-8").replace("\\|", "|")
-    assert set(re.findall(r"^\| `/([^`]+)` \|", page, re.MULTILINE)) == {each.usage for each in COMMANDS.values()}
+    assert set(re.findall(r"^\| `/([^`]+)` \|", page, re.MULTILINE)) == {
+        f"{name} {usage}".rstrip() for name, (usage, _) in COMMANDS.items()
+    }
 
 
 def test_the_cookbooks_commands_on_the_bundled_models_run(tmp_path, monkeypatch, capsys):

@@ -1,11 +1,11 @@
-"""``forerun chat``: what it remembers, the commands that change it, and the command itself."""
+"""``forerun chat``: the conversation, the commands that change it, and the command itself."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,8 +31,13 @@ from forerun.sampling.params import SamplingParams
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 NOT_HERE = ("n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "bad_words_ids")
-"""Sampling options that a conversation has no place for."""
+"""Sampling options that do not apply to a conversation."""
 SETTABLE = [name for name in SamplingParams.names() if name not in NOT_HERE]
+MODEL = "smollm2"
+PAGE_SIZE = 16
+"""Whole pages are kept between turns; with smaller ones, less is read again."""
+DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
+DEFAULTS |= {"temperature": 0.0, "max_tokens": 1024, "seed": 0}
 
 
 @dataclass
@@ -40,14 +45,13 @@ class Conversation:
     """The messages so far, and how the next answer is made."""
 
     params: SamplingParams
-    defaults: Mapping[str, Any]
-    """What ``/set NAME`` alone goes back to, where that is not the class's own default."""
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
-    """User and assistant by turns."""
+    """Messages of user and assistant, alternating."""
     trace: bool = False
 
     def messages(self) -> list[dict[str, str]]:
+        """The system prompt, if there is one, and the turns."""
         head = [{"role": SYSTEM, "content": self.system}] if self.system else []
         return [*head, *self.turns]
 
@@ -55,7 +59,7 @@ class Conversation:
         self.turns.append({"role": role, "content": text})
 
     def take_back(self) -> bool:
-        """Forget the last message of the user and what came after it; False: there is none."""
+        """Removes the user's last message and what came after it. False if there is none."""
         while self.turns:
             if self.turns.pop()["role"] == USER:
                 return True
@@ -64,143 +68,131 @@ class Conversation:
 
 @dataclass(frozen=True)
 class ReplyText:
-    """What a command leads to: a text to show, an answer to make, the end."""
+    """What a command leads to: a text to show, an answer to generate, the end of the session."""
 
     text: str = ""
     ask: bool = False
     end: bool = False
 
 
-@dataclass(frozen=True)
-class ChatCommand:
-    usage: str
-    help: str
-    run: Callable[[ChatCommands, str], ReplyText]
+COMMANDS = {
+    "help": ("", "this list"),
+    "reset": ("", "forget the conversation; the system prompt stays"),
+    "system": ("[TEXT]", "set the system prompt, or remove it"),
+    "set": ("[NAME [VALUE]]", "show or change sampling options: /set temperature 0.7"),
+    "show": ("", "the model, the options and the length of the conversation"),
+    "trace": ("on|off", "colour each token by what became of its draft"),
+    "undo": ("", "forget the last message and its answer"),
+    "retry": ("", "answer the last message again, with the next seed"),
+    "save": ("FILE", "write the messages as JSON"),
+    "load": ("FILE", "go on with messages that were saved"),
+    "exit": ("", "end the program"),
+}
+"""Argument and help of each command; the method of that name in ``ChatCommands`` runs it."""
 
 
 class ChatCommands:
-    """The lines that begin with a slash. ``facts`` are what ``/show`` tells of the model."""
+    """Runs the lines that begin with a slash. ``facts`` describe the model, for ``/show``."""
 
-    def __init__(self, talk: Conversation, facts: Mapping[str, str]) -> None:
-        self.talk = talk
+    def __init__(self, conversation: Conversation, facts: Mapping[str, str]) -> None:
+        self.conversation = conversation
         self.facts = facts
 
     def run(self, line: str) -> ReplyText:
-        """Raises ForerunError for what cannot be done; nothing has changed then."""
-        name, _, rest = line.removeprefix("/").partition(" ")
-        command = COMMANDS.get(name)
-        if command is None:
+        """Runs one command. Raises ForerunError for what cannot be done; nothing has changed then."""
+        name, _, argument = line.removeprefix("/").partition(" ")
+        if name not in COMMANDS:
             raise ConfigError(f"there is no command /{name}: /help lists them; put a space before a message like this")
-        rest = rest.strip()
-        if rest and command.usage == name:
+        argument = argument.strip()
+        if argument and not COMMANDS[name][0]:
             raise ConfigError(f"/{name} takes nothing behind it")
-        return command.run(self, rest)
+        reply: ReplyText = getattr(self, name)(argument)
+        return reply
 
-    def help(self, rest: str) -> ReplyText:
-        shown = table({f"/{command.usage}": command.help for command in COMMANDS.values()})
+    def help(self, argument: str) -> ReplyText:
+        shown = table({f"/{name} {usage}".rstrip(): text for name, (usage, text) in COMMANDS.items()})
         return ReplyText(
             f"{shown}\n\n"
             'A line that ends with a backslash goes on in the next; """ begins and ends several lines.\n'
             "Ctrl-C stops an answer; Ctrl-D, or Ctrl-C twice, ends the program."
         )
 
-    def reset(self, rest: str) -> ReplyText:
-        self.talk.turns.clear()
+    def reset(self, argument: str) -> ReplyText:
+        self.conversation.turns.clear()
         return ReplyText("a new conversation")
 
-    def set_system(self, rest: str) -> ReplyText:
-        self.talk.system = rest or None
-        return ReplyText("the system prompt is set" if rest else "there is no system prompt")
+    def system(self, argument: str) -> ReplyText:
+        self.conversation.system = argument or None
+        return ReplyText("the system prompt is set" if argument else "there is no system prompt")
 
-    def set(self, rest: str) -> ReplyText:
-        """``NAME VALUE``; a value that is JSON is read as such. ``NAME`` alone: back to its default."""
-        talk = self.talk
-        name, _, text = rest.partition(" ")
+    def set(self, argument: str) -> ReplyText:
+        """``NAME VALUE``, where VALUE may be JSON; ``NAME`` alone sets the default; nothing shows the options."""
+        name, _, text = argument.partition(" ")
         if not name:
             return ReplyText(self._sampling())
         name = name.replace("-", "_")
         if name not in SETTABLE:
             raise ConfigError(f"there is no sampling option {name!r} here: there are {', '.join(SETTABLE)}")
-        value = _parse(text.strip()) if text.strip() else talk.defaults.get(name, UNSET[name])
-        talk.params = replace(talk.params, **{name: value})
+        value = _parse(text.strip()) if text.strip() else DEFAULTS[name]
+        self.conversation.params = replace(self.conversation.params, **{name: value})
         return ReplyText(f"{name} is {json.dumps(value, default=list)}")
 
     def _sampling(self) -> str:
-        params = self.talk.params
-        return ", ".join(f"{name} {json.dumps(getattr(params, name), default=list)}" for name in self._changed())
+        """The usual sampling options, and those that differ from the class's defaults."""
+        values, usual = vars(self.conversation.params), ("temperature", "seed", "max_tokens")
+        shown = [name for name in SETTABLE if name in usual or values[name] != getattr(SamplingParams(), name)]
+        return ", ".join(f"{name} {json.dumps(values[name], default=list)}" for name in shown)
 
-    def _changed(self) -> list[str]:
-        """Sampling options worth showing: the usual ones, and those that are not as they come."""
-        usual = ("temperature", "seed", "max_tokens")
-        return [n for n in SETTABLE if n in usual or getattr(self.talk.params, n) != getattr(PLAIN, n)]
-
-    def show(self, rest: str) -> ReplyText:
-        talk = self.talk
-        result = {**self.facts, "sampling": self._sampling(), "system": talk.system or "none"}
-        result["messages"] = str(len(talk.turns))
-        result["colours"] = "on" if talk.trace else "off"
+    def show(self, argument: str) -> ReplyText:
+        conversation = self.conversation
+        result = {**self.facts, "sampling": self._sampling(), "system": conversation.system or "none"}
+        result["messages"] = str(len(conversation.turns))
+        result["colours"] = "on" if conversation.trace else "off"
         return ReplyText(table(result))
 
-    def trace(self, rest: str) -> ReplyText:
-        if rest not in ("on", "off"):
+    def trace(self, argument: str) -> ReplyText:
+        if argument not in ("on", "off"):
             raise ConfigError("/trace takes on or off")
-        self.talk.trace = rest == "on"
+        self.conversation.trace = argument == "on"
         return ReplyText()
 
-    def undo(self, rest: str) -> ReplyText:
-        if not self.talk.take_back():
+    def undo(self, argument: str) -> ReplyText:
+        if not self.conversation.take_back():
             raise RequestError("there is nothing to undo")
         return ReplyText("the last message and its answer are forgotten")
 
-    def retry(self, rest: str) -> ReplyText:
-        talk = self.talk
-        if not talk.turns:
+    def retry(self, argument: str) -> ReplyText:
+        conversation, params = self.conversation, self.conversation.params
+        if not conversation.turns:
             raise RequestError("there is nothing to answer again")
-        params = talk.params
-        again = params if params.greedy or params.seed is None else replace(params, seed=params.seed + 1)
-        if talk.turns[-1]["role"] == ASSISTANT:
-            talk.turns.pop()
-        talk.params = again
+        if not params.greedy and params.seed is not None:
+            params = replace(params, seed=params.seed + 1)
+        if conversation.turns[-1]["role"] == ASSISTANT:
+            conversation.turns.pop()
+        conversation.params = params
         if params.greedy:
             return ReplyText("temperature 0 answers alike again: /set temperature 0.7 makes it vary", ask=True)
-        return ReplyText("" if again.seed is None else f"seed is {again.seed}", ask=True)
+        return ReplyText("" if params.seed is None else f"seed is {params.seed}", ask=True)
 
-    def save(self, rest: str) -> ReplyText:
-        path = _path("save", rest)
+    def save(self, argument: str) -> ReplyText:
+        path, messages = _path("save", argument), self.conversation.messages()
         check_file(path)
-        write_file(path, json.dumps(self.talk.messages(), ensure_ascii=False, indent=2) + "\n")
-        return ReplyText(f"{len(self.talk.messages())} messages are in {path}")
+        write_file(path, json.dumps(messages, ensure_ascii=False, indent=2) + "\n")
+        return ReplyText(f"{len(messages)} messages are in {path}")
 
-    def load(self, rest: str) -> ReplyText:
-        path = _path("load", rest)
-        messages = read_messages(path)
-        first = messages[0]["role"] if messages else None
-        self.talk.system = messages[0]["content"] if first == SYSTEM else None
-        self.talk.turns = messages[1:] if first == SYSTEM else messages
+    def load(self, argument: str) -> ReplyText:
+        messages = read_messages(_path("load", argument))
+        has_system = bool(messages) and messages[0]["role"] == SYSTEM
+        self.conversation.system = messages[0]["content"] if has_system else None
+        self.conversation.turns = messages[1:] if has_system else messages
         return ReplyText(f"{len(messages)} messages are back")
 
-    def exit(self, rest: str) -> ReplyText:
+    def exit(self, argument: str) -> ReplyText:
         return ReplyText(end=True)
 
 
-COMMANDS = {
-    "help": ChatCommand("help", "this list", ChatCommands.help),
-    "reset": ChatCommand("reset", "forget the conversation; the system prompt stays", ChatCommands.reset),
-    "system": ChatCommand("system [TEXT]", "set the system prompt, or remove it", ChatCommands.set_system),
-    "set": ChatCommand("set [NAME [VALUE]]", "show or change sampling options: /set temperature 0.7", ChatCommands.set),
-    "show": ChatCommand("show", "the model, the options and the length of the conversation", ChatCommands.show),
-    "trace": ChatCommand("trace on|off", "colour each token by what became of its draft", ChatCommands.trace),
-    "undo": ChatCommand("undo", "forget the last message and its answer", ChatCommands.undo),
-    "retry": ChatCommand("retry", "answer the last message again, with the next seed", ChatCommands.retry),
-    "save": ChatCommand("save FILE", "write the messages as JSON", ChatCommands.save),
-    "load": ChatCommand("load FILE", "go on with messages that were saved", ChatCommands.load),
-    "exit": ChatCommand("exit", "end the program", ChatCommands.exit),
-}
-PLAIN = SamplingParams()
-UNSET = {item.name: item.default for item in fields(SamplingParams)}
-
-
 def table(rows: Mapping[str, str]) -> str:
+    """Names and values in two columns."""
     width = max(map(len, rows))
     return "\n".join(f"{name:<{width}}  {value}" for name, value in rows.items())
 
@@ -213,7 +205,7 @@ def _parse(text: str) -> Any:
 
 
 def _path(command: str, text: str) -> Path:
-    """A file's name, which may be quoted."""
+    """The one file name that a command takes, which may be quoted."""
     try:
         parts = shlex.split(text)
     except ValueError as error:
@@ -224,28 +216,24 @@ def _path(command: str, text: str) -> Path:
 
 
 def read_messages(path: Path) -> list[dict[str, str]]:
-    """Messages that ``/save`` wrote. Raises ConfigError for anything else."""
+    """Reads messages that ``/save`` wrote. Raises ConfigError for anything else."""
     try:
         result = json.loads(read_file(path))
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
-    good = isinstance(result, list) and all(
+    valid = isinstance(result, list) and all(
         isinstance(item, dict) and set(item) == {"role", "content"} and isinstance(item["content"], str)
         for item in result
     )
-    roles = [item["role"] for item in result] if good else []
+    roles = [item["role"] for item in result] if valid else []
     turns = roles[1:] if roles[:1] == [SYSTEM] else roles
-    if not good or turns != [USER, ASSISTANT] * (len(turns) // 2):
+    if not valid or turns != [USER, ASSISTANT] * (len(turns) // 2):
         raise ConfigError(
-            f"{path} is not a saved conversation: a list of messages with role and content, user and assistant by turns"
+            f"{path} is not a saved conversation: a list of messages with role and content, user and assistant in turn"
         )
     return result
 
 
-MODEL = "smollm2"
-PAGE_SIZE = 16
-"""Whole pages are kept between turns; smaller ones leave less to read again."""
-DEFAULTS = {"temperature": 0.0, "max_tokens": 1024, "seed": 0}
 CHAT_ENGINE = Flags("engine", [flag for flag in ENGINE.flags if flag.name != "logprobs_mode"])
 CHAT_SAMPLING = Flags("sampling", [flag for flag in SAMPLING.flags if flag.name not in NOT_HERE])
 
@@ -271,7 +259,7 @@ def chat(
     """
     template = None if chat_template is None else read_file(chat_template)
     params = SamplingParams(**{**DEFAULTS, **sampling})
-    from forerun.cli.talking import ChatSession, Piped, Terminal, facts
+    from forerun.cli.chat_session import ChatSession, Piped, Terminal, model_facts
     from forerun.engine.llm import LLM
 
     options = {"threads": set_threads(threads), "model": MODEL, "page_size": PAGE_SIZE, "max_num_seqs": 1, **engine}
@@ -285,7 +273,7 @@ def chat(
             f"{llm.model.info.name} has no chat template: give one with --chat-template FILE, or continue texts with "
             "forerun generate"
         )
-    talk = Conversation(params, DEFAULTS, system=system, trace=trace)
+    conversation = Conversation(params, system=system, trace=trace)
     kind: type[ChatSession] = Terminal if terminal else Piped
-    kind(llm, talk, template, facts(llm, named=names_method(speculative))).run()
+    kind(llm, conversation, template, model_facts(llm, named=names_method(speculative))).run()
     llm.close()

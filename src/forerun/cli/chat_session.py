@@ -1,4 +1,4 @@
-"""A conversation as it runs, in a terminal or without one."""
+"""``forerun chat`` while it runs: reads messages, generates answers and shows them, in a terminal or without one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from time import perf_counter
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 import torch
 from markdown_it import MarkdownIt
@@ -33,11 +33,12 @@ from forerun.models.tokenizer import encode
 from forerun.sampling.params import SamplingParams
 
 PATIENCE = 4
-"""Ctrl-C's that wait for the round that runs; one more does not."""
+"""How many Ctrl-C's wait for the running round to end; one more ends it at once."""
 PROMPT, MORE, BLOCK = ">>> ", "... ", '"""'
 
 
-def facts(llm: LLM, *, named: bool) -> dict[str, str]:
+def model_facts(llm: LLM, *, named: bool) -> dict[str, str]:
+    """The model and its drafter, a line each. ``named``: the user chose the drafter."""
     config = llm.speculative
     method = config.method if config.drafter is None else f"{config.method}, {config.accept}, {config.length} lengths"
     return {
@@ -47,76 +48,77 @@ def facts(llm: LLM, *, named: bool) -> dict[str, str]:
 
 
 class ChatSession(ABC):
-    """Messages in, answers out, until the input ends. What a subclass does is how they are read and shown."""
+    """Answers messages until the input ends. Subclasses read the input and show the answers."""
 
-    def __init__(self, llm: LLM, talk: Conversation, template: str | None, facts: Mapping[str, str]) -> None:
+    def __init__(self, llm: LLM, conversation: Conversation, template: str | None, facts: Mapping[str, str]) -> None:
         self.llm = llm
-        self.talk = talk
+        self.conversation = conversation
         self.template = template
-        self.commands = ChatCommands(talk, facts)
+        self.commands = ChatCommands(conversation, facts)
 
     def run(self) -> None:
         for line in self.lines():
             try:
-                if self.take(line):
+                if self.handle(line):
                     break
             except ForerunError as error:
-                self.failed(error)
+                self.report_error(error)
 
-    def take(self, line: str) -> bool:
-        """One line of input; True ends the conversation. Raises ForerunError for what cannot be done; the messages
-        are as before then."""
-        before = list(self.talk.turns)
+    def handle(self, line: str) -> bool:
+        """Handles one message or command; True ends the session.
+
+        Raises ForerunError for what cannot be done; the messages are as before then.
+        """
+        before = list(self.conversation.turns)
         if not line.startswith("/"):
-            self.talk.say(USER, line)
+            self.conversation.say(USER, line)
             self.answer(before)
             return False
         reply = self.commands.run(line)
         if reply.text:
-            self.tell(reply.text)
+            self.report(reply.text)
         if reply.ask:
             self.answer(before)
         return reply.end
 
     def answer(self, before: list[dict[str, str]]) -> None:
-        """Answer the last message; what was said stays, even of an answer that was stopped. ``before`` is what stays
-        where that fails."""
-        talk, engine = self.talk, self.llm.engine
+        """Answers the last message. An answer that the user stopped is kept; after a failure, the turns are ``before``
+        again."""
+        conversation, engine, tokenizer = self.conversation, self.llm.engine, self.llm.tokenizer
         try:
-            tokenizer = self.llm.tokenizer
-            text = render_chat(tokenizer, talk.messages(), chat_template=self.template)
+            text = render_chat(tokenizer, conversation.messages(), chat_template=self.template)
             prompt = encode(tokenizer, text, add_special_tokens=False, verbose=False)
             with self.interruptible() as stopped:
-                job = answer(engine, prompt, talk.params, self.view, trace=talk.trace, stopped=stopped)
-            if job.finish is not None and job.finish.reason == ERROR:
+                job = answer(engine, prompt, conversation.params, self.view, trace=conversation.trace, stopped=stopped)
+            assert job.finish is not None
+            if job.finish.reason == ERROR:
                 raise RequestError(f"the generation failed: {job.finish.stopped_by}")
         except BaseException:
-            talk.turns = before
+            conversation.turns = before
             raise
-        talk.say(ASSISTANT, job.text)
+        conversation.say(ASSISTANT, job.text)
         if job.metrics.draft_error is not None:
             warn(f"the drafter failed, decoding went on without it: {job.metrics.draft_error}")
-        stopped_by_user = job.finish is not None and job.finish.reason == ABORT
-        reported = figures(job, self.llm.speculative.method, engine.max_model_len)
-        self.note(reported + (" · stopped" if stopped_by_user else ""))
+        summary = figures(job, self.llm.speculative.method, engine.max_model_len)
+        self.note(summary + (" · stopped" if job.finish.reason == ABORT else ""))
 
     @abstractmethod
     def lines(self) -> Iterator[str]:
-        """Messages and commands."""
+        """Yields messages and commands."""
 
     @abstractmethod
     def view(self) -> View:
-        """Where the next answer is shown."""
+        """A view for the next answer."""
 
-    def tell(self, text: str) -> None:
-        """What a command says."""
+    def report(self, text: str) -> None:
+        """Shows a command's reply."""
         print(text, file=sys.stderr)
 
     def note(self, text: str) -> None:
-        """The line under an answer."""
+        """Shows the line under an answer."""
         print(text, file=sys.stderr)
 
-    def failed(self, error: ForerunError) -> None:
+    def report_error(self, error: ForerunError) -> None:
         raise error
 
     @contextmanager
@@ -126,7 +128,7 @@ class ChatSession(ABC):
 
 
 class Piped(ChatSession):
-    """Every line is a message or a command; nothing but answers goes to standard output."""
+    """Each line of standard input is a message or a command. Only answers go to standard output."""
 
     def lines(self) -> Iterator[str]:
         try:
@@ -137,18 +139,18 @@ class Piped(ChatSession):
             raise RequestError(f"standard input is not UTF-8 text: {error}") from None
 
     def view(self) -> View:
-        return TraceView(out()) if self.talk.trace else PlainView(sys.stdout)
+        return TraceView(out()) if self.conversation.trace else PlainView(sys.stdout)
 
 
 class Terminal(ChatSession):
-    """Line editing, Markdown and colours; Ctrl-C stops an answer and not the program."""
+    """Line editing, Markdown and colours. Ctrl-C stops the answer, not the program."""
 
-    def __init__(self, llm: LLM, talk: Conversation, template: str | None, facts: Mapping[str, str]) -> None:
-        super().__init__(llm, talk, template, facts)
+    def __init__(self, llm: LLM, conversation: Conversation, template: str | None, facts: Mapping[str, str]) -> None:
+        super().__init__(llm, conversation, template, facts)
         self.console: Console = out()
         self.note(table(facts))
         self.note("/help lists the commands")
-        if talk.trace:
+        if conversation.trace:
             self.show_legend()
 
     def lines(self) -> Iterator[str]:
@@ -173,12 +175,12 @@ class Terminal(ChatSession):
                 yield text
 
     def view(self) -> View:
-        return TraceView(self.console) if self.talk.trace else MarkdownView(self.console)
+        return TraceView(self.console) if self.conversation.trace else MarkdownView(self.console)
 
-    def take(self, line: str) -> bool:
-        before = self.talk.trace
-        ended = super().take(line)
-        if self.talk.trace and not before:
+    def handle(self, line: str) -> bool:
+        before = self.conversation.trace
+        ended = super().handle(line)
+        if self.conversation.trace and not before:
             self.show_legend()
         return ended
 
@@ -187,36 +189,37 @@ class Terminal(ChatSession):
         key = [marked(kind, look.meaning, plain=plain) for kind, look in KINDS.items() if kind != REJECTED]
         self.console.print(Text("  ").join(key), soft_wrap=True)
 
-    def tell(self, text: str) -> None:
+    def report(self, text: str) -> None:
         self.console.print(Text(text), soft_wrap=True)
 
     def note(self, text: str) -> None:
         self.console.print(Text(text, style="dim"), soft_wrap=True)
 
-    def failed(self, error: ForerunError) -> None:
+    def report_error(self, error: ForerunError) -> None:
         print(f"error: {one_line(error)}", file=sys.stderr)
 
     @contextmanager
     def interruptible(self) -> Iterator[Callable[[], bool]]:
-        """The first Ctrl-C asks the answer to stop after the round that runs."""
-        pressed: list[int] = []
+        """The first Ctrl-C stops the answer after the running round."""
+        presses = 0
 
         def press(number: int, frame: object) -> None:
-            pressed.append(number)
-            if len(pressed) > PATIENCE:
+            nonlocal presses
+            presses += 1
+            if presses > PATIENCE:
                 raise KeyboardInterrupt
 
-        before = signal.signal(signal.SIGINT, press)
+        previous = signal.signal(signal.SIGINT, press)
         try:
-            with keys_hidden():
-                yield lambda: bool(pressed)
+            with echo_off():
+                yield lambda: presses > 0
         finally:
-            signal.signal(signal.SIGINT, before)
+            signal.signal(signal.SIGINT, previous)
 
 
 @contextmanager
-def keys_hidden() -> Iterator[None]:
-    """What is typed meanwhile waits for the prompt, and does not show in the middle of an answer."""
+def echo_off() -> Iterator[None]:
+    """Keys typed meanwhile wait for the prompt, and do not show in the middle of an answer."""
     try:
         import termios
     except ImportError:  # not on Windows
@@ -233,7 +236,7 @@ def keys_hidden() -> Iterator[None]:
 
 
 def read_message(read: Callable[[str], str]) -> str:
-    """One message or command: a line, more where it ends with a backslash, or what stands between triple quotes."""
+    """Reads one message or command: a line, lines that end with backslashes, or a block in triple quotes."""
     text = read(PROMPT)
     if text.lstrip().startswith(BLOCK):
         text = text.lstrip().removeprefix(BLOCK)
@@ -246,13 +249,14 @@ def read_message(read: Callable[[str], str]) -> str:
 
 
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
-"""What a model must not send to a terminal, as letters that show it."""
+"""Control characters, which a model must not send to a terminal, and the symbols that show them."""
 
 
 class View(Protocol):
-    """Shows one answer; ``kind`` is what became of the draft behind the text."""
+    """Shows one answer as it is generated."""
 
-    def add(self, kind: str, text: str) -> None: ...
+    def add(self, kind: str, text: str) -> None:
+        """``kind``: what became of the draft that had this text, a key of ``trace.KINDS``."""
 
     def end(self) -> None: ...
 
@@ -273,7 +277,7 @@ class PlainView:
 
 
 class TraceView:
-    """Tokens in their kind's colour; with marks around them where there are no colours."""
+    """Tokens in their kind's colour, or with marks around them where there are no colours."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -291,10 +295,10 @@ class TraceView:
 
 
 class MarkdownView:
-    """Markdown: blocks that are complete are printed for good, the last one is drawn again as it grows."""
+    """Rendered Markdown. Complete blocks are printed for good; the last one is drawn again as it grows."""
 
     INTERVAL = 0.08
-    """Seconds between two drawings."""
+    """Seconds between two redraws."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -334,7 +338,7 @@ def markdown(text: str) -> Markdown:
 
 
 def split(text: str) -> tuple[str, str]:
-    """Markdown up to its last block, which may still grow, and that block."""
+    """Splits Markdown into its complete blocks and the last one, which may still grow."""
     parsed = MarkdownIt().enable("strikethrough").enable("table").parse(text)
     starts = [token.map[0] for token in parsed if token.level == 0 and token.map]
     lines = text.splitlines(keepends=True)
@@ -343,7 +347,7 @@ def split(text: str) -> tuple[str, str]:
 
 
 class Tail:
-    """The last lines of something, as many as a terminal can draw again."""
+    """The last lines of a renderable, as many as a terminal can redraw."""
 
     def __init__(self, inner: Markdown, *, gap: bool) -> None:
         self.inner = inner
@@ -366,21 +370,23 @@ def answer(
     trace: bool = False,
     stopped: Callable[[], bool] = lambda: False,
 ) -> Job:
-    """Generate an answer and show it as it comes; ``stopped`` is asked between rounds. Raises RequestError if the
-    request cannot be run; nothing was shown then."""
+    """Generates an answer and shows it as it comes. ``stopped`` is polled between rounds.
+
+    Raises RequestError if the request cannot be run; nothing has been shown then.
+    """
     (job,) = engine.add(prompt, params, trace=trace)
     try:
-        shown = StreamedText(job, engine.tokenizer)
+        streamed = StreamedText(job, engine.tokenizer)
         screen = view()
         try:
             with torch.inference_mode():  # entered once, not in every step
                 while job.finish is None and not stopped():
                     for update in engine.step():
-                        for kind, text in _pieces(shown, update):
+                        for kind, text in _pieces(streamed, update):
                             screen.add(kind, text)
             if job.finish is None:
                 engine.abort(job)
-                screen.add(PLAIN, shown.after([], job.finish))
+                screen.add(PLAIN, streamed.push([], job.finish))
         finally:
             screen.end()
     finally:
@@ -388,32 +394,31 @@ def answer(
     return job
 
 
-def _pieces(shown: StreamedText, update: Update) -> Iterator[tuple[str, str]]:
-    """A round's text, token by token where its origin is known."""
+def _pieces(streamed: StreamedText, update: Update) -> Iterator[tuple[str, str]]:
+    """Yields (kind, text) for a round's text, token by token where the request is traced."""
     tokens, job = update.tokens, update.job
     if not job.traced or not tokens:
-        yield PLAIN, shown.after(tokens, update.finish)
+        yield PLAIN, streamed.push(tokens, update.finish)
         return
     for index, (origin, token) in enumerate(zip(job.trace[-1].origins, tokens), start=1):
-        yield origin, shown.after([token], update.finish if index == len(tokens) else None)
+        yield origin, streamed.push([token], update.finish if index == len(tokens) else None)
 
 
 def figures(job: Job, method: str, max_model_len: int) -> str:
-    """The line under an answer."""
-    metrics, count = job.metrics, len(job.output_ids)
+    """The line under an answer: its length, speed, acceptance, and what ended it early."""
+    metrics, sequence, count = job.metrics, job.sequence, len(job.output_ids)
     rate = metrics.tokens_per_second
-    read = min(job.sequence.num_prompt, job.sequence.num_computed_tokens) - metrics.num_cached_tokens
     result = [f"{count} tokens" + (f", {rate:.0f} tokens/s" if rate else "")]
     if metrics.num_drafts:
-        result.append(
-            f"mean acceptance length {metrics.mean_acceptance_length:.2f} ({method}, {metrics.rounds} rounds)"
-        )
+        rounds = f"({method}, {metrics.rounds} rounds)"
+        result.append(f"mean acceptance length {metrics.mean_acceptance_length:.2f} {rounds}")
     else:
         result.append(f"nothing drafted ({method})")
-    result.append(f"{read} of {job.sequence.num_prompt} prompt tokens read")
+    read = min(sequence.num_prompt, sequence.num_computed_tokens) - metrics.num_cached_tokens
+    result.append(f"{read} of {sequence.num_prompt} prompt tokens read")
     assert job.finish is not None
     if job.finish.reason == LENGTH:
-        limit: Any = job.sequence.params.max_tokens
+        limit = sequence.params.max_tokens
         full = limit is None or count < limit
         result.append(f"context of {max_model_len} tokens full" if full else f"ended by max_tokens {limit}")
     return " · ".join(result)
