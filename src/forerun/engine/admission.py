@@ -1,4 +1,4 @@
-"""A request as the engine runs it: a prompt that fits, ids that the model has, words as tokens."""
+"""Validates requests: lengths, token ids, and options that need the tokenizer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from forerun.models.base import ModelInfo
 from forerun.models.tokenizer import encode
 from forerun.sampling.params import SamplingParams
 
-AROUND = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id")
-"""What tokenizers put around a text."""
+SURROUNDING = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id")
+"""Special tokens that tokenizers put around a text; a source of nothing else is empty."""
 
 
 @dataclass(frozen=True)
 class Validator:
-    """What a model takes; ``sources`` are those of an encoder-decoder."""
+    """Checks requests against a model; ``sources`` is an encoder-decoder's cache of encoded prompts."""
 
     info: ModelInfo
     tokenizer: Any
@@ -28,7 +28,7 @@ class Validator:
 
     @property
     def longest_source(self) -> int | None:
-        """Tokens that an encoder reads; None: it is a decoder."""
+        """Most tokens that the encoder reads; None for a decoder."""
         return None if self.sources is None else min(self.sources.longest, self.max_model_len)
 
     def admit(
@@ -38,10 +38,19 @@ class Validator:
         params: SamplingParams,
         committed: Sequence[int] = (),
     ) -> tuple[tuple[int, ...] | None, Sequence[int], Sequence[int], SamplingParams]:
-        """What the encoder reads, if there is one, what the decoder goes on behind, ``committed``, which comes behind
-        that, and the options. Raises RequestError."""
-        prompt = self._truncated(token_ids(prompt), params)
-        self._check_given(prompt)
+        """Checks a request.
+
+        Returns:
+            The encoder's source (None for a decoder), the decoder's prompt, ``committed`` (tokens of the answer that
+            were given before), and the options with ``bad_words`` as ids and ``top_k`` within the vocabulary.
+
+        Raises:
+            RequestError: the request cannot be run.
+        """
+        prompt = token_ids(prompt)
+        if (count := self._kept_tokens(params)) is not None:
+            prompt = prompt[-count:]
+        self._check_prompt(prompt)
         committed = token_ids(committed)
         self._check_ids(committed)
         source: tuple[int, ...] | None = None
@@ -51,28 +60,36 @@ class Validator:
                     "an encoder reads its prompt at once: it has no prompt_logprobs", param="prompt_logprobs"
                 )
             check_length(prompt, self.max_model_len, self.longest_source)
-            source, prompt = tuple(prompt), self._begin(decoder_prompt, self.info.encoder.start)
+            source, prompt = tuple(prompt), self._decoder_prompt(decoder_prompt, self.info.encoder.start)
         elif decoder_prompt is not None:
             raise RequestError(f"{self.info.name} is a decoder: it has no decoder_prompt", param="prompt")
         check_length([*prompt, *committed], self.max_model_len)
-        return source, prompt, committed, known(params, self.info.vocab_size, self.tokenizer)
+        return source, prompt, committed, self._resolve(params)
 
-    def _check_given(self, prompt: Sequence[int]) -> None:
-        empty, given = not len(prompt), "prompt"
+    def _kept_tokens(self, params: SamplingParams) -> int | None:
+        """How many of the prompt's last tokens ``truncate_prompt_tokens`` keeps; None: all."""
+        if params.truncate_prompt_tokens != -1:
+            return params.truncate_prompt_tokens
+        return self.longest_source or max(1, self.max_model_len - (params.max_tokens or 1))
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        name, empty = "prompt", not len(prompt)
         if self.info.encoder is not None:
-            given, empty = "source", {*prompt} <= {getattr(self.tokenizer, name, None) for name in AROUND}
+            name, empty = "source", {*prompt} <= {getattr(self.tokenizer, name, None) for name in SURROUNDING}
         if empty:
-            raise RequestError(f"the {given} is empty: give at least one token", param="prompt")
+            raise RequestError(f"the {name} is empty: give at least one token", param="prompt")
         self._check_ids(prompt)
 
     def _check_ids(self, tokens: Sequence[int]) -> None:
-        size = self.info.vocab_size
         for token in tokens:
-            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < size:
-                raise RequestError(f"token id {shown(token)} is outside the vocabulary of {size}", param="prompt")
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.info.vocab_size:
+                raise self._unknown_id(token, "prompt")
 
-    def _begin(self, given: Sequence[int] | None, start: tuple[int, ...]) -> list[int]:
-        """What the decoder goes on behind: ``given``, behind the token that every answer begins with."""
+    def _unknown_id(self, token: Any, param: str) -> RequestError:
+        return RequestError(f"token id {shown(token)} is outside the vocabulary of {self.info.vocab_size}", param=param)
+
+    def _decoder_prompt(self, given: Sequence[int] | None, start: tuple[int, ...]) -> list[int]:
+        """``given`` after the decoder's start token; the checkpoint's ``start`` where it is None."""
         tokens = list(start) if given is None else token_ids(given)
         self._check_ids(tokens)
         tokens = tokens if tokens[:1] == [start[0]] else [start[0], *tokens]
@@ -81,55 +98,47 @@ class Validator:
             raise ContextLengthError(message, param="prompt")
         return tokens
 
-    def _truncated(self, prompt: Sequence[int], params: SamplingParams) -> Sequence[int]:
-        """The prompt's last tokens, as many as ``truncate_prompt_tokens`` says."""
-        count = params.truncate_prompt_tokens
-        if count == -1:
-            count = self.longest_source or max(1, self.max_model_len - (params.max_tokens or 1))
-        return prompt if count is None else prompt[-count:]
+    def _resolve(self, params: SamplingParams) -> SamplingParams:
+        """The options with ``bad_words`` as ids and ``top_k`` within the vocabulary. Raises RequestError for an id
+        that the model lacks, and for text options without a tokenizer."""
+        bad_words = params.bad_words_ids
+        if params.bad_words:
+            bad_words = tuple(sorted({*bad_words, *self._bad_words(params.bad_words)}))
+        ids_by_option = {
+            "logit_bias": params.logit_bias or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "stop_token_ids": params.stop_token_ids or (),
+            "bad_words": [token for word in bad_words for token in word],
+        }
+        for name, tokens in ids_by_option.items():
+            for token in tokens:
+                if token >= self.info.vocab_size:
+                    raise self._unknown_id(token, name)
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer")
+        top_k = min(params.top_k, self.info.vocab_size)
+        if (bad_words, top_k) == (params.bad_words_ids, params.top_k):
+            return params
+        return replace(params, bad_words_ids=bad_words, top_k=top_k)
+
+    def _bad_words(self, words: Sequence[str]) -> set[tuple[int, ...]]:
+        """Token sequences of each word: as it is, and with and without a space before it (as vLLM)."""
+        if self.tokenizer is None:
+            raise RequestError("bad_words need a tokenizer")
+        texts = {text for word in words for text in (word, word.lstrip(" "), " " + word.lstrip(" "))}
+        ids = (tuple(encode(self.tokenizer, text, add_special_tokens=False)) for text in texts)
+        return {word for word in ids if word}
 
 
 def token_ids(given: Any) -> list[int]:
-    """Ids as Python's integers; they may be NumPy's or torch's, or arrays of theirs."""
+    """Ids as Python integers, from a list, or an array of NumPy or torch."""
     return [token if type(token) is int else as_python(token) for token in as_python(given)]
 
 
-def known(params: SamplingParams, vocab_size: int, tokenizer: Any) -> SamplingParams:
-    """Raises RequestError for an id that the model lacks, and for text where there is no tokenizer or that is none."""
-    banned = params.bad_words_ids
-    if params.bad_words:
-        banned = tuple(sorted({*banned, *_bad_words(params.bad_words, tokenizer)}))
-    named = {
-        "logit_bias": params.logit_bias or (),
-        "allowed_token_ids": params.allowed_token_ids or (),
-        "stop_token_ids": params.stop_token_ids or (),
-        "bad_words": [token for word in banned for token in word],
-    }
-    for name, tokens in named.items():
-        for token in tokens:
-            if token >= vocab_size:
-                raise RequestError(f"token id {shown(token)} is outside the vocabulary of {vocab_size}", param=name)
-    if params.stop and tokenizer is None:
-        raise RequestError("stop strings need a tokenizer")
-    top_k = min(params.top_k, vocab_size)
-    if (banned, top_k) == (params.bad_words_ids, params.top_k):
-        return params
-    return replace(params, bad_words_ids=banned, top_k=top_k)
-
-
 def check_length(prompt: Sequence[int], max_model_len: int, longest_source: int | None = None) -> None:
-    """Raise ContextLengthError if ``prompt`` leaves no room for an answer, or is more than an encoder reads."""
+    """Raises ContextLengthError if ``prompt`` leaves no room for an answer, or is more than an encoder reads."""
     most, reason = max_model_len - 1, f"max_model_len {max_model_len} leaves no room"
     if longest_source is not None:
         most, reason = longest_source, f"the encoder reads at most {longest_source}"
     if len(prompt) > most:
         raise ContextLengthError(f"the prompt has {len(prompt)} tokens; {reason}", param="prompt")
-
-
-def _bad_words(words: Sequence[str], tokenizer: Any) -> set[tuple[int, ...]]:
-    """Token sequences of each word: as it is, and with and without a space before it (as vLLM)."""
-    if tokenizer is None:
-        raise RequestError("bad_words need a tokenizer")
-    texts = {text for word in words for text in (word, word.lstrip(" "), " " + word.lstrip(" "))}
-    result = (tuple(encode(tokenizer, text, add_special_tokens=False)) for text in texts)
-    return {ids for ids in result if ids}

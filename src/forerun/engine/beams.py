@@ -1,4 +1,4 @@
-"""Beam searches in the engine: how a request for one begins, what a round gave it, and its answers."""
+"""Beam search in the engine: admission, bookkeeping after each round, and the answers."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BeamSearchSequence:
-    """One of the beams that were found."""
+    """One finished beam."""
 
     tokens: list[int]
-    """The prompt's and the answer's; the token that ended it only with ``include_stop_str_in_output``."""
+    """The prompt and the answer; the token that ended it is there only with ``include_stop_str_in_output``."""
     cum_logprob: float
     """The sum over the answer's tokens, the one that ended it included."""
     text: str
-    """Of ``tokens``, without special ones."""
+    """The text of ``tokens`` without special tokens."""
     finish_reason: str
     score: float
-    """``cum_logprob`` over answer length ** length penalty: what beams are ranked by."""
+    """``cum_logprob`` / answer length ** length penalty, by which beams are ranked."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class BeamSearchOutput:
 
 
 def admit(params: BeamSearchParams, info: ModelInfo, trace: bool) -> SamplingParams:
-    """What each beam is to the engine. Raises RequestError for what this model's beams cannot do."""
+    """The sampling options of each beam. Raises RequestError for a search that this model cannot run."""
     words = info.vocab_size - (0 if params.ignore_eos else len(info.eos_ids))
     if params.beam_width > words:
         raise RequestError(
@@ -59,9 +59,11 @@ def admit(params: BeamSearchParams, info: ModelInfo, trace: bool) -> SamplingPar
 
 
 def attach(job: Job, before: list[Job], params: BeamSearchParams, new_id: Callable[[], int]) -> bool:
-    """Make ``job`` the next answer of a beam search whose answers so far are ``before``. Whether it is the first, whose
-    sequence is the search to the scheduler."""
-    job.traced = job.metrics.synthetic = False  # no rule decides here, not even one that only says how often
+    """Makes ``job`` the next answer of a beam search whose answers so far are ``before``.
+
+    Returns whether it is the first one: the scheduler sees only its sequence, the group's root.
+    """
+    job.traced = job.metrics.synthetic = False  # no acceptance rule decides here
     job.peers = before[0].peers if before else []
     job.peers.append(job)
     if before:
@@ -80,13 +82,13 @@ def attach(job: Job, before: list[Job], params: BeamSearchParams, new_id: Callab
 
 
 def parts(sequence: RequestState) -> list[RequestState]:
-    """A request's sequence and all that drafters and policies know of besides: its beams."""
+    """All sequences of a request that drafters and policies know: its own and its beams."""
     group = sequence.group
     return [sequence] if group is None else [*group.members, *group.dropped, sequence]
 
 
 def publish(engine: Engine, group: Beams, prefilling: set[int], result: Round, now: float) -> list[Update]:
-    """Count a round's steps, give up the beams that ended in it, and, once the search is done, answer."""
+    """Counts a round's steps, frees the beams that ended in it, and returns the answers once the search is done."""
     job = engine.jobs[group.root.id]
     scores = result.verification.scores
     nodes = sum(len(draft) for sequence, draft in zip(scores.sequences, scores.drafts) if sequence.group is group)
@@ -96,24 +98,25 @@ def publish(engine: Engine, group: Beams, prefilling: set[int], result: Round, n
     job.metrics.draft_error = next(filter(None, errors), job.metrics.draft_error)
     for beam in group.dropped:
         if beam is not group.root:
-            beam.num_computed_tokens = 0  # what it said is nobody's answer
+            beam.num_computed_tokens = 0  # drafters must not learn from it: its tokens are nobody's answer
         engine.forget(beam)
     group.dropped = []
     if not group.done:
         return []
     return [
-        _answer(engine, peer, results, group.error, now)
-        for peer, results in zip_longest(job.peers, group.finished[: len(job.peers)])
+        _answer(engine, peer, beam, group.error, now)
+        for peer, beam in zip_longest(job.peers, group.finished[: len(job.peers)])
     ]
 
 
-def _answer(engine: Engine, job: Job, result: Hypothesis | None, error: str | None, now: float) -> Update:
+def _answer(engine: Engine, job: Job, beam: Hypothesis | None, error: str | None, now: float) -> Update:
+    """Ends one answer with the tokens of its beam, or with an error where there is none."""
     tokens: list[int] = []
     finish = Finish(ERROR, error or NO_TOKEN)
-    if result is not None and error is None:
-        job.beam, tokens = result, result.tokens
+    if beam is not None and error is None:
+        job.beam, tokens = beam, beam.tokens
         keep = job.sequence.params.include_stop_str_in_output
-        finish = Finish(STOP, silent=not keep) if result.ended else Finish(LENGTH)
+        finish = Finish(STOP, silent=not keep) if beam.ended else Finish(LENGTH)
         job.sequence.tokens.extend(tokens)
         if job.detokenizer is not None:
             job.detokenizer.add(finish.text_tokens(tokens))
@@ -123,12 +126,12 @@ def _answer(engine: Engine, job: Job, result: Hypothesis | None, error: str | No
 
 def output(tokenizer: Any, jobs: list[Job]) -> BeamSearchOutput:
     """The answers of one finished search. Raises RequestError if it failed."""
-    result = []
+    beams = []
     for job in jobs:
         assert job.finish is not None
         if job.beam is None:
             raise RequestError(f"the beam search failed: {job.finish.stopped_by}")
         tokens = [*job.sequence.tokens[: job.sequence.num_prompt], *job.finish.text_tokens(job.output_ids)]
         text = "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
-        result.append(BeamSearchSequence(tokens, job.beam.logprob, text, job.finish.reason, job.beam.score))
-    return BeamSearchOutput(result, jobs[0].metrics)
+        beams.append(BeamSearchSequence(tokens, job.beam.logprob, text, job.finish.reason, job.beam.score))
+    return BeamSearchOutput(beams, jobs[0].metrics)

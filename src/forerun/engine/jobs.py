@@ -1,4 +1,4 @@
-"""What the engine keeps of a request: its choices, their log-probabilities, and its progress."""
+"""What the engine keeps of each sequence in flight, and its log-probabilities."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from forerun.models.tokenizer import Detokenizer, token_text
 from forerun.speculate.verify import Verification
 
 LOWEST = -9999.0
-"""Stands for a log-probability of minus infinity, which JSON lacks."""
+"""Replaces a log-probability of minus infinity, which JSON lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """One token's log-probability (natural log) and rank (1: the likeliest), and the likeliest tokens'."""
+    """One token's log-probability (natural log) and rank (1: the likeliest), and ``top``, the likeliest tokens'."""
 
     token: int
     logprob: float
@@ -34,7 +34,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """vLLM's: a log-probability (natural log), the token's rank (1: the likeliest), and its text."""
+    """A log-probability (natural log), the token's rank (1: the likeliest), and its text, as in vLLM."""
 
     logprob: float
     rank: int
@@ -42,11 +42,14 @@ class Logprob:
 
 
 def by_token(items: Sequence[TokenLogprobs], tokenizer: Any, before: Sequence[int]) -> list[dict[int, Logprob]]:
-    """Positions as vLLM gives them: by id, the token itself first, then the likeliest ones. The tokens come after
-    ``before``, and their texts together are the text: a token that ends inside a character has none of it yet."""
-    spelled = Detokenizer(tokenizer, before, skip_special_tokens=False)
+    """Log-probabilities as vLLM gives them: for each token a mapping by id, the token itself first, then the likeliest.
+
+    The tokens follow ``before``. Their texts joined are the answer's text: a token that ends inside a character leaves
+    that character to the next one.
+    """
+    detokenizer = Detokenizer(tokenizer, before, skip_special_tokens=False)
     result = []
-    for item, text in zip(items, spelled.spell([item.token for item in items], last=True)):
+    for item, text in zip(items, detokenizer.spell([item.token for item in items], last=True)):
         own = {item.token: Logprob(item.logprob, item.rank, text)}
         for rank, (token, value) in enumerate(item.top.items(), start=1):
             if token != item.token:
@@ -56,12 +59,12 @@ def by_token(items: Sequence[TokenLogprobs], tokenizer: Any, before: Sequence[in
 
 
 def finite(value: float) -> float:
-    """A log-probability as JSON can hold it."""
+    """Clamps a log-probability to a number that JSON can hold."""
     return max(value, LOWEST)
 
 
-def _describe(logits: torch.Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:
-    """``logits`` [len(tokens), vocabulary]."""
+def _token_logprobs(logits: torch.Tensor, tokens: list[int], count: int) -> list[TokenLogprobs]:
+    """Log-probabilities of ``tokens`` and of the ``count`` likeliest, from ``logits`` [len(tokens), vocabulary]."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     chosen = logprobs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])
     ranks = (logprobs > chosen).sum(dim=1) + 1
@@ -74,32 +77,34 @@ def _describe(logits: torch.Tensor, tokens: list[int], count: int) -> list[Token
 
 
 def emitted_logprobs(result: Verification, index: int, verdict: Verdict, mode: str) -> list[TokenLogprobs]:
-    """Of the tokens that a round emitted for the index-th sequence; ``raw_logprobs`` are the model's own,
-    ``processed_logprobs`` those of the distribution that was sampled."""
+    """Log-probabilities of the tokens that a round emitted for its ``index``-th sequence.
+
+    ``mode``: ``raw_logprobs``, the model's own, or ``processed_logprobs``, of the distribution that was sampled.
+    """
     scores = result.scores
     slot = result.deciding.index(index)
     nodes = [-1, *verdict.path][: len(verdict.tokens)]
     rows = [scores.row(slot, node) for node in nodes]
     source = scores.warped if mode == "processed_logprobs" or scores.raw is None else scores.raw
     count = scores.sequences[slot].params.logprobs
-    return _describe(source[rows], verdict.tokens, count)
+    return _token_logprobs(source[rows], verdict.tokens, count)
 
 
 def prompt_logprobs(job: Job, result: Verification, index: int, sequence: RequestState) -> None:
-    """Append those of the prompt tokens whose logits this prefill chunk produced (the first has none)."""
+    """Appends those of the prompt tokens whose logits this prefill chunk produced; the first token's are None."""
     span = result.batch.spans[index]
     results: list[TokenLogprobs | None] = job.prompt_logprobs if job.prompt_logprobs is not None else [None]
     first = result.logit_first[index]
     following = sequence.tokens[span.start + 1 : min(span.start + span.count + 1, sequence.num_prompt)]
     rows = result.output.logits[first : first + len(following)]
     if following and len(results) == span.start + 1:
-        results.extend(_describe(rows, following, sequence.params.prompt_logprobs))
+        results.extend(_token_logprobs(rows, following, sequence.params.prompt_logprobs))
     job.prompt_logprobs = results
 
 
 @dataclass(eq=False)
 class Job:
-    """One sequence in flight, and everything about it that is not tokens."""
+    """One sequence in flight, and everything about it but its tokens."""
 
     sequence: RequestState
     stopper: Stopper
@@ -112,9 +117,9 @@ class Job:
     traced: bool = False
     trace: list[RoundTrace] = field(default_factory=list)
     beam: Hypothesis | None = None
-    """Of a beam search: what it found for this answer."""
+    """The finished beam that became this answer of a beam search."""
     peers: list[Job] = field(default_factory=list)
-    """Of a beam search: its answers, which end together; the first one's sequence is the group's root."""
+    """All answers of its beam search, which end together. The first one's sequence is the group's root."""
 
     @property
     def output_ids(self) -> list[int]:
@@ -133,7 +138,7 @@ class Job:
 
 @dataclass(slots=True)
 class Update:
-    """What a step gave one sequence."""
+    """What one engine step did for one sequence."""
 
     job: Job
     tokens: list[int]
@@ -143,8 +148,8 @@ class Update:
 
 @contextmanager
 def progress_bar(answers: int, then: Callable[[Update], None] | None = None) -> Iterator[Callable[[Update], None]]:
-    """On standard error, an answer at a time, with the tokens per second so far. Gives an ``on_update``, which hands
-    every update on to ``then``."""
+    """A bar on standard error that counts finished answers and shows tokens per second. Yields an ``on_update``
+    callback, which calls ``then`` as well."""
     tokens = 0
     with tqdm(total=answers, desc="Answers", unit="answer", dynamic_ncols=True, file=sys.stderr) as bar:
 

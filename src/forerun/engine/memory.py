@@ -1,4 +1,4 @@
-"""One memory budget for every KV pool of an engine, known when it starts; and sizes as people write them."""
+"""The memory budget that all KV pools of an engine share, and sizes in bytes as text."""
 
 from __future__ import annotations
 
@@ -17,41 +17,39 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
 KEPT_STATES = 2**30
-"""Bytes for states in the prefix cache where nobody knows how much memory there is."""
+"""Bytes for recurrent states in the prefix cache where the memory budget is unknown."""
 
 
 def parse_bytes(size: int | str, name: str = "kv_cache_memory") -> int:
     """Bytes of a number or a text such as ``2GiB``, ``512 MB`` or ``1.5GiB``. Raises ConfigError."""
-    result = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    if result is None or result[2].upper() not in UNITS or isinstance(size, bool):
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    if match is None or match[2].upper() not in UNITS or isinstance(size, bool):
         raise ConfigError(f"{name} must be bytes or a size such as '2GiB', not {size!r}")
-    return int(float(result[1]) * UNITS[result[2].upper()])
+    return int(float(match[1]) * UNITS[match[2].upper()])
 
 
 def megabytes(count: int) -> str:
-    """Such as ``25.2 MB``."""
+    """Bytes as text, such as ``25.2 MB``."""
     return f"{count / 1e6:.1f} MB" if count < 1e8 else f"{count / 1e6:,.0f} MB"
 
 
 def spare_bytes(device: torch.device) -> int | None:
-    """What the KV caches may take where nobody has said: most of the GPU memory that is free, half of the main memory
-    that is available. None: not known."""
+    """Bytes that the KV caches may take by default: most of the free GPU memory, or half of the available main memory.
+    None if that is unknown."""
     if device.type == "cuda":
         import torch
 
         return int(0.8 * torch.cuda.mem_get_info(device)[0])
     try:
-        result = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+        match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
     except OSError:
         return None
-    return int(result[1]) * 1024 // 2 if result is not None else None
+    return int(match[1]) * 1024 // 2 if match is not None else None
 
 
 def budget(given: int | None, utilization: float | None, device: torch.device) -> int | None:
-    """Bytes for the KV caches: those given, or, of a GPU, its share less what is in use. None: as ``spare_bytes``."""
+    """Bytes for the KV caches: ``given``, or a GPU's ``utilization`` less what is in use; None: ``spare_bytes``."""
     if utilization is None:
         return given
     if device.type != "cuda":
@@ -68,9 +66,16 @@ def budget(given: int | None, utilization: float | None, device: torch.device) -
 
 
 def share(pools: Sequence[Pool], budget: int | None, num_pages: int | None, processes: int = 1) -> None:
-    """Give every pool the same number of pages, hence of tokens: ``num_pages``, or as many as ``budget`` bytes (None:
-    ``spare_bytes``) pay for in all of them, once encoders' sources have their room; none gets more than it has, which
-    is enough for everybody. The first one is in each of so many ``processes``. Raises ConfigError if that is none.
+    """Resizes all pools to the same number of pages, and so of tokens.
+
+    Args:
+        pools: the target's, then the drafters'. No pool grows: it has enough for all requests.
+        budget: bytes for all pools together, encoders' sources and recurrent states included; None: ``spare_bytes``.
+        num_pages: pages of each pool, in place of the budget.
+        processes: how many processes hold the target's pool.
+
+    Raises:
+        ConfigError: the budget does not pay for one page.
     """
     each = sum(pool.page_bytes for pool in pools)
     if pools[0].device.type == "cpu":  # they share its memory
@@ -93,9 +98,12 @@ def share(pools: Sequence[Pool], budget: int | None, num_pages: int | None, proc
 
 
 def _share_states(pools: Sequence[Pool], budget: int | None, page: int) -> int:
-    """Bytes for what layers keep of as many sequences as there may be, or as are paid for by half of the budget, and
-    for states in the prefix cache, of a quarter of it (None: of ``KEPT_STATES``). Raises ConfigError where not even
-    one sequence is paid for. Beams that begin while others end may take as much again for a moment."""
+    """Resizes the recurrent states and returns their bytes.
+
+    Running sequences get at most half of the budget, states in the prefix cache a quarter of it (``KEPT_STATES`` where
+    it is None). There are twice as many as sequences, because beams may begin while others end. Raises ConfigError
+    where the budget does not pay for one sequence.
+    """
     kept = [pool.states for pool in pools if pool.states is not None]
     if not kept:
         return 0

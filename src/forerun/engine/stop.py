@@ -1,4 +1,5 @@
-"""Where a request ends: inside an accepted block too. Nothing after the stop is emitted, counted or cached."""
+"""Decides where an answer ends, which may be inside an accepted draft. Nothing after the stop is emitted, counted or
+cached."""
 
 from __future__ import annotations
 
@@ -15,8 +16,11 @@ STOP, LENGTH, ERROR, ABORT = "stop", "length", "error", "abort"
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Why and where: ``reason`` is OpenAI's; ``cut`` is how much text stays (None: all); ``silent`` says that the last
-    token ended the answer without being part of its text."""
+    """Why and where an answer ended.
+
+    ``reason`` is OpenAI's ``finish_reason``; ``cut`` is how many characters of the text stay (None: all); ``silent``
+    says that the last token ended the answer without being part of its text.
+    """
 
     reason: str
     stopped_by: str | int | None = None
@@ -29,7 +33,7 @@ class Finish:
 
 
 class Stopper:
-    """Watches one sequence's new tokens. Their text is looked at only where it may hold a stop string."""
+    """Looks for the end of one sequence. Text is decoded only where there are stop strings."""
 
     def __init__(self, sequence: RequestState, detokenizer: Detokenizer | None) -> None:
         self.sequence = sequence
@@ -40,8 +44,10 @@ class Stopper:
         self.finish: Finish | None = None
 
     def clip(self, draft: Draft, verdict: Verdict) -> list[int]:
-        """What is emitted: the path's tokens and the next one, up to a stop. What is wrong with the row behind the path
-        is an error only where nothing before it has ended the answer."""
+        """Returns the tokens to emit: the accepted path's and the next one, up to a stop.
+
+        An error in the row after the path counts only if nothing before it has ended the answer.
+        """
         decided = verdict.decided(draft)
         tokens: list[int] = []
         for token in decided:
@@ -51,8 +57,8 @@ class Stopper:
                 break
         if self.finish is None and verdict.error is not None:
             constraint = self.sequence.constraint
-            broken = constraint.fault(self.sequence, decided) if constraint is not None else None
-            self.finish = Finish(ERROR, broken or verdict.error)
+            fault = constraint.fault(self.sequence, decided) if constraint is not None else None
+            self.finish = Finish(ERROR, fault or verdict.error)
         if self.detokenizer is not None and not self.sequence.params.stop:
             self.detokenizer.add(tokens if self.finish is None else self.finish.text_tokens(tokens))
         return tokens
@@ -74,20 +80,20 @@ class Stopper:
         return result
 
     def _find(self, text: str, fresh: int) -> Finish | None:
-        """The first stop string that ends among the last ``fresh`` characters."""
+        """A finish at the first stop string that ends among the last ``fresh`` characters; None if there is none."""
         params = self.sequence.params
-        known = len(text) - fresh
-        result = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in params.stop]
-        result = [(at, stop) for at, stop in result if at >= 0]
-        if not result:
+        old = len(text) - fresh
+        matches = [(text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in params.stop]
+        matches = [match for match in matches if match[0] >= 0]
+        if not matches:
             return None
-        at, stop = min(result)
+        at, stop = min(matches)
         return Finish(STOP, stop, at + len(stop) if params.include_stop_str_in_output else at)
 
 
 def held_back(text: str, params: SamplingParams) -> int:
-    """How many characters at the end of ``text`` a stop string may begin with, and so must not be shown yet."""
+    """How many characters at the end of ``text`` may begin a stop string, so that they must not be shown yet."""
     if params.include_stop_str_in_output:
         return 0
-    begun = (count for stop in params.stop or () for count in range(1, len(stop)) if text.endswith(stop[:count]))
-    return max(begun, default=0)
+    lengths = (count for stop in params.stop or () for count in range(1, len(stop)) if text.endswith(stop[:count]))
+    return max(lengths, default=0)
