@@ -28,14 +28,14 @@ def wrong(path):
     found = [] if said["Tag"] == f"py3-none-{platform}" else [f"its tag is {said['Tag']}"]
     if said["Root-Is-Purelib"] != "false":
         found.append("it says that it is for every platform")
-    names = [name for name, (needed, _) in kernels.CARRIABLE.items() if expected and expected[1] in needed]
-    if set(contents) != {f"forerun/kernels/carried/{kernels.carried(name).name}" for name in names}:
+    names = [name for name, (needed, _) in kernels.VARIANTS.items() if expected and expected[1] in needed]
+    if set(contents) != {f"forerun/kernels/carried/{kernels.prebuilt(name).name}" for name in names}:
         found.append(f"it carries {sorted(contents)}, not {names}")
     for name, content in contents.items():
         machine = MACH_O if "macosx" in platform else FORMATS[platform.split("_", 3)[3]]
         if not (content.startswith(machine) if machine == MACH_O else content[18:20] == machine):
             found.append(f"{name} is for another machine")
-        if hashlib.sha256(content[: -kernels.SEAL]).digest() != content[-kernels.SEAL :]:
+        if hashlib.sha256(content[: -kernels.HASH_SIZE]).digest() != content[-kernels.HASH_SIZE :]:
             found.append(f"{name} is damaged")
     if contents and "manylinux" in platform:
         command = [sys.executable, "-m", "auditwheel", "show", str(path)]

@@ -20,7 +20,7 @@ KEPT = 7 * 24 * 3600
 def kept(make, *parts):
     """The file that ``make`` writes: once for these ``parts`` and the kernels' sources as they are, and kept where the
     engine keeps its own."""
-    key = kernels._key([*kernels._written(), *parts, kernels.processor()])
+    key = kernels._key([*kernels._source_texts(), *parts, kernels.processor()])
     path = make_folder(cache_folder()) / f"tested-{key}"
     if not path.is_file():
         for old in path.parent.glob("tested-*"):
@@ -37,7 +37,7 @@ def compiled(compiler, *machine):
         patch.delenv("FORERUN_SANITIZE", raising=False)
         version = metadata.version(kernels.ZIG) if kernels.ZIG in compiler else ""
         by = [part for part in compiler if part != sys.executable]  # which lies elsewhere in every environment
-        make = partial(kernels._compile, compiler, machine=machine, patience=None)
+        make = partial(kernels._compile, compiler, machine=machine, timeout=None)
         return kept(make, *by, version, *kernels._flags(), *machine)
 
 

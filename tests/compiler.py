@@ -17,7 +17,7 @@ def install_compiler(folder, monkeypatch):
     assert result is not None
     whole = Path(result._name).read_bytes()
     folder.mkdir()
-    (folder / "kernels").write_bytes(whole[: -kernels.SEAL])
+    (folder / "kernels").write_bytes(whole[: -kernels.HASH_SIZE])
     path, log = folder / "c++", folder / "log"
     path.write_text(SCRIPT.format(log=log, kernels=folder / "kernels"), encoding="utf-8")
     path.chmod(0o755)

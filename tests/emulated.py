@@ -95,8 +95,8 @@ class Function:
 
 
 def build(name, platform):
-    """The kernels as a platform's wheel carries them under a name of ``kernels.CARRIABLE``, but compiled sooner."""
-    target, machine = kernels.TARGETS[platform][0], kernels.for_zig(kernels.CARRIABLE[name][1])
+    """The kernels as a platform's wheel carries them under a name of ``kernels.VARIANTS``, but compiled sooner."""
+    target, machine = kernels.TARGETS[platform][0], kernels.for_zig(kernels.VARIANTS[name][1])
     return compiled(kernels._zig(), "-target", target, machine)
 
 

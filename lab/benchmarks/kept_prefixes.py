@@ -55,7 +55,7 @@ def measure(engine: Engine, repeats: int) -> dict[str, tuple[float, int]]:
 def sequence_bytes(engine: Engine) -> int:
     """The target's, at ``CONTEXT`` tokens."""
     pool = engine.target.attention.pool
-    states = 0 if pool.states is None else pool.states.bytes_each
+    states = 0 if pool.states is None else pool.states.bytes_per_sequence
     return states + pool.pages_for(CONTEXT) * pool.page_bytes
 
 

@@ -32,7 +32,7 @@ def check(engine):
     for each in engine.pools:
         each.check()
     for root in engine.scheduler.running:
-        for sequence in root.parts:
+        for sequence in root.sequences:
             assert pool.length(sequence.id) == sequence.num_computed_tokens < len(sequence.tokens)
             known = engine.router.drafters[sequence.drafter].cached_tokens(sequence) if sequence.drafter else None
             assert known is None or known == sequence.tokens[: len(known)]

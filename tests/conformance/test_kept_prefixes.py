@@ -88,12 +88,12 @@ def test_where_states_are_kept(engine, hybrid):
     assert ask(text, prompt_logprobs=0).metrics.num_cached_tokens == 0
     assert built.stats.state_hits == 6
     used = len(states.kept)
-    built.scheduler.tree.reclaim(1)
+    built.scheduler.tree.evict(1)
     assert len(states.kept) < used  # pages that go take their states with them
     built.target.attention.pool.scrub()
     assert not states.kept
     off = engine(model=hybrid("qwen3_5"), page_size=4, max_model_len=LONGEST, prefix_caching=False)
-    assert off.target.attention.states.most_kept == 0
+    assert off.target.attention.states.max_kept == 0
     assert off.scheduler.tree is None
 
 

@@ -77,7 +77,7 @@ def decode(rule, widths, temperature=1.0, streams=1, seeds=SEEDS, length=LENGTH)
         scores.warped = warp(TARGET[last].log(), rows)
         for sequence, draft, verdict in zip(running, drafts, rule.accept(scores, sampler)):
             assert verdict.error is None
-            sequence.tokens += verdict.decided(draft)
+            sequence.tokens += verdict.decided_tokens(draft)
     return [tuple(s.tokens[1 : 1 + length]) for s in sequences]
 
 

@@ -82,7 +82,7 @@ def test_what_is_stored_and_removed_is_reported(told):
     llm.generate([prompts[0]], SamplingParams(temperature=0, max_tokens=1))
     assert heard_nothing(socket)
     llm.engine.scheduler.tree.clear()
-    assert llm.engine.scheduler.tree.order == {}
+    assert llm.engine.scheduler.tree.lru == {}
     (removed,) = (event for event in late(socket, 2))
     assert set(removed.block_hashes) == {*first.block_hashes, *second.block_hashes}
     llm.generate([prompts[0]], SamplingParams(temperature=0, max_tokens=1))

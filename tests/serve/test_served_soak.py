@@ -332,14 +332,14 @@ def soak(alone, served, bursts, size, seed, *, named=False):
 def evicted(monkeypatch):
     """Counts of pages that prefix trees gave back."""
     counts = []
-    reclaim = PrefixTree.reclaim
+    evict = PrefixTree.evict
 
     def counting(tree, count):
-        before = len(tree.order)
-        reclaim(tree, count)
-        counts.append(before - len(tree.order))
+        before = len(tree.lru)
+        evict(tree, count)
+        counts.append(before - len(tree.lru))
 
-    monkeypatch.setattr(PrefixTree, "reclaim", counting)
+    monkeypatch.setattr(PrefixTree, "evict", counting)
     return counts
 
 

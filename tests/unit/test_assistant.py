@@ -89,7 +89,7 @@ def load(target, assistant, **options):
     def watched(sequences, budgets):
         drafts = propose(sequences, budgets)
         for sequence, draft in zip(sequences, drafts):
-            rows = [draft.trials[node][0].row for node in range(len(draft))] if draft.is_chain else []
+            rows = [draft.trials[node][0].q_row for node in range(len(draft))] if draft.is_chain else []
             q = [draft.q[row] for row in rows if row >= 0]
             seen.append((list(sequence.tokens), list(draft.tokens), q))
         return drafts

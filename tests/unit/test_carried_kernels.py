@@ -15,18 +15,18 @@ from here import where
 @pytest.fixture
 def carried(tmp_path, monkeypatch):
     """A folder as in a wheel, with this machine's own kernels under every name."""
-    monkeypatch.setattr(kernels, "CARRIED", tmp_path / "carried")
+    monkeypatch.setattr(kernels, "PREBUILT", tmp_path / "carried")
     monkeypatch.delenv("FORERUN_SANITIZE", raising=False)
-    kernels.CARRIED.mkdir()
+    kernels.PREBUILT.mkdir()
     result = kernels.library()
     assert result is not None
-    for name in kernels.CARRIABLE:
-        shutil.copy(result._name, kernels.carried(name))
-    return kernels.CARRIED
+    for name in kernels.VARIANTS:
+        shutil.copy(result._name, kernels.prebuilt(name))
+    return kernels.PREBUILT
 
 
 def chosen():
-    result = kernels._carried()
+    result = kernels._load_prebuilt()
     return "" if result is None else Path(result._name).name.rsplit("-", 1)[0]
 
 
@@ -50,7 +50,7 @@ AVX512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
     ],
 )
 def test_the_best_that_the_processor_has_is_loaded(carried, monkeypatch, units, expected):
-    monkeypatch.setattr(kernels, "_units", lambda: frozenset(units))
+    monkeypatch.setattr(kernels, "_cpu_features", lambda: frozenset(units))
     assert chosen() == expected
 
 
@@ -85,7 +85,7 @@ def test_on_arm_the_system_says_what_the_processor_has(monkeypatch, system, word
     monkeypatch.setattr(kernels, "ON_ARM", True)
     monkeypatch.setattr(kernels.sys, "platform", system)
     monkeypatch.setattr(kernels.ctypes, "CDLL", System)
-    assert kernels._units() == expected
+    assert kernels._cpu_features() == expected
 
 
 def test_nothing_is_compiled_where_they_are_carried(carried, monkeypatch):
@@ -98,12 +98,12 @@ def test_nothing_is_compiled_where_they_are_carried(carried, monkeypatch):
 
 
 def test_kernels_of_other_sources_or_damaged_ones_are_left(carried, monkeypatch, caplog):
-    monkeypatch.setattr(kernels, "_written", lambda: ["other sources"])
+    monkeypatch.setattr(kernels, "_source_texts", lambda: ["other sources"])
     assert chosen() == ""
     whole = next(carried.iterdir()).read_bytes()
     for content in (b"no library", b"", whole[: len(whole) // 2], whole[:-1]):
-        for name in kernels.CARRIABLE:
-            kernels.carried(name).write_bytes(content)
+        for name in kernels.VARIANTS:
+            kernels.prebuilt(name).write_bytes(content)
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             assert chosen() == ""
@@ -125,7 +125,7 @@ def test_without_a_compiler_of_the_system_the_extras_one_compiles(tmp_path, monk
     package = tmp_path / "packages" / "zig_like"
     package.mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "__main__.py").write_text(ZIG.format(kernels=whole._name, seal=kernels.SEAL), encoding="utf-8")
+    (package / "__main__.py").write_text(ZIG.format(kernels=whole._name, seal=kernels.HASH_SIZE), encoding="utf-8")
     monkeypatch.syspath_prepend(str(package.parent))
     monkeypatch.setenv("PYTHONPATH", str(package.parent))
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -138,7 +138,7 @@ def test_without_a_compiler_of_the_system_the_extras_one_compiles(tmp_path, monk
 
 def test_a_compiler_that_takes_too_long_is_one_short_line(tmp_path, monkeypatch, caplog):
     def compile_for_ever(command, *arguments):
-        raise subprocess.TimeoutExpired([*command, "-o", "x" * 5000], kernels.PATIENCE)
+        raise subprocess.TimeoutExpired([*command, "-o", "x" * 5000], kernels.COMPILE_TIMEOUT)
 
     monkeypatch.setattr(kernels, "_compile", compile_for_ever)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
@@ -171,7 +171,7 @@ for name in ("float32", "bfloat16", "q4_0", "q4_k", "q8_0", "int8_rows"):
 )
 def test_ziglangs_kernels_give_the_bits_of_the_systems_compiler(tmp_path, other):
     """A whole model's log-probabilities, to the last digit."""
-    kernels._compile(kernels._zig(), tmp_path / "kernels.so", patience=None)
+    kernels._compile(kernels._zig(), tmp_path / "kernels.so", timeout=None)
 
     def answers(*library):
         command = [sys.executable, "-c", ANSWERS, *library]

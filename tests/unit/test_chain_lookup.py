@@ -64,7 +64,7 @@ def test_drafts_stay_the_same(accept, size, together, tiny_target, tiny_draft, m
             learn = drafter.chains.lookup.learn
             drafter.chains.lookup.learn = lambda guess: passes.append(guess) or learn(guess)
         llm.engine.on_round = lambda result: rounds.append([
-            (draft.tokens, [draft.q[each.row].clone() for trials in draft.trials for each in trials if each.row >= 0])
+            (draft.tokens, [draft.q[t.q_row].clone() for trials in draft.trials for t in trials if t.q_row >= 0])
             for draft in result.drafts
         ])  # fmt: skip
         for seed, temperature in enumerate((0.0, 0.3, 1.0)):

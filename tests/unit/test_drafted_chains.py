@@ -77,7 +77,7 @@ def siblings(monkeypatch):
             if not each.is_chain:
                 chain = first_branch(each)
                 result.append((list(everyone[index].tokens), chain, each.tokens[-1]))
-                rows = [trials[0].row for trials in each.trials[: len(chain)]]
+                rows = [trials[0].q_row for trials in each.trials[: len(chain)]]
                 drafts[index] = Draft.chain(chain, each.q, rows)
         return drafts
 
@@ -100,7 +100,7 @@ def record(target, options, *, page_size=None, stepwise=False):
     def see(result):
         rounds.append([
             (draft.tokens, draft.parents, [
-                [(trial.node, draft.q[trial.row].clone() if trial.row >= 0 else None) for trial in trials]
+                [(trial.node, draft.q[trial.q_row].clone() if trial.q_row >= 0 else None) for trial in trials]
                 for trials in draft.trials
             ])
             for draft in result.drafts

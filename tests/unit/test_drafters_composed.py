@@ -86,7 +86,9 @@ def test_merging_joins_nodes_and_keeps_every_trial_with_its_own_q():
     (tree,) = merge([[model], [table]])
     assert tree.tokens == [5, 8, 4]
     assert tree.parents == [-1, 0, 1]
-    drawn = [[(tree.tokens[t.node], tree.q[t.row] if t.row >= 0 else None) for t in trials] for trials in tree.trials]
+    drawn = [
+        [(tree.tokens[t.node], tree.q[t.q_row] if t.q_row >= 0 else None) for t in trials] for trials in tree.trials
+    ]
     assert [[token for token, _ in trials] for trials in drawn] == [[5, 5, 5], [8, 8], [4], []]
     expected = [[model.q[0], model.q[0], table.q[0]], [model.q[2], table.q[1]]]
     for trials, distributions in zip(drawn, expected):

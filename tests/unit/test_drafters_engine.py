@@ -126,7 +126,7 @@ def test_staged_tokens_carry_the_draft_models_own_distribution(rule, llm, tiny_d
             for depth in range(len(draft)):
                 (trial,) = draft.trials[depth]
                 expected = torch.softmax(logits[depth] / 0.8, dim=0)
-                torch.testing.assert_close(draft.q[trial.row], expected, atol=1e-5, rtol=1e-3)
+                torch.testing.assert_close(draft.q[trial.q_row], expected, atol=1e-5, rtol=1e-3)
                 seen += 1
         return drafts
 

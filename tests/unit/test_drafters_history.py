@@ -98,7 +98,7 @@ def test_counts_are_the_distribution_that_ngram_draws_from():
     for seed in range(3000):
         draft = drafter.propose([sequence(text, temperature=0.7, seed=seed)], [1])[0]
         drawn[draft.tokens[0]] += 1
-        row = draft.trials[0][0].row
+        row = draft.trials[0][0].q_row
         assert draft.q[row].nonzero()[:, 0].tolist() == [2, 3, 4]
         torch.testing.assert_close(draft.q[row][[2, 3, 4]], torch.tensor([0.6, 0.2, 0.2]))
     assert chisquare([drawn[2], drawn[3], drawn[4]], [1800, 600, 600]).pvalue > 1e-4
@@ -108,10 +108,10 @@ def test_ngram_with_one_continuation_or_a_greedy_request_is_a_point_mass():
     drafter = build("ngram", "token", counts_as_q=True)
     single = drafter.propose([sequence([1, 2, 3, 1, 2], temperature=1.0)], [3])[0]
     assert single.tokens[:1] == [3]
-    assert single.trials[0][0].row == POINT_MASS or single.q[single.trials[0][0].row][3] == 1.0
+    assert single.trials[0][0].q_row == POINT_MASS or single.q[single.trials[0][0].q_row][3] == 1.0
     greedy = drafter.propose([sequence([1, 2, 1, 3, 1, 3, 1], temperature=0.0, key=2)], [2])[0]
     assert greedy.tokens[0] == 3
-    assert all(trial.row == POINT_MASS for trials in greedy.trials for trial in trials)
+    assert all(trial.q_row == POINT_MASS for trials in greedy.trials for trial in trials)
 
 
 # random and table
@@ -152,7 +152,7 @@ def test_table_draws_from_the_counts_of_its_file(tmp_path, order):
     expected = torch.zeros(VOCAB)
     for letter, weight in weights.items():
         expected[ord(letter) - ord("a")] = weight / sum(weights.values())
-    torch.testing.assert_close(draft.q[draft.trials[0][0].row], expected)
+    torch.testing.assert_close(draft.q[draft.trials[0][0].q_row], expected)
     greedy = drafter.propose([sequence([7, 0])], [3])[0]
     assert greedy.tokens[0] == ord(counts.most_common(1)[0][0]) - ord("a")
 

@@ -201,7 +201,7 @@ def test_a_damaged_library_is_made_again(tmp_path, home, monkeypatch):
     whole = path.read_bytes()
     changed = bytearray(whole)
     changed[len(whole) // 2] ^= 1
-    damages = [whole[:5000], b"", whole[: len(whole) // 2], whole[: -kernels.SEAL], whole[:-1], bytes(changed)]
+    damages = [whole[:5000], b"", whole[: len(whole) // 2], whole[: -kernels.HASH_SIZE], whole[:-1], bytes(changed)]
     damages.append(bytes(len(whole)))
     for number, content in enumerate(damages):
         (tmp_path / f"{number}").write_bytes(content)
@@ -219,7 +219,7 @@ def test_what_others_measured_is_not_believed(tmp_path, home, monkeypatch):
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
 
     def result(value):
-        return tiles.remembered("test", lambda: value, tiles.groups_of)
+        return tiles.measured_once("test", lambda: value, tiles.as_groups)
 
     assert result([[1, 2]]) == result([[4]]) == [[1, 2]]
     (record,) = (tmp_path / "cache" / "tiles").iterdir()

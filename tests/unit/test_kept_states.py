@@ -35,7 +35,7 @@ def feed(of, span):
             entries = torch.arange(span.start + span.stored, span.end).float()[:, None]
             records.view(-1, records.shape[-1])[replay.written] = entries[replay.kept].expand(-1, records.shape[-1])
     of.advance(span.key, span.end)
-    of.states.settle(replay)
+    of.states.commit(replay)
 
 
 def held(of, key, entry):
@@ -46,7 +46,7 @@ def held(of, key, entry):
 
 
 def test_bytes_are_those_of_checkpoints_and_records():
-    assert states().bytes_each == 4 * (3 * 4 + (2 + 4) * (6 + 5))
+    assert states().bytes_per_sequence == 4 * (3 * 4 + (2 + 4) * (6 + 5))
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_eight_drafted_tokens_take_little_memory(state, layers, token):
     """Of a sequence of 256 tokens, in bfloat16."""
     plain, drafted = (States([state] * layers, 1, back, torch.bfloat16, torch.device("cpu")) for back in (1, 9))
     pages = 256 * 2 * token
-    assert drafted.bytes_each + pages <= 1.3 * (plain.bytes_each + pages)
+    assert drafted.bytes_per_sequence + pages <= 1.3 * (plain.bytes_per_sequence + pages)
 
 
 def test_a_rollback_moves_a_length_and_keeps_records():
@@ -110,11 +110,11 @@ def test_records_of_ancestors_are_read():
 def test_a_fork_has_what_its_source_has():
     of = pool()
     feed(of, Span(0, 0, [1] * 6, settled=4))
-    of.states.numbers[1][of.states.slots[0]] = 7.0
+    of.states.checkpoints[1][of.states.slots[0]] = 7.0
     of.fork(0, 1, 6)
     assert of.states.lengths[1] == 4
     assert [held(of, 1, entry) for entry in range(2, 6)] == [2, 3, 4, 5]
-    assert bool((of.states.numbers[1][of.states.slots[1]] == 7.0).all())
+    assert bool((of.states.checkpoints[1][of.states.slots[1]] == 7.0).all())
     of.free(0)
     of.check()
 
@@ -155,22 +155,22 @@ def test_a_marked_state_is_stored_by_the_forward_that_settles_it_and_a_sequence_
     """The records in front of it are those of the forward, of the one before, and of the state that it began with."""
     of = pool(kept=2)
     feed(of, Span(0, 0, [1] * 5, settled=5))
-    early, late = of.states.keep(), of.states.keep()
-    assert of.states.keep() is None
-    of.states.mark(0, 6, early)
-    of.states.mark(0, 9, late)
+    early, late = of.states.allocate_kept(), of.states.allocate_kept()
+    assert of.states.allocate_kept() is None
+    of.states.store_at(0, 6, early)
+    of.states.store_at(0, 9, late)
     of.reserve(0, 12)
     replay = of.states.plan(Batch([Span(0, 5, [1] * 3, settled=8)]))
     assert replay.runs[0].copies == [(0, early)]
     feed(of, Span(0, 5, [1] * 3, settled=8))
-    assert of.states.made(0) == [(6, early)]
-    assert of.states.made(0) == []
-    of.states.numbers[1][early] = 7.0
-    of.states.begin(1, early, 6)
-    of.states.take(1)
+    assert of.states.pop_stored(0) == [(6, early)]
+    assert of.states.pop_stored(0) == []
+    of.states.checkpoints[1][early] = 7.0
+    of.states.start_from(1, early, 6)
+    of.states.allocate(1)
     assert of.states.lengths[1] == 6
     assert [held(of, 1, entry) for entry in (4, 5)] == [4, 5]
-    assert bool((of.states.numbers[1][of.states.slots[1]] == 7.0).all())
+    assert bool((of.states.checkpoints[1][of.states.slots[1]] == 7.0).all())
     of.free(0)
     of.states.release(1)
     assert of.states.kept == {early}
@@ -181,18 +181,18 @@ def test_the_state_of_a_sequence_that_goes_stays_where_it_is():
     of = pool(kept=1)
     feed(of, Span(0, 0, [1] * 5, settled=4))
     slot = of.states.slots[0]
-    assert of.states.leave(0) == slot
+    assert of.states.keep_own(0) == slot
     of.free(0)
     feed(of, Span(1, 0, [1] * 2, settled=2))
-    assert of.states.leave(1) is None
-    of.states.drop(slot)
+    assert of.states.keep_own(1) is None
+    of.states.free_kept(slot)
     of.check()
 
 
 def test_a_prompt_keeps_states_behind_its_last_page_and_at_doubling_distances_before():
     of = pool(kept=16)
-    PrefixTree(of).mark(0, 100, 100)
-    assert sorted(of.states.marks[0]) == [88, 92, 96]
+    PrefixTree(of).keep_states(0, 100, 100)
+    assert sorted(of.states.to_store[0]) == [88, 92, 96]
 
 
 @pytest.mark.parametrize(
@@ -207,12 +207,12 @@ def test_others_wait_for_the_next_state_that_neither_is_known_nor_computed(compu
 @pytest.mark.parametrize("partial", [False, True])
 def test_a_sequence_starts_at_a_state_one_page_behind_what_is_known(partial):
     of, tokens = pool(kept=2), [*range(12)]
-    tree, slot = PrefixTree(of), of.states.keep()
-    of.states.mark(0, 4, slot)
+    tree, slot = PrefixTree(of), of.states.allocate_kept()
+    of.states.store_at(0, 4, slot)
     feed(of, Span(0, 0, tokens[:8], settled=8))
-    tree.commit(0, tokens, 8)
+    tree.insert(0, tokens, 8)
     of.free(0)
-    assert tree.find(tokens, 11) == tree.start(1, tokens, 11, partial=partial) == 4
+    assert tree.match_length(tokens, 11) == tree.match_prefix(1, tokens, 11, partial=partial) == 4
     assert (of.states.origins, tree.matched) == ({1: (slot, 4)}, {1: 8})
 
 
@@ -220,15 +220,15 @@ def test_a_sequence_that_ends_with_its_first_page_leaves_its_state():
     of, tokens = pool(kept=1), [*range(12)]
     tree = PrefixTree(of)
     feed(of, Span(0, 0, tokens[:4], settled=4))
-    tree.end(0, tokens, 4)
+    tree.insert_finished(0, tokens, 4)
     of.free(0)
     of.check()
-    assert tree.find(tokens, 11) == tree.start(1, tokens, 11) == 4
+    assert tree.match_length(tokens, 11) == tree.match_prefix(1, tokens, 11) == 4
 
 
 def test_half_of_the_memory_is_for_states_at_most():
     of = pool(count=16)
-    each, page = of.states.bytes_each, of.page_bytes
+    each, page = of.states.bytes_per_sequence, of.page_bytes
     share([of], 4 * each + page, None)
     assert of.states.count == 4
     assert of.num_pages == (2 * each + page) // page
@@ -238,7 +238,7 @@ def test_half_of_the_memory_is_for_states_at_most():
 
 def test_a_quarter_of_the_memory_is_for_kept_states_at_most():
     of = pool(count=16, kept=9)
-    each, page = of.states.bytes_each, of.page_bytes
+    each, page = of.states.bytes_per_sequence, of.page_bytes
     share([of], 12 * each, None)
-    assert (of.states.count, of.states.most_kept) == (12, 3)
+    assert (of.states.count, of.states.max_kept) == (12, 3)
     assert of.num_pages == 3 * each // page

@@ -205,7 +205,7 @@ def test_without_our_kernels(lacking, monkeypatch, tmp_path, caplog):
     elif lacking == "success":
         (tmp_path / "broken.cpp").write_text("not C++")
         monkeypatch.setattr(kernels, "SOURCES", (tmp_path / "broken.cpp",))
-    serves = kernels._serves()
+    serves = kernels._supported()
     assert kernels.library() is None
     compiles = bool(kernels.compiler())
     assert ("torch's serve instead" in caplog.text) == (lacking in ("folder", "success") and serves and compiles)

@@ -27,7 +27,7 @@ from here import where
 
 
 def units():
-    return kernels._units() if kernels.library() is not None else frozenset()
+    return kernels._cpu_features() if kernels.library() is not None else frozenset()
 
 
 HAS_BFLOATS = units() >= {"avx512_vnni", "avx512_bf16"}
@@ -222,7 +222,7 @@ def test_a_unit_that_adds_up_wrongly_is_not_used(monkeypatch, caplog):
 @pytest.mark.parametrize(("name", "word"), [("linear", "tdpbf16ps"), ("quants", "tdpbsud")])
 def test_the_words_of_the_unit_itself_compile(name, word):
     around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
-    flags = [*kernels.CARRIABLE["avx512_amx"][1], "-O1", "-std=c++17", "-fopenmp", "-S"]
+    flags = [*kernels.VARIANTS["avx512_amx"][1], "-O1", "-std=c++17", "-fopenmp", "-S"]
     command = [*kernels.compiler(), *flags, str(kernels.HERE / f"{name}.cpp")]
 
     def make(to):

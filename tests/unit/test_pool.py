@@ -48,30 +48,30 @@ def read(pool, key):
 
 
 class Shelf:
-    """A reclaimer that gives up its oldest idle page first."""
+    """A prefix tree that gives up its oldest idle page first."""
 
     def __init__(self, pool):
         self.pool = pool
         self.pages = {}
 
     def keep(self, page, values):
-        self.pool.hold(page)
+        self.pool.cache_page(page)
         self.pages[page] = values
 
-    def reclaim(self, count):
-        idle = [page for page in self.pages if self.pool.refs[page] == 1]
+    def evict(self, count):
+        idle = [page for page in self.pages if self.pool.ref_counts[page] == 1]
         for page in idle[:count]:
             del self.pages[page]
-            self.pool.release(page)
+            self.pool.uncache_page(page)
 
     def forget(self, key):
         pass
 
-    def drop_states(self):
+    def evict_states(self):
         pass
 
     def check(self):
-        assert all(self.pool.held[page] for page in self.pages)
+        assert all(self.pool.cached[page] for page in self.pages)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -82,7 +82,7 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(page_size=st.integers(1, 5), num_pages=st.integers(4, 14))
     def start(self, page_size, num_pages):
         self.pool = Pool(SHAPES, num_pages, page_size, torch.float32)
-        self.shelf = self.pool.reclaimer = Shelf(self.pool)
+        self.shelf = self.pool.prefix_tree = Shelf(self.pool)
         self.account = {}
         self.counter = 0
 
@@ -112,12 +112,12 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(key=sequences, data=st.data())
     def truncate(self, key, data):
         length = data.draw(st.integers(0, len(self.account[key])))
-        refs, whole = list(self.pool.refs), -(-length // self.pool.page_size)
+        refs, whole = list(self.pool.ref_counts), -(-length // self.pool.page_size)
         kept, held = self.pool.block_tables[key][:whole], self.pool.block_tables[key][whole:]
         self.pool.truncate(key, length)
         del self.account[key][length:]
         assert self.pool.block_tables[key] == kept
-        assert all(self.pool.refs[page] == refs[page] - 1 for page in held)
+        assert all(self.pool.ref_counts[page] == refs[page] - 1 for page in held)
 
     @rule(key=sequences, count=st.integers(1, 7), data=st.data())
     def draft_and_keep(self, key, count, data):

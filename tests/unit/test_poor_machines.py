@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 OPTIONS = ["--max-tokens", "8", "--ignore-eos", "--json", "--speculative-config", '{"method": "ngram"}']
 ONE_CORE = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
 RUN = "import sys; from forerun.cli.main import run; sys.exit(run(sys.argv[1:]))"
-CARRYING = "import pathlib; from forerun import kernels; kernels.CARRIED = pathlib.Path({!r})\n"
+CARRYING = "import pathlib; from forerun import kernels; kernels.PREBUILT = pathlib.Path({!r})\n"
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def of_another_processor():
 
     whole = kernels.library()
     assert whole is not None
-    content = bytearray(Path(whole._name).read_bytes()[: -kernels.SEAL])
+    content = bytearray(Path(whole._name).read_bytes()[: -kernels.HASH_SIZE])
     content[18:20] = b"\xb7\x00"  # ARM64
     return bytes(content) + hashlib.sha256(content).digest()
 
@@ -71,8 +71,8 @@ def test_a_library_that_cannot_be_loaded_and_no_compiler(answered, tmp_path, no_
     content = of_another_processor() if kind == "other" else of_another_processor()[:-1]
     carried = tmp_path / "carried"
     carried.mkdir()
-    for name in kernels.CARRIABLE:
-        kernels.carried(name, carried).write_bytes(content)
+    for name in kernels.VARIANTS:
+        kernels.prebuilt(name, carried).write_bytes(content)
     hidden = "from forerun import kernels; kernels._zig = lambda: ()\n"
     got, said = answered(hidden + CARRYING.format(str(carried)))
     assert len(got) == 8

@@ -108,7 +108,7 @@ def test_a_model_asks_as_was_found(dtype, monkeypatch):
 
 @pytest.mark.parametrize("form", COMPILED[:1])
 def test_what_may_stay_in_a_cache_is_left_alone(form, monkeypatch):
-    monkeypatch.setattr(tiles, "remembered", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(tiles, "measured_once", lambda *_: pytest.fail("measured"))
     prefetch.settle([layer(form)], torch.bfloat16)
 
 

@@ -62,8 +62,8 @@ class PrefixMachine(RuleBasedStateMachine):
         while open_nodes:
             run, node = open_nodes.pop()
             for child in node.children.values():
-                result.add(run + child.run)
-                open_nodes.append((run + child.run, child))
+                result.add(run + child.tokens)
+                open_nodes.append((run + child.tokens, child))
         return result
 
     def page_of(self, run):
@@ -89,7 +89,7 @@ class PrefixMachine(RuleBasedStateMachine):
         shared = [(common(run, prompt[:limit]), run) for run in self.known]
         longest = max((count for count, _ in shared), default=0)
         expected = longest if partial else longest // size * size
-        reused = self.tree.start(key, prompt, limit, partial=partial)
+        reused = self.tree.match_prefix(key, prompt, limit, partial=partial)
         assert reused == expected
         if reused:
             pages = -(-reused // size) * size
@@ -109,7 +109,7 @@ class PrefixMachine(RuleBasedStateMachine):
         size, tokens = self.pool.page_size, self.tokens[key]
         whole = tuple(tokens[: len(tokens) // size * size])
         new = len(whole) // size > getattr(self, "ends", {}).get(key, 0)
-        self.tree.commit(key, tokens, len(tokens))
+        self.tree.insert(key, tokens, len(tokens))
         if new:
             self.__dict__.setdefault("ends", {})[key] = len(whole) // size
             self.use(whole)
@@ -156,7 +156,7 @@ class PrefixMachine(RuleBasedStateMachine):
         if hasattr(self, "pool"):
             for key in list(self.tokens):
                 self.pool.free(key)
-            assert self.pool.num_idle == len(self.known)
+            assert self.pool.num_evictable == len(self.known)
             self.tree.clear()
             assert self.pool.num_free == self.pool.num_pages
             self.pool.check()
@@ -178,13 +178,13 @@ def test_pages_computed_twice_are_kept_once():
         pool.advance(key, 4)
     assert pool.num_free == 4
     for key in (1, 2):
-        tree.commit(key, [7, 8, 9, 10], 4)
+        tree.insert(key, [7, 8, 9, 10], 4)
     assert pool.block_tables[1] == pool.block_tables[2]
     assert pool.num_free == 6
     pool.free(1)
-    assert pool.num_idle == 0
+    assert pool.num_evictable == 0
     pool.free(2)
-    assert pool.num_idle == 2
+    assert pool.num_evictable == 2
     pool.check()
 
 
@@ -195,12 +195,12 @@ def test_pages_of_which_a_part_is_reused_go_last(reused):
     for key, tokens in enumerate(([1, 2, 3, 4], [5, 6, 7, 8])):
         pool.reserve(key, 4)
         pool.advance(key, 4)
-        tree.commit(key, tokens, 4)
+        tree.insert(key, tokens, 4)
         pool.free(key)
-    assert tree.start(2, [1, 2, 3, 4, 9], reused) == reused
+    assert tree.match_prefix(2, [1, 2, 3, 4, 9], reused) == reused
     pool.free(2)
-    tree.reclaim(2)
-    assert tree.find([1, 2, 3, 4], 4) == 4
+    tree.evict(2)
+    assert tree.match_length([1, 2, 3, 4], 4) == 4
 
 
 def test_taking_entries_back_starts_from_the_root_again():
@@ -208,14 +208,14 @@ def test_taking_entries_back_starts_from_the_root_again():
     tree = PrefixTree(pool)
     pool.reserve(1, 4)
     pool.advance(1, 4)
-    tree.commit(1, [1, 2, 3, 4], 4)
+    tree.insert(1, [1, 2, 3, 4], 4)
     pool.truncate(1, 1)
-    tree.commit(1, [1, 2], 1)
+    tree.insert(1, [1, 2], 1)
     pool.reserve(1, 4)
     pool.advance(1, 4)
-    tree.commit(1, [1, 5, 6, 7], 4)
-    assert tree.start(2, [1, 2, 3, 4, 9], 4) == 4
-    assert tree.start(3, [1, 5, 6, 7, 9], 4) == 4
+    tree.insert(1, [1, 5, 6, 7], 4)
+    assert tree.match_prefix(2, [1, 2, 3, 4, 9], 4) == 4
+    assert tree.match_prefix(3, [1, 5, 6, 7, 9], 4) == 4
     assert set(pool.block_tables[2]).isdisjoint(pool.block_tables[3])
     pool.check()
 

@@ -264,7 +264,7 @@ def test_layers_with_state_are_split_by_heads_and_channels(hybrid_folder, name, 
 
 
 def numbers_of(shape):
-    return 0 if shape is None else shape.width + math.prod(shape.numbers or (0,))
+    return 0 if shape is None else shape.width + math.prod(shape.checkpoint or (0,))
 
 
 def test_parts_of_a_weight_make_the_whole():

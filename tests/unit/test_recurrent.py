@@ -160,7 +160,7 @@ def test_bits_do_not_depend_on_what_is_fed_together(name, dtype):
                 settled = layer.states.lengths[0]
                 again = Layer(name, dtype)
                 again.feed(rows[:settled], Span(0, 0, [1] * settled, settled=settled))
-                for one, other in zip(layer.states.numbers, again.states.numbers):
+                for one, other in zip(layer.states.checkpoints, again.states.checkpoints):
                     assert one is None or torch.equal(one[layer.states.slots[0]], other[again.states.slots[0]])
 
 
@@ -170,14 +170,14 @@ def test_a_state_is_stored_behind_an_entry_as_well(name):
     rows = Layer(name).inputs(12)
     for settled in (12, 5):
         layer = Layer(name)
-        slot = layer.states.keep()
+        slot = layer.states.allocate_kept()
         assert slot is not None
-        layer.states.mark(0, 5, slot)
+        layer.states.store_at(0, 5, slot)
         got = layer.feed(rows, Span(0, 0, [1] * 12, settled=settled), threads=2)
-        assert layer.states.made(0) == [(5, slot)]
+        assert layer.states.pop_stored(0) == [(5, slot)]
         layer.states.release(1)
-        layer.states.begin(1, slot, 5)
-        layer.states.take(1)
+        layer.states.start_from(1, slot, 5)
+        layer.states.allocate(1)
         assert torch.equal(layer.feed(rows[5:], Span(1, 5, [1] * 7)), got[5:])
 
 
@@ -201,7 +201,7 @@ BAD_LISTS = [
 def test_arguments_that_reach_elsewhere_are_refused():
     layer = Layer("delta")
     rows, out = layer.inputs(3), torch.empty(3, layer.sizes.inner)
-    records, numbers = layer.states.records[0], layer.states.numbers[0]
+    records, numbers = layer.states.records[0], layer.states.checkpoints[0]
     assert records is not None
     assert numbers is not None
 

@@ -107,22 +107,22 @@ def test_a_pick_is_the_argmax_of_scores_and_noise(way, size):
     warped = torch.randint(0, 50, (6, size), generator=generator) / 8
     warped[1, : size // 2] = -float("inf")
     rows = [Row(sequence(temperature=t, seed=i, length=3 + i)) for i, t in enumerate((1.0, 0.7, 0.0, 0.0, 1.0, 0.0))]
-    tops, ids, distribution = sampler.pick(warped, rows, distribution=True)
-    scores = sampler.shared(warped, rows)
+    tops, ids, distribution = sampler.sample(warped, rows, distribution=True)
+    scores = sampler.couple(warped, rows)
     for row, top, token in zip(scores, tops, ids):
         assert top == float(row.max())
         assert token == int(row.numpy().argmax())  # the first of equals
     assert distribution is not None
     assert torch.allclose(distribution.double(), warped.double().softmax(dim=1), rtol=1e-5, atol=1e-9)
     assert bool((distribution[1, : size // 2] == 0).all())
-    assert sampler.pick(warped, rows)[2] is None
+    assert sampler.sample(warped, rows)[2] is None
 
 
 def test_a_pick_shows_faulty_rows(way):
     warped = torch.zeros(3, 300)
     warped[0, 299] = float("nan")
     warped[1] = -float("inf")
-    tops, ids, _ = Sampler(300).pick(warped, [Row(sequence(temperature=t)) for t in (0.0, 1.0, 1.0)])
+    tops, ids, _ = Sampler(300).sample(warped, [Row(sequence(temperature=t)) for t in (0.0, 1.0, 1.0)])
     assert tops[0] != tops[0]
     assert tops[1] == -float("inf")
     assert ids[1] == 0
@@ -149,19 +149,19 @@ def test_shared_noise_depends_on_seed_and_position_alone():
     other = Row(sequence(seed=1, length=5))
     greedy = Row(sequence(temperature=0.0))
     rows = [grown, other, greedy, committed]
-    noise = sampler.shared(logits, rows) - logits
+    noise = sampler.couple(logits, rows) - logits
     assert torch.equal(noise[2], torch.zeros(300))
     assert torch.allclose(noise[0], noise[3], atol=1e-5)
     assert not torch.allclose(noise[0], noise[1], atol=0.1)
-    for row, line, together in zip(rows, logits, sampler.shared(logits, rows)):
-        assert torch.equal(Sampler(300).shared(line[None], [row])[0], together)
+    for row, line, together in zip(rows, logits, sampler.couple(logits, rows)):
+        assert torch.equal(Sampler(300).couple(line[None], [row])[0], together)
 
 
 def test_a_round_s_next_positions_are_ready(monkeypatch):
     """Where several rows of noise cost little more than one."""
     monkeypatch.setattr("forerun.sampling.noise.can_sample", lambda device: False)
     sampler = Sampler(300)
-    sampler.shared(torch.zeros(1, 300), [Row(sequence(length=3))])
+    sampler.couple(torch.zeros(1, 300), [Row(sequence(length=3))])
     assert all(target_key(0, position) in sampler.noise for position in range(3, 7))
 
 

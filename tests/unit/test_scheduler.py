@@ -203,7 +203,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         todo = sum(2 * len(one.tokens) + 2 * one.remaining for one in self.alive.values())
         self.rounds.finish(limit=20 + 4 * todo)
         assert not self.pool.block_tables
-        assert self.pool.num_free + self.pool.num_idle == self.pool.num_pages
+        assert self.pool.num_free + self.pool.num_evictable == self.pool.num_pages
         self.pool.check()
 
 
@@ -312,7 +312,7 @@ def test_a_prefix_that_ends_inside_a_page_never_blocks_a_request():
     rounds = Rounds(scheduler)
     scheduler.add(sequence(1, 13, output=3, tokens=list(range(100, 113))))
     rounds.finish(10)
-    assert pool.num_idle == 3
+    assert pool.num_evictable == 3
     scheduler.add(sequence(2, 13, output=3, tokens=[*range(100, 111), 7, 7]))
     rounds.finish(10)
     assert [one.id for one in rounds.done] == [1, 2]

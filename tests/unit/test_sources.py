@@ -107,17 +107,17 @@ def test_prefixes_by_source():
     for key, source in enumerate((None, ONE, TWO)):
         pool.reserve(key, 5)
         pool.advance(key, 4)
-        tree.commit(key, tokens, 4, source=source)
+        tree.insert(key, tokens, 4, source=source)
         pool.free(key)
     assert pool.num_free == 2
     result = {}
     for key, source in enumerate((None, ONE, TWO, THREE)):
-        assert tree.start(10 + key, tokens, 4, source=source) == (0 if source is THREE else 4)
+        assert tree.match_prefix(10 + key, tokens, 4, source=source) == (0 if source is THREE else 4)
         result[source] = tuple(pool.block_tables.get(10 + key, ()))
         pool.free(10 + key)
     assert len({*result.values()}) == 4
     pool.check()
-    tree.reclaim(4)
+    tree.evict(4)
     assert len(tree.roots) == 2
     tree.clear()
     assert [*tree.roots] == [None]

@@ -34,18 +34,18 @@ def test_sizes_that_agree_are_found():
 
 
 def test_groups_in_common_and_the_one_to_use():
-    assert tiles.common([[1, 2, 4], [8, 16]], [[1], [2, 4, 8, 16]]) == [[1], [2, 4], [8, 16]]
-    assert tiles.pick([[1], [2, 4, 8, 16]]) == (2, 4, 8, 16)
-    assert tiles.pick([[1, 2, 4], [8, 16]]) == (8, 16)
-    assert tiles.pick([[1], [2, 4]]) == (1,)
-    assert tiles.pick([[1, 2, 4, 8], [16, 32]]) == (1, 2, 4, 8)
-    assert tiles.pick([]) == ()
+    assert tiles.intersect([[1, 2, 4], [8, 16]], [[1], [2, 4, 8, 16]]) == [[1], [2, 4], [8, 16]]
+    assert tiles.best_group([[1], [2, 4, 8, 16]]) == (2, 4, 8, 16)
+    assert tiles.best_group([[1, 2, 4], [8, 16]]) == (8, 16)
+    assert tiles.best_group([[1], [2, 4]]) == (1,)
+    assert tiles.best_group([[1, 2, 4, 8], [16, 32]]) == (1, 2, 4, 8)
+    assert tiles.best_group([]) == ()
 
 
 def test_calls():
-    assert [tiles.fit(rows, (2, 4, 8)) for rows in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, 8]
-    assert list(tiles.cut(11, (2, 4, 8))) == [(0, 8, 8), (8, 11, 4)]
-    assert list(tiles.cut(16, (2, 4, 8))) == [(0, 8, 8), (8, 16, 8)]
+    assert [tiles.call_size(rows, (2, 4, 8)) for rows in (1, 2, 3, 8, 9)] == [2, 2, 4, 8, 8]
+    assert list(tiles.split_rows(11, (2, 4, 8))) == [(0, 8, 8), (8, 11, 4)]
+    assert list(tiles.split_rows(16, (2, 4, 8))) == [(0, 8, 8), (8, 16, 8)]
 
 
 @st.composite
@@ -88,7 +88,7 @@ def seen(batch):
 
 @given(batches(), st.integers(1, 12), st.integers(1, 4))
 def test_the_pieces_of_a_batch_are_its_rows(batch, rows, logits):
-    pieces = batch.pieces(rows, logits)
+    pieces = batch.split(rows, logits)
     assert [row for piece in pieces for row in seen(piece)] == seen(batch)
     for piece in pieces:
         assert 1 <= piece.num_rows <= rows

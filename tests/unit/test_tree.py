@@ -55,7 +55,7 @@ def test_every_draw_stays_a_trial_of_its_own(paths):
     assert sum(len(trials) for trials in draft.trials) == sum(len(path) for path in paths)
     if paths:
         assert [draft.tokens[trial.node] for trial in draft.trials[0]] == [path[0] for path in paths]
-        assert [trial.row for trial in draft.trials[0]] == list(range(len(paths)))
+        assert [trial.q_row for trial in draft.trials[0]] == list(range(len(paths)))
 
 
 def test_chains_and_hand_made_trees():
@@ -66,7 +66,7 @@ def test_chains_and_hand_made_trees():
     tree = Draft.tree([7, 8, 9, 7], [-1, -1, 0, 0])
     assert not tree.is_chain
     assert tree.trials == [[Trial(0), Trial(1)], [Trial(2), Trial(3)], [], [], []]
-    assert Trial(0).row == POINT_MASS
+    assert Trial(0).q_row == POINT_MASS
     assert (len(Draft()), Draft().is_chain, Draft().children(-1)) == (0, True, {})
     refused(ValueError, "two siblings carry the same token", Draft.tree, [7, 7], [-1, -1])
 

@@ -41,7 +41,7 @@ class AttentionPlan(Metadata):
     lists: tuple[array[int], ...]
     plan: array[int]
     address: int
-    begins: list[int]
+    table_starts: list[int]
     """Where each span's pages begin in the tables."""
     across: AttentionPlan | None = None
     """Of attention to the sequences' sources, if they have any."""

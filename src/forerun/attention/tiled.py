@@ -163,7 +163,7 @@ class TiledAttention(Backend[Parts]):
         if sinks is not None:  # as the queries lie
             sinks = sinks.to(q.device).view(kv_heads, 1, groups).expand(-1, len(rows), -1).flatten(1)[..., None]
         parts = []
-        for first, end, size in tiles.cut(folded.shape[1], sizes):
+        for first, end, size in tiles.split_rows(folded.shape[1], sizes):
             got = attend(
                 _pad(folded[:, first:end], size, 1), keys, values, _pad(mask[:, :, first:end], size, 2),
                 query.scale, query.softcap, None if sinks is None else _pad(sinks[:, first:end], size, 1),
@@ -248,4 +248,4 @@ def row_sizes(shape: KVShape, device: torch.device, threads: int) -> tuple[int, 
             return tiles.compare(SIZES, run)
 
     what = f"attention {shape.heads} {shape.key_dim} {shape.value_dim} {device} {BLOCK}"
-    return tiles.pick(tiles.remembered(what, find, tiles.groups_of))
+    return tiles.best_group(tiles.measured_once(what, find, tiles.as_groups))

@@ -92,20 +92,20 @@ class Pages:
     def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self.refs = [0] * num_pages
+        self.ref_counts = [0] * num_pages
         self.free_pages = list(range(num_pages - 1, -1, -1))
         self.block_tables: dict[int, list[int]] = {}
         self.lengths: dict[int, int] = {}
         self.version = 0
-        self.reclaimer: PrefixTree | None = None
+        self.prefix_tree: PrefixTree | None = None
         """Holds pages that nobody uses at the moment, and gives them back on request."""
         self.sources: Sources | None = None
         """What the encoder made of the sequences' sources, in an encoder-decoder."""
         self.states: States | None = None
         """What layers keep of the sequences beside keys and values."""
-        self.held = [False] * num_pages
-        self.num_idle = 0
-        """Pages that the reclaimer alone holds."""
+        self.cached = [False] * num_pages
+        self.num_evictable = 0
+        """Pages that the prefix_tree alone holds."""
 
     def length(self, key: int) -> int:
         """Entries that ``key`` has in the cache."""
@@ -123,17 +123,17 @@ class Pages:
         return len(self.free_pages)
 
     def can_reserve(self, key: int, length: int) -> bool:
-        if self.states is not None and not self.states.has_room(key):
+        if self.states is not None and not self.states.can_allocate(key):
             return False
         short = self._missing(key, length) - len(self.free_pages)
-        return short <= self.num_idle
+        return short <= self.num_evictable
 
     def _missing(self, key: int, length: int) -> int:
         """How many fresh pages ``length`` entries take: new ones, and copies of shared ones that would be written."""
         table = self.block_tables.get(key, ())
         requested, missing = self.pages_for(length), 0
         for index in range(self.lengths.get(key, 0) // self.page_size, requested):
-            if index >= len(table) or self.refs[table[index]] > 1:
+            if index >= len(table) or self.ref_counts[table[index]] > 1:
                 missing += 1
         return missing
 
@@ -152,16 +152,16 @@ class Pages:
         if not missing and key in self.block_tables and not new:
             return True
         short = missing - len(self.free_pages)
-        if short > self.num_idle or (self.states is not None and not self.states.has_room(key)):
+        if short > self.num_evictable or (self.states is not None and not self.states.can_allocate(key)):
             return False
         if self.states is not None and new:
-            self.states.take(key)
-        if short > 0 and self.reclaimer is not None:
-            self.reclaimer.reclaim(short)
+            self.states.allocate(key)
+        if short > 0 and self.prefix_tree is not None:
+            self.prefix_tree.evict(short)
         table = self.block_tables.setdefault(key, [])
         current = self.lengths.setdefault(key, 0)
         for index in range(current // self.page_size, min(len(table), self.pages_for(length))):
-            if self.refs[table[index]] > 1:
+            if self.ref_counts[table[index]] > 1:
                 fresh = self._take()
                 self._copy_page(table[index], fresh, min(self.page_size, current - index * self.page_size))
                 self._drop(table[index])
@@ -213,8 +213,8 @@ class Pages:
             self._drop(page)
         self.lengths.pop(key, None)
         self.version += 1
-        if self.reclaimer is not None:
-            self.reclaimer.forget(key)
+        if self.prefix_tree is not None:
+            self.prefix_tree.forget(key)
         if self.sources is not None:
             self.sources.release(key)
         if self.states is not None:
@@ -228,59 +228,61 @@ class Pages:
         table[index] = page
         self.version += 1
 
-    def hold(self, page: int) -> None:
-        """Add the reclaimer's reference to a page in use."""
-        self.refs[page] += 1
-        self.held[page] = True
+    def cache_page(self, page: int) -> None:
+        """Add the prefix_tree's reference to a page in use."""
+        self.ref_counts[page] += 1
+        self.cached[page] = True
 
-    def release(self, page: int) -> None:
-        """Take the reclaimer's reference away."""
-        self.held[page] = False
-        self.num_idle -= self.refs[page] == 1
+    def uncache_page(self, page: int) -> None:
+        """Take the prefix_tree's reference away."""
+        self.cached[page] = False
+        self.num_evictable -= self.ref_counts[page] == 1
         self._drop(page)
 
     def _take(self) -> int:
         page = self.free_pages.pop()
-        self.refs[page] = 1
+        self.ref_counts[page] = 1
         return page
 
     def _share(self, page: int) -> None:
-        self.num_idle -= self.held[page] and self.refs[page] == 1
-        self.refs[page] += 1
+        self.num_evictable -= self.cached[page] and self.ref_counts[page] == 1
+        self.ref_counts[page] += 1
 
     def _drop(self, page: int) -> None:
-        self.refs[page] -= 1
-        if self.refs[page] == 0:
+        self.ref_counts[page] -= 1
+        if self.ref_counts[page] == 0:
             self.free_pages.append(page)
-        elif self.held[page] and self.refs[page] == 1:
-            self.num_idle += 1
+        elif self.cached[page] and self.ref_counts[page] == 1:
+            self.num_evictable += 1
 
     def _copy_page(self, source: int, target: int, count: int) -> None:
         """Copy a page's first ``count`` entries; the tensor-less bookkeeping has none."""
 
     def check(self) -> None:
-        """Raise AssertionError unless every reference to a page is accounted for, the reclaimer's included."""
-        counts = [int(held) for held in self.held]
+        """Raise AssertionError unless every reference to a page is accounted for, the prefix_tree's included."""
+        counts = [int(held) for held in self.cached]
         for key, table in self.block_tables.items():
             for page in table:
                 counts[page] += 1
             if self.lengths[key] > len(table) * self.page_size:
                 raise AssertionError(f"sequence {key}: {self.lengths[key]} entries on {len(table)} pages")
-        if counts != self.refs:
-            wrong = [page for page in range(self.num_pages) if counts[page] != self.refs[page]]
+        if counts != self.ref_counts:
+            wrong = [page for page in range(self.num_pages) if counts[page] != self.ref_counts[page]]
             raise AssertionError(f"reference counts are off for pages {wrong[:8]}")
         free = set(self.free_pages)
-        if len(free) != len(self.free_pages) or free != {p for p in range(self.num_pages) if self.refs[p] == 0}:
+        if len(free) != len(self.free_pages) or free != {p for p in range(self.num_pages) if self.ref_counts[p] == 0}:
             raise AssertionError("the free list and the reference counts disagree")
         if self.sources is not None:
             self.sources.check()
         if self.states is not None:
             self.states.check(list(self.block_tables))
-        if self.reclaimer is not None:
-            self.reclaimer.check()
-        idle = sum(1 for held, refs in zip(self.held, self.refs) if held and refs == 1)
-        if idle != self.num_idle:
-            raise AssertionError(f"{idle} pages are held by the reclaimer alone, but {self.num_idle} were counted")
+        if self.prefix_tree is not None:
+            self.prefix_tree.check()
+        idle = sum(1 for held, refs in zip(self.cached, self.ref_counts) if held and refs == 1)
+        if idle != self.num_evictable:
+            raise AssertionError(
+                f"{idle} pages are held by the prefix_tree alone, but {self.num_evictable} were counted"
+            )
 
 
 class Pool(Pages):
@@ -339,9 +341,9 @@ class Pool(Pages):
     def scrub(self) -> None:
         """Zero every page that no sequence uses, after a model returned NaN: an additive mask does not stop those of
         a page's last owner."""
-        if self.reclaimer is not None:
-            self.reclaimer.reclaim(self.num_idle)
-            self.reclaimer.drop_states()
+        if self.prefix_tree is not None:
+            self.prefix_tree.evict(self.num_evictable)
+            self.prefix_tree.evict_states()
         if self.sources is not None:
             self.sources.clear()
         self._zero(list(self.free_pages))
@@ -385,9 +387,9 @@ class Pool(Pages):
             raise ValueError("a pool in use cannot be resized")
         for made in ("pairs", "keys", "values"):
             self.__dict__.pop(made, None)
-        beside = self.reclaimer, self.sources, self.states
+        beside = self.prefix_tree, self.sources, self.states
         super().__init__(num_pages, self.page_size)
-        self.reclaimer, self.sources, self.states = beside
+        self.prefix_tree, self.sources, self.states = beside
 
     def slot_mapping(self, key: int, entries: Sequence[int]) -> SlotMapping:
         """(page, offset) int64 tensors of the given entries of ``key``."""

@@ -25,11 +25,11 @@ class _Node:
     """A page: the tokens it covers, behind those of its ancestors. It is full, unless a sequence with a state ended in
     it; then nothing is behind it."""
 
-    __slots__ = ("children", "depth", "page", "parent", "run", "states")
+    __slots__ = ("children", "depth", "page", "parent", "states", "tokens")
 
     def __init__(self, parent: _Node | None, run: tuple[int, ...], page: int) -> None:
         self.parent = parent
-        self.run = run
+        self.tokens = run
         self.page = page
         self.depth: int = parent.depth + 1 if parent is not None else 0
         self.children: dict[tuple[int, ...], _Node] = {}
@@ -59,16 +59,16 @@ class PrefixTree:
         self.roots: dict[tuple[int, ...] | None, _Node] = {None: self.root}
         """By source."""
         # From the least to the most recently used, descendants before their ancestors.
-        self.order: OrderedDict[_Node, None] = OrderedDict()
-        self.ends: dict[int, _Node] = {}
+        self.lru: OrderedDict[_Node, None] = OrderedDict()
+        self.last_nodes: dict[int, _Node] = {}
         self.states: OrderedDict[int, tuple[_Node, int]] = OrderedDict()
         """Where the state in a slot belongs: a page, and how many of its tokens. Least recently used first."""
         self.matched: dict[int, int] = {}
         """How many tokens of a sequence were in known pages when it came, where no state was kept so far."""
         self.listener: Listener | None = None
-        pool.reclaimer = self
+        pool.prefix_tree = self
 
-    def start(
+    def match_prefix(
         self,
         key: int,
         tokens: Sequence[int],
@@ -93,10 +93,10 @@ class PrefixTree:
         self._adopt(key, node, last, length + longest)
         return length + longest
 
-    def find(self, tokens: Sequence[int], limit: int, source: tuple[int, ...] | None = None) -> int:
+    def match_length(self, tokens: Sequence[int], limit: int, source: tuple[int, ...] | None = None) -> int:
         """At how many of ``tokens[:limit]`` under ``source`` a sequence could start in whole known pages."""
         node = self._known(tokens, limit, source)
-        while node is not None and self.pages.states is not None and len(node.run) not in node.states:
+        while node is not None and self.pages.states is not None and len(node.tokens) not in node.states:
             node = node.parent
         return 0 if node is None else node.depth * self.pages.page_size
 
@@ -113,7 +113,7 @@ class PrefixTree:
     def _adopt(self, key: int, node: _Node, inside: _Node | None, length: int) -> None:
         """Put ``key`` on the pages up to ``node`` and on a part of the next one."""
         if node.parent is not None:
-            self.ends[key] = node
+            self.last_nodes[key] = node
             self._touch(node)
         if inside is not None:
             self._touch(inside)
@@ -146,7 +146,7 @@ class PrefixTree:
         assert parent is not None
         whole = offset == size
         self._adopt(key, node if whole else parent, None if whole else node, length)
-        states.begin(key, slot, length)
+        states.start_from(key, slot, length)
         return length
 
     @staticmethod
@@ -156,7 +156,7 @@ class PrefixTree:
         longest, child = max(shared, key=lambda found: found[0], default=(0, None))
         return child, longest
 
-    def commit(self, key: int, tokens: Sequence[int], limit: int, *, source: tuple[int, ...] | None = None) -> None:
+    def insert(self, key: int, tokens: Sequence[int], limit: int, *, source: tuple[int, ...] | None = None) -> None:
         """Enter the full pages of what ``key`` has cached of ``tokens[:limit]``, its committed ones, and the states
         that were kept of it on the way."""
         size = self.pages.page_size
@@ -168,7 +168,7 @@ class PrefixTree:
             )
         if self.pages.states is None:
             return
-        for position, slot in self.pages.states.made(key):
+        for position, slot in self.pages.states.pop_stored(key):
             page = node
             while page is not None and page.depth * size > position:
                 page = page.parent
@@ -188,7 +188,7 @@ class PrefixTree:
             elif child.page != table[index]:
                 self.pages.replace(key, index, child.page)
             node = child
-        self.ends[key] = node
+        self.last_nodes[key] = node
         self._touch(node)
         if fresh and self.listener is not None:
             self.listener.stored(fresh)
@@ -196,10 +196,10 @@ class PrefixTree:
 
     def _add(self, parent: _Node, run: tuple[int, ...], page: int) -> _Node:
         child = _Node(parent, run, page)
-        self.pages.hold(page)
-        self.order[child] = None
+        self.pages.cache_page(page)
+        self.lru[child] = None
         for other in list(parent.children.values()) if self.pages.states is not None else ():
-            if other.run == run[: len(other.run)]:  # a sequence ended in this page
+            if other.tokens == run[: len(other.tokens)]:  # a sequence ended in this page
                 for offset, slot in other.states.items():
                     child.states[offset] = slot
                     self.states[slot] = child, offset
@@ -213,32 +213,32 @@ class PrefixTree:
         assert parent is not None
         for slot in list(node.states.values()):
             self._lose(slot)
-        del self.order[node]
-        del parent.children[node.run]
+        del self.lru[node]
+        del parent.children[node.tokens]
         if parent.parent is None and parent is not self.root and not parent.children:
-            del self.roots[parent.run]
-        self.pages.release(node.page)
+            del self.roots[parent.tokens]
+        self.pages.uncache_page(node.page)
 
-    def mark(self, key: int, end: int, total: int) -> None:
+    def keep_states(self, key: int, end: int, total: int) -> None:
         """Have the states kept that a forward up to entry ``end`` of a prompt of ``total`` tokens passes: those that
         another sequence is likely to start from. One prompt gets a quarter of the room at most."""
-        if self.pages.states is None or not self.pages.states.most_kept:
+        if self.pages.states is None or not self.pages.states.max_kept:
             return
         begin = self.pages.length(key)
         for position in self._worth(key, total):
             if begin < position <= end:
                 slot = self._room()
                 if slot is not None:
-                    self.pages.states.mark(key, position, slot)
+                    self.pages.states.store_at(key, position, slot)
 
     def _worth(self, key: int, total: int) -> list[int]:
         """Behind which of a prompt's ``total`` tokens a state is kept, ascending."""
         size, states = self.pages.page_size, self.pages.states
         assert states is not None
         interval = max(size, states.interval // size * size)
-        interval *= max(1, -(-4 * total // (interval * states.most_kept)))
+        interval *= max(1, -(-4 * total // (interval * states.max_kept)))
         last = (total - 1) // size * size
-        before = [last - (size << step) for step in range(states.most_kept // 8) if size << step < interval]
+        before = [last - (size << step) for step in range(states.max_kept // 8) if size << step < interval]
         positions = {self.matched.get(key, 0), last, *before, *range(interval, total, interval)}
         return sorted(position for position in positions if position > 0)
 
@@ -249,14 +249,16 @@ class PrefixTree:
         if states is None:
             position = (known // size + 1) * size
             return position if computed < position else 0
-        worth = self._worth(key, total) if states.most_kept else []
+        worth = self._worth(key, total) if states.max_kept else []
         return next((position for position in worth if position > max(known, computed)), 0)
 
-    def end(self, key: int, tokens: Sequence[int], limit: int, *, source: tuple[int, ...] | None = None) -> None:
+    def insert_finished(
+        self, key: int, tokens: Sequence[int], limit: int, *, source: tuple[int, ...] | None = None
+    ) -> None:
         """``commit`` for a sequence that goes: its state is kept."""
-        self.commit(key, tokens, limit, source=source)
-        states, size, node = self.pages.states, self.pages.page_size, self.ends.get(key)
-        if states is None or node is None or not states.most_kept:
+        self.insert(key, tokens, limit, source=source)
+        states, size, node = self.pages.states, self.pages.page_size, self.last_nodes.get(key)
+        if states is None or node is None or not states.max_kept:
             return
         position = states.lengths.get(key, 0)
         if not size <= position <= min(limit, self.pages.length(key)):
@@ -267,14 +269,14 @@ class PrefixTree:
             node = node.parent
         if node.depth == index:  # the page is not full
             run = tuple(tokens[index * size : position])
-            child = next((child for child in node.children.values() if child.run[:offset] == run), None)
+            child = next((child for child in node.children.values() if child.tokens[:offset] == run), None)
             node = child or self._add(node, run, self.pages.block_tables[key][index])
         self._touch(node)
         if offset in node.states:
             self.states.move_to_end(node.states[offset])
             return
         self._make_room()
-        slot = states.leave(key)
+        slot = states.keep_own(key)
         if slot is not None:
             self._attach(node, offset, slot)
 
@@ -282,7 +284,7 @@ class PrefixTree:
         """The state in ``slot`` is that behind ``offset`` of the page's tokens."""
         assert self.pages.states is not None
         if node is None or node.parent is None or offset in node.states:
-            self.pages.states.drop(slot)
+            self.pages.states.free_kept(slot)
         else:
             node.states[offset] = slot
             self.states[slot] = node, offset
@@ -291,28 +293,28 @@ class PrefixTree:
         """A slot for a state; None: all are about to be filled."""
         assert self.pages.states is not None
         self._make_room()
-        return self.pages.states.keep()
+        return self.pages.states.allocate_kept()
 
     def _make_room(self) -> None:
         """If there is none, the least recently used state goes."""
         states = self.pages.states
-        if states is not None and len(states.kept) >= states.most_kept and self.states:
+        if states is not None and len(states.kept) >= states.max_kept and self.states:
             self._lose(next(iter(self.states)))
 
     def _lose(self, slot: int) -> None:
         assert self.pages.states is not None
         node, offset = self.states.pop(slot)
         del node.states[offset]
-        self.pages.states.drop(slot)
+        self.pages.states.free_kept(slot)
 
-    def drop_states(self) -> None:
+    def evict_states(self) -> None:
         """Lose every kept state."""
         for slot in list(self.states):
             self._lose(slot)
 
     def _end(self, key: int, length: int) -> _Node | None:
         """Where ``key`` got to in the tree; None: to its root, or it has taken entries back since."""
-        node = self.ends.get(key)
+        node = self.last_nodes.get(key)
         if node is None:
             return None
         table = self.pages.block_tables.get(key, [])
@@ -322,12 +324,12 @@ class PrefixTree:
 
     def _touch(self, node: _Node) -> None:
         while node.parent is not None:
-            self.order.move_to_end(node)
+            self.lru.move_to_end(node)
             node = node.parent
 
-    def reclaim(self, count: int) -> None:
+    def evict(self, count: int) -> None:
         """Drop the ``count`` least recently used pages that no sequence holds, or as many as there are."""
-        unused = (node for node in self.order if self.pages.refs[node.page] == 1)
+        unused = (node for node in self.lru if self.pages.ref_counts[node.page] == 1)
         gone = [node for node, _ in zip(unused, range(count))]
         for node in gone:
             self._remove(node)
@@ -336,7 +338,7 @@ class PrefixTree:
 
     def forget(self, key: int) -> None:
         """A sequence gave up its pages."""
-        self.ends.pop(key, None)
+        self.last_nodes.pop(key, None)
         self.matched.pop(key, None)
 
     def check(self) -> None:
@@ -344,13 +346,13 @@ class PrefixTree:
         if any(node.states.get(offset) != slot for slot, (node, offset) in self.states.items()):
             raise AssertionError("a page does not know of its state")
         states = self.pages.states
-        marked = {slot for marks in (states.marks if states is not None else {}).values() for slot in marks.values()}
+        marked = {slot for marks in (states.to_store if states is not None else {}).values() for slot in marks.values()}
         if states is not None and states.kept != marked | {*self.states}:
             raise AssertionError("a kept state belongs to nobody")
 
     def clear(self) -> None:
         """Drop every page that no sequence holds."""
-        self.reclaim(len(self.order))
+        self.evict(len(self.lru))
 
 
 def _common(run: Sequence[int], rest: Sequence[int]) -> int:
@@ -360,5 +362,5 @@ def _common(run: Sequence[int], rest: Sequence[int]) -> int:
 
 def _covered(node: _Node, rest: Sequence[int]) -> list[int]:
     """Those of a page's states that ``rest`` begins with."""
-    shared = _common(node.run, rest) if node.states else 0
+    shared = _common(node.tokens, rest) if node.states else 0
     return [offset for offset in node.states if offset <= shared]

@@ -32,7 +32,7 @@ class StateShape:
 
     width: int
     columns: int
-    numbers: tuple[int, ...] = ()
+    checkpoint: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -94,49 +94,49 @@ class States:
         self._hold(count, kept)
 
     def _hold(self, count: int, kept: int) -> None:
-        self.count, self.most_kept = count, kept
+        self.count, self.max_kept = count, kept
         self.slots: dict[int, int] = {}
         self.lengths: dict[int, int] = {}
         """Entries that a sequence's checkpoint covers."""
         self.free_slots = list(range(count + kept - 1, -1, -1))
         self.kept: set[int] = set()
         """Slots of states that stay."""
-        self.marks: dict[int, dict[int, int]] = {}
+        self.to_store: dict[int, dict[int, int]] = {}
         """Per sequence: behind which of its entries the state will be stored, and in which slot."""
         self.origins: dict[int, tuple[int, int]] = {}
         """Per sequence that has none yet: the kept state that it begins with, and how many entries that covers."""
-        for made in ("records", "numbers"):
+        for made in ("records", "checkpoints"):
             self.__dict__.pop(made, None)
 
     @cached_property
     def records(self) -> list[torch.Tensor | None]:
         """Per layer, [slots, ring, width]; entry e is at e modulo the ring."""
-        every = self.count + self.most_kept
+        every = self.count + self.max_kept
         return [
             None if shape is None else zeros((every, self.ring, shape.width), self.dtype, self.device)
             for shape in self.layers
         ]
 
     @cached_property
-    def numbers(self) -> list[torch.Tensor | None]:
+    def checkpoints(self) -> list[torch.Tensor | None]:
         """Per layer, the checkpoints [slots, ...]."""
         return [
             None
-            if shape is None or not shape.numbers
-            else zeros((self.count + self.most_kept, *shape.numbers), torch.float32, self.device)
+            if shape is None or not shape.checkpoint
+            else zeros((self.count + self.max_kept, *shape.checkpoint), torch.float32, self.device)
             for shape in self.layers
         ]
 
     @property
-    def bytes_each(self) -> int:
+    def bytes_per_sequence(self) -> int:
         """Of a sequence."""
         every = [shape for shape in self.layers if shape is not None]
         records = self.ring * sum(shape.width for shape in every) * self.dtype.itemsize
-        return records + 4 * sum(prod(shape.numbers) for shape in every if shape.numbers)
+        return records + 4 * sum(prod(shape.checkpoint) for shape in every if shape.checkpoint)
 
     @property
     def nbytes(self) -> int:
-        return (self.count + self.most_kept) * self.bytes_each
+        return (self.count + self.max_kept) * self.bytes_per_sequence
 
     def resize(self, count: int, kept: int = 0) -> None:
         """Hold ``count`` sequences and ``kept`` states instead. Only while nobody is here."""
@@ -144,15 +144,15 @@ class States:
             raise ValueError("states in use cannot be resized")
         self._hold(count, kept)
 
-    def has_room(self, key: int) -> bool:
+    def can_allocate(self, key: int) -> bool:
         return key in self.slots or len(self.slots) < self.count
 
-    def take(self, key: int) -> None:
+    def allocate(self, key: int) -> None:
         """Give ``key`` a state: that of no tokens at all, or the one that it begins with."""
         self.slots[key] = self.free_slots.pop()
         self._clear(key, *self.origins.pop(key, (None, 0)))
 
-    def begin(self, key: int, slot: int, length: int) -> None:
+    def start_from(self, key: int, slot: int, length: int) -> None:
         """``key``, which comes now, will begin with the state of ``length`` entries that is kept in ``slot``."""
         self.origins[key] = slot, length
 
@@ -172,7 +172,7 @@ class States:
         ways[change](*places)
 
     def _fill(self, slot: int, origin: int | None, length: int) -> None:
-        for records, numbers in zip(self.records, self.numbers):
+        for records, numbers in zip(self.records, self.checkpoints):
             if records is not None:
                 records[slot] = 0
             if numbers is not None:
@@ -187,35 +187,35 @@ class States:
             self.free_slots.append(slot)
             del self.lengths[key]
         self.origins.pop(key, None)
-        for marked in self.marks.pop(key, {}).values():
-            self.drop(marked)
+        for marked in self.to_store.pop(key, {}).values():
+            self.free_kept(marked)
 
-    def keep(self) -> int | None:
+    def allocate_kept(self) -> int | None:
         """A slot for a state that stays; None: there is no room for one more."""
-        if len(self.kept) >= self.most_kept:
+        if len(self.kept) >= self.max_kept:
             return None
         slot = self.free_slots.pop()
         self.kept.add(slot)
         return slot
 
-    def drop(self, slot: int) -> None:
+    def free_kept(self, slot: int) -> None:
         """Give up a kept state."""
         self.kept.remove(slot)
         self.free_slots.append(slot)
 
-    def mark(self, key: int, length: int, slot: int) -> None:
+    def store_at(self, key: int, length: int, slot: int) -> None:
         """Have the state behind the first ``length`` entries of ``key`` stored in ``slot`` as well, by the forward that
         settles it."""
-        self.marks.setdefault(key, {})[length] = slot
+        self.to_store.setdefault(key, {})[length] = slot
 
-    def made(self, key: int) -> list[tuple[int, int]]:
+    def pop_stored(self, key: int) -> list[tuple[int, int]]:
         """(length, slot) of the marks that were stored, once."""
-        marks, covered = self.marks.get(key, {}), self.lengths.get(key, 0)
+        marks, covered = self.to_store.get(key, {}), self.lengths.get(key, 0)
         return [(length, marks.pop(length)) for length in sorted(marks) if length <= covered]
 
-    def leave(self, key: int) -> int | None:
+    def keep_own(self, key: int) -> int | None:
         """``key`` goes, and its checkpoint stays where it is, if there is room; returns the slot."""
-        if len(self.kept) >= self.most_kept:
+        if len(self.kept) >= self.max_kept:
             return None
         slot = self.slots.pop(key)
         del self.lengths[key]
@@ -238,12 +238,12 @@ class States:
 
     def fork(self, source: int, key: int) -> None:
         """``key`` has the state and the records of ``source``."""
-        self.take(key)
+        self.allocate(key)
         self.lengths[key] = self.lengths[source]
         self._do("copy", self.slots[source], self.slots[key])
 
     def _copy(self, source: int, target: int) -> None:
-        for tensor in (*self.records, *self.numbers):
+        for tensor in (*self.records, *self.checkpoints):
             if tensor is not None:
                 tensor[target] = tensor[source]
 
@@ -262,7 +262,7 @@ class States:
         slot = self.slots.get(key)
         if slot is None:
             return False
-        held = [[side[layer] for side in (self.records, self.numbers)] for layer in range(len(self.layers))]
+        held = [[side[layer] for side in (self.records, self.checkpoints)] for layer in range(len(self.layers))]
         last = next(pair for pair in reversed(held) if pair[0] is not None)
         return any(bool(tensor[slot].isnan().any()) for tensor in last if tensor is not None)
 
@@ -291,7 +291,7 @@ class States:
             stored = range(max(first, span.end - self.ring), span.end)
             written += [slot * self.ring + entry % self.ring for entry in stored]
             kept += [indices[entry] for entry in stored]
-            for length, target in self.marks.get(span.key, {}).items():
+            for length, target in self.to_store.get(span.key, {}).items():
                 if base < length <= run.length:
                     run.copies.append((run.first + length - base - 1, target))
                     last = range(length - self.columns, length)
@@ -322,7 +322,7 @@ class States:
         rows = [NONE] * (first - base) + [*range(offset, offset + span.count)]
         return Run(span.key, self.slots[span.key], before, rows, node + length - base - 1, length, node)
 
-    def settle(self, replay: Replay) -> None:
+    def commit(self, replay: Replay) -> None:
         """A forward has stored its checkpoints."""
         for run in replay.runs:
             self.lengths[run.key] = run.length
@@ -332,7 +332,7 @@ class States:
         if sorted(self.slots) != sorted(keys):
             raise AssertionError("sequences with pages and those with states differ")
         every = sorted([*self.slots.values(), *self.kept, *self.free_slots])
-        if every != [*range(self.count + self.most_kept)] or len(self.kept) > self.most_kept:
+        if every != [*range(self.count + self.max_kept)] or len(self.kept) > self.max_kept:
             raise AssertionError("the slots of states are counted wrongly")
 
 

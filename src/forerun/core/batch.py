@@ -53,7 +53,7 @@ class Span:
             return list(range(self.stored + len(self.tokens)))
         return depths(self.parents)
 
-    def piece(self, begin: int, end: int) -> Span:
+    def slice(self, begin: int, end: int) -> Span:
         """Rows [begin, end), the ones before them having been fed."""
         if begin == 0 and end == len(self.tokens):
             return self
@@ -93,13 +93,13 @@ class Batch:
             self.offsets.append(self.num_rows)
             self.num_rows += len(span.tokens)
 
-    def pieces(self, rows: int, logits: int) -> list[Batch]:
+    def split(self, rows: int, logits: int) -> list[Batch]:
         """The same rows in batches of at most ``rows`` rows and ``logits`` wanted logits, to be fed in this order."""
         if self.num_rows <= rows and self.num_logits <= logits:
             return [self]
         return [self._piece(begin, end) for begin, end in pairwise([0, *self._cuts(rows, logits), self.num_rows])]
 
-    def within(self, vocab_size: int) -> Batch:
+    def clamp_tokens(self, vocab_size: int) -> Batch:
         """As a draft of ``vocab_size`` tokens reads it. A token that it lacks is its last one: one model's padding may
         be longer than another's."""
         last = vocab_size - 1
@@ -126,7 +126,7 @@ class Batch:
 
     def _piece(self, begin: int, end: int) -> Batch:
         spans = [
-            span.piece(max(begin - offset, 0), min(end - offset, span.count))
+            span.slice(max(begin - offset, 0), min(end - offset, span.count))
             for span, offset in zip(self.spans, self.offsets)
             if offset < end and begin < offset + span.count
         ]
@@ -186,7 +186,7 @@ class Scores:
         """Row that predicts what follows ``node`` (-1: the root) of the index-th sequence."""
         return self.first[index] + 1 + node
 
-    def of(self, indices: Sequence[int]) -> Scores:
+    def select(self, indices: Sequence[int]) -> Scores:
         """Those of some of its sequences; itself where these are all."""
         if len(indices) == len(self.sequences):
             return self

@@ -71,15 +71,15 @@ def check_within(options: Any, limits: Mapping[str, Within], label: str = "") ->
             raise ConfigError(f"{label}{name} must be {limit}, not {shown(value)}")
 
 
-def as_python(value: Any) -> Any:
+def to_python(value: Any) -> Any:
     """Numbers and arrays of NumPy's or torch's as Python's numbers and lists; anything else as it is."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, memoryview) else value
 
 
-def hold_python(options: Any) -> None:
+def convert_fields(options: Any) -> None:
     """Let a frozen dataclass hold Python's numbers and lists where it was given NumPy's or torch's."""
     for name, value in list(vars(options).items()):
-        object.__setattr__(options, name, as_python(value))
+        object.__setattr__(options, name, to_python(value))
 
 
 def check_seed(seed: Any) -> None:

@@ -86,17 +86,17 @@ class RequestState:
         return self.max_tokens - len(self.tokens)
 
     @property
-    def parts(self) -> list[RequestState]:
+    def sequences(self) -> list[RequestState]:
         """What decodes for it: itself, or its beams once there are any."""
         return [self] if self.group is None else self.group.members or [self]
 
     @property
-    def spread(self) -> int:
+    def num_sequences(self) -> int:
         """How many times its own draft's nodes it may get: a beam, those of all beams of its group."""
-        return len(self.parts)
+        return len(self.sequences)
 
     @property
-    def seats(self) -> int:
+    def max_sequences(self) -> int:
         """How many sequences it takes the room of."""
         return 1 if self.group is None else self.group.width
 

@@ -43,13 +43,13 @@ def compare(sizes: Sequence[int], run: Callable[[int], torch.Tensor]) -> Groups:
     return [group for _, group in result]
 
 
-def common(groups: Groups, others: Groups) -> Groups:
+def intersect(groups: Groups, others: Groups) -> Groups:
     """The groups of sizes that agree in both."""
     both = ([size for size in group if size in other] for group in groups for other in others)
     return [group for group in both if group]
 
 
-def pick(groups: Groups) -> tuple[int, ...]:
+def best_group(groups: Groups) -> tuple[int, ...]:
     """The group to use: one with a size of ``ENOUGH`` rows if there is, and then the one that begins smallest."""
     if not groups:
         return ()
@@ -61,16 +61,16 @@ def pick(groups: Groups) -> tuple[int, ...]:
     return tuple(best)
 
 
-def fit(rows: int, sizes: Sequence[int]) -> int:
+def call_size(rows: int, sizes: Sequence[int]) -> int:
     """The size of the call that takes ``rows`` rows, or the largest."""
     return next((size for size in sizes if size >= rows), sizes[-1])
 
 
-def cut(rows: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def split_rows(rows: int, sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Calls that take ``rows`` rows: first row, end, size."""
     for first in range(0, rows, sizes[-1]):
         end = min(rows, first + sizes[-1])
-        yield first, end, fit(end - first, sizes)
+        yield first, end, call_size(end - first, sizes)
 
 
 SWITCHES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "MKL_CBWR",
@@ -78,17 +78,17 @@ SWITCHES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MK
 """What makes libraries choose other kernels than the processor's best."""
 
 
-def circumstances() -> list[str]:
+def environment() -> list[str]:
     """What the order of sums depends on, beside the shapes: processor, libraries, threads."""
     settings = [f"{name}={os.environ.get(name, '')}" for name in SWITCHES]
     threads = f"{torch.get_num_threads()} threads"
     return [kernels.processor(), torch.__version__, torch.__config__.show(), threads, *settings]
 
 
-def remembered(what: str, find: Callable[[], T], good: Callable[[object], T | None]) -> T:
+def measured_once(what: str, find: Callable[[], T], good: Callable[[object], T | None]) -> T:
     """``find()``, or what it found here before: kept in the cache folder, by ``what`` and the circumstances, and taken
     as ``good`` has it, which is None for what ``find`` cannot have returned."""
-    record = Record("tiles", what, *circumstances())
+    record = Record("tiles", what, *environment())
     result = good(record.read())
     if result is None:
         result = find()
@@ -96,7 +96,7 @@ def remembered(what: str, find: Callable[[], T], good: Callable[[object], T | No
     return result
 
 
-def groups_of(value: object) -> Groups | None:
+def as_groups(value: object) -> Groups | None:
     """``value`` if it is what ``find`` returns."""
     if not isinstance(value, list) or not all(isinstance(group, list) and group for group in value):
         return None

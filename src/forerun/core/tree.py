@@ -16,7 +16,7 @@ class Trial(NamedTuple):
     """One draw under a parent: the node that holds its token, and the row of ``Draft.q`` it was drawn from."""
 
     node: int
-    row: int = POINT_MASS
+    q_row: int = POINT_MASS
 
 
 def depths(parents: Sequence[int]) -> list[int]:
@@ -151,7 +151,7 @@ class Verdict:
         """How many of ``tokens`` were drafted."""
         return min(len(self.tokens), len(self.path))
 
-    def decided(self, draft: Draft) -> list[int]:
+    def decided_tokens(self, draft: Draft) -> list[int]:
         """The tokens that it comes to if nothing ends the answer before."""
         tokens = [draft.tokens[node] for node in self.path]
         return tokens if self.error is not None or self.token is None else [*tokens, self.token]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forerun.cache.sources import Sources
-from forerun.core.config import as_python
+from forerun.core.config import to_python
 from forerun.core.errors import ContextLengthError, RequestError, shown
 from forerun.models.base import ModelInfo
 from forerun.models.tokenizer import encode
@@ -132,7 +132,7 @@ class Validator:
 
 def token_ids(given: Any) -> list[int]:
     """Ids as Python integers, from a list, or an array of NumPy or torch."""
-    return [token if type(token) is int else as_python(token) for token in as_python(given)]
+    return [token if type(token) is int else to_python(token) for token in to_python(given)]
 
 
 def check_length(prompt: Sequence[int], max_model_len: int, longest_source: int | None = None) -> None:

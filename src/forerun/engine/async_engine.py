@@ -95,7 +95,7 @@ class AsyncEngine(EngineClient):
             running=len(engine.scheduler.running),
             waiting=len(engine.scheduler.waiting) + paused,
             pages=pool.num_pages,
-            free_pages=pool.num_free + pool.num_idle,
+            free_pages=pool.num_free + pool.num_evictable,
             page_size=pool.page_size,
             caches_prefixes=engine.config.caches_prefixes,
             stats=engine.stats,

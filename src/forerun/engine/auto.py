@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from forerun.core.folders import Record
-from forerun.core.tiles import circumstances
+from forerun.core.tiles import environment
 from forerun.engine import tuned
 from forerun.engine.drafter_files import brings_mtp
 from forerun.engine.engine import Engine
@@ -55,7 +55,7 @@ def remember(engine: Engine) -> None:
         return
     drafts = [(model.info.path, model.info.weight_bytes) for model in engine.router.models()]
     what = repr((info.architecture, info.path, info.weight_bytes, drafts, engine.speculative, torch.get_num_threads()))
-    record = Record("lengths", what, *circumstances())
+    record = Record("lengths", what, *environment())
     policy.restore(record.read())
     engine.on_close.append(weakref.finalize(engine, _keep, policy, record))
 

@@ -276,7 +276,7 @@ class Engine:
 
     def _clip(self, sequence: RequestState, draft: Draft, verdict: Verdict) -> list[int]:
         if sequence.group is not None:  # its search looks for ends
-            return verdict.decided(draft)
+            return verdict.decided_tokens(draft)
         return self.jobs[sequence.id].stopper.clip(draft, verdict)
 
     def _publish(self, sequences: Requests, prefilling: set[int], result: Round) -> list[Update]:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import torch
 
-from forerun.core.config import as_python
+from forerun.core.config import to_python
 from forerun.core.errors import ConfigError, RequestError, shown
 from forerun.engine import auto, beams
 from forerun.engine.admission import token_ids
@@ -374,16 +374,16 @@ def _batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """One prompt or several, as several."""
     if isinstance(prompts, (str, bytes, bytearray, Mapping)):
         return [cast(Prompt, prompts)]
-    prompts = as_python(prompts)
+    prompts = to_python(prompts)
     if not isinstance(prompts, Iterable):
         raise RequestError(f"give a prompt or a list of prompts, not {type(prompts).__name__}")
-    batch = [as_python(prompt) for prompt in prompts]
+    batch = [to_python(prompt) for prompt in prompts]
     single = bool(batch) and isinstance(batch[0], int)
     return [cast(Sequence[int], batch)] if single else cast(list[Prompt], batch)
 
 
 def _ids(prompt: Any) -> list[int]:
-    prompt = as_python(prompt)
+    prompt = to_python(prompt)
     if isinstance(prompt, Sequence) and not isinstance(prompt, (str, bytes, bytearray, memoryview)):
         return token_ids(prompt)
     kind = type(prompt).__name__

@@ -107,7 +107,7 @@ def _share_states(pools: Sequence[Pool], budget: int | None, page: int) -> int:
     kept = [pool.states for pool in pools if pool.states is not None]
     if not kept:
         return 0
-    each = sum(states.bytes_each for states in kept)
+    each = sum(states.bytes_per_sequence for states in kept)
     if budget is not None and budget < each + page:
         raise ConfigError(
             f"{budget} bytes for caches are less than a sequence's state and one page of keys and values "
@@ -117,5 +117,5 @@ def _share_states(pools: Sequence[Pool], budget: int | None, page: int) -> int:
     if budget is not None:
         count = max(1, min(count, budget // 2 // each))
     for states in kept:
-        states.resize(min(2 * count, states.count), min(stay, states.most_kept))
-    return count * each + sum(states.most_kept * states.bytes_each for states in kept)
+        states.resize(min(2 * count, states.count), min(stay, states.max_kept))
+    return count * each + sum(states.max_kept * states.bytes_per_sequence for states in kept)

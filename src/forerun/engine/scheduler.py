@@ -144,14 +144,15 @@ class Scheduler:
 
     def add(self, sequence: RequestState) -> None:
         """Queue a sequence. Raises RequestError if it could never fit."""
-        beams = "" if sequence.group is None else f" for each of {sequence.seats} beams"
-        if sequence.seats > self.max_num_seqs:
+        beams = "" if sequence.group is None else f" for each of {sequence.max_sequences} beams"
+        if sequence.max_sequences > self.max_num_seqs:
             raise RequestError(
-                f"{sequence.seats} beams are more than the {self.max_num_seqs} sequences decoded together: lower "
-                "beam_width or raise max_num_seqs", param="beam_width",
+                f"{sequence.max_sequences} beams are more than the {self.max_num_seqs} sequences decoded together: "
+                "lower beam_width or raise max_num_seqs", param="beam_width",
             )  # fmt: skip
         together = sequence.num_prompt // self.pool.page_size if beams else 0
-        if together + sequence.seats * (self.pool.pages_for(sequence.max_tokens) - together) > self.pool.num_pages:
+        pages = together + sequence.max_sequences * (self.pool.pages_for(sequence.max_tokens) - together)
+        if pages > self.pool.num_pages:
             raise RequestError(
                 f"the request may need {sequence.max_tokens} tokens of KV cache{beams}; the pool holds "
                 f"{self.pool.num_pages * self.pool.page_size}: lower max_tokens or raise kv_cache_memory"
@@ -171,13 +172,13 @@ class Scheduler:
 
     def _commit(self, sequence: RequestState, *, ends: bool = False) -> None:
         """Enter what it has computed, all its beams, among the known prefixes; the state of one that ``ends``, too."""
-        for part in sequence.parts if self.tree is not None else ():
+        for part in sequence.sequences if self.tree is not None else ():
             assert self.tree is not None
-            enter = self.tree.end if ends and sequence.group is None else self.tree.commit
+            enter = self.tree.insert_finished if ends and sequence.group is None else self.tree.insert
             enter(part.id, part.tokens, len(part.tokens), source=part.source)
 
     def _free(self, sequence: RequestState) -> None:
-        for part in sequence.parts:
+        for part in sequence.sequences:
             self.pool.free(part.id)
 
     @property
@@ -189,7 +190,7 @@ class Scheduler:
         self.clock += 1
         for sequence in list(self.running):
             self._secure(sequence)
-        decoding = [part for sequence in self.running if not _reads(sequence) for part in sequence.parts]
+        decoding = [part for sequence in self.running if not _reads(sequence) for part in sequence.sequences]
         for sequence in decoding:
             sequence.scheduled = _missing(sequence)
         rows = max(0, self.max_num_batched_tokens - sum(sequence.scheduled for sequence in decoding))
@@ -199,7 +200,8 @@ class Scheduler:
             prompts = self._read_prompts(self._allowance(decoding, rows) if decoding else rows)
             if self.tree is not None:
                 for sequence in prompts:
-                    self.tree.mark(sequence.id, sequence.num_computed_tokens + sequence.scheduled, len(sequence.tokens))
+                    end = sequence.num_computed_tokens + sequence.scheduled
+                    self.tree.keep_states(sequence.id, end, len(sequence.tokens))
             self._prompt_tokens = sum(sequence.scheduled for sequence in prompts)
             depths = sum(
                 sequence.scheduled * (sequence.num_computed_tokens + sequence.scheduled / 2) for sequence in prompts
@@ -224,10 +226,10 @@ class Scheduler:
 
     def _secure(self, sequence: RequestState) -> None:
         """Reserve entries for all tokens of a running sequence; the last ones are preempted where it needs pages."""
-        for part in sequence.parts:
+        for part in sequence.sequences:
             part.scheduled, part.draft_budget = 0, None
         while sequence in self.running:
-            if all(self.pool.try_reserve(part.id, len(part.tokens)) for part in sequence.parts):
+            if all(self.pool.try_reserve(part.id, len(part.tokens)) for part in sequence.sequences):
                 return
             self.preempt(self.running[-1])
 
@@ -246,8 +248,8 @@ class Scheduler:
 
     def _has_seats(self) -> bool:
         """Whether the head of the queue may run beside those who do."""
-        taken = sum([sequence.seats for sequence in self.running])
-        return bool(self.waiting) and taken + self.waiting[0].seats <= self.max_num_seqs
+        taken = sum([sequence.max_sequences for sequence in self.running])
+        return bool(self.waiting) and taken + self.waiting[0].max_sequences <= self.max_num_seqs
 
     @staticmethod
     def _read(sequence: RequestState, rows: int, chosen: list[RequestState]) -> int:
@@ -266,11 +268,13 @@ class Scheduler:
             limit = min(self.reusable(sequence), requested - 1)
             if self._being_read(sequence, limit):
                 return False
-            reused = self.tree.start(sequence.id, sequence.tokens, limit, source=sequence.source)
+            reused = self.tree.match_prefix(sequence.id, sequence.tokens, limit, source=sequence.source)
             if not pool.can_reserve(sequence.id, requested):
                 # Copying a page that is reused in part takes one more page than reading its tokens again.
                 pool.free(sequence.id)
-                reused = self.tree.start(sequence.id, sequence.tokens, limit, partial=False, source=sequence.source)
+                reused = self.tree.match_prefix(
+                    sequence.id, sequence.tokens, limit, partial=False, source=sequence.source
+                )
         if not pool.try_reserve(sequence.id, requested):
             pool.free(sequence.id)
             return False
@@ -284,7 +288,7 @@ class Scheduler:
         """Whether a running sequence is about to compute the next part of what this one begins with: better wait."""
         tree = self.tree
         assert tree is not None
-        known = tree.find(sequence.tokens, limit, sequence.source)
+        known = tree.match_length(sequence.tokens, limit, sequence.source)
         for other in self.running:
             end = tree.next_start(other.id, len(other.tokens), other.num_computed_tokens, known)
             if 0 < end <= limit and other.source == sequence.source and other.tokens[:end] == sequence.tokens[:end]:
@@ -299,7 +303,7 @@ class Scheduler:
             sequence.draft_budget = 0
             if not 0 < requested <= rows:
                 continue
-            for draft_budget in dict.fromkeys((min(requested * sequence.spread, nodes), requested)):
+            for draft_budget in dict.fromkeys((min(requested * sequence.num_sequences, nodes), requested)):
                 # A group's drafts may all be behind one beam, as far as that takes no page that none of them has alone.
                 end, most = len(sequence.tokens) + draft_budget, self.pool.pages_for(sequence.max_tokens + requested)
                 if self.pool.pages_for(end) <= most and self.pool.try_reserve(sequence.id, end):

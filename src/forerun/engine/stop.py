@@ -48,7 +48,7 @@ class Stopper:
 
         An error in the row after the path counts only if nothing before it has ended the answer.
         """
-        decided = verdict.decided(draft)
+        decided = verdict.decided_tokens(draft)
         tokens: list[int] = []
         for token in decided:
             tokens.append(token)

@@ -46,10 +46,10 @@ NEEDED = _NEON if ON_ARM else _AVX2
 """Of a processor, as ``/proc/cpuinfo`` has them."""
 SYSTEMS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
 """Those that the kernels are written for, and their processors."""
-CARRIED = HERE / "carried"
-"""Where a platform wheel has them, a file for each of ``CARRIABLE``."""
+PREBUILT = HERE / "carried"
+"""Where a platform wheel has them, a file for each of ``VARIANTS``."""
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-CARRIABLE: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
+VARIANTS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512_amx": (
         _AVX512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"},
         ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
@@ -75,11 +75,11 @@ TARGETS = {
     "macosx_11_0_arm64": ("aarch64-macos.11.0", "asimd"),
 }
 """By platform tag, for wheels that carry kernels: what ``ZIG`` compiles for, and the unit that its variants share."""
-SEAL = hashlib.sha256().digest_size
+HASH_SIZE = hashlib.sha256().digest_size
 """Bytes at a library's end, behind all that a loader reads: the hash of what is before them, so that one that is cut
 short or changed is known before it is loaded."""
-ONCE = "Compiling the kernels for this processor: once, in half a minute to two minutes"
-PATIENCE = 600.0
+COMPILING = "Compiling the kernels for this processor: once, in half a minute to two minutes"
+COMPILE_TIMEOUT = 600.0
 """Seconds that the compiler may take for a source; it takes ten, on a busy machine many times that."""
 
 TYPES = ("float32", "bfloat16", "float16")
@@ -124,7 +124,7 @@ class KernelError(ForerunError):
     "caller's."""
 
 
-def told() -> list[str]:
+def cpuinfo() -> list[str]:
     """Lines of ``/proc/cpuinfo``; none where there is no such file."""
     try:
         return Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -135,7 +135,7 @@ def told() -> list[str]:
 def processor() -> str:
     """What ``-march=native`` depends on."""
     names = ("model name", "flags", "cpu family", "model\t", "Features", "CPU ")
-    about = {line for line in told() if line.startswith(names)}
+    about = {line for line in cpuinfo() if line.startswith(names)}
     return "\n".join([platform.platform(), *sorted(about)])
 
 
@@ -154,8 +154,8 @@ def _compile(
     compiler: Sequence[str],
     to: Path,
     machine: Sequence[str] = ("-mcpu=native" if ON_ARM else "-march=native",),
-    patience: float | None = PATIENCE,
-    title: str = ONCE,
+    timeout: float | None = COMPILE_TIMEOUT,
+    title: str = COMPILING,
 ) -> None:
     """Compile the kernels into the file ``to``, with their seal. Raises OSError or a SubprocessError."""
     around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's, or anyone's
@@ -163,7 +163,7 @@ def _compile(
 
         def run(*arguments: str) -> None:
             command = [*compiler, *_flags(), *machine, *arguments]
-            subprocess.run(command, check=True, capture_output=True, timeout=patience, env=around)
+            subprocess.run(command, check=True, capture_output=True, timeout=timeout, env=around)
             advance(1)
 
         strip = () if "-g" in _flags() else ("-s",)  # a library is a tenth as large without symbols
@@ -176,10 +176,10 @@ def _compile(
         replace_with(to, lambda file: file.write_bytes(content + hashlib.sha256(content).digest()))
 
 
-def _whole(path: Path) -> bool:
+def _intact(path: Path) -> bool:
     """Whether a library is as it was compiled: the system ends a process that loads one that is cut short."""
     content = path.read_bytes()
-    return hashlib.sha256(content[:-SEAL]).digest() == content[-SEAL:]
+    return hashlib.sha256(content[:-HASH_SIZE]).digest() == content[-HASH_SIZE:]
 
 
 _HWCAP, _HWCAP2 = 16, 26
@@ -201,14 +201,14 @@ def _has_on_arm(unit: str) -> bool:
     return bool(system.getauxval(word) >> bit & 1)
 
 
-def _units() -> frozenset[str]:
+def _cpu_features() -> frozenset[str]:
     """What the processor has, as ``/proc/cpuinfo`` has it; empty where that is not told."""
     if ON_ARM and sys.platform in ("linux", "darwin"):
         return frozenset(filter(_has_on_arm, _ARM_UNITS))
-    return frozenset(next((line.split() for line in told() if line.startswith("flags")), ()))
+    return frozenset(next((line.split() for line in cpuinfo() if line.startswith("flags")), ()))
 
 
-def _written() -> list[str]:
+def _source_texts() -> list[str]:
     return [path.read_text(encoding="utf-8") for path in SOURCES + HEADERS]
 
 
@@ -216,33 +216,33 @@ def _key(parts: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
-def sources() -> str:
+def source_hash() -> str:
     """A name for the sources as they are."""
-    return _key(_written())
+    return _key(_source_texts())
 
 
-def carried(name: str, folder: Path | None = None) -> Path:
-    """Where a wheel has the kernels compiled as ``CARRIABLE[name]``, for the sources as they are."""
-    return (folder or CARRIED) / f"{name}-{sources()}.so"
+def prebuilt(name: str, folder: Path | None = None) -> Path:
+    """Where a wheel has the kernels compiled as ``VARIANTS[name]``, for the sources as they are."""
+    return (folder or PREBUILT) / f"{name}-{source_hash()}.so"
 
 
-def carry(platform: str, folder: Path) -> None:
+def prebuild(platform: str, folder: Path) -> None:
     """Compile into ``folder`` what the wheel for a platform carries, which may be nothing; what is there stays.
     ``python -m forerun.kernels PLATFORM FOLDER``. Raises KernelError without ``ZIG``, OSError or a SubprocessError
     where it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     target, common = TARGETS.get(platform, ("", None))
-    variants = {carried(name, folder): machine for name, (needed, machine) in CARRIABLE.items() if common in needed}
+    variants = {prebuilt(name, folder): machine for name, (needed, machine) in VARIANTS.items() if common in needed}
     for other in set(folder.iterdir()) - set(variants):  # of other sources
         shutil.rmtree(other) if other.is_dir() else other.unlink()
     zig = _zig()
     for path, machine in variants.items():
-        if path.is_file() and _whole(path):
+        if path.is_file() and _intact(path):
             continue
         if not zig:
             raise KernelError(f"wheels are compiled by {ZIG}: pip install 'forerun[compiler]'")
         flags = ("-target", target, for_zig(machine))
-        _compile(zig, path, flags, patience=None, title=f"Compiling {path.name} for {platform}")
+        _compile(zig, path, flags, timeout=None, title=f"Compiling {path.name} for {platform}")
 
 
 def for_zig(machine: Sequence[str]) -> str:
@@ -251,16 +251,16 @@ def for_zig(machine: Sequence[str]) -> str:
     return f"-mcpu={'+'.join(units).replace('-', '_')}"
 
 
-def _carried() -> ctypes.CDLL | None:
+def _load_prebuilt() -> ctypes.CDLL | None:
     """The best of what a wheel carries for this processor; None where it carries nothing that serves."""
-    if not CARRIED.is_dir() or os.environ.get("FORERUN_SANITIZE") == "1":
+    if not PREBUILT.is_dir() or os.environ.get("FORERUN_SANITIZE") == "1":
         return None
-    units = _units()
-    path = next((carried(name) for name, (needed, _) in CARRIABLE.items() if units >= needed), None)
+    units = _cpu_features()
+    path = next((prebuilt(name) for name, (needed, _) in VARIANTS.items() if units >= needed), None)
     if path is None or not path.is_file():
         return None
     try:
-        if not _whole(path):
+        if not _intact(path):
             raise OSError(f"{path} is damaged")
         result = ctypes.CDLL(str(path))
         _bind(result)
@@ -270,12 +270,12 @@ def _carried() -> ctypes.CDLL | None:
     return result
 
 
-def _serves() -> bool:
+def _supported() -> bool:
     """Whether this system and processor have what the kernels are written in."""
-    return (sys.platform, platform.machine()) in SYSTEMS and _units() >= NEEDED
+    return (sys.platform, platform.machine()) in SYSTEMS and _cpu_features() >= NEEDED
 
 
-def _switched_on(name: str = "FORERUN_KERNELS", without: str = "kernels of our own") -> bool:
+def _enabled(name: str = "FORERUN_KERNELS", without: str = "kernels of our own") -> bool:
     """What a variable says; raises ConfigError if that is neither 0 nor 1."""
     said = os.environ.get(name) or "1"
     if said not in ("0", "1"):
@@ -309,10 +309,10 @@ def _bind(result: ctypes.CDLL) -> None:
 def library() -> ctypes.CDLL | None:
     """The compiled kernels by their names in ``SIGNATURES``, each with its argument types. A call raises KernelError
     for arguments that the kernel refuses. ``tiles``: whether a matrix unit serves them."""
-    _switched_on("FORERUN_TILES", "a matrix unit")  # which the kernels look at themselves
-    if not _switched_on():
+    _enabled("FORERUN_TILES", "a matrix unit")  # which the kernels look at themselves
+    if not _enabled():
         return None
-    if not _serves():
+    if not _supported():
         log.warning(
             "torch runs the models: our kernels need Linux on x86-64 with AVX2, FMA and F16C, Linux on ARM64, or macOS "
             "on ARM64; this is %s on %s",
@@ -320,7 +320,7 @@ def library() -> ctypes.CDLL | None:
             platform.machine(),
         )
         return None
-    if (ready := _carried()) is not None:
+    if (ready := _load_prebuilt()) is not None:
         return ready
     command = compiler()
     if not command:
@@ -331,8 +331,8 @@ def library() -> ctypes.CDLL | None:
         return None
     try:
         folder = make_folder(cache_folder())
-        path = folder / f"kernels-{_key([*_written(), *command, *_flags(), processor()])}.so"
-        if not path.is_file() or distrust(path) or not _whole(path):
+        path = folder / f"kernels-{_key([*_source_texts(), *command, *_flags(), processor()])}.so"
+        if not path.is_file() or distrust(path) or not _intact(path):
             _compile(command, path)
         result = ctypes.CDLL(str(path))
         _bind(result)
@@ -340,7 +340,7 @@ def library() -> ctypes.CDLL | None:
         said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
         said = [line for line in said if "error" in line] or said
         if isinstance(error, subprocess.TimeoutExpired):  # whose own words are the whole command
-            said = [f"the compiler was not done with a file after {PATIENCE:.0f} s"]
+            said = [f"the compiler was not done with a file after {COMPILE_TIMEOUT:.0f} s"]
         advice = "; FORERUN_CACHE names another folder for them" if isinstance(error, OSError) else ""
         log.warning("no CPU kernels of our own, torch's serve instead: %s%s", said[0] if said else error, advice)
         return None

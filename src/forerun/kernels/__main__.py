@@ -3,6 +3,6 @@
 import sys
 from pathlib import Path
 
-from forerun.kernels import carry
+from forerun.kernels import prebuild
 
-carry(sys.argv[1], Path(sys.argv[2]))
+prebuild(sys.argv[1], Path(sys.argv[2]))

@@ -17,7 +17,7 @@ from forerun.core.batch import Batch, Span
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.engine.memory import megabytes
-from forerun.kernels import told
+from forerun.kernels import cpuinfo
 from forerun.models import formats
 from forerun.models.base import Model, new_attention
 from forerun.models.load import load_model
@@ -33,7 +33,7 @@ KERNEL = Path("/proc/sys/kernel")
 
 def processor() -> str:
     """The processor's name, which hypervisors shorten, and what it computes with."""
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in told()) if value}
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in cpuinfo()) if value}
     if not facts:
         return platform.processor() or platform.machine()
     flags = (facts.get("flags") or facts.get("Features", "")).split()

@@ -104,7 +104,7 @@ class Tiles:
 
     def forward(self, feed: Callable[[Batch, Attention], Output], batch: Batch, attention: Attention) -> Output:
         """``feed`` in pieces that fit."""
-        pieces = batch.pieces(self.rows[-1], self.logits[-1])
+        pieces = batch.split(self.rows[-1], self.logits[-1])
         if len(pieces) == 1:
             return feed(batch, attention)
         for span in batch.spans:  # nothing may be written if there is no room for all
@@ -208,7 +208,7 @@ def new_attention(
     if info.state_shapes:
         depth = max(BACK, 2 * slack + 1) if back is None else max(1, back)
         pool.states = states = States(info.state_shapes, 2 * max_seqs, depth, info.dtype, info.device)
-        states.interval = min(INTERVAL, max(1, states.bytes_each * page_size // max(1, pool.page_bytes)))
+        states.interval = min(INTERVAL, max(1, states.bytes_per_sequence * page_size // max(1, pool.page_bytes)))
         states.resize(states.count, 2 * max_seqs + pool.num_tokens // states.interval if keeps else 0)
     if info.encoder is not None:
         longest = min(info.encoder.max_len, max_len)

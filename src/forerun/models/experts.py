@@ -160,7 +160,7 @@ class Experts:
         if sizes is None:
             return expert.down(self.gate(expert.gate_up(x)))
         parts = []
-        for first, end, count in tiles.cut(len(x), sizes):
+        for first, end, count in tiles.split_rows(len(x), sizes):
             rows = pad_rows(x[first:end], count)
             parts.append(expert.down(self.gate(expert.gate_up(rows)))[: end - first])
         return parts[0] if len(parts) == 1 else torch.cat(parts)

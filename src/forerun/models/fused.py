@@ -249,7 +249,7 @@ class Fused:
         self.call(*self.addresses, call.address)
         attention.finish(call.plan)
         if attention.states is not None and call.replay is not None:
-            attention.states.settle(call.replay)
+            attention.states.commit(call.replay)
         return Output(call.logits, call.hidden, call.experts[0])
 
     def through(

@@ -262,7 +262,7 @@ class NativeModel(TiledModel):
             x = self._run(self._layers[index], index, x, only if index == layers[-1] else None, run)
         attention.finish(metadata)
         if states is not None and replay is not None:
-            states.settle(replay)
+            states.commit(replay)
         if len(self._layers) in batch.hidden:
             x = self._norm(x)
             hidden[len(self._layers)] = x[: batch.num_rows]

@@ -96,7 +96,7 @@ class Recurrent(ABC):
     """[heads] float32: its bias."""
 
     def __call__(self, inputs: torch.Tensor, states: States, replay: Replay) -> torch.Tensor:
-        channels, numbers = self.sizes.channels, states.numbers[self.layer]
+        channels, numbers = self.sizes.channels, states.checkpoints[self.layer]
         assert numbers is not None
         width = channels + self.sizes.gates
         records = remember(inputs[:, :width], self.layer, states, replay)
@@ -251,7 +251,7 @@ def lay_out(replay: Replay, states: States, rows: int) -> CompiledReplay:
 
 def addresses(states: States) -> array[int]:
     """Of every layer's records and checkpoints, 0 where it has none."""
-    pairs = zip(states.records, states.numbers)
+    pairs = zip(states.records, states.checkpoints)
     return array("q", (0 if side is None else side.data_ptr() for pair in pairs for side in pair))
 
 
@@ -286,7 +286,7 @@ class KernelMixer:
 
     def __call__(self, inputs: torch.Tensor, states: States, replay: CompiledReplay) -> torch.Tensor:
         """As ``Mixer``; ``inputs`` change. Raises ValueError for rows and states that the kernel would misread."""
-        records, numbers = states.records[self.layer], states.numbers[self.layer]
+        records, numbers = states.records[self.layer], states.checkpoints[self.layer]
         shape = torch.Size((replay.rows, self.inputs))
         if inputs.shape != shape or inputs.dtype is not self.dtype or not inputs.is_cpu:
             raise ValueError(f"inputs {inputs.dtype} {[*inputs.shape]} where {self.dtype} {[*shape]} on cpu are needed")

@@ -56,11 +56,11 @@ class TiledModel(ABC):
 
     def pad(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows up to a call's size, where there are such."""
-        return rows if self.tiles is None else pad_rows(rows, tiles.fit(rows.shape[0], self.tiles.rows))
+        return rows if self.tiles is None else pad_rows(rows, tiles.call_size(rows.shape[0], self.tiles.rows))
 
     def pad_logits(self, rows: torch.Tensor) -> torch.Tensor:
         """The same for those that the output layer reads."""
-        return rows if self.tiles is None else pad_rows(rows, tiles.fit(rows.shape[0], self.tiles.logits))
+        return rows if self.tiles is None else pad_rows(rows, tiles.call_size(rows.shape[0], self.tiles.logits))
 
     @inference
     def forward(self, batch: Batch, attention: Attention) -> Output:
@@ -74,9 +74,9 @@ class TiledModel(ABC):
     def find(self) -> Tiles:
         """The row counts to use at the present number of threads. Those of a model whose work depends on the values in
         its rows (mixtures of experts of transformers') are (1,): each row alone."""
-        rows = tiles.remembered(f"rows {self.signature()}", lambda: _compare(self, head=False), tiles.groups_of)
-        logits = tiles.remembered(f"logits {self.signature()}", lambda: _compare(self, head=True), tiles.groups_of)
-        return Tiles(tiles.pick(rows), tiles.pick(logits), torch.get_num_threads())
+        rows = tiles.measured_once(f"rows {self.signature()}", lambda: _compare(self, head=False), tiles.as_groups)
+        logits = tiles.measured_once(f"logits {self.signature()}", lambda: _compare(self, head=True), tiles.as_groups)
+        return Tiles(tiles.best_group(rows), tiles.best_group(logits), torch.get_num_threads())
 
     @abstractmethod
     def feed(self, batch: Batch, attention: Attention) -> Output:
@@ -94,8 +94,8 @@ class TiledModel(ABC):
 def steady() -> bool:
     """Whether the functions that activations are made of round alike at every place here."""
     every = list(tiles.SIZES)
-    result = tiles.remembered(
-        "functions of activations", lambda: [every if activations.steady() else [1]], tiles.groups_of
+    result = tiles.measured_once(
+        "functions of activations", lambda: [every if activations.steady() else [1]], tiles.as_groups
     )
     return result == [every]
 
@@ -126,7 +126,7 @@ class RowRecorder(Backend[Metadata]):
             count = len(batch.spans)
             self.blank = States(self.info.state_shapes, count, 1, self.info.dtype, batch.device)
             for span in batch.spans:
-                self.blank.take(span.key)
+                self.blank.allocate(span.key)
                 self.blank.lengths[span.key] = span.start
         return Metadata(batch)
 
@@ -224,7 +224,8 @@ def _compare(model: TiledModel, *, head: bool) -> tiles.Groups:
     for layers in model.kinds()[:1] if head else model.kinds():
         if _by_content(model, layers):
             return [[1]]
-        groups = tiles.common(groups, tiles.compare(_affordable(model, layers, head=head), _run(model, layers, head)))
+        agree = tiles.compare(_affordable(model, layers, head=head), _run(model, layers, head))
+        groups = tiles.intersect(groups, agree)
     return groups
 
 

@@ -26,7 +26,7 @@ class Sampler:
         self.noise = Gumbel(vocab_size, device)
         self.compiled = self.noise.compiled
 
-    def shared(self, warped: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
+    def couple(self, warped: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
         """Scores whose argmax samples each row with the noise of its absolute position (greedy rows: no noise).
 
         This is the coupling: target and drafter call it with the same seed and position.
@@ -39,13 +39,13 @@ class Sampler:
             ahead = [target_key(row.sequence.seed, row.position + i) for row in hot for i in range(1, _AHEAD)]
         return self.perturb(warped, keys, ahead)
 
-    def pick(
+    def sample(
         self, warped: torch.Tensor, rows: Sequence[Row], distribution: bool = False
     ) -> tuple[list[float], list[int], torch.Tensor | None]:
         """``best`` of ``shared``, on the host, and with ``distribution`` the softmax of ``warped``."""
         if self.compiled is not None:
             return self.compiled.choose(warped, _target_keys(rows), distribution)
-        top, ids = fetch(*best(self.shared(warped, rows)))
+        top, ids = fetch(*best(self.couple(warped, rows)))
         return top, ids, probabilities(warped) if distribution else None
 
     def distribution(self, warped: torch.Tensor) -> tuple[torch.Tensor, list[float], list[int]]:

@@ -15,11 +15,11 @@ from forerun.core.config import (
     FRACTION,
     SHARE,
     Within,
-    as_python,
     check_seed,
     check_types,
     check_within,
-    hold_python,
+    convert_fields,
+    to_python,
 )
 from forerun.core.errors import ConfigError, shown
 
@@ -57,7 +57,7 @@ def _tuple(name: str, value: Any) -> tuple:
         return ()
     if isinstance(value, str) or not isinstance(value, (Sequence, Set)):
         raise ConfigError(f"{name} must be a list, not {shown(value)}")
-    return tuple(as_python(item) for item in value)
+    return tuple(to_python(item) for item in value)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
@@ -218,7 +218,7 @@ class SamplingParams:
     """what the answer must look like: one of json, regex, choice, grammar, json_object"""
 
     def __post_init__(self) -> None:
-        hold_python(self)
+        convert_fields(self)
         check_types(SamplingParams, vars(self))
         check_within(self, LIMITS)
         check_seed(self.seed)
@@ -314,7 +314,7 @@ class BeamSearchParams:
     """How many of the best beams are returned; None: all ``beam_width``."""
 
     def __post_init__(self) -> None:
-        hold_python(self)
+        convert_fields(self)
         check_within(self, BEAM_LIMITS)
         check_types(BeamSearchParams, vars(self))
         if self.n > self.beam_width:

@@ -53,7 +53,7 @@ class KVEvents:
             parent = self.hashes.get(node.parent)
             before = struct.pack(">q", -1 if parent is None else parent)
             said = b"".join(
-                struct.pack(">q", token) for token in (*(node.parent.run if parent is None else ()), *node.run)
+                struct.pack(">q", token) for token in (*(node.parent.tokens if parent is None else ()), *node.tokens)
             )
             (number,) = struct.unpack(">q", blake2b(before + said, digest_size=8).digest())
             self.hashes[node] = number & (1 << 63) - 1
@@ -63,7 +63,7 @@ class KVEvents:
                 "type": "BlockStored",
                 "block_hashes": [self.hashes[node] for node in nodes],
                 "parent_block_hash": self.hashes.get(first.parent),
-                "token_ids": [token for node in nodes for token in node.run],
+                "token_ids": [token for node in nodes for token in node.tokens],
                 "block_size": self.size,
                 "lora_id": None,
                 "medium": MEDIUM,

@@ -63,6 +63,6 @@ def _accept(rule: Rule, result: Verification, sampler: Sampler, count: int) -> l
     """One verdict for each of the round's ``count`` sequences; empty where nothing decides, or a beam search does."""
     verdicts = [Verdict() for _ in range(count)]
     alone = [index for index, sequence in enumerate(result.scores.sequences) if sequence.group is None]
-    for index, verdict in zip(alone, rule.accept(result.scores.of(alone), sampler) if alone else []):
+    for index, verdict in zip(alone, rule.accept(result.scores.select(alone), sampler) if alone else []):
         verdicts[result.deciding[index]] = verdict
     return verdicts

@@ -458,11 +458,11 @@ def replay(drafter: DraftModel, answers: Sequence[PairAnswer]) -> tuple[list[Rep
                 continue
             began = perf_counter()
             spans = [Span(key, 0, list(answer.prompt))]
-            drafter.model.forward(Batch(spans, drafter.model.info.device).within(size), drafter.attention)
+            drafter.model.forward(Batch(spans, drafter.model.info.device).clamp_tokens(size), drafter.attention)
             seconds += perf_counter() - began
             read += first
             spans = [Span(key, first, fed, logits=list(range(len(fed))))]
-            made = drafter.model.forward(Batch(spans, drafter.model.info.device).within(size), drafter.attention)
+            made = drafter.model.forward(Batch(spans, drafter.model.info.device).clamp_tokens(size), drafter.attention)
             pool.free(key)
             seed = answer.params.seed or 0
             sequence = RequestState(key, list(answer.prompt), first, answer.params, seed)

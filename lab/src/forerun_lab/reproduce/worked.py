@@ -47,7 +47,7 @@ def decide(
     first = list(range(0, len(rows) * len(seeds), len(rows)))
     scores = Scores(sequences, list(drafts), first, rows.repeat(len(seeds), 1))
     result = rules[rule]().accept(scores, Sampler(rows.shape[1]))
-    return [verdict.decided(draft) for draft, verdict in zip(drafts, result, strict=True)]
+    return [verdict.decided_tokens(draft) for draft, verdict in zip(drafts, result, strict=True)]
 
 
 def reference_000(settings: Settings) -> ReportTable:

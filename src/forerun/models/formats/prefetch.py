@@ -42,8 +42,8 @@ def settle(layers: Iterable[Linear], dtype: torch.dtype) -> None:
         held = sum(part.nbytes for part in parts)
         if held >= ENOUGH:
             size = min(held, READ).bit_length()
-            what = f"how {structs.KINDS[kind]} of 2^{size} bytes is asked for by rows in {dtype}, {kernels.sources()}"
-            set_prefetch(kind, tiles.remembered(what, partial(_measure, kind, parts, dtype), partial(_good, kind)))
+            what = f"prefetch of {structs.KINDS[kind]}, 2^{size} bytes, rows in {dtype}, {kernels.source_hash()}"
+            set_prefetch(kind, tiles.measured_once(what, partial(_measure, kind, parts, dtype), partial(_good, kind)))
 
 
 def ways(kind: int) -> tuple[int, ...]:

@@ -146,8 +146,8 @@ class StatesFeed:
     @classmethod
     def of(cls, states: States, keys: Sequence[int]) -> StatesFeed:
         slots, lengths = ({key: held[key] for key in keys} for held in (states.slots, states.lengths))
-        marks = {key: dict(states.marks[key]) for key in keys if key in states.marks}
-        return cls(states.count, states.most_kept, states.depth, slots, lengths, marks, states.changes or [])
+        marks = {key: dict(states.to_store[key]) for key in keys if key in states.to_store}
+        return cls(states.count, states.max_kept, states.depth, slots, lengths, marks, states.changes or [])
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,13 +57,13 @@ class RankWorker:
 
     def _hold(self, pool: Pool, given: StatesFeed) -> None:
         states, sizes = pool.states, (given.count, given.kept)
-        if states is None or (states.count, states.most_kept) != sizes or states.depth != given.depth:
+        if states is None or (states.count, states.max_kept) != sizes or states.depth != given.depth:
             info = self.model.info
             states = States(info.state_shapes, given.count, given.depth, info.dtype, info.device, given.kept)
             pool.states = states
         for change in given.changes:
             states.redo(*change)
-        states.slots, states.lengths, states.marks = given.slots, given.lengths, given.marks
+        states.slots, states.lengths, states.to_store = given.slots, given.lengths, given.marks
 
     def _attention(self, message: Feed) -> Attention:
         attention = self.caches.get(message.pool)

@@ -53,7 +53,7 @@ def flatten(scores: Scores) -> Trials:
                 flat.index.append(index)
                 flat.parent.append(parent)
                 flat.rank.append(rank)
-                flat.q_row.append(trial.row)
+                flat.q_row.append(trial.q_row)
                 flat.below.append(root + 1 + trial.node)
     return flat
 
@@ -117,7 +117,7 @@ class Comparison:
 
     def pick(self) -> list[int]:
         """Each row's token with the noise of its position."""
-        self._tops, self._best, _ = self.sampler.pick(self.scores.warped, self.rows)
+        self._tops, self._best, _ = self.sampler.sample(self.scores.warped, self.rows)
         return self._best
 
     def gather_q(self, chosen: Sequence[int], like: torch.Tensor) -> torch.Tensor:

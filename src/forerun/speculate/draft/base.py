@@ -332,11 +332,11 @@ class Chooser:
         q_rows = [i if row.effective_temperature > 0.0 else POINT_MASS for i, row in enumerate(rows)]
         shared = not self.rule.needs_q or not hot
         if shared and width == 1:
-            values, tokens, q = self.sampler.pick(warped, rows, distribution=hot)
+            values, tokens, q = self.sampler.sample(warped, rows, distribution=hot)
             return [[t] if value > float("-inf") else [] for value, t in zip(values, tokens)], q, q_rows
         if shared:
             q = probabilities(warped) if hot else None
-            return self.sampler.rank(self.sampler.shared(warped, rows), width)[0], q, q_rows
+            return self.sampler.rank(self.sampler.couple(warped, rows), width)[0], q, q_rows
         q, tops, greedy = self.sampler.distribution(warped)
         roots = [len(row.sequence.tokens) for row in rows]
 
@@ -360,5 +360,5 @@ class Chooser:
         """
         scores = warp(self.align(logits), rows)
         if not self.rule.needs_q:
-            scores = self.sampler.shared(scores, rows)
+            scores = self.sampler.couple(scores, rows)
         return self.sampler.rank(scores, count)

@@ -249,7 +249,7 @@ class ChainRunner:
         keys, quantiles = self._keys(sequences, longest) if hot else (array("Q"), array("d"))
         tokens = array("q", bytes(8 * longest * count))
         siblings = array("q", [NOTHING]) * count
-        tables = array("q", [prepared.plan.begins[i] for i in theirs])
+        tables = array("q", [prepared.plan.table_starts[i] for i in theirs])
         requested = array("q", depths)
         if not len(theirs) == len(depths) == count or self.words.numel() < size:
             raise ValueError(f"{len(theirs)} spans that ask for logits and {len(depths)} depths for {count} sequences")

@@ -264,7 +264,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         return self.model.forward(self._batch(spans), self.attention).logits
 
     def _batch(self, spans: list[Span]) -> Batch:
-        return Batch(spans, self.model.info.device).within(self.model.info.vocab_size)
+        return Batch(spans, self.model.info.device).clamp_tokens(self.model.info.vocab_size)
 
     def _depth(self, sequence: RequestState, budget: int) -> int:
         """The budget, less where the draft's context ends; nothing for a source that it has too few positions for."""
@@ -290,7 +290,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             settled = max(length, min(length + count, length + lacks - sequence.tentative))
             spans.append(Span(sequence.id, length, tokens, logits=requested, source=sequence.source, settled=settled))
             if self.tree is not None and lacks > pool.page_size:  # it reads; a few tokens are what it was not asked for
-                self.tree.mark(sequence.id, settled, length + lacks)
+                self.tree.keep_states(sequence.id, settled, length + lacks)
             if count == lacks:
                 ready.append(index)
         return spans, ready
@@ -304,8 +304,8 @@ class DraftModel(Drafter[DraftModelConfig]):
             self.skipped[sequence.id] = max(0, len(sequence.tokens) - sequence.reads)
         known = self._read(sequence)
         if new and self.tree is not None:
-            self.tree.start(sequence.id, known, len(known) - 1, source=self._root(sequence))
-        if pool.try_reserve(sequence.id, len(known) + self.nodes[depth] * sequence.spread):
+            self.tree.match_prefix(sequence.id, known, len(known) - 1, source=self._root(sequence))
+        if pool.try_reserve(sequence.id, len(known) + self.nodes[depth] * sequence.num_sequences):
             return True
         if new:
             self.release(sequence)
@@ -326,7 +326,7 @@ class DraftModel(Drafter[DraftModelConfig]):
                 pool.keep(sequence.id, start, self._kept(sequence, verdict, start))
             if self.tree is not None:
                 known = self._read(sequence)
-                self.tree.commit(sequence.id, known, len(known) - sequence.tentative, source=self._root(sequence))
+                self.tree.insert(sequence.id, known, len(known) - sequence.tentative, source=self._root(sequence))
 
     def _kept(self, sequence: RequestState, verdict: Verdict, start: int) -> list[int]:
         """Which of the nodes in the cache, counted from ``start``, were accepted."""
@@ -344,7 +344,7 @@ class DraftModel(Drafter[DraftModelConfig]):
     def release(self, sequence: RequestState) -> None:
         if self.tree is not None and sequence.id in self.attention.pool.block_tables:
             known = self._read(sequence)
-            self.tree.end(sequence.id, known, len(known) - sequence.tentative, source=self._root(sequence))
+            self.tree.insert_finished(sequence.id, known, len(known) - sequence.tentative, source=self._root(sequence))
         self.attention.pool.free(sequence.id)
         super().release(sequence)
 
@@ -359,7 +359,7 @@ class DraftModel(Drafter[DraftModelConfig]):
             return len(sequence.tokens)
         if sequence.id in pool.block_tables:
             return len(known) - pool.length(sequence.id)
-        result = self.tree.find(known, len(known) - 1, self._root(sequence)) if self.tree is not None else 0
+        result = self.tree.match_length(known, len(known) - 1, self._root(sequence)) if self.tree is not None else 0
         return len(known) - result
 
     def pools(self) -> list[Pool]:

@@ -232,5 +232,5 @@ def add(tree: Draft, draft: Draft, offset: int) -> None:
     indices = {-1: -1}
     for parent, trials in enumerate(draft.trials):
         for trial in trials:
-            row = trial.row if trial.row == POINT_MASS else trial.row + offset
+            row = trial.q_row if trial.q_row == POINT_MASS else trial.q_row + offset
             indices[trial.node] = tree.add(draft.tokens[trial.node], indices[parent - 1], row)

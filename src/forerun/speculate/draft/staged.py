@@ -67,7 +67,7 @@ class Aligned:
         self.row_multiple = self.model.row_multiple
 
     def forward(self, batch: Batch, attention: Any) -> Output:
-        output = self.model.forward(batch.within(self.model.info.vocab_size), attention)
+        output = self.model.forward(batch.clamp_tokens(self.model.info.vocab_size), attention)
         return Output(self._align(output.logits), output.hidden)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
@@ -211,7 +211,7 @@ class Staged(Drafter[StagedConfig]):
 
     def _clip(self, copy: RequestState, draft: Draft, verdict: Verdict) -> list[int]:
         """Keep no more tokens than are wanted. A row without a permitted token ends the draft there."""
-        return verdict.decided(draft)[: self.policy.missing[copy.id]]
+        return verdict.decided_tokens(draft)[: self.policy.missing[copy.id]]
 
     def _collect(self, active: Requests, result: Round, rows: dict[int, list[torch.Tensor]]) -> None:
         """The exact q of every token that the inner round emitted."""
