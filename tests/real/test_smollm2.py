@@ -11,9 +11,9 @@ from forerun.engine import tuned
 from forerun.models.hf import read_module
 from forerun.models.open import read_config
 from forerun.models.tokenizer import load_tokenizer
-from forerun.serve.forms import HERMES, required_shape
+from forerun.serve.parsers import ToolParser
 from forerun.serve.schema import ChatRequest
-from forerun.serve.tools import ToolParser
+from forerun.serve.tool_formats import HERMES, tool_grammar
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 CAPITAL = [{"role": "user", "content": "What is the capital of Japan?"}]
@@ -63,10 +63,10 @@ def test_it_knows_the_capital_of_japan_and_stops(assistant):
 def test_it_calls_a_tool_where_it_must_and_says_what_came_of_it(assistant):
     body = ChatRequest.model_validate({"messages": WEATHER, "tools": [TOOL], "tool_choice": "required",
                                        "parallel_tool_calls": False})  # fmt: skip
-    params = SamplingParams(temperature=0, max_tokens=64, structured_outputs=required_shape(body, HERMES))
+    params = SamplingParams(temperature=0, max_tokens=64, structured_outputs=tool_grammar(body, HERMES))
     for speculate in (True, False):
         answer = assistant.chat(WEATHER, params, tools=[TOOL], speculate=speculate)[0].outputs[0]
-        parser = ToolParser(["weather"])
+        parser = ToolParser({"weather": {}})
         parser.push(answer.text, last=True)
         (call,) = parser.calls
         assert json.loads(call.arguments) == {"city": "Paris", "unit": "celsius"}

@@ -21,8 +21,9 @@ from forerun import RequestError, SamplingParams
 from forerun.core.request import RequestState
 from forerun.engine.grammar import GrammarCompiler
 from forerun.serve.app import ServerOptions
-from forerun.serve.forms import (
-    FORMS,
+from forerun.serve.schema import ChatRequest
+from forerun.serve.tool_formats import (
+    FORMATS,
     GEMMA,
     HARMONY,
     HERMES,
@@ -32,12 +33,11 @@ from forerun.serve.forms import (
     MISTRAL_LIST,
     PYTHONIC,
     QWEN,
-    required_shape,
+    tool_grammar,
 )
-from forerun.serve.schema import ChatRequest
 from refusals import refused
 
-NAMED = {form: type(form).__name__.removesuffix("Form").lower() for form in FORMS}
+NAMED = {form: type(form).__name__.removesuffix("Format").lower() for form in FORMATS}
 Q = '<|"|>'
 ORDER = {
     "type": "object",
@@ -82,15 +82,15 @@ def body(**options):
 def tokenizer(served):
     """The bundled tokenizer and every marker as a special token."""
     result = copy.deepcopy(served.tokenizer)
-    marks = sorted({mark for form in FORMS for mark in form.marks})
+    marks = sorted({mark for form in FORMATS for mark in form.markers})
     result.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks], special_tokens=True)
     return result
 
 
 def grammars(tokenizer, form, special, **options):
     """Makes constraints at the beginning of one grammar."""
-    known = dict(zip(form.marks, tokenizer.convert_tokens_to_ids(list(form.marks)))) if special else {}
-    shape = required_shape(body(**options), form, known)
+    known = dict(zip(form.markers, tokenizer.convert_tokens_to_ids(list(form.markers)))) if special else {}
+    shape = tool_grammar(body(**options), form, known)
     compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     return lambda: compiler.start(shape)
 
@@ -127,15 +127,15 @@ def finite(text):
 
 def calls_in(form, text):
     """What the form's parser reads, whole and letter by letter."""
-    whole = read(form.parser(SCHEMAS, silent=True), [text])
-    assert read(form.parser(SCHEMAS, silent=True), [*text, ""]) == whole
+    whole = read(form.parser(SCHEMAS, calls_only=True), [text])
+    assert read(form.parser(SCHEMAS, calls_only=True), [*text, ""]) == whole
     return [(name, json.loads(arguments, parse_float=finite)) for name, arguments in whole[2]]
 
 
 def by_transformers(form, text):
     """What transformers reads; None: it has nothing for the form."""
     if form in (PYTHONIC, LFM2):
-        inner = text.removeprefix(LFM2.marks[0]).removesuffix(LFM2.marks[1])
+        inner = text.removeprefix(LFM2.markers[0]).removesuffix(LFM2.markers[1])
         try:
             return [(call["name"], call["arguments"]) for call in parse_content(inner, "python-call-list", {})]
         except ValueError as error:
@@ -151,7 +151,7 @@ def by_transformers(form, text):
 
 
 @pytest.mark.parametrize("special", [True, False], ids=["special", "spelled"])
-@pytest.mark.parametrize("form", FORMS, ids=NAMED.get)
+@pytest.mark.parametrize("form", FORMATS, ids=NAMED.get)
 def test_what_may_be_forced_is_read_as_valid_calls(tokenizer, closing, form, special):
     ended, seen, thoughts = 0, set(), 0
     start = grammars(tokenizer, form, special)
@@ -196,6 +196,12 @@ WRITTEN = [
             ("order", {"what": "12", "size": 7, "count": 2, "gift": True, "note": "a\n\nb", "to": {"flat": None}}),
             ("stop", {}),
         ],
+    ),
+    (
+        QWEN,
+        '<tool_call>\n<function=loose>\n<parameter=map>\n{"a": ["x</parameter>y", "<parameter=b>"]}\n</parameter>\n'
+        "</function>\n</tool_call>",
+        [("loose", {"map": {"a": ["x</parameter>y", "<parameter=b>"]}})],
     ),
     (
         GEMMA,
@@ -274,13 +280,12 @@ def test_what_is_no_such_call_may_not_be_forced(tokenizer, form, text):
 def test_thoughts_of_gpt_oss_belong_to_the_grammar_of_its_calls(tokenizer):
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.add_tokens(["analysis", "final"])
-    marks = dict(zip(HARMONY.marks, tokenizer.convert_tokens_to_ids(list(HARMONY.marks))))
+    marks = dict(zip(HARMONY.markers, tokenizer.convert_tokens_to_ids(list(HARMONY.markers))))
     compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id], reasoning_parser="openai_gptoss")
     schema = {"type": "json_schema", "json_schema": {"name": "ok", "schema": {"const": "yes"}}}
     thought = "<|channel|>analysis<|message|>Hm. {<|end|><|start|>assistant"
     forced, free = (
-        required_shape(body(**more), HARMONY, marks)
-        for more in ({}, {"tool_choice": "auto", "response_format": schema})
+        tool_grammar(body(**more), HARMONY, marks) for more in ({}, {"tool_choice": "auto", "response_format": schema})
     )
     for before in ("", thought):
         for shape in (forced, free):
@@ -310,7 +315,7 @@ WRONG = [
 @pytest.mark.parametrize(("form", "name", "schema", "message"), WRONG, ids=range(len(WRONG)))
 def test_schemas_that_a_form_cannot_write_are_refused_by_name(form, name, schema, message):
     tools = [{"type": "function", "function": {"name": name, "parameters": schema}}]
-    error = refused(RequestError, None, required_shape, body(tools=tools), form)
+    error = refused(RequestError, None, tool_grammar, body(tools=tools), form)
     assert message in str(error)
     assert error.param == "tools"
 
@@ -323,7 +328,7 @@ def test_references_are_followed_once(tokenizer, form):
     wide = {f"p{index}": {"type": "string", "maxLength": 50} for index in range(40)}
     schema = {"properties": {"a": {"$ref": "#/$defs/d0"}, "b": {"$ref": "#/$defs/ring"}, **wide}, "$defs": home}
     tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name in "fg"]
-    shape = required_shape(body(tools=tools), form)
+    shape = tool_grammar(body(tools=tools), form)
     GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id]).start(shape)
     assert read(
         form.parser({"f": schema}), ["<tool_call><function=f><parameter=a>3</parameter></function></tool_call>"]
@@ -344,7 +349,7 @@ def template(form):
     return f"{{# {TOLD[form]} #}}{{% for t in tools or [] %}}{{{{ t.function.name }}}} {{% endfor %}}{SAID}<assistant>"
 
 
-@pytest.mark.parametrize("form", FORMS, ids=NAMED.get)
+@pytest.mark.parametrize("form", FORMATS, ids=NAMED.get)
 def test_a_server_forces_calls_in_the_form_of_its_template(served, form):
     with run_server(served, ServerOptions(model_name="tiny", chat_template=template(form))) as server:
         for choice, parallel in (("required", True), ({"type": "function", "function": {"name": "order"}}, False)):

@@ -20,8 +20,8 @@ from transformers import AddedToken
 from forerun import LLM, ConfigError, RequestError, SamplingParams, StructuredOutputsParams
 from forerun.core.request import RequestState
 from forerun.engine.grammar import GrammarCompiler
-from forerun.serve.forms import HERMES, required_shape
 from forerun.serve.schema import ChatRequest
+from forerun.serve.tool_formats import HERMES, tool_grammar
 from gguf_files import write_model
 from refusals import refused
 
@@ -553,7 +553,7 @@ def test_markers_of_calls_are_the_special_tokens_that_they_are_called(llm, sever
     eos = tokenizer.eos_token_id
     compiler = GrammarCompiler(tokenizer, len(tokenizer), [eos])
     for special in (dict(zip(markers, (begin, end))), {}):
-        shape = required_shape(body, HERMES, special)
+        shape = tool_grammar(body, HERMES, special)
         assert isinstance(shape, StructuredOutputsParams)
         forced = compiler.start(shape).forced(RequestState(0, [5], 1, SamplingParams(), 0), 200)
         assert tokenizer.decode(forced).startswith('<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>')

@@ -12,9 +12,8 @@ from forerun import LLM, ConfigError, SamplingParams, StructuredOutputsParams
 from forerun.core.request import RequestState
 from forerun.models.reasoning import PARSERS, Boundary, Markers
 from forerun.serve.app import ServerOptions
-from forerun.serve.forms import FORMS, GEMMA, HARMONY, HERMES, MISTRAL, PYTHONIC, QWEN, Channels
-from forerun.serve.text import Thoughts
-from forerun.serve.tools import ToolParser
+from forerun.serve.parsers import ReasoningParser, ToolParser
+from forerun.serve.tool_formats import FORMATS, GEMMA, HARMONY, HERMES, MISTRAL, PYTHONIC, QWEN, HarmonyParser
 
 CHAT = "/v1/chat/completions"
 THINK, ANSWER = "def", "return"
@@ -224,21 +223,25 @@ def read(reader, pieces):
 @pytest.mark.parametrize(("opened", "text", "thoughts", "content"), TAGGED)
 def test_thoughts_between_tags(opened, text, thoughts, content):
     for pieces in ([text], [*text, ""]):
-        assert read(Thoughts(PARSERS["qwen3"], opened, None), pieces) == (thoughts, content, [])
-        assert read(Thoughts(PARSERS["qwen3"], opened, ToolParser(("add",))), pieces) == (thoughts, content, [])
+        assert read(ReasoningParser(PARSERS["qwen3"], opened, None), pieces) == (thoughts, content, [])
+        assert read(ReasoningParser(PARSERS["qwen3"], opened, ToolParser({"add": {}})), pieces) == (
+            thoughts,
+            content,
+            [],
+        )
 
 
 def test_a_label_is_no_thought_and_calls_come_behind_thoughts():
     text = "<|channel>thought\nHm.<channel|><|tool_call>call:add{a:1}<tool_call|>"
     for pieces in ([text], [*text, ""]):
-        parser = GEMMA.parser(("add",))
-        assert read(Thoughts(PARSERS["gemma4"], None, parser), pieces) == ("Hm.", "", [("add", '{"a": 1}')])
+        parser = GEMMA.parser({"add": {}})
+        assert read(ReasoningParser(PARSERS["gemma4"], None, parser), pieces) == ("Hm.", "", [("add", '{"a": 1}')])
 
 
 @pytest.mark.parametrize(("text", "thoughts", "content", "calls"), MESSAGES)
 def test_messages_of_gpt_oss(text, thoughts, content, calls):
     for pieces in ([text], [*text, ""]):
-        assert read(Channels(("add",)), pieces) == (thoughts, content, calls)
+        assert read(HarmonyParser({"add": {}}), pieces) == (thoughts, content, calls)
 
 
 Q = '<|"|>'
@@ -307,12 +310,12 @@ WORDS = st.sampled_from(
 def test_cuts_change_nothing(text, data):
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
-    for form in FORMS:
+    for form in FORMATS:
 
         def parser(form=form):
             return form.parser(SCHEMAS)
 
         assert read(parser(), pieces) == read(parser(), [text])
         for opened in (None, True) if form is not HARMONY else ():
-            whole = read(Thoughts(PARSERS["qwen3"], opened, parser()), [text])
-            assert read(Thoughts(PARSERS["qwen3"], opened, parser()), pieces) == whole
+            whole = read(ReasoningParser(PARSERS["qwen3"], opened, parser()), [text])
+            assert read(ReasoningParser(PARSERS["qwen3"], opened, parser()), pieces) == whole

@@ -13,9 +13,9 @@ from running import client_of, closed, run_server
 from transformers import AddedToken
 
 from forerun.serve.app import ServerOptions
-from forerun.serve.forms import MOST_CALLS
+from forerun.serve.parsers import ToolParser
 from forerun.serve.text import TextService
-from forerun.serve.tools import ToolParser
+from forerun.serve.tool_formats import MAX_FORCED_CALLS
 
 CHAT = "/v1/chat/completions"
 ASK = [{"role": "user", "content": "hi"}]
@@ -127,7 +127,7 @@ def test_several_calls_come_unless_one_alone_is_wanted(hermes):
         assert one == several[:1]
         seen.append(len(several))
     assert max(seen) > 1
-    assert max(seen) <= MOST_CALLS
+    assert max(seen) <= MAX_FORCED_CALLS
 
 
 def test_a_call_that_is_cut_off_says_so(hermes):
@@ -338,7 +338,7 @@ def test_wrong_bodies(server, body, param, message):
     assert "Traceback" not in answer.text
 
 
-NAMES = ("get_weather", "add", "add_more")
+NAMES = {"get_weather": {}, "add": {}, "add_more": {}}
 A = '{"city": "Pa}{\\"ris"}'
 CASES = [
     ("", "", []),
@@ -465,7 +465,7 @@ def test_cuts_change_nothing(text, data):
     for fenced in (False, True):
         whole = told(ToolParser(NAMES, fenced=fenced), [text])
         assert told(ToolParser(NAMES, fenced=fenced), pieces) == whole
-        assert told(ToolParser(NAMES, 1, fenced=fenced), pieces)[1] == whole[1][:1]
+        assert told(ToolParser(NAMES, parallel=False, fenced=fenced), pieces)[1] == whole[1][:1]
 
 
 def test_nothing_is_held_back_but_what_may_begin_a_call():
@@ -494,5 +494,5 @@ def test_arguments_come_as_they_are_written():
     "text", ["<tool_call>{" * 3000, "<tool_call>" * 3000, "\n" * 30000, '{"name": "' + "a" * 30000]
 )
 def test_long_texts_take_no_time(text):
-    content, calls = told(ToolParser(("a" * 40000,)), [text])
+    content, calls = told(ToolParser({"a" * 40000: {}}), [text])
     assert (content, calls) == (text, [])

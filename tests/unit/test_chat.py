@@ -10,7 +10,7 @@ from forerun import SamplingParams
 from forerun.core.errors import RequestError
 from forerun.models.chat import conversations, render_chat
 from forerun.models.tokenizer import load_tokenizer
-from forerun.serve.forms import HERMES, LLAMA, call_form
+from forerun.serve.tool_formats import HERMES, LLAMA, tool_format
 from refusals import refused
 
 TEMPLATE = (
@@ -237,7 +237,7 @@ def test_a_model_of_several_templates_uses_the_one_for_tools(llm, monkeypatch):
     ("{\"name\": n, \"parameters\": p}", HERMES),
 ])  # fmt: skip
 def test_the_form_that_a_template_asks_for(llm, template, form):
-    assert call_form(llm().tokenizer, template) is form
+    assert tool_format(llm().tokenizer, template) is form
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from forerun.engine.config import NONE
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 from forerun.serve import answers, errors
 from forerun.serve.errors import STATUSES, ApiError
-from forerun.serve.forms import required_shape
 from forerun.serve.guard import Guard, allowed_host, allowed_origin, names, needs_key
 from forerun.serve.metrics import NAMES, Recorder, RequestLog
 from forerun.serve.responses import ResponseReply, ResponseRequest, ResponseStore
@@ -40,6 +39,7 @@ from forerun.serve.schema import (
 )
 from forerun.serve.stream import ChatReply, CompletionReply, Echo, Reply
 from forerun.serve.text import TextService
+from forerun.serve.tool_formats import tool_grammar
 
 
 @dataclass(frozen=True)
@@ -242,14 +242,14 @@ class Server:
             raise ConfigError("beams call no tools: leave tools out, or use_beam_search")
         special = self.text.special_markers(tools=bool(tools))
         if isinstance(params, SamplingParams):
-            shape = required_shape(body, self.text.call_form, special) if tools else None
+            shape = tool_grammar(body, self.text.tool_format, special) if tools else None
             params = params.clone(
                 structured_outputs=shape or params.structured_outputs,
                 skip_special_tokens=params.skip_special_tokens and not special,
             )
         streams = await self.submit([ids], params, body, limit)
         about = self._about(body, request_id, logprobs=body.logprobs)
-        return kind(streams, self.text, reading=self.text.reading(ids, body), **about, **more)
+        return kind(streams, self.text, prompt=ids, **about, **more)
 
     async def answer(self, request: Request, body: Sampled, make: Coroutine[Any, Any, Reply]) -> Response:
         reply = request.state.reply = await make

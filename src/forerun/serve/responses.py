@@ -14,6 +14,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, mo
 from forerun.engine.stop import LENGTH
 from forerun.serve import answers
 from forerun.serve.errors import ApiError
+from forerun.serve.parsers import ParsedCall, Piece
 from forerun.serve.schema import (
     IGNORED,
     MAX_LOGPROBS,
@@ -30,7 +31,6 @@ from forerun.serve.schema import (
     one_of,
 )
 from forerun.serve.stream import ChatReply, Choice
-from forerun.serve.tools import ParsedCall, Piece
 
 LOGPROBS = "message.output_text.logprobs"
 REPEATED = (
@@ -304,7 +304,7 @@ class ResponseReply(ChatReply):
         self.keep = keep
         self.id = f"resp_{self.head['id'].removeprefix(f'{self.prefix}-')}"
         self.output: list[Output] = []
-        (self._reader,) = self._readers
+        (self._parser,) = self._parsers
         self._call: ParsedCall | None = None
         """The last one."""
         self._numbers = count()
@@ -327,16 +327,16 @@ class ResponseReply(ChatReply):
 
     def _emit(self, choice: Choice) -> list[str]:
         pieces = [Piece(choice.text)] if choice.text or choice.logprobs else []
-        if self._reader is not None:
-            pieces = self._reader.push(choice.text, last=choice.finish is not None)
+        if self._parser is not None:
+            pieces = self._parser.push(choice.text, last=choice.finish is not None)
         events: list[str] = []
         for piece in pieces:
             events += self._more_of_text(piece, choice) if piece.call is None else self._more_of_call(piece, piece.call)
         if choice.finish is not None:
-            if not self.output and not self.reading.must:
+            if not self.output and not self.calls_only:
                 events += self._open_text(reasoning=False)
             events += self._close(whole=choice.finish.reason != LENGTH)
-            self.reasons[choice.index] = self._reason(choice.finish, self._reader) or ""
+            self.reasons[choice.index] = self._reason(choice.finish, self._parser) or ""
         return events
 
     # ------------------------------------------------------------------------------------------------ items

@@ -518,6 +518,11 @@ class ChatRequest(Generation):
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
+    def must_call(self) -> bool:
+        """Whether the answer must consist of calls."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
     def session(self) -> str | None:
         return self.prompt_cache_key or self.user
 

@@ -18,9 +18,9 @@ from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.stop import ABORT, ERROR, LENGTH, STOP, Finish
 from forerun.serve import answers
 from forerun.serve.errors import ApiError, as_api_error
-from forerun.serve.schema import Generation
-from forerun.serve.text import AnswerReading, Listing, Placed, TextService, by_name
-from forerun.serve.tools import ParsedCall, Piece, Reader
+from forerun.serve.parsers import AnswerParser, ParsedCall, Piece
+from forerun.serve.schema import ChatRequest, Generation
+from forerun.serve.text import Listing, Placed, TextService, by_name
 from forerun.speculate.accept.base import NO_TOKEN
 
 M = TypeVar("M", answers.Metrics, answers.SpeculativeMetrics)
@@ -371,11 +371,11 @@ class ChatReply(Reply):
     whole_answer, chunk = answers.Chat, answers.ChatChunk
     prefix = "chatcmpl"
 
-    def __init__(self, *arguments: Any, reading: AnswerReading, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.reading = reading
-        self._readers = [reading.reader() for _ in self.choices]
-        self.parsed = self._readers[0] is not None
+    def __init__(self, *arguments: Any, prompt: Sequence[int], body: ChatRequest, **options: Any) -> None:
+        super().__init__(*arguments, body=body, **options)
+        self.calls_only = body.must_call
+        self._parsers = [self.text.answer_parser(prompt, body) for _ in self.choices]
+        self.parsed = self._parsers[0] is not None
 
     def _begun(self) -> list[str]:
         begun = answers.ChatDelta(role="assistant", content="")
@@ -383,45 +383,45 @@ class ChatReply(Reply):
 
     def whole(self, choice: Choice) -> answers.ChatChoice:
         message = answers.ChatMessage(role="assistant", content=choice.text, refusal=None)
-        reader = self._readers[choice.index]
-        if reader is not None:
-            texts = [piece for piece in reader.push(choice.text, last=True) if piece.call is None]
+        parser = self._parsers[choice.index]
+        if parser is not None:
+            texts = [piece for piece in parser.push(choice.text, last=True) if piece.call is None]
             thoughts = "".join(piece.text for piece in texts if piece.reasoning)
             message.content = "".join(piece.text for piece in texts if not piece.reasoning)
-            if reader.calls or thoughts or self.reading.must:
+            if parser.calls or thoughts or self.calls_only:
                 message.content = message.content or None
-            if self.reading.reasoning is not None:
+            if self.text.reasoning_parser is not None:
                 message.reasoning_content = thoughts or None
-            if reader.calls:
-                message.tool_calls = [_call(call) for call in reader.calls]
-        return answers.ChatChoice(message=message, **self._about(choice, reader))
+            if parser.calls:
+                message.tool_calls = [_call(call) for call in parser.calls]
+        return answers.ChatChoice(message=message, **self._about(choice, parser))
 
     def pieces(self, choice: Choice) -> list[answers.ChatChunkChoice]:
-        reader = self._readers[choice.index]
-        if reader is None:
+        parser = self._parsers[choice.index]
+        if parser is None:
             return [answers.ChatChunkChoice(delta=answers.ChatDelta(content=choice.text), **self._about(choice))]
         last = choice.finish is not None
-        deltas = [_delta(piece) for piece in reader.push(choice.text, last=last)]
+        deltas = [_delta(piece) for piece in parser.push(choice.text, last=last)]
         if not deltas and (last or choice.trace or choice.logprobs):
             deltas = [answers.ChatDelta()]
         alone = replace(choice, finish=None, logprobs=[])
         bodies = [answers.ChatChunkChoice(delta=delta, **self._about(alone)) for delta in deltas[:-1]]
-        return bodies + [answers.ChatChunkChoice(delta=each, **self._about(choice, reader)) for each in deltas[-1:]]
+        return bodies + [answers.ChatChunkChoice(delta=each, **self._about(choice, parser)) for each in deltas[-1:]]
 
-    def _about(self, choice: Choice, reader: Reader | None = None) -> dict[str, Any]:
+    def _about(self, choice: Choice, parser: AnswerParser | None = None) -> dict[str, Any]:
         logprobs = None
         if self.logprobs:
             logprobs = answers.ChatLogprobs(content=[self._token(item) for item in choice.logprobs])
-        reason = self._reason(choice.finish, reader)
+        reason = self._reason(choice.finish, parser)
         return {
             "index": choice.index, "logprobs": logprobs, "finish_reason": reason, "stop_reason": choice.stopped_by
         }  # fmt: skip
 
     @staticmethod
-    def _reason(finish: Finish | None, reader: Reader | None) -> str | None:
+    def _reason(finish: Finish | None, parser: AnswerParser | None) -> str | None:
         if finish is None:
             return None
-        called = reader is not None and reader.calls and all(call.complete for call in reader.calls)
+        called = parser is not None and parser.calls and all(call.complete for call in parser.calls)
         return TOOL_CALLS if finish.reason == STOP and called else finish.reason
 
     def _token(self, placed: Placed) -> answers.ListedToken:

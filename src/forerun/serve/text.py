@@ -1,5 +1,4 @@
-"""Text in and out of token ids, away from the event loop and from the engine's own tokenizer; thoughts, text and calls
-of an answer told apart as it grows."""
+"""Text to token ids and back, away from the event loop and from the engine's own tokenizer."""
 
 from __future__ import annotations
 
@@ -7,9 +6,9 @@ import asyncio
 import copy
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -19,11 +18,11 @@ from forerun.engine.client import Delta
 from forerun.engine.jobs import TokenLogprobs, finite
 from forerun.engine.stop import Finish
 from forerun.models.chat import Message, knows_tools, render_chat
-from forerun.models.reasoning import HARMONY, PARSERS, Boundary, Markers
+from forerun.models.reasoning import HARMONY, PARSERS, Boundary
 from forerun.models.tokenizer import BYTE_LETTERS, REPLACEMENT, Detokenizer, encode, token_text
-from forerun.serve import forms
+from forerun.serve import tool_formats
+from forerun.serve.parsers import AnswerParser, ReasoningParser
 from forerun.serve.schema import ChatRequest
-from forerun.serve.tools import ParsedCall, Piece, Reader, begun_marker
 
 T = TypeVar("T")
 
@@ -140,23 +139,22 @@ class TextService:
             raise
 
     @cached_property
-    def call_form(self) -> forms.CallForm:
-        """How calls are written here."""
-        return forms.call_form(self.tokenizer, self.own_template)
+    def tool_format(self) -> tool_formats.ToolFormat:
+        return tool_formats.tool_format(self.tokenizer, self.own_template)
 
     @cached_property
     def knows_tools(self) -> bool:
-        """Whether the template tells of tools in words of its own."""
+        """Whether the template describes tools itself."""
         return knows_tools(self.tokenizer.get_chat_template(self.own_template, [{}]))
 
     def special_markers(self, *, tools: bool) -> dict[str, int]:
-        """Markers of thoughts and, with ``tools``, of calls that are special tokens here, and their ids. Texts leave
-        them out unless told otherwise."""
+        """Returns the ids of markers of reasoning and, with ``tools``, of calls that are special tokens here. Texts
+        leave special tokens out unless told otherwise."""
         markers: set[str] = set()
         if tools:
-            markers |= {*forms.HERMES.marks, *forms.LLAMA.marks, *self.call_form.marks}
+            markers |= {*tool_formats.HERMES.markers, *tool_formats.LLAMA.markers, *self.tool_format.markers}
         if self.reasoning_parser == HARMONY:
-            markers |= set(forms.HARMONY.marks)
+            markers |= set(tool_formats.HARMONY.markers)
         elif self.reasoning_parser is not None:
             markers |= {PARSERS[self.reasoning_parser].start, PARSERS[self.reasoning_parser].end}
         return {marker: id for marker, id in self._special.items() if marker in markers}
@@ -165,19 +163,21 @@ class TextService:
     def _special(self) -> dict[str, int]:
         return {token.content: id for id, token in self.tokenizer.added_tokens_decoder.items() if token.special}
 
-    def reading(self, prompt: Sequence[int], body: ChatRequest) -> AnswerReading:
-        """How to read the answers to a chat's ``prompt``."""
-        tools = body.offered()
-        form = self.call_form if tools else None
-        return AnswerReading(
-            forms.HARMONY if self.reasoning_parser == HARMONY else form,
-            {tool.function.name: tool.function.parameters for tool in tools},
-            None if body.parallel_tool_calls else 1,
-            must=bool(tools) and body.tool_choice not in (None, "auto"),
-            fenced=bool(tools) and self.knows_tools,
-            reasoning=self.reasoning_parser,
-            opened=None if self.boundary is None else self.boundary.opened(prompt),
-        )
+    def answer_parser(self, prompt: Sequence[int], body: ChatRequest) -> AnswerParser | None:
+        """Returns a parser of one answer to a chat's ``prompt``; None if the answer is plain text."""
+        tools, parser = body.offered(), None
+        harmony = self.reasoning_parser == HARMONY  # whose parser of calls separates the reasoning, too
+        if tools or harmony:
+            parser = (tool_formats.HARMONY if harmony else self.tool_format).parser(
+                {tool.function.name: tool.function.parameters for tool in tools},
+                parallel=body.parallel_tool_calls,
+                calls_only=body.must_call,
+                fenced=bool(tools) and self.knows_tools,
+            )
+        if self.reasoning_parser is None or harmony or (tools and self.tool_format is tool_formats.HARMONY):
+            return parser
+        assert self.boundary is not None
+        return ReasoningParser(PARSERS[self.reasoning_parser], self.boundary.opened(prompt), parser)
 
     def _token_text(self, token: int) -> tuple[str, list[int] | None]:
         """One token's text and, where they can be told, its bytes (half a character has no text of its own)."""
@@ -263,74 +263,3 @@ def by_name(item: TokenLogprobs, text: TextService) -> dict[str, float]:
             name = f"token_id:{token}"
         result[name] = finite(value)
     return result
-
-
-class Thoughts:
-    """Thoughts between ``markers``, in front of an answer that ``parser`` reads. ``opened``: whether the prompt has
-    opened them already; None: the answer may."""
-
-    def __init__(self, markers: Markers, opened: bool | None, parser: Reader | None) -> None:
-        self.markers = markers
-        self.parser = parser
-        self.calls: list[ParsedCall] = parser.calls if parser is not None else []
-        self._opened = opened
-        self._prefixes = [markers.start, markers.label] if opened is not False else []
-        self._held = ""
-
-    def push(self, text: str, *, last: bool = False) -> list[Piece]:
-        self._held += text
-        pieces = self._think(last) if self._opened is not False else []
-        if self._opened is False:
-            text, self._held = self._held, ""
-            if self.parser is not None:
-                return [*pieces, *self.parser.push(text, last=last)]
-            if text:
-                pieces.append(Piece(text))
-        return pieces
-
-    def _think(self, last: bool) -> list[Piece]:
-        while self._prefixes:
-            prefix, held = self._prefixes[0], self._held
-            if prefix and prefix.startswith(held) and held != prefix and not last:
-                return []
-            self._prefixes.pop(0)
-            if held.startswith(prefix):
-                self._held = held.removeprefix(prefix)
-                self._opened = True
-            elif self._opened is None:
-                self._opened = False
-                return []
-        thought, end, rest = self._held.partition(self.markers.end)
-        if end:
-            self._opened, self._held = False, rest
-        else:
-            certain = len(thought) if last else begun_marker(thought, (self.markers.end,))
-            thought, self._held = thought[:certain], thought[certain:]
-        return [Piece(thought, reasoning=True)] if thought else []
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerReading:
-    """How to read an answer.
-
-    For calls in a ``form`` (None: there are none), of functions by the schemas of their parameters, at most ``most``
-    (None: any number). It ``must`` be calls, or need not; a block of Markdown may be one if ``fenced``. And for the
-    thoughts of a ``reasoning`` parser, which the prompt has ``opened`` or closed (None: neither).
-    """
-
-    form: forms.CallForm | None = None
-    schemas: Mapping[str, Any] = field(default_factory=dict)
-    most: int | None = None
-    must: bool = False
-    fenced: bool = False
-    reasoning: str | None = None
-    opened: bool | None = None
-
-    def reader(self) -> Reader | None:
-        """A reader of one answer; None: it is text as it stands."""
-        parser = None
-        if self.form is not None:
-            parser = self.form.parser(self.schemas, self.most, silent=self.must, fenced=self.fenced)
-        if self.reasoning is None or self.form is forms.HARMONY:  # whose messages tell thoughts from the rest
-            return parser
-        return Thoughts(PARSERS[self.reasoning], self.opened, parser)
