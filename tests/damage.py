@@ -270,15 +270,8 @@ JUNK = (
     {"a": 1}, [[1, 2]], "[",
 )  # fmt: skip
 KINDS = (
-    torch.float32,
-    torch.float16,
-    torch.int32,
-    torch.int8,
-    torch.uint8,
-    torch.int64,
-    torch.bool,
-    torch.float8_e4m3fn,
-)
+    torch.float32, torch.float16, torch.int32, torch.int8, torch.uint8, torch.int64, torch.bool, torch.float8_e4m3fn,
+)  # fmt: skip
 
 
 def changed(tensor, random):

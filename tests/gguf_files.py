@@ -16,25 +16,15 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|start|>{% endif %}"
 )
 VOCABULARY = {
-    "tokenizer.ggml.model": "gpt2",
-    "tokenizer.ggml.pre": "smollm",
-    "tokenizer.ggml.tokens": TOKENS,
-    "tokenizer.ggml.token_type": KINDS,
-    "tokenizer.ggml.merges": MERGES,
-    "tokenizer.ggml.bos_token_id": 1,
-    "tokenizer.ggml.eos_token_id": 0,
-    "tokenizer.chat_template": TEMPLATE,
-}
+    "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm", "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.token_type": KINDS, "tokenizer.ggml.merges": MERGES, "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 0, "tokenizer.chat_template": TEMPLATE,
+}  # fmt: skip
 SIZES = {
-    "llama.block_count": 2,
-    "llama.context_length": 128,
-    "llama.embedding_length": 32,
-    "llama.feed_forward_length": 64,
-    "llama.attention.head_count": 4,
-    "llama.attention.head_count_kv": 2,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.block_count": 2, "llama.context_length": 128, "llama.embedding_length": 32, "llama.feed_forward_length": 64,
+    "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2, "llama.attention.layer_norm_rms_epsilon": 1e-5,
     "llama.rope.freq_base": 10000.0,
-}
+}  # fmt: skip
 
 
 SCALES = {

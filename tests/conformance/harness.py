@@ -13,12 +13,9 @@ LONGEST = 112
 """``max_model_len``: the longest prompt meets it before its 64 tokens are out."""
 
 PROMPTS = (
-    "hello world, hello world, hello",
-    "def parse(text):\n    return ",
-    "a",
-    "0123456789" * 6,
+    "hello world, hello world, hello", "def parse(text):\n    return ", "a", "0123456789" * 6,
     "the cat sat on the mat; the cat sat",
-)
+)  # fmt: skip
 
 
 def options(**given):

@@ -442,30 +442,24 @@ def test_a_row_reads_its_experts_only(described, name):
     assert model.info.token_bytes == model.info.weight_bytes - embedding - idle
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "reason"),
-    [
-        ("gemma2", {"hidden_activation": "relu"}, "activation 'relu'"),
-        ("mixtral", {"hidden_act": "gelu"}, "activation 'gelu'"),
-        ("apertus", {"hidden_act": "silu"}, "activation 'silu'"),
-        ("olmo2", {"rope_parameters": {**PARTIAL["rope_parameters"]}}, "partial rotary"),
-        ("gemma3_text", {"use_bidirectional_attention": True}, "attention to later tokens"),
-        ("qwen3_moe", {"architectures": ["Qwen3MoeForSequenceClassification"]}, "is not Qwen3MoeForCausalLM"),
-        ("llama", {"hidden_act": "gelu"}, "activation 'gelu'"),
-        ("llama", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}, "dynamic"),
-        ("deepseek_v2", {**LATENT, "norm_topk_prob": True}, "norm_topk_prob True"),
-        ("deepseek_v2", {**LATENT, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
-        ("deepseek_v3", {**LATENT, "n_group": 3, "topk_group": 1}, "3 of 8 experts in 1 of 3 groups"),
-        ("deepseek_v3", {**LATENT, "n_group": 4, "topk_group": 1}, "3 of 8 experts in 1 of 4 groups"),
-        ("deepseek_v3", {**LATENT, "num_key_value_heads": 2}, "num_key_value_heads 2: latent attention has as many"),
-        (
-            "mistral4",
-            {**LATENT, "head_dim": 20, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-            "turn 0.4 of 20 numbers",
-        ),
-        ("stablelm", {}, "stablelm is not among the described architectures"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options", "reason"), [
+    ("gemma2", {"hidden_activation": "relu"}, "activation 'relu'"),
+    ("mixtral", {"hidden_act": "gelu"}, "activation 'gelu'"),
+    ("apertus", {"hidden_act": "silu"}, "activation 'silu'"),
+    ("olmo2", {"rope_parameters": {**PARTIAL["rope_parameters"]}}, "partial rotary"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "attention to later tokens"),
+    ("qwen3_moe", {"architectures": ["Qwen3MoeForSequenceClassification"]}, "is not Qwen3MoeForCausalLM"),
+    ("llama", {"hidden_act": "gelu"}, "activation 'gelu'"),
+    ("llama", {"rope_parameters": {**LINEAR, "rope_type": "dynamic"}}, "dynamic"),
+    ("deepseek_v2", {**LATENT, "norm_topk_prob": True}, "norm_topk_prob True"),
+    ("deepseek_v2", {**LATENT, "topk_method": "noaux_tc"}, "topk_method 'noaux_tc'"),
+    ("deepseek_v3", {**LATENT, "n_group": 3, "topk_group": 1}, "3 of 8 experts in 1 of 3 groups"),
+    ("deepseek_v3", {**LATENT, "n_group": 4, "topk_group": 1}, "3 of 8 experts in 1 of 4 groups"),
+    ("deepseek_v3", {**LATENT, "num_key_value_heads": 2}, "num_key_value_heads 2: latent attention has as many"),
+    ("mistral4", {**LATENT, "head_dim": 20, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+     "turn 0.4 of 20 numbers"),
+    ("stablelm", {}, "stablelm is not among the described architectures"),
+])  # fmt: skip
 def test_what_is_not_described_says_why_in_one_line(tmp_path, kind, options, reason):
     config = AutoConfig.for_model(kind, **{**SIZES, **options})
     assert reason in applies(config)

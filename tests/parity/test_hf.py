@@ -159,14 +159,11 @@ def test_sharded_weights(checkpoint, tmp_path):
     close(got, reference(checkpoint("llama"), tokens))
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "reason"),
-    [
-        ("bloom", {"n_layer": 2, "n_head": 4}, "its BloomAttention reads other tokens than its own"),
-        ("bert", {}, "attention to later tokens"),
-        ("mamba", {"state_size": 4}, "has layers of kind 'linear_attention'"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "options", "reason"), [
+    ("bloom", {"n_layer": 2, "n_head": 4}, "its BloomAttention reads other tokens than its own"),
+    ("bert", {}, "attention to later tokens"),
+    ("mamba", {"state_size": 4}, "has layers of kind 'linear_attention'"),
+])  # fmt: skip
 def test_an_architecture_outside_the_interface_is_named(tmp_path, kind, options, reason):
     save(kind, options, str(tmp_path))
     refused(ModelError, reason, load_model, tmp_path)

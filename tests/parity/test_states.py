@@ -93,29 +93,26 @@ def test_layers_of_unknown_kinds_are_refused(types):
         sanity.check_config(config, Path("m/config.json"))
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        ("lfm2", {"conv_L_cache": 5}, r"has shape \[64, 1, 3\]; its config asks for \[64, 1, 5\]"),
-        ("lfm2", {"conv_L_cache": 0}, "conv_L_cache is 0, not an integer from 2 to 16"),
-        ("lfm2", {"layer_types": ["conv", FULL, "mamba"]}, "of kind .*; it runs models of .* and conv"),
-        ("lfm2", {"layer_types": [FULL, FULL, "conv"]}, r"lacks 6 weights, model\.layers\.0\.self_attn"),
-        ("qwen3_5", {"linear_key_head_dim": 16}, r"has shape \[80, 1, 4\]; its config asks for \[112, 1, 4\]"),
-        ("qwen3_5", {"linear_num_value_heads": 3}, r"_heads \(3\) is no multiple of .*_heads \(2\)"),
-        ("qwen3_5", {"linear_value_head_dim": 2**40}, "is 1099511627776, not an integer from 1 to 1048576"),
-        ("qwen3_5", {"layer_types": [LINEAR] * 3}, "no layer with attention"),
-        ("granite-h", {"mamba_d_state": 16}, r"has shape \[144\]; its config asks for \[160\]"),
-        ("granite-h", {"mamba_d_conv": 3}, r"has shape \[144, 1, 4\]; its config asks for \[144, 1, 3\]"),
-        ("granite-h", {"mamba_n_heads": 8}, "do not match the model intermediate_size"),
-        ("lfm2", {"block_multiple_of": 0}, "block_ffn_dim_multiplier 1.0 and block_multiple_of 0"),
-        ("granite-h", {"residual_multiplier": None}, "residual_multiplier is None, not a number"),
-        ("granite-h", {"num_local_experts": None}, "num_local_experts is None, not a number of experts"),
-        ("falcon_h1", {"ssm_in_multiplier": None}, "ssm_in_multiplier is None, not a number"),
-        ("falcon_h1", {"ssm_multipliers": []}, r"ssm_multipliers is \[\], not 5 numbers"),
-        ("falcon_h1", {"mlp_multipliers": [1.0]}, r"mlp_multipliers is \[1.0\], not 2 numbers"),
-        ("nemotron_h", {"conv_kernel": 3}, r"has shape \[80, 1, 4\]; its config asks for \[80, 1, 3\]"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "changes", "message"), [
+    ("lfm2", {"conv_L_cache": 5}, r"has shape \[64, 1, 3\]; its config asks for \[64, 1, 5\]"),
+    ("lfm2", {"conv_L_cache": 0}, "conv_L_cache is 0, not an integer from 2 to 16"),
+    ("lfm2", {"layer_types": ["conv", FULL, "mamba"]}, "of kind .*; it runs models of .* and conv"),
+    ("lfm2", {"layer_types": [FULL, FULL, "conv"]}, r"lacks 6 weights, model\.layers\.0\.self_attn"),
+    ("qwen3_5", {"linear_key_head_dim": 16}, r"has shape \[80, 1, 4\]; its config asks for \[112, 1, 4\]"),
+    ("qwen3_5", {"linear_num_value_heads": 3}, r"_heads \(3\) is no multiple of .*_heads \(2\)"),
+    ("qwen3_5", {"linear_value_head_dim": 2**40}, "is 1099511627776, not an integer from 1 to 1048576"),
+    ("qwen3_5", {"layer_types": [LINEAR] * 3}, "no layer with attention"),
+    ("granite-h", {"mamba_d_state": 16}, r"has shape \[144\]; its config asks for \[160\]"),
+    ("granite-h", {"mamba_d_conv": 3}, r"has shape \[144, 1, 4\]; its config asks for \[144, 1, 3\]"),
+    ("granite-h", {"mamba_n_heads": 8}, "do not match the model intermediate_size"),
+    ("lfm2", {"block_multiple_of": 0}, "block_ffn_dim_multiplier 1.0 and block_multiple_of 0"),
+    ("granite-h", {"residual_multiplier": None}, "residual_multiplier is None, not a number"),
+    ("granite-h", {"num_local_experts": None}, "num_local_experts is None, not a number of experts"),
+    ("falcon_h1", {"ssm_in_multiplier": None}, "ssm_in_multiplier is None, not a number"),
+    ("falcon_h1", {"ssm_multipliers": []}, r"ssm_multipliers is \[\], not 5 numbers"),
+    ("falcon_h1", {"mlp_multipliers": [1.0]}, r"mlp_multipliers is \[1.0\], not 2 numbers"),
+    ("nemotron_h", {"conv_kernel": 3}, r"has shape \[80, 1, 4\]; its config asks for \[80, 1, 3\]"),
+])  # fmt: skip
 def test_sizes_that_do_not_fit_are_named_in_one_line(tmp_path, kind, changes, message):
     save_hybrid(kind, tmp_path)
     config = tmp_path / "config.json"

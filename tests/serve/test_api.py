@@ -319,16 +319,13 @@ def test_a_schema_that_is_true(server):
     assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize(
-    "extra",
-    [
-        {"structured_outputs": {"choice": ["red", "green"]}},
-        {"guided_choice": ["red", "green"]},
-        {"guided_regex": "red|green"},
-        {"guided_grammar": 'start: "red" | "green"'},
-        {"structured_outputs": {"regex": "(red|green)"}},
-    ],
-)
+@pytest.mark.parametrize("extra", [
+    {"structured_outputs": {"choice": ["red", "green"]}},
+    {"guided_choice": ["red", "green"]},
+    {"guided_regex": "red|green"},
+    {"guided_grammar": 'start: "red" | "green"'},
+    {"structured_outputs": {"regex": "(red|green)"}},
+])  # fmt: skip
 def test_vllms_keys_for_structured_output(client, extra):
     answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=10, seed=1, extra_body=extra)
     assert answer.choices[0].text in ("red", "green")

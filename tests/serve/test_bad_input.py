@@ -139,23 +139,19 @@ def test_wrong_bodies(server, path, body, param, message):
     check(server.post(path, body), 400, message, param)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"prompt": "def', "not valid JSON"),
-        (b"", ""),
-        (b"[1, 2]", ""),
-        (b'{"prompt": "a", "temperature": NaN}', "finite"),
-        (b'{"prompt": "\\ud800"}', "half a surrogate pair"),
-        (b'{"prompt": "a", "bad_words": ["\xed\xa0\x80"]}', "half a surrogate pair"),
-        (b'{"prompt": "a", "\\udfff": 1}', ""),
-        (b'{"prompt": "a", "guided_json": {"const": "\\ud800"}}', ""),
-        (b'{"prompt": ' + b"[" * 100000 + b"]" * 100000 + b"}", ""),
-        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", ""),
-        (b'{"prompt": "\xff\xfe"}', ""),
-    ],
-    ids=range(11),
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (b'{"prompt": "def', "not valid JSON"),
+    (b"", ""),
+    (b"[1, 2]", ""),
+    (b'{"prompt": "a", "temperature": NaN}', "finite"),
+    (b'{"prompt": "\\ud800"}', "half a surrogate pair"),
+    (b'{"prompt": "a", "bad_words": ["\xed\xa0\x80"]}', "half a surrogate pair"),
+    (b'{"prompt": "a", "\\udfff": 1}', ""),
+    (b'{"prompt": "a", "guided_json": {"const": "\\ud800"}}', ""),
+    (b'{"prompt": ' + b"[" * 100000 + b"]" * 100000 + b"}", ""),
+    (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", ""),
+    (b'{"prompt": "\xff\xfe"}', ""),
+], ids=range(11))  # fmt: skip
 def test_broken_json(server, content, message):
     response = server.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
     check(response, 400, message)

@@ -91,17 +91,10 @@ def test_a_head_may_be_as_large_as_the_limit(patient):
             assert answer(client)[0] == 200
 
 
-@pytest.mark.parametrize(
-    "endless",
-    [
-        b"GET /health HTTP/1.1\r\nX-Line: ",
-        b"GET /health HTTP/1.1\r\nX-Name",
-        b"GET /health?",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 100,
-        b"\r\n",
-    ],
-    ids=["value", "name", "url", "headers", "nothing"],
-)
+@pytest.mark.parametrize("endless", [
+    b"GET /health HTTP/1.1\r\nX-Line: ", b"GET /health HTTP/1.1\r\nX-Name", b"GET /health?",
+    b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"A: b\r\n" * 100, b"\r\n",
+], ids=["value", "name", "url", "headers", "nothing"])  # fmt: skip
 @pytest.mark.parametrize("first", [False, True])
 def test_a_head_without_end_is_refused(patient, endless, first):
     filler = {b"G": b"x", b"\r": b"\r\n"}[endless[:1]]

@@ -16,20 +16,10 @@ from schemathesis.specs.openapi.checks import (
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 MODES = {"valid": GenerationMode.POSITIVE, "invalid": GenerationMode.NEGATIVE}
 PATHS = {
-    "/v1/completions": 30,
-    "/v1/chat/completions": 60,
-    "/v1/responses": 30,
-    "/v1/responses/{id}": 10,
-    "/v1/embeddings": 1,
-    "/tokenize": 40,
-    "/detokenize": 12,
-    "/v1/models/{name}": 10,
-    "/v1/models": 1,
-    "/health": 1,
-    "/live": 1,
-    "/version": 1,
-    "/metrics": 1,
-}
+    "/v1/completions": 30, "/v1/chat/completions": 40, "/v1/responses": 30, "/v1/responses/{id}": 10,
+    "/v1/embeddings": 1, "/tokenize": 40, "/detokenize": 12, "/v1/models/{name}": 10, "/v1/models": 1, "/health": 1,
+    "/live": 1, "/version": 1, "/metrics": 1,
+}  # fmt: skip
 """Examples per path and mode."""
 GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 BODIES = (*GENERATING, "/tokenize", "/detokenize")

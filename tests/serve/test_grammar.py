@@ -204,43 +204,37 @@ def test_end_of_text_is_all_that_follows_the_end(served):
     assert set(output.token_ids[-8:]) == {served.tokenizer.eos_token_id}
 
 
-@pytest.mark.parametrize(
-    ("expected", "message"),
-    [
-        ({"regex": "("}, "unclosed group"),
-        ({"regex": "(?=a)b"}, "look-around"),
-        ({"json": "{"}, "EOF"),
-        ({"json": False}, "the schema is false, which no answer can meet"),
-        ({"json": " false\n"}, "the schema is false, which no answer can meet"),
-        ({"json": {"type": "array", "minItems": 3, "maxItems": 1}}, "Unsatisfiable"),
-        ({"json": {"uniqueItems": True}}, "Unimplemented keys"),
-        ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "NoExtension"),
-        ({"grammar": "start: missing"}, "unknown name"),
-        ({"grammar": "start: @missing", "schemas": {"a": {}}}, "missing"),
-        ({"grammar": "start: @a", "schemas": {"a": {"type": "nonsense"}}}, "Invalid type: nonsense"),
-    ],
-)
+@pytest.mark.parametrize(("expected", "message"), [
+    ({"regex": "("}, "unclosed group"),
+    ({"regex": "(?=a)b"}, "look-around"),
+    ({"json": "{"}, "EOF"),
+    ({"json": False}, "the schema is false, which no answer can meet"),
+    ({"json": " false\n"}, "the schema is false, which no answer can meet"),
+    ({"json": {"type": "array", "minItems": 3, "maxItems": 1}}, "Unsatisfiable"),
+    ({"json": {"uniqueItems": True}}, "Unimplemented keys"),
+    ({"json": {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}}, "NoExtension"),
+    ({"grammar": "start: missing"}, "unknown name"),
+    ({"grammar": "start: @missing", "schemas": {"a": {}}}, "missing"),
+    ({"grammar": "start: @a", "schemas": {"a": {"type": "nonsense"}}}, "Invalid type: nonsense"),
+])  # fmt: skip
 def test_a_grammar_that_cannot_be_kept_is_refused(served, expected, message):
     refused(RequestError, message, served.generate, ["x = "], SamplingParams(structured_outputs=expected))
 
 
-@pytest.mark.parametrize(
-    "expected",
-    [
-        {},
-        {"json_object": False},
-        {"regex": "a", "choice": ["b"]},
-        {"json": False, "choice": ["b"]},
-        {"choice": []},
-        {"choice": [""]},
-        {"json": 5},
-        {"json": 0},
-        {"xml": "a"},
-        {"schemas": {"a": {}}},
-        {"choice": ["a"], "schemas": {"a": {}}},
-        {"grammar": "start: @a", "schemas": [{}]},
-    ],
-)
+@pytest.mark.parametrize("expected", [
+    {},
+    {"json_object": False},
+    {"regex": "a", "choice": ["b"]},
+    {"json": False, "choice": ["b"]},
+    {"choice": []},
+    {"choice": [""]},
+    {"json": 5},
+    {"json": 0},
+    {"xml": "a"},
+    {"schemas": {"a": {}}},
+    {"choice": ["a"], "schemas": {"a": {}}},
+    {"grammar": "start: @a", "schemas": [{}]},
+])  # fmt: skip
 def test_wrong_options(expected):
     refused(ConfigError, "structured_outputs", SamplingParams, structured_outputs=expected)
 
@@ -439,24 +433,21 @@ def test_ranges_are_those_of_python(served, compiler):
             assert result == expected or (saturated and not result), (low, high, value)
 
 
-@pytest.mark.parametrize(
-    ("schema", "message"),
-    [
-        ({"allOf": [{"const": BIG}]}, "not kept in a schema of allOf"),
-        ({"type": "integer", "minimum": BIG, "multipleOf": 3}, "not kept beside multipleOf"),
-        ({"type": "number", "minimum": BIG}, "not kept in a schema of type, minimum"),
-        ({"type": "integer", "minimum": BIG, "maximum": 3}, "no integer is at least"),
-        ({"enum": [BIG], "type": "string"}, "no value of the enum has its type"),
-        ({"properties": {"a": IDS}, "patternProperties": {"b": {}}}, "not kept beside patternProperties"),
-        ({"properties": {"a": IDS}, "additionalProperties": IDS}, "additionalProperties that are a schema"),
-        ({"properties": {"a": IDS}, "required": ["b"]}, "required properties without a schema"),
-        ({"properties": {"a": IDS, "b": {"$ref": "#"}}}, "must name one of the root's"),
-        ({"properties": [IDS]}, "must be of another type than list"),
-        ({"properties": {"a": IDS, "b": 5}}, "is no schema"),
-        ({"enum": BIG}, "must be of another type than int"),
-        (BIG, "must be an object"),
-    ],
-)
+@pytest.mark.parametrize(("schema", "message"), [
+    ({"allOf": [{"const": BIG}]}, "not kept in a schema of allOf"),
+    ({"type": "integer", "minimum": BIG, "multipleOf": 3}, "not kept beside multipleOf"),
+    ({"type": "number", "minimum": BIG}, "not kept in a schema of type, minimum"),
+    ({"type": "integer", "minimum": BIG, "maximum": 3}, "no integer is at least"),
+    ({"enum": [BIG], "type": "string"}, "no value of the enum has its type"),
+    ({"properties": {"a": IDS}, "patternProperties": {"b": {}}}, "not kept beside patternProperties"),
+    ({"properties": {"a": IDS}, "additionalProperties": IDS}, "additionalProperties that are a schema"),
+    ({"properties": {"a": IDS}, "required": ["b"]}, "required properties without a schema"),
+    ({"properties": {"a": IDS, "b": {"$ref": "#"}}}, "must name one of the root's"),
+    ({"properties": [IDS]}, "must be of another type than list"),
+    ({"properties": {"a": IDS, "b": 5}}, "is no schema"),
+    ({"enum": BIG}, "must be of another type than int"),
+    (BIG, "must be an object"),
+])  # fmt: skip
 def test_what_cannot_be_kept_is_refused(served, schema, message):
     with pytest.raises(RequestError, match=message):
         served.generate(["x = "], SamplingParams(structured_outputs={"json": json.dumps(schema)}))

@@ -13,19 +13,16 @@ ASKED = {"prompt": "a = ", "max_tokens": 2}
 PAGE = "https://app.example.com"
 
 
-@pytest.mark.parametrize(
-    ("given", "usual", "others"),
-    [
-        ("/models/here/qwen15.gguf", "qwen15", ["/models/here/qwen15.gguf", "/models/here/qwen15", "qwen15.gguf"]),
-        ("qwen15.gguf", "qwen15", ["qwen15.gguf"]),
-        ("./a.b-Q4_0.gguf", "a.b-Q4_0", ["./a.b-Q4_0.gguf", "a.b-Q4_0.gguf"]),
-        ("~/models/llama", "llama", ["~/models/llama"]),
-        ("/models/llama/", "llama", ["/models/llama/"]),
-        ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", ["Qwen2.5-0.5B"]),
-        ("forerun:target", "forerun:target", []),
-        ("smollm2", "smollm2", []),
-    ],
-)
+@pytest.mark.parametrize(("given", "usual", "others"), [
+    ("/models/here/qwen15.gguf", "qwen15", ["/models/here/qwen15.gguf", "/models/here/qwen15", "qwen15.gguf"]),
+    ("qwen15.gguf", "qwen15", ["qwen15.gguf"]),
+    ("./a.b-Q4_0.gguf", "a.b-Q4_0", ["./a.b-Q4_0.gguf", "a.b-Q4_0.gguf"]),
+    ("~/models/llama", "llama", ["~/models/llama"]),
+    ("/models/llama/", "llama", ["/models/llama/"]),
+    ("Qwen/Qwen2.5-0.5B", "Qwen/Qwen2.5-0.5B", ["Qwen2.5-0.5B"]),
+    ("forerun:target", "forerun:target", []),
+    ("smollm2", "smollm2", []),
+])  # fmt: skip
 def test_names(given, usual, others):
     result = names(given)
     assert result[0] == usual

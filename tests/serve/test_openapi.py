@@ -33,27 +33,21 @@ def operations(description):
     return [(path, method, op) for path, item in description["paths"].items() for method, op in item.items()]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "whole", "chunk"),
-    [
-        ("/v1/completions", COMPLETION, "Completion", "CompletionChunk"),
-        ("/v1/completions", {**COMPLETION, **TRACED}, "Completion", "CompletionChunk"),
-        ("/v1/completions", {"prompt": "a", "n": 2, "stop": "e"}, "Completion", "CompletionChunk"),
-        ("/v1/chat/completions", CHAT, "Chat", "ChatChunk"),
-        ("/v1/chat/completions", {**CHAT, **TRACED}, "Chat", "ChatChunk"),
-        ("/v1/chat/completions", CALLED, "Chat", "ChatChunk"),
-        ("/v1/chat/completions", {**CALLED, **TRACED, "max_tokens": 20}, "Chat", "ChatChunk"),
-        ("/v1/chat/completions", {**CHAT, "stream_options": {"continuous_usage_stats": True}}, "Chat", "ChatChunk"),
-        ("/v1/responses", ANSWER, "Response", "ResponseEvent"),
-        ("/v1/responses", {**ANSWER, **TRACED, "include": LOGPROBS}, "Response", "ResponseEvent"),
-        (
-            "/v1/responses",
-            {**ANSWER, "tools": [{"type": "function", **FUNCTION}], "tool_choice": "required", "max_output_tokens": 64},
-            "Response",
-            "ResponseEvent",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "whole", "chunk"), [
+    ("/v1/completions", COMPLETION, "Completion", "CompletionChunk"),
+    ("/v1/completions", {**COMPLETION, **TRACED}, "Completion", "CompletionChunk"),
+    ("/v1/completions", {"prompt": "a", "n": 2, "stop": "e"}, "Completion", "CompletionChunk"),
+    ("/v1/chat/completions", CHAT, "Chat", "ChatChunk"),
+    ("/v1/chat/completions", {**CHAT, **TRACED}, "Chat", "ChatChunk"),
+    ("/v1/chat/completions", CALLED, "Chat", "ChatChunk"),
+    ("/v1/chat/completions", {**CALLED, **TRACED, "max_tokens": 20}, "Chat", "ChatChunk"),
+    ("/v1/chat/completions", {**CHAT, "stream_options": {"continuous_usage_stats": True}}, "Chat", "ChatChunk"),
+    ("/v1/responses", ANSWER, "Response", "ResponseEvent"),
+    ("/v1/responses", {**ANSWER, **TRACED, "include": LOGPROBS}, "Response", "ResponseEvent"),
+    ("/v1/responses",
+     {**ANSWER, "tools": [{"type": "function", **FUNCTION}], "tool_choice": "required", "max_output_tokens": 64},
+     "Response", "ResponseEvent"),
+])  # fmt: skip
 def test_whole_and_streamed_answers(server, description, path, body, whole, chunk):
     good = description["paths"][path]["post"]["responses"]["200"]["content"]
     assert good["application/json"]["schema"] == {"$ref": f"#/components/schemas/{whole}"}

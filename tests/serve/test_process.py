@@ -10,7 +10,7 @@ import sys
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import httpx2
 import pytest
@@ -91,7 +91,7 @@ def test_it_serves_what_a_file_of_options_says_and_a_second_signal_ends_it_at_on
         reader = begin(url, texts, max_tokens=500, n=128, logprobs=5)
         server.send_signal(kind)
         while httpx2.get(f"{url}/health").status_code == 200:
-            pass
+            sleep(0.05)
         server.send_signal(kind)
         assert server.wait(15) in (0, -kind)
         reader.join(30)
@@ -139,7 +139,7 @@ def answers(url, capsys):
 
 def test_who_asks_while_it_drains_is_reported(model_folder):
     """An answer that outlasts the drain; meanwhile new connections are taken, and refused in words."""
-    options = ["--model", str(model_folder), "--max-num-seqs", "1", "--drain-timeout", "3"]
+    options = ["--model", str(model_folder), "--max-num-seqs", "1", "--drain-timeout", "2"]
     with serving(*options) as (server, url), httpx2.Client(base_url=url, headers=KEY, timeout=30) as known:
         assert known.get("/health").status_code == 200
         texts = []
@@ -148,6 +148,7 @@ def test_who_asks_while_it_drains_is_reported(model_folder):
         signalled = monotonic()
         while known.get("/health").status_code == 200:
             assert monotonic() < signalled + 20
+            sleep(0.02)
         for get, post in ((httpx2.get, httpx2.post), (known.get, known.post)):
             index = url if get is httpx2.get else ""
             assert get(f"{index}/health").json()["error"]["code"] == "shutting_down"
@@ -155,10 +156,10 @@ def test_who_asks_while_it_drains_is_reported(model_folder):
             assert (refused.status_code, refused.headers["Retry-After"]) == (503, "5")
             assert refused.json()["error"]["code"] == "shutting_down"
         reader.join(30)
-        assert "(it had 3 s)" in texts[0]
+        assert "(it had 2 s)" in texts[0]
         assert texts[0].endswith("data: [DONE]\n\n")
         assert server.wait(30) in (0, -signal.SIGTERM)
-        assert 2.5 < monotonic() - signalled < 20
+        assert 1.9 < monotonic() - signalled < 20
 
 
 SLOW = """
@@ -198,6 +199,7 @@ def test_a_signal_once_all_answers_are_made_ends_it_too():
             with suppress(ConnectionRefusedError):  # it no longer listens: the engine is done
                 while True:
                     socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))).close()
+                    sleep(0.02)
             server.send_signal(signal.SIGTERM)
             assert server.wait(20) in (0, -signal.SIGTERM)
         assert server.stdout.read() == "closed\n"
@@ -219,15 +221,12 @@ def test_a_variable_that_protects_nothing_is_refused(monkeypatch, variable):
         ServerOptions(api_key=key_of(None))
 
 
-@pytest.mark.parametrize(
-    ("given", "length"),
-    [
-        ({}, "adaptive"),
-        ({"length": "fixed"}, "fixed"),
-        ({"accept": "token"}, None),
-        ({"accept": "coupled"}, "adaptive"),
-    ],
-)
+@pytest.mark.parametrize(("given", "length"), [
+    ({}, "adaptive"),
+    ({"length": "fixed"}, "fixed"),
+    ({"accept": "token"}, None),
+    ({"accept": "coupled"}, "adaptive"),
+])  # fmt: skip
 def test_drafts_go_as_far_as_they_pay_where_that_changes_no_token(given, length):
     first, second = served_drafters({"method": "ngram", **given}, {}, ['{"method": "pattern"}'])
     assert first.get("length") == second.get("length") == length

@@ -47,15 +47,12 @@ def test_completions(server, expected):
     assert tiled.text.endswith("data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"prompt": ""}, "the source is empty"),
-        ({"prompt": []}, ""),
-        ({"prompt": "x" * (POSITIONS + 1)}, f"the encoder reads at most {POSITIONS}"),
-        ({"prompt": "x", "echo": True, "logprobs": 1}, "no prompt_logprobs"),
-    ],
-)
+@pytest.mark.parametrize(("body", "message"), [
+    ({"prompt": ""}, "the source is empty"),
+    ({"prompt": []}, ""),
+    ({"prompt": "x" * (POSITIONS + 1)}, f"the encoder reads at most {POSITIONS}"),
+    ({"prompt": "x", "echo": True, "logprobs": 1}, "no prompt_logprobs"),
+])  # fmt: skip
 def test_bad_requests(server, expected, body, message):
     answer = post(server, **body)
     assert answer.status_code == 400

@@ -21,19 +21,11 @@ QUICK = {"hours": 2 / 3600, "answer": 24, "rows": 40, "min_tokens": 2, "probe": 
 """Options of a tuning that takes seconds."""
 
 TASKS = [
-    {
-        "task_id": "T/0",
-        "prompt": 'def one(x):\n    """ One more. """\n',
-        "test": "def check(candidate):\n    assert candidate(2) == 3\n",
-        "entry_point": "one",
-    },
-    {
-        "task_id": "T/1",
-        "prompt": 'import math\n\n\ndef helper():\n    return 4\n\n\ndef two(x):\n    """ Twice. """\n',
-        "test": "def check(candidate):\n    assert candidate(2) == helper()\n",
-        "entry_point": "two",
-    },
-]
+    {"task_id": "T/0", "prompt": 'def one(x):\n    """ One more. """\n',
+     "test": "def check(candidate):\n    assert candidate(2) == 3\n", "entry_point": "one"},
+    {"task_id": "T/1", "prompt": 'import math\n\n\ndef helper():\n    return 4\n\n\ndef two(x):\n    """ Twice. """\n',
+     "test": "def check(candidate):\n    assert candidate(2) == helper()\n", "entry_point": "two"},
+]  # fmt: skip
 """Two in HumanEval's form."""
 
 

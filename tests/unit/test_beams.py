@@ -198,25 +198,22 @@ def test_a_policy_learns_how_far_a_group_came(drafting, plain, monkeypatch):
         assert (matched, tested) == (min(depth, steps - 1), min(depth, steps))
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"beam_width": 0}, "beam_width must be an integer from 1 to 16384, not 0"),
-        ({"beam_width": True}, "beam_width must be an integer"),
-        ({"max_tokens": 0}, "max_tokens must be an integer of at least 1, not 0"),
-        ({"max_tokens": None}, "max_tokens must be an integer of at least 1, not None"),
-        ({"temperature": 0.5}, "beams are not sampled: temperature must be 0, not 0.5"),
-        ({"length_penalty": float("nan")}, "length_penalty must be a number from -10 to 10, not nan"),
-        ({"length_penalty": 11}, "length_penalty must be a number from -10 to 10, not 11"),
-        ({"early_stopping": "always"}, "early_stopping must be true, false or 'never', not 'always'"),
-        ({"num_return_sequences": 5}, "num_return_sequences is 5; there are 4 beams"),
-        ({"num_return_sequences": 0}, "num_return_sequences must be an integer of at least 1, not 0"),
-        ({"ignore_eos": 1}, "ignore_eos must be true or false, not 1"),
-        ({"beam_width": 98}, "98 beams are more than the 97 tokens of the vocabulary that a text goes on with"),
-        ({"beam_width": 9}, "9 beams are more than the 8 sequences decoded together"),
-        ({"max_tokens": 200}, "may need 203 tokens of KV cache for each of 4 beams; the pool holds 256"),
-    ],
-)
+@pytest.mark.parametrize(("given", "message"), [
+    ({"beam_width": 0}, "beam_width must be an integer from 1 to 16384, not 0"),
+    ({"beam_width": True}, "beam_width must be an integer"),
+    ({"max_tokens": 0}, "max_tokens must be an integer of at least 1, not 0"),
+    ({"max_tokens": None}, "max_tokens must be an integer of at least 1, not None"),
+    ({"temperature": 0.5}, "beams are not sampled: temperature must be 0, not 0.5"),
+    ({"length_penalty": float("nan")}, "length_penalty must be a number from -10 to 10, not nan"),
+    ({"length_penalty": 11}, "length_penalty must be a number from -10 to 10, not 11"),
+    ({"early_stopping": "always"}, "early_stopping must be true, false or 'never', not 'always'"),
+    ({"num_return_sequences": 5}, "num_return_sequences is 5; there are 4 beams"),
+    ({"num_return_sequences": 0}, "num_return_sequences must be an integer of at least 1, not 0"),
+    ({"ignore_eos": 1}, "ignore_eos must be true or false, not 1"),
+    ({"beam_width": 98}, "98 beams are more than the 97 tokens of the vocabulary that a text goes on with"),
+    ({"beam_width": 9}, "9 beams are more than the 8 sequences decoded together"),
+    ({"max_tokens": 200}, "may need 203 tokens of KV cache for each of 4 beams; the pool holds 256"),
+])  # fmt: skip
 def test_what_cannot_be_searched(llm, given, message):
     model = llm(page_size=8, num_pages=32)
 
@@ -294,16 +291,13 @@ def test_the_command_shows_every_beam(tiny_target, tiny_draft, plain, capsys):
     assert "beam steps a round" in text
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--beams", "2", "--top-p", "0.5"], "beams are not sampled: leave --top-p out, or --beams"),
-        (["--beams", "2", "--logprobs", "1"], "beams are not sampled: leave --logprobs out, or --beams"),
-        (["--beams", "2", "--trace"], "a trace shows one answer's rounds"),
-        (["--beams", "2", "--early-stopping", "soon"], "--early-stopping is true, false or never, not 'soon'"),
-        (["--length-penalty", "2"], "--length-penalty and --early-stopping are options of --beams"),
-    ],
-)
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--beams", "2", "--top-p", "0.5"], "beams are not sampled: leave --top-p out, or --beams"),
+    (["--beams", "2", "--logprobs", "1"], "beams are not sampled: leave --logprobs out, or --beams"),
+    (["--beams", "2", "--trace"], "a trace shows one answer's rounds"),
+    (["--beams", "2", "--early-stopping", "soon"], "--early-stopping is true, false or never, not 'soon'"),
+    (["--length-penalty", "2"], "--length-penalty and --early-stopping are options of --beams"),
+])  # fmt: skip
 def test_flags_that_beams_do_not_have(flags, message, capsys):
     from forerun.cli.main import run
 

@@ -33,22 +33,19 @@ def chosen():
 AVX512 = {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq"}
 
 
-@pytest.mark.parametrize(
-    ("units", "expected"),
-    [
-        ({"avx2", "fma"}, ""),
-        ({"avx2", "fma", "f16c"}, "avx2"),
-        ({"avx2", "fma", "f16c", "avx_vnni"}, "avx_vnni"),
-        (AVX512 - {"avx512dq"}, "avx2"),
-        (AVX512, "avx512"),
-        (AVX512 | {"avx512_vnni", "avx_vnni"}, "avx512_vnni"),
-        (AVX512 | {"avx512_vnni", "avx512_bf16"}, "avx512_vnni_bf16"),
-        ({"asimd"}, "neon"),
-        ({"asimd", "asimddp"}, "neon_dotprod"),
-        ({"asimd", "i8mm"}, "neon"),
-        ({"asimd", "asimddp", "i8mm"}, "neon_i8mm"),
-    ],
-)
+@pytest.mark.parametrize(("units", "expected"), [
+    ({"avx2", "fma"}, ""),
+    ({"avx2", "fma", "f16c"}, "avx2"),
+    ({"avx2", "fma", "f16c", "avx_vnni"}, "avx_vnni"),
+    (AVX512 - {"avx512dq"}, "avx2"),
+    (AVX512, "avx512"),
+    (AVX512 | {"avx512_vnni", "avx_vnni"}, "avx512_vnni"),
+    (AVX512 | {"avx512_vnni", "avx512_bf16"}, "avx512_vnni_bf16"),
+    ({"asimd"}, "neon"),
+    ({"asimd", "asimddp"}, "neon_dotprod"),
+    ({"asimd", "i8mm"}, "neon"),
+    ({"asimd", "asimddp", "i8mm"}, "neon_i8mm"),
+])  # fmt: skip
 def test_the_best_that_the_processor_has_is_loaded(carried, monkeypatch, units, expected):
     monkeypatch.setattr(kernels, "_cpu_features", lambda: frozenset(units))
     assert chosen() == expected
@@ -59,15 +56,12 @@ ARM_UNITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ({16: 0b10, 26: 0}, {"asimd"}),
-        ({16: 1 << 20 | 0b10, 26: 1 << 12}, {"asimd", "asimddp"}),
-        ({16: 1 << 20 | 0b10, 26: 1 << 13}, {"asimd", "asimddp", "i8mm"}),
-        ({16: 1 << 13, 26: 0b10}, set()),
-    ],
-)
+@pytest.mark.parametrize(("words", "expected"), [
+    ({16: 0b10, 26: 0}, {"asimd"}),
+    ({16: 1 << 20 | 0b10, 26: 1 << 12}, {"asimd", "asimddp"}),
+    ({16: 1 << 20 | 0b10, 26: 1 << 13}, {"asimd", "asimddp", "i8mm"}),
+    ({16: 1 << 13, 26: 0b10}, set()),
+])  # fmt: skip
 @pytest.mark.parametrize("system", ["linux", "darwin"])
 def test_on_arm_the_system_says_what_the_processor_has(monkeypatch, system, words, expected):
     class System:

@@ -136,16 +136,13 @@ def test_a_part_is_at_least_a_token(chunk, tiny_target, tiny_draft):
     refused(ConfigError, "prefill_chunk must be an integer", LLM, tiny_target, speculative_config=config)
 
 
-@pytest.mark.parametrize(
-    ("missing", "fractions"),
-    [
-        ([4, 1, 4], [4, 1, 4]),
-        ([4, 100, 4, 4], [4, 8, 4, 4]),
-        ([100, 7, 3], [1, 7, 3]),
-        ([100, 50, 8, 9], [0, 0, 8, 0]),
-        ([], []),
-    ],
-)
+@pytest.mark.parametrize(("missing", "fractions"), [
+    ([4, 1, 4], [4, 1, 4]),
+    ([4, 100, 4, 4], [4, 8, 4, 4]),
+    ([100, 7, 3], [1, 7, 3]),
+    ([100, 50, 8, 9], [0, 0, 8, 0]),
+    ([], []),
+])  # fmt: skip
 def test_who_lacks_least_reads_first(missing, fractions):
     assert CatchUpConfig(num_speculative_tokens=3, prefill_chunk=8).shares(missing) == fractions
 

@@ -68,27 +68,24 @@ def test_special_tokens_are_written_by_the_template_alone(llm, monkeypatch):
     assert given == [0, *model.tokenizer.encode("the cat")]
 
 
-@pytest.mark.parametrize(
-    ("messages", "options", "message"),
-    [
-        (FIRST, {"chat_template": None}, "this model has no chat template: give chat_template"),
-        (FIRST, {"continue_final_message": True}, "set add_generation_prompt=False"),
-        (FIRST, {"chat_template": "{{ raise_exception('no system here') }}"}, "refuses these messages: no system here"),
-        (FIRST, {"chat_template": "{% for %}"}, "refuses these messages: "),
-        (FIRST, {"chat_template": "{{ messages[0].content + 1 }}"}, "refuses these messages: "),
-        (FIRST, {"chat_template": "{{ 1 / 0 }}"}, "refuses these messages: division by zero"),
-        (FIRST, {"chat_template": "{{ messages[0].content.__class__.__mro__ }}"}, "refuses these messages: "),
-        (FIRST, {"chat_template": ""}, "leaves out what message 0, of the role user, says"),
-        ("hello", {}, "messages are a list of mappings with role and content, not str"),
-        (None, {}, "messages are a list of mappings with role and content, not NoneType"),
-        ([], {}, "a conversation is a list of at least one message, not an empty list"),
-        ([FIRST, []], {}, "a conversation is a list of at least one message, not an empty list"),
-        (["hello"], {}, "a conversation is a list of at least one message, not str"),
-        ([{"content": "x"}], {}, "a message is a mapping with role and content, not one with content"),
-        ([{"role": 1, "content": "x"}], {}, "a message is a mapping with role and content"),
-        ([FIRST, [5]], {}, "a message is a mapping with role and content, not int"),
-    ],
-)
+@pytest.mark.parametrize(("messages", "options", "message"), [
+    (FIRST, {"chat_template": None}, "this model has no chat template: give chat_template"),
+    (FIRST, {"continue_final_message": True}, "set add_generation_prompt=False"),
+    (FIRST, {"chat_template": "{{ raise_exception('no system here') }}"}, "refuses these messages: no system here"),
+    (FIRST, {"chat_template": "{% for %}"}, "refuses these messages: "),
+    (FIRST, {"chat_template": "{{ messages[0].content + 1 }}"}, "refuses these messages: "),
+    (FIRST, {"chat_template": "{{ 1 / 0 }}"}, "refuses these messages: division by zero"),
+    (FIRST, {"chat_template": "{{ messages[0].content.__class__.__mro__ }}"}, "refuses these messages: "),
+    (FIRST, {"chat_template": ""}, "leaves out what message 0, of the role user, says"),
+    ("hello", {}, "messages are a list of mappings with role and content, not str"),
+    (None, {}, "messages are a list of mappings with role and content, not NoneType"),
+    ([], {}, "a conversation is a list of at least one message, not an empty list"),
+    ([FIRST, []], {}, "a conversation is a list of at least one message, not an empty list"),
+    (["hello"], {}, "a conversation is a list of at least one message, not str"),
+    ([{"content": "x"}], {}, "a message is a mapping with role and content, not one with content"),
+    ([{"role": 1, "content": "x"}], {}, "a message is a mapping with role and content"),
+    ([FIRST, [5]], {}, "a message is a mapping with role and content, not int"),
+])  # fmt: skip
 def test_what_is_no_conversation_is_refused_in_one_line(llm, messages, options, message):
     refused(RequestError, message, llm().chat, messages, GREEDY, **{"chat_template": TEMPLATE, **options})
     assert not llm().engine.busy
@@ -124,15 +121,12 @@ def rendered(messages, template=TEMPLATE, **options):
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, QWEN])
-@pytest.mark.parametrize(
-    ("messages", "text"),
-    [
-        ([RULE, *FIRST], "Say BANANA."),
-        ([RULE, OTHER, *FIRST], "Say BANANA.\n\nNothing else."),
-        ([SYSTEM, RULE, *FIRST], "Be kind.\n\nSay BANANA."),
-        ([SYSTEM, *FIRST, RULE], "Be kind.\n\nSay BANANA."),
-    ],
-)
+@pytest.mark.parametrize(("messages", "text"), [
+    ([RULE, *FIRST], "Say BANANA."),
+    ([RULE, OTHER, *FIRST], "Say BANANA.\n\nNothing else."),
+    ([SYSTEM, RULE, *FIRST], "Be kind.\n\nSay BANANA."),
+    ([SYSTEM, *FIRST, RULE], "Be kind.\n\nSay BANANA."),
+])  # fmt: skip
 def test_the_developer_is_the_system_where_a_template_does_not_know_the_role(template, messages, text):
     before = [dict(message) for message in messages]
     assert rendered(messages, template) == f"[system] {text}/[user] the cat/"

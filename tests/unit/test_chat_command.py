@@ -68,22 +68,19 @@ def test_a_model_without_a_template_is_one_line(chat, tiny_target):
     assert re.fullmatch(r"error: .* has no chat template: .*--chat-template.*\n", err)
 
 
-@pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ("/nope\n", "there is no command /nope"),
-        ("/set heat 1\n", "no sampling option 'heat'"),
-        ("/set top_p 3\n", "top_p must be"),
-        ("/set n 2\n", "no sampling option 'n'"),
-        ("/undo\n", "nothing to undo"),
-        ("/retry\n", "nothing to answer"),
-        ("/trace maybe\n", "on or off"),
-        ("/load /no/such/file\n", "cannot read"),
-        ("/save\n", "one file name"),
-        ("/exit now\n", "takes nothing"),
-        ("\udcff\n", "half a surrogate pair"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "words"), [
+    ("/nope\n", "there is no command /nope"),
+    ("/set heat 1\n", "no sampling option 'heat'"),
+    ("/set top_p 3\n", "top_p must be"),
+    ("/set n 2\n", "no sampling option 'n'"),
+    ("/undo\n", "nothing to undo"),
+    ("/retry\n", "nothing to answer"),
+    ("/trace maybe\n", "on or off"),
+    ("/load /no/such/file\n", "cannot read"),
+    ("/save\n", "one file name"),
+    ("/exit now\n", "takes nothing"),
+    ("\udcff\n", "half a surrogate pair"),
+])  # fmt: skip
 def test_without_a_terminal_what_cannot_be_done_ends_it(chat, lines, words):
     code, out, err = chat(lines)
     assert (code, out) == (2, "")
@@ -304,17 +301,14 @@ def test_a_failed_answer_leaves_the_messages_as_they_were(chat, monkeypatch):
     assert seen[0].turns == []
 
 
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        (["one"], "one"),
-        (["one\\", "two\\", "three"], "one\ntwo\nthree"),
-        (['"""one', "two", "", 'three"""'], "one\ntwo\n\nthree"),
-        (['"""', "one \\", '"""'], "one \\"),
-        (['"""one"""'], "one"),
-        (["pasted\nlines"], "pasted\nlines"),
-    ],
-)
+@pytest.mark.parametrize(("lines", "message"), [
+    (["one"], "one"),
+    (["one\\", "two\\", "three"], "one\ntwo\nthree"),
+    (['"""one', "two", "", 'three"""'], "one\ntwo\n\nthree"),
+    (['"""', "one \\", '"""'], "one \\"),
+    (['"""one"""'], "one"),
+    (["pasted\nlines"], "pasted\nlines"),
+])  # fmt: skip
 def test_messages_of_several_lines(lines, message):
     left = iter(lines)
     assert read_message(lambda prompt: next(left)) == message

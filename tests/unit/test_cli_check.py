@@ -90,24 +90,14 @@ def lines(result, check):
 IDENTITY, BITS, DISTRIBUTION = "same-seed identity", "bit-equal logits", "distribution"
 
 
-@pytest.mark.parametrize(
-    ("options", "reasons"),
-    [
-        (
-            "pattern,draft_model --accept token --layout slotted",
-            dict.fromkeys((IDENTITY, DISTRIBUTION), "nothing was drafted: give"),
-        ),
-        ("ngram,draft_model --samples 4 --layout slotted", {DISTRIBUTION: "4 samples cannot tell two answers apart"}),
-        (
-            "ngram,draft_model --samples 0 --max-tokens 1 --layout slotted",
-            {IDENTITY: "nothing was drafted", BITS: "two tokens of a verif"},
-        ),
-        (
-            "draft_model --samples 0 --no-trees --prompts 4",
-            {IDENTITY: "nothing was drafted at a temperature of its own"},
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "reasons"), [
+    ("pattern,draft_model --accept token --layout slotted",
+     dict.fromkeys((IDENTITY, DISTRIBUTION), "nothing was drafted: give")),
+    ("ngram,draft_model --samples 4 --layout slotted", {DISTRIBUTION: "4 samples cannot tell two answers apart"}),
+    ("ngram,draft_model --samples 0 --max-tokens 1 --layout slotted",
+     {IDENTITY: "nothing was drafted", BITS: "two tokens of a verif"}),
+    ("draft_model --samples 0 --no-trees --prompts 4", {IDENTITY: "nothing was drafted at a temperature of its own"}),
+])  # fmt: skip
 def test_what_was_not_tested_has_not_passed(check, capsys, options, reasons):
     code, result = check("--methods", *options.split(), "--temperature", "0.8")
     assert (code, result["passed"], result["tested"]) == (1, False, False)

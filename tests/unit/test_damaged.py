@@ -61,16 +61,13 @@ def test_quantized_weights_are_refused_by_their_scheme(folder, scheme):
     assert "use the checkpoint they were made from" in message
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a LoRA adapter", "holds a LoRA adapter, no model: name some/base as the model, and this folder as its lora"),
-        ("only a GGUF file", "model-Q4.gguf is not a GGUF file that can be used: it is truncated or damaged"),
-        ("two GGUF files", "holds 2 GGUF files: name one, such as .*model-Q4.gguf"),
-        ("a tokenizer with code", "it needs code of its own \\(auto_map\\), which is never run"),
-        ("no tokens", "it has no tokens but special ones"),
-    ],
-)
+@pytest.mark.parametrize(("name", "message"), [
+    ("a LoRA adapter", "holds a LoRA adapter, no model: name some/base as the model, and this folder as its lora"),
+    ("only a GGUF file", "model-Q4.gguf is not a GGUF file that can be used: it is truncated or damaged"),
+    ("two GGUF files", "holds 2 GGUF files: name one, such as .*model-Q4.gguf"),
+    ("a tokenizer with code", "it needs code of its own \\(auto_map\\), which is never run"),
+    ("no tokens", "it has no tokens but special ones"),
+])  # fmt: skip
 def test_other_kinds_of_checkpoints_are_refused_for_what_they_are(folder, name, message):
     DAMAGES[name](folder)
     assert re.search(message, refused(folder))

@@ -30,15 +30,9 @@ PYTEST = {"--full", "--conformance-table"}
 COSTS = {"--both"}
 """Flags of `python -m forerun_lab.bench.costs`."""
 MADE = {
-    "OUT/run/run.json",
-    "my_rule.py",
-    "my_family.py",
-    "my_drafter.py",
-    "pyproject.toml",
-    "answer.json",
-    "config.json",
+    "OUT/run/run.json", "my_rule.py", "my_family.py", "my_drafter.py", "pyproject.toml", "answer.json", "config.json",
     "chat.jinja",
-}
+}  # fmt: skip
 """Files that a reader makes, or a checkpoint has."""
 
 

@@ -181,22 +181,16 @@ def test_options_of_drafters_inside_drafters():
     refused(ConfigError, "remove one of them", parse, {"method": "suffix", "tree": [2, 1], "tree_nodes": 4})
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"method": "ngram", "max_order": None}, "max_order must be an integer, not None"),
-        ({"method": "cascade", "min_confidence": None}, "min_confidence must be a number, not None"),
-        ({"method": "cascade", "drafters": None}, "must list the options of 2 to 15"),
-        ({"method": "merged", "drafters": 5}, "must list the options of 2 to 15"),
-        ({"method": "draft_model", "quantization": []}, r"quantization must be text, not \[\]"),
-        ({"method": "table", "table_file": 5}, "table_file must be text, not 5"),
-        ({"method": "layerskip", "layers": 5}, "layers must be ascending layer numbers from 0, not 5"),
-        (
-            {"method": "ngram", "num_speculative_tokens": 10**9},
-            "num_speculative_tokens must be an integer from 1 to 4096",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({"method": "ngram", "max_order": None}, "max_order must be an integer, not None"),
+    ({"method": "cascade", "min_confidence": None}, "min_confidence must be a number, not None"),
+    ({"method": "cascade", "drafters": None}, "must list the options of 2 to 15"),
+    ({"method": "merged", "drafters": 5}, "must list the options of 2 to 15"),
+    ({"method": "draft_model", "quantization": []}, r"quantization must be text, not \[\]"),
+    ({"method": "table", "table_file": 5}, "table_file must be text, not 5"),
+    ({"method": "layerskip", "layers": 5}, "layers must be ascending layer numbers from 0, not 5"),
+    ({"method": "ngram", "num_speculative_tokens": 10**9}, "num_speculative_tokens must be an integer from 1 to 4096"),
+])  # fmt: skip
 def test_options_of_another_kind_are_reported(options, said):
     refused(ConfigError, said, SpeculativeConfig.parse, options)
 
@@ -244,15 +238,12 @@ def test_synthetic_length_is_reached_with_the_least_variance():
     assert fractions == pytest.approx([1.0, 0.4, 0.0, 0.0], abs=0.04)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"synthetic_acceptance_rates": [0.5, 0.6, 0.1]}, "none above the one before"),
-        ({"synthetic_acceptance_rates": [0.5]}, "one entry per drafted position: 3, not 1"),
-        ({"synthetic_acceptance_length": 4.5}, "from 1 to num_speculative_tokens"),
-        ({"synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [1, 1, 1]}, "not both"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"synthetic_acceptance_rates": [0.5, 0.6, 0.1]}, "none above the one before"),
+    ({"synthetic_acceptance_rates": [0.5]}, "one entry per drafted position: 3, not 1"),
+    ({"synthetic_acceptance_length": 4.5}, "from 1 to num_speculative_tokens"),
+    ({"synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [1, 1, 1]}, "not both"),
+])  # fmt: skip
 def test_synthetic_options_are_checked(options, message):
     refused(ConfigError, message, SpeculativeConfig.parse, {"method": "random", **options})
     refused(ConfigError, "method 'none' has no option", SpeculativeConfig.parse, {"method": "none", **options})

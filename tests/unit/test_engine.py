@@ -16,27 +16,24 @@ def params(**given):
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 12, "ignore_eos": True, "seed": 1, **given})
 
 
-@pytest.mark.parametrize(
-    ("prompt", "given", "message"),
-    [
-        ("", {}, "the prompt is empty"),
-        ([], {}, "the prompt is empty"),
-        ({"prompt_token_ids": []}, {}, "the prompt is empty"),
-        ([98], {}, "token id 98 is outside the vocabulary of 98"),
-        ([3, -1], {}, "token id -1 is outside the vocabulary of 98"),
-        ([3, 2.0], {}, "token id 2.0 is outside the vocabulary of 98"),
-        (["hello", 3], {}, "token id 'hello' is outside the vocabulary of 98"),
-        ([True, False], {}, "token id True is outside the vocabulary of 98"),
-        ("x" * 64, {}, "the prompt has 64 tokens; max_model_len 64 leaves no room"),
-        ({"text": "x"}, {}, "a prompt mapping has 'prompt_token_ids' or 'prompt'"),
-        ({"prompt_token_ids": None}, {}, "a prompt is a string, a list of token ids or a mapping, not NoneType"),
-        ({"prompt": [98]}, {}, "token id 98 is outside the vocabulary of 98"),
-        (7, {}, "a prompt is a string"),
-        ("x", {"stop_token_ids": [98]}, "token id 98 is outside the vocabulary"),
-        ("x", {"logit_bias": {98: 1.0}}, "token id 98 is outside the vocabulary"),
-        ("x", {"bad_words_ids": [[3, 98]]}, "token id 98 is outside the vocabulary"),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "given", "message"), [
+    ("", {}, "the prompt is empty"),
+    ([], {}, "the prompt is empty"),
+    ({"prompt_token_ids": []}, {}, "the prompt is empty"),
+    ([98], {}, "token id 98 is outside the vocabulary of 98"),
+    ([3, -1], {}, "token id -1 is outside the vocabulary of 98"),
+    ([3, 2.0], {}, "token id 2.0 is outside the vocabulary of 98"),
+    (["hello", 3], {}, "token id 'hello' is outside the vocabulary of 98"),
+    ([True, False], {}, "token id True is outside the vocabulary of 98"),
+    ("x" * 64, {}, "the prompt has 64 tokens; max_model_len 64 leaves no room"),
+    ({"text": "x"}, {}, "a prompt mapping has 'prompt_token_ids' or 'prompt'"),
+    ({"prompt_token_ids": None}, {}, "a prompt is a string, a list of token ids or a mapping, not NoneType"),
+    ({"prompt": [98]}, {}, "token id 98 is outside the vocabulary of 98"),
+    (7, {}, "a prompt is a string"),
+    ("x", {"stop_token_ids": [98]}, "token id 98 is outside the vocabulary"),
+    ("x", {"logit_bias": {98: 1.0}}, "token id 98 is outside the vocabulary"),
+    ("x", {"bad_words_ids": [[3, 98]]}, "token id 98 is outside the vocabulary"),
+])  # fmt: skip
 def test_a_prompt_that_cannot_be_run(llm, prompt, given, message):
     model = llm(max_model_len=64)
     prompts = ["fine", prompt] if not isinstance(prompt, (list, int)) else [[3, 4], prompt]
@@ -61,38 +58,35 @@ def test_bad_words_are_banned_with_and_without_a_space_before_them():
         assert set(job.sequence.params.bad_words_ids) == expected
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"speculative_config": {"method": "telepathy"}}, "unknown method 'telepathy': choose one of"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, "must be an integer from 1 to 4096"),
-        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": "3"}}, "must be an integer"),
-        ({"speculative_config": {"method": "ngram", "draft": 1}}, "method 'ngram' has no option 'draft'"),
-        ({"speculative_config": {"method": "ngram", "model": "x"}}, r"no option 'model' \(it belongs to .*draft_model"),
-        ({"speculative_config": {"method": "none", "num_speculative_tokens": 3}}, "method 'none' has no option"),
-        ({"speculative_config": {"num_speculative_tokens": 3}}, "speculative_config needs a 'method'"),
-        ({"speculative_config": "ngram"}, "speculative_config must be a mapping"),
-        ({"speculative_config": {"method": "ngram", "accept": "hope"}}, "unknown acceptance rule 'hope'"),
-        ({"speculative_config": {"method": "ngram", "length": "long"}}, "unknown length policy 'long'"),
-        ({"speculative_config": {"method": ["ngram"]}}, r"unknown method \['ngram'\]"),
-        ({"speculative_config": {"method": "draft_model", "tree": [2, 0]}}, "tree must list how many children"),
-        ({"speculative_config": {"method": "draft_model", "tree": 3}}, "tree must list how many children"),
-        ({"speculative_config": {"method": "draft_model", "tree": [2, 2], "accept": "token"}}, "works on chains"),
-        ({"max_model_len": 0}, "max_model_len must be an integer of at least 1"),
-        ({"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1"),
-        ({"page_size": 2.5}, "page_size must be an integer, not 2.5"),
-        ({"max_sequences": 4}, "unknown engine option 'max_sequences'; there are"),
-        ({"dtype": "float8"}, "unknown dtype 'float8'"),
-        ({"model_path": "fast"}, "unknown model_path 'fast'"),
-        ({"logprobs_mode": "logits"}, "logprobs_mode must be"),
-        ({"device": "warp"}, "device 'warp' cannot be used"),
-        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
-        ({"max_model_len": 512}, "max_model_len is 512; the model's context has 256 tokens"),
-        ({"seed": "one"}, "seed must be an integer, not 'one'"),
-        ({"invariant": "yes"}, "invariant must be true or false, not 'yes'"),
-        ({"speculative_config": {"method": "ngram", "draft_temperature": "hot"}}, "draft_temperature must be a number"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"speculative_config": {"method": "telepathy"}}, "unknown method 'telepathy': choose one of"),
+    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 0}}, "must be an integer from 1 to 4096"),
+    ({"speculative_config": {"method": "ngram", "num_speculative_tokens": "3"}}, "must be an integer"),
+    ({"speculative_config": {"method": "ngram", "draft": 1}}, "method 'ngram' has no option 'draft'"),
+    ({"speculative_config": {"method": "ngram", "model": "x"}}, r"no option 'model' \(it belongs to .*draft_model"),
+    ({"speculative_config": {"method": "none", "num_speculative_tokens": 3}}, "method 'none' has no option"),
+    ({"speculative_config": {"num_speculative_tokens": 3}}, "speculative_config needs a 'method'"),
+    ({"speculative_config": "ngram"}, "speculative_config must be a mapping"),
+    ({"speculative_config": {"method": "ngram", "accept": "hope"}}, "unknown acceptance rule 'hope'"),
+    ({"speculative_config": {"method": "ngram", "length": "long"}}, "unknown length policy 'long'"),
+    ({"speculative_config": {"method": ["ngram"]}}, r"unknown method \['ngram'\]"),
+    ({"speculative_config": {"method": "draft_model", "tree": [2, 0]}}, "tree must list how many children"),
+    ({"speculative_config": {"method": "draft_model", "tree": 3}}, "tree must list how many children"),
+    ({"speculative_config": {"method": "draft_model", "tree": [2, 2], "accept": "token"}}, "works on chains"),
+    ({"max_model_len": 0}, "max_model_len must be an integer of at least 1"),
+    ({"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1"),
+    ({"page_size": 2.5}, "page_size must be an integer, not 2.5"),
+    ({"max_sequences": 4}, "unknown engine option 'max_sequences'; there are"),
+    ({"dtype": "float8"}, "unknown dtype 'float8'"),
+    ({"model_path": "fast"}, "unknown model_path 'fast'"),
+    ({"logprobs_mode": "logits"}, "logprobs_mode must be"),
+    ({"device": "warp"}, "device 'warp' cannot be used"),
+    ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
+    ({"max_model_len": 512}, "max_model_len is 512; the model's context has 256 tokens"),
+    ({"seed": "one"}, "seed must be an integer, not 'one'"),
+    ({"invariant": "yes"}, "invariant must be true or false, not 'yes'"),
+    ({"speculative_config": {"method": "ngram", "draft_temperature": "hot"}}, "draft_temperature must be a number"),
+])  # fmt: skip
 def test_an_engine_option_that_cannot_be_honoured(tiny_target, options, message):
     refused(ConfigError, message, LLM, tiny_target, **options)
 

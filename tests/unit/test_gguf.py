@@ -100,23 +100,20 @@ def described(shape, kind=0, offset=0, names=("t",)):
     return b"".join(parts) + bytes(4096)
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"GGML" + bytes(60), "does not begin with GGUF"),
-        (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
-        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "its version is 1, not 2 or 3"),
-        (described((2**40, 2**40)), "truncated or damaged: t ends at byte"),
-        (described((8,), offset=2**50), "truncated or damaged: t ends at byte"),
-        (described((8,), offset=8), "not at a multiple of 32"),
-        (described((8,), kind=99), "unknown type 99; F32, .*NVFP4 are read"),
-        (described((48,), kind=8), "48 values, not a multiple of Q8_0's 32"),
-        (described((1,) * 5), "5 dimensions"),
-        (described(()), "0 dimensions"),
-        (described((0, 8)), "shape"),
-        (described((8,), names=("t", "t")), "tensor t is there twice"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    (b"GGML" + bytes(60), "does not begin with GGUF"),
+    (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "big-endian"),
+    (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "its version is 1, not 2 or 3"),
+    (described((2**40, 2**40)), "truncated or damaged: t ends at byte"),
+    (described((8,), offset=2**50), "truncated or damaged: t ends at byte"),
+    (described((8,), offset=8), "not at a multiple of 32"),
+    (described((8,), kind=99), "unknown type 99; F32, .*NVFP4 are read"),
+    (described((48,), kind=8), "48 values, not a multiple of Q8_0's 32"),
+    (described((1,) * 5), "5 dimensions"),
+    (described(()), "0 dimensions"),
+    (described((0, 8)), "shape"),
+    (described((8,), names=("t", "t")), "tensor t is there twice"),
+])  # fmt: skip
 def test_what_cannot_be_is_named(tmp_path, content, message):
     (tmp_path / "a.gguf").write_bytes(content)
     refused(ModelError, message, GGUFFile, tmp_path / "a.gguf")

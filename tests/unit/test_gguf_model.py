@@ -179,35 +179,32 @@ def test_no_damaged_byte_makes_anything_but_an_error_or_a_model(tmp_path):
     assert outcomes == {"a model", "a short line"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "extra", "message"),
-    [
-        ({"general.architecture": "mamba"}, None, r"architecture 'mamba'; only .*llama.* are read from GGUF"),
-        ({"llama.block_count": None}, None, "None as llama.block_count"),
-        ({"llama.attention.head_count": [4, 4]}, None, r"\[4, 4\] as llama.attention.head_count"),
-        ({"llama.expert_count": 8}, None, "None as llama.expert_used_count"),
-        (EXPERTS, None, "a tensor blk.0.ffn_gate.weight, which its metadata leave out"),
-        (EXPERTS, {"blk.0.ffn_gate_exps.weight": (3, 64, 32)}, r"shape \[3, 64, 32\].* leave out|which its metadata"),
-        ({"llama.rope.scaling.type": "longrope"}, None, "scales its rotary frequencies"),
-        ({"llama.rope.scaling.type": "yarn"}, None, "None as llama.rope.scaling.original_context_length"),
-        ({}, {"rope_freqs.weight": (4,)}, "divides its rotary frequencies .* in another way than Llama 3"),
-        ({}, {"rope_freqs.weight": (3,)}, "divides its rotary frequencies .* in another way than Llama 3"),
-        ({"llama.rope.dimension_count": 4}, None, "heads of 8 numbers, but 4"),
-        ({"llama.attention.head_count": 32}, None, "heads of 1 numbers"),
-        ({"llama.attention.layer_norm_rms_epsilon": 0.0}, None, "0.0 as llama.attention.layer_norm_rms_epsilon"),
-        ({"llama.attention.head_count": 2}, None, "blk.0.attn_q.weight has shape|blk.0.attn_k.weight has shape"),
-        ({}, {"blk.0.attn_q.bias": (32,)}, "a tensor blk.0.attn_q.bias, which its metadata leave out"),
-        ({"tokenizer.ggml.eot_token_id": 999}, None, "999 as tokenizer.ggml.eot_token_id"),
-        ({}, {"blk.2.attn_q.weight": (32, 32)}, "a tensor blk.2.attn_q.weight, which its metadata leave out"),
-        ({"llama.block_count": 3}, None, "lacks 9 weights, model.layers.2.self_attn.q_proj.weight among them"),
-        ({"llama.block_count": 1 << 30}, None, "has 1073741824 layers in 20 tensors"),
-        ({"llama.feed_forward_length": 1 << 31}, None, "intermediate_size must be an integer"),
-        ({"llama.feed_forward_length": 1 << 20}, None, "intermediate_size is 1048576, but there are"),
-        ({"llama.embedding_length": 64}, None, r"token_embd.weight has shape \[50, 32\].* ask for \[50, 64\]"),
-        ({"tokenizer.ggml.model": "t5"}, None, "a tokenizer of kind 't5'"),
-        ({"tokenizer.ggml.model": "llama"}, None, "50 tokens, but not as many numbers in tokenizer.ggml.scores"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "extra", "message"), [
+    ({"general.architecture": "mamba"}, None, r"architecture 'mamba'; only .*llama.* are read from GGUF"),
+    ({"llama.block_count": None}, None, "None as llama.block_count"),
+    ({"llama.attention.head_count": [4, 4]}, None, r"\[4, 4\] as llama.attention.head_count"),
+    ({"llama.expert_count": 8}, None, "None as llama.expert_used_count"),
+    (EXPERTS, None, "a tensor blk.0.ffn_gate.weight, which its metadata leave out"),
+    (EXPERTS, {"blk.0.ffn_gate_exps.weight": (3, 64, 32)}, r"shape \[3, 64, 32\].* leave out|which its metadata"),
+    ({"llama.rope.scaling.type": "longrope"}, None, "scales its rotary frequencies"),
+    ({"llama.rope.scaling.type": "yarn"}, None, "None as llama.rope.scaling.original_context_length"),
+    ({}, {"rope_freqs.weight": (4,)}, "divides its rotary frequencies .* in another way than Llama 3"),
+    ({}, {"rope_freqs.weight": (3,)}, "divides its rotary frequencies .* in another way than Llama 3"),
+    ({"llama.rope.dimension_count": 4}, None, "heads of 8 numbers, but 4"),
+    ({"llama.attention.head_count": 32}, None, "heads of 1 numbers"),
+    ({"llama.attention.layer_norm_rms_epsilon": 0.0}, None, "0.0 as llama.attention.layer_norm_rms_epsilon"),
+    ({"llama.attention.head_count": 2}, None, "blk.0.attn_q.weight has shape|blk.0.attn_k.weight has shape"),
+    ({}, {"blk.0.attn_q.bias": (32,)}, "a tensor blk.0.attn_q.bias, which its metadata leave out"),
+    ({"tokenizer.ggml.eot_token_id": 999}, None, "999 as tokenizer.ggml.eot_token_id"),
+    ({}, {"blk.2.attn_q.weight": (32, 32)}, "a tensor blk.2.attn_q.weight, which its metadata leave out"),
+    ({"llama.block_count": 3}, None, "lacks 9 weights, model.layers.2.self_attn.q_proj.weight among them"),
+    ({"llama.block_count": 1 << 30}, None, "has 1073741824 layers in 20 tensors"),
+    ({"llama.feed_forward_length": 1 << 31}, None, "intermediate_size must be an integer"),
+    ({"llama.feed_forward_length": 1 << 20}, None, "intermediate_size is 1048576, but there are"),
+    ({"llama.embedding_length": 64}, None, r"token_embd.weight has shape \[50, 32\].* ask for \[50, 64\]"),
+    ({"tokenizer.ggml.model": "t5"}, None, "a tokenizer of kind 't5'"),
+    ({"tokenizer.ggml.model": "llama"}, None, "50 tokens, but not as many numbers in tokenizer.ggml.scores"),
+])  # fmt: skip
 def test_what_is_not_read_is_named(tmp_path, changes, extra, message):
     path = write_model(tmp_path / "model.gguf", changes, extra)
     refused((ModelError, ConfigError), message, LLM, str(path), invariant=False)
@@ -238,19 +235,16 @@ def test_ends_of_turns_are_known_by_their_text(tmp_path, end):
     assert (answer.text, answer.finish_reason, len(answer.token_ids)) == ("", "stop", 1)
 
 
-@pytest.mark.parametrize(
-    ("keys", "factor"),
-    [
-        ({"scaling.factor": 4.0}, 4.0),
-        ({"scale_linear": 4.0}, 4.0),
-        ({"scaling.type": "linear", "scale_linear": 4.0}, 4.0),
-        ({"scaling.factor": 2.0, "scale_linear": 4.0}, 2.0),
-        ({"scaling.type": "none", "scaling.factor": 4.0}, None),
-        ({"scaling.type": "linear"}, None),
-        ({"scaling.factor": 1.0}, None),
-        ({"scaling.factor": 0.0}, None),
-    ],
-)
+@pytest.mark.parametrize(("keys", "factor"), [
+    ({"scaling.factor": 4.0}, 4.0),
+    ({"scale_linear": 4.0}, 4.0),
+    ({"scaling.type": "linear", "scale_linear": 4.0}, 4.0),
+    ({"scaling.factor": 2.0, "scale_linear": 4.0}, 2.0),
+    ({"scaling.type": "none", "scaling.factor": 4.0}, None),
+    ({"scaling.type": "linear"}, None),
+    ({"scaling.factor": 1.0}, None),
+    ({"scaling.factor": 0.0}, None),
+])  # fmt: skip
 def test_linear_scaling_is_read_as_llama_cpp_does(tmp_path, keys, factor):
     path = write_model(tmp_path / "model.gguf", {f"llama.rope.{key}": value for key, value in keys.items()})
     result = read_config(path).rope_parameters

@@ -22,18 +22,15 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text():
     assert (made.bos_token, made.eos_token, made.chat_template) == ("<|start|>", "<|end|>", TEMPLATE)
 
 
-@pytest.mark.parametrize(
-    ("pre", "changes", "expected"),
-    [
-        ("smollm", {}, []),
-        ("smollm", {"add_bos_token": True}, [1]),
-        ("smollm", {"add_bos_token": True, "add_eos_token": True}, [1, 0]),
-        ("llama-bpe", {}, [1]),
-        ("llama-bpe", {"add_bos_token": False}, []),
-        ("smaug-bpe", {}, []),
-        ("dbrx", {}, []),
-    ],
-)
+@pytest.mark.parametrize(("pre", "changes", "expected"), [
+    ("smollm", {}, []),
+    ("smollm", {"add_bos_token": True}, [1]),
+    ("smollm", {"add_bos_token": True, "add_eos_token": True}, [1, 0]),
+    ("llama-bpe", {}, [1]),
+    ("llama-bpe", {"add_bos_token": False}, []),
+    ("smaug-bpe", {}, []),
+    ("dbrx", {}, []),
+])  # fmt: skip
 def test_texts_begin_and_end_as_the_file_says(pre, changes, expected):
     made = tokenizer(pre=pre, **changes)
     the = TOKENS.index("the")
@@ -63,18 +60,15 @@ def test_an_unknown_pre_tokenizer_is_an_error_that_lists_the_known(pre):
     assert all(name in message for name in PRE_TOKENIZERS)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"model": "t5"}, "a tokenizer of kind 't5'; only byte-level BPE"),
-        ({"tokens": None}, "no list of texts in tokenizer.ggml.tokens"),
-        ({"token_type": [1, 1]}, "not as many entries in tokenizer.ggml.token_type"),
-        ({"merges": ["t zz"]}, "merges 't zz', which is not in its vocabulary"),
-        ({"merges": []}, "no list of texts in tokenizer.ggml.merges"),
-        ({"eos_token_id": 999}, "999 as tokenizer.ggml.eos_token_id"),
-        ({"add_bos_token": True, "bos_token_id": None}, "does not say which token that is"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model": "t5"}, "a tokenizer of kind 't5'; only byte-level BPE"),
+    ({"tokens": None}, "no list of texts in tokenizer.ggml.tokens"),
+    ({"token_type": [1, 1]}, "not as many entries in tokenizer.ggml.token_type"),
+    ({"merges": ["t zz"]}, "merges 't zz', which is not in its vocabulary"),
+    ({"merges": []}, "no list of texts in tokenizer.ggml.merges"),
+    ({"eos_token_id": 999}, "999 as tokenizer.ggml.eos_token_id"),
+    ({"add_bos_token": True, "bos_token_id": None}, "does not say which token that is"),
+])  # fmt: skip
 def test_contradictions_are_named(changes, message):
     refused(ModelError, message, tokenizer, **changes)
 

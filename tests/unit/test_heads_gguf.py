@@ -97,11 +97,8 @@ def eagle_weights(size, vocabulary, ids):
 
     at, wide, narrow = "layers.0.", HEADS * WIDTH, KV_HEADS * WIDTH
     weights = {
-        "fc.weight": r(size, 2 * size),
-        "norm.weight": 1 + r(size),
-        "lm_head.weight": r(len(ids), size),
-        "d2t": ids,
-    }
+        "fc.weight": r(size, 2 * size), "norm.weight": 1 + r(size), "lm_head.weight": r(len(ids), size), "d2t": ids,
+    }  # fmt: skip
     for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
         weights[f"{at}{name}.weight"] = 1 + r(size)
     shapes = {"q": (wide, 2 * size), "k": (narrow, 2 * size), "v": (narrow, 2 * size), "o": (size, wide)}
@@ -190,16 +187,13 @@ def test_an_eagle_head_in_a_gguf_file_is_the_folders(tiny_target, tmp_path, befo
     assert drafted == tokens[-4:]
 
 
-@pytest.mark.parametrize(
-    ("changes", "part", "message"),
-    [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None, "turns in the default way"),
-        ({"rope_scaling": {**LLAMA3, "factor": None}}, None, "turns in the default way"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}}, None, r"0 to 2, not \[1, 3\]"),
-        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "x"}}, None, "layers are some of its target's"),
-        ({}, "q_proj", "a head of EAGLE or EAGLE-2"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "part", "message"), [
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None, "turns in the default way"),
+    ({"rope_scaling": {**LLAMA3, "factor": None}}, None, "turns in the default way"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}}, None, r"0 to 2, not \[1, 3\]"),
+    ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "x"}}, None, "layers are some of its target's"),
+    ({}, "q_proj", "a head of EAGLE or EAGLE-2"),
+])  # fmt: skip
 def test_eagle_heads_of_other_kinds_are_refused_in_one_line(tiny_target, tmp_path, changes, part, message):
     config = config_of(Path(tiny_target), "dflash", **changes)
     size, ids = config["hidden_size"], torch.arange(0, 60, 3)

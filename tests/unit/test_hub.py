@@ -368,9 +368,6 @@ def test_names_are_read():
     assert parse("hf:o/r:Q4_K_M") == ModelSource("o/r", "Q4_K_M")
     refused(ModelError, "names no model of a hub", parse, "hf:o/r:")
     labels = {
-        "a-q4_k_m.gguf": "Q4_K_M",
-        "a.IQ3_XXS.gguf": "IQ3_XXS",
-        "x/a-bf16-00001-of-00002.gguf": "BF16",
-        "a.gguf": None,
-    }
+        "a-q4_k_m.gguf": "Q4_K_M", "a.IQ3_XXS.gguf": "IQ3_XXS", "x/a-bf16-00001-of-00002.gguf": "BF16", "a.gguf": None,
+    }  # fmt: skip
     assert {name: quantization(name) for name in labels} == labels

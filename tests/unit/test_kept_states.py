@@ -49,15 +49,11 @@ def test_bytes_are_those_of_checkpoints_and_records():
     assert states().bytes_per_sequence == 4 * (3 * 4 + (2 + 4) * (6 + 5))
 
 
-@pytest.mark.parametrize(
-    ("state", "layers", "token"),
-    [
-        (StateShape(1024, 2), 10, 6 * 2 * 8 * 64),
-        (StateShape(6144 + 32, 3, (16, 128, 128)), 18, 6 * 2 * 2 * 256),
-        (StateShape(1792 + 48, 3, (48, 128, 32)), 28, 4 * 2 * 4 * 64),
-    ],
-    ids=["LFM2-350M", "Qwen3.5-0.8B", "Granite-4.0-H-350M"],
-)
+@pytest.mark.parametrize(("state", "layers", "token"), [
+    (StateShape(1024, 2), 10, 6 * 2 * 8 * 64),
+    (StateShape(6144 + 32, 3, (16, 128, 128)), 18, 6 * 2 * 2 * 256),
+    (StateShape(1792 + 48, 3, (48, 128, 32)), 28, 4 * 2 * 4 * 64),
+], ids=["LFM2-350M", "Qwen3.5-0.8B", "Granite-4.0-H-350M"])  # fmt: skip
 def test_eight_drafted_tokens_take_little_memory(state, layers, token):
     """Of a sequence of 256 tokens, in bfloat16."""
     plain, drafted = (States([state] * layers, 1, back, torch.bfloat16, torch.device("cpu")) for back in (1, 9))

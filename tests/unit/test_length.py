@@ -78,14 +78,8 @@ def busy(seconds):
 
 
 SMALL = {
-    "base": 0.9,
-    "per_sequence": 0.1,
-    "per_row": 0.09,
-    "cold_penalty": 0.2,
-    "host": 0.1,
-    "jitter": 0.06,
-    "slow": busy,
-}
+    "base": 0.9, "per_sequence": 0.1, "per_row": 0.09, "cold_penalty": 0.2, "host": 0.1, "jitter": 0.06, "slow": busy,
+}  # fmt: skip
 """A small model's rounds, as measured: the policy's own time, and caches that drafting fills, are no longer small."""
 SMALL_DRAFTS = [
     {"draft": 0.0, "per_level": 0.0, "per_draft_token": 0.04, "per_token_behind": 0.0},

@@ -56,17 +56,14 @@ def test_a_broken_config(folder, text):
     refuse(folder, "config.json cannot be used")
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        ("weights cut at 0", "a safetensors file is truncated or damaged"),
-        ("weights cut at 200", "a safetensors file is truncated or damaged"),
-        ("no weights", "has no safetensors weights$"),
-        ("a tensor is missing", "lacks 1 weights, model.layers.1.mlp.up_proj.weight among them"),
-        ("a tensor has another shape", r"up_proj.weight has shape \[63, 32\]; its config asks for \[64, 32\]"),
-        ("generation_config.json is half an object", "generation_config.json cannot be used"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "message"), [
+    ("weights cut at 0", "a safetensors file is truncated or damaged"),
+    ("weights cut at 200", "a safetensors file is truncated or damaged"),
+    ("no weights", "has no safetensors weights$"),
+    ("a tensor is missing", "lacks 1 weights, model.layers.1.mlp.up_proj.weight among them"),
+    ("a tensor has another shape", r"up_proj.weight has shape \[63, 32\]; its config asks for \[64, 32\]"),
+    ("generation_config.json is half an object", "generation_config.json cannot be used"),
+])  # fmt: skip
 def test_what_is_damaged_is_named(folder, damage, message):
     DAMAGES[damage](folder)
     refuse(folder, message)

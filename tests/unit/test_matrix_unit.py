@@ -172,7 +172,7 @@ def test_a_whole_model_has_the_same_bits_in_any_chunks(quantization):
     assert model.fused is not None
     for kind in range(1, len(structs.KINDS)):
         prefetch.set_prefetch(kind, [prefetch.TILED] * len(prefetch.COUNTS))
-    ids = [(31 * index + 7) % 1000 for index in range(40)]
+    ids = [(31 * index + 7) % 1000 for index in range(24)]
 
     def logits(cuts):
         attention, result = new_attention(model, max_seqs=1, max_len=64), []
@@ -184,8 +184,8 @@ def test_a_whole_model_has_the_same_bits_in_any_chunks(quantization):
     before = products()
     expected = logits([])
     assert products() > before
-    assert torch.equal(logits([1, 2, *range(30, 40)]), expected)
-    assert torch.equal(logits([5, 22]), expected)
+    assert torch.equal(logits([1, *range(20, 24)]), expected)
+    assert torch.equal(logits([17]), expected)
 
 
 def test_it_can_be_switched_off(written_out):

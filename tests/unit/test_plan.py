@@ -54,15 +54,12 @@ def test_the_recommendation_is_a_configuration_that_was_measured(plan, tiny_draf
     assert SpeculativeConfig.parse(result) in ran
 
 
-@pytest.mark.parametrize(
-    ("methods", "options", "told"),
-    [
-        ("draft_model", {"tree": [2, 2]}, "leave 'tree' out"),
-        ("ngram", {"num_speculative_tokens": 2}, "leave 'num_speculative_tokens' out"),
-        ("ngram,draft_model", {"draft_model": {"tree": [2, 2]}}, "leave 'tree' out"),
-        ("merged", {"drafters": [{"method": "ngram", "num_speculative_tokens": 2}, {"method": "suffix"}]}, "'merged'"),
-    ],
-)
+@pytest.mark.parametrize(("methods", "options", "told"), [
+    ("draft_model", {"tree": [2, 2]}, "leave 'tree' out"),
+    ("ngram", {"num_speculative_tokens": 2}, "leave 'num_speculative_tokens' out"),
+    ("ngram,draft_model", {"draft_model": {"tree": [2, 2]}}, "leave 'tree' out"),
+    ("merged", {"drafters": [{"method": "ngram", "num_speculative_tokens": 2}, {"method": "suffix"}]}, "'merged'"),
+])  # fmt: skip
 def test_a_plan_refuses_what_it_is_to_find_out(capsys, tiny_target, methods, options, told):
     given = ["--methods", methods, "--spec-model", tiny_target] if "draft" in methods else ["--methods", methods]
     assert run(["plan", "--model", tiny_target, *given, "--speculative-config", json.dumps(options)]) == 2

@@ -149,15 +149,12 @@ def bundled(speculative, **options):
     return llm, drafter.model.info.path
 
 
-@pytest.mark.parametrize(
-    ("options", "quantized"),
-    [
-        ({}, True),
-        ({"quantization": "none"}, False),
-        ({"dtype": "bfloat16"}, False),
-        ({"model": "forerun:target"}, False),
-    ],
-)
+@pytest.mark.parametrize(("options", "quantized"), [
+    ({}, True),
+    ({"quantization": "none"}, False),
+    ({"dtype": "bfloat16"}, False),
+    ({"model": "forerun:target"}, False),
+])  # fmt: skip
 def test_the_bundled_draft_runs_in_8_bits_unless_reported_otherwise(options, quantized):
     _, path = bundled(options, dtype="bfloat16")
     assert ("int8" in path) == (quantized and int8.can_run())

@@ -280,28 +280,20 @@ def test_parts_of_a_weight_make_the_whole():
     assert split.Cut(0, (2,)).places(4, 3, 4).tolist() == [2, 3]  # the second of two heads, on the last of four ranks
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks", "reason"),
-    [
-        ("llama", 3, "does not divide the model's heads, 4"),
-        ("mixtral", 8, "does not divide the model's heads, 4"),
-        ("qwen3_moe-some", 4, "does not divide the model's number of experts, 6"),
-    ],
-)
+@pytest.mark.parametrize(("name", "ranks", "reason"), [
+    ("llama", 3, "does not divide the model's heads, 4"),
+    ("mixtral", 8, "does not divide the model's heads, 4"),
+    ("qwen3_moe-some", 4, "does not divide the model's number of experts, 6"),
+])  # fmt: skip
 def test_ranks_that_cannot_have_equal_parts_are_refused(checkpoint, name, ranks, reason):
     refused(ConfigError, reason, load_model, checkpoint(name), tensor_parallel_size=ranks)
 
 
-@pytest.mark.parametrize(
-    ("changed", "reason"),
-    [
-        ({"intermediate_size": 71}, "does not divide the model's intermediate size, 71"),
-        (
-            {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
-            "neither divides the model's key-value heads, 3",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changed", "reason"), [
+    ({"intermediate_size": 71}, "does not divide the model's intermediate size, 71"),
+    ({"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
+     "neither divides the model's key-value heads, 3"),
+])  # fmt: skip
 def test_sizes_that_two_do_not_divide(changed, reason):
     config = AutoConfig.for_model("llama", **{**SIZES, **changed})
     refused(ConfigError, reason, split.check, bind(config), config, 2)
@@ -434,13 +426,10 @@ def test_a_killed_rank_ends_the_engine_with_one_line(engine):
     assert "rank 1 of 2 was killed by signal 9" in end
 
 
-@pytest.mark.parametrize(
-    ("command", "reason"),
-    [
-        ("raise SystemExit(3)", "rank 1 of 2 ended with status 3"),
-        ("import time; time.sleep(60)", "rank 1 of 2 did not come up within 1 s"),
-    ],
-)
+@pytest.mark.parametrize(("command", "reason"), [
+    ("raise SystemExit(3)", "rank 1 of 2 ended with status 3"),
+    ("import time; time.sleep(60)", "rank 1 of 2 did not come up within 1 s"),
+])  # fmt: skip
 def test_a_rank_that_does_not_come_up(tiny_target, monkeypatch, command, reason):
     monkeypatch.setattr(leader, "COMMAND", command)
     monkeypatch.setattr(leader, "START", 1.0)

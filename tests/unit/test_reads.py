@@ -36,10 +36,9 @@ def reading(llm, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("count", [1, 8, 1000, None])
+@pytest.mark.parametrize(("count", "temperature"), [(1, 0.8), (8, 0.0), (1000, 0.8), (None, 0.0)])
 def test_the_tokens_are_the_same_however_much_is_read(llm, count, temperature):
-    params = SamplingParams(temperature=temperature, seed=3, max_tokens=60)
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=32)
     (plain,) = llm.generate([PROMPT], params, use_tqdm=False, speculate=False)
     policy = reading(llm, count)
     (drafter,) = llm.engine.router.drafters.values()

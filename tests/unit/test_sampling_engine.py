@@ -40,20 +40,15 @@ def raw_logits(tiny_target):
 def mix(draw):
     """Some options at random; what is not drawn is off."""
     given = {
-        "temperature": st.sampled_from([0.0, 0.5, 0.8, 1.2]),
-        "top_k": st.integers(1, 30),
-        "top_p": st.floats(0.3, 0.99),
-        "min_p": st.floats(0.001, 0.3),
-        "repetition_penalty": st.floats(0.7, 1.5),
-        "presence_penalty": st.floats(-1.0, 1.0),
-        "frequency_penalty": st.floats(-1.0, 1.0),
+        "temperature": st.sampled_from([0.0, 0.5, 0.8, 1.2]), "top_k": st.integers(1, 30),
+        "top_p": st.floats(0.3, 0.99), "min_p": st.floats(0.001, 0.3), "repetition_penalty": st.floats(0.7, 1.5),
+        "presence_penalty": st.floats(-1.0, 1.0), "frequency_penalty": st.floats(-1.0, 1.0),
         "logit_bias": st.dictionaries(st.integers(0, 97), st.floats(-3.0, 3.0), min_size=1, max_size=3),
         "allowed_token_ids": st.sets(st.integers(0, 97), min_size=25),
         "bad_words": st.lists(st.text(ALPHABET[4:60], min_size=1, max_size=2), min_size=1, max_size=3),
-        "min_tokens": st.integers(1, 10),
-        "stop_token_ids": st.lists(st.integers(0, 97), min_size=1, max_size=3),
+        "min_tokens": st.integers(1, 10), "stop_token_ids": st.lists(st.integers(0, 97), min_size=1, max_size=3),
         "n": st.just(2),
-    }
+    }  # fmt: skip
     chosen = draw(st.sets(st.sampled_from(sorted(given)), max_size=6))
     options = {name: draw(given[name]) for name in sorted(chosen)}
     return SamplingParams(seed=draw(st.integers(0, 99)), max_tokens=LENGTH, **options)

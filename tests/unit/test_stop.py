@@ -109,15 +109,12 @@ def test_the_length_limit(sizes):
     assert answer(blocks_of([1, 2, 0], sizes), limit=3)[2] == Finish("stop", silent=True)
 
 
-@pytest.mark.parametrize(
-    ("path", "stops", "kept", "finish"),
-    [
-        ([], [], [], Finish("error", "broken")),
-        ([0, 1], [], [3, 5], Finish("error", "broken")),
-        ([0, 1], [5], [3, 5], Finish("stop", 5, silent=True)),
-        ([0, 1], [3], [3], Finish("stop", 3, silent=True)),
-    ],
-)
+@pytest.mark.parametrize(("path", "stops", "kept", "finish"), [
+    ([], [], [], Finish("error", "broken")),
+    ([0, 1], [], [3, 5], Finish("error", "broken")),
+    ([0, 1], [5], [3, 5], Finish("stop", 5, silent=True)),
+    ([0, 1], [3], [3], Finish("stop", 3, silent=True)),
+])  # fmt: skip
 def test_an_error_ends_what_nothing_before_it_has_ended(path, stops, kept, finish):
     """The row behind the path has no token to give: 4 is none."""
     sequence = RequestState(0, [1, 2], 2, SamplingParams(stop_token_ids=stops), 0)

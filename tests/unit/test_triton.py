@@ -13,12 +13,12 @@ pytestmark = pytest.mark.slow
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [
-    (4, 2, 16, 16, 16, None, None),
-    (6, 2, 24, 24, 512, None, None),
-    (3, 1, 64, 32, 16, None, None),
-    (2, 1, 16, 16, 16, 4, None),
-    (2, 1, 16, 16, 16, None, 3.0),
-    (2, 2, 16, 16, 512, 8, 5.0),
+    (4, 2, 16, 16, 16, None, None, False),
+    (6, 2, 24, 24, 512, None, None, True),
+    (3, 1, 64, 32, 16, None, None, True),
+    (2, 1, 16, 16, 16, 4, None, False),
+    (2, 1, 16, 16, 16, None, 3.0, False),
+    (2, 2, 16, 16, 512, 8, 5.0, True),
 ]
 
 
@@ -47,8 +47,9 @@ def filled(pool):
                 pool.write(layer, slot_mapping, k.to(pool.device), v.to(pool.device))
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "width", "value_width", "page_size", "window", "softcap"), CASES)
-@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "value_width", "page_size", "window", "softcap", "sinks"), CASES
+)
 def test_matches_the_reference(heads, kv_heads, width, value_width, page_size, window, softcap, sinks):
     shape = KVShape(kv_heads, width, value_width)
     generator = torch.Generator().manual_seed(0)

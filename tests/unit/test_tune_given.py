@@ -69,16 +69,11 @@ def test_what_was_refused_leaves_nothing_in_the_way(tuned_folder, tuned_target, 
 
 
 REFUSED = {
-    "absent": "there is no text in",
-    "foreign": "with tokens it has not",
-    "empty": "none of at least 4 tokens",
-    "short": "none of at least 4 tokens",
-    "bfloat16": "cannot read",
+    "absent": "there is no text in", "foreign": "with tokens it has not", "empty": "none of at least 4 tokens",
+    "short": "none of at least 4 tokens", "bfloat16": "cannot read",
     "few": r"makes [\d,]+ tokens to read, and from fewer than 1,000,000 \(--min-tokens\)",
-    "untrained": "nothing learns",
-    "both": "no use",
-    "own": "choose another --out, or copy it",
-}
+    "untrained": "nothing learns", "both": "no use", "own": "choose another --out, or copy it",
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -154,17 +154,14 @@ def test_a_drafter_of_ones_own(tiny_target, tmp_path, monkeypatch):
     assert "mine_for_vllm" in sys.modules
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "draft_model"}, "needs more than token ids"),
-        ({"method": "eagle"}, "needs more than token ids"),
-        ({"method": "pattern"}, "needs more than token ids"),
-        ({"method": "suffix", "tree_nodes": 8}, "vLLM takes chains"),
-        ({"method": "ngram", "prompt_lookup_max": 3}, "has no option 'prompt_lookup_max'"),
-        ({"method": "ngram", "num_speculative_tokens": 9}, "leave it out"),
-        ({"method": "nothing"}, "nothing"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"method": "draft_model"}, "needs more than token ids"),
+    ({"method": "eagle"}, "needs more than token ids"),
+    ({"method": "pattern"}, "needs more than token ids"),
+    ({"method": "suffix", "tree_nodes": 8}, "vLLM takes chains"),
+    ({"method": "ngram", "prompt_lookup_max": 3}, "has no option 'prompt_lookup_max'"),
+    ({"method": "ngram", "num_speculative_tokens": 9}, "leave it out"),
+    ({"method": "nothing"}, "nothing"),
+])  # fmt: skip
 def test_what_vllm_cannot_serve_is_refused(tiny_target, options, message):
     refused(ConfigError, message, proposer, tiny_target, **options)

@@ -18,17 +18,9 @@ COLD = SamplingParams(temperature=0.0, max_tokens=6)
 
 def test_what_is_so_anyway_is_accepted_and_changes_nothing(llm, tiny_target):
     habits = {
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "enforce_eager": True,
-        "trust_remote_code": False,
-        "swap_space": 0,
-        "kv_cache_dtype": "auto",
-        "dtype": "auto",
-        "seed": 0,
-        "max_model_len": 128,
-        "max_num_seqs": 4,
-    }
+        "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "enforce_eager": True, "trust_remote_code": False,
+        "swap_space": 0, "kv_cache_dtype": "auto", "dtype": "auto", "seed": 0, "max_model_len": 128, "max_num_seqs": 4,
+    }  # fmt: skip
     model = LLM(tiny_target, **habits)
     assert model.generate("the cat", COLD)[0].outputs[0] == llm().generate("the cat", COLD)[0].outputs[0]
     assert set(habits) & set(SAID) == {
@@ -122,15 +114,12 @@ def test_methods_and_keys_of_speculation():
     )
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"method": "ngram", "prompt_lookup_max": 4, "max_order": 3}, "'max_order' (it belongs to ngram"),
-        ({"method": "draft_model", "speculative_token_tree": "[(0,)]"}, "'tree'"),
-        ({"method": "ngram", "disable_by_batch_size": 8}, "'adaptive'"),
-        ({"method": "draft_model", "draft_tensor_parallel_size": 2}, "leave it out"),
-    ],
-)
+@pytest.mark.parametrize(("config", "words"), [
+    ({"method": "ngram", "prompt_lookup_max": 4, "max_order": 3}, "'max_order' (it belongs to ngram"),
+    ({"method": "draft_model", "speculative_token_tree": "[(0,)]"}, "'tree'"),
+    ({"method": "ngram", "disable_by_batch_size": 8}, "'adaptive'"),
+    ({"method": "draft_model", "draft_tensor_parallel_size": 2}, "leave it out"),
+])  # fmt: skip
 def test_keys_of_speculation_that_are_answered(config, words):
     refused(ConfigError, re.escape(words), SpeculativeConfig.parse, config)
 
