@@ -10,7 +10,7 @@ from forerun import BeamSearchParams, ForerunError, SamplingParams
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.request import Beams, RequestState
 from forerun.core.tree import Draft, Verdict
-from forerun.speculate.beams import Branched, Continuation, finished, step
+from forerun.speculate.beams import Continuation, Outcome, finished, step
 from forerun.speculate.rollback import roll_back
 from refusals import refused
 
@@ -272,7 +272,7 @@ def test_a_sequence_counts_the_entries_that_stayed():
     sequence = RequestState(2, [6] * 6, 1, None, seed=0, scheduled=1, num_computed_tokens=5)
     draft, verdict = Draft.tree([7, 8, 9, 10, 11], [-1, -1, 0, 2, 3]), Verdict([0, 2, 3], 5, tokens=[7, 9, 10, 5])
     target = SimpleNamespace(attention=SimpleNamespace(pool=pool), hidden=())
-    roll_back(target, None, Branched([sequence], [draft], [verdict], [0], []))
+    roll_back(target, None, Outcome([sequence], [draft], [verdict], [0], []))
     assert sequence.num_computed_tokens == pool.length(2) == 7
     assert sequence.tokens[6:] == [7, 9, 10, 5]
 

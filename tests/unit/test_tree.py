@@ -12,7 +12,7 @@ from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.request import RequestState
 from forerun.core.tree import POINT_MASS, Draft, Trial, Verdict
-from forerun.speculate.beams import Branched
+from forerun.speculate.beams import Outcome
 from forerun.speculate.rollback import roll_back
 from forerun.speculate.verify import pack
 from refusals import refused
@@ -140,7 +140,7 @@ def test_rolling_back_keeps_the_accepted_path(paths, data):
     pool.write(0, pool.slot_mapping(0, range(end)), entries, entries)
     pool.advance(0, end)
     target = SimpleNamespace(attention=SimpleNamespace(pool=pool), hidden=())
-    roll_back(target, None, Branched([who], [draft], [Verdict(path=path, tokens=[7] * accepted)], [0], []))
+    roll_back(target, None, Outcome([who], [draft], [Verdict(path=path, tokens=[7] * accepted)], [0], []))
     keys, _ = pool.gather(0, torch.tensor(pool.block_tables[0]))
     expected = [*range(6), *[6 + step for step in path[:accepted]]]
     assert keys.flatten()[: pool.length(0)].tolist() == expected

@@ -1,4 +1,4 @@
-"""The ragged rows of one forward pass: prefill chunks, plain decodes and verifications alike."""
+"""The rows of one forward pass, ragged over sequences: prefill chunks, plain decodes and verifications alike."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ CPU = torch.device("cpu")
 class Span:
     """One sequence's rows in a forward pass.
 
-    The cache holds ``start`` committed entries, visible to every row, then ``stored`` tree nodes fed earlier.
-    ``tokens`` are the rows to feed. ``parents`` is None for a chain; otherwise it names the parent of every node
-    behind ``start``, the stored ones first (-1: the last committed entry), and a row sees its ancestors only.
-    ``logits`` lists the rows, counted within this span, whose logits are wanted, in ascending order.
+    The cache holds ``start`` committed entries, which every row sees, then ``stored`` tree nodes that were fed earlier.
     """
 
     key: int
     start: int
     tokens: list[int]
+    """The rows to feed."""
     parents: list[int] | None = None
+    """The parent of every node after ``start``, stored ones first (-1: the last committed entry); a row then sees its
+    ancestors only. None: a chain."""
     stored: int = 0
     logits: list[int] = field(default_factory=list)
+    """The rows whose logits are wanted, counted within this span, ascending."""
     source: tuple[int, ...] | None = None
-    """What the encoder reads for these rows, in an encoder-decoder."""
+    """What the encoder of an encoder-decoder reads."""
     settled: int | None = None
-    """Entries that will not be taken back, of which a layer's state may become part; None: those before ``start``. A
-    tree's nodes up to there are a chain."""
+    """Entries up to here will not be rolled back, so that a layer's state may take them in; None: up to ``start``. A
+    tree's nodes up to here are a chain."""
 
     @property
     def count(self) -> int:
@@ -54,37 +55,34 @@ class Span:
         return depths(self.parents)
 
     def slice(self, begin: int, end: int) -> Span:
-        """Rows [begin, end), the ones before them having been fed."""
+        """Rows [begin, end); those before them count as fed."""
         if begin == 0 and end == len(self.tokens):
             return self
-        nodes = self.stored + end
-        parents = None if self.parents is None else self.parents[:nodes]
+        parents = None if self.parents is None else self.parents[: self.stored + end]
         logits = [row - begin for row in self.logits if begin <= row < end]
         return replace(self, tokens=self.tokens[begin:end], parents=parents, stored=self.stored + begin, logits=logits)
 
     def positions(self) -> list[int]:
-        if self.parents is None:
-            first = self.start + self.stored
-            return list(range(first, first + len(self.tokens)))
+        """Absolute position of every row."""
         return [self.start + depth for depth in self.depths()[self.stored :]]
 
 
 @dataclass(eq=False)
 class Batch:
-    """Spans laid end to end. Row tensors are int64 [rows] on ``device``.
-
-    ``embeds`` ([count, hidden]) replaces the token embedding at ``embed_rows`` (trained look-ahead tokens);
-    ``hidden`` lists the layers whose outputs the caller wants; ``layers`` runs a subset of layers (early exit).
-    """
+    """Spans laid end to end. Row tensors are int64 [rows] on ``device``."""
 
     spans: list[Span]
     device: torch.device = CPU
     _: KW_ONLY
     hidden: tuple[int, ...] = ()
+    """Layers whose outputs the caller wants."""
     layers: tuple[int, ...] | None = None
+    """Layers to run (early exit); None: all."""
     embeds: torch.Tensor | None = None
+    """[count, hidden]: embeddings that replace those of the tokens at ``embed_rows`` (trained look-ahead tokens)."""
     embed_rows: list[int] | None = None
     offsets: list[int] = field(init=False)
+    """Each span's first row."""
     num_rows: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
@@ -97,11 +95,11 @@ class Batch:
         """The same rows in batches of at most ``rows`` rows and ``logits`` wanted logits, to be fed in this order."""
         if self.num_rows <= rows and self.num_logits <= logits:
             return [self]
-        return [self._piece(begin, end) for begin, end in pairwise([0, *self._cuts(rows, logits), self.num_rows])]
+        return [self._slice(begin, end) for begin, end in pairwise([0, *self._cuts(rows, logits), self.num_rows])]
 
     def clamp_tokens(self, vocab_size: int) -> Batch:
-        """As a draft of ``vocab_size`` tokens reads it. A token that it lacks is its last one: one model's padding may
-        be longer than another's."""
+        """The batch for a draft model of ``vocab_size`` tokens, whose last token stands for those that it lacks: the
+        target's vocabulary may be padded further."""
         last = vocab_size - 1
         if all(max((*span.tokens, *(span.source or ())), default=0) <= last for span in self.spans):
             return self
@@ -116,39 +114,43 @@ class Batch:
         return replace(self, spans=spans)
 
     def _cuts(self, rows: int, logits: int) -> Iterator[int]:
-        requested = {offset + row for span, offset in zip(self.spans, self.offsets) for row in span.logits}
+        wanted = set(self._logit_rows())
         first = taken = 0
         for row in range(self.num_rows):
-            if row - first == rows or (row in requested and taken == logits):
+            if row - first == rows or (row in wanted and taken == logits):
                 yield row
                 first, taken = row, 0
-            taken += row in requested
+            taken += row in wanted
 
-    def _piece(self, begin: int, end: int) -> Batch:
+    def _slice(self, begin: int, end: int) -> Batch:
         spans = [
             span.slice(max(begin - offset, 0), min(end - offset, span.count))
             for span, offset in zip(self.spans, self.offsets)
             if offset < end and begin < offset + span.count
         ]
-        embeds, embed_rows = self.embeds, None
-        if embeds is not None:
-            here = [i for i, row in enumerate(self.embed_rows or ()) if begin <= row < end]
-            embeds, embed_rows = embeds[here], [(self.embed_rows or [])[i] - begin for i in here]
+        embeds, embed_rows = self.embeds, self.embed_rows
+        if embeds is not None and embed_rows is not None:
+            chosen = [i for i, row in enumerate(embed_rows) if begin <= row < end]
+            embeds, embed_rows = embeds[chosen], [embed_rows[i] - begin for i in chosen]
         return replace(self, spans=spans, embeds=embeds, embed_rows=embed_rows)
+
+    def _logit_rows(self) -> list[int]:
+        return [offset + row for span, offset in zip(self.spans, self.offsets) for row in span.logits]
+
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)
 
     @cached_property
     def input_ids(self) -> torch.Tensor:
-        return torch.tensor([t for span in self.spans for t in span.tokens], dtype=torch.long, device=self.device)
+        return self._tensor([token for span in self.spans for token in span.tokens])
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        rows = [p for span in self.spans for p in span.positions()]
-        return torch.tensor(rows, dtype=torch.long, device=self.device)
+        return self._tensor([position for span in self.spans for position in span.positions()])
 
     @cached_property
     def logit_rows(self) -> torch.Tensor:
-        rows = [offset + row for span, offset in zip(self.spans, self.offsets) for row in span.logits]
-        return torch.tensor(rows, dtype=torch.long, device=self.device)
+        return self._tensor(self._logit_rows())
 
     @property
     def num_logits(self) -> int:
@@ -162,32 +164,30 @@ class Output:
     logits: torch.Tensor
     hidden: dict[int, torch.Tensor] = field(default_factory=dict)
     experts: int = 0
-    """How many experts were read, those of all layers; 0: none, or nobody counted."""
+    """Experts read, summed over layers; 0: there are none, or they were not counted."""
 
 
 @dataclass(slots=True)
 class Scores:
-    """Logits of every drafted position, for the sequences that decode this round.
-
-    ``first[s]`` is sequence s's root row (what follows its last committed token); the row of node i is
-    ``first[s] + 1 + i``. ``raw`` [rows, vocabulary] holds the model's float32 logits or None where nobody asked;
-    ``warped`` [rows, vocabulary] those of the sampled distribution (banned tokens at -inf).
-    """
+    """The target's logits at every drafted position, for the sequences that decode this round."""
 
     sequences: list[RequestState]
     drafts: list[Draft]
     first: list[int]
+    """Per sequence, its root's row, which predicts what follows its last committed token. Its nodes' rows follow."""
     warped: torch.Tensor
+    """[rows, vocabulary]: logits of the sampled distribution; banned tokens are at -inf."""
     raw: torch.Tensor | None = None
+    """[rows, vocabulary]: the model's float32 logits, where somebody asked for them."""
     contexts: list[Any] | None = field(default=None, repr=False)
     """Each row's sampling context, once somebody has asked for it."""
 
     def row(self, index: int, node: int) -> int:
-        """Row that predicts what follows ``node`` (-1: the root) of the index-th sequence."""
+        """The row that predicts what follows ``node`` (-1: the root) of the index-th sequence."""
         return self.first[index] + 1 + node
 
     def select(self, indices: Sequence[int]) -> Scores:
-        """Those of some of its sequences; itself where these are all."""
+        """The scores of some of the sequences."""
         if len(indices) == len(self.sequences):
             return self
         first: list[int] = []

@@ -14,23 +14,22 @@ class Constraint(Protocol):
     """A grammar's view of one sequence. It looks at the sequence's committed tokens by itself."""
 
     def allowed(self, sequence: RequestState, path: Sequence[int]) -> torch.Tensor | None:
-        """Bits [ceil(vocabulary / 32)] int32, the lowest bit being the lowest id, of the tokens that may follow the
-        drafted ``path``. None: the path is not permitted, so that nothing follows it."""
+        """The tokens that may follow the drafted ``path``, as bits [ceil(vocabulary / 32)] int32, the lowest bit being
+        the lowest id. None: the path itself is not permitted, and nothing follows it."""
 
     def fault(self, sequence: RequestState, path: Sequence[int]) -> str | None:
-        """What breaks the grammar behind ``path``, so that no token is permitted there; None: nothing does."""
+        """Why the grammar permits no token after ``path``; None: it permits some."""
 
     def forced(self, sequence: RequestState, count: int) -> list[int]:
-        """Up to ``count`` tokens about which the grammar leaves no choice."""
+        """Up to ``count`` next tokens to which the grammar permits no alternative."""
 
 
 @dataclass(slots=True, eq=False)
 class RequestState:
-    """A growing list of committed tokens and what this round does with it.
+    """A growing list of committed tokens, and what this round does with it.
 
-    ``tokens`` holds the prompt and every token emitted so far. The last one is sampled but not yet fed to the
-    target, so between rounds ``num_computed_tokens == len(tokens) - 1``; a fresh or preempted sequence has
-    ``num_computed_tokens == 0``.
+    ``tokens`` holds the prompt and every emitted token. The last one is sampled but not yet fed to the target. So
+    between rounds ``num_computed_tokens == len(tokens) - 1``, and 0 for a fresh or preempted sequence.
     """
 
     id: int
@@ -46,25 +45,26 @@ class RequestState:
     num_computed_tokens: int = 0
     """How many committed tokens have their KV in the target's cache."""
     drafter: str | None = None
-    """Which of the engine's drafters proposes for this request; None: it decodes plainly."""
+    """Which of the engine's drafters proposes for this request; None: plain decoding."""
     max_draft: int | None = None
-    """The request's own bound on drafted tokens per round (None: the engine's)."""
+    """The request's own limit on drafted tokens per round (None: the engine's)."""
     reads: int | None = None
-    """How many of its last tokens a drafter begins with before it drafts (None: all of them)."""
+    """How many of its last tokens a drafter reads before it drafts (None: all)."""
     tentative: int = 0
     """How many of the last tokens may still be taken back: inside a staged draft, a draft model's own output."""
     draft_budget: int | None = None
-    """Most nodes that this round has rows and pages for in its draft (None: not bounded)."""
+    """Most draft nodes for which this round has rows and pages (None: not limited)."""
     priority: int = 0
     """Lower values are served first."""
     rank: tuple[float, int] = (0.0, 0)
-    """The scheduler's order: its turn in rounds, then its arrival."""
+    """The scheduler's order: the round of arrival, moved by the priority, then the id."""
     source: tuple[int, ...] | None = None
-    """What an encoder-decoder's encoder reads; ``tokens`` are the decoder's then. Answers to one prompt share it."""
+    """What the encoder of an encoder-decoder reads; ``tokens`` are then the decoder's. Answers to one prompt share
+    it."""
     constraint: Constraint | None = field(default=None, repr=False)
     """Which tokens its grammar permits; None: all."""
     group: Beams | None = field(default=None, repr=False)
-    """The beam search that it is the root or a member of; None: it is alone."""
+    """The beam search that it is the root or a member of."""
 
     @property
     def decodes(self) -> bool:
@@ -73,7 +73,7 @@ class RequestState:
 
     @property
     def prompt(self) -> list[int]:
-        """The tokens that the request gave: its source, where it has one."""
+        """The tokens that the request gave: those of the encoder, if there is one."""
         return self.tokens[: self.num_prompt] if self.source is None else list(self.source)
 
     @property
@@ -87,37 +87,34 @@ class RequestState:
 
     @property
     def sequences(self) -> list[RequestState]:
-        """What decodes for it: itself, or its beams once there are any."""
+        """The sequences that decode for this request: itself, or its beams once there are any."""
         return [self] if self.group is None else self.group.members or [self]
 
     @property
-    def num_sequences(self) -> int:
-        """How many times its own draft's nodes it may get: a beam, those of all beams of its group."""
-        return len(self.sequences)
-
-    @property
     def max_sequences(self) -> int:
-        """How many sequences it takes the room of."""
+        """How many sequences it may become."""
         return 1 if self.group is None else self.group.width
 
 
 class Hypothesis(NamedTuple):
-    """A finished beam: its output tokens, the sum of their log-probabilities, and that sum over
-    (tokens ** length penalty), by which finished beams are ranked."""
+    """A finished beam."""
 
     tokens: list[int]
+    """Its output."""
     logprob: float
+    """The sum of its tokens' log-probabilities."""
     score: float
+    """``logprob`` / tokens ** length penalty, by which finished beams are ranked."""
     ended: bool
-    """Its last token ends the text; otherwise there was no room for more."""
+    """Its last token ends the text; otherwise the length limit ended it."""
 
 
 @dataclass(slots=True, eq=False)
 class Beams:
-    """A sequence group outside the acceptance rules.
+    """The sequences of one beam search.
 
-    ``root`` is the request as the scheduler knows it: it reads the prompt, and gives its place to ``members``, the live
-    beams, best first, with their log-probabilities ``logs``.
+    ``root`` is the request as the scheduler knows it. It reads the prompt, and is then replaced by ``members``, the
+    live beams, best first, whose log-probabilities are ``logprobs``.
     """
 
     root: RequestState
@@ -129,7 +126,7 @@ class Beams:
     """Tokens that finish a beam."""
     new_id: Callable[[], int]
     members: list[RequestState] = field(default_factory=list)
-    logs: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     finished: list[Hypothesis] = field(default_factory=list)
     """The best ``width`` that have ended, best first."""
     done: bool = False
@@ -137,7 +134,7 @@ class Beams:
     steps: int = 0
     """Plain beam steps that the last round took."""
     dropped: list[RequestState] = field(default_factory=list)
-    """Members that the last round ended, whose pages and states are still to be given up."""
+    """Members that ended in the last round, to be freed."""
 
     @property
     def candidates(self) -> int:
@@ -150,8 +147,8 @@ class Beams:
         return self.root.max_tokens - self.root.num_prompt
 
     def restart(self) -> None:
-        """Forget all but the prompt: nothing is random, so that the same beams come again."""
-        self.members, self.logs, self.finished, self.dropped, self.steps = [], [], [], [], 0
+        """Forgets all but the prompt, from which the same beams come again: nothing is random."""
+        self.members, self.logprobs, self.finished, self.dropped, self.steps = [], [], [], [], 0
 
 
 Requests = Sequence[RequestState]

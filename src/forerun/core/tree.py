@@ -1,4 +1,4 @@
-"""Drafts and verdicts: what a drafter proposes for one sequence and what became of it."""
+"""A draft is a tree of guessed tokens (SpecInfer's token tree, arXiv 2305.09781); a verdict says which path is kept."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def depths(parents: Sequence[int]) -> list[int]:
 
 @dataclass(slots=True)
 class Draft:
-    """A tree of proposed tokens behind the last committed one.
+    """A tree of proposed tokens whose root is the last committed token.
 
-    ``parents[i] < i``; -1 is the root, the last committed token. Nodes of equal path are one node; trials are
-    never merged: ``trials[parent + 1]`` lists, in the order drawn, every draw made under that parent, because
-    recursive rejection is biased when repeated draws of one token collapse into one (SpecInfer, arXiv
-    2305.09781). ``q`` is [rows, vocabulary] float probabilities, possibly shared with other drafts of the
-    round; a trial without a row is a point mass.
+    Node i holds ``tokens[i]``; its parent ``parents[i]`` is an earlier node, or -1 for the root. Two nodes never have
+    the same path, but every draw is kept: ``trials[parent + 1]`` lists the draws under a parent, in the order drawn.
+    Recursive rejection is biased where repeated draws of one token collapse into one (SpecInfer, arXiv 2305.09781).
+    ``q`` [rows, vocabulary] holds the probabilities that trials were drawn from, and may be shared with other drafts of
+    the round. A trial without a row of q is a point mass.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -44,14 +44,14 @@ class Draft:
     q: torch.Tensor | None = None
     method: str | None = None
     confidence: float | None = None
-    """How sure of it, from 0 to 1, the drafter was before it drew anything; None: it cannot say."""
+    """The drafter's confidence from 0 to 1, before it drew anything; None: it cannot say."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @classmethod
     def chain(cls, tokens: Sequence[int], q: torch.Tensor | None = None, rows: Sequence[int] | None = None) -> Draft:
-        """One branch. ``rows[i]`` is the row of ``q`` that token i was drawn from (None: point masses)."""
+        """A single branch. ``rows[i]`` is the row of ``q`` that token i was drawn from (None: point masses)."""
         count = len(tokens)
         rows = rows if rows is not None else [POINT_MASS] * count
         trials = [[Trial(i, rows[i])] for i in range(count)]
@@ -60,7 +60,7 @@ class Draft:
 
     @classmethod
     def tree(cls, tokens: Sequence[int], parents: Sequence[int]) -> Draft:
-        """Point-mass trials in node order; nodes must be distinct among siblings."""
+        """A tree of point masses. Siblings must carry different tokens."""
         draft = cls()
         for token, parent in zip(tokens, parents, strict=True):
             draft.add(token, parent)
@@ -69,17 +69,15 @@ class Draft:
         return draft
 
     def add(self, token: int, parent: int = -1, row: int = POINT_MASS) -> int:
-        """Record one draw of ``token`` under ``parent``; returns its node, an existing one if the path exists."""
+        """Records a draw of ``token`` under ``parent``. Returns its node, which may exist already."""
         if not self.trials:
             self.trials.append([])
-        for trial in self.trials[parent + 1]:
-            if self.tokens[trial.node] == token:
-                self.trials[parent + 1].append(Trial(trial.node, row))
-                return trial.node
-        node = len(self.tokens)
-        self.tokens.append(token)
-        self.parents.append(parent)
-        self.trials.append([])
+        node = self.child(parent, token)
+        if node is None:
+            node = len(self.tokens)
+            self.tokens.append(token)
+            self.parents.append(parent)
+            self.trials.append([])
         self.trials[parent + 1].append(Trial(node, row))
         return node
 
@@ -123,19 +121,22 @@ class Draft:
 class Verdict:
     """What became of one sequence's draft in a round.
 
-    Who decides, a rule or a beam search, says all of ``path``, the accepted nodes, ``token``, which follows them (None:
-    the sequence only read), and ``error``, what is wrong with the row behind the path. ``tested`` counts drafted
-    positions whose drafted prefix was accepted (the first rejected one included), and ``overlap`` sums sum_x min(p, q)
-    over them (Leviathan et al. 2023, corollary 3.6; a point mass counts p(x)). The round adds the rest.
+    An acceptance rule or a beam search decides the first five fields; the round adds the others.
     """
 
     path: list[int] = field(default_factory=list)
+    """The accepted nodes, from the root down."""
     token: int | None = None
+    """The token that follows the path; None: the sequence only read its prompt."""
     error: str | None = None
+    """What is wrong with the logits after the path; None: nothing."""
     tested: int = 0
+    """Drafted positions whose drafted prefix was accepted, the first rejected one included."""
     overlap: float = 0.0
+    """The sum over tested positions of sum_x min(p, q) (Leviathan et al. 2023, corollary 3.6); a point mass counts
+    p(x)."""
     tokens: list[int] = field(default_factory=list)
-    """The tokens to emit: the path's, then ``token``; fewer after a stop or an error inside."""
+    """The tokens to emit: the path's, then ``token``; fewer if a stop or an error is among them."""
     fed: int = 0
     """Committed tokens that the target read this round: 1 in plain decoding, more in prefill."""
     hidden: dict[int, torch.Tensor] | None = None
@@ -148,11 +149,11 @@ class Verdict:
 
     @property
     def accepted(self) -> int:
-        """How many of ``tokens`` were drafted."""
+        """How many of the emitted ``tokens`` were drafted."""
         return min(len(self.tokens), len(self.path))
 
     def decided_tokens(self, draft: Draft) -> list[int]:
-        """The tokens that it comes to if nothing ends the answer before."""
+        """The path's tokens and the one that follows, before any stop is looked for."""
         tokens = [draft.tokens[node] for node in self.path]
         return tokens if self.error is not None or self.token is None else [*tokens, self.token]
 

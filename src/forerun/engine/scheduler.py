@@ -303,7 +303,7 @@ class Scheduler:
             sequence.draft_budget = 0
             if not 0 < requested <= rows:
                 continue
-            for draft_budget in dict.fromkeys((min(requested * sequence.num_sequences, nodes), requested)):
+            for draft_budget in dict.fromkeys((min(requested * len(sequence.sequences), nodes), requested)):
                 # A group's drafts may all be behind one beam, as far as that takes no page that none of them has alone.
                 end, most = len(sequence.tokens) + draft_budget, self.pool.pages_for(sequence.max_tokens + requested)
                 if self.pool.pages_for(end) <= most and self.pool.try_reserve(sequence.id, end):

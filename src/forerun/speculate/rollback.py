@@ -1,40 +1,28 @@
-"""Commit what a round emits; in the cache and of hidden states, keep what belongs to it and drop the rest."""
+"""Rollback: the KV cache keeps the accepted path and forgets the rejected nodes."""
 
 from __future__ import annotations
 
-from forerun.cache.pool import Pages
-from forerun.speculate.beams import Branched
+from forerun.speculate.beams import Outcome
 from forerun.speculate.verify import Target, Verification
 
 
-def roll_back(target: Target, result: Verification, batch: Branched) -> None:
-    """After a forward: the emitted tokens are committed, and each cache holds all but the newly sampled one.
+def roll_back(target: Target, result: Verification, outcome: Outcome) -> None:
+    """Commits the emitted tokens after a forward. The cache then holds all of them but the newly sampled one.
 
-    A chain is truncated; a tree's accepted entries are moved together first. Beams that share pages where none is free
-    for moving them keep less than was accepted. Drafters that feed on the target's features get those of every token
-    that stays.
+    A chain is truncated; the entries of a tree's accepted path are moved together first. Beams that share pages keep
+    fewer entries than were accepted where no page is free for the move. Drafters that feed on hidden states get those
+    of every token that stays in the cache.
     """
     pool = target.attention.pool
-    for sequence, draft, verdict, source in zip(*batch.all, batch.sources, strict=True):
+    for sequence, draft, verdict, source in zip(*outcome.all, outcome.sources, strict=True):
         start = sequence.num_computed_tokens + sequence.scheduled
         path = verdict.path[: verdict.accepted]
-        count = 0
-        if sequence.id in pool.block_tables and draft.is_chain:
-            count = len(path)
-            Pages.truncate(pool, sequence.id, start + count)
-        elif sequence.id in pool.block_tables:
-            count = pool.keep(sequence.id, start, path)
-        sequence.num_computed_tokens = start + count
+        kept = pool.keep(sequence.id, start, path) if sequence.id in pool.block_tables else 0
+        sequence.num_computed_tokens = start + kept
         if target.hidden:
-            rows = _rows(result.batch.offsets[source], sequence.scheduled, path[:count])
+            first = result.batch.offsets[source]
+            end = first + sequence.scheduled
+            rows = slice(first, end + kept) if draft.is_chain else [*range(first, end), *(end + i for i in path[:kept])]
             verdict.hidden = {layer: result.output.hidden[layer][rows] for layer in target.hidden}
         sequence.tokens.extend(verdict.tokens)
         verdict.fed, sequence.scheduled = sequence.scheduled, 0
-
-
-def _rows(offset: int, scheduled: int, path: list[int]) -> slice | list[int]:
-    """The batch's rows of the ``scheduled`` tokens from ``offset`` on and of the nodes of ``path`` behind them."""
-    first = offset + scheduled
-    if path == list(range(len(path))):
-        return slice(offset, first + len(path))
-    return [*range(offset, first), *(first + node for node in path)]

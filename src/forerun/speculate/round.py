@@ -1,7 +1,6 @@
-"""The round: speculative decoding on one screen.
+"""One round of speculative decoding: Algorithm 1 of Leviathan et al. 2023 (arXiv 2211.17192), for a batch.
 
-Leviathan et al. 2023, algorithm 1, for a batch of sequences that may each draft a tree, nothing at all, or still be
-reading their prompt.
+Each sequence may draft a chain, a tree or nothing, or may still be reading its prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from forerun.core.request import Beams, Requests, RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept.base import Rule
-from forerun.speculate.beams import branch
+from forerun.speculate.beams import beam_progress, branch
 from forerun.speculate.draft.router import Router
 from forerun.speculate.length.base import LengthPolicy, Seconds
 from forerun.speculate.rollback import roll_back
@@ -34,35 +33,37 @@ class Round:
 
 
 Clip = Callable[[RequestState, Draft, Verdict], list[int]]
+"""Returns the tokens to emit: a verdict's accepted path and next token, up to a stop inside."""
 
 
 def speculate(
     sequences: Requests, target: Target, drafter: Router, rule: Rule, policy: LengthPolicy, sampler: Sampler, clip: Clip
 ) -> Round:
-    """One round. Every sequence has ``scheduled`` uncached tokens to feed; those that reach their last token
-    decode. ``clip`` turns a verdict's path and token into the tokens to emit, up to a stop inside."""
+    """Runs one round: the next ``scheduled`` tokens of every sequence are fed, and those that reach their last
+    committed token get new ones."""
     began = perf_counter()
-    budgets = policy.budgets(sequences)  # 0 rows = plain decoding
-    drafts = drafter.propose(sequences, budgets)  # 1 draft
+    budgets = policy.budgets(sequences)  # draft lengths; 0: plain decoding
+    drafts = drafter.propose(sequences, budgets)  # 1. sample guesses from q
     drafted = perf_counter()
-    result = verify(target, sequences, drafts)  # 2 one target forward
+    result = verify(target, sequences, drafts)  # 2. compute p at every guess, in one forward
     verified = perf_counter()
-    verdicts = _accept(rule, result, sampler, len(sequences))  # 3 accept, lossless
-    batch = branch(sequences, drafts, verdicts, result, sampler, target, (drafter, policy))  # beams decide alone
-    for sequence, draft, verdict in zip(*batch.all):
+    verdicts = _accept(rule, result, sampler, len(sequences))  # 3. accept a path of guesses, and draw the next token
+    outcome = branch(sequences, drafts, verdicts, result, sampler, target, (drafter, policy))
+    for sequence, draft, verdict in zip(*outcome.all):
         if verdict.token is not None:
             verdict.tokens = clip(sequence, draft, verdict)
-    roll_back(target, result, batch)  # 4 commit what was emitted, drop the rest
-    drafter.observe(*batch.all, result)
+    roll_back(target, result, outcome)  # 4. commit the emitted tokens, and drop the rest from the cache
+    drafter.observe(*outcome.all, result)
     seconds = Seconds(drafted - began, verified - drafted, perf_counter() - verified, result.output.experts)
-    policy.observe(sequences, drafts, batch.seen(), seconds)
-    return Round(drafts, verdicts, result, seconds, batch.groups)
+    verdicts = outcome.verdicts[: len(sequences)]
+    policy.observe(sequences, drafts, list(map(beam_progress, sequences, drafts, verdicts)), seconds)
+    return Round(drafts, verdicts, result, seconds, outcome.groups)
 
 
 def _accept(rule: Rule, result: Verification, sampler: Sampler, count: int) -> list[Verdict]:
-    """One verdict for each of the round's ``count`` sequences; empty where nothing decides, or a beam search does."""
+    """One verdict for each of the round's ``count`` sequences; empty for those that read a prompt or are beams."""
     verdicts = [Verdict() for _ in range(count)]
-    alone = [index for index, sequence in enumerate(result.scores.sequences) if sequence.group is None]
-    for index, verdict in zip(alone, rule.accept(result.scores.select(alone), sampler) if alone else []):
+    chosen = [index for index, sequence in enumerate(result.scores.sequences) if sequence.group is None]
+    for index, verdict in zip(chosen, rule.accept(result.scores.select(chosen), sampler) if chosen else []):
         verdicts[result.deciding[index]] = verdict
     return verdicts

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from forerun.attention.base import Attention
 from forerun.core.batch import Batch, Output, Scores, Span
@@ -16,14 +17,14 @@ from forerun.speculate.accept.compare import row_contexts
 
 @dataclass(slots=True)
 class Target:
-    """The model that is spoken for, and attention over its cache."""
+    """The target model, and attention over its KV cache."""
 
     model: Model
     attention: Attention
     hidden: tuple[int, ...] = ()
     """Layers whose hidden states the drafters asked for."""
     before: Callable[[], None] | None = None
-    """Called as a forward begins: while the model computes, the interpreter is free for other threads."""
+    """Called before each forward, during which the interpreter is free for other threads."""
 
 
 @dataclass(slots=True)
@@ -40,44 +41,39 @@ class Verification:
 
 
 def verify(target: Target, sequences: Requests, drafts: Drafts) -> Verification:
-    """Feed every sequence's scheduled tokens and draft; warp the rows that decide."""
+    """Feeds every sequence's scheduled tokens and draft in one forward, and warps the logits of those that decode."""
     spans = pack(sequences, drafts)
     batch = Batch(spans, target.model.info.device, hidden=target.hidden)
     if target.before is not None:
         target.before()
     output = target.model.forward(batch, target.attention)
-    deciding: list[int] = []
+    logit_first = [0, *accumulate(len(span.logits) for span in spans)]
+    deciding = [index for index, sequence in enumerate(sequences) if sequence.decodes]
     first: list[int] = []
-    keep: list[int] = []
-    logit_first: list[int] = []
-    cursor = 0
-    for index, (sequence, span, draft) in enumerate(zip(sequences, spans, drafts)):
-        logit_first.append(cursor)
-        if sequence.decodes:
-            deciding.append(index)
-            first.append(len(keep))
-            skipped = len(span.logits) - 1 - len(draft)
-            keep.extend(range(cursor + skipped, cursor + len(span.logits)))
-        cursor += len(span.logits)
-    logits = output.logits if len(keep) == output.logits.shape[0] else output.logits[keep]
-    chosen = [sequences[i] for i in deciding]
-    scores = Scores(chosen, [drafts[i] for i in deciding], first, logits)
-    if any(s.params.logprobs is not None or s.params.edits for s in chosen):
+    rows: list[int] = []
+    for index in deciding:
+        first.append(len(rows))
+        end = logit_first[index + 1]
+        rows.extend(range(end - 1 - len(drafts[index]), end))
+    logits = output.logits if len(rows) == output.logits.shape[0] else output.logits[rows]
+    chosen = [sequences[index] for index in deciding]
+    scores = Scores(chosen, [drafts[index] for index in deciding], first, logits)
+    if any(sequence.params.logprobs is not None or sequence.params.edits for sequence in chosen):
         scores.raw, scores.warped = logits, logits.clone()
     scores.warped = warp(scores.warped, row_contexts(scores))
-    return Verification(scores, deciding, batch, output, logit_first)
+    return Verification(scores, deciding, batch, output, logit_first[:-1])
 
 
 def pack(sequences: Requests, drafts: Drafts) -> list[Span]:
     """One span per sequence: its scheduled committed tokens, then its draft's nodes.
 
-    A prefill chunk, a plain decode and a verification differ in nothing else. Logits are asked for from the last
-    committed token on if the sequence decodes, and for every row of a prompt whose log-probabilities are wanted.
+    A prefill chunk, a plain decode and a verification differ in nothing else. A sequence that decodes gets logits from
+    its last committed token on; a prompt whose log-probabilities are wanted gets them at every row.
     """
     spans = []
     for sequence, draft in zip(sequences, drafts, strict=True):
-        first, count = sequence.num_computed_tokens, sequence.scheduled
-        tokens = sequence.tokens[first : first + count] + draft.tokens
+        start, count = sequence.num_computed_tokens, sequence.scheduled
+        tokens = sequence.tokens[start : start + count] + draft.tokens
         parents = None
         if not draft.is_chain:
             parents = list(range(-1, count - 1)) + [parent + count for parent in draft.parents]
@@ -85,7 +81,6 @@ def pack(sequences: Requests, drafts: Drafts) -> list[Span]:
             rows = list(range(len(tokens)))
         else:
             rows = list(range(count - 1, len(tokens))) if sequence.decodes else []
-        spans.append(
-            Span(sequence.id, first, tokens, parents, logits=rows, source=sequence.source, settled=first + count)
-        )
+        source, settled = sequence.source, start + count
+        spans.append(Span(sequence.id, start, tokens, parents, logits=rows, source=source, settled=settled))
     return spans

@@ -95,7 +95,7 @@ class Layerskip(Drafter[LayerskipConfig]):
             index
             for index, (s, depth) in enumerate(zip(sequences, budgets))
             if s.num_computed_tokens == len(s.tokens) - 1
-            and pool.try_reserve(s.id, len(s.tokens) + nodes[depth] * s.num_sequences)
+            and pool.try_reserve(s.id, len(s.tokens) + nodes[depth] * len(s.sequences))
         ]
 
         def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:

@@ -142,7 +142,7 @@ class DraftBeams:
     def __init__(self, beams: Beams, sequences: Requests, ready: Sequence[int]) -> None:
         self.beams = beams
         self.sequences = sequences
-        logs = {member.id: log for member, log in zip(beams.members, beams.logs)}
+        logs = {member.id: log for member, log in zip(beams.members, beams.logprobs)}
         self.logs = {(index, -1): logs[sequences[index].id] for index in ready if sequences[index].group is beams}
         """Of every node that may get children: the log-probability of its path, as far as it is known."""
         self.count = len(self.logs)

@@ -305,7 +305,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         known = self._read(sequence)
         if new and self.tree is not None:
             self.tree.match_prefix(sequence.id, known, len(known) - 1, source=self._root(sequence))
-        if pool.try_reserve(sequence.id, len(known) + self.nodes[depth] * sequence.num_sequences):
+        if pool.try_reserve(sequence.id, len(known) + self.nodes[depth] * len(sequence.sequences)):
             return True
         if new:
             self.release(sequence)

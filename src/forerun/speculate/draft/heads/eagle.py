@@ -321,7 +321,7 @@ class Eagle(HeadDrafter[EagleConfig]):
             index
             for index, (sequence, depth) in enumerate(zip(sequences, budgets))
             if self.ready(sequence)
-            and pool.try_reserve(sequence.id, len(sequence.tokens) + nodes[depth] * sequence.num_sequences)
+            and pool.try_reserve(sequence.id, len(sequence.tokens) + nodes[depth] * len(sequence.sequences))
         ]
         drafts = [Draft() for _ in sequences]
         if not able:
