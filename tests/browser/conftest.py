@@ -55,14 +55,14 @@ def talking(tmp_path_factory):
     settings.write_text(json.dumps({**about, "eos_token": None}), encoding="utf-8")
     drafts = {"method": "draft_model", "model": folder, "num_speculative_tokens": 3}
     llm = LLM(folder, speculative_config=drafts, page_size=64)
-    with run_server(llm, ServerOptions(model_name="tiny")) as running:
+    with run_server(llm, ServerOptions(served_model_name="tiny")) as running:
         yield running
 
 
 @pytest.fixture(scope="session")
 def no_template():
     """The bundled target alone, which has no chat template; it asks for a key."""
-    options = ServerOptions(model_name="tiny", api_key="secret")
+    options = ServerOptions(served_model_name="tiny", api_key="secret")
     with run_server(LLM(speculative_config=None, max_num_seqs=2, max_model_len=512), options) as running:
         yield running
 

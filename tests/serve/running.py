@@ -14,7 +14,8 @@ import uvicorn
 
 from forerun.engine.async_engine import AsyncEngine
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.run import ConnectionLimits, configure, open_socket
+from forerun.serve.options import ConnectionLimits
+from forerun.serve.run import configure, open_socket
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role not in ('system', 'developer', 'user', 'assistant') %}"
@@ -40,7 +41,7 @@ class Running:
 def run_server(llm, options=None, limits=None, **engine):
     """A uvicorn server in a thread; on leaving, it and its engine thread have ended and no page is held."""
     asynchronous = AsyncEngine(llm.engine, **engine)
-    app = create_app(asynchronous, options or ServerOptions(model_name="tiny", chat_template=TEMPLATE))
+    app = create_app(asynchronous, options or ServerOptions(served_model_name="tiny", chat_template=TEMPLATE))
     listener = open_socket("127.0.0.1", 0)
     config = configure(app, limits or ConnectionLimits())
     config.timeout_graceful_shutdown = 5

@@ -220,7 +220,7 @@ def good_text(plain):
 
 @pytest.fixture
 def strict(served):
-    options = ServerOptions(model_name="tiny", api_key="s3cret", max_body_bytes=2000, body_timeout=0.5)
+    options = ServerOptions(served_model_name="tiny", api_key="s3cret", max_body_bytes=2000, body_timeout=0.5)
     with run_server(served, options) as running:
         yield running
 
@@ -259,11 +259,12 @@ def test_a_page_of_another_name_is_refused(served):
                 assert answer.json()["error"]["code"] == "host_not_allowed"
                 assert answer.json()["error"]["type"] == "permission_error"
         check(local.http.post(COMPLETIONS, json=GOOD, headers={"Host": "evil.example"}), 403, "'evil.example'")
-    with run_server(served, ServerOptions(model_name="tiny", allowed_hosts=["Models.example", "10.0.0.1"])) as named:
+    options = ServerOptions(served_model_name="tiny", allowed_host=["Models.example", "10.0.0.1"])
+    with run_server(served, options) as named:
         for host in ("models.example:8000", "10.0.0.1", "localhost"):
             assert named.http.get("/health", headers={"Host": host}).status_code == 200
         check(named.http.get("/health", headers={"Host": "other.example"}), 403, "'other.example'")
-    with run_server(served, ServerOptions(model_name="tiny", allowed_hosts=None)) as public:
+    with run_server(served, ServerOptions(served_model_name="tiny", allowed_host=None)) as public:
         assert public.http.get("/health", headers={"Host": "any.example"}).status_code == 200
 
 
@@ -291,7 +292,7 @@ def test_bodies_are_bounded_in_size_and_time(strict):
 
 @pytest.mark.usefixtures("slow_rounds")
 def test_a_full_queue_and_a_late_answer(served):
-    options = ServerOptions(model_name="tiny", chat_template=TEMPLATE, request_timeout=0.3)
+    options = ServerOptions(served_model_name="tiny", chat_template=TEMPLATE, request_timeout=0.3)
     body = {"prompt": "a", "max_tokens": 500, "ignore_eos": True, "speculative": {"enabled": False}}
     with run_server(served, options, max_queue=1) as running:
         check(running.post(COMPLETIONS, body), 504, "not answered within 0.3 seconds")

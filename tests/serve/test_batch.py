@@ -25,7 +25,7 @@ SEEDED = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0.9, "seed": 3, 
 @pytest.fixture
 def ask(served):
     engine = AsyncEngine(served.engine)
-    yield asking(create_app(engine, ServerOptions(model_name="tiny", chat_template=TEMPLATE)))
+    yield asking(create_app(engine, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE)))
     engine.close()
 
 

@@ -12,13 +12,12 @@ from running import run_server
 
 from forerun import ConfigError
 from forerun.serve.app import ServerOptions
-from forerun.serve.guard import host_name
-from forerun.serve.run import ConnectionLimits
+from forerun.serve.options import ConnectionLimits, host_name
 from refusals import refused
 
 HEAD = 2048
-PATIENT = ConnectionLimits(head_bytes=HEAD, head_timeout=60.0, connections=6)
-HASTY = ConnectionLimits(head_bytes=HEAD, head_timeout=0.3, write_timeout=0.5)
+PATIENT = ConnectionLimits(max_header_bytes=HEAD, header_timeout=60.0, max_connections=6)
+HASTY = ConnectionLimits(max_header_bytes=HEAD, header_timeout=0.3, write_timeout=0.5)
 BODY = b'{"prompt": "a", "max_tokens": 2}'
 POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 
@@ -26,14 +25,14 @@ POST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 @pytest.fixture(scope="module")
 def patient(served):
     with run_server(
-        served, ServerOptions(model_name="tiny", max_body_bytes=20000, body_timeout=60.0), PATIENT
+        served, ServerOptions(served_model_name="tiny", max_body_bytes=20000, body_timeout=60.0), PATIENT
     ) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def hasty(served):
-    with run_server(served, ServerOptions(model_name="tiny", max_body_bytes=20000), HASTY) as server:
+    with run_server(served, ServerOptions(served_model_name="tiny", max_body_bytes=20000), HASTY) as server:
         yield server
 
 
@@ -237,7 +236,7 @@ def test_idle_connections_give_way(patient):
             clients.append(client)
             client.sendall(b"GET /health HTTP/1.1\r\nX: y" if number % 2 else b"")
             assert ask(patient, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")[0] == 200
-            assert len(patient.server.server_state.connections) <= PATIENT.connections + 1
+            assert len(patient.server.server_state.connections) <= PATIENT.max_connections + 1
         for client in clients[:10]:
             assert rest(client) == b""
     finally:
@@ -246,8 +245,8 @@ def test_idle_connections_give_way(patient):
 
 
 def test_connections_that_are_at_work_do_not(served):
-    limits = ConnectionLimits(connections=3)
-    with run_server(served, ServerOptions(model_name="tiny", body_timeout=60.0), limits) as server:
+    limits = ConnectionLimits(max_connections=3)
+    with run_server(served, ServerOptions(served_model_name="tiny", body_timeout=60.0), limits) as server:
         server.http.close()
         workers = []
         for _ in range(3):
@@ -279,7 +278,7 @@ def test_the_system_must_allow_so_many():
     )
 
 
-@pytest.mark.parametrize("wrong", [{"head_bytes": 10}, {"head_timeout": 0.0}, {"connections": 0}])
+@pytest.mark.parametrize("wrong", [{"max_header_bytes": 10}, {"header_timeout": 0.0}, {"max_connections": 0}])
 def test_limits_that_are_none(wrong):
     refused(ConfigError, rf"{next(iter(wrong))} must be an? \w+ of at least", ConnectionLimits, **wrong)
 
@@ -340,4 +339,4 @@ def test_the_name_that_a_request_is_sent_to(patient, head, status):
 @pytest.mark.parametrize("name", ["", "a b", "http://localhost", "b\xfccher.example", "a@b", "[::1", "fe80::1%eth0"])
 def test_a_name_that_no_request_can_have_is_refused(name):
     assert host_name(name) is None
-    refused(ConfigError, "is no name that a request may be sent to", ServerOptions, allowed_hosts=[name])
+    refused(ConfigError, "is no name that a request may be sent to", ServerOptions, allowed_host=[name])

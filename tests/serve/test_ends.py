@@ -117,7 +117,7 @@ PROMPTS = ["def parse(", "a = "]
 
 def messages(engine, body):
     """Everything that the application sends for this request; the client stays."""
-    app = create_app(engine, ServerOptions(model_name="tiny"))
+    app = create_app(engine, ServerOptions(served_model_name="tiny"))
     scope = {
         "type": "http", "method": "POST", "path": "/v1/completions", "raw_path": b"/v1/completions",
         "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1", "server": ("localhost", 80),

@@ -351,7 +351,7 @@ def template(form):
 
 @pytest.mark.parametrize("form", FORMATS, ids=NAMED.get)
 def test_a_server_forces_calls_in_the_form_of_its_template(served, form):
-    with run_server(served, ServerOptions(model_name="tiny", chat_template=template(form))) as server:
+    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=template(form))) as server:
         for choice, parallel in (("required", True), ({"type": "function", "function": {"name": "order"}}, False)):
             asked = {
                 "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS, "tool_choice": choice, "seed": 3,
@@ -377,7 +377,7 @@ def test_a_server_forces_calls_in_the_form_of_its_template(served, form):
 def test_calls_are_forced_behind_thoughts(thinking_llm, form):  # noqa: F811
     bias = {str(one(thinking_llm, ANSWER)): 9.0, str(one(thinking_llm, THINK)): 9.0}
     thoughts = 0
-    with run_server(thinking_llm, ServerOptions(model_name="tiny", chat_template=template(form))) as server:
+    with run_server(thinking_llm, ServerOptions(served_model_name="tiny", chat_template=template(form))) as server:
         for seed in range(6):
             asked = {
                 "messages": [{"role": "user", "content": "hi"}], "tools": TOOLS[-1:], "tool_choice": "required",

@@ -59,7 +59,8 @@ def heard(socket):
 @pytest.fixture
 def told(tiny_target):
     llm = LLM(tiny_target, dtype="float32", page_size=4, prefix_caching=True, max_num_seqs=2)
-    events = KVEvents("tcp://127.0.0.1:*", llm.engine.scheduler.tree, "kv")
+    events = KVEvents("tcp://127.0.0.1:*", "kv")
+    events.publish(llm.engine.scheduler.tree)
     socket = zmq.Context.instance().socket(zmq.SUB)
     socket.subscribe(b"kv")
     socket.connect(events.endpoint)
@@ -103,11 +104,15 @@ def late(socket, number):
 
 def test_endpoints_that_cannot_be_had_are_one_line(tiny_target, monkeypatch, capsys):
     llm = LLM(tiny_target, dtype="float32")
-    refused(ConfigError, "no cached prefixes", KVEvents, "tcp://127.0.0.1:*", llm.engine.scheduler.tree)
-    paged = LLM(tiny_target, dtype="float32", page_size=4, prefix_caching=True)
-    refused(ConfigError, "cannot be told at 'nonsense'", KVEvents, "nonsense", paged.engine.scheduler.tree)
+    events = KVEvents("tcp://127.0.0.1:*")
+    refused(ConfigError, "no cached prefixes", events.publish, llm.engine.scheduler.tree)
+    events.close()
+    refused(ConfigError, "cannot be published at 'nonsense'", KVEvents, "nonsense")
+    monkeypatch.setattr("forerun.engine.llm.LLM.__init__", lambda *given, **options: pytest.fail("a model was loaded"))
+    assert run(["serve", "--port", "0", "--model", tiny_target, "--kv-events", "nonsense"]) == 2
+    assert "cannot be published at 'nonsense'" in capsys.readouterr().err
     assert run(["serve", "--port", "0", "--model", tiny_target, "--kv-events", "x", "--replicas", "2"]) == 2
     assert "not with --replicas" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ConfigError, match=r"zmq: pip install 'forerun\[kv-events\]'"):
-        KVEvents("tcp://127.0.0.1:*", paged.engine.scheduler.tree)
+        KVEvents("tcp://127.0.0.1:*")

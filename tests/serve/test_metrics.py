@@ -99,7 +99,7 @@ def grown(server, before, reason):
 
 @pytest.mark.usefixtures("slow_rounds")
 def test_requests_that_are_left_or_late_are_counted(served):
-    options = ServerOptions(model_name="tiny", request_timeout=0.5)
+    options = ServerOptions(served_model_name="tiny", request_timeout=0.5)
     with run_server(served, options) as running:
         before = read(running)
         body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "n": 2}
@@ -137,7 +137,7 @@ GATEWAY = {
 
 def test_what_gateways_read(served, server):
     assert "vllm:" not in server.http.get("/metrics").text
-    with run_server(served, ServerOptions(model_name="tiny", metrics_names="vllm")) as running:
+    with run_server(served, ServerOptions(served_model_name="tiny", metrics_names="vllm")) as running:
         running.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 24, "seed": 7})
         text = running.http.get("/metrics").text
     families = {family.name: family for family in text_string_to_metric_families(text)}

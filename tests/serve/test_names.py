@@ -5,8 +5,7 @@ import pytest
 from running import TEMPLATE, run_server
 
 from forerun.core.errors import ConfigError
-from forerun.serve.app import ServerOptions
-from forerun.serve.guard import names
+from forerun.serve.options import ServerOptions, model_names
 from refusals import refused
 
 ASKED = {"prompt": "a = ", "max_tokens": 2}
@@ -24,7 +23,7 @@ PAGE = "https://app.example.com"
     ("smollm2", "smollm2", []),
 ])  # fmt: skip
 def test_names(given, usual, others):
-    result = names(given)
+    result = model_names(given)
     assert result[0] == usual
     assert set(others) <= set(result)
     assert not {"", ".gguf"} & set(result)
@@ -33,18 +32,18 @@ def test_names(given, usual, others):
 def test_a_folder_here_goes_by_its_own_name(tmp_path, monkeypatch):
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert names("org/model")[0] == "model"
-    assert names("other/model")[0] == "other/model"
+    assert model_names("org/model")[0] == "model"
+    assert model_names("other/model")[0] == "other/model"
     monkeypatch.chdir(tmp_path / "org")
-    assert names(".")[0] == "org"
+    assert model_names(".")[0] == "org"
 
 
 @pytest.fixture(scope="module")
 def named(served):
     options = ServerOptions(
-        model_name="", chat_template=TEMPLATE, api_key="s3cret", allowed_origins=[PAGE, "http://localhost:3000/"]
+        served_model_name="", chat_template=TEMPLATE, api_key="s3cret", allowed_origin=[PAGE, "http://localhost:3000/"]
     )
-    with run_server(served, options.serving("/models/here/qwen15.gguf")) as running:
+    with run_server(served, options.named_after("/models/here/qwen15.gguf")) as running:
         running.http.headers["Authorization"] = "Bearer s3cret"
         yield running
 
@@ -69,8 +68,8 @@ def test_other_names_are_not(named, name):
 
 
 def test_a_given_name_is_the_only_one(served):
-    options = ServerOptions(model_name="mine").serving("/models/here/qwen15.gguf")
-    assert (options.model_name, list(options.aliases)) == ("mine", [])
+    options = ServerOptions(served_model_name="mine").named_after("/models/here/qwen15.gguf")
+    assert (options.served_model_name, list(options.aliases)) == ("mine", [])
 
 
 def preflight(running, origin):
@@ -109,7 +108,7 @@ def test_other_pages_may_not(named, server):
 
 @pytest.mark.parametrize("origin", ["app.example.com", "https://app.example.com/path", "", "null"])
 def test_what_is_no_origin_is_refused(origin):
-    refused(ConfigError, "is no origin: give one such as", ServerOptions, allowed_origins=[origin])
+    refused(ConfigError, "is no origin: give one such as", ServerOptions, allowed_origin=[origin])
 
 
 def test_there_are_no_embeddings(server):

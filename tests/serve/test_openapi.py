@@ -119,7 +119,7 @@ def test_errors_are_described(description):
 def test_the_key_is_described_where_it_is_needed(served, description):
     assert all("security" not in op and "401" not in op["responses"] for _, _, op in operations(description))
     assert "securitySchemes" not in description["components"]
-    with run_server(served, ServerOptions(model_name="tiny", api_key="s3cret")) as locked:
+    with run_server(served, ServerOptions(served_model_name="tiny", api_key="s3cret")) as locked:
         described = locked.http.get("/openapi.json", headers={"Authorization": "Bearer s3cret"}).json()
         (name,) = described["components"]["securitySchemes"]
         assert described["components"]["securitySchemes"][name] == {"type": "http", "scheme": "bearer"}

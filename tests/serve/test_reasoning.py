@@ -31,7 +31,7 @@ def thinking(model_folder):
 
 @pytest.fixture(scope="module")
 def server(thinking):
-    with run_server(thinking, ServerOptions(model_name="tiny", chat_template=TEMPLATE)) as running:
+    with run_server(thinking, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE)) as running:
         yield running
 
 

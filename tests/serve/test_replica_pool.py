@@ -84,7 +84,7 @@ def asked(replicas, monkeypatch):
     def make(lives=FOREVER):
         lossy = Lossy(replicas, lives)
         pool = ReplicaPool(replicas[0].facts, lossy.send, capacity=lambda: 8)
-        return asking(create_app(pool, ServerOptions(model_name="tiny", chat_template=TEMPLATE))), lossy, pool
+        return asking(create_app(pool, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE))), lossy, pool
 
     return make
 
@@ -315,7 +315,7 @@ def test_an_encoder_reads_its_own_positions(seq2seq, monkeypatch, kind):
     replica = Replica({"model": seq2seq(kind)})
     lossy = Lossy([replica], itertools.chain([4, 9], FOREVER))
     pool = ReplicaPool(replica.facts, lossy.send, capacity=lambda: 8)
-    ask = asking(create_app(pool, ServerOptions(model_name="tiny")))
+    ask = asking(create_app(pool, ServerOptions(served_model_name="tiny")))
     body = {"prompt": source, "max_tokens": 40, "temperature": 0.9, "seed": 3, "ignore_eos": True}
     try:
         status, answer = asyncio.run(ask("/v1/completions", body))

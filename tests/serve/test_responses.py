@@ -28,7 +28,7 @@ LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
 @pytest.fixture(scope="module")
 def hermes(served):
-    with run_server(served, ServerOptions(model_name="tiny", chat_template=TEMPLATE_OF_TOOLS)) as running:
+    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE_OF_TOOLS)) as running:
         yield running
 
 
@@ -290,7 +290,7 @@ def test_text_before_a_call_is_a_message_before_it(served, monkeypatch):
 
     monkeypatch.setattr(ResponseReply, "_emit", mixed)
     body = {"input": "hi", "tools": FLAT, "max_output_tokens": 3, "stop_token_ids": [], "seed": 1}
-    with run_server(served, ServerOptions(model_name="tiny", chat_template=TEMPLATE_OF_TOOLS)) as running:
+    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE_OF_TOOLS)) as running:
         answer = running.post(PATH, body).json()
         events = events_of(running.post(PATH, {**body, "stream": True}).text)
     assert [item["type"] for item in answer["output"]] == ["message", "function_call", "message", "function_call"]
@@ -366,7 +366,7 @@ def test_what_makes_no_difference_is_said(server):
 
 
 def test_a_failure_within_a_stream_is_its_last_event(served, slow_rounds, monkeypatch):
-    options = ServerOptions(model_name="tiny", chat_template=TEMPLATE, request_timeout=0.3)
+    options = ServerOptions(served_model_name="tiny", chat_template=TEMPLATE, request_timeout=0.3)
     body = {**ASK, "max_output_tokens": 450, "ignore_eos": True, "speculative": {"enabled": False}}
     with run_server(served, options) as running:
         events = events_of(running.post(PATH, {**body, "stream": True}).text)
@@ -385,7 +385,7 @@ def test_a_failure_within_a_stream_is_its_last_event(served, slow_rounds, monkey
 def test_replicas_serve_them_too(server, model_folder):
     replica = Replica({"model": str(model_folder), "max_num_seqs": 4, "page_size": 16}, [{"method": "ngram"}])
     pool = ReplicaPool(replica.facts, replica.answer, capacity=lambda: 8)
-    ask = asking(create_app(pool, ServerOptions(model_name="tiny", chat_template=TEMPLATE)))
+    ask = asking(create_app(pool, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE)))
 
     async def talk():
         first = await ask(PATH, ASK)

@@ -51,14 +51,14 @@ LLAMA = (
 @pytest.fixture(scope="module")
 def llama(served):
     """A server whose template knows tools, in Llama 3's form."""
-    with run_server(served, ServerOptions(model_name="tiny", chat_template=LLAMA)) as running:
+    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=LLAMA)) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def hermes(served):
     """A server whose template knows tools, in the Hermes models' form, and says little of them."""
-    with run_server(served, ServerOptions(model_name="tiny", chat_template=HERMES)) as running:
+    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=HERMES)) as running:
         yield running
 
 

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import os
 import signal
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
@@ -21,7 +20,9 @@ from forerun.cli.options import (
     SPECULATIVE,
     ChatTemplate,
     Config,
+    Flags,
     Threads,
+    flags_of,
     parse_json,
     speculative_config,
     takes,
@@ -29,33 +30,19 @@ from forerun.cli.options import (
 from forerun.core.errors import ConfigError
 from forerun.core.folders import POSIX
 from forerun.core.threads import AUTO
+from forerun.serve.options import API_KEY_VARIABLE, ConnectionLimits, ServerOptions, is_loopback
 from forerun.speculate.names import rules
 
 if TYPE_CHECKING:
-    from forerun.serve.app import ServerOptions
     from forerun.serve.batch import Answers, Tally
-    from forerun.serve.run import ConnectionLimits
 
-AllowedHosts = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="host name under which the server may be reached, beside loopback names (repeatable)",
-        show_default="--host if that is a loopback address, else any",
-    ),
-]
-AllowedOrigins = Annotated[
-    list[str] | None,
-    typer.Option(metavar="ORIGIN", help="origin whose web pages may use the API, or * (repeatable)"),
-]
+SERVER = Flags("server", flags_of(ServerOptions, skip=("aliases", "chat_template", "body_timeout")))
+CONNECTIONS = Flags("connections", flags_of(ConnectionLimits, skip=("write_timeout",)))
+MODEL_NAME = "--model's, or its file's name"
 ServedName = Annotated[
-    str | None,
-    typer.Option(help="the model's name in requests and answers", show_default="--model's, or its file's name"),
+    str | None, typer.Option(help="the model's name in requests and answers", show_default=MODEL_NAME)
 ]
 NoRequestLog = Annotated[bool, typer.Option("--no-request-log", help="no line in the log for each request")]
-MetricsNames = Annotated[
-    str, typer.Option(metavar="forerun|vllm", help="vllm adds vLLM's metric names, for gateways that read them")
-]
 Replicated = Annotated[
     int | None, typer.Option(help="engines behind this server, on Ray Serve, each with --threads", min=1)
 ]
@@ -67,7 +54,6 @@ AlsoDraft = Annotated[
     typer.Option(metavar="JSON", help="another drafter, which requests may choose by method (repeatable)"),
 ]
 
-KEY_VARIABLE = "FORERUN_API_KEY"
 PAGE_SIZE = 64
 """Small enough for prompts that begin alike, large enough to cost nothing."""
 Opening = Callable[[], Awaitable[Any]]
@@ -77,30 +63,21 @@ Opening = Callable[[], Awaitable[Any]]
 @takes(
     SERVED.showing(page_size=str(PAGE_SIZE)),
     SPECULATIVE.showing(length="adaptive, or fixed where the rule does not keep tokens"),
+    SERVER.showing(served_model_name=MODEL_NAME, allowed_host="--host if that is a loopback address, else any"),
+    CONNECTIONS,
 )
 def serve(
     host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes any free port", min=0, max=65535)] = 8000,
-    api_key: Annotated[str | None, typer.Option(help="bearer token of clients", envvar=KEY_VARIABLE)] = None,
-    allowed_host: AllowedHosts = None,
-    allowed_origin: AllowedOrigins = None,
-    served_model_name: ServedName = None,
     also_draft: AlsoDraft = None,
     chat_template: ChatTemplate = None,
     max_queue: Annotated[int, typer.Option(help="sequences that may wait before 429", min=1)] = 1024,
     max_delay: Annotated[float, typer.Option(help="seconds to gather tokens that are sent together", min=0)] = 0.01,
-    max_body_bytes: Annotated[int, typer.Option(help="largest request", min=1024)] = 4 << 20,
-    max_header_bytes: Annotated[int, typer.Option(help="largest request line and headers together", min=256)] = 32768,
-    header_timeout: Annotated[float, typer.Option(help="seconds for the headers to arrive", min=0.1)] = 10.0,
-    max_connections: Annotated[int, typer.Option(help="open connections; then idle ones are closed", min=1)] = 1024,
-    request_timeout: Annotated[float, typer.Option(help="seconds from arrival to the last token", min=1)] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="seconds for running requests when asked to stop", min=0)] = 30.0,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads", show_default="the cores it may use, but one for HTTP")
     ] = None,
     no_request_log: NoRequestLog = False,
-    response_memory: Annotated[int, typer.Option(help="bytes of answers of /v1/responses to keep", min=0)] = 64 << 20,
-    metrics_names: MetricsNames = "forerun",
     kv_events: Events = None,
     replicas: Replicated = None,
     max_replicas: Annotated[
@@ -110,36 +87,49 @@ def serve(
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
+    server: Mapping[str, Any],
+    connections: Mapping[str, Any],
 ) -> None:
     """Answer OpenAI's API over HTTP; the playground is at /.
 
     Listens on the loopback address unless told otherwise. Stops on the first signal, once what runs is done; on a
     second one at once."""
     _check_installed("serve")
-    from forerun.serve.app import ServerOptions
-    from forerun.serve.guard import is_loopback
-    from forerun.serve.run import ConnectionLimits, open_socket
+    from forerun.serve.app import create_app
+    from forerun.serve.kv_events import KVEvents
+    from forerun.serve.run import address_of, open_socket, run
 
-    _set_up(max_connections, log_requests=not no_request_log)
-    limits = ConnectionLimits(max_header_bytes, header_timeout, request_timeout, max_connections)
+    write_timeout = server.get("request_timeout", ServerOptions.request_timeout)
+    limits = ConnectionLimits(**connections, write_timeout=write_timeout)
+    _set_up(limits.max_connections, log_requests=not no_request_log)
     listener = open_socket(host, port)
     local = is_loopback(listener.getsockname()[0])
-    options = ServerOptions(
-        model_name=served_model_name or "",
-        api_key=key_of(api_key),
-        allowed_hosts=[host.partition("%")[0], *(allowed_host or [])] if local or allowed_host else None,
-        allowed_origins=allowed_origin or (),
-        chat_template=None if chat_template is None else read_file(chat_template),
-        max_body_bytes=max_body_bytes,
-        request_timeout=request_timeout,
-        response_memory=response_memory,
-        metrics_names=metrics_names,
-    )
+    hosts = server.get("allowed_host", [])
+    options = ServerOptions(**{
+        "served_model_name": "", "api_key": os.environ.get(API_KEY_VARIABLE), **server,
+        "allowed_host": [host.partition("%")[0], *hosts] if local or hosts else None,
+        "chat_template": None if chat_template is None else read_file(chat_template),
+    })  # fmt: skip
     if options.api_key is None and not local:
         warn(f"{host} can be reached from outside and there is no --api-key")
     number = (replicas or 1) if replicas or max_replicas else None
     if kv_events is not None and number is not None:
-        raise ConfigError("--kv-events tells of one engine's prefixes: not with --replicas, which routes by itself")
+        raise ConfigError("--kv-events publishes one engine's prefixes: not with --replicas, which routes by itself")
+    events = None if kv_events is None else KVEvents(kv_events)
+
+    async def answer(opening: Opening) -> None:
+        client = await opening()
+        if events is not None:
+            try:
+                events.publish(client.engine.scheduler.tree)
+            except ConfigError:
+                client.close()
+                raise
+            out().print(f"KV events at {events.endpoint}")
+        named, described = options.named_after(client.facts.model), client.facts.described
+        what = described if number is None else f"{number} replicas, each with {described}"
+        out().print(f"{named.served_model_name}: {what}\nlistening on {address_of(host, listener)}", soft_wrap=True)
+        await run(create_app(client, named), client, listener, limits, drain_seconds=drain_timeout)
 
     drafters = served_drafters(speculative, engine, also_draft)
     answers = answerer(
@@ -148,28 +138,7 @@ def serve(
     )  # fmt: skip
     # Uvicorn raises the signal again once everything is closed.
     with answers as opening, contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(
-            _answer(opening, options, host, listener, limits, drain_timeout, kv_events=kv_events, replicas=number)
-        )
-
-
-async def _answer(
-    opening: Opening, options: ServerOptions, host: str, listener: socket.socket, limits: ConnectionLimits,
-    drain_seconds: float, *, kv_events: str | None, replicas: int | None,
-) -> None:  # fmt: skip
-    """Say what runs, by its name as clients know it, and where; answer until a signal ends it."""
-    from forerun.serve.app import create_app
-    from forerun.serve.run import address_of, run
-
-    client = await opening()
-    if kv_events is not None:
-        from forerun.serve.kv_events import KVEvents
-
-        out().print(f"KV events at {KVEvents(kv_events, client.engine.scheduler.tree).endpoint}")
-    named, described = options.serving(client.facts.model), client.facts.described
-    shown = described if replicas is None else f"{replicas} replicas, each with {described}"
-    out().print(f"{named.model_name}: {shown}\nlistening on {address_of(host, listener)}", soft_wrap=True)
-    await run(create_app(client, named), client, listener, limits, drain_seconds=drain_seconds)
+        asyncio.run(answer(opening))
 
 
 def _check_installed(command: str) -> None:
@@ -225,12 +194,6 @@ def _set_up(connections: int, *, log_requests: bool) -> None:
     logging.getLogger("forerun.requests").setLevel(logging.INFO if log_requests else logging.WARNING)
 
 
-def key_of(given: str | None) -> str | None:
-    """Of ``--api-key`` and its variable. Click takes a variable that is empty for one that is not set; whoever sets it
-    wants a key."""
-    return os.environ.get(KEY_VARIABLE) if given is None else given
-
-
 def served_drafters(
     speculative: Mapping[str, Any], engine: Mapping[str, Any], others: list[str] | None
 ) -> list[dict[str, Any]] | dict[str, Any]:
@@ -278,12 +241,11 @@ def batch(
     the others go on. Ctrl-C stops it; the same command goes on with what is not answered.
     """
     _check_installed("batch")
-    from forerun.serve.app import ServerOptions
     from forerun.serve.batch import Answers
 
     out = answers or file.with_name(f"{file.name.removesuffix('.jsonl')}.answers.jsonl")
     template = None if chat_template is None else read_file(chat_template)
-    options = ServerOptions(model_name=served_model_name or "", chat_template=template, request_timeout=NO_LIMIT)
+    options = ServerOptions(served_model_name=served_model_name or "", chat_template=template, request_timeout=NO_LIMIT)
     drafters = served_drafters(speculative, engine, None)
     with (
         contextlib.closing(Answers(out, file)) as written,
@@ -300,7 +262,7 @@ def work(file: Path, out: Path, written: Answers, opening: Opening, options: Ser
     async def answered() -> Tally:
         client = await opening()
         try:
-            ask = asking(create_app(client, options.serving(client.facts.model)))
+            ask = asking(create_app(client, options.named_after(client.facts.model)))
             return await run(file, written, ask, together=2 * client.capacity())
         finally:
             client.close()

@@ -10,7 +10,8 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from forerun.scale.cluster import Cluster, Replicas
-from forerun.serve.app import ServerOptions, create_app
+from forerun.serve.app import create_app
+from forerun.serve.options import ServerOptions
 
 API = "api"
 """The name of the deployment that answers HTTP."""
@@ -50,15 +51,15 @@ class Front:
     ) -> None:
         pool = await Cluster(handle).pool(given.max_queue)
         options = ServerOptions(
-            model_name=given.served_model_name or "",
+            served_model_name=given.served_model_name or "",
             api_key=given.api_key,
-            allowed_hosts=None,
-            allowed_origins=given.allowed_origins,
+            allowed_host=None,
+            allowed_origin=given.allowed_origins,
             chat_template=given.chat_template,
             request_timeout=given.request_timeout,
             metrics_names=given.metrics_names,
         )
-        self.asgi = create_app(pool, options.serving(pool.facts.model))
+        self.asgi = create_app(pool, options.named_after(pool.facts.model))
 
     def __serve_build_asgi_app__(self) -> Any:
         """The ASGI application; called by Ray Serve, after ``__init__``."""

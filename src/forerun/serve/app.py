@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,9 @@ from forerun.engine.config import NONE
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 from forerun.serve import answers, errors
 from forerun.serve.errors import STATUSES, ApiError
-from forerun.serve.guard import Guard, allowed_host, allowed_origin, names, needs_key
-from forerun.serve.metrics import NAMES, Recorder, RequestLog
+from forerun.serve.guard import Guard, needs_key
+from forerun.serve.metrics import Recorder, RequestLog
+from forerun.serve.options import ServerOptions, checked_origin
 from forerun.serve.responses import ResponseReply, ResponseRequest, ResponseStore
 from forerun.serve.schema import (
     ChatRequest,
@@ -42,50 +42,6 @@ from forerun.serve.text import TextService
 from forerun.serve.tool_formats import tool_grammar
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """How the server treats its clients. Times are in seconds."""
-
-    model_name: str = "forerun"
-    """As answers say it."""
-    aliases: Sequence[str] = ()
-    """What requests may call the model beside that."""
-    api_key: str | None = None
-    allowed_hosts: Sequence[str] | None = ()
-    """Names that a request may be sent to, beside loopback ones; None: any."""
-    allowed_origins: Sequence[str] = ()
-    """Origins whose web pages may read answers; ``*``: any."""
-    chat_template: str | None = None
-    max_body_bytes: int = 4 << 20
-    body_timeout: float = 60.0
-    request_timeout: float = 600.0
-    """From arrival to the last token."""
-    response_memory: int = 64 << 20
-    """Bytes of answers of /v1/responses that are kept, the latest ones."""
-    metrics_names: str = "forerun"
-    """``vllm``: beside our own, vLLM's names of what gateways and dashboards read."""
-
-    def __post_init__(self) -> None:
-        if self.metrics_names not in NAMES:
-            raise ConfigError(f"metrics_names is {' or '.join(NAMES)}, not {self.metrics_names!r}")
-        for name in self.allowed_hosts or ():
-            allowed_host(name)
-        for origin in self.allowed_origins:
-            allowed_origin(origin)
-        if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
-            raise ConfigError(
-                "the API key is empty, or begins or ends with white space, which clients cannot send: "
-                "give another, or none to serve without"
-            )
-
-    def serving(self, model: str) -> ServerOptions:
-        """The same for a model of this name or path, whose names are made of it where ``model_name`` is empty."""
-        if self.model_name:
-            return self
-        name, *aliases = names(model)
-        return replace(self, model_name=name, aliases=aliases)
-
-
 class Server:
     """The state behind the routes."""
 
@@ -93,7 +49,7 @@ class Server:
         self.engine = engine
         self.options = options
         self.text = TextService(engine.tokenizer, self.limit, options.chat_template, engine.facts.reasoning_parser)
-        self.recorder = Recorder(engine, options.model_name, options.metrics_names)
+        self.recorder = Recorder(engine, options.served_model_name, options.metrics_names)
         self.stored = ResponseStore(options.response_memory)
         self.started = int(time.time())
 
@@ -102,9 +58,9 @@ class Server:
         return self.engine.facts.max_model_len
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in (self.options.model_name, *self.options.aliases):
+        if name is not None and name not in (self.options.served_model_name, *self.options.aliases):
             raise ApiError(
-                404, f"there is no model {name!r} here; there is {self.options.model_name!r}", param="model",
+                404, f"there is no model {name!r} here; there is {self.options.served_model_name!r}", param="model",
                 code="model_not_found",
             )  # fmt: skip
 
@@ -168,7 +124,7 @@ class Server:
 
     def _about(self, body: Generation, request_id: str, *, logprobs: bool) -> dict[str, Any]:
         """Every reply's options."""
-        model = self.options.model_name
+        model = self.options.served_model_name
         return {"body": body, "engine": self.engine, "model": model, "logprobs": logprobs, "request_id": request_id}
 
     async def completion(self, body: CompletionRequest, request_id: str) -> Reply:
@@ -309,10 +265,10 @@ def create_app(engine: EngineClient, options: ServerOptions | None = None) -> Fa
 
     app = FastAPI(title="Forerun", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan)
     app.add_middleware(Guard, options=options)
-    if options.allowed_origins:
+    if options.allowed_origin:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=[allowed_origin(origin) for origin in options.allowed_origins],
+            allow_origins=[checked_origin(origin) for origin in options.allowed_origin],
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["X-Request-Id", "Forerun-Ignored", "Retry-After"],
@@ -406,7 +362,7 @@ def _operations(app: FastAPI, server: Server) -> None:
 
     def model() -> dict[str, Any]:
         return {
-            "id": server.options.model_name,
+            "id": server.options.served_model_name,
             "object": "model",
             "created": server.started,
             "owned_by": "forerun",
@@ -472,7 +428,7 @@ def _playground(app: FastAPI) -> None:
 def _describe(app: FastAPI, options: ServerOptions, methods: Mapping[str, int]) -> None:
     """``/openapi.json``: what ``app`` takes, with its model's names and ``methods``, which draft so many tokens, and
     every status and shape it answers with."""
-    names, has_key = (options.model_name, *options.aliases), options.api_key is not None
+    names, has_key = (options.served_model_name, *options.aliases), options.api_key is not None
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:

@@ -19,7 +19,6 @@ from forerun.serve.stream import Reply
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-NAMES = ("forerun", "vllm")
 ROUTED = frozenset(
     (
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries",

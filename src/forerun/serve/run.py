@@ -7,7 +7,6 @@ import errno
 import gc
 import socket
 from asyncio.events import TimerHandle
-from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from types import FrameType
@@ -19,29 +18,10 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from forerun.core.config import COUNT, Within, check_within
 from forerun.core.errors import ConfigError
 from forerun.engine.client import EngineClient
 from forerun.serve.errors import ApiError
-
-
-@dataclass(frozen=True)
-class ConnectionLimits:
-    """What clients may keep open, and for how long; bytes and seconds."""
-
-    head_bytes: int = 32768
-    """Request line and headers together, and trailers. Twice as many are always refused."""
-    head_timeout: float = 10.0
-    """From the connection, or from the first byte of a further request, to the end of the headers."""
-    write_timeout: float = 600.0
-    """How long a client may take nothing of an answer."""
-    connections: int = 1024
-
-    def __post_init__(self) -> None:
-        check_within(self, {
-            "head_bytes": Within(least=256, whole=True), "head_timeout write_timeout": Within(least=0.01),
-            "connections": COUNT,
-        })  # fmt: skip
+from forerun.serve.options import ConnectionLimits
 
 
 class Connection(HttpToolsProtocol):
@@ -88,7 +68,7 @@ class Connection(HttpToolsProtocol):
             for other in self.connections
             if isinstance(other, Connection) and other is not self and not other.transport.is_closing()
         ]
-        if len(others) < self.limits.connections:
+        if len(others) < self.limits.max_connections:
             return
         idle = [other for other in others if other.idle]
         if idle:
@@ -102,15 +82,15 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        for start in range(0, len(data), self.limits.head_bytes):
+        for start in range(0, len(data), self.limits.max_header_bytes):
             if self.transport.is_closing():
                 return
-            piece = data[start : start + self.limits.head_bytes]
+            piece = data[start : start + self.limits.max_header_bytes]
             self.finished = False
             self._feed(piece)
             self.unfinished = 0 if self.finished else self.unfinished + len(piece)
-            if self.unfinished > self.limits.head_bytes and not self.transport.is_closing():
-                limit = self.limits.head_bytes
+            if self.unfinished > self.limits.max_header_bytes and not self.transport.is_closing():
+                limit = self.limits.max_header_bytes
                 self._refuse(ApiError(431, f"the headers are larger than {limit} bytes", code="headers_too_large"))
         if self.in_head and self.unfinished and self.deadline is None and not self.transport.is_closing():
             self._start_deadline()
@@ -192,7 +172,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_deadline(self) -> None:
         self.since = self.loop.time()
-        self.deadline = self.loop.call_later(self.limits.head_timeout, self._late)
+        self.deadline = self.loop.call_later(self.limits.header_timeout, self._late)
 
     def _stop_deadline(self) -> None:
         if self.deadline is not None:
@@ -202,9 +182,8 @@ class Connection(HttpToolsProtocol):
     def _late(self) -> None:
         self.deadline = None
         if self.idle and self.unfinished:
-            self._refuse(
-                ApiError(408, f"the headers did not arrive within {self.limits.head_timeout:g} seconds", code="timeout")
-            )
+            message = f"the headers did not arrive within {self.limits.header_timeout:g} seconds"
+            self._refuse(ApiError(408, message, code="timeout"))
         elif self.cycle is not None and not self.cycle.response_complete:
             self.cycle.keep_alive = False  # an answer is on its way: the connection ends with it
         else:
