@@ -2,7 +2,7 @@
 
 import torch
 
-from forerun.models.architectures.spec import applies, bind
+from forerun.models.architectures.spec import bind, refusal
 from forerun.models.base import LoadRequest
 from forerun.models.encdec import ModuleWeights
 from forerun.models.native import NativeModel
@@ -20,7 +20,7 @@ def randomise(module, spread, middle=1.0):
 
 def native(module, **options):
     weights = ModuleWeights(module)
-    if applies(module.config) is None:
+    if refusal(module.config) is None:
         weights.found = unstacked(weights.found, bind(module.config))
     return NativeModel(module.config, weights, requested(module.dtype, **options))
 

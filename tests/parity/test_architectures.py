@@ -25,7 +25,7 @@ from forerun.attention.sdpa import SdpaAttention
 from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, ModelError
-from forerun.models.architectures.spec import applies
+from forerun.models.architectures.spec import refusal
 from forerun.models.base import new_attention
 from forerun.models.formats.tiled import DTYPES, can_tile
 from forerun.models.invariance import self_test
@@ -159,7 +159,7 @@ def test_what_is_described_bites(described, part):
         if part == "rotary":
             layer.rotary = "full_attention"
     if part in ("softcap", "logits_softcap", "scale"):
-        model.spec = replace(model.spec, **{part: model.spec.width**-0.5 if part == "scale" else None})
+        model.spec = replace(model.spec, **{part: model.spec.head_dim**-0.5 if part == "scale" else None})
     assert apart(feed(model, Span(0, 0, tokens)).logits, with_it) > 1e-2
 
 
@@ -437,7 +437,7 @@ def test_a_row_reads_its_experts_only(described, name):
     sparse = [layer for layer in spec.layers if layer.experts]
     inner = SIZES["intermediate_size"] if name.startswith("mixtral") else 40
     each = 3 * inner * spec.hidden * 4
-    idle = sum(each * (layer.experts - spec.chosen) for layer in sparse)
+    idle = sum(each * (layer.experts - spec.routing.top_k) for layer in sparse)
     embedding = 0 if name.endswith("tied") or name.startswith("gemma") else TOKENS * spec.hidden * 4
     assert model.info.token_bytes == model.info.weight_bytes - embedding - idle
 
@@ -462,7 +462,7 @@ def test_a_row_reads_its_experts_only(described, name):
 ])  # fmt: skip
 def test_what_is_not_described_says_why_in_one_line(tmp_path, kind, options, reason):
     config = AutoConfig.for_model(kind, **{**SIZES, **options})
-    assert reason in applies(config)
+    assert reason in refusal(config)
     assert reason in str(refused(ModelError, "use the transformers path", NativeModel, config, {}, requested()))
     config.save_pretrained(tmp_path)
     native = {"model_path": "native", "max_model_len": 64}

@@ -15,7 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, GPT2Config, GPT2LMHeadModel
 from damage import CONFIG, DAMAGES, SCHEMES, edit
 from described import save_described
 from forerun import LLM, ConfigError, ForerunError, ModelError, SamplingParams
-from forerun.models.architectures.spec import applies
+from forerun.models.architectures.spec import refusal
 from forerun.models.load import load_model, parse_dtype
 from forerun.models.open import eos_ids, read_config
 from tiny import save_checkpoint, tiny_llama
@@ -140,7 +140,7 @@ def test_every_config_of_transformers_is_read_or_refused_in_one_line(tmp_path):
         (tmp_path / CONFIG).write_text(json.dumps({**given, "model_type": kind}, default=str))
         try:
             config = read_config(tmp_path)
-            applies(config), eos_ids(tmp_path, config), parse_dtype("auto", config)
+            refusal(config), eos_ids(tmp_path, config), parse_dtype("auto", config)
             read += 1
         except ForerunError as error:
             messages.append(str(error))

@@ -261,10 +261,10 @@ def test_latents_that_do_not_fit(described):
     model = load_model(described("deepseek_v3"))
     run, _, _, attention = decoding(model)
     run()
-    own, line = model.fused.beside[1][1], structs.LinearStruct._fields
+    own, line = model.fused.extra_fields[1][1], structs.LinearStruct._fields
     bad = [(own, structs.LatentStruct._fields.index(name), value) for change in BAD_LATENTS
            for name, value in change.items()]  # fmt: skip
-    up, heads = len(structs.LatentStruct._fields), model._layers[1].latent.keys.compiled.fields
+    up, heads = len(structs.LatentStruct._fields), model._layers[1].latent.k_b.compiled.fields
     bad += [(own, up + line.index("outputs"), 79), (own, up + line.index("weight"), NOWHERE)]
     bad += [
         (heads, 3 * len(line) + line.index(name), value) for name, value in {"inputs": 13, "weight": NOWHERE}.items()

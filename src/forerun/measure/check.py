@@ -24,7 +24,7 @@ from forerun.measure.environment import environment
 from forerun.measure.methods import labels, method_configs, runnable, tree_of
 from forerun.measure.prompts import make_prompts
 from forerun.measure.rounds import engine_of, seeded
-from forerun.models.architectures.spec import applies
+from forerun.models.architectures.spec import refusal
 from forerun.models.base import Model, new_attention
 from forerun.models.invariance import BRANCHES, self_test
 from forerun.models.kinds import UNQUANTIZED
@@ -78,7 +78,7 @@ def _bits(config: CheckConfig, llm: LLM, prompts: Sequence[list[int]], step: Cal
     results = []
     encodes = llm.model.info.encoder is not None
     for path in ("native",) if encodes else ("native", "hf"):
-        if path == "native" and not encodes and applies(read_config(resolve(llm.config.model))) is not None:
+        if path == "native" and not encodes and refusal(read_config(resolve(llm.config.model))) is not None:
             continue
         if llm.model.info.path.startswith(path):
             model = llm.model

@@ -64,10 +64,10 @@ def relu2(x: torch.Tensor) -> torch.Tensor:
     return (wide * wide).to(x.dtype)
 
 
-def xielu(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-    """xIELU (arXiv 2411.13010): positive a x^2 + b x, else c (exp(min(x, eps)) - 1 - x) + b x, of ``numbers`` a, c, b
+def xielu(x: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+    """xIELU (arXiv 2411.13010): positive a x^2 + b x, else c (exp(min(x, eps)) - 1 - x) + b x, of ``params`` a, c, b
     and eps."""
-    wide, (rise, fall, slope, eps) = x.float(), numbers.to(x.device).unbind()
+    wide, (rise, fall, slope, eps) = x.float(), params.to(x.device).unbind()
     below = (torch.exp(torch.minimum(wide, eps)) - 1.0 - wide) * fall
     return (torch.where(wide > 0, rise * wide * wide, below) + slope * wide).to(x.dtype)
 

@@ -31,7 +31,7 @@ from forerun.models.base import EncoderInfo, LoadRequest, ModelInfo, Tiles
 from forerun.models.formats import choose, describe
 from forerun.models.formats.base import Linear, Rows, size
 from forerun.models.hf import read_module
-from forerun.models.layout import Maker, Words
+from forerun.models.layout import Embedding, Maker
 from forerun.models.parts import make_gate, make_norm
 
 TOGETHER = 4096
@@ -55,7 +55,7 @@ class Side:
     """The encoder or the decoder."""
 
     stack: LayerStack
-    words: Words
+    embedding: Embedding
     attention: list[EncoderDecoderBlock] = field(default_factory=list)
     cross: list[EncoderDecoderBlock] = field(default_factory=list)
     mlp: list[EncoderDecoderBlock] = field(default_factory=list)
@@ -100,7 +100,7 @@ class EncoderDecoder:
             builder = _Builder(spec, maker, how == "streamed")
             self._head = maker.linear(embedding if tied else "lm_head")
             self._decoder = builder.side(spec.decoder, self._head if tied else None)
-            self._encoder = builder.side(spec.encoder, None, self._decoder.words if same else None)
+            self._encoder = builder.side(spec.encoder, None, self._decoder.embedding if same else None)
         gated = len(spec.decoder.mlp.weights) == 2
         activation = ACTIVATIONS[spec.activation]
         self._activation = make_gate(activation, self.dtype, kernels=False, invariant=True, gated=gated)
@@ -120,13 +120,13 @@ class EncoderDecoder:
     def _describe(self, requested: LoadRequest, start: tuple[int, ...]) -> ModelInfo:
         spec, layers = self.spec, list(self.linears())
         shapes = (KVShape(spec.decoder.heads, spec.width, spec.width),) * spec.decoder.count
-        words = {id(side.words): side.words.nbytes for side in (self._encoder, self._decoder)}
+        embeddings = {id(side.embedding): side.embedding.nbytes for side in (self._encoder, self._decoder)}
         across = [block.memory for block in self._decoder.cross]
         return ModelInfo(
             name=requested.name,
             architecture=spec.causal,
             path=f"native, {describe(layers, self.dtype)}",
-            vocab_size=self._decoder.words.count,
+            vocab_size=self._decoder.embedding.count,
             hidden_size=spec.hidden,
             num_layers=spec.decoder.count,
             max_len=spec.max_len,
@@ -134,7 +134,7 @@ class EncoderDecoder:
             dtype=self.dtype,
             device=self.device,
             eos_ids=requested.eos_ids,
-            weight_bytes=size(layers) + sum(words.values()),
+            weight_bytes=size(layers) + sum(embeddings.values()),
             token_bytes=size([*self._decoder.linears(), self._head]) - size(across),
             quantization=requested.quantization,
             encoder=EncoderInfo(start, spec.max_len, shapes),
@@ -171,7 +171,7 @@ class EncoderDecoder:
         return Output(self.lm_head(x if side.norm is None else side.norm(x)))
 
     def _inputs(self, side: Side, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        x = side.words(ids)
+        x = side.embedding(ids)
         if side.positions is not None:
             x = x + side.positions[positions]
         return x if side.norm_embedding is None else side.norm_embedding(x)
@@ -212,7 +212,7 @@ class EncoderDecoder:
 
     @inference
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return self._decoder.words(ids)
+        return self._decoder.embedding(ids)
 
     @inference
     def lm_head(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -229,9 +229,9 @@ class _Builder:
     maker: Maker
     kernels: bool
 
-    def side(self, stack: LayerStack, head: Linear | None, words: Words | None = None) -> Side:
+    def side(self, stack: LayerStack, head: Linear | None, embedding: Embedding | None = None) -> Side:
         spec, maker = self.spec, self.maker
-        made = Side(stack, words or maker.words(stack.embedding, head, spec.embedding_scale))
+        made = Side(stack, embedding or maker.embedding(stack.embedding, head, spec.embedding_scale))
         for layer in range(stack.count):
             at = f"{stack.layers}.{layer}"
             every = [f"{at}.{name}" for name in stack.attention.weights]
@@ -257,9 +257,11 @@ class _Builder:
         )
 
     def _norm(self, name: str) -> Any:
-        weight, centred = self.maker.numbers(f"{name}.weight"), not self.spec.rms
-        bias = self.maker.numbers(f"{name}.bias") if centred else None
-        return make_norm(weight, self.spec.eps, self.maker.dtype, kernels=self.kernels, centred=centred, bias=bias)
+        weight, layer_norm = self.maker.numbers(f"{name}.weight"), not self.spec.rms
+        bias = self.maker.numbers(f"{name}.bias") if layer_norm else None
+        return make_norm(
+            weight, self.spec.eps, self.maker.dtype, kernels=self.kernels, layer_norm=layer_norm, bias=bias
+        )
 
 
 def _by_distance(weights: torch.Tensor, spec: Seq2Seq, reach: int, *, both: bool) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Mixtures of experts in which a row's bits do not depend on the rows beside it.
 
-Every row is scored by itself and sent to its own experts. An expert takes the rows that chose it in one call, and their
-bits do not depend on how many they are: the kernels' never do, and where torch computes, calls have the sizes that
-``core/tiles.py`` finds to agree. A row's results are added up in the order of the experts' numbers, in float32.
+An expert takes the rows that chose it in one call. A row's bits do not depend on how many they are: our kernels' never
+do, and torch gets calls of the sizes that ``core/tiles.py`` finds to agree. A row's outputs are added up in the order
+of the experts' numbers, in float32.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from forerun.core import tiles
 from forerun.kernels import structs
 from forerun.models import activations
+from forerun.models.architectures.spec import Routing
 from forerun.models.base import pad_rows
 from forerun.models.formats.base import Linear, size
 from forerun.models.formats.compiled import Compiled
@@ -27,78 +28,41 @@ class Expert:
     down: Linear
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Weights are the softmax of scores, or their sigmoids, times ``factor`` and each expert's number of ``scales``;
-    ``correction`` is added to sigmoids where the highest are chosen; both are [experts] float32. ``groups``: of how
-    many groups of experts, and how many of them are chosen among, those whose ``best`` highest add up to most. Where
-    weights are to add up to 1, ``eps`` is added to the sum of sigmoids that they are divided by."""
-
-    sigmoid: bool = False
-    correction: torch.Tensor | None = None
-    factor: float = 1.0
-    groups: tuple[int, int] | None = None
-    best: int = 2
-    eps: float = 0.0
-    scales: torch.Tensor | None = None
-
-    def allowed(self, scores: torch.Tensor) -> torch.Tensor:
-        """[rows, experts] with those of other groups out of reach."""
-        if self.groups is None:
-            return scores
-        count, kept = self.groups
-        grouped = scores.unflatten(1, (count, -1))
-        highest = grouped.sort(dim=-1, descending=True).values[..., : self.best].cumsum(-1)[..., -1]
-        order = highest.argsort(dim=-1, descending=True, stable=True)
-        out = torch.ones_like(highest, dtype=torch.bool).scatter_(1, order[:, :kept], False)
-        return grouped.masked_fill(out[..., None], float("-inf")).flatten(1)
-
-
 @dataclass(slots=True, eq=False)
 class Experts:
-    """Router and experts of a layer; ``chosen`` experts per row, whose weights add up to 1 if ``normalised``. There may
-    be others elsewhere: ``count`` in all, those here from number ``first`` on; ``total`` adds what they make."""
+    """A layer's router and experts. A rank may have only some of the ``count`` experts: those from number ``first`` on.
+    ``total`` adds up the ranks' outputs."""
 
     router: Linear
     experts: Sequence[Expert]
-    gate: Callable[[torch.Tensor], torch.Tensor]
-    chosen: int
-    normalised: bool
-    choice: Choice
+    activation: Callable[[torch.Tensor], torch.Tensor]
+    routing: Routing
     count: int
     first: int = 0
-    total: Callable[[torch.Tensor], torch.Tensor] = lambda made: made
+    score_bias: torch.Tensor | None = None
+    """[experts] float32, added to sigmoids when experts are chosen."""
+    scales: torch.Tensor | None = None
+    """[experts] float32, factors of the experts' weights."""
+    total: Callable[[torch.Tensor], torch.Tensor] = lambda output: output
     compiled: KernelMixture | None = field(init=False)
-    """All of it in one call, where every part has a kernel."""
+    """The whole mixture in one call, if every part has a kernel."""
 
     def __post_init__(self) -> None:
         self.compiled = self._compile()
 
     def _compile(self) -> KernelMixture | None:
         layers = [layer for layer in self.linears() if isinstance(layer, Compiled)]
-        if len(layers) != 1 + 2 * len(self.experts) or not isinstance(self.gate, KernelGate):
+        if len(layers) != 1 + 2 * len(self.experts) or not isinstance(self.activation, KernelGate):
             return None
-        how = self.choice
+        how, act = self.routing, self.activation
         groups, kept = how.groups or (1, 1)
         sizes = structs.ExpertsStruct(
-            self.count,
-            self.first,
-            len(self.experts),
-            self.chosen,
-            int(self.normalised),
-            int(how.sigmoid),
-            0 if how.correction is None else how.correction.data_ptr(),
-            structs.number(how.factor),
-            structs.number(how.eps),
-            groups,
-            kept,
-            how.best if how.groups else 1,
-            self.gate.activation,
-            int(self.gate.gated),
-            self.gate.pointer,
-            0,
-        )
-        return KernelMixture(sizes, layers[0], layers[1:], self.gate.dtype, how.scales)
+            self.count, self.first, len(self.experts), how.top_k, int(how.normalize), int(how.sigmoid),
+            0 if self.score_bias is None else self.score_bias.data_ptr(), structs.number(how.factor),
+            structs.number(how.eps), groups, kept, how.group_best if how.groups else 1, act.activation, int(act.gated),
+            act.pointer, layers=0,
+        )  # fmt: skip
+        return KernelMixture(sizes, layers[0], layers[1:], act.dtype, self.scales)
 
     def linears(self) -> Iterator[Linear]:
         yield self.router
@@ -107,60 +71,73 @@ class Experts:
 
     @property
     def chosen_bytes(self) -> int:
-        """Of the experts that a row reads, on average."""
-        return sum(size((expert.gate_up, expert.down)) for expert in self.experts) - self.idle_bytes
+        """Bytes of the experts that one row reads."""
+        return self._bytes() - self.idle_bytes
 
     @property
     def idle_bytes(self) -> int:
-        """Of the experts that a row does not read."""
-        held = sum(size((expert.gate_up, expert.down)) for expert in self.experts)
-        return held * (self.count - self.chosen) // self.count
+        """Bytes of the experts that one row does not read."""
+        return self._bytes() * (self.count - self.routing.top_k) // self.count
+
+    def _bytes(self) -> int:
+        return sum(size((expert.gate_up, expert.down)) for expert in self.experts)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which experts each row goes to, the highest first, and their weights in float32: [rows, chosen] both."""
-        how, scores = self.choice, self.router(x).float()
+        """Each row's experts, the highest score first, and their weights in float32: both [rows, top_k]."""
+        how, scores = self.routing, self.router(x).float()
         weights = activations.sigmoid(scores) if how.sigmoid else torch.exp(scores - scores.amax(-1, keepdim=True))
         ranks = weights if how.sigmoid or how.groups else scores
-        ranks = how.allowed(ranks if how.correction is None else ranks + how.correction)
-        order = ranks.argsort(dim=-1, descending=True, stable=True)[:, : self.chosen]
+        ranks = ranks if self.score_bias is None else ranks + self.score_bias
+        if how.groups is not None:
+            ranks = _in_best_groups(ranks, *how.groups, how.group_best)
+        order = ranks.argsort(dim=-1, descending=True, stable=True)[:, : how.top_k]
         taken = weights.gather(1, order)
-        if self.normalised:
+        if how.normalize:
             taken = taken / (taken.cumsum(-1)[:, -1:] + (how.eps if how.sigmoid else 0.0))  # cumsum adds one by one
         elif not how.sigmoid:
             taken = taken / weights.cumsum(-1)[:, -1:]
         taken = taken * how.factor
-        return order, taken if how.scales is None else taken * how.scales[order]
+        return order, taken if self.scales is None else taken * self.scales[order]
 
     def __call__(
-        self, x: torch.Tensor, sizes: Sequence[int] | None = None, scored: torch.Tensor | None = None
+        self, x: torch.Tensor, sizes: Sequence[int] | None = None, router_input: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, int]:
-        """What the experts make of rows [rows, width], in their dtype; ``sizes``: the row counts of calls. The router
-        reads ``scored`` if that is given. And how many of the experts here were read."""
+        """The mixture's output for rows x [rows, width], in their dtype, and how many of the experts here were read.
+        ``sizes`` are the row counts of calls; the router reads x unless it has an input of its own."""
         if self.compiled is not None:
-            total, read = self.compiled(x, scored)
+            total, read = self.compiled(x, router_input)
             return self.total(total).to(x.dtype), read
-        chosen, weights = self.route(x if scored is None else scored)
+        chosen, weights = self.route(x if router_input is None else router_input)
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         counts = torch.zeros(self.count, dtype=torch.long, device=x.device)
         counts.index_add_(0, flat, torch.ones_like(flat))
-        rows, weights = order // self.chosen, weights.flatten()[order]
+        rows, weights = order // self.routing.top_k, weights.flatten()[order]
         total = torch.zeros(x.shape, device=x.device)
         every = counts.tolist()
         first, here = sum(every[: self.first]), every[self.first : self.first + len(self.experts)]
         for expert, count in zip(self.experts, here):
             if count:
                 own, end = rows[first : first + count], first + count
-                made = self._run(expert, x.index_select(0, own), sizes).float()
-                total.index_add_(0, own, made.mul_(weights[first:end, None]))
+                output = self._run(expert, x.index_select(0, own), sizes).float()
+                total.index_add_(0, own, output.mul_(weights[first:end, None]))
                 first = end
         return self.total(total).to(x.dtype), sum(count > 0 for count in here)
 
     def _run(self, expert: Expert, x: torch.Tensor, sizes: Sequence[int] | None) -> torch.Tensor:
         if sizes is None:
-            return expert.down(self.gate(expert.gate_up(x)))
+            return expert.down(self.activation(expert.gate_up(x)))
         parts = []
         for first, end, count in tiles.split_rows(len(x), sizes):
             rows = pad_rows(x[first:end], count)
-            parts.append(expert.down(self.gate(expert.gate_up(rows)))[: end - first])
+            parts.append(expert.down(self.activation(expert.gate_up(rows)))[: end - first])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _in_best_groups(scores: torch.Tensor, count: int, kept: int, best: int) -> torch.Tensor:
+    """Scores [rows, experts], -inf outside the ``kept`` of ``count`` groups whose ``best`` highest sum to most."""
+    grouped = scores.unflatten(1, (count, -1))
+    highest = grouped.sort(dim=-1, descending=True).values[..., :best].cumsum(-1)[..., -1]
+    order = highest.argsort(dim=-1, descending=True, stable=True)
+    out = torch.ones_like(highest, dtype=torch.bool).scatter_(1, order[:, :kept], False)
+    return grouped.masked_fill(out[..., None], float("-inf")).flatten(1)

@@ -1,5 +1,5 @@
-"""All layers of a decoder in one call, ``kernels/decoder.cpp``: the kernels of ``streamed.py`` and of attention, with
-the same bits, without Python between them."""
+"""All layers of a decoder in one compiled call, ``kernels/decoder.cpp``: the same kernels and the same bits as layer by
+layer, without Python between them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from forerun.kernels import KernelError, structs
 from forerun.models.architectures.spec import OUTSIDE, Spec
 from forerun.models.formats.compiled import Compiled
 from forerun.models.layer import LINEARS, NORMS, Layer, LayerTable
-from forerun.models.layout import Words
+from forerun.models.layout import Embedding
 from forerun.models.parts import KernelNorm
 from forerun.models.ranks.team import Summed
 from forerun.models.recurrent import CompiledReplay, KernelMixer, addresses, lay_out
@@ -30,44 +30,43 @@ from forerun.models.rotary import Rotary
 ALIGNED = 32
 """Numbers to which a piece of the workspace is rounded up, ROUND_UP in the kernel."""
 RAW = -1
-"""Names, in ``Output.hidden``, the last layer's output before the final norm."""
+"""The key in ``Output.hidden`` of the last layer's output before the final norm."""
 
 
 @dataclass(slots=True)
 class Decoder:
-    """What a call needs: sizes, embeddings, layers, the final norm and output layer, and rotary tables by the layers'
-    names for them. With ``total`` the layers are one rank's, of which it adds up all ranks' parts, and the ends are the
-    caller's."""
+    """The parts of a decoder that a compiled call reads. With ``total``, which sums over ranks, the layers are one
+    rank's, and the caller computes embedding and output layer."""
 
     spec: Spec
-    words: Words
+    embedding: Embedding
     layers: Sequence[Layer]
     norm: Any
     head: Any
     rotaries: Mapping[str, Rotary]
     total: Callable[[torch.Tensor], torch.Tensor] | None = None
     mix: Any = None
-    """Makes the first layer's input of [embedding of the token, given row]; None: that is the given row, or else the
-    embedding."""
-    inputs: LayerTable | None = None
-    """Per-layer embeddings."""
+    """Makes the first layer's input of [token embedding, given row]; None: the input is the given row, if there is one,
+    or else the embedding."""
+    table: LayerTable | None = None
 
     def can_fuse(self) -> bool:
-        """Whether the call is here and every linear layer and norm has a kernel."""
+        """Whether this machine has the call, and every linear layer and norm a kernel."""
         linears = [linear for layer in self.layers for linear in layer.linears()]
-        ends = [] if self.total is not None else [self.head, *([self.mix] if self.mix is not None else [])]
+        if self.total is None:
+            linears += [self.head, *([self.mix] if self.mix is not None else [])]
         norms = [self.norm, *(norm for layer in self.layers for norm in layer.norms())]
-        if self.inputs is not None:
-            ends.append(self.inputs.project)
-            norms.append(self.inputs.norm)
-            fits = self.inputs.table.fields() is not None and self.inputs.table.count == self.words.count
-            if not fits or not self.spec.architecture.mlp.gated:
+        if (table := self.table) is not None:
+            linears.append(table.project)
+            norms.append(table.norm)
+            readable = table.table.fields() is not None and table.table.count == self.embedding.count
+            if not readable or not self.spec.architecture.mlp.gated:
                 return False
         return (
-            self.words.device.type == "cpu"
-            and (self.total is not None or self.words.fields() is not None)
-            and kernels.has(f"decode_{kernels.dtype_name(self.words.dtype)}")
-            and all(isinstance(_own(linear), Compiled) for linear in (*ends, *linears))
+            self.embedding.device.type == "cpu"
+            and (self.total is not None or self.embedding.fields() is not None)
+            and kernels.has(f"decode_{kernels.dtype_name(self.embedding.dtype)}")
+            and all(isinstance(_own(linear), Compiled) for linear in linears)
             and all(isinstance(norm, KernelNorm) for norm in norms)
             and all(layer.experts is None or layer.experts.compiled is not None for layer in self.layers)
             and all(layer.mixer is None or isinstance(layer.mixer, KernelMixer) for layer in self.layers)
@@ -75,47 +74,49 @@ class Decoder:
         )
 
     def check(self) -> None:
-        """Raise ValueError for parts that the call would misread; it compares the layers' sizes itself."""
-        dtype, hidden, heads = self.words.dtype, self.words.width, self.spec.heads
+        """Raise ValueError for parts that the call would misread. It compares the sizes of linear layers itself."""
+        dtype, hidden, heads = self.embedding.dtype, self.embedding.width, self.spec.heads
         parts = [self.norm] if self.total is not None else [self.norm, self.head, self.mix]
         for layer in self.layers:
             parts += [*map(_own, layer.linears()), *layer.norms()]
-            width, keys = layer.width, layer.made
+            width, kv_heads = layer.head_dim, layer.own_kv_heads
             sizes: list[tuple[Any, int]] = [(norm, hidden) for norm in layer.outer_norms()]
-            sizes += [(layer.norm_query, heads * width), (layer.norm_key, keys * width)]
+            sizes += [(layer.norm_query, heads * width), (layer.norm_key, kv_heads * width)]
             if (latent := layer.latent) is not None:
-                sizes += [(latent.norm, latent.sizes.rank), (latent.norm_query, latent.sizes.query_rank)]
+                sizes += [(latent.kv_a_norm, latent.sizes.rank), (latent.q_a_norm, latent.sizes.query_rank)]
             for norm, size in sizes:
                 if norm is not None and norm.weight.shape != (size,):
                     raise ValueError(f"a norm of {[*norm.weight.shape]} numbers where {size} are normed")
-            own = layer.norm_qk
-            if own is not None and (own.kinds - heads not in (keys, 2 * keys) or own.width != width):
-                raise ValueError(f"a norm of {[*own.weight.shape]} numbers for heads of {width}")
+            per_head = layer.norm_qk
+            if per_head is not None and (
+                per_head.kinds - heads not in (kv_heads, 2 * kv_heads) or per_head.width != width
+            ):
+                raise ValueError(f"a norm of {[*per_head.weight.shape]} numbers for heads of {width}")
             rotary = None if layer.rotary is None else self.rotaries[layer.rotary]
             if rotary is not None and layer.qkv is not None and rotary.width != width:
                 raise ValueError(f"angles for {rotary.width} numbers of a head of {width}")
-        if self.inputs is not None:
-            parts += [self.inputs.project, self.inputs.norm, self.inputs.table]
-            every, each = self.inputs.table.width, self.inputs.width
-            if every != len(self.layers) * each or self.inputs.norm.weight.shape != (each,):
-                raise ValueError(f"a table of {every} numbers for {len(self.layers)} layers with {each} each")
+        if (table := self.table) is not None:
+            parts += [table.project, table.norm, table.table]
+            if table.table.width != len(self.layers) * table.width or table.norm.weight.shape != (table.width,):
+                raise ValueError(
+                    f"a table of {table.table.width} numbers for {len(self.layers)} layers with {table.width} each"
+                )
         if any(getattr(part, "dtype", None) not in (None, dtype) for part in parts):
             raise ValueError(f"embeddings, layers and norms must all be in {dtype}")
-        outer = [part for layer in self.layers for part in layer.outer_norms()]
-        if any(part.subtracts is not self.norm.subtracts for part in outer):
+        outer = [norm for layer in self.layers for norm in layer.outer_norms()]
+        if any(norm.subtracts is not self.norm.subtracts for norm in outer):
             raise ValueError("layer norms beside RMS norms")
-        if self.norm.weight.numel() != self.words.width:
+        if self.norm.weight.numel() != self.embedding.width:
             raise ValueError("the final norm has other numbers than the hidden state")
 
 
 def _own(linear: Any) -> Any:
-    """The part of a layer that is here."""
+    """This rank's shard of a linear layer."""
     return linear.linear if isinstance(linear, Summed) else linear
 
 
-def _fields(layer: Layer, index: int, rotaries: list[str], share: int, latent: int) -> list[int]:
-    """A ``structs.LayerStruct`` and what goes behind it; ``share`` and ``latent``: where the fields of those parts
-    are."""
+def _fields(layer: Layer, index: int, rotaries: list[str], shared_gate: int, latent: int) -> list[int]:
+    """A ``structs.LayerStruct`` and its linear layers; ``shared_gate`` and ``latent`` are addresses of those fields."""
     norms = {name: getattr(layer, name) for name in NORMS}
     mixture = None if layer.experts is None else layer.experts.compiled
     own = structs.LayerStruct(
@@ -123,16 +124,16 @@ def _fields(layer: Layer, index: int, rotaries: list[str], share: int, latent: i
         rotary=-1 if layer.rotary is None else rotaries.index(layer.rotary),
         window=layer.window or 0,
         experts=0 if mixture is None else mixture.address,
-        numbers=0 if layer.gate is None else layer.gate.pointer,
+        numbers=0 if layer.activation is None else layer.activation.pointer,
         sinks=0 if layer.sinks is None else layer.sinks.data_ptr(),
         gated=layer.gated,
         mixer=layer.mixer.address if isinstance(layer.mixer, KernelMixer) else 0,
         latent=latent,
-        share=share,
-        width=layer.width,
+        share=shared_gate,
+        width=layer.head_dim,
         kv_heads=layer.kv_heads,
-        stores=layer.source is None,
-        source=index if layer.source in (None, OUTSIDE) else layer.source,
+        stores=layer.kv_source is None,
+        source=index if layer.kv_source in (None, OUTSIDE) else layer.kv_source,
         normed=0 if layer.norm_qk is None else layer.norm_qk.kinds,
         scale=structs.number(1.0 if layer.scale is None else float(layer.scale)),
     )
@@ -142,14 +143,14 @@ def _fields(layer: Layer, index: int, rotaries: list[str], share: int, latent: i
 
 
 class PartialSums:
-    """Lets compiled code ask for ``total``."""
+    """Lets compiled code call ``total``, which sums over ranks."""
 
     def __init__(self, total: Callable[[torch.Tensor], torch.Tensor], width: int, dtype: torch.dtype) -> None:
         self.total, self.width, self.dtype = total, width, dtype
         self.error: BaseException | None = None
         """What ended the last call."""
-        whole = weakref.ref(self)  # a cycle would keep other ranks' processes
-        self.call = kernels.SUM(lambda *part: cast("PartialSums", whole())._sum(*part))
+        own = weakref.ref(self)  # a cycle would keep other ranks' processes
+        self.call = kernels.SUM(lambda *arguments: cast("PartialSums", own())._sum(*arguments))
         self.address = ctypes.cast(self.call, ctypes.c_void_p).value or 0
 
     def _sum(self, part: int, wide: int, total: int, rows: int) -> int:
@@ -175,11 +176,11 @@ class Prepared:
     hidden: dict[int, torch.Tensor]
     plan: AttentionPlan
     kept: tuple[Any, ...]
-    """What the arguments point to."""
+    """Everything that the arguments point to."""
     replay: Replay | None = None
-    """Of layers that keep a state."""
+    """Of recurrent layers."""
     experts: array[int] = field(default_factory=lambda: array("q", [0]))
-    """How many were read, those of all layers: once the call has run."""
+    """How many experts were read in all layers, after the call."""
 
 
 class Fused:
@@ -187,63 +188,71 @@ class Fused:
 
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder  # it keeps what the addresses below point to
-        self.dtype = decoder.words.dtype
+        self.dtype = decoder.embedding.dtype
         kind = kernels.dtype_name(self.dtype)
         self.call, self.draft = (getattr(kernels.library(), f"{verb}_{kind}") for verb in ("decode", "draft"))
         decoder.check()
-        words, whole = decoder.words, decoder.total is None
-        self.known, self.hidden = words.count, words.width
+        self.num_ids, self.hidden = decoder.embedding.count, decoder.embedding.width
         self.sums = None if decoder.total is None else PartialSums(decoder.total, self.hidden, self.dtype)
-        head = decoder.head.fields() if whole else structs.NO_LAYER
+        self.keeps_state = any(layer.mixer is not None for layer in decoder.layers)
+        head = decoder.head.fields() if decoder.total is None else structs.NO_LAYER
         self.vocab_size = head.outputs
-        fields = words.fields() if whole else (0, structs.NO_LAYER)
+        inner = max((_own(layer.down).inputs for layer in decoder.layers if layer.down is not None), default=0)
+        inner = inner if decoder.table is None else max(inner, decoder.table.width)
+        self.model = self._model(decoder, head, inner)
+        self.layers = array("q")
+        extras: list[tuple[Any, Any]] = [(layer.shared_gate, layer.latent) for layer in decoder.layers]
+        self.extra_fields = [[part and array("q", part.fields()) for part in parts] for parts in extras]
+        """What each layer's ``share`` and ``latent`` point to."""
+        for index, parts in enumerate(self.extra_fields):
+            at = (fields.buffer_info()[0] if fields else 0 for fields in parts)
+            self.layers.extend(_fields(decoder.layers[index], index, [*decoder.rotaries], *at))
+        self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]
+        self.row = self._workspace_widths(decoder, inner)
+        self._sizes: dict[int, int] = {}
+        """Numbers of the workspace, by rows."""
+        self.all = array("q", range(len(decoder.layers)))
+
+    def _model(self, decoder: Decoder, head: structs.LinearStruct, inner: int) -> array[int]:
+        """A ``structs.ModelStruct`` and what follows it."""
+        embedding, table, spec, of = decoder.embedding, decoder.table, decoder.spec, decoder.spec.architecture
+        fields = embedding.fields() if decoder.total is None else (0, structs.NO_LAYER)
         if fields is None:
             raise ValueError("embeddings that the call cannot read")
         numbers, rows = fields
-        inputs = decoder.inputs
-        inner = max((_own(layer.down).inputs for layer in decoder.layers if layer.down is not None), default=0)
-        inner = inner if inputs is None else max(inner, inputs.width)
-        self.keeps_state = any(layer.mixer is not None for layer in decoder.layers)
-        spec, growth, of = decoder.spec, decoder.spec.growth, decoder.spec.architecture
+        table_numbers, table_rows = (None if table is None else table.table.fields()) or (0, structs.NO_LAYER)
+        scaling = spec.query_scaling
         real = (
-            decoder.norm.eps, spec.scale, spec.softcap or 0, spec.logits_softcap or 0, words.scale,
-            spec.residual_scale, spec.logits_scale, 0 if growth is None else growth.rate,
-            1 if inputs is None else inputs.table.scale,
+            decoder.norm.eps, spec.scale, spec.softcap or 0, spec.logits_softcap or 0, embedding.scale,
+            spec.residual_scale, spec.logits_scale, 0 if scaling is None else scaling.beta,
+            1 if table is None else table.table.scale,
         )  # fmt: skip
-        table, table_rows = (None if inputs is None else inputs.table.fields()) or (0, structs.NO_LAYER)
         model = structs.ModelStruct(
-            spec.heads, self.hidden, inner, len(decoder.layers), self.known, numbers, decoder.norm.pointer,
+            spec.heads, self.hidden, inner, len(decoder.layers), embedding.count, numbers, decoder.norm.pointer,
             len(decoder.rotaries), structs.ACTIVATIONS.index(spec.activation), of.mlp.gated, decoder.norm.subtracts,
-            of.parallel, of.norms.after_rotary, 1 if growth is None else growth.reach,
-            0 if inputs is None else inputs.width, table, 0 if inputs is None else inputs.norm.pointer,
+            of.parallel, of.norms.after_rotary, 1 if scaling is None else scaling.reach,
+            0 if table is None else table.width, table_numbers, 0 if table is None else table.norm.pointer,
             *map(structs.number, real),
         )  # fmt: skip
         mix = structs.NO_LAYER if decoder.mix is None else decoder.mix.fields()
-        project = structs.NO_LAYER if inputs is None else inputs.project.fields()
-        self.model = array("q", (*model, *head, *rows, *mix, *table_rows, *project))
-        self.layers = array("q")
-        shares, latents = ([getattr(layer, part) for layer in decoder.layers] for part in ("share", "latent"))
-        self.beside = [[part and array("q", part.fields()) for part in parts] for parts in zip(shares, latents)]
-        """Of each layer, what its fields point to."""
-        for index, parts in enumerate(self.beside):
-            at = (part.buffer_info()[0] if part else 0 for part in parts)
-            self.layers.extend(_fields(decoder.layers[index], index, [*decoder.rotaries], *at))
-        self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]
-        enters = [part for layer in decoder.layers for part in (layer.qkv, layer.enter) if part is not None]
-        attended = max((_own(layer.out).inputs for layer in decoder.layers if layer.out is not None), default=0)
-        mixed = max((layer.leave.inputs for layer in decoder.layers if layer.leave is not None), default=0)
-        read = max([self.hidden if decoder.mix is None else 2 * self.hidden, *(part.inputs for part in enters)])
-        made = max((part.outputs for part in enters), default=0)
-        within = max((latent.sizes.needed(spec.heads) for latent in latents if latent is not None), default=0)
-        embedded = 0 if inputs is None else inputs.table.width
-        self.row = self.hidden, read, made, attended, mixed, within, 2 * inner, inner, embedded
+        project = structs.NO_LAYER if table is None else table.project.fields()
+        return array("q", (*model, *head, *rows, *mix, *table_rows, *project))
+
+    def _workspace_widths(self, decoder: Decoder, inner: int) -> tuple[int, ...]:
         """Numbers per row of every piece of the workspace."""
-        self._sizes: dict[int, int] = {}
-        """Numbers of all pieces together, by rows."""
-        self.all = array("q", range(len(decoder.layers)))
+        layers, table = decoder.layers, decoder.table
+        first = [part for layer in layers for part in (layer.qkv, layer.mixer_in) if part is not None]
+        inputs = max([self.hidden if decoder.mix is None else 2 * self.hidden, *(part.inputs for part in first)])
+        outputs = max((part.outputs for part in first), default=0)
+        attended = max((_own(layer.out).inputs for layer in layers if layer.out is not None), default=0)
+        mixed = max((layer.mixer_out.inputs for layer in layers if layer.mixer_out is not None), default=0)
+        latents = [layer.latent.sizes for layer in layers if layer.latent is not None]
+        latent = max((sizes.workspace(decoder.spec.heads) for sizes in latents), default=0)
+        per_layer = 0 if table is None else table.table.width
+        return self.hidden, inputs, outputs, attended, mixed, latent, 2 * inner, inner, per_layer
 
     def __call__(self, batch: Batch, attention: KernelAttention, given: torch.Tensor | None = None) -> Output:
-        """Logits and hidden states as ``Model.forward``; ``given`` [rows, hidden]: the first layer's input. Raises
+        """Logits and hidden states as ``Model.forward``; ``given`` [rows, hidden] is the first layer's input. Raises
         IndexError for a token without an embedding."""
         call = self.prepare(batch, attention, given)
         self.call(*self.addresses, call.address)
@@ -255,8 +264,12 @@ class Fused:
     def through(
         self, batch: Batch, attention: KernelAttention, plan: AttentionPlan, x: torch.Tensor
     ) -> dict[int, torch.Tensor]:
-        """The batch's layers of one rank: hidden states as ``Output.hidden``, and under ``RAW`` the output of the rows
-        whose logits are wanted, or of all where the normed one is asked for too. Raises what ``total`` raises."""
+        """Run the batch's layers of one rank. Raises what ``total`` raises.
+
+        Returns:
+            Hidden states as ``Output.hidden``, and under ``RAW`` the last layer's output: of all rows if the normed one
+            is asked for too, otherwise of the rows with logits.
+        """
         assert self.sums is not None
         call = self.prepare(batch, attention, x, plan=plan)
         self.sums.error = None
@@ -278,24 +291,30 @@ class Fused:
         wide: int = 0,
         plan: AttentionPlan | None = None,
     ) -> Prepared:
-        """A call's arguments; positions up to ``ahead`` behind the batch's have angles too, and calls that follow have
-        at most ``wide`` rows, all with logits. ``plan``: what attention's ``begin`` returned, if it has been called."""
+        """A call's arguments.
+
+        Args:
+            given: the first layer's input [rows, hidden]; None: embeddings.
+            ahead: positions after the batch's that get rotary angles too, for calls that follow.
+            wide: the most rows of those calls, which all have logits.
+            plan: what attention's ``begin`` returned, if it has been called.
+        """
         pool = attention.pool
         if pool.dtype is not self.dtype or len(pool.keys) < len(self.decoder.layers):
             raise ValueError(f"a cache of {len(pool.keys)} layers in {pool.dtype} for {self.dtype} layers")
         plan = attention.begin(batch) if plan is None else plan
         rows, requested = batch.num_rows, batch.num_logits
-        given = self._given(batch) if given is None else self._fitting(given, rows)
+        given = self._embeds(batch) if given is None else self._checked(given, rows)
         tables, positions = self._angles(batch, ahead)
         angles = array("q", (table.data_ptr() for table in tables))
         which = self.all if batch.layers is None else array("q", batch.layers)
         hidden, keep = self._keep(batch, which)
-        wanted = max(requested, wide)
-        logits, workspace = torch.empty(wanted, self.vocab_size), self._workspace(max(rows, wide), wanted)
+        scored = max(requested, wide)
+        logits, workspace = torch.empty(scored, self.vocab_size), self._workspace(max(rows, wide), scored)
         ids = self._ids(batch)
         if len(positions) != rows or len(ids) != rows:
             raise ValueError(f"{len(ids)} tokens and {len(positions)} positions for {rows} rows")
-        out = array("q", _wanted(batch) if 0 < requested < rows else ())
+        out = array("q", _logit_rows(batch) if 0 < requested < rows else ())
         lists = (ids, positions, which, keep, out, angles)
         at = [numbers.buffer_info()[0] for numbers in lists]
         sides, entries = attention.sides()
@@ -314,14 +333,15 @@ class Fused:
         return Prepared(call.buffer_info()[0], logits, hidden, plan, kept, replay, read)
 
     def _states(self, batch: Batch, attention: KernelAttention) -> tuple[Replay, CompiledReplay, array[int]]:
-        """What to run, and where every layer's state is. Raises ValueError for states that are not these layers'."""
+        """How to replay states, for the cache and for the kernel, and the addresses of every layer's state. Raises
+        ValueError for states that are not these layers'."""
         states, layers = attention.states, self.decoder.layers
         if states is None or any((a is None) != (b.mixer is None) for a, b in zip(states.layers, layers, strict=True)):
             raise ValueError("the cache's states are not those of these layers")
         replay = states.plan(batch)
         return replay, lay_out(replay, states, batch.num_rows), addresses(states)
 
-    def _fitting(self, given: torch.Tensor, rows: int) -> torch.Tensor:
+    def _checked(self, given: torch.Tensor, rows: int) -> torch.Tensor:
         if given.shape != (rows, self.hidden) or given.dtype is not self.dtype or not given.is_cpu:
             raise ValueError(
                 f"input rows {given.dtype} {[*given.shape]} on {given.device} for {rows} rows of {self.hidden} numbers "
@@ -330,18 +350,18 @@ class Fused:
         return given.contiguous()
 
     def _ids(self, batch: Batch) -> array[int]:
-        """The call checks nothing."""
+        """Token ids. They are checked here: the kernel does not."""
         ids = array("q", [token for span in batch.spans for token in span.tokens])
         least, most = min(ids), max(ids)
-        if least < 0 or most >= self.known:
-            raise IndexError(f"tokens must be from 0 to {self.known - 1}, not {least if least < 0 else most}")
+        if least < 0 or most >= self.num_ids:
+            raise IndexError(f"tokens must be from 0 to {self.num_ids - 1}, not {least if least < 0 else most}")
         return ids
 
-    def _given(self, batch: Batch) -> torch.Tensor | None:
-        """Input rows that are not all embeddings of tokens."""
+    def _embeds(self, batch: Batch) -> torch.Tensor | None:
+        """Input rows; None if all are embeddings of tokens."""
         if batch.embeds is None:
             return None
-        x = self.decoder.words(batch.input_ids)
+        x = self.decoder.embedding(batch.input_ids)
         x[batch.embed_rows] = batch.embeds.to(x.dtype)
         return x
 
@@ -353,8 +373,8 @@ class Fused:
         return [rotary.table(size) for rotary in self.decoder.rotaries.values()], positions
 
     def _keep(self, batch: Batch, which: Sequence[int]) -> tuple[dict[int, torch.Tensor], array[int]]:
-        """Room for the hidden states that the batch asked for, and where each layer's input and the output go. The
-        raw output has the rows alone whose logits are wanted, unless the normed one is asked for too."""
+        """Tensors for the hidden states that the batch asks for, and the addresses where each layer's input and the
+        outputs go. The raw output has the rows with logits alone, unless the normed one is asked for too."""
         asked = batch.hidden if self.sums is None else (*batch.hidden, RAW)
         if not asked:
             return {}, array("q", bytes(8 * (len(which) + 2)))
@@ -373,7 +393,7 @@ class Fused:
         return torch.empty(numbers + requested * self.vocab_size, dtype=self.dtype)
 
 
-def _wanted(batch: Batch) -> list[int]:
+def _logit_rows(batch: Batch) -> list[int]:
     rows = [offset + row for span, offset in zip(batch.spans, batch.offsets) for row in span.logits]
     if any(after <= before for before, after in pairwise(rows)):
         raise ValueError("the rows of a span whose logits are wanted must ascend")

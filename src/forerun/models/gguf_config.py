@@ -118,7 +118,7 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         "num_key_value_heads": _kv_heads(keys, heads),
         "head_dim": width,
         "max_position_embeddings": keys.whole("context_length"),
-        result.norms.eps: _epsilon(keys, centred=result.norms.centred),
+        result.norms.eps: _epsilon(keys, centred=result.norms.layer_norm),
         "vocab_size": vocabulary,
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "dtype": _dtype(file),
@@ -169,7 +169,7 @@ def _biases(keys: Keys) -> dict[str, bool]:
     """The config keys that say whether projections have biases."""
     of = keys.of
     parts = (
-        (of.attention.bias, of.latent.down if of.latent is not None else of.attention.qkv[0]),
+        (of.attention.bias, of.latent.kv_a if of.latent is not None else of.attention.qkv[0]),
         (of.attention.out_bias, of.attention.out),
         (of.mlp.bias, of.mlp.down),
     )
@@ -315,7 +315,7 @@ def _recurrence(keys: Keys) -> dict[str, Any]:
         raise keys.error(f"has {inner} numbers in {heads} heads of {what}")
     parts = {
         mixer.conv_bias: "ssm_conv1d.bias", mixer.bias: "ssm_in.bias", mixer.out_bias: "ssm_out.bias",
-        mixer.normed: "ssm_norm.weight",
+        mixer.has_norm: "ssm_norm.weight",
     }  # fmt: skip
     return {
         mixer.heads: heads, mixer.value_dim: inner // heads, mixer.groups: keys.whole("ssm.group_count"),
@@ -353,7 +353,7 @@ def _mixed(keys: Keys) -> list[str]:
         given = [bool((index + 1) % period) for index in range(keys.layers)]
     if not isinstance(given, list) or len(given) < keys.layers:
         raise keys.error(f"has {keys.layers} layers, but does not say of each whether it keeps a state")
-    return [keys.of.mixer.layers if recurrent else FULL for recurrent in given[: keys.layers]]
+    return [keys.of.mixer.layer_type if recurrent else FULL for recurrent in given[: keys.layers]]
 
 
 def _windows(keys: Keys) -> dict[str, Any]:
@@ -370,19 +370,19 @@ def _experts(keys: Keys, of: Architecture) -> dict[str, Any]:
     held = {tensor.shape[0] for name, tensor in keys.file.tensors.items() if name.endswith(ROUTER)}
     if held - {experts}:
         raise keys.error(f"has {experts} experts by its metadata, and {max(held)} by its tensors")
-    result: dict[str, Any] = {names.count: experts, names.chosen: keys.whole("expert_used_count")}
+    result: dict[str, Any] = {names.count: experts, names.top_k: keys.whole("expert_used_count")}
     if names.width != "intermediate_size":
         result[names.width] = keys.whole("expert_feed_forward_length")
     if names.factor is not None:
         result[names.factor] = keys.positive("expert_weights_scale", 1.0)
-    if names.dense is not None:
+    if names.first_dense is not None:
         dense = keys.get("leading_dense_block_count")
-        result[names.dense] = 0 if dense == 0 else keys.whole("leading_dense_block_count")
+        result[names.first_dense] = 0 if dense == 0 else keys.whole("leading_dense_block_count")
     if names.groups is not None:
         counts = keys.get("expert_group_count") or 1, keys.whole("expert_group_used_count", 1)
         result |= zip(names.groups, counts)
-    if names.shared is not None and names.shared.times is not None:
-        result[names.shared.times] = keys.whole("expert_shared_count")
+    if names.shared is not None and names.shared.width_factor is not None:
+        result[names.shared.width_factor] = keys.whole("expert_shared_count")
     elif names.shared is not None:
         result[names.shared.width] = keys.whole("expert_shared_feed_forward_length")
     return result
@@ -394,7 +394,7 @@ def _rope(keys: Keys, width: int) -> dict[str, Any]:
     result: dict[str, Any] = {"rope_type": "default", "rope_theta": keys.positive("rope.freq_base", 10000.0)}
     rotated = keys.whole("rope.dimension_count", width)
     if rotated != width:
-        if not keys.of.attention.partial or rotated > width or rotated % 2:
+        if not keys.of.attention.partial_rotary or rotated > width or rotated % 2:
             raise keys.error(f"has heads of {width} numbers, but {keys.held('rope.dimension_count')}")
         result["partial_rotary_factor"] = rotated / width
     kind, factor = keys.get("rope.scaling.type") or "linear", 1.0

@@ -398,4 +398,4 @@ def read_weights(file: GGUFFile, config: Any, dtype: torch.dtype) -> Mapping[str
     if getattr(config, TILED_HEADS, False) or ARCHITECTURES[config.model_type].latent is not None:
         raise ModelError(f"{file.path} has its heads in an order of its own, which only the native path computes with")
     weights = GGUFWeights(file, config)
-    return {name: weights.values(name)[:].to(dtype) for name in (*weights.tensors, *weights.listed)}
+    return {name: weights.values(name)[:].to(dtype) for name in (*weights.parts, *weights.lists)}

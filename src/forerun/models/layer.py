@@ -1,10 +1,10 @@
-"""One decoder layer's parts, and how they are made as an architecture's description says."""
+"""A decoder layer's parts, and how a description and a checkpoint's weights become one."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
@@ -13,20 +13,19 @@ import torch.nn.functional as F
 
 from forerun.kernels import structs
 from forerun.models import recurrent
-from forerun.models.architectures.description import Mixer as Description
 from forerun.models.architectures.description import Name, ShortConvSpec
-from forerun.models.architectures.spec import ALL, LatentSpec, Spec
-from forerun.models.experts import Choice, Expert, Experts
+from forerun.models.architectures.spec import ALL, LatentSpec, LayerSpec, Spec
+from forerun.models.experts import Expert, Experts
 from forerun.models.formats.base import Linear
 from forerun.models.formats.compiled import Compiled
-from forerun.models.layout import Maker, Words
+from forerun.models.layout import Embedding, Maker, Order
 from forerun.models.parts import Function, KernelEach, KernelNorm, make_norm
 from forerun.models.ranks.team import OverAll, Summed, Team
 from forerun.models.rotary import Rotary
 
 
-class Heads:
-    """A layer for each head: in one call, where they have kernels."""
+class PerHead:
+    """A linear layer for each head; one call for all of them, if they have kernels."""
 
     def __init__(self, layers: Sequence[Linear], dtype: torch.dtype) -> None:
         self.layers = tuple(layers)
@@ -34,7 +33,7 @@ class Heads:
         self.compiled = KernelEach(own, dtype) if len(own) == len(layers) else None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, outputs] of [rows, heads, inputs]."""
+        """Outputs [rows, heads, outputs] of x [rows, heads, inputs]."""
         if self.compiled is not None:
             return self.compiled(x)
         return torch.stack([layer(part) for layer, part in zip(self.layers, x.transpose(0, 1).contiguous())], 1)
@@ -42,394 +41,396 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """Multi-head latent attention in its absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1): what is between a
-    layer's first projection, the cache and its last projection.
+    """Multi-head latent attention in its absorbed form (DeepSeek-V2, arXiv 2405.04434, section 2.1): what happens
+    between a layer's first projection, attention and its output projection.
 
-    A token's entry in the cache is its latent and one turned key for all heads. A head's projection of latents to keys
-    is applied to its queries instead (``keys``), and that to values to what attention makes of latents, so that
-    attention is one with a single key-value head. Every number of rows takes this way: a row has the same bits in a
-    prompt and in a round. ``up`` and ``norm_query`` are None where queries have no latent.
+    A token's cache entry is its latent and one rotated key for all heads. A head's ``k_b`` is applied to its queries
+    instead of to latents, and its ``v_b`` to attention's output, so that attention has a single key-value head. Prompts
+    and rounds both do it this way, so that a row has the same bits in either. ``q_b`` and ``q_a_norm`` are None where
+    queries have no latent.
     """
 
     sizes: LatentSpec
-    up: Linear | None
-    norm_query: Any
-    norm: Any
-    keys: Heads
-    values: Heads
+    q_b: Linear | None
+    q_a_norm: Any
+    kv_a_norm: Any
+    k_b: PerHead
+    v_b: PerHead
 
     def linears(self) -> Iterator[Linear]:
-        yield from () if self.up is None else (self.up,)
-        yield from (*self.keys.layers, *self.values.layers)
+        yield from () if self.q_b is None else (self.q_b,)
+        yield from (*self.k_b.layers, *self.v_b.layers)
 
     def norms(self) -> Iterator[Any]:
-        yield from () if self.norm_query is None else (self.norm_query,)
-        yield self.norm
+        yield from () if self.q_a_norm is None else (self.q_a_norm,)
+        yield self.kv_a_norm
 
     def fields(self) -> array[int] | None:
-        """What a compiled decoder reads, which this must outlive; None where some part has no kernel."""
-        sizes, keys, values, up = self.sizes, self.keys.compiled, self.values.compiled, self.up
-        if keys is None or values is None or not all(isinstance(norm, KernelNorm) for norm in self.norms()):
+        """The fields that a compiled decoder reads, which this object must outlive; None if a part has no kernel."""
+        sizes, k_b, v_b, q_b = self.sizes, self.k_b.compiled, self.v_b.compiled, self.q_b
+        if k_b is None or v_b is None or not all(isinstance(norm, KernelNorm) for norm in self.norms()):
             return None
-        if not isinstance(up, (Compiled, NoneType)):
+        if not isinstance(q_b, (Compiled, NoneType)):
             return None
-        asked = 0 if self.norm_query is None else self.norm_query.pointer
         own = structs.LatentStruct(
-            sizes.rank, sizes.query_rank, sizes.plain, sizes.turned, sizes.value, asked, self.norm.pointer,
-            structs.number(self.norm.eps), keys.address, values.address,
+            sizes.rank, sizes.query_rank, sizes.nope_dim, sizes.rope_dim, sizes.value_dim,
+            0 if self.q_a_norm is None else self.q_a_norm.pointer, self.kv_a_norm.pointer,
+            structs.number(self.kv_a_norm.eps), k_b.address, v_b.address,
         )  # fmt: skip
-        return array("q", (*own, *(structs.NO_LAYER if up is None else up.fields())))
+        return array("q", (*own, *(structs.NO_LAYER if q_b is None else q_b.fields())))
 
-    def ask(self, made: torch.Tensor, count: int, turn: Function) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [count, heads, entry] and entries [count, 1, entry] of the first ``count`` rows of ``made``, the
-        layer's first projection; ``turn`` turns heads [count, heads, turned] by their position."""
-        sizes, heads = self.sizes, len(self.keys.layers)
-        first = sizes.query_rank or heads * sizes.query
-        query, latent, key = made.split_with_sizes((first, sizes.rank, sizes.turned), 1)
-        if self.up is not None:
-            query = self.up(self.norm_query(query))
-        plain, turned = query.view(-1, heads, sizes.query).split_with_sizes((sizes.plain, sizes.turned), 2)
-        absorbed = self.keys(plain)[:count]
-        turned, key = turn(turned[:count].contiguous()), turn(key[:count].contiguous()[:, None])
-        entry = torch.cat([self.norm(latent)[:count, None], key], 2)
-        return torch.cat([absorbed, turned], 2), entry
+    def project(self, first: torch.Tensor, count: int, rotate: Function) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and cache entries of the first ``count`` rows.
 
-    def answer(self, out: torch.Tensor) -> torch.Tensor:
-        """[rows, heads * value] of what attention made of latents, [rows, heads * rank]."""
-        return self.values(out.view(-1, len(self.values.layers), self.sizes.rank)).flatten(1)
+        Args:
+            first: outputs of the layer's first projection.
+            rotate: applies the rotary embedding to [count, heads, rope_dim].
+
+        Returns:
+            Queries [count, heads, rank + rope_dim] and entries [count, 1, rank + rope_dim].
+        """
+        sizes, heads = self.sizes, len(self.k_b.layers)
+        query_inputs = sizes.query_rank or heads * sizes.query_dim
+        query, latent, key = first.split_with_sizes((query_inputs, sizes.rank, sizes.rope_dim), 1)
+        if self.q_b is not None:
+            query = self.q_b(self.q_a_norm(query))
+        nope, rope = query.view(-1, heads, sizes.query_dim).split_with_sizes((sizes.nope_dim, sizes.rope_dim), 2)
+        absorbed = self.k_b(nope)[:count]
+        rope, key = rotate(rope[:count].contiguous()), rotate(key[:count].contiguous()[:, None])
+        entry = torch.cat([self.kv_a_norm(latent)[:count, None], key], 2)
+        return torch.cat([absorbed, rope], 2), entry
+
+    def output(self, attended: torch.Tensor) -> torch.Tensor:
+        """Head outputs [rows, heads * value_dim] of attention's outputs [rows, heads * rank]."""
+        return self.v_b(attended.view(-1, len(self.v_b.layers), self.sizes.rank)).flatten(1)
 
 
-LINEARS = ("qkv", "out", "enter", "leave", "gate_up", "down", "to_inputs", "from_inputs")
-"""Parts of a layer, in the order in which their fields follow a ``structs.LayerStruct``."""
+LINEARS = ("qkv", "out", "mixer_in", "mixer_out", "gate_up", "down", "per_layer_gate", "per_layer_out")
+"""A layer's projections, in the order in which their fields follow a ``structs.LayerStruct``."""
 OUTER_NORMS = (
     "norm_attention", "norm_mlp", "norm_token", "after_attention", "after_mlp", "after_inputs", "norm_experts",
     "after_experts", "after_beside", "norm_router",
 )  # fmt: skip
-"""Of rows of the hidden size."""
+"""Norms of rows of the hidden size."""
 NORMS = (*OUTER_NORMS, "norm_qk", "norm_query", "norm_key")
-"""Names of ``structs.LayerStruct``, too."""
+"""A layer's norms, by the names of ``structs.LayerStruct``."""
 
 
 @dataclass(slots=True)
 class LayerTable:
-    """What all layers' per-layer embeddings are made of: rows of ``table`` [tokens, layers x width], and a normed
-    projection of the embedding."""
+    """The per-layer embeddings of all layers: rows of ``table`` [tokens, layers * width], added to a normed projection
+    of the token's embedding."""
 
-    table: Words
+    table: Embedding
     project: Any
     norm: Any
     width: int
 
     def __call__(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """[rows, layers, width] of rows x of the embedding, and those of the table."""
-        made = self.project(x) * x.shape[-1] ** -0.5
-        made = self.norm(made.unflatten(1, (-1, self.width)))
-        result: torch.Tensor = (made + rows.view(made.shape)) * 2**-0.5
+        """Per-layer embeddings [rows, layers, width] of embeddings x and of ``rows`` of the table."""
+        projected = self.project(x) * x.shape[-1] ** -0.5
+        projected = self.norm(projected.unflatten(1, (-1, self.width)))
+        result: torch.Tensor = (projected + rows.view(projected.shape)) * 2**-0.5
         return result
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Layer:
-    """One decoder layer's weights; None: there is no such part. Attention and mixer read the same input.
-    ``norm_token``: its attention reads [normed embedding of the token, normed input] (EAGLE-3, arXiv 2503.01840)."""
+    """One decoder layer. A part that is None does not exist in this layer."""
 
-    qkv: Any
-    out: Any
-    gate_up: Any
-    down: Any
-    norm_attention: Any
-    norm_mlp: Any
-    norm_qk: Any = None
-    """Of every head of queries and keys."""
+    norm_attention: Any = None
+    """Before attention and mixer."""
     norm_token: Any = None
-    window: int | None = None
+    """Attention reads [normed token embedding, normed input] (EAGLE-3, arXiv 2503.01840)."""
+    qkv: Any = None
+    """Queries, keys and values, and after them the gate if ``gated``."""
+    out: Any = None
+    latent: LatentHeads | None = None
+    """Makes queries and cache entries of the outputs of ``qkv``."""
+    norm_qk: Any = None
+    """Of each head of queries and keys (and values)."""
     norm_query: Any = None
     """Of all heads of queries together, as ``norm_key`` of keys."""
     norm_key: Any = None
     after_attention: Any = None
-    """A norm of what attention adds, as ``after_mlp``."""
+    """A norm of attention's output before it is added to the residual; ``after_mlp`` is the MLP's."""
+    mixer: recurrent.Mixer | None = None
+    """A mixer with state, in place of attention or beside it."""
+    mixer_in: Any = None
+    mixer_out: Any = None
+    norm_mlp: Any = None
+    gate_up: Any = None
+    activation: Any = None
+    """Between ``gate_up`` and ``down``; None in a draft head, whose decoder has it."""
+    down: Any = None
     after_mlp: Any = None
     experts: Experts | None = None
-    """In place of ``gate_up`` and ``down``, or beside them."""
-    share: Any = None
-    """Of a row, one number: its sigmoid multiplies what ``down`` makes beside experts."""
+    """In place of the MLP, or beside it."""
+    shared_gate: Any = None
+    """A projection to one number, whose sigmoid multiplies the output of the MLP beside experts."""
     norm_experts: Any = None
-    """Where experts and the MLP beside them have norms of their own (``description.ApartSpec``): of what experts read,
-    of what the router reads, of what experts make and of what the MLP makes."""
+    """The four norms of ``description.ExpertNorms``: of the experts' and the router's inputs, and of the experts' and
+    the MLP's outputs."""
     norm_router: Any = None
     after_experts: Any = None
     after_beside: Any = None
+    per_layer_gate: Any = None
+    """The layer's part of ``description.PerLayerEmbeddings``: ``gate``, ``out`` and ``after``."""
+    per_layer_out: Any = None
+    after_inputs: Any = None
+    scale: torch.Tensor | None = None
+    """Multiplies the layer's output."""
+
     rotary: str | None = ALL
-    """Which of the model's tables turns queries and keys; None: none does."""
+    """The name of the rotary table; None: no rotary embedding."""
+    window: int | None = None
     gated: bool = False
-    """``qkv`` makes a gate of the attention's output behind the values."""
-    mixer: recurrent.Mixer | None = None
-    """In the place of attention, or beside it."""
-    enter: Any = None
-    """Makes the mixer's inputs."""
-    leave: Any = None
-    """Reads its outputs."""
-    latent: LatentHeads | None = None
-    """Makes queries and entries of what ``qkv`` makes."""
-    gate: Any = None
-    """Between ``gate_up`` and ``down``; None in a head, whose decoder has it."""
     sinks: torch.Tensor | None = None
     """[heads] float32, as in ``attention.base.Query``."""
     kv_heads: int = 0
-    """Of the keys and values that it reads."""
-    width: int = 0
-    """Of a head; 0: the model's."""
-    source: int | None = None
+    """Of the keys and values that attention reads."""
+    head_dim: int = 0
+    """0: the model's."""
+    kv_source: int | None = None
     """The layer whose keys and values are read; None: its own."""
-    to_inputs: Any = None
-    """How it reads its per-layer embedding (``description.LayerInputs``): the projection to it and that from it, and
-    the norm of what that makes."""
-    from_inputs: Any = None
-    after_inputs: Any = None
-    scale: torch.Tensor | None = None
-    """What the output is multiplied by."""
 
     @property
-    def made(self) -> int:
+    def own_kv_heads(self) -> int:
         """Key-value heads that ``qkv`` makes."""
-        return self.kv_heads if self.source is None else 0
+        return self.kv_heads if self.kv_source is None else 0
 
     def linears(self) -> Iterator[Any]:
-        yield from self._held(*LINEARS, "share")
+        yield from self._parts(*LINEARS, "shared_gate")
         for part in (self.latent, self.experts):
             yield from () if part is None else part.linears()
 
     def norms(self) -> Iterator[Any]:
-        yield from self._held(*NORMS)
+        yield from self._parts(*NORMS)
         inside = self.mixer or self.latent
         yield from () if inside is None else inside.norms()
 
     def outer_norms(self) -> Iterator[Any]:
-        """Of rows of the hidden size."""
-        return self._held(*OUTER_NORMS)
+        """Norms of rows of the hidden size."""
+        return self._parts(*OUTER_NORMS)
 
-    def _held(self, *names: str) -> Iterator[Any]:
+    def _parts(self, *names: str) -> Iterator[Any]:
         return (part for name in names if (part := getattr(self, name)) is not None)
 
 
 @dataclass(slots=True)
 class Builder:
-    """Makes layers and norms; ``gate`` makes what MLPs and experts have between their layers, of its numbers."""
+    """Makes layers and norms of what ``maker`` loads; with ``kernels``, of our own kernels."""
 
     spec: Spec
     maker: Maker
     rotaries: Mapping[str, Rotary]
-    gate: Callable[..., Any]
+    activation: Callable[..., Any]
+    """Makes the activation of MLPs and experts, of its parameters if it has some."""
     kernels: bool
     team: Team | None
+    prefix: str = field(default="", init=False)
+    """The name of the layer in the making."""
 
     def norm(self, name: str) -> Any:
-        """Of rows of the hidden size."""
+        """A norm of rows of the hidden size."""
         norms = self.spec.architecture.norms
         bias = self.maker.numbers(f"{name}.bias") if norms.bias else None
-        return self._norm(self._numbers(name), centred=norms.centred, bias=bias)
-
-    def _norm(self, weight: torch.Tensor, eps: float | None = None, **how: Any) -> Any:
-        return make_norm(weight, eps or self.spec.eps, self.maker.dtype, kernels=self.kernels, **how)
-
-    def _numbers(self, name: str) -> torch.Tensor:
-        result, plus = self.maker.numbers(f"{name}.weight"), self.spec.architecture.norms.plus
-        return result.float() + plus if plus else result
+        return self._norm(self._norm_weight(name), layer_norm=norms.layer_norm, bias=bias)
 
     def layer(self, index: int) -> Layer:
-        architecture, spec, sized = self.spec.architecture, self.spec.layers[index], self.spec.at(index)
-        rotary = self.rotaries[spec.rotary or self.spec.rotaries[0]]
-        prefix = f"{architecture.layers.checkpoint}.{index}"
-        norms, attention = architecture.norms, architecture.attention
-
-        def at(name: Name) -> str:
-            return f"{prefix}.{name.checkpoint}"
-
-        def norm(name: Name | None) -> Any:
-            return None if name is None else self.norm(at(name))
-
-        def linear(*names: Name) -> Linear:
-            return self.maker.linear(*map(at, names))
-
-        mixer = architecture.mixer if spec.mixer else None
-        mixes, changes = spec.attention or spec.mixer, spec.mlp or spec.experts > 0
-        share = architecture.experts.gate if architecture.experts is not None and spec.experts and spec.mlp else None
-        names = [at(name) for name in attention.qkv]
-        if spec.source is not None:
-            names = names[:1]
-        elif spec.twice:
-            names = [names[0], names[1], names[1]]
-        mlp = self.spec.mlp(spec)
-        qkv: Linear | None = None
-        latent: LatentHeads | None = None
-        if self.spec.latent is not None:
-            qkv, latent = self._latent(at, rotary)
-        elif spec.attention:
-            qkv = self._projections(names, sized, rotary)
+        architecture, spec, sizes = self.spec.architecture, self.spec.layers[index], self.spec.at(index)
+        self.prefix = f"{architecture.layers.checkpoint}.{index}"
+        norms = architecture.norms
         layer = Layer(
-            qkv=qkv,
-            out=self._summed(linear(attention.out)) if spec.attention else None,
-            enter=None if mixer is None else self._mixer_inputs(mixer, at),
-            leave=None if mixer is None else self._summed(linear(mixer.out)),
-            gate_up=linear(*mlp.gate_up) if spec.mlp else None,
-            down=self._summed(linear(mlp.down)) if spec.mlp else None,
-            norm_attention=norm(norms.before_attention) if mixes else None,
-            norm_mlp=norm(norms.before_mlp) if changes else None,
-            window=spec.window,
-            after_attention=norm(norms.after_attention),
-            after_mlp=norm(norms.after_mlp),
-            experts=self._experts(prefix, spec.experts) if spec.experts else None,
-            share=None if share is None else self.maker.router(at(share)),
+            norm_attention=self._outer_norm(norms.before_attention) if spec.attention or spec.mixer else None,
+            after_attention=self._outer_norm(norms.after_attention),
+            norm_mlp=self._outer_norm(norms.before_mlp) if spec.mlp or spec.experts else None,
+            after_mlp=self._outer_norm(norms.after_mlp),
             rotary=spec.rotary,
-            gate=self._gate(prefix) if spec.mlp else None,
-            sinks=None if attention.sinks is None else self.maker.numbers(at(attention.sinks)).float(),
-            gated=attention.gated and spec.attention,
-            mixer=None if mixer is None else self._mixer(mixer, at, index),
-            latent=latent,
+            window=spec.window,
             kv_heads=self.spec.kv_heads if spec.heads is None else spec.heads[0],
-            width=sized.width,
-            source=spec.source,
-            scale=None if architecture.layer_scale is None else self.maker.number(at(architecture.layer_scale)),
+            head_dim=sizes.head_dim,
+            kv_source=spec.kv_source,
         )
-        if self.spec.inputs and (own := architecture.inputs) is not None:
-            layer.to_inputs, layer.from_inputs = linear(own.gate), linear(own.out)
-            layer.after_inputs = norm(own.after)
-        if spec.experts and architecture.experts is not None and (apart := architecture.experts.apart) is not None:
-            scale = self.maker.numbers(at(apart.scale)).float() * self.spec.hidden**-0.5
-            layer.norm_experts, layer.norm_router = norm(apart.before), self._norm(scale)
-            layer.after_experts, layer.after_beside = norm(apart.after), norm(apart.mlp)
-        if spec.attention and norms.query is not None and norms.key is not None:
-            query = self._numbers(at(norms.query))
-            key = query if spec.source is not None else self._numbers(at(norms.key))
-            self._norm_heads(layer, query, key, rotary)
+        if spec.attention:
+            self._add_attention(layer, spec, sizes)
+        if spec.mixer:
+            self._add_mixer(layer, index)
+        if spec.mlp:
+            mlp = self.spec.mlp(spec)
+            layer.gate_up, layer.down = self._linear(*mlp.gate_up), self._summed(self._linear(mlp.down))
+            params = [self.maker.number(self._at(name)) for name in architecture.mlp.activation_params]
+            layer.activation = self.activation(_xielu(params)) if params else self.activation()
+        if spec.experts:
+            self._add_experts(layer, spec)
+        if self.spec.per_layer_width and (names := architecture.per_layer) is not None:
+            layer.per_layer_gate, layer.per_layer_out = self._linear(names.gate), self._linear(names.out)
+            layer.after_inputs = self._outer_norm(names.after)
+        if architecture.layer_scale is not None:
+            layer.scale = self.maker.number(self._at(architecture.layer_scale))
         return layer
 
-    def _mixer_inputs(self, names: Description, at: Callable[[Name], str]) -> Linear:
-        """The projection that makes a row's record, and the gate behind it."""
-        if isinstance(names, ShortConvSpec):
-            return self.maker.linear(at(names.inputs))
-        if names.kind == "delta":
-            qkv, gate, beta, decay = map(at, names.inputs)
-            return self.maker.linear(qkv, beta, decay, gate)
-        assert self.spec.mixer is not None
-        inner = self.spec.mixer.inner
-        return self.maker.linear(at(names.inputs[0]), order=[lambda rows: torch.cat([rows[inner:], rows[:inner]])])
+    def _at(self, name: Name) -> str:
+        return f"{self.prefix}.{name.checkpoint}"
 
-    def _mixer(self, names: Description, at: Callable[[Name], str], index: int) -> recurrent.Mixer:
-        """Of layer ``index``."""
-        sizes, maker = self.spec.mixer, self.maker
-        assert sizes is not None
-        bias = maker.numbers(f"{at(names.conv)}.bias") if sizes.conv_biased else None
-        conv = recurrent.Convolution(maker.numbers(f"{at(names.conv)}.weight"), bias)
-        if isinstance(names, ShortConvSpec):
-            short = recurrent.ShortConv(index, conv, maker.dtype)
-            return recurrent.KernelMixer(short) if self.kernels else short
-        norm: Any = None
-        if sizes.normed:
-            weight = maker.numbers(f"{at(names.norm)}.weight")
-            norm = self._norm(weight if names.skip is None or sizes.groups == 1 else weight.view(sizes.groups, -1))
-        decay, step = (maker.numbers(at(name)).float() for name in (names.decay, names.step))
-        skip = None if names.skip is None else maker.numbers(at(names.skip)).float()
-        team = self.team if sizes.norm_over_all else None
-        parts = index, sizes, conv, norm if team is None else None, maker.dtype, -torch.exp(decay), step
-        made = recurrent.DeltaNet(*parts) if skip is None else recurrent.Mamba2(*parts, skip)
-        mixer = recurrent.KernelMixer(made) if self.kernels else made
-        return mixer if team is None else recurrent.NormedMixer(mixer, OverAll(norm, team))
+    def _linear(self, *names: Name, order: Sequence[Order] = ()) -> Linear:
+        return self.maker.linear(*map(self._at, names), order=order)
 
-    def _latent(self, at: Callable[[Name], str], rotary: Rotary) -> tuple[Linear, LatentHeads]:
-        """The first projection, of queries or their latent and of the entry, and what is behind it."""
-        names, sizes, maker = self.spec.architecture.latent, self.spec.latent, self.maker
+    def _summed(self, linear: Linear) -> Linear:
+        return linear if self.team is None else Summed(linear, self.team)
+
+    def _floats(self, name: Name) -> torch.Tensor:
+        return self.maker.numbers(self._at(name)).float()
+
+    def _norm(self, weight: torch.Tensor, eps: float | None = None, **options: Any) -> Any:
+        return make_norm(weight, eps or self.spec.eps, self.maker.dtype, kernels=self.kernels, **options)
+
+    def _norm_weight(self, name: str) -> torch.Tensor:
+        result, offset = self.maker.numbers(f"{name}.weight"), self.spec.architecture.norms.offset
+        return result.float() + offset if offset else result
+
+    def _outer_norm(self, name: Name | None) -> Any:
+        return None if name is None else self.norm(self._at(name))
+
+    def _add_attention(self, layer: Layer, spec: LayerSpec, sizes: Spec) -> None:
+        architecture, attention = self.spec.architecture, self.spec.architecture.attention
+        rotary = self.rotaries[spec.rotary or self.spec.rotaries[0]]
+        layer.out, layer.gated = self._summed(self._linear(attention.out)), attention.gated
+        if attention.sinks is not None:
+            layer.sinks = self._floats(attention.sinks)
+        if self.spec.latent is not None:
+            self._add_latent(layer, self.spec.latent, rotary)
+            return
+        names = attention.qkv
+        if spec.kv_source is not None:
+            names = names[:1]
+        elif spec.key_is_value:
+            names = (names[0], names[1], names[1])
+        layer.qkv = self._qkv(names, sizes, rotary)
+        norms = architecture.norms
+        if norms.query is not None and norms.key is not None:
+            query = self._norm_weight(self._at(norms.query))
+            key = query if spec.kv_source is not None else self._norm_weight(self._at(norms.key))
+            self._add_head_norms(layer, query, key, rotary)
+
+    def _qkv(self, names: tuple[Name, ...], sizes: Spec, rotary: Rotary) -> Linear:
+        width, rotated = sizes.head_dim, sizes.heads + sizes.kv_heads
+
+        def arranged(rows: torch.Tensor) -> torch.Tensor:
+            return rotary.arrange_rows(rows, len(rows) // width)
+
+        def half(rows: torch.Tensor, which: int) -> torch.Tensor:
+            return rows.unflatten(0, (-1, 2, width))[:, which].flatten(0, 1)
+
+        if self.spec.architecture.attention.gated:
+            order = (lambda rows: arranged(half(rows, 0)), arranged, None, lambda rows: half(rows, 1))
+            return self._linear(*names, names[0], order=order)
+        if len(names) == 1:
+            return self._linear(*names, order=[lambda rows: rotary.arrange_rows(rows, rotated)])
+        return self._linear(*names, order=(arranged, arranged, None))
+
+    def _add_head_norms(self, layer: Layer, query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> None:
+        kv_heads = layer.own_kv_heads
+        if self.spec.architecture.norms.over_heads:
+            weights = (rotary.arrange(weight.view(-1, layer.head_dim)).flatten() for weight in (query, key))
+            norms = map(self._norm, weights)
+            layer.norm_query, layer.norm_key = norms if self.team is None else (OverAll(n, self.team) for n in norms)
+            return
+        weight = rotary.arrange(torch.cat([query.expand(self.spec.heads, -1), key.expand(kv_heads, -1)]))
+        if self.spec.architecture.norms.norm_values:
+            weight = torch.cat([weight, weight.new_ones(kv_heads, layer.head_dim)])
+        layer.norm_qk = self._norm(weight)
+
+    def _add_latent(self, layer: Layer, sizes: LatentSpec, rotary: Rotary) -> None:
+        names, maker = self.spec.architecture.latent, self.maker
         assert names is not None
-        assert sizes is not None
 
         def entry(rows: torch.Tensor) -> torch.Tensor:
             return torch.cat([rows[: sizes.rank], rotary.arrange_rows(rows[sizes.rank :], 1)])
 
         def queries(rows: torch.Tensor) -> torch.Tensor:
-            plain, turned = rows.unflatten(0, (-1, sizes.query)).split_with_sizes((sizes.plain, sizes.turned), 1)
-            turned = rotary.arrange_rows(turned.flatten(0, 1), len(turned)).view(turned.shape)
-            return torch.cat([plain, turned], 1).flatten(0, 1)
+            nope, rope = rows.unflatten(0, (-1, sizes.query_dim)).split_with_sizes((sizes.nope_dim, sizes.rope_dim), 1)
+            rope = rotary.arrange_rows(rope.flatten(0, 1), len(rope)).view(rope.shape)
+            return torch.cat([nope, rope], 1).flatten(0, 1)
 
         def norm(name: Name) -> Any:
-            return self._norm(maker.numbers(f"{at(name)}.weight"), names.eps)
+            return self._norm(maker.numbers(f"{self._at(name)}.weight"), names.eps)
 
-        keys, values = (
-            Heads([maker.linear(at(name).format(head)) for head in range(self.spec.heads)], maker.dtype)
-            for name in (names.keys, names.values)
+        k_b, v_b = (
+            PerHead([maker.linear(self._at(name).format(head)) for head in range(self.spec.heads)], maker.dtype)
+            for name in (names.k_b, names.v_b)
         )
-        if not sizes.query_rank:
-            first = maker.linear(at(names.query), at(names.down), order=(queries, entry))
-            return first, LatentHeads(sizes, None, None, norm(names.norm), keys, values)
-        first = maker.linear(at(names.down_query), at(names.down), order=(None, entry))
-        up = maker.linear(at(names.up_query), order=(queries,))
-        return first, LatentHeads(sizes, up, norm(names.norm_query), norm(names.norm), keys, values)
-
-    def _projections(self, names: list[str], sized: Spec, rotary: Rotary) -> Linear:
-        """Queries, keys and values, and behind them the gate if there is one."""
-        width, both = sized.width, sized.heads + sized.kv_heads
-
-        def turned(rows: torch.Tensor) -> torch.Tensor:
-            return rotary.arrange_rows(rows, len(rows) // width)
-
-        def part(rows: torch.Tensor, which: int) -> torch.Tensor:
-            return rows.unflatten(0, (-1, 2, width))[:, which].flatten(0, 1)
-
-        if self.spec.architecture.attention.gated:
-            order = (lambda rows: turned(part(rows, 0)), turned, None, lambda rows: part(rows, 1))
-            return self.maker.linear(*names, names[0], order=order)
-        joint = (lambda rows: rotary.arrange_rows(rows, both),)
-        return self.maker.linear(*names, order=joint if len(names) == 1 else (turned, turned, None))
-
-    def _gate(self, prefix: str) -> Any:
-        names = self.spec.architecture.mlp.numbers
-        numbers = [self.maker.number(f"{prefix}.{name.checkpoint}") for name in names]
-        return self.gate(_xielu(numbers)) if numbers else self.gate()
-
-    def _summed(self, linear: Linear) -> Linear:
-        return linear if self.team is None else Summed(linear, self.team)
-
-    def _norm_heads(self, layer: Layer, query: torch.Tensor, key: torch.Tensor, rotary: Rotary) -> None:
-        heads, kv_heads = self.spec.heads, layer.made  # values follow where they are normed
-        if self.spec.architecture.norms.whole:
-            rotated = (rotary.arrange(weight.view(-1, layer.width)).flatten() for weight in (query, key))
-            made = map(self._norm, rotated)
-            layer.norm_query, layer.norm_key = made if self.team is None else (OverAll(n, self.team) for n in made)
+        q_b: Linear | None = None
+        if sizes.query_rank:
+            layer.qkv = self._linear(names.q_a, names.kv_a, order=(None, entry))
+            q_b = self._linear(names.q_b, order=(queries,))
         else:
-            stacked = torch.cat([query.expand(heads, -1), key.expand(kv_heads, -1)])
-            weights = rotary.arrange(stacked)
-            if self.spec.architecture.norms.values:
-                weights = torch.cat([weights, weights.new_ones(kv_heads, layer.width)])
-            layer.norm_qk = self._norm(weights)
+            layer.qkv = self._linear(names.q, names.kv_a, order=(queries, entry))
+        q_a_norm = None if q_b is None else norm(names.q_a_norm)
+        layer.latent = LatentHeads(sizes, q_b, q_a_norm, norm(names.kv_a_norm), k_b, v_b)
 
-    def _experts(self, prefix: str, count: int) -> Experts:
-        names = self.spec.architecture.experts
+    def _add_mixer(self, layer: Layer, index: int) -> None:
+        names, sizes, maker = self.spec.architecture.mixer, self.spec.mixer, self.maker
         assert names is not None
-        router, team = self.maker.router(f"{prefix}.{names.router.checkpoint}"), self.team
-        fraction = count if team is None else count // team.size
-        first = 0 if team is None else team.rank * fraction
+        assert sizes is not None
+        layer.mixer_out = self._summed(self._linear(names.out))
+        bias = maker.numbers(f"{self._at(names.conv)}.bias") if sizes.conv_bias else None
+        conv = recurrent.Convolution(maker.numbers(f"{self._at(names.conv)}.weight"), bias)
+        if isinstance(names, ShortConvSpec):
+            layer.mixer_in = self._linear(names.in_proj)
+            short = recurrent.ShortConv(index, conv, maker.dtype)
+            layer.mixer = recurrent.KernelMixer(short) if self.kernels else short
+            return
+        if names.kind == "delta":  # a row's record comes first, the gate of the output last
+            qkv, gate, beta, decay = names.in_proj
+            layer.mixer_in = self._linear(qkv, beta, decay, gate)
+        else:
+            order = [lambda rows: torch.cat([rows[sizes.inner :], rows[: sizes.inner]])]
+            layer.mixer_in = self._linear(*names.in_proj, order=order)
+        norm: Any = None
+        if sizes.has_norm:
+            weight = maker.numbers(f"{self._at(names.norm)}.weight")
+            norm = self._norm(weight if names.skip is None or sizes.groups == 1 else weight.view(sizes.groups, -1))
+        over_ranks = self.team if sizes.norm_over_ranks else None
+        parts = (index, sizes, conv, norm if over_ranks is None else None, maker.dtype,
+                 -torch.exp(self._floats(names.decay)), self._floats(names.dt_bias))  # fmt: skip
+        made: recurrent.Recurrent
+        if names.skip is None:
+            made = recurrent.DeltaNet(*parts)
+        else:
+            made = recurrent.Mamba2(*parts, self._floats(names.skip))
+        layer.mixer = recurrent.KernelMixer(made) if self.kernels else made
+        if over_ranks is not None:
+            layer.mixer = recurrent.NormedMixer(layer.mixer, OverAll(norm, over_ranks))
 
-        def at(name: Name, expert: int) -> str:
-            return f"{prefix}.{name.checkpoint.format(expert)}"
+    def _add_experts(self, layer: Layer, spec: LayerSpec) -> None:
+        names, routing, team, count = self.spec.architecture.experts, self.spec.routing, self.team, spec.experts
+        assert names is not None
+        assert routing is not None
+        here = range(count)
+        if team is not None:
+            here = range(team.rank * (count // team.size), (team.rank + 1) * (count // team.size))
 
-        experts = [
-            Expert(
-                self.maker.linear(*(at(name, expert) for name in names.gate_up)),
-                self.maker.linear(at(names.down, expert)),
-            )
-            for expert in range(first, first + fraction)
-        ]
-        others: dict[str, Any] = {} if team is None else {"first": first, "total": team.sum}
+        def linear(expert: int, *parts: Name) -> Linear:
+            return self.maker.linear(*(self._at(name).format(expert) for name in parts))
 
-        def numbers(name: Name | None) -> torch.Tensor | None:
-            return None if name is None else self.maker.numbers(f"{prefix}.{name.checkpoint}").float()
+        router = self.maker.router(self._at(names.router))
+        layer.experts = Experts(
+            router, [Expert(linear(expert, *names.gate_up), linear(expert, names.down)) for expert in here],
+            self.activation(), routing, count, here.start,
+            score_bias=self._floats(names.score_bias) if names.score_bias and routing.has_score_bias else None,
+            scales=None if names.norms is None else self._floats(names.norms.weights),
+            **({} if team is None else {"total": team.sum}),
+        )  # fmt: skip
+        if spec.mlp and names.shared_gate is not None:
+            layer.shared_gate = self.maker.router(self._at(names.shared_gate))
+        if (norms := names.norms) is not None:
+            layer.norm_experts = self._outer_norm(norms.before)
+            layer.norm_router = self._norm(self._floats(norms.scale) * self.spec.hidden**-0.5)
+            layer.after_experts, layer.after_beside = self._outer_norm(norms.after), self._outer_norm(norms.mlp)
 
-        spec, scales = self.spec, None if names.apart is None else numbers(names.apart.weights)
-        correction = numbers(names.correction) if spec.corrected else None
-        choice = Choice(names.sigmoid, correction, spec.factor, spec.groups, names.best, names.eps, scales)
-        return Experts(router, experts, self.gate(), spec.chosen, spec.normalised, choice, count, **others)
 
-
-def _xielu(result: list[torch.Tensor]) -> torch.Tensor:
-    """The numbers of ``activations.xielu`` of those in a checkpoint: alpha_p, alpha_n, beta, eps."""
-    rise, fall, slope, eps = result
-    return torch.stack([F.softplus(rise), slope + F.softplus(fall), slope, eps])
+def _xielu(params: list[torch.Tensor]) -> torch.Tensor:
+    """The numbers of ``activations.xielu`` of a checkpoint's alpha_p, alpha_n, beta and eps."""
+    alpha_p, alpha_n, beta, eps = params
+    return torch.stack([F.softplus(alpha_p), beta + F.softplus(alpha_n), beta, eps])

@@ -1,9 +1,9 @@
-"""Stage three, lay out: weights become the layers and embeddings that kernels read.
+"""Stage three of loading, layout: weights become the layers and embeddings that kernels read.
 
-``Maker`` asks for each weight once, brings its rows into a layer's order, joins projections over the same inputs, and
-stores them in one of the forms that ``formats`` lists: its own numbers, tiled, packed or plain; blocks as files have
-them; or rounded to 4 or 8 bits. A layer at a time, then its source is let go of. What is laid out may come from an
-earlier start (``formats/kept.py``), and with several processes each lays out its own part (``ranks/split.py``).
+``Maker`` reads each weight once, reorders its rows, joins projections over the same inputs, and stores them in a form
+of ``formats``: as numbers (tiled, packed or plain), in blocks as files have them, or rounded to 4 or 8 bits. It makes
+one layer at a time and then releases its source. Results of an earlier start may be used (``formats/kept.py``); with
+several processes, each lays out its own shard (``ranks/split.py``).
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from forerun.models.kinds import KINDS
 from forerun.models.transform import Weights
 
 Order = Callable[[torch.Tensor], torch.Tensor] | None
-"""Brings rows of a weight, or numbers of a bias, into another order; it may leave some out."""
+"""Reorders rows of a weight, or numbers of a bias; it may drop some."""
 
 
-class Words:
-    """An embedding times ``scale``: ids int64 of any shape -> [..., width] in ``dtype``. Its rows are those of a tensor
-    [tokens, width] or of a layer, which may be the output layer too (``shared``)."""
+class Embedding:
+    """An embedding times ``scale``: ids int64 of any shape -> [..., width] in ``dtype``. ``rows`` is a tensor [tokens,
+    width] or a linear layer; with ``shared`` it is the output layer too, and its memory is not counted."""
 
     def __init__(
         self,
@@ -52,7 +52,6 @@ class Words:
         else:
             self.count, self.width, self.device = rows.outputs, rows.inputs, torch.device("cpu")
         self.nbytes = 0 if shared else rows.nbytes
-        """Of memory that nothing else has a share in."""
         self.factor = torch.tensor(scale, dtype=torch.float32, device=self.device)
         self.scale = float(self.factor)
 
@@ -64,15 +63,15 @@ class Words:
         return result if self.scale == 1.0 else result * self.factor
 
     def fields(self) -> tuple[int, structs.LinearStruct] | None:
-        """What a compiled decoder reads: the address of the numbers, or 0 and the layer; None: it cannot."""
+        """What a compiled decoder reads: the address of the numbers, or else the layer. None: it cannot read these."""
         if isinstance(self.rows, torch.Tensor):
             return self.rows.data_ptr(), structs.NO_LAYER
         return 0, self.rows.fields()
 
 
 def stack(parts: Sequence[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype, device: torch.device) -> Rows:
-    """Weights of several projections over the same inputs, one's rows behind the other's, each in an order of its own:
-    as one weight in ``dtype`` on ``device``."""
+    """One weight in ``dtype`` on ``device`` of several projections over the same inputs, end to end, each with an order
+    of its rows."""
 
     def side(part: Rows, order: torch.Tensor | None, rows: slice) -> torch.Tensor:
         return part[rows if order is None else order[rows]].to(device, dtype)
@@ -89,8 +88,8 @@ def stack(parts: Sequence[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype,
 
 @dataclass
 class Maker:
-    """Makes layers for rows in ``dtype``, in the form ``quantized`` where that pays; without one, weights in blocks
-    keep theirs, and numbers are held as ``how`` says. ``advance`` is told how many bytes of files went into each."""
+    """Makes layers for rows in ``dtype``, in the form ``quantized`` where that pays. Without one, weights in blocks
+    stay in blocks, and numbers are stored as ``how`` says. ``advance`` gets the bytes read for each layer."""
 
     weights: Weights
     dtype: torch.dtype
@@ -104,16 +103,16 @@ class Maker:
         self.keeps_blocks = self.quantized is None and self.reads_blocks
 
     def numbers(self, name: str) -> torch.Tensor:
-        """A copy, in the dtype that they have."""
+        """A copy of a tensor, in its own dtype."""
         return self.weights.values(name)[:].to(self.device, copy=True)
 
     def number(self, name: str) -> torch.Tensor:
-        """A tensor of a single one, float32, of no dimension."""
+        """A tensor of one number, as float32 without dimensions."""
         return torch.as_tensor(self.weights.values(name)).to(self.device, torch.float32, copy=True).view(())
 
     def linear(self, *parts: str, order: Sequence[Order] = ()) -> Linear:
-        """The layer of one or several projections ("model.layers.0.mlp.up_proj"), the outputs of one behind those of
-        the other, each in an order of its own."""
+        """One layer of one or several projections ("model.layers.0.mlp.up_proj"), whose outputs follow each other; each
+        projection has its own order of rows."""
         orders: Sequence[Order] = order or [None] * len(parts)
         result = [self._blocks(f"{part}.weight", order) for part, order in zip(parts, orders)]
         made: list[Any] = []
@@ -129,7 +128,7 @@ class Maker:
         return made[0] if len(made) == 1 else Joined(made)
 
     def router(self, part: str) -> Linear:
-        """A layer that is small and chooses: never quantized."""
+        """A small layer that decides something: never quantized."""
         return make_linear(self._stack([part], [None]), self._bias([part], [None]), self.how)
 
     def _make(self, weight: Rows, bias: torch.Tensor | None) -> Linear:
@@ -139,13 +138,15 @@ class Maker:
 
     def _stack(self, parts: Sequence[str], orders: Sequence[Order]) -> Rows:
         result = [self.weights.values(f"{part}.weight") for part in parts]
-        return stack([(part, _places(part, order)) for part, order in zip(result, orders)], self.dtype, self.device)
+        return stack(
+            [(part, _row_indices(part, order)) for part, order in zip(result, orders)], self.dtype, self.device
+        )
 
     def _blocks(self, name: str, order: Order) -> Blocks | Levels | None:
         result = self.weights.blocks(name) if self.keeps_blocks else None
         if result is None:
             return None
-        indices = _places(self.weights.values(name), order)
+        indices = _row_indices(self.weights.values(name), order)
         return result if indices is None else result.rows(indices)
 
     def _bias(self, parts: Sequence[str], orders: Sequence[Order]) -> torch.Tensor | None:
@@ -163,7 +164,7 @@ class Maker:
                 result.append(torch.zeros(outputs, dtype=self.dtype, device=self.device))
         return torch.cat(result)
 
-    def words(self, name: str, head: Linear | None = None, scale: float = 1.0) -> Words:
+    def embedding(self, name: str, head: Linear | None = None, scale: float = 1.0) -> Embedding:
         """The embedding times ``scale``; ``head`` is the output layer where that has the same weights."""
         result = self.weights.blocks(f"{name}.weight") if self.reads_blocks else None
         rows: torch.Tensor | Blocked | TiledLinear
@@ -175,19 +176,19 @@ class Maker:
             rows = whole(self._stack([name], [None]))
         self.advance(self.weights.release())
         shared = rows is head or (isinstance(head, Plain) and rows is head.weight)
-        return Words(rows, self.dtype, shared=shared, scale=scale)
+        return Embedding(rows, self.dtype, shared=shared, scale=scale)
 
 
 def _packed(parts: Sequence[Blocks | Levels], bias: torch.Tensor | None) -> Linear:
-    """The layer of weights of one kind."""
+    """A layer of weights in one block format."""
     levels = [part for part in parts if isinstance(part, Levels)]
     if levels:
         return TiledInt8(Levels.join(levels), bias, KINDS["int8_rows"])
     return Blocked(join([part for part in parts if isinstance(part, Blocks)]), bias)
 
 
-def _places(weight: Rows, order: Order) -> torch.Tensor | None:
-    """Which row of a weight comes first, and so on; None: they stay."""
+def _row_indices(weight: Rows, order: Order) -> torch.Tensor | None:
+    """Indices of a weight's rows in their new order; None: the order stays."""
     if order is None:
         return None
     indices = torch.arange(weight.shape[0])

@@ -19,7 +19,7 @@ from forerun.core.tiles import ENOUGH
 from forerun.models import lora as adapter
 from forerun.models import sanity
 from forerun.models.architectures.families import ARCHITECTURES
-from forerun.models.architectures.spec import applies, bind, is_sized, keeps_state
+from forerun.models.architectures.spec import bind, is_sized, keeps_state, refusal
 from forerun.models.base import LoadRequest, Model
 from forerun.models.formats import kept
 from forerun.models.kinds import FLOATS, UNQUANTIZED
@@ -102,7 +102,7 @@ def _goes_native(config: Any, folder: Path, model_path: str, wish: str | None) -
     """Whether the native path runs a model; ``wish``: what only that can do. Raises ConfigError."""
     if model_path not in PATHS:
         raise ConfigError(f"unknown model_path {model_path!r}: choose one of {', '.join(PATHS)}")
-    reason = applies(config)
+    reason = refusal(config)
     if model_path == "native" and reason is not None:
         raise ConfigError(f"the native path does not run {folder}: {reason}")
     if reason is not None and config.model_type in ARCHITECTURES:

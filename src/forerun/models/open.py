@@ -22,7 +22,7 @@ from forerun.core.folders import Record, expanded
 from forerun.models import checkpoint, gguf, gguf_config, hub, sanity
 from forerun.models import lora as adapter
 from forerun.models.architectures.families import ARCHITECTURES
-from forerun.models.architectures.spec import applies, is_sized
+from forerun.models.architectures.spec import is_sized, refusal
 from forerun.models.fetch import KNOWN, fetched
 
 BUNDLED = "forerun:"
@@ -136,7 +136,7 @@ def quick_config(folder: Path) -> Any:
     kept = record.read()
     if not isinstance(kept, dict):
         config = read_config(folder)
-        kept = _values(config) if applies(config) is None else None
+        kept = _values(config) if refusal(config) is None else None
         if kept is None:
             return config
         record.write(kept)
@@ -206,7 +206,7 @@ def _decoder(config: Any) -> Any:
     """The config of the decoder alone, where one is described that stands in models which read pictures too."""
     text = config.get_text_config()
     described = ARCHITECTURES.get(text.model_type)
-    if text is config or described is None or not described.within:
+    if text is config or described is None or not described.prefixes:
         return config
     text.dtype = text.dtype or config.dtype
     if getattr(config, "tie_word_embeddings", False):

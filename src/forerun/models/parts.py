@@ -70,14 +70,14 @@ def make_norm(
     dtype: torch.dtype,
     *,
     kernels: bool,
-    centred: bool = False,
+    layer_norm: bool = False,
     bias: torch.Tensor | None = None,
 ) -> RMSNorm | LayerNorm | KernelNorm:
-    """For rows in ``dtype``; ``centred``: a layer norm; on a kernel where ``kernels``."""
+    """An RMS norm or a ``layer_norm`` for rows in ``dtype``; with ``kernels`` on our own kernel."""
     if kernels:
-        shift = torch.zeros_like(weight) if centred and bias is None else bias
+        shift = torch.zeros_like(weight) if layer_norm and bias is None else bias
         return KernelNorm(weight, eps, dtype, shift)
-    return LayerNorm(weight, bias, eps, dtype) if centred else RMSNorm(weight, eps, dtype)
+    return LayerNorm(weight, bias, eps, dtype) if layer_norm else RMSNorm(weight, eps, dtype)
 
 
 def gate(rows: torch.Tensor, activation: Function, *, gated: bool) -> torch.Tensor:
@@ -102,16 +102,16 @@ def make_gate(
     kernels: bool,
     invariant: bool,
     gated: bool,
-    numbers: torch.Tensor | None = None,
+    params: torch.Tensor | None = None,
 ) -> Function:
-    """Under its name in ``spec.py``, with its ``numbers`` if it has some; on a kernel where ``kernels``."""
+    """The activation of that name in ``spec.py``, with its ``params`` if it has some; with ``kernels`` on our own."""
     if kernels:
-        return KernelGate(activation, dtype, gated=gated, numbers=numbers)
-    if activation == CLAMPED and numbers is not None:
-        steepness, limit = numbers.tolist()
+        return KernelGate(activation, dtype, gated=gated, params=params)
+    if activation == CLAMPED and params is not None:
+        steepness, limit = params.tolist()
         return partial(clamped_gate, steepness=steepness, limit=limit)
-    if activation == XIELU and numbers is not None:
-        return partial(gate, activation=partial(activations.xielu, numbers=numbers), gated=gated)
+    if activation == XIELU and params is not None:
+        return partial(gate, activation=partial(activations.xielu, params=params), gated=gated)
     return partial(gate, activation=(STEADY if invariant else FAST)[activation], gated=gated)
 
 
@@ -157,18 +157,18 @@ class KernelNorm:
 
 
 class KernelGate:
-    """activation(gate) * up of rows [gate, up], or, not ``gated``, activation(up); the activation by its name in
-    ``structs.py``, with its ``numbers`` if it has some."""
+    """activation(gate) * up of rows [gate, up], or, not ``gated``, activation(up). The activation is named as in
+    ``structs.py`` and may have ``params``."""
 
-    __slots__ = ("activation", "call", "dtype", "gated", "numbers", "pointer")
+    __slots__ = ("activation", "call", "dtype", "gated", "params", "pointer")
 
     def __init__(
-        self, activation: str, dtype: torch.dtype, *, gated: bool = True, numbers: torch.Tensor | None = None
+        self, activation: str, dtype: torch.dtype, *, gated: bool = True, params: torch.Tensor | None = None
     ) -> None:
         self.activation = structs.ACTIVATIONS.index(activation)
         self.dtype, self.gated = dtype, gated
-        self.numbers = None if numbers is None else numbers.float().contiguous()
-        self.pointer = 0 if self.numbers is None else self.numbers.data_ptr()
+        self.params = None if params is None else params.float().contiguous()
+        self.pointer = 0 if self.params is None else self.params.data_ptr()
         self.call = kernel("gate", dtype)
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ class Rotary:
 
     The rows of the projections are arranged for that; attention does not notice, as queries and keys agree. Where only
     the first numbers of a head are turned, the angles of the others are 0. ``kind``: of a config that has parameters by
-    types of layers, the type. ``paired``: the pairs lie side by side in the checkpoint.
+    types of layers, the type. ``interleaved``: the pairs lie side by side in the checkpoint.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class Rotary:
         dtype: torch.dtype,
         kind: str | None = None,
         *,
-        paired: bool = False,
+        interleaved: bool = False,
     ) -> None:
-        self.width, self.paired = width, paired
+        self.width, self.interleaved = width, interleaved
         self.dtype = dtype
         name = f"apply_rotary_{kernels.dtype_name(dtype)}"
         self._kernel = getattr(kernels.library(), name) if device.type == "cpu" and kernels.has(name) else None
@@ -52,7 +52,7 @@ class Rotary:
 
     def arrange(self, heads: torch.Tensor) -> torch.Tensor:
         """The last dimension, one head, in the order that ``apply_rotary`` expects."""
-        if self.paired:
+        if self.interleaved:
             return heads
         first, second, others = heads.split_with_sizes((self.pairs, self.pairs, self.width - 2 * self.pairs), -1)
         return torch.cat([torch.stack([first, second], dim=-1).flatten(-2), others], dim=-1)

@@ -148,11 +148,11 @@ def check_config(config: Any, path: Path) -> None:
         raise ModelError(f"{path} cannot be used: text_config must be an object, not {shown(text)}")
     described = ARCHITECTURES.get(text.model_type)
     known = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or config.model_type in ARCHITECTURES
-    within = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and described is not None and bool(described.within)
+    within = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and described is not None and bool(described.prefixes)
     if not has_encoder(config) and not known and not within:
         raise ModelError(f"{path.parent}: {config.model_type} is not a language model that transformers can run")
     differing = text.per_layer_attributes
-    if differing and described is not None and described.attention.sized:
+    if differing and described is not None and described.attention.per_layer_sizes:
         text.allow_global_per_layer_attribute_access = True
         for layer in text.per_layer_config:
             for name in ("num_key_value_heads", "head_dim"):
@@ -172,7 +172,7 @@ def check_config(config: Any, path: Path) -> None:
             value = getattr(text, name, None)
             if not all(map(limit.permits, [value] if value is not None and names is not SIZES else _each(value))):
                 refuse(name, asked)
-    own = () if described is None else described.kinds
+    own = () if described is None else described.layer_types
     run = ["full_attention", "sliding_attention", *own]
     for kind in _each(getattr(text, "layer_types", None)):
         if kind not in (*LAYERS, *own):

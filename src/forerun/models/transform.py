@@ -1,9 +1,9 @@
-"""Stage two, transform: an open file's tensors become a decoder's weights, as transformers' checkpoints have them.
+"""Stage two of loading, transform: an open file's tensors become weights under the names of transformers' checkpoints.
 
-Names and the order of rows become a checkpoint's, stacks of experts and projections of all heads are taken apart,
-quantized weights stay in blocks or become numbers, and LoRA adapters are merged. Nothing is read before it is asked
-for, so that a load takes the memory that stays and one tensor more. Tables of formats: ``prequantized.py`` (AWQ, GPTQ,
-FP8 and others), ``architectures/families.py`` (names), ``lora.py`` (adapters).
+GGUF names and row orders become a checkpoint's; stacks of experts and projections of all heads are split; quantized
+weights stay in blocks or become numbers; LoRA adapters are merged. A tensor is read when it is asked for, so that a
+load needs the memory that stays and one tensor more. ``prequantized.py`` reads AWQ, GPTQ, FP8 and others,
+``architectures/families.py`` has the names, ``lora.py`` reads adapters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from forerun.core.config import Within
 from forerun.core.errors import ModelError, shown
 from forerun.models import checkpoint, lora, sanity
-from forerun.models.architectures.description import KINDS, Architecture
+from forerun.models.architectures.description import SUFFIXES, Architecture, Recurrence
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.shapes import Shape, shapes, unread
 from forerun.models.architectures.spec import TILED_HEADS, Spec, bind
@@ -38,9 +38,9 @@ from forerun.models.prequantized import Grouped, gather
 
 log = logging.getLogger("forerun")
 BASE = "model."
-"""What the names of a decoder's tensors begin with, but in a checkpoint that was saved without an output layer."""
-PREDICTING = "mtp."
-"""As those of layers for multi-token prediction."""
+"""The prefix of a decoder's tensors; a checkpoint that was saved without an output layer leaves it out."""
+MTP = "mtp."
+"""The prefix of layers for multi-token prediction."""
 
 
 class Weights(Protocol):
@@ -49,23 +49,22 @@ class Weights(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def values(self, name: str) -> Rows:
-        """Numbers; a vector is a tensor."""
+        """A tensor as numbers; a vector is a torch tensor."""
 
     def blocks(self, name: str) -> Blocks | Levels | None:
-        """None where a tensor is numbers."""
+        """A tensor in blocks; None if it has numbers."""
 
     def release(self) -> int:
-        """A layer has been made of what was asked for: memory that it took may be given back. Returns the bytes read
-        since the last call."""
+        """Give memory of tensors back that a finished layer has read. Returns the bytes read since the last call."""
 
     @property
     def nbytes(self) -> int:
-        """Of all of them, as they lie in files."""
+        """Bytes of all tensors in their files."""
 
 
 def transform(files: Files, config: Any, *, numbers: bool = False, adapters: Sequence[lora.Adapter] = ()) -> Weights:
-    """The weights in ``files`` for a decoder of ``config``, which a description covers: all of them as ``numbers``, or
-    in blocks where files have such; with ``adapters`` merged, and multiplied as the config says. Raises ModelError."""
+    """The weights in ``files`` for a described decoder: all as ``numbers``, or in blocks where files have them; with
+    ``adapters`` merged, and scaled as the config says. Raises ModelError."""
     if adapters and getattr(config, TILED_HEADS, False):
         raise ModelError(
             f"{files.path} orders its heads as GGUF does: merge an adapter into the checkpoint it was made of"
@@ -75,22 +74,22 @@ def transform(files: Files, config: Any, *, numbers: bool = False, adapters: Seq
         weights = CheckpointWeights(files, config, numbers=numbers)
     else:
         weights = GGUFWeights(files, config, numbers=numbers)
-    weights = merged(weights, adapters, str(files.path)) if adapters else weights
-    return multiplied(weights, bind(config))
+    weights = with_adapters(weights, adapters, str(files.path)) if adapters else weights
+    return scaled(weights, bind(config))
 
 
 class FileWeights:
-    """Weights of open ``files``, as ``numbers`` only where that is asked for. The bytes that are read are counted."""
+    """Weights of open ``files``, which counts the bytes that are read; with ``numbers``, none stay in blocks."""
 
     def __init__(self, files: Files, *, numbers: bool) -> None:
         self.files, self.numbers = files, numbers
-        self._asked: set[str] = set()
+        self._read: set[str] = set()
         self._bytes = 0
 
     def _count(self, name: str, nbytes: int) -> None:
-        """A tensor is asked for: its bytes count once."""
-        if name not in self._asked:
-            self._asked.add(name)
+        """Count a tensor's bytes when it is read first."""
+        if name not in self._read:
+            self._read.add(name)
             self._bytes += nbytes
 
     def release(self) -> int:
@@ -100,37 +99,34 @@ class FileWeights:
 
 
 class CheckpointWeights(FileWeights):
-    """The weights of a folder's files for a decoder of ``config``, which a description covers.
-
-    Raises ModelError for a tensor that is missing, has another shape or no floating-point numbers, or belongs to a part
-    that the config leaves out.
-    """
+    """The weights in a checkpoint's safetensors files. Raises ModelError for a tensor that is missing, has another
+    shape or no floating-point numbers, or belongs to a part that the config leaves out."""
 
     def __init__(self, files: Safetensors, config: Any, *, numbers: bool = False) -> None:
         super().__init__(files, numbers=numbers)
         folder, scheme = files.path, getattr(config, "quantization_config", None)
         sanity.check_fit(config, files.tensors, folder / checkpoint.CONFIG)
         spec = bind(config)
-        within, beside = spec.architecture.within, spec.architecture.beside
-        if any(name.startswith(beside) and not name.startswith(PREDICTING) for name in files.tensors):
+        prefixes, skipped = spec.architecture.prefixes, spec.architecture.skipped
+        if any(name.startswith(skipped) and not name.startswith(MTP) for name in files.tensors):
             log.info("%s also reads pictures: that part is left out", folder)
         views = {
-            _full(name, within): files.values(name)
+            _full_name(name, prefixes): files.values(name)
             for name, tensor in files.tensors.items()
-            if tensor.kind in checkpoint.DTYPES and not name.startswith(beside)
+            if tensor.kind in checkpoint.DTYPES and not name.startswith(skipped)
         }
         views = unstacked(views, spec)
-        self.found: dict[str, Rows] = {**views} if scheme is None else gather(views, scheme, str(folder))
-        self.grouped = [part for part in self.found.values() if isinstance(part, Grouped)]
-        by_heads(self.found, spec, folder)
-        self.nbytes = sum(part.nbytes for part in self.found.values())
-        _check(folder, self.found, shapes(config), config)
+        self.tensors: dict[str, Rows] = {**views} if scheme is None else gather(views, scheme, str(folder))
+        self.grouped = [tensor for tensor in self.tensors.values() if isinstance(tensor, Grouped)]
+        _split_kv_b(self.tensors, spec, folder)
+        self.nbytes = sum(tensor.nbytes for tensor in self.tensors.values())
+        _check(folder, self.tensors, shapes(config), config)
 
     def __contains__(self, name: str) -> bool:
-        return name in self.found
+        return name in self.tensors
 
     def values(self, name: str) -> Rows:
-        result = self.found[name]
+        result = self.tensors[name]
         self._count(name, result.nbytes)
         return result
 
@@ -143,88 +139,84 @@ class CheckpointWeights(FileWeights):
         return result.blocks() if isinstance(result, Grouped) else None
 
     def release(self) -> int:
-        for part in self.grouped:
-            part.close()
+        for tensor in self.grouped:
+            tensor.close()
         return super().release()
 
 
-def _full(name: str, within: Iterable[str]) -> str:
-    prefix = next((f"{each}." for each in within if name.startswith(f"{each}.")), "")
+def _full_name(name: str, prefixes: Iterable[str]) -> str:
+    prefix = next((f"{each}." for each in prefixes if name.startswith(f"{each}.")), "")
     name = name.removeprefix(prefix)
     return name if name.startswith((BASE, "lm_head.")) else f"{BASE}{name}"
 
 
-def _check(folder: Path, result: Mapping[str, Rows], requested: Mapping[str, Shape], config: Any) -> None:
-    for name in sorted(requested.keys() & result.keys()):
-        if (tuple(result[name].shape) or (1,)) != requested[name]:  # one number may be of no dimension
-            shapes = [*result[name].shape], [*requested[name]]
-            raise ModelError(f"{folder}: {name} has shape {shapes[0]}; its config asks for {shapes[1]}")
-        if not result[name].dtype.is_floating_point:
-            raise ModelError(f"{folder}: {name} holds {result[name].dtype} numbers")
-    extra = result.keys() - requested.keys() - unread(config)
-    sanity.check_held(folder, sorted(requested.keys() - result.keys()), extra, requested, config)
+def _check(folder: Path, tensors: Mapping[str, Rows], requested: Mapping[str, Shape], config: Any) -> None:
+    for name in sorted(requested.keys() & tensors.keys()):
+        tensor = tensors[name]
+        if (tuple(tensor.shape) or (1,)) != requested[name]:  # a single number may have no dimension
+            raise ModelError(f"{folder}: {name} has shape {[*tensor.shape]}; its config asks for {[*requested[name]]}")
+        if not tensor.dtype.is_floating_point:
+            raise ModelError(f"{folder}: {name} holds {tensor.dtype} numbers")
+    extra = tensors.keys() - requested.keys() - unread(config)
+    sanity.check_held(folder, sorted(requested.keys() - tensors.keys()), extra, requested, config)
 
 
-def unstacked(result: dict[str, torch.Tensor], spec: Spec) -> dict[str, torch.Tensor]:
-    """Tensors under a checkpoint's names, where a module of transformers' stacks the experts of a layer."""
+def unstacked(tensors: dict[str, torch.Tensor], spec: Spec) -> dict[str, torch.Tensor]:
+    """``tensors`` with stacks of a layer's experts split, in place. Raises ModelError for a stack of another shape."""
     names = spec.architecture.experts
     for index, layer in enumerate(spec.layers):
-        at = f"{spec.architecture.layers.checkpoint}.{index}."
+        prefix = f"{spec.architecture.layers.checkpoint}.{index}."
         if names is not None and names.interleaved and layer.experts:
-            _unstack(result, f"{at}mlp.experts", layer.experts)
+            _unstack_interleaved(tensors, f"{prefix}mlp.experts", layer.experts)
             continue
-        if names is None or not layer.experts or any(f"{at}{stack}" not in result for stack in names.stacks):
+        if names is None or not layer.experts or any(f"{prefix}{stack}" not in tensors for stack in names.stacks):
             continue
-        gate_up, down = (result.pop(f"{at}{stack}") for stack in names.stacks)
-        if (gate := result.pop(f"{at}mlp.gate.weight", None)) is not None:
-            result[f"{at}{names.router.checkpoint}.weight"] = gate
+        gate_up, down = (tensors.pop(f"{prefix}{stack}") for stack in names.stacks)
+        if (gate := tensors.pop(f"{prefix}mlp.gate.weight", None)) is not None:
+            tensors[f"{prefix}{names.router.checkpoint}.weight"] = gate
         for expert, (both, last) in enumerate(zip(gate_up.detach(), down.detach())):
             for name, part in zip((*names.gate_up, names.down), (*both.chunk(len(names.gate_up)), last)):
-                result[f"{at}{name.checkpoint.format(expert)}.weight"] = part
-    return result
+                tensors[f"{prefix}{name.checkpoint.format(expert)}.weight"] = part
+    return tensors
 
 
-def _unstack(result: dict[str, torch.Tensor], at: str, count: int) -> None:
-    """Take the stacks of a layer's experts apart whose gate and up have outputs by turns. Raises ModelError."""
+def _unstack_interleaved(tensors: dict[str, torch.Tensor], prefix: str, count: int) -> None:
+    """Split the stacks of a layer's experts, in which gate and up outputs alternate (gpt-oss)."""
     ends = {"_bias": ("bias", 2), "": ("weight", 3), "_blocks": ("mxfp4_blocks", 4), "_scales": ("mxfp4_scales", 3)}
     for (end, (kind, dims)), part in product(ends.items(), ("gate_up_proj", "down_proj")):
-        stack = result.pop(f"{at}.{part}{end}", None)
+        stack = tensors.pop(f"{prefix}.{part}{end}", None)
         if stack is None:
             continue
         if stack.dim() != dims or len(stack) != count:
-            raise ModelError(f"{at}.{part}{end} has shape {[*stack.shape]}, where {count} experts are stacked")
+            raise ModelError(f"{prefix}.{part}{end} has shape {[*stack.shape]}, where {count} experts are stacked")
         for expert, own in enumerate(stack.detach()):
             rows = own.T if kind == "weight" else own  # outputs first
-            sides = {part: rows} if part == "down_proj" else {"gate_proj": rows[::2], "up_proj": rows[1::2]}
-            result |= {f"{at}.{expert}.{name}.{kind}": side for name, side in sides.items()}
+            parts = {part: rows} if part == "down_proj" else {"gate_proj": rows[::2], "up_proj": rows[1::2]}
+            tensors |= {f"{prefix}.{expert}.{name}.{kind}": rows for name, rows in parts.items()}
 
 
-def by_heads(result: dict[str, Rows], spec: Spec, place: object) -> None:
-    """Take the projections of latents apart, which checkpoints hold for all heads together. Raises ModelError for
-    one of another shape; ``place`` begins it."""
+def _split_kv_b(tensors: dict[str, Rows], spec: Spec, folder: Path) -> None:
+    """Split each layer's ``kv_b`` of latent attention into ``k_b`` and ``v_b`` of every head, in place."""
     names, sizes = spec.architecture.latent, spec.latent
     if names is None or sizes is None:
         return
-    each = sizes.plain + sizes.value
+    width = sizes.nope_dim + sizes.value_dim
     for index in range(len(spec.layers)):
-        at = f"{spec.architecture.layers.checkpoint}.{index}."
-        weight = result.pop(f"{at}{names.both}", None)
+        prefix = f"{spec.architecture.layers.checkpoint}.{index}."
+        weight = tensors.pop(f"{prefix}{names.kv_b}", None)
         if weight is None:
-            raise ModelError(f"{place}: {at}{names.both} is missing")
-        if tuple(weight.shape) != (spec.heads * each, sizes.rank):
-            raise ModelError(f"{place}: {at}{names.both} has shape {[*weight.shape]}; its config asks for "
-                             f"{[spec.heads * each, sizes.rank]}")  # fmt: skip
+            raise ModelError(f"{folder}: {prefix}{names.kv_b} is missing")
+        if tuple(weight.shape) != (spec.heads * width, sizes.rank):
+            raise ModelError(f"{folder}: {prefix}{names.kv_b} has shape {[*weight.shape]}; its config asks for "
+                             f"{[spec.heads * width, sizes.rank]}")  # fmt: skip
         for head in range(spec.heads):
-            first, second = head * each, head * each + sizes.plain
-            keys = _of_head(weight, slice(first, second), transposed=True)
-            result[f"{at}{names.keys.checkpoint.format(head)}.weight"] = keys
-            values = _of_head(weight, slice(second, first + each), transposed=False)
-            result[f"{at}{names.values.checkpoint.format(head)}.weight"] = values
+            first, middle, last = head * width, head * width + sizes.nope_dim, (head + 1) * width
+            for name, rows in ((names.k_b, slice(first, middle)), (names.v_b, slice(middle, last))):
+                part = _some_rows(weight, rows, transposed=name is names.k_b)
+                tensors[f"{prefix}{name.checkpoint.format(head)}.weight"] = part
 
 
-def _of_head(weight: Rows, rows: slice, *, transposed: bool) -> MadeRows:
-    """Some rows of a weight of all heads, perhaps transposed."""
-
+def _some_rows(weight: Rows, rows: slice, *, transposed: bool) -> MadeRows:
     def make(which: slice | torch.Tensor) -> torch.Tensor:
         part = weight[rows]
         return (part.T if transposed else part)[which]
@@ -234,26 +226,27 @@ def _of_head(weight: Rows, rows: slice, *, transposed: bool) -> MadeRows:
     return MadeRows(shape, make, count * inputs * weight.dtype.itemsize, weight.dtype, weight.device)
 
 
-def rows_as_halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rows of a query or key projection whose rotated pairs lie side by side, with the pairs half a head apart."""
+def deinterleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of a query or key projection with rotated pairs half a head apart, where they were side by side."""
     rows = weight.shape[0]
     return weight.reshape(heads, rows // heads // 2, 2, -1).swapaxes(1, 2).reshape(weight.shape)
 
 
-class Held(NamedTuple):
-    """What a checkpoint has as one tensor: a whole one of the file, or one expert of a stack."""
+class GGUFPart(NamedTuple):
+    """A checkpoint's tensor in a GGUF file: a whole tensor of the file, an entry of a stack, or two tensors."""
 
     tensor: GGUFTensor
     shape: tuple[int, ...]
-    place: int = 0
-    behind: GGUFTensor | None = None
+    entry: int = 0
+    """Its number in a stack."""
+    second: GGUFTensor | None = None
     """Holds the later rows."""
 
-    def like(self, shape: tuple[int, ...]) -> Held:
-        """In ``shape``, where that differs by dimensions of one alone, or is that of a vector."""
-        mine, other = ([size for size in each if size != 1] for each in (self.shape, shape))
+    def reshaped(self, shape: tuple[int, ...]) -> GGUFPart:
+        """The same in ``shape``, if that differs by dimensions of 1 only or is a vector."""
+        own, other = ([size for size in each if size != 1] for each in (self.shape, shape))
         vector = len(shape) == 1 and math.prod(self.shape) == math.prod(shape)
-        return self._replace(shape=shape) if mine == other or vector else self
+        return self._replace(shape=shape) if own == other or vector else self
 
     @property
     def nbytes(self) -> int:
@@ -261,115 +254,112 @@ class Held(NamedTuple):
 
 
 class GGUFWeights(FileWeights):
-    """A model's weights as a checkpoint has them: by its names, with its order of the rows of queries and keys, and
-    without what its norms add to their weights.
-
-    Raises ModelError for a tensor that a model of this config does not have, that is missing, or that has another
-    shape or a kind that is not served.
-    """
+    """The weights in a GGUF file as a checkpoint has them: its names, its order of query and key rows, and norms
+    without their offset. Raises ModelError for a tensor that is missing, unknown, or of another shape or an unknown
+    type."""
 
     def __init__(self, file: GGUFFile, config: Any, *, numbers: bool = False) -> None:
         super().__init__(file, numbers=numbers)
         self.file = file
-        self.untold = described(file.types()) if not numbers else ""
+        self.warning = described(file.types()) if not numbers else ""
         architecture = ARCHITECTURES[config.model_type]
-        shared = config.num_key_value_heads or config.num_attention_heads
-        counts = {"q_proj": config.num_attention_heads, "k_proj": shared}
-        self.heads = counts if architecture.interleaved else {}
-        self.plus, self.decay = architecture.norms.plus, architecture.decay
+        kv_heads = config.num_key_value_heads or config.num_attention_heads
+        heads = {"q_proj": config.num_attention_heads, "k_proj": kv_heads}
+        self.heads = heads if architecture.gguf_interleaved else {}
+        mixer = architecture.mixer
+        self.decay = mixer.decay.checkpoint if isinstance(mixer, Recurrence) else None
+        self.offset = architecture.norms.offset
         self.norms = {name.checkpoint for name in architecture.outer_norms()}
         self.prefix = f"{architecture.layers.checkpoint}."
         self.nbytes = sum(tensor.nbytes for tensor in file.tensors.values())
-        self.tensors: dict[str, Held] = {}
-        requested, ignored = shapes(config), unread(config)
-        first, more = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
-        predicting = tuple(f"{architecture.layers.gguf}.{index}." for index in range(first, first + more))
+        requested = shapes(config)
+        self.parts = self._parts(architecture, config, requested)
+        self.lists = _activation_params(file, architecture, config.num_hidden_layers)
+        sanity.check_held(file.path, [name for name in requested if name not in self], (), (), config)
+
+    def _parts(self, architecture: Architecture, config: Any, requested: Mapping[str, Shape]) -> dict[str, GGUFPart]:
+        file, ignored = self.file, unread(config)
+        result: dict[str, GGUFPart] = {}
+        layers, more = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+        mtp = tuple(f"{architecture.layers.gguf}.{index}." for index in range(layers, layers + more))
         for name, tensor in file.tensors.items():
-            if name == FREQUENCIES or name.startswith(predicting):
-                continue  # the config has what they say; the drafter mtp reads the others
-            names = architecture.checkpoint_names(name)
+            if name == FREQUENCIES or name.startswith(mtp):
+                continue  # the config has the frequencies; the drafter mtp reads its layers
+            names, pair = architecture.checkpoint_names(name), architecture.gguf_pair(name)
             if not names:
                 raise ModelError(f"{file.path} has a tensor {name}, which {architecture.causal} does not have")
-            joined = architecture.joined(name)
-            if joined is not None and name == joined[1]:
+            if pair is not None and name == pair[1]:
                 continue  # read with the first
-            behind = None if joined is None else _second(file, *joined)
-            for own, held in _parts(names, tensor, behind):
+            for own, part in _split(names, tensor, None if pair is None else _second(file, *pair)):
                 if own in ignored:
                     continue
                 if own not in requested:
                     raise ModelError(f"{file.path} has a tensor {name}, which its metadata leave out")
-                held = held.like(requested[own])
-                if held.shape != requested[own]:
-                    asked = [*tensor.shape[: len(tensor.shape) - len(held.shape)], *requested[own]]
+                part = part.reshaped(requested[own])
+                if part.shape != requested[own]:
+                    asked = [*tensor.shape[: len(tensor.shape) - len(part.shape)], *requested[own]]
                     raise ModelError(f"{file.path}: {name} has shape {list(tensor.shape)}, which its metadata "
                                      f"contradict: they ask for {asked}")  # fmt: skip
-                self.tensors[own] = held
+                result[own] = part
             if tensor.kind.name not in TYPES:
                 raise ModelError(f"{file.path}: {name} is of type {tensor.kind.name}; {', '.join(TYPES)} are read")
-        self.listed = _listed(file, architecture, config.num_hidden_layers)
-        missing = [name for name in requested if name not in self]
-        sanity.check_held(file.path, missing, (), (), config)
+        return result
 
     def __contains__(self, name: str) -> bool:
-        return name in self.tensors or name in self.listed
+        return name in self.parts or name in self.lists
 
     def values(self, name: str) -> Rows:
-        if name in self.listed:
-            return self.listed[name]
-        held = self.tensors[name]
-        self._count(name, held.nbytes)
-        if len(held.shape) == 2:
+        if name in self.lists:
+            return self.lists[name]
+        part = self.parts[name]
+        self._count(name, part.nbytes)
+        if len(part.shape) == 2:
             return self._matrix(name)
-        result = self.file.values(held.tensor.name)
-        if held.nbytes != held.tensor.nbytes:  # one expert's of a stack
-            result = result[held.place]
-        result = result.view(held.shape)
-        part = name.split(".", 3)[-1] if name.startswith(self.prefix) else name.removesuffix(".weight")
+        result = self.file.values(part.tensor.name)
+        if part.nbytes != part.tensor.nbytes:  # an entry of a stack
+            result = result[part.entry]
+        result = result.view(part.shape)
+        inside = name.split(".", 3)[-1] if name.startswith(self.prefix) else name.removesuffix(".weight")
         if name.endswith(".bias"):
             order = self._order(name)
             result = result if order is None else result[order]
-        elif part == self.decay:
-            result = self._log(name, result)
-        elif self.plus and part.removesuffix(".weight") in self.norms:
-            result = result - self.plus
-        return result.to(FLOATS.get(held.tensor.kind.name, torch.float32))
-
-    def _log(self, name: str, decay: torch.Tensor) -> torch.Tensor:
-        """What a checkpoint has of a recurrence's decay: its logarithm, without the sign."""
-        if not bool((decay < 0).all()):
-            raise ModelError(f"{self.file.path}: {self.tensors[name].tensor.name} holds numbers that are not negative")
-        return torch.log(-decay)
+        elif inside == self.decay:  # a checkpoint has the logarithm, without the sign
+            if not bool((result < 0).all()):
+                raise ModelError(f"{self.file.path}: {part.tensor.name} holds numbers that are not negative")
+            result = torch.log(-result)
+        elif self.offset and inside.removesuffix(".weight") in self.norms:
+            result = result - self.offset
+        return result.to(FLOATS.get(part.tensor.kind.name, torch.float32))
 
     def blocks(self, name: str) -> Blocks | None:
-        self._count(name, self.tensors[name].nbytes)
-        if self.untold:
-            log.warning("%s holds types that take more room in memory: %s", self.file.path, self.untold)
-            self.untold = ""
+        self._count(name, self.parts[name].nbytes)
+        if self.warning:
+            log.warning("%s holds types that take more room in memory: %s", self.file.path, self.warning)
+            self.warning = ""
         result = self._matrix(name)
         return None if self.numbers or result.kind not in PACKED else result
 
     def _matrix(self, name: str) -> Blocks:
-        held, order = self.tensors[name], self._order(name)
-        first = held.place * held.shape[0]
-        raw = self.file.rows(held.tensor.name)[first : first + held.shape[0]]
-        if held.behind is not None:
-            raw = np.concatenate([raw, self.file.rows(held.behind.name)])
-        result = Blocks(held.tensor.kind.name.lower(), raw, held.shape[1])
+        part, order = self.parts[name], self._order(name)
+        first = part.entry * part.shape[0]
+        raw = self.file.rows(part.tensor.name)[first : first + part.shape[0]]
+        if part.second is not None:
+            raw = np.concatenate([raw, self.file.rows(part.second.name)])
+        result = Blocks(part.tensor.kind.name.lower(), raw, part.shape[1])
         return result if order is None else result.rows(order)
 
     def _order(self, name: str) -> torch.Tensor | None:
-        """Of the rows, where the file has another."""
+        """A checkpoint's order of the rows, if the file has another."""
         heads = self.heads.get(name.split(".")[-2])
-        return (
-            None if heads is None else rows_as_halves(torch.arange(self.tensors[name].shape[0])[:, None], heads)[:, 0]
-        )
+        if heads is None:
+            return None
+        return deinterleaved(torch.arange(self.parts[name].shape[0])[:, None], heads)[:, 0]
 
 
-def _listed(file: GGUFFile, architecture: Architecture, layers: int) -> dict[str, torch.Tensor]:
-    """Numbers of activations, which are lists in the metadata, by their names in a checkpoint. Raises ModelError."""
+def _activation_params(file: GGUFFile, architecture: Architecture, layers: int) -> dict[str, torch.Tensor]:
+    """Parameters of activations, which are lists in GGUF metadata, by a checkpoint's names."""
     result: dict[str, torch.Tensor] = {}
-    for name in architecture.mlp.numbers:
+    for name in architecture.mlp.activation_params:
         values = file.metadata.get(name.gguf)
         if not isinstance(values, list) or len(values) != layers or not all(map(Within().permits, values)):
             raise ModelError(
@@ -381,29 +371,28 @@ def _listed(file: GGUFFile, architecture: Architecture, layers: int) -> dict[str
 
 
 def _second(file: GGUFFile, first: str, second: str) -> GGUFTensor:
-    """The tensor whose rows come behind another's. Raises ModelError unless it is like that one."""
     one, two = file.tensors[first], file.tensors.get(second)
     if two is None or (two.shape, two.kind) != (one.shape, one.kind):
         raise ModelError(f"{file.path} has no {second} of the shape and type of {first}, {one.kind.name}")
     return two
 
 
-def _parts(names: tuple[str, ...], tensor: GGUFTensor, behind: GGUFTensor | None) -> Iterator[tuple[str, Held]]:
-    """By their names in a checkpoint: of a stack, those of every expert, whose rows follow one another."""
-    if behind is not None:
-        yield names[0], Held(tensor, (2 * tensor.shape[0], *tensor.shape[1:]), behind=behind)
+def _split(names: tuple[str, ...], tensor: GGUFTensor, second: GGUFTensor | None) -> Iterator[tuple[str, GGUFPart]]:
+    """The parts of a GGUF tensor by a checkpoint's names: of a stack, every expert's entries."""
+    if second is not None:
+        yield names[0], GGUFPart(tensor, (2 * tensor.shape[0], *tensor.shape[1:]), second=second)
         return
     if "{}" not in names[0]:
-        yield names[0], Held(tensor, tensor.shape)
+        yield names[0], GGUFPart(tensor, tensor.shape)
         return
     rows, *inputs = tensor.shape[1:] or (0,)
-    for place in range(len(names) * tensor.shape[0]):
-        expert, which = divmod(place, len(names))
-        yield names[which].format(expert), Held(tensor, (rows // len(names), *inputs), place)
+    for index in range(len(names) * tensor.shape[0]):
+        expert, which = divmod(index, len(names))
+        yield names[which].format(expert), GGUFPart(tensor, (rows // len(names), *inputs), index)
 
 
 class ChangedWeights:
-    """``weights``, some of them changed, by their names: to numbers, whatever they are held in."""
+    """``weights`` of which some are changed, by name; those are numbers then."""
 
     def __init__(self, weights: Weights, changes: Mapping[str, Callable[[Rows], Rows]]) -> None:
         self.weights, self.changes = weights, changes
@@ -426,41 +415,41 @@ class ChangedWeights:
         return self.weights.release()
 
 
-def multiplied(weights: Weights, spec: Spec) -> Weights:
-    """``weights`` with the projections multiplied as ``spec`` says."""
+def scaled(weights: Weights, spec: Spec) -> Weights:
+    """``weights`` with ``spec.projection_scales`` applied."""
     changes = {
-        f"{spec.architecture.layers.checkpoint}.{index}.{part}.{kind}": partial(
-            _times, by=getattr(by, kind), rows=by.rows
+        f"{spec.architecture.layers.checkpoint}.{index}.{name}.{suffix}": partial(
+            _scaled, factors=getattr(scale, suffix), rows=scale.rows
         )
-        for (part, by), index, kind in product(spec.multiples, range(len(spec.layers)), KINDS)
+        for (name, scale), index, suffix in product(spec.projection_scales, range(len(spec.layers)), SUFFIXES)
     }
     return ChangedWeights(weights, changes) if changes else weights
 
 
-def _times(weight: Rows, by: Sequence[float], rows: Sequence[int]) -> Rows:
-    """A weight or bias, each part of so many ``rows`` multiplied by a number of its own; one number is for all."""
+def _scaled(weight: Rows, factors: Sequence[float], rows: Sequence[int]) -> Rows:
+    """A weight or bias times a factor for each part of so many ``rows``; a single factor is for all rows."""
     counts = torch.tensor(rows if len(rows) > 1 else weight.shape[:1])
-    factors = torch.tensor(by, dtype=torch.float32).repeat_interleave(counts)
+    by_row = torch.tensor(factors, dtype=torch.float32).repeat_interleave(counts)
     if len(weight.shape) == 1:
-        return weight[:].float() * factors
+        return weight[:].float() * by_row
     return MadeRows(
-        weight.shape, lambda rows: weight[rows].float() * factors[rows, None], weight.nbytes, device=weight.device
+        weight.shape, lambda which: weight[which].float() * by_row[which, None], weight.nbytes, device=weight.device
     )
 
 
-def merged(weights: Weights, adapters: Sequence[lora.Adapter], model: str) -> Weights:
-    """``weights`` with adapters merged into them. Raises ModelError for an adapter that was made for another model."""
+def with_adapters(weights: Weights, adapters: Sequence[lora.Adapter], model: str) -> Weights:
+    """``weights`` with adapters merged. Raises ModelError for an adapter that was made for another model."""
     pairs: dict[str, list[tuple[float, lora.Pair]]] = {}
     for adapter in adapters:
         for layer, pair in adapter.pairs.items():
             name = f"{layer}.weight"
             lora.check_fit(adapter, layer, pair, weights.values(name).shape if name in weights else None, model)
             pairs.setdefault(name, []).append((adapter.weight, pair))
-    return ChangedWeights(weights, {name: partial(_with_added, pairs=each) for name, each in pairs.items()})
+    return ChangedWeights(weights, {name: partial(_merged, pairs=each) for name, each in pairs.items()})
 
 
-def _with_added(weight: Rows, pairs: Sequence[tuple[float, lora.Pair]]) -> Rows:
-    """A weight with what adapters add to it, in float32."""
+def _merged(weight: Rows, pairs: Sequence[tuple[float, lora.Pair]]) -> Rows:
+    """A weight with adapters' products added in float32."""
 
     def make(rows: slice | torch.Tensor) -> torch.Tensor:
         result = weight[rows].to(torch.float32, copy=True)

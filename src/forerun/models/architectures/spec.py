@@ -1,4 +1,4 @@
-"""An architecture at a checkpoint's sizes: what its config says, read once."""
+"""An architecture at a checkpoint's sizes: a ``Spec`` is what a description and a config say together, read once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from forerun.models.architectures.description import (
     Architecture,
     Attention,
     ExpertsSpec,
-    Latent,
+    LatentAttention,
     Mixer,
     Mlp,
     Recurrence,
@@ -31,83 +31,84 @@ ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH, "gel
                "relu2": RELU2}  # fmt: skip
 """By their names in configs."""
 LONGEST_KERNEL = 16
-"""Rows that a convolution reads."""
+"""Rows that a convolution reads at most."""
 LARGEST = 1 << 20
 NO_LIMIT = (0.0, math.inf)
-READS = "reads_target"
-"""A config key of a decoder whose layers have no keys and values: all of them read another model's."""
+READS_TARGET = "reads_target"
+"""A config key of a decoder whose layers all read the KV cache of another model (Gemma 4's assistant)."""
 OUTSIDE = -1
-"""The layer whose keys and values such a layer reads."""
+"""The ``kv_source`` of such a layer."""
 TILED_HEADS = "tiled_heads"
 """A config key that GGUF files of delta nets get: see ``MixerSpec.tiled``."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 ALL = "all layers"
-"""Names the rotary parameters of a model that has one set."""
+"""The name of the rotary parameters in a model that has one set."""
+MLP_PARTS, MAMBA_PARTS = 2, 5
+"""Entries of a list of multipliers: gate and output of an MLP; gate, x, B, C and time step of Mamba."""
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
-    """Queries at position p are multiplied by 1 + rate log(1 + floor(p / reach)): Llama 4's temperature."""
+class QueryScaling:
+    """Llama 4's temperature: queries at position p are multiplied by 1 + beta log(1 + floor(p / reach))."""
 
-    rate: float
+    beta: float
     reach: int
 
     def factors(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """float32, by rows; None: they are all 1."""
+        """Float32 factors, one for each row; None if all are 1."""
         steps = (positions // self.reach).tolist()
         if not any(steps):
             return None
-        return torch.tensor([1.0 + self.rate * math.log(1.0 + step) for step in steps], device=positions.device)
+        return torch.tensor([1.0 + self.beta * math.log(1.0 + step) for step in steps], device=positions.device)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     window: int | None
-    """Positions that a row sees, its own among them."""
+    """Positions that a row sees, its own included."""
     rotary: str | None
-    """Which rotary parameters; None: nothing is turned."""
+    """The name of the rotary parameters; None: no rotary embedding."""
     experts: int
     mlp: bool = True
-    """Beside experts, if there are such."""
+    """Alone, or beside experts."""
     attention: bool = True
     mixer: bool = False
-    """In the place of attention, or beside it."""
+    """A mixer with state, in place of attention or beside it."""
     heads: tuple[int, int] | None = None
-    """Key-value heads, and the width of a head; None: the model's."""
-    inner: int | None = None
-    """Outputs of the gate of an MLP; None: the model's."""
-    source: int | None = None
-    """The layer whose keys and values are read; None: its own; ``OUTSIDE``: one of another model."""
-    twice: bool = False
+    """Number of key-value heads and a head's width; None: the model's."""
+    intermediate: int | None = None
+    """None: the model's."""
+    kv_source: int | None = None
+    """The layer whose keys and values are read; None: its own."""
+    key_is_value: bool = False
     """One projection makes keys and values."""
 
 
 @dataclass(frozen=True, slots=True)
 class MixerSpec:
-    """The sizes of what keeps a state."""
+    """The sizes of a mixer."""
 
     channels: int
-    """That a convolution over ``columns`` rows before a row and the row itself reads."""
+    """Channels of the convolution."""
     columns: int
+    """Earlier rows that it reads beside a row itself."""
     inner: int
-    """Inputs of the projection behind it."""
-    biased: bool = False
-    """The projection before it."""
-    out_biased: bool = False
-    conv_biased: bool = False
-    normed: bool = True
-    """There is a norm of the output."""
+    """Inputs of the output projection."""
+    in_bias: bool = False
+    out_bias: bool = False
+    conv_bias: bool = False
+    has_norm: bool = True
     heads: int = 0
+    """0: a convolution without state."""
     groups: int = 0
     key_dim: int = 0
     value_dim: int = 0
     gates: int = 0
-    """Numbers of a row's record behind the channels."""
+    """Numbers of a row's record after the channels."""
     tiled: bool = False
-    """Head i has keys and queries of group i modulo the groups, as GGUF files order a delta net's heads; else the heads
-    of a group follow one another."""
-
-    norm_over_all: bool = False
+    """Head i belongs to group i modulo the groups, as GGUF files order a delta net's heads. Otherwise the heads of a
+    group follow one another."""
+    norm_over_ranks: bool = False
     """The norm goes over the heads of all ranks."""
 
     @property
@@ -118,36 +119,50 @@ class MixerSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentSpec:
-    """The sizes of latent attention."""
+    """The sizes of multi-head latent attention."""
 
     rank: int
-    """Of the latent that keys and values are made of."""
+    """Width of the latent of keys and values."""
     query_rank: int
-    """0: queries have none."""
-    plain: int
-    """Numbers of a head's queries that are not turned, before those that are."""
-    turned: int
-    value: int
-    """Numbers of a head's values."""
-    paired: bool
+    """Width of the latent of queries; 0: there is none."""
+    nope_dim: int
+    """Numbers of a head's query that are not rotated; they come first."""
+    rope_dim: int
+    value_dim: int
+    interleaved: bool = False
+    """Checkpoints have rotated pairs side by side."""
 
     @property
-    def query(self) -> int:
-        """Numbers of a head's queries."""
-        return self.plain + self.turned
-
-    def needed(self, heads: int) -> int:
-        """Numbers of a row of a compiled decoder's workspace."""
-        return self.query_rank + heads * (self.query + self.entry.key_dim + self.rank)
+    def query_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
 
     @property
-    def entry(self) -> KVShape:
-        return KVShape(1, self.rank + self.turned, self.rank, shared=True)
+    def kv_shape(self) -> KVShape:
+        return KVShape(1, self.rank + self.rope_dim, self.rank, shared=True)
+
+    def workspace(self, heads: int) -> int:
+        """Numbers per row that a compiled decoder needs."""
+        return self.query_rank + heads * (self.query_dim + self.kv_shape.key_dim + self.rank)
 
 
 @dataclass(frozen=True, slots=True)
-class Multiples:
-    """What a layer's projection is multiplied by: a number for each of its parts of so many rows."""
+class Routing:
+    """How rows choose experts: ``description.ExpertsSpec`` explains the fields."""
+
+    top_k: int
+    normalize: bool = True
+    sigmoid: bool = False
+    factor: float = 1.0
+    groups: tuple[int, int] | None = None
+    """The number of groups, and of those chosen among; None: all experts are chosen among."""
+    group_best: int = 2
+    eps: float = 0.0
+    has_score_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionScale:
+    """Factors of a projection's weight and bias: one for each part of so many rows."""
 
     rows: tuple[int, ...]
     weight: tuple[float, ...]
@@ -160,226 +175,270 @@ class Spec:
     hidden: int
     heads: int
     kv_heads: int
-    width: int
-    """Of a head."""
+    head_dim: int
+    """With latent attention ``LatentSpec.rope_dim``."""
     eps: float
     scale: float
+    """Multiplies attention scores."""
     softcap: float | None = None
     logits_softcap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logits_scale: float = 1.0
     activation: str = SILU
-    activation_numbers: tuple[float, ...] = ()
-    """Of the activation, where all layers have the same."""
-    growth: Growth | None = None
-    chosen: int = 0
-    """Experts per row."""
-    normalised: bool = False
-    corrected: bool = False
-    """A number is added to each expert's score where some are chosen."""
-    factor: float = 1.0
-    """Of the experts' weights."""
-    groups: tuple[int, int] | None = None
-    """Of experts, and how many of them are chosen among."""
-    inner: int = 0
-    """Outputs of the gate of an MLP."""
+    activation_params: tuple[float, ...] = ()
+    """Those that all layers share."""
+    query_scaling: QueryScaling | None = None
+    routing: Routing | None = None
+    intermediate: int = 0
     layers: tuple[LayerSpec, ...] = ()
     mixer: MixerSpec | None = None
-    inputs: int = 0
-    """Numbers of a row of per-layer embeddings."""
+    per_layer_width: int = 0
+    """Numbers of a per-layer embedding."""
     latent: LatentSpec | None = None
-    """``width`` is then that of what is turned."""
-    multiples: tuple[tuple[str, Multiples], ...] = ()
-    """By projections' names in a layer, where they are not all 1."""
+    projection_scales: tuple[tuple[str, ProjectionScale], ...] = ()
+    """By a projection's name in its layer, where a factor is not 1."""
 
     def at(self, index: int) -> Spec:
-        """The sizes of one layer; it has no key-value heads where it reads another's."""
+        """The sizes of one layer; its key-value heads are 0 if it reads another layer's."""
         layer = self.layers[index]
-        kv_heads, width = layer.heads or (self.kv_heads, self.width)
-        kv_heads = kv_heads if layer.source is None else 0
-        return replace(self, kv_heads=kv_heads, width=width, inner=layer.inner or self.inner)
+        kv_heads, head_dim = layer.heads or (self.kv_heads, self.head_dim)
+        kv_heads = kv_heads if layer.kv_source is None else 0
+        intermediate = layer.intermediate or self.intermediate
+        return replace(self, kv_heads=kv_heads, head_dim=head_dim, intermediate=intermediate)
 
-    def entry(self, index: int) -> KVShape:
-        """What a layer keeps of a token."""
+    def kv_shape(self, index: int) -> KVShape:
+        """A layer's entry in the KV cache for one token."""
         if self.latent is not None:
-            return self.latent.entry
+            return self.latent.kv_shape
         sizes = self.at(index)
-        return KVShape(sizes.kv_heads if self.layers[index].attention else 0, sizes.width, sizes.width)
+        return KVShape(sizes.kv_heads if self.layers[index].attention else 0, sizes.head_dim, sizes.head_dim)
 
     def mlp(self, layer: LayerSpec) -> Mlp:
-        """The one that a layer has, alone or beside experts."""
+        """A layer's MLP, alone or beside experts."""
         experts = self.architecture.experts
         shared = experts.shared if experts is not None and layer.experts else None
         return self.architecture.mlp if shared is None else shared
 
     @property
     def uneven(self) -> bool:
-        """Whether layers have sizes, keys or inputs that differ from layer to layer."""
-        return bool(self.inputs) or any(layer.heads or layer.source is not None for layer in self.layers)
+        """Whether sizes, keys or inputs differ from layer to layer."""
+        return bool(self.per_layer_width) or any(layer.heads or layer.kv_source is not None for layer in self.layers)
 
     @property
     def states(self) -> tuple[StateShape | None, ...]:
-        """Per layer; () where no layer keeps a state."""
+        """Each layer's state; () if no layer keeps one."""
         if self.mixer is None or not any(layer.mixer for layer in self.layers):
             return ()
         return tuple(self.mixer.shape if layer.mixer else None for layer in self.layers)
 
     @property
     def rotaries(self) -> tuple[str, ...]:
-        """The sets of rotary parameters in use."""
+        """Names of the rotary parameters in use."""
         return tuple(sorted({layer.rotary for layer in self.layers if layer.rotary is not None})) or (ALL,)
 
 
-def applies(config: Any) -> str | None:
-    """None if the description of an architecture covers such a checkpoint, otherwise the reason why none does."""
-    kind = config.model_type
-    result = ARCHITECTURES.get(kind)
-    if result is None:
-        return f"{kind} is not among the described architectures ({', '.join(ARCHITECTURES)})"
-    if result.causal not in (config.architectures or [result.causal]):
-        return f"{', '.join(config.architectures or [])} is not {result.causal}"
-    if result.mixer is not None and not config.layer_types:
-        return "no layer_types, which say what each layer is"
-    if (reason := _numbers_apply(result, config)) is not None:
-        return reason
-    activation = _activation(result, config)
-    if activation not in ACTIVATIONS or (ACTIVATIONS[activation] == XIELU) != bool(result.mlp.numbers):
-        return f"activation {activation!r}"
+# ---------------------------------------------------------------- what is not described
+
+
+def refusal(config: Any) -> str | None:
+    """Why no description covers a checkpoint of this config; None if one does."""
+    architecture = ARCHITECTURES.get(config.model_type)
+    if architecture is None:
+        return f"{config.model_type} is not among the described architectures ({', '.join(ARCHITECTURES)})"
+    return next(_reasons(architecture, config), None)
+
+
+def _reasons(architecture: Architecture, config: Any) -> Iterator[str]:
+    """Reasons for a refusal. A check may rely on those before it."""
+    attention, mixer, experts = architecture.attention, architecture.mixer, architecture.experts
+    if architecture.causal not in (config.architectures or [architecture.causal]):
+        yield f"{', '.join(config.architectures or [])} is not {architecture.causal}"
+    if mixer is not None and not config.layer_types:
+        yield "no layer_types, which say what each layer is"
+    yield from _multiplier_reasons(architecture, config)
+    count = getattr(config, experts.count) if experts is not None and _flag(config, experts.enabled, True) else 0
+    if experts is not None and not NOT_NEGATIVE.permits(count):
+        yield f"{experts.count} is {shown(count)}, not a number of experts"
+    if getattr(config, "block_auto_adjust_ff_dim", False):
+        by, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
+        if by is not None and not (POSITIVE.permits(by) and COUNT.permits(multiple)):
+            yield f"block_ffn_dim_multiplier {shown(by)} and block_multiple_of {shown(multiple)}"
+    activation = _activation(architecture, config)
+    if activation not in ACTIVATIONS or (ACTIVATIONS[activation] == XIELU) != bool(architecture.mlp.activation_params):
+        yield f"activation {activation!r}"
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):  # that is pictures alone
-        return "attention to later tokens"
-    types = set(getattr(config, "layer_types", None) or ()) - {SLIDING, FULL}
-    types -= {*result.kinds}
-    if (result.attention.window == "typed" or result.mixer is not None) and types:
-        return f"layers of type {types.pop()!r}"
-    for key in () if result.experts is None else result.experts.other:
+        yield "attention to later tokens"
+    unknown = {*(getattr(config, "layer_types", None) or ())} - {SLIDING, FULL, *architecture.layer_types}
+    if unknown and (attention.window == "layer_types" or mixer is not None):
+        yield f"layers of type {unknown.pop()!r}"
+    for key in () if experts is None else experts.unsupported:
         if getattr(config, key) not in (None, 0, 1):
-            return f"{key} {shown(getattr(config, key))}"
-    borrowed = 0 if getattr(config, READS, False) else _borrowed(result, config)
-    if borrowed and set(config.layer_types[-borrowed:]) - set(config.layer_types[:-borrowed]):
-        return f"{result.attention.borrowed} {borrowed}: layers that borrow keys of a type that none before them has"
-    reason = None if result.mixer is None else _mixer_applies(result.mixer, config)
-    reason = reason or (None if result.latent is None else _latent_applies(result.latent, config))
-    reason = reason or (None if result.experts is None else _experts_apply(result.experts, config))
-    return reason or _rope_applies(result, config)
+            yield f"{key} {shown(getattr(config, key))}"
+    shared = 0 if getattr(config, READS_TARGET, False) else _shared_kv_layers(attention, config)
+    if shared and {*config.layer_types[-shared:]} - {*config.layer_types[:-shared]}:
+        yield f"{attention.shared_kv_layers} {shared}: layers that borrow keys of a type that none before them has"
+    if mixer is not None and mixer.layer_type in config.layer_types:
+        yield from _mixer_reasons(mixer, config)
+    if architecture.latent is not None:
+        yield from _latent_reasons(architecture.latent, config)
+    if experts is not None:
+        yield from _experts_reasons(experts, config)
+    if attention.rotary != "none":
+        yield from _rope_reasons(architecture, config)
 
 
-def _numbers_apply(architecture: Architecture, config: Any) -> str | None:
-    """Why factors and counts that only some architectures have cannot be used, if so."""
+def _multiplier_reasons(architecture: Architecture, config: Any) -> Iterator[str]:
     experts = architecture.experts
     factors = [
         architecture.embedding_scale, architecture.residual_scale, architecture.logits_scale,
         architecture.logits_divisor, architecture.attention.multiplier, None if experts is None else experts.factor,
-        *(each.inputs for each in architecture.multiplied),
+        *(each.inputs for each in architecture.multipliers),
     ]  # fmt: skip
     for key in factors:
         if isinstance(key, str) and key != "root" and not Within().permits(getattr(config, key)):
-            return f"{key} is {shown(getattr(config, key))}, not a number"
-    for each in architecture.multiplied:
-        given: Any = 1.0 if each.outputs is None else getattr(config, each.outputs)
-        numbers = given if isinstance(given, (list, tuple)) else [given]
-        count = 1 if not isinstance(given, (list, tuple)) else MLP_PARTS if each.place is not None else MAMBA_PARTS
-        if len(numbers) != count or not all(Within().permits(number) for number in numbers):
-            return f"{each.outputs} is {shown(given)}, not {count} number{'s' if count > 1 else ''}"
-    used = experts is not None and _says(config, experts.enabled, True)
-    if experts is not None and used and not NOT_NEGATIVE.permits(getattr(config, experts.count)):
-        return f"{experts.count} is {shown(getattr(config, experts.count))}, not a number of experts"
-    if getattr(config, "block_auto_adjust_ff_dim", False):
-        by, multiple = config.block_ffn_dim_multiplier, config.block_multiple_of
-        if by is not None and not (POSITIVE.permits(by) and COUNT.permits(multiple)):
-            return f"block_ffn_dim_multiplier {shown(by)} and block_multiple_of {shown(multiple)}"
-    return None
+            yield f"{key} is {shown(getattr(config, key))}, not a number"
+    for each in architecture.multipliers:
+        value: Any = 1.0 if each.outputs is None else getattr(config, each.outputs)
+        numbers = value if isinstance(value, (list, tuple)) else [value]
+        count = 1 if numbers is not value else MLP_PARTS if each.index is not None else MAMBA_PARTS
+        if len(numbers) != count or not all(map(Within().permits, numbers)):
+            yield f"{each.outputs} is {shown(value)}, not {count} number{'s' if count > 1 else ''}"
 
 
-MLP_PARTS, MAMBA_PARTS = 2, 5
-"""Gate and output of an MLP; gate, x, B, C and time step of Mamba's projection."""
+def _mixer_reasons(mixer: Mixer, config: Any) -> Iterator[str]:
+    if tuple(getattr(config, "time_step_limit", None) or NO_LIMIT) != NO_LIMIT:
+        yield f"time steps with limits, {shown(config.time_step_limit)}"
+    if isinstance(mixer, Recurrence) and getattr(config, mixer.activation, "silu") not in ("silu", "swish"):
+        yield f"a convolution's activation {getattr(config, mixer.activation)!r}"
+    kernel = getattr(config, mixer.kernel)
+    if not isinstance(kernel, int) or not 2 <= kernel <= LONGEST_KERNEL:
+        yield f"{mixer.kernel} is {shown(kernel)}, not an integer from 2 to {LONGEST_KERNEL}"
+    if (isinstance(mixer, ShortConvSpec) or not mixer.beside_attention) and FULL not in config.layer_types:
+        yield "no layer with attention"
+    if isinstance(mixer, ShortConvSpec):
+        return
+    norm_first = getattr(config, "mamba_norm_before_gate", False)
+    if mixer.has_norm is not None and getattr(config, mixer.has_norm) and norm_first:
+        yield "mamba_norm_before_gate: a norm before Mamba's gate"
+    for key in (mixer.heads, mixer.groups, mixer.key_dim, mixer.value_dim):
+        value = getattr(config, key)
+        if not isinstance(value, int) or not 1 <= value <= LARGEST:
+            yield f"{key} is {shown(value)}, not an integer from 1 to {LARGEST}"
+    heads, groups = getattr(config, mixer.heads), getattr(config, mixer.groups)
+    if heads % groups:
+        yield f"{mixer.heads} ({heads}) is no multiple of {mixer.groups} ({groups})"
+
+
+def _latent_reasons(names: LatentAttention, config: Any) -> Iterator[str]:
+    for key in (names.rank, names.nope_dim, names.rope_dim, names.value_dim, names.query_rank):
+        value = getattr(config, key, None)
+        if not (value is None and key == names.query_rank) and not COUNT.permits(value):
+            yield f"{key} is {shown(value)}, not an integer of at least 1"
+    rope_dim, rope = getattr(config, names.rope_dim), config.rope_parameters or {}
+    partial = float(rope.get("partial_rotary_factor") or 1.0)
+    default = rope.get("rope_type", "default") == "default"  # it would take the factor of rope_dim once more
+    if rope_dim % 2 or int(config.head_dim * partial) != rope_dim or (default and partial != 1.0):
+        yield f"{names.rope_dim} {rope_dim}, where rotary parameters turn {partial:g} of {config.head_dim} numbers"
+    if config.num_key_value_heads != config.num_attention_heads:
+        yield f"num_key_value_heads {config.num_key_value_heads}: latent attention has as many as query heads"
+
+
+def _experts_reasons(experts: ExpertsSpec, config: Any) -> Iterator[str]:
+    method = None if experts.method is None else getattr(config, experts.method, None)
+    if experts.method is not None and method not in ("greedy", "group_limited_greedy"):
+        yield f"{experts.method} {shown(method)}"
+    if experts.method is not None and experts.normalize is not None and getattr(config, experts.normalize):
+        yield f"{experts.normalize} True"  # transformers ignores it
+    if experts.groups is None:
+        return
+    count, top_k = getattr(config, experts.count), getattr(config, experts.top_k)
+    for key, value in ((experts.top_k, top_k), (experts.groups[0], getattr(config, experts.groups[0], None) or 1)):
+        if not COUNT.permits(value):
+            yield f"{key} is {shown(value)}, not an integer of at least 1"
+    factor = None if experts.shared is None else experts.shared.width_factor
+    if factor is not None and not COUNT.permits(getattr(config, factor, None)):
+        yield f"{factor} is {shown(getattr(config, factor, None))}"
+    groups, kept = _groups(experts, config) or (1, 1)
+    if count % groups or (groups > 1 and count // groups < experts.group_best) or kept * (count // groups) < top_k:
+        yield f"{top_k} of {count} experts in {kept} of {groups} groups"
+
+
+def _rope_reasons(architecture: Architecture, config: Any) -> Iterator[str]:
+    value = config.rope_parameters or {}
+    partial = architecture.attention.partial_rotary or architecture.latent is not None
+    for rope in value.values() if architecture.attention.rotary == "layer_types" else [value]:
+        if not isinstance(rope, dict) or any(isinstance(each, dict) for each in rope.values()):
+            yield "rotary parameters by layer where there should be one set, or one where they should be by layer"
+        if rope.get("rope_type", "default") not in ROPE_TYPES and not is_constant(rope):
+            yield f"rope type {rope.get('rope_type')!r}"
+        if rope.get("partial_rotary_factor", 1.0) != 1.0 and not partial:
+            yield "partial rotary embeddings"
+
+
+# ---------------------------------------------------------------- a config, read by its description
 
 
 def is_sized(config: Any) -> bool:
-    """Whether an architecture is described whose layers may have heads of sizes of their own."""
-    result = ARCHITECTURES.get(config.model_type)
-    return result is not None and result.attention.sized
+    """Whether a description covers the model and its layers may differ in size."""
+    architecture = ARCHITECTURES.get(config.model_type)
+    return architecture is not None and architecture.attention.per_layer_sizes
 
 
 def keeps_state(config: Any) -> bool:
-    """Whether an architecture is described whose layers keep more of a text than keys and values."""
-    result = ARCHITECTURES.get(config.model_type)
-    return result is not None and result.mixer is not None and result.mixer.layers in (config.layer_types or ())
-
-
-def _rope_applies(architecture: Architecture, config: Any) -> str | None:
-    if architecture.attention.rotary == "none":
-        return None
-    given = config.rope_parameters or {}
-    sets = list(given.values()) if architecture.attention.rotary == "typed" else [given]
-    for rope in sets:
-        if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-            return "rotary parameters by layer where there should be one set, or one where they should be by layer"
-        if rope.get("rope_type", "default") not in ROPE_TYPES and not is_constant(rope):
-            return f"rope type {rope.get('rope_type')!r}"
-        partial = architecture.attention.partial or architecture.latent is not None
-        if rope.get("partial_rotary_factor", 1.0) != 1.0 and not partial:
-            return "partial rotary embeddings"
-    return None
+    """Whether a description covers the model and some of its layers keep a state beside the KV cache."""
+    architecture = ARCHITECTURES.get(config.model_type)
+    mixer = None if architecture is None else architecture.mixer
+    return mixer is not None and mixer.layer_type in (config.layer_types or ())
 
 
 def bind(config: Any) -> Spec:
-    """The spec of a checkpoint that ``applies``."""
-    result = ARCHITECTURES[config.model_type]
-    attention, experts = result.attention, result.experts
-    heads, clamp = config.num_attention_heads, experts.clamp if experts is not None else ()
-    own = config.per_layer_config[0] if attention.sized else config
-    width = getattr(own, "head_dim", None) or config.hidden_size // heads
-    latent = None if result.latent is None else _latent(result.latent, config)
-    width = width if latent is None else latent.turned
+    """The spec of a checkpoint that ``refusal`` does not refuse."""
+    architecture = ARCHITECTURES[config.model_type]
+    attention, experts = architecture.attention, architecture.experts
+    clamp = () if experts is None else experts.clamp
+    first = config.per_layer_config[0] if attention.per_layer_sizes else config
+    head_dim = getattr(first, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    latent = None if architecture.latent is None else _latent(architecture.latent, config)
+    table = architecture.per_layer
+    divisor = _number(config, architecture.logits_divisor)
     return Spec(
-        architecture=result,
+        architecture=architecture,
         hidden=config.hidden_size,
-        heads=heads,
-        kv_heads=own.num_key_value_heads if latent is None else 1,
-        width=width,
-        eps=getattr(config, result.norms.eps),
-        scale=_scale(result, config, width) if latent is None else _latent_scale(latent, config),
+        heads=config.num_attention_heads,
+        kv_heads=first.num_key_value_heads if latent is None else 1,
+        head_dim=head_dim if latent is None else latent.rope_dim,
+        eps=getattr(config, architecture.norms.eps),
+        scale=_scale(attention, config, head_dim) if latent is None else _latent_scale(latent, config),
         softcap=_optional(config, attention.softcap),
-        logits_softcap=_optional(config, result.logits_softcap),
-        embedding_scale=_factor(config, result.embedding_scale),
-        residual_scale=_factor(config, result.residual_scale),
-        logits_scale=_factor(config, result.logits_scale) / _factor(config, result.logits_divisor),
-        activation=CLAMPED if clamp else ACTIVATIONS[_activation(result, config)],
-        activation_numbers=tuple(float(getattr(config, key)) for key in clamp),
-        growth=_growth(result, config),
-        chosen=getattr(config, experts.chosen) or 0 if experts is not None else 0,
-        normalised=experts is not None and _says(config, experts.normalised, True),
-        corrected=experts is not None and experts.correction is not None and _says(config, experts.corrected, True),
-        factor=_factor(config, None if experts is None else experts.factor),
-        groups=None if experts is None else _groups(experts, config),
-        inner=_inner(result.mlp, config),
-        layers=tuple(_layer(result, config, index) for index in range(config.num_hidden_layers)),
-        mixer=None if result.mixer is None else _mixer(result.mixer, config),
-        inputs=0 if result.inputs is None else int(getattr(config, result.inputs.width) or 0),
+        logits_softcap=_optional(config, architecture.logits_softcap),
+        embedding_scale=_number(config, architecture.embedding_scale),
+        residual_scale=_number(config, architecture.residual_scale),
+        logits_scale=_number(config, architecture.logits_scale) / divisor,
+        activation=CLAMPED if clamp else ACTIVATIONS[_activation(architecture, config)],
+        activation_params=tuple(float(getattr(config, key)) for key in clamp),
+        query_scaling=_query_scaling(attention, config),
+        routing=None if experts is None else _routing(experts, config),
+        intermediate=_intermediate(architecture.mlp, config),
+        layers=tuple(_layer(architecture, config, index) for index in range(config.num_hidden_layers)),
+        mixer=None if architecture.mixer is None else _mixer(architecture.mixer, config),
+        per_layer_width=0 if table is None else int(getattr(config, table.width) or 0),
         latent=latent,
-        multiples=tuple(_multiples(result, config)),
+        projection_scales=tuple(_projection_scales(architecture, config)),
     )
 
 
-def _multiples(architecture: Architecture, config: Any) -> Iterator[tuple[str, Multiples]]:
-    for each in architecture.multiplied:
-        given: Any = 1.0 if each.outputs is None else getattr(config, each.outputs)
-        given = given if each.place is None else given[each.place]
-        parts = isinstance(given, (list, tuple))
-        outputs = [float(by) for by in (given if parts else (given,))]
-        rows, inputs = _mamba_parts(architecture.mixer, config) if parts else (1,), _factor(config, each.inputs)
-        result = Multiples(rows, tuple(inputs * by for by in outputs), tuple(outputs))
-        if {*result.weight, *result.bias} != {1.0}:
-            yield each.name.checkpoint, result
+def _number(config: Any, key: str | None) -> float:
+    """A factor; 1 where there is no key."""
+    return 1.0 if key is None else float(config.hidden_size**0.5 if key == "root" else getattr(config, key))
 
 
-def _mamba_parts(mixer: Mixer | None, config: Any) -> tuple[int, ...]:
-    """Rows of gate, x, B, C and time step."""
-    assert mixer is not None
-    sizes = _mixer(mixer, config)
-    keys = sizes.groups * sizes.key_dim
-    return sizes.inner, sizes.inner, keys, keys, sizes.heads
+def _optional(config: Any, key: str | None) -> float | None:
+    return getattr(config, key, None) if key is not None else None
+
+
+def _flag(config: Any, key: str | None, default: bool = False) -> bool:
+    return default if key is None else bool(getattr(config, key))
 
 
 def _activation(architecture: Architecture, config: Any) -> str:
@@ -387,8 +446,50 @@ def _activation(architecture: Architecture, config: Any) -> str:
     return SILU if key is None else getattr(config, key)
 
 
-def _inner(mlp: Mlp, config: Any) -> int:
-    width = int(getattr(config, mlp.width)) * (1 if mlp.times is None else int(getattr(config, mlp.times)))
+def _scale(attention: Attention, config: Any, head_dim: int) -> float:
+    if attention.multiplier is not None:
+        value = attention.multiplier
+        return value if isinstance(value, float) else float(getattr(config, value))
+    return float((head_dim if attention.scale is None else getattr(config, attention.scale)) ** -0.5)
+
+
+def _latent_scale(sizes: LatentSpec, config: Any) -> float:
+    """The scale of attention scores, which YaRN's ``mscale_all_dim`` raises (arXiv 2309.00071, section 3.4)."""
+    rope = config.rope_parameters or {}
+    mscale = rope.get("mscale_all_dim") if rope.get("rope_type", "default") != "default" else None
+    raised = 1.0 + 0.1 * float(mscale) * math.log(rope["factor"]) if mscale and rope["factor"] > 1 else 1.0
+    return float(sizes.query_dim**-0.5) * raised * raised
+
+
+def _query_scaling(attention: Attention, config: Any) -> QueryScaling | None:
+    if not attention.llama4_scaling or not config.rope_parameters.get("llama_4_scaling_beta"):
+        return None
+    rope = config.rope_parameters
+    return QueryScaling(float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))
+
+
+def _routing(experts: ExpertsSpec, config: Any) -> Routing:
+    return Routing(
+        top_k=getattr(config, experts.top_k) or 0,
+        normalize=_flag(config, experts.normalize, True),
+        sigmoid=experts.sigmoid,
+        factor=_number(config, experts.factor),
+        groups=_groups(experts, config),
+        group_best=experts.group_best,
+        eps=experts.eps,
+        has_score_bias=experts.score_bias is not None and _flag(config, experts.has_score_bias, True),
+    )
+
+
+def _groups(experts: ExpertsSpec, config: Any) -> tuple[int, int] | None:
+    if experts.groups is None or (experts.method is not None and getattr(config, experts.method) == "greedy"):
+        return None
+    count, kept = (int(getattr(config, key, None) or 1) for key in experts.groups)
+    return (count, kept) if kept < count else None
+
+
+def _intermediate(mlp: Mlp, config: Any) -> int:
+    width = int(getattr(config, mlp.width) * _number(config, mlp.width_factor))
     if not getattr(config, "block_auto_adjust_ff_dim", False):
         return width
     width = 2 * width // 3
@@ -399,20 +500,19 @@ def _inner(mlp: Mlp, config: Any) -> int:
 
 
 def _mixer(mixer: Mixer, config: Any) -> MixerSpec:
-    columns = getattr(config, mixer.kernel) - 1
-    biased = _says(config, mixer.bias)
+    columns, bias = getattr(config, mixer.kernel) - 1, _flag(config, mixer.bias)
     if isinstance(mixer, ShortConvSpec):
-        return MixerSpec(config.hidden_size, columns, config.hidden_size, biased, biased, biased)
+        return MixerSpec(config.hidden_size, columns, config.hidden_size, bias, bias, bias)
     keys = mixer.heads, mixer.groups, mixer.key_dim, mixer.value_dim
     heads, groups, key_dim, value_dim = (int(getattr(config, key)) for key in keys)
     return MixerSpec(
         channels=heads * value_dim + 2 * groups * key_dim,
         columns=columns,
         inner=heads * value_dim,
-        biased=biased,
-        out_biased=_says(config, mixer.out_bias, biased),
-        conv_biased=_says(config, mixer.conv_bias),
-        normed=_says(config, mixer.normed, True),
+        in_bias=bias,
+        out_bias=_flag(config, mixer.out_bias, bias),
+        conv_bias=_flag(config, mixer.conv_bias),
+        has_norm=_flag(config, mixer.has_norm, True),
         heads=heads,
         groups=groups,
         key_dim=key_dim,
@@ -422,183 +522,90 @@ def _mixer(mixer: Mixer, config: Any) -> MixerSpec:
     )
 
 
-def _mixer_applies(mixer: Mixer, config: Any) -> str | None:
-    """Why the layers with a state cannot be run, if so."""
-    if mixer.layers not in config.layer_types:
-        return None
-    if tuple(getattr(config, "time_step_limit", None) or NO_LIMIT) != NO_LIMIT:
-        return f"time steps with limits, {shown(config.time_step_limit)}"
-    if isinstance(mixer, Recurrence) and getattr(config, mixer.activation, "silu") not in ("silu", "swish"):
-        return f"a convolution's activation {getattr(config, mixer.activation)!r}"
-    kernel = getattr(config, mixer.kernel)
-    if not isinstance(kernel, int) or not 2 <= kernel <= LONGEST_KERNEL:
-        return f"{mixer.kernel} is {shown(kernel)}, not an integer from 2 to {LONGEST_KERNEL}"
-    if (isinstance(mixer, ShortConvSpec) or not mixer.joint) and FULL not in config.layer_types:
-        return "no layer with attention"
-    if isinstance(mixer, ShortConvSpec):
-        return None
-    if mixer.normed is not None and getattr(config, mixer.normed) and getattr(config, "mamba_norm_before_gate", False):
-        return "mamba_norm_before_gate: a norm before Mamba's gate"
-    for key in (mixer.heads, mixer.groups, mixer.key_dim, mixer.value_dim):
-        value = getattr(config, key)
-        if not isinstance(value, int) or not 1 <= value <= LARGEST:
-            return f"{key} is {shown(value)}, not an integer from 1 to {LARGEST}"
-    heads, groups = getattr(config, mixer.heads), getattr(config, mixer.groups)
-    return None if heads % groups == 0 else f"{mixer.heads} ({heads}) is no multiple of {mixer.groups} ({groups})"
+def _latent(names: LatentAttention, config: Any) -> LatentSpec:
+    keys = names.rank, names.query_rank, names.nope_dim, names.rope_dim, names.value_dim
+    rank, query_rank, nope_dim, rope_dim, value_dim = (int(getattr(config, key) or 0) for key in keys)
+    interleaved = names.interleaved is None or bool(getattr(config, names.interleaved, True))
+    return LatentSpec(rank, query_rank, nope_dim, rope_dim, value_dim, interleaved)
 
 
-def _latent(names: Latent, config: Any) -> LatentSpec:
-    keys = names.rank, names.query_rank, names.plain, names.turned, names.value
-    rank, query_rank, plain, turned, value = (int(getattr(config, key) or 0) for key in keys)
-    paired = names.paired is None or bool(getattr(config, names.paired, True))
-    return LatentSpec(rank, query_rank, plain, turned, value, paired)
-
-
-def _latent_applies(names: Latent, config: Any) -> str | None:
-    """Why latent attention cannot be run, if so."""
-    for key in (names.rank, names.plain, names.turned, names.value, names.query_rank):
-        value = getattr(config, key, None)
-        if not (value is None and key == names.query_rank) and not COUNT.permits(value):
-            return f"{key} is {shown(value)}, not an integer of at least 1"
-    turned, rope = getattr(config, names.turned), config.rope_parameters or {}
-    partial = float(rope.get("partial_rotary_factor") or 1.0)
-    default = rope.get("rope_type", "default") == "default"  # which turns a part of what is turned
-    if turned % 2 or int(config.head_dim * partial) != turned or (default and partial != 1.0):
-        return f"{names.turned} {turned}, where rotary parameters turn {partial:g} of {config.head_dim} numbers"
-    if config.num_key_value_heads != config.num_attention_heads:
-        return f"num_key_value_heads {config.num_key_value_heads}: latent attention has as many as query heads"
-    return None
-
-
-def _latent_scale(sizes: LatentSpec, config: Any) -> float:
-    """Of attention's scores: YaRN's ``mscale_all_dim`` raises it (arXiv 2309.00071, section 3.4)."""
-    rope = config.rope_parameters or {}
-    given = rope.get("mscale_all_dim") if rope.get("rope_type", "default") != "default" else None
-    raised = 1.0 + 0.1 * float(given) * math.log(rope["factor"]) if given and rope["factor"] > 1 else 1.0
-    return float(sizes.query**-0.5) * raised * raised
-
-
-def _groups(experts: ExpertsSpec, config: Any) -> tuple[int, int] | None:
-    """None: all experts are chosen among."""
-    if experts.groups is None or (experts.method is not None and getattr(config, experts.method) == "greedy"):
-        return None
-    count, kept = (int(getattr(config, key, None) or 1) for key in experts.groups)
-    return (count, kept) if kept < count else None
-
-
-def _experts_apply(experts: ExpertsSpec, config: Any) -> str | None:
-    """Why experts cannot be chosen, if so."""
-    method = None if experts.method is None else getattr(config, experts.method, None)
-    if experts.method is not None and method not in ("greedy", "group_limited_greedy"):
-        return f"{experts.method} {shown(method)}"
-    if experts.method is not None and experts.normalised is not None and getattr(config, experts.normalised):
-        return f"{experts.normalised} True"  # which transformers leaves out
-    if experts.groups is None:
-        return None
-    count, chosen = getattr(config, experts.count), getattr(config, experts.chosen)
-    for key, value in ((experts.chosen, chosen), (experts.groups[0], getattr(config, experts.groups[0], None) or 1)):
-        if not COUNT.permits(value):
-            return f"{key} is {shown(value)}, not an integer of at least 1"
-    times = None if experts.shared is None else experts.shared.times
-    if times is not None and not COUNT.permits(getattr(config, times, None)):
-        return f"{times} is {shown(getattr(config, times, None))}"
-    groups, kept = _groups(experts, config) or (1, 1)
-    if count % groups or (groups > 1 and count // groups < experts.best) or kept * (count // groups) < chosen:
-        return f"{chosen} of {count} experts in {kept} of {groups} groups"
-    return None
-
-
-def _scale(architecture: Architecture, config: Any, width: int) -> float:
-    """Of attention's scores."""
-    attention = architecture.attention
-    if attention.multiplier is not None:
-        given = attention.multiplier
-        return given if isinstance(given, float) else float(getattr(config, given))
-    return float((width if attention.scale is None else getattr(config, attention.scale)) ** -0.5)
-
-
-def _growth(architecture: Architecture, config: Any) -> Growth | None:
-    if not architecture.attention.grows or not config.rope_parameters.get("llama_4_scaling_beta"):
-        return None
-    rope = config.rope_parameters
-    return Growth(float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))
-
-
-def _factor(config: Any, key: str | None) -> float:
-    return 1.0 if key is None else float(config.hidden_size**0.5 if key == "root" else getattr(config, key))
-
-
-def _optional(config: Any, key: str | None) -> float | None:
-    return getattr(config, key, None) if key is not None else None
-
-
-def _says(config: Any, key: str | None, default: bool = False) -> bool:
-    """What a key says; None: ``default``."""
-    return default if key is None else bool(getattr(config, key))
+def _projection_scales(architecture: Architecture, config: Any) -> Iterator[tuple[str, ProjectionScale]]:
+    for each in architecture.multipliers:
+        value: Any = 1.0 if each.outputs is None else getattr(config, each.outputs)
+        value = value if each.index is None else value[each.index]
+        rows: tuple[int, ...] = (1,)
+        if isinstance(value, (list, tuple)):
+            assert architecture.mixer is not None
+            sizes = _mixer(architecture.mixer, config)
+            keys = sizes.groups * sizes.key_dim
+            rows = sizes.inner, sizes.inner, keys, keys, sizes.heads  # gate, x, B, C and time step
+        else:
+            value = [value]
+        outputs, inputs = tuple(map(float, value)), _number(config, each.inputs)
+        result = ProjectionScale(rows, tuple(inputs * by for by in outputs), outputs)
+        if {*result.weight, *result.bias} != {1.0}:
+            yield each.name.checkpoint, result
 
 
 def _layer(architecture: Architecture, config: Any, index: int) -> LayerSpec:
-    attention, mixer, experts = architecture.attention, architecture.mixer, architecture.experts
-    typed = mixer is not None or "typed" in (attention.window, attention.rotary)
-    kind, count = config.layer_types[index] if typed else None, _experts(experts, config, index)
-    slides = attention.window == "typed" and kind == SLIDING and getattr(config, "use_sliding_window", True)
-    mixes = mixer is not None and kind == mixer.layers
+    attention, mixer, experts, mlp = architecture.attention, architecture.mixer, architecture.experts, architecture.mlp
+    typed = mixer is not None or "layer_types" in (attention.window, attention.rotary)
+    kind, count = config.layer_types[index] if typed else None, _num_experts(experts, config, index)
+    slides = kind == SLIDING and attention.window == "layer_types" and getattr(config, "use_sliding_window", True)
+    mixes = mixer is not None and kind == mixer.layer_type
     shared = None if experts is None or not count else experts.shared
     result = LayerSpec(
-        window=getattr(config, "sliding_window", None) if attention.window == "every" or slides else None,
-        rotary=(kind if attention.rotary == "typed" else ALL) if _turns(attention, config, index, kind) else None,
+        window=getattr(config, "sliding_window", None) if attention.window == "all" or slides else None,
+        rotary=_rotary(attention, config, index, kind),
         experts=count,
-        mlp=experts.beside if experts is not None and count else architecture.mlp.layers in (None, kind),
-        attention=isinstance(mixer, Recurrence) and mixer.joint if mixes else kind in (None, SLIDING, FULL),
+        mlp=experts.beside_mlp if experts is not None and count else mlp.layer_type in (None, kind),
+        attention=isinstance(mixer, Recurrence) and mixer.beside_attention if mixes else kind in (None, SLIDING, FULL),
         mixer=mixes,
-        inner=None if shared is None else _inner(shared, config),
+        intermediate=None if shared is None else _intermediate(shared, config),
     )
-    return _sized(result, architecture, config, index) if attention.sized else result
-
-
-def _turns(attention: Attention, config: Any, index: int, kind: str | None) -> bool:
-    """Whether a layer has a rotary embedding."""
-    match attention.rotary:
-        case "none":
-            return False
-        case "listed":
-            return bool(config.no_rope_layers[index])
-        case "sliding":
-            return kind == SLIDING or getattr(config, "sliding_window", None) is None
-        case "named":
-            return bool(config.position_embedding_type == "rope")
-        case _:
-            return True
-
-
-def _borrowed(architecture: Architecture, config: Any) -> int:
-    """How many last layers have no keys and values."""
-    key = architecture.attention.borrowed
-    return 0 if key is None else int(getattr(config, key) or 0)
-
-
-def _sized(layer: LayerSpec, architecture: Architecture, config: Any, index: int) -> LayerSpec:
-    """A layer with the sizes of its own, and where its keys and values are."""
-    attention, mlp, own = architecture.attention, architecture.mlp, config.per_layer_config[index]
-    types, first = config.layer_types, config.num_hidden_layers - _borrowed(architecture, config)
-    source = max((i for i in range(first) if types[i] == types[index]), default=OUTSIDE) if index >= first else None
-    doubled = source is not None and _says(config, mlp.doubled)
+    if not attention.per_layer_sizes:
+        return result
+    types, own_kv = config.layer_types, config.num_hidden_layers - _shared_kv_layers(attention, config)
+    source = max((i for i in range(own_kv) if types[i] == kind), default=OUTSIDE) if index >= own_kv else None
+    own, double = config.per_layer_config[index], source is not None and _flag(config, mlp.double_wide)
     return replace(
-        layer, heads=(own.num_key_value_heads, own.head_dim), inner=2 * _inner(mlp, config) if doubled else None,
-        source=source, twice=source is None and types[index] != SLIDING and _says(config, attention.twice),
+        result, heads=(own.num_key_value_heads, own.head_dim), kv_source=source,
+        intermediate=2 * _intermediate(mlp, config) if double else None,
+        key_is_value=source is None and kind != SLIDING and _flag(config, attention.key_is_value),
     )  # fmt: skip
 
 
-def _experts(experts: ExpertsSpec | None, config: Any, index: int) -> int:
-    """How many a layer has."""
-    if experts is None or not _says(config, experts.enabled, True):
+def _rotary(attention: Attention, config: Any, index: int, kind: str | None) -> str | None:
+    match attention.rotary:
+        case "none":
+            has = False
+        case "no_rope_layers":
+            has = bool(config.no_rope_layers[index])
+        case "sliding":
+            has = kind == SLIDING or getattr(config, "sliding_window", None) is None
+        case "position_embedding_type":
+            has = config.position_embedding_type == "rope"
+        case "layer_types":
+            return kind
+        case _:
+            has = True
+    return ALL if has else None
+
+
+def _shared_kv_layers(attention: Attention, config: Any) -> int:
+    key = attention.shared_kv_layers
+    return 0 if key is None else int(getattr(config, key) or 0)
+
+
+def _num_experts(experts: ExpertsSpec | None, config: Any, index: int) -> int:
+    if experts is None or not _flag(config, experts.enabled, True):
         return 0
-    if experts.layers is not None:
-        has = config.layer_types[index] == experts.layers
-    elif experts.placed == "stepped":
+    if experts.layer_type is not None:
+        has = config.layer_types[index] == experts.layer_type
+    elif experts.placement == "decoder_sparse_step":
         has = index not in config.mlp_only_layers and (index + 1) % config.decoder_sparse_step == 0
-    elif experts.placed == "listed":
+    elif experts.placement == "mlp_layer_types":
         has = config.mlp_layer_types[index] == "sparse"
     else:
-        has = experts.dense is None or index >= int(getattr(config, experts.dense))
+        has = experts.first_dense is None or index >= int(getattr(config, experts.first_dense))
     return int(getattr(config, experts.count)) if has else 0

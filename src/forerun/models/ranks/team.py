@@ -25,7 +25,7 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import RankError
 from forerun.models.base import LoadRequest, Tiles
 from forerun.models.formats.base import Linear
-from forerun.models.layout import Words
+from forerun.models.layout import Embedding
 
 TIMEOUT = timedelta(seconds=60)
 """How long the others may take to come to the same place of a forward."""
@@ -204,11 +204,11 @@ class Gathered:
         return result if add is None else result + add
 
 
-class SplitWords(Words):
+class SplitEmbedding(Embedding):
     """An embedding of ``count`` tokens of which each rank has as many, one after the other's."""
 
-    def __init__(self, words: Words, team: Team, count: int) -> None:
-        super().__init__(words.rows, words.dtype, shared=words.shared, scale=words.scale)
+    def __init__(self, embedding: Embedding, team: Team, count: int) -> None:
+        super().__init__(embedding.rows, embedding.dtype, shared=embedding.shared, scale=embedding.scale)
         self.team, self.each, self.count = team, self.count, count
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:

@@ -233,7 +233,7 @@ class ChainRunner:
         count, longest = len(sequences), max(depths)
         theirs = [i for i, span in enumerate(batch.spans) if span.logits]
         starts = array("q", [batch.spans[i].end for i in theirs])
-        guess = self.lookup.begin(texts, depths, self.fused.known) if self.lookup is not None and texts else None
+        guess = self.lookup.begin(texts, depths, self.fused.num_ids) if self.lookup is not None and texts else None
         if guess is not None:
             batch = _behind(batch, dict(zip(theirs, guess.first)))
         wide = 0 if guess is None else guess.rows

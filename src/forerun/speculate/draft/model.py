@@ -17,7 +17,7 @@ from forerun.core.config import COUNT, Within
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdict, Verdicts
-from forerun.models.architectures.spec import applies
+from forerun.models.architectures.spec import refusal
 from forerun.models.base import Model, new_attention
 from forerun.models.formats import blocks, int8
 from forerun.models.formats.tiled import can_tile
@@ -229,7 +229,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         """What was asked for; otherwise the bundled draft's default, where it is quicker."""
         if self.config.quantization is not None:
             return self.config.quantization
-        native = (self.context.options or {}).get("model_path") != "hf" and applies(quick_config(resolve(path))) is None
+        native = (self.context.options or {}).get("model_path") != "hf" and refusal(quick_config(resolve(path))) is None
         device = self.context.target.info.device
         if self.config.dtype is not None or not native:
             return None

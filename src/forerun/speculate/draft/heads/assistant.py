@@ -30,7 +30,7 @@ from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.models.architectures.families import GEMMA4
-from forerun.models.architectures.spec import READS, applies
+from forerun.models.architectures.spec import READS_TARGET, refusal
 from forerun.models.base import LoadRequest, Model
 from forerun.models.checkpoint import CONFIG, read_object
 from forerun.models.formats import choose, make_linear
@@ -93,10 +93,10 @@ class AssistantModel:
         file = _as_decoder(open_gguf(path)) if is_gguf(path) else None
         text = read_config(path) if file is None else as_config(path, read_metadata(file))
         sizes = _sizes(path)
-        setattr(text, READS, True)
+        setattr(text, READS_TARGET, True)
         text.final_logit_softcapping = None  # transformers has none here
         text.sliding_window += 1  # it counts from the position before the query
-        if text.model_type != GEMMA4.model_type or (reason := applies(text)) is not None:
+        if text.model_type != GEMMA4.model_type or (reason := refusal(text)) is not None:
             reason = text.model_type if text.model_type != GEMMA4.model_type else reason
             raise ModelError(f"{path}: Gemma 4's assistant is a decoder of Gemma 4's layers, not {reason}")
         if text.num_kv_shared_layers != text.num_hidden_layers:
@@ -176,7 +176,7 @@ def _clusters(
 def _sources(path: Path, decoder: NativeModel, target: NativeModel) -> list[int]:
     """The target's layer that each layer reads. Raises ModelError where their keys do not fit."""
     last: Mapping[str | None, int] = {
-        layer.rotary: index for index, layer in enumerate(target.spec.layers) if layer.source is None
+        layer.rotary: index for index, layer in enumerate(target.spec.layers) if layer.kv_source is None
     }
     for layer in decoder.spec.layers:
         at = last.get(layer.rotary)

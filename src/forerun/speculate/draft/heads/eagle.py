@@ -234,13 +234,13 @@ class EagleHead(Head):
             norm_mlp=norm(self.post_attention_layernorm),
             norm_token=None if self.input_layernorm is None else norm(self.input_layernorm),
             kv_heads=self.kv_heads,
-            width=self.width,
+            head_dim=self.width,
         )
         head, cap = (whole.head, whole.spec.logits_softcap) if self.lm_head is None else (linear(self.lm_head), None)
         spec = Spec(LLAMA, info.hidden_size, self.heads, self.kv_heads, self.width, self.norm.eps, self.scale,
                     logits_softcap=cap)  # fmt: skip
         mix = None if self.mix is None else linear(self.mix)
-        decoder = Decoder(spec, whole.words, [layer], norm(self.norm), head, {ALL: rotary}, mix=mix)
+        decoder = Decoder(spec, whole.embedding, [layer], norm(self.norm), head, {ALL: rotary}, mix=mix)
         return Fused(decoder) if decoder.can_fuse() and can_attend(dtype, device, (self.entry,)) else None
 
     @classmethod

@@ -14,7 +14,7 @@ from forerun.core.errors import ModelError, shown
 from forerun.models.checkpoint import CONFIG, read_object, read_tensors
 from forerun.models.gguf import GGUFFile, is_gguf, open_gguf
 from forerun.models.gguf_config import FREQUENCIES, read_divisors
-from forerun.models.transform import rows_as_halves
+from forerun.models.transform import deinterleaved
 
 LAYER = {
     "attn_norm": "input_layernorm", "attn_norm_2": "hidden_norm", "ffn_norm": "post_attention_layernorm",
@@ -65,7 +65,7 @@ def read_drafter(path: Path, architecture: str) -> tuple[dict[str, Any], dict[st
         for part, heads in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
             name = f"layers.0.self_attn.{part}_proj.weight"
             if name in weights and config.get(heads):
-                weights[name] = rows_as_halves(weights[name], config[heads])
+                weights[name] = deinterleaved(weights[name], config[heads])
     if "d2t" in weights:  # the ids themselves, where folders have what is to be added to a row's number
         weights["d2t"] = weights["d2t"] - torch.arange(len(weights["d2t"]))
     projection = weights.get("layers.0.attention_conv.kernel_projection.weight")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,20 +27,20 @@ from torch import nn
 from forerun.cache.pool import KVShape
 from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError, ModelError
-from forerun.models.architectures.description import Latent
+from forerun.models.architectures.description import LatentAttention
 from forerun.models.architectures.families import ARCHITECTURES
-from forerun.models.architectures.spec import LatentSpec, applies, bind
+from forerun.models.architectures.spec import LatentSpec, Routing, bind, refusal
 from forerun.models.base import Model
 from forerun.models.checkpoint import CONFIG, read_object
-from forerun.models.experts import Choice, Expert, Experts
+from forerun.models.experts import Expert, Experts
 from forerun.models.formats import choose, make_linear
 from forerun.models.formats.plain import Plain
 from forerun.models.gguf import is_gguf
-from forerun.models.layer import Heads, LatentHeads
+from forerun.models.layer import LatentHeads, PerHead
 from forerun.models.open import open_files, read_config, resolve
 from forerun.models.parts import make_gate
 from forerun.models.rotary import Rotary
-from forerun.models.transform import rows_as_halves
+from forerun.models.transform import deinterleaved
 from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.heads.eagle import Eagle, EagleConfig
 from forerun.speculate.draft.heads.gguf_files import LAYER
@@ -83,6 +83,8 @@ IGNORED = ("embed_tokens.weight", "shared_head.head.weight", "shared_head_head.w
 """The target's embedding and output layer again."""
 LATER = re.compile(r"layers\.\d+\.")
 """Further layers."""
+LATENT_SIZES = ("rank", "query_rank", "plain", "turned", "value")
+"""Names in a head's file of the first fields of ``LatentSpec``."""
 LATENT = "kv_a_proj_with_mqa.weight", "latent.kv_a_proj_with_mqa.weight"
 """Its own name, and the head's."""
 
@@ -93,22 +95,21 @@ class MtpLatent(nn.Module):
 
     def __init__(self, size: int, heads: int, biases: Collection[str], sizes: Mapping[str, Any]) -> None:
         super().__init__()
-        names = ("rank", "query_rank", "plain", "turned", "value")
-        self.own = own = LatentSpec(**{name: sizes[name] for name in names}, paired=False)
+        self.own = own = LatentSpec(*(sizes[name] for name in LATENT_SIZES))
         self.factor, self.frequencies = sizes["factor"], torch.tensor(sizes["frequencies"], device="cpu")
-        query, low = heads * own.query, own.query_rank
+        query, low = heads * own.query_dim, own.query_rank
 
         def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=name in biases)
 
         self.q_proj = None if low else linear("q_proj", size, query)
         self.q_a_proj = linear("q_a_proj", size, low) if low else None
-        self.q_a_layernorm = Norm(low, Latent().eps) if low else None
+        self.q_a_layernorm = Norm(low, LatentAttention().eps) if low else None
         self.q_b_proj = linear("q_b_proj", low, query) if low else None
-        self.kv_a_proj_with_mqa = linear("kv_a_proj_with_mqa", size, own.rank + own.turned)
-        self.kv_a_layernorm = Norm(own.rank, Latent().eps)
-        self.keys = nn.Parameter(torch.randn(heads, own.plain, own.rank) * own.rank**-0.5)
-        self.values = nn.Parameter(torch.randn(heads, own.value, own.rank) * own.rank**-0.5)
+        self.kv_a_proj_with_mqa = linear("kv_a_proj_with_mqa", size, own.rank + own.rope_dim)
+        self.kv_a_layernorm = Norm(own.rank, LatentAttention().eps)
+        self.keys = nn.Parameter(torch.randn(heads, own.nope_dim, own.rank) * own.rank**-0.5)
+        self.values = nn.Parameter(torch.randn(heads, own.value_dim, own.rank) * own.rank**-0.5)
 
     @cached_property
     def made(self) -> LatentHeads:
@@ -117,7 +118,7 @@ class MtpLatent(nn.Module):
         dtype = self.keys.dtype
         how = choose(dtype, self.keys.device, "auto")
         each = (self.keys.mT.detach(), self.values.detach())
-        keys, values = (Heads([make_linear(weight, None, how) for weight in weights], dtype) for weights in each)
+        keys, values = (PerHead([make_linear(weight, None, how) for weight in weights], dtype) for weights in each)
         return LatentHeads(self.own, up, self.q_a_layernorm, self.kv_a_layernorm, keys, values)
 
     def ask(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -129,7 +130,7 @@ class MtpLatent(nn.Module):
         def turn(side: torch.Tensor) -> torch.Tensor:
             return rotate_by(side, positions, frequencies) * self.factor
 
-        return self.made.ask(torch.cat([first(x), self.kv_a_proj_with_mqa(x)], -1), len(x), turn)
+        return self.made.project(torch.cat([first(x), self.kv_a_proj_with_mqa(x)], -1), len(x), turn)
 
 
 class MtpExperts(nn.Module):
@@ -153,13 +154,13 @@ class MtpExperts(nn.Module):
         """Over the weights that it has when it is first asked for."""
         given, groups = self.given, self.given.get("groups")
         router: Any = self.gate
-        choice = Choice(
-            bool(given.get("sigmoid")), self.correction, given.get("factor", 1.0),
+        routing = Routing(
+            given["chosen"], bool(given.get("normalised")), bool(given.get("sigmoid")), given.get("factor", 1.0),
             None if groups is None else (groups[0], groups[1]), eps=1e-20,
         )  # fmt: skip
         parts = [Expert(Plain(both, None), Plain(down, None)) for both, down in zip(self.gate_up, self.down)]
         gate = make_gate("silu", self.down.dtype, kernels=False, invariant=False, gated=True)
-        return Experts(router, parts, gate, given["chosen"], bool(given.get("normalised")), choice, len(parts))
+        return Experts(router, parts, gate, routing, len(parts), score_bias=self.correction)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out, _ = self.routed(x)
@@ -217,7 +218,7 @@ class MtpHead(Head):
         normed = self.input_layernorm(x)
         if self.latent is not None:
             q, entry = self.latent.ask(normed, positions)
-            out = self.latent.made.answer(attend(q, entry, entry[..., : self.entry.value_dim])[rows])
+            out = self.latent.made.output(attend(q, entry, entry[..., : self.entry.value_dim])[rows])
             return self._finish(x[rows], out)
         q = self.q_proj(normed).unflatten(-1, (self.heads, -1))
         k, v = (p(normed).unflatten(-1, (self.kv_heads, self.width)) for p in (self.k_proj, self.v_proj))
@@ -297,9 +298,9 @@ def read_layer(path: Path, num_layers: int, config: Any) -> dict[str, torch.Tens
     if not is_gguf(path) and str(config.model_type).startswith(("qwen3_5", "qwen3_next")):
         weights = {name: w + 1 if "norm" in name else w for name, w in weights.items()}
     described = ARCHITECTURES.get(config.model_type)
-    if is_gguf(path) and described is not None and described.interleaved:
+    if is_gguf(path) and described is not None and described.gguf_interleaved:
         for name, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-            weights[f"{name}.weight"] = rows_as_halves(weights[f"{name}.weight"], heads)
+            weights[f"{name}.weight"] = deinterleaved(weights[f"{name}.weight"], heads)
     return _gathered(path, _latent_weights(path, config, weights) if LATENT[0] in weights else weights)
 
 
@@ -309,10 +310,10 @@ def _latent_weights(path: Path, config: Any, weights: dict[str, torch.Tensor]) -
     spec = bind(config)
     sizes, heads, made = spec.latent, spec.heads, dict(weights)
     assert sizes is not None
-    each = sizes.plain + sizes.value
+    each = sizes.nope_dim + sizes.value_dim
     both, keys, values = (made.pop(f"{name}.weight", None) for name in ("kv_b_proj", "k_b_proj", "v_b_proj"))
     if both is not None and both.shape == (heads * each, sizes.rank):
-        keys, values = both.view(heads, each, sizes.rank).split_with_sizes((sizes.plain, sizes.value), 1)
+        keys, values = both.view(heads, each, sizes.rank).split_with_sizes((sizes.nope_dim, sizes.value_dim), 1)
     elif both is not None or keys is None or values is None or keys.dim() != 3:
         shape = None if both is None else [*both.shape]
         raise ModelError(f"{path}: its layer for multi-token prediction has kv_b_proj of {shape}, not "
@@ -322,8 +323,8 @@ def _latent_weights(path: Path, config: Any, weights: dict[str, torch.Tensor]) -
     result = {"latent.keys": keys.contiguous(), "latent.values": values.contiguous()}
     for name, weight in made.items():
         own = name.startswith(("q_", "kv_a_"))
-        if sizes.paired and name.startswith(("q_proj", "q_b_proj", "kv_a_proj")):
-            count, before = (1, sizes.rank) if name.startswith("kv_a") else (heads, sizes.plain)
+        if sizes.interleaved and name.startswith(("q_proj", "q_b_proj", "kv_a_proj")):
+            count, before = (1, sizes.rank) if name.startswith("kv_a") else (heads, sizes.nope_dim)
             weight = _halves(weight, count, before)
         result[f"latent.{name}" if own else name] = weight
     return result
@@ -375,8 +376,8 @@ def _check(path: Path, config: Any, names: Collection[str]) -> None:
     """Raise ModelError for a layer of such weights that is not served."""
     rope, described = config.rope_parameters or {}, ARCHITECTURES.get(config.model_type)
     latent = described is not None and described.latent is not None
-    reason, held = applies(config) if latent else None, any(name in names for name in LATENT)
-    if latent != held or reason is not None or (latent and bind(config).growth is not None):
+    reason, held = refusal(config) if latent else None, any(name in names for name in LATENT)
+    if latent != held or reason is not None or (latent and bind(config).query_scaling is not None):
         raise ModelError(f"{path}: its layer for multi-token prediction has {'' if held else 'no '}latent attention, "
                          f"its target is {config.model_type}: {reason or 'mtp does not run that'}")  # fmt: skip
     default = rope.get("rope_type", "default") == "default" and not any(
@@ -429,8 +430,8 @@ def _options(path: Path, config: Any, weights: Mapping[str, torch.Tensor]) -> di
 def _latent_options(config: Any) -> dict[str, Any]:
     spec = bind(config)
     assert spec.latent is not None
-    rotary = Rotary(config, spec.latent.turned, torch.device("cpu"), torch.float32)
-    sizes = {name: getattr(spec.latent, name) for name in ("rank", "query_rank", "plain", "turned", "value")}
+    rotary = Rotary(config, spec.latent.rope_dim, torch.device("cpu"), torch.float32)
+    sizes = dict(zip(LATENT_SIZES, astuple(spec.latent)))
     return {**sizes, "frequencies": rotary.frequencies.tolist(), "factor": rotary.factor, "scale": spec.scale}
 
 
