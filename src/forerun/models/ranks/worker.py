@@ -46,7 +46,6 @@ class RankWorker:
         for change in message.changes:
             attention.pool.redo(change)
         attention.pool.block_tables, attention.pool.lengths = message.tables, {}
-        attention.pool.version += 1
         if message.states is not None:
             self._hold(attention.pool, message.states)
         batch = Batch(

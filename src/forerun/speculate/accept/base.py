@@ -1,5 +1,5 @@
-"""What every acceptance rule shares. A rule decides, from the target's scores, which path of a draft is kept and
-which token follows it, so that the output keeps the target's distribution."""
+"""Acceptance rules: from the target's scores, a rule decides which path of a draft is kept and which token follows it,
+so that the output keeps the target's distribution."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ NO_TOKEN = "no token is permitted: the bans and masks of this request leave noth
 
 @dataclass(frozen=True)
 class RuleConfig:
-    """Options of a rule; its own extend it. Field names are keys of ``speculative_config``."""
+    """Options of a rule. Field names are keys of ``speculative_config``."""
 
 
 class Rule(ABC):
-    """One acceptance rule, named in ``rules``: which part of a draft is kept, and the token after it. Source:
-    Leviathan et al. 2023, section 2.3; each rule names its own."""
+    """One acceptance rule, registered in ``rules``. Source: Leviathan et al. 2023, section 2.3; each rule names its
+    own."""
 
     name: ClassVar[str]
     config_class: ClassVar[type[RuleConfig]] = RuleConfig
     identity: ClassVar[bool] = False
-    """The same seed gives the same tokens as plain decoding."""
+    """Whether the same seed gives the same tokens as plain decoding."""
     lossless: ClassVar[bool] = True
     needs_q: ClassVar[bool] = True
-    """Compares p with q: drafts are drawn with noise of their own and carry their q."""
+    """Whether it compares p with q: drafts are then drawn with noise of their own, and carry their q."""
     trees: ClassVar[bool] = True
-    """Accepts drafts that branch."""
+    """Whether drafts may branch."""
     replacement: bool = True
-    """How drafters draw siblings: with replacement or without (``needs_q`` rules)."""
+    """Whether drafters draw siblings with replacement (rules with ``needs_q``)."""
 
     def __init__(self, config: RuleConfig | None = None) -> None:
         self.config = config if config is not None else self.config_class()
@@ -59,26 +59,26 @@ class Rule(ABC):
             sampler: draws from distributions, with noise keyed by the request's seed.
 
         Returns:
-            One verdict per sequence of ``scores``: path, token, and what fraction of p the draft's q overlapped. A row
-            of NaN, or in which no token is permitted, is the verdict's ``error``, and ends its path.
+            One verdict per sequence of ``scores``: path, token, and the overlap of p and q. A row of NaN, or in which
+            no token is permitted, ends the path and is the verdict's ``error``.
 
         Raises:
             ConfigError: the rule works on chains, and a draft branches.
         """
 
 
-def judged(
+def verdict_along(
     scores: Scores, index: int, path: list[int], token: int, error: str | None, overlap: Mapping[int, float]
 ) -> Verdict:
-    """A decision with its measures along the path; ``overlap`` by row. A row with a fault tests nothing."""
+    """A verdict with the overlaps of p and q along its path, given those of all rows. A row in error tests nothing."""
     nodes = [-1, *path]
     rows = [scores.row(index, node) for node in (nodes if error is None else nodes[:-1])]
-    fractions = [overlap[row] for row in rows if row in overlap]
-    return Verdict(path, token, error, len(fractions), sum(fractions, 0.0))
+    overlaps = [overlap[row] for row in rows if row in overlap]
+    return Verdict(path, token, error, len(overlaps), sum(overlaps, 0.0))
 
 
-def fault(value: float) -> str | None:
-    """What is wrong with a row whose best score is ``value``; None: nothing."""
+def row_error(value: float) -> str | None:
+    """Why nothing can be sampled from a row whose best score is ``value``; None: something can."""
     if math.isnan(value):
         return NAN
     if value == -math.inf:
@@ -86,46 +86,46 @@ def fault(value: float) -> str | None:
     return None
 
 
-def unspoilt(tops: Sequence[float]) -> tuple[int, str | None]:
-    """How far a path goes before a row with a fault, given the best scores of the root's row and its own; and the
-    fault."""
+def valid_prefix(tops: Sequence[float]) -> tuple[int, str | None]:
+    """How many nodes of a path come before a row in error, and the error, given the best scores of the root's row and
+    the nodes' rows."""
     for index, top in enumerate(tops):
-        if (error := fault(top)) is not None:
+        if (error := row_error(top)) is not None:
             return index, error
     return len(tops) - 1, None
 
 
-def follow(compared: Comparison) -> list[Verdict]:
-    """Every row's token is the best of its scores and the noise of its position (greedy rows: no noise); from the
-    root, the child that carries it is followed while there is one."""
+def follow_samples(compared: Comparison) -> list[Verdict]:
+    """Samples every row with the noise of its position, and follows, from the root, the child that carries the sampled
+    token for as long as there is one."""
     scores, tokens, tops = compared.scores, compared.pick(), compared.tops
     overlap, verdicts = compared.overlaps(), []
     for index, draft in enumerate(scores.drafts):
         path: list[int] = []
         row = scores.row(index, -1)
-        error = fault(tops[row])
+        error = row_error(tops[row])
         while error is None and (child := draft.child(path[-1] if path else -1, tokens[row])) is not None:
             path.append(child)
             row = scores.row(index, child)
-            error = fault(tops[row])
-        verdicts.append(judged(scores, index, path, tokens[row], error, overlap))
+            error = row_error(tops[row])
+        verdicts.append(verdict_along(scores, index, path, tokens[row], error, overlap))
     return verdicts
 
 
 class RatioRule(Rule):
-    """Rules that accept by comparing p with q: ``decide``, without randomness, then a walk over independent uniform
-    tests."""
+    """Rules that compare p with q: ``decide`` computes chances without randomness, and ``walk`` follows independent
+    uniform tests."""
 
     @abstractmethod
     def decide(self, compared: Comparison) -> list[float]:
-        """The probability that each trial's test succeeds. ``compared.residual`` becomes, row by row, the unnormalised
-        distribution of the token emitted where the walk stops."""
+        """Returns the probability that each trial's test succeeds. Turns each row of ``compared.residual`` into the
+        unnormalised distribution of the token that is emitted where the walk stops."""
 
     def walk(self, draft: Draft, passed: list[list[bool]]) -> list[int]:
-        """The accepted path, given each trial's test result (``passed[parent + 1][rank]``); the token behind it is
-        drawn from the residual of its row.
+        """Returns the accepted path, given each trial's test result, ``passed[parent + 1][rank]``.
 
-        Here: from the root, the first trial that passes is followed."""
+        The default follows, from the root, the first trial that passes.
+        """
         path: list[int] = []
         node = -1
         while draft.trials:
@@ -145,7 +145,7 @@ class RatioRule(Rule):
             draft = scores.drafts[compared.trials.index[ranks.index(1)]]
             raise ConfigError(f"accept={self.name!r} works on chains, but {draft.method or 'the drafter'} sent a tree")
         if self.lossless and all(row.effective_temperature == 0.0 for row in compared.rows):
-            return follow(compared)  # what p against q comes to, where p is a point mass
+            return follow_samples(compared)  # the same where every p is a point mass
         chances, tops, overlap = self.decide(compared), compared.tops, compared.overlaps()
         result, ends, keys = [], [], []
         cursor = 0
@@ -154,19 +154,19 @@ class RatioRule(Rule):
             path = self.walk(draft, self._test(scores, index, chances[cursor : cursor + count]))
             cursor += count
             visited = [scores.row(index, node) for node in [-1, *path]]
-            good, error = unspoilt([tops[row] for row in visited])
+            good, error = valid_prefix([tops[row] for row in visited])
             result.append((path[:good], error))
             ends.append(visited[good])
             keys.append(fold(sequence.seed, RESIDUAL, len(sequence.tokens), visited[good] - visited[0] - 1))
         tokens = sampler.draw(take(compared.residual, ends), keys).tolist()
         return [
-            judged(scores, index, path, token, error, overlap)
+            verdict_along(scores, index, path, token, error, overlap)
             for index, ((path, error), token) in enumerate(zip(result, tokens))
         ]
 
     @staticmethod
     def _test(scores: Scores, index: int, chances: list[float]) -> list[list[bool]]:
-        """Draw every trial's test of one draft; ``chances`` are in trial order."""
+        """Draws every trial's test of one draft, with the ``chances`` in trial order."""
         sequence, draft = scores.sequences[index], scores.drafts[index]
         cursor = iter(chances)
         round_key = fold(sequence.seed, ACCEPT, len(sequence.tokens))

@@ -9,18 +9,19 @@ from forerun.core.batch import Scores
 from forerun.core.config import SHARE, check_within
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
-from forerun.speculate.accept.base import RatioRule, Rule, RuleConfig, follow, rules
+from forerun.speculate.accept.base import RatioRule, Rule, RuleConfig, follow_samples, rules
 from forerun.speculate.accept.compare import Comparison, column, compare, take
 
 
 @rules.register("token")
 class Token(RatioRule):
-    """Token-level rejection sampling on chains. Lossless; the same seed may give other tokens than plain decoding."""
+    """Token-level rejection sampling on chains (Leviathan et al. 2023). Lossless; a seed gives other tokens than in
+    plain decoding."""
 
     name = "token"
     trees = False
     lenience = 1.0
-    """Times q in every comparison of p with it."""
+    """Multiplies q in the comparison with p."""
 
     def decide(self, compared: Comparison) -> list[float]:
         weights, _ = compared.chains(lenience=self.lenience)
@@ -29,14 +30,14 @@ class Token(RatioRule):
 
 @rules.register("coupled")
 class Coupled(Rule):
-    """Keep a drafted token if the target, with the noise of its position, chooses it."""
+    """Keeps a drafted token if the target, sampled with the noise of its position, chooses it."""
 
     name = "coupled"
     identity = True
     needs_q = False
 
     def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
-        return follow(compare(scores, sampler))
+        return follow_samples(compare(scores, sampler))
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,12 @@ class Lenient(Token):
 
 @rules.register("block")
 class Block(RatioRule):
-    """Verify a chain x_1 .. x_n as one block. Lossless, and the best of all rules that see one path.
+    """Verifies a chain x_1 .. x_n as one block. Lossless, and the best of all rules that see one path.
 
-    With w_0 = 1 and w_i = min(1, w_(i-1) p(x_i | x_<i) / q(x_i | x_<i)), S_i = sum_x max(0, w_i p(x | x_<=i) -
-    q(x | x_<=i)): the longest prefix whose own test passes is kept, the test of length i < n passing with
-    probability S_i / (S_i + 1 - w_i), that of n with w_n; the token behind it is drawn from norm(max(0, w_i p - q)),
-    behind x_n from p. All tests are made, also past a failed one.
+    Let w_0 = 1, w_i = min(1, w_(i-1) p(x_i | x_<i) / q(x_i | x_<i)) and S_i = sum_x max(0, w_i p(x | x_<=i) - q(x |
+    x_<=i)). The test of prefix i < n passes with probability S_i / (S_i + 1 - w_i), that of n with w_n. All tests are
+    made, and the longest prefix that passes is kept. The next token is drawn from norm(max(0, w_i p - q)), after x_n
+    from p.
     """
 
     name = "block"
@@ -101,14 +102,14 @@ class Block(RatioRule):
         accept = []
         for t, weight in enumerate(weights):
             if t + 1 < len(follows) and follows[t + 1]:
-                rest = left[t + 1]  # S of a prefix: the mass left where the next token was drafted
-                remaining = rest + 1.0 - weight
-                accept.append(rest / remaining if remaining > 0.0 else 1.0)
+                mass = left[t + 1]  # S of the prefix: the mass left where the next token was drafted
+                total = mass + 1.0 - weight
+                accept.append(mass / total if total > 0.0 else 1.0)
             else:
                 accept.append(weight)
         return accept
 
     def walk(self, draft: Draft, passed: list[list[bool]]) -> list[int]:
-        """The longest prefix that passes."""
+        """The longest prefix that passes its own test."""
         length = max((i + 1 for i, results in enumerate(passed) if results and results[0]), default=0)
         return list(range(length))

@@ -1,5 +1,5 @@
-"""What acceptance rules are made of: p of a round's rows, the q that tokens were drawn from, and what is left of p
-beside q; in torch, and through ``kernels/sampling.cpp``. Noise and draws are ``Sampler``'s, in both forms too."""
+"""p against q, for all rows of a round: acceptance ratios, residuals max(0, p - q) and overlaps, in torch and through
+``kernels/sampling.cpp``."""
 
 from __future__ import annotations
 
@@ -30,16 +30,20 @@ def row_contexts(scores: Scores) -> list[Row]:
 
 @dataclass(slots=True)
 class Trials:
-    """All trials of a round, flat: their row of p (the parent's), token, sequence, parent node, rank under the
-    parent, row of q (the sequence's own), and the row of p behind their node."""
+    """All trials of a round, as columns."""
 
     row: list[int]
+    """The parent's row of p."""
     token: list[int]
     index: list[int]
+    """The sequence."""
     parent: list[int]
     rank: list[int]
+    """How many draws were made under the parent before."""
     q_row: list[int]
+    """The row of the draft's q."""
     below: list[int]
+    """The node's own row of p."""
 
 
 def flatten(scores: Scores) -> Trials:
@@ -58,8 +62,8 @@ def flatten(scores: Scores) -> Trials:
     return flat
 
 
-def slots(chosen: Sequence[int]) -> slice | list[int]:
-    """An index for rows ``chosen``: a slice where they lie side by side, which copies nothing and costs a fifth."""
+def row_index(chosen: Sequence[int]) -> slice | list[int]:
+    """An index of the rows ``chosen``: a slice where they are consecutive, which copies nothing and costs a fifth."""
     first, count = chosen[0], len(chosen)
     if chosen[-1] == first + count - 1 and list(chosen) == list(range(first, first + count)):
         return slice(first, first + count)
@@ -67,8 +71,8 @@ def slots(chosen: Sequence[int]) -> slice | list[int]:
 
 
 def take(rows: torch.Tensor, chosen: Sequence[int]) -> torch.Tensor:
-    """``rows[chosen]``; a view where they lie side by side."""
-    return rows[slots(chosen)]
+    """``rows[chosen]``; a view where they are consecutive."""
+    return rows[row_index(chosen)]
 
 
 def column(values: Sequence[int], like: torch.Tensor) -> torch.Tensor:
@@ -86,11 +90,11 @@ class Comparison:
         self._residual: torch.Tensor | None = None
         self._tops: list[float] | None = None
         self._best: list[int] = []
-        """Each row's first id of the largest score, with noise behind ``pick``."""
+        """Each row's first id of the largest score; after ``pick``, with noise."""
 
     @property
     def p(self) -> torch.Tensor:
-        """[rows, vocabulary], read only; a greedy row is all on its best id."""
+        """[rows, vocabulary], read only. A greedy row has all of its mass on its best id."""
         if self._p is None:
             p, self._tops, self._best = self.sampler.distribution(self.scores.warped)
             greedy = [i for i, row in enumerate(self.rows) if row.effective_temperature == 0.0]
@@ -102,7 +106,7 @@ class Comparison:
 
     @property
     def tops(self) -> list[float]:
-        """Each row's largest score, with noise behind ``pick``; NaN if it has one."""
+        """Each row's largest score; after ``pick``, with noise. NaN if the row has one."""
         if self._tops is None:
             _ = self.p
         assert self._tops is not None
@@ -110,13 +114,13 @@ class Comparison:
 
     @property
     def residual(self) -> torch.Tensor:
-        """[rows, vocabulary]: p, less what was taken out of it; rows need not sum to 1."""
+        """[rows, vocabulary]: what is left of p after the trials so far; rows need not sum to 1."""
         if self._residual is None:
             self._residual = self.p.clone()
         return self._residual
 
     def pick(self) -> list[int]:
-        """Each row's token with the noise of its position."""
+        """Samples each row's token with the noise of its position."""
         self._tops, self._best, _ = self.sampler.sample(self.scores.warped, self.rows)
         return self._best
 
@@ -149,18 +153,19 @@ class Comparison:
     def left(
         self, rows: Sequence[int], q: torch.Tensor, factor: torch.Tensor | float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """max(0, factor * p - q) of ``rows``, all different, of the residual, for ``q`` [rows, vocabulary] and
-        ``factor`` [rows, 1], not normalised; and its mass, [rows, 1]. A row stays where nothing is left but rounding
-        put a draw there."""
+        """max(0, factor * p - q) and its mass [rows, 1], for different ``rows`` p of the residual, ``q`` [rows,
+        vocabulary] and ``factor`` [rows, 1]. A row stays as it is where only rounding left it without mass."""
         at = take(self.residual, rows)
         left = (factor * at - q).clamp_(min=0.0)
         mass = left.sum(dim=1, keepdim=True)
         return torch.addcmul(left, at, (mass <= 0.0).to(at.dtype), out=left), mass
 
     def chains(self, *, linked: bool = False, lenience: float = 1.0) -> tuple[list[float], list[float]]:
-        """Take every trial out of its row, where drafts are chains. Each trial's weight, min(1, factor * p / q) of its
-        token, ``lenience`` multiplying q; and the mass that it leaves. Its factor is 1, or, if they are ``linked``, the
-        weight of the trial before it in its chain."""
+        """Replaces the row of every trial of drafts that are chains by max(0, factor * p - q).
+
+        Returns each trial's weight min(1, factor * p / (lenience * q)) of its token, and the mass left in its row. The
+        factor is 1, or, if trials are ``linked``, the weight of the trial before in the chain.
+        """
         trials = self.trials
         if not trials.row:
             return [], []
@@ -168,48 +173,50 @@ class Comparison:
         ratio = take(self.p, trials.row).gather(1, tokens) / (q.gather(1, tokens) * lenience)
         weights, factor = self._link(ratio) if linked else (ratio.clamp_(max=1.0), 1.0)
         left, mass = self.left(trials.row, q, factor)
-        self.residual[slots(trials.row)] = left
+        self.residual[row_index(trials.row)] = left
         result, masses = fetch(weights[:, 0], mass[:, 0])
         return result, masses
 
     def _link(self, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The product of every chain's ratios up to each trial, never above 1; with and without its own, [trials, 1]
+        """The running product of each chain's ratios, cut at 1: with a trial's own ratio and before it, [trials, 1]
         each."""
         trials = self.trials
         depth = max(trials.parent) + 1
         grid = ratio.new_ones(trials.index[-1] + 1, depth + 2)
         indices = [index * (depth + 2) + parent + 2 for index, parent in zip(trials.index, trials.parent)]
         flat = grid.view(-1, 1)
-        flat[slots(indices)] = ratio
+        flat[row_index(indices)] = ratio
         for length in range(1, depth + 2):
             grid[:, length] = (grid[:, length - 1] * grid[:, length]).clamp_(max=1.0)
         return take(flat, indices), take(flat, [slot - 1 for slot in indices])
 
     def overlaps(self) -> dict[int, float]:
-        """By row that holds trials, sum_x min(p, q) against its first trial (Leviathan et al. 2023, theorem 3.5): a
-        point mass counts p(x), and a greedy row whether the trial is its best id. To be asked behind ``tops``."""
+        """For each row with trials, sum_x min(p, q) for the q of the first (Leviathan et al. 2023, theorem 3.5).
+
+        A point mass counts p(x), and a greedy row whether the trial is its best id. Needs ``tops`` to be computed.
+        """
         trials, result = self.trials, {}
-        asked = []
+        sampled = []
         for t, rank in enumerate(trials.rank):
             row = trials.row[t]
             if rank == 0 and self.rows[row].effective_temperature == 0.0:
                 result[row] = float(self._best[row] == trials.token[t])
             elif rank == 0:
-                asked.append(t)
-        if asked:
-            result.update(self._shares(asked))
+                sampled.append(t)
+        if sampled:
+            result.update(self._overlaps(sampled))
         return result
 
-    def _shares(self, asked: Sequence[int]) -> dict[int, float]:
-        """``overlaps`` of trials that are not greedy."""
+    def _overlaps(self, chosen: Sequence[int]) -> dict[int, float]:
+        """``overlaps`` of chosen trials whose rows are not greedy."""
         trials = self.trials
 
         def target(members: Sequence[int]) -> torch.Tensor:
             indices = [trials.row[t] for t in members]
             return take(self._p, indices) if self._p is not None else probabilities(take(self.scores.warped, indices))
 
-        masses = [t for t in asked if trials.q_row[t] == POINT_MASS]
-        spread = [t for t in asked if trials.q_row[t] != POINT_MASS]
+        masses = [t for t in chosen if trials.q_row[t] == POINT_MASS]
+        spread = [t for t in chosen if trials.q_row[t] != POINT_MASS]
         parts = []
         if masses:
             at = target(masses)
@@ -221,7 +228,7 @@ class Comparison:
 
 
 class CompiledComparison(Comparison):
-    """The same for float32 scores on the host: chains are compared with q in one call, without a p of their own."""
+    """The same for float32 scores on the host, through kernels: chains are compared in one call that needs no p."""
 
     def __init__(self, scores: Scores, sampler: Sampler, kernels: CompiledSampling) -> None:
         super().__init__(scores, sampler)
@@ -249,18 +256,18 @@ class CompiledComparison(Comparison):
     def overlaps(self) -> dict[int, float]:
         return super().overlaps() if self._shared is None else dict(zip(self.trials.row, self._shared))
 
-    def _shares(self, asked: Sequence[int]) -> dict[int, float]:
+    def _overlaps(self, chosen: Sequence[int]) -> dict[int, float]:
         trials, drafts = self.trials, self.scores.drafts
         qs = []
-        for t in asked:
+        for t in chosen:
             q = drafts[trials.index[t]].q
             qs.append(None if q is None or trials.q_row[t] == POINT_MASS else q[trials.q_row[t]])
-        at, tokens = [trials.row[t] for t in asked], [trials.token[t] for t in asked]
+        at, tokens = [trials.row[t] for t in chosen], [trials.token[t] for t in chosen]
         return dict(zip(at, self.kernels.overlaps(self.scores.warped, at, tokens, qs)))
 
 
 def compare(scores: Scores, sampler: Sampler) -> Comparison:
-    """In the form that serves here."""
+    """A comparison through kernels where there are some, else in torch."""
     if sampler.compiled is None:
         return Comparison(scores, sampler)
     return CompiledComparison(scores, sampler, sampler.compiled)

@@ -1,9 +1,8 @@
-"""Synthetic acceptance: drafted positions are accepted with given chances, whatever their tokens.
+"""Synthetic acceptance: drafted positions are accepted at given rates, whatever their tokens.
 
-For measuring speed at an acceptance rate of one's choice, on random weights for example. The text that comes out is
-not the target's: never lossless, and marked ``synthetic`` wherever results are shown. Keys and meaning are vLLM's:
-rates are unconditional, so 0.8 per token is [0.8, 0.64, 0.512, ...]. In place of rates there may be the name of a
-profile.
+It measures speed at a chosen acceptance rate, on random weights for example. The text is not the target's: never
+lossless, and marked ``synthetic`` wherever results are shown. Keys and meaning are vLLM's: rates are unconditional, so
+0.8 per token is [0.8, 0.64, 0.512, ...]. The name of a profile may stand for rates.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.sampling.noise import ACCEPT, fold, uniform
-from forerun.speculate.accept.base import Rule, unspoilt
+from forerun.speculate.accept.base import Rule, valid_prefix
 from forerun.speculate.accept.compare import compare
 from forerun.speculate.names import PROFILES
 
@@ -26,23 +25,23 @@ KEYS = (RATES, LENGTH)
 
 
 def profile(name: str, depth: int) -> list[float]:
-    """The unconditional rates of a profile for ``depth`` positions. Behind the published ones each position falls by
-    the ratio of the last two. Raises ConfigError."""
+    """The unconditional rates of a profile for ``depth`` positions. After the published ones, rates fall by the ratio
+    of the last two. Raises ConfigError."""
     if name not in PROFILES:
         raise ConfigError(f"unknown synthetic profile {name!r}: choose one of {', '.join(PROFILES)}")
     rates = list(PROFILES[name])
-    fall = rates[-1] / rates[-2]
+    ratio = rates[-1] / rates[-2]
     while len(rates) < depth:
-        rates.append(rates[-1] * fall)
+        rates.append(rates[-1] * ratio)
     return rates[:depth]
 
 
 def take_rates(options: dict[str, Any], depth: int) -> tuple[float, ...] | None:
-    """Remove the synthetic keys from ``options``; the chance that position i of a draft is accepted, for each of
-    ``depth`` positions, or None where neither key is given.
+    """Removes the synthetic keys from ``options``. Returns the rate of each of ``depth`` positions; None: no key is
+    given.
 
-    ``synthetic_acceptance_length`` is the mean number of tokens per round, the target's own included; it is reached
-    with the least variance: the first positions always, then one by chance. Raises ConfigError.
+    ``synthetic_acceptance_length`` is the mean number of tokens per round, the target's own included. It is reached
+    with the least variance: the first positions are always accepted, then one by chance. Raises ConfigError.
     """
     rates, length = options.pop(RATES, None), options.pop(LENGTH, None)
     if rates is None and length is None:
@@ -64,8 +63,8 @@ def take_rates(options: dict[str, Any], depth: int) -> tuple[float, ...] | None:
 
 
 class Synthetic(Rule):
-    """Runs another rule, so that its cost is paid, and then replaces what it decided: from the root, the first child
-    is followed with the position's chance. The next token is sampled from the target behind the kept path."""
+    """Runs another rule for its cost, and replaces what it decided: from the root, the first child is followed at the
+    position's rate. The next token is sampled from the target after the kept path."""
 
     name = "synthetic"
     identity = False
@@ -80,18 +79,19 @@ class Synthetic(Rule):
         self.replacement = inner.replacement
 
     def accept(self, scores: Scores, sampler: Sampler) -> list[Verdict]:
-        self.inner.accept(scores, sampler)  # for its price
+        self.inner.accept(scores, sampler)  # for its cost
         compared = compare(scores, sampler)
         tokens, verdicts = compared.pick(), []
         for index, (sequence, draft) in enumerate(zip(scores.sequences, scores.drafts)):
             path, chances = self._walk(draft, fold(sequence.seed, ACCEPT, len(sequence.tokens)))
             rows = [scores.row(index, node) for node in [-1, *path]]
-            good, error = unspoilt([compared.tops[row] for row in rows])
+            good, error = valid_prefix([compared.tops[row] for row in rows])
             verdicts.append(Verdict(path[:good], tokens[rows[good]], error, len(chances), sum(chances)))
         return verdicts
 
     def _walk(self, draft: Draft, key: int) -> tuple[list[int], list[float]]:
-        """A path accepted at the given rates, and the chances of every test: ``overlap`` sums these, not min(p, q)."""
+        """A path accepted at the given rates, and the chance of every test, which ``overlap`` sums instead of
+        min(p, q)."""
         path: list[int] = []
         chances = []
         before = 1.0

@@ -1,4 +1,4 @@
-"""Rules for trees of drafts."""
+"""Acceptance rules for token trees."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from forerun.core.batch import Scores
 from forerun.core.errors import ConfigError
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.speculate.accept.base import RatioRule, RuleConfig, rules
-from forerun.speculate.accept.compare import Comparison, Trials, column, slots, take
+from forerun.speculate.accept.compare import Comparison, Trials, column, row_index, take
 
 _TINY = 1e-30
-"""What is left of q after earlier draws were taken out must be above this for float32 to hold its shape."""
+"""The mass of q after earlier draws were taken out must be above this, or float32 cannot tell its shape."""
 
 
 @dataclass(frozen=True)
 class TreeRuleConfig(RuleConfig):
     replacement: bool = False
-    """Siblings are drawn with replacement, so that one may repeat another."""
+    """Draw siblings with replacement, so that one may repeat another."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.replacement, bool):
@@ -29,8 +29,7 @@ class TreeRuleConfig(RuleConfig):
 
 
 class Step(NamedTuple):
-    """The trials that are the rank-th of their parents, with the q [n, vocabulary] that each was drawn from given the
-    draws before it."""
+    """The trials of one rank, with the q [n, vocabulary] that each was drawn from, given the draws before it."""
 
     trials: list[int]
     rows: list[int]
@@ -49,9 +48,11 @@ class TreeRule(RatioRule):
         return self.config.replacement
 
     def steps(self, compared: Comparison, chosen: Sequence[int]) -> Iterator[Step]:
-        """The chosen trials by rank. Without replacement, a token leaves its row of q once it is drawn. Where float32
-        cannot tell what is left of q, a trial has no turn and is rejected unseen, which is lossless, since the draws
-        before it decide so and its own token does not."""
+        """Yields the chosen trials by rank.
+
+        Without replacement, a drawn token is removed from its row of q. A trial is rejected unseen where float32 cannot
+        tell what is left of q. That is lossless: earlier draws decide it, not the trial's own token.
+        """
         trials = compared.trials
         by_rank: dict[int, list[int]] = {}
         for t in chosen:
@@ -59,10 +60,10 @@ class TreeRule(RatioRule):
         for rank in sorted(by_rank):
             members = by_rank[rank]
             q = compared.gather_q(members, compared.p)
-            gone = [] if self.replacement or rank == 0 else self._earlier(trials, members)
-            if gone:
+            drawn = [] if self.replacement or rank == 0 else self._earlier_draws(trials, members)
+            if drawn:
                 q = q.clone()  # it may be the drafts' own
-                q[[index for index, _ in gone], [token for _, token in gone]] = 0.0
+                q[[index for index, _ in drawn], [token for _, token in drawn]] = 0.0
                 mass = q.sum(dim=1, keepdim=True)
                 kept = [index for index, fraction in enumerate(mass[:, 0].tolist()) if fraction > _TINY]
                 q, members = take(q.div_(mass), kept) if kept else q, [members[index] for index in kept]
@@ -74,17 +75,19 @@ class TreeRule(RatioRule):
     def reject(
         compared: Comparison, step: Step, factor: torch.Tensor | float = 1.0
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take a turn's trials out of ``factor`` times their rows, which sum to 1 again. For each, min(1, factor *
-        p / q) of its token and the mass that it leaves, [n, 1]."""
+        """Replaces the trials' rows p by norm(max(0, factor * p - q)).
+
+        Returns min(1, factor * p / q) of each trial's token, and the mass before normalising, [n, 1] each.
+        """
         at = take(compared.residual, step.rows).gather(1, step.tokens)
         chance = (factor * at / step.q.gather(1, step.tokens)).clamp_(max=1.0)
         left, mass = compared.left(step.rows, step.q, factor)
-        compared.residual[slots(step.rows)] = left.div_(left.sum(dim=1, keepdim=True))
+        compared.residual[row_index(step.rows)] = left.div_(left.sum(dim=1, keepdim=True))
         return chance, mass
 
     @staticmethod
-    def _earlier(trials: Trials, members: Sequence[int]) -> list[tuple[int, int]]:
-        """(place in ``members``, token) of every earlier draw from the same row of q under the same parent."""
+    def _earlier_draws(trials: Trials, members: Sequence[int]) -> list[tuple[int, int]]:
+        """(index in ``members``, token) of every earlier draw from the same row of q under the same parent."""
         result = []
         for index, t in enumerate(members):
             if trials.q_row[t] != POINT_MASS:
@@ -96,30 +99,33 @@ class TreeRule(RatioRule):
 
 @rules.register("recursive")
 class Recursive(TreeRule):
-    """From the root: a child x is followed with probability min(1, p(x) / q(x)), q being what x was drawn from; else
-    p becomes norm(max(0, p - q)) for the next child, and for the emitted token after the last. Lossless."""
+    """Recursive rejection sampling (SpecInfer, arXiv 2305.09781). Lossless.
+
+    From the root, a child x drawn from q is followed with probability min(1, p(x) / q(x)). If it is rejected, p becomes
+    norm(max(0, p - q)) for the next child, and for the emitted token after the last one.
+    """
 
     name = "recursive"
 
     def decide(self, compared: Comparison) -> list[float]:
         accept = compared.p.new_zeros(len(compared.trials.row), 1)
         for step in self.steps(compared, range(len(accept))):
-            accept[slots(step.trials)], _ = self.reject(compared, step)
+            accept[row_index(step.trials)], _ = self.reject(compared, step)
         chances: list[float] = accept[:, 0].tolist()
         return chances
 
 
 @rules.register("traversal")
 class Traversal(TreeRule):
-    """Visit a node v with a budget a, the probability that its path is wanted: 1 at the root. With P = p(.|v):
+    """Visits a node v with a budget a, the probability that its path is to be kept: 1 at the root. With P = p(.|v):
 
     1. for each child c in the order drawn, from q: visit c with min(1, a P(c) / q(c)); if that accepts, end; else
        with s = sum max(0, a P - q): P becomes max(0, a P - q) / s and a becomes s / (s + 1 - a);
     2. with probability a, accept the path to v and emit a draw of P.
 
     Lossless, with and without replacement. A rejected token's budget goes to its siblings and its parent's residual,
-    so that at least as much is kept as from the root down. Of a rejected token nothing is left in P: a repeated draw of
-    it fails.
+    so that at least as much is kept as from the root down. A rejected token has no mass left in P, so that a repeated
+    draw of it fails.
     """
 
     name = "traversal"
@@ -134,19 +140,19 @@ class Traversal(TreeRule):
             for step in self.steps(compared, level):
                 a = take(budget, step.rows)
                 chance, mass = self.reject(compared, step, a)
-                accept[slots(step.trials)] = chance.nan_to_num_(0.0)
-                budget[slots(step.rows)] = torch.where(a < 1.0, mass / (mass + 1.0 - a), 1.0)
-                news = [(t, trials.below[t]) for t in step.trials if self._first(trials, t)]
-                if news:
-                    budget[slots([row for _, row in news])] = accept[slots([t for t, _ in news])]
-        ends = [t for t in range(len(trials.row)) if self._first(trials, t)]
-        if ends:
-            accept[slots(ends)] = budget[slots([trials.below[t] for t in ends])]
+                accept[row_index(step.trials)] = chance.nan_to_num_(0.0)
+                budget[row_index(step.rows)] = torch.where(a < 1.0, mass / (mass + 1.0 - a), 1.0)
+                nodes = [t for t in step.trials if self._is_new(trials, t)]
+                if nodes:
+                    budget[row_index([trials.below[t] for t in nodes])] = accept[row_index(nodes)]
+        nodes = [t for t in range(len(trials.row)) if self._is_new(trials, t)]
+        if nodes:
+            accept[row_index(nodes)] = budget[row_index([trials.below[t] for t in nodes])]
         chances: list[float] = accept[:, 0].tolist()
         return chances
 
     @staticmethod
-    def _first(trials: Trials, t: int) -> bool:
+    def _is_new(trials: Trials, t: int) -> bool:
         """Whether no earlier trial under the same parent drew the same token."""
         return trials.token[t] not in trials.token[t - trials.rank[t] : t]
 
