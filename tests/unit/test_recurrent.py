@@ -58,7 +58,7 @@ class Layer:
         self.width = self.mixer.inputs
         self.states = States([self.sizes.shape], 2, DEPTH, dtype, CPU, kept=1)
         for key in (0, 1):
-            self.states.take(key)
+            self.states.allocate(key)
 
     def inputs(self, count):
         return torch.randn(count, self.width, generator=self.generator).to(self.dtype)
@@ -67,7 +67,7 @@ class Layer:
         replay = self.states.plan(Batch(list(spans)))
         with kernels.on_threads(threads):
             out = self.mixer(rows.clone(), self.states, lay_out(replay, self.states, len(rows)))
-        self.states.settle(replay)
+        self.states.commit(replay)
         return out
 
     def expected(self, path):
