@@ -167,7 +167,7 @@ def test_a_gemma_may_stretch_its_whole_layers(edited):
     ("nemotron_h-experts", {"nemotron_h_moe.moe_latent_size": 32}, "moe_latent_size 32"),
     ("deepseek_v2", {"deepseek2.expert_weights_norm": True}, "True as expert_weights_norm, which no model of Deep"),
     ("deepseek_v3", {"deepseek2.expert_gating_func": 3}, "has 3 as deepseek2.expert_gating_func"),
-    ("deepseek_v3", {"deepseek2.rope.dimension_count": 48}, "has heads of 48 numbers, 48 of them turned"),
+    ("deepseek_v3", {"deepseek2.rope.dimension_count": 48}, "has heads of 48 numbers, 48 of them rotated"),
     ("deepseek_v3", {"deepseek2.attention.kv_lora_rank": 16}, "attn_kv_a_.* has shape .* contradict"),
     ("qwen3_5", {"qwen35.ssm.state_size": 8}, "ssm_conv1d.weight has shape .* contradict"),
 ])  # fmt: skip
