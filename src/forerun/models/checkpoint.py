@@ -1,4 +1,4 @@
-"""A checkpoint's folder, looked at before a library makes anything of it: JSON and safetensors, no more."""
+"""A checkpoint's folder: JSON and safetensors files, checked before any library reads them."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from forerun.models.gguf import find_model, is_gguf
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 LENGTH = 8
-"""Bytes before a safetensors header, which say how long it is."""
+"""Bytes of a safetensors file that give the length of its header."""
 PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-"""Kinds of numbers by safetensors' names."""
+"""By safetensors' names."""
 NUMBERS = ("F64", "F32", "F16", "BF16")
-"""Those that weights are read from."""
+"""The types that plain weights may have."""
 PACKED = (
     ".qweight", ".weight_packed", ".weight_scale", ".weight_scale_inv", ".SCB", ".absmax", ".weight_format",
 )  # fmt: skip
-"""How the names of quantized weights end, where no config says that they are."""
+"""Suffixes of quantized weights' names, for checkpoints whose config does not say so."""
 
 
 class Tensor(NamedTuple):
@@ -59,7 +59,7 @@ class Tensor(NamedTuple):
 
 @contextmanager
 def library(problem: str, kind: Callable[[str], ForerunError] = ModelError) -> Iterator[None]:
-    """Make one error, which begins with ``problem``, of whatever a library raises about what it cannot use."""
+    """Turns whatever a library raises into one error of ours. Its message begins with ``problem``."""
     try:
         yield
     except ForerunError:
@@ -75,7 +75,7 @@ def library(problem: str, kind: Callable[[str], ForerunError] = ModelError) -> I
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON file's object. Raises ModelError for a file that is not there, damaged, or holds anything else."""
+    """The object in a JSON file. Raises ModelError if the file is missing, damaged, or holds anything else."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -86,8 +86,8 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def find(folder: Path) -> Path:
-    """The folder itself, or the GGUF file in it; a GGUF file is itself. Raises ModelError unless it is a model of its
-    own: a checkpoint with a config, or one GGUF file, and no LoRA adapter."""
+    """A folder itself, or the GGUF file in it. Raises ModelError unless it holds one model: a checkpoint with a config,
+    or one GGUF file, but not a LoRA adapter."""
     if is_gguf(folder):
         return folder
     if (folder / ADAPTER).is_file():
@@ -98,18 +98,18 @@ def find(folder: Path) -> Path:
         )
     if (folder / CONFIG).is_file():
         return folder
-    result = sorted(folder.glob("*.gguf"))
-    one = find_model(result)
-    if one is not None:
-        return one
-    if result:
-        raise ModelError(f"{folder} holds {len(result)} GGUF files: name one, such as {result[0]}")
+    ggufs = sorted(folder.glob("*.gguf"))
+    model = find_model(ggufs)
+    if model is not None:
+        return model
+    if ggufs:
+        raise ModelError(f"{folder} holds {len(ggufs)} GGUF files: name one, such as {ggufs[0]}")
     raise ModelError(f"{folder} has no {CONFIG}: not a Hugging Face checkpoint, nor a folder with a GGUF file")
 
 
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that hold the weights. Raises ModelError if there are none, and for an index that names
-    anything but safetensors files beside it: whatever it names would be read."""
+    anything but safetensors files in the same folder: transformers would read whatever it names."""
     if (folder / WEIGHTS).is_file():
         return [folder / WEIGHTS]
     if not (folder / INDEX).is_file():
@@ -137,8 +137,8 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_headers(files: list[Path], *, packed: bool = False) -> dict[str, Tensor]:
-    """Every tensor of the files. Raises ModelError for a damaged file, a name that comes twice, and weights that are
-    not plain floating-point numbers, unless a config says how they are ``packed``."""
+    """Every tensor of the files, by name. Raises ModelError for a damaged file, a name that comes twice, and, unless
+    ``packed``, for weights that are not floating-point numbers."""
     result: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in _header(file).items():
@@ -150,12 +150,13 @@ def read_headers(files: list[Path], *, packed: bool = False) -> dict[str, Tensor
             if name.endswith(PACKED):
                 raise ModelError(f"{file} holds quantized weights ({name}), which forerun does not read")
             if name.endswith(".weight") and tensor.kind not in NUMBERS:
-                raise ModelError(f"{file}: {name} holds {tensor.kind} numbers; weights are read from {_list(NUMBERS)}")
+                known = f"{', '.join(NUMBERS[:-1])} or {NUMBERS[-1]}"
+                raise ModelError(f"{file}: {name} holds {tensor.kind} numbers; weights are read from {known}")
     return result
 
 
 class Safetensors:
-    """The open files of a folder: ``tensors`` by name, mapped once one is asked for. A file is never written to.
+    """The open safetensors files of a folder, each mapped on first use. ``tensors`` are descriptions by name.
     Raises ModelError as ``weight_files`` and ``read_headers`` do."""
 
     def __init__(self, folder: Path, *, packed: bool = False) -> None:
@@ -164,28 +165,29 @@ class Safetensors:
         self._maps: dict[Path, mmap.mmap] = {}
 
     def values(self, name: str) -> torch.Tensor:
-        """A view of a tensor; nothing is read yet. Raises ModelError for a file that cannot be read."""
-        at = self.tensors[name]
-        if not at.numel:
-            return torch.empty(at.shape, dtype=at.dtype)
-        if at.file not in self._maps:
+        """A view of a tensor in the mapped file. Raises ModelError for a file that cannot be read."""
+        tensor = self.tensors[name]
+        path = tensor.file
+        if not tensor.numel:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        if path not in self._maps:
             try:
-                with at.file.open("rb") as file:
-                    self._maps[at.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                with path.open("rb") as file:
+                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             except OSError as error:
-                raise ModelError(f"{at.file} cannot be read: {error.strerror}") from error
-        result = torch.frombuffer(self._maps[at.file], dtype=at.dtype, count=at.numel, offset=at.start)
-        return result.view(at.shape)
+                raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+        result = torch.frombuffer(self._maps[path], dtype=tensor.dtype, count=tensor.numel, offset=tensor.start)
+        return result.view(tensor.shape)
 
     def release(self) -> None:
-        """Give the pages back that were read; they are read again where they are asked for again."""
+        """Drop the files' pages from memory; they are read again on demand."""
         if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
             for mapped in self._maps.values():
                 mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def read_tensors(folder: Path, *, packed: bool = False) -> dict[str, torch.Tensor]:
-    """All weights of a folder, by name, in memory; ``packed`` as ``read_headers`` has it. Raises ModelError."""
+    """Copies of all tensors of a folder, by name. ``packed`` as in ``read_headers``. Raises ModelError."""
     files = Safetensors(folder, packed=packed)
     return {name: files.values(name).clone() for name in files.tensors}
 
@@ -202,7 +204,3 @@ def _header(file: Path) -> dict[str, Tensor]:
             }
     except (SafetensorError, OSError) as error:
         raise ModelError(f"{file.parent}: a safetensors file is truncated or damaged: {one_line(error)}") from error
-
-
-def _list(names: tuple[str, ...]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"

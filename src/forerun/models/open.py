@@ -1,7 +1,7 @@
-"""Stage one, open: from a name to the files of a model, its config, and its tensors by name, mapped.
+"""Stage one, open: from a name to a model's files, its config, and its tensors by name, memory-mapped.
 
-A model is a folder with safetensors (``checkpoint.py``), a GGUF file (``gguf.py``; its config: ``gguf_config.py``), a
-bundled, a fetched or a hub's one. ``sanity.py`` checks a config before anything is built. Remote code never runs.
+A model is a folder with safetensors (``checkpoint.py``) or a GGUF file (``gguf.py``, ``gguf_config.py``). It may be
+bundled, fetched, or on a hub. ``sanity.py`` checks a config before anything is built. Remote code never runs.
 """
 
 from __future__ import annotations
@@ -27,64 +27,58 @@ from forerun.models.fetch import KNOWN, fetched
 
 BUNDLED = "forerun:"
 Files = checkpoint.Safetensors | gguf.GGUFFile
-"""Open: ``tensors`` by name, and their ``values``, which are mapped."""
-PLACES, BYTES = 64, 4096
-"""Of a file, that a fingerprint is made of."""
+"""Open files: ``tensors`` are descriptions by name, ``values(name)`` is one tensor."""
+SAMPLES, SAMPLE_BYTES = 64, 4096
+"""How much of each file a fingerprint is made of."""
 
 
 def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir: str | None = None) -> Path:
-    """The checkpoint's folder, or a model's GGUF file: a local one (a folder that holds a GGUF file and no config is
-    that file), a bundled one (``forerun:target``), a fetched one (``smollm2``; a folder of that name is ``./smollm2``),
-    or a hub's (``hf:OWNER/NAME[:QUANTIZATION or FILE]``, or the bare id of a repository), of a ``revision`` and to a
-    folder where those are given. Raises ModelError, and ConfigError for a revision of what is here already."""
+    """A model's folder or GGUF file, by what ``--model`` takes.
+
+    That is a local folder or GGUF file (a folder with a GGUF file and no config stands for the file), a bundled model
+    (``forerun:target``), a fetched one (``smollm2``; a folder of that name is ``./smollm2``), or one of a hub
+    (``hf:OWNER/NAME[:QUANTIZATION or FILE]``, or a repository's bare id), which is downloaded. Raises ModelError, and
+    ConfigError where ``revision`` or ``download_dir`` is given for a model that is not the hub's.
+    """
     text = str(path_or_id)
+    if "\0" in text:
+        raise ModelError(f"{text!r} is not the name of a folder")
     if text.startswith(hub.PREFIX):
         return checkpoint.find(hub.download(hub.parse(text), revision, download_dir))
-    here = text.startswith(BUNDLED) or text in KNOWN or text.endswith(gguf.SUFFIX)
-    here = here or ("\0" not in text and expanded(text).is_dir())
-    if here and (revision or download_dir):
+    path = expanded(text)
+    local = text.startswith(BUNDLED) or text in KNOWN or gguf.is_gguf(path) or path.is_dir()
+    if local and (revision or download_dir):
         raise ConfigError(f"revision and download_dir are for models of the hub; {text} is here: leave them out")
     if text.startswith(BUNDLED):
         return pretrained.path(text.removeprefix(BUNDLED))
     if text in KNOWN:
         return fetched(text)
-    if "\0" in text:
-        raise ModelError(f"{text!r} is not the name of a folder")
-    folder = expanded(text)
-    if folder.is_file() and gguf.is_gguf(folder):
-        return folder
-    if not folder.is_dir():
-        named = gguf.is_gguf(folder)
-        if named or folder.exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
-            what = "GGUF file" if named else "checkpoint folder"
-            raise ModelError(f"no {what} at {text}")
-        folder = _download(text, revision, download_dir)
-    return checkpoint.find(folder)
-
-
-def _download(name: str, revision: str | None, download_dir: str | None) -> Path:
+    if path.is_dir() or (path.is_file() and gguf.is_gguf(path)):
+        return checkpoint.find(path)
+    if gguf.is_gguf(path) or path.exists() or text.startswith((".", "/", "~")) or text.count("/") > 1:
+        raise ModelError(f"no {'GGUF file' if gguf.is_gguf(path) else 'checkpoint folder'} at {text}")
     try:
-        return hub.download(hub.ModelSource(name, None), revision, download_dir)
+        return checkpoint.find(hub.download(hub.ModelSource(text, None), revision, download_dir))
     except ModelError as error:
-        meant = difflib.get_close_matches(name, KNOWN, n=1)
-        hint = f" (did you mean {meant[0]}?)" if meant else ""
-        raise ModelError(f"no folder {name!r} here{hint}, and {error}") from error
+        similar = difflib.get_close_matches(text, KNOWN, n=1)
+        hint = f" (did you mean {similar[0]}?)" if similar else ""
+        raise ModelError(f"no folder {text!r} here{hint}, and {error}") from error
 
 
 def open_files(path: Path, *, packed: bool = False) -> Files:
-    """A folder, whose weights must be plain numbers unless they may be ``packed``, or a GGUF file. Raises
+    """Open a GGUF file, or a folder, whose weights must be floating-point numbers unless ``packed``. Raises
     ModelError."""
     return gguf.open_gguf(path) if gguf.is_gguf(path) else checkpoint.Safetensors(path, packed=packed)
 
 
 def weight_sizes(folder: Path) -> tuple[int, int]:
-    """Bytes of a checkpoint's weights, and how many numbers its tensors hold. Raises ModelError."""
+    """Bytes and number of a model's weights. Raises ModelError."""
     tensors = open_files(folder, packed=True).tensors.values()
     return sum(tensor.nbytes for tensor in tensors), sum(tensor.numel for tensor in tensors)
 
 
 def files(folder: Path, lora: Sequence[str] | str | None = None) -> list[Path]:
-    """What holds the weights. Raises ModelError if there are none."""
+    """The files that hold a model's weights, those of its adapters included. Raises ModelError if there are none."""
     result = gguf.shards_of(folder) if folder.is_file() else sorted(folder.glob("*.safetensors"))
     if not result:
         raise ModelError(f"{folder} has no safetensors weights")
@@ -94,11 +88,11 @@ def files(folder: Path, lora: Sequence[str] | str | None = None) -> list[Path]:
 
 
 def fingerprint(folder: Path, lora: Sequence[str] | str | None = None) -> str:
-    """A hash, 16 hexadecimal digits, of the sizes of a checkpoint's safetensors files, or of a GGUF file, and of
-    ``PLACES`` spots of each; with LoRA adapters merged, of theirs and their weights too.
+    """A hash of a model's weights: 16 hexadecimal digits, made of the size of each file and of samples of it. Adapters
+    and their weights count too.
 
     Training changes every matrix, so it changes the fingerprint; so does another dtype. At most 256 KiB are read per
-    file. Raises ModelError if the folder has no safetensors or they cannot be read.
+    file. Raises ModelError if there are no weights or they cannot be read.
     """
     digest = hashlib.sha256()
     paths, adapters = files(folder, lora), adapter.parse(lora)
@@ -109,19 +103,19 @@ def fingerprint(folder: Path, lora: Sequence[str] | str | None = None) -> str:
             size = path.stat().st_size
             digest.update(f"{path.name} {size}\n".encode())
             with path.open("rb") as file:
-                for index in range(PLACES):
-                    file.seek(max(0, size - BYTES) * index // (PLACES - 1))
-                    digest.update(file.read(BYTES))
+                for index in range(SAMPLES):
+                    file.seek(max(0, size - SAMPLE_BYTES) * index // (SAMPLES - 1))
+                    digest.update(file.read(SAMPLE_BYTES))
     except OSError as error:
         raise ModelError(f"{folder} cannot be read: {error.strerror}") from error
     return digest.hexdigest()[:16]
 
 
-class KeptConfig(SimpleNamespace):
-    """A described decoder's config with the defaults that transformers filled in at an earlier start. It stands in for
+class CachedConfig(SimpleNamespace):
+    """A described decoder's config, with transformers' defaults filled in at an earlier start. It stands in for
     transformers' own, whose import takes longer than loading a small model."""
 
-    def get_text_config(self) -> KeptConfig:
+    def get_text_config(self) -> CachedConfig:
         return self
 
     def to_json_string(self) -> str:
@@ -129,81 +123,74 @@ class KeptConfig(SimpleNamespace):
 
 
 def quick_config(folder: Path) -> Any:
-    """``read_config``, or a ``KeptConfig`` with the same values where the native path runs the model. Raises
+    """``read_config``, or where the native path runs the model a ``CachedConfig`` with the same values. Raises
     ModelError."""
-    given = _given_config(folder)
-    record = Record("configs", json.dumps(given, sort_keys=True), version("transformers"), version("forerun"))
-    kept = record.read()
-    if not isinstance(kept, dict):
+    raw = _raw_config(folder)
+    record = Record("configs", json.dumps(raw, sort_keys=True), version("transformers"), version("forerun"))
+    values = record.read()
+    if not isinstance(values, dict):
         config = read_config(folder)
-        kept = _values(config) if refusal(config) is None else None
-        if kept is None:
+        values = _json_values(config) if refusal(config) is None else None
+        if values is None:
             return config
-        record.write(kept)
-    config = KeptConfig(**kept)
+        record.write(values)
+    config = CachedConfig(**values)
     if gguf.is_gguf(folder):
         sanity.check_fit(config, gguf.open_gguf(folder).tensors, folder)
     return config
 
 
-def _values(config: Any) -> dict[str, Any] | None:
-    """A config's values by all names that they have, as JSON holds them; None if it cannot hold them."""
-    if (
-        config.get_text_config() is not config
-        or is_sized(config)
-        or not _plain_rope(getattr(config, "rope_parameters", None) or {})
-    ):
+def _json_values(config: Any) -> dict[str, Any] | None:
+    """A config's values under all their names; None where JSON or a ``CachedConfig`` cannot hold them."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if config.get_text_config() is not config or is_sized(config) or not _is_plain_rope(rope):
         return None
-    names = {*config.to_dict(), *config.attribute_map, "num_hidden_layers"} - {
-        "id2label",
-        "label2id",
-        "transformers_version",
-    }
+    names = {*config.to_dict(), *config.attribute_map, "num_hidden_layers"}
+    names -= {"id2label", "label2id", "transformers_version"}
     values = {name: getattr(config, name) for name in names if hasattr(config, name)}
     values["dtype"] = None if config.dtype is None else str(config.dtype).removeprefix("torch.")
     try:
-        same = json.loads(json.dumps(values)) == values
+        return values if json.loads(json.dumps(values)) == values else None
     except (TypeError, ValueError):
         return None
-    return values if same else None
 
 
-def _plain_rope(rope: Mapping[str, Any]) -> bool:
-    """Whether frequencies are computed here, without transformers' functions of the config."""
+def _is_plain_rope(rope: Mapping[str, Any]) -> bool:
+    """Whether frequencies are computed without transformers' functions of the config."""
     return all(
-        _plain_rope(v) if isinstance(v, Mapping) else k != "rope_type" or v == "default" for k, v in rope.items()
+        _is_plain_rope(v) if isinstance(v, Mapping) else k != "rope_type" or v == "default" for k, v in rope.items()
     )
 
 
-def _given_config(folder: Path) -> dict[str, Any]:
-    """What a checkpoint or a GGUF file says itself. Raises ModelError."""
+def _raw_config(folder: Path) -> dict[str, Any]:
+    """A checkpoint's ``config.json``, or what a GGUF file's metadata give in its place. Raises ModelError."""
     if gguf.is_gguf(folder):
         return gguf_config.read_config(gguf.open_gguf(folder))
     path = folder / checkpoint.CONFIG
-    given = checkpoint.read_object(path)
-    sanity.check_given(given, path)
-    sanity.check_depth(given, path)
-    return given
+    raw = checkpoint.read_object(path)
+    sanity.check_given(raw, path)
+    sanity.check_depth(raw, path)
+    return raw
 
 
 def read_config(folder: Path) -> Any:
-    """The config of a checkpoint or a GGUF file, as transformers has it. Raises ModelError."""
+    """A model's config as a transformers object. Raises ModelError."""
     from transformers import AutoConfig
 
-    given = _given_config(folder)
+    raw = _raw_config(folder)
     if gguf.is_gguf(folder):
-        config = as_config(folder, given)
+        config = as_config(folder, raw)
         sanity.check_fit(config, gguf.open_gguf(folder).tensors, folder)
         return config
     path = folder / checkpoint.CONFIG
     with checkpoint.library(f"{path} cannot be used"), quiet():
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         sanity.check_config(config, path)
-    return _decoder(config)
+    return _text_config(config)
 
 
-def _decoder(config: Any) -> Any:
-    """The config of the decoder alone, where one is described that stands in models which read pictures too."""
+def _text_config(config: Any) -> Any:
+    """The decoder's part of a multimodal model's config, where a description covers that decoder."""
     text = config.get_text_config()
     described = ARCHITECTURES.get(text.model_type)
     if text is config or described is None or not described.prefixes:
@@ -216,18 +203,19 @@ def _decoder(config: Any) -> Any:
     return text
 
 
-def as_config(path: Path, given: dict[str, Any]) -> Any:
-    """What ``gguf_config.read_config`` says of a GGUF file, as transformers has it. Raises ModelError."""
+def as_config(path: Path, raw: dict[str, Any]) -> Any:
+    """The config of a GGUF file as a transformers object. ``raw`` comes from ``gguf_config.read_config``. Raises
+    ModelError."""
     from transformers import CONFIG_MAPPING
 
     with checkpoint.library(f"{path} cannot be used"), quiet():
-        config = CONFIG_MAPPING[given["model_type"]].from_dict(given)
+        config = CONFIG_MAPPING[raw["model_type"]].from_dict(raw)
         sanity.check_config(config, path)
     return config
 
 
 def eos_ids(folder: Path, config: Any) -> frozenset[int]:
-    """Every id that ends a text: the generation config's, else the model config's. Raises ModelError."""
+    """Ids of the tokens that end a text: the generation config's, or else the config's. Raises ModelError."""
     text = config.get_text_config()
     if gguf.is_gguf(folder):
         return sanity.check_ids(text.eos_token_id, text.vocab_size, folder)
@@ -240,7 +228,7 @@ def eos_ids(folder: Path, config: Any) -> frozenset[int]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep transformers from remarking on what is checked, and refused, here."""
+    """Silences transformers' warnings about what is checked here anyway."""
     from transformers import logging
 
     verbosity = logging.get_verbosity()
