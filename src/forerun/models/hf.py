@@ -377,7 +377,7 @@ def _checkpoint_module(folder: Path, config: Any, dtype: torch.dtype, attention:
     for name, result, requested in sorted(info["mismatched_keys"]):
         raise ModelError(f"{folder}: {name} has shape {list(result)}; its config asks for {list(requested)}")
     parameters = (name for name, _ in module.named_parameters())
-    sanity.check_held(folder, sorted(info["missing_keys"]), info["unexpected_keys"], parameters, config)
+    sanity.check_names(folder, sorted(info["missing_keys"]), info["unexpected_keys"], parameters, config)
     return module
 
 

@@ -1,5 +1,5 @@
-"""From a name to a running model, in three stages: open its files, transform what they hold into weights, lay these out
-for the kernels. ``load_shard`` takes them in turn; ``load_model`` reads the options before.
+"""From a name to a running model in three stages: open its files, transform their tensors into weights, and lay these
+out for the kernels. ``load_model`` parses the options, then ``load_shard`` runs the stages.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from forerun.models.ranks import split
 from forerun.models.ranks.leader import Leader
 from forerun.models.ranks.team import Team
 from forerun.models.rotary import is_constant
-from forerun.models.transform import Weights, transform
+from forerun.models.transform import transform
 
 DTYPES = {
     "float32": torch.float32,
@@ -42,8 +42,8 @@ PATHS = ("auto", "native", "hf")
 
 
 def parse_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
-    """``auto`` is the checkpoint's own dtype (float32 where it names none). Raises ConfigError for any other kind of
-    numbers than those that models run in."""
+    """The torch dtype. ``auto`` is the checkpoint's own, or else float32. Raises ConfigError for a dtype that models do
+    not run in."""
     result: Any = dtype
     if dtype in (None, "auto"):
         result = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
@@ -56,12 +56,12 @@ def parse_dtype(dtype: str | torch.dtype | None, config: Any) -> torch.dtype:
 
 
 def _check_rope(config: Any, max_model_len: int | None) -> None:
-    """Refuse frequencies that depend on the longest position in the call, where they could differ between calls."""
+    """Raise ModelError where rotary frequencies would change with the longest position of a call."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or getattr(text, "rope_scaling", None) or {}
     sets = [rope, *(value for value in rope.values() if isinstance(value, dict))]
-    bad = {each.get("rope_type") for each in sets} & {"dynamic", "longrope"}
-    if not bad or is_constant(rope):
+    changing = {each.get("rope_type") for each in sets} & {"dynamic", "longrope"}
+    if not changing or is_constant(rope):
         return
     original: int = (
         rope.get("original_max_position_embeddings")
@@ -71,13 +71,13 @@ def _check_rope(config: Any, max_model_len: int | None) -> None:
     )
     if max_model_len is None or max_model_len > original:
         raise ModelError(
-            f"rope type {bad.pop()!r} changes its frequencies with the length of the text; "
+            f"rope type {changing.pop()!r} changes its frequencies with the length of the text; "
             f"set max_model_len to at most {original} to use this model"
         )
 
 
 def parse_device(device: str | torch.device | None) -> torch.device:
-    """None: the GPU if there is one. Raises ConfigError for a device that is unknown or not here."""
+    """The device; None is the GPU if there is one. Raises ConfigError for one that is unknown or not available."""
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -86,20 +86,21 @@ def parse_device(device: str | torch.device | None) -> torch.device:
         raise ConfigError(f"device {str(device)!r} cannot be used: {one_line(error)}") from error
 
 
-def _wished(
+def _parse_quantization(
     quantization: str | None, dtype: str | torch.dtype | None
 ) -> tuple[str | None, str | torch.dtype | None, bool]:
-    """The kind of quantized weights, the dtype, and whether weights are to be numbers. Raises ConfigError."""
+    """The form to quantize to or None, the dtype, and whether quantized weights are expanded to numbers. Raises
+    ConfigError."""
     if quantization not in FLOATS:
         return None if quantization == UNQUANTIZED else quantization, dtype, False
-    asked = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if dtype not in (None, "auto") and asked is not DTYPES[quantization]:
+    requested = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+    if dtype not in (None, "auto") and requested is not DTYPES[quantization]:
         raise ConfigError(f"quantization {quantization!r} is weights in {quantization}: leave dtype out, or set it so")
     return None, quantization, True
 
 
-def _goes_native(config: Any, folder: Path, model_path: str, wish: str | None) -> bool:
-    """Whether the native path runs a model; ``wish``: what only that can do. Raises ConfigError."""
+def _uses_native(config: Any, folder: Path, model_path: str, feature: str | None) -> bool:
+    """Whether the native path runs a model. ``feature`` is an option that only that path has. Raises ConfigError."""
     if model_path not in PATHS:
         raise ConfigError(f"unknown model_path {model_path!r}: choose one of {', '.join(PATHS)}")
     reason = refusal(config)
@@ -112,10 +113,10 @@ def _goes_native(config: Any, folder: Path, model_path: str, wish: str | None) -
             other = f"transformers' AutoModelForCausalLM has no {config.model_type}"
             raise ConfigError(f"the native path does not run {folder}: {reason}; {other}")
     native = model_path != "hf" and reason is None
-    wish = wish or ("a model with state" if keeps_state(config) else None)
-    wish = wish or ("a model whose layers differ in size" if is_sized(config) else None)
-    if wish and not native:
-        raise ConfigError(f"{wish} needs the native path: {reason or 'model_path is hf'}")
+    feature = feature or ("a model with state" if keeps_state(config) else None)
+    feature = feature or ("a model whose layers differ in size" if is_sized(config) else None)
+    if feature and not native:
+        raise ConfigError(f"{feature} needs the native path: {reason or 'model_path is hf'}")
     return native
 
 
@@ -124,8 +125,8 @@ _shared: dict[Any, Model] | None = None
 
 @contextmanager
 def sharing() -> Iterator[dict[Any, Model]]:
-    """Drafts that are loaded with ``load_shared`` again and in the same way meanwhile are one object. Gives them by how
-    they were asked for; who forgets one there frees it."""
+    """Within this context, ``load_shared`` returns one object for equal arguments. Yields the models by these
+    arguments; deleting an entry frees its model."""
     global _shared
     before, _shared = _shared, {}
     try:
@@ -135,11 +136,11 @@ def sharing() -> Iterator[dict[Any, Model]]:
 
 
 def load_shared(path_or_id: str | Path, *, outputs: torch.Tensor | None = None, **options: Any) -> Model:
-    """``load_model``, or what it gave for the same while ``sharing``."""
+    """``load_model``, which runs once for equal arguments within ``sharing``."""
     if _shared is None:
         return load_model(path_or_id, outputs=outputs, **options)
-    names = None if outputs is None else tuple(outputs.tolist())
-    key = (str(path_or_id), names, tuple(sorted((name, str(value)) for name, value in options.items())))
+    tokens = None if outputs is None else tuple(outputs.tolist())
+    key = (str(path_or_id), tokens, tuple(sorted((name, str(value)) for name, value in options.items())))
     if key not in _shared:
         _shared[key] = load_model(path_or_id, outputs=outputs, **options)
     return _shared[key]
@@ -161,21 +162,31 @@ def load_model(
 ) -> Model:
     """Load a decoder or an encoder-decoder.
 
-    ``invariant`` True asks for logits whose bits do not depend on how rows are batched; None does so on CPU, unless
-    only single rows keep their bits, which it warns of; False does not pad. ``model_path``
-    is ``native`` (the lean path of ``architectures``), ``hf`` or ``auto``; ``weights`` is ``streamed``, ``packed``,
-    ``plain`` or ``auto``; ``quantization`` is a form's name in ``formats``, a dtype (numbers in it, whatever the
-    checkpoint holds), ``none`` or None. ``lora``: adapters to merge, ``FOLDER`` or ``FOLDER=WEIGHT``.
-    ``tensor_parallel_size``: processes that share the layers, this one among them. ``outputs`` int64: the tokens that
-    the output layer predicts, in ascending order (None: all). Both are the native path's alone.
+    Args:
+        path_or_id: what ``open.resolve`` takes.
+        dtype: of activations and of weights that are not quantized; ``auto`` is the checkpoint's.
+        device: None is the GPU if there is one.
+        invariant: True asks for logits whose bits do not depend on how rows are batched, and False does not. None asks
+            for them on CPU, and warns where only single rows keep their bits.
+        model_path: ``native`` (descriptions in ``architectures``), ``hf`` (transformers) or ``auto``.
+        weights: ``streamed``, ``packed``, ``plain`` or ``auto``.
+        quantization: a form in ``formats``; a dtype, to which quantized weights are expanded; ``none`` or None.
+        max_model_len: the longest sequence.
+        lora: adapters to merge, ``FOLDER`` or ``FOLDER=WEIGHT``.
+        tensor_parallel_size: processes that share the layers, this one among them (native path only).
+        outputs: int64, ascending: the tokens that the output layer predicts (native path only); None is all.
+
+    Raises:
+        ModelError: the checkpoint cannot be read or run.
+        ConfigError: an option cannot be honoured.
     """
-    quantization, dtype, numbers = _wished(quantization, dtype)
+    quantization, dtype, numbers = _parse_quantization(quantization, dtype)
     folder = resolve(path_or_id)
     config = quick_config(folder)
     _check_rope(config, max_model_len)
-    where = parse_device(device)
+    device = parse_device(device)
     requested = LoadRequest(
-        folder=folder, name=str(path_or_id), dtype=parse_dtype(dtype, config), device=where,
+        folder=folder, name=str(path_or_id), dtype=parse_dtype(dtype, config), device=device,
         eos_ids=eos_ids(folder, config), invariant=invariant, weights=weights, quantization=quantization,
         numbers=numbers, lora=lora, outputs=outputs, max_model_len=max_model_len,
     )  # fmt: skip
@@ -183,19 +194,19 @@ def load_model(
         from forerun.models import encdec  # modules of transformers' take as long to import as torch
 
         return encdec.load_encoder_decoder(requested, config, model_path=model_path, ranks=tensor_parallel_size)
-    wish = f"tensor_parallel_size {tensor_parallel_size}" if tensor_parallel_size != 1 else None
-    wish = f"quantization {quantization!r} of {path_or_id}" if quantization else wish
-    wish = f"a smaller output layer of {path_or_id}" if outputs is not None else wish
-    native = _goes_native(config, folder, model_path, wish)
-    requested = replace(requested, invariant=where.type == "cpu" if invariant is None else invariant)
+    feature = f"tensor_parallel_size {tensor_parallel_size}" if tensor_parallel_size != 1 else None
+    feature = f"quantization {quantization!r} of {path_or_id}" if quantization else feature
+    feature = f"a smaller output layer of {path_or_id}" if outputs is not None else feature
+    native = _uses_native(config, folder, model_path, feature)
+    requested = replace(requested, invariant=device.type == "cpu" if invariant is None else invariant)
     model: Model
     if native:
-        model = _shard(requested, config, tensor_parallel_size)
+        model = _load_ranks(requested, config, tensor_parallel_size)
     else:
         from forerun.models import hf
 
         module: Any = hf.read_module(folder, read_config(folder), requested.dtype, lora=lora)
-        model = hf.HFModel(module.to(where), requested)
+        model = hf.HFModel(module.to(device), requested)
     model.info = replace(model.info, lora=(lora,) if isinstance(lora, str) else tuple(lora or ()))
     if invariant is None and model.tiles is not None and model.tiles.together < ENOUGH:
         warnings.warn(
@@ -209,37 +220,36 @@ def load_model(
 
 
 def load_shard(requested: LoadRequest, config: Any, team: Team | None = None) -> NativeModel:
-    """The native model, or a rank's part of it: opened, transformed, laid out. Raises ModelError and ConfigError."""
+    """The native model, or with ``team`` a rank's shard of it: open, transform, lay out. Raises ModelError and
+    ConfigError."""
     packed = getattr(config, "quantization_config", None) is not None
     opened = open_files(requested.folder, packed=packed)
     weights = transform(opened, config, numbers=requested.numbers, adapters=adapter.read(requested.lora))
-    keeps = requested.device.type == "cpu" and team is None
-    with _keeping(requested, config, weights) if keeps else nullcontext():
+    caches = requested.device.type == "cpu" and team is None and weights.nbytes >= kept.LARGE
+    with _cache(requested, config) if caches else nullcontext():
         return NativeModel(config, weights, requested, team)  # lays out a layer at a time: ``layout.Maker``
 
 
-def _keeping(requested: LoadRequest, config: Any, weights: Weights) -> AbstractContextManager[None]:
-    """What is laid out for the kernels is kept for the next start, where that takes long."""
-    if weights.nbytes < kept.LARGE:
-        return nullcontext()
-    chosen = None if requested.outputs is None else sha256(requested.outputs.numpy().tobytes()).hexdigest()
+def _cache(requested: LoadRequest, config: Any) -> AbstractContextManager[None]:
+    """The cache of laid-out weights for this model, these options, and this state of its files."""
+    outputs = None if requested.outputs is None else sha256(requested.outputs.numpy().tobytes()).hexdigest()
     options = repr(
-        (requested.dtype, requested.weights, requested.quantization, requested.numbers, requested.lora, chosen)
+        (requested.dtype, requested.weights, requested.quantization, requested.numbers, requested.lora, outputs)
     )
-    about = [path.stat() for path in files(requested.folder, requested.lora)]
-    changed = [(each.st_mtime_ns, each.st_ctime_ns) for each in about]
-    state = repr((fingerprint(requested.folder, requested.lora), changed, config.to_json_string()))
+    stats = [path.stat() for path in files(requested.folder, requested.lora)]
+    times = [(each.st_mtime_ns, each.st_ctime_ns) for each in stats]
+    state = repr((fingerprint(requested.folder, requested.lora), times, config.to_json_string()))
     return kept.keeping(requested.folder, options, state)
 
 
 def of_rank(requested: LoadRequest, rank: int) -> LoadRequest:
-    """Each rank has a GPU of its own."""
+    """The request with a rank's own GPU."""
     kind = requested.device.type
     return replace(requested, device=torch.device(kind, rank) if kind == "cuda" else torch.device(kind))
 
 
-def _shard(requested: LoadRequest, config: Any, size: int) -> NativeModel:
-    """Rank 0's part, once all ranks have theirs."""
+def _load_ranks(requested: LoadRequest, config: Any, size: int) -> NativeModel:
+    """Rank 0's shard of a model over ``size`` processes, once all of them have theirs."""
     if size == 1:
         return load_shard(requested, config)
     if requested.quantization is not None:

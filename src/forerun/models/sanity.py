@@ -1,4 +1,4 @@
-"""Is a checkpoint's config one that a model can be built from? Asked once, before anything is built."""
+"""Checks a checkpoint's config before anything is built from it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from forerun.core.config import NOT_NEGATIVE, POSITIVE, Within
 from forerun.core.errors import ModelError, shown
 from forerun.models import checkpoint
 from forerun.models.architectures import seq2seq
+from forerun.models.architectures.description import Architecture
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.checkpoint import Tensor
 from forerun.models.gguf import GGUFTensor
@@ -19,7 +20,7 @@ from forerun.models.prequantized import SCHEMES, refusal
 
 LARGEST = 2**31 - 1
 SHORTEST_CONTEXT = 32
-"""Tokens. Nobody trains shorter ones, and tests of a model as it is loaded need some room."""
+"""Tokens. Nobody trains shorter contexts, and the tests that run while a model is loaded need some."""
 SIZE = Within(least=1, most=LARGEST, whole=True)
 CONTEXT = Within(least=SHORTEST_CONTEXT, most=LARGEST, whole=True)
 _is_integer = Within(whole=True).permits
@@ -33,7 +34,7 @@ SIZES = (
 EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon")
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 LAYERS = ("full_attention", "sliding_attention", "dense", "sparse")
-"""Kinds of layers that are run: attention over all tokens or the last ones, one MLP or experts."""
+"""Layer types that are run: attention over all tokens or the last ones, an MLP or experts."""
 SCALES = (
     "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "attention_multiplier",
     "embedding_multiplier", "residual_multiplier", "logits_scaling", "logit_scale",
@@ -42,10 +43,10 @@ DEPTHS = (
     "num_hidden_layers", "num_layers", "n_layers", "n_layer", "num_blocks", "num_encoder_layers", "num_decoder_layers",
     "encoder_layers", "decoder_layers",
 )  # fmt: skip
-"""What configs call the number of layers."""
+"""Names of the number of layers."""
 DEEP = 1000
-"""No model has more layers: such a number is compared with the weights before transformers counts up to it."""
-USUAL = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+"""No model has more layers: a larger number is compared with the weights before transformers loops over it."""
+COMMON_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 ROPE_NUMBERS = (
     "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow",
@@ -57,12 +58,12 @@ FIELDS = (
     (EPSILONS, NOT_NEGATIVE, "a number of at least 0"),
     (SCALES, POSITIVE, "a number above 0, or null"),
 )
-"""What config keys may be where they are there; sizes may be lists, one for each layer."""
+"""Permitted values of config keys, where they are present. Sizes may be lists, one for each layer."""
 
 
 def check_given(given: Mapping[str, Any], path: Path) -> None:
-    """``config.json`` as it stands. Raises ModelError for quantized weights, for code of the checkpoint's own, and
-    where it names other weights than those that are checked."""
+    """Check ``config.json`` before transformers reads it. Raises ModelError for quantization that is not read, for a
+    checkpoint that needs code of its own, and for keys that make transformers read other files."""
     text = given.get("text_config")
     for part in (given, text if isinstance(text, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):
@@ -91,29 +92,28 @@ def check_given(given: Mapping[str, Any], path: Path) -> None:
 
 
 def check_tokenizer(given: Mapping[str, Any], path: Path) -> None:
-    """A file of a tokenizer's settings as it stands. Raises ModelError where it names files to read: they may be
-    anywhere, and those of a tokenizer have names that are known."""
+    """Raise ModelError where a tokenizer's settings name files to read: those could be anywhere on this machine."""
     for key in ("vocab", "merges", "init_inputs", "fast_tokenizer_files"):
         if given.get(key):
             raise ModelError(f"{path} names other files ({key}), which are not loaded: remove that key")
 
 
 def check_depth(given: Mapping[str, Any], path: Path) -> None:
-    """Raise ModelError where ``config.json`` asks for more layers than there are tensors."""
+    """Raise ModelError where ``config.json`` has more layers than the weights have tensors."""
     for part in (given, *(value for value in given.values() if isinstance(value, Mapping))):
         for name in DEPTHS:
             depth: Any = part.get(name)
             if not _is_integer(depth) or depth <= DEEP:
                 continue
-            held = len(checkpoint.read_headers(checkpoint.weight_files(path.parent), packed=True))
-            if depth > held:
+            count = len(checkpoint.read_headers(checkpoint.weight_files(path.parent), packed=True))
+            if depth > count:
                 raise ModelError(
-                    f"{path} does not fit its weights: {name} is {shown(depth)}, but they are {held} tensors"
+                    f"{path} does not fit its weights: {name} is {shown(depth)}, but they are {count} tensors"
                 )
 
 
 def scheme(quantization: Any) -> str:
-    """Which way of quantizing a ``quantization_config`` describes, in words."""
+    """A ``quantization_config``'s scheme, for a message."""
     if not isinstance(quantization, Mapping):
         return f"an unknown scheme ({shown(quantization)})"
     method = str(quantization.get("quant_method", "an unknown scheme"))[:40]
@@ -134,13 +134,14 @@ def has_encoder(config: Any) -> bool:
 
 
 def require_decoder(config: Any, folder: Path, command: str) -> None:
-    """Raise ModelError for an encoder-decoder, which a command does not work on."""
+    """Raise ModelError if a command that works on decoders gets an encoder-decoder."""
     if has_encoder(config):
         raise ModelError(f"{folder} is an encoder-decoder, and {command} works on decoders")
 
 
 def check_config(config: Any, path: Path) -> None:
-    """The config as transformers understands it. Raises ModelError, naming the key, for what no decoder can have."""
+    """Check the config as transformers parsed it. Raises ModelError, naming the key, for values that no decoder can
+    have, and for architectures that are not run."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig
 
     text = config.get_text_config()
@@ -151,67 +152,73 @@ def check_config(config: Any, path: Path) -> None:
     within = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and described is not None and bool(described.prefixes)
     if not has_encoder(config) and not known and not within:
         raise ModelError(f"{path.parent}: {config.model_type} is not a language model that transformers can run")
-    differing = text.per_layer_attributes
-    if differing and described is not None and described.attention.per_layer_sizes:
-        text.allow_global_per_layer_attribute_access = True
-        for layer in text.per_layer_config:
-            for name in ("num_key_value_heads", "head_dim"):
-                if not _is_count(getattr(layer, name)):
-                    raise ModelError(f"{path} cannot be used: {name} of a layer is {shown(getattr(layer, name))}")
-    elif differing:
-        raise ModelError(
-            f"{path.parent} ({text.model_type}) gives its layers sizes of their own ({', '.join(sorted(differing))}), "
-            "which forerun does not run"
-        )
-
-    def refuse(name: str, requested: str) -> None:
-        raise ModelError(f"{path} cannot be used: {name} must be {requested}, not {shown(getattr(text, name))}")
-
-    for names, limit, asked in FIELDS:
-        for name in names:
-            value = getattr(text, name, None)
-            if not all(map(limit.permits, [value] if value is not None and names is not SIZES else _each(value))):
-                refuse(name, asked)
-    own = () if described is None else described.layer_types
-    run = ["full_attention", "sliding_attention", *own]
-    for kind in _each(getattr(text, "layer_types", None)):
-        if kind not in (*LAYERS, *own):
-            raise ModelError(
-                f"{path.parent} has layers of kind {shown(kind)}, which forerun does not run ({text.model_type}); it "
-                f"runs models of {' and '.join(run)}"
-            )
-    heads: Any = getattr(text, "num_attention_heads", None)
-    shared: Any = getattr(text, "num_key_value_heads", None)
-    if _is_count(heads) and _is_count(shared) and heads % shared:
-        refuse("num_attention_heads", f"a multiple of num_key_value_heads ({shared})")
-    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
-        if getattr(text, "enable_moe_block", None) and not _is_count(getattr(text, name, None)):
-            refuse(name, f"an integer from 1 to {LARGEST}")
-    for name, key in product(EXPERTS, ("num_experts_per_tok", "top_k_experts")):
-        experts, chosen = getattr(text, name, None), getattr(text, key, None)
-        if _is_count(experts) and chosen is not None and not (_is_count(chosen) and chosen <= experts):
-            refuse(key, f"an integer from 1 to {name} ({experts})")
-    for name in ACTIVATIONS:
-        if getattr(text, name, None) is not None and not _is_activation(getattr(text, name)):
-            refuse(name, "an activation that transformers knows")
-    window = getattr(text, "sliding_window", None)
-    unused = (
-        window == 0 and getattr(text, "use_sliding_window", None) is False
-    )  # as transformers reads Qwen 2's experts
-    if window is not None and not _is_count(window) and not unused:
-        refuse("sliding_window", "an integer of at least 1, or null")
-    vocabulary = getattr(text, "vocab_size", None)
-    padding = getattr(text, "pad_token_id", None)
-    if _is_count(vocabulary) and padding is not None and not (_is_integer(padding) and -1 <= padding < vocabulary):
-        refuse("pad_token_id", f"a token id below {vocabulary}")
+    _check_layers(text, described, path)
+    _check_values(text, path)
     check_rope(getattr(text, "rope_parameters", None), path)
     reason = seq2seq.refusal(config) if has_encoder(config) else None
     if reason is not None:
         raise ModelError(f"{path.parent} is an encoder-decoder that forerun does not run: {reason}")
 
 
+def _check_layers(text: Any, described: Architecture | None, path: Path) -> None:
+    """Check the types of layers, and those that have sizes of their own."""
+    differing = text.per_layer_attributes
+    if differing and described is not None and described.attention.per_layer_sizes:
+        text.allow_global_per_layer_attribute_access = True
+        for layer, name in product(text.per_layer_config, ("num_key_value_heads", "head_dim")):
+            if not _is_count(getattr(layer, name)):
+                raise ModelError(f"{path} cannot be used: {name} of a layer is {shown(getattr(layer, name))}")
+    elif differing:
+        raise ModelError(
+            f"{path.parent} ({text.model_type}) gives its layers sizes of their own ({', '.join(sorted(differing))}), "
+            "which forerun does not run"
+        )
+    own = () if described is None else described.layer_types
+    for kind in _as_list(getattr(text, "layer_types", None)):
+        if kind not in (*LAYERS, *own):
+            runs = " and ".join(["full_attention", "sliding_attention", *own])
+            raise ModelError(
+                f"{path.parent} has layers of kind {shown(kind)}, which forerun does not run ({text.model_type}); it "
+                f"runs models of {runs}"
+            )
+
+
+def _check_values(text: Any, path: Path) -> None:
+    def refuse(name: str, expected: str) -> None:
+        raise ModelError(f"{path} cannot be used: {name} must be {expected}, not {shown(getattr(text, name))}")
+
+    def get(name: str) -> Any:
+        return getattr(text, name, None)
+
+    for names, limit, expected in FIELDS:
+        for name in names:
+            value = get(name)
+            if not all(map(limit.permits, [value] if value is not None and names is not SIZES else _as_list(value))):
+                refuse(name, expected)
+    heads, shared = get("num_attention_heads"), get("num_key_value_heads")
+    if _is_count(heads) and _is_count(shared) and heads % shared:
+        refuse("num_attention_heads", f"a multiple of num_key_value_heads ({shared})")
+    for name in ("num_experts", "top_k_experts", "moe_intermediate_size"):
+        if get("enable_moe_block") and not _is_count(get(name)):
+            refuse(name, f"an integer from 1 to {LARGEST}")
+    for name, key in product(EXPERTS, ("num_experts_per_tok", "top_k_experts")):
+        experts, chosen = get(name), get(key)
+        if _is_count(experts) and chosen is not None and not (_is_count(chosen) and chosen <= experts):
+            refuse(key, f"an integer from 1 to {name} ({experts})")
+    for name in ACTIVATIONS:
+        if get(name) is not None and not _is_activation(get(name)):
+            refuse(name, "an activation that transformers knows")
+    window = get("sliding_window")
+    unused = window == 0 and get("use_sliding_window") is False  # as transformers reads Qwen 2's experts
+    if window is not None and not _is_count(window) and not unused:
+        refuse("sliding_window", "an integer of at least 1, or null")
+    vocabulary, padding = get("vocab_size"), get("pad_token_id")
+    if _is_count(vocabulary) and padding is not None and not (_is_integer(padding) and -1 <= padding < vocabulary):
+        refuse("pad_token_id", f"a token id below {vocabulary}")
+
+
 def check_rope(rope: Any, path: Path) -> None:
-    """Rotary embeddings' parameters, one set or one for every kind of layer."""
+    """Check rotary parameters: one set, or one for each layer type. Raises ModelError."""
     if rope is None:
         return
     if not isinstance(rope, Mapping):
@@ -227,63 +234,61 @@ def check_rope(rope: Any, path: Path) -> None:
         elif name in ROPE_NUMBERS and value is not None and not POSITIVE.permits(value):
             raise ModelError(f"{path} cannot be used: {name} of rope_parameters must be above 0, not {shown(value)}")
         elif name in ("mscale", "mscale_all_dim") and value is not None and not NOT_NEGATIVE.permits(value):
-            said = f"{name} of rope_parameters must be a number of at least 0, not {shown(value)}"
-            raise ModelError(f"{path} cannot be used: {said}")
+            reason = f"{name} of rope_parameters must be a number of at least 0, not {shown(value)}"
+            raise ModelError(f"{path} cannot be used: {reason}")
 
 
 def check_fit(config: Any, tensors: Mapping[str, Tensor | GGUFTensor], path: Path) -> None:
-    """Raise ModelError where the config asks for more than the weights can hold, before memory is taken for it."""
+    """Raise ModelError where the config asks for more than the weights can hold, before memory is allocated for it."""
     text = config.get_text_config()
     total = sum(tensor.numel for tensor in tensors.values())
     layers = getattr(text, "num_hidden_layers", None) or 1
     vocabulary, width = (_largest(getattr(text, name, None)) for name in ("vocab_size", "hidden_size"))
-    asked = {
+    fits = {
         f"num_hidden_layers is {layers}": layers <= len(tensors),
         f"vocab_size is {vocabulary} and hidden_size {width}": vocabulary * width <= 4 * total,
     }
     for name in ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", *EXPERTS):
         size = _largest(getattr(text, name, None))
-        asked[f"{name} is {size}"] = size * width <= 4 * total
-    for what, fits in asked.items():
-        if not fits:
+        fits[f"{name} is {size}"] = size * width <= 4 * total
+    for value, fit in fits.items():
+        if not fit:
             raise ModelError(
-                f"{path} does not fit its weights: {what}, but there are {len(tensors)} tensors with {total} numbers"
+                f"{path} does not fit its weights: {value}, but there are {len(tensors)} tensors with {total} numbers"
             )
 
 
-def misplaced(unexpected: Iterable[str], parameters: Iterable[str], config: Any) -> list[str]:
-    """Of a checkpoint's tensors that the model has no use for, those that belong to parts which it has, in that or
-    in another layer: the config leaves out some of what the weights were trained with. Layers for multi-token
-    prediction, behind the model's own, are the drafter ``mtp``'s."""
-    parts = {_anywhere(name).rpartition(".")[0] for name in parameters}
-    text = config.get_text_config()
-    first, more = text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None)
-    behind = range(first, first + (more if _is_integer(more) else 0))
-    return sorted(
-        name
-        for name in unexpected
-        if _anywhere(name).rpartition(".")[0] in parts
-        and not any(int(layer) in behind for layer in re.findall(r"\blayers\.(\d+)\.", name))
-    )
-
-
-def check_held(
+def check_names(
     place: object, missing: Sequence[str], unexpected: Iterable[str], parameters: Iterable[str], config: Any
 ) -> None:
-    """Raise ModelError for weights that ``place`` lacks, and for those that its config leaves out (``misplaced``)."""
-    extra = misplaced(unexpected, parameters, config)
-    for names, how in ((missing, "lacks {} weights"), (extra, "has {} weights that its config leaves out")):
+    """Raise ModelError for weights that ``place`` lacks, and for those that its config leaves out.
+
+    The latter are unexpected tensors of parts that the model has, in this or in another layer. Layers for multi-token
+    prediction, after the model's own, belong to the drafter ``mtp``.
+    """
+    parts = {_part(name) for name in parameters}
+    text = config.get_text_config()
+    first, predicting = text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None)
+    last = first + (predicting if _is_integer(predicting) else 0)
+    extra = sorted(
+        name
+        for name in unexpected
+        if _part(name) in parts
+        and not any(first <= int(layer) < last for layer in re.findall(r"\blayers\.(\d+)\.", name))
+    )
+    for names, reason in ((missing, "lacks {} weights"), (extra, "has {} weights that its config leaves out")):
         if names:
-            raise ModelError(f"{place} {how.format(len(names))}, {names[0]} among them")
+            raise ModelError(f"{place} {reason.format(len(names))}, {names[0]} among them")
 
 
-def _anywhere(name: str) -> str:
-    return re.sub(r"\.\d+\.", ".#.", name)
+def _part(name: str) -> str:
+    """The part of a layer that a tensor belongs to, whatever the layer's number."""
+    return re.sub(r"\.\d+\.", ".#.", name).rpartition(".")[0]
 
 
 def check_ids(result: Any, vocabulary: int, path: Path) -> frozenset[int]:
-    """``eos_token_id``: none, one or several ids. Those beyond the vocabulary, as small test models have them, are left
-    out: no text can contain them. Raises ModelError for what is no id."""
+    """The ids in ``eos_token_id``, which is None, an id or a list. Ids beyond the vocabulary, as small test models have
+    them, are left out. Raises ModelError for anything that is not an id."""
     if result is None:
         return frozenset()
     ids = result if isinstance(result, list) else [result]
@@ -300,17 +305,17 @@ def _is_known(kind: str) -> bool:
 
 
 def _is_activation(name: Any) -> bool:
-    if name in USUAL:
+    if name in COMMON_ACTIVATIONS:
         return True
     from transformers.activations import ACT2FN  # takes as long as torch to import
 
     return name in ACT2FN
 
 
-def _each(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     """Some architectures have one size per layer."""
     return [] if value is None else value if isinstance(value, list) and value else [value]
 
 
 def _largest(value: Any) -> int:
-    return max(_each(value), default=1)
+    return max(_as_list(value), default=1)

@@ -158,7 +158,7 @@ def _check(folder: Path, tensors: Mapping[str, Rows], requested: Mapping[str, Sh
         if not tensor.dtype.is_floating_point:
             raise ModelError(f"{folder}: {name} holds {tensor.dtype} numbers")
     extra = tensors.keys() - requested.keys() - unread(config)
-    sanity.check_held(folder, sorted(requested.keys() - tensors.keys()), extra, requested, config)
+    sanity.check_names(folder, sorted(requested.keys() - tensors.keys()), extra, requested, config)
 
 
 def unstacked(tensors: dict[str, torch.Tensor], spec: Spec) -> dict[str, torch.Tensor]:
@@ -275,7 +275,7 @@ class GGUFWeights(FileWeights):
         requested = shapes(config)
         self.parts = self._parts(architecture, config, requested)
         self.lists = _activation_params(file, architecture, config.num_hidden_layers)
-        sanity.check_held(file.path, [name for name in requested if name not in self], (), (), config)
+        sanity.check_names(file.path, [name for name in requested if name not in self], (), (), config)
 
     def _parts(self, architecture: Architecture, config: Any, requested: Mapping[str, Shape]) -> dict[str, GGUFPart]:
         file, ignored = self.file, unread(config)
