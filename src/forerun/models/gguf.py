@@ -99,7 +99,7 @@ class GGUFFile:
             values, self.tensors = _HeaderReader(content).read()
         except ValueError as error:
             raise _unusable(self.path, error) from error
-        self.metadata = GgufMetadata(self.path, values)
+        self.metadata: Mapping[str, Any] = GgufMetadata(self.path, values)
 
     def packed(self, name: str) -> np.ndarray:
         """A tensor's bytes as in the file: uint8, read-only, not copied. Raises ModelError."""
