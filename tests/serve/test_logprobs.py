@@ -9,7 +9,7 @@ import pytest
 from forerun import SamplingParams, pretrained
 from forerun.engine.jobs import TokenLogprobs
 from forerun.models.tokenizer import load_tokenizer
-from forerun.serve.text import TextService, by_name
+from forerun.serve.text import TextService, top_by_name
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 WIDE = "x = '日本🙂' and not self"
@@ -88,7 +88,7 @@ def test_no_two_tokens_share_a_name():
 
 def test_tokens_that_look_the_same_go_by_their_ids():
     names = SimpleNamespace(token_name={3: "a", 5: "a", 7: "a", 8: "b"}.__getitem__)
-    result = by_name(TokenLogprobs(5, -2.0, 2, {3: -1.0, 5: -2.0, 7: -3.0, 8: float("-inf")}), names)
+    result = top_by_name(TokenLogprobs(5, -2.0, 2, {3: -1.0, 5: -2.0, 7: -3.0, 8: float("-inf")}), names)
     assert result == {"a": -2.0, "token_id:3": -1.0, "token_id:7": -3.0, "b": -9999.0}
 
 

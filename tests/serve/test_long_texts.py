@@ -157,7 +157,7 @@ def test_nothing_that_fits_is_refused(served, piece, monkeypatch):
 
 
 def test_a_text_to_be_counted_has_its_bound(service, monkeypatch):
-    monkeypatch.setattr(text_module, "MOST_CHARACTERS", 50_000)
+    monkeypatch.setattr(text_module, "MAX_CHARACTERS", 50_000)
     assert len(asyncio.run(service.encode("a" * 50_000, counted=True))) > service.limit
     counting = service.long.tokenizer = Counting(service.long.tokenizer)
     chat = [{"role": "user", "content": "a" * 50_001}]

@@ -197,13 +197,13 @@ def test_as_many_are_kept_as_there_is_room_for(server):
     store = ResponseStore(3 * probe.size + 8)
     for number in range(5):
         store.put(made.model_copy(update={"id": f"resp_{number:032}"}), items)
-    assert [key[-1] for key in store._kept] == ["2", "3", "4"]
+    assert [key[-1] for key in store._stored] == ["2", "3", "4"]
     assert store.size == 3 * probe.size
-    store.drop(f"resp_{4:032}")
+    store.delete(f"resp_{4:032}")
     assert store.size == 2 * probe.size
     nothing = ResponseStore(0)
     nothing.put(made, items)
-    assert (nothing.size, len(nothing._kept)) == (0, 0)
+    assert (nothing.size, len(nothing._stored)) == (0, 0)
 
 
 def test_a_client_that_leaves_has_nothing_stored(server):
@@ -282,13 +282,13 @@ def test_a_call_that_is_cut_off_is_incomplete(hermes):
 def test_text_before_a_call_is_a_message_before_it(served, monkeypatch):
     """The same order whole and streamed, whatever the model mixes."""
     call = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
-    told = ResponseReply._emit
+    told = ResponseReply._choice_events
 
     def mixed(self, choice):
         choice.text = f"Well. {call} And {call}" if choice.finish is not None else ""
         return told(self, choice)
 
-    monkeypatch.setattr(ResponseReply, "_emit", mixed)
+    monkeypatch.setattr(ResponseReply, "_choice_events", mixed)
     body = {"input": "hi", "tools": FLAT, "max_output_tokens": 3, "stop_token_ids": [], "seed": 1}
     with run_server(served, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE_OF_TOOLS)) as running:
         answer = running.post(PATH, body).json()

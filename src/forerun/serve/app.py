@@ -150,7 +150,7 @@ class Server:
         echo = await self._echo(body, prompts) if body.echo else None
         streams = await self.submit(prompts, params, body, explicit)
         options = self._about(body, request_id, logprobs=body.logprobs is not None)
-        return CompletionReply(streams, self.text, echo=echo, silent=body.max_tokens == 0, **options)
+        return CompletionReply(streams, self.text, echo=echo, prompt_only=body.max_tokens == 0, **options)
 
     async def _prompts(self, body: CompletionRequest) -> list[list[int]]:
         prompt: Any = body.prompt
@@ -174,13 +174,13 @@ class Server:
     async def response(self, body: ResponseRequest, request_id: str) -> Reply:
         """A chat completion in another form."""
         self.check_model(body.model)
-        before = self.stored.before(body.previous_response_id)
+        before = self.stored.items_up_to(body.previous_response_id)
 
         def keep(answer: answers.Response) -> None:
             if body.store:
                 self.stored.put(answer, [*before, *body.items])
 
-        return await self._converse(body.chat(before), request_id, ResponseReply, asked=body, keep=keep)
+        return await self._converse(body.chat(before), request_id, ResponseReply, request=body, keep=keep)
 
     async def _converse(self, body: ChatRequest, request_id: str, kind: type[ChatReply], **more: Any) -> Reply:
         """The reply to a conversation, of a ``kind`` that takes ``more``."""
@@ -334,7 +334,7 @@ def _answers(app: FastAPI, server: Server) -> None:
 
     @app.delete("/v1/responses/{id}", responses=responses(404, good=answers.DeletedResponse))
     async def deleted(id: str) -> answers.DeletedResponse:
-        server.stored.drop(id)
+        server.stored.delete(id)
         return answers.DeletedResponse(id=id, object="response", deleted=True)
 
     @app.post("/v1/embeddings", responses=responses(404))

@@ -1,4 +1,4 @@
-"""/v1/responses: its requests, a chat's answer as items, whole or as OpenAI's events, and the answers that are kept."""
+"""/v1/responses: its requests, chat answers as its items, whole or as events, and the stored answers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import count
 from typing import Annotated, Any, Literal
 
@@ -29,6 +30,7 @@ from forerun.serve.schema import (
     Schema,
     Text,
     one_of,
+    plain_text,
 )
 from forerun.serve.stream import ChatReply, Choice
 
@@ -37,7 +39,7 @@ REPEATED = (
     "previous_response_id", "instructions", "max_output_tokens", "max_tool_calls", "parallel_tool_calls",
     "prompt_cache_key", "safety_identifier", "store", "temperature", "top_p", "user",
 )  # fmt: skip
-"""Fields of a request that its answer has, too."""
+"""Fields of a request that its answer repeats."""
 
 
 class ContentPart(Body):
@@ -52,12 +54,8 @@ Parts = Annotated[
 ]
 
 
-def _text(content: str | list[ContentPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
-
-
 class Item(Body):
-    """What a conversation is made of. An answer's own items are some."""
+    """An item of a conversation. Those of an answer may be sent back as they are."""
 
     id: str | None = Field(None, description=IGNORED)
     status: str | None = Field(None, description=IGNORED)
@@ -82,7 +80,7 @@ class InputCall(Item):
 
 
 class InputCallOutput(Item):
-    """What the function said."""
+    """The result of a function."""
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -93,7 +91,7 @@ class InputCallOutput(Item):
 
 
 class InputReasoning(Item):
-    """Thoughts of an earlier answer, which say nothing to the next one."""
+    """Reasoning of an earlier answer; the next one does not see it."""
 
     type: Literal["reasoning"]
     summary: list[Any] | None = Field(None, description=IGNORED)
@@ -119,13 +117,13 @@ InputItem = Annotated[
 
 
 def _messages(items: list[Any]) -> list[dict[str, Any]]:
-    """The items as messages of a chat. An assistant's text and the calls behind it are one."""
+    """Returns the items as messages of a chat. An assistant's text and the calls after it are one message."""
     result: list[dict[str, Any]] = []
     for item in items:
         if isinstance(item, InputMessage):
-            result.append({"role": item.role, "content": _text(item.content)})
+            result.append({"role": item.role, "content": plain_text(item.content)})
         elif isinstance(item, InputCallOutput):
-            result.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            result.append({"role": "tool", "tool_call_id": item.call_id, "content": plain_text(item.output)})
         elif isinstance(item, InputCall):
             if not result or result[-1]["role"] != "assistant":
                 result.append({"role": "assistant", "content": ""})
@@ -177,11 +175,11 @@ class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] = Field(False, description="events are not padded here")
 
 
-class AsChat(ChatRequest):
-    """A response as a chat; its errors name the response's own fields."""
+class ResponseAsChat(ChatRequest):
+    """A request for a response as one for a chat. Its errors name the response's fields."""
 
     def field_of(self, param: str | None) -> str | None:
-        return _own_name(super().field_of(param))
+        return _response_field(super().field_of(param))
 
     @property
     def limit_field(self) -> str:
@@ -192,11 +190,11 @@ class AsChat(ChatRequest):
         return "text.format"
 
 
-def _own_name(param: str | None) -> str | None:
-    """The field of a response for one of its chat."""
-    if param is None or param.partition(".")[0] == "messages":
-        return None if param is None else "input"
-    return param.replace(".function.", ".")
+def _response_field(param: str | None) -> str | None:
+    """Returns the field of a response for a field of its chat."""
+    if param is None:
+        return None
+    return "input" if param.partition(".")[0] == "messages" else param.replace(".function.", ".")
 
 
 class ResponseRequest(Sampled):
@@ -252,7 +250,6 @@ class ResponseRequest(Sampled):
 
     @property
     def items(self) -> list[Any]:
-        """The input as items."""
         if isinstance(self.input, str):
             return [InputMessage.model_validate({"role": "user", "content": self.input})]
         return list(self.input)
@@ -260,8 +257,8 @@ class ResponseRequest(Sampled):
     def ignored(self) -> list[str]:
         return ["reasoning"] if any(self.reasoning.values() if self.reasoning else ()) else []
 
-    def chat(self, before: list[Any]) -> AsChat:
-        """The request as a chat that goes on behind the items ``before``. Raises ApiError."""
+    def chat(self, before: list[Any]) -> ResponseAsChat:
+        """Returns the request as one for a chat that continues the items ``before``. Raises ApiError."""
         system = [{"role": "system", "content": self.instructions}] if self.instructions is not None else []
         choice: Any = self.tool_choice
         if isinstance(choice, ResponseChosen):
@@ -280,253 +277,254 @@ class ResponseRequest(Sampled):
             "prompt_cache_key": self.prompt_cache_key,
         }
         try:
-            return AsChat.model_validate(given)
+            return ResponseAsChat.model_validate(given)
         except ValidationError as error:
             first = error.errors()[0]
-            param = _own_name(".".join(str(part) for part in first["loc"][:1]))
+            param = _response_field(".".join(str(part) for part in first["loc"][:1]))
             message = first["msg"].removeprefix("Value error, ").replace(" after validation", "")
             raise ApiError(400, f"{param}: {message}", param=param, code=first["type"]) from None
 
 
-Output = answers.OutputMessage | answers.FunctionCall | answers.ReasoningItem
-ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
+OutputItem = answers.OutputMessage | answers.FunctionCall | answers.ReasoningItem
+INPUT_ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
 
 
 class ResponseReply(ChatReply):
-    """``asked`` is what is answered. ``keep`` is told of an answer that is whole."""
+    """Answers ``request``. ``keep`` is called with the finished answer."""
 
     def __init__(
-        self, *arguments: Any, asked: ResponseRequest, keep: Callable[[answers.Response], None], **options: Any
+        self, *arguments: Any, request: ResponseRequest, keep: Callable[[answers.Response], None], **options: Any
     ) -> None:
         super().__init__(*arguments, **options)
         self.parsed = True
-        self.asked = asked
+        self.request = request
         self.keep = keep
-        self.id = f"resp_{self.head['id'].removeprefix(f'{self.prefix}-')}"
-        self.output: list[Output] = []
+        self.id = f"resp_{self.head['id'].removeprefix(f'{self.id_prefix}-')}"
+        self.output: list[OutputItem] = []
         (self._parser,) = self._parsers
         self._call: ParsedCall | None = None
-        """The last one."""
+        """The latest one."""
         self._numbers = count()
 
     # ------------------------------------------------------------------------------------------------ whole or streamed
 
-    def _collected(self) -> answers.Response:
-        self._emit(self.choices[0])
-        return self._done()
+    def _whole(self) -> answers.Response:
+        self._choice_events(self.choices[0])
+        return self._finished()
 
-    def _begun(self) -> list[str]:
-        return [self._state("created") + self._state("in_progress")]
+    def _opening_events(self) -> list[str]:
+        return [self._event_of(state, response=self._response("in_progress")) for state in ("created", "in_progress")]
 
-    def _ended(self) -> str:
-        answer = self._done()
+    def _final_events(self) -> str:
+        answer = self._finished()
         return self._event_of(answer.status, response=answer)
 
-    def _broken(self, error: ApiError) -> str:
-        return self._state("failed", error)
+    def _error_events(self, error: ApiError) -> str:
+        return self._event_of("failed", response=self._response("failed", error))
 
-    def _emit(self, choice: Choice) -> list[str]:
-        pieces = [Piece(choice.text)] if choice.text or choice.logprobs else []
+    def _choice_events(self, new: Choice) -> list[str]:
+        pieces = [Piece(new.text)] if new.text or new.logprobs else []
         if self._parser is not None:
-            pieces = self._parser.push(choice.text, last=choice.finish is not None)
+            pieces = self._parser.push(new.text, last=new.finish is not None)
         events: list[str] = []
         for piece in pieces:
-            events += self._more_of_text(piece, choice) if piece.call is None else self._more_of_call(piece, piece.call)
-        if choice.finish is not None:
+            events += self._text_events(piece, new) if piece.call is None else self._call_events(piece, piece.call)
+        if new.finish is not None:
             if not self.output and not self.calls_only:
                 events += self._open_text(reasoning=False)
-            events += self._close(whole=choice.finish.reason != LENGTH)
-            self.reasons[choice.index] = self._reason(choice.finish, self._parser) or ""
+            events += self._close_item(complete=new.finish.reason != LENGTH)
         return events
 
     # ------------------------------------------------------------------------------------------------ items
 
-    def _more_of_text(self, piece: Piece, choice: Choice) -> list[str]:
-        """Of the answer, or of the thoughts before it."""
+    def _text_events(self, piece: Piece, new: Choice) -> list[str]:
+        """The events of new text of the answer, or of the reasoning before it."""
         events: list[str] = []
         if not self.output or self.output[-1].type != ("reasoning" if piece.reasoning else "message"):
             events = self._open_text(piece.reasoning)
         (part,) = self.output[-1].content  # type: ignore[union-attr]
         part.text += piece.text
-        about: dict[str, Any] = {"delta": piece.text}
+        fields: dict[str, Any] = {"delta": piece.text}
         if isinstance(part, answers.OutputText):
-            about["logprobs"] = [self._token(item) for item in choice.logprobs]
-            part.logprobs += about["logprobs"]
-        return [*events, self._in_item(f"{part.type}.delta", content_index=0, **about)]
+            fields["logprobs"] = [self._token(placed) for placed in new.logprobs]
+            part.logprobs += fields["logprobs"]
+        return [*events, self._event_in_item(f"{part.type}.delta", content_index=0, **fields)]
 
-    def _more_of_call(self, piece: Piece, call: ParsedCall) -> list[str]:
+    def _call_events(self, piece: Piece, call: ParsedCall) -> list[str]:
         events: list[str] = []
         if piece.begins:
             item = answers.FunctionCall(
-                id=_new("fc"), type="function_call", call_id=call.id, name=call.name, arguments="",
+                id=_new_id("fc"), type="function_call", call_id=call.id, name=call.name, arguments="",
                 status="in_progress",
             )  # fmt: skip
-            events = self._open(item)  # which ends the call before
+            events = self._open_item(item)  # which closes the call before
             self._call = call
         self.output[-1].arguments += piece.text  # type: ignore[union-attr]
         if piece.text:
-            events.append(self._in_item("function_call_arguments.delta", delta=piece.text))
+            events.append(self._event_in_item("function_call_arguments.delta", delta=piece.text))
         return events
 
     def _open_text(self, reasoning: bool) -> list[str]:
         if reasoning:
             part: Any = answers.ReasoningText(type="reasoning_text", text="")
             item: answers.ReasoningItem | answers.OutputMessage = answers.ReasoningItem(
-                id=_new("rs"), type="reasoning", summary=[], content=[], status="in_progress"
+                id=_new_id("rs"), type="reasoning", summary=[], content=[], status="in_progress"
             )
         else:
             part = answers.OutputText(type="output_text", text="", annotations=[], logprobs=[])
             item = answers.OutputMessage(
-                id=_new("msg"), type="message", role="assistant", status="in_progress", content=[]
+                id=_new_id("msg"), type="message", role="assistant", status="in_progress", content=[]
             )
-        events = self._open(item)
+        events = self._open_item(item)
         item.content.append(part)
-        return [*events, self._of_part("added", part)]
+        return [*events, self._event_in_item("content_part.added", content_index=0, part=part)]
 
-    def _open(self, item: Output) -> list[str]:
-        """Begin an item, which ends the last one."""
-        events = self._close()
+    def _open_item(self, item: OutputItem) -> list[str]:
+        """Begins an item, which ends the one before."""
+        events = self._close_item()
         self.output.append(item)
-        return [*events, self._of_item("added")]
+        return [*events, self._item_event("added")]
 
-    def _close(self, *, whole: bool = True) -> list[str]:
-        """End the last item; ``whole``: nothing has cut it off."""
+    def _close_item(self, *, complete: bool = True) -> list[str]:
+        """Ends the last item, unless it has ended. ``complete``: it was not cut off."""
         if not self.output or self.output[-1].status != "in_progress":
             return []
         item = self.output[-1]
         if isinstance(item, answers.FunctionCall):
             assert self._call is not None
-            whole = self._call.complete
-            about = {"name": item.name, "arguments": item.arguments}
-            events = [self._in_item("function_call_arguments.done", **about)]
+            complete = self._call.complete
+            fields = {"name": item.name, "arguments": item.arguments}
+            events = [self._event_in_item("function_call_arguments.done", **fields)]
         else:
             (part,) = item.content
-            about = part.model_dump(include={"text", "logprobs"})
-            events = [self._in_item(f"{part.type}.done", content_index=0, **about), self._of_part("done", part)]
-        item.status = "completed" if whole else "incomplete"
-        return [*events, self._of_item("done")]
+            fields = part.model_dump(include={"text", "logprobs"})
+            events = [
+                self._event_in_item(f"{part.type}.done", content_index=0, **fields),
+                self._event_in_item("content_part.done", content_index=0, part=part),
+            ]
+        item.status = "completed" if complete else "incomplete"
+        return [*events, self._item_event("done")]
 
     # ------------------------------------------------------------------------------------------------ events
 
-    def _event_of(self, what: str, **about: Any) -> str:
-        event = {"type": f"response.{what}", "sequence_number": next(self._numbers), **about}
+    def _event_of(self, name: str, /, **fields: Any) -> str:
+        event = {"type": f"response.{name}", "sequence_number": next(self._numbers), **fields}
         data = answers.ResponseEvent.model_validate(event).model_dump_json(exclude_unset=True)
         return f"event: {event['type']}\ndata: {data}\n\n"
 
-    def _of_item(self, what: str) -> str:
-        return self._event_of(f"output_item.{what}", output_index=len(self.output) - 1, item=self.output[-1])
+    def _item_event(self, name: str) -> str:
+        return self._event_of(f"output_item.{name}", output_index=len(self.output) - 1, item=self.output[-1])
 
-    def _in_item(self, what: str, **about: Any) -> str:
-        return self._event_of(what, output_index=len(self.output) - 1, item_id=self.output[-1].id, **about)
-
-    def _of_part(self, what: str, part: answers.OutputText | answers.ReasoningText) -> str:
-        return self._in_item(f"content_part.{what}", content_index=0, part=part)
-
-    def _state(self, what: str, error: ApiError | None = None) -> str:
-        return self._event_of(what, response=self._response("in_progress" if error is None else "failed", error))
+    def _event_in_item(self, name: str, /, **fields: Any) -> str:
+        return self._event_of(name, output_index=len(self.output) - 1, item_id=self.output[-1].id, **fields)
 
     # ------------------------------------------------------------------------------------------------ the response
 
-    def _done(self) -> answers.Response:
-        """The whole answer, which is kept."""
+    def _finished(self) -> answers.Response:
+        """Returns the finished answer, and keeps it."""
         finish = self.choices[0].finish
         answer = self._response("incomplete" if finish is not None and finish.reason == LENGTH else "completed")
         self.keep(answer)
         return answer
 
     def _response(self, status: Any, error: ApiError | None = None) -> answers.Response:
-        asked, ended = self.asked, status != "in_progress"
-        after: dict[str, Any] = {}
+        request, ended = self.request, status != "in_progress"
+        fields = request.model_dump(include={*REPEATED, "tools"})
+        fields["tools"] = fields["tools"] or []
         if ended:
-            after["metrics"] = self.metrics()
+            fields["metrics"] = self.metrics()
         if ended and self.traced:
-            after["trace"] = self.choices[0].trace
-        given, choice = asked.model_dump(include={*REPEATED, "tools"}), asked.tool_choice or "auto"
-        form = asked.text.format if asked.text is not None else None
+            fields["trace"] = self.choices[0].trace
+        choice = request.tool_choice or "auto"
+        format: Any = request.text.format if request.text is not None else None
+        format = {"type": "text"} if format is None else format.model_dump(by_alias=True, exclude_none=True)
         return answers.Response(
             id=self.id,
             object="response",
             created_at=self.head["created"],
             completed_at=int(time.time()) if status == "completed" else None,
             status=status,
-            error=None if error is None else answers.ResponseError(code=_code(error), message=error.message),
+            error=None if error is None else answers.ResponseError(code=_error_code(error), message=error.message),
             incomplete_details=answers.Incomplete(reason="max_output_tokens") if status == "incomplete" else None,
             model=self.head["model"],
             output=list(self.output),
             usage=self._usage() if ended else None,
             background=False,
-            metadata=asked.metadata or {},
-            reasoning={"effort": None, "summary": None, **(asked.reasoning or {})},
-            text={"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
-            top_logprobs=asked.top_logprobs or 0,
+            metadata=request.metadata or {},
+            reasoning={"effort": None, "summary": None, **(request.reasoning or {})},
+            text={"format": format},
+            top_logprobs=request.top_logprobs or 0,
             truncation="disabled",
             tool_choice=choice if isinstance(choice, str) else answers.ChosenFunction(**choice.model_dump()),
-            **{**given, "tools": given["tools"] or []},
-            **after,
+            **fields,
         )
 
     def _usage(self) -> answers.ResponseUsage:
-        counts = self.usage()
+        usage = self.usage()
         return answers.ResponseUsage(
-            input_tokens=counts.prompt_tokens,
+            input_tokens=usage.prompt_tokens,
             input_tokens_details=answers.InputDetails(
-                cached_tokens=counts.prompt_tokens_details.cached_tokens, cache_write_tokens=0
+                cached_tokens=usage.prompt_tokens_details.cached_tokens, cache_write_tokens=0
             ),
-            output_tokens=counts.completion_tokens,
+            output_tokens=usage.completion_tokens,
             output_tokens_details=answers.OutputDetails(reasoning_tokens=0),
-            total_tokens=counts.total_tokens,
+            total_tokens=usage.total_tokens,
         )
 
 
+@dataclass(frozen=True)
+class StoredResponse:
+    answer: answers.Response
+    items: list[Any]
+    """Of the conversation, up to the end of the answer."""
+    size: int
+
+
 class ResponseStore:
-    """The latest responses, as many as ``limit`` bytes hold, and the items of the conversations that they end."""
+    """The latest responses that fit into ``limit`` bytes."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.size = 0
-        self._kept: OrderedDict[str, tuple[answers.Response, list[Any], int]] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
 
     def put(self, answer: answers.Response, before: list[Any]) -> None:
-        """Keep an answer to the items ``before``; the oldest go where there is no room."""
-        own = [item.model_dump(exclude_unset=True) for item in answer.output]
-        items = [*before, *ITEMS.validate_python(own)]
-        size = len(answer.model_dump_json()) + len(ITEMS.dump_json(items))
-        self._kept[answer.id] = (answer, items, size)
+        """Keeps an answer to the items ``before``; the oldest ones go if there is no space."""
+        items = [*before, *INPUT_ITEMS.validate_python([item.model_dump(exclude_unset=True) for item in answer.output])]
+        size = len(answer.model_dump_json()) + len(INPUT_ITEMS.dump_json(items))
+        self._stored[answer.id] = StoredResponse(answer, items, size)
         self.size += size
         while self.size > self.limit:
-            self.size -= self._kept.popitem(last=False)[1][2]
+            self.size -= self._stored.popitem(last=False)[1].size
 
     def get(self, id: str) -> answers.Response:
-        """Raises ApiError where there is none."""
-        return self._find(id, ApiError(404, _lacking(id), code="response_not_found"))[0]
+        """Raises ApiError if there is none."""
+        if id not in self._stored:
+            raise ApiError(404, _missing(id), code="response_not_found")
+        return self._stored[id].answer
 
-    def before(self, id: str | None) -> list[Any]:
-        """The items up to a response's end. Raises ApiError where there is none."""
+    def items_up_to(self, id: str | None) -> list[Any]:
+        """Returns the items of a conversation up to the end of a response. Raises ApiError if there is none."""
         if id is None:
             return []
-        param = "previous_response_id"
-        return self._find(
-            id, ApiError(400, f"{param}: {_lacking(id)}", param=param, code="previous_response_not_found")
-        )[1]
+        if id not in self._stored:
+            param = "previous_response_id"
+            raise ApiError(400, f"{param}: {_missing(id)}", param=param, code="previous_response_not_found")
+        return self._stored[id].items
 
-    def drop(self, id: str) -> None:
-        """Forget one. Raises ApiError where there is none."""
+    def delete(self, id: str) -> None:
+        """Raises ApiError if there is none."""
         self.get(id)
-        self.size -= self._kept.pop(id)[2]
-
-    def _find(self, id: str, error: ApiError) -> tuple[answers.Response, list[Any], int]:
-        if id not in self._kept:
-            raise error
-        return self._kept[id]
+        self.size -= self._stored.pop(id).size
 
 
-def _lacking(id: str) -> str:
+def _missing(id: str) -> str:
     return f"there is no response {id!r} here: it was not stored, was deleted, or has made room for later ones"
 
 
-def _code(error: ApiError) -> Any:
+def _error_code(error: ApiError) -> Any:
     return {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
 
 
-def _new(kind: str) -> str:
-    return f"{kind}_{uuid.uuid4().hex}"
+def _new_id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"

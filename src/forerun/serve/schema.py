@@ -202,8 +202,13 @@ Content = Annotated[
 ]
 
 
+def plain_text(content: Any) -> str:
+    """Returns the text of a message's content, which is a text or a list of text parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
 class Message(Body):
-    """A turn. An answer's own message is one: what clients add to it may stay, as long as it says nothing."""
+    """One message. An answer's own message may be sent back: what clients add to it may stay if it is empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: list[GivenToolCall] | None = Field(None, max_length=1024, description="an assistant's")
@@ -239,8 +244,7 @@ class Message(Body):
 
     def plain(self) -> dict[str, Any]:
         """As ``render_chat`` wants it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        plain: dict[str, Any] = {"role": self.role, "content": text}
+        plain: dict[str, Any] = {"role": self.role, "content": plain_text(self.content)}
         if self.tool_calls:
             plain["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
         for name in ("name", "tool_call_id", "reasoning_content"):

@@ -1,4 +1,4 @@
-"""From deltas to OpenAI's objects, whole or as server-sent events."""
+"""Turns deltas of the engine into OpenAI's answers, whole or as server-sent events."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any, TypeVar
 
 from forerun.core.errors import ForerunError
 from forerun.engine.client import Delta, EngineClient, Stream
-from forerun.engine.jobs import TokenLogprobs, finite
+from forerun.engine.jobs import finite
 from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.stop import ABORT, ERROR, LENGTH, STOP, Finish
 from forerun.serve import answers
 from forerun.serve.errors import ApiError, as_api_error
-from forerun.serve.parsers import AnswerParser, ParsedCall, Piece
+from forerun.serve.parsers import ParsedCall, Piece
 from forerun.serve.schema import ChatRequest, Generation
-from forerun.serve.text import Listing, Placed, TextService, by_name
+from forerun.serve.text import PendingLogprobs, PlacedToken, TextService, top_by_name
 from forerun.speculate.accept.base import NO_TOKEN
 
 M = TypeVar("M", answers.Metrics, answers.SpeculativeMetrics)
-MARK = "\0"
-"""Stands for a choice's text while an event is taken apart."""
+PLACEHOLDER = "\0"
+"""Stands for the text of an event whose other parts are reused."""
 DONE = "data: [DONE]\n\n"
 
 
@@ -35,19 +35,21 @@ class Choice:
 
     index: int
     text: str = ""
-    logprobs: list[Placed] = field(default_factory=list)
+    logprobs: list[PlacedToken] = field(default_factory=list)
     finish: Finish | None = None
     num_tokens: int = 0
     trace: list[answers.TraceRound] = field(default_factory=list)
 
     @property
-    def stopped_by(self) -> str | int | None:
+    def stop_reason(self) -> str | int | None:
         return None if self.finish is None else self.finish.stopped_by
 
 
 async def merge(streams: Sequence[Stream]) -> AsyncGenerator[list[tuple[int, Delta]]]:
-    """Deltas of several requests, with the request's place, as they come: each time all that are there. Whoever leaves
-    early ends them all."""
+    """Yields deltas of several requests with the request's index: each time all that are there.
+
+    Ends the requests when its reader leaves early.
+    """
     reading: dict[asyncio.Task[list[Delta]], int] = {}
     try:
         if len(streams) == 1:
@@ -74,15 +76,15 @@ async def merge(streams: Sequence[Stream]) -> AsyncGenerator[list[tuple[int, Del
 
 
 class Reply(ABC):
-    """One HTTP request's answers, of one kind of endpoint."""
+    """The answers to one HTTP request; each kind of endpoint has a subclass."""
 
-    kind: str
-    chunk_kind: str
-    whole_answer: Callable[..., answers.Whole]
-    chunk: Callable[..., answers.Chunk]
-    prefix: str
+    answer_model: Callable[..., answers.Whole]
+    answer_object: str
+    chunk_model: Callable[..., answers.Chunk]
+    chunk_object: str
+    id_prefix: str
     parsed = False
-    """Whether the text is read before it is shown."""
+    """Whether a parser reads the text before it is sent."""
 
     def __init__(
         self,
@@ -102,29 +104,33 @@ class Reply(ABC):
         self.include_usage = options is not None and options.include_usage
         self.continuous_usage = options is not None and options.continuous_usage_stats
         self.traced = body.speculative is not None and body.speculative.trace
-        self.identical = engine.facts.identity
+        self.identity = engine.facts.identity
         self.method = sequence.drafter
         most = engine.facts.drafters.get(sequence.drafter or "", 0)
         self.num_spec_tokens = most if sequence.max_draft is None else min(most, sequence.max_draft)
-        self.head: dict[str, Any] = {"id": f"{self.prefix}-{request_id}", "created": int(time.time()), "model": model}
+        self.head: dict[str, Any] = {
+            "id": f"{self.id_prefix}-{request_id}", "created": int(time.time()), "model": model
+        }  # fmt: skip
         self.per_prompt = len(streams[0].jobs)
         self.choices = [Choice(index) for index in range(self.per_prompt * len(streams))]
-        self.reasons: dict[int, str] = {}
-        """Why answers ended, as they say it; by index."""
         self.failed = False
-        self._listings = [Listing() for _ in self.choices]
+        self._pending_logprobs = [PendingLogprobs() for _ in self.choices]
         self._frames: dict[int, tuple[str, str]] = {}
+        """By choice: what comes before and after the text in an event that has nothing else new."""
 
     @abstractmethod
-    def whole(self, choice: Choice) -> Any:
-        """A finished answer."""
+    def whole_choice(self, choice: Choice) -> Any:
+        """Returns a finished answer's entry in ``choices``."""
 
     @abstractmethod
-    def pieces(self, choice: Choice) -> list[Any]:
-        """What is new of an answer, as one event each; none if nothing can be told yet."""
+    def chunk_choices(self, choice: Choice) -> list[Any]:
+        """Returns the entries of what is new of an answer, an event each; none if nothing can be sent yet."""
+
+    def finish_reason(self, choice: Choice) -> str | None:
+        return None if choice.finish is None else choice.finish.reason
 
     def _read(self, index: int, delta: Delta) -> Choice:
-        """The delta as a choice; the full one is extended by it. Raises ApiError if the answer failed."""
+        """Appends a delta to its choice, and returns what is new of it. Raises ApiError if the answer failed."""
         if delta.finish is not None and delta.finish.reason == ERROR:
             message = str(delta.finish.stopped_by)
             raise ApiError(400 if message == NO_TOKEN or message.startswith("the grammar") else 500, message)
@@ -132,9 +138,7 @@ class Reply(ABC):
         choice.text += delta.text
         new = Choice(choice.index, delta.text, [], delta.finish, len(delta.token_ids))
         if self.logprobs:
-            listing = self._listings[choice.index]
-            listing.add(delta)
-            new.logprobs = listing.listed(len(choice.text), delta.finish)
+            new.logprobs = self._pending_logprobs[choice.index].push(delta, len(choice.text))
         if self.traced and delta.round is not None:
             new.trace = [self._trace(delta.round, delta.texts)]
         choice.logprobs.extend(new.logprobs)
@@ -144,8 +148,8 @@ class Reply(ABC):
         return new
 
     def _trace(self, round_: RoundTrace, texts: Sequence[str]) -> answers.TraceRound:
-        """A round in text: every emitted token with its origin, and the drafted tokens that were not kept. All emitted
-        tokens begin with the answer's text; behind it is what a stop cut off."""
+        """A round in text: every emitted token with its origin, and the drafted tokens that were not kept. The emitted
+        tokens may go on after the answer's text, where a stop string cut it."""
         return answers.TraceRound(
             tokens=list(zip(texts, round_.origins)),  # type: ignore[arg-type]
             token_ids=list(round_.tokens),
@@ -156,115 +160,110 @@ class Reply(ABC):
         )
 
     async def collect(self) -> answers.Answer:
-        """The whole answer. Raises ApiError or ForerunError if it failed."""
+        """Returns the whole answer. Raises ApiError or ForerunError if it failed."""
         async with aclosing(merge(self.streams)) as batches:
             async for batch in batches:
                 for index, delta in batch:
                     self._read(index, delta)
-        return self._collected()
+        return self._whole()
 
-    def _collected(self) -> answers.Answer:
+    def _whole(self) -> answers.Answer:
         choices = []
         for choice in self.choices:
-            body = self.whole(choice)
-            self.reasons[choice.index] = body.finish_reason
+            choices.append(self.whole_choice(choice))
             if self.traced:
-                body.trace = choice.trace
-            choices.append(body)
-        usage, metrics = self.usage(), self.metrics()
-        return self.whole_answer(**self.head, object=self.kind, choices=choices, usage=usage, metrics=metrics)
+                choices[-1].trace = choice.trace
+        return self.answer_model(
+            **self.head, object=self.answer_object, choices=choices, usage=self.usage(), metrics=self.metrics()
+        )
 
     async def events(self) -> AsyncIterator[tuple[str, bool]]:
-        """The answer as server-sent events, all that are there at once, and whether they are the last; a failure is an
-        event too."""
-        ending = ""
+        """Yields the answer as server-sent events, each time all that are there, and whether they are the last. A
+        failure is an event, too."""
+        last = ""
         try:
-            for opening in self._begun():
-                yield opening, False
+            for event in self._opening_events():
+                yield event, False
             async with aclosing(merge(self.streams)) as batches:
                 async for batch in batches:
-                    events, failure = self._tell(batch)
+                    events, failure = self._delta_events(batch)
                     if failure is not None:
-                        ending = events
+                        last = events
                         raise failure
                     if all(choice.finish is not None for choice in self.choices):
-                        ending = events
+                        last = events
                         break
                     if events:
                         yield events, False
-            ending += self._ended()
+            last += self._final_events()
         except (ApiError, ForerunError) as error:
             self.failed = True
-            ending += self._broken(as_api_error(error))
+            last += self._error_events(as_api_error(error))
         finally:
             for stream in self.streams:
                 stream.abort()
-        yield ending, True
+        yield last, True
 
-    def _begun(self) -> list[str]:
-        """Events before the first token."""
+    def _opening_events(self) -> list[str]:
+        """Returns the events before the first token."""
         return []
 
-    def _ended(self) -> str:
-        """The last events of an answer that is whole."""
+    def _final_events(self) -> str:
         usage = self._event([], usage=self.usage(), metrics=self.metrics()) if self.include_usage else ""
         return usage + DONE
 
-    def _broken(self, error: ApiError) -> str:
-        """The last events of one that failed."""
+    def _error_events(self, error: ApiError) -> str:
         return _data(answers.Error.model_validate(error.body)) + DONE
 
-    def _tell(self, batch: Sequence[tuple[int, Delta]]) -> tuple[str, ApiError | None]:
-        """Events for deltas, up to one that failed."""
+    def _delta_events(self, batch: Sequence[tuple[int, Delta]]) -> tuple[str, ApiError | None]:
+        """Returns the events of deltas, up to one that failed, and its error."""
         events: list[str] = []
-        for slot, delta in batch:
-            index = slot * self.per_prompt + delta.index
+        for stream, delta in batch:
+            index = stream * self.per_prompt + delta.index
             if delta.finish is None and not (self.logprobs or self.traced or self.continuous_usage or self.parsed):
                 self.choices[index].num_tokens += len(delta.token_ids)
-                events.append(self._more_text(index, delta.text))
+                events.append(self._text_event(index, delta.text))
                 continue
             try:
-                new = self._read(slot, delta)
+                new = self._read(stream, delta)
             except ApiError as error:
                 return "".join(events), error
             if new.text or new.finish is not None or new.trace or (self.logprobs and new.logprobs):
-                events.extend(self._emit(new))
+                events.extend(self._choice_events(new))
         return "".join(events), None
 
-    def _emit(self, new: Choice) -> list[str]:
-        """The events of what is new of an answer."""
-        bodies = self.pieces(new)
-        if new.finish is not None:
-            self.reasons[new.index] = bodies[-1].finish_reason
+    def _choice_events(self, new: Choice) -> list[str]:
+        entries = self.chunk_choices(new)
         if new.trace:
-            bodies[-1].trace = new.trace
-        return [self._event([body]) for body in bodies]
+            entries[-1].trace = new.trace
+        return [self._event([entry]) for entry in entries]
 
-    def _more_text(self, index: int, text: str) -> str:
-        """The event of a choice that goes on; all of them are the same but for the text."""
+    def _text_event(self, index: int, text: str) -> str:
+        """The event of a choice with nothing new but text: it is formatted once, and then only the text changes."""
         if not text:
             return ""
         self.choices[index].text += text
         frame = self._frames.get(index)
         if frame is None:
-            before, _, after = self._event(self.pieces(Choice(index, MARK))).partition(quote(MARK))
+            event = self._event(self.chunk_choices(Choice(index, PLACEHOLDER)))
+            before, _, after = event.partition(quote(PLACEHOLDER))
             frame = self._frames[index] = (before, after)
         return frame[0] + quote(text) + frame[1]
 
-    def _event(self, choices: list[Any], **rest: Any) -> str:
+    def _event(self, choices: list[Any], **fields: Any) -> str:
         if self.continuous_usage:
-            rest.setdefault("usage", self.usage())
-        return _data(self.chunk(**self.head, object=self.chunk_kind, choices=choices, **rest))
+            fields.setdefault("usage", self.usage())
+        return _data(self.chunk_model(**self.head, object=self.chunk_object, choices=choices, **fields))
 
     @property
     def outcome(self) -> str:
-        """Why the answers ended, in a word each; ``abort``: the client left before."""
+        """Why the answers ended; ``abort``: the client left before."""
         if self.failed:
             return ERROR
-        return ",".join(dict.fromkeys(self.reasons.get(choice.index, ABORT) for choice in self.choices))
+        return ",".join(dict.fromkeys(self.finish_reason(choice) or ABORT for choice in self.choices))
 
     def usage(self) -> answers.Usage:
-        """Token counts: prompts once each, and every emitted token, the one that ended the answer included."""
+        """Counts each prompt once, and every emitted token, that which ended the answer included."""
         prompt = sum(stream.num_prompt_tokens for stream in self.streams)
         completion = sum(choice.num_tokens for choice in self.choices)
         cached = sum(stream.jobs[0].metrics.num_cached_tokens for stream in self.streams)
@@ -278,98 +277,95 @@ class Reply(ABC):
     def metrics(self) -> answers.Metrics:
         counts = RequestMetrics.merged([job.metrics for stream in self.streams for job in stream.jobs]).as_dict()
         speculative = _of_counts(
-            answers.SpeculativeMetrics, counts, method=self.method, identical_to_plain_decoding=self.identical,
+            answers.SpeculativeMetrics, counts, method=self.method, identical_to_plain_decoding=self.identity,
             num_spec_steps=counts["num_drafts"], num_spec_tokens=self.num_spec_tokens,
             per_step_accepted=counts["accepted_per_step"], per_step_drafted=counts["drafted_per_step"],
         )  # fmt: skip
         return _of_counts(answers.Metrics, counts, speculative_decoding=speculative)
 
 
-def _of_counts(kind: type[M], counts: Mapping[str, Any], **others: Any) -> M:
-    """An answer's figures: those of ``counts`` of the same names, and ``others``."""
-    return kind(**{name: counts[name] for name in kind.model_fields if name in counts}, **others)
+def _of_counts(model: type[M], counts: Mapping[str, Any], **others: Any) -> M:
+    """Fills a model with the ``counts`` of its fields' names, and ``others``."""
+    return model(**{name: counts[name] for name in model.model_fields if name in counts}, **others)
 
 
 def _data(body: answers.Answer) -> str:
     return f"data: {body.model_dump_json(exclude_unset=True)}\n\n"
 
 
-TOOL_CALLS = "tool_calls"
-
-
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt as an answer repeats it, and where its tokens begin."""
+    """A prompt as an answer repeats it, and the offsets of its tokens."""
 
     text: str = ""
     offsets: Sequence[int] = ()
 
 
 class CompletionReply(Reply):
-    kind = chunk_kind = "text_completion"
-    whole_answer, chunk = answers.Completion, answers.CompletionChunk
-    prefix = "cmpl"
+    """``echo`` are the prompts, if the answers repeat them. With ``prompt_only`` the answer is nothing else: the one
+    token that the engine makes when it reads a prompt is dropped."""
+
+    answer_model, answer_object = answers.Completion, "text_completion"
+    chunk_model, chunk_object = answers.CompletionChunk, "text_completion"
+    id_prefix = "cmpl"
 
     def __init__(
-        self, *arguments: Any, echo: Sequence[Echo] | None = None, silent: bool = False, **options: Any
+        self, *arguments: Any, echo: Sequence[Echo] | None = None, prompt_only: bool = False, **options: Any
     ) -> None:
         super().__init__(*arguments, **options)
-        self.silent = silent
-        """Only the prompt was asked for: the token that the engine makes in reading it is not part of the answer."""
+        self.prompt_only = prompt_only
         self.echo = echo
-        """The prompts, where the answer repeats them."""
 
     def _echo(self, choice: Choice) -> Echo:
         return self.echo[choice.index // self.per_prompt] if self.echo is not None else Echo()
 
     def _read(self, index: int, delta: Delta) -> Choice:
-        if self.silent and delta.finish is not None and delta.finish.reason != ERROR:
+        if self.prompt_only and delta.finish is not None and delta.finish.reason != ERROR:
             delta = Delta(delta.index, [], [], None, Finish(LENGTH), delta.seconds)
         return super()._read(index, delta)
 
-    def _begun(self) -> list[str]:
+    def _opening_events(self) -> list[str]:
         if self.echo is None:
             return []
-        return [self._event([self._body(choice, self._echo(choice).text, None)]) for choice in self.choices]
+        return [self._event([self._entry(each, self._echo(each).text, None)]) for each in self.choices]
 
-    def whole(self, choice: Choice) -> answers.CompletionChunkChoice:
+    def whole_choice(self, choice: Choice) -> answers.CompletionChunkChoice:
         prompt = self._echo(choice)
-        return self._body(choice, prompt.text + choice.text, self._logprobs(choice, prompt))
+        return self._entry(choice, prompt.text + choice.text, self._logprobs(choice, prompt))
 
-    def pieces(self, choice: Choice) -> list[answers.CompletionChunkChoice]:
-        return [self._body(choice, choice.text, self._logprobs(choice, Echo()))]
+    def chunk_choices(self, choice: Choice) -> list[answers.CompletionChunkChoice]:
+        return [self._entry(choice, choice.text, self._logprobs(choice, Echo()))]
 
-    @staticmethod
-    def _body(choice: Choice, text: str, logprobs: answers.CompletionLogprobs | None) -> answers.CompletionChunkChoice:
-        reason: Any = None if choice.finish is None else choice.finish.reason
+    def _entry(
+        self, choice: Choice, text: str, logprobs: answers.CompletionLogprobs | None
+    ) -> answers.CompletionChunkChoice:
+        reason: Any = self.finish_reason(choice)
         return answers.CompletionChunkChoice(
-            index=choice.index, text=text, logprobs=logprobs, finish_reason=reason, stop_reason=choice.stopped_by
+            index=choice.index, text=text, logprobs=logprobs, finish_reason=reason, stop_reason=choice.stop_reason
         )
 
     def _logprobs(self, choice: Choice, prompt: Echo) -> answers.CompletionLogprobs | None:
-        """Of the prompt, whose first token has no probability, and the answer."""
+        """Of the prompt, whose first token has no probability, and of the answer."""
         if not self.logprobs:
             return None
-        lists = answers.CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
         job = self.streams[choice.index // self.per_prompt].jobs[0]
-        for token, item, offset in zip(job.sequence.tokens, job.prompt_logprobs or (), prompt.offsets):
-            self._append(lists, token, item, offset)
-        for placed in choice.logprobs:
-            self._append(lists, placed.item.token, placed.item, len(prompt.text) + placed.offset)
-        return lists
-
-    def _append(self, lists: answers.CompletionLogprobs, token: int, item: TokenLogprobs | None, offset: int) -> None:
-        lists.tokens.append(self.text.token_name(token))
-        lists.token_logprobs.append(None if item is None else finite(item.logprob))
-        lists.top_logprobs.append(None if item is None else by_name(item, self.text))
-        lists.text_offset.append(offset)
+        tokens = list(zip(job.sequence.tokens, job.prompt_logprobs or (), prompt.offsets))
+        start = len(prompt.text)
+        tokens += [(placed.item.token, placed.item, start + placed.offset) for placed in choice.logprobs]
+        return answers.CompletionLogprobs(
+            tokens=[self.text.token_name(token) for token, _, _ in tokens],
+            token_logprobs=[None if item is None else finite(item.logprob) for _, item, _ in tokens],
+            top_logprobs=[None if item is None else top_by_name(item, self.text) for _, item, _ in tokens],
+            text_offset=[offset for _, _, offset in tokens],
+        )
 
 
 class ChatReply(Reply):
-    kind = "chat.completion"
-    chunk_kind = "chat.completion.chunk"
-    whole_answer, chunk = answers.Chat, answers.ChatChunk
-    prefix = "chatcmpl"
+    """``prompt`` are the tokens of the conversation, by which the answers are parsed."""
+
+    answer_model, answer_object = answers.Chat, "chat.completion"
+    chunk_model, chunk_object = answers.ChatChunk, "chat.completion.chunk"
+    id_prefix = "chatcmpl"
 
     def __init__(self, *arguments: Any, prompt: Sequence[int], body: ChatRequest, **options: Any) -> None:
         super().__init__(*arguments, body=body, **options)
@@ -377,74 +373,72 @@ class ChatReply(Reply):
         self._parsers = [self.text.answer_parser(prompt, body) for _ in self.choices]
         self.parsed = self._parsers[0] is not None
 
-    def _begun(self) -> list[str]:
-        begun = answers.ChatDelta(role="assistant", content="")
-        return [self._event([answers.ChatChunkChoice(delta=begun, **self._about(choice))]) for choice in self.choices]
+    def _opening_events(self) -> list[str]:
+        delta = answers.ChatDelta(role="assistant", content="")
+        return [self._event([answers.ChatChunkChoice(delta=delta, **self._fields(each))]) for each in self.choices]
 
-    def whole(self, choice: Choice) -> answers.ChatChoice:
+    def whole_choice(self, choice: Choice) -> answers.ChatChoice:
         message = answers.ChatMessage(role="assistant", content=choice.text, refusal=None)
         parser = self._parsers[choice.index]
         if parser is not None:
             texts = [piece for piece in parser.push(choice.text, last=True) if piece.call is None]
-            thoughts = "".join(piece.text for piece in texts if piece.reasoning)
+            reasoning = "".join(piece.text for piece in texts if piece.reasoning)
             message.content = "".join(piece.text for piece in texts if not piece.reasoning)
-            if parser.calls or thoughts or self.calls_only:
+            if parser.calls or reasoning or self.calls_only:
                 message.content = message.content or None
             if self.text.reasoning_parser is not None:
-                message.reasoning_content = thoughts or None
+                message.reasoning_content = reasoning or None
             if parser.calls:
-                message.tool_calls = [_call(call) for call in parser.calls]
-        return answers.ChatChoice(message=message, **self._about(choice, parser))
+                message.tool_calls = [_tool_call(call) for call in parser.calls]
+        return answers.ChatChoice(message=message, **self._fields(choice))
 
-    def pieces(self, choice: Choice) -> list[answers.ChatChunkChoice]:
+    def chunk_choices(self, choice: Choice) -> list[answers.ChatChunkChoice]:
         parser = self._parsers[choice.index]
         if parser is None:
-            return [answers.ChatChunkChoice(delta=answers.ChatDelta(content=choice.text), **self._about(choice))]
+            return [answers.ChatChunkChoice(delta=answers.ChatDelta(content=choice.text), **self._fields(choice))]
         last = choice.finish is not None
         deltas = [_delta(piece) for piece in parser.push(choice.text, last=last)]
         if not deltas and (last or choice.trace or choice.logprobs):
             deltas = [answers.ChatDelta()]
-        alone = replace(choice, finish=None, logprobs=[])
-        bodies = [answers.ChatChunkChoice(delta=delta, **self._about(alone)) for delta in deltas[:-1]]
-        return bodies + [answers.ChatChunkChoice(delta=each, **self._about(choice, parser)) for each in deltas[-1:]]
+        text_only = replace(choice, finish=None, logprobs=[])
+        choices = [*[text_only] * (len(deltas) - 1), choice]
+        return [answers.ChatChunkChoice(delta=delta, **self._fields(each)) for delta, each in zip(deltas, choices)]
 
-    def _about(self, choice: Choice, parser: AnswerParser | None = None) -> dict[str, Any]:
+    def _fields(self, choice: Choice) -> dict[str, Any]:
+        """The fields that whole answers and chunks share."""
         logprobs = None
         if self.logprobs:
-            logprobs = answers.ChatLogprobs(content=[self._token(item) for item in choice.logprobs])
-        reason = self._reason(choice.finish, parser)
+            logprobs = answers.ChatLogprobs(content=[self._token(placed) for placed in choice.logprobs])
         return {
-            "index": choice.index, "logprobs": logprobs, "finish_reason": reason, "stop_reason": choice.stopped_by
+            "index": choice.index, "logprobs": logprobs, "finish_reason": self.finish_reason(choice),
+            "stop_reason": choice.stop_reason,
         }  # fmt: skip
 
-    @staticmethod
-    def _reason(finish: Finish | None, parser: AnswerParser | None) -> str | None:
-        if finish is None:
-            return None
+    def finish_reason(self, choice: Choice) -> str | None:
+        parser, reason = self._parsers[choice.index], super().finish_reason(choice)
         called = parser is not None and parser.calls and all(call.complete for call in parser.calls)
-        return TOOL_CALLS if finish.reason == STOP and called else finish.reason
+        return "tool_calls" if reason == STOP and called else reason
 
-    def _token(self, placed: Placed) -> answers.ListedToken:
+    def _token(self, placed: PlacedToken) -> answers.ListedToken:
         item = placed.item
-        top = [answers.TokenLogprob(**self._entry(token, value)) for token, value in item.top.items()]
-        return answers.ListedToken(**self._entry(item.token, item.logprob), top_logprobs=top)
+        top = [answers.TokenLogprob(**self._logprob(token, value)) for token, value in item.top.items()]
+        return answers.ListedToken(**self._logprob(item.token, item.logprob), top_logprobs=top)
 
-    def _entry(self, token: int, value: float) -> dict[str, Any]:
+    def _logprob(self, token: int, value: float) -> dict[str, Any]:
         text, encoded = self.text.token_text(token)
         return {"token": text, "logprob": finite(value), "bytes": encoded}
 
 
-def _call(call: ParsedCall) -> answers.ToolCall:
+def _tool_call(call: ParsedCall) -> answers.ToolCall:
     function = answers.CalledFunction(name=call.name, arguments=call.arguments)
     return answers.ToolCall(id=call.id, type="function", function=function)
 
 
 def _delta(piece: Piece) -> answers.ChatDelta:
-    call = piece.call
+    call, text = piece.call, piece.text
     if call is None:
-        text = piece.text
         return answers.ChatDelta(reasoning_content=text) if piece.reasoning else answers.ChatDelta(content=text)
-    function = answers.FunctionDelta(arguments=piece.text)
+    function = answers.FunctionDelta(arguments=text)
     delta = answers.ToolCallDelta(index=call.index, function=function)
     if piece.begins:
         function.name, delta.id, delta.type = call.name, call.id, "function"

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 from forerun.core.errors import ContextLengthError, RequestError
 from forerun.engine.client import Delta
 from forerun.engine.jobs import TokenLogprobs, finite
-from forerun.engine.stop import Finish
 from forerun.models.chat import Message, knows_tools, render_chat
 from forerun.models.reasoning import HARMONY, PARSERS, Boundary
 from forerun.models.tokenizer import BYTE_LETTERS, REPLACEMENT, Detokenizer, encode, token_text
@@ -28,14 +27,14 @@ T = TypeVar("T")
 
 
 SHORT = 16384
-"""Characters of a text, or four times as many as the tokens, that are worked off beside longer ones: 20 ms and less."""
+"""Characters of a text that counts as short: it takes at most 20 ms. A token counts as four characters."""
 PER_TOKEN = 8
-"""Characters for each token of the context: a longer prompt hardly fits, and is first counted in pieces."""
+"""Characters per token of the context. A longer prompt hardly fits, so that it is counted in pieces first."""
 PIECE = 16384
 AROUND_A_CUT = 64
-"""Tokens that a cut may add: it may fall into the longest of them."""
-MOST_CHARACTERS = 1 << 20
-"""Of a text that is only counted, or ``PER_TOKEN`` for each token of the context."""
+"""Tokens that a cut between two pieces may add, at most: it may split the longest token."""
+MAX_CHARACTERS = 1 << 20
+"""Of a text whose tokens are only counted, unless ``PER_TOKEN`` times the context is more."""
 
 
 class Lane:
@@ -47,11 +46,14 @@ class Lane:
 
 
 class TextService:
-    """Tokenizers: copies behind two threads, one for short texts and one for long ones, so that nobody waits for
-    another's long text, and the given one for the event loop, for single tokens.
+    """Tokenizes in two threads, one for short texts and one for long ones, so that no request waits for another's long
+    text. The event loop uses the given tokenizer, for single tokens.
 
-    ``limit`` is the longest prompt in tokens. ``chat_template`` replaces the checkpoint's. Templates run in
-    transformers' sandbox. A ``reasoning_parser`` tells the thoughts of a chat's answers from the rest.
+    Args:
+        tokenizer: the model's.
+        limit: the longest prompt, in tokens.
+        chat_template: replaces the checkpoint's. Templates run in transformers' sandbox.
+        reasoning_parser: separates the reasoning of chat answers from the rest.
     """
 
     def __init__(
@@ -68,39 +70,40 @@ class TextService:
         self.token_name = lru_cache(maxsize=1 << 17)(self._token_name)
 
     async def run(self, size: int, function: Callable[..., T], *arguments: Any) -> T:
-        """``function`` of a lane's tokenizer and ``arguments``, in the lane for texts of ``size`` characters."""
+        """Calls ``function`` with a tokenizer and ``arguments`` in the thread for texts of ``size`` characters."""
         lane = self.short if size <= SHORT else self.long
         work = partial(function, lane.tokenizer, *arguments)
         return await asyncio.get_running_loop().run_in_executor(lane.thread, work)
 
     async def encode(self, text: str, *, special: bool = True, counted: bool = False) -> list[int]:
-        """A prompt's tokens, or those of any text that is only ``counted``. Raises ContextLengthError for a prompt that
-        cannot fit, without having tokenised all of it, and RequestError for more characters than are counted here."""
+        """Returns the tokens of a prompt, or of any text if they are only ``counted``.
+
+        Raises:
+            ContextLengthError: the prompt cannot fit, which may be found before all of it is tokenized.
+            RequestError: the text is too long to be counted.
+        """
         return await self.run(len(text), self._encode, text, special, counted)
 
     def _encode(self, tokenizer: Any, text: str, special: bool, counted: bool) -> list[int]:
-        most = max(MOST_CHARACTERS, PER_TOKEN * self.limit)
+        most = max(MAX_CHARACTERS, PER_TOKEN * self.limit)
         if counted and len(text) > most:
-            raise RequestError(
-                f"the text has {len(text)} characters, more than {most}: send it in parts", param="prompt"
-            )
+            message = f"the text has {len(text)} characters, more than {most}: send it in parts"
+            raise RequestError(message, param="prompt")
         if not counted and len(text) > max(PIECE, PER_TOKEN * self.limit):
             self._check_length(tokenizer, text)
         return _tokens(tokenizer, text, special)
 
     def _check_length(self, tokenizer: Any, text: str) -> None:
-        """Cutting a text changes the tokens around the cuts; twice as many as there may be do not come of that."""
-        result = 0
+        """Refuses a text with twice as many tokens as fit. Cuts change the tokens around them, but not so many."""
+        tokens = 0
         for start in range(0, len(text), PIECE):
-            result += max(0, len(_tokens(tokenizer, text[start : start + PIECE], False)) - AROUND_A_CUT)
-            if result >= 2 * self.limit:
-                raise ContextLengthError(
-                    f"the prompt has more than {self.limit} tokens; max_model_len {self.limit} leaves no room",
-                    param="prompt",
-                )
+            tokens += max(0, len(_tokens(tokenizer, text[start : start + PIECE], False)) - AROUND_A_CUT)
+            if tokens >= 2 * self.limit:
+                message = f"the prompt has more than {self.limit} tokens; max_model_len {self.limit} leaves no room"
+                raise ContextLengthError(message, param="prompt")
 
     async def decode(self, tokens: Sequence[int], *, param: str = "tokens") -> str:
-        """Raises RequestError, about ``param``, for an id beyond the tokenizer."""
+        """Returns the text of ``tokens``. Raises RequestError, about ``param``, for an id beyond the tokenizer."""
         size = len(self.tokenizer)
         largest = max(tokens, default=0)
         if largest >= size:
@@ -108,7 +111,7 @@ class TextService:
         return await self.run(4 * len(tokens), lambda tokenizer: tokenizer.decode(list(tokens)))
 
     async def offsets(self, prompt: Sequence[int], text: str) -> list[int]:
-        """Where a prompt's tokens begin in its text, which may lack the special tokens put before it."""
+        """Returns where a prompt's tokens begin in its text, which may lack the special tokens before it."""
         return await self.run(4 * len(prompt), self._offsets, prompt, text)
 
     def _offsets(self, tokenizer: Any, prompt: Sequence[int], text: str) -> list[int]:
@@ -121,14 +124,14 @@ class TextService:
     async def encode_chat(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, counted: bool = False
     ) -> list[int]:
-        """A conversation's tokens, as ``encode`` has those of a text. Raises RequestError also if there is no template,
-        or it refuses the messages."""
+        """Returns a conversation's tokens, as ``encode`` does. Raises RequestError also without a chat template, or
+        if it refuses the messages."""
         if self.chat_template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
             )
-        size = sum(len(message["content"]) + _written(message.get("tool_calls")) for message in messages)
-        return await self.run(size + _written(tools), self._encode_chat, list(messages), tools, counted)
+        size = sum(len(message["content"]) + _json_length(message.get("tool_calls")) for message in messages)
+        return await self.run(size + _json_length(tools), self._encode_chat, list(messages), tools, counted)
 
     def _encode_chat(self, tokenizer: Any, messages: list[Message], tools: Sequence[Any], counted: bool) -> list[int]:
         text = render_chat(tokenizer, messages, tools=tools, chat_template=self.own_template)
@@ -180,20 +183,22 @@ class TextService:
         return ReasoningParser(PARSERS[self.reasoning_parser], self.boundary.opened(prompt), parser)
 
     def _token_text(self, token: int) -> tuple[str, list[int] | None]:
-        """One token's text and, where they can be told, its bytes (half a character has no text of its own)."""
+        """Returns one token's text and its bytes (None: unknown). Half a character has no text of its own."""
         text = token_text(self.tokenizer, token)
-        letters = self.tokenizer.convert_ids_to_tokens(token) if REPLACEMENT in text else text
+        if REPLACEMENT not in text:
+            return text, list(text.encode())
+        letters = self.tokenizer.convert_ids_to_tokens(token)
         if letters is None:
             return text, None
-        if REPLACEMENT not in text or REPLACEMENT in letters:
+        if REPLACEMENT in letters:
             return text, list(text.encode())
         if letters.startswith("<0x") and letters.endswith(">"):
             return text, [int(letters[3:-1], 16)]
-        known = [BYTE_LETTERS.get(letter) for letter in letters]
-        return text, None if None in known else [byte for byte in known if byte is not None]
+        encoded = [BYTE_LETTERS[letter] for letter in letters if letter in BYTE_LETTERS]
+        return text, encoded if len(encoded) == len(letters) else None
 
     def _token_name(self, token: int) -> str:
-        """One token's text, or, where it is not whole characters, its bytes as OpenAI's completions write them."""
+        """Returns one token's text or, if it is not whole characters, its bytes as OpenAI's completions write them."""
         encoded = self.token_text(token)[1]
         if encoded is None:
             return f"token_id:{token}"
@@ -211,55 +216,51 @@ def _tokens(tokenizer: Any, text: str, special: bool) -> list[int]:
     return encode(tokenizer, text, add_special_tokens=special, verbose=False)
 
 
-def _written(value: Any) -> int:
-    """Characters of calls or tools, as templates write them."""
+def _json_length(value: Any) -> int:
+    """Characters of calls or tools in a prompt."""
     return len(json.dumps(value)) if value else 0
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
-    """A token, and how many characters of its answer come before it."""
+class PlacedToken:
+    """A token's log-probabilities, and how many characters of its answer come before the token."""
 
     offset: int
     item: TokenLogprobs
 
 
-class Listing:
-    """The tokens of one answer, with their places.
+class PendingLogprobs:
+    """Holds the log-probabilities of one answer's tokens until their text is sent.
 
-    A token is listed when its text is shown: not while it may be part of a stop string. Where a stop string cuts the
-    text, the list keeps the tokens whose text begins before the cut, so the last may reach beyond it. The parts of a
-    character are all placed where it begins.
+    A text that may be part of a stop string is not sent yet. If a stop string cuts the text, the last listed token may
+    go on after the cut. The tokens of a character that has several are all placed where it begins.
     """
 
     def __init__(self) -> None:
         self._end = 0
         """Characters of all tokens so far."""
-        self._waiting: list[Placed] = []
+        self._pending: list[PlacedToken] = []
 
-    def add(self, delta: Delta) -> None:
-        """A delta's tokens wait to be listed."""
+    def push(self, delta: Delta, sent: int) -> list[PlacedToken]:
+        """Adds a delta's tokens, and returns those that begin in the first ``sent`` characters of the answer."""
         offsets = list(accumulate(map(len, delta.texts), initial=self._end))
-        self._waiting += map(Placed, offsets, delta.logprobs)
+        self._pending += map(PlacedToken, offsets, delta.logprobs)
         self._end = offsets[-1]
-
-    def listed(self, shown: int, finish: Finish | None) -> list[Placed]:
-        """Those to be listed once ``shown`` characters of the answer can be seen, or it has ended."""
-        end: float = shown
-        if finish is not None:
-            end = finish.cut if finish.cut is not None else math.inf
-        count = sum(placed.offset < end for placed in self._waiting)
-        ready, self._waiting = self._waiting[:count], self._waiting[count:]
+        end: float = sent
+        if delta.finish is not None:
+            end = delta.finish.cut if delta.finish.cut is not None else math.inf
+        count = sum(placed.offset < end for placed in self._pending)
+        ready, self._pending = self._pending[:count], self._pending[count:]
         return ready
 
 
-def by_name(item: TokenLogprobs, text: TextService) -> dict[str, float]:
-    """The likeliest tokens and the emitted one. Of two that look the same, the second goes by its id."""
-    holders = {text.token_name(item.token): item.token}
+def top_by_name(item: TokenLogprobs, text: TextService) -> dict[str, float]:
+    """Returns the likeliest tokens and the emitted one. Of two with the same text, the second goes by its id."""
+    ids = {text.token_name(item.token): item.token}
     result: dict[str, float] = {}
     for token, value in {**item.top, item.token: item.logprob}.items():
         name = text.token_name(token)
-        if holders.setdefault(name, token) != token:
+        if ids.setdefault(name, token) != token:
             name = f"token_id:{token}"
         result[name] = finite(value)
     return result
