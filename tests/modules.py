@@ -21,7 +21,7 @@ def randomise(module, spread, middle=1.0):
 def native(module, **options):
     weights = ModuleWeights(module)
     if refusal(module.config) is None:
-        weights.found = unstacked(weights.found, bind(module.config))
+        weights.tensors = unstacked(weights.tensors, bind(module.config))
     return NativeModel(module.config, weights, requested(module.dtype, **options))
 
 

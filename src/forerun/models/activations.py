@@ -1,8 +1,7 @@
-"""Activations whose bits do not depend on where in a tensor an element lies.
+"""Activations whose bits do not depend on an element's index in the tensor.
 
-torch's silu, sigmoid and gelu round differently in the vector body and in the tail of a loop, so that a row's bits
-change with its place in a call. Here they are made of float32 exp, tanh, erf and log1p, which ``steady`` tries at
-every place.
+torch's silu, sigmoid and gelu round differently in the vectorised body and in the tail of a loop, so that a row's bits
+change with its index. Here they are made of float32 exp, tanh, erf and log1p, which ``steady`` tests at every index.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-PLACES = 67
+INDICES = 67
 """Lengths and offsets that cover every lane of a vector loop, unrolled four times, and its tail."""
 FUNCTIONS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (torch.exp, torch.tanh, torch.erf, torch.log1p)
 UNSTEADY = frozenset(
     ("gelu", "silu", "sigmoid", "softplus", "log_sigmoid_forward", "mish", "elu", "hardswish", "log_sigmoid", "expm1")
 )
-"""torch's operations that round by place."""
+"""torch's operations whose rounding depends on the index."""
 
 
 def silu(x: torch.Tensor) -> torch.Tensor:
@@ -46,7 +45,7 @@ def quick_gelu(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """x times the normal distribution's share below x, from erf."""
+    """x times the normal distribution function, from erf."""
     wide = x.float()
     return (0.5 * wide * (1.0 + torch.erf(wide * math.sqrt(0.5)))).to(x.dtype)
 
@@ -73,8 +72,8 @@ def xielu(x: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
 
 
 def steady() -> bool:
-    """Whether exp, tanh, erf and log1p give a number the same bits wherever it lies: at every place of short tensors,
-    and in one that threads share."""
+    """Whether exp, tanh, erf and log1p give a number the same bits at every index of short tensors, and in a long one
+    that threads share."""
     generator = torch.Generator().manual_seed(0)
     sizes = torch.randn(1021, generator=generator).mul(12.0).exp2()  # from 1e-14 to 1e14
     values = torch.cat([sizes * torch.randn(1021, generator=generator).sign(), torch.linspace(-9.0, 9.0, 1021)])
@@ -86,7 +85,7 @@ def steady() -> bool:
         requested, alone = function(values), function(few)
         if not torch.equal(function(many), requested.repeat(66)):
             return False
-        for index in range(1, PLACES):
+        for index in range(1, INDICES):
             moved = function(values.roll(index)).roll(-index)
             short = torch.cat([function(piece.clone()) for piece in few.split(index)])
             if not (torch.equal(moved, requested) and torch.equal(short, alone)):
@@ -108,11 +107,11 @@ REPLACED = {
     "GELUTanh": gelu_tanh, "PytorchGELUTanh": gelu_tanh, "NewGELUActivation": gelu_tanh,
     "FastGELUActivation": gelu_tanh,
 }  # fmt: skip
-"""By the names of modules, torch's and transformers'."""
+"""By the class names of torch's and transformers' modules."""
 
 
 def make_row_independent(module: nn.Module) -> None:
-    """Replace such activation modules in place, wherever a model keeps them."""
+    """Replace a model's activation modules by those above, in place."""
     for parent in module.modules():
         for name, child in parent.named_children():
             kind = type(child).__name__

@@ -24,31 +24,31 @@ if TYPE_CHECKING:
 
 
 BACK = 16
-"""Tokens that may be taken back where nobody says how many are drafted."""
+"""Tokens that can be rolled back if nobody says how many are drafted."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderInfo:
-    """What the engine needs to know of an encoder-decoder's other half."""
+    """What the engine needs to know of an encoder-decoder's encoder."""
 
     start: tuple[int, ...]
-    """The tokens that an answer begins behind where a request gives none."""
+    """The decoder's first tokens, unless a request has its own."""
     max_len: int
-    """Tokens of the longest source."""
+    """The most tokens of a source."""
     kv_shapes: tuple[KVShape, ...]
-    """Of attention across, per decoder layer."""
+    """Of each layer's cross-attention."""
 
 
 @dataclass(frozen=True, slots=True)
 class MixtureInfo:
-    """A mixture of experts: each row chooses some of a layer's."""
+    """A mixture of experts."""
 
     count: int
     chosen: int
     layers: int
-    """That have experts."""
+    """How many layers have experts."""
     share: float
-    """Of the bytes that a row reads, those of its experts."""
+    """The experts' fraction of the bytes that a row reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class ModelInfo:
     name: str
     architecture: str
     path: str
-    """Which code runs it: ``hf`` or ``native``, and how its weights are laid out."""
+    """Which code runs it, ``hf`` or ``native``, and the form of its weights."""
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -68,30 +68,30 @@ class ModelInfo:
     device: torch.device
     eos_ids: frozenset[int]
     weight_bytes: int
-    """Of the matrices as they are held; norms and biases, a thousandth of them, are left out."""
+    """Bytes in memory of the matrices; norms and biases, a thousandth of them, are left out."""
     token_bytes: int
-    """How many of them one row's forward reads: the embedding is not, unless the head is the same."""
+    """Bytes that one row's forward reads of them: not the embedding, unless it is the output layer too."""
     quantization: str | None = None
     outputs: torch.Tensor | None = field(default=None, repr=False, compare=False)
-    """int64 [n], ascending: the tokens that its logits are of; None: all."""
+    """The tokens that it has logits of, int64 [n], ascending; None: all."""
     lora: tuple[str, ...] = ()
-    """Adapters that are merged into it: ``FOLDER`` or ``FOLDER=WEIGHT``."""
+    """Merged adapters: ``FOLDER`` or ``FOLDER=WEIGHT``."""
     encoder: EncoderInfo | None = None
-    """None: a decoder alone."""
+    """None: it is a decoder."""
     state_shapes: tuple[StateShape | None, ...] = ()
-    """Per layer, what it keeps of a sequence beside keys and values; () where none does."""
+    """Each layer's state beside keys and values; () if no layer keeps one."""
     mixture: MixtureInfo | None = None
     """None: there are no experts, or ``Output.experts`` does not count them."""
 
     def begin(self, prompt: Sequence[int]) -> tuple[list[int], tuple[int, ...] | None]:
-        """What a decoder is fed for a prompt, and what its encoder reads, if it has one."""
+        """The decoder's first tokens for a prompt, and the encoder's tokens; None if there is no encoder."""
         return (list(prompt), None) if self.encoder is None else (list(self.encoder.start), tuple(prompt))
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """The row counts, ascending, of calls whose results agree to the last bit at so many ``threads``: of the layers,
-    and of the output layer."""
+    """Row counts of calls that give a row the same bits at so many ``threads``, ascending: of the layers, and of the
+    output layer."""
 
     rows: tuple[int, ...]
     logits: tuple[int, ...]
@@ -99,15 +99,15 @@ class Tiles:
 
     @property
     def together(self) -> int:
-        """Rows that one call takes, their logits included."""
+        """The most rows of a call that has logits of all of them."""
         return min(self.rows[-1], self.logits[-1])
 
     def forward(self, feed: Callable[[Batch, Attention], Output], batch: Batch, attention: Attention) -> Output:
-        """``feed`` in pieces that fit."""
+        """``feed`` the batch in pieces of these sizes."""
         pieces = batch.split(self.rows[-1], self.logits[-1])
         if len(pieces) == 1:
             return feed(batch, attention)
-        for span in batch.spans:  # nothing may be written if there is no room for all
+        for span in batch.spans:  # nothing may be written unless all fits
             attention.pool.reserve(span.key, span.end)
         outputs = [feed(piece, attention) for piece in pieces]
         hidden = {layer: torch.cat([output.hidden[layer] for output in outputs]) for layer in batch.hidden}
@@ -117,7 +117,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadRequest:
-    """What to load, and how, as ``load.load_model`` has the options: every rank knows it."""
+    """What to load, and how: the options of ``load.load_model``, which every rank gets."""
 
     folder: Path
     name: str
@@ -125,38 +125,38 @@ class LoadRequest:
     device: torch.device
     eos_ids: frozenset[int] = frozenset()
     invariant: bool | None = False
-    """None: if it can be had."""
+    """None: if possible."""
     weights: str = "auto"
     quantization: str | None = None
     numbers: bool = False
-    """Weights are to be numbers, whatever the files hold."""
+    """Blocks in files become numbers."""
     lora: Sequence[str] | str | None = None
     outputs: torch.Tensor | None = None
     max_model_len: int | None = None
 
 
 class Model(Protocol):
-    """A decoder. ``forward`` feeds the rows of a batch and returns logits of the rows that asked for them."""
+    """A decoder, or an encoder-decoder."""
 
     info: ModelInfo
     invariant: bool
     """Whether a row's bits do not depend on the rows beside it."""
     tiles: Tiles | None
-    """How rows are put into calls to be invariant; None: as they come."""
+    """Row counts of calls that make it invariant; None: any."""
 
     @property
     def fused(self) -> Fused | None:
-        """The whole decoder, or a chain of draft steps, in one compiled call; None: it is not offered."""
+        """The whole decoder, or a chain of draft steps, in one compiled call; None: there is no such call."""
 
     @property
     def row_multiple(self) -> int:
-        """Rows that a round of one is padded to."""
+        """The number of rows that a single row is padded to."""
 
     def forward(self, batch: Batch, attention: Attention) -> Output:
         """Feed the rows of a batch, and store their keys and values.
 
         Args:
-            batch: spans of tokens, one for each sequence; ``logits`` says which rows are to be scored.
+            batch: spans of tokens, one for each sequence; ``logits`` are the rows to compute logits of.
             attention: over this model's KV cache.
 
         Returns:
@@ -184,15 +184,18 @@ def new_attention(
     back: int | None = None,
     keeps: bool = False,
 ) -> Attention:
-    """An attention with a pool of its own for ``model``.
+    """An attention for ``model`` over a new KV cache for ``max_seqs`` sequences of ``max_len`` tokens.
 
-    ``page_size`` None is the slotted layout: one page per sequence, ``max_seqs`` of them, each long enough for
-    ``max_len`` tokens and ``slack`` tree nodes. Otherwise pages of ``page_size`` tokens, enough for every sequence at
-    full length. Beside an encoder-decoder's pool, there is room for
-    ``max_seqs`` encoded sources of ``max_len`` tokens. Layers' states go ``back`` by so many tokens (default: for a
-    draft that is read while the last one is still to be settled, at least ``BACK``), for ``max_seqs`` sequences and as
-    many beams that begin while others end. Where prefix caching ``keeps`` states, there is room for two of every
-    sequence, and for one every ``INTERVAL`` tokens, or as many as take a state's bytes in the pool.
+    An encoder-decoder's cache also holds ``max_seqs`` encoded sources of ``max_len`` tokens. States are allocated for
+    ``max_seqs`` sequences and as many beams that fork while others end.
+
+    Args:
+        page_size: tokens of a page; None: one page per sequence (slotted).
+        slack: tree nodes beyond ``max_len``.
+        back: tokens by which states can be rolled back; None: a draft that is read before the last one is committed, at
+            least ``BACK``.
+        keeps: whether prefix caching keeps states: two of every sequence, and one every ``INTERVAL`` tokens, or every
+            so many as take a state's bytes in the pool.
     """
     info = model.info
     ours = can_attend(info.dtype, info.device, info.kv_shapes)
@@ -218,7 +221,7 @@ def new_attention(
 
 
 def attention_over(model: Model, pool: Pool) -> Attention:
-    """The attention that serves ``model`` here."""
+    """The attention for ``model`` on this machine."""
     info = model.info
     if info.device.type == "cuda" and not any(shape.shared for shape in info.kv_shapes):
         from forerun.attention.triton import TritonAttention

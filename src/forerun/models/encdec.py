@@ -1,7 +1,7 @@
-"""Encoder-decoders that ``architectures/seq2seq.py`` describes: T5 and BART, without modules.
+"""Encoder-decoders that ``architectures/seq2seq.py`` describes (T5 and BART), without modules.
 
-The encoder reads each request's source once, all new sources of a forward side by side; what the decoder attends to
-across is kept with the cache (``cache/sources.py``). The decoder's rows are those of any other model.
+The encoder reads each request's source once, all new sources of a forward together. Keys and values of cross-attention
+are kept with the cache (``cache/sources.py``). The decoder's rows are those of any other model.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,7 @@ from forerun.core.errors import ConfigError, ModelError, shown
 from forerun.core.inference import inference
 from forerun.core.loading import watch
 from forerun.models import checkpoint, formats, tiling
-from forerun.models.architectures import seq2seq
-from forerun.models.architectures.seq2seq import ACTIVATIONS, SPARE, LayerStack, Seq2Seq
+from forerun.models.architectures.seq2seq import ACTIVATIONS, SEQ2SEQ, SPARE, BlockNames, Seq2Seq, StackNames
 from forerun.models.base import EncoderInfo, LoadRequest, ModelInfo, Tiles
 from forerun.models.formats import choose, describe
 from forerun.models.formats.base import Linear, Rows, size
@@ -35,51 +35,85 @@ from forerun.models.layout import Embedding, Maker
 from forerun.models.parts import make_gate, make_norm
 
 TOGETHER = 4096
-"""Tokens that the encoder reads in one go, or one source's."""
+"""The most tokens that the encoder reads in one call, except for a longer source."""
 
 
 @dataclass(slots=True)
 class EncoderDecoderBlock:
-    """An attention or an MLP and its norm."""
+    """An attention or an MLP, with its norm."""
 
-    weights: Any
-    """Queries, keys and values; across, queries alone; or the inner layer, its gate before it."""
-    out: Any
+    in_proj: Any
+    """Queries, keys and values; queries alone in cross-attention; in an MLP the inner layer, after its gate."""
+    out_proj: Any
     norm: Any
     memory: Any = None
-    """Keys and values across."""
+    """Keys and values of cross-attention."""
 
 
-@dataclass(slots=True)
-class Side:
-    """The encoder or the decoder."""
+class EncoderDecoderStack:
+    """The encoder or the decoder; with ``kernels``, norms are on our own kernels too."""
 
-    stack: LayerStack
-    embedding: Embedding
-    attention: list[EncoderDecoderBlock] = field(default_factory=list)
-    cross: list[EncoderDecoderBlock] = field(default_factory=list)
-    mlp: list[EncoderDecoderBlock] = field(default_factory=list)
-    norm_embedding: Any = None
-    norm: Any = None
-    positions: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
-    """[heads, distances] float32: in the decoder as ``Query.bias``, in the encoder from the farthest key before a row
-    to the farthest behind it."""
+    def __init__(
+        self, names: StackNames, spec: Seq2Seq, maker: Maker, head: Linear | None, embedding: Embedding | None = None,
+        *, kernels: bool,
+    ) -> None:  # fmt: skip
+        self.spec, self.maker, self.kernels = spec, maker, kernels
+        self.embedding = embedding or maker.embedding(names.embedding, head, spec.embedding_scale)
+        layers = [f"{names.layers}.{index}" for index in range(names.count)]
+        self.attention = [self._block(layer, names.attention) for layer in layers]
+        self.cross = [] if names.cross is None else [self._block(layer, names.cross, cross=True) for layer in layers]
+        self.mlp = [self._block(layer, names.mlp) for layer in layers]
+        self.embedding_norm = None if names.embedding_norm is None else self._norm(names.embedding_norm)
+        self.norm = None if names.norm is None else self._norm(names.norm)
+        self.positions: torch.Tensor | None = None
+        """Learned position embeddings."""
+        if names.positions is not None:
+            table = maker.numbers(f"{names.positions}.weight")[spec.skipped_positions :]
+            self.positions = table.to(maker.dtype).clone()
+        self.bias: torch.Tensor | None = None
+        """Position biases [heads, distances] float32: in the decoder as ``Query.bias``, in the encoder from the
+        farthest key before a row to the farthest after it."""
+        if names.bias is not None:
+            reach = spec.max_len + (SPARE if self.cross else 0)
+            self.bias = _by_distance(maker.numbers(f"{names.bias}.weight"), spec, reach, both_sides=not self.cross)
+
+    def _block(self, layer: str, names: BlockNames, *, cross: bool = False) -> EncoderDecoderBlock:
+        first = [f"{layer}.{name}" for name in names.in_proj]
+        own, memory = (first[:1], first[1:]) if cross else (first, [])
+        return EncoderDecoderBlock(
+            self.maker.linear(*own), self.maker.linear(f"{layer}.{names.out_proj}"),
+            self._norm(f"{layer}.{names.norm}"), self.maker.linear(*memory) if memory else None,
+        )  # fmt: skip
+
+    def _norm(self, name: str) -> Any:
+        weight, layer_norm = self.maker.numbers(f"{name}.weight"), not self.spec.rms
+        bias = self.maker.numbers(f"{name}.bias") if layer_norm else None
+        return make_norm(
+            weight, self.spec.eps, self.maker.dtype, kernels=self.kernels, layer_norm=layer_norm, bias=bias
+        )
+
+    def _blocks(self) -> Iterator[EncoderDecoderBlock]:
+        yield from (*self.attention, *self.cross, *self.mlp)
 
     def linears(self) -> Iterator[Any]:
-        for block in (*self.attention, *self.cross, *self.mlp):
-            yield from (block.weights, block.out)
-            if block.memory is not None:
-                yield block.memory
+        for block in self._blocks():
+            yield from (part for part in (block.in_proj, block.out_proj, block.memory) if part is not None)
 
     def norms(self) -> Iterator[Any]:
-        every = (*(block.norm for block in (*self.attention, *self.cross, *self.mlp)), self.norm_embedding, self.norm)
-        yield from (norm for norm in every if norm is not None)
+        norms = (*(block.norm for block in self._blocks()), self.embedding_norm, self.norm)
+        yield from (norm for norm in norms if norm is not None)
+
+    def inputs(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        if self.positions is not None:
+            x = x + self.positions[positions]
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
 
 class EncoderDecoder:
-    """A described encoder-decoder behind the engine's protocol, of a ``module`` of transformers'. ``start`` is what a
-    decoder begins with where a request says nothing. Raises ConfigError where it cannot be invariant, and must be."""
+    """A described encoder-decoder behind the engine's protocol, made of transformers' ``module``. ``start`` are the
+    decoder's first tokens unless a request has its own. Raises ConfigError if ``invariant`` is asked for and cannot
+    be."""
 
     tiles: Tiles | None = None
     row_multiple = 1
@@ -97,13 +131,14 @@ class EncoderDecoder:
         same = tensors.same(f"{spec.encoder.embedding}.weight", f"{embedding}.weight")
         with torch.inference_mode(), watch.get()(requested.name, tensors.nbytes) as advance:
             maker = Maker(tensors, self.dtype, self.device, how, form, advance)
-            builder = _Builder(spec, maker, how == "streamed")
+            stack = partial(EncoderDecoderStack, spec=spec, maker=maker, kernels=how == "streamed")
             self._head = maker.linear(embedding if tied else "lm_head")
-            self._decoder = builder.side(spec.decoder, self._head if tied else None)
-            self._encoder = builder.side(spec.encoder, None, self._decoder.embedding if same else None)
-        gated = len(spec.decoder.mlp.weights) == 2
-        activation = ACTIVATIONS[spec.activation]
-        self._activation = make_gate(activation, self.dtype, kernels=False, invariant=True, gated=gated)
+            self._decoder = stack(spec.decoder, head=self._head if tied else None)
+            self._encoder = stack(spec.encoder, head=None, embedding=self._decoder.embedding if same else None)
+        gated = len(spec.decoder.mlp.in_proj) == 2
+        self._activation = make_gate(
+            ACTIVATIONS[spec.activation], self.dtype, kernels=False, invariant=True, gated=gated
+        )
         self.info = self._describe(requested, start)
         self.invariant = invariant is not False and self._exact()
         if invariant and not self.invariant:
@@ -113,14 +148,14 @@ class EncoderDecoder:
             )
 
     def _exact(self) -> bool:
-        """Whether kernels of ours compute all that has an order of additions, and torch rounds alike at every place."""
+        """Whether our kernels compute every sum, and torch's functions round alike at every index."""
         norms = [*self._encoder.norms(), *self._decoder.norms()]
         return tiling.ordered(self.info, self.linears(), norms) and tiling.steady()
 
     def _describe(self, requested: LoadRequest, start: tuple[int, ...]) -> ModelInfo:
         spec, layers = self.spec, list(self.linears())
-        shapes = (KVShape(spec.decoder.heads, spec.width, spec.width),) * spec.decoder.count
-        embeddings = {id(side.embedding): side.embedding.nbytes for side in (self._encoder, self._decoder)}
+        shapes = (KVShape(spec.decoder.heads, spec.head_dim, spec.head_dim),) * spec.decoder.count
+        embeddings = {id(stack.embedding): stack.embedding.nbytes for stack in (self._encoder, self._decoder)}
         across = [block.memory for block in self._decoder.cross]
         return ModelInfo(
             name=requested.name,
@@ -147,20 +182,19 @@ class EncoderDecoder:
 
     @inference
     def forward(self, batch: Batch, attention: Attention) -> Output:
-        """Rows whose spans' sources have not been read yet have them read first."""
+        """As ``Model.forward``. Sources that the encoder has not read yet are read first."""
         if batch.hidden or batch.layers is not None:
             raise ConfigError("an encoder-decoder's layers are not run, or looked at, one by one")
         assert attention.pool.sources is not None
         attention.pool.sources.prepare(batch.spans, self._encode)
         metadata = attention.begin(batch)
-        side, spec = self._decoder, self.spec
-        x = self._inputs(side, batch.input_ids, batch.positions)
-        heads = spec.decoder.heads
-        for layer, (block, cross, mlp) in enumerate(zip(side.attention, side.cross, side.mlp)):
-            qkv = block.weights(self._before(block, x)).view(-1, 3 * heads, spec.width)
+        decoder, spec, heads = self._decoder, self.spec, self.spec.decoder.heads
+        x = decoder.inputs(batch.input_ids, batch.positions)
+        for layer, (block, cross, mlp) in enumerate(zip(decoder.attention, decoder.cross, decoder.mlp)):
+            qkv = self._project(block, x).view(-1, 3 * heads, spec.head_dim)
             q, k, v = qkv.split_with_sizes((heads, heads, heads), 1)
-            x = self._add(block, attention.run(Query(layer, q, k, v, spec.scale, bias=side.bias), metadata), x)
-            q = cross.weights(self._before(cross, x)).view(-1, heads, spec.width)
+            x = self._add(block, attention.run(Query(layer, q, k, v, spec.scale, bias=decoder.bias), metadata), x)
+            q = self._project(cross, x).view(-1, heads, spec.head_dim)
             x = self._add(cross, attention.cross(layer, q, spec.scale, metadata), x)
             x = self._mlp(mlp, x)
         attention.finish(metadata)
@@ -168,46 +202,42 @@ class EncoderDecoder:
             return Output(x.new_zeros(0, self.info.vocab_size, dtype=torch.float32))
         if batch.num_logits < batch.num_rows:
             x = x.index_select(0, batch.logit_rows)
-        return Output(self.lm_head(x if side.norm is None else side.norm(x)))
+        return Output(self.lm_head(x if decoder.norm is None else decoder.norm(x)))
 
-    def _inputs(self, side: Side, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        x = side.embedding(ids)
-        if side.positions is not None:
-            x = x + side.positions[positions]
-        return x if side.norm_embedding is None else side.norm_embedding(x)
+    def _project(self, block: EncoderDecoderBlock, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = block.in_proj(block.norm(x) if self.spec.norm_first else x)
+        return result
 
-    def _before(self, block: EncoderDecoderBlock, x: torch.Tensor) -> torch.Tensor:
-        return block.norm(x) if self.spec.norm_first else x
-
-    def _add(self, block: EncoderDecoderBlock, made: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        x = block.out(made, x)
+    def _add(self, block: EncoderDecoderBlock, inner: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        x = block.out_proj(inner, x)
         return x if self.spec.norm_first else block.norm(x)
 
     def _mlp(self, block: EncoderDecoderBlock, x: torch.Tensor) -> torch.Tensor:
-        return self._add(block, self._activation(block.weights(self._before(block, x))), x)
+        return self._add(block, self._activation(self._project(block, x)), x)
 
     def _encode(self, sources: list[Source]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Keys and values across [tokens, heads, width] of every decoder layer, source after source."""
-        made = [self._encode_together(part) for part in _parts(sources)]
-        if len(made) == 1:
-            return made[0]
-        return [(torch.cat([k for k, _ in layer]), torch.cat([v for _, v in layer])) for layer in zip(*made)]
+        """Keys and values [tokens, heads, head_dim] of every layer's cross-attention, source after source."""
+        results = [self._encode_together(chunk) for chunk in _chunks(sources)]
+        if len(results) == 1:
+            return results[0]
+        return [(torch.cat([k for k, _ in layer]), torch.cat([v for _, v in layer])) for layer in zip(*results)]
 
     def _encode_together(self, sources: list[Source]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        side, spec = self._encoder, self.spec
+        encoder, spec = self._encoder, self.spec
         lengths = [len(source) for source in sources]
         ids = torch.tensor([token for source in sources for token in source], device=self.device)
         positions = torch.cat([torch.arange(length, device=self.device) for length in lengths])
-        x = self._inputs(side, ids, positions)
-        biases = [None if side.bias is None else _spread(side.bias, length).to(self.dtype) for length in lengths]
-        for block, mlp in zip(side.attention, side.mlp):
-            qkv = block.weights(self._before(block, x)).view(-1, 3, spec.encoder.heads, spec.width)
-            parts = [_attend(rows, bias, spec.scale) for rows, bias in zip(qkv.split(lengths), biases)]
-            x = self._add(block, torch.cat(parts), x)
+        x = encoder.inputs(ids, positions)
+        bias = encoder.bias
+        biases = [None if bias is None else _by_pair(bias, length).to(self.dtype) for length in lengths]
+        for block, mlp in zip(encoder.attention, encoder.mlp):
+            qkv = self._project(block, x).view(-1, 3, spec.encoder.heads, spec.head_dim)
+            attended = [_attend(rows, bias, spec.scale) for rows, bias in zip(qkv.split(lengths), biases)]
+            x = self._add(block, torch.cat(attended), x)
             x = self._mlp(mlp, x)
-        x = x if side.norm is None else side.norm(x)
+        x = x if encoder.norm is None else encoder.norm(x)
         heads = spec.decoder.heads
-        result = [block.memory(x).view(-1, 2 * heads, spec.width) for block in self._decoder.cross]
+        result = [block.memory(x).view(-1, 2 * heads, spec.head_dim) for block in self._decoder.cross]
         return [(kv[:, :heads], kv[:, heads:]) for kv in result]
 
     @inference
@@ -221,98 +251,59 @@ class EncoderDecoder:
         return logits if self._logits_bias is None else logits.add_(self._logits_bias)
 
 
-@dataclass(slots=True)
-class _Builder:
-    """Makes stacks of a maker's layers; with ``kernels``, norms are ours as well."""
+def _by_distance(weights: torch.Tensor, spec: Seq2Seq, reach: int, *, both_sides: bool) -> torch.Tensor:
+    """Biases by distance, from those of buckets [buckets, heads] (Raffel et al. 2020, section 2.1).
 
-    spec: Seq2Seq
-    maker: Maker
-    kernels: bool
-
-    def side(self, stack: LayerStack, head: Linear | None, embedding: Embedding | None = None) -> Side:
-        spec, maker = self.spec, self.maker
-        made = Side(stack, embedding or maker.embedding(stack.embedding, head, spec.embedding_scale))
-        for layer in range(stack.count):
-            at = f"{stack.layers}.{layer}"
-            every = [f"{at}.{name}" for name in stack.attention.weights]
-            made.attention.append(self._block(at, stack.attention, maker.linear(*every)))
-            if stack.cross is not None:
-                query, *memory = [f"{at}.{name}" for name in stack.cross.weights]
-                made.cross.append(self._block(at, stack.cross, maker.linear(query), maker.linear(*memory)))
-            inner = [f"{at}.{name}" for name in stack.mlp.weights]
-            made.mlp.append(self._block(at, stack.mlp, maker.linear(*inner)))
-        made.norm_embedding = None if stack.norm_embedding is None else self._norm(stack.norm_embedding)
-        made.norm = None if stack.norm is None else self._norm(stack.norm)
-        if stack.positions is not None:
-            table = maker.numbers(f"{stack.positions}.weight")[spec.skipped_positions :]
-            made.positions = table.to(maker.dtype).clone()
-        if stack.bias is not None:
-            reach = spec.max_len + (SPARE if stack.cross is not None else 0)
-            made.bias = _by_distance(maker.numbers(f"{stack.bias}.weight"), spec, reach, both=stack.cross is None)
-        return made
-
-    def _block(self, at: str, part: Any, weights: Linear, memory: Linear | None = None) -> EncoderDecoderBlock:
-        return EncoderDecoderBlock(
-            weights, self.maker.linear(f"{at}.{part.out}"), self._norm(f"{at}.{part.norm}"), memory
-        )
-
-    def _norm(self, name: str) -> Any:
-        weight, layer_norm = self.maker.numbers(f"{name}.weight"), not self.spec.rms
-        bias = self.maker.numbers(f"{name}.bias") if layer_norm else None
-        return make_norm(
-            weight, self.spec.eps, self.maker.dtype, kernels=self.kernels, layer_norm=layer_norm, bias=bias
-        )
-
-
-def _by_distance(weights: torch.Tensor, spec: Seq2Seq, reach: int, *, both: bool) -> torch.Tensor:
-    """Biases [heads, distances] float32 of keys from ``reach`` - 1 before a row on to its own position, or, with
-    ``both``, to as many behind it, from those of buckets [buckets, heads] (Raffel et al. 2020, section 2.1)."""
-    behind = torch.arange(1 - reach, reach if both else 1, device=weights.device)
-    buckets, first = spec.buckets, torch.zeros_like(behind)
-    if both:
+    Returns:
+        [heads, distances] float32, for keys from ``reach`` - 1 before a row to its own position, or with ``both_sides``
+        to as many after it.
+    """
+    offsets = torch.arange(1 - reach, reach if both_sides else 1, device=weights.device)
+    buckets, first = spec.buckets, torch.zeros_like(offsets)
+    if both_sides:
         buckets //= 2
-        first = torch.where(behind > 0, buckets, 0)
-    distances, exact = behind.abs(), buckets // 2
+        first = torch.where(offsets > 0, buckets, 0)
+    distances, exact = offsets.abs(), buckets // 2
     far = (distances.float() / exact).log() / math.log(spec.farthest / exact) * (buckets - exact)
     far = (exact + far.clamp_(min=0).long()).clamp_(max=buckets - 1)
     return weights.float()[first + torch.where(distances < exact, distances, far)].T.contiguous()
 
 
-def _spread(bias: torch.Tensor, length: int) -> torch.Tensor:
-    """[heads, rows, keys] of a source of so many tokens, from those of distances."""
+def _by_pair(bias: torch.Tensor, length: int) -> torch.Tensor:
+    """Biases [heads, rows, keys] of a source of ``length`` tokens, from those by distance."""
     indices = torch.arange(length, device=bias.device)
     return bias[:, indices - indices[:, None] + bias.shape[1] // 2]
 
 
 def _attend(qkv: torch.Tensor, bias: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """Every row [3, heads, width] of a source over all of them -> [rows, heads * width]. Each source is a call of its
-    own on fresh tensors, so that its bits depend on nothing beside it."""
+    """Attention of a source's rows [rows, 3, heads, head_dim] over all of them: [rows, heads * head_dim]. Each source
+    has a call of its own on new tensors, so that its bits depend on no other source."""
     q, k, v = qkv.permute(1, 2, 0, 3).clone(memory_format=torch.contiguous_format)
     out = F.scaled_dot_product_attention(q[None], k[None], v[None], None if bias is None else bias[None], scale=scale)
     return out[0].transpose(0, 1).flatten(1)
 
 
-def _parts(sources: list[Source]) -> Iterator[list[Source]]:
-    part: list[Source] = []
+def _chunks(sources: list[Source]) -> Iterator[list[Source]]:
+    chunk: list[Source] = []
     for source in sources:
-        if part and sum(map(len, part)) + len(source) > TOGETHER:
-            yield part
-            part = []
-        part.append(source)
-    yield part
+        if chunk and sum(map(len, chunk)) + len(source) > TOGETHER:
+            yield chunk
+            chunk = []
+        chunk.append(source)
+    yield chunk
 
 
 class ModuleWeights:
-    """A module's parameters by their names, tied ones under each of theirs; ``transform.Weights``."""
+    """A module's parameters as ``transform.Weights``; a tied one has several names."""
 
     def __init__(self, module: PreTrainedModel) -> None:
-        self.found = {name: part.detach() for name, part in module.named_parameters(remove_duplicate=False)}
+        self.tensors = {name: part.detach() for name, part in module.named_parameters(remove_duplicate=False)}
 
     def __contains__(self, name: str) -> bool:
-        return name in self.found
+        return name in self.tensors
 
     def values(self, name: str) -> Rows:
-        return self.found[name]
+        return self.tensors[name]
 
     def blocks(self, name: str) -> None:
         return None
@@ -322,16 +313,16 @@ class ModuleWeights:
 
     @property
     def nbytes(self) -> int:
-        return sum(part.nbytes for part in {part.data_ptr(): part for part in self.found.values()}.values())
+        return sum(part.nbytes for part in {part.data_ptr(): part for part in self.tensors.values()}.values())
 
     def same(self, one: str, other: str) -> bool:
-        """Whether two names are one tensor's."""
-        return self.found[one].data_ptr() == self.found[other].data_ptr()
+        """Whether two names are of one tensor."""
+        return self.tensors[one].data_ptr() == self.tensors[other].data_ptr()
 
 
 def load_encoder_decoder(requested: LoadRequest, config: Any, *, model_path: str, ranks: int) -> EncoderDecoder:
-    """``invariant`` None: bit-equal logits on CPU where they can be had, and a warning where they cannot; True raises
-    ConfigError instead. Raises ConfigError for what cannot be had of an encoder-decoder, and ModelError."""
+    """Load an encoder-decoder. With ``invariant`` None logits are bit-equal on CPU if possible, otherwise a warning
+    says so; True raises ConfigError instead. Raises ConfigError for options that do not apply, and ModelError."""
     folder, on_cpu = requested.folder, requested.device.type == "cpu"
     if model_path == "hf":
         raise ConfigError(f"{folder} is an encoder-decoder, which the native path alone runs: leave model_path out")
@@ -344,10 +335,10 @@ def load_encoder_decoder(requested: LoadRequest, config: Any, *, model_path: str
     if requested.dtype is torch.float16 and config.model_type != "bart":
         raise ConfigError(f"{config.model_type} overflows float16: use float32 or bfloat16")
     module: Any = read_module(folder, config, requested.dtype, attention="sdpa")
-    wish = False if requested.invariant is None and not on_cpu else requested.invariant
-    spec, start = seq2seq.bind(module.config, requested.max_model_len), _start(folder, module.config)
-    model = EncoderDecoder(module.to(requested.device), spec, replace(requested, invariant=wish), start)
-    if wish is None and not model.invariant:
+    invariant = False if requested.invariant is None and not on_cpu else requested.invariant
+    spec, start = SEQ2SEQ[config.model_type](module.config, requested.max_model_len), _start(folder, module.config)
+    model = EncoderDecoder(module.to(requested.device), spec, replace(requested, invariant=invariant), start)
+    if invariant is None and not model.invariant:
         warnings.warn(
             f"invariant mode is off: the bits of {model.info.architecture}'s logits depend on the rows beside them "
             "where our kernels do not compute all of its layers",
@@ -358,17 +349,17 @@ def load_encoder_decoder(requested: LoadRequest, config: Any, *, model_path: str
 
 
 def _start(folder: Path, config: Any) -> tuple[int, ...]:
-    """What transformers' ``generate`` begins an answer with: the start token, and one that is forced behind it, of the
-    generation config, or else of the config."""
+    """The tokens with which transformers' ``generate`` starts an answer: the start token and a forced one after it,
+    from the generation config or else the config."""
     path = folder / "generation_config.json"
     given = checkpoint.read_object(path) if path.is_file() else {}
-    result: dict[str, Any] = {}
-    for name in ("decoder_start_token_id", "bos_token_id", "forced_bos_token_id"):
+
+    def token_id(name: str) -> Any:
         value = given.get(name)
-        result[name] = value if value is not None else getattr(config, name, None)
-    begins = result["decoder_start_token_id"]
-    begins = begins if begins is not None else result["bos_token_id"]
-    tokens = [begins] if result["forced_bos_token_id"] is None else [begins, result["forced_bos_token_id"]]
+        return getattr(config, name, None) if value is None else value
+
+    first, forced = token_id("decoder_start_token_id"), token_id("forced_bos_token_id")
+    tokens = [token_id("bos_token_id") if first is None else first, *([] if forced is None else [forced])]
     for token in tokens:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < config.vocab_size:
             raise ModelError(f"{folder} does not say what its decoder begins with: token id {shown(token)}")

@@ -1,7 +1,7 @@
-"""Does a row's result depend, to the last bit, on what it was computed beside?
+"""A test whether a row's bits depend on the rows beside it.
 
-Same-seed identity needs verification to give the bits of plain decoding. ``tiling.py`` and our kernels bring that about
-by how sums are ordered; this test compares, for hundreds of rows, every way in which the engine feeds tokens.
+Same-seed identity needs verification to give the bits of plain decoding. ``tiling.py`` and our kernels ensure that by
+the order of sums. This test compares hundreds of rows in every way that the engine feeds tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TARGET, MATE, OTHER, CROWD = 0, 1, 2, 3
 
 @dataclass(frozen=True)
 class Finding:
-    """How many rows differed from decoding them one by one, in one way of feeding."""
+    """How many rows differed from decoding one by one, when fed in one ``way``."""
 
     way: str
     differing: int
@@ -36,7 +36,7 @@ class Finding:
 
 
 class _Probe:
-    """A model, a cache of its own and random tokens to feed."""
+    """A model with a new cache, and random tokens to feed."""
 
     def __init__(self, model: Model, rows: int, page_size: int | None, seqs: int) -> None:
         self.model = model
@@ -47,12 +47,12 @@ class _Probe:
         generator = torch.Generator().manual_seed(0)
         self.tokens = torch.randint(model.info.vocab_size, (self.rows,), generator=generator).tolist()
         self.sources: dict[int, tuple[int, ...]] = {}
-        if model.info.encoder is not None:  # of other lengths, one for each sequence
+        if model.info.encoder is not None:  # sources of different lengths, one for each sequence
             longest = min(self.rows, model.info.encoder.max_len)
             self.sources = {key: tuple(self.tokens[: 1 + (longest // 2 + 29 * key) % longest]) for key in range(seqs)}
 
     def feed(self, *spans: Span) -> torch.Tensor:
-        """Logits of every row of the first span."""
+        """Feed spans. Returns logits of every row of the first one."""
         spans[0].logits = list(range(spans[0].count))
         for span in spans:
             span.source = self.sources.get(span.key)
@@ -61,12 +61,12 @@ class _Probe:
     def chunk(self, start: int, end: int, key: int = TARGET) -> Span:
         return Span(key, start, self.tokens[start:end])
 
-    def back(self, length: int, key: int = TARGET) -> None:
+    def truncate(self, length: int, key: int = TARGET) -> None:
         if key in self.attention.pool.block_tables:
             self.attention.pool.truncate(key, length)
 
     def forget(self) -> None:
-        """Have sources encoded again."""
+        """Free everything, so that sources are encoded again."""
         for key in list(self.attention.pool.block_tables):
             self.attention.pool.free(key)
         if self.attention.pool.sources is not None:
@@ -76,16 +76,16 @@ class _Probe:
 def self_test(
     model: Model, *, page_size: int | None = None, rows: int = ROWS, chunks: Sequence[int] = CHUNKS
 ) -> list[Finding]:
-    """Every way of feeding ``rows`` tokens in which some row's logits were not those of decoding one by one: in equal
-    and in ragged chunks, beside other sequences, as a path of a tree. Fewer rows where the context is shorter."""
+    """Feed ``rows`` tokens in equal and in ragged chunks, beside other sequences and as a path of a tree. Returns every
+    way in which some row's logits differ from decoding one by one. A short context means fewer rows."""
     probe = _Probe(model, rows, page_size, seqs=CROWD + 5)
-    requested = torch.cat([probe.feed(probe.chunk(at, at + 1)) for at in range(probe.rows)]) if probe.rows else None
-    if requested is None:
+    if not probe.rows:
         return []
+    decoded = torch.cat([probe.feed(probe.chunk(at, at + 1)) for at in range(probe.rows)])
     result: list[Finding] = []
 
     def compare(way: str, got: torch.Tensor, first: int = 0) -> None:
-        expected = requested[first : first + len(got)]
+        expected = decoded[first : first + len(got)]
         differing = int((expected != got).any(dim=-1).sum())
         if differing:
             result.append(Finding(way, differing, len(got), float((expected - got).abs().max())))
@@ -103,24 +103,24 @@ def self_test(
 
 
 def _in_chunks(probe: _Probe, cuts: list[int]) -> torch.Tensor:
-    probe.back(0)
+    probe.truncate(0)
     return torch.cat([probe.feed(probe.chunk(start, end)) for start, end in pairwise(cuts)])
 
 
 def _beside_others(probe: _Probe, cuts: list[int]) -> torch.Tensor:
-    """Each chunk beside a decode, a verification, a short prompt and, every other time, a crowd of decodes; sources are
-    encoded beside others, too."""
+    """Each chunk beside a decode, a verification, a short prompt and, every other time, a crowd of decodes. Sources are
+    encoded beside others too."""
     probe.forget()
     rows, fed = [], {MATE: 0, OTHER: 0}
     for turn, (start, end) in enumerate(pairwise(cuts)):
         mates = []
         for key, count in ((MATE, 1), (OTHER, 3 + turn)):
             first = fed[key] if fed[key] + count <= probe.rows else 0
-            probe.back(first, key)
+            probe.truncate(first, key)
             mates.append(probe.chunk(first, min(first + count, probe.rows), key))
             fed[key] = first + count
         for key in range(CROWD, CROWD + 5) if turn % 2 else ():
-            probe.back(0, key)
+            probe.truncate(0, key)
             mates.append(probe.chunk(0, 1, key))
         rows.append(probe.feed(probe.chunk(start, end), *mates))
     return torch.cat(rows)
@@ -128,7 +128,7 @@ def _beside_others(probe: _Probe, cuts: list[int]) -> torch.Tensor:
 
 def _in_a_tree(probe: _Probe, first: int) -> torch.Tensor:
     """The true continuation as one branch, with a sibling at every depth, beside another sequence."""
-    probe.back(0)
+    probe.truncate(0)
     if first:
         probe.feed(probe.chunk(0, first))
     tokens, parents, path = [], [], []
@@ -138,5 +138,5 @@ def _in_a_tree(probe: _Probe, first: int) -> torch.Tensor:
         parents += [parent, parent]
         parent = len(tokens) - 1
         path.append(parent)
-    probe.back(0, MATE)
+    probe.truncate(0, MATE)
     return probe.feed(Span(TARGET, first, tokens, parents), probe.chunk(0, 2, MATE))[path]

@@ -1,8 +1,8 @@
-"""What layers have in the place of attention: they keep a state, and run it token by token in one order.
+"""Mixers of recurrent layers: they keep a state in place of keys and values, and update it token by token in one order.
 
-Every row is computed from the records of its own path alone, in sums whose shapes do not depend on how many rows there
-are, so that its bits are the same whatever is fed with it. ``KernelMixer`` does so on ``kernels/recurrent.cpp``: that
-reads a sequence's state once for all its rows.
+A row is computed from the records of its own path, in sums whose shapes do not depend on the number of rows, so that
+its bits are the same whatever is fed with it. ``KernelMixer`` runs on ``kernels/recurrent.cpp``, which reads a
+sequence's state once for all its rows.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ UNIT_EPS = 1e-6
 
 
 class Mixer(Protocol):
-    """Of the inputs [rows, numbers] that a projection makes of a batch's rows, what the projection behind it reads."""
+    """Maps the outputs [rows, numbers] of a layer's input projection to inputs of its output projection."""
 
     def __call__(self, inputs: torch.Tensor, states: States, replay: Any) -> torch.Tensor: ...
 
     def norms(self) -> Iterator[object]:
-        """Those inside."""
+        """Its norms."""
 
 
 class Convolution:
-    """A causal convolution over each channel by itself: of a row's record and those before it, oldest first."""
+    """A causal depthwise convolution over a row's record and those before it, oldest first."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         """weight [channels, 1, columns + 1]"""
@@ -44,7 +44,8 @@ class Convolution:
         self.bias = None if bias is None else bias.float()
 
     def __call__(self, records: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
-        """Float32 [nodes, channels] of ``records`` [records, at least so many]; ``taps`` [nodes, columns + 1]."""
+        """Float32 [nodes, channels]. ``taps`` [nodes, columns + 1] are the indices of what each node reads in
+        ``records`` [records, channels or more]."""
         channels = self.weight.shape[1]
         total = records[taps[:, 0], :channels].float() * self.weight[0]
         for column, weight in enumerate(self.weight[1:], 1):
@@ -53,7 +54,7 @@ class Convolution:
 
 
 def remember(records: torch.Tensor, layer: int, states: States, replay: Replay) -> torch.Tensor:
-    """Store the rows' records [rows, width]; returns them with those that are read behind them."""
+    """Store the rows' records [rows, width]. Returns them and, after them, the earlier ones that they read."""
     ring = states.records[layer]
     assert ring is not None
     flat = ring.view(-1, ring.shape[-1])
@@ -63,7 +64,7 @@ def remember(records: torch.Tensor, layer: int, states: States, replay: Replay) 
 
 
 class ShortConv:
-    """C * conv(B * x) of [B, C, x] (LFM2)."""
+    """LFM2's short convolution: C * conv(B * x) of [B, C, x]."""
 
     def __init__(self, layer: int, conv: Convolution, dtype: torch.dtype) -> None:
         self.layer, self.conv, self.dtype = layer, conv, dtype
@@ -80,20 +81,19 @@ class ShortConv:
 
 @dataclass(eq=False)
 class Recurrent(ABC):
-    """A state [heads, key width, value width] that each row decays and adds to. ``inputs`` are a row's record, what the
-    convolution reads and then ``gates`` numbers, and behind it what the output is gated by."""
+    """A state [heads, key_dim, value_dim] that each row decays and adds to. A row of ``inputs`` has its record (what
+    the convolution reads, then ``gates`` numbers), and after it the output's gate."""
 
     layer: int
     sizes: MixerSpec
     conv: Convolution
     norm: Any
-    """None: there is none."""
     dtype: torch.dtype
-    """Of rows."""
+    """The rows' dtype."""
     decay: torch.Tensor
-    """[heads] float32: what a time step is multiplied by."""
+    """[heads] float32: A, which multiplies a time step."""
     step: torch.Tensor
-    """[heads] float32: its bias."""
+    """[heads] float32: the time step's bias."""
 
     def __call__(self, inputs: torch.Tensor, states: States, replay: Replay) -> torch.Tensor:
         channels, numbers = self.sizes.channels, states.checkpoints[self.layer]
@@ -109,35 +109,34 @@ class Recurrent(ABC):
         return self.gate(out.to(self.dtype), inputs[:, width:])
 
     def _run(self, run: Run, numbers: torch.Tensor, rows: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
-        """One sequence's nodes, each from the state of the node before it, one by one."""
+        """Compute one sequence's nodes one by one, each from its parent's state."""
         checkpoint, copies = numbers[run.slot], dict(run.copies)
-        held, last = {NONE: checkpoint}, {before: run.first + i for i, before in enumerate(run.before)}
-        for node, (before, row) in enumerate(zip(run.before, run.rows), run.first):
-            state, made = self.advance(held[before], *(each[node] for each in rows))
+        states, last_use = {NONE: checkpoint}, {parent: run.first + i for i, parent in enumerate(run.before)}
+        for node, (parent, row) in enumerate(zip(run.before, run.rows), run.first):
+            states[node], output = self.advance(states[parent], *(each[node] for each in rows))
             if row != NONE:
-                out[row] = made.flatten()
-            held[node] = state
-            if last[before] == node:
-                del held[before]
+                out[row] = output.flatten()
+            if last_use[parent] == node:
+                del states[parent]
             if node == run.settled:
-                checkpoint.copy_(state)
+                checkpoint.copy_(states[node])
             if node in copies:
-                numbers[copies[node]] = state
+                numbers[copies[node]] = states[node]
 
     @abstractmethod
     def prepare(self, mixed: torch.Tensor, gates: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Per node, what ``advance`` takes of it: ``mixed`` [nodes, channels] is behind the convolution."""
+        """The arguments of ``advance`` for every node; ``mixed`` [nodes, channels] are the convolution's outputs."""
 
     @abstractmethod
     def advance(self, state: torch.Tensor, *row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A new state, and the row's output [heads, value width]."""
+        """The new state, and the row's output [heads, value_dim]."""
 
     @abstractmethod
     def gate(self, out: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """The rows [rows, inner] normed and gated."""
+        """Outputs [rows, inner], normed and gated."""
 
     def spread(self, side: torch.Tensor) -> torch.Tensor:
-        """[heads, key width] of a row's numbers for each group."""
+        """A row's numbers by head [heads, key_dim], from those by group."""
         times = self.sizes.heads // self.sizes.groups
         return side.repeat(times, 1) if self.sizes.tiled else side.repeat_interleave(times, 0)
 
@@ -202,7 +201,7 @@ class Mamba2(Recurrent):
 
 
 class NormedMixer:
-    """A mixer whose output is normed behind it."""
+    """A mixer and a norm of its output."""
 
     def __init__(self, mixer: Mixer, norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.mixer, self.norm = mixer, norm
@@ -220,15 +219,16 @@ def _unit(side: torch.Tensor) -> torch.Tensor:
 
 @dataclass(slots=True)
 class CompiledReplay:
-    """A ``Replay`` as the kernel reads it: a ``structs.ReplayStruct`` at ``address``, and what that points to."""
+    """A ``Replay`` as the kernel reads it: a ``structs.ReplayStruct`` at ``address``."""
 
     address: int
     rows: int
     kept: tuple[Any, ...]
+    """Everything that it points to."""
 
 
 def lay_out(replay: Replay, states: States, rows: int) -> CompiledReplay:
-    """For a batch of ``rows`` rows."""
+    """The ``replay`` of a batch of ``rows`` rows for the kernel."""
     runs, before, own, copies = array("q"), array("q"), array("q"), array("q")
     for run in replay.runs:
         settled = run.settled if run.settled >= run.first else NONE
@@ -250,13 +250,13 @@ def lay_out(replay: Replay, states: States, rows: int) -> CompiledReplay:
 
 
 def addresses(states: States) -> array[int]:
-    """Of every layer's records and checkpoints, 0 where it has none."""
+    """Addresses of every layer's records and checkpoints, 0 where it has none."""
     pairs = zip(states.records, states.checkpoints)
     return array("q", (0 if side is None else side.data_ptr() for pair in pairs for side in pair))
 
 
 class KernelMixer:
-    """What a mixer of ``recurrent.py`` computes, within rounding."""
+    """A mixer on the kernel: the same results within rounding."""
 
     def __init__(self, mixer: ShortConv | Recurrent) -> None:
         self.mixer, self.layer, self.dtype = mixer, mixer.layer, mixer.dtype
@@ -285,7 +285,7 @@ class KernelMixer:
         self.call = kernel("recur", self.dtype)
 
     def __call__(self, inputs: torch.Tensor, states: States, replay: CompiledReplay) -> torch.Tensor:
-        """As ``Mixer``; ``inputs`` change. Raises ValueError for rows and states that the kernel would misread."""
+        """As ``Mixer``; it changes ``inputs``. Raises ValueError for rows and states that the kernel would misread."""
         records, numbers = states.records[self.layer], states.checkpoints[self.layer]
         shape = torch.Size((replay.rows, self.inputs))
         if inputs.shape != shape or inputs.dtype is not self.dtype or not inputs.is_cpu:

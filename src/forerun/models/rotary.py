@@ -13,21 +13,21 @@ from forerun.core.errors import shown
 from forerun.models import checkpoint
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
-"""Kinds whose frequencies do not depend on the length of the text."""
+"""Those whose frequencies do not depend on the length of the text."""
 GROWTH = 2048
 
 
 def is_constant(rope: Mapping[str, Any]) -> bool:
-    """Whether frequencies called ``dynamic`` are those of one stretch, ``alpha`` (Hunyuan's), at every length."""
+    """Whether a ``dynamic`` type has constant frequencies all the same: those of Hunyuan's ``alpha``."""
     return rope.get("rope_type") == "dynamic" and bool(rope.get("alpha"))
 
 
 class Rotary:
-    """Turns queries and keys by their position: one complex product, for which the pairs of a head lie side by side.
+    """The rotary embedding of queries and keys: one complex product, for which a head's rotated pairs are side by side.
 
-    The rows of the projections are arranged for that; attention does not notice, as queries and keys agree. Where only
-    the first numbers of a head are turned, the angles of the others are 0. ``kind``: of a config that has parameters by
-    types of layers, the type. ``interleaved``: the pairs lie side by side in the checkpoint.
+    Rows of the projections are arranged for that when they are loaded. With a partial embedding, the angles of the
+    other numbers are 0. ``kind`` is the layer type whose parameters are meant, in a config with several sets.
+    ``interleaved``: checkpoints have the pairs side by side already.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Rotary:
         self._table = torch.empty(0)
 
     def arrange(self, heads: torch.Tensor) -> torch.Tensor:
-        """The last dimension, one head, in the order that ``apply_rotary`` expects."""
+        """Heads along the last dimension, in the order that ``apply_rotary`` expects."""
         if self.interleaved:
             return heads
         first, second, others = heads.split_with_sizes((self.pairs, self.pairs, self.width - 2 * self.pairs), -1)
         return torch.cat([torch.stack([first, second], dim=-1).flatten(-2), others], dim=-1)
 
     def arrange_rows(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """Rows of a joint qkv matrix (or its bias) with each of the first ``count`` heads in that order."""
+        """Rows of a joint qkv matrix (or its bias), each of the first ``count`` heads in that order."""
         rotated = count * self.width
         heads = rows[:rotated].view(count, self.width, -1).transpose(1, 2)
         heads = self.arrange(heads).transpose(1, 2).reshape(rows[:rotated].shape)
@@ -71,13 +71,13 @@ class Rotary:
         self._table = table[:, None].to(self.device)
 
     def table(self, size: int) -> torch.Tensor:
-        """[positions, 1, width / 2] for ``size`` positions at least: cosines and sines, as complex numbers."""
+        """Cosines and sines as complex numbers [positions, 1, width / 2], of at least ``size`` positions."""
         if size > self._table.shape[0]:
             self._grow(size)
         return self._table
 
     def angles(self, batch: Batch) -> torch.Tensor:
-        """[rows, 1, width / 2], for ``apply_rotary``."""
+        """Those of a batch's rows: [rows, 1, width / 2]."""
         table = self.table(max(span.end for span in batch.spans))
         if len(batch.spans) == 1 and batch.spans[0].parents is None:
             first = batch.spans[0].start + batch.spans[0].stored
@@ -85,7 +85,7 @@ class Rotary:
         return table.index_select(0, batch.positions)
 
     def apply_rotary(self, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-        """[rows, heads, width] turned, in place where that can be."""
+        """Heads [rows, heads, width], rotated in place if possible."""
         if self._kernel is not None and heads.stride()[1:] == (self.width, 1):
             rows, count = heads.shape[:2]
             if heads.dtype is not self.dtype:
@@ -100,8 +100,8 @@ class Rotary:
 
 
 def _frequencies(config: Any, width: int, kind: str | None) -> tuple[torch.Tensor, float]:
-    """One frequency per pair that is turned, float32, and the factor on cosines and sines."""
-    if not hasattr(config, "rope_parameters"):  # nothing is turned
+    """Float32 frequencies of the rotated pairs, and the factor of cosines and sines."""
+    if not hasattr(config, "rope_parameters"):
         return torch.empty(0), 1.0
     rope: dict[str, Any] = dict(config.rope_parameters or {})
     rope = rope if kind is None else rope[kind]

@@ -1,4 +1,4 @@
-"""Rank 0: starts the others, tells them what to run, and says in one line which of them failed."""
+"""Rank 0: starts the other ranks, sends them every forward, and reports which one failed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import tempfile
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from time import monotonic
 from typing import NoReturn
@@ -28,31 +28,31 @@ from forerun.models.base import LoadRequest, Tiles
 from forerun.models.ranks.team import FAILED, READY, TIMEOUT, UP, Feed, Hello, RankCall, StatesFeed, Team
 
 START = 600.0
-"""Seconds that the others have to come up, and again to load their parts."""
+"""Seconds that the others have to start, and again to load their shards."""
 LAST_WORDS = 2.0
-"""Seconds to wait for a process that has closed its connection to end."""
+"""Seconds to wait until a process ends that has closed its connection."""
 COMMAND = "from forerun.models.ranks.worker import main; main()"
 
 
 class Rank:
-    """One of the other processes."""
+    """Another rank's process."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.pipe, theirs = Pipe()
+        self.pipe, other_end = Pipe()
         package = str(Path(__file__).parents[3])
         paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-        with theirs:
+        with other_end:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-c", COMMAND, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-c", COMMAND, str(other_end.fileno())],
+                pass_fds=[other_end.fileno()],
                 env={**os.environ, "PYTHONPATH": paths},
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,  # an interrupt of the terminal is rank 0's to answer
             )
 
     def ended(self, seconds: float) -> str | None:
-        """How the process ended, in words; None: it has not, in that time."""
+        """How the process ended; None if it is still running after so many seconds."""
         try:
             status = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -61,7 +61,7 @@ class Rank:
 
 
 class Leader(Team):
-    """Rank 0 of ``size``; the others load their parts of ``wanted``. They end when this object or process does."""
+    """Rank 0 of ``size``. The others load their shards of ``requested``; they end with this object or process."""
 
     leads = True
 
@@ -81,7 +81,7 @@ class Leader(Team):
         self.connect(folder, device)
 
     def ready(self) -> None:
-        """Wait until the others have loaded their parts. Raises RankError."""
+        """Wait until the others have loaded their shards. Raises RankError."""
         self._await(READY)
 
     def _await(self, word: str) -> None:
@@ -90,11 +90,11 @@ class Leader(Team):
             try:
                 if not other.pipe.poll(max(0.0, until - monotonic())):
                     self._fail(f"rank {other.rank} of {self.size} did not come up within {START:.0f} s")
-                said, *reason = pickle.loads(other.pipe.recv_bytes())
+                answer, *reason = pickle.loads(other.pipe.recv_bytes())
             except (EOFError, OSError):
-                self._lost()
-            if said != word:
-                self._fail(f"rank {other.rank} of {self.size}: {reason[0] if said == FAILED else said}")
+                self._failed()
+            if answer != word:
+                self._fail(f"rank {other.rank} of {self.size}: {reason[0] if answer == FAILED else answer}")
 
     @contextmanager
     def feeding(self, batch: Batch, attention: Attention, tiles: Tiles | None, *, invariant: bool) -> Iterator[None]:
@@ -105,27 +105,27 @@ class Leader(Team):
         states = None if pool.states is None else StatesFeed.of(pool.states, [span.key for span in batch.spans])
         message = Feed(
             number, pool.num_pages, pool.page_size, pool.changes or [],
-            {span.key: pool.block_tables[span.key] for span in batch.spans}, gone, batch.spans, batch.hidden,
-            batch.layers, batch.embeds, batch.embed_rows, tiles, invariant, torch.get_num_threads(),
-            states,
+            {span.key: pool.block_tables[span.key] for span in batch.spans}, gone, replace(batch), tiles, invariant,
+            torch.get_num_threads(), states,
         )  # fmt: skip
-        with self._telling(message):
-            self._note(pool)
+        with self._running(message):
+            self._record_changes(pool)
             del self._gone[: len(gone)]
             yield
 
     @contextmanager
     def calling(self, name: str, rows: torch.Tensor) -> Iterator[None]:
-        with self._telling(RankCall(name, rows)):
+        with self._running(RankCall(name, rows)):
             yield
 
     @contextmanager
-    def _telling(self, message: Feed | RankCall) -> Iterator[None]:
+    def _running(self, message: Feed | RankCall) -> Iterator[None]:
+        """Sends a message to the others; a failure of this rank while they run it ends them."""
         if self._broken is not None:
             raise RankError(self._broken)
-        said = pickle.dumps(message)
+        data = pickle.dumps(message)
         for other in self.others:
-            self._send(said, other)
+            self._send(data, other)
         try:
             yield
         except RankError:
@@ -134,32 +134,29 @@ class Leader(Team):
             self._stop(f"rank 0 of {self.size} failed in a forward ({type(error).__name__})")
             raise
 
-    def _send(self, said: bytes, other: Rank) -> None:
+    def _send(self, data: bytes, other: Rank) -> None:
         try:
-            other.pipe.send_bytes(said)
+            other.pipe.send_bytes(data)
         except OSError:
-            self._lost()
+            self._failed()
 
     def _number(self, pool: Pool) -> int:
-        """The pool's; changes to it are noted from its first forward on."""
+        """The pool's number. Its changes are recorded from its first forward on."""
         result = self._numbers.get(pool)
         if result is None:
             result = self._numbers[pool] = next(self._count)
-            self._note(pool)
+            self._record_changes(pool)
             weakref.finalize(pool, self._gone.append, result).atexit = False
         return result
 
-    def _note(self, pool: Pool) -> None:
-        """From now on, note what happens between forwards."""
+    def _record_changes(self, pool: Pool) -> None:
+        """Start a new list of changes, for the next forward."""
         pool.changes = []
         if pool.states is not None:
             pool.states.changes = []
 
-    def _failed(self, error: RuntimeError) -> NoReturn:
-        self._lost(error)
-
-    def _lost(self, error: RuntimeError | None = None) -> NoReturn:
-        """Say who ended, or that somebody does not answer."""
+    def _failed(self, error: RuntimeError | None = None) -> NoReturn:
+        """Raise RankError that names the rank which ended, or says that one does not answer."""
         until = monotonic() + LAST_WORDS
         while monotonic() < until:
             for other in self.others:
@@ -178,10 +175,9 @@ class Leader(Team):
 
 
 def _end(others: list[Rank], folder: Path) -> None:
-    """Close the connections, at which the others end; kill those that are within a forward."""
-    pipes: list[Connection] = [other.pipe for other in others]
-    for pipe in pipes:
-        pipe.close()
+    """Close the connections, so that the others end; kill those that are inside a forward."""
+    for other in others:
+        other.pipe.close()
     for other in others:
         if other.ended(LAST_WORDS) is None:
             other.process.kill()

@@ -1,9 +1,7 @@
-"""The processes that share a model's layers, as one of them sees them: all that they tell each other, and the layers of
-which each has a part.
+"""Tensor parallelism as one rank sees it: collective operations, messages, and the layers that are split.
 
-Every rank gets every rank's part and adds the parts up itself, number by number, in the order of the ranks, in float32.
-So a row's sums depend on nothing but the row and how many ranks there are; a library's reduction has an order of its
-own.
+For a sum, every rank gathers all ranks' parts and adds them up itself, in the order of the ranks, in float32. So a
+row's bits depend on the row and the number of ranks alone; a library's reduction has an order of its own.
 """
 
 from __future__ import annotations
@@ -21,18 +19,18 @@ import torch.distributed as dist
 from forerun.attention.base import Attention
 from forerun.cache.pool import Change
 from forerun.cache.states import States
-from forerun.core.batch import Batch, Span
+from forerun.core.batch import Batch
 from forerun.core.errors import RankError
 from forerun.models.base import LoadRequest, Tiles
 from forerun.models.formats.base import Linear
 from forerun.models.layout import Embedding
 
 TIMEOUT = timedelta(seconds=60)
-"""How long the others may take to come to the same place of a forward."""
+"""How long the others may take to reach the same operation."""
 
 
 class Team:
-    """``rank`` of ``size`` processes. What fails between them raises RankError."""
+    """Rank ``rank`` of ``size`` processes. Failures between them raise RankError."""
 
     leads = False
 
@@ -50,19 +48,19 @@ class Team:
             self._failed(error)
 
     def shards(self, shard: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's ``shard``, which has one shape and dtype on all of them, in their order."""
+        """Every rank's ``shard`` in the order of ranks. All have the same shape and dtype."""
         if self._apart or not shard.numel():
             return [shard] * self.size
-        mine = shard.contiguous()
-        result = [torch.empty_like(mine) for _ in range(self.size)]
+        shard = shard.contiguous()
+        result = [torch.empty_like(shard) for _ in range(self.size)]
         try:
-            self._group.allgather([[_bytes(each) for each in result]], [_bytes(mine)]).wait()
+            self._group.allgather([[_bytes(each) for each in result]], [_bytes(shard)]).wait()
         except RuntimeError as error:
             self._failed(error)
         return result
 
     def sum(self, shard: torch.Tensor) -> torch.Tensor:
-        """All parts added up, in float32."""
+        """The sum of all ranks' shards, in float32."""
         first, *rest = self.shards(shard)
         total = first.to(torch.float32, copy=True)
         for each in rest:
@@ -70,13 +68,13 @@ class Team:
         return total
 
     def join(self, shard: torch.Tensor) -> torch.Tensor:
-        """All parts end to end along the last dimension."""
+        """All ranks' shards, joined along the last dimension."""
         return torch.cat(self.shards(shard), -1)
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Let this rank run layers by itself, as if the others had the same parts: to see which calls agree in their
-        bits, not for results."""
+        """Run layers on this rank alone, as if the others had the same shards. Results are meaningless, but show which
+        calls agree in their bits."""
         self._apart = True
         try:
             yield
@@ -86,11 +84,11 @@ class Team:
     def feeding(
         self, batch: Batch, attention: Attention, tiles: Tiles | None, *, invariant: bool
     ) -> AbstractContextManager[None]:
-        """Around a forward, whose entries have been reserved: rank 0 tells the others."""
+        """Wraps a forward whose cache entries are reserved: rank 0 sends it to the others."""
         return nullcontext()
 
     def calling(self, name: str, rows: torch.Tensor) -> AbstractContextManager[None]:
-        """Around another method of the model."""
+        """Wraps another method of the model in the same way."""
         return nullcontext()
 
     def _failed(self, error: RuntimeError) -> NoReturn:
@@ -98,18 +96,18 @@ class Team:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Every library moves bytes; not every one moves every kind of number."""
+    """Every library moves bytes; not every one moves every dtype."""
     return tensor.view(-1).view(torch.uint8)
 
 
 def _group(store: Any, rank: int, size: int, device: torch.device) -> Any:
-    """A group of this model's alone: a process may have several models."""
+    """A process group for this model: a process may have several models."""
     library: Any = dist
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        wishes = library.ProcessGroupNCCL.Options()
-        wishes._timeout = TIMEOUT
-        return library.ProcessGroupNCCL(store, rank, size, wishes)
+        nccl = library.ProcessGroupNCCL.Options()
+        nccl._timeout = TIMEOUT
+        return library.ProcessGroupNCCL(store, rank, size, nccl)
     options = library.ProcessGroupGloo._Options()
     options._timeout = TIMEOUT
     options._devices = [library.ProcessGroupGloo.create_device(hostname="127.0.0.1")]  # nobody else is to connect
@@ -117,55 +115,49 @@ def _group(store: Any, rank: int, size: int, device: torch.device) -> Any:
 
 
 UP, READY, FAILED = "up", "ready", "failed"
-"""What a rank answers while it starts; FAILED with a reason."""
+"""A rank's answers while it starts; FAILED comes with a reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What to load, and where to meet."""
+    """The first message to a rank: what to load, and the folder in which ranks meet."""
 
     rank: int
     size: int
     folder: Path
-    wanted: LoadRequest
+    requested: LoadRequest
 
 
 @dataclass(frozen=True, slots=True)
 class StatesFeed:
-    """What layers keep of a forward's sequences (``cache/states.py``): how much room there is, where each one is, how
-    many entries it covers, what is to be stored, and what happened since the last forward."""
+    """The states of a forward's sequences (``cache/states.py``), and their changes since the last forward."""
 
     count: int
-    kept: int
+    max_kept: int
     depth: int
     slots: dict[int, int]
     lengths: dict[int, int]
-    marks: dict[int, dict[int, int]]
+    to_store: dict[int, dict[int, int]]
     changes: list[tuple[str, Any]]
 
     @classmethod
     def of(cls, states: States, keys: Sequence[int]) -> StatesFeed:
-        slots, lengths = ({key: held[key] for key in keys} for held in (states.slots, states.lengths))
-        marks = {key: dict(states.to_store[key]) for key in keys if key in states.to_store}
-        return cls(states.count, states.max_kept, states.depth, slots, lengths, marks, states.changes or [])
+        slots, lengths = ({key: values[key] for key in keys} for values in (states.slots, states.lengths))
+        to_store = {key: dict(states.to_store[key]) for key in keys if key in states.to_store}
+        return cls(states.count, states.max_kept, states.depth, slots, lengths, to_store, states.changes or [])
 
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """One forward: the rows, where their entries go in the cache ``pool``, and what happened to that since its last
-    forward; ``gone`` are caches that are no more."""
+    """One forward, the cache ``pool`` that it uses with the changes since its last forward, and pools that are gone."""
 
     pool: int
-    pages: int
+    num_pages: int
     page_size: int
     changes: list[Change]
-    tables: dict[int, list[int]]
+    block_tables: dict[int, list[int]]
     gone: list[int]
-    spans: list[Span]
-    hidden: tuple[int, ...]
-    layers: tuple[int, ...] | None
-    embeds: torch.Tensor | None
-    embed_rows: list[int] | None
+    batch: Batch
     tiles: Tiles | None
     invariant: bool
     threads: int
@@ -181,7 +173,7 @@ class RankCall:
 
 
 class Summed:
-    """A linear layer whose inputs are split: each rank's part of the sums, in the rows' dtype, added up in float32."""
+    """A linear layer whose inputs are split. The ranks' outputs, in the rows' dtype, are added up in float32."""
 
     def __init__(self, linear: Linear, team: Team) -> None:
         self.linear, self.team = linear, team
@@ -193,7 +185,7 @@ class Summed:
 
 
 class Gathered:
-    """An output layer whose outputs are split, ``outputs`` of them in all."""
+    """An output layer whose ``outputs`` are split."""
 
     def __init__(self, linear: Linear, team: Team, outputs: int) -> None:
         self.linear, self.team, self.outputs = linear, team, outputs
@@ -205,7 +197,7 @@ class Gathered:
 
 
 class SplitEmbedding(Embedding):
-    """An embedding of ``count`` tokens of which each rank has as many, one after the other's."""
+    """An embedding of ``count`` tokens, of which each rank has equally many in the order of ranks."""
 
     def __init__(self, embedding: Embedding, team: Team, count: int) -> None:
         super().__init__(embedding.rows, embedding.dtype, shared=embedding.shared, scale=embedding.scale)
@@ -213,8 +205,8 @@ class SplitEmbedding(Embedding):
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         flat = ids.flatten()
-        mine = super().__call__((flat - self.team.rank * self.each).clamp_(0, self.each - 1))
-        result = torch.stack(self.team.shards(mine))[flat // self.each, torch.arange(len(flat), device=flat.device)]
+        rows = super().__call__((flat - self.team.rank * self.each).clamp_(0, self.each - 1))
+        result = torch.stack(self.team.shards(rows))[flat // self.each, torch.arange(len(flat), device=flat.device)]
         return result.view(*ids.shape, self.width)
 
     def fields(self) -> None:
@@ -222,7 +214,7 @@ class SplitEmbedding(Embedding):
 
 
 class OverAll:
-    """A norm over the heads of all ranks together; each gives its own rows' numbers and takes them back."""
+    """A norm over the heads of all ranks together."""
 
     def __init__(self, norm: Callable[[torch.Tensor], torch.Tensor], team: Team) -> None:
         self.norm, self.team = norm, team
