@@ -43,7 +43,7 @@ emulated:  ## tests that call the kernels, with those for ARM, which qemu runs o
 
 wheels:  ## dist/: a wheel for each platform, with the kernels that ziglang compiles for it; what is in build/kernels stays
 	for platform in $(PLATFORMS); do \
-		PYTHONPATH=src $(RUN) forerun.kernels $$platform build/kernels/$$platform && \
+		PYTHONPATH=src $(firstword $(RUN)) .ci/prebuild.py $$platform build/kernels/$$platform && \
 		FORERUN_WHEEL_PLATFORM=$$platform $(RUN) build --wheel --outdir dist . || exit 1; \
 	done
 	PYTHONPATH=src $(firstword $(RUN)) .ci/wheels.py $(foreach p,$(PLATFORMS),dist/forerun-*-$(p).whl)

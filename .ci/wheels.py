@@ -9,6 +9,8 @@ import zipfile
 from email import message_from_bytes
 from pathlib import Path
 
+from prebuild import TARGETS
+
 from forerun import kernels
 
 FORMATS = {"x86_64": b"\x3e\x00", "aarch64": b"\xb7\x00"}
@@ -20,7 +22,7 @@ MACH_O = b"\xcf\xfa\xed\xfe\x0c\x00\x00\x01"
 def wrong(path):
     """What is wrong with a wheel, and the variants of the kernels in it."""
     platform = path.stem.split("-", 4)[4]
-    expected = kernels.TARGETS.get(platform)
+    expected = TARGETS.get(platform)
     with zipfile.ZipFile(path) as wheel:
         contents = {name: wheel.read(name) for name in wheel.namelist() if "/carried/" in name}
         (about,) = (wheel.read(name) for name in wheel.namelist() if name.endswith(".dist-info/WHEEL"))

@@ -37,7 +37,7 @@ def compiled(compiler, *machine):
         patch.delenv("FORERUN_SANITIZE", raising=False)
         version = metadata.version(kernels.ZIG) if kernels.ZIG in compiler else ""
         by = [part for part in compiler if part != sys.executable]  # which lies elsewhere in every environment
-        make = partial(kernels._compile, compiler, machine=machine, timeout=None)
+        make = partial(kernels.compile_kernels, compiler, machine=machine, timeout=None)
         return kept(make, *by, version, *kernels._flags(), *machine)
 
 

@@ -28,7 +28,7 @@ MASK = (1 << 64) - 1
 
 
 def can_emulate():
-    return bool(shutil.which(QEMU) and LIBRARIES.is_dir() and kernels._zig()) and kernels.library() is not None
+    return bool(shutil.which(QEMU) and LIBRARIES.is_dir() and kernels.zig()) and kernels.library() is not None
 
 
 def _address(argument):
@@ -96,8 +96,11 @@ class Function:
 
 def build(name, platform):
     """The kernels as a platform's wheel carries them under a name of ``kernels.VARIANTS``, but compiled sooner."""
-    target, machine = kernels.TARGETS[platform][0], kernels.for_zig(kernels.VARIANTS[name][1])
-    return compiled(kernels._zig(), "-target", target, machine)
+    sys.path.append(str(Path(__file__).parents[1] / ".ci"))
+    from prebuild import TARGETS, zig_flag
+
+    target, machine = TARGETS[platform][0], zig_flag(kernels.VARIANTS[name][1])
+    return compiled(kernels.zig(), "-target", target, machine)
 
 
 def command(processor, program, *arguments):

@@ -83,7 +83,7 @@ def test_on_arm_the_system_says_what_the_processor_has(monkeypatch, system, word
 
 
 def test_nothing_is_compiled_where_they_are_carried(carried, monkeypatch):
-    monkeypatch.setattr(kernels, "_compile", lambda *arguments: pytest.fail("compiled"))
+    monkeypatch.setattr(kernels, "compile_kernels", lambda *arguments: pytest.fail("compiled"))
     monkeypatch.setattr(kernels, "COMPILERS", ())
     monkeypatch.setattr(kernels, "ZIG", "no_such_module")
     result = kernels.library.__wrapped__()
@@ -134,7 +134,7 @@ def test_a_compiler_that_takes_too_long_is_one_short_line(tmp_path, monkeypatch,
     def compile_for_ever(command, *arguments):
         raise subprocess.TimeoutExpired([*command, "-o", "x" * 5000], kernels.COMPILE_TIMEOUT)
 
-    monkeypatch.setattr(kernels, "_compile", compile_for_ever)
+    monkeypatch.setattr(kernels, "compile_kernels", compile_for_ever)
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     with caplog.at_level(logging.WARNING):
         assert kernels.library.__wrapped__() is None
@@ -161,11 +161,11 @@ for name in ("float32", "bfloat16", "q4_0", "q4_k", "q8_0", "int8_rows"):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "other", where(bool(kernels._zig() and shutil.which("g++")), ["g++"], "ziglang and g++ are not both here")
+    "other", where(bool(kernels.zig() and shutil.which("g++")), ["g++"], "ziglang and g++ are not both here")
 )
 def test_ziglangs_kernels_give_the_bits_of_the_systems_compiler(tmp_path, other):
     """A whole model's log-probabilities, to the last digit."""
-    kernels._compile(kernels._zig(), tmp_path / "kernels.so", timeout=None)
+    kernels.compile_kernels(kernels.zig(), tmp_path / "kernels.so", timeout=None)
 
     def answers(*library):
         command = [sys.executable, "-c", ANSWERS, *library]

@@ -270,7 +270,7 @@ def test_compiling_is_reported_part_by_part(tmp_path, home, monkeypatch, unwatch
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     for _ in range(2):
         assert kernels.library.__wrapped__() is not None
-        assert told == [(kernels.ONCE, sum(steps))]
+        assert told == [(kernels.COMPILING, sum(steps))]
         assert sum(steps) == len(log.read_text().splitlines()) == len(kernels.SOURCES) + 1
 
 
@@ -290,7 +290,7 @@ def test_a_program_that_only_imports_us_is_reported_too(tmp_path, home, monkeypa
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     with caplog.at_level(logging.WARNING):  # a command in an earlier test watches in this context
         assert Context().run(kernels.library.__wrapped__) is not None
-    assert [record.getMessage() for record in caplog.records] == [kernels.ONCE]
+    assert [record.getMessage() for record in caplog.records] == [kernels.COMPILING]
 
 
 def test_a_first_start_says_that_it_compiles_and_prints_json_alone(tmp_path, home, monkeypatch, tiny_target):
@@ -298,5 +298,5 @@ def test_a_first_start_says_that_it_compiles_and_prints_json_alone(tmp_path, hom
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     command = [sys.executable, "-m", "forerun", "generate", "x", "--model", tiny_target, "--max-tokens", "2", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, f"{kernels.ONCE}\n")
+    assert (done.returncode, done.stderr) == (0, f"{kernels.COMPILING}\n")
     assert isinstance(json.loads(done.stdout), dict)

@@ -63,7 +63,7 @@ def test_a_library_that_cannot_be_loaded_and_no_compiler(answered, tmp_path, no_
     carried.mkdir()
     for name in kernels.VARIANTS:
         kernels.prebuilt(name, carried).write_bytes(of_another_processor())
-    hidden = "from forerun import kernels; kernels._zig = lambda: ()\n"
+    hidden = "from forerun import kernels; kernels.zig = lambda: ()\n"
     got, said = answered(hidden + CARRYING.format(str(carried)), OMP_NUM_THREADS="1")
     assert len(got) == 8
     assert len(said) == 2

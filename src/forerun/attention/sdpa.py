@@ -1,4 +1,4 @@
-"""Attention through ``torch.nn.functional.scaled_dot_product_attention``: every device, and the reference."""
+"""Attention through ``torch.nn.functional.scaled_dot_product_attention``: for every device, and as the reference."""
 
 from __future__ import annotations
 
@@ -11,58 +11,42 @@ from forerun.core.batch import Batch, Span
 
 
 class SdpaAttention(Backend[Layout]):
-    """Folded grouped-query attention; short rows of several sequences share a call, a tree is one masked call. A row's
-    bits depend on its batch: ``tiled.py`` is for those who mind."""
+    """Folded grouped-query attention. Sequences with few rows share a call; a tree is one masked call.
+
+    A row's bits depend on the batch; ``tiled.py`` keeps them the same.
+    """
 
     def begin(self, batch: Batch) -> Layout:
         return plan(self.pool, batch)
 
     def run(self, query: Query, layout: Layout) -> torch.Tensor:
-        batch = layout.batch
-        k, v, count = query.k, query.v, batch.num_rows
-        spare = query.q.shape[0] - count
-        layout.where.store(self.pool, query.layer, k[:count] if spare else k, v[:count] if spare else v)
+        batch, count = layout.batch, layout.batch.num_rows
+        self.pool.write(query.layer, layout.slots, query.k[:count], query.v[:count])
         parts = [self._attend(query, call, batch) for call in layout.calls]
-        if count == 1:
-            return parts[0].expand(query.q.shape[0], -1) if spare else parts[0]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         if layout.order is not None:
             out = out.index_select(0, layout.order)
+        spare = query.q.shape[0] - count
         return torch.cat([out, out[-1:].expand(spare, -1)]) if spare else out
 
     def _attend(self, query: Query, call: AttentionCall, batch: Batch) -> torch.Tensor:
-        k, v = self._keys_and_values(query.layer, call)
-        q, sequences, rows = query.q, len(call.spans), call.count
-        if call.rows is not None:
-            q = q[call.rows]
-        elif q.shape[0] != sequences * rows:
-            q = q[call.offset : call.offset + sequences * rows]
-        groups = q.shape[1] // k.shape[1]
+        if isinstance(call.pages, int):
+            sides = self.pool.keys[query.layer], self.pool.values[query.layer]
+            k, v = (side[call.pages : call.pages + 1, :, : call.columns] for side in sides)
+        else:
+            k, v = self.pool.gather(query.layer, call.pages, call.columns)
+        rows, groups = call.count, query.q.shape[1] // k.shape[1]
         mask = self._mask(batch, call, groups, query)
-        folded = fold(q, sequences, k.shape[1])
+        folded = fold(query.q[call.rows], len(call.spans), k.shape[1])
         sinks = query.sinks
         if sinks is not None:  # as the queries are folded; those of padding are dropped
             sinks = sinks.view(k.shape[1], 1, groups).expand(-1, rows, -1).flatten(1)
             sinks = F.pad(sinks, (0, folded.shape[2] - sinks.shape[1]))[..., None]
         return unfold(attend(folded, k, v, mask, query.scale, query.softcap, sinks), rows, groups)
 
-    def _keys_and_values(self, layer: int, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """[sequences, kv heads, columns, width] of one layer."""
-        if isinstance(call.pages, int):
-            sides = self.pool.keys[layer], self.pool.values[layer]
-            return self._view(sides[0], call, call.pages), self._view(sides[1], call, call.pages)
-        k, v = self.pool.gather(layer, call.pages)
-        return k[:, :, : call.columns], v[:, :, : call.columns]
-
-    @staticmethod
-    def _view(side: torch.Tensor, call: AttentionCall, page: int) -> torch.Tensor:
-        strides = side.stride()
-        shape = (len(call.spans), side.shape[1], call.columns, side.shape[3])
-        return side.as_strided(shape, strides, side.storage_offset() + page * strides[0])
-
     def _mask(self, batch: Batch, call: AttentionCall, groups: int, query: Query) -> torch.Tensor | None:
-        """Additive mask, [folded rows, columns], [sequences, 1, folded rows, columns] or, with a bias, by heads; None
-        hides nothing. All the folded rows of a single row share one."""
+        """Additive mask, [folded rows, columns], [sequences, 1, folded rows, columns] or, with a bias, by heads; None:
+        nothing is hidden. All folded rows of a single row share one mask row."""
         groups = 1 if call.count == 1 else groups
         key = (groups, query.window, query.bias is not None)
         if key not in call.masks:
@@ -71,7 +55,7 @@ class SdpaAttention(Backend[Layout]):
         return call.masks[key]
 
     def _biased(self, mask: torch.Tensor | None, bias: torch.Tensor, batch: Batch, call: AttentionCall) -> torch.Tensor:
-        """[sequences, heads, folded rows, columns], where every head has keys of its own."""
+        """The mask plus the bias, [sequences, heads, folded rows, columns], where every head has keys of its own."""
         spare = -call.count % FOLDED if call.count > 1 else 0
         parts = [spread_bias(bias, batch.spans[index]) for index in call.spans]
         result = torch.stack([F.pad(part, (0, call.columns - part.shape[2], 0, spare)) for part in parts])
@@ -81,10 +65,14 @@ class SdpaAttention(Backend[Layout]):
         rows, columns, pool = call.count, call.columns, self.pool
         if call.tree:
             mask = tree_mask(batch.spans[call.spans[0]], columns, window, pool.dtype).to(pool.device)
-        elif rows == 1 and (window is None or window >= columns) and all(at == columns - 1 for at in call.firsts):
+        elif (
+            rows == 1
+            and (window is None or window >= columns)
+            and all(at == columns - 1 for at in call.first_positions)
+        ):
             return None
         else:
-            mask = chain_mask(call.firsts, rows, columns, window, pool.dtype, pool.device)[:, None]
+            mask = chain_mask(call.first_positions, rows, columns, window, pool.dtype, pool.device)[:, None]
         return mask if rows == 1 else repeat(mask, groups)
 
     def cross(self, layer: int, q: torch.Tensor, scale: float, layout: Layout) -> torch.Tensor:
@@ -102,9 +90,9 @@ class SdpaAttention(Backend[Layout]):
 def fold(q: torch.Tensor, sequences: int, kv_heads: int) -> torch.Tensor:
     """q [sequences * rows, heads, width] -> [sequences, kv heads, rows * groups and padding, width].
 
-    The queries that share a KV head become rows of one call: ``enable_gqa`` is 5 to 8 times slower on CPU for one
-    row in bfloat16. A single row is padded by letting each KV head's rows run on into the next head's, which costs
-    nothing; what they give is dropped.
+    The queries that share a KV head become rows of one call: on CPU, ``enable_gqa`` is 5 to 8 times slower for one row
+    in bfloat16. A single row is padded by a view in which each KV head's rows run on into the next head's, which costs
+    nothing; their results are dropped.
     """
     total, heads, width = q.shape
     rows, groups = total // sequences, heads // kv_heads
@@ -142,8 +130,8 @@ def attend(
     softcap: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of q [sequences, kv heads, rows, width] over as many keys; ``mask`` is additive, ``sinks`` [kv heads,
-    rows, 1] are scores of one more key, without a value."""
+    """Attention of q, k and v [sequences, kv heads, rows or keys, width]. ``mask`` is additive; ``sinks`` [kv heads,
+    rows, 1] are the scores of one more key, without a value."""
     if softcap is None and sinks is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     scores = torch.matmul(q, k.transpose(2, 3)).float() * scale
@@ -158,8 +146,8 @@ def attend(
 
 
 def spread_bias(bias: torch.Tensor, span: Span) -> torch.Tensor:
-    """``Query.bias`` [heads, reach] by a span's rows and entries: [heads, rows, entries]."""
-    behind = torch.tensor(span.depths(), dtype=torch.long) + span.start
-    entries = torch.cat([torch.arange(span.start), behind])
-    distances = (behind[span.stored :, None] - entries).clamp_(min=0).to(bias.device)
+    """``Query.bias`` [heads, reach] for a span's rows and entries: [heads, rows, entries]."""
+    nodes = torch.tensor(span.depths(), dtype=torch.long) + span.start
+    positions = torch.cat([torch.arange(span.start), nodes])
+    distances = (nodes[span.stored :, None] - positions).clamp_(min=0).to(bias.device)
     return bias[:, bias.shape[1] - 1 - distances]

@@ -1,9 +1,9 @@
-"""Attention through torch in calls of a few shapes, so that a row's bits do not depend on what it is computed beside.
+"""Attention through torch in calls of a few shapes, so that a row's bits do not depend on the rest of the batch.
 
-It serves where our own kernel does not. A row at position p attends the blocks of ``BLOCK`` keys up to its own, in the
-order of its own path: each block's scores in one product, one softmax over the blocks, each block's values in one
-product, in float32. Rows of one sequence share a call, the query heads of a key head being folded into rows; their
-number is one of the sizes that ``core/tiles.py`` finds to agree.
+It is used where our own kernel cannot be. A row attends the blocks of ``BLOCK`` keys up to its position, in the order
+of its own path. Each block's scores are one product, one softmax spans the blocks, and each block's values are one
+product, in float32. Rows of one sequence share a call, and query heads that share a KV head are folded into rows. The
+number of rows is one of the sizes that ``core/tiles.py`` found to agree.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from functools import cache
 import torch
 
 from forerun.attention.base import Backend, Metadata, Query
-from forerun.attention.layout import NEG_INF, Where, leaves, where
-from forerun.cache.pool import KVShape
+from forerun.attention.layout import NEG_INF, leaf_paths, new_slots
+from forerun.cache.pool import KVShape, Slots
 from forerun.core import tiles
 from forerun.core.batch import Batch, Span
 
 BLOCK = 256
-"""Keys of a product."""
+"""Keys in one product."""
 SIZES = (4, 8, 16, 32, 64, 128, 256)
-"""Row counts that a product may have: rows times the query heads of a key head."""
+"""Row counts that a product may have: rows times the query heads of a KV head."""
 
 
 @dataclass(slots=True)
 class KeyPart:
-    """Rows of one sequence, all of whose positions lie in the same block."""
+    """Rows of one sequence whose positions lie in the same block."""
 
     rows: list[int]
-    """In the batch."""
+    """Indices in the batch."""
     positions: list[int]
     page: int | None
-    """The page whose entries are the keys in order, or None."""
+    """The page whose entries are the keys in order, if there is one."""
     entries: torch.Tensor | None
-    """(page, offset) [2, keys] of every key otherwise."""
+    """Otherwise (page, offset) [2, keys] of every key."""
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -44,34 +44,34 @@ class KeyPart:
         return self.positions[0] // BLOCK + 1
 
     def first_seen(self, window: int | None) -> int:
-        """The first block that a row at any position of the last one may see: the same for all of them."""
+        """The first block that rows in the last block can see."""
         return max(0, (self.blocks - 1) * BLOCK - window + 1) // BLOCK if window else 0
 
 
 @dataclass(slots=True)
 class Parts(Metadata):
-    where: Where
+    slots: Slots
     parts: list[KeyPart]
 
 
 class TiledAttention(Backend[Parts]):
-    """The protocol of ``attention/base.py``, in float32 sums whatever the pool's dtype."""
+    """Sums are in float32, whatever the pool's dtype."""
 
     def begin(self, batch: Batch) -> Parts:
         pool = self.pool
         for span in batch.spans:
             pool.reserve(span.key, span.end)
         parts = [part for span, offset in zip(batch.spans, batch.offsets) for part in self._parts(span, offset)]
-        return Parts(batch, where(pool, batch), parts)
+        return Parts(batch, new_slots(pool, batch), parts)
 
     def _parts(self, span: Span, offset: int) -> Iterator[KeyPart]:
         before = span.start + span.stored
         if span.parents is None:
             yield from self._pieces(span, list(range(offset, offset + span.count)), before, None)
             return
-        for path in leaves(span):
-            new = [offset + node - span.stored for node in path.nodes[path.done :]]
-            yield from self._pieces(span, new, span.start + path.done, path.nodes)
+        for nodes, known in leaf_paths(span):
+            new = [offset + node - span.stored for node in nodes[known:]]
+            yield from self._pieces(span, new, span.start + known, nodes)
 
     def _pieces(self, span: Span, rows: list[int], first: int, path: list[int] | None) -> Iterator[KeyPart]:
         """``rows`` at positions from ``first`` on, cut where the number of blocks changes."""
@@ -93,14 +93,14 @@ class TiledAttention(Backend[Parts]):
             nodes = torch.tensor([span.start + node for node in path])[: columns - span.start]
             entries[span.start : span.start + len(nodes)] = nodes
             entries[span.start + len(nodes) :] = 0
-        entries[entries >= len(table) * size] = 0  # masked, but another sequence's may hold a NaN, which no mask stops
+        entries[entries >= len(table) * size] = 0  # masked; a mask does not stop a NaN of another sequence
         pages = torch.tensor(table)[entries // size]
         return None, torch.stack([pages, entries % size]).to(self.pool.device)
 
     def run(self, query: Query, parts: Parts) -> torch.Tensor:
         pool, count = self.pool, parts.batch.num_rows
         k, v = query.k[:count], query.v[:count]
-        parts.where.store(pool, query.layer, k, v)
+        pool.write(query.layer, parts.slots, k, v)
         shape = pool.layers[query.layer]
         heads = query.q.shape[1]
         sizes = row_sizes(shape, pool.device, torch.get_num_threads())
@@ -123,8 +123,8 @@ class TiledAttention(Backend[Parts]):
     def _blocks(side: torch.Tensor, part: KeyPart, first: int) -> list[torch.Tensor]:
         """float32 [kv heads, BLOCK, width] each, from block ``first`` on."""
         if part.page is not None:
-            home = side[part.page]
-            result = [home[:, at * BLOCK : (at + 1) * BLOCK] for at in range(first, part.blocks)]
+            page = side[part.page]
+            result = [page[:, at * BLOCK : (at + 1) * BLOCK] for at in range(first, part.blocks)]
         else:
             assert part.entries is not None
             pages, offsets = part.entries[:, first * BLOCK :]
@@ -133,7 +133,7 @@ class TiledAttention(Backend[Parts]):
 
     @staticmethod
     def _mask(part: KeyPart, at: int, count: int, first: int, window: int | None) -> torch.Tensor:
-        """Additive [blocks, 1, rows, 1, BLOCK]: the last block's alone where the others hide nothing."""
+        """Additive [blocks, 1, rows, 1, BLOCK], for the last block alone where the others hide nothing."""
         key = at, window
         if key not in part.masks:
             begin = first if window else part.blocks - 1
@@ -160,15 +160,15 @@ class TiledAttention(Backend[Parts]):
         folded = q.float().view(len(rows), kv_heads, groups, -1).transpose(0, 1).flatten(1, 2)
         mask = mask.expand(-1, -1, -1, groups, -1).flatten(2, 3).to(q.device)
         sinks = query.sinks
-        if sinks is not None:  # as the queries lie
+        if sinks is not None:  # in the order of the folded queries
             sinks = sinks.to(q.device).view(kv_heads, 1, groups).expand(-1, len(rows), -1).flatten(1)[..., None]
         parts = []
         for first, end, size in tiles.split_rows(folded.shape[1], sizes):
-            got = attend(
+            result = attend(
                 _pad(folded[:, first:end], size, 1), keys, values, _pad(mask[:, :, first:end], size, 2),
                 query.scale, query.softcap, None if sinks is None else _pad(sinks[:, first:end], size, 1),
             )  # fmt: skip
-            parts.append(got[:, : end - first])
+            parts.append(result[:, : end - first])
         out = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
         return out.unflatten(1, (len(rows), groups)).transpose(0, 1).flatten(1).to(q.dtype)
 
@@ -190,8 +190,10 @@ def attend(
     softcap: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """softmax(scale q k^T + mask) v of q [heads, rows, width] over blocks [heads, BLOCK, width] of keys and of values;
-    ``mask`` [blocks, 1, rows, BLOCK] belongs to the last blocks. ``sinks`` [heads, rows, 1]: one more score of each."""
+    """softmax(scale q k^T + mask) v, for q [heads, rows, width] and blocks [heads, BLOCK, width] of keys and values.
+
+    ``mask`` [blocks, 1, rows, BLOCK] is for the last blocks. ``sinks`` [heads, rows, 1] are one more score of each row.
+    """
     q = q * scale
     scores = [torch.bmm(q, block.transpose(1, 2)) for block in keys]
     if softcap is not None:
@@ -216,9 +218,9 @@ def attend(
 
 @cache
 def row_sizes(shape: KVShape, device: torch.device, threads: int) -> tuple[int, ...]:
-    """The row counts whose products over such entries agree here, at ``threads`` threads, ascending; () if none do."""
+    """The row counts whose products agree to the last bit on this machine, ascending; () if none do."""
 
-    def find() -> tiles.Groups:
+    def measure() -> tiles.Groups:
         generator = torch.Generator().manual_seed(0)
 
         def numbers(*sizes: int) -> torch.Tensor:
@@ -230,7 +232,7 @@ def row_sizes(shape: KVShape, device: torch.device, threads: int) -> tuple[int, 
         q = numbers(shape.heads, 1, shape.key_dim)
 
         def run(size: int) -> torch.Tensor:
-            """Of one, two and three blocks; [size, numbers]. Blocks of the pool and copies must agree as well."""
+            """Results over one, two and three blocks, [size, numbers]. Views of the pool and copies must agree, too."""
             rows = q.expand(-1, size, -1).contiguous()
             mask = torch.zeros(1, 1, size, BLOCK, device=device)
             mask[..., BLOCK // 2 :] = NEG_INF
@@ -242,10 +244,10 @@ def row_sizes(shape: KVShape, device: torch.device, threads: int) -> tuple[int, 
                 ], 1)
                 for k, v in (views, copies)
             ]  # fmt: skip
-            return results[0] if torch.equal(*results) else torch.arange(2.0)[:, None]  # which disagree
+            return results[0] if torch.equal(*results) else torch.arange(2.0)[:, None]  # rows that disagree
 
         with torch.inference_mode():
             return tiles.compare(SIZES, run)
 
     what = f"attention {shape.heads} {shape.key_dim} {shape.value_dim} {device} {BLOCK}"
-    return tiles.best_group(tiles.measured_once(what, find, tiles.as_groups))
+    return tiles.best_group(tiles.measured_once(what, measure, tiles.as_groups))

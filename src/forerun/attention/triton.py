@@ -1,9 +1,9 @@
 """Attention on a GPU: one Triton kernel over the page table for prefill, decoding and trees alike.
 
-Queries that share a KV head are folded into one tile, keys are split at fixed multiples of ``SPLIT`` and merged by a
-second kernel (flash-decoding), lengths and page tables are read on the device, and a tree's ancestors are packed bits.
-Because neither splits nor tiles depend on the batch, a row's bits do not either; those of a tree's nodes differ from a
-chain's, since they lie at other entries.
+Queries that share a KV head are folded into one tile. Keys are split at fixed multiples of ``SPLIT``, and a second
+kernel merges the splits (flash-decoding). Lengths and block tables are read on the device, and a tree's ancestors are
+packed bits. Neither splits nor tiles depend on the batch, so a row's bits do not either. A tree node's bits differ from
+a chain's, since its keys are at other entries.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 
 from forerun.attention.base import Backend, Metadata, Query
-from forerun.attention.layout import ancestors, new_entries
+from forerun.attention.layout import ancestors, new_slots
+from forerun.cache.pool import Slots
 from forerun.core.batch import Batch, Span
 
 SPLIT = 256
@@ -40,7 +41,7 @@ def _capped(score, softcap):
 def _visible(
     entry, row, at, begin, fed, span, is_tree, position, bits, depths, words, nodes, window, BITS: tl.constexpr
 ):
-    """[rows, keys]: committed entries, and the row's ancestors among the nodes, within the window of positions."""
+    """[rows, keys]: a row sees the committed entries and its ancestors, within the window of positions."""
     committed = entry < begin
     seen = committed[None, :] | (entry[None, :] <= (fed + row)[:, None])
     where = entry
@@ -150,7 +151,7 @@ def _merge(
 class TritonTables(Metadata):
     """One forward's metadata on the device, shared by all layers."""
 
-    slot_mapping: tuple[torch.Tensor, torch.Tensor]
+    slots: Slots
     tables: torch.Tensor
     start: torch.Tensor
     offset: torch.Tensor
@@ -171,7 +172,7 @@ def _power_of_two(value: int) -> int:
 
 
 def _pack_bits(spans: list[Span], nodes: int) -> torch.Tensor:
-    """int32 [rows, words]: bit n of a row says whether it sees node n behind its span's committed entries."""
+    """int32 [rows, words]: bit n of a row says whether it sees node n after its span's committed entries."""
     words = max(1, -(-nodes // WORD))
     weights = torch.ones(WORD, dtype=torch.int64) << torch.arange(WORD)
     parts = []
@@ -186,8 +187,6 @@ def _pack_bits(spans: list[Span], nodes: int) -> torch.Tensor:
 
 
 class TritonAttention(Backend[TritonTables]):
-    """The protocol of ``attention/base.py`` on the kernels above."""
-
     def begin(self, batch: Batch) -> TritonTables:
         pool, spans, device = self.pool, batch.spans, self.pool.device
         for span in spans:
@@ -205,7 +204,7 @@ class TritonAttention(Backend[TritonTables]):
         bits = _pack_bits(spans, nodes) if trees else torch.zeros(1, 1, dtype=torch.int32)
         return TritonTables(
             batch,
-            slot_mapping=pool.slot_mappings(new_entries(batch)),
+            slots=new_slots(pool, batch),
             tables=ints([page for table in tables for page in table]).view(len(spans), widest),
             start=ints([span.start for span in spans]),
             offset=ints(batch.offsets),
@@ -230,12 +229,12 @@ class TritonAttention(Backend[TritonTables]):
     def run(self, query: Query, tables: TritonTables) -> torch.Tensor:
         batch = tables.batch
         q, rows = query.q, batch.num_rows
-        self.pool.write(query.layer, tables.slot_mapping, query.k[:rows], query.v[:rows])
+        self.pool.write(query.layer, tables.slots, query.k[:rows], query.v[:rows])
         keys, values = self.pool.keys[query.layer], self.pool.values[query.layer]
         heads, kv_heads, width, value_width = q.shape[1], keys.shape[1], keys.shape[3], values.shape[3]
         groups = heads // kv_heads
         padded = _power_of_two(groups)
-        block = max(1, 16 // padded)  # one size for all: a larger tile adds up in another order
+        block = max(1, 16 // padded)  # one size for every batch: a larger tile sums in another order
         tile_span, tile_row = self._tiles(tables, block)
         partial = torch.empty(tables.splits, rows, heads, value_width, dtype=torch.float32, device=q.device)
         top = torch.full((tables.splits, rows, heads), float("-inf"), dtype=torch.float32, device=q.device)

@@ -66,6 +66,8 @@ def adjacent(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
 
 SlotMapping = tuple[torch.Tensor, torch.Tensor]
 """(page, offset) of entries, int64."""
+Slots = SlotMapping | tuple[int, slice]
+"""Where entries are: a slot mapping, or a range of one page."""
 Change = tuple[Any, ...]
 """A change of a pool's entries other than a write: its name and arguments."""
 
@@ -401,32 +403,27 @@ class Pool(Pages):
         page_index, offset_index = torch.tensor([pages, offsets], dtype=torch.long, device=self.device)
         return page_index, offset_index
 
-    def write(self, layer: int, slot_mapping: SlotMapping, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Stores rows ``k`` and ``v`` [rows, heads, width] of one layer at ``slot_mapping``."""
-        pages, offsets = slot_mapping
-        for tensor, rows in self._with_rows(layer, k, v):
-            tensor[pages, :, offsets] = rows
-
-    def write_run(self, layer: int, page: int, first: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Stores rows ``k`` and ``v`` in one page, from offset ``first`` on."""
-        for tensor, rows in self._with_rows(layer, k, v):
-            tensor[page, :, first : first + k.shape[0]] = rows.transpose(0, 1)
-
-    def _with_rows(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """A layer's tensors, each with the rows to store there: one for both sides where ``k`` and ``v`` are
-        adjacent."""
+    def write(self, layer: int, slots: Slots, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Stores rows ``k`` and ``v`` [rows, heads, width] of one layer at ``slots``."""
+        page, offset = slots
         pair, both = self.pairs[layer], adjacent(k, v)
         if pair is not None and both is not None:
-            return [(pair, both)]
-        sides = [(self.keys[layer], k), (self.values[layer], v)]
-        return sides[:1] if self.layers[layer].shared else sides
+            sides = [(pair, both)]
+        elif self.layers[layer].shared:
+            sides = [(self.keys[layer], k)]
+        else:
+            sides = [(self.keys[layer], k), (self.values[layer], v)]
+        for tensor, rows in sides:
+            tensor[page, :, offset] = rows.transpose(0, 1) if isinstance(page, int) else rows
 
-    def gather(self, layer: int, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [..., heads, count * page size, width] of page lists [..., count], in order."""
+    def gather(self, layer: int, pages: torch.Tensor, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [..., heads, length, width] of block tables [..., count], in order; ``length`` None: all."""
 
         def concatenated(side: torch.Tensor) -> torch.Tensor:
+            if pages.shape[-1] == 1:  # a long page, perhaps, of which little is used
+                side = side[:, :, :length]
             result = side.index_select(0, pages.reshape(-1)).view(*pages.shape, *side.shape[1:]).transpose(-4, -3)
-            return result.reshape(*pages.shape[:-1], side.shape[1], -1, side.shape[3])
+            return result.reshape(*pages.shape[:-1], side.shape[1], -1, side.shape[3])[..., :length, :]
 
         pair = self.pairs[layer]
         if pair is None:

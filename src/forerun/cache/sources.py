@@ -1,7 +1,7 @@
-"""What an encoder made of sources: the keys and values that decoders attend to across.
+"""Encoded sources: the keys and values that an encoder-decoder's decoder cross-attends to.
 
-One page per source, for all the sequences that read it (a request's answers, beams, requests with equal texts). It
-stays behind its last reader until the page is needed, so that the same text is not encoded again.
+There is one page per source, shared by all sequences that read it: a request's answers, beams, requests with equal
+texts. It stays after its last reader until the page is needed, so that the same text is not encoded again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from forerun.core.batch import Span
 
 Source = tuple[int, ...]
 Encode = Callable[[list[Source]], list[tuple[torch.Tensor, torch.Tensor]]]
-"""Sources -> per decoder layer, keys and values [all sources' tokens, heads, width], source after source."""
+"""Encodes sources: per decoder layer, keys and values [all sources' tokens, heads, width], source after source."""
 
 
 class Sources:
-    """Encoded sources beside the cache of a model with ``layers``: at most ``count`` of at most ``longest`` tokens."""
+    """At most ``count`` encoded sources of at most ``longest`` tokens; ``layers`` are the decoder's."""
 
     def __init__(
         self, layers: Sequence[KVShape], count: int, longest: int, dtype: torch.dtype, device: torch.device
@@ -28,11 +28,11 @@ class Sources:
         self.pool = Pool(layers, count, longest, dtype, device)
         self.longest = longest
         self.readers: dict[int, Source] = {}
-        """By sequence."""
+        """The source that each sequence reads."""
         self.counts: Counter[Source] = Counter()
-        """Readers of each source; none with 0."""
+        """How many sequences read each source; sources without readers are left out."""
         self.keys: OrderedDict[Source, int] = OrderedDict()
-        """Its key in the pool; the least recently used first."""
+        """Each source's key in the pool; the least recently used first."""
         self._next = 0
 
     @property
@@ -40,9 +40,12 @@ class Sources:
         return self.pool.num_pages * self.pool.page_bytes
 
     def prepare(self, spans: Sequence[Span], encode: Encode) -> None:
-        """See that what the spans' sequences read is there: ``encode`` is called at most once, for the sources that are
-        new. Raises OutOfPages for more sources at once than there is room for."""
-        fresh: dict[Source, None] = {}
+        """Encodes the new ones among the spans' sources, in at most one call of ``encode``.
+
+        Raises:
+            OutOfPages: more sources are read at once than there are pages.
+        """
+        new: dict[Source, None] = {}
         for span in spans:
             assert span.source is not None
             if self.readers.get(span.key) is span.source:
@@ -51,9 +54,9 @@ class Sources:
             if span.source in self.keys:
                 self._read(span.key, span.source)
             else:
-                fresh[span.source] = None
-        if fresh:
-            self._store(list(fresh), encode(list(fresh)))
+                new[span.source] = None
+        if new:
+            self._store(list(new), encode(list(new)))
             for span in spans:
                 if span.key not in self.readers and span.source is not None:
                     self._read(span.key, span.source)
@@ -61,21 +64,21 @@ class Sources:
     def _store(self, sources: list[Source], layers: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         first = 0
         for source in sources:
-            end, key = first + len(source), self._evict()
+            end, key = first + len(source), self._new_key()
             self.pool.reserve(key, len(source))
             page = self.pool.block_tables[key][0]
             for layer, (k, v) in enumerate(layers):
-                self.pool.write_run(layer, page, 0, k[first:end], v[first:end])
+                self.pool.write(layer, (page, slice(0, len(source))), k[first:end], v[first:end])
             self.pool.advance(key, len(source))
             self.keys[source], first = key, end
 
-    def _evict(self) -> int:
-        """A key for a new source; the least recently used one that nobody reads makes room where there is none."""
+    def _new_key(self) -> int:
+        """A key for a new source. If no page is free, the least recently used source without readers is evicted."""
         if not self.pool.num_free:
-            idle = next((source for source in self.keys if source not in self.counts), None)
-            if idle is None:
+            unused = next((source for source in self.keys if source not in self.counts), None)
+            if unused is None:
                 raise OutOfPages(f"{self.pool.num_pages} encoded sources are in use, and there is room for no more")
-            self.pool.free(self.keys.pop(idle))
+            self.pool.free(self.keys.pop(unused))
         self._next += 1
         return self._next
 
@@ -85,7 +88,7 @@ class Sources:
         self.keys.move_to_end(source)
 
     def release(self, key: int) -> None:
-        """A sequence ended, or lost its pages; unknown ones read nothing."""
+        """Forgets what a sequence reads, which ended or lost its pages; it may be unknown."""
         source = self.readers.pop(key, None)
         if source is not None:
             self.counts[source] -= 1
@@ -93,17 +96,17 @@ class Sources:
                 del self.counts[source]
 
     def clear(self) -> None:
-        """Forget what nobody reads."""
+        """Evicts every source without readers."""
         for source in [source for source in self.keys if source not in self.counts]:
             self.pool.free(self.keys.pop(source))
 
     def page(self, key: int) -> tuple[int, int]:
-        """Which page holds what a sequence reads, and its tokens."""
+        """The page of what a sequence reads, and how many tokens it holds."""
         source = self.readers[key]
         return self.pool.block_tables[self.keys[source]][0], len(source)
 
     def check(self) -> None:
-        """Raise AssertionError unless every reader and every page is accounted for."""
+        """Raises AssertionError unless every reader and every page is accounted for."""
         self.pool.check()
         if Counter(self.readers.values()) != self.counts or not self.counts.keys() <= self.keys.keys():
             raise AssertionError("readers of encoded sources are counted wrongly")

@@ -1,10 +1,8 @@
-"""Kernels in C++ for x86-64 processors with AVX2 and FMA or with AVX-512, and for ARM64, compiled once per processor
-and kept in the user's cache folder.
+"""CPU kernels in C++, for x86-64 with AVX2 and FMA or AVX-512, and for ARM64.
 
-A wheel for Linux or macOS (``make wheels``) carries them compiled; then nothing is compiled. Elsewhere, with neither
-that nor a compiler, without such a processor or a place to keep the result, or where the environment variable
-``FORERUN_KERNELS`` is 0, ``library`` is None and callers use torch. With ``FORERUN_TILES`` 0 they leave a matrix unit
-alone.
+``library`` loads those that came with the wheel (``make wheels``), or compiles the sources once per processor into the
+user's cache folder. It returns None, and callers use torch, where neither works, where the processor lacks something,
+or where the environment variable ``FORERUN_KERNELS`` is 0. ``FORERUN_TILES=0`` leaves a matrix unit (AMX) unused.
 """
 
 from __future__ import annotations
@@ -39,15 +37,15 @@ SOURCES = tuple(sorted(HERE.glob("*.cpp")))
 HEADERS = tuple(sorted(HERE.glob("*.h")))
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread")
 SANITIZE = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-"""Added if ``FORERUN_SANITIZE`` is 1; ``make sanitize`` runs tests under it."""
+"""Added if ``FORERUN_SANITIZE`` is 1, as ``make sanitize`` sets it."""
 ON_ARM = platform.machine() in ("aarch64", "arm64")
 _AVX2, _NEON = frozenset(("avx2", "fma", "f16c")), frozenset(("asimd",))
 NEEDED = _NEON if ON_ARM else _AVX2
-"""Of a processor, as ``/proc/cpuinfo`` has them."""
+"""Features that a processor must have, as ``/proc/cpuinfo`` names them."""
 SYSTEMS = (("linux", "x86_64"), ("linux", "aarch64"), ("darwin", "arm64"))
-"""Those that the kernels are written for, and their processors."""
+"""The systems and processors that the kernels are written for."""
 PREBUILT = HERE / "carried"
-"""Where a platform wheel has them, a file for each of ``VARIANTS``."""
+"""Where a platform's wheel has its kernels, a file for each of ``VARIANTS``."""
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 VARIANTS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "avx512_amx": (
@@ -65,22 +63,15 @@ VARIANTS: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {
     "neon_dotprod": (_NEON | {"asimddp"}, ("-mcpu=generic+dotprod",)),
     "neon": (_NEON, ("-mcpu=generic",)),
 }  # fmt: skip
-"""What a processor must have for each, as ``/proc/cpuinfo`` has it, and how it is compiled; the best first."""
+"""Prebuilt kernels, the best first: the processor features that each needs, and its compiler flags."""
 COMPILERS = ("c++", "g++", "clang++")
 ZIG = "ziglang"
-"""A module that compiles C++, for every system from each: the extra ``forerun[compiler]``."""
-TARGETS = {
-    "manylinux_2_28_x86_64": ("x86_64-linux-gnu.2.28", "avx2"),
-    "manylinux_2_28_aarch64": ("aarch64-linux-gnu.2.28", "asimd"),
-    "macosx_11_0_arm64": ("aarch64-macos.11.0", "asimd"),
-}
-"""By platform tag, for wheels that carry kernels: what ``ZIG`` compiles for, and the unit that its variants share."""
+"""A Python package with a C++ compiler: the extra ``forerun[compiler]``."""
 HASH_SIZE = hashlib.sha256().digest_size
-"""Bytes at a library's end, behind all that a loader reads: the hash of what is before them, so that one that is cut
-short or changed is known before it is loaded."""
+"""A library ends with the hash of the bytes before, so that a truncated or changed file is never loaded."""
 COMPILING = "Compiling the kernels for this processor: once, in half a minute to two minutes"
 COMPILE_TIMEOUT = 600.0
-"""Seconds that the compiler may take for a source; it takes ten, on a busy machine many times that."""
+"""Seconds for one source. It takes ten, and many times that on a busy machine."""
 
 TYPES = ("float32", "bfloat16", "float16")
 _P, _N, _I, _F, _U = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_uint64
@@ -120,8 +111,7 @@ SIGNATURES = {
 
 
 class KernelError(ForerunError):
-    """Arguments that a kernel refuses: sizes, indices or addresses that would reach memory that is not the "
-    "caller's."""
+    """Arguments that a kernel refuses: sizes, indices or addresses outside the caller's memory."""
 
 
 def cpuinfo() -> list[str]:
@@ -133,37 +123,37 @@ def cpuinfo() -> list[str]:
 
 
 def processor() -> str:
-    """What ``-march=native`` depends on."""
+    """The processor, as far as ``-march=native`` depends on it."""
     names = ("model name", "flags", "cpu family", "model\t", "Features", "CPU ")
     about = {line for line in cpuinfo() if line.startswith(names)}
     return "\n".join([platform.platform(), *sorted(about)])
 
 
-def _zig() -> tuple[str, ...]:
-    """The command of ``ZIG``; empty where it is not installed."""
+def zig() -> tuple[str, ...]:
+    """The command of ziglang's compiler; empty where it is not installed."""
     return (sys.executable, "-m", ZIG, "c++") if find_spec(ZIG) else ()
 
 
 def compiler() -> tuple[str, ...]:
-    """The command of the C++ compiler that is there; empty where there is none."""
+    """The command of the C++ compiler; empty where there is none."""
     path = next(filter(None, map(shutil.which, COMPILERS)), None)
-    return (path,) if path else _zig()
+    return (path,) if path else zig()
 
 
-def _compile(
+def compile_kernels(
     compiler: Sequence[str],
     to: Path,
     machine: Sequence[str] = ("-mcpu=native" if ON_ARM else "-march=native",),
     timeout: float | None = COMPILE_TIMEOUT,
     title: str = COMPILING,
 ) -> None:
-    """Compile the kernels into the file ``to``, with their seal. Raises OSError or a SubprocessError."""
-    around = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # a sanitizer's, or anyone's
+    """Compiles the kernels into the file ``to``, and appends their hash. Raises OSError or a SubprocessError."""
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}  # such as a sanitizer
     with tempfile.TemporaryDirectory(dir=to.parent) as work, watch_parts.get()(title, len(SOURCES) + 1) as advance:
 
         def run(*arguments: str) -> None:
             command = [*compiler, *_flags(), *machine, *arguments]
-            subprocess.run(command, check=True, capture_output=True, timeout=timeout, env=around)
+            subprocess.run(command, check=True, capture_output=True, timeout=timeout, env=environment)
             advance(1)
 
         strip = () if "-g" in _flags() else ("-s",)  # a library is a tenth as large without symbols
@@ -176,23 +166,23 @@ def _compile(
         replace_with(to, lambda file: file.write_bytes(content + hashlib.sha256(content).digest()))
 
 
-def _intact(path: Path) -> bool:
-    """Whether a library is as it was compiled: the system ends a process that loads one that is cut short."""
+def intact(path: Path) -> bool:
+    """Whether a library is as it was compiled: loading a truncated one would end the process."""
     content = path.read_bytes()
     return hashlib.sha256(content[:-HASH_SIZE]).digest() == content[-HASH_SIZE:]
 
 
 _HWCAP, _HWCAP2 = 16, 26
-_ARM_UNITS = {
+_ARM_FEATURES = {
     "asimd": (_HWCAP, 1, b"hw.optional.neon"),
     "asimddp": (_HWCAP, 20, b"hw.optional.arm.FEAT_DotProd"),
     "i8mm": (_HWCAP2, 13, b"hw.optional.arm.FEAT_I8MM"),
 }
-"""Which bit of which word Linux has for them (``getauxval``), and how macOS calls them."""
+"""Processor features: the word and bit of Linux's ``getauxval``, and macOS's name."""
 
 
-def _has_on_arm(unit: str) -> bool:
-    system, (word, bit, name) = ctypes.CDLL(None), _ARM_UNITS[unit]
+def _has_on_arm(feature: str) -> bool:
+    system, (word, bit, name) = ctypes.CDLL(None), _ARM_FEATURES[feature]
     if sys.platform == "darwin":
         value, size = _I(), ctypes.c_size_t(ctypes.sizeof(_I))
         at = ctypes.byref(value), ctypes.byref(size)
@@ -202,9 +192,9 @@ def _has_on_arm(unit: str) -> bool:
 
 
 def _cpu_features() -> frozenset[str]:
-    """What the processor has, as ``/proc/cpuinfo`` has it; empty where that is not told."""
+    """The processor's features, as ``/proc/cpuinfo`` names them; empty where they are unknown."""
     if ON_ARM and sys.platform in ("linux", "darwin"):
-        return frozenset(filter(_has_on_arm, _ARM_UNITS))
+        return frozenset(filter(_has_on_arm, _ARM_FEATURES))
     return frozenset(next((line.split() for line in cpuinfo() if line.startswith("flags")), ()))
 
 
@@ -217,50 +207,24 @@ def _key(parts: Sequence[str]) -> str:
 
 
 def source_hash() -> str:
-    """A name for the sources as they are."""
     return _key(_source_texts())
 
 
 def prebuilt(name: str, folder: Path | None = None) -> Path:
-    """Where a wheel has the kernels compiled as ``VARIANTS[name]``, for the sources as they are."""
+    """The file of a wheel's kernels ``VARIANTS[name]``, made of the present sources."""
     return (folder or PREBUILT) / f"{name}-{source_hash()}.so"
 
 
-def prebuild(platform: str, folder: Path) -> None:
-    """Compile into ``folder`` what the wheel for a platform carries, which may be nothing; what is there stays.
-    ``python -m forerun.kernels PLATFORM FOLDER``. Raises KernelError without ``ZIG``, OSError or a SubprocessError
-    where it fails."""
-    folder.mkdir(parents=True, exist_ok=True)
-    target, common = TARGETS.get(platform, ("", None))
-    variants = {prebuilt(name, folder): machine for name, (needed, machine) in VARIANTS.items() if common in needed}
-    for other in set(folder.iterdir()) - set(variants):  # of other sources
-        shutil.rmtree(other) if other.is_dir() else other.unlink()
-    zig = _zig()
-    for path, machine in variants.items():
-        if path.is_file() and _intact(path):
-            continue
-        if not zig:
-            raise KernelError(f"wheels are compiled by {ZIG}: pip install 'forerun[compiler]'")
-        flags = ("-target", target, for_zig(machine))
-        _compile(zig, path, flags, timeout=None, title=f"Compiling {path.name} for {platform}")
-
-
-def for_zig(machine: Sequence[str]) -> str:
-    """What other compilers are told about a processor, as ``ZIG`` wants it."""
-    units = (flag.removeprefix("-march=").removeprefix("-mcpu=").removeprefix("-m") for flag in machine)
-    return f"-mcpu={'+'.join(units).replace('-', '_')}"
-
-
 def _load_prebuilt() -> ctypes.CDLL | None:
-    """The best of what a wheel carries for this processor; None where it carries nothing that serves."""
+    """The best kernels for this processor that came with the wheel; None where there are none."""
     if not PREBUILT.is_dir() or os.environ.get("FORERUN_SANITIZE") == "1":
         return None
-    units = _cpu_features()
-    path = next((prebuilt(name) for name, (needed, _) in VARIANTS.items() if units >= needed), None)
+    features = _cpu_features()
+    path = next((prebuilt(name) for name, (needed, _) in VARIANTS.items() if features >= needed), None)
     if path is None or not path.is_file():
         return None
     try:
-        if not _intact(path):
+        if not intact(path):
             raise OSError(f"{path} is damaged")
         result = ctypes.CDLL(str(path))
         _bind(result)
@@ -271,16 +235,16 @@ def _load_prebuilt() -> ctypes.CDLL | None:
 
 
 def _supported() -> bool:
-    """Whether this system and processor have what the kernels are written in."""
+    """Whether the kernels are written for this system and processor."""
     return (sys.platform, platform.machine()) in SYSTEMS and _cpu_features() >= NEEDED
 
 
 def _enabled(name: str = "FORERUN_KERNELS", without: str = "kernels of our own") -> bool:
-    """What a variable says; raises ConfigError if that is neither 0 nor 1."""
-    said = os.environ.get(name) or "1"
-    if said not in ("0", "1"):
-        raise ConfigError(f"{name} is 1 or, to do without {without}, 0; not {said!r}")
-    return said == "1"
+    """Whether an environment variable is not 0. Raises ConfigError if it is neither 0 nor 1."""
+    value = os.environ.get(name) or "1"
+    if value not in ("0", "1"):
+        raise ConfigError(f"{name} is 1 or, to do without {without}, 0; not {value!r}")
+    return value == "1"
 
 
 def _flags() -> tuple[str, ...]:
@@ -288,8 +252,8 @@ def _flags() -> tuple[str, ...]:
 
 
 def _bind(result: ctypes.CDLL) -> None:
-    """Give every kernel its name, its argument types, and an error for arguments that it refuses. Raises RuntimeError
-    where the library has other structs than ``structs.py``."""
+    """Declares every kernel's name, argument types, and the error for arguments that it refuses. Raises RuntimeError if
+    the library's structs differ from ``structs.py``."""
     result.forerun_layout.restype = result.forerun_words.restype = ctypes.c_char_p
     result.tiles = bool(result.forerun_tiles())  # type: ignore[attr-defined]
     if (layout := result.forerun_layout().decode()) != structs.LAYOUT:
@@ -307,9 +271,11 @@ def _bind(result: ctypes.CDLL) -> None:
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels by their names in ``SIGNATURES``, each with its argument types. A call raises KernelError
-    for arguments that the kernel refuses. ``tiles``: whether a matrix unit serves them."""
-    _enabled("FORERUN_TILES", "a matrix unit")  # which the kernels look at themselves
+    """The compiled kernels, by their names in ``SIGNATURES``; None: there are none, and a warning says why.
+
+    A call raises KernelError for arguments that the kernel refuses. ``tiles`` says whether a matrix unit is used.
+    """
+    _enabled("FORERUN_TILES", "a matrix unit")  # the kernels read it themselves
     if not _enabled():
         return None
     if not _supported():
@@ -332,42 +298,38 @@ def library() -> ctypes.CDLL | None:
     try:
         folder = make_folder(cache_folder())
         path = folder / f"kernels-{_key([*_source_texts(), *command, *_flags(), processor()])}.so"
-        if not path.is_file() or distrust(path) or not _intact(path):
-            _compile(command, path)
+        if not path.is_file() or distrust(path) or not intact(path):
+            compile_kernels(command, path)
         result = ctypes.CDLL(str(path))
         _bind(result)
     except (OSError, RuntimeError, AttributeError, subprocess.SubprocessError) as error:
-        said = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
-        said = [line for line in said if "error" in line] or said
-        if isinstance(error, subprocess.TimeoutExpired):  # whose own words are the whole command
-            said = [f"the compiler was not done with a file after {COMPILE_TIMEOUT:.0f} s"]
+        lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
+        lines = [line for line in lines if "error" in line] or lines
+        if isinstance(error, subprocess.TimeoutExpired):  # its own message is the whole command
+            lines = [f"the compiler was not done with a file after {COMPILE_TIMEOUT:.0f} s"]
         advice = "; FORERUN_CACHE names another folder for them" if isinstance(error, OSError) else ""
-        log.warning("no CPU kernels of our own, torch's serve instead: %s%s", said[0] if said else error, advice)
+        log.warning("no CPU kernels of our own, torch's serve instead: %s%s", lines[0] if lines else error, advice)
         return None
     return result
 
 
-class _Threads(threading.local):
-    count: int | None = None
-
-
-_threads = _Threads()
+_local = threading.local()
 
 
 @contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Within, kernels that this thread calls compute on so many threads; torch's own sums stay as they are. Which
-    number it is changes no bit."""
-    before, _threads.count = _threads.count, count
+    """Within, kernels that this thread calls compute on ``count`` threads, which changes no bit. torch is
+    unaffected."""
+    before, _local.threads = getattr(_local, "threads", None), count
     try:
         yield
     finally:
-        _threads.count = before
+        _local.threads = before
 
 
 def threads() -> int:
-    """Threads that kernels compute on: torch's number, but within ``on_threads``."""
-    return _threads.count or torch.get_num_threads()
+    """Threads that kernels compute on: torch's number, except within ``on_threads``."""
+    return getattr(_local, "threads", None) or torch.get_num_threads()
 
 
 def has(name: str) -> bool:

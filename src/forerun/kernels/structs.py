@@ -1,8 +1,10 @@
-"""What crosses into the kernels as arrays of int64, a field each: ``structs.h`` names the same fields in the same
-order, and says what they mean; ``library`` compares the names. Other things go behind: a ``LayerStruct`` is followed by
-the ``LinearStruct`` of qkv, out, enter, leave, gate_up, down, to_inputs and from_inputs, ``ExpertsStruct`` by the
-router's, ``LatentStruct`` by that of queries, a ``ModelStruct`` by those of the head, the embedding, the mix, the table
-and the projection to its rows. Pointers are addresses, 0 for null; numbers that are not whole go through ``number``.
+"""The kernels' structs as arrays of int64, a number per field.
+
+``structs.h`` names the same fields in the same order and says what they mean; ``library`` compares the names. Pointers
+are addresses, 0 for null; doubles go through ``number``. Some structs are followed by others in memory: a
+``LayerStruct`` by the ``LinearStruct`` of qkv, out, enter, leave, gate_up, down, to_inputs and from_inputs; an
+``ExpertsStruct`` by the router's; a ``LatentStruct`` by the queries'; a ``ModelStruct`` by those of the head, the
+embedding, the mix, the table and the projection to its rows.
 """
 
 from __future__ import annotations
@@ -64,17 +66,16 @@ QUANTS = {
     "q5_k": (256, 4416), "q6_k": (256, 4384), "q8_0": (32, 544), "iq4_nl": (32, 288), "iq4_xs": (256, 2208),
     "mxfp4": (32, 272), "q2_k": (256, 1344), "q3_k": (256, 1824), "codes": (256, 2384),
 }  # fmt: skip
-"""Weights in 2 to 8 bits with scales by blocks: inputs and bytes of a record of 16 outputs; ``quants.h`` says how they
-lie."""
+"""Block-quantized weights: inputs of a block, and bytes of a block of 16 outputs; ``quants.h`` has their layout."""
 KINDS = ("own", "int8", *QUANTS)
-"""How a layer's weights lie, by ``LinearStruct.kind``; ``own``: in the dtype of the rows."""
+"""Forms of weights, by ``LinearStruct.kind``; ``own``: in the dtype of the rows."""
 ACTIVATIONS = ("silu", "gelu_tanh", "xielu", "clamped", "sigmoid", "relu2")
 MIXERS = ("conv", "delta", "mamba")
 NO_LAYER = LinearStruct(*[0] * len(LinearStruct._fields))
 
 
 def number(value: float) -> int:
-    """A field that is a double."""
+    """A double, as a field."""
     return int(struct.unpack("q", struct.pack("d", value))[0])
 
 
