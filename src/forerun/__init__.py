@@ -21,32 +21,21 @@ if typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "LLM": "engine.llm",
-    "BeamSearchOutput": "engine.beams",
-    "BeamSearchParams": "sampling.params",
-    "BeamSearchSequence": "engine.beams",
-    "CompletionOutput": "engine.llm",
-    "ConfigError": "core.errors",
-    "Draft": "core.tree",
-    "DraftContext": "speculate.draft.base",
-    "Drafter": "speculate.draft.base",
-    "DrafterConfig": "speculate.draft.base",
-    "EngineConfig": "engine.config",
-    "ForerunError": "core.errors",
-    "Logprob": "engine.jobs",
-    "ModelError": "core.errors",
-    "Needs": "speculate.draft.base",
-    "RequestError": "core.errors",
-    "RequestMetrics": "engine.metrics",
-    "RequestOutput": "engine.llm",
-    "SamplingParams": "sampling.params",
-    "RequestState": "core.request",
-    "SpeculativeConfig": "engine.config",
-    "StructuredOutputsParams": "sampling.params",
-    "Verdict": "core.tree",
-    "drafters": "speculate.names",
+_NAMES = {
+    "core.errors": "ConfigError ForerunError ModelError RequestError",
+    "core.request": "RequestState",
+    "core.tree": "Draft Verdict",
+    "engine.beams": "BeamSearchOutput BeamSearchSequence",
+    "engine.config": "EngineConfig SpeculativeConfig",
+    "engine.jobs": "Logprob",
+    "engine.llm": "LLM CompletionOutput RequestOutput",
+    "engine.metrics": "RequestMetrics",
+    "sampling.params": "BeamSearchParams SamplingParams StructuredOutputsParams",
+    "speculate.draft.base": "DraftContext Drafter DrafterConfig Needs",
+    "speculate.names": "drafters",
 }
+"""Public names by module."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "LLM",
@@ -79,8 +68,8 @@ __all__ = [
 
 def __getattr__(name: str) -> typing.Any:
     """A public name, or a module of the package such as ``forerun.pretrained``."""
-    if name in _HOMES:
-        value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    if name in _MODULES:
+        value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
         value = importlib.import_module(f"{__name__}.{name}")
     else:

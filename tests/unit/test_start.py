@@ -82,7 +82,7 @@ def test_types_see_what_the_package_imports_later():
     typed = {
         alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names
     }
-    assert typed == {name: f"forerun.{index}" for name, index in forerun._HOMES.items()}
+    assert typed == {name: f"forerun.{index}" for name, index in forerun._MODULES.items()}
     assert set(typed) == set(forerun.__all__) - {"__version__"}
 
 

@@ -36,7 +36,7 @@ SETTABLE = [name for name in SamplingParams.names() if name not in NOT_HERE]
 MODEL = "smollm2"
 PAGE_SIZE = 16
 """Whole pages are kept between turns; with smaller ones, less is read again."""
-DEFAULTS = {item.name: item.default for item in fields(SamplingParams)}
+DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(SamplingParams)}
 DEFAULTS |= {"temperature": 0.0, "max_tokens": 1024, "seed": 0}
 
 
