@@ -9,7 +9,7 @@ import torch
 from forerun import LLM, ConfigError, ForerunError, ModelError, SamplingParams, SpeculativeConfig
 from forerun.engine import memory
 from forerun.engine.config import EngineConfig
-from forerun.engine.llm import INSTEAD, SAID, understood
+from forerun.engine.llm import INSTEAD, WITHOUT_EFFECT, engine_options
 from forerun.models.open import resolve
 from refusals import refused
 
@@ -23,10 +23,10 @@ def test_what_is_so_anyway_is_accepted_and_changes_nothing(llm, tiny_target):
     }  # fmt: skip
     model = LLM(tiny_target, **habits)
     assert model.generate("the cat", COLD)[0].outputs[0] == llm().generate("the cat", COLD)[0].outputs[0]
-    assert set(habits) & set(SAID) == {
+    assert set(habits) & set(WITHOUT_EFFECT) == {
         "pipeline_parallel_size", "enforce_eager", "trust_remote_code", "swap_space", "kv_cache_dtype"
     }  # fmt: skip
-    assert understood({name: accepted[0] for name, (accepted, _) in SAID.items()}) == {}
+    assert engine_options({name: accepted[0] for name, (accepted, _) in WITHOUT_EFFECT.items()}) == {}
 
 
 def test_objects_stand_for_their_names(llm, tiny_target):
@@ -41,28 +41,31 @@ def test_objects_stand_for_their_names(llm, tiny_target):
         refused(ConfigError, "must be", LLM, tiny_target, **habits)
 
 
-@pytest.mark.parametrize("name", sorted({*SAID, *INSTEAD} - {"enforce_eager"}))
+@pytest.mark.parametrize("name", sorted({*WITHOUT_EFFECT, *INSTEAD} - {"enforce_eager"}))
 def test_what_cannot_be_honoured_is_one_line_that_says_what_to_do(name):
     error = refused(ConfigError, name, LLM, **{name: "anything else"})
-    hint = SAID[name][1] if name in SAID else INSTEAD[name]
+    hint = WITHOUT_EFFECT[name][1] if name in WITHOUT_EFFECT else INSTEAD[name]
     assert hint in str(error)
 
 
 def test_true_is_not_one():
-    refused(ConfigError, "pipeline_parallel_size=True", understood, {"pipeline_parallel_size": True})
+    refused(ConfigError, "pipeline_parallel_size=True", engine_options, {"pipeline_parallel_size": True})
     with pytest.raises(ConfigError, match="tensor_parallel_size must be an integer of at least 1, not True"):
         EngineConfig(tensor_parallel_size=True)
 
 
 def test_other_names_of_our_options():
-    assert understood({"block_size": 32, "enable_prefix_caching": False}) == {"page_size": 32, "prefix_caching": False}
-    assert understood({"enable_prefix_caching": True}) == {"page_size": 16, "prefix_caching": True}
-    assert understood({"enable_prefix_caching": True, "block_size": 8})["page_size"] == 8
-    assert understood({"num_gpu_blocks_override": 9, "kv_cache_memory_bytes": 5}) == {
+    assert engine_options({"block_size": 32, "enable_prefix_caching": False}) == {
+        "page_size": 32,
+        "prefix_caching": False,
+    }
+    assert engine_options({"enable_prefix_caching": True}) == {"page_size": 16, "prefix_caching": True}
+    assert engine_options({"enable_prefix_caching": True, "block_size": 8})["page_size"] == 8
+    assert engine_options({"num_gpu_blocks_override": 9, "kv_cache_memory_bytes": 5}) == {
         "num_pages": 9,
         "kv_cache_memory": 5,
     }
-    refused(ConfigError, "page_size is given twice", understood, {"block_size": 32, "page_size": 16})
+    refused(ConfigError, "page_size is given twice", engine_options, {"block_size": 32, "page_size": 16})
 
 
 def test_prefix_caching_by_its_name_there(tiny_target):
@@ -80,7 +83,7 @@ def test_a_revision_and_a_folder_reach_the_download(monkeypatch, tiny_target, tm
         return Path(tiny_target)
 
     monkeypatch.setattr("forerun.models.hub.download", download)
-    result = understood({"model": "someone/something", "revision": "v2", "download_dir": str(tmp_path)})
+    result = engine_options({"model": "someone/something", "revision": "v2", "download_dir": str(tmp_path)})
     assert result == {"model": tiny_target}
     assert asked == [("someone/something", "v2", str(tmp_path))]
     for here in (tiny_target, "forerun:target"):

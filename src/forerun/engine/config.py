@@ -1,4 +1,4 @@
-"""Engine options. Flags of the commands are made from these fields."""
+"""Options of the engine and of speculation. The commands' flags are made from ``EngineConfig``'s fields."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from forerun.core.config import COUNT, SHARE, check_seed, check_types, check_within, option
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, shown
 from forerun.core.threads import AUTO, check_threads
 from forerun.engine.memory import parse_bytes
 from forerun.models.kinds import CPU_KINDS, FLOATS, GPU_KINDS, UNQUANTIZED
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 NONE = "none"
 METHODS = {"eagle3": "eagle"}
-"""vLLM's names of methods, where ours are others."""
-LOOKUP_KEYS = ("prompt_lookup_max", "prompt_lookup_min")
-"""With these, vLLM's ``ngram`` is our ``prompt_lookup``."""
+"""vLLM's names of methods that have another name here."""
+LOOKUP_KEYS = {"prompt_lookup_max", "prompt_lookup_min"}
+"""With one of these, vLLM's ``ngram`` is our ``prompt_lookup``."""
 INSTEAD = {
     "speculative_token_tree": "'tree', children per node at each depth: [4, 2, 1]",
     "disable_by_batch_size": "'length': 'adaptive', which drafts as far as it pays at the present load",
@@ -33,7 +33,7 @@ INSTEAD = {
     "disable_padded_drafter_batch": "leave it out: batches are ragged",
     "revision": "the folder of that revision as 'model'",
 }
-"""What does the work of vLLM's other keys."""
+"""What to use in place of vLLM's other keys."""
 QUANTIZATION_HELP = (
     f"how the target's weights are held: {', '.join(CPU_KINDS)} on CPU (int8 is not invariant), "
     f"{', '.join(GPU_KINDS)} on GPU; {', '.join(FLOATS)}: as numbers; {UNQUANTIZED}: as they are"
@@ -55,7 +55,7 @@ class SpeculativeConfig:
     rule: RuleConfig | None = None
     """The rule's own options; None: its defaults."""
     synthetic: tuple[float, ...] | None = None
-    """Chance that each position of a draft is accepted, in place of the rule's decision; None: the rule decides."""
+    """Probability that each position of a draft is accepted, in place of the rule's decision; None: the rule decides."""
 
     def make_rule(self) -> Rule:
         from forerun.speculate.accept.synthetic import Synthetic
@@ -70,14 +70,14 @@ class SpeculativeConfig:
         if isinstance(options, SpeculativeConfig):
             return options
         if not isinstance(options, Mapping):
-            raise ConfigError(f"speculative_config must be a mapping, not {type(options).__name__}")
+            raise ConfigError(f"speculative_config must be a mapping, 'auto' or None, not {shown(options)}")
         from forerun.speculate.accept.synthetic import KEYS as SYNTHETIC
         from forerun.speculate.accept.synthetic import take_rates
 
         rest = dict(options)
         method = rest.pop("method", None)
         method = METHODS.get(method, method) if isinstance(method, str) else method
-        if method == "ngram" and any(key in rest for key in LOOKUP_KEYS):
+        if method == "ngram" and LOOKUP_KEYS & set(rest):
             method = "prompt_lookup"
         if rest.get("draft_tensor_parallel_size") == 1:
             del rest["draft_tensor_parallel_size"]
@@ -85,18 +85,18 @@ class SpeculativeConfig:
             if key in INSTEAD:
                 raise ConfigError(f"speculative_config has no key {key!r} here; instead: {INSTEAD[key]}")
         if method is None:
+            if "model" not in rest:
+                raise ConfigError("speculative_config needs a 'method'")
             from forerun.engine.drafter_files import method_of
 
-            method = method_of(str(rest["model"])) if "model" in rest else None
-        if method is None:
-            raise ConfigError("speculative_config needs a 'method'")
+            method = method_of(str(rest["model"]))
         accept = rest.pop("accept", "coupled")
         rule = rules[accept]
         if method != NONE and not set(SYNTHETIC) & set(rest):
-            usual = drafters[method].config_class.with_defaults(rest)
+            completed = drafters[method].config_class.with_defaults(rest)
             if "length" not in rest and not rule.identity:
-                usual.pop("length", None)  # budgets that follow measured times would change tokens from run to run
-            rest = usual
+                completed.pop("length", None)  # lengths that follow measured times would change tokens from run to run
+            rest = completed
         length = rest.pop("length", "fixed")
         _ = policies[length]
         synthetic = {key: rest.pop(key) for key in SYNTHETIC if key in rest}
@@ -124,19 +124,20 @@ class SpeculativeConfig:
     def parse_all(
         cls, options: Mapping[str, Any] | SpeculativeConfig | Sequence[Mapping[str, Any] | SpeculativeConfig] | None
     ) -> tuple[SpeculativeConfig, ...]:
-        """One config, or several whose drafters share an engine; requests choose by method, the first by default.
+        """Parses one config, or several whose drafters share an engine. Requests choose by method; the first is the
+        default.
 
-        Those that name no length policy share the others'. Raises ConfigError unless the methods differ and rule and
-        length policy are the same throughout.
+        Configs without a length policy take the others'. Raises ConfigError unless the methods differ and all share
+        the rule and the length policy.
         """
         several = isinstance(options, Sequence) and not isinstance(options, str)
         items: Sequence[Any] = options if several else [options]  # type: ignore
         configs = tuple(cls.parse(item) for item in items)
-        silent = [isinstance(item, Mapping) and "length" not in item for item in items]
-        said = [config.length for config, quiet in zip(configs, silent) if not quiet]
-        shared = [*said, *(config.length for config in configs if config.length != cls.length)]
-        if shared:
-            configs = tuple(replace(each, length=shared[0]) if quiet else each for each, quiet in zip(configs, silent))
+        inherits = [isinstance(item, Mapping) and "length" not in item for item in items]
+        lengths = [config.length for config, inherit in zip(configs, inherits) if not inherit]
+        lengths += [config.length for config in configs if config.length != cls.length]
+        if lengths:
+            configs = tuple(replace(c, length=lengths[0]) if inherit else c for c, inherit in zip(configs, inherits))
         if not configs:
             return (cls(),)
         methods = [config.method for config in configs]
@@ -154,8 +155,11 @@ class SpeculativeConfig:
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How the engine runs a model. Every field is a keyword of ``LLM`` and a flag of the commands, but for ``trace``,
-    which HTTP requests ask for; where a command has a ``--seed`` of its own, that is the requests'."""
+    """How the engine runs a model.
+
+    Every field is a keyword of ``LLM`` and a flag of the commands, except ``trace``, which HTTP requests choose. Where
+    a command has a ``--seed`` of its own, that is the seed of its requests.
+    """
 
     model: str = option(
         "forerun:target", "checkpoint folder, GGUF file, hf:OWNER/NAME[:QUANTIZATION], or a name that forerun ls gives"
@@ -192,8 +196,7 @@ class EngineConfig:
         None, f"the model thinks before it answers, and grammars begin behind the thoughts: {', '.join(PARSERS)}"
     )
     threads: str | int = AUTO
-    """Threads that the CPU kernels compute on; "auto": as many of torch's as there are cores, fewer while others need
-    them."""
+    """Threads of the CPU kernels; "auto": torch's, but at most one per core, and fewer while others need them."""
     seed: int | None = option(None, "seed of requests that name none")
     logprobs_mode: str = option("raw_logprobs", "raw_logprobs (the model's) or processed_logprobs (as sampled)")
     trace: bool = option(False, "record every round of every request")

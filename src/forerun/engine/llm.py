@@ -43,9 +43,9 @@ class CompletionOutput:
     stop_reason: str | int | None = None
     """The stop string or token id that ended it; an error's text where ``finish_reason`` is ``error``."""
     logprobs: list[dict[int, Logprob]] | None = None
-    """By token id, for each token: its own, then the likeliest ones' (``SamplingParams.logprobs`` of them)."""
+    """For each token a mapping by id: the token itself, then the ``SamplingParams.logprobs`` likeliest."""
     cumulative_logprob: float | None = None
-    """The sum over the answer's tokens, where ``logprobs`` were asked for, and of beams."""
+    """The sum over the answer's tokens; only with ``logprobs``, and for beams."""
     trace: list[RoundTrace] | None = None
 
 
@@ -58,9 +58,9 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """As ``CompletionOutput.logprobs``; None for the first token, which nothing comes before."""
+    """As ``CompletionOutput.logprobs``; None for the first token."""
     request_id: str = ""
-    """A number that no other request of the same ``LLM`` has."""
+    """A number, unique within the ``LLM``."""
     finished: bool = True
 
 
@@ -74,16 +74,16 @@ class LLM:
             ``"auto"`` chooses a drafter for the model (``engine.auto.choose``). None decodes plainly.
         tuned: a folder that ``forerun tune`` made for this model, which says how to speculate. True: the bundled one.
         options: the fields of ``EngineConfig``, or vLLM's. ``block_size``, ``enable_prefix_caching``, ``revision`` and
-            ``download_dir`` mean what they mean there. ``enforce_eager``, ``trust_remote_code=False`` and others that
-            ask for nothing are taken; the rest is refused, with what to do instead.
+            ``download_dir`` mean what they mean there. Options without effect here, such as ``enforce_eager`` or
+            ``trust_remote_code=False``, are accepted; others are refused, with what to do instead.
 
     Raises:
         ConfigError: options that are wrong, or that exclude each other.
         ModelError: a model, draft or adapter that cannot be loaded, with the reason.
 
-    Threads may share one: their calls wait for each other, and each has the engine to itself while it runs. Prompts
-    that are to be decoded together belong in one call; requests that come and go belong to ``AsyncEngine``, which an
-    LLM's engine must not serve at the same time.
+    Threads may share one ``LLM``: a call has the engine to itself, and others wait. Give prompts that are to be decoded
+    together to one call. For requests that come and go, use ``AsyncEngine``; it must not run the engine of an ``LLM``
+    that is in use.
     """
 
     def __init__(
@@ -104,11 +104,7 @@ class LLM:
             speculative_config = load_tuned(tuned, str(model), options.get("lora"))
         elif speculative_config == auto.AUTO:
             speculative_config = auto.choose(str(model), lora=options.get("lora"))
-        self.config = EngineConfig.from_options(understood({"model": str(model), **options}))
-        if isinstance(speculative_config, str):
-            raise ConfigError(
-                f"speculative_config must be a mapping, {auto.AUTO!r} or None, not {speculative_config!r}"
-            )
+        self.config = EngineConfig.from_options(engine_options({"model": str(model), **options}))
         speculative = SpeculativeConfig.parse_all(speculative_config)
         self.speculative = speculative[0]
         config = self.config
@@ -128,16 +124,16 @@ class LLM:
         loaded.info = with_end(loaded.info, self.tokenizer)
         self.engine = Engine(loaded, self.tokenizer, config, speculative)
         auto.remember(self.engine)
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._owner: int | None = None
-        """The thread whose turn it is."""
+        """The thread that holds the lock."""
 
     @property
     def model(self) -> Any:
         return self.engine.model
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        """A prompt's text, if it has one, and its token ids. Raises RequestError for what is no prompt."""
+        """Returns a prompt's text, if it has one, and its token ids. Raises RequestError for anything but a prompt."""
         if isinstance(prompt, str):
             return prompt, encode(self.tokenizer, prompt)
         if isinstance(prompt, Mapping):
@@ -157,8 +153,7 @@ class LLM:
         return None, _ids(prompt)
 
     def _decoder_prompt(self, prompt: Prompt) -> list[int] | None:
-        """What an encoder-decoder's decoder goes on behind, where the prompt says so; without special tokens, but for
-        those in ids."""
+        """Token ids of the prompt's ``decoder_prompt``, if it has one; text is encoded without special tokens."""
         given = prompt.get("decoder_prompt") if isinstance(prompt, Mapping) else None
         if isinstance(given, str):
             return encode(self.tokenizer, given, add_special_tokens=False)
@@ -174,15 +169,16 @@ class LLM:
         speculate: bool = True,
         on_update: Callable[[Update], None] | None = None,
     ) -> list[RequestOutput]:
-        """Answer every prompt; ``max_num_seqs`` are decoded at a time. Nothing is started unless every prompt is valid.
-        Whatever ends it early, an interrupt included, leaves the engine empty; interrupts wait for the end of a round.
+        """Answers every prompt; ``max_num_seqs`` are decoded at a time. Nothing starts unless every prompt is valid.
+
+        If an error or an interrupt ends it early, the engine is left empty. Interrupts wait for the end of a round.
 
         Args:
             prompts: texts, token ids or ``{"prompt_token_ids": IDS}``. An encoder-decoder reads a prompt as its source;
-                ``{"encoder_prompt": PROMPT, "decoder_prompt": PROMPT}`` also says what the answer goes on behind.
+                ``{"encoder_prompt": PROMPT, "decoder_prompt": PROMPT}`` also gives the beginning of the answer.
             sampling_params: one for all prompts or a list of one each. ``BeamSearchParams`` among them are answered
                 with their beams, the best first.
-            use_tqdm: show a bar of the answers on standard error. None: where that is a terminal.
+            use_tqdm: show a progress bar on standard error. None: if that is a terminal.
             priority: one number per prompt; lower ones go first.
             speculate: False decodes these prompts plainly, for comparison.
             on_update: called with every round's new tokens, in this thread.
@@ -205,8 +201,10 @@ class LLM:
         *,
         speculate: bool = True,
     ) -> list[beams.BeamSearchOutput]:
-        """The best beams of every prompt, in order, the same whatever drafts. The rest is as in ``generate``. Raises
-        RequestError also if a search fails."""
+        """Returns the best beams of every prompt, in order; no drafter changes them. The rest is as in ``generate``.
+
+        Raises RequestError also if a search fails.
+        """
         if not isinstance(params, BeamSearchParams):
             raise ConfigError(f"params must be BeamSearchParams, not {type(params).__name__}")
         requests = self._run(prompts, params, use_tqdm, None, speculate, None)
@@ -221,33 +219,32 @@ class LLM:
         speculate: bool,
         on_update: Callable[[Update], None] | None,
     ) -> list[tuple[str | None, list[Job]]]:
-        """Every prompt's text and finished jobs."""
-        batch = _batch(prompts)
+        """Runs the prompts; returns each one's text and finished jobs."""
+        batch = _prompt_list(prompts)
         params = self._params(given, len(batch))
         if sys.stderr.isatty() if use_tqdm is None else use_tqdm:
             with progress_bar(sum(item.n for item in params), on_update) as bar:
                 return self._run(batch, params, False, priority, speculate, bar)
-        turns = _priorities(priority, len(batch))
+        priorities = _priorities(priority, len(batch))
         requests: list[list[Job]] = []
-        with self._alone(), Interrupts() as interrupts:
-            encoded = [self.encode(prompt) for prompt in batch]
-            behinds = [self._decoder_prompt(prompt) for prompt in batch]
+        with self._exclusive(), Interrupts() as interrupts:
+            encoded = [(*self.encode(prompt), self._decoder_prompt(prompt)) for prompt in batch]
             try:
-                for (_, ids), behind, options, turn in zip(encoded, behinds, params, turns):
+                for (_, ids, decoder_prompt), options, rank in zip(encoded, params, priorities):
                     requests.append(
-                        self.engine.add(ids, options, decoder_prompt=behind, speculate=speculate, priority=turn)
+                        self.engine.add(ids, options, decoder_prompt=decoder_prompt, speculate=speculate, priority=rank)
                     )
                 with torch.inference_mode():  # entered once, not in every step
                     while self.engine.busy:
                         updates = self.engine.step()
                         interrupts.deliver()
                         if on_update is not None:
-                            _tell(on_update, updates, interrupts)
+                            _call_back(on_update, updates, interrupts)
             except BaseException:
                 for job in [job for jobs in requests for job in jobs]:
                     self.engine.abort(job)
                 raise
-            return [(text, jobs) for (text, _), jobs in zip(encoded, requests)]
+            return [(text, jobs) for (text, _, _), jobs in zip(encoded, requests)]
 
     def chat(
         self,
@@ -263,15 +260,15 @@ class LLM:
         on_update: Callable[[Update], None] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or each of several. What is not named here is as in ``generate``.
+        """Answers a conversation, or each of several. Arguments not listed are those of ``generate``.
 
         Args:
             messages: mappings with ``role`` and ``content``, or lists of such.
             chat_template: Jinja, in place of the model's.
-            add_generation_prompt: begin an answer behind the messages.
-            continue_final_message: go on with the last message, the model's own; with ``add_generation_prompt=False``.
+            add_generation_prompt: begin an answer after the messages.
+            continue_final_message: continue the last message, the model's own; with ``add_generation_prompt=False``.
             chat_template_kwargs: the template's variables.
-            tools: as in OpenAI's API, told to the model; its calls come as text.
+            tools: as in OpenAI's API, for the template; the model's calls come as text.
 
         Returns:
             One output per conversation, in order.
@@ -290,25 +287,25 @@ class LLM:
                 continue_final_message=continue_final_message,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            ids = encode(self.tokenizer, text, add_special_tokens=False)  # the template has written them
+            ids = encode(self.tokenizer, text, add_special_tokens=False)  # the template has them
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, speculate=speculate, on_update=on_update, use_tqdm=use_tqdm)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer, of transformers' kind."""
+        """The tokenizer, as transformers has it."""
         return getattr(self.tokenizer, "full", self.tokenizer)
 
     def close(self) -> None:
-        """Let drafters write down what they have learnt (``adapt``); generation may go on afterwards."""
-        with self._alone():
+        """Lets drafters save what they have learnt (``adapt``). Generation may go on afterwards."""
+        with self._exclusive():
             self.engine.close()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Wait for this thread's turn with the engine."""
+    def _exclusive(self) -> Iterator[None]:
+        """Gives this thread the engine, once other threads' calls are done."""
         if self._owner == threading.get_ident():
             raise ConfigError("on_update cannot use the LLM whose generate calls it: wait until that has returned")
-        with self._turn:
+        with self._lock:
             self._owner = threading.get_ident()
             try:
                 yield
@@ -317,6 +314,7 @@ class LLM:
 
     @staticmethod
     def _params(given: Params | Iterable[Params] | None, count: int) -> list[Params]:
+        """One for each of ``count`` prompts. Raises ConfigError."""
         if given is None or isinstance(given, Params):
             return [given or SamplingParams()] * count
         several: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, Mapping) else [given]
@@ -344,17 +342,12 @@ class LLM:
                     trace=job.trace if self.config.trace else None,
                 )
             )
-        asked = jobs[0].prompt_logprobs
-        return RequestOutput(
-            text,
-            sequence.prompt,
-            outputs,
-            RequestMetrics.merged([job.metrics for job in jobs]),
-            None
-            if asked is None
-            else [None, *by_token([item for item in asked if item], self.tokenizer, sequence.prompt[:1])],
-            str(sequence.id),
-        )
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if jobs[0].prompt_logprobs is not None:
+            known = [item for item in jobs[0].prompt_logprobs if item is not None]
+            prompt_logprobs = [None, *by_token(known, self.tokenizer, sequence.prompt[:1])]
+        metrics = RequestMetrics.merged([job.metrics for job in jobs])
+        return RequestOutput(text, sequence.prompt, outputs, metrics, prompt_logprobs, str(sequence.id))
 
 
 def _cumulative(job: Job, logprobs: Sequence[TokenLogprobs] | None) -> float | None:
@@ -370,8 +363,8 @@ def _priorities(given: Sequence[int] | None, count: int) -> list[int]:
     return several
 
 
-def _batch(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
-    """One prompt or several, as several."""
+def _prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """A list of the prompts, which may be one prompt or several."""
     if isinstance(prompts, (str, bytes, bytearray, Mapping)):
         return [cast(Prompt, prompts)]
     prompts = to_python(prompts)
@@ -391,7 +384,7 @@ def _ids(prompt: Any) -> list[int]:
 
 
 @torch.inference_mode(False)
-def _tell(on_update: Callable[[Update], None], updates: Sequence[Update], interrupts: Interrupts) -> None:
+def _call_back(on_update: Callable[[Update], None], updates: Sequence[Update], interrupts: Interrupts) -> None:
     for update in updates:
         with interrupts.allowed():
             on_update(update)
@@ -404,10 +397,10 @@ RENAMED = {
     "num_gpu_blocks_override": "num_pages",
 }
 BLOCK_SIZE = 16
-"""vLLM's own, where prefix caching is asked for without a page size."""
+"""vLLM's default, for ``enable_prefix_caching`` without a block size."""
 
 _ONE = ((1,), "the layers' parts are split by tensor_parallel_size; forerun serve --replicas starts several engines")
-SAID: dict[str, tuple[tuple[Any, ...], str]] = {
+WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "pipeline_parallel_size": _ONE,
     "data_parallel_size": _ONE,
     "enforce_eager": ((True, False), ""),
@@ -425,8 +418,8 @@ SAID: dict[str, tuple[tuple[Any, ...], str]] = {
     "runner": (("auto", "generate"), "models generate here"),
     "tokenizer_revision": ((None,), "give revision, or the folder of a tokenizer as tokenizer"),
 }
-"""Values that change nothing here, and what to say of others. No step is ever captured, so ``enforce_eager`` asks for
-nothing."""
+"""vLLM's options with the values that change nothing here, and a hint for other values. Nothing is captured, so
+``enforce_eager`` has no effect."""
 INSTEAD = {
     "speculative_model": "speculative_config={'model': ..., 'num_speculative_tokens': ...}",
     "num_speculative_tokens": "speculative_config={'method': ..., 'num_speculative_tokens': ...}",
@@ -442,14 +435,16 @@ INSTEAD = {
 }
 
 
-def understood(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of ``EngineConfig`` for keywords of ``LLM``, vLLM's among them. With a ``revision`` or a
-    ``download_dir``, ``model`` becomes the folder of the download. Raises ConfigError for what cannot be honoured,
-    ModelError for a download that fails."""
+def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Translates keywords of ``LLM``, vLLM's among them, to options of ``EngineConfig``.
+
+    With a ``revision`` or a ``download_dir``, ``model`` becomes the folder of the download. Raises ConfigError for an
+    option that cannot be honoured, ModelError for a download that fails.
+    """
     result: dict[str, Any] = {}
     for name, value in options.items():
-        if name in SAID:
-            accepted, instead = SAID[name]
+        if name in WITHOUT_EFFECT:
+            accepted, instead = WITHOUT_EFFECT[name]
             if not any(value is each or (value == each and type(value) is type(each)) for each in accepted):
                 raise ConfigError(f"{name}={value!r} cannot be honoured: {instead}")
             continue
@@ -468,46 +463,46 @@ def understood(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Interrupts:
-    """While entered, the main thread's SIGINT waits for ``deliver``, for ``allowed`` code or for the end.
+    """Defers the main thread's SIGINT while entered: to ``deliver``, to ``allowed`` code or to the end.
 
-    It then goes to the handler that was there before, which raises KeyboardInterrupt unless the program has set
-    another. Other threads get no signals, and nothing changes for them.
+    The signal then goes to the previous handler, which raises KeyboardInterrupt unless the program has set another.
+    In other threads it does nothing, because they get no signals.
     """
 
     def __init__(self) -> None:
-        self._before: Callable[[int, FrameType | None], Any] | None = None
-        self._open = False
+        self._previous: Callable[[int, FrameType | None], Any] | None = None
+        self._allowed = False
         self._pending = False
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGINT)
-            if callable(before):
-                self._before = before
+            previous = signal.getsignal(signal.SIGINT)
+            if callable(previous):
+                self._previous = previous
                 signal.signal(signal.SIGINT, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
+        if self._previous is not None:
+            signal.signal(signal.SIGINT, self._previous)
             self.deliver()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._pending = True
-        if self._open:
+        if self._allowed:
             self.deliver(frame)
 
     def deliver(self, frame: FrameType | None = None) -> None:
-        """Let a signal that has come meanwhile take effect."""
-        if self._pending and self._before is not None:
+        """Passes on a signal that has come meanwhile."""
+        if self._pending and self._previous is not None:
             self._pending = False
-            self._before(signal.SIGINT, frame)
+            self._previous(signal.SIGINT, frame)
 
     @contextmanager
     def allowed(self) -> Iterator[None]:
-        """Signals take effect at once, as in the caller's own code."""
-        self._open = True
+        """Signals take effect at once inside, as in the caller's own code."""
+        self._allowed = True
         try:
             yield
         finally:
-            self._open = False
+            self._allowed = False
