@@ -1,4 +1,4 @@
-"""``speculative_config="auto"``: who drafts for a model where nobody says, and what was learnt about it before."""
+"""``speculative_config="auto"``: chooses a drafter for a model, and keeps what the length policy learns about it."""
 
 from __future__ import annotations
 
@@ -19,47 +19,53 @@ from forerun.speculate.names import KEYS, rules
 
 AUTO = "auto"
 LARGE = 64 << 20
-"""Bytes of a target for which what was learnt is kept: a smaller one is learnt about in a moment."""
+"""Bytes of the smallest target for which this is kept: for smaller ones the policy learns in a moment."""
 
 
 def choose(
     model: str, given: Mapping[str, Any] | None = None, lora: Sequence[str] | str | None = None
 ) -> dict[str, Any]:
-    """The ``speculative_config`` for ``model`` with such adapters, where ``given`` says the rest but no drafter: the
-    bundled draft model for the bundled target; what comes with Forerun for a model (``tuned``); a known draft of this
-    model that is on disk; the layer for multi-token prediction in its own files; else ``suffix``, which drafts from the
-    text itself. Drafts go as far as they pay (``adaptive``) where that changes no token."""
-    rest = dict(given or {})
-    same = rules[rest.get("accept", "coupled")].identity
-    if same:
-        rest.setdefault("length", "adaptive")
-    lookup = {*KEYS["ngram"].split(), *KEYS["prompt_lookup"].split()} & set(rest)
-    if lookup:
-        return {"method": "ngram", **rest}
+    """Completes a ``speculative_config`` that names no drafter. In order of preference:
+
+    - ``ngram``, if ``given`` has keys of it or of ``prompt_lookup``;
+    - the bundled draft model, for the bundled target;
+    - what ``forerun tune`` found for a model that Forerun knows;
+    - a known draft of this model on disk;
+    - the model's own layer for multi-token prediction;
+    - ``suffix``, which drafts from the text itself.
+
+    The length policy is ``adaptive`` where that changes no token. ``lora``: the target's adapters.
+    """
+    config = dict(given or {})
+    identity = rules[config.get("accept", "coupled")].identity
+    if identity:
+        config.setdefault("length", "adaptive")
+    if {*KEYS["ngram"].split(), *KEYS["prompt_lookup"].split()} & set(config):
+        return {"method": "ngram", **config}
     if model.startswith("forerun:"):
-        return {"method": "draft_model", **rest}
-    if same and not lora and tuned.has_bundled(model):
-        return {**tuned.load(True, model), **rest}
+        return {"method": "draft_model", **config}
+    if identity and not lora and tuned.has_bundled(model):
+        return {**tuned.load(True, model), **config}
     draft = known_draft(model)
     if draft is not None:
-        return {"method": "draft_model", "model": str(draft), **rest}
-    suffix = set(rest) & {*KEYS["suffix"].split()} - {*KEYS["mtp"].split()}
-    return {"method": "mtp" if same and not lora and not suffix and brings_mtp(model) else "suffix", **rest}
+        return {"method": "draft_model", "model": str(draft), **config}
+    suffix_only = set(config) & {*KEYS["suffix"].split()} - {*KEYS["mtp"].split()}
+    return {"method": "mtp" if identity and not lora and not suffix_only and brings_mtp(model) else "suffix", **config}
 
 
 def remember(engine: Engine) -> None:
-    """Let the engine's length policy begin with what an earlier engine of this kind learnt on this machine, and keep
-    what it learns when the engine is closed or the process ends."""
+    """Restores what the length policy learnt in an earlier engine of this kind on this machine, and saves it when the
+    engine is closed or the process ends."""
     policy, info = engine.policy, engine.model.info
     if type(policy) is not Adaptive or info.weight_bytes < LARGE:
         return
     drafts = [(model.info.path, model.info.weight_bytes) for model in engine.router.models()]
-    what = repr((info.architecture, info.path, info.weight_bytes, drafts, engine.speculative, torch.get_num_threads()))
-    record = Record("lengths", what, *environment())
+    key = repr((info.architecture, info.path, info.weight_bytes, drafts, engine.speculative, torch.get_num_threads()))
+    record = Record("lengths", key, *environment())
     policy.restore(record.read())
-    engine.on_close.append(weakref.finalize(engine, _keep, policy, record))
+    engine.on_close.append(weakref.finalize(engine, _save, policy, record))
 
 
-def _keep(policy: Adaptive, record: Record) -> None:
+def _save(policy: Adaptive, record: Record) -> None:
     if (state := policy.state()) is not None:
         record.write(state)

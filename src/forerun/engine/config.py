@@ -55,7 +55,7 @@ class SpeculativeConfig:
     rule: RuleConfig | None = None
     """The rule's own options; None: its defaults."""
     synthetic: tuple[float, ...] | None = None
-    """Probability that each position of a draft is accepted, in place of the rule's decision; None: the rule decides."""
+    """Probability that each position of a draft is accepted, in place of the rule; None: the rule decides."""
 
     def make_rule(self) -> Rule:
         from forerun.speculate.accept.synthetic import Synthetic

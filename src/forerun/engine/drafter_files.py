@@ -1,4 +1,4 @@
-"""Which method a drafter's files are for, so that a ``speculative_config`` may name the files alone."""
+"""Finds the method that a drafter's files are for, so that a ``speculative_config`` may name the files alone."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from forerun.models.open import open_files, quick_config
 from forerun.speculate.names import drafters
 
 OURS = "forerun_head"
-"""In configs of heads that we have saved."""
+"""The key with the method in configs of our own heads."""
 GGUF_METHODS = {"eagle3": "eagle", "dflash": "dflash", "gemma4-assistant": "mtp"}
-"""By the architecture in a GGUF file's metadata."""
+"""Methods by the architecture in a GGUF file's metadata."""
 SPECULATORS = {
     "eagle": "eagle", "eagle3": "eagle", "dflash": "dflash", "dflash2": "dflash", "dspark": "dflash", "mtp": "mtp",
 }  # fmt: skip
-"""By ``speculators_model_type``."""
+"""Methods by ``speculators_model_type``."""
 ASSISTANT = "gemma4_assistant"
-"""As ``model_type``."""
-NEXTN = re.compile(r"(?:.*\.)?(?:mtp\.|mtp_layers\.0\.).*|(?:.*\.)?eh_proj\.weight")
-FIRST = re.compile(r"(?:.*\.)?layers\.0\..*|blk\.0\..*")
+"""A ``model_type`` of ``mtp``."""
+MTP_LAYER = re.compile(r"(?:.*\.)?(?:mtp\.|mtp_layers\.0\.).*|(?:.*\.)?eh_proj\.weight")
+FIRST_LAYER = re.compile(r"(?:.*\.)?layers\.0\..*|blk\.0\..*")
 
 
 def method_of(name: str) -> str:
-    """The method that reads the drafter of a name or in a path; ``draft_model`` for a whole model, and for what is not
-    on this machine yet. Raises ConfigError for a drafter of a kind that is not served."""
+    """The method for the drafter called ``name``, which may be a path.
+
+    ``draft_model`` for a whole model, and for one that is not on this machine yet. Raises ConfigError for a kind of
+    drafter that is not supported.
+    """
     try:
         path = here(name)
     except ModelError:
@@ -40,8 +43,7 @@ def method_of(name: str) -> str:
     for key, methods in ((OURS, {method: method for method in drafters}), ("speculators_model_type", SPECULATORS)):
         if key in config:
             if config[key] not in methods:
-                served = ", ".join(methods)
-                raise ConfigError(f"{name} is a drafter of kind {shown(config[key])}; there are {served}")
+                raise ConfigError(f"{name} is a drafter of kind {shown(config[key])}; there are {', '.join(methods)}")
             return methods[config[key]]
     if config.get("model_type") == ASSISTANT:
         return "mtp"
@@ -49,23 +51,23 @@ def method_of(name: str) -> str:
 
 
 def _by_tensors(names: Iterable[str]) -> str:
-    bare = {name.removeprefix("model.") for name in names}
-    if {"fc.weight", "hidden_norm.weight"} <= bare:
+    names = {name.removeprefix("model.") for name in names}
+    if {"fc.weight", "hidden_norm.weight"} <= names:
         return "dflash"
-    if "fc.weight" in bare and any(name.startswith(("midlayer.", "layers.0.")) for name in bare):
+    if "fc.weight" in names and any(name.startswith(("midlayer.", "layers.0.")) for name in names):
         return "eagle"
-    own = any(FIRST.fullmatch(name) and not NEXTN.fullmatch(name) for name in bare)
-    return "mtp" if not own and any(map(NEXTN.fullmatch, bare)) else "draft_model"
+    whole_model = any(FIRST_LAYER.fullmatch(name) and not MTP_LAYER.fullmatch(name) for name in names)
+    return "mtp" if not whole_model and any(map(MTP_LAYER.fullmatch, names)) else "draft_model"
 
 
 def brings_mtp(model: str) -> bool:
-    """Whether a model on this machine brings a layer for multi-token prediction that ``mtp`` runs in its own files."""
+    """Whether a model on this machine has its own layer for multi-token prediction, of a kind that ``mtp`` runs."""
     try:
         path = here(model)
-        if not any(map(NEXTN.fullmatch, open_files(path, packed=True).tensors)):
+        if not any(map(MTP_LAYER.fullmatch, open_files(path, packed=True).tensors)):
             return False
         config = quick_config(path).get_text_config()
-    except ModelError:  # whoever loads it says so
+    except ModelError:  # loading it will report the error
         return False
     from forerun.speculate.draft.heads.mtp import within
 

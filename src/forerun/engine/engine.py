@@ -1,4 +1,4 @@
-"""The engine: ``add``, ``step``, ``abort``. A step is schedule, round, publish."""
+"""The engine: ``add``, ``step``, ``abort``. A step schedules, runs a speculative round and publishes its tokens."""
 
 from __future__ import annotations
 
@@ -104,18 +104,18 @@ class Engine:
         self.stats = EngineStats(synthetic=self.speculative.synthetic is not None)
         self.jobs: dict[int, Job] = {}
         self.on_round: Callable[[Round], None] | None = None
-        """Sees every round as it ends, for measurements."""
+        """Called with every round at its end, for measurements."""
         self.on_close: list[Callable[[], object]] = []
         self._ids = itertools.count()
 
     def _threads(self) -> Threads:
-        """As configured; "auto" where kernels compute all of this model's layers, for only those are free to change."""
-        requested = check_threads(self.config.threads)
-        if requested is not None:
-            return Threads(requested, fixed=True)
-        free = getattr(self.model, "fused", None) is not None and self.config.tensor_parallel_size == 1
-        most = min(torch.get_num_threads(), usable_cores() if free else MOST_THREADS)
-        return Threads(most, fixed=not free, cores_left=CoresLeft())
+        """The configured number of CPU threads. "auto" adapts it if our kernels compute all layers of the model."""
+        count = check_threads(self.config.threads)
+        if count is not None:
+            return Threads(count, fixed=True)
+        adapts = getattr(self.model, "fused", None) is not None and self.config.tensor_parallel_size == 1
+        most = min(torch.get_num_threads(), usable_cores() if adapts else MOST_THREADS)
+        return Threads(most, fixed=not adapts, cores_left=CoresLeft())
 
     def _drafters(self, configs: Sequence[SpeculativeConfig]) -> dict[str, Any]:
         context = DraftContext(
@@ -149,21 +149,32 @@ class Engine:
         priority: int = 0,
         committed: Sequence[int] = (),
     ) -> list[Job]:
-        """Queue a request; returns its ``params.n`` jobs. Raises RequestError if it cannot be run. The answers of a
-        beam search, best first, come together at its end.
+        """Queues a request.
 
-        An encoder-decoder's encoder reads ``prompt``; its decoder goes on behind ``decoder_prompt`` (None: what the
-        checkpoint says). ``method`` chooses among the loaded drafters (None: the first); ``max_draft`` bounds this
-        request's drafted tokens per round; ``trace`` records its rounds. Lower values of ``priority`` go first, within
-        bounds. The answer goes on behind ``committed``, tokens of it that were given before.
+        Args:
+            prompt: token ids; what the encoder of an encoder-decoder reads.
+            params: how to sample, or how to search.
+            decoder_prompt: what an encoder-decoder's decoder continues; None: the checkpoint's start tokens.
+            speculate: False decodes plainly.
+            method: one of the loaded drafters; None: the first.
+            max_draft: bounds this request's drafted tokens per round.
+            trace: records its rounds.
+            priority: lower values go first, within bounds.
+            committed: tokens of the answer that were generated before; they are continued.
+
+        Returns:
+            Its ``params.n`` jobs. The answers of a beam search, best first, come together at its end.
+
+        Raises:
+            RequestError: it cannot be run.
         """
         search = params if isinstance(params, BeamSearchParams) else None
         if search is not None:
             params = beams.admit(search, self.model.info, trace)
         assert isinstance(params, SamplingParams)
         source, prompt, committed, params = self.validator.admit(prompt, decoder_prompt, params, committed)
-        drafter = self._choose(method, max_draft) if speculate else None
-        requested = params.grammar
+        drafter = self._choose_drafter(method, max_draft) if speculate else None
+        grammar = params.grammar
         seed = params.seed if params.seed is not None else self.config.seed
         seed = seed if seed is not None else secrets.randbits(63)
         limit = min(self.max_model_len, len(prompt) + (params.max_tokens or self.max_model_len))
@@ -179,7 +190,7 @@ class Engine:
                 max_tokens=limit,
                 drafter=drafter,
                 max_draft=max_draft,
-                constraint=self.grammars.start(requested) if requested is not None else None,
+                constraint=self.grammars.start(grammar) if grammar is not None else None,
                 priority=priority,
                 source=source,
             )
@@ -199,14 +210,14 @@ class Engine:
 
     @cached_property
     def grammars(self) -> GrammarCompiler:
-        """Compiles structured outputs, ahead of ``add`` and in any thread where that helps."""
+        """Compiles structured outputs; may be used ahead of ``add`` and from any thread."""
         info, config = self.model.info, self.config
         return GrammarCompiler(
             self.tokenizer, info.vocab_size, info.eos_ids, longest=config.max_grammar_bytes,
             memory=config.grammar_bytes, reasoning_parser=config.reasoning_parser,
         )  # fmt: skip
 
-    def _choose(self, method: str | None, max_draft: int | None) -> str | None:
+    def _choose_drafter(self, method: str | None, max_draft: int | None) -> str | None:
         loaded = self.router.drafters
         if method is None:
             method = next(iter(loaded), None)
@@ -221,13 +232,13 @@ class Engine:
         return method
 
     def abort(self, job: Job) -> None:
-        """End a request now and free everything it holds."""
+        """Ends a request now and frees everything it holds."""
         for each in job.peers or [job]:
             if each.finish is None:
                 self.end(each, Finish(ABORT))
 
     def fail(self, message: str) -> list[Update]:
-        """End everyone who was in the failed step; the requests that wait are not affected."""
+        """Ends all running requests with an error, after a failed step. Waiting requests are not affected."""
         roots = [self.jobs[sequence.id] for sequence in list(self.scheduler.running)]
         jobs = [job for root in roots for job in root.peers or [root]]
         for job in jobs:
@@ -235,7 +246,7 @@ class Engine:
         return [Update(job, [], 0, job.finish) for job in jobs]
 
     def pause(self, job: Job) -> None:
-        """Take an unfinished request off the engine, its pages freed; ``resume`` queues it again, recomputed."""
+        """Takes an unfinished request off the engine and frees its pages. ``resume`` queues it to be recomputed."""
         self.scheduler.remove(job.sequence)
         job.sequence.num_computed_tokens = job.sequence.scheduled = 0
         self._preempted(job.sequence)
@@ -249,8 +260,8 @@ class Engine:
 
     @inference
     def step(self) -> list[Update]:
-        """One round for everyone who is scheduled: schedule, speculate, publish."""
-        began = self.clock()
+        """Runs one round and returns what it did for each of its sequences; nothing if none is scheduled."""
+        start = self.clock()
         sequences = self.scheduler.schedule()
         if not sequences:
             return []
@@ -260,22 +271,21 @@ class Engine:
             result = speculate(sequences, self.target, self.router, self.rule, self.policy, self.sampler, self._clip)
         updates = self._publish(sequences, prefilling, result)
         if any(verdict.error == NAN for verdict in result.verdicts):
-            self.target.attention.pool.scrub()  # a stop may have ended what NaN stands behind
-        self.scheduler.observe(self.clock() - began)
-        self.threads.observe(result.verification.batch.num_rows, self.clock() - began)
+            self.target.attention.pool.scrub()  # a stop may have ended the sequence before its NaN
+        self.scheduler.observe(self.clock() - start)
+        self.threads.observe(result.verification.batch.num_rows, self.clock() - start)
         self.stats.rounds += 1
         seconds = result.seconds
         self.stats.draft_seconds += seconds.draft
         self.stats.verify_seconds += seconds.verify
         self.stats.accept_seconds += seconds.accept
-        inside = seconds.draft + seconds.verify + seconds.accept
-        self.stats.host_seconds += self.clock() - began - inside
+        self.stats.host_seconds += self.clock() - start - seconds.draft - seconds.verify - seconds.accept
         if self.on_round is not None:
             self.on_round(result)
         return updates
 
     def _clip(self, sequence: RequestState, draft: Draft, verdict: Verdict) -> list[int]:
-        if sequence.group is not None:  # its search looks for ends
+        if sequence.group is not None:  # the beam search ends its beams itself
             return verdict.decided_tokens(draft)
         return self.jobs[sequence.id].stopper.clip(draft, verdict)
 
@@ -290,7 +300,7 @@ class Engine:
                 prompt_logprobs(job, result.verification, index, sequence)
             if verdict.token is None:
                 if self.target.attention.pool.has_nan(sequence.id, sequence.num_computed_tokens - verdict.fed):
-                    # Nobody sees the logits of these rows, and their entries must not stay where others may get them.
+                    # No logits of these rows are looked at, and others must not get their cache entries.
                     self.end(job, Finish(ERROR, NAN), now)
                     updates.append(Update(job, [], 0, job.finish))
                 continue
@@ -324,22 +334,22 @@ class Engine:
         del self.jobs[job.sequence.id]
 
     def forget(self, sequence: RequestState) -> None:
-        """Give up all that is known of a sequence that has ended and its pages."""
+        """Frees the pages of a sequence that has ended, and what drafters and the length policy keep of it."""
         self.target.attention.pool.free(sequence.id)
         self._release(sequence)
         self.policy.release(sequence)
         self.router.failures.pop(sequence.id, None)
 
     def _release(self, sequence: RequestState) -> None:
-        """Let drafters forget a sequence; a NaN of theirs does not stay for whoever gets its pages."""
+        """Frees what drafters keep of a sequence; NaN in its pages is cleared before others get them."""
         pools = self.router.pools()
-        spoilt = any(pool.has_nan(sequence.id) for pool in pools)
+        has_nan = any(pool.has_nan(sequence.id) for pool in pools)
         self.router.release(sequence)
-        for pool in pools if spoilt else ():
+        for pool in pools if has_nan else ():
             pool.scrub()
 
     def _reusable(self, sequence: RequestState) -> int:
-        """How many leading tokens may come from the prefix cache: prompt logprobs need every logit."""
+        """How many leading tokens may come from the prefix cache; none with prompt logprobs, which need all logits."""
         if sequence.params.prompt_logprobs is not None and not sequence.num_output:
             return 0
         return self.router.reusable(sequence)
@@ -351,9 +361,9 @@ class Engine:
             self.stats.prefix_queries += len(sequence.tokens)
             self.stats.prefix_hits += reused
             if self.target.attention.states is not None and self.scheduler.tree is not None:
-                known = self.scheduler.tree.matched.get(sequence.id, reused)
+                matched = self.scheduler.tree.matched.get(sequence.id, reused)
                 self.stats.state_hits += reused > 0
-                self.stats.prefix_reread += known - reused
+                self.stats.prefix_reread += matched - reused
 
     def _preempted(self, sequence: RequestState) -> None:
         for part in beams.parts(sequence):
@@ -377,18 +387,18 @@ class Engine:
         return self.target.attention.pool.num_tokens
 
     def close(self) -> None:
-        """Let drafters write down what they have learnt. The engine can go on afterwards."""
+        """Lets drafters save what they have learnt. The engine can be used afterwards."""
         self.router.close()
-        for act in self.on_close:
-            act()
+        for callback in self.on_close:
+            callback()
 
     def check(self) -> None:
-        """Raise AssertionError if a page is unaccounted for, or an idle engine still holds some."""
+        """Raises AssertionError if a page is unaccounted for, or an idle engine still holds some."""
         for pool in self.pools:
             pool.check()
-            held = {*pool.block_tables, *(pool.sources.readers if pool.sources is not None else ())}
-            if not self.jobs and held:
-                raise AssertionError(f"idle, but sequences {sorted(held)} hold pages")
+            holders = {*pool.block_tables, *(pool.sources.readers if pool.sources is not None else ())}
+            if not self.jobs and holders:
+                raise AssertionError(f"idle, but sequences {sorted(holders)} hold pages")
 
     @property
     def identity(self) -> bool:

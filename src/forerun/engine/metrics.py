@@ -1,9 +1,10 @@
-"""What is counted of requests, what a round looked like token by token, and the state of an engine at a moment."""
+"""Metrics of requests and of the engine, snapshots of its state, and traces of rounds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 from forerun.core.tree import Draft, Verdict
@@ -14,29 +15,32 @@ class RequestMetrics:
     """Counts of one request; rates are None where nothing was drafted."""
 
     rounds: int = 0
-    """Target forwards that decoded for this request, prefill left out."""
+    """Target forwards that decoded for this request, without prefill."""
     num_drafts: int = 0
-    """Rounds that carried a draft."""
+    """Rounds with a draft."""
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
     """Entry j: how many drafts had exactly j tokens accepted."""
     accepted_per_step: list[int] = field(default_factory=list)
     drafted_per_step: list[int] = field(default_factory=list)
-    """Round by round, those with a draft only."""
+    """Both have an entry for each round with a draft."""
     tested: int = 0
+    """Drafted positions whose drafted prefix was accepted."""
     matched: int = 0
+    """Those that were accepted."""
     overlap: float = 0.0
+    """Their sum of sum min(p, q)."""
     decode_tokens: int = 0
-    """Tokens emitted by those rounds."""
+    """Tokens emitted by ``rounds``."""
     start: float = 0.0
     first_token: float | None = None
     end: float | None = None
     draft_error: str | None = None
-    """Why this request lost its drafter, if it did; it went on as plain decoding."""
+    """Why the drafter failed, if it did; the request went on with plain decoding."""
     preemptions: int = 0
     num_cached_tokens: int = 0
-    """Prompt tokens whose KV a prefix hit supplied."""
+    """Prompt tokens from the prefix cache."""
     synthetic: bool = False
     """Drafts were accepted at given rates, whatever their tokens: the text is not the target's."""
 
@@ -74,13 +78,12 @@ class RequestMetrics:
 
     @property
     def alpha(self) -> float | None:
-        """Mean of sum min(p, q) over drafted positions whose drafted prefix was accepted (Leviathan et al. 2023,
-        corollary 3.6)."""
+        """Mean of sum min(p, q) over the tested positions (Leviathan et al. 2023, corollary 3.6)."""
         return self.overlap / self.tested if self.tested else None
 
     @property
     def match_rate(self) -> float | None:
-        """The same positions' accepted share under the rule in use."""
+        """Fraction of the tested positions that the rule accepted."""
         return self.matched / self.tested if self.tested else None
 
     @property
@@ -109,27 +112,25 @@ class RequestMetrics:
         parts = list({id(part): part for part in parts}.values())
         if len(parts) == 1:
             return parts[0]
-        total = cls(start=min(p.start for p in parts), synthetic=parts[0].synthetic)
+        total = cls(start=min(part.start for part in parts), synthetic=parts[0].synthetic)
         for part in parts:
-            for name in ("rounds", "num_drafts", "num_draft_tokens", "num_accepted_draft_tokens", "tested", "matched",
-                         "overlap", "decode_tokens", "preemptions", "num_cached_tokens"):  # fmt: skip
-                setattr(total, name, getattr(total, name) + getattr(part, name))
-            _add_counts(total.acceptance_histogram, part.acceptance_histogram)
-            total.accepted_per_step += part.accepted_per_step
-            total.drafted_per_step += part.drafted_per_step
-            total.draft_error = total.draft_error or part.draft_error
-        firsts = [p.first_token for p in parts if p.first_token is not None]
-        ends = [p.end for p in parts if p.end is not None]
-        total.first_token, total.end = min(firsts, default=None), max(ends, default=None)
+            for name, value in vars(part).items():
+                if name == "acceptance_histogram":
+                    _add_counts(total.acceptance_histogram, value)
+                elif name not in ("start", "first_token", "end", "draft_error", "synthetic"):
+                    setattr(total, name, getattr(total, name) + value)
+        total.draft_error = next(filter(None, [part.draft_error for part in parts]), None)
+        total.first_token = min((p.first_token for p in parts if p.first_token is not None), default=None)
+        total.end = max((part.end for part in parts if part.end is not None), default=None)
         return total
 
 
 SHORTEST = 6
-"""Texts of up to two to this many tokens are counted together."""
+"""Sequences of up to 2 ** SHORTEST tokens are counted together."""
 
 
 def counted(metric: str, help: str) -> Any:
-    """A count, with its name and help in the server's metrics."""
+    """A count with its name and help on the server's metrics page."""
     return field(default=0, metadata={"metric": metric, "help": help})
 
 
@@ -150,19 +151,19 @@ class EngineStats:
     num_accepted_tokens: int = counted("spec_decode_num_accepted_tokens", "drafted tokens that were accepted")
     accepted_per_pos: list[int] = field(default_factory=list)
     by_context: dict[int, list[int]] = field(default_factory=dict)
-    """Drafts, drafted and accepted tokens by the length of the text drafted for, up to the key, a power of two."""
+    """Drafts, drafted tokens and accepted tokens by context length; a key is an upper bound, a power of two."""
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     accept_seconds: float = 0.0
     host_seconds: float = 0.0
-    """Scheduling, stopping, detokenizing and publishing: a step outside the round."""
+    """A step's time outside the round: scheduling, stopping, detokenizing and publishing."""
     synthetic: bool = False
     """Drafts are accepted at given rates, whatever their tokens."""
     threads: int = 0
     """CPU threads of the latest round."""
 
     def add(self, draft: Draft, verdict: Verdict, length: int) -> None:
-        """Count what one sequence of ``length`` tokens got from a round."""
+        """Counts one sequence's round; ``length`` is its number of tokens before it."""
         self.generated_tokens += len(verdict.tokens)
         if not len(draft):
             return
@@ -178,28 +179,26 @@ class EngineStats:
             self.accepted_per_pos[position] += 1
 
     def include(self, part: EngineStats) -> None:
-        """Add another engine's totals."""
-        for name, theirs in vars(part).items():
-            ours = getattr(self, name)
-            if isinstance(ours, list):
-                _add_counts(ours, theirs)
-            elif isinstance(ours, dict):
-                for key, counts in theirs.items():
-                    _add_counts(ours.setdefault(key, []), counts)
+        """Adds another engine's totals."""
+        for name, value in vars(part).items():
+            total = getattr(self, name)
+            if isinstance(total, list):
+                _add_counts(total, value)
+            elif isinstance(total, dict):
+                for key, counts in value.items():
+                    _add_counts(total.setdefault(key, []), counts)
             else:
-                setattr(self, name, ours or theirs if isinstance(ours, bool) else ours + theirs)
+                setattr(self, name, total or value if isinstance(total, bool) else total + value)
 
 
-def _add_counts(ours: list[int], theirs: list[int]) -> None:
-    """Add counts by position; ``ours`` grows to as many."""
-    ours.extend([0] * (len(theirs) - len(ours)))
-    for index, count in enumerate(theirs):
-        ours[index] += count
+def _add_counts(total: list[int], counts: list[int]) -> None:
+    """Adds ``counts`` to ``total`` by position; ``total`` grows to their length."""
+    total[:] = map(sum, zip_longest(total, counts, fillvalue=0))
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """``pages`` are the target's KV pages of ``page_size`` tokens, ``free_pages`` those that nobody's tokens need."""
+    """An engine's state. ``pages`` are the target's KV pages, ``free_pages`` those that no sequence needs."""
 
     running: int
     waiting: int
@@ -209,21 +208,21 @@ class Snapshot:
     caches_prefixes: bool
     stats: EngineStats
     kept_states: int = 0
-    """Layers' states that are kept for prompts that begin alike."""
+    """Recurrent states in the prefix cache."""
 
     @property
     def usage(self) -> float:
-        """Share of the pages in use, from 0 to 1."""
+        """Fraction of the pages in use, from 0 to 1."""
         return 1 - self.free_pages / self.pages
 
     @classmethod
     def merged(cls, parts: Iterable[Snapshot]) -> Snapshot:
-        """Several engines of one kind as one."""
+        """The sum of several engines of one kind."""
         several, stats = list(parts), EngineStats()
         for part in several:
             stats.include(part.stats)
-        counted = ("running", "waiting", "pages", "free_pages", "kept_states")
-        sums = {name: sum(getattr(part, name) for part in several) for name in counted}
+        names = ("running", "waiting", "pages", "free_pages", "kept_states")
+        sums = {name: sum(getattr(part, name) for part in several) for name in names}
         return replace(several[0], stats=stats, **sums)
 
 
@@ -234,9 +233,9 @@ ACCEPTED, CORRECTED, BONUS, PLAIN = "accepted", "corrected", "bonus", "plain"
 class RoundTrace:
     """One round of one sequence.
 
-    ``tokens`` were emitted, each of the kind beside it in ``origins``: accepted from the draft, corrected by the
-    target (a draft was rejected there), bonus (the whole draft was accepted), plain (nothing was drafted).
-    ``rejected`` holds what was drafted behind the kept tokens, in drafting order; alternatives to these are left out.
+    ``origins`` says of each emitted token whether it was accepted from the draft, corrected by the target (a drafted
+    token was rejected there), bonus (the whole draft was accepted), or plain (nothing was drafted). ``rejected`` are
+    the drafted tokens after the accepted ones, in drafting order; alternatives to the accepted ones are left out.
     """
 
     tokens: tuple[int, ...]
@@ -252,10 +251,10 @@ class RoundTrace:
             last = verdict.path[-1] if verdict.path else -1
             ended = not draft.children(last)
             origins.append(PLAIN if not len(draft) else BONUS if ended else CORRECTED)
-        behind = {verdict.path[verdict.accepted - 1] if verdict.accepted else -1}
+        subtree = {verdict.path[verdict.accepted - 1] if verdict.accepted else -1}
         rejected = []
         for node, parent in enumerate(draft.parents):
-            if parent in behind:
-                behind.add(node)
+            if parent in subtree:
+                subtree.add(node)
                 rejected.append(draft.tokens[node])
         return cls(tuple(verdict.tokens), tuple(origins), tuple(rejected), len(draft), draft.method)

@@ -1,4 +1,4 @@
-"""Who takes part in the next round. Knows tokens and pages, never tensors."""
+"""Chooses the sequences of each round: continuous batching with chunked prefill. Handles no tensors."""
 
 from __future__ import annotations
 
@@ -12,66 +12,66 @@ from forerun.core.errors import RequestError
 from forerun.core.request import RequestState
 
 PATIENCE = 256
-"""How many rounds later a request is served for the first step of ``priority``; for further ones, ever fewer."""
+"""Rounds by which ``priority`` 1 delays a request; each further step delays it by fewer."""
 LONGEST_WAIT = 1024
-"""Rounds by which no priority, however large, moves a request's turn."""
+"""The limit of that delay, in rounds."""
 SMALLEST_CHUNK = 16
-"""Prompt tokens that are read in every round whatever else there is to do, if no fewer prompts wait than decode."""
+"""Prompt tokens that are prefilled in every round in any case, if at least as many prompts wait as sequences decode."""
 FEWEST_TOKENS = 4
-"""The same for one prompt among many who decode: each of them waits for it."""
+"""The same for one prompt among many decoding sequences, all of which wait for it."""
 DEPTH_SPREAD = 30.0
-"""Depths that differ by less tell little of what depth costs."""
+"""Regularises the fit: depths that differ by less say little about the cost of depth."""
 
 
 class PrefillBudget:
-    """How many prompt tokens may ride in a round with decoding sequences, so that it takes at most about twice as
-    long as rounds did before the prompt came.
+    """Limits the prompt tokens of a round with decoding sequences, so that it takes about twice as long as without.
 
-    A prompt token's price is base + slope * depth, the tokens before it: both are fitted to recent rounds (least
-    squares, older rounds fading), of any prompt, so that the next one begins with what the last one taught. By how much
-    rounds grow meanwhile for other reasons, longer contexts above all, is what the price leaves unexplained. A chunk is
-    at most twice the last one, and the smallest while there is no price. ``fixed`` decides it all beforehand. Which
-    round a prompt's tokens are read in changes no token of any request.
+    The price of a prompt token is base + slope * depth, where depth is the number of tokens before it. Both are fitted
+    to recent rounds by least squares, with older rounds fading; prices carry over from one prompt to the next. Time
+    that the price does not explain counts as growth of the plain round, from longer contexts above all. A chunk is at
+    most twice the last one, and the smallest while there is no price. ``fixed`` is a limit in place of all this. In
+    which round a prompt token is computed changes no token of any request.
     """
 
     LIMIT = 1.8
-    """Of a round with prompt tokens, in rounds before. What is missing to 2 is for prices that come late and for drafts
-    that are accepted less than before."""
+    """The longest round, in plain rounds. The margin to 2 is for late prices, and for drafts that are accepted less."""
     WEIGHT = 0.2
-    """Of the latest round, in the running means."""
+    """Weight of the latest round in the running means."""
     FADE = 0.99
-    """What is left of a round's weight in the fit, a round later."""
+    """Factor of a round's weight in the fit, a round later."""
     LEAST_BASE = 0.2
-    """Of the mean price: what a token costs however near the beginning."""
+    """Least base price, as a fraction of the mean price."""
     STALE = 256
-    """After so many rounds beside prompts, one is spent on decoding alone, to compare with."""
+    """Rounds with prompt tokens after which one decodes alone, for comparison."""
 
     def __init__(self, fixed: int | None = None) -> None:
         self.fixed = fixed
         self.rounds = 0
         self.plain: dict[int, tuple[float, int]] = {}
-        """Decoding sequences -> mean seconds of rounds without prompt tokens, and when there was one."""
+        """By number of decoding sequences: mean seconds of rounds without prompt tokens, and the last such round."""
         self.growth = 0.0
-        """Seconds that a round without prompt tokens would take now, beyond that mean."""
-        self._given = 0
+        """Seconds beyond that mean that a round without prompt tokens would take now."""
+        self._last_allowance = 0
         self._moments = [0.0] * 5
-        """Of (tokens, tokens * depth, seconds) over rounds: 11, 12, 22, 13, 23."""
+        """Second moments of x1 = tokens, x2 = tokens * depth, x3 = seconds: 11, 12, 22, 13, 23."""
 
     def allowance(self, decoding: int, depth: int = 0, least: int = SMALLEST_CHUNK) -> int:
-        """Prompt tokens for a round in which ``decoding`` sequences decode, ``depth`` tokens into their prompt;
-        ``least`` of them whatever they cost."""
+        """How many prompt tokens a round may have beside ``decoding`` sequences, but at least ``least``.
+
+        ``depth``: how many tokens of the prompt are computed already.
+        """
         if self.fixed is not None:
             return self.fixed
         plain = self._plain(decoding)
         if plain is None:
             return 0
         price = self.price(depth)
-        requested = 0 if price is None else int(((self.LIMIT - 1) * plain - self.growth) / price)
-        self._given = max(least, min(requested, 2 * self._given))
-        return self._given
+        affordable = 0 if price is None else int(((self.LIMIT - 1) * plain - self.growth) / price)
+        self._last_allowance = max(least, min(affordable, 2 * self._last_allowance))
+        return self._last_allowance
 
     def price(self, depth: float) -> float | None:
-        """Seconds that a prompt token adds to a round; None: no prompt was read yet."""
+        """Seconds that a prompt token adds to a round; None before the first prompt."""
         tokens, mixed, deep, seconds, weighted = self._moments
         if not tokens:
             return None
@@ -83,11 +83,13 @@ class PrefillBudget:
     def _plain(self, decoding: int) -> float | None:
         """Mean seconds of recent rounds without prompt tokens and with about as many sequences."""
         near = max(1, decoding // 4)
-        known = [n for n, (_, at) in self.plain.items() if abs(n - decoding) <= near and self.rounds - at <= self.STALE]
-        return self.plain[min(known, key=lambda n: abs(n - decoding))][0] if known else None
+        recent = [
+            n for n, (_, at) in self.plain.items() if self.rounds - at <= self.STALE and abs(n - decoding) <= near
+        ]
+        return self.plain[min(recent, key=lambda n: abs(n - decoding))][0] if recent else None
 
     def observe(self, decoding: int, prompt_tokens: int, seconds: float, depth: float = 0.0) -> None:
-        """Learn from a round; ``depth`` is its prompt tokens' mean."""
+        """Learns from a round of ``seconds``; ``depth`` is the mean depth of its prompt tokens."""
         if not decoding or self.fixed is not None:
             return
         plain = self._plain(decoding) if prompt_tokens else None
@@ -97,30 +99,33 @@ class PrefillBudget:
             self.plain[decoding] = mean + self.WEIGHT * (min(seconds, 2 * mean) - mean), self.rounds
             self.growth *= 1 - self.WEIGHT
         elif plain is not None:
-            added, known = seconds - plain - self.growth, self.price(depth)
-            if known is not None:  # one slow round, on a busy machine, must not count for much
-                expected = known * prompt_tokens
+            added, price = seconds - plain - self.growth, self.price(depth)
+            if price is not None:  # one slow round, on a busy machine, must not count for much
+                expected = price * prompt_tokens
                 added = min(added, 2 * expected)
                 self.growth += self.WEIGHT * (added - expected)
             added = max(added, 0.02 * plain)
-            pair = prompt_tokens, prompt_tokens * depth
-            latest = pair[0] * pair[0], pair[0] * pair[1], pair[1] * pair[1], pair[0] * added, pair[1] * added
+            x1, x2 = prompt_tokens, prompt_tokens * depth
+            latest = x1 * x1, x1 * x2, x2 * x2, x1 * added, x2 * added
             self._moments = [self.FADE * old + new for old, new in zip(self._moments, latest)]
 
 
 @dataclass(eq=False)
 class Scheduler:
-    """Continuous batching under a row budget and the pool's pages.
+    """Continuous batching within ``max_num_batched_tokens`` rows and the pool's pages.
 
-    A sequence ranks by its turn: its arrival, moved by less than ``LONGEST_WAIT`` rounds for its ``priority``. Lower
-    values go first, and nobody waits for requests that come more than twice as many rounds later. In every round each
-    running sequence that decodes gets its row; prompts are read in rank order, as many tokens as ``prefill_budget``
-    allows; drafts get the rows and pages that are left. A sequence is admitted when the pages of all its tokens are
-    there; when pages run out later, the last-ranked one is preempted and recomputed, without a changed token.
+    A sequence's rank is its arrival, moved by its ``priority`` by less than ``LONGEST_WAIT`` rounds; lower ranks go
+    first. So nobody waits for requests that arrive more than twice as many rounds later. In every round, each running
+    sequence that decodes gets its row. Prompts are prefilled in rank order, as many tokens as ``prefill_budget``
+    allows, and drafts get the rows and pages that are left. A sequence is admitted when there are pages for all its
+    tokens. If pages run out later, the last-ranked sequence is preempted and recomputed, which changes no token.
 
-    ``draft_rows`` says how many rows a decoding sequence's draft may add, ``most_nodes`` how many one beam's that
-    drafts for others too; ``reusable`` how many of a new one's tokens may come from ``tree``. ``on_admit`` learns how
-    many did, ``on_preempt`` who lost their pages.
+    Args:
+        draft_rows: how many rows a decoding sequence's draft may add.
+        most_nodes: most nodes of a draft that one beam has for its whole group; None: the rows of a round.
+        tree: the prefix cache; ``reusable`` says how many of a new sequence's tokens may come from it.
+        on_admit: called with a sequence and its number of reused tokens.
+        on_preempt: called with a sequence that has lost its pages.
     """
 
     pool: Pages
@@ -129,7 +134,6 @@ class Scheduler:
     max_num_batched_tokens: int
     draft_rows: Callable[[RequestState], int] = lambda sequence: 0
     most_nodes: int | None = None
-    """None: as many as a round has rows."""
     prefill_budget: PrefillBudget = field(default_factory=PrefillBudget)
     tree: PrefixTree | None = None
     reusable: Callable[[RequestState], int] = lambda sequence: len(sequence.tokens)
@@ -143,26 +147,26 @@ class Scheduler:
     _depth: float = field(init=False, default=0.0)
 
     def add(self, sequence: RequestState) -> None:
-        """Queue a sequence. Raises RequestError if it could never fit."""
+        """Queues a sequence. Raises RequestError if it could never fit."""
         beams = "" if sequence.group is None else f" for each of {sequence.max_sequences} beams"
         if sequence.max_sequences > self.max_num_seqs:
             raise RequestError(
-                f"{sequence.max_sequences} beams are more than the {self.max_num_seqs} sequences decoded together: "
-                "lower beam_width or raise max_num_seqs", param="beam_width",
+                f"{sequence.max_sequences} beams are more than the {self.max_num_seqs} sequences decoded together: lower "
+                "beam_width or raise max_num_seqs", param="beam_width",
             )  # fmt: skip
-        together = sequence.num_prompt // self.pool.page_size if beams else 0
-        pages = together + sequence.max_sequences * (self.pool.pages_for(sequence.max_tokens) - together)
+        shared = sequence.num_prompt // self.pool.page_size if beams else 0
+        pages = shared + sequence.max_sequences * (self.pool.pages_for(sequence.max_tokens) - shared)
         if pages > self.pool.num_pages:
             raise RequestError(
                 f"the request may need {sequence.max_tokens} tokens of KV cache{beams}; the pool holds "
                 f"{self.pool.num_pages * self.pool.page_size}: lower max_tokens or raise kv_cache_memory"
             )
-        moved = LONGEST_WAIT * sequence.priority / (abs(sequence.priority) + LONGEST_WAIT // PATIENCE - 1)
-        sequence.rank = (self.clock + moved, sequence.id)
+        delay = LONGEST_WAIT * sequence.priority / (abs(sequence.priority) + LONGEST_WAIT // PATIENCE - 1)
+        sequence.rank = (self.clock + delay, sequence.id)
         insort(self.waiting, sequence, key=_rank)
 
     def remove(self, sequence: RequestState) -> None:
-        """Drop a finished or aborted sequence and free its pages."""
+        """Drops a finished or aborted sequence and frees its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
             self._commit(sequence, ends=True)
@@ -171,7 +175,7 @@ class Scheduler:
         self._free(sequence)
 
     def _commit(self, sequence: RequestState, *, ends: bool = False) -> None:
-        """Enter what it has computed, all its beams, among the known prefixes; the state of one that ``ends``, too."""
+        """Adds the computed tokens of a sequence and its beams to the prefix cache; if it ``ends``, its state, too."""
         for part in sequence.sequences if self.tree is not None else ():
             assert self.tree is not None
             enter = self.tree.insert_finished if ends and sequence.group is None else self.tree.insert
@@ -186,18 +190,18 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def schedule(self) -> list[RequestState]:
-        """Set ``scheduled`` and ``draft_budget`` on every sequence of the next round and return them."""
+        """Sets ``scheduled`` and ``draft_budget`` on every sequence of the next round and returns these."""
         self.clock += 1
         for sequence in list(self.running):
-            self._secure(sequence)
-        decoding = [part for sequence in self.running if not _reads(sequence) for part in sequence.sequences]
+            self._reserve(sequence)
+        decoding = [part for sequence in self.running if not _prefills(sequence) for part in sequence.sequences]
         for sequence in decoding:
-            sequence.scheduled = _missing(sequence)
+            sequence.scheduled = _uncomputed(sequence)
         rows = max(0, self.max_num_batched_tokens - sum(sequence.scheduled for sequence in decoding))
         prompts: list[RequestState] = []
         self._decoding, self._prompt_tokens, self._depth = len(decoding), 0, 0.0
-        if any(map(_reads, self.running)) or self._has_seats():
-            prompts = self._read_prompts(self._allowance(decoding, rows) if decoding else rows)
+        if any(map(_prefills, self.running)) or self._has_seats():
+            prompts = self._schedule_prompts(self._prefill_allowance(decoding, rows) if decoding else rows)
             if self.tree is not None:
                 for sequence in prompts:
                     end = sequence.num_computed_tokens + sequence.scheduled
@@ -207,25 +211,26 @@ class Scheduler:
                 sequence.scheduled * (sequence.num_computed_tokens + sequence.scheduled / 2) for sequence in prompts
             )
             self._depth = depths / max(1, self._prompt_tokens)
-        self._draft(decoding, rows - self._prompt_tokens)
+        self._schedule_drafts(decoding, rows - self._prompt_tokens)
         return decoding + prompts
 
     def observe(self, seconds: float) -> None:
-        """A round is over: its committed tokens are cached, and it took so long."""
+        """Ends a round that took ``seconds``: adds its committed tokens to the prefix cache."""
         self.prefill_budget.observe(self._decoding, self._prompt_tokens, seconds, self._depth)
         if self.tree is not None:
             for sequence in self.running:
                 self._commit(sequence)
 
-    def _allowance(self, decoding: list[RequestState], rows: int) -> int:
+    def _prefill_allowance(self, decoding: list[RequestState], rows: int) -> int:
         """Prompt tokens beside decoding sequences: not at the cost of drafts, but always some."""
         drafts = sum(self.draft_rows(sequence) for sequence in decoding)
-        least = fewest(sum(map(_reads, self.running)) + len(self.waiting), len(decoding))
-        depth = next((sequence.num_computed_tokens for sequence in self.running if _reads(sequence)), 0)
+        prefilling = [sequence for sequence in self.running if _prefills(sequence)]
+        least = least_prefill(len(prefilling) + len(self.waiting), len(decoding))
+        depth = prefilling[0].num_computed_tokens if prefilling else 0
         return min(rows, self.prefill_budget.allowance(len(decoding), depth, least), max(SMALLEST_CHUNK, rows - drafts))
 
-    def _secure(self, sequence: RequestState) -> None:
-        """Reserve entries for all tokens of a running sequence; the last ones are preempted where it needs pages."""
+    def _reserve(self, sequence: RequestState) -> None:
+        """Reserves entries for all tokens of a running sequence; preempts the last-ranked while pages are missing."""
         for part in sequence.sequences:
             part.scheduled, part.draft_budget = 0, None
         while sequence in self.running:
@@ -233,49 +238,51 @@ class Scheduler:
                 return
             self.preempt(self.running[-1])
 
-    def _read_prompts(self, rows: int) -> list[RequestState]:
-        """Chunks for those who lack more than one token, then for as many of the waiting as fit."""
+    def _schedule_prompts(self, rows: int) -> list[RequestState]:
+        """Chunks for running sequences that prefill, then for as many of the waiting as fit."""
         chosen: list[RequestState] = []
         for sequence in self.running:
-            if _reads(sequence):
-                rows -= self._read(sequence, rows, chosen)
+            if _prefills(sequence):
+                rows -= self._schedule_chunk(sequence, rows, chosen)
         while rows > 0 and self._has_seats():
             sequence = self.waiting[0]
             if not self._admit(sequence):
                 break
-            rows -= self._read(sequence, rows, chosen)
+            rows -= self._schedule_chunk(sequence, rows, chosen)
         return chosen
 
     def _has_seats(self) -> bool:
-        """Whether the head of the queue may run beside those who do."""
+        """Whether the first waiting sequence fits into ``max_num_seqs`` beside the running ones."""
         taken = sum([sequence.max_sequences for sequence in self.running])
         return bool(self.waiting) and taken + self.waiting[0].max_sequences <= self.max_num_seqs
 
     @staticmethod
-    def _read(sequence: RequestState, rows: int, chosen: list[RequestState]) -> int:
-        sequence.scheduled, sequence.draft_budget = min(rows, _missing(sequence)), 0
+    def _schedule_chunk(sequence: RequestState, rows: int, chosen: list[RequestState]) -> int:
+        sequence.scheduled, sequence.draft_budget = min(rows, _uncomputed(sequence)), 0
         if sequence.scheduled:
             chosen.append(sequence)
         return sequence.scheduled
 
     def _admit(self, sequence: RequestState) -> bool:
-        """Take the head of the queue in if the pages of all its tokens are there, cached ones included, and nobody
-        is computing them now."""
-        pool, requested = self.pool, len(sequence.tokens)
+        """Admits the first waiting sequence if there are pages for all its tokens, cached ones included.
+
+        False also if a running sequence is just computing a prefix that it could reuse.
+        """
+        pool, count = self.pool, len(sequence.tokens)
         reused = 0
         if self.tree is not None:
-            # The last token is always fed: its logits are what a new token is drawn from.
-            limit = min(self.reusable(sequence), requested - 1)
-            if self._being_read(sequence, limit):
+            # The last token is always computed: a new token is drawn from its logits.
+            limit = min(self.reusable(sequence), count - 1)
+            if self._prefix_in_progress(sequence, limit):
                 return False
             reused = self.tree.match_prefix(sequence.id, sequence.tokens, limit, source=sequence.source)
-            if not pool.can_reserve(sequence.id, requested):
-                # Copying a page that is reused in part takes one more page than reading its tokens again.
+            if not pool.can_reserve(sequence.id, count):
+                # Copying a page that is reused in part takes one more page than computing its tokens again.
                 pool.free(sequence.id)
                 reused = self.tree.match_prefix(
                     sequence.id, sequence.tokens, limit, partial=False, source=sequence.source
                 )
-        if not pool.try_reserve(sequence.id, requested):
+        if not pool.try_reserve(sequence.id, count):
             pool.free(sequence.id)
             return False
         sequence.num_computed_tokens = reused
@@ -284,19 +291,19 @@ class Scheduler:
         self.on_admit(sequence, reused)
         return True
 
-    def _being_read(self, sequence: RequestState, limit: int) -> bool:
-        """Whether a running sequence is about to compute the next part of what this one begins with: better wait."""
+    def _prefix_in_progress(self, sequence: RequestState, limit: int) -> bool:
+        """Whether a running sequence is about to compute more of this one's prefix, so that waiting saves work."""
         tree = self.tree
         assert tree is not None
-        known = tree.match_length(sequence.tokens, limit, sequence.source)
+        cached = tree.match_length(sequence.tokens, limit, sequence.source)
         for other in self.running:
-            end = tree.next_start(other.id, len(other.tokens), other.num_computed_tokens, known)
+            end = tree.next_start(other.id, len(other.tokens), other.num_computed_tokens, cached)
             if 0 < end <= limit and other.source == sequence.source and other.tokens[:end] == sequence.tokens[:end]:
                 return True
         return False
 
-    def _draft(self, decoding: list[RequestState], rows: int) -> None:
-        """Rows and pages for drafts, where there are enough for whole ones."""
+    def _schedule_drafts(self, decoding: list[RequestState], rows: int) -> None:
+        """Gives drafts rows and pages, where there are enough for a whole draft."""
         nodes = self.max_num_batched_tokens if self.most_nodes is None else self.most_nodes
         for sequence in decoding:
             requested = self.draft_rows(sequence)
@@ -304,7 +311,7 @@ class Scheduler:
             if not 0 < requested <= rows:
                 continue
             for draft_budget in dict.fromkeys((min(requested * len(sequence.sequences), nodes), requested)):
-                # A group's drafts may all be behind one beam, as far as that takes no page that none of them has alone.
+                # One beam may take all drafts of its group, if that needs no page that no beam would need alone.
                 end, most = len(sequence.tokens) + draft_budget, self.pool.pages_for(sequence.max_tokens + requested)
                 if self.pool.pages_for(end) <= most and self.pool.try_reserve(sequence.id, end):
                     sequence.draft_budget = draft_budget
@@ -312,7 +319,7 @@ class Scheduler:
                     break
 
     def preempt(self, sequence: RequestState) -> None:
-        """Take a sequence's pages back; it waits in its old rank and is recomputed."""
+        """Takes a sequence's pages back; it waits at its old rank and is recomputed."""
         self.running.remove(sequence)
         self._commit(sequence, ends=True)
         self._free(sequence)
@@ -321,19 +328,19 @@ class Scheduler:
         self.on_preempt(sequence)
 
 
-def fewest(prompts: int, decoding: int) -> int:
-    """Prompt tokens of a round whatever they cost, where so many prompts wait or are read beside ``decoding``."""
+def least_prefill(prompts: int, decoding: int) -> int:
+    """Prompt tokens that a round computes whatever they cost, for so many ``prompts`` beside ``decoding`` sequences."""
     return min(SMALLEST_CHUNK, max(FEWEST_TOKENS, SMALLEST_CHUNK * prompts // decoding))
 
 
-def _missing(sequence: RequestState) -> int:
+def _uncomputed(sequence: RequestState) -> int:
     return len(sequence.tokens) - sequence.num_computed_tokens
 
 
-def _reads(sequence: RequestState) -> bool:
-    """Whether it has still to read, so that it does not decode."""
+def _prefills(sequence: RequestState) -> bool:
+    """Whether tokens before the last one are still to be computed, so that it does not decode."""
     beams = sequence.group is not None and bool(sequence.group.members)
-    return not beams and (not sequence.num_output or _missing(sequence) != 1)
+    return not beams and (not sequence.num_output or _uncomputed(sequence) != 1)
 
 
 def _rank(sequence: RequestState) -> tuple[float, int]:

@@ -1,9 +1,9 @@
-"""What ``forerun tune`` found for a model: a folder with ``tuned.json`` and the weights that it names.
+"""Folders that ``forerun tune`` writes for a model: ``tuned.json`` and the weights that it names.
 
-``tuned.json`` says for which weights it was made, by their fingerprint, and is sealed: a hash over itself and the files
-that it names. So it is never used for another model, and never after somebody has changed a part of it. The seal has no
-key: whoever writes a folder can seal it, so that it names no place to write, and nothing outside itself but a draft
-model, of which it has the fingerprint.
+``tuned.json`` has the fingerprint of the weights that it was made for, and a seal: a hash over itself and the files
+that it names. So it is never used for another model, nor after a part of it was changed. The seal has no key, and
+whoever writes a folder can seal it. Therefore the folder may not name a place to write, nor anything outside itself
+except a draft model, of which it has the fingerprint.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ FORMAT = "forerun_tuned"
 VERSION = 1
 FIELDS = {"target": str, "fingerprint": str, "speculative_config": dict, "files": list, "seal": str}
 READ = ("model", "datastore", "table_file", "exit_head")
-"""Keys of ``speculative_config`` that name files and folders to read."""
+"""Keys of ``speculative_config`` that name files or folders to read."""
 WRITTEN = ("adapt_save", "save")
-"""And those, of ``adapt`` too, that name places to write."""
+"""Keys that name places to write; the second is one of ``adapt``."""
 
 
 def save(
@@ -42,9 +42,14 @@ def save(
     draft: str | None = None,
     **figures: Any,
 ) -> None:
-    """Writes ``tuned.json`` for the checkpoint ``target``. Where ``speculative_config`` says ``model``, that is
-    ``draft``, a model of this machine, or a folder inside ``folder``; ``files`` are those it needs, from there.
-    ``figures`` are kept beside them."""
+    """Writes ``tuned.json`` into ``folder``, for the checkpoint ``target``.
+
+    Args:
+        speculative_config: its ``model``, if it has one, is ``draft`` or a folder inside ``folder``.
+        files: the files that it needs, relative to ``folder``.
+        draft: a model on this machine.
+        figures: measurements to keep in the file.
+    """
     content = {
         FORMAT: VERSION,
         "target": target,
@@ -59,9 +64,10 @@ def save(
 
 
 def load(tuned: str | Path | bool, model: str, lora: Sequence[str] | str | None = None) -> dict[str, Any]:
-    """The ``speculative_config`` of a tuned folder for ``model`` with such adapters; True: the one bundled for it.
+    """The ``speculative_config`` of the folder ``tuned``, or of the one bundled for ``model`` if it is True.
 
-    Raises ConfigError for a folder that was made for another model, or whose parts are not those that were written."""
+    Raises ConfigError for a folder that was made for other weights (``lora`` included), or was changed since.
+    """
     if tuned is True and not has_bundled(model):
         raise ConfigError(
             f"nothing tuned for {model} comes with forerun: make it with forerun tune {model} --out FOLDER"
@@ -82,24 +88,27 @@ def load(tuned: str | Path | bool, model: str, lora: Sequence[str] | str | None 
         raise ConfigError(
             f"{folder}: {FILE} or a file that it names was changed after forerun tune wrote it; make it anew"
         )
-    result = fingerprint(resolve(model), lora)
-    if content["fingerprint"] != result:
+    actual = fingerprint(resolve(model), lora)
+    if content["fingerprint"] != actual:
         raise ConfigError(
             f"{folder} was tuned for {content['target']} (fingerprint {content['fingerprint']}), and the weights of "
-            f"{model} are others ({result}): tune it for them"
+            f"{model} are others ({actual}): tune it for them"
         )
     return placed(content["speculative_config"], folder, _draft(content, folder, model))
 
 
 def _draft(content: Mapping[str, Any], folder: Path, model: str) -> dict[str, str]:
-    """The draft outside of ``folder`` that it was made with, by its name there: where that says, or the known draft of
-    ``model``. It is only read, and never another one. Raises ConfigError where it is not here."""
-    said = content.get("draft")
-    if said is None:
+    """The path of the draft model outside of ``folder``, by the name that the folder has for it.
+
+    If that name is not on this machine, the known draft of ``model`` is taken. Raises ConfigError if neither is here
+    with the fingerprint that was tuned with.
+    """
+    draft = content.get("draft")
+    if draft is None:
         return {}
-    if not isinstance(said, Mapping) or not all(isinstance(said.get(key), str) for key in ("model", "fingerprint")):
+    if not isinstance(draft, Mapping) or not all(isinstance(draft.get(key), str) for key in ("model", "fingerprint")):
         raise ConfigError(f"{folder / FILE} has a draft without a name: make it anew with forerun tune")
-    name = said["model"]
+    name = draft["model"]
     if json.dumps(name) not in json.dumps(content["speculative_config"]):
         return {}  # it did not pay
     try:
@@ -109,24 +118,25 @@ def _draft(content: Mapping[str, Any], folder: Path, model: str) -> dict[str, st
         if known is None:
             raise ConfigError(f"{folder} was tuned with the draft {shown(name)}: {one_line(error)}") from error
         path = known
-    result = fingerprint(path)
-    if result != said["fingerprint"]:
+    actual = fingerprint(path)
+    if actual != draft["fingerprint"]:
         raise ConfigError(
-            f"{folder} was tuned with the draft {shown(name)} (fingerprint {said['fingerprint']}), and {path} is "
-            f"another ({result}): tune it anew"
+            f"{folder} was tuned with the draft {shown(name)} (fingerprint {draft['fingerprint']}), and {path} is "
+            f"another ({actual}): tune it anew"
         )
     return {name: str(path)}
 
 
 def has_bundled(model: str) -> bool:
     """Whether a tuned folder for a model of this name comes with the package."""
-    return (Path(pretrained.__file__).parent / model / FILE).is_file() if model.isidentifier() else False
+    return model.isidentifier() and (Path(pretrained.__file__).parent / model / FILE).is_file()
 
 
 def placed(config: Any, folder: Path, drafts: Mapping[str, str] = MappingProxyType({})) -> Any:
-    """A ``speculative_config`` that was read in ``folder``, with the folders and files that it names made absolute, in
-    drafters inside drafters too; a ``model`` that is a key of ``drafts`` is its value. Raises ConfigError where it
-    names a place to write, something outside the folder, or a drafter of another package, whose keys may be anything.
+    """A ``speculative_config`` of ``folder`` with absolute paths, also in drafters inside drafters.
+
+    A ``model`` that is a key of ``drafts`` is replaced by its value. Raises ConfigError for a place to write, for
+    anything outside the folder, and for a drafter of another package, whose keys may mean anything.
     """
     if isinstance(config, list):
         return [placed(item, folder, drafts) for item in config]
@@ -149,7 +159,7 @@ def placed(config: Any, folder: Path, drafts: Mapping[str, str] = MappingProxyTy
 
 
 def _inside(name: str, folder: Path) -> Path:
-    """A file or folder of ``folder``, all of whose parts are really there. Raises ConfigError for any other."""
+    """The path of a file or folder in ``folder``. Raises ConfigError if it, or a link within it, leads out of there."""
     try:
         target, within = (folder / name).resolve(), folder.resolve()
         if target.is_relative_to(within) and all(part.resolve().is_relative_to(within) for part in target.rglob("*")):

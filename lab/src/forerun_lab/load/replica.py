@@ -12,7 +12,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from forerun.core.errors import ConfigError, shown
-from forerun.engine.scheduler import SMALLEST_CHUNK, PrefillBudget, fewest
+from forerun.engine.scheduler import SMALLEST_CHUNK, PrefillBudget, least_prefill
 from forerun_lab.load.arrivals import Arrival
 from forerun_lab.load.costs import LoadCosts, Way
 
@@ -260,7 +260,7 @@ class SimulatedReplica:
             return []
         rows = limits.rows - decoding
         if decoding:
-            least = fewest(len(reading) + len(self.waiting), decoding)
+            least = least_prefill(len(reading) + len(self.waiting), decoding)
             depth = reading[0].read if reading else 0
             beside = max(SMALLEST_CHUNK, rows - decoding * self._way.k)
             rows = min(rows, self.prefill_budget.allowance(decoding, depth, least), beside)
