@@ -122,7 +122,8 @@ class SpeculativeConfig:
 
     @classmethod
     def parse_all(
-        cls, options: Mapping[str, Any] | SpeculativeConfig | Sequence[Mapping[str, Any] | SpeculativeConfig] | None
+        cls,
+        options: Mapping[str, Any] | SpeculativeConfig | Sequence[Mapping[str, Any] | SpeculativeConfig] | str | None,
     ) -> tuple[SpeculativeConfig, ...]:
         """Parses one config, or several whose drafters share an engine. Requests choose by method; the first is the
         default.

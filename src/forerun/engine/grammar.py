@@ -1,8 +1,8 @@
 """Structured output: answers that a JSON schema, a regular expression, a list of choices or a grammar permits.
 
-Masks come from llguidance (https://github.com/guidance-ai/llguidance). A constraint is asked about every row on its
-own: the state after a sequence's committed tokens and the row's drafted path. It follows committed tokens as drafters
-do, by catching up, so nothing that was drafted and rejected is ever part of it.
+Masks come from llguidance (https://github.com/guidance-ai/llguidance). A constraint gives a mask for every row: for the
+state after a sequence's committed tokens and the row's drafted path. It catches up with committed tokens as drafters
+do, so that a rejected draft leaves no trace in it.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from forerun.models.reasoning import Boundary
 from forerun.sampling.params import StructuredOutputsParams
 
 LONG = re.compile(r"\d{16}")
-"""What an integer has that a float64 does not hold."""
+"""Found in every integer beyond 2^53, which float64 may not hold."""
 MOST_ITEMS = 10_000
-"""What the parser may look at in one step, in which all requests wait: ambiguous grammars take a hundredth of a second
-then (0.7 s with llguidance's own 50,000); schemas of sixty alternatives take a tenth of it."""
+"""Parser items of one step, during which all requests wait. Ambiguous grammars take up to 0.01 s with it (0.7 s with
+llguidance's default of 50,000); schemas of sixty alternatives need a tenth of it."""
 MOST_RULES = 1000
-"""Of a Lark or GBNF grammar: llguidance follows a rule's rules on the stack of the thread, and 4,000 of them in a row
-end the process."""
+"""Rules of a Lark or GBNF grammar. llguidance follows rules recursively, and 4,000 in a row overflow the stack."""
 LITERALS = re.compile(r'"(?:[^"\\\n]|\\.)*"|/(?:[^/\\\n]|\\.)+/')
-"""Texts and regular expressions of such a grammar."""
+"""Strings and regular expressions of such a grammar."""
 MARKER = b"\xff"
-"""Before a name: llguidance takes the token for one that no text spells."""
+"""llguidance's prefix for tokens that no text spells."""
 FULL = "too many states"
-"""What llguidance says of a lexer that has made as many states as it may."""
+"""In llguidance's error for a lexer that has reached its limit of states."""
 
 
 @dataclass(frozen=True)
 class GrammarCost:
-    """The most that a compiled grammar may grow to, from its text's length. The figures are rounded up from what ten
-    kinds of grammars of 1 to 500 kB took: 1 kB for a symbol, 1.4 kB for a state, 100 bytes for a character."""
+    """Limits of a compiled grammar, by the length of its text in bytes.
+
+    Rounded up from ten kinds of grammars of 1 to 500 kB: 1 kB a symbol, 1.4 kB a state, 100 bytes a character.
+    """
 
     symbols: int
     states: int
@@ -56,24 +57,23 @@ class GrammarCost:
 
 
 class GrammarConstraint:
-    """One sequence's place in its grammar: a copy of the compiled matcher, made when the first mask is asked for, so
-    that requests which wait hold none.
+    """One sequence's state in its grammar: a copy of the compiled matcher.
 
-    What breaks a matcher (a grammar that grows beyond its limits) stays broken; where it came of drafted tokens, a new
-    one follows the committed tokens again. So it does where all copies of a matcher together have used up the states
-    that their lexer may have: as a copy of one that is compiled anew.
+    The copy is made for the first mask, so that waiting requests have none. A matcher that exceeds its limits stays
+    broken. If drafted tokens broke it, a new copy follows the committed tokens. If all copies together have used up
+    the states of the lexer that they share, the grammar is compiled anew.
     """
 
     def __init__(self, compiler: GrammarCompiler, options: StructuredOutputsParams) -> None:
         self._compiler = compiler
         self._options = options
         self._fed = 0
-        """Output tokens seen; those after the end of the text are not the matcher's."""
+        """Committed output tokens seen; the matcher has no tokens after the end of the text."""
         self._ends = compiler.ends
         self._dead = False
-        """What is committed has broken the matcher."""
+        """Committed tokens have broken the matcher."""
         self._given_up = -1
-        """So many output tokens were committed when even a new matcher's states were too few."""
+        """Value of ``_fed`` at which even a newly compiled matcher had too few states."""
         self._masks: dict[tuple[int, ...], torch.Tensor | None] = {}
         self._faults: dict[tuple[int, ...], str] = {}
 
@@ -86,8 +86,10 @@ class GrammarConstraint:
         return self._start.deep_copy()
 
     def allowed(self, sequence: RequestState, path: Sequence[int]) -> torch.Tensor | None:
-        """Bits [ceil(vocabulary / 32)] int32 of the tokens that may follow ``path``, the lowest bit being the lowest
-        id. None: ``path`` itself is not permitted, so that nothing follows it."""
+        """The mask of tokens that may follow ``path``: int32 [ceil(vocabulary / 32)], lowest bit first.
+
+        None if ``path`` itself is not permitted.
+        """
         path = self._catch_up(sequence) + tuple(path)
         if path not in self._masks:
             self._masks[path], broken = self._look(sequence, path)
@@ -100,14 +102,14 @@ class GrammarConstraint:
         return self._masks[path]
 
     def _look(self, sequence: RequestState, path: Sequence[int]) -> tuple[torch.Tensor | None, str | None]:
-        """The mask behind ``path``, None if that is not permitted; and what is broken there."""
+        """The mask after ``path`` (None if that is not permitted), and the matcher's error there, if any."""
         consumed = 0 if self._matcher.is_stopped() else self._matcher.try_consume_tokens(list(path))
         mask, broken = None, None
         if consumed == len(path) or self._over(path[consumed:]):
             mask, broken = permitted(self._matcher, self._ends)
-        else:  # the path is not permitted, or there is no room to follow it, which only a mask tells
-            _, result = permitted(self._matcher, self._ends)
-            broken = result if result is not None and FULL in result else None
+        else:  # the path is not permitted, or the lexer is full, which only computing a mask reveals
+            _, error = permitted(self._matcher, self._ends)
+            broken = error if error is not None and FULL in error else None
         self._undo(sequence, consumed)
         return mask, broken
 
@@ -117,15 +119,15 @@ class GrammarConstraint:
         self._follow(sequence)
 
     def _follow(self, sequence: RequestState) -> None:
-        """A new copy, at the end of the committed tokens."""
+        """Replaces the matcher by a new copy that has consumed the committed tokens."""
         self._matcher = self._start.deep_copy()
         self._take(sequence.tokens[sequence.num_prompt :][: self._fed])
 
     def _take(self, tokens: list[int]) -> None:
-        """Follow committed tokens up to the end of the text; one that is not permitted breaks the matcher."""
+        """Consumes committed tokens up to the end of the text; one that is not permitted breaks the matcher."""
         consumed = 0 if self._matcher.is_stopped() else self._matcher.try_consume_tokens(tokens)
         if consumed < len(tokens) and not self._over(tokens[consumed:]):
-            permitted(self._matcher, self._ends)  # that there is no room to follow it, only a mask tells
+            permitted(self._matcher, self._ends)  # only computing a mask reveals that the lexer is full
             if self._matcher.consume_token(tokens[consumed]):
                 self._take(tokens[consumed + 1 :])
         self._dead = self._matcher.is_error()
@@ -135,12 +137,12 @@ class GrammarConstraint:
         return self._matcher.is_stopped() and all(token in self._compiler.eos_ids for token in tokens)
 
     def fault(self, sequence: RequestState, path: Sequence[int]) -> str | None:
-        """What breaks the grammar behind ``path``; None: nothing does."""
+        """The grammar's error after ``path``, if there is one."""
         self.allowed(sequence, path)
         return self._faults.get(self._catch_up(sequence) + tuple(path))
 
     def forced(self, sequence: RequestState, count: int) -> list[int]:
-        """Up to ``count`` tokens that the grammar leaves no choice about, in the tokenizer's own spelling."""
+        """Up to ``count`` next tokens that the grammar leaves no choice about, as the tokenizer splits them."""
         consumed = 0
         result = list(self._catch_up(sequence))
         tentative = len(result)
@@ -165,7 +167,7 @@ class GrammarConstraint:
         return [32 * words[0] + word.bit_length() - 1] if word & (word - 1) == 0 else []
 
     def _catch_up(self, sequence: RequestState) -> tuple[int, ...]:
-        """Follow the committed tokens; returns those at the end that may still be taken back."""
+        """Consumes new committed tokens; returns the tentative ones at the end, which may still be taken back."""
         committed = len(sequence.tokens) - sequence.tentative
         fresh = sequence.tokens[sequence.num_prompt + self._fed : committed]
         if fresh:
@@ -176,7 +178,7 @@ class GrammarConstraint:
         return tuple(sequence.tokens[committed:])
 
     def _undo(self, sequence: RequestState, consumed: int) -> None:
-        """Take back so many tokens that are not committed, and whatever else broke the matcher."""
+        """Rolls back tokens that are not committed, or replaces the matcher if they broke it."""
         if not self._matcher.is_error():
             self._matcher.rollback(consumed)
         elif not self._dead:
@@ -184,19 +186,21 @@ class GrammarConstraint:
 
 
 class AfterThoughts:
-    """One sequence's grammar where the model thinks first: it begins behind the thoughts. These are free, but an answer
-    does not end within them."""
+    """One sequence's grammar for a model that thinks first: the grammar begins after the thoughts.
+
+    Thoughts are free, but the answer cannot end within them.
+    """
 
     def __init__(self, grammar: GrammarConstraint, boundary: Boundary, ends: torch.Tensor) -> None:
         self._grammar = grammar
         self._boundary = boundary
         self._free = ~ends
         self._begins: int | None = None
-        """The token at which the grammar begins, once that is committed."""
+        """Index of the grammar's first token, once that is committed."""
         self._prompt: tuple[bool | None] | None = None
-        """Whether the prompt opens the thoughts, once it was looked at."""
+        """Whether the prompt opens the thoughts (None in it: the answer may), once it was looked at."""
         self._seen = 0
-        """Committed output tokens that were searched for the end of the thoughts."""
+        """Committed output tokens that have been searched for the end of the thoughts."""
 
     def allowed(self, sequence: RequestState, path: Sequence[int]) -> torch.Tensor | None:
         inner, path, choice = self._inside(sequence, path)
@@ -219,8 +223,12 @@ class AfterThoughts:
         return [] if inner is None or path or choice else self._grammar.forced(inner, count)  # type: ignore[arg-type]
 
     def _inside(self, sequence: RequestState, path: Sequence[int]) -> tuple[_View | None, Sequence[int], bool]:
-        """The sequence as the grammar sees it and the drafted path behind it; None within the thoughts. And whether
-        the answer may still choose to think."""
+        """Maps a sequence and a drafted path to those of the grammar.
+
+        Returns:
+            The sequence as the grammar sees it (None within the thoughts), the path after it, and whether the answer
+            may still choose to think.
+        """
         first, tokens = sequence.num_prompt, sequence.tokens
         committed = len(tokens) - sequence.tentative
         if self._prompt is None:
@@ -241,14 +249,14 @@ class AfterThoughts:
         base = _View(tokens[:committed], committed, 0)
         if opened is None and tail[:1] != [self._boundary.start[0]]:  # nothing is committed yet
             return base, tail, not tail
-        known = tokens[first:committed]
-        ended = self._boundary.ends_at([*known, *tail], len(known))
-        return (None, (), False) if ended is None else (base, tail[ended - len(known) :], False)
+        output = tokens[first:committed]
+        ended = self._boundary.ends_at([*output, *tail], len(output))
+        return (None, (), False) if ended is None else (base, tail[ended - len(output) :], False)
 
 
 @dataclass(frozen=True)
 class _View:
-    """What a constraint reads of a sequence, whose output begins at ``num_prompt``."""
+    """The part of a ``RequestState`` that a constraint reads; its output begins at ``num_prompt``."""
 
     tokens: list[int]
     num_prompt: int
@@ -256,25 +264,23 @@ class _View:
 
 
 def permitted(matcher: Any, ends: torch.Tensor) -> tuple[torch.Tensor, str | None]:
-    """Bits of the tokens that may follow now, those of ``ends`` once the text is complete; and what is broken, so that
-    none may."""
+    """The mask of tokens that may follow (``ends`` once the text is complete), and the error that permits none."""
     if matcher.is_stopped() and not matcher.is_error():
         return ends, None
     mask = torch.zeros_like(ends)
     if not matcher.is_error():
         matcher.unsafe_compute_mask_ptr(mask.data_ptr(), 4 * len(mask))
-    if matcher.is_error():  # a mask may have been what it could not make
+    if matcher.is_error():  # computing the mask may have broken it
         return torch.zeros_like(ends), _first_line(matcher.get_error())
     return mask, None
 
 
 class Spelling:
-    """A tokenizer as llguidance takes it, which spells every text byte by byte. Raises ValueError for one whose tokens
-    are no bytes.
+    """A tokenizer for llguidance whose ids spell exactly the bytes of a text. Raises ValueError for a tokenizer whose
+    tokens are not bytes.
 
-    A tokenizer's own ids may say something else than the text: a special token that is written in it (``<|im_end|>``),
-    or what a normalizer makes of it (``é`` as one character). A grammar follows the text, and would not take such a
-    token.
+    The tokenizer's own ids may not: it may read ``<|im_end|>`` as a special token, and a normalizer may change the
+    text. A grammar follows the text and would reject such tokens.
     """
 
     bos_token_id = None
@@ -285,15 +291,15 @@ class Spelling:
         tokenizer = getattr(tokenizer, "full", tokenizer)
         own = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos_ids, slices=[])
         added = tokenizer.added_tokens_decoder
-        spoken = {token for token, one in added.items() if not one.special} - set(eos_ids)
-        """Added tokens that are text as others are, ``<tool_call>`` of Qwen among them."""
-        named = [own.is_special_token(token) and token not in spoken for token in range(vocab_size)]
-        self.tokens = [MARKER * mark + own.decode_bytes([token]) for token, mark in enumerate(named)]
+        ordinary = {token for token, one in added.items() if not one.special} - set(eos_ids)
+        """Added tokens that are ordinary text, such as Qwen's ``<tool_call>``."""
+        special = [own.is_special_token(token) and token not in ordinary for token in range(vocab_size)]
+        self.tokens = [MARKER * marked + own.decode_bytes([token]) for token, marked in enumerate(special)]
         self.eos_token_id = eos_ids[0]
         self._own = own
 
     def __call__(self, text: str) -> list[int]:
-        """The tokenizer's own ids, in halves as small as it takes for them to spell the text."""
+        """The tokenizer's own ids; where they do not spell the text, those of its halves."""
         ids = self._own.tokenize_str(text)
         if b"".join([self.tokens[token] for token in ids]) == text.encode():
             return ids
@@ -304,12 +310,16 @@ class Spelling:
 
 
 class GrammarCompiler:
-    """Grammars of one tokenizer, the latest kept, as many as fit into ``memory`` bytes by what each may grow to. A text
-    of more than ``longest`` bytes is refused. With a ``reasoning_parser`` they begin behind the model's thoughts. Safe
-    to call from any thread.
+    """Compiles grammars for one tokenizer and keeps the latest. Safe to call from any thread.
 
-    Raises ConfigError when llguidance is missing or cannot read the tokenizer, RequestError for a grammar that is
-    wrong, too large or uses what is not supported (nothing in a schema is ignored silently).
+    Args:
+        longest: bytes of the longest grammar that is accepted.
+        memory: bytes of the kept grammars, by what each may grow to.
+        reasoning_parser: grammars begin after the model's thoughts, which this parser finds.
+
+    Raises:
+        ConfigError: llguidance is missing or cannot read the tokenizer.
+        RequestError: a grammar is wrong, too large or uses unsupported features; nothing in a schema is ignored.
     """
 
     def __init__(
@@ -342,14 +352,14 @@ class GrammarCompiler:
             raise ConfigError(f"structured output cannot read this tokenizer: {_first_line(str(error))}") from error
 
     def start(self, options: StructuredOutputsParams) -> GrammarConstraint | AfterThoughts:
-        """A constraint at the beginning of its grammar, which is known to be right."""
+        """Compiles a grammar and returns a new sequence's constraint."""
         self.compile(options)
         grammar = GrammarConstraint(self, options)
         return grammar if self._boundary is None or options.whole else AfterThoughts(grammar, self._boundary, self.ends)
 
     def compile(self, options: StructuredOutputsParams, *, instead_of: Any = None) -> Any:
-        """The matcher to copy; another than ``instead_of``. A schema can take a second, in which the caller's thread
-        does not hold the GIL."""
+        """The grammar's matcher, to be copied; a new one in place of ``instead_of``. A schema can take a second,
+        without the GIL."""
         key = options.key
         with self._lock:
             if key in self._known and self._known[key][0] is not instead_of:
@@ -381,9 +391,11 @@ class GrammarCompiler:
             raise RequestError(f"structured output, grammar: more than {MOST_RULES} rules")
         try:
             if kind == "schemas":
-                grammar = _together({"name": "start", "lark_grammar": lark}, schemas)
+                grammar = _with_schemas({"name": "start", "lark_grammar": lark}, schemas)
             elif kind == "json" and LONG.search(text):
-                grammar = _together({"name": "start", "lark_grammar": "start: @schema"}, {"schema": json.loads(text)})
+                grammar = _with_schemas(
+                    {"name": "start", "lark_grammar": "start: @schema"}, {"schema": json.loads(text)}
+                )
             elif kind == "json":
                 grammar = library.LLMatcher.grammar_from_json_schema(_as_object(text), defaults=COMPACT)
             else:
@@ -394,28 +406,28 @@ class GrammarCompiler:
             step_max_items=MOST_ITEMS, max_grammar_size=cost.symbols, max_lexer_states=cost.states
         )
         matcher = library.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        for _ in range(2):  # copies share the lexer: the first one may have left nothing of what it may build
+        for _ in range(2):  # copies share the lexer: the first one may have used up its states
             _, broken = permitted(matcher.deep_copy(), self.ends)
             if broken is not None:
                 raise RequestError(f"structured output, {kind}: {broken}")
         return matcher
 
 
-def _together(start: dict[str, Any], schemas: dict[str, Any]) -> str:
-    """A Lark grammar and the JSON schemas that its rules name, as llguidance takes them."""
+def _with_schemas(start: dict[str, Any], schemas: dict[str, Any]) -> str:
+    """llguidance's grammar list of a Lark grammar and the JSON schemas that its rules name."""
     named = [grammar for name, schema in schemas.items() for grammar in grammars(name, schema)]
     return json.dumps({"grammars": [start, *named]})
 
 
 def _as_object(schema: str) -> str:
-    """A schema that is true or false, as llguidance does not take it."""
+    """Replaces a schema that is ``true``, which llguidance does not take. Raises RequestError for ``false``."""
     if schema.strip() == "false":
         raise RequestError("structured output, json: the schema is false, which no answer can meet")
     return "{}" if schema.strip() == "true" else schema
 
 
 def _bit(token: int) -> int:
-    """Bit of ``token`` in its word, as a signed 32-bit integer."""
+    """The bit of ``token`` in its mask word, as a signed 32-bit integer."""
     return (1 << token % 32) - (1 << 32 if token % 32 == 31 else 0)
 
 

@@ -1,5 +1,8 @@
-"""JSON schemas as rules in Lark, where llguidance's own way does not do: integers that it does not keep, and values
-that are not written as JSON."""
+"""JSON schemas as Lark rules, for what llguidance's own JSON schemas cannot do.
+
+``SchemaRules`` keeps integers beyond 2^53, which llguidance rounds; ``SpelledRules`` describes values that are not
+written as JSON, in tool calls for example.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON is written as ``json.dumps`` writes it, unless the schema's ``x-guidance`` says otherwise: a model that may put
-any white space between tokens may also never stop."""
+"""llguidance's options for JSON as ``json.dumps`` writes it, unless the schema's ``x-guidance`` says otherwise. A model
+that may put any white space between tokens may never stop."""
 WIDE = 1 << 63
 LOW, HIGH = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 HOMES = ("$defs", "definitions")
 NOTES = {"title", "description", "default", "examples", "$schema", "$id", "$comment", "deprecated", "format", *HOMES}
-"""Keys that say nothing about an integer, nor about what holds one."""
+"""Keys that restrict neither an integer nor what contains one."""
 OF_NUMBERS = {*LOW, *HIGH, "multipleOf"}
 OF_TYPE: dict[str, set[str]] = {
     "string": {"minLength", "maxLength", "pattern"},
@@ -25,7 +28,7 @@ OF_TYPE: dict[str, set[str]] = {
     "array": {"items", "minItems", "maxItems"},
     "object": {"properties", "required", "additionalProperties"},
 }
-"""Keys that say something about one type alone."""
+"""Keys that restrict values of one type alone."""
 TYPES: dict[str, Any] = {
     "integer": int,
     "number": (int, float),
@@ -37,8 +40,8 @@ TYPES: dict[str, Any] = {
 
 
 def grammars(name: str, schema: Any) -> list[dict[str, Any]]:
-    """A schema as grammars of llguidance, the first of which has this name. Raises ValueError for large integers
-    where they cannot be kept."""
+    """A schema as llguidance grammars, the first one called ``name``. Raises ValueError where large integers cannot be
+    kept."""
     if not isinstance(schema, dict):
         raise ValueError(f"the schema {name} must be an object")
     try:
@@ -48,10 +51,10 @@ def grammars(name: str, schema: Any) -> list[dict[str, Any]]:
 
 
 class SchemaRules:
-    """The rules of one schema, as JSON with integers of any size. ``_part`` is what llguidance can do alone."""
+    """Rules for JSON with integers of any size. Parts of the schema that llguidance can do are left to it."""
 
     prefix = ""
-    """Before the names of rules, which are a grammar of their own here."""
+    """Prefix of the rules' names."""
 
     def __init__(self, name: str, schema: dict[str, Any]) -> None:
         self.name = name
@@ -60,12 +63,12 @@ class SchemaRules:
         self.rules: dict[str, str] = {}
         self.defined = {f"#/{home}/{key}": each for home in HOMES for key, each in _get(schema, home, {}).items()}
         self.large: set[str] = set()
-        """The definitions that hold large integers, or refer to one that does."""
+        """References to definitions that contain large integers, or refer to one that does."""
         while more := {ref for ref, each in self.defined.items() if ref not in self.large and self._holds(each)}:
             self.large |= more
 
     def written(self) -> list[dict[str, Any]]:
-        """As grammars of llguidance."""
+        """The whole schema as llguidance grammars."""
         if not self._holds(self.schema):
             return [{"name": self.name, "json_schema": {"x-guidance": COMPACT, **self.schema}}]
         rules = {"start": self._node(self.schema)} | self.rules
@@ -73,18 +76,19 @@ class SchemaRules:
         parts = [{"name": name, "json_schema": {"x-guidance": COMPACT, **part}} for name, part in self.parts.items()]
         return [{"name": self.name, "lark_grammar": lark}, *parts]
 
-    def _refused(self, what: str) -> ValueError:
-        return ValueError(f"integers beyond 2^53 are not kept {what}")
+    def _refused(self, where: str) -> ValueError:
+        return ValueError(f"integers beyond 2^53 are not kept {where}")
 
     def _holds(self, schema: Any) -> bool:
+        """Whether it contains a large integer."""
         return any(_large(key, value) or (key == "$ref" and value in self.large) for key, value in _leaves(schema))
 
     def _whole(self, schema: Any) -> bool:
-        """Whether llguidance can write it."""
+        """Whether llguidance can do all of it."""
         return not self._holds(schema)
 
     def _part(self, schema: Any) -> str:
-        """One without large integers."""
+        """Leaves a schema without large integers to llguidance; returns the grammar's reference."""
         if any(key == "$ref" and value not in self.defined for key, value in _leaves(schema)):
             raise ValueError("$ref beside integers beyond 2^53 must name one of the root's $defs")
         if not isinstance(schema, dict) and schema is not True:
@@ -103,6 +107,7 @@ class SchemaRules:
         return f"@{name}"
 
     def _node(self, schema: Any) -> str:
+        """The Lark expression of a schema."""
         own = isinstance(schema, dict) and {key: value for key, value in schema.items() if key not in HOMES}
         if self._whole(own if isinstance(schema, dict) else schema):
             return self._part(schema)
@@ -170,35 +175,36 @@ class SchemaRules:
         return quoted(_json(key) + ": ")
 
     def _object(self, schema: dict[str, Any]) -> str:
-        """With no other properties than those that are named."""
+        """An object that has only the properties that the schema names."""
         if schema.get("additionalProperties", True) not in (True, False):
             raise self._refused("beside additionalProperties that are a schema")
         return f'"{{" {self._pairs(schema)} "}}"'
 
     def _properties(self, schema: dict[str, Any]) -> list[tuple[str, Any, bool]]:
-        """Names, schemas and whether they are required."""
+        """The properties: (name, schema, whether it is required)."""
         named, required = _get(schema, "properties", {}), _get(schema, "required", [])
         if not all(isinstance(key, str) and key in named for key in required):
             raise self._refused("beside required properties without a schema")
         return [(key, each, key in required) for key, each in self._ordered(named)]
 
     def _pairs(self, schema: dict[str, Any], key_of: Callable[[str], str] | None = None) -> str:
+        """An object's properties in order, the optional ones left out or not, with separators between them."""
         key_of = key_of or self._key
         named = self._properties(schema)
         pairs = [(self._part_of(f"{key_of(key)} {self._node(each)}"), needed) for key, each, needed in named]
-        tails = [""]  # what may stand behind each pair
+        tails = [""]  # tails[i]: what may follow pair i - 1
         for pair, needed in reversed(pairs):
             tails.append(self._part_of(f"({self._between} {pair}){'' if needed else '?'} {tails[-1]}"))
         tails.reverse()
-        must = next((index for index, (_, needed) in enumerate(pairs) if needed), None)
-        if must is None:
-            begun = [f"{pair} {tails[index + 1]}" for index, (pair, _) in enumerate(pairs)]
-            return f"({' | '.join(begun)})?" if begun else ""
-        before = " ".join(f"({pair} {self._between})?" for pair, _ in pairs[:must])
-        return f"{before} {pairs[must][0]} {tails[must + 1]}"
+        first = next((index for index, (_, needed) in enumerate(pairs) if needed), None)
+        if first is None:
+            by_first = [f"{pair} {tails[index + 1]}" for index, (pair, _) in enumerate(pairs)]
+            return f"({' | '.join(by_first)})?" if by_first else ""
+        before = " ".join(f"({pair} {self._between})?" for pair, _ in pairs[:first])
+        return f"{before} {pairs[first][0]} {tails[first + 1]}"
 
     def _part_of(self, text: str) -> str:
-        """A part of an object, as it stands in rules."""
+        """A part of an object's rule; a subclass may make it a rule of its own."""
         return text
 
     def _ordered(self, named: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -206,30 +212,32 @@ class SchemaRules:
 
 
 class SpelledRules(SchemaRules):
-    """Values that a model writes in a way of its own, for a grammar whose rules they join. Raises ValueError for what
-    has no rule in it: nothing in a schema is ignored."""
+    """Rules for values in a notation other than JSON (here Python's), to be added to a larger grammar.
+
+    Raises ValueError for a schema that the notation cannot express: nothing in a schema is ignored.
+    """
 
     form = "Python"
     words: Mapping[Any, Sequence[str]] = {True: ("True", "true"), False: ("False", "false"), None: ("None", "null")}
-    """How these may be written."""
+    """The spellings of true, false and null."""
 
     def __init__(self, name: str, schema: dict[str, Any]) -> None:
         super().__init__(name, schema)
         self.prefix = f"{name}_"
         self.names: dict[str, str] = {}
-        """Of rules, by what they say."""
+        """Names of rules by their text."""
 
-    def _refused(self, what: str) -> ValueError:
-        return ValueError(f"a call in {self.form}'s form cannot be forced {what}")
+    def _refused(self, where: str) -> ValueError:
+        return ValueError(f"a call in {self.form}'s form cannot be forced {where}")
 
     def _whole(self, schema: Any) -> bool:
-        """Whether it is a number."""
+        """Whether it is a plain number."""
         if not isinstance(schema, dict) or {"const", "enum", "anyOf", "oneOf", "allOf", "$ref"} & set(schema):
             return False
         return schema.get("type") in ("integer", "number") and not self._holds(schema)
 
     def _part(self, schema: Any) -> str:
-        """A text or a number, which refers to nothing."""
+        """Leaves a string or a number to llguidance, equal schemas once."""
         return next((f"@{name}" for name, each in self.parts.items() if each == schema), None) or self._named(schema)
 
     def _anything(self, schema: Any) -> str:
@@ -289,8 +297,7 @@ class SpelledRules(SchemaRules):
         return quoted(_json(value))
 
     def arguments(self) -> str:
-        """A call's arguments, without what encloses them. The rules are in ``rules`` then, and the schemas that
-        these name in ``parts``."""
+        """The expression of a call's arguments, without brackets. Fills ``rules`` and ``parts``, which it refers to."""
         try:
             return self._arguments(self.schema)
         except RecursionError:
@@ -308,18 +315,18 @@ class SpelledRules(SchemaRules):
         return self._pairs(schema, self._name)
 
     def _name(self, key: str) -> str:
-        """A parameter's name, and what is before its value."""
+        """A parameter's name with what separates it from the value."""
         return self._key(key)
 
     def _terminal(self, text: str) -> str:
-        """A text that is read in one piece."""
+        """Makes ``text`` a terminal, which the lexer matches as one token."""
         return self._rule(f"{self.prefix}text_{len(self.rules)}".upper(), text)
 
     def _part_of(self, text: str) -> str:
         return self._rule(f"{self.prefix}part_{len(self.rules)}", text)
 
     def _rule(self, name: str, text: str) -> str:
-        """The name of the rule, which may be there already."""
+        """Adds a rule and returns its name; equal texts share one."""
         name = self.names.setdefault(text, name)
         self.rules[name] = text
         return name
@@ -332,7 +339,7 @@ class SpelledRules(SchemaRules):
 
 
 def free_text(schema: Mapping[str, Any], *never: str) -> str:
-    """A terminal of texts as they are, without quotes: what ``schema`` says of a string, without any of ``never``."""
+    """A terminal for unquoted text that meets a string ``schema`` and contains none of the texts ``never``."""
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
     parts = [f"/(?s:.{{{least},{most}}})/" if least or most != "" else "/(?s:.*)/"]
     if "pattern" in schema:
@@ -343,7 +350,7 @@ def free_text(schema: Mapping[str, Any], *never: str) -> str:
 
 
 def _pattern(text: Any) -> str:
-    """A schema's pattern, which may be anywhere in a text, as a regular expression of all of it."""
+    """A schema's ``pattern``, which may match anywhere in a text, as a regular expression for the whole text."""
     if not isinstance(text, str):
         raise ValueError("a pattern must be a text")
     begins, ends = text.startswith("^"), re.search(r"(?<!\\)(\\\\)*\$\Z", text) is not None
@@ -353,7 +360,7 @@ def _pattern(text: Any) -> str:
 
 
 ASCII = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]", "/": r"\/"}
-"""JSON schemas' classes of letters, which are llguidance's of all alphabets."""
+"""Character classes of JSON schemas as ASCII: llguidance's cover all alphabets."""
 
 
 def _escaped(text: str) -> str:
@@ -361,7 +368,7 @@ def _escaped(text: str) -> str:
 
 
 def of_each_type(schema: dict[str, Any], kinds: Sequence[Any]) -> list[dict[str, Any]]:
-    """The schema of each of several types, with the keys that are about it."""
+    """Splits a schema of several types into one for each type, with the keys that apply to it."""
     typed = set().union(*OF_TYPE.values())
     return [
         {key: value for key, value in schema.items() if key not in typed or key in OF_TYPE.get(each, ())}
@@ -371,7 +378,7 @@ def of_each_type(schema: dict[str, Any], kinds: Sequence[Any]) -> list[dict[str,
 
 
 def _get(schema: dict[str, Any], key: str, absent: Any) -> Any:
-    """A value of the kind that stands for its absence."""
+    """The value of ``key``, or ``absent``. Raises ValueError for another type than that of ``absent``."""
     value = schema.get(key, absent)
     if type(value) is not type(absent):
         raise ValueError(f"{key} must be of another type than {type(value).__name__}")
@@ -379,7 +386,7 @@ def _get(schema: dict[str, Any], key: str, absent: Any) -> Any:
 
 
 def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Everything in a schema that holds nothing, with the key that it stands under."""
+    """Yields all scalars in a schema, each with its key."""
     if isinstance(value, dict):
         for name, each in value.items():
             if name not in ("default", "examples") or isinstance(each, dict):  # a property may have that name
@@ -392,14 +399,14 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _large(key: str, value: Any) -> bool:
-    """Whether llguidance would take another number for this one. It takes larger bounds for the largest of 64 bits."""
+    """Whether llguidance would change this number. It clamps upper bounds to 64 bits, which does no harm."""
     if not isinstance(value, int) or isinstance(value, bool) or (key in HIGH and value >= WIDE - 1):
         return False
     return not -WIDE < value < WIDE or int(float(value)) != value
 
 
 def fitting(values: Sequence[Any], kind: Any) -> list[Any]:
-    """Those of an enum that are of its type. Raises ValueError where there are none."""
+    """The values of an enum that have its type ``kind``. Raises ValueError if there are none."""
     kinds = [kind] if isinstance(kind, str) else kind or []
     fits = [value for value in values if not kinds or any(_is(value, each) for each in kinds)]
     if not fits:
@@ -414,7 +421,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _bound(schema: dict[str, Any], keys: tuple[str, str], step: int) -> int | None:
-    """The least or the largest integer that is permitted; None: there is none."""
+    """The least (``step`` 1) or largest (-1) integer that the inclusive and exclusive bounds permit; None: no bound."""
     result = []
     for key in keys:
         value = schema.get(key)
@@ -441,7 +448,7 @@ def _range(low: int | None, high: int | None) -> str:
 
 
 def _lengths(low: int, high: int | None) -> str:
-    """Those from ``low`` on that are not negative, by how many digits they have."""
+    """A regular expression of the integers from ``low`` >= 0 to ``high``, split by number of digits."""
     parts = [] if high is not None else [f"[1-9][0-9]{{{len(str(low))},}}"]
     top = 10 ** len(str(low)) - 1 if high is None else high
     while low <= top:
@@ -452,7 +459,7 @@ def _lengths(low: int, high: int | None) -> str:
 
 
 def _digits(low: str, high: str) -> str:
-    """Those between two of the same length."""
+    """A regular expression of the integers between two with the same number of digits."""
     if not low or low[0] == high[0]:
         return low[:1] + _digits(low[1:], high[1:]) if low else ""
     rest = len(low) - 1
@@ -478,5 +485,5 @@ def _json(value: Any) -> str:
 
 
 def quoted(text: str) -> str:
-    """As Lark writes it."""
+    """``text`` as a Lark string."""
     return json.dumps(text)
