@@ -6,9 +6,10 @@
         additional_config={"forerun": {"method": "suffix"}},
     )
 
-``additional_config["forerun"]`` is a ``speculative_config`` of ours, without ``num_speculative_tokens``; ``module`` is
-imported first, for a drafter of your own. vLLM shows a proposer nothing but token ids, and takes chains: drafters that
-run a model, read hidden states or draft for grammars are refused, and of a tree the first branch is taken.
+``additional_config["forerun"]`` is a ``speculative_config`` of ours, without ``num_speculative_tokens``. Its key
+``module`` names a module to import first, with a drafter of your own. vLLM gives a proposer nothing but token ids, and
+takes chains. So drafters that run a model, read hidden states or draft for grammars are refused, and of a tree only
+the first branch is used.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ KEY = "forerun"
 """In vLLM's ``additional_config``."""
 DEFAULT = "ngram"
 GREEDY = SamplingParams(temperature=0.0)
-"""What drafts are made for: vLLM takes every draft as a point mass, so that the likeliest is the best."""
+"""The drafters' sampling options: vLLM takes every draft as a point mass, so that the likeliest token is the best."""
 
 
 class Proposer:
-    """vLLM makes one per worker, from its ``VllmConfig``, and asks it after every step.
+    """Drafts for vLLM, which makes one per worker from its ``VllmConfig`` and calls it after every step.
 
     Raises ConfigError for a method that cannot draft from ids alone, and for options that it does not have.
     """
@@ -58,14 +59,14 @@ class Proposer:
             tokenizer=str(model.tokenizer or model.model),
         )
         self._rows: list[RequestState] = []
-        """What was in the batch's rows at the last step."""
+        """The sequence in each row of the batch at the last step."""
         self._ids = itertools.count()
 
     def load_model(self, *given: Any, **named: Any) -> None:
-        """There is none."""
+        """Does nothing: there is no model."""
 
     def dummy_run(self, *given: Any, **named: Any) -> None:
-        """There is nothing to warm up."""
+        """Does nothing: there is nothing to warm up."""
 
     def propose(
         self,
@@ -74,61 +75,64 @@ class Proposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafted ids for each row of the batch; none where nothing was sampled. ``token_ids_cpu`` [rows, longest]
-        holds the rows' tokens, ``num_tokens_no_spec`` [rows] how many there are, the sampled ones included."""
+        """Returns drafted ids for each row of the batch; none where nothing was sampled.
+
+        ``token_ids_cpu`` [rows, longest] holds the rows' tokens, ``num_tokens_no_spec`` [rows] how many there are, the
+        sampled ones included.
+        """
         rows = [token_ids_cpu[row, : int(num_tokens_no_spec[row])].tolist() for row in range(len(sampled_token_ids))]
         sequences = self._follow(rows, sampled_token_ids)
         drafts: list[list[int]] = [[] for _ in rows]
-        asked = [
-            (row, min(self.budget, self.max_model_len - len(rows[row]) - 1))
+        budgets = {
+            row: min(self.budget, self.max_model_len - len(rows[row]) - 1)
             for row, sampled in enumerate(sampled_token_ids)
             if len(sampled)
-        ]
-        asked = [(row, budget) for row, budget in asked if budget > 0]
-        if asked:
-            chosen = [sequences[row] for row, _ in asked]
-            made = self.drafter.propose(chosen, [budget for _, budget in asked])
-            for (row, _), draft in zip(asked, made, strict=True):
+        }
+        budgets = {row: budget for row, budget in budgets.items() if budget > 0}
+        if budgets:
+            made = self.drafter.propose([sequences[row] for row in budgets], list(budgets.values()))
+            for row, draft in zip(budgets, made, strict=True):
                 drafts[row] = first_branch(draft)
         return drafts
 
     def _follow(self, rows: Sequence[list[int]], sampled: Sequence[Sequence[int]]) -> list[RequestState]:
-        """The rows' sequences. vLLM does not say which request is in a row: it is the one whose tokens the row begins
-        with. The sequences that are in no row any more are released."""
-        left = dict(enumerate(self._rows))
+        """Returns the rows' sequences, and releases those that are in no row any more.
+
+        vLLM does not say which request is in a row: it is the one whose tokens the row begins with.
+        """
+        unmatched = dict(enumerate(self._rows))
         result: list[RequestState | None] = [None] * len(rows)
 
         def take(row: int, index: int) -> None:
-            if result[row] is None and index in left and _continues(rows[row], left[index]):
-                result[row] = left.pop(index)
+            if result[row] is not None or index not in unmatched:
+                return
+            tokens = unmatched[index].tokens
+            if rows[row][: len(tokens)] == tokens:
+                result[row] = unmatched.pop(index)
 
         for row in range(len(rows)):
             take(row, row)
         for row in range(len(rows)):
-            for index in sorted(left, key=lambda index: -len(left[index].tokens)):
+            for index in sorted(unmatched, key=lambda index: -len(unmatched[index].tokens)):
                 take(row, index)
-        for sequence in left.values():
-            sequence.num_computed_tokens = len(sequence.tokens)  # it has ended: its output may be learnt from
+        for sequence in unmatched.values():
+            sequence.num_computed_tokens = len(sequence.tokens)  # it has ended: drafters may learn from its output
             self.drafter.release(sequence)
-        self._rows = [self._grown(known, row, new) for known, row, new in zip(result, rows, sampled)]
+        self._rows = [self._update(sequence, row, new) for sequence, row, new in zip(result, rows, sampled)]
         return self._rows
 
-    def _grown(self, known: RequestState | None, tokens: list[int], sampled: Sequence[int]) -> RequestState:
-        if known is None:
-            known = RequestState(next(self._ids), [], max(0, len(tokens) - len(sampled)), GREEDY, seed=0)
+    def _update(self, sequence: RequestState | None, tokens: list[int], sampled: Sequence[int]) -> RequestState:
+        """Gives a row's sequence its tokens; None: it is new."""
+        if sequence is None:
+            sequence = RequestState(next(self._ids), [], max(0, len(tokens) - len(sampled)), GREEDY, seed=0)
         if isinstance(self.drafter, TokenRecycling):
-            self.drafter.follow(tokens[max(0, len(known.tokens) - 1) :])
-        known.tokens = tokens
-        return known
-
-
-def _continues(row: list[int], sequence: RequestState) -> bool:
-    count = len(sequence.tokens)
-    return len(row) >= count and row[:count] == sequence.tokens
+            self.drafter.follow(tokens[max(0, len(sequence.tokens) - 1) :])
+        sequence.tokens = tokens
+        return sequence
 
 
 def first_branch(draft: Draft) -> list[int]:
-    """The tokens of a draft's path of first trials, which its drafter likes best."""
+    """The tokens along a draft's first trials, which its drafter prefers."""
     tokens: list[int] = []
     node = -1
     while len(draft) and draft.trials[node + 1]:
@@ -140,7 +144,7 @@ def first_branch(draft: Draft) -> list[int]:
 def _build(
     options: Mapping[str, Any], budget: int, *, vocab_size: int, max_model_len: int, max_num_seqs: int, tokenizer: str
 ) -> Drafter[DrafterConfig]:
-    """The drafter that ``options`` ask for."""
+    """Builds the drafter of ``options``."""
     rest = dict(options)
     if (module := rest.pop("module", None)) is not None:
         importlib.import_module(module)
@@ -156,7 +160,7 @@ def _build(
         raise ConfigError(f"method {method!r} needs more than token ids, which is all that vLLM shows a proposer")
     info = SimpleNamespace(vocab_size=vocab_size, max_len=max_model_len, device="cpu", eos_ids=frozenset())
     context = DraftContext(
-        target=SimpleNamespace(info=info),  # all that drafters of point masses ask of it
+        target=SimpleNamespace(info=info),  # all that drafters of point masses need of it
         sampler=Sampler(vocab_size),
         rule=rules["coupled"](None),
         tokenizer=load_tokenizer(tokenizer),

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from forerun.cli.bench import with_usual
+from forerun.cli.bench import with_methods
 from forerun.cli.main import run
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.llm import LLM
@@ -146,8 +146,8 @@ def test_reach_says_what_it_would_take():
 
 def test_methods_where_none_are_named(tiny_target, monkeypatch):
     mine, shared = {"model": tiny_target}, {}
-    assert with_usual({}, {}, {}) == with_usual({}, mine, {"model": "a draft"}) == {}
-    assert with_usual({}, mine, {}) == {"methods": ["suffix", "ngram"]}
+    assert with_methods({}, {}, {}) == with_methods({}, mine, {"model": "a draft"}) == {}
+    assert with_methods({}, mine, {}) == {"methods": ["suffix", "ngram"]}
     monkeypatch.setattr("forerun.models.inventory.known_draft", lambda model: "known")
-    assert with_usual({}, mine, shared) == {}
+    assert with_methods({}, mine, shared) == {}
     assert shared == {"model": "known"}

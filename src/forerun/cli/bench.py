@@ -103,22 +103,22 @@ def bench(
     """
     if "max_num_seqs" in engine:
         raise ConfigError("bench decodes --concurrency requests together: use that instead of --max-num-seqs")
-    shared = more_options(speculative_config, speculative)
-    options = with_usual(_measured(measured), engine, shared)
+    shared = shared_options(speculative_config, speculative)
+    options = with_methods(_measured(measured), engine, shared)
     if tuned is not None:
         options["methods"], shared = with_tuned(tuned, engine, options.get("methods", BenchConfig.methods), shared)
     config = BenchConfig(engine=dict(engine), speculative=shared, **options)
-    drawing = None
+    plots = None
     if plot_folder is not None:
-        drawing = from_lab("plots", "bench with plots")
-        drawing.check_folder(plot_folder)
+        plots = from_lab("plots", "bench with plots")
+        plots.check_folder(plot_folder)
     from forerun.measure.bench import run_bench
 
     set_threads(threads)
     with progress("loading", len(config.concurrency) * len(config.temperatures)) as step:
         result = run_bench(config, step)
-    if drawing is not None:
-        drawing.plots(result, plot_folder)
+    if plots is not None:
+        plots.plots(result, plot_folder)
     if as_json:
         print_json(result)
     else:
@@ -126,16 +126,16 @@ def bench(
 
 
 def _measured(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of BenchConfig, with a written set's own defaults. Raises ConfigError."""
-    written = WRITTEN.get(given.get("prompt_set", HELD_OUT))
-    if written is not None and "prompt_tokens" in given:
+    """Fields of BenchConfig, with the defaults of a set of written prompts. Raises ConfigError."""
+    defaults = WRITTEN.get(given.get("prompt_set", HELD_OUT))
+    if defaults is not None and "prompt_tokens" in given:
         raise ConfigError(f"the prompts of {given['prompt_set']} are as long as they are: leave --prompt-tokens out")
-    return {**(written or {}), **given}
+    return {**(defaults or {}), **given}
 
 
-def with_usual(given: Mapping[str, Any], engine: Mapping[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
-    """``given`` for the model at hand where it names no methods: with its known draft, whose place ``shared`` gets, or
-    with ``suffix`` in place of a draft model."""
+def with_methods(given: Mapping[str, Any], engine: Mapping[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """Adds default methods for a model of the user's to ``given``: the usual ones with its known draft, whose path is
+    put into ``shared``, or ``suffix`` in place of a draft model."""
     model = str(engine.get("model", EngineConfig.model))
     if "methods" in given or model.startswith("forerun:") or {"model", *drafters} & set(shared):
         return dict(given)
@@ -151,8 +151,8 @@ def with_usual(given: Mapping[str, Any], engine: Mapping[str, Any], shared: dict
 def with_tuned(
     tuned: str, engine: Mapping[str, Any], methods: Sequence[str], options: Mapping[str, Any]
 ) -> tuple[list[str], dict[str, Any]]:
-    """The methods and their options with the method of a tuned folder and its own. Raises ConfigError for a folder that
-    was made for other weights, and where there are options of that method besides."""
+    """Adds the method of a tuned folder to ``methods``, and its options to ``options``. Raises ConfigError for a folder
+    that was made for other weights, and if ``options`` has that method already."""
     result = read_tuned(tuned, engine)
     method = result.pop("method")
     own = {key: value for key, value in result.items() if key not in ("accept", "length")}
@@ -161,8 +161,8 @@ def with_tuned(
     return [*methods, *([] if method in methods else [method])], {**options, **({method: own} if own else {})}
 
 
-def more_options(speculative_config: str | None, speculative: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of speculation that all methods of a run share."""
+def shared_options(speculative_config: str | None, speculative: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of speculation for all methods of a run that know them."""
     shared = parse_json("speculative_config", speculative_config) if speculative_config else {}
     if RATES in shared and RATES in speculative:
         raise ConfigError(f"{RATES} is given twice: in --speculative-config and in --synthetic")
@@ -172,6 +172,7 @@ def more_options(speculative_config: str | None, speculative: Mapping[str, Any])
 def show(
     result: Mapping[str, Any], write: Callable[[Sequence[str], Sequence[Sequence[str]]], None] = print_table
 ) -> None:
+    """Prints a bench's table, what it was measured on, and warnings."""
     from forerun.measure.environment import TARGET, line
 
     about, rows = result["environment"], result["rows"]
@@ -222,6 +223,7 @@ def _lengths(about: Mapping[str, Any]) -> str:
 
 
 def cell(key: str, value: Any) -> str:
+    """A table cell for ``value`` in the column ``key``."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -264,8 +266,8 @@ def check(
     for name in layouts:
         if name not in LAYOUTS:
             raise ConfigError(f"unknown layout {name!r}: choose among {', '.join(LAYOUTS)}")
-    shared = more_options(speculative_config, speculative)
-    given = with_usual(checked, engine, shared)
+    shared = shared_options(speculative_config, speculative)
+    given = with_methods(checked, engine, shared)
     page_sizes = [LAYOUTS[name] for name in layouts]
     config = CheckConfig(engine=dict(engine), speculative=shared, page_sizes=page_sizes, **given)
     set_threads(threads)
@@ -300,12 +302,12 @@ def show_checks(
 
 
 def outcome(result: Mapping[str, Any]) -> str:
-    """All of it in a line."""
+    """The outcome of all checks in a line."""
     items, left_out = result["results"], len(result["left_out"])
     if result["passed"]:
         return f"lossless: everything tested holds, {left_out} left out" if left_out else "lossless: everything holds"
-    idle = sum(not item["tested"] for item in items)
-    failed = sum(not item["passed"] for item in items) - idle
+    untested = sum(not item["tested"] for item in items)
+    failed = sum(not item["passed"] for item in items) - untested
     parts = [f"{failed} of {len(items)} checks FAILED"] if failed else []
-    parts += [f"{idle} of {len(items)} checks found nothing to test: not passed"] if idle else []
+    parts += [f"{untested} of {len(items)} checks found nothing to test: not passed"] if untested else []
     return ", ".join(parts)

@@ -1,4 +1,4 @@
-"""Where the commands print, and what they keep quiet."""
+"""Output of the commands: tables, warnings, progress bars; and other libraries silenced."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from typer.core import TyperArgument, TyperCommand
 
 from forerun.core.errors import ConfigError
@@ -25,7 +25,7 @@ from forerun.engine.memory import megabytes
 from forerun.measure.page import markdown
 
 WORTH_A_BAR = 64 << 20
-"""Bytes of a model's files."""
+"""Bytes of a model's files from which on its loading shows a bar."""
 
 
 def out() -> Console:
@@ -37,26 +37,26 @@ def warn(message: object) -> None:
 
 
 def warn_synthetic(llm: Any) -> None:
-    """Where drafts are accepted at given rates, say that its answers are not the model's."""
+    """Warns if drafts are accepted at given rates, because answers are not the model's then."""
     if llm.speculative.synthetic is not None:
         warn("synthetic acceptance: drafts are accepted at given rates, so that answers are not the model's text")
 
 
 def model_line(llm: Any) -> str:
-    """What runs: the model, how, and how large it is."""
+    """The model's name, path, mode and size in a line."""
     info, mode = llm.model.info, "invariant" if llm.model.invariant else "not invariant"
     return f"{info.name} ({info.path}, {mode}), {megabytes(info.weight_bytes)}"
 
 
 class _Warnings(logging.Handler):
-    """Shows log records that are warnings; who meets an error says so in another way."""
+    """Prints logged warnings. Errors are reported by whoever raises them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno == logging.WARNING:
             warn(record.getMessage())
 
 
-_WARNINGS = _Warnings()
+_WARNINGS = _Warnings()  # one, because a logger adds the same handler once
 
 
 def one_line(message: object) -> str:
@@ -64,8 +64,8 @@ def one_line(message: object) -> str:
 
 
 def quiet() -> None:
-    """Silence other libraries' remarks; Forerun's own warnings become one line each on stderr. Characters that a
-    terminal cannot show are escaped."""
+    """Silences other libraries; prints Forerun's own warnings as one line each on stderr. Characters that the terminal
+    cannot show are escaped."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -78,7 +78,7 @@ def quiet() -> None:
 
 
 def quiet_transformers() -> None:
-    """Errors only and no progress bars, whether it has been imported yet or not."""
+    """Restricts transformers to errors, without progress bars, whether it has been imported yet or not."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "transformers" in sys.modules:
@@ -89,26 +89,26 @@ def quiet_transformers() -> None:
 
 
 def print_json(value: Any) -> None:
-    """One JSON object, all of stdout."""
+    """Prints one JSON object."""
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Columns as wide as their cells, never cut: text to the left, numbers to the right."""
+    """Prints columns that are as wide as their cells: text to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(heads, *rows)]
-    words = [not any(re.fullmatch(r"[-+.\d]+%?|-", row[i]) for row in rows) for i in range(len(heads))]
+    left = [not any(re.fullmatch(r"[-+.\d]+%?|-", row[i]) for row in rows) for i in range(len(heads))]
     for row in [heads, *rows]:
-        cells = [cell.ljust(width) if word else cell.rjust(width) for cell, width, word in zip(row, widths, words)]
+        cells = [cell.ljust(width) if text else cell.rjust(width) for cell, width, text in zip(row, widths, left)]
         print("  ".join(cells).rstrip())
 
 
 def print_markdown(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The same as a markdown table, between empty lines."""
+    """Prints a markdown table between empty lines."""
     print(f"\n{markdown(heads, rows)}\n")
 
 
 def check_file(path: Path) -> None:
-    """Raise ConfigError, before there is anything to lose, where ``write_file`` would."""
+    """Raises ConfigError where ``write_file`` would; to be called before the work whose result it writes."""
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ConfigError(f"cannot write {path}: there is no folder {folder}")
@@ -119,7 +119,7 @@ def check_file(path: Path) -> None:
 
 
 def write_file(path: Path, text: str) -> None:
-    """Raises ConfigError where the file cannot be written."""
+    """Writes a file. Raises ConfigError where that fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -129,7 +129,7 @@ def write_file(path: Path, text: str) -> None:
 
 
 def read_file(path: Path) -> str:
-    """Raises ConfigError where the file cannot be read."""
+    """A file's text. Raises ConfigError where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -137,8 +137,11 @@ def read_file(path: Path) -> str:
 
 
 def set_threads(count: int | None, most: int | None = None) -> str | int:
-    """Set torch's threads; returns the engine's option ``threads``. None: "auto", up to ``most`` (``all_threads``).
-    Raises ConfigError for a number out of range."""
+    """Sets torch's threads and returns the engine's option ``threads``.
+
+    Without a ``count`` that is "auto", with up to ``most`` threads (None: ``all_threads``). Raises ConfigError for a
+    number out of range.
+    """
     result = AUTO if count is None else count
     if count is None:
         count = all_threads() if most is None else most
@@ -153,40 +156,43 @@ def set_threads(count: int | None, most: int | None = None) -> str | int:
 
 
 def all_threads() -> int:
-    """CPU threads that torch takes by itself, one for each core, but no more than the process may use."""
+    """CPU threads that torch chooses, but no more than the cores that the process may use."""
     import torch
 
     return min(torch.get_num_threads(), usable_cores())
 
 
 def all_but_one() -> int:
-    """CPU threads that leave a core to whatever else the process does."""
+    """CPU threads that leave a core for the rest of the process."""
     return max(1, all_threads() - 1)
 
 
 @contextlib.contextmanager
-def progress(title: str, total: int) -> Iterator[Any]:
-    """A bar on stderr, where that is a terminal; yields a function that advances it by one."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+def _bar(title: str, total: int, *columns: Any, visible: bool = True) -> Iterator[tuple[Progress, TaskID]]:
+    """A transient progress bar on stderr, if that is a terminal: ``columns`` stand between the bar and the time."""
     console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
+    layout = (TextColumn("{task.description}"), BarColumn(), *columns, TimeElapsedColumn())
+    with Progress(*layout, console=console, transient=True, disable=not (visible and console.is_terminal)) as bar:
+        yield bar, bar.add_task(title, total=total)
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int) -> Iterator[Any]:
+    """A bar on stderr, if that is a terminal. Yields a function that advances it by one."""
+    with _bar(title, total, MofNCompleteColumn()) as (bar, task):
         yield lambda note=None: bar.update(task, advance=1, description=note or title)
 
 
 @contextlib.contextmanager
 def loading(title: str, total: int) -> Iterator[Advance]:
-    """A bar on stderr of the bytes of a model's files, gone when the model is there."""
-    columns = (TextColumn("Loading {task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, transient=True, disable=total < WORTH_A_BAR) as bar:
-        task = bar.add_task(title, total=total)
+    """A bar on stderr of the bytes of a model's files. Yields a function that advances it."""
+    with _bar(f"Loading {title}", total, DownloadColumn(), visible=total >= WORTH_A_BAR) as (bar, task):
         yield lambda done: bar.advance(task, done)
 
 
 @contextlib.contextmanager
 def in_parts(title: str, total: int) -> Iterator[Advance]:
-    """A bar on stderr of what takes long, or a line where that is no terminal."""
+    """A bar on stderr of the parts of a long task, or a line if that is no terminal."""
     if not sys.stderr.isatty():
         print(title, file=sys.stderr, flush=True)
     with progress(title, total) as advance:
@@ -194,13 +200,15 @@ def in_parts(title: str, total: int) -> Iterator[Advance]:
 
 
 def watch_loading() -> None:
-    """Show those bars whenever this process compiles kernels or, if stderr is a terminal, loads a model."""
+    """Shows these bars when this process compiles kernels and, if stderr is a terminal, when it loads a model."""
     watch_parts.set(in_parts)
     if sys.stderr.isatty():
         watch.set(loading)
 
 
 class PlainHelp(TyperCommand):
+    """A command whose help is plain text, with options grouped by panel."""
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)

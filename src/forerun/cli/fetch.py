@@ -1,4 +1,4 @@
-"""``forerun fetch``, and what is there afterwards: ``ls``, ``show``, ``rm``."""
+"""``forerun fetch``, ``ls``, ``show`` and ``rm``: the models on this machine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")
 
 
 def megabytes(size: int) -> str:
+    """Bytes as text, such as ``25.2 MB``."""
     return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.2f} GB"
 
 
-def _shares(sizes: Mapping[str, int]) -> str:
+def _fractions(sizes: Mapping[str, int]) -> str:
+    """Each name with its fraction of the total, in percent."""
     return ", ".join(f"{name} {size / sum(sizes.values()):.1%}" for name, size in sizes.items())
 
 
@@ -65,7 +67,7 @@ def fetch_command(
         )  # fmt: skip
         return
     if name.startswith("hf:"):
-        from forerun.models.open import resolve  # as long to import as torch
+        from forerun.models.open import resolve  # takes as long to import as torch
 
         path = resolve(name)
     else:
@@ -114,7 +116,7 @@ def show_command(
         "architecture": result["architecture"],
         "parameters": "packed" if count is None else f"{count / 1e6:,.1f} million",
         "format": result["format"],
-        "types": _shares(result["types"]),
+        "types": _fractions(result["types"]),
         "in memory": result["held"],
         "context": f"{result['context']} tokens" if result["context"] else "not stated",
         "vocabulary": f"{result['vocabulary']} tokens",

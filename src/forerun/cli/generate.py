@@ -61,7 +61,7 @@ def generate(
 
     Without --model the bundled pair of Python-code models answers, its draft model speculating for it.
     """
-    params = read_params(beams, length_penalty, early_stopping, sampling)
+    params = request_params(beams, length_penalty, early_stopping, sampling)
     if beams is not None:
         if trace or trace_html is not None:
             raise ConfigError("a trace shows one answer's rounds: leave --trace and --trace-html out, or --beams")
@@ -95,15 +95,15 @@ def generate(
     if as_json:
         print_json(as_object(answer, params))
     else:
-        # What an encoder reads is not what the answer goes on behind.
+        # An encoder's source is not the beginning of the answer.
         echo = prompt != "-" and llm.model.info.encoder is None
         show(out(), llm, answer, params, trace=trace, echo=echo, named=named)
 
 
-def read_params(
+def request_params(
     beams: int | None, length_penalty: float | None, early_stopping: str | None, sampling: Mapping[str, Any]
 ) -> Params:
-    """Raises ConfigError."""
+    """The options of the request. Raises ConfigError for those that exclude each other."""
     if beams is not None:
         return search_params(beams, length_penalty, early_stopping, sampling)
     if length_penalty is not None or early_stopping is not None:
@@ -112,7 +112,7 @@ def read_params(
 
 
 def remarks(llm: LLM, answer: RequestOutput, params: Params) -> Iterator[str]:
-    """What the user should know beside the answer, a line each."""
+    """Yields warnings about the answer."""
     metrics, config = answer.metrics, llm.speculative
     if metrics.draft_error is not None:
         yield f"the drafter failed, decoding went on without it: {metrics.draft_error}"
@@ -148,19 +148,19 @@ def read_prompt(prompt: str | None) -> str:
 
 
 def as_object(answer: RequestOutput, params: Params) -> dict[str, Any]:
-    """What ``--json`` prints: the first answer's fields, and all answers as ``outputs`` where there are several."""
-    result = answer.metrics.as_dict()
-    metrics = {name: result[name] for name in METRICS}
-    metrics |= {name: result[name] for name in ("draft_error", "synthetic") if result[name]}
+    """The object of ``--json``: the first answer's fields, and all answers as ``outputs`` where there are several."""
+    counts = answer.metrics.as_dict()
+    metrics = {name: counts[name] for name in METRICS}
+    metrics |= {name: counts[name] for name in ("draft_error", "synthetic") if counts[name]}
 
     def one(output: CompletionOutput) -> dict[str, Any]:
-        given: dict[str, Any] = {"text": output.text, "token_ids": output.token_ids}
+        result: dict[str, Any] = {"text": output.text, "token_ids": output.token_ids}
         if output.logprobs is not None:
             assert isinstance(params, SamplingParams)
-            given["logprobs"] = as_objects(output.token_ids, output.logprobs, params.logprobs or 0)
+            result["logprobs"] = as_objects(output.token_ids, output.logprobs, params.logprobs or 0)
         elif output.cumulative_logprob is not None:
-            given["cumulative_logprob"] = output.cumulative_logprob
-        return given | {"finish_reason": output.finish_reason}
+            result["cumulative_logprob"] = output.cumulative_logprob
+        return result | {"finish_reason": output.finish_reason}
 
     shown = one(answer.outputs[0]) | {
         "prompt_tokens": len(answer.prompt_token_ids),
@@ -176,7 +176,7 @@ def as_object(answer: RequestOutput, params: Params) -> dict[str, Any]:
 
 
 def facts(llm: LLM, answer: RequestOutput, *, named: bool = True) -> dict[str, str]:
-    """The figures below the text, by name; ``named``: the user said who drafts, or runs the bundled pair."""
+    """The figures below the text, by name. ``named``: the user chose the drafter, or runs the bundled pair."""
     metrics, count = answer.metrics, sum(len(output.token_ids) for output in answer.outputs)
     result = {"model": model_line(llm)}
     rate = metrics.tokens_per_second
@@ -185,14 +185,14 @@ def facts(llm: LLM, answer: RequestOutput, *, named: bool = True) -> dict[str, s
     if llm.speculative.drafter is not None and not metrics.num_drafts:
         result["speculation"] = f"{method}: nothing was drafted in {metrics.rounds} rounds"
     if metrics.num_drafts:
-        fraction, alpha = metrics.draft_acceptance_rate or 0.0, metrics.alpha
+        rate, alpha = metrics.draft_acceptance_rate or 0.0, metrics.alpha
         result["speculation"] = (
             f"{method}, {metrics.rounds} rounds, mean acceptance length {metrics.mean_acceptance_length:.2f}"
         )
         if metrics.synthetic:
             result["synthetic"] = "drafts were accepted at given rates: this is not the model's text"
         result["acceptance"] = (
-            f"{metrics.num_accepted_draft_tokens} of {metrics.num_draft_tokens} drafted tokens ({fraction:.0%})"
+            f"{metrics.num_accepted_draft_tokens} of {metrics.num_draft_tokens} drafted tokens ({rate:.0%})"
             + (f", alpha {alpha:.2f}" if alpha is not None else "")
         )
     return result
@@ -201,7 +201,7 @@ def facts(llm: LLM, answer: RequestOutput, *, named: bool = True) -> dict[str, s
 def show(
     console: Console, llm: LLM, answer: RequestOutput, params: Params, *, trace: bool, echo: bool, named: bool
 ) -> None:
-    """The texts, the figures, and one round or all of them."""
+    """Prints the texts, the figures, and one round or, with ``trace``, all of them."""
     rounds = answer.outputs[0].trace or []
     plain = tracing.plain_terminal(console)
     several, beams = len(answer.outputs) > 1, isinstance(params, BeamSearchParams)
@@ -235,7 +235,7 @@ def show(
 
 
 def show_logprobs(console: Console, tokenizer: Any, answer: RequestOutput, params: SamplingParams) -> None:
-    """The prompt's and the answers', as far as they were asked for."""
+    """Prints the log-probabilities of the prompt and the answers, if they were requested."""
     tables: list[tuple[str, Sequence[int], Sequence[Position | None] | None, int | None]]
     tables = [("prompt", answer.prompt_token_ids, answer.prompt_logprobs, params.prompt_logprobs)]
     for output in answer.outputs:
@@ -247,8 +247,8 @@ def show_logprobs(console: Console, tokenizer: Any, answer: RequestOutput, param
             console.file.write(f"log-probabilities, {name}\n{text}\n\n")
 
 
-TAKEN = ("max_tokens", "ignore_eos", "include_stop_str_in_output", "temperature")
-"""Sampling options that beams have, too."""
+BEAM_OPTIONS = ("max_tokens", "ignore_eos", "include_stop_str_in_output", "temperature")
+"""Sampling options that apply to beams, too."""
 EARLY: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 PAGE_SIZE = 16
 
@@ -256,12 +256,12 @@ PAGE_SIZE = 16
 def search_params(
     beams: int, length_penalty: float | None, early_stopping: str | None, sampling: Mapping[str, Any]
 ) -> BeamSearchParams:
-    """What the flags ask for; ``n`` is how many beams are shown. Raises ConfigError for options of sampling."""
+    """The options of a beam search; ``n`` is the number of beams to return. Raises ConfigError for sampling options."""
     given = dict(sampling)
     shown = given.pop("n", None)
     given.pop("seed", None)
     for name in given:
-        if name not in TAKEN:
+        if name not in BEAM_OPTIONS:
             raise ConfigError(f"beams are not sampled: leave --{name.replace('_', '-')} out, or --beams")
     if early_stopping is not None and early_stopping not in EARLY:
         raise ConfigError(f"--early-stopping is true, false or never, not {early_stopping!r}")
@@ -290,15 +290,14 @@ Position = Mapping[int, "Logprob"]
 
 
 def likeliest(item: Position, count: int) -> dict[int, Logprob]:
-    """Those that were asked for: the token itself is there even if it is not among them."""
+    """The ``count`` likeliest tokens of a position, which may have its own token besides."""
     ranked = sorted(item.items(), key=lambda pair: pair[1].rank)
     return dict(pair for pair in ranked if pair[1].rank <= count)
 
 
 def as_objects(tokens: Sequence[int], result: Sequence[Position | None], count: int) -> list[dict[str, Any] | None]:
-    """What ``--json`` prints of them; null for the prompt's first token, which nothing comes before. A token that
-    cannot come has ``LOWEST``, as over HTTP."""
-
+    """Log-probabilities for ``--json``; null for the prompt's first token. Minus infinity becomes ``LOWEST``, as over
+    HTTP."""
     from forerun.engine.jobs import finite
 
     def one(token: int, value: Logprob) -> dict[str, Any]:
@@ -312,7 +311,7 @@ def as_objects(tokens: Sequence[int], result: Sequence[Position | None], count: 
 
 
 def lines(tokens: Sequence[int], result: Sequence[Position | None], count: int, tokenizer: Any) -> Iterator[str]:
-    """A token a line: its text, log-probability and rank, and the likeliest ones."""
+    """Yields a line per token: its text, log-probability and rank, and the likeliest tokens."""
     from forerun.models.tokenizer import token_text
 
     texts = [repr(token_text(tokenizer, token)) for token in tokens]

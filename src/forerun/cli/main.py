@@ -37,26 +37,26 @@ COMMANDS = {
     "tune": "tune:tune",
     "export": "tune:export",
 }
-"""Where each command is: ``module:name``."""
+"""Each command's function, as ``module:name``."""
 LAB = ("reproduce", "train")
 """Commands of the distribution forerun-lab."""
 GROUP = "forerun.commands"
 """The entry-point group of commands that other distributions add."""
 MANY = 50_000
-"""Objects after which unused ones are looked for: Python's 700 cost a tenth of the time in which torch is imported."""
-OURS = {
+"""Objects between two garbage collections; Python's 700 would take a tenth of the time of importing torch."""
+LLAMA_CPP = {
     "-m": "--model", "--model-draft": "--spec-model", "--draft-max": "--spec-tokens", "-c": "--max-model-len",
     "--ctx-size": "--max-model-len", "-n": "--max-tokens", "--n-predict": "--max-tokens", "-t": "--threads",
     "--temp": "--temperature", "--repeat-penalty": "--repetition-penalty", "--parallel": "--max-num-seqs",
     "-p": "the text itself, without an option", "--prompt": "the text itself, without an option",
 }  # fmt: skip
-"""llama.cpp's options, and what they are here."""
+"""llama.cpp's options and their names here."""
 WITH_KEYS = ("generate", "chat", "bench", "serve", "batch")
 """Commands that take ``--speculative-config``."""
 
 
 def load(name: str) -> Any:
-    """The command itself: ours, or one that another distribution adds."""
+    """A click command: ours, or one that another distribution adds."""
     if name in COMMANDS:
         module, attribute = COMMANDS[name].split(":")
         result = getattr(import_module(f"forerun.cli.{module}"), attribute)
@@ -67,15 +67,14 @@ def load(name: str) -> Any:
         group = typer.main.get_command(result)
         group.name = name
         return group
-    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
-    alone.command(name, cls=PlainHelp, epilog=keys() if name in WITH_KEYS else None)(result)
-    return typer.main.get_command(alone)
+    epilog = None
+    if name in WITH_KEYS:
+        from forerun.cli.options import method_options
 
-
-def keys() -> str:
-    from forerun.cli.options import method_options
-
-    return f"Keys of --speculative-config:\n\n{method_options()}"
+        epilog = f"Keys of --speculative-config:\n\n{method_options()}"
+    single = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
+    single.command(name, cls=PlainHelp, epilog=epilog)(result)
+    return typer.main.get_command(single)
 
 
 def summary(name: str) -> str:
@@ -131,17 +130,17 @@ def start(
 
 
 def advice(error: typer.TyperException) -> str:
-    """What helps whoever knows another engine's command line."""
+    """A hint for users of another engine's command line."""
     option = getattr(error, "option_name", None)
-    if option in OURS:
-        return f"; here it is {OURS[option]}"
+    if option in LLAMA_CPP:
+        return f"; here it is {LLAMA_CPP[option]}"
     if "unexpected extra argument" in error.format_message():
         return "; name the model with --model, and put a text of several words in quotes"
     return ""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code."""
+    """Runs one command and returns its exit code."""
     quiet()
     watch_loading()
     try:

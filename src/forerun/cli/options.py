@@ -1,5 +1,5 @@
-"""Flags made from dataclass fields, so that an option is written once; and ``--config FILE``, a command's options as
-YAML, each by its long name without the dashes."""
+"""Flags made from dataclass fields, so that an option is declared once, and ``--config FILE``, which reads a command's
+options from YAML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -36,8 +36,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object and 
 
 @dataclass(frozen=True)
 class Flag:
-    """One command-line option: its name as a Python identifier, its type, and what ``--help`` says. ``items`` is the
-    type of the items of a comma-separated list, ``field`` what a config calls it, where that is another name."""
+    """One command-line option. ``name`` is an identifier, with underscores; ``items`` is the item type of a
+    comma-separated list; ``field`` is the config's name for it, if that differs."""
 
     name: str
     kind: Any
@@ -49,7 +49,7 @@ class Flag:
     field: str | None = None
 
     def parse(self, value: Any) -> Any:
-        """What the config takes. Raises ConfigError."""
+        """Converts a value from the command line to the config's. Raises ConfigError."""
         if self.is_json:
             return parse_json(self.name, value)
         return value if self.items is None else split(self.name, value, self.items)
@@ -72,17 +72,17 @@ class Flag:
 
 @dataclass(frozen=True)
 class Flags:
-    """A group of flags that reaches a command as one mapping, ``name``, of those that were given."""
+    """A group of flags. A command gets those that were given as one mapping, its argument ``name``."""
 
     name: str
     flags: Sequence[Flag] = field(default_factory=tuple)
 
     def showing(self, **defaults: str) -> Flags:
-        """The same for a command that has other defaults."""
+        """The same flags with other defaults in ``--help``."""
         return Flags(self.name, [replace(flag, default=defaults.get(flag.name, flag.default)) for flag in self.flags])
 
     def pick(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Take this group's values out of ``given``; a flag that was not given is absent."""
+        """Removes this group's values from ``given`` and returns those that the user gave."""
         picked = {}
         for flag in self.flags:
             value = given.pop(flag.name)
@@ -93,7 +93,7 @@ class Flags:
 
 
 def parse_json(name: str, text: str) -> dict[str, Any]:
-    """A JSON object given as an option. Raises ConfigError."""
+    """Parses an option's JSON object. Raises ConfigError."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -104,7 +104,7 @@ def parse_json(name: str, text: str) -> dict[str, Any]:
 
 
 def split(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
-    """A comma-separated option; what has commas itself stands in double quotes. Raises ConfigError."""
+    """Splits a comma-separated option; items with commas are in double quotes. Raises ConfigError."""
     try:
         parts = next(csv.reader([text], skipinitialspace=True), [])
         return [kind(part.strip()) for part in parts if part.strip()]
@@ -115,7 +115,7 @@ def split(name: str, text: str, kind: Callable[[str], T]) -> list[T]:
 
 
 def takes(*groups: Flags) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the groups' flags to a command, which gets one mapping per group."""
+    """Decorates a command with groups of flags; it gets one mapping per group."""
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         names = {group.name for group in groups}
@@ -137,44 +137,35 @@ def takes(*groups: Flags) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 def flags_of(
-    kind: type,
-    panel: str | None = None,
-    *,
-    skip: Sequence[str] = (),
-    defaults: Mapping[str, Any] = {},
+    kind: type, panel: str | None = None, *, skip: Sequence[str] = (), defaults: Mapping[str, Any] = {}
 ) -> list[Flag]:
     """One flag per field of the dataclass ``kind``. Help comes from the field's metadata or its comment. A field whose
     metadata has ``commas`` is a comma-separated list in the option of that name."""
-    hints = typing.get_type_hints(kind)
-    comments = field_comments(kind)
+    hints, comments = typing.get_type_hints(kind), field_comments(kind)
     result = []
     for item in fields(kind):
         if item.name in skip:
             continue
         value, is_json = option_type(hints[item.name])
+        commas = item.metadata.get("commas")
         text = item.metadata.get("help") or comments.get(item.name, "")
-        if typing.get_origin(value) is list and "commas" not in item.metadata:
+        if typing.get_origin(value) is list and commas is None:
             text += " (repeatable)"
-        default = defaults.get(item.name, _default(item))
-        printed = None if default in (None, (), {}) else str(default)
-        if "commas" in item.metadata:
+        default = item.default_factory() if item.default_factory is not MISSING else item.default
+        default = defaults.get(item.name, default)
+        printed = None if default in (None, (), {}, MISSING) else str(default)
+        if commas is not None:
             if isinstance(default, tuple) and default:
                 printed = ",".join(str(each).removesuffix(".0") for each in default)
             items = typing.get_args(hints[item.name])[0]
-            result.append(Flag(item.metadata["commas"], str, text, printed, panel, items=items, field=item.name))
+            result.append(Flag(commas, str, text, printed, panel, items=items, field=item.name))
         else:
             result.append(Flag(item.name, value, text, printed, panel, is_json))
     return result
 
 
-def _default(item: Field) -> Any:
-    if item.default is not MISSING:
-        return item.default
-    return item.default_factory() if item.default_factory is not MISSING else None
-
-
 def option_type(hint: Any) -> tuple[Any, bool]:
-    """What typer should parse for a field of this type, and whether it is JSON text."""
+    """The type that typer parses for a field of type ``hint``, and whether the option is JSON text."""
     union = isinstance(hint, types.UnionType)
     kinds = [kind for kind in (typing.get_args(hint) if union else (hint,)) if kind is not type(None)]
     lists = [kind for kind in kinds if typing.get_origin(kind) in (list, tuple, Sequence)]
@@ -186,7 +177,7 @@ def option_type(hint: Any) -> tuple[Any, bool]:
 
 
 def field_comments(kind: type) -> dict[str, str]:
-    """What a dataclass's source says beside or below each of its own and inherited fields."""
+    """The comment or docstring of each field of a dataclass, inherited ones included, from its source."""
     result: dict[str, str] = {}
     for owner in reversed(kind.__mro__[:-1]):
         lines = inspect.getsource(owner).splitlines()
@@ -199,7 +190,7 @@ def field_comments(kind: type) -> dict[str, str]:
 
 
 def method_options() -> str:
-    """Every method's own keys of ``speculative_config``, one line each."""
+    """Help on each method's own keys of ``speculative_config``, a line each."""
     own = {name: ", ".join(keys.split()) or "nothing of its own" for name, keys in KEYS.items()}
     lines = [f"{name}: {own.get(name, 'as the package that brings it says')}" for name in drafters]
     return "\n\n".join([f"every method: {', '.join(SHARED_KEYS.split())}", *lines])
@@ -207,7 +198,7 @@ def method_options() -> str:
 
 ENGINE = Flags("engine", flags_of(EngineConfig, "Engine", skip=("seed", "trace", "threads")))
 SERVED = Flags("engine", flags_of(EngineConfig, "Engine", skip=("trace", "threads")))
-"""For a command without a seed of its own."""
+"""For commands that have no other seed."""
 SAMPLING = Flags(
     "sampling",
     flags_of(
@@ -223,7 +214,7 @@ SYNTHETIC_HELP = (
     f"{', '.join(PROFILES)}; the text is not the model's"
 )
 BUNDLED = "bundled"
-"""What ``--tuned`` calls the folder that comes with the package."""
+"""The value of ``--tuned`` for the folder that comes with the package."""
 TUNED_HELP = f"result of forerun tune for the model: its folder, or {BUNDLED}"
 SPECULATIVE = Flags(
     "speculative",
@@ -250,8 +241,10 @@ SPECULATIVE = Flags(
 
 
 def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> dict[str, Any]:
-    """``speculative_config`` from what was ``given`` of ``SPECULATIVE``. Where no method is named, ``engine.auto``
-    chooses. Raises ConfigError for a key that is given twice with different values."""
+    """Builds a ``speculative_config`` from the flags of ``SPECULATIVE``; ``engine.auto`` chooses a missing method.
+
+    Raises ConfigError for a key that is given twice with different values.
+    """
     config = dict(given.get("speculative_config") or {})
     if "tuned" in given:
         if names_method(given):
@@ -275,33 +268,36 @@ def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> d
 
 
 def read_tuned(folder: str, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``speculative_config`` of a tuned folder, or the bundled one, for the engine's model. Raises ConfigError."""
+    """The ``speculative_config`` of a tuned folder for the engine's model. Raises ConfigError."""
     from forerun.engine.tuned import load
 
     return load(True if folder == BUNDLED else folder, str(engine.get("model", EngineConfig.model)), engine.get("lora"))
 
 
 def names_method(given: Mapping[str, Any]) -> bool:
-    """Whether the flags say who drafts, other than by ``--tuned``."""
+    """Whether the flags name a drafter, other than by ``--tuned``."""
     config = {**given.get("speculative_config", {}), **given}
     return "method" in config or "model" in config
 
 
-WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "text"}
+TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "text"}
 
 
 def read_config(context: typer.Context, file: Path | None) -> Path | None:
-    """Make what a file says the defaults of the command, so that its command line wins. Raises ConfigError for a file
-    that cannot be read, and for a key or value that the command does not take."""
+    """Makes a file's options the command's defaults, so that the command line wins. The keys are long option names
+    without dashes.
+
+    Raises ConfigError for a file that cannot be read, and for a key or value that the command does not take.
+    """
     if file is not None:
         parameters = inspect.signature(context.command.callback or read_config).parameters
         options = {name.replace("_", "-"): item for name, item in parameters.items() if name != "config"}
-        given = _parsed(file)
+        given = _load_yaml(file)
         for key in given:
             if key not in options:
                 close = difflib.get_close_matches(str(key), options, n=1)
-                meant = f"did you mean {close[0]}?" if close else f"its keys are {', '.join(options)}"
-                raise ConfigError(f"{file}: {context.info_name} has no option {shown(key)}; {meant}")
+                hint = f"did you mean {close[0]}?" if close else f"its keys are {', '.join(options)}"
+                raise ConfigError(f"{file}: {context.info_name} has no option {shown(key)}; {hint}")
         context.default_map = {
             options[key].name: _value(f"{file}: {key}", value, options[key].annotation) for key, value in given.items()
         }
@@ -319,15 +315,14 @@ Config = Annotated[
 ]
 
 
-def _parsed(file: Path) -> dict[Any, Any]:
+def _load_yaml(file: Path) -> dict[Any, Any]:
     import yaml
 
     class Loader(yaml.SafeLoader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             names = [str(key.value) for key, _ in node.value]
-            twice = next((name for name in names if names.count(name) > 1), None)
-            if twice is not None:
-                raise ConfigError(f"{file}: {twice} is there twice")
+            if repeated := [name for name in names if names.count(name) > 1]:
+                raise ConfigError(f"{file}: {repeated[0]} is there twice")
             return super().construct_mapping(node, deep)
 
     try:
@@ -344,7 +339,7 @@ def _parsed(file: Path) -> dict[Any, Any]:
 
 
 def _value(where: str, value: Any, annotation: Any) -> Any:
-    """``value`` as the command line's parser takes it, if it is of the option's type and in its range."""
+    """Converts a YAML value to what the command line's parser gives. Raises ConfigError for a wrong type or range."""
     hint, option = typing.get_args(annotation)
     if isinstance(hint, types.UnionType):
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
@@ -361,11 +356,11 @@ def _single(where: str, value: Any, kind: type, option: Any) -> Any:
             return json.dumps(value)
         except TypeError as error:
             raise ConfigError(f"{where} must be JSON's types: {error}") from None
-    taken: Any = {float: (int, float), Path: str}.get(kind, kind)
-    if not isinstance(value, taken) or (kind is not bool and isinstance(value, bool)):
-        words = "a mapping" if option.metavar == "JSON" else WORDS[kind]
-        quotes = ": put it in quotes" if kind is str and isinstance(value, (bool, int, float)) else ""
-        raise ConfigError(f"{where} must be {words}, not {shown(value)}{quotes}")
+    accepted: Any = {float: (int, float), Path: str}.get(kind, kind)
+    if not isinstance(value, accepted) or (kind is not bool and isinstance(value, bool)):
+        expected = "a mapping" if option.metavar == "JSON" else TYPE_NAMES[kind]
+        hint = ": put it in quotes" if kind is str and isinstance(value, (bool, int, float)) else ""
+        raise ConfigError(f"{where} must be {expected}, not {shown(value)}{hint}")
     for limit, beyond, side in ((option.min, operator.lt, "least"), (option.max, operator.gt, "most")):
         if limit is not None and beyond(value, limit):
             raise ConfigError(f"{where} must be at {side} {limit}, not {shown(value)}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from forerun.cli.bench import MODEL_ONLY, USUAL, MoreOptions, more_options, with_usual
+from forerun.cli.bench import MODEL_ONLY, USUAL, MoreOptions, shared_options, with_methods
 from forerun.cli.console import check_file, print_json, print_table, progress, set_threads, write_file
 from forerun.cli.options import ENGINE, AsJson, Flag, Flags, flags_of, takes
 from forerun.core.errors import ConfigError
@@ -25,11 +25,11 @@ PLANNED = Flags("planned", flags_of(PlanConfig))
 SEARCHED = ("temperature", "concurrency", "seed", "model", "quantization")
 """Options that ``--minutes`` takes."""
 FLEETS, PLANS = "load", "plans"
-"""The laboratory's plan of replicas, and what it adds to a plan."""
+"""Parts of forerun-lab: plans of replicas, and plans with trees, layers or a page."""
 
 
 def _load_flags() -> Flags:
-    """Options of a load; without the laboratory the two that begin one, so that they can say what is missing."""
+    """The options of ``plan --load``; without forerun-lab, two of them, which say that it is missing."""
     if has_lab(FLEETS):
         return from_lab(FLEETS, "plan --load").LOAD
     return Flags(
@@ -63,8 +63,8 @@ def plan(
         check_file(page)
     if "max_num_seqs" in engine and not load:
         raise ConfigError("plan decodes --concurrency requests together: use that instead of --max-num-seqs")
-    shared = more_options(speculative_config, speculative)
-    config = PlanConfig(**with_usual(planned, engine, shared))
+    shared = shared_options(speculative_config, speculative)
+    config = PlanConfig(**with_methods(planned, engine, shared))
     given = [*planned, *(["speculative_config"] if speculative_config else [])]
     if minutes is not None:
         for name in (*given, *load, *engine):
@@ -75,14 +75,14 @@ def plan(
         _search({**engine, **workload, "draft": draft, "minutes": minutes, "threads": threads}, page, as_json)
         return
     fleets = from_lab(FLEETS, "plan --load") if load else None
-    asked = () if fleets is None else fleets.read_load(load, config, given)
+    targets = () if fleets is None else fleets.read_load(load, config, given)
     options = _candidates(config, shared)
     set_threads(threads)
-    researched = config.trees or config.layer_trials or page is not None
-    plans = from_lab(PLANS, "plan with trees, layers or a page") if researched else None
+    needs_lab = config.trees or config.layer_trials or page is not None
+    plans = from_lab(PLANS, "plan with trees, layers or a page") if needs_lab else None
     if fleets is not None:
         given += [*(["threads"] if threads != 1 else []), *(["spec_model"] if speculative else [])]
-        fleets.tell(fleets.plan_load(*asked, fleets.LoadSetting(engine, options, config, given)), page, as_json)
+        fleets.tell(fleets.plan_load(*targets, fleets.LoadSetting(engine, options, config, given)), page, as_json)
         return
     result = _plans(engine, options, config)
     if page is not None and plans is not None:
@@ -91,7 +91,7 @@ def plan(
 
 
 def _search(settings: dict[str, Any], page: Path | None, as_json: bool) -> None:
-    """What ``tune --draft`` finds, without a folder. Raises ConfigError."""
+    """Prints what ``tune --draft`` would choose. Raises ConfigError."""
     from forerun.engine.config import EngineConfig
     from forerun.tune.choose import pair_page
     from forerun.tune.config import PairConfig
@@ -112,7 +112,7 @@ def _search(settings: dict[str, Any], page: Path | None, as_json: bool) -> None:
 
 
 def _plans(engine: Mapping[str, Any], options: list[dict[str, Any]], config: PlanConfig) -> dict[str, Any]:
-    """The first load's plan, and the others' in short."""
+    """The plan for the first load, with summaries of all loads."""
     import torch
 
     from forerun.engine.llm import LLM
@@ -124,23 +124,23 @@ def _plans(engine: Mapping[str, Any], options: list[dict[str, Any]], config: Pla
         llm = LLM(**engine, threads=torch.get_num_threads(), speculative_config=None)
         prompts = prompts_of(config, llm.tokenizer)
         plans = [run_plan(llm, options, prompts, config, count, step) for count in loads]
-    result = plans[0] | {"loads": [_load(one) for one in plans]}
-    result["environment"] = _about(llm, engine, options, prompts, loads[0])
+    result = plans[0] | {"loads": [_summary(one) for one in plans]}
+    result["environment"] = _environment(llm, engine, options, prompts, loads[0])
     return result
 
 
-def _load(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A load's plan in short: ``best`` is the best prediction, 1 where plain decoding is."""
+def _summary(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A load's recommendation; ``best`` is the best predicted speed-up, 1 if that is plain decoding."""
     shapes = [shape for item in result["trees"] for shape in item["fixed"]]
     best = max((p["speedup"] for p in [*result["predictions"], *result["usual"], *shapes]), default=1.0)
-    kept = {name: result[name] for name in ("concurrency", "recommended", "plain_tokens_per_second")}
-    return kept | {"best": max(best, 1.0)}
+    names = ("concurrency", "recommended", "plain_tokens_per_second")
+    return {name: result[name] for name in names} | {"best": max(best, 1.0)}
 
 
-def _about(
+def _environment(
     llm: LLM, engine: Mapping[str, Any], options: list[dict[str, Any]], prompts: list[list[int]], concurrency: int
 ) -> dict[str, Any]:
-    """What was measured on: machine, model and the weights of everything that runs."""
+    """The machine, the model and the weights that were measured."""
     from forerun.measure.environment import environment, read_bandwidth, weights
     from forerun.measure.rounds import engine_of
 
@@ -150,17 +150,18 @@ def _about(
 
 
 def _candidates(config: PlanConfig, shared: dict[str, Any]) -> list[dict[str, Any]]:
-    """``speculative_config`` of each method that drafts; all of them have the ``shared`` options that they know."""
+    """The ``speculative_config`` of each drafting method, with those of the ``shared`` options that it knows."""
     from forerun.measure.methods import method_configs
     from forerun.measure.plan import check_options
 
-    every = method_configs(config.methods, [config.accept], ["fixed"], (), shared)
-    options = [c for index, c in enumerate(every) if c["method"] != NONE and c not in every[:index]]
+    configs = method_configs(config.methods, [config.accept], ["fixed"], (), shared)
+    options = [c for index, c in enumerate(configs) if c["method"] != NONE and c not in configs[:index]]
     check_options(options)
     return options
 
 
 def show(result: Mapping[str, Any]) -> None:
+    """Prints a plan."""
     from forerun.measure.environment import line
 
     lengths = sorted({p["k"] for p in result["predictions"]})
@@ -193,11 +194,11 @@ def show(result: Mapping[str, Any]) -> None:
 
 
 def _reach(item: Mapping[str, Any]) -> str:
-    """The first speed-up that this drafter's chains cannot come to, and what would."""
-    out = next((need for need in item["needs"] if need["speedup"] > item["limit"]), None)
-    reported = f"{item['method']}: chains come to {item['limit']:.2f}x at most"
-    if out is None:
-        return reported
-    rate = "no acceptance" if out["rate"] is None else f"acceptance of {out['rate']:.2f}"
-    step = "no cheaper step" if out["c"] is None else f"a step at {out['c']:.3f} of a plain forward"
-    return f"{reported}; {out['speedup']:g}x takes {rate}, or {step}"
+    """The limit of this drafter's chains, and what the next higher speed-up would need."""
+    limit = f"{item['method']}: chains come to {item['limit']:.2f}x at most"
+    need = next((need for need in item["needs"] if need["speedup"] > item["limit"]), None)
+    if need is None:
+        return limit
+    rate = "no acceptance" if need["rate"] is None else f"acceptance of {need['rate']:.2f}"
+    step = "no cheaper step" if need["c"] is None else f"a step at {need['c']:.3f} of a plain forward"
+    return f"{limit}; {need['speedup']:g}x takes {rate}, or {step}"

@@ -154,9 +154,11 @@ def answerer(
     engine: Mapping[str, Any], drafters: Any, threads: int | None, cores: int, *, replicas: int | None = None,
     most: int | None = None, max_queue: int = 1024, max_delay: float = 0.01,
 ) -> Iterator[Opening]:  # fmt: skip
-    """An engine in this process with up to ``cores`` threads or, where their number is given, ``replicas`` on Ray
-    Serve, or as many up to ``most`` as the load wants, which share the cores if nothing is said of ``threads``. Raises
-    ConfigError where Ray is missing."""
+    """Yields a function that opens the client: of an engine in this process or, with ``replicas``, of Ray Serve.
+
+    ``most``: the replicas' number follows the load up to this. Without ``threads``, an engine has up to ``cores``
+    threads, and replicas share them. Raises ConfigError where Ray is missing.
+    """
     if replicas is None:
         from forerun.engine.async_engine import AsyncEngine
         from forerun.engine.llm import LLM
@@ -175,21 +177,22 @@ def answerer(
     except ModuleNotFoundError as error:
         raise ConfigError(f"--replicas needs {error.name}: pip install 'forerun[ray]'") from None
     ranks = int(engine.get("tensor_parallel_size") or 1)
-    fraction = max(1, cores // (replicas * ranks)) if threads is None else threads
+    each = max(1, cores // (replicas * ranks)) if threads is None else threads
     engine = {"page_size": PAGE_SIZE, "threads": AUTO if threads is None else threads, **engine}
-    requested = Replicas(engine, drafters, number=replicas, most=most, threads=fraction, max_queue=max_queue)
-    with cluster(requested) as (handle,):
+    with cluster(Replicas(engine, drafters, number=replicas, most=most, threads=each, max_queue=max_queue)) as (
+        handle,
+    ):
         yield lambda: Cluster(handle).pool(max_queue)
 
 
 def _set_up(connections: int, *, log_requests: bool) -> None:
-    """The process: the files that it may open, and what it writes to standard error."""
+    """Sets the process's limit of open files, and its logs on standard error."""
     from forerun.serve.run import allow_files
 
     allow_files(connections)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    logging.getLogger("forerun").handlers = [handler]  # with the time, in place of the commands' own
+    logging.getLogger("forerun").handlers = [handler]  # with the time, in place of the commands' handler
     logging.getLogger("forerun.core.threads").setLevel(logging.INFO)
     logging.getLogger("forerun.requests").setLevel(logging.INFO if log_requests else logging.WARNING)
 
@@ -197,8 +200,11 @@ def _set_up(connections: int, *, log_requests: bool) -> None:
 def served_drafters(
     speculative: Mapping[str, Any], engine: Mapping[str, Any], others: list[str] | None
 ) -> list[dict[str, Any]] | dict[str, Any]:
-    """Every drafter's config; the others take rule and length policy from the first, and its place where a model of
-    one's own has no options but these. Drafts go as far as they pay where that changes no token."""
+    """Configs of all drafters. ``others`` (``--also-draft``) share the first one's rule and length policy.
+
+    For a model of the user's without other options of speculation they replace the first. The length policy is
+    ``adaptive`` where that changes no token.
+    """
     first = speculative_config(speculative, engine)
     if rules[first.get("accept", "coupled")].identity:
         first = {"length": "adaptive", **first}
@@ -206,14 +212,14 @@ def served_drafters(
         return first
     common = ("accept", "length")
     shared = {key: value for key, value in first.items() if key in common}
-    listed = [{**shared, **parse_json("also_draft", text)} for text in others]
-    asked = {**(speculative.get("speculative_config") or {}), **speculative, "speculative_config": None}
-    own = any(value is not None and key not in common for key, value in asked.items())
-    return [first, *listed] if own or "model" not in engine else listed
+    more = [{**shared, **parse_json("also_draft", text)} for text in others]
+    given = {**(speculative.get("speculative_config") or {}), **speculative, "speculative_config": None}
+    chosen = any(value is not None and key not in common for key, value in given.items())
+    return [first, *more] if chosen or "model" not in engine else more
 
 
 NO_LIMIT = 10.0**9
-"""Seconds for a request: a batch has no client that waits."""
+"""Seconds for a request of a batch, for which no client waits."""
 
 
 @takes(
@@ -255,7 +261,7 @@ def batch(
 
 
 def work(file: Path, out: Path, written: Answers, opening: Opening, options: ServerOptions) -> int:
-    """Answer the file and say what was done; the command's exit code."""
+    """Answers the file and prints what was done; returns the command's exit code."""
     from forerun.serve.app import create_app
     from forerun.serve.batch import asking, run
 
@@ -269,7 +275,7 @@ def work(file: Path, out: Path, written: Answers, opening: Opening, options: Ser
 
     async def until_stopped() -> Tally | None:
         task = asyncio.create_task(answered())
-        for kind in (signal.SIGINT, signal.SIGTERM) if POSIX else ():  # on Windows a signal ends it with an exception
+        for kind in (signal.SIGINT, signal.SIGTERM) if POSIX else ():  # on Windows a signal raises an exception
             asyncio.get_running_loop().add_signal_handler(kind, task.cancel)
         try:
             return await task

@@ -14,7 +14,7 @@ REJECTED = "rejected"
 
 
 class TokenKind(NamedTuple):
-    """How one kind of token looks: a terminal style, marks where there is no colour, and what it means."""
+    """How a kind of token is shown: a style, or marks where there is no colour; ``meaning`` is for the legend."""
 
     style: str
     left: str
@@ -32,7 +32,7 @@ KINDS = {
 
 
 def parts(round_: RoundTrace, tokenizer: Any) -> list[tuple[str, str]]:
-    """(kind, text) of a round's tokens: accepted ones, then rejected ones, then the target's own."""
+    """A round's tokens as (kind, text): accepted ones, then rejected ones, then the target's own."""
     from forerun.models.tokenizer import token_text
 
     emitted = [(origin, token_text(tokenizer, token)) for origin, token in zip(round_.origins, round_.tokens)]
@@ -42,7 +42,7 @@ def parts(round_: RoundTrace, tokenizer: Any) -> list[tuple[str, str]]:
 
 
 def visible(text: str, newline: str = "\\n") -> str:
-    """One line: line breaks and tabs as escapes."""
+    """``text`` with line breaks and tabs as escapes."""
     return text.replace("\n", newline).replace("\r", "\\r").replace("\t", "\\t")
 
 
@@ -51,9 +51,9 @@ def plain_terminal(console: Console) -> bool:
 
 
 def marked(kind: str, text: str, *, plain: bool) -> Text:
-    look = KINDS[kind]
-    text = visible(text)
-    return Text(f"{look.left}{text}{look.right}") if plain else Text(text, style=look.style)
+    """``text`` in its kind's style, or between its marks if ``plain``."""
+    style, text = KINDS[kind], visible(text)
+    return Text(f"{style.left}{text}{style.right}") if plain else Text(text, style=style.style)
 
 
 def line(round_: RoundTrace, tokenizer: Any, *, plain: bool) -> Text:
@@ -67,13 +67,13 @@ def legend(*, plain: bool) -> Text:
 
 
 def telling(rounds: Sequence[RoundTrace]) -> RoundTrace | None:
-    """The round that shows most: with accepted and rejected tokens if there is one, else with most accepted."""
+    """The most instructive round: one with accepted and rejected tokens if there is one, else the longest."""
     drafted = [r for r in rounds if r.drafted]
     return max(drafted, key=lambda r: (ACCEPTED in r.origins and bool(r.rejected), len(r.tokens)), default=None)
 
 
 def show(console: Console, rounds: Sequence[RoundTrace], tokenizer: Any) -> None:
-    """Every round on a line of its own, and the legend."""
+    """Prints every round on its own line, and the legend."""
     plain = plain_terminal(console)
     width = len(str(len(rounds)))
     for number, round_ in enumerate(rounds, start=1):

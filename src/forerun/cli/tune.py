@@ -16,7 +16,7 @@ from forerun.tune.config import PairConfig, TuneConfig
 
 TUNE = Flags("options", flags_of(TuneConfig, "Tuning", skip=("model", "out")))
 SHARED = ("quantization", "answer", "seed", "threads", "progress")
-"""Options that have a meaning with and without a draft."""
+"""Options that apply with and without ``--draft``."""
 PAIR = Flags("pair", flags_of(PairConfig, "With --draft", skip=("model", "draft", *SHARED)))
 
 
@@ -44,7 +44,7 @@ def tune(
         given = next(flag.name for flag in PAIR.flags if (flag.field or flag.name) in pair)
         raise ConfigError(f"--{given} is for tuning with a draft model: give --draft, or leave it out")
     if draft is not None:
-        return _pair(model, draft, out_folder, pair, options)
+        return _tune_pair(model, draft, out_folder, pair, options)
     config = TuneConfig(model=model, out=out_folder, **options)
     set_threads(config.threads or None)
     from forerun.tune.loop import Stopped
@@ -61,12 +61,11 @@ def tune(
     return 0
 
 
-def _pair(model: str, draft: str, folder: Path, given: Mapping[str, Any], options: Mapping[str, Any]) -> int:
-    """With a draft model. Raises ConfigError."""
-    others = [name for name in options if name not in SHARED]
-    if others:
-        name = others[0].replace("_", "-")
-        raise ConfigError(f"--{name} is for tuning that trains: leave it out, or --draft")
+def _tune_pair(model: str, draft: str, folder: Path, given: Mapping[str, Any], options: Mapping[str, Any]) -> int:
+    """``forerun tune --draft``; the exit code. Raises ConfigError for options of training."""
+    for name in options:
+        if name not in SHARED:
+            raise ConfigError(f"--{name.replace('_', '-')} is for tuning that trains: leave it out, or --draft")
     from forerun.tune.pair import tune_pair
 
     config = PairConfig(model=model, draft=draft, **given, **options)

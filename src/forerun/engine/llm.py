@@ -20,7 +20,7 @@ from forerun.engine import auto, beams
 from forerun.engine.admission import token_ids
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
-from forerun.engine.jobs import Job, Logprob, TokenLogprobs, Update, by_token, progress_bar
+from forerun.engine.jobs import Job, Logprob, Update, by_token, progress_bar
 from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.tuned import load as load_tuned
 from forerun.models.chat import Message, conversations, render_chat
@@ -330,6 +330,7 @@ class LLM:
         for job in jobs:
             assert job.finish is not None
             logprobs = job.logprobs if sequence.params.logprobs is not None else None
+            total = None if logprobs is None else sum(item.logprob for item in logprobs)
             outputs.append(
                 CompletionOutput(
                     index=job.index,
@@ -338,7 +339,7 @@ class LLM:
                     finish_reason=job.finish.reason,
                     stop_reason=job.finish.stopped_by,
                     logprobs=None if logprobs is None else by_token(logprobs, self.tokenizer, sequence.prompt),
-                    cumulative_logprob=_cumulative(job, logprobs),
+                    cumulative_logprob=total if job.beam is None else job.beam.logprob,
                     trace=job.trace if self.config.trace else None,
                 )
             )
@@ -348,12 +349,6 @@ class LLM:
             prompt_logprobs = [None, *by_token(known, self.tokenizer, sequence.prompt[:1])]
         metrics = RequestMetrics.merged([job.metrics for job in jobs])
         return RequestOutput(text, sequence.prompt, outputs, metrics, prompt_logprobs, str(sequence.id))
-
-
-def _cumulative(job: Job, logprobs: Sequence[TokenLogprobs] | None) -> float | None:
-    if job.beam is not None:
-        return job.beam.logprob
-    return None if logprobs is None else sum(item.logprob for item in logprobs)
 
 
 def _priorities(given: Sequence[int] | None, count: int) -> list[int]:

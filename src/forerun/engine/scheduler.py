@@ -151,8 +151,8 @@ class Scheduler:
         beams = "" if sequence.group is None else f" for each of {sequence.max_sequences} beams"
         if sequence.max_sequences > self.max_num_seqs:
             raise RequestError(
-                f"{sequence.max_sequences} beams are more than the {self.max_num_seqs} sequences decoded together: lower "
-                "beam_width or raise max_num_seqs", param="beam_width",
+                f"{sequence.max_sequences} beams are more than the {self.max_num_seqs} sequences decoded together: "
+                "lower beam_width or raise max_num_seqs", param="beam_width",
             )  # fmt: skip
         shared = sequence.num_prompt // self.pool.page_size if beams else 0
         pages = shared + sequence.max_sequences * (self.pool.pages_for(sequence.max_tokens) - shared)
