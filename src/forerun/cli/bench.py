@@ -27,6 +27,8 @@ from forerun.engine.config import EngineConfig
 from forerun.measure.config import HELD_OUT, WRITTEN, BenchConfig, CheckConfig
 from forerun.speculate.names import drafters
 
+TableWriter = Callable[[Sequence[str], Sequence[Sequence[str]]], None]
+"""Prints a table's heads and rows."""
 MODEL_ONLY = Flags("speculative", [flag for flag in SPECULATIVE.flags if flag.name == "spec_model"])
 COMPARED = Flags("speculative", [flag for flag in SPECULATIVE.flags if flag.name in ("spec_model", "synthetic")])
 RATES = "synthetic_acceptance_rates"
@@ -169,9 +171,7 @@ def shared_options(speculative_config: str | None, speculative: Mapping[str, Any
     return {**shared, **speculative}
 
 
-def show(
-    result: Mapping[str, Any], write: Callable[[Sequence[str], Sequence[Sequence[str]]], None] = print_table
-) -> None:
+def show(result: Mapping[str, Any], write: TableWriter = print_table) -> None:
     """Prints a bench's table, what it was measured on, and warnings."""
     from forerun.measure.environment import TARGET, line
 
@@ -179,8 +179,8 @@ def show(
     shown = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
     lines = []
     for row in rows:
-        mark = " (synthetic)" if row["synthetic"] else ""
-        lines.append([cell(key, row.get(key)) + (mark if key == "method" else "") for key in shown])
+        method = row["method"] + (" (synthetic)" if row["synthetic"] else "")
+        lines.append([method if key == "method" else cell(key, row.get(key)) for key in shown])
     write([COLUMNS[key] for key in shown], lines)
     if result["categories"]:
         from_lab("written", "bench by category").show(result["categories"], write)
@@ -231,9 +231,7 @@ def cell(key: str, value: Any) -> str:
     if isinstance(value, list):
         return " ".join(f"{item:.2f}" for item in value) or "-"
     if isinstance(value, float):
-        return (
-            f"{value:.0f}" if key == "tokens_per_second" else f"{value:g}" if key == "temperature" else f"{value:.2f}"
-        )
+        return format(value, {"tokens_per_second": ".0f", "temperature": "g"}.get(key, ".2f"))
     return str(value)
 
 
@@ -280,9 +278,7 @@ def check(
     return 0 if result["passed"] else 1
 
 
-def show_checks(
-    result: Mapping[str, Any], write: Callable[[Sequence[str], Sequence[Sequence[str]]], None] = print_table
-) -> None:
+def show_checks(result: Mapping[str, Any], write: TableWriter = print_table) -> None:
     about = result["environment"]
     rows = []
     for item in result["results"]:

@@ -259,7 +259,7 @@ def chat(
     """
     template = None if chat_template is None else read_file(chat_template)
     params = SamplingParams(**{**DEFAULTS, **sampling})
-    from forerun.cli.chat_session import ChatSession, Piped, Terminal, model_facts
+    from forerun.cli.chat_session import ChatSession, Terminal, model_facts
     from forerun.engine.llm import LLM
 
     options = {"threads": set_threads(threads), "model": MODEL, "page_size": PAGE_SIZE, "max_num_seqs": 1, **engine}
@@ -274,6 +274,6 @@ def chat(
             "forerun generate"
         )
     conversation = Conversation(params, system=system, trace=trace)
-    kind: type[ChatSession] = Terminal if terminal else Piped
-    kind(llm, conversation, template, model_facts(llm, named=names_method(speculative))).run()
+    session = Terminal if terminal else ChatSession
+    session(llm, conversation, template, model_facts(llm, named=names_method(speculative))).run()
     llm.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from time import perf_counter
@@ -47,8 +46,8 @@ def model_facts(llm: LLM, *, named: bool) -> dict[str, str]:
     }
 
 
-class ChatSession(ABC):
-    """Answers messages until the input ends. Subclasses read the input and show the answers."""
+class ChatSession:
+    """Answers the messages of standard input, a line each. Only answers go to standard output."""
 
     def __init__(self, llm: LLM, conversation: Conversation, template: str | None, facts: Mapping[str, str]) -> None:
         self.llm = llm
@@ -102,13 +101,18 @@ class ChatSession(ABC):
         summary = figures(job, self.llm.speculative.method, engine.max_model_len)
         self.note(summary + (" · stopped" if job.finish.reason == ABORT else ""))
 
-    @abstractmethod
     def lines(self) -> Iterator[str]:
         """Yields messages and commands."""
+        try:
+            for line in sys.stdin:
+                if line.strip():
+                    yield line.rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise RequestError(f"standard input is not UTF-8 text: {error}") from None
 
-    @abstractmethod
     def view(self) -> View:
         """A view for the next answer."""
+        return TraceView(out()) if self.conversation.trace else PlainView(sys.stdout)
 
     def report(self, text: str) -> None:
         """Shows a command's reply."""
@@ -127,23 +131,8 @@ class ChatSession(ABC):
         yield lambda: False
 
 
-class Piped(ChatSession):
-    """Each line of standard input is a message or a command. Only answers go to standard output."""
-
-    def lines(self) -> Iterator[str]:
-        try:
-            for line in sys.stdin:
-                if line.strip():
-                    yield line.rstrip("\r\n")
-        except UnicodeDecodeError as error:
-            raise RequestError(f"standard input is not UTF-8 text: {error}") from None
-
-    def view(self) -> View:
-        return TraceView(out()) if self.conversation.trace else PlainView(sys.stdout)
-
-
 class Terminal(ChatSession):
-    """Line editing, Markdown and colours. Ctrl-C stops the answer, not the program."""
+    """A session with line editing, Markdown and colours. Ctrl-C stops the answer, not the program."""
 
     def __init__(self, llm: LLM, conversation: Conversation, template: str | None, facts: Mapping[str, str]) -> None:
         super().__init__(llm, conversation, template, facts)
