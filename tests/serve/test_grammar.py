@@ -263,14 +263,14 @@ def test_what_is_kept_stays_within_its_bytes(served):
             if held > memory:
                 break
             kept.append(key)
-        assert [*small._known] == kept[::-1]
-        assert small.held == sum(cost for _, cost in small._known.values()) <= memory
-    assert 1 < len(small._known) < 6
+        assert [*small._cache] == kept[::-1]
+        assert small.cached_bytes == sum(cost for _, cost in small._cache.values()) <= memory
+    assert 1 < len(small._cache) < 6
     with pytest.raises(RequestError, match="bytes are more than the 20000 that a grammar may have"):
         small.compile(StructuredOutputsParams(choice=words(3000, 0)))
     none = GrammarCompiler(served.tokenizer, info.vocab_size, info.eos_ids, memory=0)
     assert none.start(GRAMMARS[2]).allowed(sequence_of(served, []), []) is not None
-    assert (none.held, len(none._known)) == (0, 0)
+    assert (none.cached_bytes, len(none._cache)) == (0, 0)
 
 
 def test_requests_that_wait_hold_no_matcher(served, compiler):

@@ -68,9 +68,9 @@ class Engine:
         self.max_nodes = max((c.drafter.max_nodes() for c in configs if c.drafter is not None), default=0)
         self.router = Router(self._drafters(configs))
         nodes = {name: drafter.config.nodes_by_depth() for name, drafter in self.router.drafters.items()}
-        behind, modelled = self.router.backlog, self.router.model_drafters
-        setting = Setting(nodes, model.row_multiple, behind, modelled, model.info.mixture)
-        self.policy = policies[self.speculative.length](setting)
+        self.policy = policies[self.speculative.length](
+            Setting(nodes, model.row_multiple, self.router.backlog, self.router.model_drafters, model.info.mixture)
+        )
         rows = max((drafter.needs.rows for drafter in self.router.drafters.values()), default=0)
         attention = new_attention(
             model,

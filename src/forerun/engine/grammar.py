@@ -342,8 +342,8 @@ class GrammarCompiler:
         self._boundary = None if reasoning_parser is None else Boundary(tokenizer, reasoning_parser)
         self._library = llguidance
         self._lock = threading.Lock()
-        self._known: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()
-        self.held = 0
+        self._cache: OrderedDict[tuple[str, str], tuple[Any, int]] = OrderedDict()
+        self.cached_bytes = 0
         """Bytes that the kept grammars may grow to."""
         try:
             spelling = llguidance.TokenizerWrapper(Spelling(tokenizer, vocab_size, self.eos_ids))
@@ -362,9 +362,9 @@ class GrammarCompiler:
         without the GIL."""
         key = options.key
         with self._lock:
-            if key in self._known and self._known[key][0] is not instead_of:
-                self._known.move_to_end(key)
-                return self._known[key][0]
+            if key in self._cache and self._cache[key][0] is not instead_of:
+                self._cache.move_to_end(key)
+                return self._cache[key][0]
         size = len(key[1].encode())
         if size > self.longest:
             raise RequestError(
@@ -374,15 +374,15 @@ class GrammarCompiler:
         matcher = self._compile(*key, cost)
         with self._lock:
             self._drop(key)
-            self._known[key] = matcher, cost.memory
-            self.held += cost.memory
-            while self.held > self.memory:
-                self._drop(next(iter(self._known)))
+            self._cache[key] = matcher, cost.memory
+            self.cached_bytes += cost.memory
+            while self.cached_bytes > self.memory:
+                self._drop(next(iter(self._cache)))
         return matcher
 
     def _drop(self, key: tuple[str, str]) -> None:
-        _, memory = self._known.pop(key, (None, 0))
-        self.held -= memory
+        _, memory = self._cache.pop(key, (None, 0))
+        self.cached_bytes -= memory
 
     def _compile(self, kind: str, text: str, cost: GrammarCost) -> Any:
         library = self._library

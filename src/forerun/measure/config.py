@@ -61,14 +61,10 @@ class BenchConfig:
     )
     sampling: dict[str, Any] = field(default_factory=dict)
     """sampling options of every request, beside its temperature, length and seed"""
-    prompts: int = 8
-    """number of prompts; by default all of a written set"""
-    prompt_tokens: int = 64
-    """tokens of a drawn prompt"""
-    max_tokens: int = 64
-    """most tokens of an answer; categories 128, humaneval 256"""
-    repeats: int = 3
-    """how often everything is run; medians are reported; categories and humaneval 1"""
+    prompts: int = option(8, "number of prompts; by default all of a written set")
+    prompt_tokens: int = option(64, "tokens of a drawn prompt")
+    max_tokens: int = option(64, "most tokens of an answer; categories 128, humaneval 256")
+    repeats: int = option(3, "how often everything is run; medians are reported; categories and humaneval 1")
     prompt_set: str = option(
         HELD_OUT,
         f"prompts, drawn ({', '.join(SETS)}) or, with forerun-lab, written ({', '.join(WRITTEN)}): see docs/bench.md",
@@ -76,23 +72,21 @@ class BenchConfig:
     prompts_file: Path | None = option(
         None, "take prompts from this file, one per line; for categories lines of JSON, for humaneval its wheel"
     )
-    execute: bool = False
-    """run humaneval's tests on the answers, in child processes with limits: generated code is run only with this"""
-    seed: int = 0
-    """seed of prompts and sampling"""
+    execute: bool = option(
+        False,
+        "run humaneval's tests on the answers, in child processes with limits: generated code is run only with this",
+    )
+    seed: int = option(0, "seed of prompts and sampling")
     random_shape: str | None = option(
         None, f"measure random weights of this shape instead of a model: {', '.join(SHAPES)}"
     )
-    random_draft_shape: str | None = None
-    """add a draft model of this shape, with random weights"""
-    whole: bool = False
-    """count rounds that read prompts, too, as for requests that come and go"""
-    fresh: bool = False
-    """forget after every repeat what the length policy has measured"""
-    fastest: bool = True
-    """measure plain decoding without bit-equal logits too"""
-    trees: int | None = None
-    """also measure each method's trees of about this many nodes; 0: none; by default only with all methods"""
+    random_draft_shape: str | None = option(None, "add a draft model of this shape, with random weights")
+    whole: bool = option(False, "count rounds that read prompts, too, as for requests that come and go")
+    fresh: bool = option(False, "forget after every repeat what the length policy has measured")
+    fastest: bool = option(True, "measure plain decoding without bit-equal logits too")
+    trees: int | None = option(
+        None, "also measure each method's trees of about this many nodes; 0: none; by default only with all methods"
+    )
 
     def __post_init__(self) -> None:
         if self.trees is None:
@@ -132,26 +126,19 @@ class CheckConfig:
     methods: Sequence[str] = _listed(
         "methods", ("ngram", "draft_model"), f"methods, comma-separated, or all: {', '.join(drafters)}"
     )
-    trees: bool = True
-    """check hand-made trees too"""
-    prompts: int = 22
-    """prompts: sampling options and layouts take turns over them"""
-    prompt_tokens: int = 32
-    """tokens of a prompt"""
-    max_tokens: int = 24
-    """tokens of an answer"""
+    trees: bool = option(True, "check hand-made trees too")
+    prompts: int = option(22, "prompts: sampling options and layouts take turns over them")
+    prompt_tokens: int = option(32, "tokens of a prompt")
+    max_tokens: int = option(24, "tokens of an answer")
     temperatures: Sequence[float] = _listed("temperature", (0.0, 0.8), "temperatures")
     page_sizes: Sequence[int | None] = (None, 16)
     accepts: Sequence[str] = _listed(
         "accept", ("coupled", "token"), "lossless rules whose distribution is tested, or all"
     )
-    samples: int = SAMPLES
-    """answers per test of the output's distribution; 0: no such test"""
-    concurrency: int = 16
-    """requests decoded together"""
+    samples: int = option(SAMPLES, "answers per test of the output's distribution; 0: no such test")
+    concurrency: int = option(16, "requests decoded together")
     prompt_set: str = option(HELD_OUT, f"prompts: {', '.join(SETS)}")
-    seed: int = 0
-    """seed of prompts and sampling"""
+    seed: int = option(0, "seed of prompts and sampling")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "methods", [method for method in self.methods if method != NONE])
@@ -176,26 +163,17 @@ class PlanConfig:
 
     methods: Sequence[str] = _listed("methods", ("draft_model", "ngram"), f"candidates: {', '.join(drafters)}")
     accept: str = option(SpeculativeConfig.accept, f"acceptance rule: {', '.join(rules)}")
-    temperature: float = 0.0
-    """temperature of your requests"""
+    temperature: float = option(0.0, "temperature of your requests")
     concurrency: Sequence[int] = _listed("concurrency", (1,), "requests decoded together; several: a plan for each")
-    longest: int = 8
-    """longest draft to consider, in tokens"""
-    layer_trials: int = 0
-    """how many subsets of the target's layers to try for layerskip, with forerun-lab"""
-    trees: int = 0
-    """plan trees of up to this many tokens, with forerun-lab"""
-    prompts: int = 4
-    """number of prompts"""
-    prompt_tokens: int = 64
-    """tokens of a prompt"""
-    max_tokens: int = 48
-    """tokens of an answer"""
+    longest: int = option(8, "longest draft to consider, in tokens")
+    layer_trials: int = option(0, "how many subsets of the target's layers to try for layerskip, with forerun-lab")
+    trees: int = option(0, "plan trees of up to this many tokens, with forerun-lab")
+    prompts: int = option(4, "number of prompts")
+    prompt_tokens: int = option(64, "tokens of a prompt")
+    max_tokens: int = option(48, "tokens of an answer")
     prompt_set: str = option(HELD_OUT, f"prompts: {', '.join(SETS)}")
-    prompts_file: Path | None = None
-    """take prompts from this file, one per line"""
-    seed: int = 0
-    """seed of prompts and sampling"""
+    prompts_file: Path | None = option(None, "take prompts from this file, one per line")
+    seed: int = option(0, "seed of prompts and sampling")
 
     def __post_init__(self) -> None:
         check_within(self, {
