@@ -80,7 +80,7 @@ def test_a_match_is_no_longer_than_what_is_sorted():
 
 
 def test_of_many_occurrences_some_are_counted(monkeypatch):
-    monkeypatch.setattr(datastore, "COUNTED", 4)
+    monkeypatch.setattr(datastore, "MAX_OCCURRENCES", 4)
     store = Datastore([[7, token] for token in range(10, 20) for _ in range(10)])
     result = store.match([3, 7], 24)
     told = list(result.continuations(result.state))

@@ -248,7 +248,7 @@ def test_a_table_of_the_tokenizers_says_which(tmp_path, monkeypatch):
     tokenizer = speculating().get_tokenizer()
     monkeypatch.setattr(pretrained, "common_tokens", lambda: sorted(tmp_path.iterdir()))
     table("another's", 1)
-    assert speculating().engine.router.drafters["draft_model"].names is None
+    assert speculating().engine.router.drafters["draft_model"].output_ids is None
     table("its", 0)
     llm = speculating()
     ends = set(llm.engine.model.info.eos_ids)
@@ -256,7 +256,7 @@ def test_a_table_of_the_tokenizers_says_which(tmp_path, monkeypatch):
     assert len(drafter.output_ids) == 4
     assert ends < set(drafter.output_ids.tolist()) <= ends | {2000, 7, 300}
     vocabulary = llm.engine.model.info.vocab_size
-    assert speculating(draft_vocab_size=vocabulary).engine.router.drafters["draft_model"].names is None
+    assert speculating(draft_vocab_size=vocabulary).engine.router.drafters["draft_model"].output_ids is None
 
 
 def test_the_tables_that_come_along():

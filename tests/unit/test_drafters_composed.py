@@ -109,7 +109,7 @@ def test_merging_shares_one_q_between_the_sequences_of_a_round():
 @pytest.mark.usefixtures("scripted")
 def test_a_merged_part_sees_its_own_nodes_of_the_accepted_path():
     merged = build("merged")
-    first, second = merged.parts
+    first, second = merged.inner
     first.script[1] = Draft.tree([4, 5, 6], [-1, -1, 1])
     second.script[1] = Draft.chain([5, 6, 7])
     (tree,) = merged.propose([sequence(1)], [3])
@@ -127,7 +127,7 @@ def test_a_merged_part_sees_its_own_nodes_of_the_accepted_path():
 @pytest.mark.usefixtures("scripted")
 def test_cascade_asks_the_next_only_about_what_the_first_is_unsure_of():
     cascade = build("cascade", min_confidence=0.6)
-    first, second = cascade.parts
+    first, second = cascade.inner
     for key, sure in ((1, 0.7), (2, 0.5), (3, None)):
         first.script[key] = Draft.chain([4])
         first.script[key].confidence = sure
@@ -142,7 +142,7 @@ def test_cascade_asks_the_next_only_about_what_the_first_is_unsure_of():
 @pytest.mark.parametrize("method", ["merged", "cascade"])
 def test_what_one_part_cannot_take_from_a_prefix_cache_is_not_taken(method):
     nested = build(method)
-    for part, limit in zip(nested.parts, (3, 2)):
+    for part, limit in zip(nested.inner, (3, 2)):
         part.reusable = lambda sequence, limit=limit: limit
     assert nested.reusable(sequence(1)) == 2
 
@@ -317,8 +317,8 @@ def test_tokens_spell_the_text_they_were_made_from():
 def test_a_draft_reads_the_targets_text_whatever_the_cuts():
     target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
     bridge = VocabularyMap(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
-    assert bridge.shared[0] == 0
-    assert all(bridge.target.bytes[i] == bridge.draft.bytes[j] for i, j in bridge.shared.items() if i)
+    assert bridge.to_draft[0] == 0
+    assert all(bridge.target.bytes[i] == bridge.draft.bytes[j] for i, j in bridge.to_draft.items() if i)
     ids = bridge.target.encode(TEXT)
     rng = random.Random(0)
     for _ in range(20):
@@ -340,8 +340,8 @@ def test_an_end_that_both_have_is_the_same_end():
     target.add_tokens([AddedToken("<end>", special=True)])
     end = target.convert_tokens_to_ids("<end>")
     bridge = VocabularyMap(Vocabulary(target, len(target)), Vocabulary(draft, 300), frozenset({0, end}), frozenset({0}))
-    assert bridge.back[0] == end
-    assert 0 not in bridge.shared
+    assert bridge.to_target[0] == end
+    assert 0 not in bridge.to_draft
 
 
 def test_reading_only_grows():

@@ -84,7 +84,7 @@ def test_a_draft_with_fewer_outputs_is_compared_where_it_has_some(llm):
     got = logits(draft, [prompt]).double()
     whole = logits(load_model("forerun:draft", dtype=draft.info.dtype), [prompt]).double()
     assert got.shape == (len(prompt), 300)
-    expected = whole[:, engine.router.drafters["draft_model"].names]
+    expected = whole[:, engine.router.drafters["draft_model"].output_ids]
     off, scale = (rows - rows.mean(dim=1, keepdim=True) for rows in (got - expected, expected))
     assert 0.001 < result["error"] < 0.1
     assert result["error"] == pytest.approx((off.square().sum() / scale.square().sum()).sqrt().item(), rel=1e-2)

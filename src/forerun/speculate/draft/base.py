@@ -1,4 +1,4 @@
-"""What a drafter is. To add one: a config class, ``propose``, and a name; see docs/add_a_drafter.md."""
+"""The interface of a drafter. A new one needs a config class, ``propose`` and a name: see docs/add_a_drafter.md."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
-from safetensors import safe_open
 
-from forerun import pretrained
 from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
 from forerun.core.config import Within, check_types, check_within
@@ -30,13 +28,13 @@ if TYPE_CHECKING:
     from forerun.speculate.accept.base import Rule
     from forerun.speculate.verify import Verification
 
-DEEPEST = 4096
-"""Tokens of a draft, more than any forward verifies."""
+MAX_DEPTH = 4096
+"""Upper bound of ``num_speculative_tokens``: more than any forward verifies."""
 
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """Options every drafter has; a drafter's own extend it. Field names are the keys of ``speculative_config``."""
+    """Options of every drafter; subclasses add their own. Field names are the keys of ``speculative_config``."""
 
     num_speculative_tokens: int = 3
     """Tokens drafted per round; with ``tree``, its depth."""
@@ -46,19 +44,19 @@ class DrafterConfig:
     """Temperature of q where it should differ from the request's (lossless: q is what tokens are drawn from)."""
 
     limits: ClassVar[Mapping[str, Within]] = {
-        "num_speculative_tokens": Within(least=1, most=DEEPEST, whole=True),
+        "num_speculative_tokens": Within(least=1, most=MAX_DEPTH, whole=True),
         "draft_temperature": Within(least=COLDEST, most=LARGEST),
     }
-    """What numbers its own options may be, as ``check_within`` takes it."""
-    without: ClassVar[Mapping[str, str]] = {}
-    """Inherited options that it does not have, and why."""
+    """Permitted ranges of this class's numeric options."""
+    unsupported: ClassVar[Mapping[str, str]] = {}
+    """Inherited options that this drafter does not have, and the reason that the error gives."""
 
     def __post_init__(self) -> None:
-        for kind in type(self).__mro__:
-            check_within(self, vars(kind).get("limits", {}))
-            for name, why in vars(kind).get("without", {}).items():
+        for cls in type(self).__mro__:
+            check_within(self, vars(cls).get("limits", {}))
+            for name, reason in vars(cls).get("unsupported", {}).items():
                 if getattr(self, name) is not None:
-                    raise ConfigError(f"{why}: remove {name!r}")
+                    raise ConfigError(f"{reason}: remove {name!r}")
         if self.tree is not None:
             shape = tuple(self.tree) if isinstance(self.tree, Sequence) else ()
             if not shape or any(not isinstance(w, int) or w < 1 for w in shape):
@@ -68,41 +66,41 @@ class DrafterConfig:
 
     @classmethod
     def from_dict(cls, method: str, options: dict[str, Any]) -> DrafterConfig:
-        """Build from ``speculative_config`` keys; a key of another method is an error that names it."""
-        known = {field.name for field in fields(cls)}
+        """Builds the config from ``speculative_config`` keys. Raises ConfigError for a key of another method."""
+        names = {field.name for field in fields(cls)}
         for key in options:
-            if key not in known:
+            if key not in names:
                 owners = [n for n in drafters if key in {f.name for f in fields(drafters[n].config_class)}]
                 hint = f" (it belongs to {', '.join(owners)})" if owners else ""
-                has = ", ".join(sorted(known))
+                has = ", ".join(sorted(names))
                 raise ConfigError(f"speculative_config: method {method!r} has no option {key!r}{hint}; it has {has}")
         check_types(cls, options)
         config = cls(**options)
-        asked = options.get("num_speculative_tokens", config.num_speculative_tokens)
-        if config.tree is not None and asked != config.num_speculative_tokens:
+        requested = options.get("num_speculative_tokens", config.num_speculative_tokens)
+        if config.tree is not None and requested != config.num_speculative_tokens:
             raise ConfigError(
-                f"num_speculative_tokens is {asked}, but tree {list(config.tree)} is {len(config.tree)} deep: "
+                f"num_speculative_tokens is {requested}, but tree {list(config.tree)} is {len(config.tree)} deep: "
                 "leave one of them out"
             )
         return config
 
     @classmethod
     def with_defaults(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """``options`` of a ``speculative_config`` that says nothing of how far to draft, and what is best then; where
-        that is longer drafts than pay always, with a length policy that finds out (``length``)."""
+        """Returns ``options`` with the best defaults added where they do not say how far to draft. These may include a
+        length policy (``length``), which shortens drafts that do not pay."""
         return dict(options)
 
     def width(self, depth: int) -> int:
-        """Children of a node at ``depth`` (the root has depth 0)."""
+        """Children of a node at ``depth``; the root has depth 0."""
         return self.tree[depth] if self.tree is not None else 1
 
     @property
     def branches(self) -> bool:
-        """Whether drafts may branch because an option asks for it."""
+        """Whether an option asks for trees."""
         return self.tree is not None
 
     def nodes_by_depth(self) -> list[int]:
-        """Entry d: how many nodes a draft of depth d has at most."""
+        """Entry d is the most nodes that a draft of depth d has."""
         totals, level = [0], 1
         for depth in range(self.num_speculative_tokens):
             level *= self.width(depth)
@@ -110,34 +108,23 @@ class DrafterConfig:
         return totals
 
     def max_nodes(self) -> int:
-        """Most nodes a draft can have."""
+        """The most nodes that a draft can have."""
         return self.nodes_by_depth()[-1]
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a drafter asks of the target; the engine serves needs, never names."""
+    """What a drafter needs from the target. The engine provides it without knowing which drafter asks."""
 
     hidden: tuple[int, ...] = ()
-    """Layers whose outputs (of every committed token) it wants in ``Verdict.hidden``, counted as transformers'
-    hidden states: 0 the embeddings, i the output of the i-th layer, the last one after the final norm."""
+    """Hidden states of every committed token to put in ``Verdict.hidden``, by transformers' indices: 0 the embeddings,
+    i the output of the i-th layer, the last one after the final norm."""
     model: bool = False
-    """It calls the target's embedding, head or forward itself."""
+    """It calls the target's embedding, output layer or forward itself."""
     grammar: bool = False
     """It drafts only for requests with structured output."""
     rows: int = 0
-    """Nodes that it reads into the target's cache at most before the target reads its draft."""
-
-
-def common_tokens(tokenizer: Any) -> list[int]:
-    """The commonest tokens of code and English, the commonest first, as ``lab/tools/common_tokens.py`` counted them;
-    empty where no table is of ``tokenizer``. A table names a few tokens by which its tokenizer is known."""
-    for path in pretrained.common_tokens() if tokenizer is not None else ():
-        with safe_open(path, "pt") as file:
-            known = {int(token): text for token, text in file.metadata().items() if token.isdigit()}
-            if tokenizer.convert_ids_to_tokens(list(known)) == list(known.values()):
-                return list(file.get_tensor("tokens").tolist())
-    return []
+    """Most draft nodes that it writes to the target's cache before verification."""
 
 
 @dataclass
@@ -154,28 +141,23 @@ class DraftContext:
     options: dict[str, Any] | None = None
     """Engine options that apply to a draft model too (``weights``, ``page_size``, ...)."""
     prefix_caching: bool = False
-    """Whether prefixes of committed tokens are shared between requests, in the drafter's pages too."""
+    """Whether requests share cached prefixes, in the drafter's own pages too."""
     target_attention: Callable[[], Attention] | None = None
-    """Attention over the target's cache, for drafters that run the target itself; there once the engine is built."""
+    """For drafters that run the target: returns attention over its cache, once the engine is built."""
     stream: int = 0
-    """Which of several drafters of one tree this is: their draws must be independent where p meets q."""
+    """Number of this drafter among those that draft one tree. Under rules that compare p and q, their draws must be
+    independent."""
 
     def require_decoder(self, method: str) -> None:
-        """Raise ConfigError where the target is an encoder-decoder, for drafters that run or feed on its layers."""
+        """Raises ConfigError if the target is an encoder-decoder, for drafters that use a decoder's layers."""
         if self.target.info.encoder is not None:
             raise ConfigError(
                 f"method {method!r} builds on a decoder's layers, and {self.target.info.name} is an encoder-decoder: "
                 "use draft_model, ngram, prompt_lookup, suffix or table"
             )
 
-    def commonest(self, size: int, known: int) -> torch.Tensor:
-        """Tokens that are worth an output, int64 [size] ascending, of the first ``known`` of the vocabulary: special
-        ones, then those of the tokenizer's table, then the first others, which in BPE are the commonest."""
-        special = {*self.target.info.eos_ids, *(self.tokenizer.added_tokens_decoder if self.tokenizer else ())}
-        ranked = dict.fromkeys([*sorted(special), *common_tokens(self.tokenizer), *range(known)])
-        return torch.tensor(sorted([token for token in ranked if token < known][:size]))
-
     def attention(self) -> Attention:
+        """Returns attention over the target's cache. Raises ConfigError without an engine."""
         if self.target_attention is None:
             raise ConfigError("this drafter runs the target itself and needs an engine around it")
         return self.target_attention()
@@ -187,20 +169,20 @@ C = TypeVar("C", bound=DrafterConfig)
 class Drafter(ABC, Generic[C]):
     """Proposes drafts for a batch of sequences. Source: Leviathan et al. 2023, algorithm 1, where it samples from q.
 
-    ``propose`` first feeds itself whatever committed tokens it has not seen (``sequence.tokens[self.length:]``):
-    first prefill, full acceptance, a round without a draft and preemption are then one case. A sequence may get
-    an empty draft; it then decodes plainly.
+    ``propose`` must first read the committed tokens that it has not seen (``sequence.tokens[num_read:]``). Prefill,
+    full acceptance, a round without a draft and preemption are then one case. A sequence with an empty draft decodes
+    plainly.
     """
 
     name: ClassVar[str]
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     needs: Needs = Needs()
     watches: ClassVar[bool] = True
-    """Rounds in which it was asked for nothing concern it, too: ``observe`` sees them."""
-    parts: Sequence[Drafter] = ()
-    """Drafters inside of it."""
+    """Whether ``observe`` is called after every round; False: only after rounds with a call of ``propose``."""
+    inner: Sequence[Drafter] = ()
+    """Drafters that this one is made of."""
     per_sequence: ClassVar[tuple[str, ...]] = ()
-    """Names of what it keeps of sequences, mappings by their ids: a fork has a copy, and who is released has none."""
+    """Attributes that map sequence ids to state. They are made empty, copied for forks and cleared on release."""
 
     def __init__(self, config: C, context: DraftContext) -> None:
         self.config = config
@@ -210,98 +192,97 @@ class Drafter(ABC, Generic[C]):
 
     @classmethod
     def build(cls, config: C, context: DraftContext) -> Drafter[C]:
-        """The drafter that ``config`` asks for; a subclass where options choose one."""
+        """Returns the drafter for ``config``. Override it where options choose between classes."""
         return cls(config, context)
 
     @abstractmethod
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
-        """Guess what comes next.
+        """Drafts the next tokens of each sequence.
 
         Args:
             sequences: requests that decode this round and chose this drafter.
-            budgets: for each, how many tokens deep its draft may be, at least 1.
+            budgets: the greatest depth of each sequence's draft, at least 1.
 
         Returns:
-            One draft per sequence, in their order; an empty one decodes plainly. Where the rule ``needs_q``,
-            ``Draft.q`` is float32 [rows, vocabulary] and holds the very distributions that the trials were drawn from.
+            One draft per sequence, in the same order. If the rule ``needs_q``, ``Draft.q`` float32 [rows, vocabulary]
+            holds the exact distributions that the tokens were drawn from.
         """
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
-        """See what became of a round: after every round, prefill included, or, unless it ``watches``, after those in
-        which it was asked for drafts. A drafter with a cache truncates it here.
+        """Called after a round, prefill included (see ``watches``). A drafter with a cache truncates it here.
 
         Args:
-            sequences: all of this drafter's in the round. Their tokens are already extended.
-            drafts: what ``propose`` gave for each; empty where it was not asked.
-            verdicts: for each, the accepted path and the emitted tokens, and in ``hidden`` what the drafter ``needs``.
+            sequences: all sequences of this drafter in the round, already extended by the new tokens.
+            drafts: what ``propose`` returned for each; empty where it was not asked.
+            verdicts: for each, the accepted path, the emitted tokens, and in ``hidden`` the states it ``needs``.
             result: the whole round, with the target's scores.
         """
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
-        """A beam is continued twice. What is known of ``source`` may be shared; without it, its text is read again.
+        """A beam search continues one beam twice. Copies state, or does nothing: the new beam's text is then read.
 
         Args:
-            source: a known sequence, as it was before this round's draft was judged; ``observe`` sees both.
-            sequence: new here, with the same tokens.
+            source: an existing sequence, before this round's verdict; ``observe`` sees both.
+            sequence: a new sequence with the same tokens.
         """
-        for kept in (getattr(self, name) for name in self.per_sequence):
-            if source.id in kept:
-                kept[sequence.id] = copy.deepcopy(kept[source.id])
+        for state in (getattr(self, name) for name in self.per_sequence):
+            if source.id in state:
+                state[sequence.id] = copy.deepcopy(state[source.id])
 
     def release(self, sequence: RequestState) -> None:
-        """Forget a sequence: it ended, or was preempted."""
+        """Forgets a sequence that ended or was preempted."""
         for name in self.per_sequence:
             getattr(self, name).pop(sequence.id, None)
 
-    def close(self) -> None:
-        """The engine ends, or is asked to: write down what is to be kept."""
-        for part in self.parts:
-            part.close()
-
     def rewind(self, sequence: RequestState) -> None:
-        """Tokens that were ``tentative`` have been taken back: keep no state beyond ``sequence.tokens``."""
+        """``tentative`` tokens were taken back: drops all state beyond ``sequence.tokens``."""
         self.release(sequence)
 
+    def close(self) -> None:
+        """The engine ends: writes what is to be kept."""
+        for drafter in self.inner:
+            drafter.close()
+
     def pools(self) -> list[Pool]:
-        """Its own KV pools, which share the engine's memory budget. A full pool fails nobody: a drafter proposes
-        nothing for a sequence that it has no pages for."""
-        return [pool for part in self.parts for pool in part.pools()]
+        """Its own KV pools, which share the engine's memory budget. If a pool has no pages left for a sequence, the
+        drafter must propose nothing for it."""
+        return [pool for drafter in self.inner for pool in drafter.pools()]
 
     def models(self) -> list[Model]:
-        """The models of its own that it runs."""
-        return [model for part in self.parts for model in part.models()]
+        """Its own models."""
+        return [model for drafter in self.inner for model in drafter.models()]
 
     def reusable(self, sequence: RequestState) -> int:
-        """How many of a new sequence's tokens the target may take from its prefix cache: 0 for a drafter that feeds on
-        hidden states of every token, unless it has kept them."""
+        """How many of a new sequence's tokens the target may take from its prefix cache. A drafter that reads every
+        token's hidden states returns 0, unless it has kept them."""
         return 0 if self.needs.hidden else len(sequence.tokens)
 
     def backlog(self, sequence: RequestState) -> int:
-        """How many committed tokens it would have to read, at a price, before it can draft for this sequence."""
+        """How many committed tokens it must prefill, at a cost, before it can draft for this sequence."""
         return 0
 
     def cached_tokens(self, sequence: RequestState) -> list[int] | None:
-        """The tokens this drafter has state for; None if it keeps none. Always a prefix of the committed ones."""
+        """The prefix of the committed tokens that it has state for; None if it keeps no state. For tests."""
         return None
 
     @classmethod
     def example(cls, target: Path, folder: Path) -> dict[str, Any]:
-        """``speculative_config`` keys of a small working instance for the checkpoint in ``target``; the conformance
-        tests build every registered drafter from them. One that needs trained weights writes random ones to
-        ``folder`` and names them here."""
+        """``speculative_config`` keys of a small instance for the checkpoint ``target``, for the conformance tests. A
+        drafter with trained weights writes random ones to ``folder`` and names them here."""
         return {}
 
 
-def spread(logits: torch.Tensor, ids: torch.Tensor, size: int) -> torch.Tensor:
-    """Logits [n, ``size``] of those [n, len(ids)] of the tokens ``ids`` int64 alone; others are impossible."""
-    return logits.new_full((len(logits), size), float("-inf")).index_copy_(1, ids, logits)
+def scatter_logits(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logits [n, vocab_size] from ``logits`` [n, len(ids)] of the tokens ``ids`` int64; -inf for all others."""
+    return logits.new_full((len(logits), vocab_size), float("-inf")).index_copy_(1, ids, logits)
 
 
 class Chooser:
-    """Draws children from a drafter's logits in the way the acceptance rule needs.
+    """Draws children from a drafter's logits as the acceptance rule requires.
 
-    Under ``coupled``: the top-k of log q + g with the target's own noise. Under rules that compare p and q: draws
-    of q with noise of their own, and the exact q rows are kept. Greedy requests: the top-k of log q, point masses.
+    - Greedy requests: the top-k of log q, as point masses.
+    - Rule ``coupled``: the top-k of log q + g, where g is the Gumbel noise that the target samples with.
+    - Rules that compare p and q: draws from q with independent noise, together with the exact rows of q.
     """
 
     def __init__(self, sampler: Sampler, rule: Rule, temperature: float | None = None, stream: int = 0) -> None:
@@ -310,11 +291,15 @@ class Chooser:
         self.temperature = temperature
         self.purpose = DRAFT + (stream << 8)
 
+    @classmethod
+    def of(cls, config: DrafterConfig, context: DraftContext) -> Chooser:
+        return cls(context.sampler, context.rule, config.draft_temperature, context.stream)
+
     def row(self, sequence: RequestState, path: Sequence[int] = ()) -> Row:
         return Row(sequence, path, self.temperature)
 
     def align(self, logits: torch.Tensor) -> torch.Tensor:
-        """Cut or pad logits to the target's vocabulary; ids the drafter lacks get probability 0."""
+        """Cuts or pads logits to the target's vocabulary; ids that the drafter lacks get -inf."""
         size = self.sampler.vocab_size
         if logits.shape[1] > size:
             return logits[:, :size]
@@ -325,17 +310,21 @@ class Chooser:
     def choose(
         self, logits: torch.Tensor, rows: Sequence[Row], parents: Sequence[int], width: int = 1
     ) -> tuple[list[list[int]], torch.Tensor | None, list[int]]:
-        """Children of each row, in trial order: ids, q [rows, vocabulary] (None if no row needs it), and each row's
-        row of q (a point mass for greedy requests)."""
+        """Draws ``width`` children for each row.
+
+        Returns:
+            Each row's token ids in trial order; q [rows, vocabulary], None if no row samples; and each row's index into
+            q (``POINT_MASS`` for greedy requests).
+        """
         warped = warp(self.align(logits), rows)
-        hot = any(row.effective_temperature > 0.0 for row in rows)
-        q_rows = [i if row.effective_temperature > 0.0 else POINT_MASS for i, row in enumerate(rows)]
-        shared = not self.rule.needs_q or not hot
-        if shared and width == 1:
-            values, tokens, q = self.sampler.sample(warped, rows, distribution=hot)
+        samples = [row.effective_temperature > 0.0 for row in rows]
+        q_rows = [i if sampled else POINT_MASS for i, sampled in enumerate(samples)]
+        coupled = not self.rule.needs_q or not any(samples)
+        if coupled and width == 1:
+            values, tokens, q = self.sampler.sample(warped, rows, distribution=any(samples))
             return [[t] if value > float("-inf") else [] for value, t in zip(values, tokens)], q, q_rows
-        if shared:
-            q = probabilities(warped) if hot else None
+        if coupled:
+            q = probabilities(warped) if any(samples) else None
             return self.sampler.rank(self.sampler.couple(warped, rows), width)[0], q, q_rows
         q, tops, greedy = self.sampler.distribution(warped)
         roots = [len(row.sequence.tokens) for row in rows]
@@ -344,19 +333,19 @@ class Chooser:
             return [node_key(self.purpose, row, root, node, trial) for row, root, node in zip(rows, roots, parents)]
 
         if width > 1 and not self.rule.replacement:
-            noisy = [key if row.effective_temperature > 0.0 else None for key, row in zip(keys(0), rows)]
+            noisy = [key if sampled else None for key, sampled in zip(keys(0), samples)]
             return self.sampler.rank(self.sampler.perturb(warped, noisy), width)[0], q, q_rows
         draws = [self.sampler.draw(q, keys(trial)).tolist() for trial in range(width)]
-        cold = any(row.effective_temperature == 0.0 for row in rows) and width > 1
-        top = self.sampler.rank(warped, width)[0] if cold else [[token] for token in greedy]
-        ids = [[d[i] for d in draws] if row.effective_temperature > 0.0 else top[i] for i, row in enumerate(rows)]
+        ranked = width > 1 and not all(samples)
+        top = self.sampler.rank(warped, width)[0] if ranked else [[token] for token in greedy]
+        ids = [[draw[i] for draw in draws] if sampled else top[i] for i, sampled in enumerate(samples)]
         return [each if value > float("-inf") else [] for each, value in zip(ids, tops)], q, q_rows
 
     def rank(self, logits: torch.Tensor, rows: Sequence[Row], count: int) -> tuple[list[list[int]], list[list[float]]]:
-        """The best ``count`` ids of each row, best first, and the log-probabilities to rank paths by.
+        """The ``count`` best ids of each row, best first, and the log-probabilities that rank paths.
 
-        Under ``coupled`` the target's own noise is part of the score; under other rules nothing random is, so that
-        the candidates are point masses which no draw has influenced.
+        Under ``coupled`` the score includes the target's own noise. Under other rules it has no noise, so that
+        candidates are point masses which no draw has influenced.
         """
         scores = warp(self.align(logits), rows)
         if not self.rule.needs_q:

@@ -1,8 +1,8 @@
-"""Texts that are known beforehand, and what follows in them: a datastore to retrieve drafts from.
+"""A datastore of texts from which drafts are retrieved.
 
-REST (He et al. 2024, arXiv 2311.08252) drafts what followed the longest match of the text's end in a datastore, found
-in a suffix array. Here that is one of the texts read backwards, so that one search finds the longest match, and sorted
-by ``REACH`` tokens alone, which bound matches.
+REST (He et al. 2024, arXiv 2311.08252) finds the longest match of the text's end with a suffix array, and drafts what
+followed there. Here the suffix array is of the reversed texts, so that one search finds the longest match. It is sorted
+by ``REACH`` tokens only, the longest match.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from forerun.core.errors import ConfigError, ForerunError
 from forerun.core.folders import cache_folder, distrust, expanded, let_read, make_folder, replace_with
 
 REACH = 32
-COUNTED = 64
-"""Occurrences that are looked at where a match has more: evenly chosen."""
+MAX_OCCURRENCES = 64
+"""If a match has more occurrences, this many, evenly spaced, are counted."""
 FORMAT = "forerun_datastore"
 SUFFIX = ".safetensors"
-"""Of a file that ``save`` wrote; others are text."""
+"""Ending of files that ``save`` writes; other files are text."""
 LARGE = 100_000
-"""Tokens of a datastore whose order is kept in the cache folder."""
+"""A datastore with more tokens caches its suffix array in the cache folder."""
 DIGEST = 32
-"""Bytes of the hash that a kept order begins with."""
+"""Bytes of the hash at the beginning of a cached suffix array."""
 WIDTH = 4
-"""Bytes of a token, most significant first, so that texts compare as bytes do. 0 ends a text; tokens are one more."""
+"""Bytes of a token, most significant first, so that bytes sort as tokens do. Tokens are stored + 1; 0 ends a text."""
 
 
 class Datastore:
-    """Token ids of ``texts``, each at least 0. Places in them, sorted by the tokens before each, the nearest first."""
+    """Token ids of ``texts``, and their positions sorted by the tokens before each, the nearest token first."""
 
     def __init__(self, texts: Sequence[ArrayLike]) -> None:
         parts = [np.append(np.asarray(text, np.int64) + 1, 0) for text in texts]
         tokens = np.concatenate([*parts, np.zeros(0, np.int64)])
         end = np.zeros(REACH, np.int64)
         backwards = np.append(tokens[::-1], end)
-        order = _kept_order(backwards) if len(tokens) > LARGE else _order(backwards)
+        order = _cached_order(backwards) if len(tokens) > LARGE else _suffix_array(backwards)
         self.tokens = np.append(tokens, end).astype(np.int32).data
         self._order = (len(tokens) - order[order < len(tokens)]).astype(np.int32).data
         self._backwards = backwards.astype(">u4").tobytes()
@@ -53,11 +53,11 @@ class Datastore:
 
     @classmethod
     def load(cls, path: Path, vocab_size: int, tokenizer: Any) -> Datastore:
-        """A file of text, or what ``save`` wrote. Raises ConfigError for anything else, for text without a tokenizer,
-        for no text at all, and for tokens that are not among the model's ``vocab_size``."""
+        """Loads a text file, or what ``save`` wrote. Raises ConfigError for anything else, text without a tokenizer, no
+        text, and for tokens outside the model's ``vocab_size``."""
         try:
-            index = expanded(path)
-            texts = read(index) if path.suffix == SUFFIX else [_encoded(index, tokenizer)]
+            full = expanded(path)
+            texts = read(full) if path.suffix == SUFFIX else [_encoded(full, tokenizer)]
         except ForerunError:
             raise
         except (OSError, SafetensorError, RuntimeError, ValueError, TypeError) as error:
@@ -68,44 +68,45 @@ class Datastore:
             raise ConfigError(f"the datastore {path} has tokens that are not among the model's {vocab_size}")
         return cls(texts)
 
-    def match(self, text: Sequence[int], reach: int) -> Retrieved:
+    def match(self, text: Sequence[int], reach: int) -> DatastoreMatch:
         """The longest match of the end of ``text``, of at most ``reach`` tokens; length 0 if there is none."""
         nearest = text[-1 : -1 - min(reach, REACH, len(text)) : -1]
-        requested = b"".join([(token + 1).to_bytes(WIDTH) for token in nearest])
-        index = bisect_left(self._order, requested, key=self._before(len(requested)))
-        return self.matched(requested, index, index)
+        query = b"".join([(token + 1).to_bytes(WIDTH) for token in nearest])
+        index = bisect_left(self._order, query, key=self._before(len(query)))
+        return self.widen(query, index, index)
 
-    def matched(self, requested: bytes, first: int, last: int) -> Retrieved:
-        """The longest match around the places ``first`` to ``last`` that the ones beside them have."""
-        size = max(self._alike(requested, first - 1), self._alike(requested, last))
+    def widen(self, query: bytes, first: int, last: int) -> DatastoreMatch:
+        """The longest match of ``query`` with more occurrences than ``first`` to ``last`` of the suffix array."""
+        size = max(self._common(query, first - 1), self._common(query, last))
         if not size:
-            return Retrieved(self, requested, 0, 0, 0, [])
-        before, text = self._before(size), requested[:size]
+            return DatastoreMatch(self, query, 0, 0, 0, [])
+        before, text = self._before(size), query[:size]
         first = bisect_left(self._order, text, 0, first, key=before)
         last = bisect_right(self._order, text, last, len(self._order), key=before)
-        step = -(-(last - first) // COUNTED)
-        return Retrieved(self, requested, first, last, size // WIDTH, self._order[first:last:step].tolist())
+        step = -(-(last - first) // MAX_OCCURRENCES)
+        return DatastoreMatch(self, query, first, last, size // WIDTH, self._order[first:last:step].tolist())
 
     def _before(self, size: int) -> Callable[[int], bytes]:
-        """What gives as many bytes of the tokens before a place."""
+        """Returns a function from a position to the ``size`` bytes of the tokens before it, the nearest first."""
         data, end = self._backwards, self._bytes
-        return lambda index: data[end - WIDTH * index : end - WIDTH * index + size]
+        return lambda position: data[end - WIDTH * position : end - WIDTH * position + size]
 
-    def _alike(self, requested: bytes, index: int) -> int:
-        """Bytes of whole tokens at which ``requested`` and what is before a place are the same."""
+    def _common(self, query: bytes, index: int) -> int:
+        """Length in bytes of the longest common prefix, in whole tokens, of ``query`` and the tokens before entry
+        ``index`` of the suffix array."""
         if not 0 <= index < len(self._order):
             return 0
-        result = self._before(len(requested))(self._order[index])
-        pairs = zip(range(0, len(requested), WIDTH), range(WIDTH, len(requested) + 1, WIDTH))
-        return next((start for start, end in pairs if requested[start:end] != result[start:end]), len(requested))
+        text = self._before(len(query))(self._order[index])
+        starts = range(0, len(query), WIDTH)
+        return next((i for i in starts if query[i : i + WIDTH] != text[i : i + WIDTH]), len(query))
 
 
-class Retrieved(NamedTuple):
-    """A match in a datastore, of ``length`` tokens: the places ``first`` to ``last`` of its order, of which ``state``
-    are those that are counted."""
+class DatastoreMatch(NamedTuple):
+    """A match of ``length`` tokens: entries ``first`` to ``last`` of the suffix array. ``state`` holds the positions
+    after the counted occurrences."""
 
     store: Datastore
-    wanted: bytes
+    query: bytes
     first: int
     last: int
     length: int
@@ -113,24 +114,24 @@ class Retrieved(NamedTuple):
     source: None = None
 
     def continuations(self, state: list[int]) -> Iterator[tuple[int, float, list[int]]]:
-        """(token, log of its share, the places behind it), the commonest first."""
-        tokens, result = self.store.tokens, dict[int, list[int]]()
-        for index in state:
-            result.setdefault(tokens[index], []).append(index + 1)
-        # The text itself is an occurrence behind which nothing is known yet.
+        """Yields (token, log of its relative frequency, the positions after it), the most frequent first."""
+        tokens, following = self.store.tokens, dict[int, list[int]]()
+        for position in state:
+            following.setdefault(tokens[position], []).append(position + 1)
+        # The text's own end is an occurrence without a continuation.
         count = self.last - self.first
         total = len(state) * (count + 1) / count if state is self.state else len(state)
-        for token, indices in sorted(result.items(), key=lambda each: -len(each[1])):
+        for token, positions in sorted(following.items(), key=lambda each: -len(each[1])):
             if token:
-                yield token - 1, log(len(indices) / total), indices
+                yield token - 1, log(len(positions) / total), positions
 
-    def shorter(self) -> Retrieved:
-        """The longest shorter match that occurs more often; length 0 if there is none."""
-        return self.store.matched(self.wanted, self.first, self.last)
+    def shorter(self) -> DatastoreMatch:
+        """The longest shorter match with more occurrences; length 0 if there is none."""
+        return self.store.widen(self.query, self.first, self.last)
 
 
-def _kept_order(tokens: np.ndarray) -> np.ndarray:
-    """``_order``, as an earlier start left it in the cache folder: half a second for a million tokens."""
+def _cached_order(tokens: np.ndarray) -> np.ndarray:
+    """``_suffix_array``, cached in the cache folder: it takes half a second for a million tokens."""
     name = hashlib.sha256(tokens.tobytes()).hexdigest()[:24]
     path: Path | None = None
     try:
@@ -143,7 +144,7 @@ def _kept_order(tokens: np.ndarray) -> np.ndarray:
         pass
     except (OSError, RuntimeError):  # RuntimeError: there is no cache folder
         path = None
-    order = _order(tokens).astype(np.int32)
+    order = _suffix_array(tokens).astype(np.int32)
     if path is not None:
         data = order.tobytes()
         with suppress(OSError):
@@ -152,26 +153,26 @@ def _kept_order(tokens: np.ndarray) -> np.ndarray:
     return order
 
 
-def _order(tokens: np.ndarray) -> np.ndarray:
-    """All places, sorted by the ``REACH`` tokens that they begin: by twice as many from pass to pass (Manber and Myers
-    1990), as many at first as a number holds."""
+def _suffix_array(tokens: np.ndarray) -> np.ndarray:
+    """All positions, sorted by the ``REACH`` tokens from there on. Each pass doubles the number of tokens in the key
+    (Manber and Myers 1990); the first key holds as many as fit 64 bits."""
     key, known, bits = tokens.astype(np.uint64), 1, max(1, int(tokens.max()).bit_length())
     while 2 * known * bits <= 64 and known < REACH:
-        key = (key << np.uint64(known * bits)) | _behind(key, known)
+        key = (key << np.uint64(known * bits)) | _shifted(key, known)
         known *= 2
     while True:
         order = np.argsort(key)
         if known >= REACH:
             return order
-        result = key[order]
+        ordered = key[order]
         rank = np.empty(len(key), np.int64)
-        rank[order] = np.cumsum(np.append(False, result[1:] != result[:-1]))
-        key = rank * len(rank) + _behind(rank, known)
+        rank[order] = np.cumsum(np.append(False, ordered[1:] != ordered[:-1]))
+        key = rank * len(rank) + _shifted(rank, known)
         known *= 2
 
 
-def _behind(values: np.ndarray, indices: int) -> np.ndarray:
-    return np.append(values[indices:], np.zeros(indices, values.dtype))
+def _shifted(values: np.ndarray, count: int) -> np.ndarray:
+    return np.append(values[count:], np.zeros(count, values.dtype))
 
 
 def _encoded(path: Path, tokenizer: Any) -> np.ndarray:
@@ -182,7 +183,8 @@ def _encoded(path: Path, tokenizer: Any) -> np.ndarray:
 
 
 def read(path: Path) -> list[np.ndarray]:
-    """Token ids of the texts that ``save`` wrote. Raises ConfigError for another file, and what safetensors raises."""
+    """Reads the token ids of each text that ``save`` wrote. Raises ConfigError for another file; passes on safetensors'
+    errors."""
     with safe_open(path, framework="numpy") as file:
         if (file.metadata() or {}).get("format") != FORMAT:
             raise ConfigError(f"{path} is no datastore: forerun tune writes one")
@@ -195,7 +197,7 @@ def read(path: Path) -> list[np.ndarray]:
 
 
 def save(path: Path, texts: Sequence[ArrayLike]) -> None:
-    """Writes token ids for ``Datastore.load``."""
+    """Writes the token ids of each text for ``Datastore.load``."""
     parts = [np.asarray(text, np.int64) for text in texts]
     tokens = np.concatenate([*parts, np.zeros(0, np.int64)])
     kind = np.uint16 if tokens.max(initial=0) < 1 << 16 else np.int32

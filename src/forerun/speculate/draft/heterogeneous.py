@@ -1,8 +1,8 @@
 """Draft models with another tokenizer than the target (Timor et al., arXiv 2502.05202).
 
-*TLI*, token-level intersection: q is restricted to the tokens that both vocabularies have, so that every rule works
-with exact q. *SLEM*, string-level exact match: the draft writes in its own tokens, and the target's tokens of that
-text are point masses. Neither needs anything of the draft for the output to be the target's.
+*TLI*, token-level intersection, restricts q to the tokens that both vocabularies have, so that every rule works with
+exact q. *SLEM*, string-level exact match, drafts text in the draft's own tokens and encodes it with the target's
+tokenizer; these tokens are point masses. Both are lossless.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch
 from forerun.core.batch import Span
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
-from forerun.core.tree import Draft, Drafts, Verdicts
+from forerun.core.tree import Draft, Drafts, Verdict, Verdicts
 from forerun.models.tokenizer import BYTE_LETTERS, load_tokenizer, with_end
 from forerun.sampling.noise import target_key
-from forerun.speculate.draft.base import DraftContext, spread
+from forerun.speculate.draft.base import DraftContext, scatter_logits
 from forerun.speculate.draft.model import DraftModel, DraftModelConfig
 from forerun.speculate.verify import Verification
 
 EULER = 0.5772156649
 TAIL = 4
-"""Committed tokens before a drafted text that are encoded with it, so that its first token is cut as in context."""
+"""How many committed tokens are encoded together with a drafted text, so that it is tokenized as in context."""
 
 
 class CrossVocabularyDraftModel(DraftModel):
-    """TLI. Keeps, per sequence, the text as the draft reads it."""
+    """TLI. Keeps each sequence's text in the draft's tokens."""
 
     per_sequence = (*DraftModel.per_sequence, "readings", "starts")
     readings: dict[int, VocabularyReading]
@@ -46,42 +46,36 @@ class CrossVocabularyDraftModel(DraftModel):
         target = Vocabulary(self.context.tokenizer, info.vocab_size)
         tokenizer = load_tokenizer(path)
         draft = Vocabulary(tokenizer, own.vocab_size)
-        self.bridge = VocabularyMap(target, draft, info.eos_ids, with_end(own, tokenizer).eos_ids)
-        pairs = sorted(self.bridge.shared.items())
-        self.target_ids = torch.tensor([target_id for target_id, _ in pairs], device=own.device)
-        self.draft_ids = torch.tensor([draft_id for _, draft_id in pairs], device=own.device)
+        self.vocab_map = VocabularyMap(target, draft, info.eos_ids, with_end(own, tokenizer).eos_ids)
+        self.target_ids, self.draft_ids = torch.tensor(
+            sorted(self.vocab_map.to_draft.items()), device=own.device
+        ).T.contiguous()
 
     def _read(self, sequence: RequestState) -> list[int]:
         reading = self.readings.get(sequence.id)
         if reading is None:
-            reading = self.readings[sequence.id] = VocabularyReading(self.bridge)
+            reading = self.readings[sequence.id] = VocabularyReading(self.vocab_map)
         if reading.read < len(sequence.tokens):
             reading.follow(sequence.tokens)
         return reading.tokens
 
-    def _own(self, tokens: list[int]) -> list[int]:
-        return [self.bridge.shared[token] for token in tokens]
+    def _to_draft_ids(self, tokens: list[int]) -> list[int]:
+        return [self.vocab_map.to_draft[token] for token in tokens]
 
     def translate(self, logits: torch.Tensor) -> torch.Tensor:
-        return spread(logits[:, self.draft_ids], self.target_ids, self.context.sampler.vocab_size)
+        return scatter_logits(logits[:, self.draft_ids], self.target_ids, self.context.sampler.vocab_size)
 
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         self.starts = {sequence.id: len(self._read(sequence)) for sequence in sequences}
         return super().propose(sequences, budgets)
 
-    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
-        pool = self.attention.pool
-        for sequence, draft, verdict in zip(sequences, drafts, verdicts):
-            start = self.starts.pop(sequence.id, None)
-            if start is None or sequence.id not in pool.block_tables or not len(draft):
-                continue
-            pool.keep(sequence.id, start, self._kept(sequence, verdict, start))
+    def _draft_start(self, sequence: RequestState, verdict: Verdict) -> int:
+        return self.starts[sequence.id]
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
-        """Its text is read anew: where the draft's tokens of it end is not known from the source's."""
+        """Shares nothing: the new beam's text is read again."""
 
     def rewind(self, sequence: RequestState) -> None:
-        self.attention.pool.free(sequence.id)  # first: what was read is no prefix of the text any more
         self.release(sequence)
 
     def cached_tokens(self, sequence: RequestState) -> list[int]:
@@ -90,8 +84,8 @@ class CrossVocabularyDraftModel(DraftModel):
 
 
 class StringDraftModel(CrossVocabularyDraftModel):
-    """SLEM. The draft takes its likeliest tokens, which as point masses are most often right; where the rule couples
-    draft and target, those that are likeliest under the noise that the target will meet."""
+    """SLEM. The draft takes its likeliest tokens, which are the best point masses. Under a coupled rule, it takes those
+    that are likeliest with the target's noise."""
 
     per_sequence = (*CrossVocabularyDraftModel.per_sequence, "written")
     written: dict[int, list[int]]
@@ -117,32 +111,33 @@ class StringDraftModel(CrossVocabularyDraftModel):
         return drafts
 
     def _with_noise(self, logits: torch.Tensor, sequences: Requests, depth: int) -> torch.Tensor:
-        """Under a coupled rule, sampled requests' scores of the ``depth``-th token behind the committed ones, as if
-        every token before it had been one of the target's; a token that the target lacks gets the noise's mean."""
-        hot = [i for i, sequence in enumerate(sequences) if not sequence.params.greedy]
-        if self.context.rule.needs_q or not hot:
+        """Adds the target's noise to sampled requests' logits under a coupled rule. It is the noise of the ``depth``-th
+        token after the committed ones, as if every drafted token were one target token. Tokens that the target lacks
+        get the noise's mean."""
+        sampled = [i for i, sequence in enumerate(sequences) if not sequence.params.greedy]
+        if self.context.rule.needs_q or not sampled:
             return logits
-        temperatures = [self.config.draft_temperature or sequences[i].params.temperature for i in hot]
-        keys = [target_key(sequences[i].seed, len(sequences[i].tokens) + depth) for i in hot]
-        scores = logits[hot] / torch.tensor(temperatures, device=logits.device)[:, None]
+        temperatures = [self.config.draft_temperature or sequences[i].params.temperature for i in sampled]
+        keys = [target_key(sequences[i].seed, len(sequences[i].tokens) + depth) for i in sampled]
+        scores = logits[sampled] / torch.tensor(temperatures, device=logits.device)[:, None]
         noise = torch.full_like(scores, EULER)
         noise[:, self.draft_ids] = self.context.sampler.noise.rows(keys)[:, self.target_ids]
         result = logits.clone()
-        result[hot] = scores + noise
+        result[sampled] = scores + noise
         return result
 
     def _ended(self, token: int) -> bool:
-        return token not in self.bridge.draft.bytes
+        return token not in self.vocab_map.draft.bytes
 
     def _span(self, sequence: RequestState, written: list[int]) -> Span:
         start = self.starts[sequence.id] + len(written) - 1
         return Span(sequence.id, start, written[-1:], logits=[0])
 
     def _encode(self, sequence: RequestState, written: Sequence[int]) -> list[int]:
-        """The target's tokens of what the draft wrote; a character that is cut off at the end is left out."""
-        target = self.bridge.target
-        text = self.bridge.draft.spell(written).decode("utf-8", "ignore")
-        after = [self.bridge.back[t] for t in written[-1:] if self._ended(t) and t in self.bridge.back]
+        """The target's tokens of the drafted text, without an incomplete character at its end."""
+        target = self.vocab_map.target
+        text = self.vocab_map.draft.spell(written).decode("utf-8", "ignore")
+        after = [self.vocab_map.to_target[t] for t in written[-1:] if self._ended(t) and t in self.vocab_map.to_target]
         if not text:
             return after
         tail = sequence.tokens[-TAIL:]
@@ -153,7 +148,7 @@ class StringDraftModel(CrossVocabularyDraftModel):
         return [] if target.word_marks else target.encode(text) + after
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
-        """Keep the draft's own tokens as far as their text was committed."""
+        """Keeps the cache entries of drafted tokens whose text was committed."""
         pool = self.attention.pool
         for sequence, verdict in zip(sequences, verdicts):
             start, written = self.starts.pop(sequence.id, None), self.written.pop(sequence.id, [])
@@ -164,7 +159,7 @@ class StringDraftModel(CrossVocabularyDraftModel):
 
 
 class Vocabulary:
-    """A tokenizer's tokens as bytes. Special tokens have none; they are known by their name."""
+    """A tokenizer's tokens as bytes. Special tokens have no bytes; they are in ``names``."""
 
     def __init__(self, tokenizer: Any, size: int) -> None:
         self.tokenizer = tokenizer
@@ -189,58 +184,57 @@ class Vocabulary:
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
-        """Bytes to id; of several tokens with the same bytes, the first."""
+        """Maps bytes to ids; of several tokens with the same bytes, to the first."""
         result: dict[bytes, int] = {}
         for i in sorted(self.bytes):
             result.setdefault(self.bytes[i], i)
         return result
 
     def spell(self, tokens: Sequence[int]) -> bytes:
-        """The bytes of a text."""
+        """The bytes of tokens."""
         return b"".join(self.bytes.get(token, b"") for token in tokens)
 
     def encode(self, text: str, *, whole: bool = False) -> list[int]:
-        """Ids of a text; ``whole``: with the special tokens that begin one."""
+        """Token ids of a text; ``whole``: with the special tokens at its beginning."""
         return self.tokenizer.encode(text, add_special_tokens=whole, verbose=False)
 
 
 class VocabularyMap:
-    """From a target's vocabulary to a draft's and back.
+    """Maps the ids of a target's vocabulary to those of a draft's, and back.
 
-    ``shared`` maps the target's ids to the draft's where both have a token: equal bytes, equal special names, and the
-    tokens that end a text. Raises ConfigError where they share no text.
+    ``to_draft`` has the tokens of both vocabularies: those with equal bytes, special tokens with equal names, and the
+    tokens that end a text. Raises ConfigError if they have no bytes in common.
     """
 
     def __init__(self, target: Vocabulary, draft: Vocabulary, target_eos: frozenset[int], draft_eos: frozenset[int]):
         self.target = target
         self.draft = draft
-        self.shared = {i: draft.ids[text] for i, text in target.bytes.items() if text in draft.ids}
-        if not self.shared:
+        self.to_draft = {i: draft.ids[text] for i, text in target.bytes.items() if text in draft.ids}
+        if not self.to_draft:
             raise ConfigError("the draft's vocabulary shares no token with the target's: choose another draft")
         names = {name: i for i, name in draft.names.items()}
-        self.shared.update({i: names[name] for i, name in target.names.items() if name in names})
-        if target_eos and draft_eos and not any(self.shared.get(end) in draft_eos for end in target_eos):
-            self.shared[min(target_eos)] = min(draft_eos)
+        self.to_draft.update({i: names[name] for i, name in target.names.items() if name in names})
+        if target_eos and draft_eos and not any(self.to_draft.get(end) in draft_eos for end in target_eos):
+            self.to_draft[min(target_eos)] = min(draft_eos)
 
     @cached_property
-    def back(self) -> dict[int, int]:
-        """The draft's ids to the target's, where both have a token."""
-        return {draft: target for target, draft in self.shared.items()}
+    def to_target(self) -> dict[int, int]:
+        return {draft: target for target, draft in self.to_draft.items()}
 
 
 class VocabularyReading:
-    """A target's text as the draft reads it. It only grows: what was read once stays as it was read."""
+    """A target's text in the draft's tokens. It only grows: tokens once read are never re-tokenized."""
 
-    def __init__(self, bridge: VocabularyMap) -> None:
-        self.bridge = bridge
+    def __init__(self, vocab_map: VocabularyMap) -> None:
+        self.vocab_map = vocab_map
         self.tokens: list[int] = []
         self.read = 0
-        """How many of the target's tokens these are."""
+        """How many of the target's tokens were read."""
         self._pending = b""
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Read the target's tokens up to the last of ``tokens``: a text's beginning as a whole, so that the draft
-        sees it as its own tokenizer would cut it, later tokens one by one."""
+        """Reads the target's ``tokens`` that are new: the first text as a whole, with the draft's own tokenizer, later
+        tokens one by one."""
         if not self.read:
             self._begin(tokens)
         for token in tokens[self.read :]:
@@ -250,43 +244,43 @@ class VocabularyReading:
         whole = True
         for piece in self._pieces(tokens):
             if isinstance(piece, bytes):
-                self.tokens += self.bridge.draft.encode(piece.decode("utf-8", "replace"), whole=whole)
+                self.tokens += self.vocab_map.draft.encode(piece.decode("utf-8", "replace"), whole=whole)
             else:
                 self.tokens.append(piece)
             whole = False
         self.read = len(tokens)
 
     def _pieces(self, tokens: Sequence[int]) -> list[bytes | int]:
-        """The target's tokens as runs of text and, between them, the draft's ids of special tokens that it has too."""
+        """Splits the target's tokens into runs of text and the draft's ids of special tokens between them."""
         pieces: list[bytes | int] = []
         text = b""
         for token in tokens:
-            if token in self.bridge.target.bytes:
-                text += self.bridge.target.bytes[token]
+            if token in self.vocab_map.target.bytes:
+                text += self.vocab_map.target.bytes[token]
                 continue
             pieces += [text] if text else []
-            pieces += [self.bridge.shared[token]] if token in self.bridge.shared else []
+            pieces += [self.vocab_map.to_draft[token]] if token in self.vocab_map.to_draft else []
             text = b""
         return [*pieces, text] if text else pieces
 
     def extend(self, token: int) -> None:
-        """Read one more token: as the same token if the draft has it, else spelled out with the draft's. Bytes that
-        do not make a character yet wait for the next token; if that is shared they are left out."""
-        own = self.bridge.shared.get(token)
+        """Reads one token: as the same token if the draft has it, otherwise as the draft's tokens of its text. An
+        incomplete character waits for the next token, and is dropped if the draft has that one."""
+        own = self.vocab_map.to_draft.get(token)
         if own is not None:
             self.tokens.append(own)
             self._pending = b""
         else:
-            self._spell(self.bridge.target.bytes.get(token, b""))
+            self._spell(self.vocab_map.target.bytes.get(token, b""))
         self.read += 1
 
     def adopt(self, drafted: Sequence[int], tokens: Sequence[int]) -> int:
-        """Read the target's ``tokens``, whose text may begin like the draft's own ``drafted`` tokens: those that agree
-        are kept as they are. Returns how many."""
+        """Reads the target's ``tokens``. Keeps the draft's own ``drafted`` tokens as far as their text agrees; returns
+        how many are kept."""
         pieces = self._pieces(tokens)
         kept = 0
         for own in drafted if not self._pending else ():
-            text = self.bridge.draft.bytes.get(own)
+            text = self.vocab_map.draft.bytes.get(own)
             first = pieces[0] if pieces else None
             if isinstance(first, bytes) and text and first.startswith(text):
                 pieces[0:1] = [first[len(text) :]] if first != text else []
@@ -313,4 +307,4 @@ class VocabularyReading:
             return
         self._pending = b""
         if text:
-            self.tokens += self.bridge.draft.encode(text)
+            self.tokens += self.vocab_map.draft.encode(text)

@@ -1,5 +1,5 @@
 """``layerskip``: the target drafts for itself with some of its layers (Draft & Verify, arXiv 2309.08168; LayerSkip,
-2404.16710). The chosen layers read the target's own cache, so nothing is prefilled twice and no second model is kept.
+2404.16710). These layers use the target's own cache, so there is no second model and no second prefill.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class LayerskipConfig(StepsConfig):
 
 
 class ExitHead(MedusaHead):
-    """Takes an early layer's state, normalised, for the last layer's: it guesses what the target itself predicts there
-    (LayerSkip, arXiv 2404.16710, shares the output layer; the residual layer before it is trained here instead)."""
+    """Predicts the target's own next token from an early layer's normed state: a trained residual layer before the
+    target's output layer (LayerSkip, arXiv 2404.16710, trains the output layer instead)."""
 
     method = "layerskip"
     ahead = 0
@@ -71,25 +71,25 @@ class Layerskip(Drafter[LayerskipConfig]):
         self.layers = config.layers or tuple(range(config.exit_layer or max(1, info.num_layers // 2)))
         if self.layers[-1] >= info.num_layers:
             raise ConfigError(f"the target has layers 0 to {info.num_layers - 1}, not {self.layers[-1]}")
-        where = config.exit_head
-        if where is None and config.layers is None and config.exit_layer is None and info.name == f"{BUNDLED}target":
-            where = f"{BUNDLED}layerskip"
+        path = config.exit_head
+        if path is None and config.layers is None and config.exit_layer is None and info.name == f"{BUNDLED}target":
+            path = f"{BUNDLED}layerskip"
         self.head: ExitHead | None = None
-        if where is not None:
-            head = ExitHead.load(resolve(where)).to(device=info.device, dtype=info.dtype)
+        if path is not None:
+            head = ExitHead.load(resolve(path)).to(device=info.device, dtype=info.dtype)
             assert isinstance(head, ExitHead)
             if (head.sizes.hidden_size, head.sizes.vocab_size) != (info.hidden_size, info.vocab_size):
-                raise ConfigError(f"the exit head in {where} was trained for another target")
+                raise ConfigError(f"the exit head in {path} was trained for another target")
             after = head.record.get("exit_layer")
             if after is not None and self.layers != tuple(range(after)):
-                raise ConfigError(f"the exit head in {where} was trained after {after} layers: set exit_layer to that")
+                raise ConfigError(f"the exit head in {path} was trained after {after} layers: set exit_layer to that")
             head.pack()
             self.head = head
-        self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
+        self.chooser = Chooser.of(config, context)
 
     @inference
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
-        """Entries that drafting writes to the target's cache are overwritten when the target reads the draft."""
+        """Writes to the target's cache; verification overwrites these entries."""
         pool, nodes = self.context.attention().pool, self.config.rows_by_depth()
         ready = [
             index
@@ -101,9 +101,8 @@ class Layerskip(Drafter[LayerskipConfig]):
         def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             if depth:
                 return self._logits(newest_level(sequences, frontier, drafts, lambda each: len(each.tokens)))
-            chosen = [sequences[index] for index, _ in frontier]
-            spans = [Span(each.id, each.num_computed_tokens, each.tokens[-1:], logits=[0]) for each in chosen]
-            return self._logits(spans)
+            roots = [sequences[index] for index, _ in frontier]
+            return self._logits([Span(s.id, s.num_computed_tokens, s.tokens[-1:], logits=[0]) for s in roots])
 
         drafts, _ = grow(sequences, ready, budgets, self.config, self.chooser, score)
         for index in ready:

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import safe_open
 
+from forerun import pretrained
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
 from forerun.core.batch import Batch, Span
@@ -25,22 +27,42 @@ from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.load import load_shared, parse_dtype
 from forerun.models.open import quick_config, resolve, weight_sizes
 from forerun.models.tokenizer import check_compatible, read_vocabulary
-from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, common_tokens, drafters, spread
-from forerun.speculate.draft.chain import CatchUpConfig, ChainLookup, ChainRunner, plain
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters, scatter_logits
+from forerun.speculate.draft.chain import CatchUpConfig, ChainLookup, ChainRunner, can_chain
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level
 from forerun.speculate.verify import Verification
 
 log = logging.getLogger("forerun")
 LARGE = 64 << 20
-"""Bytes of a file whose weights come from memory at every step, so that a smaller form is faster."""
-MOST_BITS = 5
-"""A weight of a file that is taken as it is, whatever its size."""
+"""Bytes of weights above which a draft is memory-bound, so that 4 bits are faster."""
+MAX_BITS = 5
+"""A file with fewer bits per weight is used as it is, whatever its size."""
 NARROW = 256
-AHEAD = 8
-"""Most tokens that are read ahead in a call, unless an option says otherwise."""
-TOGETHER = 2
-"""Most chains at once for which tokens are read ahead; with four there is no gain."""
+LOOKUP_TOKENS = 8
+"""Default of ``prompt_lookup_num_tokens``."""
+LOOKUP_CHAINS = 2
+"""Most chains at once for which tokens are looked up; with four there is no gain."""
 BUNDLED = "forerun:draft"
+
+
+def common_tokens(tokenizer: Any) -> list[int]:
+    """The most common tokens of code and English, most common first, from the table of ``tokenizer``; empty if there is
+    none. ``lab/tools/common_tokens.py`` writes the tables. Each names a few tokens that identify its tokenizer."""
+    for path in pretrained.common_tokens() if tokenizer is not None else ():
+        with safe_open(path, "pt") as file:
+            samples = {int(token): text for token, text in file.metadata().items() if token.isdigit()}
+            if tokenizer.convert_ids_to_tokens(list(samples)) == list(samples.values()):
+                return list(file.get_tensor("tokens").tolist())
+    return []
+
+
+def most_common(context: DraftContext, size: int, vocab_size: int) -> torch.Tensor:
+    """int64 [size], ascending: the tokens of a reduced output layer. Special tokens come first, then ``common_tokens``,
+    then the lowest ids below ``vocab_size``, which in BPE are the most common."""
+    tokenizer = context.tokenizer
+    special = {*context.target.info.eos_ids, *(tokenizer.added_tokens_decoder if tokenizer else ())}
+    ranked = dict.fromkeys([*sorted(special), *common_tokens(tokenizer), *range(vocab_size)])
+    return torch.tensor(sorted([token for token in ranked if token < vocab_size][:size]))
 
 
 @dataclass(frozen=True)
@@ -50,19 +72,19 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
     dtype: str | None = None
     """Its dtype; None: as the target's option, but float32 for a narrow draft on CPU."""
     quantization: str | None = None
-    """Its weights' form, as the target's option, or ``none``. None: where CPU kernels of ours run it on the native path
-    and no dtype is asked for, q4_0 if it is too large for the processor's caches and int8_rows for the bundled draft;
-    otherwise none."""
+    """Quantization of its weights, as the target's option, or ``none``. None: where our CPU kernels run it on the
+    native path and no dtype is given, q4_0 if it is too large for the processor's caches, and int8_rows for the bundled
+    draft; otherwise none."""
     max_model_len: int | None = None
     """The draft's context; past it, nothing is proposed. None: the checkpoint's, at most the target's."""
     draft_vocab_size: int | None = None
-    """How many tokens its output layer predicts: the special ones, the commonest, and the first others of the
-    vocabulary. What is left out is never drafted. None: those of the table of common tokens that comes with Forerun for
-    this tokenizer (Qwen 2.5's: 49,152, 99.5 % of code and English); all of them where there is no table."""
+    """How many tokens its output layer predicts: special ones, the most common, then the lowest ids. Other tokens are
+    never drafted. None: those of Forerun's table of common tokens for this tokenizer (Qwen 2.5's: 49,152, 99.5 % of
+    code and English); all tokens where there is no table."""
     prompt_lookup_num_tokens: int | None = None
-    """Most tokens that it reads ahead in a call; 0: none, None: 8. They are looked up in the text; those that it would
-    not have drafted itself are dropped, so that drafts stay the same. It reads as many as pay off by measured times,
-    for up to two requests at a time, in chains that our kernels draft."""
+    """Most tokens that are looked up in the text and read ahead in one call; 0: none, None: 8. Those that it would not
+    have drafted itself are dropped, so drafts stay the same. Measured times decide how many are read. It applies to
+    chains that our kernels draft, for up to two requests at a time."""
     use_heterogeneous_vocab: bool = False
     """The draft has another tokenizer than the target."""
     heterogeneous_vocab_method: str = "tli"
@@ -71,7 +93,7 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
 
     @classmethod
     def with_defaults(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Chains of up to twelve tokens that end where the draft is unsure, as far as they pay."""
+        """Chains of up to twelve tokens that end at low confidence, shortened by the adaptive length policy."""
         open_ended = not {"num_speculative_tokens", "tree", "tree_nodes", "confidence_threshold"} & set(options)
         if options.get("model") in (None, BUNDLED) or not open_ended or options.get("heterogeneous_vocab_method"):
             return dict(options)
@@ -99,11 +121,11 @@ class DraftModel(Drafter[DraftModelConfig]):
     name = "draft_model"
     config_class = DraftModelConfig
     watches = False
-    per_sequence: ClassVar[tuple[str, ...]] = ("skipped", "places")
+    per_sequence: ClassVar[tuple[str, ...]] = ("skipped", "read_order")
     skipped: dict[int, int]
-    """Of which it reads the last tokens only: how many it leaves out. Their positions count from 0."""
-    places: dict[int, list[int]]
-    """Where each node of its draft is among those that this model has read, or -1."""
+    """Number of tokens at the start of the text that it does not read. Positions count from the first one read."""
+    read_order: dict[int, list[int]]
+    """For each node of the last draft: its index among the nodes that this model has read, or -1."""
 
     def __init__(self, config: DraftModelConfig, context: DraftContext) -> None:
         super().__init__(config, context)
@@ -111,10 +133,10 @@ class DraftModel(Drafter[DraftModelConfig]):
         options = dict(context.options or {})
         page_size = options.pop("page_size", None)
         dtype = self._dtype(path)
-        source = context.target.info.encoder is not None
-        if source:
+        has_source = context.target.info.encoder is not None
+        if has_source:
             options["max_model_len"] = config.max_model_len or 2 * context.max_model_len  # source and answer
-        self.output_ids = self._predicted(path)
+        self.output_ids = self._choose_outputs(path)
         """The tokens that its logits are of, ascending; None: all."""
         self.model = load_shared(
             path,
@@ -125,13 +147,13 @@ class DraftModel(Drafter[DraftModelConfig]):
             outputs=self.output_ids,
             **options,
         )
-        self._check_kind(path, source)
+        self._check_kind(path, has_source)
         self._check_vocabulary(path)
-        self.joins = source and self.model.info.encoder is None
-        """It reads the source before the text, as one text."""
-        self.windows = not self.joins and not config.use_heterogeneous_vocab
-        """It can leave out the beginning of a text."""
-        longest = context.max_model_len * (2 if self.joins else 1)
+        self.prepends_source = has_source and self.model.info.encoder is None
+        """A decoder that drafts for an encoder-decoder: it reads source and answer as one text."""
+        self.can_skip = not self.prepends_source and not config.use_heterogeneous_vocab
+        """Whether it can leave out the beginning of a text."""
+        longest = context.max_model_len * (2 if self.prepends_source else 1)
         self.max_len = min(self.model.info.max_len, config.max_model_len or longest)
         self.attention = new_attention(
             self.model,
@@ -143,13 +165,12 @@ class DraftModel(Drafter[DraftModelConfig]):
         )
         self.tree = PrefixTree(self.attention.pool) if context.prefix_caching else None
         self.nodes = config.rows_by_depth()
-        self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
-        translates = config.use_heterogeneous_vocab
-        fused = None if translates else self.model.fused
-        most = AHEAD if config.prompt_lookup_num_tokens is None else config.prompt_lookup_num_tokens
+        self.chooser = Chooser.of(config, context)
+        fused = None if config.use_heterogeneous_vocab else self.model.fused
+        most = LOOKUP_TOKENS if config.prompt_lookup_num_tokens is None else config.prompt_lookup_num_tokens
         lookup = ChainLookup(most) if most else None
         self.chains = ChainRunner.find(
-            fused, self.attention, self.chooser, config, names=self.output_ids, lookup=lookup
+            fused, self.attention, self.chooser, config, output_ids=self.output_ids, lookup=lookup
         )
 
     @classmethod
@@ -161,49 +182,50 @@ class DraftModel(Drafter[DraftModelConfig]):
         tli = config.heterogeneous_vocab_method == "tli"
         return (CrossVocabularyDraftModel if tli else StringDraftModel)(config, context)
 
-    def _check_kind(self, path: str, source: bool) -> None:
-        """Raise ConfigError for an encoder-decoder whose source nobody gives, and for other ids where there is one."""
-        if self.model.info.encoder is not None and not source:
+    def _check_kind(self, path: str, has_source: bool) -> None:
+        """Raises ConfigError for an encoder-decoder that drafts for a decoder, or with another vocabulary."""
+        if self.model.info.encoder is not None and not has_source:
             raise ConfigError(
                 f"the draft {path} is an encoder-decoder, and {self.context.target.info.name} a decoder, which has no "
                 "source for it: choose a decoder"
             )
-        if self.config.use_heterogeneous_vocab and source:
+        if self.config.use_heterogeneous_vocab and has_source:
             raise ConfigError("use_heterogeneous_vocab is for decoders: an encoder-decoder's draft has its vocabulary")
 
     def _check_vocabulary(self, path: str) -> None:
-        """Raise ConfigError unless the draft's ids mean what the target's mean."""
+        """Raises ConfigError unless the draft's token ids mean the same as the target's."""
         context = self.context
         if context.tokenizer is not None:
             ours, theirs = context.tokenizer.get_vocab(), read_vocabulary(path)
             check_compatible(ours, theirs, context.target.info, self.model.info)
 
     def _read(self, sequence: RequestState) -> list[int]:
-        """What this model reads of a sequence: its committed tokens in the draft's ids. A decoder that drafts for an
-        encoder-decoder reads the source in the place of the token that begins an answer."""
-        if self.joins:
+        """The text that this model reads for a sequence, in the draft's ids. With ``prepends_source``, the source takes
+        the place of the answer's first token."""
+        if self.prepends_source:
             return [*(sequence.source or ()), *sequence.tokens[1:]]
-        begin = self.skipped.get(sequence.id, 0)
-        return sequence.tokens[begin:] if begin else sequence.tokens
+        skipped = self.skipped.get(sequence.id, 0)
+        return sequence.tokens[skipped:] if skipped else sequence.tokens
 
     def _shift(self, sequence: RequestState) -> int:
-        """How many tokens more than the sequence's that is."""
-        return len(sequence.source or ()) - 1 if self.joins else -self.skipped.get(sequence.id, 0)
+        """Length of the text that it reads, minus the length of ``sequence.tokens``."""
+        return len(sequence.source or ()) - 1 if self.prepends_source else -self.skipped.get(sequence.id, 0)
 
-    def _root(self, sequence: RequestState) -> tuple[int, ...] | None:
-        """What cached prefixes depend on beside what is read."""
-        return None if self.joins else sequence.source
+    def _prefix_source(self, sequence: RequestState) -> tuple[int, ...] | None:
+        """The encoder's input, which cached prefixes depend on."""
+        return None if self.prepends_source else sequence.source
 
-    def _own(self, tokens: list[int]) -> list[int]:
-        """Drafted tokens in the draft's ids."""
+    def _to_draft_ids(self, tokens: list[int]) -> list[int]:
         return tokens
 
     def translate(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the target's ids."""
-        return logits if self.output_ids is None else spread(logits, self.output_ids, self.context.sampler.vocab_size)
+        if self.output_ids is None:
+            return logits
+        return scatter_logits(logits, self.output_ids, self.context.sampler.vocab_size)
 
-    def _predicted(self, path: str) -> torch.Tensor | None:
-        """The tokens that are worth an output, ascending; None: all of them. Raises ConfigError."""
+    def _choose_outputs(self, path: str) -> torch.Tensor | None:
+        """The tokens that the output layer is reduced to, ascending; None: all. Raises ConfigError."""
         size = self.config.draft_vocab_size
         if size is None and not self.config.use_heterogeneous_vocab:
             size = len(common_tokens(self.context.tokenizer))
@@ -213,20 +235,20 @@ class DraftModel(Drafter[DraftModelConfig]):
         known = min(vocabulary, self.context.sampler.vocab_size)
         if size > known:
             raise ConfigError(f"draft_vocab_size is {size}, and {path} has {known} tokens")
-        return None if size == vocabulary else self.context.commonest(size, known)
+        return None if size == vocabulary else most_common(self.context, size, known)
 
     def _dtype(self, path: str) -> torch.dtype:
-        """On CPU, narrow layers run nearly twice as fast in float32 as in half precision, unless they are streamed."""
+        """On CPU, narrow layers run nearly twice as fast in float32 as in half precision, unless weights are tiled."""
         config = quick_config(resolve(path))
-        numbers = self.config.quantization if self.config.quantization in FLOATS else None
-        dtype = parse_dtype(self.config.dtype or numbers or self.context.dtype, config)
+        floats = self.config.quantization if self.config.quantization in FLOATS else None
+        dtype = parse_dtype(self.config.dtype or floats or self.context.dtype, config)
         if self.config.dtype is not None or self.config.quantization not in (None, UNQUANTIZED):
             return dtype
         slow = self.context.target.info.device.type == "cpu" and not can_tile(dtype)
         return torch.float32 if slow and config.get_text_config().hidden_size < NARROW else dtype
 
     def _quantization(self, path: str, dtype: torch.dtype) -> str | None:
-        """What was asked for; otherwise the bundled draft's default, where it is quicker."""
+        """The option's format; without one, a smaller format where that is faster."""
         if self.config.quantization is not None:
             return self.config.quantization
         native = (self.context.options or {}).get("model_path") != "hf" and refusal(quick_config(resolve(path))) is None
@@ -235,8 +257,8 @@ class DraftModel(Drafter[DraftModelConfig]):
             return None
         if path == BUNDLED:
             return "int8_rows" if int8.ours(device, dtype) else None
-        held, numbers = weight_sizes(resolve(path))
-        if blocks.can(dtype, device) and held > LARGE and 8 * held > MOST_BITS * numbers:
+        size, weights = weight_sizes(resolve(path))
+        if blocks.can(dtype, device) and size > LARGE and 8 * size > MAX_BITS * weights:
             log.info("the draft %s is held in 4 bits (quantization: none holds it as its file does)", path)
             return "q4_0"
         return None
@@ -244,20 +266,21 @@ class DraftModel(Drafter[DraftModelConfig]):
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         depths = [self._depth(sequence, budget) for sequence, budget in zip(sequences, budgets)]
         spans, ready = self._missing(sequences, depths)
-        if self.chains is not None and ready and all(plain(sequences[i]) for i in ready):
+        if self.chains is not None and ready and all(can_chain(sequences[i]) for i in ready):
             batch = self._batch(spans)
-            texts = [self._read(sequences[i]) for i in ready] if len(ready) <= TOGETHER else []
+            texts = [self._read(sequences[i]) for i in ready] if len(ready) <= LOOKUP_CHAINS else []
             return self.chains.draft(sequences, ready, depths, batch, self.attention, texts=texts)
 
         def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
+            read = spans
             if depth:
-                fed = newest_level(sequences, frontier, drafts, lambda each: len(self._read(each)), self._own)
-            return self.translate(self._forward(fed if depth else spans))
+                read = newest_level(sequences, frontier, drafts, lambda each: len(self._read(each)), self._to_draft_ids)
+            return self.translate(self._forward(read))
 
         if spans and not ready:
             self._forward(spans)
-        drafts, indices = grow(sequences, ready, depths, self.config, self.chooser, score)
-        self.places = {sequence.id: slot for sequence, slot in zip(sequences, indices or ())}
+        drafts, orders = grow(sequences, ready, depths, self.config, self.chooser, score)
+        self.read_order = {sequence.id: order for sequence, order in zip(sequences, orders or ())}
         return drafts
 
     def _forward(self, spans: list[Span]) -> torch.Tensor:
@@ -267,73 +290,79 @@ class DraftModel(Drafter[DraftModelConfig]):
         return Batch(spans, self.model.info.device).clamp_tokens(self.model.info.vocab_size)
 
     def _depth(self, sequence: RequestState, budget: int) -> int:
-        """The budget, less where the draft's context ends; nothing for a source that it has too few positions for."""
+        """The budget, cut where the draft's context ends; 0 for a source that is too long for it."""
         sources = self.attention.pool.sources
         if sources is not None and len(sequence.source or ()) > sources.longest:
             return 0
         return min(budget, self.max_len - len(self._read(sequence)))
 
     def _missing(self, sequences: Requests, depths: Sequence[int]) -> tuple[list[Span], list[int]]:
-        """The committed tokens to feed that this model has not seen, and the sequences that reach their last one and
-        may draft."""
+        """Spans of the committed tokens to prefill now, and the indices of the sequences that then have no backlog and
+        can draft."""
         spans, ready = [], []
         pool = self.attention.pool
         indices = [i for i, depth in enumerate(depths) if depth > 0 and self._fits(sequences[i], depth)]
         missing = [len(self._read(sequences[i])) - pool.length(sequences[i].id) for i in indices]
-        for index, lacks, count in zip(indices, missing, self.config.shares(missing)):
+        for index, backlog, count in zip(indices, missing, self.config.shares(missing)):
             if not count:
                 continue
             sequence = sequences[index]
             length = pool.length(sequence.id)
             tokens = self._read(sequence)[length : length + count]
-            requested = [count - 1] if count == lacks else []
-            settled = max(length, min(length + count, length + lacks - sequence.tentative))
+            requested = [count - 1] if count == backlog else []
+            settled = max(length, min(length + count, length + backlog - sequence.tentative))
             spans.append(Span(sequence.id, length, tokens, logits=requested, source=sequence.source, settled=settled))
-            if self.tree is not None and lacks > pool.page_size:  # it reads; a few tokens are what it was not asked for
-                self.tree.keep_states(sequence.id, settled, length + lacks)
-            if count == lacks:
+            if self.tree is not None and backlog > pool.page_size:  # a prompt, not a few tokens of skipped rounds
+                self.tree.keep_states(sequence.id, settled, length + backlog)
+            if count == backlog:
                 ready.append(index)
         return spans, ready
 
     def _fits(self, sequence: RequestState, depth: int) -> bool:
-        """Whether there are pages for its tokens and a draft; a sequence that is new here starts on a known prefix."""
-        if self._starts_over(sequence):
+        """Reserves pages for its tokens and a draft; False if there are none. A new sequence starts from the prefix
+        cache."""
+        if self._must_restart(sequence):
             self.release(sequence)
         pool, new = self.attention.pool, sequence.id not in self.attention.pool.block_tables
-        if new and sequence.reads is not None and self.windows:
+        if new and sequence.reads is not None and self.can_skip:
             self.skipped[sequence.id] = max(0, len(sequence.tokens) - sequence.reads)
-        known = self._read(sequence)
+        text = self._read(sequence)
         if new and self.tree is not None:
-            self.tree.match_prefix(sequence.id, known, len(known) - 1, source=self._root(sequence))
-        if pool.try_reserve(sequence.id, len(known) + self.nodes[depth] * len(sequence.sequences)):
+            self.tree.match_prefix(sequence.id, text, len(text) - 1, source=self._prefix_source(sequence))
+        if pool.try_reserve(sequence.id, len(text) + self.nodes[depth] * len(sequence.sequences)):
             return True
         if new:
             self.release(sequence)
         return False
 
-    def _starts_over(self, sequence: RequestState) -> bool:
-        """Whether it is to read all of a text that it has begun with the last tokens of."""
+    def _must_restart(self, sequence: RequestState) -> bool:
+        """Whether it skipped the beginning of a text of which it must now read everything."""
         return sequence.reads is None and self.skipped.get(sequence.id, 0) > 0
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
-        """Truncate to the committed prefix: of the drafted nodes this model has fed, the accepted ones stay."""
+        """Truncates the cache to the committed prefix: of the draft nodes that it read, the accepted ones stay."""
         pool = self.attention.pool
         for sequence, draft, verdict in zip(sequences, drafts, verdicts):
             if sequence.id not in pool.block_tables:
                 continue
             if len(draft):
-                start = len(sequence.tokens) - len(verdict.tokens) + self._shift(sequence)
+                start = self._draft_start(sequence, verdict)
                 pool.keep(sequence.id, start, self._kept(sequence, verdict, start))
             if self.tree is not None:
-                known = self._read(sequence)
-                self.tree.insert(sequence.id, known, len(known) - sequence.tentative, source=self._root(sequence))
+                text = self._read(sequence)
+                end = len(text) - sequence.tentative
+                self.tree.insert(sequence.id, text, end, source=self._prefix_source(sequence))
+
+    def _draft_start(self, sequence: RequestState, verdict: Verdict) -> int:
+        """Cache position of the first draft node."""
+        return len(sequence.tokens) - len(verdict.tokens) + self._shift(sequence)
 
     def _kept(self, sequence: RequestState, verdict: Verdict, start: int) -> list[int]:
-        """Which of the nodes in the cache, counted from ``start``, were accepted."""
-        fed = self.attention.pool.length(sequence.id) - start
-        indices = self.places.pop(sequence.id, None)
-        path = verdict.path[: verdict.accepted]
-        return [node for node in (path if indices is None else [indices[n] for n in path]) if 0 <= node < fed]
+        """The cache entries of accepted nodes, counted from ``start``."""
+        num_read = self.attention.pool.length(sequence.id) - start
+        order, path = self.read_order.pop(sequence.id, None), verdict.path[: verdict.accepted]
+        entries = path if order is None else [order[node] for node in path]
+        return [entry for entry in entries if 0 <= entry < num_read]
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
         pool = self.attention.pool
@@ -343,8 +372,9 @@ class DraftModel(Drafter[DraftModelConfig]):
 
     def release(self, sequence: RequestState) -> None:
         if self.tree is not None and sequence.id in self.attention.pool.block_tables:
-            known = self._read(sequence)
-            self.tree.insert_finished(sequence.id, known, len(known) - sequence.tentative, source=self._root(sequence))
+            text = self._read(sequence)
+            end = len(text) - sequence.tentative
+            self.tree.insert_finished(sequence.id, text, end, source=self._prefix_source(sequence))
         self.attention.pool.free(sequence.id)
         super().release(sequence)
 
@@ -354,13 +384,14 @@ class DraftModel(Drafter[DraftModelConfig]):
             pool.truncate(sequence.id, length)
 
     def backlog(self, sequence: RequestState) -> int:
-        known, pool = self._read(sequence), self.attention.pool
-        if self._starts_over(sequence):
+        text, pool = self._read(sequence), self.attention.pool
+        if self._must_restart(sequence):
             return len(sequence.tokens)
         if sequence.id in pool.block_tables:
-            return len(known) - pool.length(sequence.id)
-        result = self.tree.match_length(known, len(known) - 1, self._root(sequence)) if self.tree is not None else 0
-        return len(known) - result
+            return len(text) - pool.length(sequence.id)
+        if self.tree is None:
+            return len(text)
+        return len(text) - self.tree.match_length(text, len(text) - 1, self._prefix_source(sequence))
 
     def pools(self) -> list[Pool]:
         return [self.attention.pool]

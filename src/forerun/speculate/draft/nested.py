@@ -1,4 +1,4 @@
-"""Drafters made of drafters: their options, their construction, and what each part gets to see."""
+"""Drafters made of other drafters: ``cascade`` asks them in order, ``merged`` joins their trees."""
 
 from __future__ import annotations
 
@@ -18,156 +18,156 @@ from forerun.speculate.verify import Verification
 
 
 @dataclass(frozen=True)
-class NestedPart:
-    """One drafter inside another: its method and options."""
+class InnerConfig:
+    """Method and options of a drafter inside another."""
 
     method: str
     config: DrafterConfig
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any] | NestedPart, num_speculative_tokens: int) -> NestedPart:
-        """From ``{"method": ..., its options}``; ``num_speculative_tokens`` unless it has its own."""
-        if isinstance(options, NestedPart):
+    def parse(cls, options: Mapping[str, Any] | InnerConfig, num_speculative_tokens: int) -> InnerConfig:
+        """Parses ``{"method": ..., options}``; ``num_speculative_tokens`` is the default of that option."""
+        if isinstance(options, InnerConfig):
             return options
         if not isinstance(options, Mapping) or "method" not in options:
             raise ConfigError(f"a drafter inside a drafter is a mapping like {{'method': 'suffix'}}, not {options!r}")
-        rest = {key: value for key, value in options.items() if key != "method"}
-        config = drafters[options["method"]].config_class
-        if "tree" not in rest:
-            rest.setdefault("num_speculative_tokens", num_speculative_tokens)
-        return cls(options["method"], config.from_dict(options["method"], rest))
+        own = {key: value for key, value in options.items() if key != "method"}
+        config_class = drafters[options["method"]].config_class
+        if "tree" not in own:
+            own.setdefault("num_speculative_tokens", num_speculative_tokens)
+        return cls(options["method"], config_class.from_dict(options["method"], own))
 
     def build(self, context: DraftContext, number: int = 0) -> Drafter:
-        """``number`` tells the parts of one drafter apart, so that their draws are independent."""
+        """Builds the drafter; a different ``number`` makes its draws independent of its siblings'."""
         return drafters[self.method].build(self.config, replace(context, stream=context.stream * 16 + number + 1))
 
 
 @dataclass(frozen=True)
-class PartsConfig(DrafterConfig):
-    """Options of drafters that ask several others."""
+class CompositeConfig(DrafterConfig):
+    """Options of drafters that combine several others."""
 
     drafters: tuple[Any, ...] = ({"method": "ngram"}, {"method": "draft_model"})
     """Options of each drafter, the first to be asked first; ``num_speculative_tokens`` is their default."""
-    without: ClassVar = dict.fromkeys(("tree", "draft_temperature"), "it is an option of the drafters inside")
+    unsupported: ClassVar = dict.fromkeys(("tree", "draft_temperature"), "it is an option of the drafters inside")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.drafters, (list, tuple)) or not 2 <= len(self.drafters) <= 15:
             raise ConfigError("'drafters' must list the options of 2 to 15 drafters")
-        parts = tuple(NestedPart.parse(options, self.num_speculative_tokens) for options in self.drafters)
-        object.__setattr__(self, "drafters", parts)
-        object.__setattr__(self, "num_speculative_tokens", max(p.config.num_speculative_tokens for p in parts))
+        inner = tuple(InnerConfig.parse(options, self.num_speculative_tokens) for options in self.drafters)
+        object.__setattr__(self, "drafters", inner)
+        object.__setattr__(self, "num_speculative_tokens", max(each.config.num_speculative_tokens for each in inner))
 
     @property
     def branches(self) -> bool:
-        return any(part.config.branches for part in self.drafters)
+        return any(inner.config.branches for inner in self.drafters)
 
-    def part_nodes(self) -> list[list[int]]:
-        """``nodes_by_depth`` of every part, each as long as this drafter's own."""
+    def inner_nodes(self) -> list[list[int]]:
+        """``nodes_by_depth`` of every inner drafter, extended to this drafter's depth."""
         depth = self.num_speculative_tokens
-        tables = [part.config.nodes_by_depth() for part in self.drafters]
+        tables = [inner.config.nodes_by_depth() for inner in self.drafters]
         return [table + [table[-1]] * (depth + 1 - len(table)) for table in tables]
 
 
-P = TypeVar("P", bound=PartsConfig)
+P = TypeVar("P", bound=CompositeConfig)
 
 
-class PartsDrafter(Drafter[P]):
-    """Keeps its parts' state in step, whichever of their drafts a round used."""
+class CompositeDrafter(Drafter[P]):
+    """Keeps the state of all inner drafters up to date, whichever of their drafts a round used."""
 
     def __init__(self, config: P, context: DraftContext) -> None:
         super().__init__(config, context)
-        self.parts = [part.build(context, number) for number, part in enumerate(config.drafters)]
-        needs = [part.needs for part in self.parts]
+        self.inner = [inner.build(context, number) for number, inner in enumerate(config.drafters)]
+        needs = [drafter.needs for drafter in self.inner]
         hidden = tuple(sorted({layer for need in needs for layer in need.hidden}))
         self.needs = Needs(hidden, any(need.model for need in needs), rows=max(need.rows for need in needs))
-        self.proposed: list[dict[int, Draft]] = [{} for _ in self.parts]
+        self.proposed: list[dict[int, Draft]] = [{} for _ in self.inner]
 
     def ask(self, number: int, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
-        """One part's drafts, none deeper than its own options say."""
+        """Drafts of one inner drafter, at most as deep as its own options say."""
         if not sequences:
             return []
-        part = self.parts[number]
-        limit = part.config.num_speculative_tokens
-        drafts = part.propose(sequences, [min(budget, limit) for budget in budgets])
+        drafter = self.inner[number]
+        limit = drafter.config.num_speculative_tokens
+        drafts = drafter.propose(sequences, [min(budget, limit) for budget in budgets])
         self.proposed[number] = {sequence.id: draft for sequence, draft in zip(sequences, drafts)}
         return drafts
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
-        """Every part sees its own draft, with as much of the accepted path as that held."""
-        for part, proposed in zip(self.parts, self.proposed):
-            own = [proposed.pop(sequence.id, Draft()) for sequence in sequences]
-            seen = [_own_verdict(mine, draft, verdict) for mine, draft, verdict in zip(own, drafts, verdicts)]
-            part.observe(sequences, own, seen, result)
+        """Every inner drafter sees its own draft, with the part of the accepted path that it contains."""
+        for drafter, proposed in zip(self.inner, self.proposed):
+            own = [proposed.get(sequence.id, Draft()) for sequence in sequences]
+            own_verdicts = [_own_verdict(*each) for each in zip(own, drafts, verdicts)]
+            drafter.observe(sequences, own, own_verdicts, result)
             proposed.clear()
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
-        for part, proposed in zip(self.parts, self.proposed):
-            part.fork(source, sequence)
+        for drafter, proposed in zip(self.inner, self.proposed):
+            drafter.fork(source, sequence)
             if source.id in proposed:
                 proposed[sequence.id] = proposed[source.id]
 
     def release(self, sequence: RequestState) -> None:
-        for part, proposed in zip(self.parts, self.proposed):
-            part.release(sequence)
+        for drafter, proposed in zip(self.inner, self.proposed):
+            drafter.release(sequence)
             proposed.pop(sequence.id, None)
 
     def rewind(self, sequence: RequestState) -> None:
-        for part in self.parts:
-            part.rewind(sequence)
+        for drafter in self.inner:
+            drafter.rewind(sequence)
 
     def reusable(self, sequence: RequestState) -> int:
-        return min(part.reusable(sequence) for part in self.parts)
+        return min(drafter.reusable(sequence) for drafter in self.inner)
 
     def cached_tokens(self, sequence: RequestState) -> list[int] | None:
-        """Of the part that has most."""
-        known = [tokens for part in self.parts if (tokens := part.cached_tokens(sequence)) is not None]
-        return max(known, key=len) if known else None
+        """The longest prefix of any inner drafter."""
+        cached = [tokens for drafter in self.inner if (tokens := drafter.cached_tokens(sequence)) is not None]
+        return max(cached, key=len, default=None)
 
 
 def _own_verdict(own: Draft, draft: Draft, verdict: Verdict) -> Verdict:
-    """``verdict`` on ``draft`` in terms of ``own``, another tree behind the same root."""
+    """The verdict on ``draft``, translated to the nodes of ``own``, another tree with the same root."""
     path: list[int] = []
     for node in verdict.path:
-        mine = own.child(path[-1] if path else -1, draft.tokens[node])
-        if mine is None:
+        child = own.child(path[-1] if path else -1, draft.tokens[node])
+        if child is None:
             break
-        path.append(mine)
+        path.append(child)
     return replace(verdict, path=path)
 
 
 @dataclass(frozen=True)
-class CascadeConfig(PartsConfig):
+class CascadeConfig(CompositeConfig):
     drafters: tuple[Any, ...] = ({"method": "suffix"}, {"method": "draft_model"})
     """Options of each drafter, the first to be asked first; ``num_speculative_tokens`` is their default."""
     min_confidence: float = 0.5
-    """How sure, from 0 to 1, a drafter other than the last must be of its draft."""
+    """Confidence, from 0 to 1, that a drafter other than the last must have in its draft."""
     limits: ClassVar = {"min_confidence": FRACTION}
 
     def nodes_by_depth(self) -> list[int]:
-        return [max(nodes) for nodes in zip(*self.part_nodes())]
+        return [max(nodes) for nodes in zip(*self.inner_nodes())]
 
 
 @drafters.register("cascade")
-class Cascade(PartsDrafter[CascadeConfig]):
+class Cascade(CompositeDrafter[CascadeConfig]):
     name = "cascade"
     config_class = CascadeConfig
 
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         chosen = [Draft() for _ in sequences]
-        left = list(range(len(sequences)))
-        last = len(self.parts) - 1
-        for number, part in enumerate(self.parts):
-            drafts = self.ask(number, [sequences[i] for i in left], [budgets[i] for i in left])
-            unsure = []
-            for index, draft in zip(left, drafts):
-                sure = draft.confidence is not None and draft.confidence >= self.config.min_confidence
-                if number == last or sure:
+        undecided = list(range(len(sequences)))
+        last = len(self.inner) - 1
+        for number, drafter in enumerate(self.inner):
+            drafts = self.ask(number, [sequences[i] for i in undecided], [budgets[i] for i in undecided])
+            declined = []
+            for index, draft in zip(undecided, drafts):
+                confident = draft.confidence is not None and draft.confidence >= self.config.min_confidence
+                if number == last or confident:
                     chosen[index] = draft
-                    draft.method = part.name
+                    draft.method = drafter.name
                 else:
-                    unsure.append(index)
-            left = unsure
+                    declined.append(index)
+            undecided = declined
         return chosen
 
     @classmethod
@@ -176,61 +176,54 @@ class Cascade(PartsDrafter[CascadeConfig]):
 
 
 @dataclass(frozen=True)
-class MergedConfig(PartsConfig):
+class MergedConfig(CompositeConfig):
     @property
     def branches(self) -> bool:
         return True
 
     def nodes_by_depth(self) -> list[int]:
-        return [sum(nodes) for nodes in zip(*self.part_nodes())]
+        return [sum(nodes) for nodes in zip(*self.inner_nodes())]
 
 
 @drafters.register("merged")
-class Merged(PartsDrafter[MergedConfig]):
+class Merged(CompositeDrafter[MergedConfig]):
     name = "merged"
     config_class = MergedConfig
 
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
-        per_part = [self.ask(number, sequences, budgets) for number in range(len(self.parts))]
+        per_drafter = [self.ask(number, sequences, budgets) for number in range(len(self.inner))]
         for index, sequence in enumerate(sequences):
-            for drafts in reversed(per_part[1:]):  # beams share their rows out, and one may have got most in every part
-                if (
-                    sequence.draft_budget is not None
-                    and sum(len(part[index]) for part in per_part) > sequence.draft_budget
-                ):
+            budget = sequence.draft_budget
+            for drafts in reversed(per_drafter[1:]):  # a beam may have most of its group's nodes in every draft
+                if budget is not None and sum(len(each[index]) for each in per_drafter) > budget:
                     drafts[index] = Draft()
-        return merge(per_part)
+        return merge(per_drafter)
 
     @classmethod
     def example(cls, target: Path, folder: Path) -> dict[str, Any]:
         return {"drafters": [{"method": "ngram"}, {"method": "draft_model", "model": str(target)}]}
 
 
-def merge(per_part: Sequence[Drafts]) -> list[Draft]:
-    """One tree per sequence from each part's drafts, ``per_part[part][sequence]``; they share one q."""
+def merge(per_drafter: Sequence[Drafts]) -> list[Draft]:
+    """Merges the drafts of each sequence, ``per_drafter[drafter][sequence]``, into one tree. All trees share one q."""
     qs: list[torch.Tensor] = []
     first_row: dict[int, int] = {}
-    rows = 0
-    for q in (draft.q for drafts in per_part for draft in drafts):
+    num_rows = 0
+    for q in (draft.q for drafts in per_drafter for draft in drafts):
         if q is not None and id(q) not in first_row:
-            first_row[id(q)] = rows
+            first_row[id(q)] = num_rows
             qs.append(q)
-            rows += q.shape[0]
-    q = torch.cat(qs) if len(qs) > 1 else qs[0] if qs else None
+            num_rows += q.shape[0]
+    merged_q = torch.cat(qs) if len(qs) > 1 else qs[0] if qs else None
     merged = []
-    for drafts in zip(*per_part):
-        tree = Draft(q=q)
+    for drafts in zip(*per_drafter):
+        tree = Draft(q=merged_q)
         for draft in drafts:
-            offset = first_row[id(draft.q)] if draft.q is not None else 0
-            add(tree, draft, offset)
+            offset = 0 if draft.q is None else first_row[id(draft.q)]
+            nodes = {-1: -1}
+            for parent, trials in enumerate(draft.trials, -1):
+                for trial in trials:
+                    row = trial.q_row if trial.q_row == POINT_MASS else trial.q_row + offset
+                    nodes[trial.node] = tree.add(draft.tokens[trial.node], nodes[parent], row)
         merged.append(tree)
     return merged
-
-
-def add(tree: Draft, draft: Draft, offset: int) -> None:
-    """Add every trial of ``draft`` to ``tree``, behind those already there; its rows of q start at ``offset``."""
-    indices = {-1: -1}
-    for parent, trials in enumerate(draft.trials):
-        for trial in trials:
-            row = trial.q_row if trial.q_row == POINT_MASS else trial.q_row + offset
-            indices[trial.node] = tree.add(draft.tokens[trial.node], indices[parent - 1], row)

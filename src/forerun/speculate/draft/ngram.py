@@ -1,4 +1,4 @@
-"""Drafts from the text so far: a table of n-grams, and the answer's own last words looked up."""
+"""Drafters that learn from the text so far: ``ngram`` counts n-grams, ``prompt_lookup`` copies an earlier match."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forerun.speculate.draft.base import C, Chooser, DraftContext, Drafter, Draf
 
 
 class Index(Protocol):
-    """What one sequence has taught; ``seen`` are the tokens it was built from."""
+    """An index of one sequence, built from the tokens ``seen``."""
 
     seen: list[int]
 
@@ -31,8 +31,8 @@ I = TypeVar("I", bound=Index)
 
 
 class HistoryDrafter(Drafter[C], Generic[C, I]):
-    """Keeps an index per sequence, of its source, where it has one, and what follows. Tentative tokens are context, but
-    nothing is learnt from them."""
+    """Keeps an index per sequence, of its encoder source, if any, and its tokens. Tentative tokens are used as context
+    only."""
 
     def __init__(self, config: C, context: DraftContext) -> None:
         super().__init__(config, context)
@@ -44,7 +44,7 @@ class HistoryDrafter(Drafter[C], Generic[C, I]):
 
     @abstractmethod
     def draft(self, sequence: RequestState, index: I, tail: list[int], budget: int) -> Draft:
-        """A draft behind ``index.seen`` and the tentative tokens ``tail``, at most ``budget`` deep."""
+        """Drafts what follows ``index.seen`` and the tentative tokens ``tail``, at most ``budget`` deep."""
 
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         drafts = []
@@ -53,16 +53,16 @@ class HistoryDrafter(Drafter[C], Generic[C, I]):
             if index is None:
                 index = self.indices[sequence.id] = self.new_index()
                 index.update(sequence.source or ())
-            firm = len(sequence.tokens) - sequence.tentative
-            index.update(sequence.tokens[len(index.seen) - len(sequence.source or ()) : firm])
-            drafts.append(self.draft(sequence, index, sequence.tokens[firm:], budget))
+            end = len(sequence.tokens) - sequence.tentative
+            index.update(sequence.tokens[len(index.seen) - len(sequence.source or ()) : end])
+            drafts.append(self.draft(sequence, index, sequence.tokens[end:], budget))
         return drafts
 
     def release(self, sequence: RequestState) -> None:
         self.indices.pop(sequence.id, None)
 
     def rewind(self, sequence: RequestState) -> None:
-        """Tentative tokens were never learnt from."""
+        """Nothing to do: tentative tokens are not in the index."""
 
     def cached_tokens(self, sequence: RequestState) -> list[int]:
         index = self.indices.get(sequence.id)
@@ -75,7 +75,7 @@ class CountDistribution:
 
     q: torch.Tensor
     logs: torch.Tensor
-    reached: torch.Tensor
+    cumulative: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class Counts:
         return cls(ids, torch.tensor([float(count) for _, count in ranked], device=device).log())
 
     def distribution(self, temperature: float) -> CountDistribution:
-        """The counts to the power 1 / heat, normalised. The latest heats are remembered."""
+        """The counts to the power 1 / temperature, normalised. Caches the last few temperatures."""
         result = self.distributions.get(temperature)
         if result is None:
             q = torch.softmax(self.logs / temperature, dim=0)
@@ -104,9 +104,10 @@ class Counts:
 
 
 class CountChooser:
-    """Draws a chain token by token; ``finish`` gives the draft the exact q of every draw.
+    """Draws a chain token by token; ``finish`` then gives the drafts the exact q of every draw.
 
-    A greedy request takes the most frequent token, a point mass. Otherwise q is the counts to the power 1 / heat.
+    Greedy requests get the most frequent token, as a point mass. For others, q is the counts to the power
+    1 / temperature.
     """
 
     def __init__(self, chooser: Chooser) -> None:
@@ -115,17 +116,15 @@ class CountChooser:
         self.supports: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def draw(self, counts: Counts, row: Row, parent: int, ahead: int = 0) -> tuple[int, int]:
-        """A token, and its row of q. ``ahead`` more positions will follow: under a coupled rule their noise, which
-        the target needs too, costs less together."""
+        """Draws a token; returns it with its row of q. ``ahead`` more positions will follow. Under a coupled rule their
+        noise is computed now, as one call is cheaper and the target needs it too."""
         if row.effective_temperature == 0.0 or len(counts.ids) == 1:
             return int(counts.ids[0]), POINT_MASS
         distribution = counts.distribution(row.effective_temperature)
         if self.chooser.rule.needs_q:
             quantile = uniform(node_key(self.chooser.purpose, row, len(row.sequence.tokens), parent))
-            choice = min(
-                int(torch.searchsorted(distribution.reached, quantile * float(distribution.reached[-1]), right=True)),
-                len(distribution.q) - 1,
-            )
+            sums = distribution.cumulative
+            choice = min(int(torch.searchsorted(sums, quantile * float(sums[-1]), right=True)), len(sums) - 1)
         else:
             keys = [target_key(row.sequence.seed, row.position + step) for step in range(ahead + 1)]
             choice = int((distribution.logs + self.sampler.noise.rows(keys[:1], keys[1:])[0, counts.ids]).argmax())
@@ -133,7 +132,7 @@ class CountChooser:
         return int(counts.ids[choice]), len(self.supports) - 1
 
     def finish(self, drafts: Drafts) -> list[Draft]:
-        """Fill in q [draws, vocabulary] of this round's drafts."""
+        """Sets q [draws, vocabulary] of this round's drafts."""
         if self.supports:
             first = self.supports[0][1]
             q = torch.zeros(len(self.supports), self.sampler.vocab_size, dtype=first.dtype, device=first.device)
@@ -154,7 +153,7 @@ class NgramConfig(DrafterConfig):
     """How many of the latest tokens may serve as context."""
     counts_as_q: bool = False
     """Draw each token from the counted continuations, with the counts as its q, where the request samples."""
-    without: ClassVar = {"tree": "method 'ngram' drafts chains"}
+    unsupported: ClassVar = {"tree": "method 'ngram' drafts chains"}
     limits: ClassVar = {"max_order": Within(least=2, whole=True)}
 
     def __post_init__(self) -> None:
@@ -166,7 +165,7 @@ class NgramConfig(DrafterConfig):
 
 
 class NgramTables:
-    """Counted continuations of one request. Of equally frequent ones the latest wins."""
+    """Counted continuations of one request. Among equally frequent ones the latest wins."""
 
     def __init__(self, max_order: int, max_history: int) -> None:
         self.max_order = max_order
@@ -176,7 +175,7 @@ class NgramTables:
         self.best: dict[tuple[int, ...], int] = {}
 
     def update(self, tokens: Sequence[int]) -> None:
-        """Count every order's n-gram that ends at each new token."""
+        """Counts the n-grams of every order that end at each new token."""
         for token in tokens:
             for length in range(1, min(self.max_order, len(self.seen) + 1)):
                 context = tuple(self.seen[-length:])
@@ -187,11 +186,11 @@ class NgramTables:
             self.seen.append(token)
 
     def context(self, tail: Sequence[int]) -> list[int]:
-        """The latest tokens that may serve as context, ``tail`` behind those seen."""
+        """The last tokens of ``seen`` and ``tail`` that serve as context."""
         return [*self.seen[-self.window :], *tail][-self.window :]
 
-    def known(self, context: Sequence[int]) -> tuple[int, ...] | None:
-        """The longest suffix of ``context`` that has been continued before."""
+    def longest_suffix(self, context: Sequence[int]) -> tuple[int, ...] | None:
+        """The longest suffix of ``context`` that has a counted continuation."""
         for length in range(min(self.max_order - 1, len(context)), 0, -1):
             suffix = tuple(context[-length:])
             if suffix in self.best:
@@ -199,16 +198,16 @@ class NgramTables:
         return None
 
     def predict(self, context: list[int], count: int) -> list[int]:
-        """Up to ``count`` chained predictions behind ``context``, which grows by them."""
+        """Predicts up to ``count`` tokens, each appended to ``context``."""
         drafted: list[int] = []
-        while len(drafted) < count and (suffix := self.known(context)) is not None:
+        while len(drafted) < count and (suffix := self.longest_suffix(context)) is not None:
             drafted.append(self.best[suffix])
             context.append(self.best[suffix])
         return drafted
 
     def confidence(self, context: Sequence[int]) -> float | None:
-        """Share of the likeliest continuation in the counts behind the longest known context, and one more."""
-        suffix = self.known(context)
+        """Count of the likeliest continuation over one more than all counts of the same context."""
+        suffix = self.longest_suffix(context)
         if suffix is None:
             return None
         counts = self.counts[suffix]
@@ -243,7 +242,7 @@ class Ngram(HistoryDrafter[NgramConfig, NgramTables]):
 
     def _drawn(self, sequence: RequestState, index: NgramTables, context: list[int], budget: int) -> Draft:
         draft = Draft()
-        while len(draft) < budget and (suffix := index.known(context)) is not None:
+        while len(draft) < budget and (suffix := index.longest_suffix(context)) is not None:
             token, q_row = index.best[suffix], POINT_MASS
             if len(index.counts[suffix]) > 1:
                 counts = Counts.of(index.counts[suffix], self.context.sampler.device)
@@ -261,7 +260,7 @@ class PromptLookupConfig(DrafterConfig):
     """Longest suffix that is looked up, in tokens."""
     prompt_lookup_min: int = 2
     """Shortest suffix whose match is copied."""
-    without: ClassVar = {
+    unsupported: ClassVar = {
         "tree": "method 'prompt_lookup' drafts chains",
         "draft_temperature": "method 'prompt_lookup' draws nothing from a distribution",
     }
@@ -274,7 +273,7 @@ class PromptLookupConfig(DrafterConfig):
 
 
 class NgramIndex:
-    """Where each suffix of ``low`` to ``high`` tokens was last continued. Adding a token costs O(high)."""
+    """Maps each suffix of ``low`` to ``high`` tokens to the position of its last continuation. O(high) per token."""
 
     def __init__(self, low: int, high: int) -> None:
         self.low = low
@@ -283,7 +282,7 @@ class NgramIndex:
         self.after: dict[tuple[int, ...], int] = {}
 
     def update(self, tokens: Sequence[int]) -> None:
-        """A suffix is recorded once its continuation is known, so that no lookup finds the context's own end."""
+        """Records suffixes before each new token, so that no lookup finds the end of the text itself."""
         seen, after = self.seen, self.after
         for token in tokens:
             end = len(seen)
@@ -293,8 +292,8 @@ class NgramIndex:
             seen.append(token)
 
     def lookup(self, tail: Sequence[int]) -> tuple[int, int]:
-        """Where the continuation of the longest known suffix of ``seen + tail`` starts, and that suffix's length
-        (0: none is known)."""
+        """The position after the last match of the longest indexed suffix of ``seen + tail``, and that suffix's length;
+        0 if there is no match."""
         context = [*self.seen[max(0, len(self.seen) - self.high) :], *tail][-self.high :]
         for length in range(len(context), self.low - 1, -1):
             index = self.after.get(tuple(context[-length:]))
@@ -303,15 +302,12 @@ class NgramIndex:
         return len(self.seen), 0
 
     def copy(self, index: int, tail: Sequence[int], count: int) -> list[int]:
-        """``count`` tokens from ``index`` on; what lies past ``seen`` is ``tail``, then the copy itself."""
-        known = self.seen[index : index + count]
-        if len(known) == count:
-            return known
-        known = [*known, *tail]
-        offset = len(known)
-        while len(known) < count:
-            known.append(known[len(known) - offset])
-        return known[:count]
+        """``count`` tokens from ``index`` on. After the end of ``seen`` and ``tail``, the copy repeats itself."""
+        copied = [*self.seen[index : index + count], *tail]
+        period = len(copied)
+        while len(copied) < count:
+            copied.append(copied[len(copied) - period])
+        return copied[:count]
 
 
 @drafters.register("prompt_lookup")
@@ -323,9 +319,9 @@ class PromptLookup(HistoryDrafter[PromptLookupConfig, NgramIndex]):
         return NgramIndex(self.config.prompt_lookup_min, self.config.prompt_lookup_max)
 
     def draft(self, sequence: RequestState, index: NgramIndex, tail: list[int], budget: int) -> Draft:
-        slot, length = index.lookup(tail)
+        start, length = index.lookup(tail)
         if not length:
             return Draft()
-        draft = Draft.chain(index.copy(slot, tail, budget))
+        draft = Draft.chain(index.copy(start, tail, budget))
         draft.confidence = length / (length + 1)
         return draft

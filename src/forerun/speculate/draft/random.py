@@ -1,4 +1,4 @@
-"""Drafters that need no model: uniform tokens, and what a grammar prescribes."""
+"""Drafters without a model: ``random`` draws uniformly, ``pattern`` drafts the tokens that a grammar forces."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Drafter
 
 @dataclass(frozen=True)
 class RandomConfig(DrafterConfig):
-    without: ClassVar = {"draft_temperature": "method 'random' draws uniformly"}
+    unsupported: ClassVar = {"draft_temperature": "method 'random' draws uniformly"}
 
 
 @drafters.register("random")
 class Random(Drafter[RandomConfig]):
-    """Every token is drawn from the uniform q over the whole vocabulary, whatever the request's options."""
+    """Draws every token from the uniform q over the vocabulary, whatever the request's options."""
 
     name = "random"
     config_class = RandomConfig
@@ -63,7 +63,7 @@ class Random(Drafter[RandomConfig]):
 
 
 def _distinct(draws: Sequence[float], size: int) -> list[int]:
-    """Uniform draws without replacement: each picks among the ids that are left."""
+    """Uniform ids without replacement: each draw picks among the ids not yet taken."""
     taken: list[int] = []
     for draw in draws:
         token = int(draw * (size - len(taken)))
@@ -76,7 +76,9 @@ def _distinct(draws: Sequence[float], size: int) -> list[int]:
 @dataclass(frozen=True)
 class PatternConfig(DrafterConfig):
     num_speculative_tokens: int = 8
-    without: ClassVar = dict.fromkeys(("tree", "draft_temperature"), "method 'pattern' drafts chains of certain tokens")
+    unsupported: ClassVar = dict.fromkeys(
+        ("tree", "draft_temperature"), "method 'pattern' drafts chains of certain tokens"
+    )
 
 
 @drafters.register("pattern")

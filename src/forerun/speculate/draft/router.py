@@ -1,4 +1,4 @@
-"""Requests that chose different drafters share a round: the router hands each its own."""
+"""Routes each sequence of a round to the drafter that its request chose."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ log = logging.getLogger("forerun")
 class Router:
     """Several drafters behind one ``propose``.
 
-    A drafter that raises loses its sequences: they go on as plain decoding, ``failures`` says why, and the error is
-    logged. One broken drafter never costs a request its answer.
+    If a drafter raises, its sequences decode plainly from then on. ``failures`` has the reason by sequence id, and the
+    error is logged.
     """
 
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
@@ -31,7 +31,7 @@ class Router:
             if drafter.watches and getattr(drafter.observe, "__func__", None) is not Drafter.observe
         ]
         self._asked: list[str] = []
-        """Who was asked for drafts this round."""
+        """Names of the drafters asked for drafts in this round."""
 
     @property
     def hidden(self) -> tuple[int, ...]:
@@ -94,21 +94,20 @@ class Router:
 
     @property
     def model_drafters(self) -> frozenset[str]:
-        """Those that draft with a model of their own."""
+        """Names of the drafters that have a model of their own."""
         return frozenset(name for name, drafter in self.drafters.items() if drafter.models())
 
     def models(self) -> list[Model]:
-        """All models that draft."""
         return [model for drafter in self.drafters.values() for model in drafter.models()]
 
     def reusable(self, sequence: RequestState) -> int:
-        """How many of a new sequence's tokens its drafter lets the target take from the prefix cache."""
+        """See ``Drafter.reusable``."""
         if sequence.drafter is None:
             return len(sequence.tokens)
         return self.drafters[sequence.drafter].reusable(sequence)
 
     def backlog(self, sequence: RequestState) -> int:
-        """How many committed tokens its drafter has to read before it can draft."""
+        """See ``Drafter.backlog``."""
         return 0 if sequence.drafter is None else self.drafters[sequence.drafter].backlog(sequence)
 
     def close(self) -> None:
@@ -116,7 +115,7 @@ class Router:
             drafter.close()
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
-        """Tell the source's drafter of a beam that begins as it does."""
+        """See ``Drafter.fork``."""
         if source.id in self.failures:
             self.failures[sequence.id] = self.failures[source.id]
         if source.drafter is None:
@@ -133,7 +132,7 @@ class Router:
 
 
 def _check(drafts: Drafts, sequences: Requests, budgets: Sequence[int], vocab_size: int) -> None:
-    """Raise ValueError for drafts that the target cannot be asked about."""
+    """Raises ValueError for drafts that cannot be verified."""
     if len(drafts) != len(sequences):
         raise ValueError(f"{len(drafts)} drafts for {len(sequences)} sequences")
     for draft, sequence, budget in zip(drafts, sequences, budgets):

@@ -1,10 +1,9 @@
 """``staged``: a draft model that is itself sped up by another drafter, through the same round as the target.
 
-The draft model's tokens are drafted by ``drafter``, verified and accepted by one or more inner rounds, and then
-drafted for the target (staged speculative decoding, Spector and Re, arXiv 2308.04623). The inner rounds sample the
-draft model under ``coupled``: if the outer rule is ``coupled`` too, with the same noise, so that the draft is exactly
-what the draft model alone would propose; otherwise with noise of this round, so that each token is a draw from the q
-that it carries.
+``drafter`` drafts for the draft model, which verifies in one or more inner rounds. What it accepts is the draft for the
+target (staged speculative decoding, Spector and Re, arXiv 2308.04623). Inner rounds use the rule ``coupled``. If the
+outer rule is ``coupled`` too, they use the same noise, so the draft is what the draft model alone would propose.
+Otherwise their noise is independent, so each token is a draw from the q that it carries.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from forerun.sampling.noise import fold
 from forerun.speculate.accept import rules
 from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.model import DraftModel, DraftModelConfig
-from forerun.speculate.draft.nested import NestedPart
+from forerun.speculate.draft.nested import InnerConfig
 from forerun.speculate.draft.router import Router
 from forerun.speculate.length.base import LengthPolicy, Seconds, Setting
 from forerun.speculate.round import Round, speculate
@@ -38,24 +37,24 @@ INNER = "inner"
 class StagedConfig(DraftModelConfig):
     drafter: Any = None
     """Options of the drafter that drafts for the draft model (it may be staged itself); None: ``ngram``."""
-    without: ClassVar = dict.fromkeys(
+    unsupported: ClassVar = dict.fromkeys(
         ("tree", "tree_nodes", "confidence_threshold", "prompt_lookup_num_tokens"),
         "method 'staged' drafts chains as long as asked for, and 'drafter' may have options of its own",
     )
 
     @classmethod
     def with_defaults(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Chains are drafted as far as asked: the draft model has no say in their end."""
+        """As given: no threshold ends these chains."""
         return dict(options)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        options: Mapping[str, Any] | NestedPart = self.drafter if self.drafter is not None else {"method": "ngram"}
-        object.__setattr__(self, "drafter", NestedPart.parse(options, self.num_speculative_tokens))
+        options: Mapping[str, Any] | InnerConfig = self.drafter if self.drafter is not None else {"method": "ngram"}
+        object.__setattr__(self, "drafter", InnerConfig.parse(options, self.num_speculative_tokens))
 
 
-class Aligned:
-    """A draft model whose logits have the target's vocabulary."""
+class AlignedModel:
+    """A draft model with logits over the target's vocabulary."""
 
     fused: None = None
 
@@ -81,7 +80,7 @@ class Aligned:
 
 
 class Ahead:
-    """A sequence's grammar as its inner copy meets it, some drafted tokens further."""
+    """A sequence's grammar, applied to its inner copy, which is some drafted tokens ahead."""
 
     def __init__(self, sequence: RequestState, grammar: Constraint) -> None:
         self.sequence = sequence
@@ -97,20 +96,21 @@ class Ahead:
         return [*copy.tokens[len(self.sequence.tokens) :], *path]
 
     def forced(self, sequence: RequestState, count: int) -> list[int]:
-        """None: the grammar answers only about what is committed."""
+        """No tokens: the grammar knows only the committed ones."""
         return []
 
 
-class DraftRequest(LengthPolicy):
-    """An inner draft leaves room for the token behind it."""
+class InnerPolicy(LengthPolicy):
+    """Limits an inner draft so that the token after it still fits the outer draft."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.missing: dict[int, int] = {}
+        self.remaining: dict[int, int] = {}
+        """Per sequence: how many tokens its outer draft lacks."""
 
     def budgets(self, sequences: Requests) -> list[int]:
         longest = len(self.setting.nodes[INNER]) - 1
-        return [min(longest, self.missing[s.id] - 1) if s.decodes and s.drafter else 0 for s in sequences]
+        return [min(longest, self.remaining[s.id] - 1) if s.decodes and s.drafter else 0 for s in sequences]
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, seconds: Seconds) -> None:
         pass
@@ -123,37 +123,34 @@ class Staged(Drafter[StagedConfig]):
 
     def __init__(self, config: StagedConfig, context: DraftContext) -> None:
         super().__init__(config, context)
-        part = config.drafter
         # The draft model's cache also holds the nodes that are drafted for it.
-        rows = config.num_speculative_tokens + part.config.max_nodes()
-        names = [field.name for field in fields(DraftModelConfig)]
-        own = {name: getattr(config, name) for name in names if name != "num_speculative_tokens"}
+        self.rows = config.num_speculative_tokens + config.drafter.config.max_nodes()
+        options = {field.name: getattr(config, field.name) for field in fields(DraftModelConfig)}
         base_context = replace(context, prefix_caching=False)
-        self.base = DraftModel(DraftModelConfig(num_speculative_tokens=rows, **own), base_context)
-        if self.base.joins:
+        self.base = DraftModel(DraftModelConfig(**options | {"num_speculative_tokens": self.rows}), base_context)
+        if self.base.prepends_source:
             raise ConfigError("method 'staged' drafts for an encoder-decoder with an encoder-decoder: give 'model' one")
-        self.rows = rows
         self.rule = rules["coupled"]()
-        aligned = Aligned(self.base)
-        inner = part.build(
+        model = AlignedModel(self.base)
+        drafter = config.drafter.build(
             replace(
                 base_context,
-                target=aligned,
+                target=model,
                 target_attention=lambda: self.base.attention,
                 rule=self.rule,
                 max_model_len=self.base.max_len,
             )
         )
-        if inner.needs.hidden:
+        if drafter.needs.hidden:
             raise ConfigError(
-                f"method {part.method!r} feeds on the target's hidden states and cannot be inside 'staged'"
+                f"method {drafter.name!r} feeds on the target's hidden states and cannot be inside 'staged'"
             )
-        self.inner = inner
-        self.parts = [self.base, inner]
-        self.router = Router({INNER: inner})
-        self.policy = DraftRequest(Setting({INNER: part.config.nodes_by_depth()}, aligned.row_multiple))
-        self.stage = Target(aligned, self.base.attention)
+        self.inner = [self.base, drafter]
+        self.router = Router({INNER: drafter})
+        self.policy = InnerPolicy(Setting({INNER: drafter.config.nodes_by_depth()}, model.row_multiple))
+        self.stage = Target(model, self.base.attention)
         self.copies: dict[int, RequestState] = {}
+        """Per sequence: the request as the inner rounds see it, extended by drafted tokens."""
 
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         requested: dict[int, int] = {}
@@ -165,15 +162,15 @@ class Staged(Drafter[StagedConfig]):
         start = {sequence.id: len(sequence.tokens) for sequence in sequences}
         rows: dict[int, list[torch.Tensor]] = {key: [] for key in requested}
         active = [self.copies[key] for key in requested]
-        while active := self._reading(active):
+        while active := self._schedule(active):
             result = self._round(active, start, requested)
             self._collect(active, result, rows)
-            read = [copy for copy, verdict in zip(active, result.verdicts) if verdict.tokens]
-            active = [copy for copy in read if len(copy.tokens) - start[copy.id] < requested[copy.id]]
+            decoding = [copy for copy, verdict in zip(active, result.verdicts) if verdict.tokens]
+            active = [copy for copy in decoding if len(copy.tokens) - start[copy.id] < requested[copy.id]]
         return self._drafts(sequences, start, rows)
 
     def _follow(self, sequence: RequestState) -> None:
-        """Bring the inner copy of a sequence up to its committed tokens."""
+        """Extends the inner copy of a sequence to its committed tokens."""
         copy = self.copies.get(sequence.id)
         if copy is None:
             params, temperature = sequence.params, self.config.draft_temperature
@@ -191,8 +188,8 @@ class Staged(Drafter[StagedConfig]):
         if self.context.rule.needs_q:
             copy.seed = fold(sequence.seed, self.base.chooser.purpose, len(sequence.tokens))
 
-    def _reading(self, copies: Requests) -> list[RequestState]:
-        """Those who take part in the next inner round, with the tokens that each of them is to read."""
+    def _schedule(self, copies: Requests) -> list[RequestState]:
+        """Sets how many tokens each copy reads in the next inner round; returns those that take part."""
         missing = []
         for copy in copies:
             copy.num_computed_tokens = self.base.attention.pool.length(copy.id)
@@ -203,18 +200,18 @@ class Staged(Drafter[StagedConfig]):
 
     def _round(self, active: Requests, start: Mapping[int, int], requested: Mapping[int, int]) -> Round:
         for copy in active:
-            self.policy.missing[copy.id] = requested[copy.id] - (len(copy.tokens) - start[copy.id])
+            self.policy.remaining[copy.id] = requested[copy.id] - (len(copy.tokens) - start[copy.id])
         result = speculate(active, self.stage, self.router, self.rule, self.policy, self.context.sampler, self._clip)
         for copy, verdict in zip(active, result.verdicts):
             copy.tentative += len(verdict.tokens)
         return result
 
     def _clip(self, copy: RequestState, draft: Draft, verdict: Verdict) -> list[int]:
-        """Keep no more tokens than are wanted. A row without a permitted token ends the draft there."""
-        return verdict.decided_tokens(draft)[: self.policy.missing[copy.id]]
+        """Keeps at most the tokens that the outer draft lacks. The draft ends where no token is permitted."""
+        return verdict.decided_tokens(draft)[: self.policy.remaining[copy.id]]
 
     def _collect(self, active: Requests, result: Round, rows: dict[int, list[torch.Tensor]]) -> None:
-        """The exact q of every token that the inner round emitted."""
+        """Collects the exact q of every token that the inner round emitted."""
         scores = result.verification.scores
         for slot, index in enumerate(result.verification.deciding):
             verdict = result.verdicts[index]
@@ -225,17 +222,18 @@ class Staged(Drafter[StagedConfig]):
     def _drafts(
         self, sequences: Requests, start: Mapping[int, int], rows: Mapping[int, list[torch.Tensor]]
     ) -> list[Draft]:
-        kept = [row for sequence in sequences for row in rows.get(sequence.id, ())]
-        q = torch.cat(kept) if kept else None
+        """Chains of the tokens that the inner rounds emitted; they share one q."""
+        q_rows = [row for sequence in sequences for row in rows.get(sequence.id, ())]
+        q = torch.cat(q_rows) if q_rows else None
         drafts, first = [], 0
         for sequence in sequences:
             tokens = self.copies[sequence.id].tokens[start[sequence.id] :] if sequence.id in rows else []
             if sequence.params.greedy:
-                numbers = [POINT_MASS] * len(tokens)
+                indices = [POINT_MASS] * len(tokens)
             else:
-                numbers = list(range(first, first + len(tokens)))
+                indices = list(range(first, first + len(tokens)))
                 first += len(tokens)
-            drafts.append(Draft.chain(tokens, q, numbers))
+            drafts.append(Draft.chain(tokens, q, indices))
         return drafts
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
@@ -245,16 +243,16 @@ class Staged(Drafter[StagedConfig]):
                 self._take_back(copy, sequence)
 
     def _take_back(self, copy: RequestState, sequence: RequestState) -> None:
-        """Cut the inner copy and its cache to what was committed."""
-        same = min(len(copy.tokens) - copy.tentative, len(sequence.tokens))
-        while same < min(len(copy.tokens), len(sequence.tokens)) and copy.tokens[same] == sequence.tokens[same]:
-            same += 1
-        del copy.tokens[same:]
+        """Truncates the inner copy and its cache to the committed tokens."""
+        end = min(len(copy.tokens) - copy.tentative, len(sequence.tokens))
+        while end < min(len(copy.tokens), len(sequence.tokens)) and copy.tokens[end] == sequence.tokens[end]:
+            end += 1
+        del copy.tokens[end:]
         copy.tentative = 0
         pool = self.base.attention.pool
-        if pool.length(copy.id) > same:
-            pool.truncate(copy.id, same)
-        self.inner.rewind(copy)
+        if pool.length(copy.id) > end:
+            pool.truncate(copy.id, end)
+        self.router.drafters[INNER].rewind(copy)
 
     def rewind(self, sequence: RequestState) -> None:
         if sequence.id in self.copies:
@@ -263,10 +261,10 @@ class Staged(Drafter[StagedConfig]):
     def release(self, sequence: RequestState) -> None:
         self.base.release(sequence)
         copy = self.copies.pop(sequence.id, None)
-        self.policy.missing.pop(sequence.id, None)
+        self.policy.remaining.pop(sequence.id, None)
         self.router.failures.pop(sequence.id, None)
         if copy is not None:
-            self.inner.release(copy)
+            self.router.release(copy)
 
     def cached_tokens(self, sequence: RequestState) -> list[int]:
         return sequence.tokens[: self.base.attention.pool.length(sequence.id)]

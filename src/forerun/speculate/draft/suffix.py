@@ -1,9 +1,9 @@
-"""``suffix``: continue the longest match of the text's end, in the request's own tokens, in past outputs or in a
-datastore.
+"""``suffix``: drafts what followed the longest match of the text's end, in the request's own tokens, in past outputs or
+in a datastore.
 
-SuffixDecoding (arXiv 2411.04975) scores continuations by how often they followed the match and drafts further the
-longer the match is; SAM-Decoding (arXiv 2411.10666) finds matches with suffix automata at amortised O(1) per token.
-Option names are vLLM's.
+SuffixDecoding (arXiv 2411.04975) scores continuations by their frequency after the match, and drafts more tokens after
+a longer match. SAM-Decoding (arXiv 2411.10666) finds matches with suffix automata at amortised O(1) per token. Option
+names are vLLM's.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.best_first import Continuations, TreeConfig
-from forerun.speculate.draft.datastore import Datastore, Retrieved
+from forerun.speculate.draft.datastore import Datastore, DatastoreMatch
 from forerun.speculate.draft.ngram import HistoryDrafter
 from forerun.speculate.verify import Verification
 
 ROOT = 0
 MAX_RECOUNT = 32
-SHORTER = 2
-"""How many shorter matches, each with more occurrences, are tried behind the longest one."""
+SHORTER_MATCHES = 2
+"""How many shorter matches, each with more occurrences, are tried after the longest one."""
 
 
 class Automaton:
-    """Blumer et al.'s automaton: one state per set of substrings that end at the same places.
+    """Suffix automaton (Blumer et al.): one state per set of substrings that end at the same positions.
 
-    Amortised O(1) per token, at most two states per token. ``counts[state]`` is how often its substrings occur;
-    after each token only the ``MAX_RECOUNT`` longest suffixes that occur elsewhere are recounted, so that a run of
-    one token costs no more than other text (its short substrings are then undercounted).
+    It takes amortised O(1) time and at most two states per token. ``counts[state]`` is how often its substrings occur.
+    After each token only the ``MAX_RECOUNT`` longest suffixes that occur elsewhere are recounted, so that a run of
+    one token costs no more than other text; its short substrings are undercounted.
     """
 
     def __init__(self) -> None:
@@ -46,22 +46,22 @@ class Automaton:
         self.last = ROOT
 
     def __len__(self) -> int:
-        """States."""
+        """Number of states."""
         return len(self.next)
 
     def begin(self) -> None:
-        """Start another token list: no substring reaches across."""
+        """Starts another token list; no substring spans two lists."""
         self.last = ROOT
 
     def extend(self, token: int) -> None:
-        """Append one token to the current list."""
-        known = self.next[self.last].get(token)
-        if known is None:
+        """Appends a token to the current list."""
+        target = self.next[self.last].get(token)
+        if target is None:
             self.last = self._append(token)
-        elif self.length[known] == self.length[self.last] + 1:
-            self.last = known
+        elif self.length[target] == self.length[self.last] + 1:
+            self.last = target
         else:
-            self.last = self._split(self.last, token, known)
+            self.last = self._split(self.last, token, target)
         state, counts, link = self.last, self.counts, self.link
         for _ in range(MAX_RECOUNT):
             if state == ROOT:
@@ -77,31 +77,31 @@ class Automaton:
         return len(self.next) - 1
 
     def _append(self, token: int) -> int:
-        """A state for the whole list so far, which has not occurred before."""
+        """Adds a state for the whole list so far, which has not occurred before."""
         state = self.last
         fresh = self._new(self.length[state] + 1, {}, ROOT, 0)
         while state >= 0 and token not in self.next[state]:
             self.next[state][token] = fresh
             state = self.link[state]
         if state >= 0:
-            known = self.next[state][token]
-            if self.length[known] != self.length[state] + 1:
-                known = self._split(state, token, known)
-            self.link[fresh] = known
+            target = self.next[state][token]
+            if self.length[target] != self.length[state] + 1:
+                target = self._split(state, token, target)
+            self.link[fresh] = target
         return fresh
 
-    def _split(self, state: int, token: int, known: int) -> int:
-        """Part the shorter substrings of ``known``, those that ``state`` reaches by ``token``, from the longer."""
-        clone = self._new(self.length[state] + 1, dict(self.next[known]), self.link[known], self.counts[known])
-        self.link[known] = clone
-        while state >= 0 and self.next[state].get(token) == known:
+    def _split(self, state: int, token: int, target: int) -> int:
+        """Clones ``target`` for its shorter substrings, those that ``state`` reaches by ``token``."""
+        clone = self._new(self.length[state] + 1, dict(self.next[target]), self.link[target], self.counts[target])
+        self.link[target] = clone
+        while state >= 0 and self.next[state].get(token) == target:
             self.next[state][token] = clone
             state = self.link[state]
         return clone
 
     def advance(self, state: int, matched: int, token: int) -> tuple[int, int]:
-        """The longest substring that ends a text, after one more token: its state and length. ``state`` and
-        ``matched`` are those before it."""
+        """State and length of the longest match of a text's end after one more token, given those before it,
+        ``state`` and ``matched``."""
         while state != ROOT and token not in self.next[state]:
             state = self.link[state]
             matched = self.length[state]
@@ -109,13 +109,13 @@ class Automaton:
         return (ROOT, 0) if after is None else (after, matched + 1)
 
     def suffix(self) -> tuple[int, int]:
-        """The longest suffix of the current list that also occurs elsewhere: its state and length."""
+        """State and length of the longest suffix of the current list that also occurs elsewhere."""
         state = self.link[self.last]
         return (ROOT, 0) if state < 0 else (state, self.length[state])
 
     def continuations(self, state: int) -> Iterator[tuple[int, float, int]]:
-        """What followed ``state``'s substrings: token, log of its share, next state; the most frequent first, and
-        of equally frequent ones the latest."""
+        """Continuations of ``state`` as (token, log of its relative frequency, next state), the most frequent first;
+        among equally frequent ones the latest first."""
         following = self.next[state]
         if len(following) == 1:
             for token, after in following.items():
@@ -132,7 +132,7 @@ class Automaton:
 class SuffixConfig(TreeConfig):
     num_speculative_tokens: int = 15
     suffix_decoding_max_tree_depth: int = 24
-    """Bounds match and draft together: a longer match counts as this long, and a draft is shorter than this."""
+    """Bound of match and draft: a longer match counts as this long, and a draft is shorter than this."""
     suffix_decoding_max_cached_requests: int = 10_000
     """Past outputs that are kept; 0: only the request's own tokens are searched."""
     suffix_decoding_max_cached_tokens: int = 200_000
@@ -142,8 +142,8 @@ class SuffixConfig(TreeConfig):
     suffix_decoding_min_token_prob: float = 0.1
     """Tokens whose path is estimated to be less likely are not drafted."""
     datastore: str | None = None
-    """File that is searched, too: text, or token ids (``.safetensors``), as ``forerun tune`` writes the model's own."""
-    without: ClassVar = {"draft_temperature": "method 'suffix' draws nothing from a distribution"}
+    """File that is searched too: text, or token ids (``.safetensors``) as ``forerun tune`` writes them."""
+    unsupported: ClassVar = {"draft_temperature": "method 'suffix' draws nothing from a distribution"}
     limits: ClassVar = {
         "suffix_decoding_max_tree_depth": Within(least=2, whole=True),
         "suffix_decoding_max_cached_requests": Within(least=0, whole=True),
@@ -154,8 +154,8 @@ class SuffixConfig(TreeConfig):
 
 
 class Match(NamedTuple):
-    """A place in an automaton that continues the text, and how many of the text's last tokens lead to it.
-    ``occurrences`` counts those behind which nothing is known yet, too."""
+    """A match of the text's last ``length`` tokens in an automaton. ``occurrences`` also counts the text's own end,
+    which has no continuation yet."""
 
     automaton: Automaton
     state: int
@@ -169,14 +169,14 @@ class Match(NamedTuple):
             yield token, log_q + shift, after
 
     def shorter(self) -> Match:
-        """The longest shorter match that occurs more often; length 0 if there is none."""
+        """The longest shorter match with more occurrences; length 0 if there is none."""
         automaton, state = self.automaton, self.automaton.link[self.state]
         extra = self.occurrences - automaton.counts[self.state]
         return Match(automaton, state, automaton.length[state], automaton.counts[state] + extra, self.source)
 
 
 class Text:
-    """One request's tokens and their automaton."""
+    """Tokens of one request and their automaton."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -196,8 +196,8 @@ class Text:
 
 @dataclass(eq=False)
 class TextBlock:
-    """Past outputs that are forgotten together. ``docs`` holds each request's tokens; ``keys`` are the requests and
-    ``starts`` the automaton's size before each, in the order added."""
+    """Past outputs that are dropped together. ``docs`` maps requests to tokens; ``keys`` are the requests in the order
+    added, and ``starts`` the automaton's size before each."""
 
     automaton: Automaton = field(default_factory=Automaton)
     docs: dict[int, list[int]] = field(default_factory=dict)
@@ -205,7 +205,7 @@ class TextBlock:
     starts: list[int] = field(default_factory=list)
     tokens: int = 0
     cursors: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    """Per running sequence: how many of its tokens were followed, the state they led to, and the match's length."""
+    """Per running sequence: how many of its tokens were matched, the state they led to, and the match's length."""
 
     def add(self, key: int, tokens: list[int]) -> None:
         self.keys.append(key)
@@ -217,17 +217,17 @@ class TextBlock:
             self.automaton.extend(token)
 
     def owner(self, state: int) -> int:
-        """The request whose tokens made ``state``."""
+        """The request whose tokens added ``state``."""
         return self.keys[bisect_right(self.starts, state) - 1]
 
     def match(self, key: int, seen: list[int], tail: Sequence[int], reach: int) -> Match:
-        """The longest match of the end of ``seen + tail``; only its last ``reach`` tokens are looked at."""
+        """The longest match of the end of ``seen + tail``, at most ``reach`` tokens long."""
         automaton = self.automaton
-        followed, state, length = self.cursors.get(key, (0, ROOT, 0))
-        # States are split as outputs are added: go back to the one that holds a substring of this length.
+        num_matched, state, length = self.cursors.get(key, (0, ROOT, 0))
+        # New outputs may have split the state: go back to the one that has a substring of this length.
         while state != ROOT and length <= automaton.length[automaton.link[state]]:
             state = automaton.link[state]
-        for token in seen[max(followed, len(seen) - reach) :]:
+        for token in seen[max(num_matched, len(seen) - reach) :]:
             state, length = automaton.advance(state, length, token)
         self.cursors[key] = (len(seen), state, length)
         for token in tail:
@@ -235,9 +235,9 @@ class TextBlock:
         return Match(automaton, state, length, automaton.counts[state] + 1, self)
 
 
-class Past:
-    """Past outputs in two blocks: when the newer is full, the older is dropped. An output of the older block that
-    proves useful moves to the newer, so what is dropped was not used recently."""
+class PastOutputs:
+    """Past outputs in two blocks. When the newer block is full, the older one is dropped. An output of the older block
+    that helped is copied to the newer, so that what is dropped was not used recently."""
 
     def __init__(self, max_requests: int, max_tokens: int) -> None:
         self.max_requests = max_requests
@@ -245,7 +245,7 @@ class Past:
         self.blocks: list[TextBlock] = []
 
     def add(self, key: int, tokens: list[int]) -> None:
-        """Remember an output; of one longer than half the room, its end."""
+        """Adds an output; of one longer than half the capacity, its end."""
         tokens = tokens[-max(1, self.max_tokens // 2) :]
         if not tokens or not self.max_requests:
             return
@@ -261,7 +261,7 @@ class Past:
         newest.add(key, tokens)
 
     def touch(self, block: TextBlock, key: int) -> None:
-        """An output helped: keep it for another turn."""
+        """Keeps an output that helped: copies it from the older block to the newer."""
         if len(self.blocks) == 2 and block is self.blocks[1] and key not in self.blocks[0].docs:
             self.add(key, block.docs[key])
 
@@ -278,7 +278,7 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
 
     def __init__(self, config: SuffixConfig, context: DraftContext) -> None:
         super().__init__(config, context)
-        self.past = Past(config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_cached_tokens)
+        self.past = PastOutputs(config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_cached_tokens)
         self.used: dict[int, tuple[TextBlock, int]] = {}
         self.store: Datastore | None = None
         if config.datastore is not None:
@@ -290,13 +290,13 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
 
     def draft(self, sequence: RequestState, index: Text, tail: list[int], budget: int) -> Draft:
         reach = self.config.suffix_decoding_max_tree_depth
-        matches: list[Match | Retrieved] = [index.match(tail)]
+        matches: list[Match | DatastoreMatch] = [index.match(tail)]
         matches += [block.match(sequence.id, index.seen, tail, reach) for block in self.past.blocks]
         if self.store is not None:
             matches.append(self.store.match([*index.seen[-reach:], *tail], reach))
         best, most, chosen = Draft(), 0.0, None
         for match in matches:
-            for _ in range(1 + SHORTER):
+            for _ in range(1 + SHORTER_MATCHES):
                 if match.length < 1:
                     break
                 draft, expected = self._grow(match, budget)
@@ -310,7 +310,7 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
                 self.used[sequence.id] = (chosen.source, chosen.source.owner(chosen.state))
         return best
 
-    def _grow(self, match: Match | Retrieved, budget: int) -> tuple[Draft, float]:
+    def _grow(self, match: Match | DatastoreMatch, budget: int) -> tuple[Draft, float]:
         config = self.config
         matched = min(match.length, config.suffix_decoding_max_tree_depth - 1)
         depth = min(budget, max(1, int(matched * config.suffix_decoding_max_spec_factor)))

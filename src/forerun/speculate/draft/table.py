@@ -1,12 +1,11 @@
-"""Tables of what follows a token: counted from a text, or what the target ranked high.
+"""Drafters with a table of next tokens.
 
-``table`` is a unigram or bigram model (the bigram drafts of Leviathan et al. 2023, table 3). With ``adapt`` it goes on
-counting while it serves: the probabilities that the target gave are added to the counts.
+``table`` is a unigram or bigram model, counted from a text (the bigram drafts of Leviathan et al. 2023, table 3). With
+``adapt``, it adds the target's probabilities to the counts while it serves.
 
-``token_recycling`` (arXiv 2408.08696) has candidates that the target ranked high after a token before, whether or not
-they were taken: an adjacency matrix holds, for every token, the target's likeliest next tokens when it last read that
-token; drafts are trees of it. Here each candidate keeps the probability it had, so that the tree follows the likeliest
-paths instead of one fixed shape. The matrix is shared by all requests.
+``token_recycling`` (arXiv 2408.08696) keeps an adjacency matrix: for every token, the likeliest next tokens when the
+target last read it. Drafts are trees over the matrix, which all requests share. Here each candidate keeps its
+probability, so that the tree follows the likeliest paths instead of one fixed shape.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ from forerun.speculate.verify import Verification
 
 DEFAULT_SIZE = 400_000
 FORMAT = "forerun_table"
-MOST_FOLLOWERS = 64
-"""Followers that an adapted token keeps at least; twice as many are the most."""
-MOST_OBSERVED = 8
-"""Likeliest tokens that are counted of one distribution."""
+MAX_FOLLOWERS = 64
+"""An adapted token with more than twice as many followers is cut to this number."""
+TOP_OBSERVED = 8
+"""How many of a distribution's likeliest tokens are counted."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +46,13 @@ class TableConfig(DrafterConfig):
     table_file: str | None = None
     """Text whose tokens are counted; None: modules of Python's own standard library."""
     table_order: int = 2
-    """2: q is what followed the previous token in the text (all tokens' counts where nothing did); 1: all tokens'
-    counts."""
+    """2: bigram counts, or unigram counts after a token that was never followed; 1: unigram counts."""
     adapt: bool = False
-    """Add what the target says of every token that it reads, ``adapt_weight`` times its probabilities."""
+    """Add the target's next-token probabilities, times ``adapt_weight``, to the counts."""
     adapt_weight: float = 4.0
     adapt_save: str | None = None
     """File for the counts, written when the engine closes; name it as ``table_file`` next time."""
-    without: ClassVar = {"tree": "method 'table' drafts chains"}
+    unsupported: ClassVar = {"tree": "method 'table' drafts chains"}
     limits: ClassVar = {"adapt_weight": POSITIVE, "table_order": Within(least=1, most=2, whole=True)}
 
     def __post_init__(self) -> None:
@@ -64,8 +62,8 @@ class TableConfig(DrafterConfig):
 
 
 def default_text() -> str:
-    """The running interpreter's top-level modules in order of name, up to ``DEFAULT_SIZE`` characters, without the
-    files that the bundled target's record holds out."""
+    """The source of the standard library's top-level modules, up to ``DEFAULT_SIZE`` characters, without the files held
+    out from the bundled target's training."""
     held_out: set[str] = set()
     if "target" in pretrained.names():
         record = pretrained.path("target") / "training.json"
@@ -80,7 +78,7 @@ def default_text() -> str:
 
 
 class Tables:
-    """How often each token occurs, and how often each follows each; both may grow."""
+    """Unigram counts ``anywhere`` and bigram counts ``after``; both may grow."""
 
     def __init__(self, anywhere: dict[int, float], after: dict[int, dict[int, float]], device: torch.device) -> None:
         self.anywhere, self.after, self.device = anywhere, after, device
@@ -100,7 +98,7 @@ class Tables:
 
     @classmethod
     def of_json(cls, content: dict[str, Any], device: torch.device) -> Tables:
-        """Raises ConfigError for anything that ``save`` has not written."""
+        """Reads what ``save`` wrote. Raises ConfigError for anything else."""
         try:
             anywhere, after = ({int(k): v for k, v in content[part].items()} for part in ("anywhere", "after"))
             followers = {token: {int(k): float(n) for k, n in counts.items()} for token, counts in after.items()}
@@ -109,7 +107,7 @@ class Tables:
             raise ConfigError(f"the counts are damaged: {error}") from error
 
     def counts(self, before: int | None) -> Counts:
-        """What followed ``before``; all tokens for None, and where nothing did."""
+        """Bigram counts after ``before``; unigram counts for None, and where there are none."""
         key = before if before in self.after else None
         result = self._ready.get(key)
         if result is None:
@@ -117,14 +115,14 @@ class Tables:
         return result
 
     def add(self, before: int, ids: Sequence[int], amounts: Sequence[float]) -> None:
-        """Count ``amounts`` of ``ids`` behind ``before``; its rarest followers make room for newer ones. The counts of
-        all tokens are sorted anew when a twentieth has been added."""
+        """Adds ``amounts`` to the counts of ``ids`` after ``before``. Its rarest followers are dropped if there are too
+        many. Unigram counts are sorted again after they have grown by a twentieth."""
         followers = self.after.setdefault(before, {})
         for token, amount in zip(ids, amounts):
             followers[token] = followers.get(token, 0.0) + amount
             self.anywhere[token] = self.anywhere.get(token, 0.0) + amount
-        if len(followers) > 2 * MOST_FOLLOWERS:
-            self.after[before] = dict(sorted(followers.items(), key=lambda item: -item[1])[:MOST_FOLLOWERS])
+        if len(followers) > 2 * MAX_FOLLOWERS:
+            self.after[before] = dict(sorted(followers.items(), key=lambda item: -item[1])[:MAX_FOLLOWERS])
         self._ready.pop(before, None)
         self._added += sum(amounts)
         if self._added > self._total / 20:
@@ -153,7 +151,7 @@ class Table(Drafter[TableConfig]):
         self.tables = self._read(context.sampler.device)
         if not self.tables.anywhere:
             raise ConfigError(f"table_file {config.table_file} holds no text to count")
-        self.counted = CountChooser(Chooser(context.sampler, context.rule, config.draft_temperature, context.stream))
+        self.counted = CountChooser(Chooser.of(config, context))
 
     def _read(self, device: torch.device) -> Tables:
         if self.config.table_file is None:
@@ -185,7 +183,7 @@ class Table(Drafter[TableConfig]):
         return draft
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
-        """With ``adapt``: what the target said behind every token that stays."""
+        """With ``adapt``: counts the target's distribution after every token that was kept."""
         if not self.config.adapt:
             return
         scores = result.scores
@@ -205,7 +203,7 @@ class Table(Drafter[TableConfig]):
         if not rows:
             return
         logits = result.output.logits[rows]
-        top = torch.softmax(logits, dim=1).topk(min(MOST_OBSERVED, logits.shape[1]), dim=1)
+        top = torch.softmax(logits, dim=1).topk(min(TOP_OBSERVED, logits.shape[1]), dim=1)
         amounts = (top.values * self.config.adapt_weight).tolist()
         for token, ids, weights in zip(tokens, top.indices.tolist(), amounts):
             self.tables.add(token, ids, weights)
@@ -229,7 +227,7 @@ class TokenRecyclingConfig(TreeConfig):
     num_speculative_tokens: int = 5
     recycled_candidates: int = 8
     """Next tokens remembered per token."""
-    without: ClassVar = {"draft_temperature": "method 'token_recycling' draws nothing from a distribution"}
+    unsupported: ClassVar = {"draft_temperature": "method 'token_recycling' draws nothing from a distribution"}
     limits: ClassVar = {"recycled_candidates": COUNT}
 
     def __post_init__(self) -> None:
@@ -249,9 +247,9 @@ class TokenRecycling(Drafter[TokenRecyclingConfig]):
         vocabulary = context.target.info.vocab_size
         shape = (vocabulary, min(config.recycled_candidates, vocabulary))
         self.ids = torch.full(shape, UNSEEN, dtype=torch.int32)
-        """The likeliest followers of every token, the best first."""
+        """int32 [vocabulary, candidates]: likeliest next tokens, the best first."""
         self.logs = torch.zeros(shape)
-        """The logs of their probabilities."""
+        """The logs of their probabilities, in the same shape."""
         self._rows = self.ids.numpy(), self.logs.numpy()
 
     def _candidates(self, token: int) -> Iterator[tuple[int, float, int]]:
@@ -271,20 +269,20 @@ class TokenRecycling(Drafter[TokenRecyclingConfig]):
         return drafts
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """Where nothing is known of the target but the tokens that it gave: each one's follower gets half of its
-        probability, and what was known before the other half."""
+        """Learns from emitted tokens where the target's logits are not available: each token's follower gets half of
+        the probability, and the earlier candidates the other half."""
         ids, logs = self._rows
         for before, after in pairwise(tokens):
-            known = {i: exp(p) / 2 for i, p in zip(ids[before].tolist(), logs[before].tolist()) if i != UNSEEN}
-            known[after] = known.get(after, 0.0) + 0.5
-            best = sorted(known.items(), key=lambda item: -item[1])[: ids.shape[1]]
+            chances = {i: exp(p) / 2 for i, p in zip(ids[before].tolist(), logs[before].tolist()) if i != UNSEEN}
+            chances[after] = chances.get(after, 0.0) + 0.5
+            best = sorted(chances.items(), key=lambda item: -item[1])[: ids.shape[1]]
             for index, (token, p) in enumerate(best):
                 ids[before, index], logs[before, index] = token, log(p)
             logs[before, len(best) :] = -inf
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
-        """Remember the top of every row of logits, rejected ones and prompts' included. Of several rows of one token
-        the last stays."""
+        """Stores the top candidates of every row of logits, including those of rejected tokens and prompts. For a token
+        with several rows, the last one counts."""
         logits = result.output.logits
         tokens = [span.tokens[row] for span in result.batch.spans for row in span.logits]
         latest = {token: row for row, token in enumerate(tokens)}

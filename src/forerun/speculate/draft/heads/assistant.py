@@ -40,7 +40,7 @@ from forerun.models.kinds import UNQUANTIZED
 from forerun.models.native import NativeModel
 from forerun.models.open import Files, as_config, open_files, read_config, resolve
 from forerun.models.transform import transform
-from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs, spread
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs, scatter_logits
 from forerun.speculate.draft.heads.mtp import MtpConfig, predicted
 from forerun.speculate.draft.levels import Frontier, grow
 from forerun.speculate.verify import Verification
@@ -134,7 +134,7 @@ class AssistantModel:
             return self.clusters(x)
         if self.ids is None:
             return out.logits
-        return spread(out.logits, self.ids, self.decoder.info.vocab_size)
+        return scatter_logits(out.logits, self.ids, self.decoder.info.vocab_size)
 
 
 def _tensor(path: Path, files: Files, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -260,7 +260,7 @@ class Assistant(Drafter[MtpConfig]):
         if self.model.clusters is not None and config.draft_vocab_size is not None:
             raise ConfigError(f"{path} predicts the tokens of its likeliest clusters: remove draft_vocab_size")
         self.needs = Needs(hidden=(target.info.num_layers,), model=True)
-        self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
+        self.chooser = Chooser.of(config, context)
         self.attention: TargetReader | KernelTargetReader | None = None
 
     @inference

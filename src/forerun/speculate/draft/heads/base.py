@@ -19,7 +19,7 @@ from forerun.models.base import Model
 from forerun.models.formats import int8
 from forerun.models.kinds import BLOCKS, UNQUANTIZED
 from forerun.models.open import BUNDLED, fingerprint, quick_config, resolve
-from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs, spread
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs, scatter_logits
 from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_first
 from forerun.speculate.draft.heads.adapt import Adaptation, Learner
 from forerun.speculate.draft.heads.head import Head, Sizes
@@ -102,7 +102,7 @@ class HeadDrafter(Drafter[C]):
         self.head.quantization = kind if able else None
         self.head.pack()
         self.needs = Needs(hidden=hidden, model=True)
-        self.chooser = Chooser(context.sampler, context.rule, config.draft_temperature, context.stream)
+        self.chooser = Chooser.of(config, context)
 
     def _load(self, config: C, target: Model) -> Head:
         if config.model is None and target.info.name != f"{BUNDLED}target":
@@ -122,7 +122,7 @@ class HeadDrafter(Drafter[C]):
     def widen(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the target's vocabulary; tokens outside a reduced one are impossible."""
         ids = self.head.token_ids()
-        return logits if ids is None else spread(logits, ids, self.head.sizes.vocab_size)
+        return logits if ids is None else scatter_logits(logits, ids, self.head.sizes.vocab_size)
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         for sequence, verdict in zip(sequences, verdicts):

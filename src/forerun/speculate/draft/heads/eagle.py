@@ -37,7 +37,7 @@ from forerun.models.fused import RAW, Decoder, Fused
 from forerun.models.layer import Layer
 from forerun.models.rotary import Rotary
 from forerun.speculate.draft.base import DraftContext, drafters
-from forerun.speculate.draft.chain import CatchUpConfig, ChainRunner, plain
+from forerun.speculate.draft.chain import CatchUpConfig, ChainRunner, can_chain
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.gguf_files import read_drafter
 from forerun.speculate.draft.heads.head import (
@@ -300,8 +300,10 @@ class Eagle(HeadDrafter[EagleConfig]):
         self.chains = self._find_chains()
 
     def _find_chains(self) -> ChainRunner | None:
-        names = self.head.token_ids()
-        return ChainRunner.find(self.fused, self.attention, self.chooser, self.config, feeds=True, names=names)
+        ids = self.head.token_ids()
+        return ChainRunner.find(
+            self.fused, self.attention, self.chooser, self.config, feeds_hidden=True, output_ids=ids
+        )
 
     def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
         """Rows wait here until the token behind each of them is known and the layer has read them."""
@@ -330,7 +332,7 @@ class Eagle(HeadDrafter[EagleConfig]):
         chosen = [sequences[index] for index in ready]
         if not ready:
             self._run(spans, feature)
-        elif self.chains is not None and all(map(plain, chosen)):
+        elif self.chains is not None and all(map(can_chain, chosen)):
             batch = Batch(spans, self.context.target.info.device)
             drafts = self.chains.draft(sequences, ready, budgets, batch, self.attention, feature)
         else:

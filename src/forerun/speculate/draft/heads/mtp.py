@@ -55,6 +55,7 @@ from forerun.speculate.draft.heads.head import (
     rotate,
     rotate_by,
 )
+from forerun.speculate.draft.model import most_common
 
 DEFAULTS = {
     "heads": 4, "kv_heads": 2, "width": 16, "inner_size": 64, "theta": 10000.0, "eps": 1e-6, "turned": None,
@@ -459,7 +460,7 @@ class MtpConfig(EagleConfig):
     """How many tokens its output layer predicts, as a draft model's. None: 32,768 of a vocabulary of more than 65,536,
     else all of them."""
     limits: ClassVar = {"draft_vocab_size": COUNT}
-    without: ClassVar = {"adapt": "method 'mtp' does not learn"}
+    unsupported: ClassVar = {"adapt": "method 'mtp' does not learn"}
 
 
 @drafters.register("mtp")
@@ -494,7 +495,7 @@ def predicted(config: MtpConfig, context: DraftContext) -> torch.Tensor | None:
         return None
     if size > info.vocab_size:
         raise ConfigError(f"draft_vocab_size is {size}, and {info.name} has {info.vocab_size} tokens")
-    return context.commonest(size, info.vocab_size)
+    return most_common(context, size, info.vocab_size)
 
 
 def output_rows(path: Path, ids: torch.Tensor) -> torch.Tensor:
