@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from forerun.core.loading import Advance
 from forerun.kernels import structs
 from forerun.models.formats import blocks, make_linear
-from forerun.models.formats.base import Format, Linear, MadeRows, Rows, across, whole
+from forerun.models.formats.base import Format, LazyRows, Linear, Rows, concat_rows, to_tensor
 from forerun.models.formats.blocks import Blocked, Blocks, join
 from forerun.models.formats.compiled import Joined
 from forerun.models.formats.int8 import Levels, TiledInt8
@@ -78,12 +78,12 @@ def stack(parts: Sequence[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype,
 
     def make(rows: slice | torch.Tensor) -> torch.Tensor:
         assert isinstance(rows, slice)
-        return across(sides, sizes, rows, torch.cat)
+        return concat_rows(sides, sizes, rows, torch.cat)
 
     sides = [partial(side, part, order) for part, order in parts]
     sizes = [part.shape[0] if order is None else len(order) for part, order in parts]
     shape = torch.Size((sum(sizes), parts[0][0].shape[1]))
-    return MadeRows(shape, make, shape.numel() * dtype.itemsize, dtype, device)
+    return LazyRows(shape, make, shape.numel() * dtype.itemsize, dtype, device)
 
 
 @dataclass
@@ -173,7 +173,7 @@ class Maker:
         elif isinstance(head, (TiledLinear, Plain)):
             rows = head if isinstance(head, TiledLinear) else head.weight
         else:
-            rows = whole(self._stack([name], [None]))
+            rows = to_tensor(self._stack([name], [None]))
         self.advance(self.weights.release())
         shared = rows is head or (isinstance(head, Plain) and rows is head.weight)
         return Embedding(rows, self.dtype, shared=shared, scale=scale)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from forerun.core.errors import ModelError, shown
-from forerun.models.formats.base import MadeRows, Rows
-from forerun.models.formats.blocks import Blocks, RawRows
+from forerun.models.formats.base import LazyRows, Rows
+from forerun.models.formats.blocks import Blocks, LazyBytes
 from forerun.models.formats.int8 import Levels
 
 AWQ_SHIFTS = tuple(4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7))
@@ -130,7 +130,7 @@ def _scaled(numbers: torch.Tensor, scales: torch.Tensor, tile: tuple[int, int]) 
     def make(rows: slice | torch.Tensor) -> torch.Tensor:
         return numbers[rows].float() * scales[down[rows]][:, along]
 
-    return MadeRows(numbers.shape, make, numbers.nbytes)
+    return LazyRows(numbers.shape, make, numbers.nbytes)
 
 
 def _awq(result: Tensors, config: Mapping[str, Any]) -> Rows:
@@ -279,7 +279,7 @@ def _mxfp4(result: Tensors, config: Mapping[str, Any]) -> Rows:
         together = torch.cat([scales[rows][..., None], each[..., :16] | each[..., 16:] << 4], -1)
         return together.flatten(1).numpy()
 
-    return Blocks("mxfp4", RawRows(len(blocks), make), blocks.shape[1] * BLOCK)
+    return Blocks("mxfp4", LazyBytes(len(blocks), make), blocks.shape[1] * BLOCK)
 
 
 _GPTQ = Scheme("GPTQ", _gptq, ("qweight",), ("qweight", "qzeros", "scales", "g_idx"))

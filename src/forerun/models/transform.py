@@ -27,7 +27,7 @@ from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.shapes import Shape, shapes, unread
 from forerun.models.architectures.spec import TILED_HEADS, Spec, bind
 from forerun.models.checkpoint import Safetensors
-from forerun.models.formats.base import MadeRows, Rows
+from forerun.models.formats.base import LazyRows, Rows
 from forerun.models.formats.blocks import Blocks
 from forerun.models.formats.gguf_types import FLOATS, PACKED, TYPES, described
 from forerun.models.formats.int8 import Levels
@@ -216,14 +216,14 @@ def _split_kv_b(tensors: dict[str, Rows], spec: Spec, folder: Path) -> None:
                 tensors[f"{prefix}{name.checkpoint.format(head)}.weight"] = part
 
 
-def _some_rows(weight: Rows, rows: slice, *, transposed: bool) -> MadeRows:
+def _some_rows(weight: Rows, rows: slice, *, transposed: bool) -> LazyRows:
     def make(which: slice | torch.Tensor) -> torch.Tensor:
         part = weight[rows]
         return (part.T if transposed else part)[which]
 
     count, inputs = rows.stop - rows.start, weight.shape[1]
     shape = torch.Size((inputs, count) if transposed else (count, inputs))
-    return MadeRows(shape, make, count * inputs * weight.dtype.itemsize, weight.dtype, weight.device)
+    return LazyRows(shape, make, count * inputs * weight.dtype.itemsize, weight.dtype, weight.device)
 
 
 def deinterleaved(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -432,7 +432,7 @@ def _scaled(weight: Rows, factors: Sequence[float], rows: Sequence[int]) -> Rows
     by_row = torch.tensor(factors, dtype=torch.float32).repeat_interleave(counts)
     if len(weight.shape) == 1:
         return weight[:].float() * by_row
-    return MadeRows(
+    return LazyRows(
         weight.shape, lambda which: weight[which].float() * by_row[which, None], weight.nbytes, device=weight.device
     )
 
@@ -457,4 +457,4 @@ def _merged(weight: Rows, pairs: Sequence[tuple[float, lora.Pair]]) -> Rows:
             result.add_(pair.rows(rows), alpha=factor)
         return result
 
-    return MadeRows(weight.shape, make, weight.nbytes, device=weight.device)
+    return LazyRows(weight.shape, make, weight.nbytes, device=weight.device)

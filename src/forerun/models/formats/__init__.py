@@ -1,7 +1,7 @@
-"""The registry of forms of weights, by their names as options, and which form a linear layer's weights get.
+"""The registry of weight formats, by their names as options, and the choice of one for a linear layer.
 
-Forms that are alike share a file: ``tiled.py``, ``plain.py``, ``int8.py``, ``blocks.py``. ``base.Format`` is what one
-is. ``gguf_types.PACKED`` says which one a type of GGUF files becomes.
+``base.Format`` describes a format; they are in ``tiled.py``, ``plain.py``, ``int8.py`` and ``blocks.py``.
+``gguf_types.PACKED`` maps a type of GGUF files to one.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from forerun.models.formats import blocks, int8, plain, tiled
 from forerun.models.formats.base import Format, Linear, Rows
 from forerun.models.formats.compiled import Joined
 
-NUMBERS: dict[str, Format] = {found.name: found for found in (tiled.FORMAT, plain.PACKED, plain.PLAIN)}
-"""Of the checkpoint's own numbers; the best first."""
-ON_CPU: dict[str, Format] = {found.name: found for found in (*int8.FORMATS, *blocks.FORMATS)}
-ON_GPU: dict[str, Format] = {found.name: found for found in plain.ON_GPU}
-"""What weights can be quantized to."""
+NUMBERS: dict[str, Format] = {each.name: each for each in (tiled.FORMAT, plain.PACKED, plain.PLAIN)}
+"""Formats of unquantized weights, the best first."""
+ON_CPU: dict[str, Format] = {each.name: each for each in (*int8.FORMATS, *blocks.FORMATS)}
+ON_GPU: dict[str, Format] = {each.name: each for each in plain.ON_GPU}
+"""Formats that weights can be quantized to."""
 WEIGHTS = ("auto", *NUMBERS)
 
 
 def choose(dtype: torch.dtype, device: torch.device, weights: str) -> str:
-    """``streamed``, ``packed`` or ``plain`` under the option ``weights``; ``auto`` takes the first that can be had
-    here, and an explicit wish that cannot be met raises ConfigError."""
+    """The format of unquantized weights under the option ``weights``. ``auto`` is the best that runs here. Raises
+    ConfigError for one that does not."""
     if weights not in WEIGHTS:
         raise ConfigError(f"weights must be one of {', '.join(WEIGHTS)}, not {weights!r}")
     if weights == "auto":
-        return next(name for name, form in NUMBERS.items() if form.can(dtype, device))
+        return next(name for name, each in NUMBERS.items() if each.can(dtype, device))
     if not NUMBERS[weights].can(dtype, device):
         name = str(dtype).removeprefix("torch.")
         raise ConfigError(f"weights={weights!r} needs {NUMBERS[weights].needs} for {name}; use weights='auto'")
@@ -38,34 +38,35 @@ def choose(dtype: torch.dtype, device: torch.device, weights: str) -> str:
 
 
 def make_linear(weight: Rows, bias: torch.Tensor | None, how: str) -> Linear:
-    """The layer for ``weight`` [outputs, inputs], stored as ``choose`` says; what does not pay stays plain."""
+    """The layer for ``weight`` [outputs, inputs] in the format ``how``, or plain where that does not pay."""
     form = NUMBERS[how] if NUMBERS[how].pays(weight) else NUMBERS["plain"]
     return form.make(weight, bias)
 
 
 def check(kind: str | None, device: torch.device, dtype: torch.dtype, *, invariant: bool) -> Format | None:
-    """The form called ``kind``; None: weights are not quantized. Raises ConfigError if it cannot be honoured here."""
+    """The format called ``kind``; None: weights are not quantized. Raises ConfigError if it does not run here."""
     if kind is None:
         return None
-    forms = ON_CPU if device.type == "cpu" else ON_GPU
-    if kind not in forms:
-        choices = ", ".join([*forms, *kinds.FLOATS])
+    formats = ON_CPU if device.type == "cpu" else ON_GPU
+    if kind not in formats:
+        choices = ", ".join([*formats, *kinds.FLOATS])
         raise ConfigError(
             f"quantization {kind!r} is not one of {choices} (or {kinds.UNQUANTIZED}), which {device.type} has"
         )
-    if not forms[kind].can(dtype, device):
+    if not formats[kind].can(dtype, device):
         name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"quantization {kind!r} in {name} needs {forms[kind].needs}; leave it out")
+        raise ConfigError(f"quantization {kind!r} in {name} needs {formats[kind].needs}; leave it out")
     if kind == "int8" and invariant and device.type == "cpu":
         raise ConfigError(
             "quantization 'int8' makes a row depend on the rows beside it, so it cannot be invariant; "
             "use 'int8_rows' or invariant=False"
         )
-    return forms[kind]
+    return formats[kind]
 
 
 def describe(layers: Sequence[Linear], dtype: torch.dtype) -> str:
-    """Such as ``packed bfloat16``: how the weights are stored, the larger share first; small shares are left out."""
+    """How weights are stored, such as ``packed bfloat16``: the formats of at least a tenth of the bytes, largest
+    first."""
     sizes: dict[str, int] = {}
     for layer in layers:
         for part in layer.parts if isinstance(layer, Joined) else (layer,):
@@ -75,8 +76,8 @@ def describe(layers: Sequence[Linear], dtype: torch.dtype) -> str:
     return " and ".join(f"{kind} {name}" if kind in NUMBERS else kind for kind in named)
 
 
-def error(requested: torch.Tensor, got: torch.Tensor) -> float:
-    """Relative error of logits, |got - wanted| / |wanted|, each row's mean taken out: softmax does not see it."""
-    requested = requested - requested.mean(dim=-1, keepdim=True)
+def error(expected: torch.Tensor, got: torch.Tensor) -> float:
+    """Relative error of logits, |got - expected| / |expected|, without each row's mean, which softmax ignores."""
+    expected = expected - expected.mean(dim=-1, keepdim=True)
     got = got - got.mean(dim=-1, keepdim=True)
-    return float((got - requested).norm() / requested.norm())
+    return float((got - expected).norm() / expected.norm())

@@ -20,7 +20,7 @@ from gguf.quants import dequantize, quantize
 from forerun.core.errors import ConfigError
 from forerun.kernels import structs
 from forerun.kernels.structs import QUANTS
-from forerun.models.formats.base import CHUNK, CPU, Format, Rows, across
+from forerun.models.formats.base import CHUNK, CPU, Format, Rows, concat_rows
 from forerun.models.formats.compiled import Compiled, address, kernel, wide_bias
 from forerun.models.formats.gguf_types import FLOATS, INPUTS, OUTPUTS, PACKED, Bytes, sizes
 from forerun.models.formats.kept import made
@@ -29,7 +29,7 @@ from forerun.models.kinds import BLOCKS
 
 
 @dataclass(frozen=True)
-class RawRows:
+class LazyBytes:
     """So many rows of bytes, which ``make`` makes."""
 
     count: int
@@ -42,7 +42,7 @@ class RawRows:
         return self.make(rows)
 
 
-def rounding(weight: Rows, kind: str) -> RawRows:
+def rounding(weight: Rows, kind: str) -> LazyBytes:
     """The rows of a weight rounded to ``kind``, with zeros up to whole blocks. Raises ConfigError, when rows are asked
     for, for kinds that only files bring."""
 
@@ -50,10 +50,10 @@ def rounding(weight: Rows, kind: str) -> RawRows:
         result = weight[rows].float().numpy()
         return to_blocks(np.pad(result, ((0, 0), (0, -result.shape[1] % sizes(kind)[0]))), kind)
 
-    return RawRows(weight.shape[0], make)
+    return LazyBytes(weight.shape[0], make)
 
 
-Raw = np.ndarray | RawRows
+Raw = np.ndarray | LazyBytes
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Blocks:
     def rows(self, order: torch.Tensor) -> Blocks:
         """Some of its rows, in any order."""
         raw, places = self.raw, order.numpy()
-        return Blocks(self.kind, RawRows(len(places), lambda rows: raw[places[rows]]), self.inputs)
+        return Blocks(self.kind, LazyBytes(len(places), lambda rows: raw[places[rows]]), self.inputs)
 
 
 def join(parts: Sequence[Blocks]) -> Blocks:
@@ -104,7 +104,7 @@ def join(parts: Sequence[Blocks]) -> Blocks:
     if len(parts) == 1:
         return parts[0]
     sides, sizes = [part.raw.__getitem__ for part in parts], [len(part.raw) for part in parts]
-    raw = RawRows(sum(sizes), lambda rows: across(sides, sizes, rows, np.concatenate))
+    raw = LazyBytes(sum(sizes), lambda rows: concat_rows(sides, sizes, rows, np.concatenate))
     return Blocks(parts[0].kind, raw, parts[0].inputs)
 
 

@@ -1,4 +1,4 @@
-"""What linear layers on kernels of our own share: room for weights, calls, and layers of several parts."""
+"""Linear layers that our own kernels run: memory for weights, the shared calls, and layers of several parts."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from forerun.kernels import structs
 from forerun.models.formats.base import Rows
 
 BLOCK, PAGE, LINE = 1 << 26, 1 << 21, 1 << 6
-"""Bytes: of address space that layers share, of a large page, of a cache line."""
+"""Bytes of an arena's block, a huge page, and a cache line."""
 
 
 class Arena:
-    """Room for weights, layer after layer in the order of their making, which is that of their use: in large pages
-    however small the layers, and what the kernels ask for beyond the end of one begins the next."""
+    """Memory for weights, layer after layer in the order in which they are used. Small layers share huge pages too, and
+    what the kernels prefetch beyond the end of one layer is the next."""
 
     def __init__(self) -> None:
-        self.left = torch.empty(0, dtype=torch.uint8)
+        self.free = torch.empty(0, dtype=torch.uint8)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        if nbytes > len(self.left):
+        if nbytes > len(self.free):
             with torch.inference_mode(False):  # layers are made inside and outside of it
                 block = torch.empty(max(BLOCK, nbytes) + PAGE, dtype=torch.uint8)
-            self.left = block[-block.data_ptr() % PAGE :]
-            result = kernels.library()
-            if result is not None:
-                result.advise(self.left.data_ptr(), len(self.left))
-        taken, self.left = self.left[:nbytes], self.left[-(-nbytes // LINE) * LINE :]
-        return taken
+            self.free = block[-block.data_ptr() % PAGE :]
+            library = kernels.library()
+            if library is not None:
+                library.advise(self.free.data_ptr(), len(self.free))
+        result, self.free = self.free[:nbytes], self.free[-(-nbytes // LINE) * LINE :]
+        return result
 
 
 arena = Arena()
 
 
 def kernel(name: str, dtype: torch.dtype) -> Callable[..., None]:
-    """Raises TypeError where there is no such kernel."""
+    """The kernel for a dtype. Raises TypeError where there is none."""
     full = f"{name}_{kernels.dtype_name(dtype)}"
     if not kernels.has(full):
         raise TypeError(f"no kernel {full} here")
@@ -53,8 +53,8 @@ def check_weight(weight: Rows) -> None:
         raise ValueError(f"weights {[*weight.shape]} on {weight.device} where some [outputs, inputs] on cpu are needed")
 
 
-def wide_bias(bias: torch.Tensor | None, outputs: int) -> torch.Tensor | None:
-    """In float32. Raises ValueError for a bias that the kernels would misread."""
+def float_bias(bias: torch.Tensor | None, outputs: int) -> torch.Tensor | None:
+    """A bias in float32. Raises ValueError for a shape that the kernels would misread."""
     if bias is not None and bias.shape != (outputs,):
         raise ValueError(f"a bias {[*bias.shape]} for {outputs} outputs")
     return None if bias is None else bias.float().contiguous()
@@ -65,7 +65,7 @@ def address(tensor: torch.Tensor | None) -> int | None:
 
 
 class Compiled(ABC):
-    """A layer that kernels of ours run; a ``Linear``."""
+    """A ``Linear`` that our kernels run."""
 
     __slots__ = ("bias", "dtype", "inputs", "kind", "nbytes", "number", "outputs", "pointers", "tiles")
 
@@ -75,19 +75,19 @@ class Compiled(ABC):
     kind: str
     nbytes: int
     dtype: torch.dtype | None
-    """That of its rows; None: any."""
+    """Of activations; None: any."""
     number: int
-    """Of its kind in ``structs.KINDS``."""
+    """Index of the weights' format in ``structs.KINDS``."""
     pointers: tuple[int, int | None, int, int]
-    """To weights, bias, scales and offsets, which the layer holds."""
+    """Addresses of weights, bias, scales and offsets."""
 
     @abstractmethod
     def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
-        """Rows of x into those at the address ``y``, ``stride`` numbers apart, as those to ``add`` to them. Raises
+        """Computes rows of x into memory at ``y``, rows ``stride`` numbers apart, and adds those at ``add``. Raises
         TypeError for a dtype without a kernel."""
 
     def fields(self) -> structs.LinearStruct:
-        """What a compiled decoder reads; the layer must outlive it."""
+        """The struct that the compiled decoder reads. The layer must outlive it."""
         weight, bias, scales, offsets = self.pointers
         return structs.LinearStruct(self.number, weight, bias or 0, scales, offsets, self.outputs, self.inputs, 0)
 
@@ -95,10 +95,8 @@ class Compiled(ABC):
         """Rows of the weights [ids, inputs], exact in float32. Raises KernelError for ids out of range, and for weights
         in 8 bits."""
         ids = ids.reshape(-1).to(torch.int64).contiguous()
-        result, at = torch.empty(len(ids), self.inputs, dtype=dtype), self.pointers[0]
-        kernel("take_rows", dtype)(
-            self.number, at, ids.data_ptr(), result.data_ptr(), len(ids), self.outputs, self.inputs
-        )
+        result, take = torch.empty(len(ids), self.inputs, dtype=dtype), kernel("take_rows", dtype)
+        take(self.number, self.pointers[0], ids.data_ptr(), result.data_ptr(), len(ids), self.outputs, self.inputs)
         return result
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
@@ -107,8 +105,8 @@ class Compiled(ABC):
         return y
 
     def _prepare(self, x: torch.Tensor, add: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, int | None, int]:
-        """x contiguous, room for y, where ``add`` lies, and the number of rows. Raises ValueError for what the kernels
-        would misread."""
+        """Contiguous x, memory for y, the address of ``add``, and the number of rows. Raises ValueError for tensors
+        that the kernels would misread."""
         shape = x.shape
         if not shape or shape[-1] != self.inputs:
             raise ValueError(f"rows of {shape[-1] if shape else 0} numbers for a layer with {self.inputs} inputs")
@@ -128,9 +126,9 @@ class Compiled(ABC):
 
 
 class Joined(Compiled):
-    """Several layers over the same inputs, one's outputs behind the other's: their weights have different forms."""
+    """Several layers over the same inputs, their outputs concatenated: their weights have different formats."""
 
-    __slots__ = ("later", "parts")
+    __slots__ = ("next_fields", "parts")
 
     def __init__(self, parts: Sequence[Compiled]) -> None:
         self.parts = tuple(parts)
@@ -144,19 +142,19 @@ class Joined(Compiled):
         if len(dtypes) > 1:
             raise ValueError(f"layers to join have rows of {' and '.join(map(str, dtypes))}")
         self.dtype = next(iter(dtypes), None)
-        self.later: list[array[int]] = []
-        """What the first part's fields lead to: the last one's come first."""
+        self.next_fields: list[array[int]] = []
+        """The linked structs after the first part's; the last part's come first."""
         for part in reversed(self.parts[1:]):
-            self.later.append(array("q", part.fields()._replace(next=self._next())))
+            self.next_fields.append(array("q", part.fields()._replace(next=self._next())))
 
     def _next(self) -> int:
-        return self.later[-1].buffer_info()[0] if self.later else 0
+        return self.next_fields[-1].buffer_info()[0] if self.next_fields else 0
 
     def fields(self) -> structs.LinearStruct:
         return self.parts[0].fields()._replace(next=self._next())
 
     def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
-        behind = 0
+        offset = 0
         for part in self.parts:
-            part.run(x, y + behind, None if add is None else add + behind, rows, stride)
-            behind += part.outputs * x.element_size()
+            part.run(x, y + offset, None if add is None else add + offset, rows, stride)
+            offset += part.outputs * x.element_size()

@@ -21,7 +21,7 @@ from functools import cache, partial
 import torch
 
 from forerun.kernels import structs
-from forerun.models.formats.base import Format, Linear, Rows, pieces, whole
+from forerun.models.formats.base import Format, Linear, Rows, row_chunks, to_tensor
 from forerun.models.formats.compiled import Compiled, address, check_weight, kernel, wide_bias
 from forerun.models.formats.tiled import DTYPES, TILE, fill, tiles_for, works
 from forerun.models.kinds import KINDS
@@ -70,7 +70,7 @@ class TiledInt8(Compiled):
         self.scales = torch.empty(self.outputs)
         self.offsets = torch.empty(self.outputs, dtype=torch.int32)
         self.tiles = tiles_for(self.outputs, self.inputs, torch.int8)
-        for first, rows in pieces(rows_of, TILE):
+        for first, rows in row_chunks(rows_of, TILE):
             here = slice(first, first + len(rows))
             scales, levels = (weight.scales[here], rows) if isinstance(weight, Levels) else rounded(rows)
             self.scales[here] = scales
@@ -160,7 +160,7 @@ def make(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Linear:
     """The layer for ``weight`` [outputs, inputs] in 8 bits."""
     if ours(weight.device, weight.dtype):
         return TiledInt8(weight, bias, KINDS[name])
-    return FbgemmInt8(whole(weight), bias, by_rows=name == "int8_rows")
+    return FbgemmInt8(to_tensor(weight), bias, by_rows=name == "int8_rows")
 
 
 def pays(weight: Rows) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from forerun.core.errors import ConfigError
-from forerun.models.formats.base import Format, Linear, Rows, whole
+from forerun.models.formats.base import Format, Linear, Rows, to_tensor
 from forerun.models.formats.int8 import pays
 from forerun.models.kinds import GPU_KINDS
 
@@ -26,7 +26,7 @@ class Plain:
     __slots__ = ("bias", "exact", "kind", "nbytes", "weight")
 
     def __init__(self, weight: Rows, bias: torch.Tensor | None) -> None:
-        self.weight = whole(weight)
+        self.weight = to_tensor(weight)
         self.bias = bias
         self.kind = "plain"
         self.exact = False
@@ -46,7 +46,7 @@ class Packed:
     __slots__ = ("bias", "call", "exact", "kind", "nbytes", "weight")
 
     def __init__(self, weight: Rows, bias: torch.Tensor | None) -> None:
-        self.weight = pack(whole(weight))
+        self.weight = pack(to_tensor(weight))
         self.bias = bias
         self.kind = "packed"
         self.exact = False
@@ -102,7 +102,7 @@ def through_torchao(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Li
     except ImportError as error:
         raise ConfigError(f"quantization {name!r} on GPU needs torchao: pip install 'forerun[gpu]'") from error
     module = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    module.weight = torch.nn.Parameter(whole(weight), requires_grad=False)
+    module.weight = torch.nn.Parameter(to_tensor(weight), requires_grad=False)
     quantize_(module, Int8WeightOnlyConfig() if name == "int8" else Float8WeightOnlyConfig())
     layer = Plain(module.weight, bias)
     layer.kind = f"{name} weights"

@@ -1,7 +1,7 @@
-"""``streamed``: weights in the order in which they are read, through ``kernels/linear.cpp``.
+"""``streamed``: weights tiled in the order in which ``kernels/linear.cpp`` reads them.
 
-A row's bits depend on nothing beside it, for any number of rows. Against oneDNN's packed layers they are read 1.7
-times as fast for one row in bfloat16, and float32 verification of five rows costs 1.1 instead of 1.8 decodes.
+A row's bits do not depend on other rows, however many there are. Against oneDNN's packed layers, one row in bfloat16 is
+1.7 times as fast, and float32 verification of five rows costs 1.1 decodes instead of 1.8.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from forerun import kernels
 from forerun.kernels import structs
-from forerun.models.formats.base import Format, Rows, pieces
-from forerun.models.formats.compiled import Compiled, address, arena, check_weight, kernel, wide_bias
+from forerun.models.formats.base import Format, Rows, row_chunks
+from forerun.models.formats.compiled import Compiled, address, arena, check_weight, float_bias, kernel
 from forerun.models.formats.kept import kept
 
 TILE, GROUP_BYTES = 32, 4
@@ -23,23 +23,24 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def tiles_for(outputs: int, inputs: int, dtype: torch.dtype) -> torch.Tensor:
-    """Room for a weight as the kernels read it: [tiles, groups, 32, numbers in 4 bytes], for float16 [tiles, groups, 2,
-    2, 16] with the numbers of a group before its 16 outputs."""
-    together = GROUP_BYTES // dtype.itemsize
-    inner = (2, together, TILE // 2) if dtype is torch.float16 else (TILE, together)
-    shape = torch.Size((-(-outputs // TILE), -(-inputs // together), *inner))
+    """Memory for a tiled weight: [tiles, groups, 32, numbers in 4 bytes], for float16 [tiles, groups, 2, 2, 16] with
+    the numbers of a group before its 16 outputs."""
+    in_group = GROUP_BYTES // dtype.itemsize
+    inner = (2, in_group, TILE // 2) if dtype is torch.float16 else (TILE, in_group)
+    shape = torch.Size((-(-outputs // TILE), -(-inputs // in_group), *inner))
     return arena.allocate(shape.numel() * dtype.itemsize).view(dtype).view(shape)
 
 
 def fill(tiles: torch.Tensor, first: int, rows: torch.Tensor) -> None:
-    """Lay rows out from row ``first`` on, a multiple of a tile's; what they leave of the last tile becomes zeros."""
-    together = GROUP_BYTES // rows.element_size()
+    """Write rows into ``tiles``, beginning with row ``first``, a multiple of a tile's. The last tile is padded with
+    zeros."""
+    in_group = GROUP_BYTES // rows.element_size()
     outputs, inputs = rows.shape
-    if inputs % together or outputs % TILE:
-        rows = F.pad(rows, (0, -inputs % together, 0, -outputs % TILE))
+    if inputs % in_group or outputs % TILE:
+        rows = F.pad(rows, (0, -inputs % in_group, 0, -outputs % TILE))
     tiles = tiles[first // TILE : first // TILE + len(rows) // TILE]
     if rows.dtype is torch.float16:
-        view = rows.reshape(len(tiles), TILE, -1, together).transpose(1, 2)
+        view = rows.reshape(len(tiles), TILE, -1, in_group).transpose(1, 2)
         tiles.copy_(view.unflatten(2, (2, TILE // 2)).transpose(3, 4))
         return
     words = rows.contiguous().view(torch.int32)
@@ -47,25 +48,19 @@ def fill(tiles: torch.Tensor, first: int, rows: torch.Tensor) -> None:
         tile.copy_(part.T)  # torch has a quick way for a matrix alone
 
 
-def to_tiles(weight: Rows) -> torch.Tensor:
-    outputs, inputs = weight.shape
-    tiles = tiles_for(outputs, inputs, weight.dtype)
-    for first, rows in pieces(weight, TILE):
-        fill(tiles, first, rows)
-    return tiles
-
-
 class TiledLinear(Compiled):
-    """Weights and rows in one dtype, sums in float32."""
+    """Weights and activations in one dtype, sums in float32."""
 
     __slots__ = ("call",)
 
     def __init__(self, weight: Rows, bias: torch.Tensor | None) -> None:
         check_weight(weight)
         self.outputs, self.inputs = weight.shape
-        self.bias = wide_bias(bias, self.outputs)
+        self.bias = float_bias(bias, self.outputs)
         self.call = kernel("linear", weight.dtype)
-        self.tiles = to_tiles(weight)
+        self.tiles = tiles_for(self.outputs, self.inputs, weight.dtype)
+        for first, rows in row_chunks(weight, TILE):
+            fill(self.tiles, first, rows)
         self.number, self.pointers = structs.KINDS.index("own"), (self.tiles.data_ptr(), address(self.bias), 0, 0)
         self.kind = "streamed"
         self.nbytes = weight.shape.numel() * weight.dtype.itemsize
@@ -86,28 +81,25 @@ class TiledLinear(Compiled):
 
 @cache
 def can_tile(dtype: torch.dtype) -> bool:
-    """Whether the kernels for ``dtype`` are here and give right numbers."""
+    """Whether the kernels for ``dtype`` are available and give right results."""
     return dtype in DTYPES and works(
         lambda weight: (TiledLinear(weight.to(dtype), None), weight.to(dtype).float()), dtype
     )
 
 
-Try = Callable[[torch.Tensor], tuple[Compiled, torch.Tensor]]
-"""Makes a layer of a weight, and says which weights in float32 it has."""
-
-
 @torch.inference_mode()
-def works(make: Try, dtype: torch.dtype = torch.float32) -> bool:
-    """Whether the kernels are here, and a layer gives right numbers for rows in ``dtype``."""
+def works(make: Callable[[torch.Tensor], tuple[Compiled, torch.Tensor]], dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the kernels are available and give right results for activations in ``dtype``. ``make`` returns a layer
+    for a weight, and the float32 weights that it stands for."""
     if kernels.library() is None:
         return False
     weight = (torch.arange(70 * 64, dtype=torch.float32) * 0.37).sin_().view(70, 64)
     x = (torch.arange(15 * 64, dtype=torch.float32) * 0.11).cos_().view(15, 64).to(dtype)
-    before = kept.set(None)  # this is no model's
-    layer, held = make(weight)
+    before = kept.set(None)  # not part of a model
+    layer, exact = make(weight)
     kept.reset(before)
-    requested = F.linear(x.float(), held)
-    return bool((layer(x).float() - requested).norm() < 0.02 * requested.norm())
+    expected = F.linear(x.float(), exact)
+    return bool((layer(x).float() - expected).norm() < 0.02 * expected.norm())
 
 
 FORMAT = Format(

@@ -16,7 +16,7 @@ import torch
 from forerun.core.errors import ConfigError
 from forerun.models.architectures.description import Name, Recurrence, ShortConvSpec
 from forerun.models.architectures.spec import MixerSpec, Spec
-from forerun.models.formats.base import MadeRows, Rows
+from forerun.models.formats.base import LazyRows, Rows
 from forerun.models.formats.blocks import Blocks
 from forerun.models.formats.int8 import Levels
 from forerun.models.transform import ChangedWeights, Weights
@@ -144,7 +144,7 @@ def _by_heads(names: Recurrence, sizes: MixerSpec) -> dict[Name, Cut]:
     return result | {names.conv: mixed}
 
 
-def shard(weight: Rows, rows: torch.Tensor | None, columns: torch.Tensor | None) -> MadeRows:
+def shard(weight: Rows, rows: torch.Tensor | None, columns: torch.Tensor | None) -> LazyRows:
     """Some rows and columns of a weight; a row -1 is zeros."""
     outputs = weight.shape[0] if rows is None else len(rows)
     inputs = weight.shape[1] if columns is None else len(columns)
@@ -164,7 +164,7 @@ def shard(weight: Rows, rows: torch.Tensor | None, columns: torch.Tensor | None)
         return result
 
     shape = torch.Size((outputs, inputs))
-    return MadeRows(shape, make, shape.numel() * weight.dtype.itemsize, weight.dtype, weight.device)
+    return LazyRows(shape, make, shape.numel() * weight.dtype.itemsize, weight.dtype, weight.device)
 
 
 class SplitWeights(ChangedWeights):
