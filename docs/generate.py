@@ -217,11 +217,11 @@ def known_models() -> str:
 
 
 def gguf_types() -> str:
-    from forerun.models.formats.gguf_types import EXPANDED, PACKED, bits
+    from forerun.models.formats.gguf_types import EXPANDED, PACKED, bits_per_weight
 
     rows = []
-    for kind in sorted((*PACKED, *EXPANDED), key=lambda kind: (-bits(kind)[0], kind)):
-        file, memory = (f"{each:.3g}" for each in bits(kind))
+    for kind in sorted((*PACKED, *EXPANDED), key=lambda kind: (-bits_per_weight(kind)[0], kind)):
+        file, memory = (f"{each:.3g}" for each in bits_per_weight(kind))
         form = "bfloat16" if kind in EXPANDED else PACKED[kind].form
         rows.append((kind.upper(), file, memory, "itself" if form == kind else form))
     return table(("type", "bits a weight in the file", "in memory", "held as"), rows)

@@ -20,7 +20,7 @@ from forerun.measure.environment import processor, read_bandwidth
 from forerun.models.formats import prefetch
 from forerun.models.formats.blocks import Blocked, Blocks
 from forerun.models.formats.compiled import arena
-from forerun.models.formats.gguf_types import PACKED, bits, sizes
+from forerun.models.formats.gguf_types import PACKED, bits_per_weight, sizes
 from forerun_lab.intervals import shown
 
 INPUTS, OUTPUTS = 2048, 4096
@@ -73,7 +73,10 @@ def main() -> None:
     print(f"| type | bits a weight | of the bandwidth | {' | '.join(map(str, counts[1:]))} |")
     for kind, parts in kinds.items():
         one = taken[kind, 1]
-        cells = [f"{bits(kind)[1]:.3g}", f"{sum(part.nbytes for part in parts) / median(one) / bandwidth:.2f}"]
+        cells = [
+            f"{bits_per_weight(kind)[1]:.3g}",
+            f"{sum(part.nbytes for part in parts) / median(one) / bandwidth:.2f}",
+        ]
         for count in counts[1:]:
             ratios = [some / each for some, each in zip(taken[kind, count], one, strict=True)]
             cells.append(shown(ratios))

@@ -99,7 +99,7 @@ def test_a_model_s_size_and_error(kind, dtype):
     plain, quantized = model(None), model(kind, dtype=dtype)
     fraction = size(quantized.linears()) / size(plain.linears())
     assert fraction < 0.30
-    coarse = 1 if int8.ours(CPU, dtype) else 127 / int8._levels()  # FBGEMM without VNNI has half the levels
+    coarse = 1 if int8.has_kernels(CPU, dtype) else 127 / int8._levels()  # FBGEMM without VNNI has half the levels
     assert formats.error(logits(plain), logits(quantized)) < 0.08 * coarse
     assert quantized.info.path == f"native, {'int8' if kind == 'int8' else 'int8 by rows'}"
 
@@ -121,10 +121,10 @@ def test_unknown_kinds_are_refused():
 
 
 def test_kernels_of_ours_are_for_cpus_and_their_dtypes():
-    assert int8.ours(CPU, torch.float32) == int8.ours(CPU, torch.bfloat16) == int8.can_run()
-    assert int8.ours(CPU, torch.float16) == int8.can_run()
-    assert not int8.ours(CPU, torch.float64)
-    assert not int8.ours(torch.device("cuda"), torch.bfloat16)
+    assert int8.has_kernels(CPU, torch.float32) == int8.has_kernels(CPU, torch.bfloat16) == int8.can_run()
+    assert int8.has_kernels(CPU, torch.float16) == int8.can_run()
+    assert not int8.has_kernels(CPU, torch.float64)
+    assert not int8.has_kernels(torch.device("cuda"), torch.bfloat16)
 
 
 def test_without_fbgemm_a_wish_for_8_bits_names_the_dtype(monkeypatch):

@@ -14,7 +14,7 @@ from forerun.core.errors import ForerunError, ModelError
 from forerun.core.folders import expanded
 from forerun.models import hub
 from forerun.models.fetch import KNOWN, home, model_file, named, num_fetched_parts, partial_file
-from forerun.models.formats.gguf_types import described
+from forerun.models.formats.gguf_types import larger_in_memory
 from forerun.models.formats.kept import forget
 from forerun.models.gguf import SUFFIX, GGUFFile, is_gguf, open_gguf, shards_of
 from forerun.models.open import open_files, quick_config, resolve
@@ -132,7 +132,7 @@ def describe(name: str) -> dict[str, Any]:
         "parameters": None if packed else sum(tensor.numel for tensor in files.tensors.values()),
         "format": kind,
         "types": types,
-        "held": described(types),
+        "held": larger_in_memory(types),
         "context": getattr(text, "max_position_embeddings", None),
         "vocabulary": text.vocab_size,
         "size": size,

@@ -29,7 +29,7 @@ from forerun.models.architectures.spec import TILED_HEADS, Spec, bind
 from forerun.models.checkpoint import Safetensors
 from forerun.models.formats.base import LazyRows, Rows
 from forerun.models.formats.blocks import Blocks
-from forerun.models.formats.gguf_types import FLOATS, PACKED, TYPES, described
+from forerun.models.formats.gguf_types import FLOATS, PACKED, TYPES, larger_in_memory
 from forerun.models.formats.int8 import Levels
 from forerun.models.gguf import GGUFFile, GGUFTensor
 from forerun.models.gguf_config import FREQUENCIES
@@ -261,7 +261,7 @@ class GGUFWeights(FileWeights):
     def __init__(self, file: GGUFFile, config: Any, *, numbers: bool = False) -> None:
         super().__init__(file, numbers=numbers)
         self.file = file
-        self.warning = described(file.types()) if not numbers else ""
+        self.warning = larger_in_memory(file.types()) if not numbers else ""
         architecture = ARCHITECTURES[config.model_type]
         kv_heads = config.num_key_value_heads or config.num_attention_heads
         heads = {"q_proj": config.num_attention_heads, "k_proj": kv_heads}

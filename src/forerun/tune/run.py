@@ -109,7 +109,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
 
 def _drafts(config: TuneConfig, llm: LLM) -> list[dict[str, Any]]:
     """What was trained, as ``speculative_config`` names it."""
-    able = int8.ours(llm.model.info.device, llm.model.info.dtype)
+    able = int8.has_kernels(llm.model.info.device, llm.model.info.dtype)
     return [
         {"method": name, "model": str(config.out / name)}
         | ({"quantization": kind_of(name).quantization} if able else {})

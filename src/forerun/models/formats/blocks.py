@@ -1,8 +1,8 @@
-"""``q4_0``, ``q8_0`` and so on: weights in 2 to 8 bits with scales by blocks of inputs, through
+"""``q4_0``, ``q8_0`` and so on: weights in 2 to 8 bits with scales by blocks of inputs, multiplied by
 ``kernels/quants.cpp``. They come from GGUF files without loss, or are rounded while a checkpoint is loaded.
 
-Activations are rounded to 8 bits by blocks of 32, or of 256 for q4_k and q5_k, with a step in float32; sums of products
-are exact integers, and blocks are added in one order: a row's bits depend on nothing beside it, nor on the processor.
+Activations are rounded to 8 bits by blocks of 32 (256 for q4_k and q5_k) with a scale in float32. Sums of products are
+exact integers, and blocks are added in one order. So a row's bits depend neither on other rows nor on the processor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from forerun.core.errors import ConfigError
 from forerun.kernels import structs
 from forerun.kernels.structs import QUANTS
 from forerun.models.formats.base import CHUNK, CPU, Format, Rows, concat_rows
-from forerun.models.formats.compiled import Compiled, address, kernel, wide_bias
+from forerun.models.formats.compiled import Compiled, address, float_bias, kernel
 from forerun.models.formats.gguf_types import FLOATS, INPUTS, OUTPUTS, PACKED, Bytes, sizes
 from forerun.models.formats.kept import made
 from forerun.models.formats.tiled import DTYPES, works
@@ -30,7 +30,7 @@ from forerun.models.kinds import BLOCKS
 
 @dataclass(frozen=True)
 class LazyBytes:
-    """So many rows of bytes, which ``make`` makes."""
+    """``count`` rows of bytes, which ``make`` computes."""
 
     count: int
     make: Callable[[Any], Bytes]
@@ -42,9 +42,9 @@ class LazyBytes:
         return self.make(rows)
 
 
-def rounding(weight: Rows, kind: str) -> LazyBytes:
-    """The rows of a weight rounded to ``kind``, with zeros up to whole blocks. Raises ConfigError, when rows are asked
-    for, for kinds that only files bring."""
+def quantize_rows(weight: Rows, kind: str) -> LazyBytes:
+    """A weight rounded to ``kind`` row by row, padded with zeros to whole blocks. Reading rows raises ConfigError for
+    types that weights are not rounded to."""
 
     def make(rows: slice) -> Bytes:
         result = weight[rows].float().numpy()
@@ -58,8 +58,8 @@ Raw = np.ndarray | LazyBytes
 
 @dataclass(frozen=True)
 class Blocks:
-    """Weights [outputs, inputs] of a type, ``raw`` [outputs, bytes of a row] as in a GGUF file. As ``Rows`` they are
-    exact, in the dtype of numbers that are not quantized, else in float32."""
+    """Weights [outputs, inputs] of a GGUF type. ``raw`` [outputs, bytes of a row] is as in files. As ``Rows`` they are
+    exact: float32, or the own dtype of a type that is not quantized."""
 
     kind: str
     raw: Raw
@@ -68,8 +68,8 @@ class Blocks:
 
     @classmethod
     def of(cls, weight: torch.Tensor, kind: str) -> Blocks:
-        """A weight rounded to ``kind``. Raises ConfigError for kinds that only files bring."""
-        return cls(kind, rounding(weight, kind)[:], weight.shape[1])
+        """A weight rounded to ``kind``. Raises ConfigError for types that weights are not rounded to."""
+        return cls(kind, quantize_rows(weight, kind)[:], weight.shape[1])
 
     @property
     def shape(self) -> torch.Size:
@@ -88,83 +88,79 @@ class Blocks:
         return self.values(rows).to(self.dtype)
 
     def values(self, rows: slice | torch.Tensor = slice(None)) -> torch.Tensor:
-        """Some rows in float32 [outputs, inputs], exact."""
+        """Dequantized rows, float32 [outputs, inputs]."""
         raw = self.raw[rows if isinstance(rows, slice) else rows.numpy()]
         result = dequantize(raw, GGMLQuantizationType[self.kind.upper()])
         return torch.from_numpy(np.array(result[:, : self.inputs], dtype=np.float32))
 
     def rows(self, order: torch.Tensor) -> Blocks:
-        """Some of its rows, in any order."""
-        raw, places = self.raw, order.numpy()
-        return Blocks(self.kind, LazyBytes(len(places), lambda rows: raw[places[rows]]), self.inputs)
+        """Rows in another order, which may leave some out."""
+        raw, indices = self.raw, order.numpy()
+        return Blocks(self.kind, LazyBytes(len(indices), lambda rows: raw[indices[rows]]), self.inputs)
 
 
 def join(parts: Sequence[Blocks]) -> Blocks:
-    """Weights of one kind over the same inputs, one's rows behind the other's."""
+    """Weights of one type over the same inputs, their rows concatenated."""
     if len(parts) == 1:
         return parts[0]
-    sides, sizes = [part.raw.__getitem__ for part in parts], [len(part.raw) for part in parts]
-    raw = LazyBytes(sum(sizes), lambda rows: concat_rows(sides, sizes, rows, np.concatenate))
+    sources, sizes = [part.raw.__getitem__ for part in parts], [len(part.raw) for part in parts]
+    raw = LazyBytes(sum(sizes), lambda rows: concat_rows(sources, sizes, rows, np.concatenate))
     return Blocks(parts[0].kind, raw, parts[0].inputs)
 
 
-def form(kind: str) -> str:
-    """As which the kernels read it."""
-    return PACKED[kind].form
-
-
 def record_bytes(kind: str, outputs: int, inputs: int) -> int:
-    """Of weights as the kernels read them."""
-    of, size = QUANTS[form(kind)]
+    """Size of weights in the kernels' layout."""
+    of, size = QUANTS[PACKED[kind].form]
     return -(-outputs // OUTPUTS) * -(-inputs // of) * size
 
 
 def pack(blocks: Blocks, to: Bytes) -> None:
-    """Lay weights out as the kernels read them, into ``record_bytes`` bytes."""
-    raw, at = blocks.raw, 0
+    """Write weights in the kernels' layout into ``record_bytes`` bytes."""
+    raw, offset = blocks.raw, 0
     step = max(1, CHUNK // blocks.inputs // OUTPUTS) * OUTPUTS
     for first in range(0, len(raw), step):  # what is unpacked at a time stays small
         part = raw[first : first + step]
         size = record_bytes(blocks.kind, len(part), blocks.inputs)
-        _pack(blocks.kind, part, to[at : at + size])
-        at += size
+        _pack(blocks.kind, part, to[offset : offset + size])
+        offset += size
 
 
 def _pack(kind: str, raw: Bytes, to: Bytes) -> None:
+    """Records of 16 outputs by a block of inputs: the records' scales, then levels and scales of 32 inputs at a time,
+    always 16 outputs side by side (``kernels/quants.h``)."""
     block, size = sizes(kind)
     if len(raw) % OUTPUTS:
         raw = np.concatenate([raw, np.zeros((-len(raw) % OUTPUTS, raw.shape[1]), np.uint8)])
-    of, bytes_ = QUANTS[form(kind)]
+    of, record_size = QUANTS[PACKED[kind].form]
     tiles, records, inner = len(raw) // OUTPUTS, raw.shape[1] // size * block // of, of // INPUTS
     with np.errstate(invalid="ignore", over="ignore"):  # a file may hold anything: outputs show what is not finite
-        result = PACKED[kind].unpack(raw.reshape(len(raw), -1, size))
-    record = to.reshape(tiles, records, bytes_)
-    behind = 0
-    for head in result.heads:
-        end = behind + OUTPUTS * head.itemsize
-        numbers = record[..., behind:end].view(head.dtype)
-        numbers[...] = head.reshape(tiles, OUTPUTS, records).swapaxes(1, 2)
-        behind = end
-    block_of = record[..., behind:].reshape(tiles, records, inner, -1)
-    count = result.levels.shape[-1]
-    words = np.ascontiguousarray(result.levels).view("<u4").reshape(tiles, OUTPUTS, records, inner, count // 4)
+        unpacked = PACKED[kind].unpack(raw.reshape(len(raw), -1, size))
+    record = to.reshape(tiles, records, record_size)
+    start = 0
+    for head in unpacked.heads:
+        end = start + OUTPUTS * head.itemsize
+        record[..., start:end].view(head.dtype)[...] = head.reshape(tiles, OUTPUTS, records).swapaxes(1, 2)
+        start = end
+    block_of = record[..., start:].reshape(tiles, records, inner, -1)
+    count = unpacked.levels.shape[-1]
+    words = np.ascontiguousarray(unpacked.levels).view("<u4").reshape(tiles, OUTPUTS, records, inner, count // 4)
     levels = block_of[..., : OUTPUTS * count].view("<u4").reshape(*block_of.shape[:3], count // 4, OUTPUTS)
     levels[...] = words.transpose(0, 2, 3, 4, 1)
-    behind = OUTPUTS * count
-    for scale in result.scales:
-        end = behind + OUTPUTS * scale.itemsize
-        index = block_of[..., behind:end].view(scale.dtype)
-        index[...] = scale.reshape(tiles, OUTPUTS, records, inner).transpose(0, 2, 3, 1)
-        behind = end
+    start = OUTPUTS * count
+    for scale in unpacked.scales:
+        end = start + OUTPUTS * scale.itemsize
+        columns = scale.reshape(tiles, OUTPUTS, records, inner).transpose(0, 2, 3, 1)
+        block_of[..., start:end].view(scale.dtype)[...] = columns
+        start = end
 
 
-TURNS = 3
-"""How often levels and then the best scale and minimum for them are chosen; more gain nothing."""
+FIT_ROUNDS = 3
+"""How often levels, and then their best scale and minimum, are chosen. More rounds gain nothing."""
 
 
 def to_blocks(rows: np.ndarray, kind: str) -> np.ndarray:
-    """float32 [rows, whole blocks of inputs] -> uint8 [rows, bytes]. Raises ConfigError for kinds that only files
-    bring."""
+    """Quantize float32 [rows, whole blocks of inputs] to uint8 [rows, bytes], as in GGUF files. Raises ConfigError for
+    types that weights are not rounded to."""
     if kind == "q4_k":
         return _q4_k(rows)
     try:
@@ -174,17 +170,17 @@ def to_blocks(rows: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _q4_k(rows: np.ndarray) -> np.ndarray:
-    """16 levels in blocks of 32 inputs, with scales and minima of 6 bits in eight blocks' common steps."""
+    """Q4_K: 16 levels in blocks of 32 inputs; scales and minima of 6 bits, with common steps of eight blocks."""
     blocks = rows.reshape(len(rows), -1, 8, 32)
-    scale, least = _fit(blocks)
-    steps, scales = _in_64_levels(scale)
-    moves, minima = _in_64_levels(least)
-    scale = steps[..., None].astype(np.float32) * scales
-    least = moves[..., None].astype(np.float32) * minima
-    levels = _levels(blocks, scale, least)
+    scale, minimum = _fit(blocks)
+    scale_steps, scales = _in_64_levels(scale)
+    minimum_steps, minima = _in_64_levels(minimum)
+    scale = scale_steps[..., None].astype(np.float32) * scales
+    minimum = minimum_steps[..., None].astype(np.float32) * minima
+    levels = _levels(blocks, scale, minimum)
     pairs = levels.reshape(*levels.shape[:2], 4, 2, 32)
     nibbles = (pairs[..., 0, :] | pairs[..., 1, :] << 4).reshape(*levels.shape[:2], 128)
-    halves = np.stack([steps, moves], -1).view(np.uint8)
+    halves = np.stack([scale_steps, minimum_steps], -1).view(np.uint8)
     sixes = [
         scales[..., :4] | scales[..., 4:] >> 4 << 6,
         minima[..., :4] | minima[..., 4:] >> 4 << 6,
@@ -194,30 +190,30 @@ def _q4_k(rows: np.ndarray) -> np.ndarray:
 
 
 def _fit(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A scale and what is to be subtracted, neither negative, for each block: least squares over the levels chosen."""
-    least = np.maximum(-blocks.min(-1), 0)
-    scale = (np.maximum(blocks.max(-1), 0) + least) / 15
+    """Each block's scale and minimum (subtracted; neither negative): least squares over the chosen levels."""
+    minimum = np.maximum(-blocks.min(-1), 0)
+    scale = (np.maximum(blocks.max(-1), 0) + minimum) / 15
     mean = blocks.mean(-1)
-    for _ in range(TURNS):
-        levels = _levels(blocks, scale, least).astype(np.float32)
-        middle = levels.mean(-1)
-        spread = (levels * levels).mean(-1) - middle * middle
-        shared = (levels * blocks).mean(-1) - middle * mean
-        slope = np.divide(shared, spread, out=scale.copy(), where=spread > 1e-6)
-        below = slope * middle - mean
-        fits = (slope > 0) & (below >= 0)
-        scale, least = np.where(fits, slope, scale), np.where(fits, below, least)
-    return scale, least
+    for _ in range(FIT_ROUNDS):
+        levels = _levels(blocks, scale, minimum).astype(np.float32)
+        mean_level = levels.mean(-1)
+        variance = (levels * levels).mean(-1) - mean_level * mean_level
+        covariance = (levels * blocks).mean(-1) - mean_level * mean
+        slope = np.divide(covariance, variance, out=scale.copy(), where=variance > 1e-6)
+        offset = slope * mean_level - mean
+        valid = (slope > 0) & (offset >= 0)
+        scale, minimum = np.where(valid, slope, scale), np.where(valid, offset, minimum)
+    return scale, minimum
 
 
-def _levels(blocks: np.ndarray, scale: np.ndarray, least: np.ndarray) -> np.ndarray:
-    moved = blocks + least[..., None]
-    result = np.divide(moved, scale[..., None], out=np.zeros_like(moved), where=scale[..., None] > 0)
+def _levels(blocks: np.ndarray, scale: np.ndarray, minimum: np.ndarray) -> np.ndarray:
+    shifted = blocks + minimum[..., None]
+    result = np.divide(shifted, scale[..., None], out=np.zeros_like(shifted), where=scale[..., None] > 0)
     return np.clip(np.rint(result), 0, 15).astype(np.uint8)
 
 
 def _in_64_levels(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Steps float16 [..., 1 per 8] and levels uint8 of values that are not negative."""
+    """Values that are not negative as steps float16 [..., 1 per 8] and levels uint8."""
     steps = (values.max(-1) / 63).astype(np.float16)
     wide = steps.astype(np.float32)[..., None]
     result = np.divide(values, wide, out=np.zeros_like(values), where=wide > 0)
@@ -225,7 +221,7 @@ def _in_64_levels(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class Blocked(Compiled):
-    """A layer with the weights of ``Blocks``, repacked."""
+    """A layer with the weights of ``Blocks``, in the kernels' layout."""
 
     __slots__ = ("calls",)
 
@@ -233,11 +229,11 @@ class Blocked(Compiled):
         self.outputs, self.inputs = len(blocks.raw), blocks.inputs
         if not self.outputs or not self.inputs:
             raise ValueError(f"weights {[self.outputs, self.inputs]} where some [outputs, inputs] are needed")
-        self.bias = wide_bias(bias, self.outputs)
+        self.bias = float_bias(bias, self.outputs)
         self.calls = {d: kernel("linear_quants", d) for d in DTYPES}
         size = record_bytes(blocks.kind, self.outputs, self.inputs)
         self.tiles = made(f"{blocks.kind} {self.outputs} {self.inputs}", size, partial(pack, blocks))
-        self.number = structs.KINDS.index(form(blocks.kind))
+        self.number = structs.KINDS.index(PACKED[blocks.kind].form)
         self.pointers = self.tiles.data_ptr(), address(self.bias), 0, 0
         self.kind = blocks.kind.upper()
         self.nbytes = self.tiles.nbytes
@@ -253,7 +249,7 @@ class Blocked(Compiled):
 
 @cache
 def can_run() -> bool:
-    """Whether the kernels are here and give right numbers."""
+    """Whether the kernels are available and give right results."""
 
     def make(kind: str, weight: torch.Tensor) -> tuple[Blocked, torch.Tensor]:
         blocks = Blocks.of(weight, kind)
@@ -268,7 +264,7 @@ def can(dtype: torch.dtype, device: torch.device) -> bool:
 
 def make(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Blocked:
     """A weight rounded to ``name``."""
-    return Blocked(Blocks(name, rounding(weight, name), weight.shape[1]), bias)
+    return Blocked(Blocks(name, quantize_rows(weight, name), weight.shape[1]), bias)
 
 
 FORMATS = tuple(

@@ -1,8 +1,8 @@
-"""Types of GGUF files, and how the kernels are given them. No weight changes: it is a scale times a whole number, its
-level, and perhaps a minimum, and that is what the kernels compute with.
+"""Quantized types of GGUF files, unpacked for the kernels. No weight changes: it stays a scale times an integer level,
+minus a minimum in some types.
 
-Types that are seldom used have no form of their own in the kernels. They become one that holds them: ``q2_k`` for
-three levels, and ``codes`` for up to 16 levels and whole scales, whose levels are a table that comes with the weights.
+Rare types have no kernel of their own and become a form that holds them. That is ``q2_k`` for three levels, and
+``codes`` for up to 16 levels and integer scales, where a table of the levels comes with the weights.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ OUTPUTS, INPUTS = 16, 32
 Bytes = np.ndarray
 """Of dtype uint8."""
 TABLE_ZERO = 64
-"""The byte in a table of ``codes`` that stands for level 0."""
+"""Level 0 in the tables of ``codes``, which hold bytes."""
 
 
 @dataclass(frozen=True)
 class UnpackedBlocks:
-    """What a record is made of. Levels [outputs, blocks, bytes] of blocks of 32 inputs: in their order in 32 bytes; in
-    16, two in each, 16 inputs apart; in 8, four in each, 4 inputs apart, and in 4 more bytes third bits of them. Of the
-    scales and minima those of each block [outputs, blocks] and those of each record [outputs, records]."""
+    """The parts of the kernels' records: levels [outputs, blocks, bytes] of blocks of 32 inputs, and scales and minima,
+    those of blocks [outputs, blocks] and those of records (``heads``) [outputs, records].
+
+    32 bytes hold a level each, in order. 16 bytes hold two each, of inputs 16 apart. 8 bytes hold four each, of inputs
+    4 apart, and 4 more bytes may hold the levels' third bits.
+    """
 
     levels: Bytes
     scales: tuple[np.ndarray, ...]
@@ -41,64 +44,64 @@ def sizes(kind: str) -> tuple[int, int]:
     return GGML_QUANT_SIZES[GGMLQuantizationType[kind.upper()]]
 
 
-def _half(raw: Bytes, at: int) -> np.ndarray:
-    """A float16 in every block, as bits."""
+def _f16_bits(raw: Bytes, at: int) -> np.ndarray:
+    """Each block's float16 at byte ``at``, as an integer."""
     return raw[..., at : at + 2].view("<u2")[..., 0]
 
 
-def _float(raw: Bytes, at: int) -> np.ndarray:
-    """The same in float32."""
-    return _half(raw, at).view(np.float16).astype(np.float32)
+def _f16(raw: Bytes, at: int) -> np.ndarray:
+    """Each block's float16 at byte ``at``, in float32."""
+    return _f16_bits(raw, at).view(np.float16).astype(np.float32)
 
 
 def _halves(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales [outputs, blocks, 2 for each of 32 inputs, or any multiple], of first and second halves."""
+    """Scales of 16 inputs each, as those of first and of second halves of 32 inputs, [outputs, blocks] each."""
     pairs = scales.reshape(len(scales), -1, 2)
     return pairs[..., 0], pairs[..., 1]
 
 
-def _fours(raw: Bytes) -> np.ndarray:
-    """The two numbers of each byte, side by side."""
+def _nibbles(raw: Bytes) -> np.ndarray:
+    """The two 4-bit numbers of each byte, side by side."""
     return np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:-1], -1)
 
 
 def _q4_0(raw: Bytes) -> UnpackedBlocks:
-    return UnpackedBlocks(raw[..., 2:], (_half(raw, 0),))
+    return UnpackedBlocks(raw[..., 2:], (_f16_bits(raw, 0),))
 
 
 def _q4_1(raw: Bytes) -> UnpackedBlocks:
-    return UnpackedBlocks(raw[..., 4:], (_half(raw, 0), _half(raw, 2)))
+    return UnpackedBlocks(raw[..., 4:], (_f16_bits(raw, 0), _f16_bits(raw, 2)))
 
 
 def _fifth_bits(raw: Bytes, at: int) -> Bytes:
-    """Levels of 5 bits in bytes: 32 high bits at ``at``, the low ones behind them."""
+    """5-bit levels as bytes: 32 high bits from byte ``at`` on, then the low nibbles."""
     bits = np.unpackbits(raw[..., at : at + 4], axis=-1, bitorder="little")
     low = raw[..., at + 4 :]
     return np.concatenate([low & 15, low >> 4], axis=-1) | bits << 4
 
 
 def _q5_0(raw: Bytes) -> UnpackedBlocks:
-    return UnpackedBlocks(_fifth_bits(raw, 2), (_half(raw, 0),))
+    return UnpackedBlocks(_fifth_bits(raw, 2), (_f16_bits(raw, 0),))
 
 
 def _q5_1(raw: Bytes) -> UnpackedBlocks:
-    return UnpackedBlocks(_fifth_bits(raw, 4), (_half(raw, 0), _half(raw, 2)))
+    return UnpackedBlocks(_fifth_bits(raw, 4), (_f16_bits(raw, 0), _f16_bits(raw, 2)))
 
 
 def _q8_0(raw: Bytes) -> UnpackedBlocks:
-    return UnpackedBlocks(raw[..., 2:] ^ 128, (_half(raw, 0),))
+    return UnpackedBlocks(raw[..., 2:] ^ 128, (_f16_bits(raw, 0),))
 
 
-def _whole_scales(raw: Bytes) -> tuple[Bytes, Bytes]:
-    """The 8 scales and 8 minima of 6 bits in 12 bytes, [outputs, blocks] each."""
+def _six_bit_scales(raw: Bytes) -> tuple[Bytes, Bytes]:
+    """8 scales and 8 minima of 6 bits, which 12 bytes hold, [outputs, blocks] each."""
     first, second, third = raw[..., :4], raw[..., 4:8], raw[..., 8:12]
     scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], axis=-1)
     minima = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], axis=-1)
     return scales.reshape(len(raw), -1), minima.reshape(len(raw), -1)
 
 
-def _sides(raw: Bytes) -> Bytes:
-    """128 bytes, 32 of them with the levels of two blocks, as [outputs, blocks, 32]."""
+def _low_and_high(raw: Bytes) -> Bytes:
+    """The nibbles of 128 bytes as [outputs, blocks, 32]: low ones of 32 bytes are a block, then their high ones."""
     pairs = raw.reshape(*raw.shape[:-1], 4, 1, 32)
     return np.concatenate([pairs & 15, pairs >> 4], axis=-2).reshape(len(raw), -1, 32)
 
@@ -107,13 +110,13 @@ def _q4_k(raw: Bytes) -> UnpackedBlocks:
     halves = raw[..., 16:].reshape(len(raw), -1, 2, 16)
     low, high = halves[..., 0, :], halves[..., 1, :]
     levels = np.stack([low & 15 | high << 4, low >> 4 | high & 240], axis=-2).reshape(len(raw), -1, 16)
-    return UnpackedBlocks(levels, _whole_scales(raw[..., 4:16]), (_half(raw, 0), _half(raw, 2)))
+    return UnpackedBlocks(levels, _six_bit_scales(raw[..., 4:16]), (_f16_bits(raw, 0), _f16_bits(raw, 2)))
 
 
 def _q5_k(raw: Bytes) -> UnpackedBlocks:
     bits = np.unpackbits(raw[..., 16:48, None], axis=-1, bitorder="little").swapaxes(-1, -2)
-    levels = _sides(raw[..., 48:]) | bits.reshape(len(raw), -1, 32) << 4
-    return UnpackedBlocks(levels, _whole_scales(raw[..., 4:16]), (_half(raw, 0), _half(raw, 2)))
+    levels = _low_and_high(raw[..., 48:]) | bits.reshape(len(raw), -1, 32) << 4
+    return UnpackedBlocks(levels, _six_bit_scales(raw[..., 4:16]), (_f16_bits(raw, 0), _f16_bits(raw, 2)))
 
 
 def _q6_k(raw: Bytes) -> UnpackedBlocks:
@@ -121,21 +124,21 @@ def _q6_k(raw: Bytes) -> UnpackedBlocks:
     fours = np.concatenate([low & 15, low >> 4], axis=-2)
     twos = np.concatenate([high >> shift & 3 for shift in (0, 2, 4, 6)], axis=-2)
     levels = (fours | twos << 4).reshape(len(raw), -1, 32)
-    return UnpackedBlocks(levels, _halves(raw[..., 192:208].view(np.int8)), (_half(raw, 208),))
+    return UnpackedBlocks(levels, _halves(raw[..., 192:208].view(np.int8)), (_f16_bits(raw, 208),))
 
 
 def _iq4_xs(raw: Bytes) -> UnpackedBlocks:
-    high = _half(raw, 2)[..., None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    scales = (_fours(raw[..., 4:8]) | high << 4).astype(np.int8) - np.int8(32)
-    return UnpackedBlocks(raw[..., 8:].reshape(len(raw), -1, 16), (scales.reshape(len(raw), -1),), (_half(raw, 0),))
+    high = _f16_bits(raw, 2)[..., None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    scales = (_nibbles(raw[..., 4:8]) | high << 4).astype(np.int8) - np.int8(32)
+    return UnpackedBlocks(raw[..., 8:].reshape(len(raw), -1, 16), (scales.reshape(len(raw), -1),), (_f16_bits(raw, 0),))
 
 
 def _mxfp4(raw: Bytes) -> UnpackedBlocks:
     return UnpackedBlocks(raw[..., 1:], (raw[..., 0],))
 
 
-def _joined(levels: Bytes, count: int) -> Bytes:
-    """Levels [outputs, blocks, 32] of which so many, 4 inputs apart, share a byte."""
+def _share_bytes(levels: Bytes, count: int) -> Bytes:
+    """Levels [outputs, blocks, 32] with ``count`` of them, 4 inputs apart, in a byte."""
     words = np.ascontiguousarray(levels).view("<u4").reshape(*levels.shape[:2], -1, count)
     result = words[..., 0].copy()
     for place in range(1, count):
@@ -143,44 +146,46 @@ def _joined(levels: Bytes, count: int) -> Bytes:
     return result.view(np.uint8)
 
 
-def _twos(raw: Bytes) -> Bytes:
-    """64 bytes, 32 of them with the levels of four blocks, as [outputs, blocks, 32]."""
+def _two_bits(raw: Bytes) -> Bytes:
+    """The 2-bit levels of 64 bytes as [outputs, blocks, 32]: each 32 bytes hold four blocks."""
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     return (raw.reshape(*raw.shape[:-1], 2, 1, 32) >> shifts & 3).reshape(len(raw), -1, 32)
 
 
 def _q2_k(raw: Bytes) -> UnpackedBlocks:
-    return UnpackedBlocks(_joined(_twos(raw[..., 16:80]), 4), _halves(raw[..., :16]), (_half(raw, 80), _half(raw, 82)))
+    return UnpackedBlocks(
+        _share_bytes(_two_bits(raw[..., 16:80]), 4), _halves(raw[..., :16]), (_f16_bits(raw, 80), _f16_bits(raw, 82))
+    )
 
 
 def _q3_k(raw: Bytes) -> UnpackedBlocks:
     thirds = (raw[..., None, :32] >> np.arange(8, dtype=np.uint8)[:, None] & 1).reshape(len(raw), -1, 32)
-    levels = np.concatenate([_joined(_twos(raw[..., 32:96]), 4), _joined(thirds, 8)], axis=-1)
+    levels = np.concatenate([_share_bytes(_two_bits(raw[..., 32:96]), 4), _share_bytes(thirds, 8)], axis=-1)
     fours, twos = raw[..., 96:104], raw[..., None, 104:108] >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
     low = np.concatenate([fours & 15, fours >> 4], axis=-1)
     scales = (low | twos.reshape(*raw.shape[:-1], 16) << 4).view(np.int8) - np.int8(32)
-    return UnpackedBlocks(levels, _halves(scales), (_half(raw, 108),))
+    return UnpackedBlocks(levels, _halves(scales), (_f16_bits(raw, 108),))
 
 
 def _values(raw: Bytes, kind: str, inputs: int) -> np.ndarray:
-    """In float32 [outputs, blocks of ``inputs``, inputs]."""
+    """Dequantized: float32 [outputs, blocks of ``inputs``, inputs]."""
     result = quants.dequantize(raw.reshape(len(raw), -1), GGMLQuantizationType[kind.upper()])
     return result.reshape(len(raw), -1, inputs)
 
 
 def _levels(values: np.ndarray, steps: np.ndarray) -> np.ndarray:
-    """Whole numbers [..., n] of ``steps`` [...]; 0 where a step is none, or no number."""
+    """``values`` [..., n] over ``steps`` [...] as integers; 0 where a step is 0 or not finite."""
     wide = steps[..., None]
     result = np.divide(values, wide, out=np.zeros_like(values), where=(wide != 0) & np.isfinite(wide))
     return np.rint(result).astype(np.int8)
 
 
 def _ternary(kind: str, at: int, raw: Bytes) -> UnpackedBlocks:
-    """Three levels, as those of Q2_K less one."""
-    steps = _half(raw, at)
-    levels = _levels(_values(raw, kind, INPUTS), _float(raw, at).repeat(8, axis=-1)) + np.int8(1)
+    """Three levels, which are Q2_K's levels minus one."""
+    steps = _f16_bits(raw, at)
+    levels = _levels(_values(raw, kind, INPUTS), _f16(raw, at).repeat(8, axis=-1)) + np.int8(1)
     ones = np.full(levels.shape[:2], 1 | 1 << 4, np.uint8)
-    return UnpackedBlocks(_joined(levels.view(np.uint8), 4), (ones, ones), (steps, steps))
+    return UnpackedBlocks(_share_bytes(levels.view(np.uint8), 4), (ones, ones), (steps, steps))
 
 
 def _signed(sizes: Sequence[float]) -> list[int]:
@@ -188,12 +193,12 @@ def _signed(sizes: Sequence[float]) -> list[int]:
 
 
 def _codes(kind: str, raw: Bytes, step: np.ndarray, scales: np.ndarray, table: Sequence[int]) -> UnpackedBlocks:
-    """Of steps in float32 [outputs, blocks] and whole scales [outputs, blocks, 16], or 8 for twice as many inputs."""
+    """The form ``codes``, from float32 steps [outputs, blocks] and integer scales [outputs, blocks, 16 or 8]."""
     scales = scales.astype(np.int8).repeat(16 // scales.shape[-1], axis=-1)
     levels = _levels(_values(raw, kind, INPUTS // 2), (step[..., None] * scales).reshape(len(raw), -1))
-    places = np.zeros(2 * TABLE_ZERO, np.uint8)
-    places[np.array(table) + TABLE_ZERO] = np.arange(len(table))
-    pairs = places[levels + TABLE_ZERO].reshape(len(raw), -1, 2, 16)
+    codes = np.zeros(2 * TABLE_ZERO, np.uint8)
+    codes[np.array(table) + TABLE_ZERO] = np.arange(len(table))
+    pairs = codes[levels + TABLE_ZERO].reshape(len(raw), -1, 2, 16)
     lanes = np.resize(np.pad(np.array(table) + TABLE_ZERO, (0, 16 - len(table))), len(raw)).astype(np.uint8)
     heads = np.repeat(lanes[:, None], step.shape[1], axis=1), step
     return UnpackedBlocks(pairs[:, :, 0] | pairs[:, :, 1] << 4, _halves(scales), heads)
@@ -201,22 +206,22 @@ def _codes(kind: str, raw: Bytes, step: np.ndarray, scales: np.ndarray, table: S
 
 def _iq3_s(raw: Bytes) -> UnpackedBlocks:
     table = _signed(quants.IQ3_S.grid_map)
-    return _codes("iq3_s", raw, _float(raw, 0), 1 + 2 * _fours(raw[..., 106:110]), table)
+    return _codes("iq3_s", raw, _f16(raw, 0), 1 + 2 * _nibbles(raw[..., 106:110]), table)
 
 
 def _iq3_xxs(raw: Bytes) -> UnpackedBlocks:
     table = _signed([size / 2 for size in quants.IQ3_XXS.grid_map])
-    return _codes("iq3_xxs", raw, _float(raw, 0) / 2, 1 + 2 * (raw[..., 66:98].view("<u4") >> 28), table)
+    return _codes("iq3_xxs", raw, _f16(raw, 0) / 2, 1 + 2 * (raw[..., 66:98].view("<u4") >> 28), table)
 
 
 def _iq2_xxs(raw: Bytes) -> UnpackedBlocks:
     scales = 1 + 2 * (raw[..., 2:66].view("<u4")[..., 1::2] >> 28)
-    return _codes("iq2_xxs", raw, _float(raw, 0) / 8, scales, _signed(quants.IQ2_XXS.grid_map))
+    return _codes("iq2_xxs", raw, _f16(raw, 0) / 8, scales, _signed(quants.IQ2_XXS.grid_map))
 
 
 def _iq2(kind: str, at: int, raw: Bytes) -> UnpackedBlocks:
-    scales = 1 + 2 * _fours(raw[..., at : at + 8])
-    return _codes(kind, raw, _float(raw, 0) / 8, scales, _signed(quants.IQ2_XXS.grid_map))
+    scales = 1 + 2 * _nibbles(raw[..., at : at + 8])
+    return _codes(kind, raw, _f16(raw, 0) / 8, scales, _signed(quants.IQ2_XXS.grid_map))
 
 
 ONE_BIT = _signed([1, 7, 9])
@@ -225,7 +230,7 @@ ONE_BIT = _signed([1, 7, 9])
 
 def _iq1_s(raw: Bytes) -> UnpackedBlocks:
     scales = raw[..., 34:50].view("<u2") >> 12 & 7
-    return _codes("iq1_s", raw, _float(raw, 0) / 8, 1 + 2 * scales, ONE_BIT)
+    return _codes("iq1_s", raw, _f16(raw, 0) / 8, 1 + 2 * scales, ONE_BIT)
 
 
 def _iq1_m(raw: Bytes) -> UnpackedBlocks:
@@ -238,7 +243,7 @@ def _iq1_m(raw: Bytes) -> UnpackedBlocks:
 
 @dataclass(frozen=True)
 class Packed:
-    """How the kernels have a type: as which of their forms, and what bytes [outputs, blocks, bytes] of it hold."""
+    """A type in the kernels: the form that holds it, and what unpacks its bytes [outputs, blocks, bytes]."""
 
     form: str
     unpack: Callable[[Bytes], UnpackedBlocks]
@@ -261,27 +266,26 @@ PACKED: Mapping[str, Packed] = {
     "tq2_0": Packed("q2_k", partial(_ternary, "tq2_0", 64)),
 }
 EXPANDED = ("nvfp4",)
-"""Scales are fractions in 8 bits for 16 inputs each: only numbers hold them, which bfloat16 does without loss."""
+"""Types that become bfloat16, without loss: no form holds NVFP4's scales, 8-bit floats for 16 inputs each."""
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = (*FLOATS, *(kind.upper() for kind in (*PACKED, *EXPANDED)))
-"""By their names in files."""
+"""All types that are read, by their names in files."""
 
 
-def bits(kind: str) -> tuple[float, float]:
-    """Of a weight: in a file and in memory, for a type of blocks."""
+def bits_per_weight(kind: str) -> tuple[float, float]:
+    """In a file, and in memory."""
     of, size = sizes(kind)
     if kind in EXPANDED:
         return 8 * size / of, 16
-    inputs, held = QUANTS[PACKED[kind].form]
-    return 8 * size / of, 8 * held / inputs / OUTPUTS
+    inputs, record_size = QUANTS[PACKED[kind].form]
+    return 8 * size / of, 8 * record_size / inputs / OUTPUTS
 
 
-def described(types: Iterable[str]) -> str:
-    """Those of ``TYPES`` that take more room in memory, since the kernels have no form of their own for them; empty:
-    there are none."""
+def larger_in_memory(types: Iterable[str]) -> str:
+    """For a message: those of ``types`` that take more memory than in the file, since no kernel has their form."""
     result = []
     for kind in sorted({each.lower() for each in types} & {*PACKED, *EXPANDED}):
         if kind not in PACKED or PACKED[kind].form != kind:
-            file, memory = bits(kind)
+            file, memory = bits_per_weight(kind)
             result.append(f"{kind.upper()} in {memory:.3g} bits a weight instead of {file:.3g}")
     return ", ".join(result)

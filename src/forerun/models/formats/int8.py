@@ -1,14 +1,8 @@
-"""``int8`` and ``int8_rows``: weights in 8 bits.
+"""``int8`` and ``int8_rows``: weights in 8 bits with a scale per output, and on CPU activations in 8 bits too.
 
-On CPU weights have one scale per output, activations are quantized on the fly; through our own kernels
-(``kernels/linear.cpp``), or where they cannot be had through FBGEMM's.
-
-``int8``: a row's result may depend on the rows beside it (FBGEMM has one activation scale per call). For drafts: any q
-is legal as long as it is the one that was sampled from.
-
-``int8_rows``: one activation scale per row. With FBGEMM a row is scaled to the integers by itself, and two constant
-columns with zero weights pin the layer's own scale to 1; sums of integers are exact, so a row's bits depend on nothing
-else.
+They run on our kernels (``kernels/linear.cpp``), or where these are missing on FBGEMM. With FBGEMM, ``int8`` has one
+activation scale per call, so a row's result depends on the rows beside it. That is legal for drafts: q may be anything,
+if the token was sampled from it. ``int8_rows`` has a scale per row, so that a row's bits depend on that row alone.
 """
 
 from __future__ import annotations
@@ -22,20 +16,19 @@ import torch
 
 from forerun.kernels import structs
 from forerun.models.formats.base import Format, Linear, Rows, row_chunks, to_tensor
-from forerun.models.formats.compiled import Compiled, address, check_weight, kernel, wide_bias
+from forerun.models.formats.compiled import Compiled, address, check_weight, float_bias, kernel
 from forerun.models.formats.tiled import DTYPES, TILE, fill, tiles_for, works
 from forerun.models.kinds import KINDS
 
 MOST_INPUTS = 1 << 16
-"""Of a layer: products of 8 bits add up in 32."""
+"""Products of 8 bits are summed in 32."""
 LEAST_SIDE, LEAST_WEIGHTS = 256, 1 << 18
-"""Without kernels of ours a layer is worth 8 bits if both its sides, or else its weights, are at least so many: an int8
-call has some 10 us of fixed cost."""
+"""The smallest layers for which FBGEMM pays, by both sides or by number of weights: a call costs some 10 us more."""
 
 
 @dataclass(frozen=True)
 class Levels:
-    """Weights in 8 bits: levels int8 [outputs, inputs] times scales float32 [outputs]."""
+    """Weights as levels int8 [outputs, inputs] times scales float32 [outputs]."""
 
     levels: torch.Tensor
     scales: torch.Tensor
@@ -46,35 +39,35 @@ class Levels:
         return self.levels.shape
 
     def rows(self, order: torch.Tensor) -> Levels:
-        """Some of its rows, in any order."""
+        """Rows in another order, which may leave some out."""
         return Levels(self.levels[order], self.scales[order])
 
     @classmethod
     def join(cls, parts: Sequence[Levels]) -> Levels:
-        """Weights over the same inputs, one's rows behind the other's."""
+        """Weights over the same inputs, their rows concatenated."""
         return cls(torch.cat([part.levels for part in parts]), torch.cat([part.scales for part in parts]))
 
 
 class TiledInt8(Compiled):
-    """int8 weights with a scale per output; each row of activations in 255 levels of its own; exact integer sums."""
+    """int8 weights with a scale per output. Each row of activations has a scale of its own; sums are exact integers."""
 
     __slots__ = ("calls", "offsets", "scales")
 
     def __init__(self, weight: Rows | Levels, bias: torch.Tensor | None, kind: str) -> None:
-        rows_of = weight.levels if isinstance(weight, Levels) else weight
-        check_weight(rows_of)
+        source = weight.levels if isinstance(weight, Levels) else weight
+        check_weight(source)
         self.outputs, self.inputs = weight.shape
-        self.bias = wide_bias(bias, self.outputs)
+        self.bias = float_bias(bias, self.outputs)
         if self.inputs > MOST_INPUTS:
             raise ValueError(f"{self.inputs} inputs, where products of 8 bits add up in 32 for {MOST_INPUTS} at most")
         self.scales = torch.empty(self.outputs)
         self.offsets = torch.empty(self.outputs, dtype=torch.int32)
         self.tiles = tiles_for(self.outputs, self.inputs, torch.int8)
-        for first, rows in row_chunks(rows_of, TILE):
-            here = slice(first, first + len(rows))
-            scales, levels = (weight.scales[here], rows) if isinstance(weight, Levels) else rounded(rows)
-            self.scales[here] = scales
-            self.offsets[here] = levels.sum(dim=1, dtype=torch.int32) * 128
+        for first, rows in row_chunks(source, TILE):
+            outputs = slice(first, first + len(rows))
+            scales, levels = (weight.scales[outputs], rows) if isinstance(weight, Levels) else quantize_rows(rows)
+            self.scales[outputs] = scales
+            self.offsets[outputs] = levels.sum(dim=1, dtype=torch.int32) * 128
             fill(self.tiles, first, levels)
         self.number = structs.KINDS.index("int8")
         self.pointers = self.tiles.data_ptr(), address(self.bias), self.scales.data_ptr(), self.offsets.data_ptr()
@@ -91,8 +84,8 @@ class TiledInt8(Compiled):
                             stride, torch.get_num_threads())  # fmt: skip
 
 
-def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A scale for each row, and levels int8 of its numbers."""
+def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A scale for each row, and its numbers as int8 levels."""
     rows = rows.float()
     scales = rows.abs().amax(dim=1).clamp_(min=1e-30).div_(127)
     return scales, (rows / scales[:, None]).round_().to(torch.int8)
@@ -100,17 +93,17 @@ def rounded(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @cache
 def can_run() -> bool:
-    """Whether the kernels for 8 bits are here and give right numbers."""
+    """Whether our kernels are available and give right results."""
     return works(lambda weight: (TiledInt8(weight, None, "int8"), weight))
 
 
-def ours(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether kernels of ours run 8-bit layers of a model in ``dtype`` there."""
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our kernels run 8-bit layers on this device for activations in ``dtype``."""
     return device.type == "cpu" and dtype in DTYPES and can_run()
 
 
 def _levels() -> int:
-    """Largest activation level. Without VNNI, FBGEMM adds products in 16 bits and needs a bit of room."""
+    """The largest activation level. Without VNNI, FBGEMM adds products in 16 bits and needs a spare bit."""
     return 127 if torch.cpu._is_vnni_supported() else 63
 
 
@@ -125,7 +118,11 @@ def _prepack(weight: torch.Tensor, bias: torch.Tensor | None) -> object:
 
 
 class FbgemmInt8:
-    """int8 weights; activations are scaled per row, or else per call."""
+    """int8 weights through FBGEMM, with an activation scale per call, or ``by_rows``.
+
+    By rows, each row is scaled to integers first, and two constant columns with zero weights pin FBGEMM's own scale
+    to 1. Sums of integers are exact, so a row's bits depend on nothing else.
+    """
 
     __slots__ = ("bias", "call", "dtype", "ends", "exact", "kind", "nbytes", "packed", "reduced", "step")
 
@@ -158,18 +155,20 @@ class FbgemmInt8:
 
 def make(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Linear:
     """The layer for ``weight`` [outputs, inputs] in 8 bits."""
-    if ours(weight.device, weight.dtype):
+    if has_kernels(weight.device, weight.dtype):
         return TiledInt8(weight, bias, KINDS[name])
     return FbgemmInt8(to_tensor(weight), bias, by_rows=name == "int8_rows")
 
 
 def pays(weight: Rows) -> bool:
     large = min(weight.shape) >= LEAST_SIDE or weight.shape.numel() >= LEAST_WEIGHTS
-    return large or ours(weight.device, weight.dtype)
+    return large or has_kernels(weight.device, weight.dtype)
 
 
 def can(dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cpu" and (ours(device, dtype) or "fbgemm" in torch.backends.quantized.supported_engines)
+    return device.type == "cpu" and (
+        has_kernels(device, dtype) or "fbgemm" in torch.backends.quantized.supported_engines
+    )
 
 
 FORMATS = tuple(Format(name, can, "FBGEMM, which this torch lacks", partial(make, name=name), pays) for name in KINDS)

@@ -1,5 +1,5 @@
-"""Weights as the kernels read them, kept in the cache folder: the next start maps them into memory instead of making
-them again, and processes share them."""
+"""A disk cache of weights in the kernels' layout. The next start maps them instead of laying them out again, and
+processes share the memory."""
 
 from __future__ import annotations
 
@@ -25,50 +25,49 @@ from forerun.models.formats.compiled import LINE, arena
 
 log = logging.getLogger(__name__)
 LARGE = 64 << 20
-"""Bytes of a checkpoint from which it pays."""
-VARIABLE, USUAL = "FORERUN_KEPT_GB", 8
-"""How much is kept, in 10^9 bytes; 0: nothing."""
+"""Bytes of the smallest checkpoint for which it pays."""
+VARIABLE, DEFAULT_GB = "FORERUN_KEPT_GB", 8
+"""The cache's size in 10^9 bytes; 0: no cache."""
 FOLDER = "weights"
 HEAD = struct.Struct("<32sQ")
-"""What a file begins with: the hash of its table, and the table's size."""
+"""The start of a file: the hash of its table, and the table's size."""
 PACKAGE = Path(__file__).parents[1]
 
 kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
-"""What the model that is being made has of earlier starts."""
+"""The cached weights of the model that is being loaded."""
 
 
 def made(what: str, nbytes: int, make: Callable[[np.ndarray], None]) -> torch.Tensor:
-    """``nbytes`` of weights: those that an earlier start has made under ``what``, else room with what ``make`` puts
-    there."""
-    held = kept.get()
-    result = None if held is None else held.take(what, nbytes)
+    """``nbytes`` of weights: cached under ``what``, or else new memory that ``make`` fills."""
+    cache = kept.get()
+    result = None if cache is None else cache.take(what, nbytes)
     if result is None:
         result = arena.allocate(nbytes)
         make(result.numpy())
-    if held is not None:
-        held.pieces.append((what, result))
+    if cache is not None:
+        cache.pieces.append((what, result))
     return result
 
 
 class Kept:
-    """The weights of one model, in the order of their making. A piece is used if its name, its size and the sum of its
-    bytes are those of the file's table."""
+    """One model's cached weights: pieces in the order in which they are laid out. A piece is used if its name, its size
+    and its checksum are those in the file's table."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.pieces: list[tuple[str, torch.Tensor]] = []
         self.stale = False
-        """Whether the file is not what this model has."""
+        """Whether this model's pieces differ from the file's."""
         self._table: list[list[object]] = []
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        self._at = 0
+        self._offset = 0
         try:
             self._open()
         except (OSError, ValueError, struct.error) as error:
             log.debug("no weights of an earlier start: %s", error)
 
     def _open(self) -> None:
-        """Raises OSError, ValueError or struct.error for a file that is not there or not whole."""
+        """Map the file. Raises OSError, ValueError or struct.error for one that is missing or damaged."""
         if (reason := distrust(self.path)) is not None:
             raise PermissionError(reason)
         with self.path.open("rb") as file:
@@ -80,35 +79,35 @@ class Kept:
         table = json.loads(text)
         if len(mapped) != _start(len(text)) + sum(_padded(nbytes) for _, nbytes, _ in table):
             raise ValueError(f"{self.path} is cut short")
-        self._table, self._at = table, _start(len(text))
+        self._table, self._offset = table, _start(len(text))
         self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
-        os.utime(self.path)  # the oldest goes first
+        os.utime(self.path)  # the least recently used file is removed first
 
     def take(self, what: str, nbytes: int) -> torch.Tensor | None:
-        """The next piece; None if it has to be made."""
-        index, at = len(self.pieces), self._at
+        """The next piece; None if it has to be laid out."""
+        index, start = len(self.pieces), self._offset
         if index < len(self._table) and self._table[index][:2] == [what, nbytes]:
-            self._at += _padded(nbytes)
-            result = self._bytes[at : at + nbytes]
-            if _sum(result) == self._table[index][2]:
+            self._offset += _padded(nbytes)
+            result = self._bytes[start : start + nbytes]
+            if _checksum(result) == self._table[index][2]:
                 return result
         self.stale = True
         return None
 
     def keep(self) -> None:
-        """Write the pieces, unless the file has them: where there is room, older files going first."""
+        """Write the pieces, unless the file has them. Other files are removed to make room, the oldest first."""
         if not self.pieces or not self.stale:
             return
-        text = json.dumps([[what, len(piece), _sum(piece)] for what, piece in self.pieces]).encode()
+        text = json.dumps([[what, len(piece), _checksum(piece)] for what, piece in self.pieces]).encode()
         size = _start(len(text)) + sum(_padded(len(piece)) for _, piece in self.pieces)
         try:
             folder = make_folder(self.path.parent)
             if size > limit() or 2 * size > shutil.disk_usage(folder).free:
-                log.info("there is no room to keep %d MB of weights for the next start", size / 1e6)
+                log.info("no space to keep %d MB of weights for the next start", size / 1e6)
                 return
             for old in folder.glob(f"{self.path.name.rpartition('-')[0]}-*"):
-                old.unlink()  # of this model as it was, or in another layout
-            _evict(folder, size)
+                old.unlink()  # this model before its files or the layout changed
+            _evict(size)
             replace_with(self.path, lambda file: self._write(file, text), sync=False)
         except OSError as error:
             log.info("weights cannot be kept for the next start: %s", error)
@@ -124,7 +123,7 @@ class Kept:
 
 
 def _start(size: int) -> int:
-    """Where the pieces begin behind a table of ``size`` bytes."""
+    """The offset of the pieces after a table of ``size`` bytes."""
     return -(-(HEAD.size + size) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
@@ -132,28 +131,30 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // LINE) * LINE
 
 
-def _sum(piece: torch.Tensor) -> int:
-    """Of all bytes in words; memory is read for it about as fast as it can be."""
+def _checksum(piece: torch.Tensor) -> int:
+    """The sum of 64-bit words and the last bytes: as fast as memory can be read."""
     numbers = piece.numpy()
-    whole = len(numbers) // 8 * 8
-    words = numbers[:whole].view(np.uint64).sum(dtype=np.uint64)
-    return int(words) + int(numbers[whole:].sum(dtype=np.uint64))
+    end = len(numbers) // 8 * 8
+    words = numbers[:end].view(np.uint64).sum(dtype=np.uint64)
+    return int(words) + int(numbers[end:].sum(dtype=np.uint64))
 
 
 def limit() -> int:
-    """Bytes that may be kept. Raises ConfigError for a setting that is no number."""
-    said = os.environ.get(VARIABLE) or str(USUAL)
+    """The cache's size in bytes. Raises ConfigError for a setting that is not a number."""
+    setting = os.environ.get(VARIABLE) or str(DEFAULT_GB)
     try:
-        result = float(said)
+        result = float(setting)
     except ValueError:
         result = -1.0
     if not 0 <= result < 1e9:
-        raise ConfigError(f"{VARIABLE} is how many GB of weights are kept for the next start, 0 or more; not {said!r}")
+        raise ConfigError(
+            f"{VARIABLE} is how many GB of weights are kept for the next start, 0 or more; not {setting!r}"
+        )
     return int(result * 1e9)
 
 
 def files() -> list[Path]:
-    """What is kept, the oldest first."""
+    """The cache's files, the least recently used first."""
     try:
         result = [path for path in (cache_folder() / FOLDER).glob("*-*-*") if path.is_file()]
     except OSError:
@@ -161,27 +162,28 @@ def files() -> list[Path]:
     return sorted(result, key=lambda path: path.stat().st_mtime)
 
 
-def _evict(folder: Path, size: int) -> None:
-    older = files()
-    held = sum(path.stat().st_size for path in older)
-    for path in older:
-        if held + size <= limit():
+def _evict(size: int) -> None:
+    """Remove the oldest files until ``size`` bytes fit."""
+    paths = files()
+    total = sum(path.stat().st_size for path in paths)
+    for path in paths:
+        if total + size <= limit():
             return
-        held -= path.stat().st_size
+        total -= path.stat().st_size
         path.unlink()
 
 
 def forget(model: Path) -> int:
-    """Remove what is kept of a file or folder; the bytes that are free then."""
-    gone = [path for path in files() if path.name.startswith(f"{_hash(str(model))}-")]
-    size = sum(path.stat().st_size for path in gone)
-    for path in gone:
+    """Remove the cached weights of a model's file or folder. Returns the bytes freed."""
+    paths = [path for path in files() if path.name.startswith(f"{_hash(str(model))}-")]
+    size = sum(path.stat().st_size for path in paths)
+    for path in paths:
         path.unlink()
     return size
 
 
 def _layout() -> str:
-    """Changes with whatever decides how weights are laid out and rounded."""
+    """A text that changes with all code and packages that decide how weights are laid out and rounded."""
     kernels = PACKAGE.with_name("kernels")
     sources = [*sorted(PACKAGE.rglob("*.py")), kernels / "structs.py", kernels / "quants.h"]
     packages = [f"{name} {version(name)}" for name in ("gguf", "numpy", "torch", "transformers")]
@@ -194,20 +196,19 @@ def _hash(*parts: str) -> str:
 
 @contextmanager
 def keeping(model: Path, options: str, state: str) -> Iterator[None]:
-    """The model that is made meanwhile, of the file or folder ``model`` with ``options``, takes what an earlier start
-    has made of it in this ``state``, and what is new is kept for the next one."""
-    if not limit():
-        yield
-        return
+    """Within this context, a model is loaded from ``model``, a file or folder, with ``options``. It takes pieces that
+    were cached for the same ``state`` of its files, and leaves its own for the next start."""
     try:
-        folder = cache_folder() / FOLDER
+        folder = cache_folder() / FOLDER if limit() else None
     except OSError:
+        folder = None
+    if folder is None:
         yield
         return
-    held = Kept(folder / "-".join([_hash(str(model)), _hash(options), _hash(state, _layout())]))
-    before = kept.set(held)
+    cache = Kept(folder / "-".join([_hash(str(model)), _hash(options), _hash(state, _layout())]))
+    before = kept.set(cache)
     try:
         yield
-        held.keep()
+        cache.keep()
     finally:
         kept.reset(before)

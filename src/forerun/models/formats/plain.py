@@ -1,7 +1,7 @@
-"""Weights as numbers, in three forms.
+"""Layers that torch computes: ``plain``, ``packed``, and on GPU ``int8`` and ``fp8``.
 
-``plain``: as torch has them. ``packed``: oneDNN's own layout, read faster for few rows; its two operations are private
-to torch, so each is tried before it is used. On GPU ``int8`` and ``fp8``, through torchao: activations as they are.
+``packed`` is oneDNN's own weight layout, which is faster for few rows. Its two operations are private to torch, so they
+are tried before they are used. ``int8`` and ``fp8`` quantize weights only, by torchao.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forerun.models.formats.int8 import pays
 from forerun.models.kinds import GPU_KINDS
 
 PACK_FROM = 256
-"""Fewest inputs and outputs for which packing pays: a packed call has some 10 us of fixed cost."""
+"""Fewest inputs and outputs for which packing pays: a packed call costs some 10 us more."""
 
 
 class Plain:
@@ -57,7 +57,7 @@ class Packed:
         rows = x.shape[0]
         step = 1 << max(0, (rows - 1).bit_length() - 4)
         spare = -rows % step if x.dim() == 2 else 0
-        if spare:  # oneDNN keeps some 0.5 MB for every row count it has met
+        if spare:  # oneDNN keeps some 0.5 MB for every row count
             x = F.pad(x, (0, 0, 0, spare))
         y = self.call(x, self.weight, self.bias, "none", [], "")
         y = y[:rows] if spare else y
@@ -70,7 +70,7 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 @cache
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this torch on this processor runs packed layers of ``dtype`` natively and correctly."""
+    """Whether torch runs packed layers of ``dtype`` natively and correctly on this processor."""
     if dtype not in (torch.float32, torch.bfloat16):
         return False
     try:
@@ -96,7 +96,7 @@ PACKED = Format(
 
 
 def through_torchao(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Linear:
-    """Raises ConfigError where torchao is not installed."""
+    """A layer quantized by torchao. Raises ConfigError where that is not installed."""
     try:
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, quantize_
     except ImportError as error:

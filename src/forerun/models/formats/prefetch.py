@@ -1,6 +1,6 @@
-"""How weights are asked for ahead of their use, and whether a matrix unit multiplies them, ``Asking`` in
-``kernels/rows.h``: measured on each processor once, by kinds of weights and numbers of rows, since it depends on how
-fast that multiplies and how fast its memory is. No bits depend on it."""
+"""How far ahead the kernels prefetch weights, and whether a matrix unit multiplies them (``Asking`` in
+``kernels/rows.h``). Measured once per processor, for each kind of weights and number of rows: it depends on how fast
+the processor multiplies and reads memory. No bits depend on it."""
 
 from __future__ import annotations
 
@@ -21,40 +21,41 @@ from forerun.models.formats.compiled import Compiled, Joined
 
 log = logging.getLogger(__name__)
 ENOUGH = 1 << 23
-"""Bytes of one kind from which it is worth knowing: fewer may stay in a core's own cache."""
+"""Bytes of one kind from which it is measured: fewer may stay in a core's own cache."""
 READ = 1 << 27
-"""Bytes, about, that are read at a time. Caches may hold fewer, so what is found goes for weights of such a size."""
+"""Bytes, about, that a measurement reads: more than caches hold, as a model's weights are."""
 COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
-"""Rows that are tried; those between are asked for as the next fewer."""
-TURNS, SECONDS = 3, 0.5
-"""Turns at least, and time until which there are more."""
+"""Row counts that are measured; those between use the next smaller one's result."""
+MIN_ROUNDS, SECONDS = 3, 0.5
+"""Rounds of measurement: at least so many, and for so long."""
 NOTHING, NEAR, FAR, TILED = range(4)
 MOST = 32
-"""Rows; more are asked for as these."""
+"""The largest row count that has a setting of its own."""
 
 
 def settle(layers: Iterable[Linear], dtype: torch.dtype) -> None:
-    """Measure, or remember, for each kind of which there are ``ENOUGH`` bytes in ``layers``, for rows in ``dtype``."""
+    """Set the best prefetch, measured or remembered, of each kind with ``ENOUGH`` bytes in ``layers``, for activations
+    in ``dtype``."""
     by_kind: dict[int, list[Compiled]] = {}
     for layer in _compiled(layers):
         by_kind.setdefault(layer.fields().kind, []).append(layer)
     for kind, parts in by_kind.items():
-        held = sum(part.nbytes for part in parts)
-        if held >= ENOUGH:
-            size = min(held, READ).bit_length()
+        total = sum(part.nbytes for part in parts)
+        if total >= ENOUGH:
+            size = min(total, READ).bit_length()
             what = f"prefetch of {structs.KINDS[kind]}, 2^{size} bytes, rows in {dtype}, {kernels.source_hash()}"
-            set_prefetch(kind, tiles.measured_once(what, partial(_measure, kind, parts, dtype), partial(_good, kind)))
+            set_prefetch(kind, tiles.measured_once(what, partial(_measure, kind, parts, dtype), partial(_valid, kind)))
 
 
 def ways(kind: int) -> tuple[int, ...]:
-    """Those that there are here. Numbers as they are have one unit for all rows, since units round differently."""
+    """The settings available here. Unquantized weights never use the matrix unit, whose rounding differs."""
     library = kernels.library()
     tiled = library is not None and library.tiles and structs.KINDS[kind] != "own"
     return (NOTHING, NEAR, FAR, TILED) if tiled else (NOTHING, NEAR, FAR)
 
 
 def set_prefetch(kind: int, ways: Sequence[int]) -> None:
-    """Of a kind, a way for each of ``COUNTS``."""
+    """Set the prefetch of a kind: a setting for each of ``COUNTS``."""
     library = kernels.library()
     assert library is not None
     for (first, end), way in zip(pairwise((*COUNTS, MOST + 1)), ways, strict=True):
@@ -62,7 +63,7 @@ def set_prefetch(kind: int, ways: Sequence[int]) -> None:
             library.set_prefetch(kind, rows, way)
 
 
-def _good(kind: int, value: object) -> list[int] | None:
+def _valid(kind: int, value: object) -> list[int] | None:
     if not isinstance(value, list) or len(value) != len(COUNTS):
         return None
     return value if all(type(way) is int and way in ways(kind) for way in value) else None
@@ -78,14 +79,15 @@ def _compiled(layers: Iterable[Linear]) -> Iterator[Compiled]:
 
 @torch.inference_mode()
 def _measure(kind: int, parts: Sequence[Compiled], dtype: torch.dtype) -> list[int]:
-    some, read = [], 0
+    """The fastest setting for each of ``COUNTS``."""
+    sample, read = [], 0
     for part in parts:
         if read < READ:
-            some.append(part)
+            sample.append(part)
             read += part.nbytes
     generator = torch.Generator().manual_seed(0)
-    numbers = torch.randn(COUNTS[-1] * max(part.inputs for part in some), generator=generator).to(dtype)
-    workspace = torch.empty(COUNTS[-1] * max(part.outputs for part in some), dtype=dtype)
+    numbers = torch.randn(COUNTS[-1] * max(part.inputs for part in sample), generator=generator).to(dtype)
+    workspace = torch.empty(COUNTS[-1] * max(part.outputs for part in sample), dtype=dtype)
     library = kernels.library()
     assert library is not None
 
@@ -96,20 +98,20 @@ def _measure(kind: int, parts: Sequence[Compiled], dtype: torch.dtype) -> list[i
 
     def bits(way: int) -> torch.Tensor:
         set_prefetch(kind, [way] * len(COUNTS))
-        return torch.cat([run(some[0], count) for count in COUNTS])
+        return torch.cat([run(sample[0], count) for count in COUNTS])
 
-    serve = ways(kind)
-    if TILED in serve and not torch.equal(bits(NEAR), bits(TILED)):
+    usable = ways(kind)
+    if TILED in usable and not torch.equal(bits(NEAR), bits(TILED)):
         log.warning("the matrix unit of this processor gives other sums of whole numbers, so it is not used for them")
-        serve = tuple(way for way in serve if way != TILED)
-    result: dict[int, dict[int, list[float]]] = {count: {way: [] for way in serve} for count in COUNTS}
-    turns, start = 0, perf_counter()
-    while turns < TURNS or perf_counter() - start < SECONDS:
-        turns += 1
-        for count, way in product(COUNTS, serve):
+        usable = tuple(way for way in usable if way != TILED)
+    result: dict[int, dict[int, list[float]]] = {count: {way: [] for way in usable} for count in COUNTS}
+    rounds, start = 0, perf_counter()
+    while rounds < MIN_ROUNDS or perf_counter() - start < SECONDS:
+        rounds += 1
+        for count, way in product(COUNTS, usable):
             library.set_prefetch(kind, count, way)
             began = perf_counter()
-            for part in some:
+            for part in sample:
                 run(part, count)
             result[count][way].append(perf_counter() - began)
     return [min(times, key=lambda way: median(times[way])) for times in result.values()]

@@ -256,7 +256,7 @@ class DraftModel(Drafter[DraftModelConfig]):
         if self.config.dtype is not None or not native:
             return None
         if path == BUNDLED:
-            return "int8_rows" if int8.ours(device, dtype) else None
+            return "int8_rows" if int8.has_kernels(device, dtype) else None
         size, weights = weight_sizes(resolve(path))
         if blocks.can(dtype, device) and size > LARGE and 8 * size > MAX_BITS * weights:
             log.info("the draft %s is held in 4 bits (quantization: none holds it as its file does)", path)

@@ -98,7 +98,7 @@ class HeadDrafter(Drafter[C]):
         kind = config.quantization
         if kind not in (None, UNQUANTIZED) and self.head.lm_head is None and not self.head.quantizes:
             raise ConfigError(f"this {self.name} head has no output layer of its own to quantize: remove quantization")
-        able = kind not in (None, UNQUANTIZED) and int8.ours(info.device, info.dtype)
+        able = kind not in (None, UNQUANTIZED) and int8.has_kernels(info.device, info.dtype)
         self.head.quantization = kind if able else None
         self.head.pack()
         self.needs = Needs(hidden=hidden, model=True)
