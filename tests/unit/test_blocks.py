@@ -15,7 +15,7 @@ from forerun import kernels
 from forerun.core.errors import ConfigError
 from forerun.kernels import KernelError, structs
 from forerun.models.formats import ON_CPU, blocks
-from forerun.models.formats.blocks import Blocked, Blocks, form, join
+from forerun.models.formats.blocks import Blocked, Blocks, join
 from forerun.models.formats.compiled import Joined
 from forerun.models.formats.gguf_types import PACKED, sizes
 from forerun.models.formats.tiled import TiledLinear
@@ -83,7 +83,7 @@ def test_weights_are_those_of_the_file(kind, monkeypatch):
         assert torch.equal(layer.rows(some, dtype), expected[some.flatten()].to(dtype))
     for bad in (-1, 50):
         refused(KernelError, "row is out of range", layer.rows, torch.tensor([bad]), torch.float32)
-    of, size = structs.QUANTS[form(kind)]
+    of, size = structs.QUANTS[PACKED[kind].form]
     assert layer.nbytes == -(-50 // 16) * 512 // of * size
 
 
@@ -255,6 +255,6 @@ def test_every_unit_gives_the_same_bits(kind, built):
         got, call = torch.zeros(13, 40), library.run
         call.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 3]
         call.restype = None
-        call(structs.KINDS.index(form(kind)), layer.tiles.data_ptr(), x.data_ptr(), got.data_ptr(), 13, 40, 512)
+        call(structs.KINDS.index(PACKED[kind].form), layer.tiles.data_ptr(), x.data_ptr(), got.data_ptr(), 13, 40, 512)
         assert torch.equal(got, expected), unit
     assert "haswell" in built

@@ -14,7 +14,7 @@ from forerun.measure.environment import logits
 from forerun.models.formats import blocks, error
 from forerun.models.load import load_model
 from forerun.models.open import open_files, read_config
-from forerun.models.prequantized import Grouped, Unpacked, gather
+from forerun.models.prequantized import Grouped, gather
 from forerun.models.transform import transform
 from here import where
 from refusals import refused
@@ -217,7 +217,7 @@ def test_the_layers_hold_them(tmp_path, name):
 @pytest.mark.parametrize("scale", [1e5, 1e-9])
 def test_scales_that_are_no_float16_stay_as_they_are(scale):
     levels = torch.arange(64, dtype=torch.uint8).view(2, 32) % 16
-    weight = Grouped((2, 32), 4, lambda: Unpacked(levels, torch.full((2, 1), 8)), torch.full((2, 1), scale))
+    weight = Grouped((2, 32), 4, lambda: (levels, torch.full((2, 1), 8)), torch.full((2, 1), scale))
     assert weight.blocks() is None
     assert torch.equal(weight[:], (levels.float() - 8) * scale)
 

@@ -1,8 +1,8 @@
-"""Weights that a checkpoint holds in 4 or 8 bits: AWQ, GPTQ, compressed-tensors, FP8 and MXFP4.
+"""Checkpoints with weights in 4 or 8 bits: AWQ, GPTQ, compressed-tensors, FP8 and MXFP4.
 
-Levels in 4 bits become ``q4_0`` where every zero is in the middle, else ``q4_1``, whose minimum (scale times zero) is
-rounded to float16; 8 bits become ``q8_0``, or ``int8_rows`` with a scale per output. What these cannot hold (groups of
-other sizes than multiples of 32, inputs in another order than their groups, FP8) is expanded to numbers.
+4-bit levels become ``q4_0`` if all zero points are in the middle, else ``q4_1``, whose minimum (scale times zero point)
+is rounded to float16. 8-bit levels become ``q8_0``, or ``int8_rows`` with a scale per output. Others are expanded to
+numbers: groups whose size is no multiple of 32, groups of inputs that are not consecutive (g_idx), and FP8.
 """
 
 from __future__ import annotations
@@ -20,47 +20,41 @@ from forerun.models.formats.base import LazyRows, Rows
 from forerun.models.formats.blocks import Blocks, LazyBytes
 from forerun.models.formats.int8 import Levels
 
-AWQ_SHIFTS = tuple(4 * place for place in (0, 4, 1, 5, 2, 6, 3, 7))
-"""Where the levels of eight outputs lie in 32 bits, as AWQ's kernels want them."""
+AWQ_SHIFTS = tuple(4 * index for index in (0, 4, 1, 5, 2, 6, 3, 7))
+"""Bit offsets of eight outputs' levels in AWQ's 32-bit words."""
 SHIFTS = {4: tuple(range(0, 32, 4)), 8: tuple(range(0, 32, 8))}
 MIDDLE = {4: 8, 8: 128}
-"""The level that stands for 0 where there are no zeros of their own."""
+"""The zero point where a checkpoint has none."""
 BLOCK = 32
 INDICES = (torch.int32, torch.int64)
 NUMBERS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 BYTES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-HELD: Mapping[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]] = {
+PART_TYPES: Mapping[str, tuple[tuple[torch.dtype, ...], tuple[int, ...]]] = {
     **dict.fromkeys(("qweight", "qzeros", "weight_packed"), ((torch.int32,), (2,))),
     **dict.fromkeys(("g_idx", "weight_g_idx", "weight_shape"), (INDICES, (1,))),
     **dict.fromkeys(("weight_scale", "weight_scale_inv"), (NUMBERS, (0, 1, 2))),
     "mxfp4_blocks": ((torch.uint8,), (3,)), "mxfp4_scales": ((torch.uint8,), (2,)), "scales": (NUMBERS, (2,)),
     "weight": (BYTES, (2,)), "weight_zero_point": ((*INDICES, torch.int8), (0, 1, 2)),
 }  # fmt: skip
-"""What the parts of a layer are held in, and how many dimensions they have."""
+"""The dtypes and numbers of dimensions that the tensors of a layer may have."""
 Tensors = Mapping[str, torch.Tensor]
-"""Of one layer, by the ends of their names."""
+"""A layer's tensors, by the suffixes of their names."""
+LevelsAndZeros = tuple[torch.Tensor, torch.Tensor]
+"""Levels uint8 [outputs, inputs], and zero points [outputs, groups]."""
 
 
-def unpacked(words: torch.Tensor, shifts: tuple[int, ...]) -> torch.Tensor:
-    """int32 [a, b] -> uint8 [a, b levels of each]: the levels of a word side by side."""
+def unpack_words(words: torch.Tensor, shifts: tuple[int, ...]) -> torch.Tensor:
+    """int32 [a, b] -> uint8 [a, b * levels in a word]."""
     mask = 0xF if len(shifts) == 8 else 0xFF
-    parts = torch.empty(*words.shape, len(shifts), dtype=torch.uint8)
-    for place, shift in enumerate(shifts):
-        parts[..., place] = words >> shift & mask
-    return parts.flatten(-2)
-
-
-@dataclass(frozen=True)
-class Unpacked:
-    """Levels uint8 [outputs, inputs] and zeros [outputs, groups]."""
-
-    levels: torch.Tensor
-    zeros: torch.Tensor
+    levels = torch.empty(*words.shape, len(shifts), dtype=torch.uint8)
+    for index, shift in enumerate(shifts):
+        levels[..., index] = words >> shift & mask
+    return levels.flatten(-2)
 
 
 class Grouped:
-    """scale * (level - zero) by groups of inputs. ``open`` brings levels and zeros when they are needed; ``scales``
-    [outputs, groups]; ``groups`` says to which group each input belongs, None: so many inputs after each other."""
+    """scale * (level - zero point) by groups of inputs. ``unpack`` is called when levels are needed. ``scales`` are
+    [outputs, groups]. ``groups`` has each input's group; None: groups are consecutive inputs."""
 
     dtype, device = torch.float32, torch.device("cpu")
 
@@ -68,121 +62,120 @@ class Grouped:
         self,
         shape: tuple[int, int],
         bits: int,
-        open: Callable[[], Unpacked],
+        unpack: Callable[[], LevelsAndZeros],
         scales: torch.Tensor,
         groups: torch.Tensor | None = None,
     ) -> None:
         self.shape = torch.Size(shape)
         self.bits, self.nbytes = bits, self.shape.numel() * bits // 8
-        self.open = open
+        self.unpack = unpack
         self.scales = scales.float()
         self.size = shape[1] // scales.shape[1]
-        usual = torch.arange(shape[1]) // self.size
-        self.groups = usual if groups is None else groups.long()
-        self.ordered = torch.equal(self.groups, usual)
+        consecutive = torch.arange(shape[1]) // self.size
+        self.groups = consecutive if groups is None else groups.long()
+        self.is_consecutive = torch.equal(self.groups, consecutive)
 
     @cached_property
-    def held(self) -> Unpacked:
-        return self.open()
+    def unpacked(self) -> LevelsAndZeros:
+        return self.unpack()
 
     def close(self) -> None:
-        """Forget what was opened."""
-        self.__dict__.pop("held", None)
+        """Free the unpacked levels."""
+        self.__dict__.pop("unpacked", None)
 
     def __getitem__(self, rows: slice | torch.Tensor) -> torch.Tensor:
-        result = self.held
-        zeros, scales = result.zeros[rows].float()[:, self.groups], self.scales[rows][:, self.groups]
-        return (result.levels[rows].float() - zeros) * scales
+        levels, zeros = (part[rows].float() for part in self.unpacked)
+        return (levels - zeros[:, self.groups]) * self.scales[rows][:, self.groups]
 
     def blocks(self) -> Blocks | Levels | None:
-        result, middle = self.held, MIDDLE[self.bits]
-        centred = bool((result.zeros == middle).all())
+        """The weight without loss in a format of ours; None: no format holds it."""
+        (levels, zeros), middle = self.unpacked, MIDDLE[self.bits]
+        centred = bool((zeros == middle).all())
         if self.bits == 8 and centred and self.scales.shape[1] == 1:
-            return Levels((result.levels.short() - middle).to(torch.int8), self.scales[:, 0].contiguous())
+            return Levels((levels.short() - middle).to(torch.int8), self.scales[:, 0].contiguous())
         scales = self.scales.half()
         lost = ~scales.isfinite() | ((scales == 0) != (self.scales == 0))
-        if not self.ordered or self.size % BLOCK or bool(lost.any()) or (self.bits == 8 and not centred):
+        if not self.is_consecutive or self.size % BLOCK or bool(lost.any()) or (self.bits == 8 and not centred):
             return None
-        levels = result.levels.view(len(result.levels), -1, BLOCK).numpy()
+        blocks = levels.view(len(levels), -1, BLOCK).numpy()
         heads = [self._by_blocks(scales)]
         if self.bits == 8:
-            return _packed("q8_0", heads, levels ^ 128, self.shape[1])
+            return self._joined("q8_0", heads, blocks ^ 128)
         if not centred:
-            heads.append(self._by_blocks((-self.scales * result.zeros.float()).half()))
-        nibbles = levels[..., :16] | levels[..., 16:] << 4
-        return _packed("q4_0" if centred else "q4_1", heads, nibbles, self.shape[1])
+            heads.append(self._by_blocks((-self.scales * zeros.float()).half()))
+        return self._joined("q4_0" if centred else "q4_1", heads, blocks[..., :16] | blocks[..., 16:] << 4)
 
     def _by_blocks(self, numbers: torch.Tensor) -> np.ndarray:
         """float16 [outputs, groups] as bytes [outputs, blocks, 2]."""
         repeated = numbers.repeat_interleave(self.size // BLOCK, dim=1).numpy()
         return repeated.view(np.uint8).reshape(*repeated.shape, 2)
 
+    def _joined(self, kind: str, heads: list[np.ndarray], levels: np.ndarray) -> Blocks:
+        return Blocks(kind, np.concatenate([*heads, levels], axis=-1).reshape(len(levels), -1), self.shape[1])
 
-def _packed(kind: str, heads: list[np.ndarray], levels: np.ndarray, inputs: int) -> Blocks:
-    return Blocks(kind, np.concatenate([*heads, levels], axis=-1).reshape(len(levels), -1), inputs)
 
-
-def _scaled(numbers: torch.Tensor, scales: torch.Tensor, tile: tuple[int, int]) -> Rows:
-    """Numbers in 8 bits times scales of tiles of them: [rows of tiles, columns of tiles], or one."""
+def _scaled(levels: torch.Tensor, scales: torch.Tensor, tile: tuple[int, int]) -> Rows:
+    """8-bit levels times scales of tiles [rows of tiles, columns of tiles]."""
     scales = scales.float()
-    down, along = (torch.arange(count) // size for count, size in zip(numbers.shape, tile))
+    tile_rows, tile_columns = (torch.arange(count) // size for count, size in zip(levels.shape, tile))
 
     def make(rows: slice | torch.Tensor) -> torch.Tensor:
-        return numbers[rows].float() * scales[down[rows]][:, along]
+        return levels[rows].float() * scales[tile_rows[rows]][:, tile_columns]
 
-    return LazyRows(numbers.shape, make, numbers.nbytes)
+    return LazyRows(levels.shape, make, levels.nbytes)
 
 
-def _awq(result: Tensors, config: Mapping[str, Any]) -> Rows:
-    words, zeros, scales = result["qweight"], result["qzeros"], result["scales"]
+def _awq(parts: Tensors, config: Mapping[str, Any]) -> Rows:
+    words, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     inputs, outputs = words.shape[0], words.shape[1] * 8
-    _fits(scales, (None, outputs), inputs)
-    _fits(zeros, (scales.shape[0], outputs // 8))
+    _check_shape(scales, (None, outputs), inputs)
+    _check_shape(zeros, (scales.shape[0], outputs // 8))
 
-    def open() -> Unpacked:
-        return Unpacked(unpacked(words, AWQ_SHIFTS).T.contiguous(), unpacked(zeros, AWQ_SHIFTS).T)
+    def unpack() -> LevelsAndZeros:
+        return unpack_words(words, AWQ_SHIFTS).T.contiguous(), unpack_words(zeros, AWQ_SHIFTS).T
 
-    return Grouped((outputs, inputs), 4, open, scales.T)
+    return Grouped((outputs, inputs), 4, unpack, scales.T)
 
 
-def _gptq(result: Tensors, config: Mapping[str, Any]) -> Rows:
-    words, zeros, scales = result["qweight"], result["qzeros"], result["scales"]
+def _gptq(parts: Tensors, config: Mapping[str, Any]) -> Rows:
+    words, zeros, scales = parts["qweight"], parts["qzeros"], parts["scales"]
     inputs, outputs = words.shape[0] * 8, words.shape[1]
-    _fits(scales, (None, outputs), inputs)
-    _fits(zeros, (scales.shape[0], outputs // 8))
-    less = 0 if config.get("checkpoint_format") == "gptq_v2" else 1  # the first version holds zeros less one
-    groups = _groups(result.get("g_idx"), inputs, scales.shape[0])
+    _check_shape(scales, (None, outputs), inputs)
+    _check_shape(zeros, (scales.shape[0], outputs // 8))
+    offset = 0 if config.get("checkpoint_format") == "gptq_v2" else 1  # the first version holds zero points minus one
+    groups = _check_groups(parts.get("g_idx"), inputs, scales.shape[0])
 
-    def open() -> Unpacked:
-        return Unpacked(unpacked(words.T, SHIFTS[4]), (unpacked(zeros, SHIFTS[4]) + less & 15).T)
+    def unpack() -> LevelsAndZeros:
+        return unpack_words(words.T, SHIFTS[4]), (unpack_words(zeros, SHIFTS[4]) + offset & 15).T
 
-    return Grouped((outputs, inputs), 4, open, scales.T, groups)
+    return Grouped((outputs, inputs), 4, unpack, scales.T, groups)
 
 
-def _compressed(result: Tensors, config: Mapping[str, Any]) -> Rows:
-    scales = result["weight_scale"]
-    if "weight_packed" not in result:
-        return _whole(result["weight"], scales, result.get("weight_zero_point"))
+def _compressed(parts: Tensors, config: Mapping[str, Any]) -> Rows:
+    scales = parts["weight_scale"]
+    if "weight_packed" not in parts:
+        return _in_bytes(parts["weight"], scales, parts.get("weight_zero_point"))
     bits = _bits(config)
-    _fits(result["weight_shape"], (2,))
-    outputs, inputs = (int(size) for size in result["weight_shape"].tolist())
-    words, zeros = result["weight_packed"], result.get("weight_zero_point")
-    _fits(words, (outputs, -(-inputs * bits // 32)))
-    _fits(scales, (outputs, None), inputs)
+    _check_shape(parts["weight_shape"], (2,))
+    outputs, inputs = (int(size) for size in parts["weight_shape"].tolist())
+    words, zeros = parts["weight_packed"], parts.get("weight_zero_point")
+    _check_shape(words, (outputs, -(-inputs * bits // 32)))
+    _check_shape(scales, (outputs, None), inputs)
     if zeros is not None:
-        _fits(zeros, (-(-outputs * bits // 32), scales.shape[1]))
+        _check_shape(zeros, (-(-outputs * bits // 32), scales.shape[1]))
+    groups = _check_groups(parts.get("weight_g_idx"), inputs, scales.shape[1])
 
-    def open() -> Unpacked:
-        levels = unpacked(words, SHIFTS[bits])[:, :inputs].contiguous()
+    def unpack() -> LevelsAndZeros:
+        levels = unpack_words(words, SHIFTS[bits])[:, :inputs].contiguous()
         if zeros is None:
-            return Unpacked(levels, torch.full(scales.shape, MIDDLE[bits]))
-        return Unpacked(levels, unpacked(zeros.T, SHIFTS[bits]).T[:outputs])
+            return levels, torch.full(scales.shape, MIDDLE[bits])
+        return levels, unpack_words(zeros.T, SHIFTS[bits]).T[:outputs]
 
-    return Grouped((outputs, inputs), bits, open, scales, _groups(result.get("weight_g_idx"), inputs, scales.shape[1]))
+    return Grouped((outputs, inputs), bits, unpack, scales, groups)
 
 
-def _whole(weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Rows:
-    """Weights in bytes, integers or FP8."""
+def _in_bytes(weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> Rows:
+    """Weights as int8 or FP8."""
     outputs, inputs = weight.shape
     scales = scales.reshape(1, 1) if scales.numel() == 1 else scales
     scales = scales[:, None] if scales.dim() == 1 else scales
@@ -191,65 +184,61 @@ def _whole(weight: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | Non
             raise ValueError(f"its scales are {[*scales.shape]}")
         return _scaled(weight, scales, (outputs // scales.shape[0], inputs // scales.shape[1]))
     scales = scales.expand(outputs, -1) if len(scales) == 1 else scales
-    _fits(scales, (outputs, None), inputs)
+    _check_shape(scales, (outputs, None), inputs)
+    points = torch.full(scales.shape, MIDDLE[8])
     if zeros is not None:
         zeros = zeros.reshape(-1, 1) if zeros.numel() in (1, outputs) else zeros
         if zeros.shape != scales.shape and zeros.shape[1:] != (1,):
             raise ValueError(f"its zeros are {[*zeros.shape]}")
-        zeros = zeros.expand(scales.shape).short() + MIDDLE[8]
-
-    def open() -> Unpacked:
-        middle = torch.full(scales.shape, MIDDLE[8]) if zeros is None else zeros
-        return Unpacked((weight.short() + MIDDLE[8]).to(torch.uint8), middle)
-
-    return Grouped((outputs, inputs), 8, open, scales)
+        points = zeros.expand(scales.shape).short() + MIDDLE[8]
+    return Grouped((outputs, inputs), 8, lambda: ((weight.short() + MIDDLE[8]).to(torch.uint8), points), scales)
 
 
-def _fp8(result: Tensors, config: Mapping[str, Any]) -> Rows:
-    weight = result["weight"]
-    scales = result["weight_scale_inv"] if "weight_scale_inv" in result else result["weight_scale"]
+def _fp8(parts: Tensors, config: Mapping[str, Any]) -> Rows:
+    weight = parts["weight"]
+    scales = parts["weight_scale_inv"] if "weight_scale_inv" in parts else parts["weight_scale"]
     tile = config.get("weight_block_size")
     if not isinstance(tile, (list, tuple)):
-        return _whole(weight, scales, None)
+        return _in_bytes(weight, scales, None)
     if len(tile) != 2 or not all(type(size) is int and size > 0 for size in tile):
         raise ValueError(f"weight_block_size is {shown(tile)}, not two sizes")
     rows, columns = tile
-    _fits(scales, (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)))
+    _check_shape(scales, (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)))
     return _scaled(weight, scales, (rows, columns))
 
 
 def _bits(config: Mapping[str, Any]) -> int:
+    """Bits of a weight, by compressed-tensors' config. Raises ValueError unless all groups have the same 4 or 8."""
     groups = config.get("config_groups")
-    weights = [
-        group.get("weights") if isinstance(group, Mapping) else None
-        for group in (groups.values() if isinstance(groups, Mapping) else ())
-    ]
-    result = [part.get("num_bits") if isinstance(part, Mapping) else None for part in weights]
-    if not result or result[0] not in (4, 8) or any(bits != result[0] for bits in result):
-        raise ValueError(f"weights of {shown(result)} bits; 4 or 8 in all layers are read")
-    return int(result[0])
+    bits = []
+    for group in groups.values() if isinstance(groups, Mapping) else ():
+        weights = group.get("weights") if isinstance(group, Mapping) else None
+        bits.append(weights.get("num_bits") if isinstance(weights, Mapping) else None)
+    if not bits or bits[0] not in (4, 8) or any(each != bits[0] for each in bits):
+        raise ValueError(f"weights of {shown(bits)} bits; 4 or 8 in all layers are read")
+    return int(bits[0])
 
 
-def _groups(groups: torch.Tensor | None, inputs: int, count: int) -> torch.Tensor | None:
-    """To which of so many groups each input belongs, where that is given."""
+def _check_groups(groups: torch.Tensor | None, inputs: int, count: int) -> torch.Tensor | None:
+    """Each input's group, if given. Raises ValueError unless they are below ``count``."""
     if groups is not None:
-        _fits(groups, (inputs,))
+        _check_shape(groups, (inputs,))
         if not bool(((groups >= 0) & (groups < count)).all()):
             raise ValueError("it names groups (g_idx) that there are not")
     return groups
 
 
-def _held(parts: Tensors) -> None:
-    """Raise ValueError for a part that is empty, or is not held as such parts are."""
-    for end, part in parts.items():
-        kinds, dimensions = HELD.get(end, ((part.dtype,), (part.dim(),)))
-        if not part.numel() or part.dtype not in kinds or part.dim() not in dimensions:
-            raise ValueError(f"its {end} is {[*part.shape]} of {str(part.dtype).removeprefix('torch.')}")
+def _check_types(parts: Tensors) -> None:
+    """Raise ValueError for a tensor that is empty or not of ``PART_TYPES``."""
+    for suffix, part in parts.items():
+        dtypes, dimensions = PART_TYPES.get(suffix, ((part.dtype,), (part.dim(),)))
+        if not part.numel() or part.dtype not in dtypes or part.dim() not in dimensions:
+            raise ValueError(f"its {suffix} is {[*part.shape]} of {str(part.dtype).removeprefix('torch.')}")
 
 
-def _fits(tensor: torch.Tensor, shape: tuple[int | None, ...], inputs: int | None = None) -> None:
-    """Raise ValueError unless a tensor has such a shape, and, where it says how many groups there are, ``inputs`` fall
-    into so many."""
+def _check_shape(tensor: torch.Tensor, shape: tuple[int | None, ...], inputs: int | None = None) -> None:
+    """Raise ValueError unless a tensor has this shape. None stands for the number of groups, which must divide
+    ``inputs``."""
     if len(tensor.shape) != len(shape) or any(size not in (None, own) for own, size in zip(tensor.shape, shape)):
         raise ValueError(f"a part of it is {[*tensor.shape]}")
     groups = next((own for own, size in zip(tensor.shape, shape) if size is None), 1)
@@ -259,7 +248,7 @@ def _fits(tensor: torch.Tensor, shape: tuple[int | None, ...], inputs: int | Non
 
 @dataclass(frozen=True)
 class Scheme:
-    """``marks``: the ends of names, one of which every such weight has; ``parts``: of those that belong to it."""
+    """A way of quantizing. ``parts`` are the suffixes of a weight's tensors; each weight has one of ``marks``."""
 
     name: str
     make: Callable[[Tensors, Mapping[str, Any]], Rows]
@@ -267,17 +256,16 @@ class Scheme:
     parts: tuple[str, ...]
 
 
-def _mxfp4(result: Tensors, config: Mapping[str, Any]) -> Rows:
-    """Numbers in 4 bits (E2M1) by blocks of 32 that share a power of two (OCP MX 1.0): blocks uint8 [outputs, blocks,
-    16], neighbours in a byte, and scales uint8 [outputs, blocks]. GGUF's bytes hold two numbers half a block apart."""
-    blocks, scales = result["mxfp4_blocks"], result["mxfp4_scales"]
-    _fits(blocks, (*scales.shape, 16))
+def _mxfp4(parts: Tensors, config: Mapping[str, Any]) -> Rows:
+    """4-bit floats (E2M1) in blocks of 32 with a common power of two (OCP MX 1.0): blocks uint8 [outputs, blocks, 16],
+    scales uint8 [outputs, blocks]. A byte holds two neighbours here, and in GGUF two numbers half a block apart."""
+    blocks, scales = parts["mxfp4_blocks"], parts["mxfp4_scales"]
+    _check_shape(blocks, (*scales.shape, 16))
 
     def make(rows: Any) -> np.ndarray:
-        levels = blocks[rows]
-        each = torch.stack([levels & 15, levels >> 4], -1).flatten(-2)
-        together = torch.cat([scales[rows][..., None], each[..., :16] | each[..., 16:] << 4], -1)
-        return together.flatten(1).numpy()
+        pairs = blocks[rows]
+        levels = torch.stack([pairs & 15, pairs >> 4], -1).flatten(-2)
+        return torch.cat([scales[rows][..., None], levels[..., :16] | levels[..., 16:] << 4], -1).flatten(1).numpy()
 
     return Blocks("mxfp4", LazyBytes(len(blocks), make), blocks.shape[1] * BLOCK)
 
@@ -297,13 +285,13 @@ SCHEMES = {
     "fbgemm_fp8": _FP8, "compressed-tensors": _COMPRESSED,
     "mxfp4": Scheme("MXFP4", _mxfp4, ("mxfp4_blocks",), ("mxfp4_blocks", "mxfp4_scales")),
 }  # fmt: skip
-"""By ``quant_method`` in configs."""
+"""By ``quant_method``."""
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
-"""Of compressed-tensors."""
+"""Of compressed-tensors, those that are read."""
 
 
 def refusal(config: Any) -> str | None:
-    """Why weights of such a ``quantization_config`` are not read; None: they are."""
+    """Why weights with this ``quantization_config`` are not read; None: they are."""
     method = config.get("quant_method") if isinstance(config, Mapping) else None
     if not isinstance(method, str) or method not in SCHEMES:
         return "which forerun does not read"
@@ -323,25 +311,25 @@ def refusal(config: Any) -> str | None:
 
 
 def gather(tensors: dict[str, torch.Tensor], config: Mapping[str, Any], place: str) -> dict[str, Rows]:
-    """Tensors by name, with a weight in place of the parts of each quantized one. Raises ModelError for parts that are
-    missing or do not fit; ``place`` begins it."""
+    """Tensors by name, those of each quantized weight replaced by one weight. Raises ModelError, which begins with
+    ``place``, for tensors that are missing or do not fit each other."""
     scheme = SCHEMES[config["quant_method"]]
-    if not any(name.rpartition(".")[2] in scheme.marks for name in tensors):
+    layers = {layer for layer, _, suffix in (name.rpartition(".") for name in tensors) if suffix in scheme.marks}
+    if not layers:
         raise ModelError(f"{place} holds no {scheme.name} weights, though its config says so")
-    stems = {stem for stem, _, end in (name.rpartition(".") for name in tensors) if end in scheme.marks}
     result: dict[str, Rows] = {}
     used: set[str] = set()
-    for stem in sorted(stems):
-        parts = {end: tensors[name] for end in scheme.parts if (name := f"{stem}.{end}") in tensors}
-        used |= {f"{stem}.{end}" for end in parts}
-        bias = tensors.get(f"{stem}.bias")
+    for layer in sorted(layers):
+        parts = {suffix: tensors[name] for suffix in scheme.parts if (name := f"{layer}.{suffix}") in tensors}
+        used |= {f"{layer}.{suffix}" for suffix in parts}
+        bias = tensors.get(f"{layer}.bias")
         if bias is not None and "mxfp4_blocks" not in parts and not bool(bias.any()):
-            used.add(f"{stem}.bias")  # as some tools write them for layers without one
+            used.add(f"{layer}.bias")  # some tools write zeros for layers without a bias
         try:
-            _held(parts)
-            result[f"{stem}.weight"] = scheme.make(parts, config)
+            _check_types(parts)
+            result[f"{layer}.weight"] = scheme.make(parts, config)
         except KeyError as error:
-            raise ModelError(f"{place} lacks {stem}.{error.args[0]}, a part of a {scheme.name} weight") from error
+            raise ModelError(f"{place} lacks {layer}.{error.args[0]}, a part of a {scheme.name} weight") from error
         except ValueError as error:
-            raise ModelError(f"{place}: {stem} is no {scheme.name} weight that can be read: {error}") from error
+            raise ModelError(f"{place}: {layer} is no {scheme.name} weight that can be read: {error}") from error
     return {**{name: tensor for name, tensor in tensors.items() if name not in used}, **result}
