@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, Tag, TypeAdapter, ValidationError, model_validator
 
 from forerun.engine.stop import LENGTH
 from forerun.serve import answers
@@ -19,13 +19,14 @@ from forerun.serve.parsers import ParsedCall, Piece
 from forerun.serve.schema import (
     IGNORED,
     MAX_LOGPROBS,
-    MOST_TOOLS,
+    MAX_TOOLS,
     SESSION,
     Absent,
     Body,
     CallId,
     ChatRequest,
     Function,
+    Int,
     Sampled,
     Schema,
     Text,
@@ -99,7 +100,7 @@ class InputReasoning(Item):
     encrypted_content: str | None = Field(None, description=IGNORED)
 
 
-def _kind(item: Any) -> str | None:
+def _item_type(item: Any) -> str | None:
     return item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
 
 
@@ -108,11 +109,7 @@ InputItem = Annotated[
     | Annotated[InputCall, Tag("function_call")]
     | Annotated[InputReasoning, Tag("reasoning")]
     | Annotated[InputCallOutput, Tag("function_call_output")],
-    Discriminator(
-        _kind,
-        custom_error_type="wrong_kind",
-        custom_error_message="must be a message, a function_call, a function_call_output or a reasoning",
-    ),
+    one_of("a message, a function_call, a function_call_output or a reasoning", _item_type),
 ]
 
 
@@ -142,7 +139,7 @@ class TextFormat(Body):
     strict: bool | None = None
 
     @model_validator(mode="after")
-    def _complete(self) -> TextFormat:
+    def _check_schema(self) -> TextFormat:
         if (self.type == "json_schema") != (self.schema_ is not None):
             raise ValueError("schema goes with type 'json_schema', and only with it")
         return self
@@ -178,9 +175,6 @@ class ResponseStreamOptions(Body):
 class ResponseAsChat(ChatRequest):
     """A request for a response as one for a chat. Its errors name the response's fields."""
 
-    def field_of(self, param: str | None) -> str | None:
-        return _response_field(super().field_of(param))
-
     @property
     def limit_field(self) -> str:
         return "max_output_tokens"
@@ -190,13 +184,6 @@ class ResponseAsChat(ChatRequest):
         return "text.format"
 
 
-def _response_field(param: str | None) -> str | None:
-    """Returns the field of a response for a field of its chat."""
-    if param is None:
-        return None
-    return "input" if param.partition(".")[0] == "messages" else param.replace(".function.", ".")
-
-
 class ResponseRequest(Sampled):
     input: Annotated[
         Annotated[Text, Tag("text")] | Annotated[list[InputItem], Field(max_length=4096), Tag("list")],
@@ -204,9 +191,9 @@ class ResponseRequest(Sampled):
     ]
     instructions: Text | None = Field(None, description="the system's message; not kept for the next response")
     previous_response_id: str | None = Field(None, description="continues this one, while it is kept in memory")
-    max_output_tokens: int | None = Field(None, ge=1)
+    max_output_tokens: Int | None = Field(None, ge=1)
     text: TextOptions | None = None
-    tools: list[ResponseTool] | None = Field(None, max_length=MOST_TOOLS)
+    tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: (
         Annotated[
             Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[ResponseChosen, Tag("object")],
@@ -216,7 +203,7 @@ class ResponseRequest(Sampled):
     ) = Field(None, description="default: auto")
     parallel_tool_calls: bool = Field(True, description="false: at most one call")
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     store: bool = Field(True, description="false: the answer is not kept")
     stream_options: ResponseStreamOptions | None = None
     reasoning: dict[str, Any] | None = Field(
@@ -224,7 +211,7 @@ class ResponseRequest(Sampled):
     )
     truncation: Literal["disabled"] = Field("disabled", description="what does not fit is refused")
     background: Literal[False] = Field(False, description="answers are not made in the background")
-    max_tool_calls: int | None = Field(None, ge=1, description="of tools that a server runs: there are none here")
+    max_tool_calls: Int | None = Field(None, ge=1, description="of tools that a server runs: there are none here")
     conversation: Absent = None
     prompt: Absent = None
     context_management: Absent = None
@@ -235,7 +222,7 @@ class ResponseRequest(Sampled):
     prompt_cache_retention: str | None = Field(None, description=IGNORED)
 
     @model_validator(mode="after")
-    def _consistent(self) -> ResponseRequest:
+    def _check_options(self) -> ResponseRequest:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream: true")
         if self.top_logprobs is not None and not self.wants_logprobs:
@@ -253,6 +240,12 @@ class ResponseRequest(Sampled):
         if isinstance(self.input, str):
             return [InputMessage.model_validate({"role": "user", "content": self.input})]
         return list(self.input)
+
+    def field_of(self, param: str | None) -> str | None:
+        if param is not None and param.partition(".")[0] in ("messages", "prompt"):
+            return "input"
+        field = super().field_of(param)
+        return field and field.replace(".function.", ".")
 
     def ignored(self) -> list[str]:
         return ["reasoning"] if any(self.reasoning.values() if self.reasoning else ()) else []
@@ -280,7 +273,7 @@ class ResponseRequest(Sampled):
             return ResponseAsChat.model_validate(given)
         except ValidationError as error:
             first = error.errors()[0]
-            param = _response_field(".".join(str(part) for part in first["loc"][:1]))
+            param = self.field_of(".".join(str(part) for part in first["loc"][:1]))
             message = first["msg"].removeprefix("Value error, ").replace(" after validation", "")
             raise ApiError(400, f"{param}: {message}", param=param, code=first["type"]) from None
 

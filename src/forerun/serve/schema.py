@@ -1,9 +1,10 @@
-"""What requests may say: fields, messages, and the bodies of completions and chat."""
+"""The models of requests: fields, messages, and the bodies of completions and chat."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -26,8 +27,8 @@ from forerun.core.errors import ConfigError
 from forerun.sampling.params import COLDEST, STEEPEST, BeamSearchParams, Params, SamplingParams, StructuredOutputsParams
 
 
-def _encodable(text: Any) -> Any:
-    """JSON can spell half a surrogate pair, which is no text."""
+def _check_encodable(text: Any) -> Any:
+    """Refuses half a surrogate pair, which JSON can spell and UTF-8 cannot."""
     if isinstance(text, str):
         try:
             text.encode()
@@ -36,28 +37,29 @@ def _encodable(text: Any) -> Any:
     return text
 
 
-Whole = BeforeValidator(_encodable)
-Text = Annotated[str, Whole]
+Encodable = BeforeValidator(_check_encodable)
+Text = Annotated[str, Encodable]
 
 
-def _integer(value: Any) -> Any:
-    """JSON has one kind of numbers: 16.0 is an integer there."""
+def _to_integer(value: Any) -> Any:
+    """JSON has one type of numbers: 16.0 is an integer."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Integer = BeforeValidator(_integer)
+Int = Annotated[int, BeforeValidator(_to_integer)]
 
 
-def _shape(value: Any) -> str | None:
-    """Which member of a union is meant: errors are then about that one alone."""
+def _tag(value: Any) -> str | None:
+    """Returns which member of a union is meant, so that errors are about that one alone."""
     if isinstance(value, list):
         first = value[0] if value else None
         return "lists" if isinstance(first, list) else "numbers" if isinstance(first, (int, float)) else "list"
     return {str: "text", dict: "object", bool: "flag"}.get(type(value))
 
 
-def one_of(what: str) -> Discriminator:
-    return Discriminator(_shape, custom_error_type="wrong_kind", custom_error_message=f"must be {what}")
+def one_of(what: str, tag: Callable[[Any], str | None] = _tag) -> Discriminator:
+    """Tells the members of a union apart by ``tag``; ``what`` is in the error for any other value."""
+    return Discriminator(tag, custom_error_type="wrong_kind", custom_error_message=f"must be {what}")
 
 
 Object = Annotated[dict[str, Any], Tag("object")]
@@ -72,38 +74,32 @@ def _absent(why: str, value: Any) -> None:
 
 NOTHING = WithJsonSchema({"enum": [None, "", [], {}]})
 Absent = Annotated[None, BeforeValidator(partial(_absent, "this server does not support it: leave it out")), NOTHING]
-"""OpenAI's, and without a meaning here: accepted only where it asks for nothing."""
+"""A field of OpenAI's that is not supported: it may only be empty."""
 Replaced = Annotated[
     None, BeforeValidator(partial(_absent, "functions are called tools now: send tools, tool_choice and tool_calls")),
     NOTHING,
 ]  # fmt: skip
-"""OpenAI's way to call functions before there were tools."""
+"""A field of OpenAI's that came before tools."""
 IGNORED = "accepted; makes no difference"
 
 
 class Body(BaseModel):
-    """A JSON object without unknown fields or converted types. Null is an optional field's default."""
+    """A JSON object without unknown fields or converted types. Null stands for an optional field's default."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @classmethod
+    @cache
     def _optional(cls) -> set[str]:
         return {field.alias or name for name, field in cls.model_fields.items() if not field.is_required()}
 
-    @classmethod
-    @cache
-    def _integers(cls) -> set[str]:
-        kinds = {field.alias or name: field.annotation for name, field in cls.model_fields.items()}
-        return {name for name, kind in kinds.items() if int in (kind, *get_args(kind))}
-
     @model_validator(mode="before")
     @classmethod
-    def _as_json(cls, given: Any) -> Any:
+    def _drop_nulls(cls, given: Any) -> Any:
         if not isinstance(given, dict):
             return given
-        optional, integers = cls._optional(), cls._integers()
-        meant = {name: value for name, value in given.items() if value is not None or name not in optional}
-        return {name: _integer(value) if name in integers else value for name, value in meant.items()}
+        optional = cls._optional()
+        return {name: value for name, value in given.items() if value is not None or name not in optional}
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -118,13 +114,13 @@ class Body(BaseModel):
         return schema
 
 
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
-CallId = Annotated[str, Field(min_length=1, max_length=256), Whole]
+CallId = Annotated[str, Field(min_length=1, max_length=256), Encodable]
 
 
 class Function(Body):
-    """What a model may call. ``parameters`` is a JSON schema of an object; left out: there are none."""
+    """A function that the model may call. ``parameters`` is a JSON schema of an object; without it there are none."""
 
     name: FunctionName
     description: Text | None = None
@@ -133,7 +129,7 @@ class Function(Body):
 
     @field_validator("parameters")
     @classmethod
-    def _of_an_object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _must_be_object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
         if schema is not None and schema.get("type", "object") != "object":
             raise ValueError("must be the schema of an object: its type is 'object'")
         return schema
@@ -144,32 +140,31 @@ class Tool(Body):
     function: Function
 
     def plain(self) -> dict[str, Any]:
-        """As chat templates want it."""
+        """Returns the tool as chat templates take it."""
         function = self.function.model_dump(exclude_none=True, exclude={"strict"})
         return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, **function}}
 
 
-def _named_once(tools: list[Tool]) -> list[Tool]:
-    seen: set[str] = set()
-    for tool in tools:
-        if tool.function.name in seen:
-            raise ValueError(f"two tools are called {tool.function.name!r}")
-        seen.add(tool.function.name)
+def _check_names(tools: list[Tool]) -> list[Tool]:
+    names = [tool.function.name for tool in tools]
+    repeated = [name for index, name in enumerate(names) if name in names[:index]]
+    if repeated:
+        raise ValueError(f"two tools are called {repeated[0]!r}")
     return tools
 
 
-Tools = Annotated[list[Tool], Field(min_length=1, max_length=MOST_TOOLS), AfterValidator(_named_once)]
+Tools = Annotated[list[Tool], Field(min_length=1, max_length=MAX_TOOLS), AfterValidator(_check_names)]
 
 
-class Named(Body):
-    name: Annotated[str, Whole]
+class FunctionChoice(Body):
+    name: Text
 
 
 class Chosen(Body):
     """The function to call."""
 
     type: Literal["function"]
-    function: Named
+    function: FunctionChoice
 
 
 ToolChoice = Annotated[
@@ -179,7 +174,7 @@ ToolChoice = Annotated[
 
 
 class GivenFunction(Body):
-    name: Annotated[str, Field(min_length=1, max_length=256), Whole]
+    name: Annotated[str, Field(min_length=1, max_length=256), Encodable]
     arguments: Text = Field(description="a JSON object, as text")
 
 
@@ -189,7 +184,7 @@ class GivenToolCall(Body):
     id: CallId
     type: Literal["function"] = "function"
     function: GivenFunction
-    index: int | None = Field(None, description="left over from a stream; makes no difference")
+    index: Int | None = Field(None, description="left over from a stream; makes no difference")
 
 
 class TextPart(Body):
@@ -220,30 +215,30 @@ class Message(Body):
     provider_specific_fields: dict[str, Any] | None = Field(None, description=f"litellm's; {IGNORED}")
     reasoning_content: Text | None = Field(None, description="an assistant's thoughts, for templates that show them")
     content: Content = Field(description="may be null or left out where there are tool_calls")
-    name: Annotated[str, Field(max_length=256), Whole] | None = None
+    name: Annotated[str, Field(max_length=256), Encodable] | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _calls_say_enough(cls, given: Any) -> Any:
+    def _allow_missing_content(cls, given: Any) -> Any:
         if isinstance(given, dict) and given.get("tool_calls") and given.get("content") is None:
             return {**given, "content": ""}
         return given
 
     @field_validator("tool_calls")
     @classmethod
-    def _by_an_assistant(cls, calls: list[GivenToolCall] | None, given: ValidationInfo) -> list[GivenToolCall] | None:
+    def _check_calls_role(cls, calls: list[GivenToolCall] | None, given: ValidationInfo) -> list[GivenToolCall] | None:
         if calls and given.data.get("role", "assistant") != "assistant":
             raise ValueError("goes with the role assistant")
         return calls
 
     @model_validator(mode="after")
-    def _answer_to_a_call(self) -> Message:
+    def _check_call_id(self) -> Message:
         if (self.role == "tool") != (self.tool_call_id is not None):
             raise ValueError("tool_call_id goes with the role tool, and only with it")
         return self
 
     def plain(self) -> dict[str, Any]:
-        """As ``render_chat`` wants it."""
+        """Returns the message as ``render_chat`` takes it."""
         plain: dict[str, Any] = {"role": self.role, "content": plain_text(self.content)}
         if self.tool_calls:
             plain["tool_calls"] = [call.model_dump(exclude={"index"}) for call in self.tool_calls]
@@ -253,36 +248,38 @@ class Message(Body):
         return plain
 
 
-def _answers_calls(messages: list[Message]) -> list[Message]:
-    made: set[str] = set()
+def _check_call_ids(messages: list[Message]) -> list[Message]:
+    calls: set[str] = set()
     for index, message in enumerate(messages):
-        if message.role == "tool" and message.tool_call_id not in made:
+        if message.role == "tool" and message.tool_call_id not in calls:
             raise ValueError(f"message {index} answers the call {message.tool_call_id!r}, which no message before made")
-        made |= {call.id for call in message.tool_calls or ()}
+        calls |= {call.id for call in message.tool_calls or ()}
     return messages
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=4096), AfterValidator(_answers_calls)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096), AfterValidator(_check_call_ids)]
 
 
 MAX_CHOICES = 128
-LONGEST = 1 << 30
-"""Tokens of an answer that only the context bounds."""
+UNLIMITED = 1 << 30
+"""Tokens of an answer that only the context limits."""
 SAMPLED = {
     "top_p", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "presence_penalty", "frequency_penalty",
     "repetition_penalty", "logit_bias", "bad_words",
 }  # fmt: skip
-"""Options that beams do not have, beside temperature and structured output."""
+"""Options of sampling that beam search does not have, beside temperature and structured output."""
+GUIDED = ("json", "regex", "choice", "grammar")
+"""The fields ``guided_*``, vLLM's older names of structured output."""
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 
-SESSION = "requests with the same go to the same replica, where there are several; no difference else"
+SESSION = "requests with the same value go to the same replica, where there are several; no difference else"
 
-TokenId = Annotated[int, Field(ge=0, lt=1 << 31), Integer]
+TokenId = Annotated[Int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Regex = Annotated[str, Field(max_length=65536), Whole]
-StopText = Annotated[str, Field(min_length=1, max_length=1024), Whole]
+Regex = Annotated[str, Field(max_length=65536), Encodable]
+StopText = Annotated[str, Field(min_length=1, max_length=1024), Encodable]
 Stop = Annotated[
     Annotated[StopText, Tag("text")] | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("list")],
     one_of("a text or a list of texts"),
@@ -308,7 +305,7 @@ class Speculative(Body):
 
     enabled: bool = Field(True, description="false: decode plainly")
     method: str | None = Field(None, description="one of the loaded methods (default: the first), or none")
-    num_speculative_tokens: int | None = Field(None, ge=0, description="at most the server's; 0: decode plainly")
+    num_speculative_tokens: Int | None = Field(None, ge=0, description="at most the server's; 0: decode plainly")
     trace: bool = Field(False, description="return what became of every draft, round by round")
 
 
@@ -332,7 +329,7 @@ class ResponseFormat(Body):
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
-    def _complete(self) -> ResponseFormat:
+    def _check_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise ValueError("json_schema goes with type 'json_schema', and only with it")
         return self
@@ -349,15 +346,15 @@ class StructuredOutputs(Body):
 
 
 class Sampled(Body):
-    """What all requests for texts have in common."""
+    """The fields of all requests for texts."""
 
     model: str | None = None
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: Int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=100, description=f"below {COLDEST:g}: the likeliest token")
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1, lt=1 << 31)
+    top_k: Int = Field(0, ge=-1, lt=1 << 31)
     min_p: float = Field(0.0, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    seed: Int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
     stop: Stop | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS)
     include_stop_str_in_output: bool = False
@@ -370,22 +367,26 @@ class Sampled(Body):
     skip_special_tokens: bool = True
     stream: bool = False
     speculative: Speculative | None = None
-    priority: int = Field(
+    priority: Int = Field(
         0, ge=-1000, le=1000, description="lower is served earlier; no value moves a turn by more than 1024 rounds"
     )
     user: str | None = Field(None, description=SESSION)
     metadata: dict[str, Any] | None = Field(None, description=IGNORED)
 
+    def field_of(self, param: str | None) -> str | None:
+        """Returns the field of this body for what the engine or the chat calls ``param``."""
+        return f"speculative.{param}" if param in Speculative.model_fields else param
+
     def ignored(self) -> list[str]:
-        """Fields that ask for something and change nothing, which the answer's headers say."""
+        """Returns the fields that ask for something and change nothing; the answer's headers name them."""
         return []
 
 
 class Generation(Sampled):
-    """What chat and completions have in common."""
+    """The fields that chat and completions share."""
 
-    max_tokens: int | None = Field(None, ge=1)
-    n: int = Field(1, ge=1, le=MAX_CHOICES, description="answers; with use_beam_search, as many beams, the best first")
+    max_tokens: Int | None = Field(None, ge=1)
+    n: Int = Field(1, ge=1, le=MAX_CHOICES, description="answers; with use_beam_search, as many beams, the best first")
     use_beam_search: bool = Field(False, description="search instead of sampling; the answers come at its end")
     length_penalty: float = Field(1.0, ge=-STEEPEST, le=STEEPEST, description="of beams: above 0 favours long answers")
     early_stopping: EarlyStopping = Field(False, description="of beams, as in transformers")
@@ -399,7 +400,7 @@ class Generation(Sampled):
     store: bool | None = Field(None, description="accepted; nothing is stored")
 
     @model_validator(mode="after")
-    def _consistent(self) -> Generation:
+    def _check_options(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options goes with stream: true")
         if not self.use_beam_search and (self.length_penalty != 1.0 or self.early_stopping is not False):
@@ -408,41 +409,38 @@ class Generation(Sampled):
 
     @property
     def session(self) -> str | None:
-        """What requests have in common that are best answered by the same replica."""
+        """A name that requests share which are best answered by the same replica."""
         return self.user
-
-    def field_of(self, param: str | None) -> str | None:
-        """The field of this body that the engine calls ``param``."""
-        return f"speculative.{param}" if param in Speculative.model_fields else param
 
     @property
     def limit_field(self) -> str:
-        """The field that bounds the answer."""
+        """The field that limits the answer's length."""
         return "max_tokens"
 
     @property
     def shape_field(self) -> str | None:
         """The field that asks for structured output."""
-        names = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice")
-        return next((name for name in (*names, "guided_grammar") if getattr(self, name) is not None), None)
+        names = ["response_format", "structured_outputs", *(f"guided_{kind}" for kind in GUIDED)]
+        return next((name for name in names if getattr(self, name) is not None), None)
 
     def structured(self) -> StructuredOutputsParams | None:
-        """The request's grammar. Raises ConfigError if several are asked for."""
+        """Returns the structured output that is requested. Raises ConfigError if that is done in several fields."""
         sources: list[dict[str, Any]] = []
-        form = self.response_format
-        if form is not None and form.type != "text":
-            sources.append({"json_object": True} if form.json_schema is None else {"json": form.json_schema.schema_})
+        format = self.response_format
+        if format is not None and format.type != "text":
+            wrapper = format.json_schema
+            sources.append({"json_object": True} if wrapper is None else {"json": wrapper.schema_})
         if self.structured_outputs is not None:
             sources.append(self.structured_outputs.model_dump(by_alias=True, exclude_none=True))
-        guided = {kind: getattr(self, f"guided_{kind}") for kind in ("json", "regex", "choice", "grammar")}
-        if guided := {kind: value for kind, value in guided.items() if value is not None}:
+        guided = {kind: value for kind in GUIDED if (value := getattr(self, f"guided_{kind}")) is not None}
+        if guided:
             sources.append(guided)
         if len(sources) > 1:
             raise ConfigError("response_format, structured_outputs and guided_* exclude each other: give one of them")
         return StructuredOutputsParams(**sources[0]) if sources else None
 
-    def search(self, max_tokens: int | None) -> BeamSearchParams:
-        """The engine's options for beams. Raises ConfigError for those of sampling."""
+    def beam_search(self, max_tokens: int | None) -> BeamSearchParams:
+        """Returns the engine's options for beam search. Raises ConfigError for those of sampling."""
         for name in self.model_fields_set & SAMPLED:
             if getattr(self, name) != Generation.model_fields[name].get_default(call_default_factory=True):
                 raise ConfigError(f"beams are not sampled: leave {name} out, or use_beam_search")
@@ -452,7 +450,7 @@ class Generation(Sampled):
             raise ConfigError(f"beams follow no grammar: leave {self.shape_field} out, or use_beam_search")
         return BeamSearchParams(
             self.n,
-            max_tokens or LONGEST,
+            max_tokens or UNLIMITED,
             ignore_eos=self.ignore_eos,
             length_penalty=self.length_penalty,
             include_stop_str_in_output=self.include_stop_str_in_output,
@@ -460,26 +458,27 @@ class Generation(Sampled):
         )
 
     def sampling(self, *, logprobs: int | None, max_tokens: int | None, prompt_logprobs: int | None) -> Params:
-        """The engine's options. Raises ConfigError for a combination that makes no sense."""
+        """Returns the engine's options. Raises ConfigError for a combination that makes no sense."""
         if self.use_beam_search:
             if logprobs is not None or prompt_logprobs is not None:
                 raise ConfigError("beams come without log-probabilities: leave logprobs out, or use_beam_search")
-            return self.search(max_tokens)
+            return self.beam_search(max_tokens)
         given = {name: getattr(self, name) for name in SamplingParams.names() if name in Generation.model_fields}
         given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
-        return SamplingParams(**{**given, "structured_outputs": self.structured()})
+        given["structured_outputs"] = self.structured()
+        return SamplingParams(**given)
 
 
 class CompletionRequest(Generation):
     prompt: Prompt
-    max_tokens: int | None = Field(16, ge=0, description="0, with echo: the prompt alone, and its logprobs")
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    max_tokens: Int | None = Field(16, ge=0, description="0, with echo: the prompt alone, and its logprobs")
+    logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
-    best_of: int | None = Field(None, ge=1, description="refused unless it equals n: there is no re-ranking here")
+    best_of: Int | None = Field(None, ge=1, description="refused unless it equals n: there is no re-ranking here")
     suffix: Absent = None
 
     @model_validator(mode="after")
-    def _no_best_of(self) -> CompletionRequest:
+    def _check_best_of(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != self.n:
             raise ValueError("best_of is not supported: ask for n answers and choose among them")
         return self
@@ -487,9 +486,9 @@ class CompletionRequest(Generation):
 
 class ChatRequest(Generation):
     messages: Messages
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Tools | None = None
     tool_choice: ToolChoice | None = Field(None, description="default: auto, where there are tools")
     parallel_tool_calls: bool = Field(True, description="false: at most one call")
@@ -509,7 +508,7 @@ class ChatRequest(Generation):
 
     @field_validator("tool_choice")
     @classmethod
-    def _among_the_tools(cls, choice: Any, given: ValidationInfo) -> Any:
+    def _check_choice(cls, choice: Any, given: ValidationInfo) -> Any:
         tools: list[Tool] = given.data.get("tools") or []
         if choice not in (None, "none", "auto") and not tools:
             raise ValueError("there are no tools to choose from: send tools")
@@ -518,7 +517,7 @@ class ChatRequest(Generation):
         return choice
 
     def offered(self) -> list[Tool]:
-        """The tools that may be called."""
+        """Returns the tools that may be called."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
@@ -537,7 +536,7 @@ class ChatRequest(Generation):
         return "messages" if param == "prompt" else super().field_of(param)
 
     @model_validator(mode="after")
-    def _one_limit(self) -> ChatRequest:
+    def _check_pairs(self) -> ChatRequest:
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
@@ -553,7 +552,7 @@ class TokenizeRequest(Body):
     add_special_tokens: bool = True
 
     @model_validator(mode="after")
-    def _one_text(self) -> TokenizeRequest:
+    def _check_source(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         if self.tools is not None and self.messages is None:

@@ -9,10 +9,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from json.encoder import encode_basestring as quote
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forerun.core.errors import ForerunError
-from forerun.engine.client import Delta, EngineClient, Stream
+from forerun.engine.client import Delta, Stream
 from forerun.engine.jobs import finite
 from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.stop import ABORT, ERROR, LENGTH, STOP, Finish
@@ -20,8 +20,11 @@ from forerun.serve import answers
 from forerun.serve.errors import ApiError, as_api_error
 from forerun.serve.parsers import ParsedCall, Piece
 from forerun.serve.schema import ChatRequest, Generation
-from forerun.serve.text import PendingLogprobs, PlacedToken, TextService, top_by_name
+from forerun.serve.text import PendingLogprobs, PlacedToken, top_by_name
 from forerun.speculate.accept.base import NO_TOKEN
+
+if TYPE_CHECKING:
+    from forerun.serve.app import Server
 
 M = TypeVar("M", answers.Metrics, answers.SpeculativeMetrics)
 PLACEHOLDER = "\0"
@@ -87,30 +90,22 @@ class Reply(ABC):
     """Whether a parser reads the text before it is sent."""
 
     def __init__(
-        self,
-        streams: Sequence[Stream],
-        text: TextService,
-        *,
-        body: Generation,
-        engine: EngineClient,
-        model: str,
-        logprobs: bool,
-        request_id: str,
+        self, server: Server, streams: Sequence[Stream], body: Generation, request_id: str, logprobs: bool
     ) -> None:
         self.streams = streams
-        self.text = text
+        self.text = server.text
         self.logprobs = logprobs
         options, sequence = body.stream_options, streams[0].jobs[0].sequence
         self.include_usage = options is not None and options.include_usage
         self.continuous_usage = options is not None and options.continuous_usage_stats
         self.traced = body.speculative is not None and body.speculative.trace
-        self.identity = engine.facts.identity
+        facts = server.engine.facts
+        self.identity = facts.identity
         self.method = sequence.drafter
-        most = engine.facts.drafters.get(sequence.drafter or "", 0)
+        most = facts.drafters.get(sequence.drafter or "", 0)
         self.num_spec_tokens = most if sequence.max_draft is None else min(most, sequence.max_draft)
-        self.head: dict[str, Any] = {
-            "id": f"{self.id_prefix}-{request_id}", "created": int(time.time()), "model": model
-        }  # fmt: skip
+        created = int(time.time())
+        self.head: dict[str, Any] = {"id": f"{self.id_prefix}-{request_id}", "created": created, "model": server.name}
         self.per_prompt = len(streams[0].jobs)
         self.choices = [Choice(index) for index in range(self.per_prompt * len(streams))]
         self.failed = False
@@ -309,10 +304,8 @@ class CompletionReply(Reply):
     chunk_model, chunk_object = answers.CompletionChunk, "text_completion"
     id_prefix = "cmpl"
 
-    def __init__(
-        self, *arguments: Any, echo: Sequence[Echo] | None = None, prompt_only: bool = False, **options: Any
-    ) -> None:
-        super().__init__(*arguments, **options)
+    def __init__(self, *arguments: Any, echo: Sequence[Echo] | None, prompt_only: bool) -> None:
+        super().__init__(*arguments)
         self.prompt_only = prompt_only
         self.echo = echo
 
@@ -367,8 +360,10 @@ class ChatReply(Reply):
     chunk_model, chunk_object = answers.ChatChunk, "chat.completion.chunk"
     id_prefix = "chatcmpl"
 
-    def __init__(self, *arguments: Any, prompt: Sequence[int], body: ChatRequest, **options: Any) -> None:
-        super().__init__(*arguments, body=body, **options)
+    def __init__(
+        self, server: Server, streams: Sequence[Stream], body: ChatRequest, *arguments: Any, prompt: Sequence[int]
+    ) -> None:
+        super().__init__(server, streams, body, *arguments)
         self.calls_only = body.must_call
         self._parsers = [self.text.answer_parser(prompt, body) for _ in self.choices]
         self.parsed = self._parsers[0] is not None
