@@ -18,9 +18,9 @@ from forerun.models.open import resolve
 from forerun.speculate.draft.heads import eagle
 from forerun.tune import kinds, loop
 from forerun.tune.config import LoopSettings
-from forerun.tune.data import Data, Writer, save_part
-from forerun.tune.features import Features
-from forerun.tune.kinds import EAGLE, MEANING, Trainer, drafted, layers
+from forerun.tune.data import Data
+from forerun.tune.features import Features, Writer, save_part
+from forerun.tune.kinds import EAGLE, LOSS_LABEL, Trainer, draft_vocabulary, feature_layers
 from forerun.tune.state import load_target
 
 ANSWER, PROMPT, READ = 256, 448, 128
@@ -28,7 +28,7 @@ ANSWER, PROMPT, READ = 256, 448, 128
 
 
 class Record:
-    """Hidden states of texts by their tokens, as ``TuneRecord`` keeps them."""
+    """Hidden states of texts by their tokens, as ``HiddenStateRecorder`` keeps them."""
 
     def __init__(self, which: list[int]) -> None:
         self.config = SimpleNamespace(layers=which)
@@ -46,7 +46,7 @@ class Model:
         self.target, self.device, self.rows = target.to(device), device, rows
         self.target.config._attn_implementation = "sdpa"
         self.model = SimpleNamespace(info=SimpleNamespace(hidden_size=target.config.hidden_size))
-        self.record = Record(layers(target.config))
+        self.record = Record(feature_layers(target.config))
         ends = self.target.config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         self.ends = sorted({*ends, self.tokenizer.eos_token_id} - {None})
@@ -113,7 +113,7 @@ def conversations(writer, seconds, folder):
     for number in count():
         if time.monotonic() - began >= seconds:
             return
-        part = writer.part(number, float(number % 2))
+        part = writer.write_part(number, float(number % 2))
         save_part(part, folder / f"{number:06}.pt")
         written += int((part["lengths"] - part["prompts"]).sum())
         print(f"{number + 1} batches, {written:,} tokens of answers", flush=True)
@@ -130,7 +130,7 @@ def main():
     parser.add_argument("--batch", type=int, default=16384, help="tokens of a step")
     asked = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    kinds.LEARNT, eagle.LEAST = 4, 1
+    kinds.EAGLE_DEPTH, eagle.LEAST = 4, 1
     model = Model(resolve(asked.model), device, asked.together)
     writer = Writer(model, model.record, Data(), rows=asked.together, answer=ANSWER, prompt=PROMPT)
     asked.out.mkdir(parents=True, exist_ok=True)
@@ -138,22 +138,22 @@ def main():
         held, text = Path(place) / "held", Path(place) / "text"
         held.mkdir()
         text.mkdir()
-        save_part(writer.held_out(writer.held_out_prompts()), held / "0.pt")
+        save_part(writer.held_out_part(writer.held_out_prompts()), held / "0.pt")
         conversations(writer, asked.write, text)
         test, train = Features(held, device=device), Features(text, device=device)
-        ids = drafted(model.target, train, asked.rows)
+        ids = draft_vocabulary(model.target, train, asked.rows)
         trainer, kind = Trainer(model.target, train, test, ids), EAGLE
         draft = kind.fitted(model.target, train, ids, 400_000)
-        print(loop.described(loop.looked_at(trainer.evaluate, draft)), flush=True)
+        print(loop.shown(loop.evaluated(trainer.evaluate, draft)), flush=True)
         settings = LoopSettings(
             out=asked.out / "training", tokens=10**10, seconds=asked.train, batch_tokens=asked.batch,
             micro_tokens=asked.batch, long_share=0.0, matrix_lr=kind.matrix_lr, lr=kind.lr, weight_decay=0.0,
             warmup_share=0.03, decay_share=0.6, threads=0, eval_tokens=400 * asked.batch, checkpoint_seconds=1e9,
             resume=False,
         )  # fmt: skip
-        done = loop.run(draft, train, trainer.loss, settings, trainer.evaluate, MEANING)
-        figures = loop.looked_at(trainer.evaluate, draft)
-        print(loop.described(figures), flush=True)
+        done = loop.run(draft, train, trainer.loss, settings, trainer.evaluate, LOSS_LABEL)
+        figures = loop.evaluated(trainer.evaluate, draft)
+        print(loop.shown(figures), flush=True)
         record = {"target": asked.model, "tokens": done.tokens, **figures}
         kind.export(draft, asked.out / "eagle", model.tokenizer, record)
     head = eagle.EagleHead.load(asked.out / "eagle")

@@ -10,7 +10,7 @@ from transformers import Gemma3TextConfig, LlamaConfig
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError
-from forerun.tune import data
+from forerun.tune import features
 from forerun.tune import run as stages
 from forerun.tune.config import TRAINED, TuneConfig
 from forerun_lab.kinds import KINDS
@@ -27,7 +27,7 @@ def test_every_kind_learns_from_the_same_text(tuned_folder, tuned_target, tmp_pa
     """A finished tuning is given another kind: nothing is written again, it is compared, and it changes no token.
     Learning ends when its processor time is over."""
     out = Path(shutil.copytree(tuned_folder, tmp_path / "out"))
-    monkeypatch.setattr(data.Writer, "part", lambda *_: pytest.fail("wrote again"))
+    monkeypatch.setattr(features.Writer, "write_part", lambda *_: pytest.fail("wrote again"))
     stages.tune(TuneConfig(model=tuned_target, out=out, **QUICK, train=("eagle", kind), cpu_minutes=1 / 60))
     state = json.loads((out / "run" / "state.json").read_text("utf-8"))["results"]
     assert set(state["train"]) == {"eagle", kind}

@@ -18,7 +18,7 @@ from forerun.measure.config import BenchConfig
 from forerun.measure.methods import method_configs, runnable, shape, with_trees
 from forerun.measure.planner import CostCurve, Estimate, predict, recommend
 from forerun.measure.prompts import make_prompts, repetition_rate
-from forerun.measure.rounds import ROUNDS, EngineContender, Measured, RoundCosts, Sample, Turns, measure, shares
+from forerun.measure.rounds import ROUNDS, EngineContender, Interleaved, Measured, RoundCosts, Sample, measure, shares
 from forerun.models.tokenizer import load_tokenizer
 from forerun.speculate.accept.synthetic import profile
 from forerun.speculate.draft import drafters
@@ -223,7 +223,7 @@ def test_contenders_with_several_requests_take_turns_in_their_midst(llm):
     turns = []
     prompts, params = [[1, 2, 3], [4, 5, 6]], SamplingParams(temperature=0.0, max_tokens=ROUNDS + 9, ignore_eos=True)
     contenders = [Noting(llm(), {"method": "none"}, name, max_num_seqs=2) for name in ("a", "b")]
-    result = Turns(contenders, first=1).side_by_side(prompts, [params] * 2)
+    result = Interleaved(contenders, first=1).side_by_side(prompts, [params] * 2)
     assert [name for name, _ in groupby(turns)] == ["b", "a", "b", "a"]
     assert turns[: 2 * ROUNDS] == ["b"] * ROUNDS + ["a"] * ROUNDS
     alone = contenders[0].run(prompts, [params] * 2)

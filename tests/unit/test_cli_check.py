@@ -23,7 +23,7 @@ from forerun.measure.check import (
     SHAPES,
     SUPPORT,
     CheckConfig,
-    _self_tested,
+    _self_test_result,
     check_distribution,
     check_identity,
     chi_square,
@@ -117,9 +117,9 @@ def test_what_was_not_tested_has_not_passed(check, capsys, options, reasons):
 def test_a_context_without_two_rows_to_compare_is_not_tested():
     for context, tested in ((10, False), (11, True)):
         model = SimpleNamespace(info=SimpleNamespace(max_len=context))
-        result = _self_tested("native", "slotted", model, [])
+        result = _self_test_result("native", "slotted", model, [])
         assert (result.tested, result.passed) == (tested, tested)
-        failed = _self_tested("native", "slotted", model, ["2 rows differ"])
+        failed = _self_test_result("native", "slotted", model, ["2 rows differ"])
         assert (failed.tested, failed.passed, failed.detail) == (True, False, "2 rows differ")
 
 
@@ -131,13 +131,13 @@ def test_an_empty_list_checks_nothing(capsys, tiny_target, option):
 
 def test_a_failure_without_a_draft_is_a_failure(llm, monkeypatch):
     """Another answer than plain decoding's is wrong, whether or not anything was drafted."""
-    right = checking.answers
+    right = checking.run_requests
 
     def wrong(llm, speculative, *arguments, **options):
         result, total = right(llm, speculative, *arguments, **options)
         return [[answer._replace(text="?") for answer in group] if speculative else group for group in result], total
 
-    monkeypatch.setattr(checking, "answers", wrong)
+    monkeypatch.setattr(checking, "run_requests", wrong)
     config = CheckConfig(trees=False, temperatures=[0.0], max_tokens=4, page_sizes=[None], concurrency=8)
     result = list(check_identity(config, llm(), [{"method": "pattern"}], [[5, 6, 7]]))
     assert [(one.passed, one.tested) for one in result] == [(False, True)]

@@ -13,7 +13,7 @@ from torch.nn import functional
 from forerun.core.errors import ConfigError, ForerunError
 from forerun.speculate.draft.heads.head import Guess, overlap
 from forerun.tune import kinds
-from forerun.tune.kinds import lk, of_head
+from forerun.tune.kinds import evaluate_head, lk_loss
 from forerun.tune.loop import LoopSettings, make_optimizers, run, wait_while_paused
 from forerun_lab.train.corpus import TokenStream
 from refusals import refused
@@ -191,7 +191,7 @@ def test_a_heads_figures_by_position_are_those_counted_by_hand():
     torch.manual_seed(0)
     logits, expected = torch.randn(2, 3, 4, 7), torch.randn(2, 3, 4, 7)  # position, row, place, vocabulary
     logits[:, :, :2] = expected[:, :, :2]
-    result = of_head(
+    result = evaluate_head(
         lambda row: (Guess(logits[p, row[0, :1]], expected[p, row[0, :1]]) for p in (0, 1)), torch.arange(3)[:, None]
     )
     p, q = expected.softmax(-1), logits.softmax(-1)
@@ -209,7 +209,7 @@ def test_a_heads_figures_by_position_are_those_counted_by_hand():
 def test_a_part_of_the_vocabulary_is_compared_with_all_of_it():
     expected = torch.tensor([[0.1, 0.6, 0.3]]).log()
     guess = Guess(torch.tensor([[0.5, 0.5]]).log(), expected, torch.tensor([0, 2]))
-    result = of_head(lambda row: iter([guess]), torch.zeros(1, 1))
+    result = evaluate_head(lambda row: iter([guess]), torch.zeros(1, 1))
     assert result["accepted_at_0"] == [0.0]
     assert result["accepted_at_1"] == pytest.approx([0.1 + 0.3])
     assert result["loss_by_position"] == pytest.approx([-float(torch.tensor(0.5).log())])
@@ -225,12 +225,12 @@ def test_overlap_is_the_acceptance_probability():
 def test_lk():
     weight = math.exp(-3 * sum(ALPHA) / len(ALPHA))
     expected = [weight * divergence - (1 - weight) * math.log(alpha) for divergence, alpha in zip(KL, ALPHA)]
-    assert compute(lk) == pytest.approx(expected, abs=1e-12)
+    assert compute(lk_loss) == pytest.approx(expected, abs=1e-12)
 
 
 def test_lk_of_no_places():
     q = torch.zeros(0, 7, requires_grad=True)
-    lk(torch.zeros(0, 7), q).sum().backward()
+    lk_loss(torch.zeros(0, 7), q).sum().backward()
     assert q.grad.shape == (0, 7)
 
 
@@ -241,7 +241,7 @@ def test_lks_gradient_is_that_of_its_formula(monkeypatch):
     p, q = torch.randn(2, 4, 8, 12, generator=draw, dtype=torch.float64)
     weights = torch.randn(4, 8, generator=draw, dtype=torch.float64)
     q.requires_grad_()
-    (result,) = torch.autograd.grad((weights * lk(p, q)).sum(), q)
+    (result,) = torch.autograd.grad((weights * lk_loss(p, q)).sum(), q)
     log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
     alpha = torch.minimum(log_p.exp(), log_q.exp()).sum(-1)
     fraction = math.exp(-3 * alpha.mean().item())

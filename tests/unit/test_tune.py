@@ -17,10 +17,10 @@ from forerun.cli.bench import with_tuned
 from forerun.core.errors import ConfigError
 from forerun.engine import tuned
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.tune import choose, data, loop
+from forerun.tune import choose, data, features, loop
 from forerun.tune import run as stages
 from forerun.tune.config import TuneConfig
-from forerun.tune.features import scale
+from forerun.tune.fit import factor_of
 from forerun.tune.kinds import EAGLE
 from forerun.tune.state import TuneState
 from refusals import refused
@@ -79,7 +79,7 @@ def test_text_alone(tuned_target, tmp_path):
 
 def test_a_finished_tuning_does_nothing_again(tuned_folder, tuned_target, monkeypatch):
     before = (tuned_folder / "eagle" / "model.safetensors").stat().st_mtime_ns
-    monkeypatch.setattr(data.Writer, "part", lambda *_: pytest.fail("wrote again"))
+    monkeypatch.setattr(features.Writer, "write_part", lambda *_: pytest.fail("wrote again"))
     stages.tune(TuneConfig(model=tuned_target, out=tuned_folder, **QUICK))
     assert (tuned_folder / "eagle" / "model.safetensors").stat().st_mtime_ns == before
 
@@ -186,13 +186,13 @@ def test_text_that_is_there_is_learnt_from_however_slow_the_machine_became(tuned
     result = json.loads(path.read_text("utf-8"))
     del result["results"]["write"]
     path.write_text(json.dumps(result), "utf-8")
-    monkeypatch.setattr(data.Writer, "speed", lambda *_: 1e-9)
+    monkeypatch.setattr(features.Writer, "speed", lambda *_: 1e-9)
     stages.tune(config)
     assert "alone" not in json.loads(path.read_text("utf-8"))["results"]
 
 
 def test_an_answer_that_leaves_no_room_for_a_prompt(tuned_target, tmp_path, monkeypatch):
-    monkeypatch.setattr(data.Writer, "held_out_prompts", lambda self: [])
+    monkeypatch.setattr(features.Writer, "held_out_prompts", lambda self: [])
     with pytest.raises(ConfigError, match="leaves no room for a prompt: lower --answer"):
         stages.tune(TuneConfig(model=tuned_target, out=tmp_path, **QUICK))
 
@@ -203,7 +203,7 @@ def test_norms_that_hold_their_scale_less_one():
         torch.nn.init.normal_(norm.weight)
         x = torch.randn(3, 8)
         expected = norm(x) * (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() / x
-        assert torch.allclose(scale(norm).expand(3, 8), expected, atol=1e-3)
+        assert torch.allclose(factor_of(norm).expand(3, 8), expected, atol=1e-3)
 
 
 def test_a_draft_that_cannot_start_is_refused():
@@ -224,9 +224,11 @@ class Kill(Exception):
 def test_a_killed_tuning_goes_on(tuned_target, tmp_path, monkeypatch, stage):
     """Stops once at every stage; what was done before is not done again."""
     wrote = []
-    part = data.Writer.part
+    part = features.Writer.write_part
     monkeypatch.setattr(
-        data.Writer, "part", lambda self, seed, temperature: (wrote.append(seed), part(self, seed, temperature))[1]
+        features.Writer,
+        "write_part",
+        lambda self, seed, temperature: (wrote.append(seed), part(self, seed, temperature))[1],
     )
 
     def killed(*_, **__):

@@ -17,9 +17,9 @@ from forerun.core.errors import ConfigError
 from forerun.speculate.draft import datastore
 from forerun.tune import run as stages
 from forerun.tune.config import TuneConfig
-from forerun.tune.data import Data, Writer
-from forerun.tune.features import Features
-from forerun.tune.kinds import AHEAD
+from forerun.tune.data import Data
+from forerun.tune.features import Features, Writer
+from forerun.tune.kinds import PARALLEL_DEPTH
 from forerun.tune.state import TuneState
 from refusals import refused
 
@@ -34,7 +34,7 @@ def test_text_that_is_there_is_read_and_none_is_written(tuned_folder, tuned_targ
     given = {tuple(answer.tolist()) for answer in datastore.read(tuned_folder / "text.safetensors")}
     result = Features(out / "run" / "text")
     assert {tuple(answer.tolist()[:-1]) for answer in result.answers()} == {
-        answer for answer in given if len(answer) >= AHEAD
+        answer for answer in given if len(answer) >= PARALLEL_DEPTH
     }
     part, start, length, prompt = next(result.sample(1))
     ids = part["tokens"][start : start + length].long()
@@ -113,8 +113,8 @@ def test_a_text_is_read_for_its_share_of_the_time(tuned_folder, tuned_target, tm
     state = TuneState(out / "run", json.loads((out / "run" / "state.json").read_text("utf-8"))["marks"])
     state.seconds["write"] = 3.0
     config = replace(config, out=out, text=out / "tuned.json", hours=8 / 3600)
-    assert stages._each(config, state) == pytest.approx(3.0)
-    assert stages._each(replace(config, text=None), state) == pytest.approx(0.35 * 8)
+    assert stages._draft_seconds(config, state) == pytest.approx(3.0)
+    assert stages._draft_seconds(replace(config, text=None), state) == pytest.approx(0.35 * 8)
 
 
 @pytest.mark.parametrize("begins", [True, False])
@@ -122,5 +122,5 @@ def test_a_text_begins_as_the_models_texts_do(begins):
     """Of a model without a template."""
     llm = SimpleNamespace(tokenizer=SimpleNamespace(bos_token_id=2), encode=lambda text: (text, [2] if begins else []))
     writer = Writer(llm, SimpleNamespace(), Data())
-    assert writer.lead == ([2] if begins else [])
+    assert writer.prefix == ([2] if begins else [])
     assert writer.reads([[5] * 10, [5] * 10**4]) == 11 + begins + 700 + 256

@@ -1,4 +1,4 @@
-"""How ``forerun tune --draft`` judges a draft model on paper, and what it finds and leaves, on tiny models. Heads
+"""How ``forerun tune --draft`` simulates a draft model, and what it finds and leaves, on tiny models. Heads
 exported to other engines' folders; ``lab/benchmarks/*_round_trip.py`` read them there."""
 
 import json
@@ -25,7 +25,7 @@ from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
 from forerun.tune.config import PairConfig
 from forerun.tune.export import FORMS, export_head
-from forerun.tune.pair import PairAnswer, Price, Replayed, on_paper, replay, tune_pair
+from forerun.tune.pair import PairAnswer, PairCosts, Replayed, replay, simulate, tune_pair
 from refusals import refused
 from tiny import save_checkpoint, tiny_llama
 
@@ -47,8 +47,8 @@ def test_paper_agrees_with_the_theory_where_tokens_are_kept_by_chance(depth, str
     """Leviathan et al. 2023, theorem 3.8, with verification that is not free."""
     draw = random.Random(0)
     long = [Replayed([draw.random() < 0.7 for _ in range(20_000)], [0.0] * 20_000) for _ in range(streams)]
-    price = Price(flat(streams), start=0.2, step=0.05, rest=0.02, streams=streams)
-    speed, tokens = on_paper(long, depth, None, price)
+    costs = PairCosts(flat(streams), start=0.2, step=0.05, rest=0.02, streams=streams)
+    speed, tokens = simulate(long, depth, None, costs)
     taken = 1 + 0.1 * streams * depth + 0.2 + 0.05 * depth + 0.02
     assert tokens == pytest.approx(expected(0.7, depth), rel=0.03)
     assert speed == pytest.approx(expected(0.7, depth) * 1.02 / taken, rel=0.03)
@@ -59,16 +59,16 @@ def test_a_threshold_pays_where_the_draft_knows_when_it_is_wrong():
     kept = [draw.random() < 0.6 for _ in range(4000)]
     knows = Replayed(kept, [-0.01 if good else -2.0 for good in kept])
     guesses = Replayed(kept, [draw.choice((-0.01, -2.0)) for _ in kept])
-    price = Price(flat(row=0.3), start=0.0, step=0.3)
-    assert on_paper([knows], 6, 0.5, price)[0] > 1.15 * on_paper([knows], 6, None, price)[0]
-    assert on_paper([guesses], 6, 0.5, price)[0] < on_paper([knows], 6, 0.5, price)[0]
+    costs = PairCosts(flat(row=0.3), start=0.0, step=0.3)
+    assert simulate([knows], 6, 0.5, costs)[0] > 1.15 * simulate([knows], 6, None, costs)[0]
+    assert simulate([guesses], 6, 0.5, costs)[0] < simulate([knows], 6, 0.5, costs)[0]
 
 
 def test_what_a_prompt_costs_the_draft_counts():
     answer = Replayed([True] * 8, [0.0] * 8, prompt=100)
-    free, dear = (Price(flat(), 0.0, 0.1, read=read) for read in (0.0, 0.02))
-    assert on_paper([answer], 7, None, free)[0] == pytest.approx(8 / (1.7 + 0.7))
-    assert on_paper([answer], 7, None, dear)[0] == pytest.approx(8 / (1.7 + 0.7 + 2.0))
+    free, dear = (PairCosts(flat(), 0.0, 0.1, read=read) for read in (0.0, 0.02))
+    assert simulate([answer], 7, None, free)[0] == pytest.approx(8 / (1.7 + 0.7))
+    assert simulate([answer], 7, None, dear)[0] == pytest.approx(8 / (1.7 + 0.7 + 2.0))
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_a_replay_says_what_the_draft_really_does(temperature, options):
     assert seconds > 0
     threshold = options.get("confidence_threshold")
     for number, one in enumerate(result):
-        _, tokens = on_paper([one], 5, threshold, Price(flat(), 0.0, 0.1))
+        _, tokens = simulate([one], 5, threshold, PairCosts(flat(), 0.0, 0.1))
         assert 48 / tokens == pytest.approx(len(measure(engine, prompts[number : number + 1], [params]).rounds), abs=1)
     assert sum(sum(one.kept) for one in result) > 20
 
@@ -98,7 +98,7 @@ def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("pair") / "out"
     config = PairConfig(model="forerun:target", draft=DRAFT, concurrency=(1, 2), **QUICK)
     tune_pair(config, out, said.append)
-    assert "on paper" in said[0]
+    assert "simulated" in said[0]
     assert "over plain decoding" in said[-2]
     return out
 
@@ -119,7 +119,7 @@ def test_what_a_search_leaves(folder):
     chosen = result["speculative_config"]
     assert chosen == {"method": "none"} or chosen["length"] == "adaptive"
     page = (folder / "report.html").read_text("utf-8")
-    assert "on paper" in page
+    assert "simulated" in page
     assert "<script" not in page
 
 
@@ -218,7 +218,7 @@ def test_a_plan_searches_as_well_and_writes_nothing(tmp_path, capsys):
     result = json.loads(capsys.readouterr().out)
     assert {row["temperature"] for row in result["measured"]} == {0.5}
     assert result["check"]["passed"]
-    assert "on paper" in page.read_text("utf-8")
+    assert "simulated" in page.read_text("utf-8")
     assert list(tmp_path.iterdir()) == [page]
     for more, said in (
         (["--trees", "8"], "leave --trees out"),

@@ -18,8 +18,9 @@ from forerun.speculate.draft.heads.block import ParallelHead
 from forerun.speculate.draft.heads.dflash import DFlashHead
 from forerun.speculate.draft.heads.head import Guess, Head, Sizes, TrainingBatch, overlap
 from forerun.speculate.draft.heads.medusa import MedusaHead
-from forerun.tune.features import CALIBRATED, SHARPNESS, Features, Fit, options, scale, take
-from forerun.tune.kinds import AHEAD, DraftLayers, HeadKind, ends_of, sizes_of
+from forerun.tune.features import Features
+from forerun.tune.fit import CALIBRATION_TOKENS, LOGIT_SCALES, LeastSquares, copy_layer, eagle_options, factor_of
+from forerun.tune.kinds import PARALLEL_DEPTH, DraftLayers, HeadKind, eos_ids, sizes_of
 from forerun.tune.state import save_model
 
 DISTILLED = ("llama", "mistral", "qwen2", "qwen3", "phi3")
@@ -41,13 +42,13 @@ class MedusaKind(HeadKind):
         return head
 
     def fitted(self, target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> nn.Module:
-        return _narrowed(MedusaHead(sizes_of(target, {}, AHEAD)), target, ids)
+        return _narrowed(MedusaHead(sizes_of(target, {}, PARALLEL_DEPTH)), target, ids)
 
     def export(
-        self, draft: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase, said: Mapping[str, Any]
+        self, draft: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase, metadata: Mapping[str, Any]
     ) -> None:
         assert isinstance(draft, Head)
-        draft.save(folder, dict(said))
+        draft.save(folder, dict(metadata))
 
 
 class ParallelKind(MedusaKind):
@@ -58,24 +59,24 @@ class ParallelKind(MedusaKind):
 
     def blank_for(self, target: PreTrainedModel, known: dict[str, Any]) -> tuple[Any, nn.Linear, tuple[Any, Any]]:
         """A fresh head with options ``known``, the matrix that reads features, and the norms of its layer."""
-        head = ParallelHead(sizes_of(target, known, AHEAD))
+        head = ParallelHead(sizes_of(target, known, PARALLEL_DEPTH))
         (block,) = head.each_block()
         return head, head.fuse, (block.norm, block.norm_mlp)
 
     def fitted(self, target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> nn.Module:
         config: Any = target.config.get_text_config()
-        own = options(config, features.layers, len(ids))
+        own = eagle_options(config, features.layers, len(ids))
         known = {name: own[name] for name in ("heads", "kv_heads", "width", "inner_size", "theta", "layers")}
         torch.manual_seed(0)
         head, reader, norms = self.blank_for(target, known)
         (block,) = head.each_block()
         body: Any = target.get_decoder()
         with torch.no_grad():
-            head.norm.weight.copy_(scale(body.norm))
+            head.norm.weight.copy_(factor_of(body.norm))
             reader.weight.zero_()
-            last = torch.diag(1 / scale(body.norm))  # features are what comes behind the norm
+            last = torch.diag(1 / factor_of(body.norm))  # features are what comes behind the norm
             reader.weight[:, -len(last) :] = last
-            take(block, norms, body.layers[-1])
+            copy_layer(block, norms, body.layers[-1])
         _settled(head, head.norm, [block.o_proj, block.mlp.down_proj], target, features, ids, tokens)
         return _narrowed(head, target, ids)
 
@@ -87,8 +88,10 @@ class DFlashKind(ParallelKind):
     head = DFlashHead
 
     def blank_for(self, target: PreTrainedModel, known: dict[str, Any]) -> tuple[Any, nn.Linear, tuple[Any, Any]]:
-        ends = ends_of(target)
-        head = DFlashHead(sizes_of(target, {**known, "from_anchor": True, "mask": ends[0] if ends else 0}, AHEAD))
+        ends = eos_ids(target)
+        head = DFlashHead(
+            sizes_of(target, {**known, "from_anchor": True, "mask": ends[0] if ends else 0}, PARALLEL_DEPTH)
+        )
         (block,) = head.each_block()
         return head, head.fc, (block.input_layernorm, block.post_attention_layernorm)
 
@@ -115,10 +118,10 @@ class Distilled(HeadKind):
         return _settled(draft, draft.norm, says, target, features, ids, tokens)
 
     def export(
-        self, draft: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase, said: Mapping[str, Any]
+        self, draft: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase, metadata: Mapping[str, Any]
     ) -> None:
         assert isinstance(draft, DistilledDraft)
-        save_model(draft.model, tokenizer, folder, said)
+        save_model(draft.model, tokenizer, folder, metadata)
 
 
 KINDS: dict[str, HeadKind] = {
@@ -186,7 +189,7 @@ def fit_last(draft: DraftLayers, norm: Any, linears: Sequence[nn.Linear], materi
     for linear in linears:
         nn.init.zeros_(linear.weight)
     for linear in linears:
-        fit = Fit(linear.in_features, linear.out_features, states.head.device)
+        fit = LeastSquares(linear.in_features, linear.out_features, states.head.device)
         hooks = [part.register_forward_pre_hook(keep) for part in (linear, norm)]
         for lesson, fraction in states:
             requested = torch.stack([guess.target_logits for guess in draft.guesses(lesson)], dim=-2)[0]
@@ -204,13 +207,13 @@ def fit_last(draft: DraftLayers, norm: Any, linears: Sequence[nn.Linear], materi
 @torch.no_grad()
 def sharpen(draft: DraftLayers, norm: Any, material: Material) -> None:
     """Scales ``norm``, and logits with it, so that most of the drafts are kept at temperature 1."""
-    kept = torch.zeros(len(SHARPNESS), device=material.head.device)
-    for lesson, fraction in replace(material, tokens=CALIBRATED):
+    kept = torch.zeros(len(LOGIT_SCALES), device=material.head.device)
+    for lesson, fraction in replace(material, tokens=CALIBRATION_TOKENS):
         for guess in draft.guesses(lesson):
             few = round(fraction * guess.logits.shape[1])
             logits, requested = (part[0, guess.logits.shape[1] - few :] for part in (guess.logits, guess.target_logits))
-            kept += torch.stack([overlap(requested, factor * logits).sum() for factor in SHARPNESS])
-    norm.weight.mul_(SHARPNESS[int(kept.argmax())])
+            kept += torch.stack([overlap(requested, factor * logits).sum() for factor in LOGIT_SCALES])
+    norm.weight.mul_(LOGIT_SCALES[int(kept.argmax())])
 
 
 LAYERS = (0, 1, -1)

@@ -64,7 +64,7 @@ def _measured_layers(
     item = trial.estimate(LAYERSKIP, {LENGTHS[1]: measured})
     if item is None:
         return None
-    own = trial.curve({**curve.points, **trial.prices([measured])})
+    own = trial.curve({**curve.points, **trial.verify_costs([measured])})
     predictions = predict(item, own, longest, trial.concurrency, partial(most_nodes, config))
     best = max(predictions, key=lambda p: p.speedup)
     return Subset(layers, item.alpha, item.match_rate, item.c, best.k, best.speedup)

@@ -1,4 +1,4 @@
-"""The benchmark: every contender on the same prompts, taking turns, so that a busy machine is busy for all."""
+"""``forerun bench``: every contender on the same prompts, in rotation, so that a busy machine slows all of them."""
 
 from __future__ import annotations
 
@@ -23,27 +23,32 @@ from forerun.measure.rounds import (
     PLAIN,
     Contender,
     EngineContender,
+    Interleaved,
     Measured,
     Prompts,
     RoundCosts,
-    Turns,
-    seeded,
+    seeded_params,
     shares,
 )
 from forerun.speculate.accept.synthetic import LENGTH, RATES
 
 PEERS_DRAFT = 64
-"""Tokens of room behind an answer: more than any peer drafts at once."""
-
+"""Tokens of cache beyond an answer: more than any peer drafts at once."""
 OUT_OF_CACHE = 256 << 20
-
-
+"""Bytes of weights that no processor's cache holds."""
 Progress = Callable[[str], None]
 
 
 def run_bench(config: BenchConfig, progress: Progress = lambda note: None) -> dict[str, Any]:
-    """``{"environment": ..., "rows": [...], "categories": [...], "left_out": {method: why}}``; ``categories`` where the
-    prompts have any. Raises ForerunError subclasses."""
+    """Measure every combination of ``config``.
+
+    Returns:
+        ``{"environment": ..., "rows": [...], "categories": [...], "left_out": {method: why}}``; ``categories`` is empty
+        for prompts without categories.
+
+    Raises:
+        ForerunError: a subclass.
+    """
     if config.random_shape is None and config.random_draft_shape is None:
         return _run(config, progress)
     with_random_models = from_lab("shapes", "bench with random weights").with_random_models
@@ -100,17 +105,17 @@ def _run(config: BenchConfig, progress: Progress) -> dict[str, Any]:
 
 
 def _synthetic(options: Sequence[Mapping[str, Any]]) -> Any:
-    """At which rates or lengths some methods' drafts are accepted: None, what all of those have, or a list."""
-    asked: list[Any] = []
+    """The synthetic acceptance rates or lengths among the options: None, the only value, or a list of them."""
+    values: list[Any] = []
     for option in options:
-        asked += [option[key] for key in (RATES, LENGTH) if key in option and option[key] not in asked]
-    return asked if len(asked) > 1 else next(iter(asked), None)
+        values += [option[key] for key in (RATES, LENGTH) if key in option and option[key] not in values]
+    return values if len(values) > 1 else next(iter(values), None)
 
 
 def _about(
     llm: LLM, config: BenchConfig, prompts: Prompts, rows: Sequence[dict[str, Any]], held: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """What was measured, on what, with which prompts."""
+    """The result's ``environment``: machine, model, weights and prompts."""
     about = environment(llm, config.engine)
     about |= _bandwidth(llm, rows)
     lengths, written = sorted(map(len, prompts)), config.prompt_set in WRITTEN
@@ -135,35 +140,34 @@ def _about(
 def run_interleaved(
     contenders: Sequence[Contender], prompts: Prompts, config: BenchConfig, temperature: float, concurrency: int
 ) -> list[list[Measured]]:
-    """Per contender, one measurement per repeat, each by a drafter that has not seen the prompts. The turn passes after
-    every ``concurrency`` prompts, or, where engines alone answer several or count as a whole, after
-    ``measure.rounds.ROUNDS`` rounds."""
+    """For each contender a result per repeat, each with a drafter that has not seen the prompts.
+
+    Contenders alternate after every ``concurrency`` prompts. Where all are engines and several prompts are decoded
+    together, or rounds with prefill count, they alternate after ``measure.rounds.ROUNDS`` rounds.
+    """
     options = {"ignore_eos": config.prompt_set not in WRITTEN, **config.sampling}
     options |= {"temperature": temperature, "max_tokens": config.max_tokens}
-    params = seeded(len(prompts), config.seed, **options)
-    alone = all(isinstance(contender, EngineContender) for contender in contenders)
+    params = seeded_params(len(prompts), config.seed, **options)
+    engines = all(isinstance(contender, EngineContender) for contender in contenders)
     runs: list[list[Measured]] = [[] for _ in contenders]
     for repeat in range(config.repeats):
-        turns = Turns(contenders, first=repeat)
+        turns = Interleaved(contenders, first=repeat)
         turns.renew(fresh=config.fresh)
         turns.warm_up(prompts[:concurrency], params[:concurrency])
-        if config.whole or (concurrency > 1 and alone):
+        if config.whole or (concurrency > 1 and engines):
             turns.side_by_side(prompts, params)
         else:
             for first in range(0, len(prompts), concurrency):
                 group = slice(first, first + concurrency)
-                turns.take(prompts[group], params[group])
+                turns.run(prompts[group], params[group])
         for result, parts in zip(runs, turns.runs):
             result.append(Measured.joined(parts))
     return runs
 
 
 def _bandwidth(llm: LLM, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Bytes that a plain token reads, as they are held, and the bandwidth measured beside it; adds each plain row's
-    share of it.
-
-    Only for weights that no cache holds.
-    """
+    """Weight bytes read per plain token and, for weights that no cache holds, the memory's read bandwidth. Adds
+    ``bandwidth_share`` to plain rows."""
     size = llm.model.info.token_bytes
     result: dict[str, Any] = {"weight_bytes_per_token": size, "read_bandwidth": None}
     if size >= OUT_OF_CACHE:
@@ -181,8 +185,10 @@ def table(
     temperature: float,
     concurrency: int,
 ) -> list[dict[str, Any]]:
-    """One row per contender, each against ``none`` of the same run and against the fastest plain mode;
-    ``speedup_error`` is the standard error of the repeats' mean speed-up."""
+    """One row per contender, compared with ``none`` of the same run and with the fastest plain mode.
+
+    ``speedup_error`` is the standard error of the mean speed-up over repeats.
+    """
     names = [contender.name for contender in contenders]
     plain = runs[names.index(NONE)]
     for each in plain:
@@ -201,7 +207,7 @@ def table(
         row |= _speculation(result, plain, concurrency)
         row["identical"] = None
         if contender.promises_identity(temperature):
-            row["identical"] = not any(m.different(plain[0]) for m in result)
+            row["identical"] = not any(m.num_different(plain[0]) for m in result)
         texts = [[*prompt, *answer] for prompt, answer in zip(prompts, result[0].answers)]
         row["repetition_rate"] = repetition_rate(texts, [len(prompt) for prompt in prompts])
         rows.append(row)
@@ -210,7 +216,7 @@ def table(
 
 
 def _compare_with_chains(rows: Sequence[dict[str, Any]]) -> None:
-    """``over_chain``: a tree's tokens per round over those of the same drafter's chain of the same depth."""
+    """Add ``over_chain``: a tree's tokens per round over those of the same drafter's chain of equal depth."""
 
     def key(row: dict[str, Any]) -> tuple:
         return tuple(row.get(name) for name in ("method", "accept", "length", "num_speculative_tokens"))
@@ -222,13 +228,13 @@ def _compare_with_chains(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def acceptance_by_position(histogram: Sequence[int]) -> list[float] | None:
-    """Entry j: the share of drafts of which more than j tokens were accepted (vLLM's unconditional rates)."""
+    """Entry j is the fraction of drafts with more than j accepted tokens (vLLM's unconditional rates)."""
     drafts = sum(histogram)
     return [sum(histogram[j + 1 :]) / drafts for j in range(len(histogram) - 1)] if drafts else None
 
 
 def _speculation(result: Sequence[Measured], plain: Sequence[Measured], concurrency: int) -> dict[str, Any]:
-    """Acceptance and prices of all repeats together, and what the theory makes of them."""
+    """Acceptance and costs over all repeats, and the speed-up that theory predicts from them."""
     rounds = [r for m in result for r in m.rounds]
     total = Measured(metrics=[metric for m in result for metric in m.metrics]).total
     costs = RoundCosts.of(rounds, [r for m in plain for r in m.rounds], concurrency) if total.num_drafts else None

@@ -1,4 +1,4 @@
-"""What benchmark, check and plan are told, and the names that their options know. Flags are made from the fields."""
+"""Configurations of ``bench``, ``check`` and ``plan``. Their commands' flags are made from the fields."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ALL = "all"
 PEERS = ("transformers", "llama-cpp", "llama-server", "openvino", "vllm")
 HELD_OUT, REPETITIVE, RANDOM = "held_out", "repetitive", "random"
 SETS = (HELD_OUT, REPETITIVE, RANDOM)
-"""Prompts that are drawn: as many and as long as asked for."""
+"""Prompt sets that are drawn, in any number and length."""
 CATEGORIES, CATEGORIES_SMALL, HUMANEVAL = "categories", "categories-small", "humaneval"
 SMALL, EVERY = 22, 1 << 20
 WRITTEN: dict[str, dict[str, Any]] = {
@@ -25,24 +25,23 @@ WRITTEN: dict[str, dict[str, Any]] = {
     CATEGORIES_SMALL: {"prompts": SMALL, "max_tokens": 64, "repeats": 3, "temperatures": (0.0,)},
     HUMANEVAL: {"prompts": EVERY, "max_tokens": 256, "repeats": 1, "temperatures": (0.0,)},
 }
-"""Prompts that are questions, with what they are measured with unless told otherwise. Each ends where the model ends
-its answer."""
+"""Prompt sets that are written, and their default settings. The model ends their answers."""
 SHAPES = ("llama-3.2-1b", "llama-3.2-3b", "llama-3.1-8b", "tiny")
-"""Of random weights (``forerun_lab.shapes``)."""
+"""Models of random weights (``forerun_lab.shapes``)."""
 TREE_NODES = 8
 SAMPLES = 1000
-"""Answers of one test of the distribution. Enough for a rule that draws the token after a rejection from p, not from
-max(0, p - q): on a weak pair its p-value was below 1e-11 in each of four runs, with 200 samples 4e-5 to 1e-2."""
+"""Answers of one distribution check. Enough to find a rule that draws the token after a rejection from p instead of
+max(0, p - q): on a weak pair its p-value was below 1e-11 in each of four runs; with 200 samples it was 4e-5 to 1e-2."""
 
 
 def _listed(name: str, default: tuple[Any, ...], text: str) -> Any:
-    """A field that is a comma-separated list in the option ``name`` of the command."""
+    """A field that is a comma-separated list on the command line, in the option ``name``."""
     return field(default=default, metadata={"commas": name, "help": text})
 
 
 @dataclass(frozen=True)
 class BenchConfig:
-    """What is measured. Lists are combined with each other."""
+    """One benchmark. Every combination of the lists is measured."""
 
     engine: dict[str, Any] = field(default_factory=dict)
     speculative: dict[str, Any] = field(default_factory=dict)
@@ -119,7 +118,7 @@ class BenchConfig:
 
 @dataclass(frozen=True)
 class CheckConfig:
-    """What is checked and how thoroughly."""
+    """One check."""
 
     engine: dict[str, Any] = field(default_factory=dict)
     speculative: dict[str, Any] = field(default_factory=dict)
@@ -159,7 +158,7 @@ class CheckConfig:
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What a plan measures, and how far it looks."""
+    """One plan."""
 
     methods: Sequence[str] = _listed("methods", ("draft_model", "ngram"), f"candidates: {', '.join(drafters)}")
     accept: str = option(SpeculativeConfig.accept, f"acceptance rule: {', '.join(rules)}")

@@ -1,4 +1,4 @@
-"""Where and on what a measurement was made: the machine, the versions, and the weights as they are held."""
+"""The machine, versions and weights of a measurement."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ UNITS = {
     "avx2": "AVX2", "avx512f": "AVX-512", "avx_vnni": "AVX-VNNI", "avx512_vnni": "VNNI", "avx512_bf16": "BF16",
     "amx_tile": "AMX", "asimd": "NEON", "asimddp": "DotProd", "i8mm": "I8MM",
 }  # fmt: skip
-"""What arithmetic is made of, by the flags in /proc/cpuinfo."""
+"""Instruction sets, by their flags in /proc/cpuinfo."""
 KERNEL = Path("/proc/sys/kernel")
 
 
 def processor() -> str:
-    """The processor's name, which hypervisors shorten, and what it computes with."""
+    """The processor's name, which hypervisors shorten, and its instruction sets."""
     facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in cpuinfo()) if value}
     if not facts:
         return platform.processor() or platform.machine()
@@ -42,9 +42,11 @@ def processor() -> str:
 
 
 def stopped() -> float:
-    """Seconds in every second for which Linux stops this process if its policy is a real-time one (``chrt -f``), as it
-    does unless told otherwise (sched(7), ``sched_rt_runtime_us``); 0 for all others. An answer that takes a third of a
-    second then comes now and again a seventh late."""
+    """Fraction of the time for which Linux stops this process, 0 without a real-time policy (``chrt -f``).
+
+    By default 50 ms in every second (sched(7), ``sched_rt_runtime_us``): an answer of a third of a second then comes a
+    seventh late now and again.
+    """
     if not hasattr(os, "sched_getscheduler") or os.sched_getscheduler(0) not in (os.SCHED_FIFO, os.SCHED_RR):
         return 0.0
     try:
@@ -55,7 +57,7 @@ def stopped() -> float:
 
 
 def read_bandwidth(device: torch.device, megabytes: int = 512) -> float:
-    """Bytes per second that a sum over ``megabytes`` reads, the best of several."""
+    """Bytes per second that a sum over ``megabytes`` reads, the best of five runs."""
     numbers = torch.ones(megabytes << 18, dtype=torch.float32, device=device)
     best = 0.0
     for _ in range(5):
@@ -66,7 +68,7 @@ def read_bandwidth(device: torch.device, megabytes: int = 512) -> float:
 
 
 def environment(llm: LLM, engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Versions, machine, model and the mode it ran in."""
+    """Versions, machine, model and the mode in which it ran, as JSON values."""
     info = llm.model.info
     result: dict[str, Any] = {
         "forerun": forerun.__version__,
@@ -98,8 +100,8 @@ TARGET, DRAFT = "target", "draft"
 def weights(
     engines: Iterable[Engine], prompts: Sequence[Sequence[int]], known: Iterable[dict[str, Any]] = ()
 ) -> list[Any]:
-    """One entry for the target and for each model that drafts, beside those ``known`` already. Quantized ones are
-    compared with their original, which is loaded for it, on the first prompts."""
+    """An entry for the target and for each draft model, beside those already ``known``. The logits of quantized weights
+    are compared with those of the original weights, which are loaded for this, on the first prompts."""
     result = {(item["role"], item["model"], item["layout"]): item for item in known}
     for engine in engines:
         for role, model in ((TARGET, engine.model), *((DRAFT, model) for model in engine.router.models())):
@@ -127,18 +129,18 @@ def weights(
 def _against_original(model: Model, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
     info = model.info
     original = load_model(info.name, dtype=info.dtype, device=info.device, model_path="native", lora=info.lora)
-    requested = logits(original, prompts)
+    expected = logits(original, prompts)
     if info.outputs is not None:
-        requested = requested[:, info.outputs]
+        expected = expected[:, info.outputs]
     return {
         "original_bytes": original.info.weight_bytes,
         "original_dtype": str(info.dtype).removeprefix("torch."),
-        "error": formats.error(requested, logits(model, prompts)),
+        "error": formats.error(expected, logits(model, prompts)),
     }
 
 
 def logits(model: Model, prompts: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Of every position of every prompt."""
+    """Logits of every position of every prompt, [rows, vocabulary]."""
     texts = [list(prompt)[: model.info.max_len] for prompt in prompts]
     attention = new_attention(model, max_seqs=len(texts), max_len=max(map(len, texts)))
     spans = [

@@ -1,4 +1,4 @@
-"""Configurations that are compared."""
+"""The ``speculative_config`` mappings that ``bench`` and ``check`` compare."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from forerun.speculate.accept.synthetic import KEYS as SYNTHETIC
 from forerun.speculate.draft import drafters
 
 SHOWN = ("accept", "length", "num_speculative_tokens", "tree", "tree_nodes")
-"""Options that have columns of their own."""
+"""Options with a table column of their own."""
 NEEDS_GRAMMAR = "drafts only for requests with structured output, and there is none here"
 
 
@@ -29,13 +29,20 @@ def method_configs(
     counts: Sequence[int | None],
     shared: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Every combination as a ``speculative_config``, ``none`` first, as often as it is named: against itself it shows
-    how far figures can be trusted. ``["all"]`` stands for every registered method.
+    """Every combination as a ``speculative_config``.
 
-    A key of ``shared`` goes to the methods that know it; a key that is a method's name holds options of that method
-    alone, or a list of such options, each of which is measured. Raises ConfigError where no method has an option, for
-    unknown names, and for a combination that cannot be, unless every method is asked for: ``runnable`` tells those
-    apart.
+    Args:
+        methods: names, or ``["all"]``. ``none`` comes first, as often as it is named: measured against itself, it shows
+            the noise.
+        accepts: acceptance rules.
+        lengths: length policies.
+        counts: numbers of drafted tokens; empty for each method's default.
+        shared: more options. A key goes to every method that has it. A method's name holds options of that method
+            alone, or a list of such options, one configuration each.
+
+    Raises:
+        ConfigError: for an option that no method has, an unknown name or an invalid combination. With ``["all"]``,
+            ``runnable`` sorts out invalid combinations.
     """
     every = ALL in methods
     if every:
@@ -67,12 +74,13 @@ def method_configs(
 
 
 def labels(configs: Sequence[Mapping[str, Any]], columns: Sequence[str] = SHOWN) -> list[str]:
-    """For each its method, with the options in which those of a method differ and that none of ``columns`` shows."""
+    """A label for each configuration: its method, and options in which the method's configurations differ and that
+    none of ``columns`` shows."""
     result = []
     for config in configs:
-        alike = [other for other in configs if other["method"] == config["method"]]
-        own = [key for key in config if key not in columns]
-        differ = [key for key in own if any(key not in other or other[key] != config[key] for other in alike)]
+        same_method = [other for other in configs if other["method"] == config["method"]]
+        keys = [key for key in config if key not in columns]
+        differ = [key for key in keys if any(key not in other or other[key] != config[key] for other in same_method)]
         result.append(" ".join([config["method"], *(f"{key}={config[key]}" for key in differ)]))
     return result
 
@@ -87,8 +95,7 @@ def _options_of(method: str, options: Any) -> dict[str, Any]:
 
 
 def with_trees(configs: Iterable[Mapping[str, Any]], nodes: int) -> list[dict[str, Any]]:
-    """Each configuration, followed by the same with trees of about ``nodes`` nodes and of the same depth, where its
-    method and rule can have them: the likeliest nodes where the method can tell them, else a fixed shape."""
+    """Each configuration, followed by its ``tree_of`` with about ``nodes`` nodes; unchanged for 0."""
     result: list[dict[str, Any]] = []
     for config in configs:
         result.append(dict(config))
@@ -99,7 +106,8 @@ def with_trees(configs: Iterable[Mapping[str, Any]], nodes: int) -> list[dict[st
 
 
 def tree_of(config: Mapping[str, Any], nodes: int) -> dict[str, Any] | None:
-    """None for a method that drafts chains only, or trees anyhow."""
+    """The configuration with trees of about ``nodes`` nodes and the same depth: the likeliest nodes if the method ranks
+    them, else a fixed shape. None for a method that drafts only chains, or trees by default."""
     try:
         drafter = SpeculativeConfig.parse(config).drafter
     except ConfigError:
@@ -117,13 +125,13 @@ def tree_of(config: Mapping[str, Any], nodes: int) -> dict[str, Any] | None:
 
 
 def size(tree: Sequence[int]) -> int:
-    """Nodes of a tree with so many children at each depth."""
+    """Nodes of a tree, given the children per node at each depth."""
     return sum(accumulate(tree, mul))
 
 
 def shape(depth: int, nodes: int) -> list[int]:
-    """Children per node at each depth, none wider than the one above: as wide as ``nodes`` nodes in all permit, a chain
-    at least."""
+    """Children per node at each depth: as wide as ``nodes`` nodes in all permit, no depth wider than the one above, at
+    least a chain."""
     widths = [1] * depth
     level, refused = 0, 0
     while refused < depth:
@@ -138,8 +146,8 @@ def shape(depth: int, nodes: int) -> list[int]:
 
 
 def runnable(llm: LLM, configs: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Those configurations whose drafters can be built for ``llm``'s target and draft for plain requests; and why each
-    other one is left out, by its label."""
+    """The configurations whose drafters can be built for ``llm``'s target and draft for plain requests; by label, why
+    the others are left out."""
     kept: list[dict[str, Any]] = []
     left_out: dict[str, str] = {}
     configs = list(configs)

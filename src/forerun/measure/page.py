@@ -1,4 +1,4 @@
-"""One-file HTML pages of tables and bars, without scripts, and tables in markdown."""
+"""Tables and bars for one-file HTML pages without scripts, and tables in Markdown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """The table in markdown, without a newline at its end; None becomes ``-``."""
+    """A Markdown table without a final newline; None becomes ``-``."""
     lines = []
     for row in (heads, ["---"] * len(heads), *rows):
         cells = ("-" if cell is None else str(cell).replace("|", "\\|") for cell in row)

@@ -1,4 +1,4 @@
-"""Measure a user's models on a user's prompts, then predict."""
+"""``forerun plan``: measures methods on a user's model and prompts, then predicts other draft lengths."""
 
 from __future__ import annotations
 
@@ -16,14 +16,23 @@ from forerun.engine.llm import LLM
 from forerun.measure.config import PlanConfig
 from forerun.measure.methods import labels
 from forerun.measure.planner import CostCurve, Estimate, estimate, predict, reach, recommend
-from forerun.measure.rounds import PLAIN, EngineContender, Measured, Prompts, Turns, full, in_plain_forwards, seeded
+from forerun.measure.rounds import (
+    PLAIN,
+    EngineContender,
+    Interleaved,
+    Measured,
+    Prompts,
+    full_rounds,
+    in_plain_forwards,
+    seeded_params,
+)
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import DrafterConfig, drafters
 from forerun.speculate.length.costs import ExpertReads
 from forerun.theory import best_gamma
 
 LENGTHS = (1, 3, 5, 7)
-"""Drafted tokens at which acceptance and cost are measured; other lengths are predicted from these."""
+"""Measured draft lengths; other lengths are predicted from them."""
 
 
 def run_plan(
@@ -34,29 +43,40 @@ def run_plan(
     concurrency: int,
     step: Callable[[str], None] = lambda note: None,
 ) -> dict[str, Any]:
-    """``{"recommended": speculative_config, "predictions": [...], "estimates": [...], "verify_cost": {rows: price},
-    "measured": [...], "usual": [...], "trees": [...], "reach": [...], "layers": [...], "experts": None | {...}}``.
+    """Measure methods and recommend a ``speculative_config``.
 
-    ``usual`` are methods that draft otherwise than at a fixed length where nothing asks for one: as they are then, by
-    measurement. ``trees`` and ``layers`` are what ``config`` asks for of ``forerun_lab.plans.explore``, ``reach`` what
-    chains cannot come to (``planner.reach``), ``experts`` what rounds of a mixture read (``ExpertReads.report``).
-    ``concurrency`` requests are decoded together. Every method answers the prompts, so alpha is measured on text that
-    the target generated (Leviathan et al. 2023, section 4.2); ``best_gamma`` of an estimate is for free verification
-    (section 3.5). ``options`` are ``speculative_config`` mappings that pass ``check_options``. Raises ConfigError where
-    trees or layers are asked for without forerun-lab.
+    Every method answers the prompts: alpha is measured on the target's own text (Leviathan et al. 2023, section 4.2).
+
+    Args:
+        llm: the target.
+        options: ``speculative_config`` mappings that pass ``check_options``.
+        prompts: token ids.
+        config: what to measure and predict.
+        concurrency: requests decoded together.
+        step: called with a note before each step.
+
+    Returns:
+        ``{"recommended": speculative_config, "predictions": [...], "estimates": [...], "verify_cost": {rows: cost},
+        "measured": [...], "usual": [...], "trees": [...], "reach": [...], "layers": [...], "experts": None | {...}}``.
+        ``best_gamma`` of an estimate is for free verification (section 3.5). ``usual`` has methods whose default is no
+        fixed length, measured as they are by default. ``trees`` and ``layers`` come from ``forerun_lab.plans.explore``,
+        ``reach`` from ``planner.reach``, ``experts``, for a mixture, from ``ExpertReads.report``.
+
+    Raises:
+        ConfigError: if trees or layers are requested without forerun-lab.
     """
     plans = from_lab("plans", "plan with trees or layers") if config.trees or config.layer_trials else None
     longest = config.longest
-    asked = {"temperature": config.temperature, "max_tokens": config.max_tokens, "ignore_eos": True}
-    params = seeded(len(prompts), config.seed, **asked)
+    sampling = {"temperature": config.temperature, "max_tokens": config.max_tokens, "ignore_eos": True}
+    params = seeded_params(len(prompts), config.seed, **sampling)
     named = dict(zip(labels(options, ()), options, strict=True))
     trial = Trial(llm, prompts, params, concurrency, step)
     trial.methods(named)
     usual = trial.usual(named)
     estimates = [e for name in named if (e := trial.estimate(name, trial.by_length[name])) is not None]
-    every = [result for runs in trial.by_length.values() for result in runs.values()]
-    trial.learn([trial.plain, *every])
-    curve = trial.curve(trial.prices(every))
+    runs = [run for by_length in trial.by_length.values() for run in by_length.values()]
+    trial.learn([trial.plain, *runs])
+    curve = trial.curve(trial.verify_costs(runs))
     predictions = [
         p
         for item in estimates
@@ -83,12 +103,12 @@ def run_plan(
         "usual": usual,
         "trees": trees,
         "reach": [reach(item) for item in estimates],
-        "experts": trial.experts(every),
+        "experts": trial.experts(runs),
     }
 
 
 def check_options(options: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ConfigError for a configuration that fixes how far it drafts: a plan is to find that."""
+    """Raise ConfigError for a configuration with a draft length: a plan finds that."""
     for item in options:
         for key in ("num_speculative_tokens", "tree"):
             if key in item:
@@ -107,21 +127,21 @@ def _parse(options: Mapping[str, Any], k: int) -> DrafterConfig:
 
 
 def most_nodes(options: Mapping[str, Any], k: int) -> int:
-    """Most tokens that a draft of depth k has."""
+    """Largest number of tokens of a draft of depth k."""
     return _parse(options, k).max_nodes()
 
 
 def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The method, and its options without those that hold anyhow."""
-    usual = {"accept": SpeculativeConfig.accept, "length": SpeculativeConfig.length}
-    own = {key: value for key, value in options.items() if key not in usual or value != usual[key]}
+    """The method and its options, without the default rule and length policy."""
+    defaults = {"accept": SpeculativeConfig.accept, "length": SpeculativeConfig.length}
+    own = {key: value for key, value in options.items() if key not in defaults or value != defaults[key]}
     return {"method": options["method"], **own}
 
 
 @dataclass
 class Trial:
-    """Runs of the same prompts under many configurations, in turns with plain decoding. Times of rounds are in forwards
-    of the plain rounds beside them."""
+    """Runs of the same prompts under many configurations, each interleaved with plain decoding. Times of rounds are in
+    forwards of those plain rounds."""
 
     llm: LLM
     prompts: Prompts
@@ -136,32 +156,34 @@ class Trial:
         mixture = self.llm.model.info.mixture
         self.reads = None if mixture is None else ExpertReads(mixture)
 
-    def learn(self, result: Iterable[Measured]) -> None:
-        """How many experts rounds read."""
+    def learn(self, runs: Iterable[Measured]) -> None:
+        """Learn how many experts rounds of a mixture read."""
         if self.reads is None:
             return
-        for each in (each for measured in result for each in measured.rounds):
-            self.reads.learn(each.rows, len(each.depths), each.experts)
+        for sample in (sample for run in runs for sample in run.rounds):
+            self.reads.learn(sample.rows, len(sample.depths), sample.experts)
 
-    def experts(self, result: Iterable[Measured]) -> dict[str, Any] | None:
-        """``ExpertReads.report`` of the experts that forwards read by their rows: means."""
+    def experts(self, runs: Iterable[Measured]) -> dict[str, Any] | None:
+        """``ExpertReads.report`` of the mean number of experts that forwards read, by rows."""
         if self.reads is None:
             return None
         by_rows: dict[int, list[int]] = defaultdict(list)
-        for measured in result:
-            for each in full(measured.rounds, self.concurrency):
-                by_rows[each.rows].append(each.experts)
+        for run in runs:
+            for sample in full_rounds(run.rounds, self.concurrency):
+                by_rows[sample.rows].append(sample.experts)
         return self.reads.report({rows: mean(values) for rows, values in sorted(by_rows.items())})
 
     def run(self, configs: Sequence[Mapping[str, Any]]) -> list[Measured]:
-        """What each configuration did, after plain decoding, which all take turns with. Several engines are here at
-        once: they have room for these answers alone."""
+        """Results of plain decoding and of each configuration, interleaved. Their engines exist at the same time, so
+        each has cache for these answers alone."""
         longest = max(len(prompt) + (p.max_tokens or 0) for prompt, p in zip(self.prompts, self.params))
-        room: dict[str, Any] = {"max_model_len": min(self.llm.engine.max_model_len, longest)}
-        room["max_num_seqs"] = self.concurrency
-        turns = Turns([EngineContender(self.llm, config, **room) for config in (PLAIN, *configs)])
-        turns.warm_up(self.prompts[: self.concurrency], self.params[: self.concurrency])
-        result = turns.side_by_side(self.prompts, self.params)
+        limits: dict[str, Any] = {
+            "max_model_len": min(self.llm.engine.max_model_len, longest),
+            "max_num_seqs": self.concurrency,
+        }
+        interleaved = Interleaved([EngineContender(self.llm, config, **limits) for config in (PLAIN, *configs)])
+        interleaved.warm_up(self.prompts[: self.concurrency], self.params[: self.concurrency])
+        result = interleaved.side_by_side(self.prompts, self.params)
         in_plain_forwards(result, self.concurrency)
         self.plain.extend(result[0])
         return result
@@ -171,23 +193,26 @@ class Trial:
         for length in LENGTHS:
             self.step(f"{length} drafted tokens")
             plain, *result = self.run([{**item, "num_speculative_tokens": length} for item in options.values()])
-            for method, here in zip(options, result):
-                self.by_length.setdefault(method, {})[length] = here
-                self.speedups[method, length] = here.tokens_per_second / plain.tokens_per_second
+            for method, run in zip(options, result):
+                self.by_length.setdefault(method, {})[length] = run
+                self.speedups[method, length] = run.tokens_per_second / plain.tokens_per_second
 
     def usual(self, options: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Speed over plain decoding of methods that have a way of their own where no length is asked for."""
+        """Speed over plain decoding of the methods whose default is no fixed length."""
         open_ended = [{key: value for key, value in item.items() if key != "length"} for item in options.values()]
         own = [item for item in open_ended if drafters[item["method"]].config_class.with_defaults(item) != item]
         plain, *result = self.run(own) if own else (self.plain,)
-        speeds = [here.tokens_per_second / plain.tokens_per_second for here in result]
         return [
-            {"method": item["method"], "speedup": speed, "config": own_options(item)}
-            for item, speed in zip(own, speeds)
+            {
+                "method": item["method"],
+                "speedup": run.tokens_per_second / plain.tokens_per_second,
+                "config": own_options(item),
+            }
+            for item, run in zip(own, result)
         ]
 
     def measured(self) -> list[dict[str, Any]]:
-        """Speed over plain decoding, and how many of the drafts had more than 0, 1, ... tokens accepted."""
+        """Speed over plain decoding, and the number of drafts with more than 0, 1, ... accepted tokens."""
         rows = []
         for (method, k), speed in self.speedups.items():
             kept = self.by_length[method][k].total.acceptance_histogram
@@ -198,18 +223,15 @@ class Trial:
     def estimate(self, method: str, by_length: Mapping[int, Measured]) -> Estimate | None:
         return estimate(method, by_length, self.plain, self.concurrency)
 
-    def prices(self, result: Iterable[Measured]) -> dict[int, float]:
-        """Of a verification by its rows, in plain forwards, over the runs in which something was drafted."""
+    def verify_costs(self, runs: Iterable[Measured]) -> dict[int, float]:
+        """Median cost of a verification by its rows, in plain forwards, over the runs with drafts."""
         by_rows: dict[int, list[float]] = defaultdict(list)
-        for measured in result:
-            if any(r.depth for r in measured.rounds):
-                for r in full(measured.rounds, self.concurrency):
+        for run in runs:
+            if any(r.depth for r in run.rounds):
+                for r in full_rounds(run.rounds, self.concurrency):
                     by_rows[r.rows].append(r.verify)
         return {rows: median(values) for rows, values in sorted(by_rows.items())}
 
     def curve(self, points: Mapping[int, float]) -> CostCurve:
-        reads, count = self.reads, self.concurrency
-        multiple = self.llm.model.row_multiple
-        if reads is None:
-            return CostCurve(points, count, multiple)
-        return CostCurve(points, count, multiple, reads.fitted(points, count))
+        expected = float if self.reads is None else self.reads.fitted(points, self.concurrency)
+        return CostCurve(points, self.concurrency, self.llm.model.row_multiple, expected)

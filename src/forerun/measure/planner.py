@@ -1,4 +1,4 @@
-"""From measured acceptance and cost to a recommendation: which method, how many drafted tokens, or none at all."""
+"""Predictions and a recommendation from measured acceptance and cost: a method and its draft length, or no drafts."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Any
 
 from forerun.engine.config import NONE
 from forerun.engine.metrics import RequestMetrics
-from forerun.measure.rounds import Measured, RoundCosts, Sample, full
+from forerun.measure.rounds import Measured, RoundCosts, Sample, full_rounds
 from forerun.theory import best_gamma, expected_tokens, walltime_improvement
 
 MARGIN = 1.02
-"""The least speed-up for which drafts are recommended."""
+"""Smallest predicted speed-up for which drafts are recommended."""
 
 
 @dataclass(frozen=True)
 class PlannedDraft:
-    """What a sequence's drafts of one length did in measured rounds: mean ``tokens`` that it gained in a round over
-    plain decoding, ``coverage``, the share of rounds in which it had a draft, and mean ``nodes`` of one."""
+    """Measured drafts of one length: mean accepted ``tokens`` per round and sequence, ``coverage``, the fraction of
+    rounds with a draft, and mean ``nodes`` of a draft."""
 
     tokens: float
     coverage: float
@@ -31,11 +31,11 @@ class PlannedDraft:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What was measured of one method. ``coverage`` is the share of rounds in which it had something to say.
+    """Measured acceptance and costs of one method. ``coverage`` is the fraction of rounds with a draft.
 
-    A drafted round takes ``start`` + k ``step`` beside its verification; ``rest`` is what a plain round takes beside
-    its forward, and ``start`` knows how much more a drafted one does. In plain forwards. Without ``step`` it is ``c``,
-    the mean price of a step (Leviathan et al. 2023, definition 3.7).
+    Costs are in plain forwards. A round with k drafted tokens takes ``start`` + k ``step`` beside its verification and
+    ``rest``, a plain round's time outside its forward. ``c`` is the mean cost of a step (Leviathan et al. 2023,
+    definition 3.7), which stands for ``step`` if that is None.
     """
 
     method: str
@@ -47,29 +47,29 @@ class Estimate:
     step: float | None = None
     rest: float = 0.0
     lengths: Mapping[int, PlannedDraft] = field(default_factory=dict)
-    """By how many tokens were asked for."""
+    """By the number of requested tokens."""
 
     def drafted(self, k: int, nodes: int) -> PlannedDraft:
-        """What drafts of ``k`` tokens, or of ``nodes`` in a tree so deep, do: the theory's independent positions,
-        corrected by what the measured lengths next to ``k`` did beside it."""
+        """Predicted drafts of depth ``k`` with at most ``nodes`` nodes: independent positions, as in theory, scaled by
+        the ratio of measured to theoretical gain, interpolated between the measured lengths next to ``k``."""
         theory = expected_tokens(self.match_rate, k) - 1
         if not self.lengths:
             return PlannedDraft(self.coverage * theory, self.coverage, nodes)
-        known = sorted(self.lengths)
-        low = max((length for length in known if length <= k), default=known[0])
-        high = min((length for length in known if length >= k), default=known[-1])
+        measured = sorted(self.lengths)
+        low = max((length for length in measured if length <= k), default=measured[0])
+        high = min((length for length in measured if length >= k), default=measured[-1])
         fraction = (k - low) / (high - low) if high > low else 0.0
 
-        def between(value: Callable[[int], float]) -> float:
+        def interpolated(value: Callable[[int], float]) -> float:
             return value(low) + fraction * (value(high) - value(low))
 
-        def gained(length: int) -> float:
+        def gain(length: int) -> float:
             best = expected_tokens(self.match_rate, length) - 1
             return self.lengths[length].tokens / best if best else 0.0
 
-        coverage = between(lambda length: self.lengths[length].coverage)
-        full = between(lambda length: self.lengths[length].nodes / length)
-        return PlannedDraft(theory * between(gained), coverage, min(full * k, nodes))
+        coverage = interpolated(lambda length: self.lengths[length].coverage)
+        filled = interpolated(lambda length: self.lengths[length].nodes / length)
+        return PlannedDraft(theory * interpolated(gain), coverage, min(filled * k, nodes))
 
 
 @dataclass(frozen=True)
@@ -85,12 +85,11 @@ class Prediction:
 
 
 class CostCurve:
-    """Price of a verification by its rows, in plain forwards: measured points, straight lines between them.
+    """Cost of a verification by its rows, in plain forwards: measured points, linear interpolation between them.
 
-    Rows are padded to a multiple, so the price comes in steps. Fewer rows never cost more than more do: a dearer point
-    was disturbed. Beyond the last point the price grows as it did before it. A plain forward of ``sequences`` rows
-    costs 1. Lines are straight over ``expected``, the price by rows that nothing measured: of a mixture's, each further
-    row reads fewer experts that no row before it has read.
+    A plain forward of ``sequences`` rows costs 1. Rows are padded to ``row_multiple``, so the cost rises in steps. It
+    never falls with more rows: a higher point was disturbed. Beyond the last point it rises as it did before. The
+    interpolation is linear in ``expected(rows)``: in a mixture, each further row reads fewer new experts.
     """
 
     def __init__(
@@ -116,48 +115,54 @@ class CostCurve:
 
     def __call__(self, rows: int) -> float:
         rows = self.padded(rows)
-        known = sorted(self.points)
+        points = list(self.points)
         if rows in self.points:
             return self.points[rows]
-        if rows < known[0] or len(known) == 1:
-            return self.points[known[0]]
-        right = next((i for i, value in enumerate(known) if value > rows), len(known) - 1)
-        low, high = known[right - 1], known[right]
+        if rows < points[0] or len(points) == 1:
+            return self.points[points[0]]
+        right = next((i for i, value in enumerate(points) if value > rows), len(points) - 1)
+        low, high = points[right - 1], points[right]
         start, end, here = map(self.expected, (low, high, rows))
         slope = (self.points[high] - self.points[low]) / (end - start)
-        return max(self.points[low] + slope * (here - start), self.points[known[0]])
+        return max(self.points[low] + slope * (here - start), self.points[points[0]])
 
     def mean(self, rows: float) -> float:
-        """Of a mean number of rows, between those next to it."""
+        """Cost at a mean, fractional number of rows."""
         low = int(rows)
         return self(low) + (rows - low) * (self(low + 1) - self(low))
 
 
 def estimate(method: str, by_length: Mapping[int, Measured], plain: Measured, sequences: int) -> Estimate | None:
-    """Of runs by how many tokens were asked for, ``sequences`` at a time, times in plain forwards; None where nothing
-    was drafted."""
+    """A method's estimate; None if nothing was drafted.
+
+    Args:
+        method: its name.
+        by_length: runs by the number of requested tokens, times in plain forwards.
+        plain: plain decoding.
+        sequences: requests decoded together.
+    """
     total = RequestMetrics.merged([metrics for result in by_length.values() for metrics in result.metrics])
     every = [r for result in by_length.values() for r in result.rounds]
     costs = RoundCosts.of(every, plain.rounds, sequences)
     if costs is None or costs.c is None or total.alpha is None or total.match_rate is None:
         return None
-    drafted = [r for r in full(every, sequences) if r.depth]
-    rest = median(r.rest for r in full(plain.rounds, sequences))
-    start, step = draft_price(drafted, rest)
-    lengths = {k: _drafted(full(result.rounds, sequences)) for k, result in by_length.items()}
-    coverage = _drafted(full(every, sequences)).coverage
+    drafted = [r for r in full_rounds(every, sequences) if r.depth]
+    rest = median(r.rest for r in full_rounds(plain.rounds, sequences))
+    start, step = draft_cost(drafted, rest)
+    lengths = {k: _planned_draft(full_rounds(result.rounds, sequences)) for k, result in by_length.items()}
+    coverage = _planned_draft(full_rounds(every, sequences)).coverage
     return Estimate(method, total.alpha, total.match_rate, coverage, costs.c, start, step, rest, lengths)
 
 
-def draft_price(drafted: Sequence[Sample], rest: float) -> tuple[float, float]:
-    """Start and step, in the unit of the times: a draft of k tokens takes the start and k steps. The start includes
-    what a drafted round takes beside drafting and its forward, less ``rest``, what a plain one takes."""
+def draft_cost(drafted: Sequence[Sample], rest: float) -> tuple[float, float]:
+    """Start and step of drafting, in the unit of the samples: a draft of k tokens takes start + k step. The start
+    includes a drafted round's time outside drafting and its forward, less ``rest``, a plain round's."""
     start, step = _line([(r.depth, r.draft) for r in drafted])
     return start + median(r.rest for r in drafted) - rest, step
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Start and step, neither below 0, of the line through the medians at each depth, weighed by how many there are."""
+    """Intercept and slope, neither below 0, of the line through the medians of each depth, weighted by their counts."""
     by_depth: dict[int, list[float]] = {}
     for depth, value in points:
         by_depth.setdefault(depth, []).append(value)
@@ -169,7 +174,7 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     return mean_y - step * mean_x, step
 
 
-def _drafted(rounds: Sequence[Sample]) -> PlannedDraft:
+def _planned_draft(rounds: Sequence[Sample]) -> PlannedDraft:
     every = sum(len(r.depths) for r in rounds)
     drafts = sum(depth > 0 for r in rounds for depth in r.depths)
     nodes = sum(r.rows - len(r.depths) for r in rounds)
@@ -179,8 +184,8 @@ def _drafted(rounds: Sequence[Sample]) -> PlannedDraft:
 def predict(
     result: Estimate, curve: CostCurve, longest: int, sequences: int = 1, nodes: Callable[[int], int] = int
 ) -> list[Prediction]:
-    """Every draft length k from 1 to ``longest``, at most ``nodes(k)`` tokens each: by default a chain. A round without
-    a draft is a plain one."""
+    """Predictions for every draft length k from 1 to ``longest``, with at most ``nodes(k)`` tokens: by default a
+    chain."""
     predictions = []
     for k in range(1, longest + 1):
         speed = speedup(result, result.drafted(k, nodes(k)), k, curve, sequences)
@@ -190,24 +195,24 @@ def predict(
 
 
 def speedup(result: Estimate, drafted: PlannedDraft, depth: int, curve: CostCurve, sequences: int) -> float:
-    """Tokens a round over its mean time, each of ``sequences`` having a draft by itself or none."""
+    """Speed over plain decoding: tokens per round over its mean time, if sequences have drafts independently."""
     work = result.start + depth * (result.c if result.step is None else result.step)
     time = result.rest
-    for count, chance in enumerate(binomial(sequences, drafted.coverage)):
-        time += chance * (curve.mean(sequences + count * drafted.nodes) + work if count else 1.0)
+    for count, p in enumerate(binomial(sequences, drafted.coverage)):
+        time += p * (curve.mean(sequences + count * drafted.nodes) + work if count else 1.0)
     return (1 + drafted.tokens) * (1 + result.rest) / time
 
 
 def binomial(trials: int, fraction: float) -> list[float]:
-    """How likely each number of successes is, of 0 to ``trials``."""
+    """Probability of each number of successes, from 0 to ``trials``."""
     if fraction <= 0 or fraction >= 1:
         return [float(count == (trials if fraction >= 1 else 0)) for count in range(trials + 1)]
 
-    def chance(count: int) -> float:
+    def probability(count: int) -> float:
         ways = lgamma(trials + 1) - lgamma(count + 1) - lgamma(trials - count + 1)
         return exp(ways + count * log(fraction) + (trials - count) * log(1 - fraction))
 
-    return [chance(count) for count in range(trials + 1)]
+    return [probability(count) for count in range(trials + 1)]
 
 
 def recommend(
@@ -215,9 +220,8 @@ def recommend(
     options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
     more: Sequence[tuple[float, dict[str, Any]]] = (),
 ) -> dict[str, Any]:
-    """The ``speculative_config`` of the fastest prediction, or of the fastest of ``more`` (speed-up, config); plain
-    decoding where nothing promises ``MARGIN``. ``options`` are those that a method was measured with: they belong to
-    its figures."""
+    """The ``speculative_config`` of the fastest prediction or of the fastest of ``more`` (speed-up, config); plain
+    decoding if none reaches ``MARGIN``. ``options`` are the ones that each method was measured with."""
     candidates = [
         (p.speedup, {**options.get(p.method, {"method": p.method}), "num_speculative_tokens": p.k}) for p in predictions
     ]
@@ -226,9 +230,12 @@ def recommend(
 
 
 def reach(result: Estimate, requested: Sequence[float] = (1.5, 2.0, 3.0)) -> dict[str, Any]:
-    """What a chain of this drafter can come to where verification is free, and what a speed-up ``requested`` would
-    take: ``limit`` at the measured rate, ``rate`` needed at the measured c, ``c`` needed at the measured rate; None: no
-    rate below 1, or no cost above 0, would do (Leviathan et al. 2023, theorem 3.8)."""
+    """The limits of a chain with free verification (Leviathan et al. 2023, theorem 3.8).
+
+    Returns:
+        ``limit``, the best speed-up at the measured rate and c; for each ``requested`` speed-up the ``rate`` needed at
+        the measured c and the ``c`` needed at the measured rate, None if no rate below 1 or no cost above 0 suffices.
+    """
 
     def best(rate: float, c: float) -> float:
         return walltime_improvement(rate, best_gamma(rate, c), c)

@@ -1,9 +1,9 @@
-"""Prompts to measure on, as token ids.
+"""Prompts for measurements, as token ids.
 
 - ``held_out``: pieces of files that the bundled target was not trained on.
-- ``repetitive``: the same files' code and words where the answer should repeat the prompt: in turn an edit (a listing,
-  then its beginning again), a table (rows of one shape) and JSON (records of one shape), all cut to one length.
-- ``random``: tokens drawn uniformly. Nothing can be guessed of them.
+- ``repetitive``: prompts that their answers should repeat, made of the same files. An edit (a listing, then its
+  beginning again), a table (rows of one shape) and JSON (records of one shape) alternate, all cut to one length.
+- ``random``: tokens drawn uniformly, which nothing can predict.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def make_prompts(
 
 
 def prompts_of(config: BenchConfig | PlanConfig, tokenizer: Any) -> list[list[int]]:
-    """As ``config`` asks for, and as many as are decoded together at least. Raises ConfigError."""
+    """The prompts of ``config``, at least as many as are decoded together. Raises ConfigError."""
     kind, length, file = config.prompt_set, config.prompt_tokens, config.prompts_file
     count = max(config.prompts, *config.concurrency)
     return make_prompts(kind, tokenizer, count=count, length=length, seed=config.seed, file=file)
@@ -69,12 +69,11 @@ def _encode(tokenizer: Any, text: str, length: int) -> list[int]:
 
 def _windows(tokenizer: Any, count: int, length: int, source: random.Random) -> list[list[int]]:
     """Pieces of held-out files, each from the start of a line."""
-    files = _code()
+    files = _code_files()
     result: list[list[int]] = []
     order = source.sample(files, len(files))
     for attempt in range(50 * count):
-        text = read_text(order[attempt % len(order)])
-        lines = text.splitlines(keepends=True)
+        lines = read_text(order[attempt % len(order)]).splitlines(keepends=True)
         start = source.randrange(max(1, len(lines) // 2))
         tokens = _encode(tokenizer, "".join(lines[start:]), length)[:length]
         if len(tokens) == length:
@@ -85,19 +84,18 @@ def _windows(tokenizer: Any, count: int, length: int, source: random.Random) -> 
 
 
 def _repetitive(tokenizer: Any, count: int, length: int, source: random.Random) -> list[list[int]]:
-    """Edits, tables and JSON in turn."""
-    edits = _windows(tokenizer, -(-count // 3), max(1, length - length // 4 - 1), source)
+    """Edits, tables and JSON, alternating."""
+    listings = _windows(tokenizer, -(-count // 3), max(1, length - length // 4 - 1), source)
     words = _words(source)
-    between = _encode(tokenizer, "\n", 1)
+    newline = _encode(tokenizer, "\n", 1)
     result: list[list[int]] = []
     for number in range(count):
-        kind = number % 3
-        if kind == 0:
-            listing = edits[number // 3]
-            tokens = [*listing, *between, *listing]
+        if number % 3 == 0:
+            listing = listings[number // 3]
+            tokens = [*listing, *newline, *listing]
         else:
             chosen = source.sample(words, min(len(words), length))
-            if kind == 1:
+            if number % 3 == 1:
                 text = "MAPPING = {\n" + "".join(f"    '{name}': '{value}',\n" for name, value in pairwise(chosen))
             else:
                 text = "[\n" + "".join(RECORD.format(name) for name in chosen[:-1])
@@ -108,15 +106,15 @@ def _repetitive(tokenizer: Any, count: int, length: int, source: random.Random) 
 
 def _words(source: random.Random) -> list[str]:
     """Names that occur in the held-out files."""
-    files = _code()
+    files = _code_files()
     text = "\n".join(read_text(file) for file in source.sample(files, min(6, len(files))))
     return sorted({word for word in re.findall(r"\b[a-z][a-z_]{2,11}\b", text) if not keyword.iskeyword(word)})
 
 
 def repetition_rate(texts: Sequence[Sequence[int]], starts: Sequence[int] | None = None) -> float | None:
-    """Share of tokens that end a run of four which occurred before in the same text, from ``starts`` on.
+    """Fraction of the tokens from ``starts`` on that end a 4-gram which occurred before in the same text.
 
-    A high rate flatters drafters that copy from history.
+    A high rate flatters history drafters.
     """
     repeated, count = 0, 0
     for text, start in zip(texts, starts or [0] * len(texts)):
@@ -141,14 +139,11 @@ def read_text(path: Path) -> str:
 
 
 def held_out_files() -> list[Path]:
-    """Files that the bundled models never saw, as far as this interpreter's library has them.
-
-    The bundled target's `training.json` names them.
-    """
+    """The bundled models' held-out files (the target's ``training.json``) that this interpreter's library has."""
     record = json.loads((pretrained.path("target") / "training.json").read_text(encoding="utf-8"))
     return [path for name in record["held_out_files"] if (path := standard_library() / name).is_file()]
 
 
-def _code() -> list[Path]:
-    """Files to cut prompts from: where this interpreter has none that are held out, its library's modules."""
+def _code_files() -> list[Path]:
+    """The held-out files or, if this interpreter has none, its library's modules."""
     return held_out_files() or sorted(standard_library().glob("*.py"))

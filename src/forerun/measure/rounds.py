@@ -1,7 +1,7 @@
-"""Contenders that answer the same prompts in turns, and what their rounds did and cost.
+"""The runner of ``bench``, ``plan`` and ``tune``: contenders answer the same prompts in rotation, and rounds are timed.
 
-``bench``, ``plan`` and ``tune`` all measure here, and never in a tight loop: a draft step that follows a target pass
-finds cold caches and takes up to twice as long. ``Measured.metrics`` has each request's start, first token and end.
+Nothing is timed in a tight loop of one step: a draft step that follows a target pass finds cold caches and takes up to
+twice as long. ``Measured.metrics`` has each request's start, first token and end.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from forerun.theory import expected_tokens
 PLAIN: dict[str, Any] = {"method": NONE}
 FASTEST = "none_fastest"
 ROUNDS = 32
-"""Rounds of a turn of contenders that run at once: long enough for warm caches, shorter than a neighbour's moods."""
+"""Rounds before the next contender continues: enough for warm caches, few enough to share what disturbs the machine."""
 WARM_UP = 8
-"""Tokens of an answer before anything counts."""
-DISTURBED = 3.0
-"""Times what is usual that a round is believed to take: what drafters do differently from round to round is less."""
+"""Tokens of the answers that are not measured."""
+OUTLIER = 3.0
+"""Times the median beyond which a round's time is capped. Drafters vary less than this from round to round."""
 Prompts = Sequence[Sequence[int]]
-"""Token ids of each."""
+"""Token ids of each prompt."""
 Params = Sequence[SamplingParams]
-"""One each."""
+"""Sampling parameters of each prompt."""
 
 
-def seeded(count: int, seed: int, **options: Any) -> list[SamplingParams]:
-    """``options`` for each of ``count`` prompts, with seeds from ``seed`` on."""
+def seeded_params(count: int, seed: int, **options: Any) -> list[SamplingParams]:
+    """Sampling parameters with ``options`` for ``count`` prompts, with the seeds ``seed``, ``seed + 1``, ..."""
     return [SamplingParams(seed=seed + number, **options) for number in range(count)]
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One measured round in which every sequence decoded. Times in seconds; ``total`` includes the host's."""
+    """One measured round in which every sequence decoded. Times in seconds; ``total`` includes the host's work."""
 
     depths: tuple[int, ...]
-    """Depth of each sequence's draft; 0: it decoded plainly."""
+    """Depth of each sequence's draft; 0 for a sequence without one."""
     rows: int
     """Rows of the target's forward."""
     tokens: int
-    """Tokens emitted."""
+    """Emitted tokens."""
     draft: float
     verify: float
     accept: float
     total: float
     ranks: tuple[int | None, ...] = ()
-    """Of each draft: which draw under the root was accepted, from 0; None: none was."""
+    """For each draft the rank of the accepted trial under the root, from 0; None if none was accepted."""
     experts: int = 0
-    """That the target's forward read, those of all layers."""
+    """Experts that the target's forward read, summed over layers."""
 
     @property
     def depth(self) -> int:
@@ -71,13 +71,13 @@ class Sample:
 
     @property
     def rest(self) -> float:
-        """Seconds for neither drafting nor the target's forward."""
+        """Time outside drafting and the target's forward."""
         return self.total - self.draft - self.verify
 
 
 @dataclass
 class Measured:
-    """What a run gave: every prompt's tokens, and the rounds after the prompts were read."""
+    """The result of a run: every prompt's answer, and its decoding rounds."""
 
     answers: list[list[int]] = field(default_factory=list)
     metrics: list[RequestMetrics] = field(default_factory=list)
@@ -85,13 +85,13 @@ class Measured:
     tokens: int = 0
     """Tokens emitted in ``seconds``."""
     seconds: float = 0.0
-    """Time of decoding: rounds that read no prompt; of all rounds where they were asked for."""
+    """Time of the rounds without prefill; of all rounds if ``measure`` counts them as a ``whole``."""
     parts: list[tuple[int, float]] = field(default_factory=list)
-    """Tokens and seconds of each measurement that it was extended with."""
+    """Tokens and seconds of each run that was joined to this one."""
 
     @classmethod
     def joined(cls, parts: Iterable[Measured]) -> Measured:
-        """Of one run after another."""
+        """One result for consecutive runs."""
         result = cls()
         for part in parts:
             result.extend(part)
@@ -113,9 +113,9 @@ class Measured:
                 "more (max_tokens, max_model_len)"
             )
 
-    def different(self, other: Measured) -> int:
-        """How many answers are not the other's."""
-        return sum(mine != theirs for mine, theirs in zip(self.answers, other.answers, strict=True))
+    def num_different(self, other: Measured) -> int:
+        """Number of answers that differ from ``other``'s."""
+        return sum(a != b for a, b in zip(self.answers, other.answers, strict=True))
 
     @property
     def tokens_per_second(self) -> float:
@@ -127,18 +127,22 @@ class Measured:
 
 
 def engine_of(llm: LLM, options: Mapping[str, Any] | SpeculativeConfig | None, **changes: Any) -> Engine:
-    """An engine on a loaded target that drafts as ``options`` say (``speculative_config``), with ``changes`` of its
-    engine options. Raises ForerunError subclasses."""
+    """An engine on the loaded target with the ``speculative_config`` ``options`` and ``changes`` to the engine config.
+    Raises ForerunError subclasses."""
     return Engine(llm.model, llm.tokenizer, replace(llm.config, **changes), SpeculativeConfig.parse(options))
 
 
 def measure(
     engine: Engine, prompts: Prompts, params: Params, *, whole: bool = False, max_draft: int | None = None
 ) -> Measured:
-    """Run the prompts through ``engine``, as many at a time as it takes, and time every round; with ``whole`` those
-    that read prompts count, too. ``max_draft`` bounds a draft's tokens."""
+    """Run the prompts through ``engine``, ``max_num_seqs`` at a time, and time every round.
+
+    Args:
+        whole: count rounds with prefill, too.
+        max_draft: limit of a draft's tokens.
+    """
     result = Measured()
-    with torch.inference_mode():  # as whoever runs an engine does
+    with torch.inference_mode():
         for _ in rounds(engine, prompts, params, result, whole=whole, max_draft=max_draft):
             pass
     return result
@@ -153,7 +157,7 @@ def rounds(
     whole: bool = False,
     max_draft: int | None = None,
 ) -> Iterator[None]:
-    """The same, round by round, for whoever lets several engines take turns; ``result`` is whole at the end."""
+    """``measure`` as a generator that yields after every round, so that engines can alternate. Fills ``result``."""
     latest: list[Round] = []
     engine.on_round = latest.append
     jobs = [
@@ -179,7 +183,7 @@ def rounds(
 
 
 def _sample(round_: Round, seconds: float) -> Sample | None:
-    """None for a round that read prompt tokens."""
+    """None for a round with prefill."""
     if any(verdict.fed != 1 for verdict in round_.verdicts):
         return None
     return Sample(
@@ -190,40 +194,39 @@ def _sample(round_: Round, seconds: float) -> Sample | None:
         verify=round_.seconds.verify,
         accept=round_.seconds.accept,
         total=seconds,
-        ranks=tuple(map(_rank, round_.drafts, round_.verdicts)),
+        ranks=tuple(map(_accepted_rank, round_.drafts, round_.verdicts)),
         experts=round_.seconds.experts,
     )
 
 
-def _rank(draft: Draft, verdict: Verdict) -> int | None:
+def _accepted_rank(draft: Draft, verdict: Verdict) -> int | None:
     if not verdict.path:
         return None
     return next(rank for rank, trial in enumerate(draft.trials[0]) if trial.node == verdict.path[0])
 
 
 class Contender(Protocol):
-    """What answers prompts, to be compared with others."""
+    """An engine that a benchmark compares with others."""
 
     name: str
 
     def facts(self) -> dict[str, Any]:
-        """What a table's row says of it besides measurements."""
+        """Settings that a table's row shows beside the measurements."""
 
     def promises_identity(self, temperature: float) -> bool:
         """Whether its tokens must be those of plain decoding."""
 
     def run(self, prompts: Prompts, params: Params) -> Measured:
-        """Answer the prompts, all of them, and time decoding."""
+        """Answer all prompts and time decoding."""
 
     def close(self) -> None:
-        """Give memory back."""
+        """Free its memory."""
 
 
 class EngineContender:
-    """Forerun's engine on a loaded target with one speculative configuration.
+    """Forerun's engine on a loaded target with one ``speculative_config``.
 
-    ``whole``: the rounds that read prompts count, too. ``changes`` are of the engine's options. Raises ForerunError
-    subclasses.
+    ``whole`` counts rounds with prefill, too; ``changes`` apply to the engine config. Raises ForerunError subclasses.
     """
 
     def __init__(
@@ -234,8 +237,8 @@ class EngineContender:
         self.engine = engine_of(llm, options, **changes)
 
     def renew(self, fresh: bool = False) -> None:
-        """A drafter that has not seen these prompts' answers, which some would recite; what the length policy has
-        measured stays, unless ``fresh``."""
+        """Replace the drafter by one that has not seen these prompts' answers, which some would repeat. What the length
+        policy has measured stays, unless ``fresh``."""
         policy = self.engine.policy
         del self.engine
         self.engine = engine_of(self.llm, self.options, **self.changes)
@@ -266,7 +269,7 @@ class EngineContender:
         return measure(self.engine, prompts, params, whole=self.whole)
 
     def rounds(self, prompts: Prompts, params: Params, result: Measured) -> Iterator[None]:
-        """The same, round by round."""
+        """``run`` as a generator that yields after every round and fills ``result``."""
         return rounds(self.engine, prompts, params, result, whole=self.whole)
 
     def close(self) -> None:
@@ -274,7 +277,8 @@ class EngineContender:
 
 
 def _tree(drafter: DrafterConfig | None) -> str | None:
-    """How drafts branch: a shape, a number of nodes, ``yes`` where parts of the drafter say how; None: not at all."""
+    """A tree's shape or number of nodes, as a table shows it; ``yes`` if only parts of the drafter branch, None if none
+    does."""
     if drafter is None or not drafter.branches:
         return None
     if drafter.tree is not None:
@@ -283,11 +287,13 @@ def _tree(drafter: DrafterConfig | None) -> str | None:
     return f"best {nodes}" if nodes is not None else "yes"
 
 
-class Turns:
-    """Contenders that answer the same prompts. ``runs[i]`` is what the i-th did: an entry for each of its turns."""
+class Interleaved:
+    """Contenders that alternate on the same prompts. ``runs[i]`` has contender i's result of each repetition.
+
+    Contender ``first`` begins; after each repetition the next one does.
+    """
 
     def __init__(self, contenders: Sequence[Contender], first: int = 0) -> None:
-        """``first`` begins; the next time it is the next contender that begins."""
         self.contenders, self.first = contenders, first
         self.runs: list[list[Measured]] = [[] for _ in contenders]
 
@@ -297,27 +303,27 @@ class Turns:
         return [(first + index) % count for index in range(count)]
 
     def renew(self, fresh: bool) -> None:
-        """Engines' drafters forget what they have seen, and if ``fresh`` length policies what they have measured."""
+        """Reset engines' drafters and, if ``fresh``, their length policies."""
         for contender in self.contenders:
             if isinstance(contender, EngineContender):
                 contender.renew(fresh)
 
     def warm_up(self, prompts: Prompts, params: Params) -> None:
-        """What is made once is not measured. The prompts are read backwards: a drafter learns nothing of what comes."""
+        """Run every contender once, unmeasured. Prompts are reversed, so that drafters learn nothing about them."""
         backwards = [prompt[::-1] for prompt in prompts]
         few = [replace(each, max_tokens=min(WARM_UP, each.max_tokens or WARM_UP)) for each in params]
         for contender in self.contenders:
             contender.run(backwards, few)
 
-    def take(self, prompts: Prompts, params: Params, among: Sequence[int] | None = None) -> None:
-        """Every contender, or those ``among`` them, answers all the prompts when its turn comes."""
+    def run(self, prompts: Prompts, params: Params, among: Sequence[int] | None = None) -> None:
+        """Every contender, or those with an index in ``among``, answers all prompts, one contender after another."""
         for index in self._order():
             if among is None or index in among:
                 self.runs[index].append(self.contenders[index].run(prompts, params))
 
     def side_by_side(self, prompts: Prompts, params: Params) -> list[Measured]:
-        """All contenders, engines alone, answer at once: the turn passes after ``ROUNDS`` rounds, so that a slow moment
-        of the machine meets them all."""
+        """All contenders, which must be engines, alternate after every ``ROUNDS`` rounds, so that a slow moment of the
+        machine slows all of them."""
         result = [Measured() for _ in self.contenders]
         contenders: Sequence[Any] = self.contenders
         waiting = [contenders[index].rounds(prompts, params, result[index]) for index in self._order()]
@@ -330,55 +336,58 @@ class Turns:
 
 
 def identity(answers: Sequence[Measured], plain: Sequence[Measured]) -> dict[str, Any]:
-    """``{"passed", "answers", "different"}``: whether all turns' answers are those of plain decoding."""
-    different = sum(mine.different(theirs) for mine, theirs in zip(answers, plain, strict=True))
-    return {"passed": not different, "answers": sum(len(mine.answers) for mine in answers), "different": different}
+    """``{"passed", "answers", "different"}``: whether all runs' answers are those of plain decoding."""
+    different = sum(run.num_different(beside) for run, beside in zip(answers, plain, strict=True))
+    return {"passed": not different, "answers": sum(len(run.answers) for run in answers), "different": different}
 
 
 def figures(answers: Sequence[Measured], plain: Sequence[Measured]) -> dict[str, float]:
-    """``{"tokens_per_second", "tokens_per_round", "speedup"}`` of one contender's turns, by ``undisturbed`` times.
-    ``plain`` has plain decoding's turns on the same prompts, or more.
+    """``{"tokens_per_second", "tokens_per_round", "speedup"}`` of one contender's runs, by ``capped_seconds``.
 
-    ``speedup`` is the median over turns of plain decoding's time a token over its own, at most its tokens a round: no
-    draft makes a round cheaper.
+    ``plain`` has plain decoding's runs on the same prompts, or more. ``speedup`` is the median over runs of plain
+    decoding's time per token over the contender's, at most its tokens per round: no draft makes a round cheaper.
     """
     plain = plain[: len(answers)]
-    took = undisturbed(answers)
-    made, number = sum(answer.tokens for answer in answers), sum(len(answer.rounds) for answer in answers)
+    times = capped_seconds(answers)
+    tokens, number = sum(run.tokens for run in answers), sum(len(run.rounds) for run in answers)
     ratios = [
-        min(answer.tokens * plain_seconds / (seconds * beside.tokens), answer.tokens / len(answer.rounds))
-        for answer, seconds, beside, plain_seconds in zip(answers, took, plain, undisturbed(plain), strict=True)
+        min(run.tokens * plain_seconds / (seconds * beside.tokens), run.tokens / len(run.rounds))
+        for run, seconds, beside, plain_seconds in zip(answers, times, plain, capped_seconds(plain), strict=True)
         if seconds and beside.tokens
     ]
     return {
-        "tokens_per_second": made / sum(took) if made else 0.0,
-        "tokens_per_round": made / max(1, number),
+        "tokens_per_second": tokens / sum(times) if tokens else 0.0,
+        "tokens_per_round": tokens / max(1, number),
         "speedup": median(ratios) if ratios else 1.0,
     }
 
 
-def undisturbed(answers: Sequence[Measured]) -> list[float]:
-    """Seconds of each of one contender's turns if no round took more than ``DISTURBED`` times the median of its rounds
-    with as many rows: where other work has the cores, single rounds take a hundred times as long, in whichever way's
-    turn it is. First rounds, in which a drafter may read the prompt, are compared with each other."""
+def capped_seconds(runs: Sequence[Measured]) -> list[float]:
+    """Seconds of each of one contender's runs, every round's time capped at ``OUTLIER`` times the median of its rounds
+    with as many rows: other work on the machine makes single rounds a hundred times as long.
+
+    First rounds, in which a drafter may read the prompt, are compared among themselves.
+    """
     times: dict[tuple[bool, int], list[float]] = defaultdict(list)
-    for answer in answers:
-        for number, sample in enumerate(answer.rounds):
+    for run in runs:
+        for number, sample in enumerate(run.rounds):
             times[number == 0, sample.rows].append(sample.total)
-    most = {kind: DISTURBED * median(each) for kind, each in times.items()}
-    return [sum(min(s.total, most[i == 0, s.rows]) for i, s in enumerate(answer.rounds)) for answer in answers]
+    most = {kind: OUTLIER * median(each) for kind, each in times.items()}
+    return [sum(min(s.total, most[i == 0, s.rows]) for i, s in enumerate(run.rounds)) for run in runs]
 
 
-def full(rounds: Sequence[Sample], sequences: int) -> list[Sample]:
-    """The rounds in which ``sequences`` took part; all of them if there is none."""
+def full_rounds(rounds: Sequence[Sample], sequences: int) -> list[Sample]:
+    """The rounds of ``sequences`` sequences; all rounds if there is none such."""
     return [r for r in rounds if len(r.depths) == sequences] or list(rounds)
 
 
 def in_plain_forwards(results: Sequence[Measured], sequences: int) -> float:
-    """Make the times of rounds multiples of the plain rounds' forward; those are the first result's, which took turns
-    with the others. Gives that forward's seconds. Raises ConfigError where nothing was decoded."""
+    """Convert the times of rounds, in place, to multiples of a plain forward: the first result is plain decoding's.
+
+    Returns that forward's seconds. Raises ConfigError if nothing was decoded.
+    """
     results[0].check()
-    unit = median(r.verify for r in full(results[0].rounds, sequences))
+    unit = median(r.verify for r in full_rounds(results[0].rounds, sequences))
     for result in results:
         result.rounds = [
             replace(r, draft=r.draft / unit, verify=r.verify / unit, accept=r.accept / unit, total=r.total / unit)
@@ -389,10 +398,10 @@ def in_plain_forwards(results: Sequence[Measured], sequences: int) -> float:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Prices in units of a plain target forward of the same sequences.
+    """Costs in plain target forwards of the same sequences.
 
-    ``c`` is one draft step (Leviathan et al. 2023, definition 3.7), ``verify[rows]`` a forward of so many rows;
-    ``typical`` that of a drafted round.
+    ``c`` is the cost of one draft step (Leviathan et al. 2023, definition 3.7), ``verify[rows]`` that of a forward by
+    its rows, ``typical`` that of a drafted round's forward.
     """
 
     sequences: int
@@ -402,8 +411,8 @@ class RoundCosts:
 
     @classmethod
     def of(cls, rounds: Sequence[Sample], plain: Sequence[Sample], sequences: int) -> RoundCosts | None:
-        """From a method's rounds and plain decoding's of the same run; None if either is empty. Medians."""
-        rounds, plain = full(rounds, sequences), full(plain, sequences)
+        """Medians over a method's rounds and plain decoding's of the same run; None if either is empty."""
+        rounds, plain = full_rounds(rounds, sequences), full_rounds(plain, sequences)
         if not rounds or not plain:
             return None
         unit = median(r.verify for r in plain)
@@ -419,12 +428,9 @@ class RoundCosts:
         )
 
     def predict(self, rounds: Sequence[Sample], match_rate: float) -> float | None:
-        """Speed over plain decoding that the theory promises for these rounds' draft lengths.
-
-        ``expected_tokens / (gamma c + verify_cost)``, both summed over the rounds, because a drafter may draft less
-        than it was asked for.
-        """
-        rounds = full(rounds, self.sequences)
+        """Predicted speed over plain decoding for these rounds' draft lengths: ``expected_tokens / (gamma c +
+        verify_cost)``, both summed over the rounds, because a drafter may draft less than requested."""
+        rounds = full_rounds(rounds, self.sequences)
         tokens = sum(expected_tokens(match_rate, depth) for r in rounds for depth in r.depths)
         time = sum(r.depth * (self.c or 0.0) + self.verify[r.rows] for r in rounds)
         sequences = sum(len(r.depths) for r in rounds) / len(rounds)
@@ -432,7 +438,7 @@ class RoundCosts:
 
 
 def shares(rounds: Sequence[Sample]) -> dict[str, float] | None:
-    """Where the rounds' time went: drafting, the target's forward, acceptance and sampling, and the host."""
+    """Fractions of the rounds' time: ``draft``, the target's forward, ``accept`` with sampling, and ``host``."""
     total = sum(r.total for r in rounds)
     if not total:
         return None

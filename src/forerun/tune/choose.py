@@ -1,4 +1,4 @@
-"""Which way of drafting is quickest here, and whether it changes anything."""
+"""``forerun tune``: measures candidates, chooses the fastest, checks that it changes no token, writes the report."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from forerun.engine.config import NONE
 from forerun.engine.llm import LLM
 from forerun.measure.page import bar, html, table
-from forerun.measure.rounds import PLAIN, EngineContender, Prompts, Turns, figures, identity
+from forerun.measure.rounds import PLAIN, EngineContender, Interleaved, Prompts, figures, identity, seeded_params
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.levels import StepsConfig
@@ -25,22 +25,22 @@ HISTORY: tuple[dict[str, Any], ...] = (
     {"method": "prompt_lookup", "num_speculative_tokens": 4},
 )
 DEPTHS = (1, 2, 3)
-"""Tokens that a trained draft drafts."""
-SURE = {"num_speculative_tokens": 4, "confidence_threshold": 0.5}
-"""Or as many as are likely to be kept, where each takes a step: a step and a row cost about a fifth of a round, and the
-next token is right in about two of five cases."""
+"""Draft lengths of a trained draft."""
+CONFIDENT = {"num_speculative_tokens": 4, "confidence_threshold": 0.5}
+"""A length that ends at an unlikely token, for drafts of one step per token: a step and a row cost about a fifth of a
+round, and the next token is accepted in about two of five cases."""
 TREE = {"num_speculative_tokens": 4, "tree_nodes": 16}
-"""Or the likeliest of many, which pays where a processor has a matrix unit, so that rows cost little."""
-TURNS = 2
-"""Times that every way answers every prompt, in turns, if there is time."""
-FEWEST = 4
-"""Prompts that every way answers in any case."""
-FIRST = 0.75
-"""Share of the time for each way alone; the rest is for two of them together."""
+"""A tree, which pays where rows cost little, as with a processor's matrix unit."""
+REPEATS = 2
+"""Times that every candidate answers every prompt, if there is time."""
+FIRST_PROMPTS = 4
+"""Prompts that every candidate answers even if the time is over."""
+ALONE = 0.75
+"""Fraction of the time for single drafters; the rest is for combinations of two."""
 
 
-def retrieving(texts: Path) -> dict[str, Any]:
-    """History that the model's own ``texts`` are a part of."""
+def with_datastore(texts: Path) -> dict[str, Any]:
+    """The suffix drafter with the model's own ``texts`` as its datastore."""
     return {"method": "suffix", "datastore": str(texts), "num_speculative_tokens": 4}
 
 
@@ -53,83 +53,97 @@ def choose(
     seconds: float,
     shown: bool,
 ) -> dict[str, Any]:
-    """``{"chosen": speculative_config, "measured": [{"config", "tokens_per_second", "tokens_per_round", "speedup"},
-    ...]}``, one request at a time at temperature 0: plain decoding, history, also with the datastore ``texts``, each of
-    the trained ``drafts`` at several depths, and the best of both together; for ``seconds``, and until every way has
-    answered a few prompts."""
-    known = [*HISTORY, *([retrieving(texts)] if texts is not None else [])]
-    alone = [{**draft, **length} for draft in drafts for length in _lengths(draft)]
-    rows = _measured(llm, [PLAIN, *known, *alone], prompts, tokens, FIRST * seconds, shown)
-    if alone:
-        history, best = _best(rows, known), _best(rows, alone)
-        both = [
-            {"method": "merged", "drafters": [best, history]},
-            {"method": "cascade", "drafters": [history, best]},
+    """Measure candidates, one request at a time at temperature 0.
+
+    Candidates are plain decoding, history drafters, the trained drafts at several lengths, and the best of both kinds
+    combined.
+
+    Args:
+        llm: the target.
+        drafts: ``speculative_config`` of each trained draft.
+        texts: a datastore of the model's own text, if there is one.
+        prompts: token ids.
+        tokens: of each answer.
+        seconds: the time budget; every candidate answers a few prompts even if it is over.
+        shown: whether to show progress.
+
+    Returns:
+        ``{"chosen": speculative_config, "measured": [{"config", "tokens_per_second", "tokens_per_round", "speedup"},
+        ...]}``.
+    """
+    history = [*HISTORY, *([with_datastore(texts)] if texts is not None else [])]
+    trained = [{**draft, **length} for draft in drafts for length in _lengths(draft)]
+    rows = _measured(llm, [PLAIN, *history, *trained], prompts, tokens, ALONE * seconds, shown)
+    if trained:
+        copying, head = _best(rows, history), _best(rows, trained)
+        combined = [
+            {"method": "merged", "drafters": [head, copying]},
+            {"method": "cascade", "drafters": [copying, head]},
         ]
-        rows += _measured(llm, [PLAIN, *both], prompts, tokens, (1 - FIRST) * seconds, shown)[1:]
-    quickest = max(rows, key=lambda row: row["speedup"])["config"]
-    chosen = quickest if quickest["method"] == NONE else {**quickest, "length": "adaptive"}
+        rows += _measured(llm, [PLAIN, *combined], prompts, tokens, (1 - ALONE) * seconds, shown)[1:]
+    fastest = _best(rows)
+    chosen = fastest if fastest["method"] == NONE else {**fastest, "length": "adaptive"}
     return {"chosen": chosen, "measured": rows}
 
 
 def _lengths(draft: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The lengths of a trained ``draft`` that are compared."""
     steps = issubclass(drafters[draft["method"]].config_class, StepsConfig)
-    return [*({"num_speculative_tokens": depth} for depth in DEPTHS), *([SURE] if steps else []), TREE]
+    return [*({"num_speculative_tokens": depth} for depth in DEPTHS), *([CONFIDENT] if steps else []), TREE]
 
 
-def _best(rows: Sequence[Mapping[str, Any]], among: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    result = [row for row in rows if row["config"] in among]
-    return dict(max(result, key=lambda row: row["speedup"])["config"])
+def _best(rows: Sequence[Mapping[str, Any]], among: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """The config of the fastest row, or of the fastest with a config ``among`` some."""
+    candidates = [row for row in rows if among is None or row["config"] in among]
+    return dict(max(candidates, key=lambda row: row["speedup"])["config"])
 
 
 def _measured(
     llm: LLM, configs: Sequence[Mapping[str, Any]], prompts: Prompts, tokens: int, seconds: float, shown: bool
 ) -> list[dict[str, Any]]:
-    """A row for each of ``configs``, of which the first is plain decoding: its figures over prompts and turns."""
+    """A row of figures for each of ``configs``, the first of which is plain decoding."""
     params = [SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)]
     began = time.monotonic()
-    turns = Turns([EngineContender(llm, config, max_num_seqs=1) for config in configs])
-    with progress("measuring", TURNS * len(prompts), shown) as bar:
-        for turn in range(TURNS):
-            if turn:
-                turns.renew(fresh=True)
-            turns.warm_up(prompts[:1], params)
+    interleaved = Interleaved([EngineContender(llm, config, max_num_seqs=1) for config in configs])
+    with progress("measuring", REPEATS * len(prompts), shown) as bar:
+        for repeat in range(REPEATS):
+            if repeat:
+                interleaved.renew(fresh=True)
+            interleaved.warm_up(prompts[:1], params)
             for number, prompt in enumerate(prompts):
-                if (turn or number >= FEWEST) and time.monotonic() - began > seconds:
+                if (repeat or number >= FIRST_PROMPTS) and time.monotonic() - began > seconds:
                     break
-                turns.take([prompt], params)
-                bar.update(turn * len(prompts) + number + 1)
+                interleaved.run([prompt], params)
+                bar.update(repeat * len(prompts) + number + 1)
     return [
-        {"config": dict(config), **figures(answers, turns.runs[0])}
-        for config, answers in zip(configs, turns.runs, strict=True)
+        {"config": dict(config), **figures(runs, interleaved.runs[0])}
+        for config, runs in zip(configs, interleaved.runs, strict=True)
     ]
 
 
 def check(llm: LLM, config: Mapping[str, Any], prompts: Prompts, tokens: int, shown: bool) -> dict[str, Any]:
     """``{"passed", "answers", "different"}``: whether held-out prompts get the same tokens with ``config`` and without,
     at temperatures 0 and 0.8."""
-    turns = Turns([EngineContender(llm, item, max_num_seqs=1) for item in (PLAIN, config)])
+    interleaved = Interleaved([EngineContender(llm, item, max_num_seqs=1) for item in (PLAIN, config)])
     with progress("checking", 2 * len(prompts), shown) as bar:
         for number, temperature in enumerate((0.0, 0.8)):
             if number:
-                turns.renew(fresh=True)
-            params = [SamplingParams(temperature=temperature, max_tokens=tokens, seed=i) for i in range(len(prompts))]
-            turns.take(prompts, params)
+                interleaved.renew(fresh=True)
+            interleaved.run(prompts, seeded_params(len(prompts), 0, temperature=temperature, max_tokens=tokens))
             bar.update((number + 1) * len(prompts))
-    return identity(turns.runs[1], turns.runs[0])
+    return identity(interleaved.runs[1], interleaved.runs[0])
 
 
 def verdict(result: Mapping[str, Any]) -> str:
-    """One line: what was chosen, and what it brings."""
+    """One line with the chosen drafter and its speed-ups."""
     rows = {str(row["config"]): row for row in result["measured"]}
     chosen = {key: value for key, value in result["chosen"].items() if key != "length"}
     row = rows[str(chosen)]
     history = max(rows[str(config)]["speedup"] for config in HISTORY)
     if chosen["method"] == NONE:
         return "no way of drafting pays here: plain decoding is recommended"
-    beaten = any("model" in row["config"] for row in result["measured"]) and "'model'" not in str(chosen)
-    pays = "; what was trained does not pay, history does" if beaten else ""
+    trained = any("model" in row["config"] for row in result["measured"])
+    pays = "; what was trained does not pay, history does" if trained and "'model'" not in str(chosen) else ""
     name = f"{chosen['method']} with the model's own text" if "'datastore'" in str(chosen) else chosen["method"]
     return (
         f"{name}: {row['speedup']:.2f} times plain decoding, "
@@ -139,7 +153,7 @@ def verdict(result: Mapping[str, Any]) -> str:
 
 
 def page(model: str, state: TuneState) -> str:
-    """HTML, UTF-8."""
+    """The report of a tuning, as HTML."""
     results, trained = state.results["choose"], state.results.get("train", {})
     wrote = state.results.get("write", {"tokens": 0})
     most = max(row["speedup"] for row in results["measured"])
@@ -157,7 +171,7 @@ def page(model: str, state: TuneState) -> str:
     ]
     learnt = "; ".join(f"{name} on {result['tokens']:,}, kept: {result['kept']}" for name, result in trained.items())
     parts = [
-        *_found(model, results["chosen"], state.results["check"]),
+        *_header(model, results["chosen"], state.results["check"]),
         "<h2>Speed, one request at a time, temperature 0</h2>",
         table(["drafter", "over plain decoding", "tokens/s", "tokens a round", ""], rows),
         "<h2>Held-out drafts that are kept up to each position, temperature 0</h2>",
@@ -168,8 +182,8 @@ def page(model: str, state: TuneState) -> str:
     return html(model, parts)
 
 
-def _found(tuned: str, chosen: Mapping[str, Any], checked: Mapping[str, Any]) -> list[str]:
-    """What was tuned, what was chosen, and whether it changed an answer."""
+def _header(tuned: str, chosen: Mapping[str, Any], checked: Mapping[str, Any]) -> list[str]:
+    """The tuned model, the chosen config and the identity check."""
     return [
         f"<h1>{escape(tuned)}, tuned</h1>",
         f"<p>Chosen: <code>{escape(json.dumps(chosen))}</code></p>",
@@ -183,14 +197,15 @@ def _minutes(seconds: Mapping[str, float]) -> list[str]:
 
 
 def _name(config: dict[str, Any]) -> str:
-    inside = [_name(part) for part in config.get("drafters", ())]
-    depth = config.get("num_speculative_tokens")
+    """A drafter as the report names it: method, length, datastore and parts."""
+    parts = [_name(part) for part in config.get("drafters", ())]
+    length = config.get("num_speculative_tokens")
     texts = " with the model's own text" if "datastore" in config else ""
-    return config["method"] + (f" {depth}" if depth else "") + texts + (f" ({', '.join(inside)})" if inside else "")
+    return config["method"] + (f" {length}" if length else "") + texts + (f" ({', '.join(parts)})" if parts else "")
 
 
 def pair_page(model: str, result: dict[str, Any]) -> str:
-    """HTML, UTF-8, of what ``pair.search`` found."""
+    """The report of ``pair.search``, as HTML."""
     most = max(row["speedup"] for row in result["measured"])
     rows = [
         [_name(row["config"]), json.dumps(row["config"]), f"{row['temperature']:g}", str(row["concurrency"]),
@@ -210,12 +225,12 @@ def pair_page(model: str, result: dict[str, Any]) -> str:
         for rows, cost in points.items()
     ]
     parts = [
-        *_found(f"{model} and its draft", result["chosen"], result["check"]),
-        "<h2>Measured, in turns with plain decoding</h2>",
+        *_header(f"{model} and its draft", result["chosen"], result["check"]),
+        "<h2>Measured, interleaved with plain decoding</h2>",
         table(["drafter", "options", "temperature", "at a time", "answers", "over plain decoding", "tokens/s",
                "tokens a round", ""], rows),
-        "<h2>Forms of the draft, each at its best on paper</h2><p>Prices in plain forwards.</p>",
-        table(["form", "MB", "tokens guessed", "a draft's start", "a step", "over plain decoding, on paper"], forms),
+        "<h2>Variants of the draft, each with its best simulated settings</h2><p>Costs in plain forwards.</p>",
+        table(["variant", "MB", "tokens guessed", "a draft's start", "a step", "simulated speed-up"], forms),
         "<h2>A verification by its rows, in plain forwards</h2>",
         table(["at a time", "rows", "cost", ""], costs),
         *_minutes(result["seconds"]),

@@ -1,4 +1,4 @@
-"""What tuning and its training loop are told."""
+"""Configurations of ``tune`` and of its training loop."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from forerun.core.folders import expanded
 from forerun.models.kinds import UNQUANTIZED
 
 SHARES = {"write": 0.4, "train": 0.35, "choose": 0.15}
-"""Of the time: the rest is for loading and checking. Where nothing is trained, that is for writing, too."""
+"""Fractions of the time budget; the rest is for loading and checking. Without training, its time is for writing."""
 
 TEXTS = "text.safetensors"
-"""What the model wrote, in the folder of a tuning."""
+"""The model's own text, in a tuned folder."""
 
 TRAINED = ("eagle", "medusa", "parallel", "dflash", "draft_model")
 NOTHING = ("none",)
@@ -23,7 +23,7 @@ NOTHING = ("none",)
 
 @dataclass(frozen=True, kw_only=True)
 class TuneConfig:
-    """One tuning. The flags of the command are made from these fields."""
+    """One run of ``tune``. The command's flags are made from these fields."""
 
     model: str
     out: Path
@@ -45,12 +45,13 @@ class TuneConfig:
     progress: bool = True  # show progress bars
 
     def __post_init__(self) -> None:
-        asked = tuple(dict.fromkeys(self.train))
-        object.__setattr__(self, "train", () if asked == NOTHING else asked)
+        kinds = tuple(dict.fromkeys(self.train))
+        object.__setattr__(self, "train", () if kinds == NOTHING else kinds)
         unknown = [name for name in self.train if name not in TRAINED]
         if unknown:
-            able = ", ".join(TRAINED)
-            raise ConfigError(f"nothing called {unknown[0]!r} is trained: choose among {able}, or none alone")
+            raise ConfigError(
+                f"nothing called {unknown[0]!r} is trained: choose among {', '.join(TRAINED)}, or none alone"
+            )
         if self.quantization == UNQUANTIZED:
             object.__setattr__(self, "quantization", None)
         if self.text is not None and not self.text.is_file():
@@ -74,19 +75,18 @@ class TuneConfig:
 
     @property
     def writing(self) -> float:
-        """Share of the time in which the model writes; a text that is given is read in no more."""
+        """Fraction of the time in which the model writes, or reads at most, if a text is given."""
         return SHARES["write"] + (0.0 if self.train else SHARES["train"])
 
     @property
     def learning(self) -> float:
-        """Share of the time in which drafts learn, and read a text that is given."""
+        """Fraction of the time in which drafts are trained and, if a text is given, the model reads it."""
         return SHARES["train"] + (SHARES["write"] if self.text is not None else 0.0) if self.train else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairConfig:
-    """One search for the fastest settings of a draft. Those of the command's flags that need ``--draft`` are made from
-    these fields."""
+    """One search for the fastest settings of a draft. The flags that need ``--draft`` are made from these fields."""
 
     model: str
     draft: str
@@ -112,15 +112,15 @@ class PairConfig:
         })  # fmt: skip
 
     @property
-    def cells(self) -> list[tuple[float, int]]:
-        """Temperature and how many sequences at a time."""
+    def workloads(self) -> list[tuple[float, int]]:
+        """Temperature and number of sequences decoded together, every combination."""
         return [(temperature, count) for count in self.concurrency for temperature in self.temperatures]
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """How long, how fast and in what portions a model is trained. Everything is counted in tokens, unless ``seconds``
-    says how long."""
+    """Length, learning rates and batches of a training run. Lengths are in tokens; ``seconds``, if given, limits the
+    run instead."""
 
     out: Path  # folder of the checkpoint and of the log
     tokens: int  # tokens of the whole run; on resume a smaller number starts the decay earlier
@@ -155,7 +155,7 @@ class LoopSettings:
         })  # fmt: skip
 
     def planned(self, tokens: int, seconds: float) -> LoopSettings:
-        """The same once ``tokens`` took ``seconds``: the run is as long as its time allows."""
+        """The settings after ``tokens`` took ``seconds``: with as many tokens as the run's time allows."""
         if not self.seconds or not seconds:
             return self
         return replace(self, tokens=max(tokens, int(tokens * self.seconds / seconds)))

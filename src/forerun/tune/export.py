@@ -1,4 +1,4 @@
-"""EAGLE heads as other engines read them: the folders of ``speculators`` (which vLLM serves) and of SGLang."""
+"""Exports EAGLE heads to other engines: folders of ``speculators``, which vLLM serves, and of SGLang."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def export_head(head: str, target: str, out: Path, form: str) -> str:
-    """Write an ``eagle`` head made for ``target`` to the folder ``out``; the command that serves both there.
+    """Write an ``eagle`` head made for ``target`` to the folder ``out``. Returns the command that serves both.
 
-    Raises ConfigError for a form that is not known, ModelError for a head of another target or of a kind that those
-    engines do not run, and for a target whose folder has no safetensors.
+    Raises ConfigError for an unknown form, ModelError for a head of another target or of a kind that those engines do
+    not run, and for a target without safetensors.
     """
     if form not in FORMS:
         raise ConfigError(f"a head is exported as {' or '.join(FORMS)}, not {form!r}")
@@ -67,26 +67,26 @@ def export_head(head: str, target: str, out: Path, form: str) -> str:
 
 
 def _weights(head: EagleHead, target: Path, layer: str) -> dict[str, torch.Tensor]:
-    """By the names that the engines read, with the target's output rows where the head has none of its own, and for
-    ``speculators`` with its embedding, which its loader does not take from the target."""
+    """Tensors by the engines' names, with the target's output layer if the head has none. ``speculators`` also gets the
+    target's embedding, which its loader does not read from the target."""
     result: dict[str, torch.Tensor] = {}
-    theirs = read_tensors(target)
+    of_target = read_tensors(target)
     for name, tensor in head.state_dict().items():
         prefix = layer if name.startswith(LAYER) else f"{layer}self_attn." if name.startswith(ATTENTION) else ""
         result[prefix + name] = (tensor.bfloat16() if tensor.is_floating_point() else tensor).contiguous()
     if "lm_head.weight" not in result:
-        result["lm_head.weight"] = theirs.get("lm_head.weight", theirs[EMBEDDING]).bfloat16().contiguous()
+        result["lm_head.weight"] = of_target.get("lm_head.weight", of_target[EMBEDDING]).bfloat16().contiguous()
     if layer == "layers.0.":
-        result["embed_tokens.weight"] = theirs[EMBEDDING].bfloat16().clone()
+        result["embed_tokens.weight"] = of_target[EMBEDDING].bfloat16().clone()
     if "d2t" in result:
-        known = torch.zeros(head.sizes.vocab_size, dtype=torch.bool)
-        known[result["d2t"] + torch.arange(len(result["d2t"]))] = True
-        result["t2d"] = known
+        drafted = torch.zeros(head.sizes.vocab_size, dtype=torch.bool)
+        drafted[result["d2t"] + torch.arange(len(result["d2t"]))] = True
+        result["t2d"] = drafted
     return result
 
 
 def _layer(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:
-    """The decoder layer as a Llama's config has it."""
+    """The decoder layer as a Llama config."""
     options = head.options
     return {
         "model_type": "llama",
@@ -138,7 +138,7 @@ def _sglang(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:
         "draft_vocab_size": head.options.get("draft_vocab_size") or head.sizes.vocab_size,
         "eagle_aux_hidden_state_layer_ids": list(head.layers),
         "eagle_config": {
-            # SGLang counts the layer that gives a state, from 0; vLLM and we the layers behind which it lies.
+            # SGLang counts the layer that outputs a state, from 0; vLLM and we count the layers before it.
             "eagle_aux_hidden_state_layer_ids": [layer - 1 for layer in head.layers],
             "use_aux_hidden_state": True,
         },

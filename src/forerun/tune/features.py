@@ -1,26 +1,272 @@
-"""What a target saw in its own text while it wrote it, kept on disk: hidden states of a few layers in bfloat16."""
+"""The training data of drafts: text that the target writes, with its hidden states of a few layers, kept on disk.
+
+``Writer`` generates and records it, a file per batch. ``Features`` reads the files back as training batches.
+"""
 
 from __future__ import annotations
 
+import random
+import time
 import zlib
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from forerun.core.errors import ConfigError
-from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.speculate.draft.heads.head import TrainingBatch, overlap
+from forerun.core.errors import ConfigError, RequestError
+from forerun.core.folders import replace_with
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import Draft, Drafts, Verdicts
+from forerun.engine.llm import LLM
+from forerun.models.chat import Message, render_chat
+from forerun.models.tokenizer import encode
+from forerun.sampling.params import SamplingParams
+from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs
+from forerun.speculate.draft.heads.head import TrainingBatch
+from forerun.speculate.verify import Verification
+from forerun.tune.data import (
+    OPENING,
+    Data,
+    every_fortieth,
+    held_out_prompts,
+    library_paragraphs,
+    rendered,
+    user_turns,
+)
+
+FOLLOW_UP_EVERY = 4
+"""One conversation in so many gets a second user turn."""
+SELF_WRITTEN_EVERY = 2
+"""One conversation in so many begins with a user turn that the model wrote itself."""
+SELF_WRITTEN_TOKENS = 96
+"""Most tokens of such a turn; a longer one is dropped."""
+PLACEHOLDER = "What does a user say?"
+"""Marks a user turn's place in the chat template."""
+ROWS = 48
+"""Texts that are written together."""
+TIMED = 24
+"""Answers, and tokens of each, that measure the speed of writing."""
+PROMPT_TAIL = 128
+"""Tokens of a prompt in a training row: hidden states hold what came before."""
+FOLLOW_UPS = (
+    "Make it shorter.",
+    "Can you explain the last point again?",
+    "Give me an example.",
+    "Thank you! Write it again in simpler words.",
+    "Now list the most important points.",
+    "Are you sure? Check your answer.",
+    "Translate your answer into Spanish.",
+    "Tell me more.",
+)
 
 
 @dataclass(frozen=True)
-class Talk:
-    """A conversation: where it lies, its tokens, and how many of them are the prompt's."""
+class RecordConfig(DrafterConfig):
+    layers: tuple[int, ...] = ()
+    """Hidden states to record, as ``Needs.hidden`` counts them."""
+
+
+class HiddenStateRecorder(Drafter[RecordConfig]):
+    """A drafter that drafts nothing and records the target's hidden states."""
+
+    name = "record"
+    config_class = RecordConfig
+
+    def __init__(self, config: RecordConfig, context: DraftContext) -> None:
+        super().__init__(config, context)
+        self.needs = Needs(hidden=tuple(config.layers))
+        self.rows: dict[int, list[Tensor]] = {}
+        self.done: dict[tuple[int, ...], Tensor] = {}
+        """Hidden states of each finished sequence by its tokens, bfloat16 [tokens fed, layers * hidden size]."""
+
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
+        return [Draft() for _ in sequences]
+
+    def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
+        for sequence, verdict in zip(sequences, verdicts):
+            if verdict.hidden is not None and verdict.error is None:
+                parts = [verdict.hidden[layer] for layer in self.config.layers]
+                self.rows.setdefault(sequence.id, []).append(torch.cat(parts, dim=-1).to(torch.bfloat16))
+
+    def release(self, sequence: RequestState) -> None:
+        rows = self.rows.pop(sequence.id, None)
+        if rows:
+            self.done[tuple(sequence.tokens)] = torch.cat(rows)
+
+    def take(self, tokens: Sequence[int]) -> Tensor | None:
+        """Remove and return the hidden states of a finished sequence."""
+        return self.done.pop(tuple(tokens), None)
+
+
+@dataclass
+class Writer:
+    """Generates text with ``llm``, whose hidden states ``record`` collects.
+
+    Prompts have at most ``prompt`` tokens and answers at most ``answer``; ``rows`` texts are written together.
+    """
+
+    llm: LLM
+    record: HiddenStateRecorder
+    data: Data
+    rows: int = ROWS
+    answer: int = 256
+    prompt: int = 700
+    chats: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.chats = bool(getattr(self.llm.tokenizer, "chat_template", None))
+
+    def write_part(self, seed: int, temperature: float) -> dict[str, Any]:
+        """One batch as ``Features`` reads it: ``tokens``, ``lengths``, ``prompts``, ``hidden`` and ``layers``."""
+        rng = random.Random(seed)
+        if not self.chats:
+            return self._packed(self._completions(self._openings(seed), temperature, rng))
+        first = max(1, self.rows * FOLLOW_UP_EVERY // (FOLLOW_UP_EVERY + 1))
+        turns = self._self_written_turns(first // SELF_WRITTEN_EVERY, rng)
+        turns += islice(self._turns(seed), first - len(turns))
+        texts, conversations = [], []
+        for ids, count, messages in self._chats(
+            [[{"role": "user", "content": turn}] for turn in turns], temperature, rng
+        ):
+            texts.append((ids, count))
+            conversations.append([*messages, {"role": "user", "content": rng.choice(FOLLOW_UPS)}])
+        second = rng.sample(conversations, min(len(conversations), self.rows - first))
+        texts += [(ids, count) for ids, count, _ in self._chats(second, temperature, rng)]
+        return self._packed(texts)
+
+    def read_part(self, answers: Sequence[Sequence[int]]) -> dict[str, Any]:
+        """One batch, as of ``write_part``, of given answers of the model, each after ``prefix``."""
+        prompts = [[*self.prefix, *answer][: self.max_read] for answer in answers]
+        outputs = self.llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+        pairs = zip(prompts, outputs, strict=True)
+        return self._packed([([*prompt, *out.outputs[0].token_ids], len(self.prefix)) for prompt, out in pairs])
+
+    @cached_property
+    def prefix(self) -> list[int]:
+        """Tokens before a given answer: an empty user turn or, without a chat template, the BOS token, if any."""
+        if self.chats:
+            return rendered(self.llm, [{"role": "user", "content": ""}])
+        first = self.llm.encode("")[1][:1]
+        return first if first == [self.llm.tokenizer.bos_token_id] else []
+
+    @property
+    def max_read(self) -> int:
+        """Tokens of a given text that are read, at most; one more follows them."""
+        return self.prompt + self.answer - 1
+
+    def tokens_to_read(self, answers: Sequence[Sequence[int]]) -> int:
+        """Tokens of the texts that ``read_part`` makes of the answers."""
+        return sum(min(len(self.prefix) + len(answer), self.max_read) + 1 for answer in answers)
+
+    def held_out_part(self, prompts: Sequence[list[int]]) -> dict[str, Any]:
+        """One batch of answers to held-out prompts, at temperatures 0 and 1."""
+        texts = []
+        for temperature in (0.0, 1.0):
+            texts += self._completions(prompts, temperature, random.Random(0))
+        return self._packed(texts)
+
+    def speed(self, prompts: Sequence[list[int]]) -> float:
+        """Tokens per second, prompts included, of short answers to a few of ``prompts``."""
+        few = list(prompts[:: max(1, len(prompts) // TIMED)][:TIMED])
+        began = time.monotonic()
+        texts = self._completions(few, 0.0, random.Random(0), TIMED)
+        self.record.done.clear()
+        return sum(len(ids) for ids, _ in texts) / (time.monotonic() - began)
+
+    def held_out_prompts(self) -> list[list[int]]:
+        return held_out_prompts(self.llm, self.prompt, self.data.paragraphs)
+
+    def _turns(self, seed: int) -> Iterator[str]:
+        """Yields user turns: the data's own and generated ones alternate."""
+        rng = random.Random(seed)
+        for _, turn in user_turns(seed, self.data.paragraphs):
+            if self.data.turns:
+                yield rng.choice(self.data.turns)
+            yield turn
+
+    def _self_written_turns(self, count: int, rng: random.Random) -> list[str]:
+        """At most ``count`` user turns that the model writes itself, where its template has the user speak (Magpie: Xu
+        et al. 2024, arXiv 2406.08464)."""
+        text = render_chat(self.llm.tokenizer, [{"role": "user", "content": PLACEHOLDER}])
+        before, found, _ = text.partition(PLACEHOLDER)
+        if not found:
+            return []
+        prompts = [encode(self.llm.tokenizer, before, add_special_tokens=False)] * count
+        outputs = [text.outputs[0] for text in self._generate(prompts, 1.0, rng, SELF_WRITTEN_TOKENS)]
+        self.record.done.clear()
+        return [out.text.strip() for out in outputs if out.finish_reason == "stop" and out.text.strip()]
+
+    def _openings(self, seed: int) -> list[list[int]]:
+        """Beginnings of texts, none of which is held out."""
+        rng = random.Random(seed)
+        texts = [*(self.data.paragraphs or library_paragraphs()), *self.data.turns]
+        excluded = set(every_fortieth(texts)) if len(texts) > 40 else set()
+        usable = [text for text in texts if text not in excluded] or texts
+        return [self.llm.encode(rng.choice(usable))[1][:OPENING] for _ in range(self.rows)]
+
+    def _chats(
+        self, conversations: Sequence[Sequence[Message]], temperature: float, rng: random.Random
+    ) -> Iterator[tuple[list[int], int, list[Message]]]:
+        """Yields each conversation with the model's answer: token ids, how many are the prompt's, and messages."""
+        usable = []
+        for messages in conversations:
+            try:
+                ids = rendered(self.llm, messages)
+            except RequestError:  # the template leaves a turn out, or refuses it
+                continue
+            if len(ids) <= self.prompt:
+                usable.append((messages, ids))
+        for (messages, prompt), text in zip(usable, self._generate([ids for _, ids in usable], temperature, rng)):
+            answer = {"role": "assistant", "content": text.outputs[0].text}
+            yield [*prompt, *text.outputs[0].token_ids], len(prompt), [*messages, answer]
+
+    def _completions(
+        self, prompts: Sequence[list[int]], temperature: float, rng: random.Random, answer: int | None = None
+    ) -> list[tuple[list[int], int]]:
+        """Prompts with their answers: token ids, and how many are the prompt's."""
+        texts = self._generate(prompts, temperature, rng, answer)
+        return [([*prompt, *text.outputs[0].token_ids], len(prompt)) for prompt, text in zip(prompts, texts)]
+
+    def _generate(
+        self, prompts: Sequence[list[int]], temperature: float, rng: random.Random, answer: int | None = None
+    ) -> list[Any]:
+        longest = min(self.answer, answer or self.answer)
+        params = [
+            SamplingParams(temperature=temperature, max_tokens=longest, seed=rng.randrange(2**31)) for _ in prompts
+        ]
+        return self.llm.generate(list(prompts), params, use_tqdm=False) if prompts else []
+
+    def _packed(self, texts: Sequence[tuple[list[int], int]]) -> dict[str, Any]:
+        """Texts with their recorded hidden states, if any; the last token's, which was never fed, is zero."""
+        layers = list(self.record.config.layers)
+        pad = torch.zeros(1, len(layers) * self.llm.model.info.hidden_size, dtype=torch.bfloat16)
+        recorded = [
+            (ids, count, self.record.take(ids) if layers else pad.expand(len(ids) - 1, 0)) for ids, count in texts
+        ]
+        whole = [(ids, count, rows) for ids, count, rows in recorded if rows is not None and len(rows) == len(ids) - 1]
+        self.record.done.clear()
+        return {
+            "layers": layers,
+            "tokens": torch.tensor([token for ids, _, _ in whole for token in ids], dtype=torch.int32),
+            "lengths": torch.tensor([len(ids) for ids, _, _ in whole], dtype=torch.int32),
+            "prompts": torch.tensor([count for _, count, _ in whole], dtype=torch.int32),
+            "hidden": torch.cat([part for _, _, rows in whole for part in (rows, pad)] or [pad[:0]]),
+        }
+
+
+def save_part(part: dict[str, Any], path: Path) -> None:
+    """Write a part, atomically."""
+    replace_with(path, lambda temporary: torch.save(part, temporary))
+
+
+class TextSpan(NamedTuple):
+    """A conversation: its file and place there, its tokens, and how many of them are the prompt's."""
 
     part: int
     start: int
@@ -29,18 +275,17 @@ class Talk:
 
 
 class Features:
-    """The files that ``text.Writer`` wrote into a folder, read from disk as they are needed, or held on a GPU; more
-    may come."""
+    """Reads the parts in a folder, from disk as they are needed, or from a GPU's memory. Parts may be added."""
 
     def __init__(self, folder: Path, seed: int = 0, device: str | torch.device = "cpu") -> None:
         self.folder, self.seed, self.device = folder, seed, torch.device(device)
         self.parts: list[dict[str, Any]] = []
-        self.talks: list[Talk] = []
+        self.spans: list[TextSpan] = []
         self.names: set[str] = set()
-        self.look()
+        self.refresh()
 
-    def look(self) -> None:
-        """Take in the files that are new."""
+    def refresh(self) -> None:
+        """Load the files that are new."""
         for path in sorted(self.folder.glob("*.pt")):
             if path.name in self.names:
                 continue
@@ -48,10 +293,10 @@ class Features:
             part |= {name: part[name].to(self.device) for name in ("tokens", "hidden")}
             if self.parts and part["layers"] != self.parts[0]["layers"]:
                 raise ConfigError(f"{path} holds other layers than the files before it")
-            at = 0
+            start = 0
             for length, prompt in zip(part["lengths"].tolist(), part["prompts"].tolist()):
-                self.talks.append(Talk(len(self.parts), at, length, prompt))
-                at += length
+                self.spans.append(TextSpan(len(self.parts), start, length, prompt))
+                start += length
             self.parts.append(part)
             self.names.add(path.name)
 
@@ -60,64 +305,66 @@ class Features:
         return list(self.parts[0]["layers"])
 
     def counts(self, vocabulary: int) -> Tensor:
-        """How often each token is in an answer, int64 [vocabulary]."""
+        """Frequency of each token in the answers, int64 [vocabulary]."""
         total = torch.zeros(vocabulary, dtype=torch.long, device=self.device)
         for tokens in self.answers():
             total += torch.bincount(tokens.long(), minlength=vocabulary)
         return total
 
     def answers(self) -> Iterator[Tensor]:
-        """Token ids of each conversation's last answer."""
-        for talk in self.talks:
-            yield self.parts[talk.part]["tokens"][talk.start + talk.prompt : talk.start + talk.length]
+        """Yields the token ids of each conversation's last answer."""
+        for span in self.spans:
+            yield self.parts[span.part]["tokens"][span.start + span.prompt : span.start + span.length]
 
     def sample(self, tokens: int) -> Iterator[tuple[dict[str, Any], int, int, int]]:
-        """Conversations of ``tokens`` tokens together: the file, and where in it, how long, and how much is prompt."""
-        for talk in self.talks:
+        """Yields conversations of ``tokens`` tokens in all: the part, and a ``TextSpan``'s start, length and prompt."""
+        for span in self.spans:
             if tokens <= 0:
                 return
-            tokens -= talk.length
-            yield self.parts[talk.part], talk.start, talk.length, talk.prompt
+            tokens -= span.length
+            yield self.parts[span.part], span.start, span.length, span.prompt
 
     def batch(self, consumed: int, rows: int, length: int) -> Tensor:
-        """Conversations drawn at random and laid end to end, int64 [rows, length, 3]: where each token is (part and
-        place), and its conversation's number in the row."""
-        draw = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {consumed}".encode()))
+        """Rows of random conversations end to end, as indices, int64 [rows, length, 3].
+
+        An index is a token's part, its place there, and the conversation's number in the row << 20 plus its prompt
+        tokens. Which conversations are drawn depends on ``consumed``, the tokens before this batch.
+        """
+        rng = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {consumed}".encode()))
         if consumed % (8 * rows * length) == 0:
-            self.look()
+            self.refresh()
         out = torch.empty(rows, length, 3, dtype=torch.long)
         for row in range(rows):
-            at, number = 0, 0
-            while at < length:
-                talk = self.talks[int(torch.randint(len(self.talks), (), generator=draw))]
-                # of a long prompt, the end: what comes before it is in the features
-                skip = max(0, talk.prompt - 128)
-                count = min(talk.length - skip, length - at)
-                out[row, at : at + count, 0] = talk.part
-                out[row, at : at + count, 1] = torch.arange(count) + talk.start + skip
-                out[row, at : at + count, 2] = number * (1 << 20) + talk.prompt - skip
-                at, number = at + count, number + 1
+            column, number = 0, 0
+            while column < length:
+                span = self.spans[int(torch.randint(len(self.spans), (), generator=rng))]
+                skip = max(0, span.prompt - PROMPT_TAIL)
+                count = min(span.length - skip, length - column)
+                out[row, column : column + count, 0] = span.part
+                out[row, column : column + count, 1] = torch.arange(count) + span.start + skip
+                out[row, column : column + count, 2] = number * (1 << 20) + span.prompt - skip
+                column, number = column + count, number + 1
         return out
 
     def lesson(
         self, indices: Tensor, target: PreTrainedModel, embedding: Tensor, head: Tensor, narrow: bool
     ) -> TrainingBatch:
-        """What a draft learns from at ``indices`` (``batch``); ``head`` reads hidden states, of the drafted tokens
-        alone where it is ``narrow``."""
+        """The training batch at ``indices`` (``batch``). ``head`` reads hidden states; it has the rows of the draft
+        vocabulary alone if ``narrow``."""
         indices = indices.to(self.device)
         rows, length, _ = indices.shape
         tokens = indices.new_empty(rows * length)
         wide = tokens.new_empty(rows * length, self.parts[0]["hidden"].shape[1], dtype=torch.bfloat16)
         flat = indices.view(-1, 3)
         for part in flat[:, 0].unique().tolist():
-            mine = flat[:, 0] == part
-            at = flat[mine, 1]
-            tokens[mine] = self.parts[part]["tokens"][at].long()
-            wide[mine] = self.parts[part]["hidden"][at]
+            of_part = flat[:, 0] == part
+            places = flat[of_part, 1]
+            tokens[of_part] = self.parts[part]["tokens"][places].long()
+            wide[of_part] = self.parts[part]["hidden"][places]
         states = wide.view(rows, length, -1).float().chunk(len(self.layers), dim=-1)
-        segment = indices[..., 2] >> 20
+        segments = indices[..., 2] >> 20
         prompt = indices[..., 2] & ((1 << 20) - 1)
-        inside = torch.arange(length, device=self.device) - _starts(segment)
+        offsets = torch.arange(length, device=self.device) - _starts(segments)
         return TrainingBatch(
             tokens=tokens.view(rows, length),
             hidden=dict(zip(self.layers, states)),
@@ -125,205 +372,15 @@ class Features:
             embedding=embedding,
             head=head,
             target=target,
-            segments=segment,
-            answers=inside >= prompt,
+            segments=segments,
+            answers=offsets >= prompt,
             reduced_vocabulary=narrow,
         )
 
 
 def _starts(segments: Tensor) -> Tensor:
-    """Where the conversation of each place begins, int64 [rows, length]."""
+    """Index of each token's conversation's first token, int64 [rows, length]."""
     length = segments.shape[1]
     new = torch.ones_like(segments, dtype=torch.bool)
     new[:, 1:] = segments[:, 1:] != segments[:, :-1]
     return torch.where(new, torch.arange(length, device=new.device), 0).cummax(dim=1).values
-
-
-RIDGE = 0.01
-"""Of every input's mean square."""
-SHARPNESS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
-"""Factors of the logits that are tried."""
-CALIBRATED = 8_000
-"""Tokens that they are tried on."""
-BACK = 0.03
-"""How closely features keep to hidden states, which stand in for them while drafting."""
-
-
-def options(config: Any, layers: list[int], rows: int) -> dict[str, Any]:
-    """Options of an EAGLE-3 head whose layer is one of a Llama target's."""
-    heads = config.num_attention_heads
-    rope = getattr(config, "rope_parameters", None) or {}
-    return {
-        "heads": heads,
-        "kv_heads": config.num_key_value_heads,
-        "width": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "inner_size": config.intermediate_size,
-        "theta": float(rope.get("rope_theta", 10000.0)),
-        "eps": config.rms_norm_eps,
-        "layers": layers,
-        "draft_vocab_size": rows,
-        "mixed": True,
-    }
-
-
-def scale(module: Any) -> Tensor:
-    """What a target's RMS norm or matrix multiplies by, float32: Gemma's norms hold that less one."""
-    weight: Tensor = module.weight.float()
-    less_one = type(module).__name__.startswith("Gemma") and weight.dim() == 1
-    return weight + 1 if less_one else weight
-
-
-def vocabulary(counts: Tensor, rows: int, always: list[int]) -> Tensor:
-    """The ``rows`` commonest tokens of ``counts`` int64 [vocabulary] in ascending order, ``always`` among them."""
-    requested = counts.clone()
-    requested[always] = int(counts.max()) + 1
-    return requested.topk(rows).indices.sort().values
-
-
-class Fit:
-    """Least squares with a ridge, of sums that are added up batch by batch: weights [outputs, inputs]."""
-
-    def __init__(self, inputs: int, outputs: int, device: torch.device) -> None:
-        self.left = torch.zeros(inputs, inputs, device=device)
-        self.right = torch.zeros(inputs, outputs, device=device)
-
-    def add(self, known: Tensor, requested: Tensor) -> None:
-        self.left += known.T @ known
-        self.right += known.T @ requested
-
-    def solve(self, some: Tensor | slice = slice(None)) -> Tensor:
-        """The weights of the inputs ``some``; every input counts as if its mean square were 1."""
-        left, right = self.left[some][:, some], self.right[some]
-        size = left.diagonal().sqrt().clamp_min(1e-6)
-        left = left / size / size[:, None] + RIDGE * torch.eye(len(size), device=size.device)
-        return (torch.linalg.solve(left, right / size[:, None]) / size[:, None]).T
-
-
-@torch.no_grad()
-def start(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: Features, tokens: int) -> Tensor:
-    """Gives ``head`` what needs no gradient. Its feature is the target's last hidden state before the final norm's
-    weights, and so is its output, for the next token; rows of the target's output layer, ``ids``, read it. Matrices
-    are fitted to that, one after another, by least squares: of feature and embedding, of what the layer's attention
-    finds and of what its MLP makes of both, with the target's last layer's weights before them. Returns the size of
-    every input of ``fc``, a root mean square, float32 [inputs]."""
-    body: Any = target.get_decoder()
-    output: Any = target.get_output_embeddings()
-    embedding: Any = target.get_input_embeddings()
-    norm = scale(body.norm)
-    head.reduce_vocabulary(ids, output.weight[ids])
-    head.norm.weight.copy_(norm)
-    take(head, (head.hidden_norm, head.post_attention_layernorm), body.layers[-1])
-    known = _Talks(features, embedding.weight.float(), norm, tokens)
-    sizes = _fit_input(head, known)
-    second = Fit(head.o_proj.in_features, len(norm), norm.device)
-    for states, said, requested in known:
-        stream, attended = _attended(head, states, said)
-        second.add(attended[-len(requested) :], requested - stream[-len(requested) :])
-    head.o_proj.weight.copy_(second.solve())
-    third = Fit(head.mlp.down_proj.in_features, len(norm), norm.device)
-    for states, said, requested in known:
-        stream, attended = _attended(head, states, said)
-        x = stream + head.o_proj(attended)
-        normed = head.post_attention_layernorm(x)
-        inner = functional.silu(head.mlp.gate_proj(normed)) * head.mlp.up_proj(normed)
-        third.add(inner[-len(requested) :], requested - x[-len(requested) :])
-    head.mlp.down_proj.weight.copy_(third.solve())
-    head.norm.weight.mul_(_sharpness(head, replace(known, tokens=CALIBRATED)))
-    return sizes
-
-
-def take(own: Any, norms: tuple[Any, Any], layer: Any) -> None:
-    """What the target's ``layer`` looks for, where it has matrices of ``own``'s shapes, with its ``norms`` before
-    attention and MLP, nothing of what it says."""
-    attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
-    pairs = [(getattr(own, part), getattr(attention, part, None)) for part in ("q_proj", "k_proj", "v_proj")]
-    pairs += [(getattr(own.mlp, part), getattr(mlp, part, None)) for part in ("gate_proj", "up_proj")]
-    named = ("input_layernorm", "post_attention_layernorm")
-    pairs += [(norm, getattr(layer, name, None)) for norm, name in zip(norms, named, strict=True)]
-    for mine, theirs in pairs:
-        if theirs is not None and theirs.weight.shape == mine.weight.shape:
-            mine.weight.copy_(scale(theirs))
-    own.o_proj.weight.zero_()
-    own.mlp.down_proj.weight.zero_()
-
-
-def _fit_input(head: EagleHead, known: _Talks) -> Tensor:
-    """Fits ``mix`` and ``fc``. While drafting, the head's output is its next feature, so ``mix`` is fitted to last
-    hidden states, and ``fc`` adds to those what the other features say."""
-    assert head.mix is not None
-    size, inputs = head.fc.out_features, head.fc.in_features
-    device = known.norm.device
-    fit, squares, count = Fit(size + inputs, size, device), torch.zeros(inputs, device=device), 0
-    for states, said, requested in known:
-        fit.add(torch.cat([said, states], dim=-1)[-len(requested) :], requested)
-        squares += states.square().sum(0)
-        count += len(states)
-    last = torch.cat([torch.arange(size), torch.arange(inputs, inputs + size)])
-    short, long = fit.solve(last), fit.solve()
-    mixed = short[:, size:] * known.norm
-    head.mix.weight.copy_(torch.cat([long[:, :size], mixed], dim=-1))
-    keep = torch.zeros(size, inputs, device=device)
-    keep[:, -size:] = torch.diag(1 / known.norm)
-    close = BACK * mixed.square().sum() / size
-    lack = long[:, size:] - mixed @ keep
-    near = close * torch.eye(size, device=device)
-    head.fc.weight.copy_(keep + torch.linalg.solve(mixed.T @ mixed + near, mixed.T @ lack))
-    return (squares / max(1, count)).sqrt()
-
-
-def _sharpness(head: EagleHead, known: _Talks) -> float:
-    """The factor of its logits with which most of its drafts are kept at temperature 1."""
-    assert head.lm_head is not None
-    kept, count = torch.zeros(len(SHARPNESS), device=known.norm.device), 0
-    for states, said, requested in known:
-        stream, attended = _attended(head, states, said)
-        logits = head.lm_head(head.norm(head.finish(stream, attended)[-len(requested) :]))
-        theirs = head.lm_head(requested * known.norm)
-        kept += torch.stack([overlap(theirs, factor * logits).sum() for factor in SHARPNESS])
-        count += len(requested)
-    return SHARPNESS[int(kept.argmax())] if count else 1.0
-
-
-@dataclass(frozen=True)
-class _Talks:
-    """Of each conversation, ``tokens`` tokens together, the features [n, inputs], the embeddings of the tokens behind
-    them, and, for the last of them, where the answer is, the next tokens' hidden states before ``norm``."""
-
-    features: Features
-    embedding: Tensor
-    norm: Tensor
-    tokens: int
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for part, index, length, prompt in self.features.sample(self.tokens):
-            states = part["hidden"][index : index + length].float()
-            ids = part["tokens"][index : index + length].long()
-            answer = states[max(1, prompt - 1) : -1, -len(self.norm) :] / self.norm
-            if len(answer):
-                yield states[:-2], self.embedding[ids[1:-1]], answer
-
-
-def _attended(head: EagleHead, states: Tensor, said: Tensor) -> tuple[Tensor, Tensor]:
-    """A conversation's stream before the layer [n, hidden size], and what its attention finds [n, heads * width]."""
-    stream = head.enter(said, head.feature(states))
-    q, k, v = head.qkv(said, stream, torch.arange(len(said), device=said.device))
-    groups = head.heads // head.kv_heads
-    k, v = k.repeat_interleave(groups, dim=-2), v.repeat_interleave(groups, dim=-2)
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    return stream, out[0].transpose(0, 1).flatten(-2)
-
-
-class Scaled(nn.Module):
-    """A weight as it is learnt: for inputs of size 1, whatever theirs are."""
-
-    def __init__(self, size: Tensor) -> None:
-        super().__init__()
-        self.size: Tensor
-        self.register_buffer("size", size.clamp_min(1e-3))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight / self.size
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        return weight * self.size

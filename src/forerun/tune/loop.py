@@ -1,7 +1,7 @@
-"""The training loop shared by everything that is trained: schedule, optimizers, checkpoints, progress, pauses.
+"""The training loop of everything that is trained: optimizers, checkpoints, evaluation, progress, pauses.
 
-A run is a function of its settings: which sequences a step sees depends on the tokens consumed before it, so a run that
-was stopped goes on from its checkpoint as if it had not been.
+A run depends on its settings alone: a step's sequences are a function of the tokens consumed before it. A run that was
+stopped therefore continues from its checkpoint with the same result.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from forerun.tune.config import LoopSettings
 
 CHECKPOINT = "checkpoint.pt"
 UNFIT = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, UnpicklingError)
-"""What a damaged checkpoint, or one of another model, raises while it is restored."""
+"""Errors of restoring a damaged checkpoint, or one of another model."""
 LOG = "log.jsonl"
 
 
 class Batches(Protocol):
-    """Where sequences come from, as a function of the tokens consumed so far."""
+    """Training sequences as a function of the tokens consumed so far."""
 
     def batch(self, consumed: int, rows: int, length: int) -> Tensor:
         """Token ids, int64 [rows, length + 1]."""
@@ -48,13 +48,12 @@ LossFunction = Callable[[nn.Module, Tensor], Tensor]
 """(model, token ids [rows, length + 1]) -> mean loss of these rows, a scalar with a gradient."""
 
 Evaluation = Callable[[nn.Module], Mapping[str, Any]]
-"""Figures of a model for the log, such as its held-out loss: numbers, or lists of them by position."""
+"""Returns a model's figures for the log, such as its held-out loss: numbers, or lists of them by position."""
 
 
 @dataclass(frozen=True)
-class Meaning:
-    """What a loss says. It is shown and logged divided by ``weight``, the sum of its parts' weights, so that it is a
-    mean per token."""
+class LossLabel:
+    """How a loss is shown and logged: its unit, and the sum of its terms' weights, by which it is divided."""
 
     text: str = "nats per token"
     weight: float = 1.0
@@ -62,12 +61,12 @@ class Meaning:
 
 @dataclass
 class State:
-    """What a run has done so far."""
+    """Progress of a run, as its checkpoint stores it."""
 
     tokens: int = 0
     steps: int = 0
-    seconds: float = 0.0  # time spent in steps, as settings count it: pauses and evaluations are not in it
-    plans: list[list[int]] = field(default_factory=list)  # [tokens consumed, length of the run set then]
+    seconds: float = 0.0  # time spent in steps, without pauses and evaluations
+    plans: list[list[int]] = field(default_factory=list)  # [tokens consumed, tokens of the whole run from then on]
 
 
 def run(
@@ -76,12 +75,12 @@ def run(
     loss_function: LossFunction,
     settings: LoopSettings,
     evaluate: Evaluation | None = None,
-    meaning: Meaning = Meaning(),
+    label: LossLabel = LossLabel(),
 ) -> State:
-    """Trains the parameters of `model` that require gradients until `settings.tokens` tokens are consumed, or
-    `settings.seconds` spent.
+    """Train the parameters of `model` that require gradients until `settings.tokens` tokens are consumed or
+    `settings.seconds` are over.
 
-    Ctrl-C ends it after the step that runs; raises Stopped once that is saved.
+    Ctrl-C ends the run after the current step; Stopped is raised once that is saved.
     """
     if settings.threads:
         torch.set_num_threads(settings.threads)
@@ -97,26 +96,26 @@ def run(
     log = settings.out / LOG
     if not state.steps:
         log.write_text("", encoding="utf-8")
-    saved, evaluated = time.monotonic(), state.tokens
+    last_save, last_evaluation = time.monotonic(), state.tokens
     unit, total = ("seconds", round(settings.seconds)) if settings.seconds else ("tokens", settings.tokens)
     with Interrupt() as interrupt, progress(f"training, {unit}", total, settings.progress) as bar:
-        bar.say(f"loss: {meaning.text}")
-        while state.tokens < settings.tokens and not interrupt.asked:
+        bar.say(f"loss: {label.text}")
+        while state.tokens < settings.tokens and not interrupt.requested:
             wait_while_paused(settings.pause_file, interrupt)
             loss, norm = _step(model, batches, loss_function, optimizers, settings, state)
             settings = settings.planned(state.tokens, state.seconds)
-            loss /= meaning.weight
+            loss /= label.weight
             _log(log, step=state.steps, tokens=state.tokens, loss=loss, norm=norm, seconds=state.seconds)
             done = round(state.seconds) if settings.seconds else state.tokens
             bar.update(done, f"loss {loss:.3f}, {state.tokens / state.seconds:.0f} tokens/s")
-            if evaluate and (state.tokens - evaluated >= settings.eval_tokens or state.tokens >= settings.tokens):
-                evaluated = state.tokens
-                figures = looked_at(evaluate, model)
+            if evaluate and (state.tokens - last_evaluation >= settings.eval_tokens or state.tokens >= settings.tokens):
+                last_evaluation = state.tokens
+                figures = evaluated(evaluate, model)
                 _log(log, step=state.steps, tokens=state.tokens, seconds=state.seconds, **figures)
-                bar.say(f"held-out text after {state.tokens:,} tokens: {described(figures)}")
-            if time.monotonic() - saved > settings.checkpoint_seconds:
+                bar.say(f"held-out text after {state.tokens:,} tokens: {shown(figures)}")
+            if time.monotonic() - last_save > settings.checkpoint_seconds:
                 save_checkpoint(settings.out / CHECKPOINT, model, optimizers, state)
-                saved = time.monotonic()
+                last_save = time.monotonic()
         save_checkpoint(settings.out / CHECKPOINT, model, optimizers, state)
     if state.tokens < settings.tokens:
         raise Stopped(
@@ -127,21 +126,21 @@ def run(
 
 
 def _try_batches(batches: Batches, settings: LoopSettings, state: State) -> None:
-    """Raise ConfigError now, and not when the run gets there, where the texts are too short for its sequences."""
+    """Raise ConfigError at the beginning if the texts are too short for the run's sequences."""
     for fraction, length in ((1 - settings.long_share, settings.length), (settings.long_share, settings.long_length)):
         if fraction > 0 and state.tokens < settings.tokens:
             batches.batch(state.tokens, max(1, settings.batch_tokens // length), length)
 
 
-def looked_at(evaluate: Evaluation, model: nn.Module) -> Mapping[str, Any]:
-    """Figures of a model, the same whenever they are taken; what is drawn while they are is not missed by the run."""
+def evaluated(evaluate: Evaluation, model: nn.Module) -> Mapping[str, Any]:
+    """A model's figures, with random numbers of their own: they are reproducible and do not change the run's."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return evaluate(model.eval())
 
 
-def described(figures: Mapping[str, Any]) -> str:
-    """One line of them."""
+def shown(figures: Mapping[str, Any]) -> str:
+    """Figures in one line."""
     parts = []
     for name, value in figures.items():
         values = value if isinstance(value, list) else [value]
@@ -157,7 +156,7 @@ def _step(
     settings: LoopSettings,
     state: State,
 ) -> tuple[float, float]:
-    """One optimizer step; gives the mean loss and the norm of the gradient and advances `state`."""
+    """One optimizer step, which advances `state`. Returns the mean loss and the gradient's norm."""
     clock = time.process_time if settings.cpu_time else time.monotonic
     started = clock()
     length = settings.length_at(state.tokens)
@@ -218,7 +217,7 @@ def make_optimizers(model: nn.Module, settings: LoopSettings) -> list[torch.opti
 
 
 def save_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer], state: State) -> None:
-    """Writes everything that the run needs to go on; the file is replaced whole or not at all."""
+    """Write everything that continues the run, atomically."""
     content = {
         "model": {name: p.detach() for name, p in model.named_parameters() if p.requires_grad},
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
@@ -228,7 +227,7 @@ def save_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
 
 
 def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> State:
-    """Restores model and optimizers in place, but for the learning rates; gives what the run had done."""
+    """Restore model and optimizers in place, except for the learning rates; returns the run's progress."""
     try:
         content = torch.load(path, weights_only=True)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -249,13 +248,13 @@ def load_checkpoint(path: Path, model: nn.Module, optimizers: list[torch.optim.O
 
 
 def wait_while_paused(pause_file: Path | None, interrupt: Interrupt | None = None) -> None:
-    """Sleeps as long as the file exists and nobody asks for an end."""
-    while pause_file is not None and pause_file.exists() and not (interrupt is not None and interrupt.asked):
+    """Sleep as long as the file exists and no end is requested."""
+    while pause_file is not None and pause_file.exists() and not (interrupt is not None and interrupt.requested):
         time.sleep(1.0)
 
 
 def _log(path: Path, **figures: Any) -> None:
-    """Adds a line to a log, a JSON object."""
+    """Append a JSON object to a log."""
     rounded = {key: round(value, 5) if isinstance(value, float) else value for key, value in figures.items()}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(rounded) + "\n")
@@ -265,33 +264,33 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Stopped(ForerunError):
-    """A run was asked to stop, and has saved what it had done."""
+    """A run was stopped on request, and its progress is saved."""
 
 
 class Interrupt:
-    """Inside the block, the first Ctrl-C (or SIGTERM) is noted in ``asked``; a second one ends everything at once.
+    """A block in which the first Ctrl-C (or SIGTERM) sets ``requested``; the second one ends everything at once.
 
-    Signals reach the main thread only; in another one nothing changes. What is ignored already stays so.
+    Signals reach the main thread alone; in another one nothing changes. Ignored signals stay ignored.
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            heard = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._note) for number in heard}
+            handled = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._request) for number in handled}
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
         print(
             "stopping when this step is done; again: at once, without what was done since the last save",
             file=sys.stderr,
@@ -304,8 +303,8 @@ LINE_SECONDS = 20.0
 
 
 class Progress:
-    """Shows how many of ``total`` units of work are done: a bar, or a line now and then where there is no terminal;
-    nothing at all unless ``shown``."""
+    """Progress out of ``total`` units: a bar or, without a terminal, a line every ``LINE_SECONDS``; nothing unless
+    ``shown``."""
 
     def __init__(self, title: str, total: int, shown: bool) -> None:
         self.title, self.total, self.shown = title, total, shown
@@ -317,7 +316,7 @@ class Progress:
         self._task = self.bar.add_task(title, total=total, note="")
         self._started = time.monotonic()
         self._first: int | None = None
-        self._said = float("-inf")
+        self._last_line = float("-inf")
 
     def update(self, done: int, note: str = "") -> None:
         done = min(done, self.total)
@@ -325,10 +324,10 @@ class Progress:
             self.bar.update(self._task, completed=done, note=note)
             return
         now = time.monotonic()
-        if self._first is None:
+        if self._first is None:  # a resumed run does not begin at 0
             self._started, self._first = now, done
-        if now - self._said >= LINE_SECONDS or done == self.total:
-            self._said = now
+        if now - self._last_line >= LINE_SECONDS or done == self.total:
+            self._last_line = now
             fraction = f"{self.title}: {done:,} of {self.total:,} ({done / max(1, self.total):.0%})"
             self.say(", ".join(part for part in (fraction, note, self._left(done, now)) if part))
 
@@ -340,14 +339,14 @@ class Progress:
         return f"{seconds / 60:.0f} min left" if seconds >= 60 else f"{seconds:.0f} s left"
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Print a line above the bar."""
         if self.shown:
             self.bar.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 @contextmanager
 def progress(title: str, total: int, shown: bool = True) -> Iterator[Progress]:
-    """Progress of a block of ``total`` units; nothing at all unless ``shown``."""
+    """Progress of a block of ``total`` units; nothing unless ``shown``."""
     result = Progress(title, total, shown)
     with result.bar:
         yield result

@@ -1,8 +1,8 @@
-"""``forerun tune TARGET --draft DRAFT``: how a draft model drafts quickest for a target, here.
+"""``forerun tune TARGET --draft DRAFT``: the fastest settings of a draft model for a target, on this machine.
 
-Parts are measured, and combinations of them are judged on paper: what a verification costs by its rows, what a draft
-costs by its tokens in each form, and which tokens each form guesses of answers that the target gave. The best few then
-take turns with plain decoding on other prompts.
+Costs are measured once: a verification by its rows, a draft by its tokens in each variant of the draft model, and which
+tokens of the target's own answers each variant predicts. Every draft length is then simulated from them. The best few
+settings are measured, interleaved with plain decoding, on other prompts.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.engine import tuned
 from forerun.engine.llm import LLM
-from forerun.measure.planner import CostCurve, draft_price
+from forerun.measure.planner import CostCurve, draft_cost
 from forerun.measure.rounds import (
     PLAIN,
     WARM_UP,
     EngineContender,
-    Turns,
+    Interleaved,
     engine_of,
     figures,
-    full,
+    full_rounds,
     identity,
     in_plain_forwards,
     measure,
@@ -53,75 +53,81 @@ from forerun.tune.data import held_out_prompts
 from forerun.tune.loop import Progress, progress
 
 DRAFT = "draft_model"
-FEWER = (32_768, 65_536)
-"""Outputs of a draft that are tried where its vocabulary has at least twice as many."""
-SHARES = {"write": 0.1, "cost": 0.14, "forms": 0.5}
-"""When each stage ends, of the time; what is left is for the best few."""
-TOGETHER = 4
+DRAFT_VOCABULARIES = (32_768, 65_536)
+"""Sizes of the draft vocabulary that are tried where the draft has at least twice as many outputs."""
+DEADLINES = {"write": 0.1, "verify": 0.14, "variants": 0.5, "race": 0.95}
+"""Fraction of the time budget at which each stage ends."""
+WRITE_BATCH = 4
 """Answers that are written together."""
-LONGEST = 704
+MAX_PROMPT = 704
 """Tokens of a prompt, at most."""
-VERIFIED = 16
-"""Drafted tokens up to which a verification is timed."""
-LADDERS = (3, 6)
-"""Times at each number of rows, at least and at most."""
+MAX_VERIFIED = 16
+"""Largest number of drafted tokens whose verification is timed."""
+REPEATS = (3, 6)
+"""Repetitions of each timed verification, at least and at most."""
 DEPTHS = range(1, 13)
 THRESHOLDS = (None, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 TIMED = {"num_speculative_tokens": 8, "confidence_threshold": 0.4}
-"""Drafts of many lengths, to tell a draft's start from its steps."""
-BLOCKS = ("q4_0", "q8_0", "q4_k")
+"""Settings for timing a draft: its lengths vary, which separates the cost of its start from that of its steps."""
+BLOCK_FORMATS = ("q4_0", "q8_0", "q4_k")
 CLOSE = 0.9
-"""Of the best one's speed on paper: another form that comes so close is tried, too."""
-TURNS = 2
-"""Prompts of each cell that the best few answer in any case."""
+"""Fraction of the best simulated speed from which the second-best variant is measured, too."""
+FIRST_PROMPTS = 2
+"""Prompts of each workload that the candidates answer even if the time is over."""
 HOPELESS = 0.4
-"""How much slower than the best, over the number of prompts so far, is too slow to go on with."""
+"""A candidate is dropped when it is slower than the best by this fraction, divided by the prompts so far."""
 REPORT = "report.html"
 
 
 @dataclass
-class Form:
-    """How the draft is held, and what was measured of it."""
+class DraftVariant:
+    """A draft model in one weight format and with one draft vocabulary, and what was measured of it."""
 
     options: dict[str, Any]
     replayed: dict[float, list[Replayed]]
-    prices: dict[int, Price]
-    """By sequences at a time."""
+    """By temperature."""
+    costs: dict[int, PairCosts]
+    """By the number of sequences."""
     bytes: int
     best: tuple[int, float | None] = (1, None)
-    """Depth and threshold."""
+    """Depth and confidence threshold."""
     speed: float = 0.0
-    """On paper, over plain decoding."""
+    """Simulated speed over plain decoding."""
 
-    def judge(self, cells: Sequence[tuple[float, int]]) -> None:
-        """Find the best depth and threshold on paper."""
+    def find_best(self, workloads: Sequence[tuple[float, int]]) -> None:
+        """Set ``best`` and ``speed`` by simulating every depth and threshold."""
         for depth in DEPTHS:
             for threshold in THRESHOLDS:
                 speeds = [
-                    on_paper(self.replayed[temperature], depth, threshold, self.prices[n])[0]
-                    for temperature, n in cells
+                    simulate(self.replayed[temperature], depth, threshold, self.costs[count])[0]
+                    for temperature, count in workloads
                 ]
                 if (speed := geometric_mean(speeds)) > self.speed:
                     self.speed, self.best = speed, (depth, threshold)
 
     def config(self) -> dict[str, Any]:
+        """The ``speculative_config`` with the best depth and threshold."""
         depth, threshold = self.best
-        sure = {} if threshold is None else {"confidence_threshold": threshold}
-        return {**self.options, "num_speculative_tokens": depth, **sure}
+        more = {} if threshold is None else {"confidence_threshold": threshold}
+        return {**self.options, "num_speculative_tokens": depth, **more}
 
     def row(self) -> dict[str, Any]:
-        """As a page shows it."""
-        every = [each.kept for result in self.replayed.values() for each in result]
-        guessed = sum(map(sum, every)) / max(1, sum(map(len, every)))
-        price = next(iter(self.prices.values()))
-        config = {key: value for key, value in self.config().items() if key not in ("method", "model")}
-        return {"config": config, "bytes": self.bytes, "guessed": guessed, "start": price.start, "step": price.step,
-                "on_paper": self.speed}  # fmt: skip
+        """The variant's entry in ``forms`` of the result."""
+        kept = [each.kept for answers in self.replayed.values() for each in answers]
+        costs = next(iter(self.costs.values()))
+        return {
+            "config": {key: value for key, value in self.config().items() if key not in ("method", "model")},
+            "bytes": self.bytes,
+            "guessed": sum(map(sum, kept)) / max(1, sum(map(len, kept))),
+            "start": costs.start,
+            "step": costs.step,
+            "on_paper": self.speed,
+        }
 
 
 def tune_pair(config: PairConfig, out: Path, say: Callable[[str], None] = lambda line: None) -> Path:
-    """Searches, and writes what was found into ``out``. Raises ForerunError subclasses."""
-    if _holds_another(out, config.draft):
+    """Search, and write the result into the folder ``out``. Raises ForerunError subclasses."""
+    if _holds_another_tuning(out, config.draft):
         raise ConfigError(f"{out} holds another tuning; name another --out, or remove it")
     result = search(config, say)
     out.mkdir(parents=True, exist_ok=True)
@@ -133,29 +139,35 @@ def tune_pair(config: PairConfig, out: Path, say: Callable[[str], None] = lambda
     return out
 
 
-def _holds_another(out: Path, draft: str) -> bool:
-    """Whether a folder has a tuning in it that was not made with ``draft``."""
+def _holds_another_tuning(out: Path, draft: str) -> bool:
+    """Whether the folder has a tuning that was made without ``draft``."""
     if not (out / tuned.FILE).is_file():
         return (out / "run").exists()
-    said = read_object(out / tuned.FILE).get("draft")
-    return not isinstance(said, dict) or said.get("model") != draft
+    saved = read_object(out / tuned.FILE).get("draft")
+    return not isinstance(saved, dict) or saved.get("model") != draft
 
 
 def verdict(result: Mapping[str, Any]) -> str:
-    """One line: what was chosen, and what it brings."""
-    described, answers = _described(result["chosen"]), result["check"]["answers"]
-    said = ", ".join(
+    """One line with the chosen config and its speed-ups."""
+    chosen, answers = _without_model(result["chosen"]), result["check"]["answers"]
+    speedups = ", ".join(
         f"{row['speedup']:.2f} at temperature {row['temperature']:g}, {row['concurrency']} at a time"
         for row in result["measured"]
-        if row["config"] == described
+        if row["config"] == chosen
     )
-    return f"{json.dumps(described)}: over plain decoding {said}; {answers} answers are the same"
+    return f"{json.dumps(chosen)}: over plain decoding {speedups}; {answers} answers are the same"
 
 
 def search(config: PairConfig, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """``{"chosen": speculative_config, "measured": [{"config", "temperature", "concurrency", "speedup", ...}, ...],
-    "forms": [...], "verify_cost": {sequences: {rows: price}}, "check": {"passed", "answers", "different"}}``. Raises
-    ConfigError where an answer differs with and without drafts."""
+    """Find the fastest settings.
+
+    Returns:
+        ``{"chosen": speculative_config, "measured": [{"config", "temperature", "concurrency", "speedup", ...}, ...],
+        "forms": [...], "verify_cost": {sequences: {rows: cost}}, "check": {"passed", "answers", "different"}}``.
+
+    Raises:
+        ConfigError: if an answer differs with and without drafts, among other reasons.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     began = time.monotonic()
@@ -172,104 +184,108 @@ class _Search:
     began: float
     bar: Progress
     loaded: dict[Any, Any]
+    """Draft models that engines share (``models.load.sharing``)."""
     llm: LLM = field(init=False)
     answers: dict[float, list[PairAnswer]] = field(default_factory=dict)
     curves: dict[int, CostCurve] = field(default_factory=dict)
+    """Verification costs by the number of sequences."""
     rests: dict[int, float] = field(default_factory=dict)
+    """A plain round's time outside its forward, by the number of sequences."""
     points: dict[int, dict[int, float]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         config = self.config
-        room = min(
-            LONGEST + config.answer, read_config(resolve(config.model)).get_text_config().max_position_embeddings
-        )
-        most = max(TOGETHER, *config.concurrency)
+        context = read_config(resolve(config.model)).get_text_config().max_position_embeddings
+        max_len = min(MAX_PROMPT + config.answer, context)
         self.llm = LLM(
             config.model,
             quantization=config.quantization,
             threads=torch.get_num_threads(),
-            max_model_len=room,
-            max_num_seqs=most,
+            max_model_len=max_len,
+            max_num_seqs=max(WRITE_BATCH, *config.concurrency),
         )
-        prompts = held_out_prompts(self.llm, room - config.answer)
+        prompts = held_out_prompts(self.llm, max_len - config.answer)
         if len(prompts) < 8:
             raise ConfigError(f"an answer of {config.answer} tokens leaves no room for a prompt: lower it")
         count = len(prompts)
         prompts = [prompts[i] for i in sorted(range(count), key=lambda i: (i % 4, i))]  # one of each category first
-        self.seen, self.held = prompts[: count // 4], prompts[count // 4 :]
+        self.train, self.held_out = prompts[: count // 4], prompts[count // 4 :]
 
-    def spent(self, fraction: float) -> bool:
-        """Whether so much of the time is over."""
+    def over(self, stage: str) -> bool:
+        """Whether the time for a stage is over."""
         seconds = time.monotonic() - self.began
         if seconds < self.bar.total:
             self.bar.update(round(seconds))
-        return seconds >= fraction * 60 * self.config.minutes
+        return seconds >= DEADLINES[stage] * 60 * self.config.minutes
 
-    def stage(self, name: str) -> None:
+    def end_stage(self, name: str) -> None:
         self.seconds[name] = time.monotonic() - self.began - sum(self.seconds.values())
 
     def params(self, temperature: float, number: int, tokens: int) -> SamplingParams:
         return SamplingParams(temperature=temperature, max_tokens=tokens, seed=self.config.seed + number)
 
     def run(self) -> dict[str, Any]:
-        first = {"method": DRAFT, "model": self.config.draft, "quantization": self._kinds()[0]}
-        # Another vocabulary is refused before anything is measured.
-        drafting = EngineContender(self.llm, {**first, **TIMED})
+        first = {"method": DRAFT, "model": self.config.draft, "quantization": self._formats()[0]}
+        drafting = EngineContender(self.llm, {**first, **TIMED})  # refuses another vocabulary before any measurement
         self.plain = EngineContender(self.llm, PLAIN)
-        self.stage("load")
+        self.end_stage("load")
         self._write()
-        self.stage("write")
-        self._verify()
-        self.stage("verification")
-        forms = self._forms(drafting, first)
-        self.stage("forms")
+        self.end_stage("write")
+        self._time_verification()
+        self.end_stage("verification")
+        variants = self._variants(drafting, first)
+        self.end_stage("forms")
         del drafting
-        rows, check, chosen = self._turns(self._candidates(forms))
-        self.stage("turns")
+        rows, check, chosen = self._race(self._candidates(variants))
+        self.end_stage("turns")
         self.llm.close()
         if not check["passed"]:
             raise ConfigError(f"speculation changed {check['different']} answers; nothing is recommended")
         return {
-            "chosen": chosen, "measured": rows, "forms": [form.row() for form in forms], "verify_cost": self.points,
-            "check": check, "seconds": self.seconds,
+            "chosen": chosen, "measured": rows, "forms": [variant.row() for variant in variants],
+            "verify_cost": self.points, "check": check, "seconds": self.seconds,
         }  # fmt: skip
 
-    def _kinds(self) -> list[str]:
-        """Forms that the draft's weights may have, the one that is usual first."""
+    def _formats(self) -> list[str]:
+        """Weight formats of the draft that are tried, the default first."""
         info = self.llm.model.info
         if not blocks.can(info.dtype, info.device):
             return ["none"]
         small = weight_sizes(resolve(self.config.draft))[0] <= LARGE
-        return ["int8_rows", "none", *BLOCKS[:2]] if small else [BLOCKS[0], "none", *BLOCKS[1:]]
+        return ["int8_rows", "none", *BLOCK_FORMATS[:2]] if small else [BLOCK_FORMATS[0], "none", *BLOCK_FORMATS[1:]]
 
     def _write(self) -> None:
         """The target answers a prompt of each category at every temperature, as long as there is time."""
-        for first in range(0, len(self.seen), TOGETHER):
+        for first in range(0, len(self.train), WRITE_BATCH):
             for temperature in self.config.temperatures:
-                if first and self.spent(SHARES["write"]):
+                if first and self.over("write"):
                     return
-                prompts = self.seen[first : first + TOGETHER]
+                prompts = self.train[first : first + WRITE_BATCH]
                 params = [self.params(temperature, first + i, self.config.answer) for i in range(len(prompts))]
-                said = self.plain.run(prompts, params).answers
-                result = [PairAnswer(*each) for each in zip(prompts, said, params) if len(each[1]) > 1]
-                self.answers.setdefault(temperature, []).extend(result)
+                written = zip(prompts, self.plain.run(prompts, params).answers, params)
+                self.answers.setdefault(temperature, []).extend(
+                    PairAnswer(*each) for each in written if len(each[1]) > 1
+                )
 
-    def _verify(self) -> None:
-        """What a round costs the target by its rows, with drafts that are never kept."""
+    def _time_verification(self) -> None:
+        """Measure the target's cost of a round by its rows, with random drafts, which are not accepted."""
         if not all(self.answers.values()):
             raise ConfigError("the model ended its answers at once: there is nothing to draft")
-        guess = engine_of(self.llm, {"method": "random", "num_speculative_tokens": VERIFIED})
+        engine = engine_of(self.llm, {"method": "random", "num_speculative_tokens": MAX_VERIFIED})
         for count in self.config.concurrency:
-            prompts = [self.seen[i % len(self.seen)][:8] for i in range(count)]
+            prompts = [self.train[i % len(self.train)][:8] for i in range(count)]
             times: dict[int, list[float]] = defaultdict(list)
             rests: list[float] = []
-            for turn in range(LADDERS[1]):
-                if turn >= LADDERS[0] and self.spent(SHARES["cost"]):
+            for repeat in range(REPEATS[1]):
+                if repeat >= REPEATS[0] and self.over("verify"):
                     break
-                for depth in (0, VERIFIED):  # no draft is longer than what is left of an answer: each number in turn
+                for depth in (
+                    0,
+                    MAX_VERIFIED,
+                ):  # drafts get shorter towards an answer's end: every number of rows occurs
                     params = [replace(self.params(0.0, i, 3 + depth), ignore_eos=True) for i in range(count)]
-                    for sample in full(measure(guess, prompts, params, max_draft=depth).rounds, count):
+                    for sample in full_rounds(measure(engine, prompts, params, max_draft=depth).rounds, count):
                         times[sample.rows].append(sample.verify)
                         rests += [] if sample.depth else [sample.rest]
             unit = min(times[count])  # other work on the machine only ever adds to a time
@@ -277,135 +293,141 @@ class _Search:
             self.curves[count] = CostCurve(self.points[count], count, self.llm.model.row_multiple)
             self.rests[count] = min(rests) / unit
 
-    def _forms(self, drafting: EngineContender, first: Mapping[str, Any]) -> list[Form]:
-        """What each form of the draft costs and guesses, the best on paper first; then the best one's other numbers of
-        outputs."""
+    def _variants(self, drafting: EngineContender, first: Mapping[str, Any]) -> list[DraftVariant]:
+        """Variants of the draft, the best first: every weight format, then the best format's other vocabularies."""
         drafter: Any = drafting.engine.router.drafters[DRAFT]
-        result: list[Form] = []
+        result: list[DraftVariant] = []
         self._measure(drafting, first, result)
         del drafting
         base = {"method": DRAFT, "model": self.config.draft}
-        for kind in self._kinds()[1:]:
+        for kind in self._formats()[1:]:
             self._try({**base, "quantization": kind}, result)
         kind = result[0].options["quantization"]
-        for size in self._sizes(drafter):
+        for size in self._vocabularies(drafter):
             self._try({**base, "quantization": kind, "draft_vocab_size": size}, result)
         return result
 
-    def _sizes(self, drafter: DraftModel) -> list[int]:
-        """Other numbers of outputs to try, where there are many."""
-        known = min(
-            read_config(resolve(self.config.draft)).get_text_config().vocab_size, drafter.context.sampler.vocab_size
-        )
-        sizes = [size for size in FEWER if 2 * size <= known and drafter.model.info.weight_bytes > LARGE]
-        return sizes if drafter.output_ids is None else [*sizes, known]
+    def _vocabularies(self, drafter: DraftModel) -> list[int]:
+        """Other sizes of the draft vocabulary that are tried, for a large draft."""
+        outputs = read_config(resolve(self.config.draft)).get_text_config().vocab_size
+        outputs = min(outputs, drafter.context.sampler.vocab_size)
+        large = drafter.model.info.weight_bytes > LARGE
+        sizes = [size for size in DRAFT_VOCABULARIES if large and 2 * size <= outputs]
+        return sizes if drafter.output_ids is None else [*sizes, outputs]
 
-    def _try(self, options: Mapping[str, Any], result: list[Form]) -> None:
-        """Measures another form, if there is time."""
-        if not self.spent(SHARES["forms"]):
+    def _try(self, options: Mapping[str, Any], result: list[DraftVariant]) -> None:
+        """Measure another variant if there is time."""
+        if not self.over("variants"):
             self._measure(EngineContender(self.llm, {**options, **TIMED}), options, result)
 
-    def _measure(self, drafting: EngineContender, options: Mapping[str, Any], result: list[Form]) -> None:
+    def _measure(self, drafting: EngineContender, options: Mapping[str, Any], result: list[DraftVariant]) -> None:
+        """Add a variant to ``result``, which stays sorted."""
         drafter: Any = drafting.engine.router.drafters[DRAFT]
-        replayed, read = {}, []
+        replayed, read_seconds = {}, []
         for temperature, answers in self.answers.items():
             replayed[temperature], seconds = replay(drafter, answers)
-            read.append(seconds)
+            read_seconds.append(seconds)
         if not all(replayed.values()):
             raise ConfigError(f"{self.config.draft} has too short a context for these prompts: it cannot draft")
-        prices = {count: self._price(drafting, count, median(read)) for count in self.config.concurrency}
-        form = Form(dict(options), replayed, prices, sum(m.info.weight_bytes for m in drafter.models()))
-        form.judge(self.config.cells)
-        best = max((each.speed for each in result), default=0.0)
-        result.append(form)
+        costs = {count: self._costs(drafting, count, median(read_seconds)) for count in self.config.concurrency}
+        variant = DraftVariant(dict(options), replayed, costs, sum(m.info.weight_bytes for m in drafter.models()))
+        variant.find_best(self.config.workloads)
+        if not result or variant.speed > result[0].speed:
+            shown = json.dumps(variant.row()["config"])
+            self.say(f"so far, after {time.monotonic() - self.began:.0f} s: {shown}, {variant.speed:.2f} simulated")
+        result.append(variant)
         result.sort(key=lambda each: -each.speed)
-        if form.speed > best:
-            described = json.dumps(form.row()["config"])
-            self.say(f"so far, after {time.monotonic() - self.began:.0f} s: {described}, {form.speed:.2f} on paper")
 
-    def _price(self, drafting: EngineContender, count: int, read: float) -> Price:
-        """From rounds that take turns with plain ones."""
-        prompts = [self.seen[i % len(self.seen)] for i in range(count)]
+    def _costs(self, drafting: EngineContender, count: int, read_seconds: float) -> PairCosts:
+        """Measure drafted rounds of ``count`` sequences, interleaved with plain ones."""
+        prompts = [self.train[i % len(self.train)] for i in range(count)]
         params = [replace(self.params(self.config.temperatures[0], i, 32), ignore_eos=True) for i in range(count)]
-        turns = Turns([self.plain, drafting])
-        turns.warm_up(prompts, params)
-        plain, result = turns.side_by_side(prompts, params)
+        interleaved = Interleaved([self.plain, drafting])
+        interleaved.warm_up(prompts, params)
+        plain, result = interleaved.side_by_side(prompts, params)
         unit = in_plain_forwards([plain, result], count)
-        samples = [sample for sample in full(result.rounds, count) if sample.depth]
+        samples = [sample for sample in full_rounds(result.rounds, count) if sample.depth]
         if not samples:
             raise ConfigError(f"{self.config.draft} drafts nothing for these prompts: it has too short a context")
-        start, step = draft_price(samples, self.rests[count])
-        return Price(self.curves[count], start, step, self.rests[count], read / unit, count)
+        start, step = draft_cost(samples, self.rests[count])
+        return PairCosts(self.curves[count], start, step, self.rests[count], read_seconds / unit, count)
 
-    def _candidates(self, forms: Sequence[Form]) -> list[dict[str, Any]]:
-        """What is measured: the best on paper, the next form where it comes close, the usual chains, a tree, text that
-        repeats before the draft, and that alone."""
-        best = forms[0].config()
-        chains = [best, *(form.config() for form in forms[1:2] if form.speed > CLOSE * forms[0].speed)]
-        kept = {form["quantization"] for form in chains}
-        for key in [key for key in self.loaded if not any(repr(kind) in repr(key) for kind in kept)]:
+    def _candidates(self, variants: Sequence[DraftVariant]) -> list[dict[str, Any]]:
+        """The settings that are measured: the best simulated one, the second-best variant if it is close, the default
+        chain, a tree, ``suffix`` before the best one, and ``suffix`` alone."""
+        best = variants[0].config()
+        close = [variant.config() for variant in variants[1:2] if variant.speed > CLOSE * variants[0].speed]
+        formats = {config["quantization"] for config in (best, *close)}
+        for key in [key for key in self.loaded if not any(repr(kind) in repr(key) for kind in formats)]:
             del self.loaded[key]
         curve = self.curves[min(self.curves)]
-        wide = 16 if curve(17) < 1.25 * curve(9) else 8
-        tree = {**forms[0].options, "num_speculative_tokens": min(4, max(2, forms[0].best[0])), "tree_nodes": wide}
+        nodes = 16 if curve(17) < 1.25 * curve(9) else 8
+        depth = min(4, max(2, variants[0].best[0]))
+        tree = {**variants[0].options, "num_speculative_tokens": depth, "tree_nodes": nodes}
         suffix = {"method": "suffix", "num_speculative_tokens": 4}
-        return [*chains, dict(forms[0].options), tree, {"method": "cascade", "drafters": [suffix, best]}, suffix]
+        cascade = {"method": "cascade", "drafters": [suffix, best]}
+        return [best, *close, dict(variants[0].options), tree, cascade, suffix]
 
-    def _turns(self, ways: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-        """A row for each way and cell, what the check of identity says of the chosen way, and that."""
-        configs = [dict(PLAIN), *({**way, "length": "adaptive"} for way in ways)]
+    def _race(
+        self, candidates: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+        """Measure the candidates on held-out prompts and drop slow ones on the way.
+
+        Returns a row for each candidate and workload, the identity check of the fastest one, and that one.
+        """
+        configs = [dict(PLAIN), *({**candidate, "length": "adaptive"} for candidate in candidates)]
         contenders = [self.plain, *(EngineContender(self.llm, config) for config in configs[1:])]
-        cells = [Turns(contenders) for _ in self.config.cells]
-        cells[0].warm_up(self.held[:1], [replace(self.params(0.0, 0, WARM_UP), ignore_eos=True)])
+        runs = [Interleaved(contenders) for _ in self.config.workloads]
+        runs[0].warm_up(self.held_out[:1], [replace(self.params(0.0, 0, WARM_UP), ignore_eos=True)])
         active = list(range(len(configs)))
-        for turn, cell, prompts in self._groups():
-            if turn >= TURNS and self.spent(0.95):
+        for number, workload, prompts in self._groups():
+            if number >= FIRST_PROMPTS and self.over("race"):
                 break
-            temperature, count = self.config.cells[cell]
-            params = [self.params(temperature, turn * count + i, self.config.answer) for i in range(count)]
-            cells[cell].take(prompts, params, active)
-            if cell == len(cells) - 1:
-                speeds = [_speed(cells, way) for way in active]
-                least = max(speeds) * (1 - HOPELESS / (1 + turn))
-                described = _described(configs[active[speeds.index(max(speeds))]])
-                self.say(f"measured on {turn + 1} prompts each: {max(speeds):.2f} with {json.dumps(described)}")
-                active = [way for way, speed in zip(active, speeds) if not way or speed > least]
-        chosen = max(active, key=lambda way: _speed(cells, way))
+            temperature, count = self.config.workloads[workload]
+            params = [self.params(temperature, number * count + i, self.config.answer) for i in range(count)]
+            runs[workload].run(prompts, params, active)
+            if workload == len(runs) - 1:
+                speeds = [_speedup(runs, index) for index in active]
+                least = max(speeds) * (1 - HOPELESS / (1 + number))
+                fastest = _without_model(configs[active[speeds.index(max(speeds))]])
+                self.say(f"measured on {number + 1} prompts each: {max(speeds):.2f} with {json.dumps(fastest)}")
+                active = [index for index, speed in zip(active, speeds) if not index or speed > least]
+        chosen = max(active, key=lambda index: _speedup(runs, index))
         rows = [
-            {"config": _described(config), "temperature": temperature, "concurrency": count,
-             "answers": len(turns.runs[way]), **figures(turns.runs[way], turns.runs[0])}
-            for way, config in enumerate(configs)
-            for turns, (temperature, count) in zip(cells, self.config.cells)
+            {"config": _without_model(config), "temperature": temperature, "concurrency": count,
+             "answers": len(run.runs[index]), **figures(run.runs[index], run.runs[0])}
+            for index, config in enumerate(configs)
+            for run, (temperature, count) in zip(runs, self.config.workloads)
         ]  # fmt: skip
-        chosen_runs, plain_runs = ([run for turns in cells for run in turns.runs[way]] for way in (chosen, 0))
+        chosen_runs, plain_runs = ([one for run in runs for one in run.runs[index]] for index in (chosen, 0))
         return rows, identity(chosen_runs, plain_runs), configs[chosen]
 
     def _groups(self) -> Iterator[tuple[int, int, list[list[int]]]]:
-        """Turn, cell, and prompts that nothing has seen."""
-        left, turn = list(self.held), 0
-        while len(left) >= sum(count for _, count in self.config.cells) or not turn:
-            for cell, (_, count) in enumerate(self.config.cells):
-                while len(left) < count:
-                    left += self.held
-                yield turn, cell, left[:count]
-                left = left[count:]
-            turn += 1
+        """Yields a number, an index of ``workloads`` and its prompts, until every held-out prompt was used."""
+        remaining, number = list(self.held_out), 0
+        while len(remaining) >= sum(count for _, count in self.config.workloads) or not number:
+            for workload, (_, count) in enumerate(self.config.workloads):
+                while len(remaining) < count:
+                    remaining += self.held_out
+                yield number, workload, remaining[:count]
+                remaining = remaining[count:]
+            number += 1
 
 
-def _speed(cells: Sequence[Turns], way: int) -> float:
-    """Over plain decoding, all cells alike."""
-    return geometric_mean([figures(turns.runs[way], turns.runs[0])["speedup"] for turns in cells])
+def _speedup(runs: Sequence[Interleaved], index: int) -> float:
+    """A contender's speed over plain decoding: the geometric mean over workloads."""
+    return geometric_mean([figures(run.runs[index], run.runs[0])["speedup"] for run in runs])
 
 
-def _described(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration without the place of the draft."""
-    parts = [_described(part) for part in config.get("drafters", ())]
+def _without_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A ``speculative_config`` without the draft model's path."""
+    parts = [_without_model(part) for part in config.get("drafters", ())]
     return {key: value for key, value in config.items() if key != "model"} | ({"drafters": parts} if parts else {})
 
 
 @dataclass(frozen=True)
 class PairAnswer:
-    """What the target said behind a prompt."""
+    """The target's answer to a prompt."""
 
     prompt: list[int]
     tokens: list[int]
@@ -414,21 +436,22 @@ class PairAnswer:
 
 @dataclass(frozen=True)
 class Replayed:
-    """For each token of an answer but the first: whether the draft would have said it, and the logarithm of how likely
-    it finds its likeliest token."""
+    """What the draft would have proposed for an answer, an entry for each of its tokens but the first."""
 
     kept: list[bool]
-    sure: list[float]
-    beside: Sequence[bool] = ()
-    """Whether it is the draft's next best token; empty where drafts are chains alone."""
+    """Whether the draft's token is the answer's."""
+    log_probs: list[float]
+    """Log-probability of the draft's likeliest token."""
+    second_kept: Sequence[bool] = ()
+    """Whether the draft's second token is the answer's; empty if drafts are chains."""
     prompt: int = 0
-    """Tokens of its prompt."""
+    """Tokens of the prompt."""
 
 
 @dataclass(frozen=True)
-class Price:
-    """In plain forwards of ``streams`` sequences: a draft of k tokens takes ``start`` + k ``step``, a plain round
-    ``rest`` beside its forward, a token of a prompt that the draft reads ``read``."""
+class PairCosts:
+    """Costs in plain forwards of ``streams`` sequences: a draft of k tokens takes ``start`` + k ``step``, a plain round
+    ``rest`` outside its forward, a prompt token that the draft reads ``read``."""
 
     curve: CostCurve
     start: float
@@ -438,16 +461,8 @@ class Price:
     streams: int = 1
 
 
-@dataclass
-class _Place:
-    """An answer that is being given, and how many of its tokens are."""
-
-    answer: Replayed
-    at: int = 0
-
-
 def replay(drafter: DraftModel, answers: Sequence[PairAnswer]) -> tuple[list[Replayed], float]:
-    """What ``drafter`` would have drafted for ``answers``, and the seconds that it takes to read a prompt's token."""
+    """What ``drafter`` would have drafted for ``answers``, and the seconds that it takes to read a prompt token."""
     result, seconds, read = [], 0.0, 0
     pool, size = drafter.attention.pool, drafter.model.info.vocab_size
     with torch.inference_mode():
@@ -462,59 +477,73 @@ def replay(drafter: DraftModel, answers: Sequence[PairAnswer]) -> tuple[list[Rep
             seconds += perf_counter() - began
             read += first
             spans = [Span(key, first, fed, logits=list(range(len(fed))))]
-            made = drafter.model.forward(Batch(spans, drafter.model.info.device).clamp_tokens(size), drafter.attention)
+            output = drafter.model.forward(
+                Batch(spans, drafter.model.info.device).clamp_tokens(size), drafter.attention
+            )
             pool.free(key)
-            seed = answer.params.seed or 0
-            sequence = RequestState(key, list(answer.prompt), first, answer.params, seed)
-            chooser, logits = drafter.chooser, drafter.translate(made.logits)
-            sure = [logs[0] if logs else -inf for logs in chooser.sampler.rank(chooser.align(logits), 1)[1]]
+            sequence = RequestState(key, list(answer.prompt), first, answer.params, answer.params.seed or 0)
+            chooser, logits = drafter.chooser, drafter.translate(output.logits)
+            ranked = chooser.sampler.rank(chooser.align(logits), 1)[1]
             rows = [chooser.row(sequence, answer.tokens[: index + 1]) for index in range(len(fed))]
             branches = drafter.chains is not None and drafter.chains.branches
-            said = chooser.choose(logits, rows, [-1] * len(rows), 1 + branches)[0]
-            kept, beside = (
-                [ids[rank : rank + 1] == [token] for ids, token in zip(said, answer.tokens[1:])] for rank in (0, 1)
+            chosen = chooser.choose(logits, rows, [-1] * len(rows), 1 + branches)[0]
+            kept, second_kept = (
+                [ids[rank : rank + 1] == [token] for ids, token in zip(chosen, answer.tokens[1:])] for rank in (0, 1)
             )
-            result.append(Replayed(kept, sure, beside if branches else (), first))
+            log_probs = [values[0] if values else -inf for values in ranked]
+            result.append(Replayed(kept, log_probs, second_kept if branches else (), first))
     return result, seconds / max(1, read)
 
 
-def drafted(answer: Replayed, at: int, depth: int, threshold: float | None) -> tuple[int, int, int]:
-    """How many tokens a chain has that begins behind ``at`` known ones, how many nodes its draft, and how many tokens
-    are kept."""
+def drafted(answer: Replayed, start: int, depth: int, threshold: float | None) -> tuple[int, int, int]:
+    """Depth, nodes and accepted tokens of the draft after ``start`` known tokens.
+
+    It ends where the product of its tokens' probabilities falls below ``threshold``, at the latest at ``depth``.
+    """
     floor = -inf if threshold is None else log(threshold)
-    kept, chance = 0, 0.0
-    last = min(at + depth, len(answer.kept))
-    for index in range(at, last):
-        length = index + 1 - at
-        right = kept == length - 1
-        kept += right and answer.kept[index]
-        chance += answer.sure[index]
-        if chance < floor:
-            branches = bool(answer.beside) and length < depth
-            kept += branches and right and answer.beside[index]
-            return length, length + branches, kept
-    return last - at, last - at, kept
+    accepted, log_prob = 0, 0.0
+    end = min(start + depth, len(answer.kept))
+    for index in range(start, end):
+        length = index + 1 - start
+        all_kept = accepted == length - 1
+        accepted += all_kept and answer.kept[index]
+        log_prob += answer.log_probs[index]
+        if log_prob < floor:
+            branches = bool(answer.second_kept) and length < depth
+            accepted += branches and all_kept and answer.second_kept[index]
+            return length, length + branches, accepted
+    return end - start, end - start, accepted
 
 
-def on_paper(answers: Sequence[Replayed], depth: int, threshold: float | None, price: Price) -> tuple[float, float]:
-    """Speed over plain decoding and tokens a round of one sequence, for chains of at most ``depth`` tokens;
-    ``price.streams`` answers at a time, and only rounds that are full."""
-    waiting = map(_Place, islice(cycle(answers), max(len(answers), price.streams)))
-    running = list(islice(waiting, price.streams))
+@dataclass
+class _Stream:
+    """A simulated sequence, and how many of its answer's tokens are known."""
+
+    answer: Replayed
+    known: int = 0
+
+
+def simulate(answers: Sequence[Replayed], depth: int, threshold: float | None, costs: PairCosts) -> tuple[float, float]:
+    """Speed over plain decoding, and a sequence's tokens per round, of drafts of at most ``depth`` tokens.
+
+    ``costs.streams`` answers are decoded at a time, and only full rounds count.
+    """
+    waiting = map(_Stream, islice(cycle(answers), max(len(answers), costs.streams)))
+    running = list(islice(waiting, costs.streams))
     tokens = rounds = 0
-    time = price.read * sum(index.answer.prompt for index in running)
-    while len(running) == price.streams:
+    time = costs.read * sum(stream.answer.prompt for stream in running)
+    while len(running) == costs.streams:
         deepest = rows = 0
-        for index in running:
-            length, nodes, kept = drafted(index.answer, index.at, depth, threshold)
-            gained = min(kept + 1, len(index.answer.kept) - index.at)
-            index.at += gained
-            tokens += gained
+        for stream in running:
+            length, nodes, accepted = drafted(stream.answer, stream.known, depth, threshold)
+            emitted = min(accepted + 1, len(stream.answer.kept) - stream.known)
+            stream.known += emitted
+            tokens += emitted
             deepest, rows = max(deepest, length), rows + 1 + nodes
-        rounds += price.streams
-        time += price.curve(rows) + price.start + deepest * price.step + price.rest
-        left = [index for index in running if index.at < len(index.answer.kept)]
-        fresh = list(islice(waiting, price.streams - len(left)))
-        time += price.read * sum(index.answer.prompt for index in fresh)
-        running = left + fresh
-    return tokens / price.streams * (1 + price.rest) / time, tokens / rounds
+        rounds += costs.streams
+        time += costs.curve(rows) + costs.start + deepest * costs.step + costs.rest
+        running = [stream for stream in running if stream.known < len(stream.answer.kept)]
+        fresh = list(islice(waiting, costs.streams - len(running)))
+        time += costs.read * sum(stream.answer.prompt for stream in fresh)
+        running += fresh
+    return tokens / costs.streams * (1 + costs.rest) / time, tokens / rounds

@@ -1,4 +1,7 @@
-"""``forerun tune``, stage by stage; each keeps what it has done, so that the same command goes on."""
+"""``forerun tune`` in stages: write text, train drafts, choose the fastest drafter, check it.
+
+Each stage saves its result, so that the same command continues a run.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +29,17 @@ from forerun.speculate.draft import datastore, drafters
 from forerun.tune import choose, loop
 from forerun.tune.choose import page
 from forerun.tune.config import SHARES, TEXTS, LoopSettings, TuneConfig
-from forerun.tune.data import ROWS, Data, TuneRecord, Writer, read, save_part
-from forerun.tune.features import Features
+from forerun.tune.data import Data, read
+from forerun.tune.features import ROWS, Features, HiddenStateRecorder, Writer, save_part
 from forerun.tune.kinds import (
-    AHEAD,
     LENGTH,
-    MEANING,
+    LOSS_LABEL,
+    PARALLEL_DEPTH,
     HeadKind,
     Trainer,
-    drafted,
+    draft_vocabulary,
+    feature_layers,
     kind_of,
-    layers,
     read_start,
     save_start,
 )
@@ -44,23 +47,23 @@ from forerun.tune.loop import progress
 from forerun.tune.state import TuneState, load_target
 
 VERSION = 3
-"""Of what is kept in ``run``."""
+"""Version of the files in ``run``."""
 BATCH = 4096
-"""Tokens of a step."""
-PROGRAM = 0.7e9
-"""Bytes of memory that Python, torch and transformers take before any model is there."""
-HELD = 0.15
-"""Of the text that is written, at most: what is held out, at two temperatures."""
-FITTED = 200_000
-"""Tokens that a start is fitted to, at most."""
+"""Tokens of a training step."""
+PROGRAM_BYTES = 0.7e9
+"""Memory of Python, torch and transformers without a model."""
+HELD_OUT_SHARE = 0.15
+"""Largest fraction of the written text that is held out, at two temperatures."""
+FIT_TOKENS = 200_000
+"""Tokens that an initialisation is fitted to, at most."""
 REPORT = "report.html"
 
 
 def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> Path:
-    """Runs every stage that has not been run; gives the folder. Raises ForerunError subclasses."""
+    """Run every stage that has not been run yet; returns the folder. Raises ForerunError subclasses."""
     if config.threads:
         torch.set_num_threads(config.threads)
-    config = replace(config, out=config.out.absolute())  # what is chosen names it, and is kept
+    config = replace(config, out=config.out.absolute())  # the chosen config names it, and is saved
     data = read(config.data)
     folder = resolve(config.model)
     sanity.require_decoder(read_config(folder), folder, "forerun tune")
@@ -78,7 +81,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
     }
     run = config.out / "run"
     state = TuneState(run, marks)
-    if state.results.get("alone", {}).get("asked", _asked(config)) != _asked(config):
+    if state.results.get("alone", {}).get("asked", _time_options(config)) != _time_options(config):
         state.forget("alone", "held", "choose", "check")
     if "write" not in state.results and "alone" not in state.results:
         _write(config, data, state, run, say)
@@ -108,7 +111,7 @@ def tune(config: TuneConfig, say: Callable[[str], None] = lambda line: None) -> 
 
 
 def _drafts(config: TuneConfig, llm: LLM) -> list[dict[str, Any]]:
-    """What was trained, as ``speculative_config`` names it."""
+    """``speculative_config`` of each trained draft."""
     able = int8.has_kernels(llm.model.info.device, llm.model.info.dtype)
     return [
         {"method": name, "model": str(config.out / name)}
@@ -118,7 +121,7 @@ def _drafts(config: TuneConfig, llm: LLM) -> list[dict[str, Any]]:
 
 
 def _texts(config: TuneConfig, run: Path) -> Path | None:
-    """The answers that the model wrote, as a datastore; None if it wrote none."""
+    """The datastore of the model's answers; None if it wrote none."""
     if config.text is not None:
         return Path(shutil.copyfile(config.text, config.out / TEXTS))
     answers = list(Features(run / "text").answers()) if (run / "text").is_dir() else []
@@ -138,45 +141,50 @@ def _load(config: TuneConfig, **more: Any) -> LLM:
 
 
 def _write(config: TuneConfig, data: Data, state: TuneState, run: Path, say: Callable[[str], None]) -> None:
-    """Stage 1: the model writes, for its share of the time."""
+    """Stage 1: the model writes text, or reads given text, for its fraction of the time.
+
+    If the time is too short for training, it writes nothing, and the result ``alone`` says so.
+    """
     text = read_config(resolve(config.model)).get_text_config()
-    which = layers(text) if config.train else []
+    layers = feature_layers(text) if config.train else []
     longest = min(config.answer + 704, text.max_position_embeddings)
-    recording = {"method": TuneRecord.name, "layers": which}
-    with drafters.lent(TuneRecord.name, TuneRecord):
+    recording = {"method": HiddenStateRecorder.name, "layers": layers}
+    with drafters.lent(HiddenStateRecorder.name, HiddenStateRecorder):
         llm = _load(config, max_model_len=longest, max_num_seqs=ROWS, speculative_config=recording)
-    record = llm.engine.router.drafters[TuneRecord.name]
-    assert isinstance(record, TuneRecord)
+    record = llm.engine.router.drafters[HiddenStateRecorder.name]
+    assert isinstance(record, HiddenStateRecorder)
     writer = Writer(llm, record, data, answer=config.answer, prompt=longest - config.answer)
-    held = writer.held_out_prompts()
+    held_out = writer.held_out_prompts()
     budget = config.writing * config.seconds
-    bytes_each = 2 * len(which) * text.hidden_size + 4
-    given = _given(config, llm)
+    token_bytes = 2 * len(layers) * text.hidden_size + 4
+    given = _given_answers(config, llm)
     with state.stage("load"):
-        planned = writer.reads(given) if given else round(writer.speed(held) * budget)
+        planned = writer.tokens_to_read(given) if given else round(writer.speed(held_out) * budget)
         planned = min(config.max_tokens, planned)
-    if not held:
+    if not held_out:
         raise ConfigError(f"an answer of {config.answer} tokens leaves no room for a prompt: lower --answer")
-    little = bool(config.train) and planned < min(config.min_tokens, config.max_tokens)
-    alone = little and not any((run / "text").glob("*.pt"))
+    too_little = bool(config.train) and planned < min(config.min_tokens, config.max_tokens)
+    alone = too_little and not any((run / "text").glob("*.pt"))
     if alone and given:
         raise ConfigError(
             f"{config.text} makes {planned:,} tokens to read, and from fewer than {config.min_tokens:,} (--min-tokens) "
             "nothing learns to draft well enough to pay: give more, or let the model write"
         )
     if "held" not in state.results:
-        some = config.probe if alone else max(choose.FEWEST, round(HELD * planned / (2 * config.answer)))
-        state.keep("held", held[:: -(-len(held) // some)])
+        share = round(HELD_OUT_SHARE * planned / (2 * config.answer))
+        count = config.probe if alone else max(choose.FIRST_PROMPTS, share)
+        state.keep("held", held_out[:: -(-len(held_out) // count)])
     if alone:
         llm.close()
-        state.keep("alone", {"asked": _asked(config), "why": _too_little(config, planned)})
+        state.keep("alone", {"asked": _time_options(config), "why": _too_little(config, planned)})
         return
-    _room(config, run, planned, bytes_each, _memory(llm, longest, text, config.rows, bool(config.train)), say)
+    memory = _memory(llm, longest, text, config.rows, bool(config.train))
+    _announce(config, run, planned, planned * token_bytes, memory, say)
     (run / "held").mkdir(exist_ok=True)
     (run / "text").mkdir(exist_ok=True)
     with state.stage("write"):
         if config.train and not (run / "held" / "held.pt").exists():
-            save_part(writer.held_out(state.results["held"]), run / "held" / "held.pt")
+            save_part(writer.held_out_part(state.results["held"]), run / "held" / "held.pt")
     total = 0
     title = "reading text, tokens" if given else "writing text, seconds"
     with progress(title, planned if given else round(budget), config.progress) as bar:
@@ -189,37 +197,37 @@ def _write(config: TuneConfig, data: Data, state: TuneState, run: Path, say: Cal
                     break
                 with state.stage("write"):
                     seed = config.seed * 1_000_003 + number
-                    save_part(writer.read(answers) if given else writer.part(seed, float(number % 2)), path)
+                    save_part(writer.read_part(answers) if given else writer.write_part(seed, float(number % 2)), path)
             total += int(torch.load(path, mmap=True, weights_only=True)["lengths"].sum())
             bar.update(total if given else round(state.seconds.get("write", 0)), "" if given else f"{total:,} tokens")
     llm.close()
-    state.keep("write", {"tokens": total, "bytes": total * bytes_each, "chats": writer.chats})
+    state.keep("write", {"tokens": total, "bytes": total * token_bytes, "chats": writer.chats})
 
 
-def _given(config: TuneConfig, llm: LLM) -> list[list[int]]:
-    """The answers of ``config.text``, in an order of their own; none without. Raises ConfigError for what is none of
-    the model's."""
+def _given_answers(config: TuneConfig, llm: LLM) -> list[list[int]]:
+    """The answers in ``config.text``, shuffled; none without a text. Raises ConfigError for another model's text."""
     if config.text is None:
         return []
     try:
-        answers = [answer.tolist() for answer in datastore.read(config.text) if len(answer) >= AHEAD]
+        answers = [answer.tolist() for answer in datastore.read(config.text) if len(answer) >= PARALLEL_DEPTH]
     except (OSError, SafetensorError, TypeError) as error:  # of another file, or of numbers that numpy has not
         raise ConfigError(f"cannot read {config.text}: {one_line(error)}") from error
     if not 0 <= min(map(min, answers), default=-1) <= max(map(max, answers), default=-1) < llm.model.info.vocab_size:
         raise ConfigError(
-            f"{config.text} holds no text of this model: none of at least {AHEAD} tokens, or with tokens it has not"
+            f"{config.text} holds no text of this model: none of at least {PARALLEL_DEPTH} tokens, "
+            "or with tokens it has not"
         )
     random.Random(config.seed).shuffle(answers)
     return answers
 
 
-def _asked(config: TuneConfig) -> list[float]:
-    """What decides whether there is time to train."""
+def _time_options(config: TuneConfig) -> list[float]:
+    """The options that decide whether there is time to train."""
     return [config.hours, config.min_tokens, config.max_tokens, config.answer]
 
 
 def _too_little(config: TuneConfig, planned: int) -> str:
-    """What a time that is too short for training brings."""
+    """The message for a time that is too short for training."""
     enough = config.hours * config.min_tokens / max(1, planned)
     return (
         f"{config.hours * 60:.1f} minutes are too few: the model would write about {planned:,} tokens, and from fewer "
@@ -231,9 +239,11 @@ def _too_little(config: TuneConfig, planned: int) -> str:
 
 
 def _memory(llm: LLM, longest: int, config: Any, rows: int, learns: bool) -> float:
-    """Bytes, about, that writing or training takes, whichever takes more: weights and the caches of what is written
-    together, or the target in bfloat16, three of its layers with gradient and momentum, sums of squares, and logits of
-    all tokens and of the ``rows`` that are learnt."""
+    """Estimated bytes of memory, the larger of two stages.
+
+    Writing takes the weights and the cache of ``ROWS`` texts. Training takes the target in bfloat16, three layers with
+    gradient and momentum, least squares, and logits over the whole vocabulary and over the draft's, ``rows``.
+    """
     info = llm.model.info
     entries = sum(shape.numbers for shape in info.kv_shapes)
     writing = info.weight_bytes + ROWS * longest * entries * info.dtype.itemsize
@@ -242,15 +252,15 @@ def _memory(llm: LLM, longest: int, config: Any, rows: int, learns: bool) -> flo
     layer = sum(part.numel() for part in target.get_decoder().layers[0].parameters())
     inner = getattr(config, "intermediate_size", 0)
     training = 2 * target.num_parameters() + 48 * layer + 20 * inner**2
-    training += 24 * LENGTH * info.vocab_size + 27 * AHEAD * BATCH * rows
-    return PROGRAM + max(writing, training if learns else 0)
+    training += 24 * LENGTH * info.vocab_size + 27 * PARALLEL_DEPTH * BATCH * rows
+    return PROGRAM_BYTES + max(writing, training if learns else 0)
 
 
-def _room(
-    config: TuneConfig, run: Path, planned: int, bytes_each: int, memory: float, say: Callable[[str], None]
+def _announce(
+    config: TuneConfig, run: Path, planned: int, disk: int, memory: float, say: Callable[[str], None]
 ) -> None:
-    """Says what it will need, and raises ConfigError where the disk lacks it."""
-    most = planned * bytes_each
+    """Print what the run will do and need, in bytes of ``disk`` and ``memory``. Raises ConfigError if the disk is too
+    full."""
     free = shutil.disk_usage(run).free
     drafts, learning = " and ".join(config.train), f"{config.learning:.0%}"
     if config.text is not None:
@@ -260,26 +270,26 @@ def _room(
         work += f"{learning} to train {drafts}, " if drafts else ""
     say(
         f"{config.hours * 60:.3g} minutes: {work}"
-        f"the rest to choose and to check; about {memory / 1e9:.1f} GB of memory, and {most / 1e9:.1f} GB of disk in "
+        f"the rest to choose and to check; about {memory / 1e9:.1f} GB of memory, and {disk / 1e9:.1f} GB of disk in "
         f"{run}, to be removed afterwards"
     )
-    if free < most + (1 << 28):
+    if free < disk + (1 << 28):
         raise ConfigError(
-            f"{run} has {free / 1e9:.1f} GB free, and {planned:,} tokens of text take {most / 1e9:.1f} GB: free some, "
+            f"{run} has {free / 1e9:.1f} GB free, and {planned:,} tokens of text take {disk / 1e9:.1f} GB: free some, "
             "or lower --max-tokens"
         )
 
 
 def _train(config: TuneConfig, folder: Path, state: TuneState, run: Path, say: Callable[[str], None]) -> None:
-    """Stage 2: each draft starts from what the target knows and learns for its share of the time; the better of both
-    is kept."""
+    """Stage 2: initialise each draft from the target and train it for its fraction of the time; the better of both is
+    kept."""
     target, tokenizer = load_target(folder)
     train, test = Features(run / "text", config.seed), Features(run / "held")
-    if not train.talks or not test.talks:
+    if not train.spans or not test.spans:
         raise ConfigError("the model ended every text at once: there is nothing to learn from")
-    ids = drafted(target, train, config.rows)
+    ids = draft_vocabulary(target, train, config.rows)
     trainer = Trainer(target, train, test, ids)
-    said = {"target": config.model, "target_fingerprint": fingerprint(folder)}
+    metadata = {"target": config.model, "target_fingerprint": fingerprint(folder)}
     clock = time.process_time if config.cpu_minutes else time.monotonic
     for name in state.lacking(config.train):
         first, kind = run / f"{name}.pt", kind_of(name)
@@ -289,25 +299,25 @@ def _train(config: TuneConfig, folder: Path, state: TuneState, run: Path, say: C
                 draft = read_start(kind, first, target)
             else:
                 began = clock()
-                draft = kind.fitted(target, train, ids, FITTED)
+                draft = kind.fitted(target, train, ids, FIT_TOKENS)
                 seconds = clock() - began
                 save_start(draft, first)
-                state.keep(f"{name} fitted", {**loop.looked_at(trainer.evaluate, draft), "seconds": seconds})
+                state.keep(f"{name} fitted", {**loop.evaluated(trainer.evaluate, draft), "seconds": seconds})
             fitted = state.results[f"{name} fitted"]
-            seconds = max(1.0, _each(config, state) - fitted["seconds"])
+            seconds = max(1.0, _draft_seconds(config, state) - fitted["seconds"])
             settings = _settings(config, kind, seconds, run / f"training {name}")
-            done = loop.run(draft, train, trainer.loss, settings, trainer.evaluate, MEANING)
-            learnt = loop.looked_at(trainer.evaluate, draft)
+            done = loop.run(draft, train, trainer.loss, settings, trainer.evaluate, LOSS_LABEL)
+            learnt = loop.evaluated(trainer.evaluate, draft)
             better = sum(learnt["accepted_at_0"]) >= sum(fitted["accepted_at_0"])
             if not better:
                 draft = read_start(kind, first, target)
-            kind.export(draft, config.out / name, tokenizer, {**said, "tokens": done.tokens})
+            kind.export(draft, config.out / name, tokenizer, {**metadata, "tokens": done.tokens})
             figures = {"tokens": done.tokens, "seconds": fitted["seconds"] + done.seconds, "learnt": learnt}
             state.trained(name, {**figures, "fitted": fitted, "kept": "learnt" if better else "fitted"})
 
 
-def _each(config: TuneConfig, state: TuneState) -> float:
-    """Seconds that each draft learns for."""
+def _draft_seconds(config: TuneConfig, state: TuneState) -> float:
+    """Training time of each draft."""
     if config.cpu_minutes:
         return 60 * config.cpu_minutes
     read = state.seconds["write"] if config.text is not None else 0.0
@@ -324,6 +334,7 @@ def _settings(config: TuneConfig, kind: HeadKind, seconds: float, out: Path) -> 
 
 
 def _finish(config: TuneConfig, state: TuneState, say: Callable[[str], None]) -> Path:
+    """Write the report and ``tuned.json``, whose paths are relative. Raises ConfigError if a token differs."""
     result, checked = state.results["choose"], state.results["check"]
     if not checked["passed"]:
         raise ConfigError(f"{config.out}: speculation changed {checked['different']} answers; nothing is recommended")

@@ -1,4 +1,4 @@
-"""What is kept on disk: a run that goes on, and finished models with the record of how they were made."""
+"""Files of tuning and training: the resumable state, finished models, and the frozen target."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ from forerun.models.tokenizer import load_tokenizer
 
 
 class TuneState:
-    """``run/state.json`` of a tuned folder. ``marks`` say what is tuned: another tuning must not go on with it."""
+    """``run/state.json`` of a tuned folder: each stage's result and seconds.
+
+    ``marks`` identify the tuning. Raises ConfigError for a folder that another tuning began.
+    """
 
     def __init__(self, folder: Path, marks: dict[str, Any]) -> None:
         self.path = folder / "state.json"
         self.seconds: dict[str, float] = {}
-        """Spent in each stage."""
+        """Time spent in each stage."""
         self.results: dict[str, Any] = {}
         folder.mkdir(parents=True, exist_ok=True)
         if not self.path.exists():
@@ -40,14 +43,14 @@ class TuneState:
             self.marks, self.seconds, self.results = result["marks"], result["seconds"], result["results"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigError(f"{self.path} cannot be read ({error}): name another --out, or remove it") from error
-        if not self.results:  # nothing was begun but to look at what was asked for
+        if not self.results:  # no stage has ended
             self.marks = marks
         for name, value in marks.items():
-            known = self.marks.get(name)
-            if known != value:
-                hashed = name in ("data", "text")  # says nothing to anybody
-                which = f"another {name}" + ("" if hashed else f": {known}, not {value}")
-                which = f"no {name}" if hashed and known is None else which
+            saved = self.marks.get(name)
+            if saved != value:
+                hashed = name in ("data", "text")  # a hash is of no use in a message
+                which = f"another {name}" + ("" if hashed else f": {saved}, not {value}")
+                which = f"no {name}" if hashed and saved is None else which
                 raise ConfigError(f"{folder.parent} holds a tuning with {which}; name another --out, or remove it")
 
     def _save(self) -> None:
@@ -57,7 +60,7 @@ class TuneState:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Counts the time of a stage, or of a part of one, interrupted or not."""
+        """Add the block's time, interrupted or not, to a stage's seconds."""
         began = time.monotonic()
         try:
             yield
@@ -66,7 +69,7 @@ class TuneState:
             self._save()
 
     def keep(self, name: str, result: Any) -> Any:
-        """A stage's result, as it is read again."""
+        """Save a stage's result; returns it as it will be read back."""
         self.results[name] = json.loads(json.dumps(result))
         self._save()
         return self.results[name]
@@ -76,12 +79,12 @@ class TuneState:
         return [name for name in names if name not in self.results.get("train", {})]
 
     def trained(self, name: str, result: Any) -> None:
-        """A draft's result; what was chosen without it is to be chosen anew."""
+        """Save a trained draft's result and forget what was chosen without it."""
         self.forget("choose", "check")
         self.keep("train", {**self.results.get("train", {}), name: result})
 
     def forget(self, *names: str) -> None:
-        """These results are to be found anew."""
+        """Drop results, so that their stages run again."""
         for name in names:
             self.results.pop(name, None)
 
@@ -92,7 +95,7 @@ RECORD = "training.json"
 def save_model(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, record: Mapping[str, Any]
 ) -> Path:
-    """Writes weights (safetensors, bfloat16), configuration, tokenizer and `training.json` to a folder."""
+    """Write weights (safetensors, bfloat16), configuration, tokenizer and `training.json` to a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     model = deepcopy(model)
     nn.Module.to(model, torch.bfloat16)

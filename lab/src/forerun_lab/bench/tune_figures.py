@@ -19,7 +19,7 @@ from forerun.engine.llm import LLM
 from forerun.measure.environment import environment
 from forerun.measure.rounds import PLAIN, engine_of, measure
 from forerun.sampling.params import SamplingParams
-from forerun.tune.choose import HISTORY, SURE, retrieving
+from forerun.tune.choose import CONFIDENT, HISTORY, with_datastore
 from forerun.tune.data import held_out
 
 TREES = (8, 16)
@@ -29,8 +29,8 @@ TREES = (8, 16)
 def ways(head: str, depth: int, text: Path | None) -> dict[str, dict[str, Any]]:
     """Everything that is compared, by the name that tables show; ``text`` is a datastore of the model's own."""
     eagle = {"method": "eagle", "model": head, "num_speculative_tokens": depth, "quantization": "q8_0"}
-    suffix = HISTORY[1] if text is None else retrieving(text)
-    sure = {**eagle, **SURE}
+    suffix = HISTORY[1] if text is None else with_datastore(text)
+    sure = {**eagle, **CONFIDENT}
     trees = {nodes: {**eagle, "tree_nodes": nodes} for nodes in TREES}
     return {
         "none": PLAIN,

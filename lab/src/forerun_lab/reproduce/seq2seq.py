@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import T5ForConditionalGeneration
 
 from forerun.engine.llm import LLM
-from forerun.measure.rounds import PLAIN, EngineContender, Measured, RoundCosts, Turns, measure
+from forerun.measure.rounds import PLAIN, EngineContender, Interleaved, Measured, RoundCosts, measure
 from forerun.sampling.params import SamplingParams
 from forerun.theory import walltime_improvement
 from forerun_lab.reproduce.distributions import LENIENCE, NgramCounts, Rates, Sums
@@ -110,18 +110,18 @@ def table_2(settings: Settings) -> ReportTable:
             gamma, printed = PAPER_2[name, temperature]
             config = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": gamma}
             llm = LLM(str(target), speculative_config=None)
-            turns = Turns([EngineContender(llm, PLAIN), EngineContender(llm, config)])
+            turns = Interleaved([EngineContender(llm, PLAIN), EngineContender(llm, config)])
             sources = [source for source, _ in task.held_out[:SOURCES]]
             params = [SamplingParams(temperature=temperature, max_tokens=ANSWER, seed=i) for i in range(len(sources))]
             for source, options in zip(sources, params):
                 for _ in range(REPEATS):
-                    turns.take([source], [options])
+                    turns.run([source], [options])
             slow, quick = map(Measured.joined, turns.runs)
             alpha = quick.total.alpha or 0.0
             costs = RoundCosts.of(quick.rounds, slow.rounds, 1)
             c = costs.c if costs is not None and costs.c is not None else 0.0
             expected = costs.predict(quick.rounds, quick.total.match_rate or 0.0) if costs is not None else None
-            same = len(slow.answers) - quick.different(slow)
+            same = len(slow.answers) - quick.num_different(slow)
             rows.append(
                 [name, temperature, gamma, f"{alpha:.2f}", f"{c:.2f}", printed, f"{_speedup(turns):.2f}",
                  f"{walltime_improvement(alpha, gamma, c):.2f}", "-" if expected is None else f"{expected:.2f}",
@@ -131,7 +131,7 @@ def table_2(settings: Settings) -> ReportTable:
     return ReportTable([*columns, "answers the same"], rows)
 
 
-def _speedup(turns: Turns) -> float:
+def _speedup(turns: Interleaved) -> float:
     """The median over sources of the median over the repeats."""
     pairs = list(zip(*turns.runs, strict=True))
     ratios = []

@@ -27,11 +27,11 @@ from forerun_lab.train.rollout import continue_prompts
 from forerun_lab.train.target import forward, held_out_losses
 
 MEANINGS = {
-    "kl": loop.Meaning("KL(target || draft), nats per token"),
-    "lk": loop.Meaning(
+    "kl": loop.LossLabel("KL(target || draft), nats per token"),
+    "lk": loop.LossLabel(
         "per token, in nats: KL(target || draft) and -log of the acceptance alpha, which takes over as alpha grows"
     ),
-    "tv_ce": loop.Meaning(
+    "tv_ce": loop.LossLabel(
         "per token: 0.9 of |target - draft|, from 0 to 2, and 0.1 of the cross entropy under the target, in nats"
     ),
 }

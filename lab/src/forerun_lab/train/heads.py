@@ -18,7 +18,7 @@ from forerun.speculate.draft.heads.head import Head, Sizes, weights
 from forerun.speculate.draft.heads.medusa import BlockwiseHead, LookaheadHead, MedusaHead
 from forerun.speculate.draft.layerskip import ExitHead
 from forerun.tune import loop
-from forerun.tune.kinds import Figures, of_head
+from forerun.tune.kinds import Figures, evaluate_head
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import HeadTrainConfig
 from forerun_lab.train.lessons import lesson
@@ -36,13 +36,13 @@ HEADS: dict[str, type[Head]] = {
 }
 
 
-def meaning(head: Head) -> loop.Meaning:
+def meaning(head: Head) -> loop.LossLabel:
     """What the loss of a head says."""
     first, last = head.first_token, head.sizes.depth
     fractions = weights(last - first + 1)
     if len(fractions) == 1:
-        return loop.Meaning("cross entropy of the guess under the target's distribution, nats per token")
-    return loop.Meaning(
+        return loop.LossLabel("cross entropy of the guess under the target's distribution, nats per token")
+    return loop.LossLabel(
         f"cross entropy of the guesses for tokens {first} to {last} ahead under the target's distribution, nats per "
         f"token, a mean with weights {', '.join(f'{fraction:.2g}' for fraction in fractions)}",
         sum(fractions),
@@ -73,11 +73,11 @@ def train_head(config: HeadTrainConfig) -> Path:
         assert isinstance(model, Head)
         rows = corpora.whole_rows(material.test, config.length + 1)[:count]
         with torch.autocast(rows.device.type, torch.bfloat16):
-            return of_head(lambda row: model.guesses(lesson(target, row, exit_layer)), rows)
+            return evaluate_head(lambda row: model.guesses(lesson(target, row, exit_layer)), rows)
 
-    untrained = loop.looked_at(evaluate, head)["held_out_loss"]
+    untrained = loop.evaluated(evaluate, head)["held_out_loss"]
     state = loop.run(head, material.batches, loss, config.settings(), evaluate, meaning(head))
-    figures = loop.looked_at(lambda model: evaluate(model, 32), head)
+    figures = loop.evaluated(lambda model: evaluate(model, 32), head)
     show(figures, config.progress, head.first_token)
     record = {
         "target": str(config.target or "forerun:target"),

@@ -22,7 +22,7 @@ from forerun.models.open import fingerprint, resolve
 from forerun.speculate.draft.heads.head import Sizes, weights
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.tune import loop
-from forerun.tune.kinds import Figures, of_head
+from forerun.tune.kinds import Figures, evaluate_head
 from forerun.tune.state import save_model
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import JointConfig
@@ -136,14 +136,14 @@ def accepted(model: nn.Module, rows: Tensor) -> Figures:
     """What of the heads' drafts the copy keeps, by position."""
     assert isinstance(model, Joint)
     with torch.autocast(rows.device.type, torch.bfloat16):
-        result = of_head(lambda row: model.head.guesses(lesson(model.target, row)), rows)
+        result = evaluate_head(lambda row: model.head.guesses(lesson(model.target, row)), rows)
     return {name: result[name] for name in ("loss_by_position", "accepted_at_0", "accepted_at_1")}
 
 
-def _meaning(config: JointConfig) -> loop.Meaning:
+def _meaning(config: JointConfig) -> loop.LossLabel:
     own = "KL(original || copy)" if config.self_distillation else "cross entropy of the copy's next token"
     parts = ", ".join(f"{fraction:.2g}" for fraction in weights(config.depth))
-    return loop.Meaning(
+    return loop.LossLabel(
         f"nats per token: {own}, and {config.head_weight:g} of the sum of the heads' cross entropies under the copy's "
         f"distribution, the tokens ahead weighted {parts}"
     )

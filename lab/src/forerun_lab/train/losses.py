@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn, no_grad
 
-from forerun.tune.kinds import Figures, lk
+from forerun.tune.kinds import Figures, lk_loss
 
 DistillationLoss = Callable[[Tensor, Tensor], Tensor]
 """(target logits, draft logits) -> loss per position."""
@@ -33,7 +33,7 @@ def tv_ce(p_logits: Tensor, q_logits: Tensor, fraction: float = 0.1) -> Tensor:
     return (1 - fraction) * distance - fraction * (p * log_q).sum(-1)
 
 
-LOSSES: dict[str, DistillationLoss] = {"kl": kl, "lk": lk, "tv_ce": tv_ce}
+LOSSES: dict[str, DistillationLoss] = {"kl": kl, "lk": lk_loss, "tv_ce": tv_ce}
 
 
 def of_chains(hits: Tensor, overlaps: Tensor, depth: int = DEPTH) -> Figures:

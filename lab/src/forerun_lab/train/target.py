@@ -16,7 +16,7 @@ from forerun_lab.train.identity import claim
 from forerun_lab.train.losses import round_weights
 from forerun_lab.train.tokenizer import train_tokenizer
 
-MEANING = loop.Meaning("cross entropy of the next token, nats per token")
+LOSS_LABEL = loop.LossLabel("cross entropy of the next token, nats per token")
 
 
 def train_target(config: TargetConfig) -> Path:
@@ -33,7 +33,7 @@ def train_target(config: TargetConfig) -> Path:
     def evaluate(model: nn.Module) -> dict[str, float]:
         return {"held_out_loss": held_out_loss(model, test[:16_385], settings.length)}
 
-    state = loop.run(model, train, next_token_loss, settings, evaluate, MEANING)
+    state = loop.run(model, train, next_token_loss, settings, evaluate, LOSS_LABEL)
     round_weights(model)
     record = {
         "kind": "target",
