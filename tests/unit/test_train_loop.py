@@ -236,7 +236,7 @@ def test_lk_of_no_places():
 
 def test_lks_gradient_is_that_of_its_formula(monkeypatch):
     """By torch's own gradients of the formula, piece by piece of five rows."""
-    monkeypatch.setattr(kinds, "CACHED", 60)
+    monkeypatch.setattr(kinds, "CHUNK", 60)
     draw = torch.Generator().manual_seed(0)
     p, q = torch.randn(2, 4, 8, 12, generator=draw, dtype=torch.float64)
     weights = torch.randn(4, 8, generator=draw, dtype=torch.float64)

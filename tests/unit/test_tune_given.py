@@ -123,4 +123,4 @@ def test_a_text_begins_as_the_models_texts_do(begins):
     llm = SimpleNamespace(tokenizer=SimpleNamespace(bos_token_id=2), encode=lambda text: (text, [2] if begins else []))
     writer = Writer(llm, SimpleNamespace(), Data())
     assert writer.prefix == ([2] if begins else [])
-    assert writer.reads([[5] * 10, [5] * 10**4]) == 11 + begins + 700 + 256
+    assert writer.tokens_to_read([[5] * 10, [5] * 10**4]) == 11 + begins + 700 + 256

@@ -464,7 +464,11 @@ class PairCosts:
 def replay(drafter: DraftModel, answers: Sequence[PairAnswer]) -> tuple[list[Replayed], float]:
     """What ``drafter`` would have drafted for ``answers``, and the seconds that it takes to read a prompt token."""
     result, seconds, read = [], 0.0, 0
-    pool, size = drafter.attention.pool, drafter.model.info.vocab_size
+    pool, info = drafter.attention.pool, drafter.model.info
+
+    def batch(span: Span) -> Batch:
+        return Batch([span], info.device).clamp_tokens(info.vocab_size)
+
     with torch.inference_mode():
         for number, answer in enumerate(answers):
             key, first = -1 - number, len(answer.prompt)
@@ -472,14 +476,11 @@ def replay(drafter: DraftModel, answers: Sequence[PairAnswer]) -> tuple[list[Rep
             if not fed or not pool.try_reserve(key, first + len(fed)):
                 continue
             began = perf_counter()
-            spans = [Span(key, 0, list(answer.prompt))]
-            drafter.model.forward(Batch(spans, drafter.model.info.device).clamp_tokens(size), drafter.attention)
+            drafter.model.forward(batch(Span(key, 0, list(answer.prompt))), drafter.attention)
             seconds += perf_counter() - began
             read += first
-            spans = [Span(key, first, fed, logits=list(range(len(fed))))]
-            output = drafter.model.forward(
-                Batch(spans, drafter.model.info.device).clamp_tokens(size), drafter.attention
-            )
+            verified = Span(key, first, fed, logits=list(range(len(fed))))
+            output = drafter.model.forward(batch(verified), drafter.attention)
             pool.free(key)
             sequence = RequestState(key, list(answer.prompt), first, answer.params, answer.params.seed or 0)
             chooser, logits = drafter.chooser, drafter.translate(output.logits)
