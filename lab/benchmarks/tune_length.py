@@ -26,14 +26,14 @@ plans = 0
 
 
 def count_plans():
-    decide = Adaptive._decide
+    decide = Adaptive._make_plan
 
     def counting(self, *given):
         global plans
         plans += 1
         return decide(self, *given)
 
-    Adaptive._decide = counting
+    Adaptive._make_plan = counting
 
 
 def rates(mean_rate, seed, useless):

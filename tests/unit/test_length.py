@@ -205,7 +205,7 @@ def test_rows_that_are_not_planned_are_not_reserved():
     one.scheduled, one.num_computed_tokens = 1, len(one.tokens) - 1
     assert policy.longest_nodes(one) in (0, 3)
     policy.release(one)
-    assert not policy.own
+    assert not policy.by_sequence
 
 
 def test_a_curve_gives_back_what_it_measured_and_extends_it():
@@ -253,14 +253,14 @@ def test_counts_of_a_slow_minute_are_compared_with_each_other():
 def settle(costs, seconds):
     """Plain rounds after drafts, until they are as fast as any."""
     for since in range(1, 15):
-        costs.plain(1, seconds, since)
+        costs.observe_plain(1, seconds, since)
 
 
 def test_reading_has_a_price_of_its_own():
     costs = Costs({"m": [0, 1, 2, 3]})
     settle(costs, 1.0)
     for behind, seconds in [(0, 0.5), (0, 0.5), (100, 2.5)]:
-        costs.drafted(4, seconds, 1.2, [Drafted("m", 1, 3, behind)])
+        costs.observe_drafted(4, seconds, 1.2, [Drafted("m", 1, 3, behind)])
     settle(costs, 1.0)
     assert costs.draft("m", 1, 3) == pytest.approx(0.5, rel=0.06)
     assert costs.read("m", 50) == pytest.approx(1.0, rel=0.06)
@@ -274,7 +274,7 @@ def test_drafts_get_their_price_from_the_plain_rounds_around_them(now):
     for _ in range(20):
         settle(costs, now)
         for _ in range(6):
-            costs.drafted(4, 0.5, 1.2 * now, [Drafted("m", 1, 3, 0)])
+            costs.observe_drafted(4, 0.5, 1.2 * now, [Drafted("m", 1, 3, 0)])
     settle(costs, now)
     assert costs.slowdown == pytest.approx(now)
     assert costs.verify(1) == pytest.approx(1.0, rel=0.06)
@@ -288,7 +288,7 @@ def test_what_was_learnt_goes_on_in_another_engine():
     settle(costs, 1.0)
     for _ in range(3):
         for _ in range(5):
-            costs.drafted(4, 0.5, 1.2, [Drafted("m", 1, 3, 0)])
+            costs.observe_drafted(4, 0.5, 1.2, [Drafted("m", 1, 3, 0)])
         settle(costs, 1.0)
     other = Costs({"m": [0, 1, 2, 3]})
     other.restore(costs.state())
@@ -309,7 +309,7 @@ def test_acceptance_by_depth():
     assert second > 0.85
     assert third > 0.85
     assert method.existence()[:2] == pytest.approx([0.75, 1 / 3], abs=0.05)
-    method.loosen(3.0)
+    method.cap_weight(3.0)
     for _ in range(3):
         method.learn(1, 1, 1)
     assert method.rates()[0] == pytest.approx((3 * 0.25 + 3 + 3 * 0.6) / 9, abs=0.02)
@@ -412,7 +412,7 @@ def test_an_overdue_check_does_not_plan_every_round():
     running = [sequence(i) for i in range(4)]
     drive(policy, running, 100)
     for _ in range(1000):
-        if policy._plan.budgets and not policy._plan.left and policy._since >= policy._check:
+        if policy._plan.budgets and not policy._plan.rounds_left and policy._since_check >= policy._check_after:
             break
         drive(policy, running, 1)
     else:
@@ -426,7 +426,7 @@ def test_a_check_ends_though_an_answer_ends_and_a_prompt_is_read_in_it(rounds):
     """After so many of its plain rounds, when checks are as far apart as they get. The next answer drafts, too."""
     policy, first = unhurried(1), sequence(0)
     for _ in range(1000):
-        if policy._since >= policy._check == policy.CHECKS[1] and not policy._plan.left:
+        if policy._since_check >= policy._check_after == policy.CHECKS[1] and not policy._plan.rounds_left:
             break
         drive(policy, [first], 1)
     else:

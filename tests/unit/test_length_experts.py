@@ -70,10 +70,10 @@ def test_a_long_drafts_price_is_known_from_short_ones(mixture):
         for _ in range(10):
             rows = draw.choice((2, 3))
             (experts,) = rounds(draw, rows, 1, 1)
-            costs.drafted(rows, 0.001, seconds(rows, experts), [Drafted("m", 1, rows - 1, 0)], 1, experts)
+            costs.observe_drafted(rows, 0.001, seconds(rows, experts), [Drafted("m", 1, rows - 1, 0)], 1, experts)
         for since in range(1, 13):
             experts = SPARSE.layers * SPARSE.chosen
-            costs.plain(1, seconds(1, experts), since, experts)
+            costs.observe_plain(1, seconds(1, experts), since, experts)
     off = {}
     for rows in (1, 3, 5, 9):
         seen = rounds(draw, rows, 1)

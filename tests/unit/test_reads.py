@@ -28,7 +28,7 @@ def reading(llm, count):
         def budgets(self, sequences):
             for sequence in sequences:
                 sequence.reads = count
-                self.behind.append(self.setting.behind(sequence))
+                self.behind.append(self.setting.backlog(sequence))
             return super().budgets(sequences)
 
     llm.engine.policy = Reading(llm.engine.policy.setting)

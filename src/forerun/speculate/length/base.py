@@ -1,4 +1,4 @@
-"""How far to draft: a budget of depth per sequence and round; 0 is plain decoding."""
+"""Draft length: a depth per sequence and round, 0 for plain decoding."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from forerun.speculate.names import policies as policies
 
 @dataclass(frozen=True)
 class Setting:
-    """What a policy may know of the engine.
+    """What a policy knows about the engine.
 
-    ``nodes[method][depth]`` is how many rows a draft of that depth adds to a verification; rows of one forward are
-    padded to a multiple of ``row_multiple``. ``behind`` says how many committed tokens of a sequence its drafter must
-    read before it can draft, at most so many of the last ones. ``models`` are the methods that draft with a model of
-    their own. ``mixture``: the target's experts.
+    Args:
+        nodes: By method and depth, the rows that a draft of that depth adds to a verification.
+        row_multiple: Rows of one forward are padded to a multiple of it.
+        backlog: How many committed tokens the drafter of a sequence must read before it can draft.
+        models: Methods that draft with a model of their own.
+        mixture: The target's experts, if it has any.
     """
 
     nodes: Mapping[str, Sequence[int]] = field(default_factory=dict)
     row_multiple: int = 1
-    behind: Callable[[RequestState], int] = lambda sequence: 0
+    backlog: Callable[[RequestState], int] = lambda sequence: 0
     models: frozenset[str] = frozenset()
     mixture: MixtureInfo | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Where a round's time went, and how many ``experts`` its forward read, those of all layers."""
+    """Seconds of a round, and how many ``experts`` its forward read, summed over layers."""
 
     draft: float
     verify: float
@@ -40,23 +42,23 @@ class Seconds:
 
 
 class LengthPolicy(ABC):
-    """Chooses budgets before a round and learns from it afterwards.
+    """Chooses the depth of each draft before a round and learns from the round afterwards.
 
-    A policy decides before any token of the round is drawn: dropping a drafted token because of its own value would
-    bias rules that compare p with q.
+    It decides before any token of the round is drawn. To drop a drafted token because of its value would bias rules
+    that compare p with q.
     """
 
     reproducible = True
-    """Budgets are a function of the tokens alone, not of measured time."""
+    """Whether budgets depend on tokens alone, not on measured time."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
     def longest(self, sequence: RequestState) -> int:
-        """The deepest draft this sequence may get this round; 0 while it reads its prompt or has no drafter.
+        """The greatest depth that this sequence may draft in this round; 0 in prefill or without a drafter.
 
-        It leaves room for the token that follows the draft, and stays within the request's own bound and what the
-        scheduler has found rows and pages for.
+        One token of ``max_tokens`` stays for what follows the draft. The request's own limit holds, and the rows and
+        pages that the scheduler reserved.
         """
         if sequence.drafter is None or not sequence.decodes or sequence.scheduled > 1:
             return 0
@@ -69,7 +71,7 @@ class LengthPolicy(ABC):
         return depth
 
     def longest_nodes(self, sequence: RequestState) -> int:
-        """Most rows that this sequence's draft may add this round."""
+        """The most rows that this sequence's draft may add in this round."""
         return self.setting.nodes[sequence.drafter][self.longest(sequence)] if sequence.drafter is not None else 0
 
     @abstractmethod
@@ -78,10 +80,10 @@ class LengthPolicy(ABC):
 
     @abstractmethod
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, seconds: Seconds) -> None:
-        """See what became of a round."""
+        """Learn from a round."""
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
-        """``sequence``, new here, goes on from what ``source`` was before this round."""
+        """Start the new ``sequence`` from the state of ``source`` before this round."""
 
     def release(self, sequence: RequestState) -> None:
         """Forget a sequence that ended."""

@@ -1,4 +1,4 @@
-"""What rounds cost: what was measured, on a machine that is faster and slower at different times."""
+"""Measured costs of rounds, on a machine whose speed changes."""
 
 from __future__ import annotations
 
@@ -21,34 +21,35 @@ def quartile(times: Collection[float]) -> float:
 
 
 class Curve:
-    """Seconds by a count (of rows, of drafted tokens). At a count that was measured: the lower quartile of the last
-    times there, as what disturbs a measurement makes it longer, drawn to a straight line through all counts until it
-    was measured often. Between: a straight line. It never falls.
+    """Seconds as a function of a count: rows of a forward, or depth of a draft.
 
-    ``slope`` is how much of the seconds at count 1 a further unit is expected to cost before two counts are known.
-    Counts that were measured side by side are compared with each other (``learn``): a minute in which all of them cost
-    more changes ``level``, not what one costs over another.
+    At a measured count it is the lower quartile of the last times, since disturbances only make times longer. Few
+    measurements are shrunk towards a straight line through all counts. Between counts it interpolates; beyond them it
+    adds ``slope`` of the seconds at count 1 for each unit. It never falls.
+
+    Measurements that were made side by side are compared with each other (``learn``): a slow minute changes ``level``,
+    not the ratio of two counts.
     """
 
     WINDOW, KNOWN = 9, 3
     SAME = 1.1
-    """A smaller change of pace is taken for noise."""
-    LINE = 2.0
-    """Measurements that the line through all counts is worth."""
+    """A smaller change of speed counts as noise."""
+    LINE_WEIGHT = 2.0
+    """How many measurements the line through all counts weighs."""
 
     def __init__(self, slope: float) -> None:
         self.slope = slope
         self.points: dict[int, deque[float]] = {}
         self._line: tuple[list[int], list[float]] | None = None
         self.level = 1.0
-        """What rounds with drafts take at present over what the curve says."""
+        """Present seconds of rounds with drafts over those of the curve."""
         self._levels: deque[float] = deque([self.level], maxlen=self.WINDOW)
 
-    def learn(self, measured: Sequence[tuple[int, float]], taken: int) -> None:
-        """Rounds that followed each other, by count; of each count the ``taken`` shortest are kept."""
-        paces = [seconds / (self.at(count) or 1.0) for count, seconds in measured if self.known(count) >= self.KNOWN]
-        pace = median(paces) if paces else self.level
-        if paces:
+    def learn(self, measured: Sequence[tuple[int, float]], shortest: int) -> None:
+        """Add ``(count, seconds)`` of consecutive rounds; of each count only so many of the ``shortest``."""
+        ratios = [seconds / (self.at(count) or 1.0) for count, seconds in measured if self.samples(count) >= self.KNOWN]
+        pace = median(ratios) if ratios else self.level
+        if ratios:
             self._levels.append(pace)
             self.level = quartile(self._levels)
         if 1.0 / self.SAME < pace / self.level < self.SAME:
@@ -57,15 +58,15 @@ class Curve:
         for count, seconds in measured:
             counts.setdefault(count, []).append(seconds / pace)
         for count, times in counts.items():
-            for seconds in sorted(times)[:taken]:
+            for seconds in sorted(times)[:shortest]:
                 self.add(count, seconds)
 
     def add(self, count: int, seconds: float) -> None:
         self.points.setdefault(count, deque(maxlen=self.WINDOW)).append(seconds)
         self._line = None
 
-    def known(self, count: int) -> int:
-        """How often this count was measured, up to ``WINDOW``."""
+    def samples(self, count: int) -> int:
+        """Number of measurements at this count, at most ``WINDOW``."""
         return len(self.points.get(count, ()))
 
     def at(self, count: float) -> float | None:
@@ -80,16 +81,16 @@ class Curve:
             left, right = counts[index - 1], counts[index]
             fraction = (count - left) / (right - left)
             return seconds[index - 1] + fraction * (seconds[index] - seconds[index - 1])
-        end = min(index, len(counts) - 1)  # beyond what is known: the expected slope
+        end = min(index, len(counts) - 1)  # beyond the measured counts
         unit = seconds[end] * self.slope / max(1.0 + self.slope * (counts[end] - 1), self.slope)
         return max(seconds[end] + unit * (count - counts[end]), 0.05 * seconds[end])
 
     def _fit(self) -> tuple[list[int], list[float]]:
-        """Quartiles, where a lower one behind a higher one shares their weighted mean."""
+        """The quartiles made monotone: neighbours that fall share their weighted mean (pool adjacent violators)."""
         blocks: list[list[float]] = []  # seconds, weight, counts in the block
         counts = sorted(self.points)
         times, known = [quartile(self.points[count]) for count in counts], [len(self.points[n]) for n in counts]
-        for seconds, often in zip(self._straightened(counts, times, known), known):
+        for seconds, often in zip(self._shrunk_to_line(counts, times, known), known):
             blocks.append([seconds, float(often), 1.0])
             while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
                 (high, many, some), (low, few, more) = blocks[-2], blocks[-1]
@@ -98,8 +99,8 @@ class Curve:
         self._line = counts, result
         return self._line
 
-    def _straightened(self, counts: list[int], times: list[float], known: list[int]) -> list[float]:
-        """``times`` drawn to the line of least squared relative errors; three counts and more have one."""
+    def _shrunk_to_line(self, counts: list[int], times: list[float], known: list[int]) -> list[float]:
+        """``times`` shrunk towards the line of least squared relative errors, from three counts on."""
         if len(counts) < 3:
             return times
         weights = [n / seconds**2 for n, seconds in zip(known, times)]
@@ -108,126 +109,137 @@ class Curve:
         spread = sum(w * (x - centre) ** 2 for w, x in zip(weights, counts))
         slope = sum(w * (x - centre) * y for w, x, y in zip(weights, counts, times)) / spread
         line = [level + slope * (x - centre) for x in counts]
-        return [(n * n * y + self.LINE * at) / (n * n + self.LINE) for n, y, at in zip(known, times, line)]
+        return [
+            (n * n * y + self.LINE_WEIGHT * at) / (n * n + self.LINE_WEIGHT) for n, y, at in zip(known, times, line)
+        ]
 
 
 class ExpertReads:
-    """Which share of a mixture's experts a round reads: its rows read the union of theirs, and rows of one text choose
-    more alike than by chance. The shares of ``theory.expected_experts``, learnt from what rounds read."""
+    """Estimates how many experts of a mixture a round reads: the union of what its rows choose.
+
+    Rows of one text choose more alike than chance. ``theory.expected_experts`` has the formula; its two overlaps are
+    learnt from the experts that rounds read.
+    """
 
     ROW = 0.06
-    """What a further row costs beside the experts that it reads, in plain rounds, as long as nothing was measured."""
+    """Prior cost of a further row without its experts, in plain rounds."""
     WEIGHT = 4.0
-    """Rows that the expectation, mere chance, counts for."""
+    """How many rows the prior weighs, which is chance."""
     FADE = 0.98
-    """What a round leaves of the evidence before it."""
-    HELD = (0.2, 0.07)
-    """What relative error is as bad as parts of rows and of experts that are 1 off."""
+    """Decay of the evidence per round."""
+    TOLERANCE = (0.2, 0.07)
+    """Ridge weights of the two coefficients in ``fitted``, rows and experts."""
     STEPS = 12
-    """Halvings in search of a share."""
+    """Bisections of ``learn``."""
 
     def __init__(self, mixture: MixtureInfo) -> None:
         self.mixture = mixture
-        self.again = self.common = mixture.chosen / mixture.count
-        """The shares of a row's experts that another row chooses: of its text, and of another one."""
+        self.same_text = self.other_text = mixture.chosen / mixture.count
+        """Fraction of a row's experts that another row chooses too: a row of its own text, of another text."""
         self._seen = [self.WEIGHT, self.WEIGHT]
-        """Rows that each is known from."""
+        """Evidence of each, in rows."""
 
     def learn(self, rows: int, sequences: int, experts: int) -> None:
-        """A round of ``rows`` rows read so many ``experts``, those of all layers."""
+        """Count a round of so many rows that read so many ``experts``, summed over layers."""
         if not experts or rows < 2:
             return
         each, index = experts / self.mixture.layers, int(rows == sequences)
         low, high = self.mixture.chosen / self.mixture.count, 1.0
-        for _ in range(self.STEPS):  # the more rows share, the fewer experts they read
-            share = (low + high) / 2
-            shares = (self.again, share) if index else (share, self.common)
-            low, high = (share, high) if self._read(rows, sequences, *shares) > each else (low, share)
+        for _ in range(self.STEPS):  # a larger overlap, fewer experts
+            overlap = (low + high) / 2
+            overlaps = (self.same_text, overlap) if index else (overlap, self.other_text)
+            low, high = (overlap, high) if self._read(rows, sequences, *overlaps) > each else (low, overlap)
         seen = self._seen[index] = self.FADE * self._seen[index] + rows - 1
-        name = "common" if index else "again"
+        name = "other_text" if index else "same_text"
         before = getattr(self, name)
         setattr(self, name, before + (rows - 1) / seen * ((low + high) / 2 - before))
 
-    def _read(self, rows: float, sequences: int, again: float, common: float) -> float:
-        return expected_experts(self.mixture.count, self.mixture.chosen, rows, again, sequences, common)
+    def _read(self, rows: float, sequences: int, same_text: float, other_text: float) -> float:
+        return expected_experts(self.mixture.count, self.mixture.chosen, rows, same_text, sequences, other_text)
 
     def times(self, rows: float, sequences: int) -> float:
-        """The experts that a round is expected to read, in those of one row."""
-        return self._read(rows, sequences, self.again, self.common) / self.mixture.chosen
+        """Expected experts of a round over those of one row."""
+        return self._read(rows, sequences, self.same_text, self.other_text) / self.mixture.chosen
 
     def price(self, rows: float, sequences: int, experts: int = 0) -> float:
-        """Of a round in plain ones, by the bytes that it reads: of one that read so many ``experts``, or as many as
-        expected."""
+        """Cost of a round in plain rounds, by the bytes that it reads.
+
+        ``experts``: how many it read, summed over layers; 0: as many as expected.
+        """
         mixture = self.mixture
         read = experts / mixture.layers / mixture.chosen if experts else self.times(rows, sequences)
         return 1.0 + self.ROW * (rows - 1.0) + mixture.share * (read - 1.0)
 
     def fitted(self, points: Mapping[int, float], sequences: int) -> Callable[[int], float]:
-        """The price by rows, as ``price``, with the parts of rows and of experts that come nearest to measured
-        ``points``, plain rounds by rows: least squares of relative errors, held by the parts that are expected."""
-        parts = torch.tensor([self.ROW, self.mixture.share], dtype=torch.float64)
+        """``price`` by rows, its coefficients fitted to measured ``points`` (cost in plain rounds by rows).
+
+        Ridge regression of relative errors, towards the prior coefficients.
+        """
+        prior = torch.tensor([self.ROW, self.mixture.share], dtype=torch.float64)
 
         def more(rows: int) -> list[float]:
             return [rows - sequences, (self.times(max(rows, sequences), sequences) - self.times(sequences, sequences))]
 
         prices = torch.tensor(list(points.values()), dtype=torch.float64)
         weights = torch.tensor([more(rows) for rows in points], dtype=torch.float64) / prices[:, None]
-        held = torch.diag(torch.tensor(self.HELD, dtype=torch.float64))
-        result = torch.linalg.lstsq(torch.cat([weights, held]), torch.cat([1 - 1 / prices, held @ parts])).solution
+        ridge = torch.diag(torch.tensor(self.TOLERANCE, dtype=torch.float64))
+        result = torch.linalg.lstsq(torch.cat([weights, ridge]), torch.cat([1 - 1 / prices, ridge @ prior])).solution
         row, experts = result.clamp(min=1e-3).tolist()
         return lambda rows: 1.0 + row * more(rows)[0] + experts * more(rows)[1]
 
     def state(self) -> list[float]:
-        return [self.again, self.common]
+        return [self.same_text, self.other_text]
 
     def restore(self, state: Any) -> None:
         """Raises TypeError or ValueError for anything but a ``state``."""
-        self.again, self.common = (min(max(float(share), 0.0), 1.0) for share in state)
+        self.same_text, self.other_text = (min(max(float(overlap), 0.0), 1.0) for overlap in state)
 
     def report(self, rows: Mapping[int, float]) -> dict[str, Any]:
-        """For readers: the mixture, the share that rows of one text have in common, and by ``rows`` the experts that
-        were read, those of all layers, in those of one row."""
+        """As JSON: the mixture, the overlap of rows of one text, and by ``rows`` the experts that were read.
+
+        Experts are summed over layers, and given over those of one row.
+        """
         mixture = self.mixture
         one = mixture.layers * mixture.chosen
         return {
-            "count": mixture.count, "chosen": mixture.chosen, "share": mixture.share, "again": self.again,
+            "count": mixture.count, "chosen": mixture.chosen, "share": mixture.share, "again": self.same_text,
             "read": {count: experts / one for count, experts in rows.items()},
         }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """What one method did in a round."""
+    """The drafts of one method in one round."""
 
     method: str
     sequences: int
     depth: int
     """Tokens of the longest draft."""
-    behind: int
-    """Committed tokens that it had to read first, all sequences together."""
+    backlog: int
+    """Committed tokens that the drafter had to read first, all sequences together."""
 
 
 class Costs:
-    """Seconds of a round's parts, as if the machine were always as fast as when plain decoding was first measured.
+    """Seconds of drafting, verifying and reading, on a machine as fast as when plain decoding was first measured.
 
-    A round with drafts is compared with the plain rounds around it: its times count once a plain one has followed, and
-    not if the machine has changed in between. Rounds with drafts alone cannot tell a slow machine from a dear draft.
+    Rounds with drafts alone cannot tell a slow machine from an expensive draft. So their times count only once a plain
+    round has followed, and not if the machine's speed has changed in between.
     """
 
-    SURE = 3
-    """Plain rounds to be measured before the first draft."""
-    TAKEN = 3
-    """So many times of each count are taken from them."""
+    PLAIN_ROUNDS = 3
+    """Plain rounds that are measured before the first draft."""
+    SHORTEST = 3
+    """Of each count, so many of the shortest times count."""
     BLOCK = 8
-    """So many of the rounds with drafts between two plain ones count: the last ones."""
-    AGREE = (0.6, 1.7)
-    """How the machine's pace after them may compare with the pace before."""
+    """Of the rounds with drafts between two plain ones, the last so many count."""
+    SPEED_CHANGE = (0.6, 1.7)
+    """Least and greatest change of the machine's speed during these rounds."""
     SETTLED = 9
-    """The plain round after drafts that is as fast as any: a drafter leaves its own data in the processor's caches."""
+    """From this plain round after drafts on, caches are warm again. A drafter leaves its own data in them."""
     MOST_COLD = 1.5
-
+    """Greatest cold-cache penalty."""
     STEPS = 8
-    """Of a mixture's price: counts in one plain round."""
+    """Resolution of a mixture's costs: counts per plain round."""
 
     def __init__(
         self, nodes: Mapping[str, Sequence[int]], row_multiple: int = 1, mixture: MixtureInfo | None = None
@@ -235,48 +247,49 @@ class Costs:
         self.multiple = row_multiple
         self.reads = None if mixture is None else ExpertReads(mixture)
         self.rows = Curve(0.06 if mixture is None else 1.0)
-        """By rows of the target's forward, acceptance included; of a mixture by ``ExpertReads.price``, in ``STEPS``."""
+        """Verification by rows; of a mixture by ``ExpertReads.price`` times ``STEPS``."""
         self.drafts: dict[tuple[str, int], Curve] = {}
-        """By method and sequences that draft (rounded to a power of two): by depth."""
+        """Drafting by depth, for each method and bit length of the number of sequences that draft."""
         self.reading: dict[str, deque[float]] = {method: deque(maxlen=5) for method in nodes}
-        """By method: seconds for each token that a drafter has to read first."""
+        """By method, seconds per token that a drafter has to read first."""
         self.slowdown = 1.0
-        """How slow the machine is at present."""
-        self.cold = 1.1
-        """How much slower the plain rounds right after drafts are than settled ones."""
-        self._colds: deque[float] = deque([self.cold], maxlen=7)
+        """Present seconds of a plain round over those of the curve."""
+        self.cold_penalty = 1.1
+        """Cold-cache penalty: seconds of the plain rounds right after drafts over those of later ones."""
+        self._cold_penalties: deque[float] = deque([self.cold_penalty], maxlen=7)
         self._recent: deque[float] = deque(maxlen=3)
         self._after_drafts = 0.0
-        self._restored = False
-        """Prices are another engine's, and the pace is not known yet."""
-        self._before = 1.0
+        self._unit_unknown = False
+        """Costs come from another engine, and no plain round was measured yet."""
+        self._slowdown_before = 1.0
         self._block: list[tuple[int, float, float, Sequence[Drafted]]] = []
 
     @property
-    def cold_known(self) -> bool:
-        return len(self._colds) > 2
+    def cold_penalty_known(self) -> bool:
+        return len(self._cold_penalties) > 2
 
-    def aftermath(self) -> float:
-        """Plain rounds that the caches cost after drafts end."""
-        return (self.cold - 1.0) * self.SETTLED / 2
+    def cold_cost(self) -> float:
+        """What cold caches cost after drafts end, in plain rounds."""
+        return (self.cold_penalty - 1.0) * self.SETTLED / 2
 
-    def _count_of(self, rows: float, sequences: int, experts: int = 0) -> int:
-        """What ``rows`` counts of a forward over so many rows of so many sequences, which read ``experts``, or as many
-        as expected."""
+    def _row_units(self, rows: float, sequences: int, experts: int = 0) -> int:
+        """The count that ``rows`` is indexed by. ``experts``: as in ``ExpertReads.price``."""
         padded = int(-(-rows // self.multiple) * self.multiple)
         if self.reads is None:
             return padded
         return max(1, round(self.STEPS * self.reads.price(max(padded, sequences), sequences, experts)))
 
     def verify(self, rows: float, sequences: int = 1, experts: int = 0) -> float:
-        """Expected seconds of a target forward over so many rows of so many sequences and of their acceptance; of one
-        that read so many ``experts``, if that is known."""
-        count, plain = self._count_of(rows, sequences, experts), self._count_of(sequences, sequences)
+        """Expected seconds of a target forward over so many rows, acceptance included.
+
+        ``experts``: how many it read, summed over layers, if that is known.
+        """
+        count, plain = self._row_units(rows, sequences, experts), self._row_units(sequences, sequences)
         seconds = self.rows.at(count) or 1.0
         return seconds if count <= plain else max(seconds * self.rows.level, self.rows.at(plain) or 1.0)
 
     def draft(self, method: str, sequences: int, depth: float) -> float:
-        """Expected seconds of drafting so deep."""
+        """Expected seconds of drafting to this depth."""
         if depth <= 0 or not sequences:
             return 0.0
         size = sequences.bit_length()
@@ -289,28 +302,28 @@ class Costs:
                 return seconds * (1.0 + 0.2 * (size - known)) if size > known else seconds
         return 0.1 * depth * self.verify(1)
 
-    def priced(self, method: str) -> bool:
-        """Whether a draft of this method was measured."""
+    def has_price(self, method: str) -> bool:
+        """Whether drafts of this method were measured."""
         return any(name == method for name, _ in self.drafts)
 
     def read(self, method: str, tokens: int) -> float:
-        """Expected seconds of a drafter that reads so many tokens before it drafts."""
+        """Expected seconds in which a drafter reads so many tokens."""
         known = self.reading[method]
         return tokens * (median(known) if known else 0.05 * self.verify(1))
 
-    def sure(self, sequences: int) -> bool:
-        """Whether plain decoding of about so many sequences was measured."""
-        low, high = (self._count_of(n, n) for n in (sequences - sequences // 4, sequences + sequences // 4))
-        return sum(self.rows.known(n) for n in range(low, high + 1)) >= self.SURE
+    def plain_known(self, sequences: int) -> bool:
+        """Whether plain decoding of about so many sequences was measured often enough."""
+        low, high = (self._row_units(n, n) for n in (sequences - sequences // 4, sequences + sequences // 4))
+        return sum(self.rows.samples(n) for n in range(low, high + 1)) >= self.PLAIN_ROUNDS
 
-    def plain(self, sequences: int, seconds: float, since: int, experts: int = 0) -> None:
-        """A plain round was measured; it is the ``since``-th after one with drafts."""
+    def observe_plain(self, sequences: int, seconds: float, since: int, experts: int = 0) -> None:
+        """Learn from a plain round, the ``since``-th after one with drafts."""
         if self.reads is not None:
             self.reads.learn(sequences, sequences, experts)
-        rows, expected = self._count_of(sequences, sequences, experts), self.verify(sequences, sequences, experts)
-        known = self.rows.known(rows)
-        if self._restored and known:
-            self.slowdown, self._restored = seconds / expected, False
+        rows, expected = self._row_units(sequences, sequences, experts), self.verify(sequences, sequences, experts)
+        known = self.rows.samples(rows)
+        if self._unit_unknown and known:
+            self.slowdown, self._unit_unknown = seconds / expected, False
         elif known and since > 1:
             if since in (2, self.SETTLED):
                 self._recent.clear()
@@ -318,18 +331,18 @@ class Costs:
             if since == 3:
                 low, high = sorted(self._recent)[-2:] if len(self._recent) > 1 else [*self._recent] * 2
                 self._after_drafts = (low * high) ** 0.5 if high < 1.3 * low else low
-                self.slowdown = self._after_drafts / self.cold
-                self._count()
+                self.slowdown = self._after_drafts / self.cold_penalty
+                self._learn_block()
             elif since >= self.SETTLED:
                 self.slowdown = median(self._recent)
                 if since == self.SETTLED + 2 and self._after_drafts:
                     cold = min(max(self._after_drafts / self.slowdown, 1.0), self.MOST_COLD)
-                    self._colds.append(cold)
-                    self.cold, self._after_drafts = median(self._colds), 0.0
-        if known < self.SURE or (known < Curve.WINDOW and since > self.SETTLED):
+                    self._cold_penalties.append(cold)
+                    self.cold_penalty, self._after_drafts = median(self._cold_penalties), 0.0
+        if known < self.PLAIN_ROUNDS or (known < Curve.WINDOW and since > self.SETTLED):
             self.rows.add(rows, seconds / self.slowdown)
 
-    def drafted(
+    def observe_drafted(
         self,
         rows: int,
         draft: float,
@@ -338,37 +351,37 @@ class Costs:
         sequences: int = 1,
         experts: int = 0,
     ) -> None:
-        """A round with drafts was measured."""
+        """Learn from a round with drafts, once a plain one has followed."""
         if not self._block:
-            self._before = self.slowdown
+            self._slowdown_before = self.slowdown
         if self.reads is not None:
             self.reads.learn(rows, sequences, experts)
-        self._block.append((self._count_of(rows, sequences, experts), draft, verify, parts))
+        self._block.append((self._row_units(rows, sequences, experts), draft, verify, parts))
         if len(self._block) > 2 * self.BLOCK:
             del self._block[: self.BLOCK]
 
-    def _count(self) -> None:
+    def _learn_block(self) -> None:
         block, self._block = self._block[-self.BLOCK :], []
-        if not self.AGREE[0] <= self.slowdown / self._before <= self.AGREE[1]:
+        if not self.SPEED_CHANGE[0] <= self.slowdown / self._slowdown_before <= self.SPEED_CHANGE[1]:
             return
-        slowdown = (self.slowdown * self._before) ** 0.5
-        # What disturbs one round of a block disturbs its neighbours: of each count, only a few are taken.
-        self.rows.learn([(n, max(verify / slowdown, self.verify(1))) for n, _, verify, _ in block], self.TAKEN)
+        slowdown = (self.slowdown * self._slowdown_before) ** 0.5
+        # A disturbance hits neighbouring rounds, so only a few times of each count are taken.
+        self.rows.learn([(n, max(verify / slowdown, self.verify(1))) for n, _, verify, _ in block], self.SHORTEST)
         alone = [(draft / slowdown, parts[0]) for _, draft, _, parts in block if len(parts) == 1]
         drafts: dict[tuple[str, int], list[tuple[int, float]]] = {}
         for seconds, part in alone:
-            if not part.behind:
+            if not part.backlog:
                 key = part.method, part.sequences.bit_length()
                 drafts.setdefault(key, []).append((max(part.depth, 1), seconds))
         for key, measured in drafts.items():
-            self.drafts.setdefault(key, Curve(0.8)).learn(measured, self.TAKEN)
+            self.drafts.setdefault(key, Curve(0.8)).learn(measured, self.SHORTEST)
         for seconds, part in alone:
-            if part.behind and part.depth and self.priced(part.method):  # without a depth it has read a part of that
+            if part.backlog and part.depth and self.has_price(part.method):  # an empty draft read less than its backlog
                 excess = seconds - self.draft(part.method, part.sequences, part.depth)
-                self.reading[part.method].append(max(excess, 0.0) / part.behind)
+                self.reading[part.method].append(max(excess, 0.0) / part.backlog)
 
     def state(self) -> dict[str, Any]:
-        """What was learnt, over the seconds of a plain round of one sequence: for the next engine of the same kind."""
+        """What was learnt, as JSON, in units of a plain round of one sequence, for the next engine of the same kind."""
         unit = self.verify(1)
         return {
             "rows": {str(rows): quartile(times) / unit for rows, times in self.rows.points.items()},
@@ -378,13 +391,13 @@ class Costs:
                 for (method, size), curve in self.drafts.items()
             ],
             "reading": {method: median(times) / unit for method, times in self.reading.items() if times},
-            "cold": self.cold if self.cold_known else None,
+            "cold": self.cold_penalty if self.cold_penalty_known else None,
             **({} if self.reads is None else {"experts": self.reads.state()}),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over ``state``: prices in plain rounds; the first plain round that is measured says what that is."""
-        self._restored = True
+        """Continue from ``state``. The first plain round that is measured gives the unit in seconds."""
+        self._unit_unknown = True
         if self.reads is not None:
             self.reads.restore(state["experts"])
         for rows, seconds in state["rows"].items():
@@ -399,5 +412,5 @@ class Costs:
         for method, seconds in state["reading"].items():
             self.reading[method].append(float(seconds))
         if state["cold"] is not None:
-            self.cold = float(state["cold"])
-            self._colds.extend([self.cold] * self.SURE)
+            self.cold_penalty = float(state["cold"])
+            self._cold_penalties.extend([self.cold_penalty] * self.PLAIN_ROUNDS)
