@@ -5,9 +5,11 @@ import json
 import logging
 import os
 import random
+import shutil
 import signal
 from collections import Counter
 from functools import cache
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -121,6 +123,12 @@ def cpu_attention(request, monkeypatch):
 def tiny_target(tmp_path_factory):
     """Folder of a Llama with two layers, grouped queries, 98 tokens and a context of 256, float32."""
     return save_checkpoint(tiny_llama(), tmp_path_factory.mktemp("tiny_target"))
+
+
+@pytest.fixture
+def folder(tiny_target, tmp_path):
+    """A copy of ``tiny_target``, to be changed."""
+    return Path(shutil.copytree(tiny_target, tmp_path / "copy"))
 
 
 @pytest.fixture(scope="session")

@@ -43,6 +43,7 @@ def test_the_distribution_by_enumeration(name, count):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_what_runs_has_that_distribution(count):
     """g adds chance of its own; 4,000 runs against the product law."""

@@ -15,6 +15,8 @@ from forerun_lab.load.replica import Limits
 from forerun_lab.load.run import plan_load
 from forerun_lab.load.search import Targets, fewest
 
+pytestmark = pytest.mark.slow
+
 NOTHING = 1e-9
 """Seconds of what costs nothing."""
 ONE = Limits(seats=1)
@@ -251,7 +253,6 @@ def test_a_share_stands_for_the_whole(router):
     assert_alike(fraction, whole)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("router", "prefixes"), [("random", 0), ("affine", 1), ("random", 5), ("affine", 60), ("affine", 1500)]
 )
@@ -270,7 +271,6 @@ def test_a_share_of_a_trace_stands_for_the_whole(router, prefixes, monkeypatch):
     assert_alike(fraction, whole)
 
 
-@pytest.mark.slow
 def test_a_long_trace_with_one_prefix_takes_what_its_requests_do(monkeypatch):
     """Requests whose common beginning is too short to spare them much; a tenth as many as a trace has in earnest."""
     monkeypatch.setattr("forerun_lab.load.arrivals.LONGEST", 2000)

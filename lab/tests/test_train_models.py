@@ -44,14 +44,9 @@ def target(corpus, tmp_path_factory):
 def draft(corpus, target, tmp_path_factory):
     out = tmp_path_factory.mktemp("draft")
     config = DistillConfig(
-        out=out,
-        target=target,
-        corpus=corpus,
-        tokens=4_096,
-        generated_tokens=2_000,
-        shape=TINY,
+        out=out, target=target, corpus=corpus, tokens=4_096, generated_tokens=2_000, shape=TINY,
         **{**SMALL, "eval_tokens": 512},
-    )
+    )  # fmt: skip
     return train_draft_model(config)
 
 

@@ -38,6 +38,15 @@ def check(engine):
             assert known is None or known == sequence.tokens[: len(known)]
 
 
+def search(engine, *requests):
+    """The jobs of all requests, in the order in which they came, once they have ended."""
+    jobs = [job for some in requests for job in add(engine, some)]
+    while engine.busy:
+        engine.step()
+        check(engine)
+    return jobs
+
+
 def beams(jobs):
     return [job.beam for job in jobs if job.peers]
 
@@ -50,9 +59,7 @@ def expected(engine):
     def get():
         plain, jobs = engine(), []
         for request in SEARCHES + ALONE:
-            jobs += add(plain, [request])
-            while plain.busy:
-                plain.step()
+            jobs += search(plain, [request])
         return beams(jobs), answers([job for job in jobs if not job.peers])
 
     return get
@@ -62,10 +69,7 @@ def expected(engine):
 def test_beams_are_plain_ones(case, engine, keys, expected):
     page_size = PAGE_SIZES[CASES.index(case) % len(PAGE_SIZES)]
     built = engine(keys(case), page_size=page_size, max_num_seqs=WIDEST)
-    jobs = add(built, SEARCHES[:2]) + add(built, ALONE) + add(built, SEARCHES[2:])
-    while built.busy:
-        built.step()
-        check(built)
+    jobs = search(built, SEARCHES[:2], ALONE, SEARCHES[2:])
     check_idle(built, [job for job in jobs if not job.peers])
     for metrics in (job.metrics for job in jobs if job.peers):
         histogram = metrics.acceptance_histogram
@@ -82,10 +86,7 @@ def test_the_transformers_path_finds_the_same(engine, keys):
     result = []
     for config in (None, keys(Case("draft_model", "tree"))):
         built = engine(config, path="hf", page_size=4)
-        jobs = add(built, SEARCHES[:2])
-        while built.busy:
-            built.step()
-        result.append(beams(jobs))
+        result.append(beams(search(built, SEARCHES[:2])))
     assert result[0] == result[1]
 
 
@@ -93,10 +94,7 @@ def test_the_transformers_path_finds_the_same(engine, keys):
 def test_a_draft_with_another_vocabulary(method, engine, tiny_stranger, expected):
     stranger = {"model": tiny_stranger, "use_heterogeneous_vocab": True, "heterogeneous_vocab_method": method}
     built = engine({"method": "draft_model", **stranger}, page_size=4, max_num_seqs=WIDEST)
-    jobs = add(built, SEARCHES)
-    while built.busy:
-        built.step()
-        check(built)
+    jobs = search(built, SEARCHES)
     built.check()
     assert all(job.metrics.draft_error is None for job in jobs)
     assert beams(jobs) == expected()[0]

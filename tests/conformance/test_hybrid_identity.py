@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from harness import REQUESTS, SHORT, answers, check_idle, options, run
 from matrix import CASES, COMBINATIONS, PAGE_SIZES, SHAPES, Case, marked
-from test_beam_identity import SEARCHES, add, beams, check
+from test_beam_identity import SEARCHES, beams, search
 
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters
@@ -91,12 +91,6 @@ def test_every_rule(engine, hybrid, plainly, config, combination):
             assert got == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_draft_of_another_kind(engine, hybrid, plainly, tiny_draft, kind):
-    drafts = {"method": "draft_model", "model": tiny_draft, "num_speculative_tokens": 3}
-    assert answers(run(engine(drafts, model=hybrid(kind)), SHORT)) == plainly(kind)
-
-
 def test_layers_of_the_target_in_a_cascade(engine, hybrid, plainly):
     """A best-first tree reads more nodes than it keeps, and the target's state goes back over all of them."""
     parts = [{"method": "layerskip", "exit_layer": 1, "tree_nodes": 7}, {"method": "suffix"}]
@@ -111,10 +105,6 @@ def test_beams(engine, hybrid, config, kind):
     for case in (None, Case("draft_model", "tree"), Case("layerskip", "chain"), Case("suffix", "chain")):
         made = None if case is None else config(kind, case)
         built = engine(made, model=hybrid(kind), page_size=4, max_num_seqs=12)
-        jobs = add(built, SEARCHES)
-        while built.busy:
-            built.step()
-            check(built)
+        result.append(beams(search(built, SEARCHES)))
         check_idle(built, [])
-        result.append(beams(jobs))
     assert all(one == result[0] for one in result)

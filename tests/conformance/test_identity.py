@@ -70,8 +70,7 @@ def plain_and_wide(engine, wide_target):
     return answers(run(engine(model=wide_target, max_num_seqs=1), SHORT))
 
 
-@pytest.mark.parametrize("page_size", PAGE_SIZES)
-@pytest.mark.parametrize("case", WIDE_CASES, ids=str)
+@pytest.mark.parametrize(("case", "page_size"), [*zip(WIDE_CASES, PAGE_SIZES * 2, strict=False)], ids=str)
 def test_heads_that_no_kernel_serves(engine, wide_target, plain_and_wide, tmp_path, case, page_size):
     """A target, and what drafts with its heads or layers, that runs layer by layer."""
     config = {"method": case.method, **drafters[case.method].example(Path(wide_target), tmp_path)}

@@ -30,13 +30,9 @@ def answer(llm, prompt, params, method):
 def test_a_stop_before_a_dead_end(served, method, temperature):
     """What follows "def parse" is banned, but the answer has ended there."""
     params = SamplingParams(
-        temperature=temperature,
-        seed=3,
-        max_tokens=40,
-        structured_outputs={"choice": [LONG]},
-        stop=["def parse"],
+        temperature=temperature, seed=3, max_tokens=40, structured_outputs={"choice": [LONG]}, stop=["def parse"],
         bad_words=["("],
-    )
+    )  # fmt: skip
     for prompt in ("import os\n", 3 * f"{LONG}\n"):  # drafts that go on behind the dead end, too
         plain = answer(served, prompt, params, None)
         assert plain[2:4] == ("stop", "def parse")

@@ -27,12 +27,9 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "FORERUN_API_KEY": "s3cret"
 def serving(*options):
     """The process, and the address where it listens."""
     process = subprocess.Popen(
-        [*COMMAND, "--port", "0", *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        [*COMMAND, "--port", "0", *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         env=ENVIRONMENT,
-    )
+    )  # fmt: skip
     assert process.stdout is not None
     lines = []
     for line in process.stdout:

@@ -17,7 +17,7 @@ def save_chat_model(folder):
     return str(folder)
 
 
-QUICK = {"hours": 2 / 3600, "answer": 24, "rows": 40, "min_tokens": 2, "probe": 2, "probe_tokens": 8, "progress": False}
+QUICK = {"hours": 1 / 3600, "answer": 24, "rows": 40, "min_tokens": 2, "probe": 2, "probe_tokens": 8, "progress": False}
 """Options of a tuning that takes seconds."""
 
 TASKS = [

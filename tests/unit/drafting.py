@@ -22,13 +22,9 @@ class Letters:
 def build(method, rule="coupled", **options):
     cls = drafters[method]
     context = DraftContext(
-        target=SimpleNamespace(info=SimpleNamespace(vocab_size=VOCAB)),
-        sampler=Sampler(VOCAB),
-        rule=rules[rule](),
-        tokenizer=Letters(),
-        max_num_seqs=8,
-        max_model_len=4096,
-    )
+        target=SimpleNamespace(info=SimpleNamespace(vocab_size=VOCAB)), sampler=Sampler(VOCAB), rule=rules[rule](),
+        tokenizer=Letters(), max_num_seqs=8, max_model_len=4096,
+    )  # fmt: skip
     return cls.build(cls.config_class.from_dict(method, options), context)
 
 

@@ -130,6 +130,7 @@ def test_values_that_are_parts_of_keys(dtype, sizes):
     case.check([Span(0, 143, [1] * 3), Span(2, 143, [1])])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [512, 16])
 @pytest.mark.parametrize("window", [None, 150])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -162,6 +163,7 @@ def test_sinks(dtype):
     refused(ValueError, "for 4 heads", case.run, [Span(1, 0, [1] * 2)], *case.rows(2), sinks=torch.zeros(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("window", "width"), [(None, 64), (21, 64), (150, 64), (None, 32), (None, 100), (21, 46)])
 @pytest.mark.parametrize("dtype", DTYPES)

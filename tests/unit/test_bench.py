@@ -289,17 +289,9 @@ def test_acceptance_by_position_is_the_tail_of_the_histogram():
 
 def test_trees_stand_beside_their_chains(bench, tiny_draft):
     rows = bench(
-        *SMALL,
-        "--spec-model",
-        tiny_draft,
-        "--methods",
-        "draft_model",
-        "--spec-tokens",
-        "3",
-        "--trees",
-        "6",
+        *SMALL, "--spec-model", tiny_draft, "--methods", "draft_model", "--spec-tokens", "3", "--trees", "6",
         "--no-fastest",
-    )["rows"]
+    )["rows"]  # fmt: skip
     for temperature in (0.0, 1.0):
         _, chain, tree = [row for row in rows if row["temperature"] == temperature]
         assert (chain["tree"], tree["tree"]) == (None, "best 6")

@@ -2,8 +2,6 @@
 
 import json
 import re
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +19,6 @@ from forerun.models.open import eos_ids, read_config
 from tiny import save_checkpoint, tiny_llama
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-
-
-@pytest.fixture
-def folder(tiny_target, tmp_path):
-    """A copy of the tiny target, to be damaged."""
-    return Path(shutil.copytree(tiny_target, tmp_path / "copy"))
 
 
 def refused(folder):
@@ -150,20 +142,14 @@ def test_every_config_of_transformers_is_read_or_refused_in_one_line(tmp_path):
 
 
 VALUES = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 300),
-    st.sampled_from([2**31, 2**63, 10**40]),
-    st.floats(),
-    st.text(max_size=4),
-    st.lists(st.integers(-1, 5), max_size=3),
+    st.none(), st.booleans(), st.integers(-3, 300), st.sampled_from([2**31, 2**63, 10**40]), st.floats(),
+    st.text(max_size=4), st.lists(st.integers(-1, 5), max_size=3),
     st.dictionaries(st.sampled_from(["rope_type", "rope_theta", "factor", "a"]), st.floats() | st.text(), max_size=3),
-)
+)  # fmt: skip
 
 
-def test_any_config_is_refused_in_one_line_or_runs(tiny_target, tmp_path):
-    base = Path(shutil.copytree(tiny_target, tmp_path / "copy"))
-    original = json.loads((base / CONFIG).read_text())
+def test_any_config_is_refused_in_one_line_or_runs(folder):
+    original = json.loads((folder / CONFIG).read_text())
     ends = set()
 
     @given(changes=st.dictionaries(st.sampled_from(sorted(original)), VALUES, min_size=1, max_size=2))
@@ -172,9 +158,9 @@ def test_any_config_is_refused_in_one_line_or_runs(tiny_target, tmp_path):
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     def attack(changes):
-        (base / CONFIG).write_text(json.dumps({**original, **changes}))
+        (folder / CONFIG).write_text(json.dumps({**original, **changes}))
         try:
-            answer = LLM(str(base), invariant=False).generate([5, 9, 12], GREEDY)[0].outputs[0]
+            answer = LLM(str(folder), invariant=False).generate([5, 9, 12], GREEDY)[0].outputs[0]
         except ForerunError as error:
             ends.add("refused in one line" if "\n" not in str(error) else "refused")
         else:

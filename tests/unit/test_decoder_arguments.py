@@ -63,27 +63,6 @@ def test_a_decoder_refuses_ids_positions_layers_and_rows_out_of_range(model, whi
         run()
 
 
-def test_a_model_whose_parts_do_not_fit(model):
-    run, *_ = decoding(model)
-    run()
-    for at, value in enumerate((3, 31, 63, 0, 0, 0, 0)):
-        run, *_ = decoding(model)
-        kept = model.fused.model[at]
-        model.fused.model[at] = value
-        with pytest.raises(KernelError):
-            run()
-        model.fused.model[at] = kept
-    for at in range(len(structs.LayerStruct._fields), len(model.fused.layers) // 2):
-        name = structs.LinearStruct._fields[(at - len(structs.LayerStruct._fields)) % len(structs.LinearStruct._fields)]
-        if name in ("weight", "outputs", "inputs") and (model.fused.layers[at] or name != "weight"):
-            run, *_ = decoding(model)
-            kept = model.fused.layers[at]
-            model.fused.layers[at] = kept - 1 if name != "weight" else NOWHERE
-            with pytest.raises(KernelError):
-                run()
-            model.fused.layers[at] = kept
-
-
 @pytest.fixture(scope="module")
 def mixture(described):
     return load_model(described("mixtral"))
@@ -96,6 +75,30 @@ def changed(fields, at, value):
         yield
     finally:
         fields[at] = kept
+
+
+def parts_of(fields, start, end):
+    """Where in ``fields`` the linear layers from ``start`` to ``end`` have their fields, and which those are."""
+    names = structs.LinearStruct._fields
+    return [(at, names[(at - start) % len(names)]) for at in range(start, end)]
+
+
+def refuses(run, cases):
+    """Each is a list of fields, a place there, and a value that does not fit."""
+    for fields, at, value in cases:
+        with changed(fields, at, value), pytest.raises(KernelError):
+            run()
+
+
+def test_a_model_whose_parts_do_not_fit(model):
+    run, *_ = decoding(model)
+    run()
+    layers = model.fused.layers
+    cases = [(model.fused.model, at, value) for at, value in enumerate((3, 31, 63, 0, 0, 0, 0))]
+    for at, name in parts_of(layers, len(structs.LayerStruct._fields), len(layers) // 2):
+        if name in ("outputs", "inputs") or (name == "weight" and layers[at]):
+            cases.append((layers, at, NOWHERE if name == "weight" else layers[at] - 1))
+    refuses(run, cases)
 
 
 BAD_LAYERS = [
@@ -137,19 +140,17 @@ def test_layers_that_read_others_and_embeddings_that_do_not_fit(described):
     run, *_ = decoding(model)
     run()
     cases = [(fused.model, structs.ModelStruct, 0, BAD_INPUTS), (fused.layers, structs.LayerStruct, 5, BAD_SHARES)]
+    bad = []
     for fields, kind, layer, changes in cases:
-        for change in changes:
-            ((name, value),) = change.items()
-            with changed(fields, layer * size + kind._fields.index(name), value), pytest.raises(KernelError):
-                run()
-    with changed(fused.layers, 5 * size + structs.LayerStruct._fields.index("source"), 5), pytest.raises(KernelError):
-        run()  # it would read what nobody has stored, beside layers that store
-    for at in range(len(structs.LayerStruct._fields), size):  # no linear layer of the sixth fits any more
-        name = structs.LinearStruct._fields[(at - len(structs.LayerStruct._fields)) % len(structs.LinearStruct._fields)]
-        where = 5 * size + at
+        items = [item for change in changes for item in change.items()]
+        bad += [(fields, layer * size + kind._fields.index(name), value) for name, value in items]
+    # It would read what nobody has stored, beside layers that store.
+    bad.append((fused.layers, 5 * size + structs.LayerStruct._fields.index("source"), 5))
+    # No linear layer of the sixth fits any more.
+    for at, name in parts_of(fused.layers, 5 * size + len(structs.LayerStruct._fields), 6 * size):
         if name in ("outputs", "inputs"):
-            with changed(fused.layers, where, fused.layers[where] - 1), pytest.raises(KernelError):
-                run()
+            bad.append((fused.layers, at, fused.layers[at] - 1))
+    refuses(run, bad)
     run()
 
 
@@ -243,9 +244,8 @@ def test_layers_of_heads_that_do_not_fit():
             call("project_each_float32", *arguments)
     line = len(structs.LinearStruct._fields)
     for name, values in {"weight": [NOWHERE], "inputs": [0, 5], "outputs": [0, 7], "kind": [-1, 99]}.items():
-        for at, value in ((line + structs.LinearStruct._fields.index(name), value) for value in values):
-            with changed(each.fields, at, value), pytest.raises(KernelError):
-                each(x)
+        at = line + structs.LinearStruct._fields.index(name)
+        refuses(lambda: each(x), [(each.fields, at, value) for value in values])
     for rows, error in ((x.double(), TypeError), (x[:, :2], ValueError), (x[:, :, :3], ValueError)):
         refused(error, "layers", each, rows)
     refused(ValueError, "not of one size", KernelEach, [*layers, TiledLinear(torch.randn(5, 4), None)], torch.float32)
@@ -272,14 +272,10 @@ def test_latents_that_do_not_fit(described):
     for name in ("gated", "norm_qk", "norm_token"):
         at = len(model.fused.layers) // len(model._layers)  # the second layer
         bad.append((model.fused.layers, at + structs.LayerStruct._fields.index(name), 1))
-    for fields, at, value in bad:
-        with changed(fields, at, value), pytest.raises(KernelError):
-            run()
+    sizes = {"width": 30, "value_width": 22, "kv_heads": 2}
+    bad += [(attention._shapes, structs.PoolStruct._fields.index(name), value) for name, value in sizes.items()]
+    refuses(run, bad)
     run()
-    shape = attention._shapes
-    for name, value in {"width": 30, "value_width": 22, "kv_heads": 2}.items():
-        with changed(shape, structs.PoolStruct._fields.index(name), value), pytest.raises(KernelError):
-            run()
 
 
 def test_layers_with_state_that_do_not_fit(described):
@@ -294,13 +290,13 @@ def test_layers_with_state_that_do_not_fit(described):
     for at in (0, 1):  # records and checkpoints of the first layer; attention has neither
         with changed(held, at, NOWHERE), pytest.raises(KernelError, match="null"):
             run()
-    for fields, kind, change in (
-        (fused.layers, structs.LayerStruct, {"gated": 1}), (fused.layers, structs.LayerStruct, {"mixer": 0}),
-        (mixer.fields, structs.MixerStruct, {"heads": 1}), (mixer.fields, structs.MixerStruct, {"columns": 2}),
-    ):  # fmt: skip
-        for name, value in change.items():
-            with changed(fields, kind._fields.index(name), value), pytest.raises(KernelError):
-                run()
+    own = [
+        (mixer.fields, structs.MixerStruct._fields.index(name), value) for name, value in (("heads", 1), ("columns", 2))
+    ]
+    layers = [
+        (fused.layers, structs.LayerStruct._fields.index(name), value) for name, value in (("gated", 1), ("mixer", 0))
+    ]
+    refuses(run, own + layers)
     chains = array("q", [0] * len(structs.Chains._fields))
     refused(KernelError, "unknown kind", fused.draft, *fused.addresses, prepared.address, chains.buffer_info()[0])
     attention.pool.states = None

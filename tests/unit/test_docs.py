@@ -96,6 +96,7 @@ def test_the_commands_of_a_conversation_are_all_listed():
     }
 
 
+@pytest.mark.slow
 def test_the_cookbooks_commands_on_the_bundled_models_run(tmp_path, monkeypatch, capsys):
     """All that name no model of the reader's, and no server that goes on for ever."""
     monkeypatch.chdir(tmp_path)

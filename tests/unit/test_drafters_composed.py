@@ -314,18 +314,24 @@ def test_tokens_spell_the_text_they_were_made_from():
     assert pieces.spell(pieces.encode("the quick brown fox")).decode().strip() == "the quick brown fox"
 
 
-def test_a_draft_reads_the_targets_text_whatever_the_cuts():
+@pytest.fixture(scope="module")
+def bridge():
     target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
-    bridge = VocabularyMap(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
+    return VocabularyMap(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
+
+
+def test_a_draft_reads_the_targets_text_whatever_the_cuts(bridge):
     assert bridge.to_draft[0] == 0
     assert all(bridge.target.bytes[i] == bridge.draft.bytes[j] for i, j in bridge.to_draft.items() if i)
     ids = bridge.target.encode(TEXT)
     rng = random.Random(0)
     for _ in range(20):
-        reading, known = VocabularyReading(bridge), rng.randrange(1, len(ids))
+        reading, known, before = VocabularyReading(bridge), rng.randrange(1, len(ids)), []
         while True:
             reading.follow(ids[:known])
             assert reading.read == known
+            assert reading.tokens[: len(before)] == before
+            before = list(reading.tokens)
             whole = bridge.target.spell(ids[:known]).decode("utf-8", "ignore").encode()
             assert bridge.draft.spell(reading.tokens).startswith(whole)
             if known == len(ids):
@@ -344,20 +350,7 @@ def test_an_end_that_both_have_is_the_same_end():
     assert 0 not in bridge.to_draft
 
 
-def test_reading_only_grows():
-    target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
-    bridge = VocabularyMap(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
-    ids = bridge.target.encode(TEXT)
-    reading, before = VocabularyReading(bridge), []
-    for known in range(1, len(ids) + 1):
-        reading.follow(ids[:known])
-        assert reading.tokens[: len(before)] == before
-        before = list(reading.tokens)
-
-
-def test_special_tokens_that_both_have_are_read_where_they_stand():
-    target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
-    bridge = VocabularyMap(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
+def test_special_tokens_that_both_have_are_read_where_they_stand(bridge):
     reading = VocabularyReading(bridge)
     reading.follow(bridge.target.encode("def "))
     expected = list(reading.tokens)
@@ -373,9 +366,7 @@ def test_special_tokens_that_both_have_are_read_where_they_stand():
     assert reading.tokens == expected + unforeseen
 
 
-def test_what_the_draft_wrote_is_kept_as_far_as_its_text_was_committed():
-    target, draft = byte_bpe(420, "<end>"), byte_bpe(300, "<stop>")
-    bridge = VocabularyMap(Vocabulary(target, 420), Vocabulary(draft, 300), frozenset({0}), frozenset({0}))
+def test_what_the_draft_wrote_is_kept_as_far_as_its_text_was_committed(bridge):
     reading = VocabularyReading(bridge)
     reading.follow(bridge.target.encode("def "))
     start = len(reading.tokens)

@@ -78,19 +78,10 @@ def test_a_lookup_behind_a_tail_continues_the_tail():
     assert places.copy(index, [1, 2], 5) == [9, 1, 2, 9, 1]
 
 
-def test_releasing_a_sequence_frees_its_index():
-    for method in ("prompt_lookup", "ngram", "suffix"):
-        drafter = build(method)
-        drafter.propose([sequence([1, 2, 1, 2], key=7), sequence([3, 3, 3], key=8)], [3, 3])
-        assert set(drafter.indices) == {7, 8}
-        drafter.release(sequence([1, 2, 1, 2], key=7))
-        assert set(drafter.indices) == {8}
-        assert drafter.cached_tokens(sequence([1, 2, 1, 2], key=7)) == []
-
-
 # ngram with counts as q
 
 
+@pytest.mark.slow
 def test_counts_are_the_distribution_that_ngram_draws_from():
     text = [1, 2, 1, 3, 1, 2, 1, 4, 1, 2, 1]
     drafter = build("ngram", "token", counts_as_q=True, max_order=2, num_speculative_tokens=1)
@@ -117,6 +108,7 @@ def test_ngram_with_one_continuation_or_a_greedy_request_is_a_point_mass():
 # random and table
 
 
+@pytest.mark.slow
 def test_random_tokens_are_uniform_and_say_so():
     for rule in ("token", "coupled"):
         drafter = build("random", rule, num_speculative_tokens=2)

@@ -182,17 +182,6 @@ def test_metrics_by_hand():
     assert metrics.seconds == pytest.approx(5.0)
 
 
-def test_metrics_without_drafts_are_zero_or_none():
-    metrics = RequestMetrics()
-    metrics.add(Draft(), verdict(tokens=1, accepted=0))
-    described = metrics.as_dict()
-    assert described["rounds"] == 1
-    assert described["num_draft_tokens"] == described["num_accepted_draft_tokens"] == 0
-    assert described["acceptance_histogram"] == []
-    for name in ("mean_acceptance_length", "draft_acceptance_rate", "alpha", "match_rate", "tokens_per_second"):
-        assert described[name] is None
-
-
 def test_metrics_of_several_answers_add_up():
     parts = []
     for start, accepted in ((1.0, 2), (0.5, 0)):

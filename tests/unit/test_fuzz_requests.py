@@ -1,8 +1,6 @@
 """Any options and any prompt: refused in one line, or answered; and the neighbours in the batch never notice."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
@@ -61,12 +59,9 @@ SENSIBLE = {
 ONE = st.sampled_from(SamplingParams.names()).flatmap(lambda name: st.fixed_dictionaries({name: ANYTHING}))
 SEVERAL = st.fixed_dictionaries({}, optional=SENSIBLE)
 PROMPTS = st.one_of(
-    ANYTHING,
-    st.text(),
-    st.text(st.characters(), max_size=5),
-    st.lists(IDS, max_size=300),
+    ANYTHING, st.text(), st.text(st.characters(), max_size=5), st.lists(IDS, max_size=300),
     st.dictionaries(st.sampled_from(["prompt", "prompt_token_ids", "x"]), ANYTHING, max_size=3),
-)
+)  # fmt: skip
 NEIGHBOUR = SamplingParams(seed=1, max_tokens=6, ignore_eos=True)
 QUIET = {
     "deadline": None, "derandomize": True, "database": None, "phases": [Phase.generate],
@@ -146,9 +141,8 @@ def test_a_prompt_that_contains_itself_is_refused(llm):
     refused(RequestError, "a prompt is a string, a list of token ids or a mapping, not dict", llm().generate, [prompt])
 
 
-def test_a_text_that_the_tokenizer_fails_on_is_refused(tiny_target, tmp_path):
+def test_a_text_that_the_tokenizer_fails_on_is_refused(folder):
     """The tokenizers library panics, which is no Exception in Python, where a pattern takes too many steps."""
-    folder = Path(shutil.copytree(tiny_target, tmp_path / "copy"))
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     pattern = {"Regex": "^(a+)+$"}
     split = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}

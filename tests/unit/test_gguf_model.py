@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kinds
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError, ForerunError, ModelError
@@ -13,12 +12,10 @@ from forerun.measure.environment import logits
 from forerun.models.architectures.families import LLAMA
 from forerun.models.formats import blocks, error
 from forerun.models.gguf import GGUFFile
-from forerun.models.gguf_config import read_config as read_keys
-from forerun.models.hf import read_module, read_weights
+from forerun.models.hf import read_module
 from forerun.models.kinds import BLOCKS
 from forerun.models.open import read_config
 from forerun.speculate.draft import drafters
-from forerun_lab.peers.gguf import write_gguf
 from forerun_lab.shapes import random_checkpoint
 from gguf_files import TOKENS, VOCABULARY, write_model
 from here import where
@@ -39,24 +36,6 @@ PACKED = where(
 
 
 QUANTIZED = where(blocks.can_run(), [(kind, kind.upper()) for kind in BLOCKS])
-
-
-def test_a_llama_comes_back_as_it_went(tmp_path):
-    folder = random_checkpoint(tmp_path / "tiny", "tiny", vocabulary=120)
-    file = GGUFFile(write_gguf(folder, tmp_path / "model.gguf", torch.float32))
-    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    keys = read_keys(file)
-    config = LlamaConfig.from_dict(keys)
-    assert keys.pop("dtype") == "float32"
-    theta = keys.pop("rope_parameters")["rope_theta"]
-    for name in keys.keys() - {"architectures", "bos_token_id", "eos_token_id"}:
-        assert keys[name] == getattr(expected.config, name), name
-    assert theta == expected.config.rope_parameters["rope_theta"]
-    weights = dict(read_weights(file, config, torch.float32))
-    for name, weight in expected.state_dict().items():
-        if name != "lm_head.weight":  # tied
-            assert torch.equal(weights.pop(name), weight), name
-    assert weights == {}
 
 
 def test_a_file_is_a_whole_model(tmp_path):
@@ -186,17 +165,14 @@ def test_no_damaged_byte_makes_anything_but_an_error_or_a_model(tmp_path):
     ({"llama.expert_count": 8}, None, "None as llama.expert_used_count"),
     (EXPERTS, None, "a tensor blk.0.ffn_gate.weight, which its metadata leave out"),
     (EXPERTS, {"blk.0.ffn_gate_exps.weight": (3, 64, 32)}, r"shape \[3, 64, 32\].* leave out|which its metadata"),
-    ({"llama.rope.scaling.type": "longrope"}, None, "scales its rotary frequencies"),
     ({"llama.rope.scaling.type": "yarn"}, None, "None as llama.rope.scaling.original_context_length"),
     ({}, {"rope_freqs.weight": (4,)}, "divides its rotary frequencies .* in another way than Llama 3"),
-    ({}, {"rope_freqs.weight": (3,)}, "divides its rotary frequencies .* in another way than Llama 3"),
     ({"llama.rope.dimension_count": 4}, None, "heads of 8 numbers, but 4"),
     ({"llama.attention.head_count": 32}, None, "heads of 1 numbers"),
     ({"llama.attention.layer_norm_rms_epsilon": 0.0}, None, "0.0 as llama.attention.layer_norm_rms_epsilon"),
     ({"llama.attention.head_count": 2}, None, "blk.0.attn_q.weight has shape|blk.0.attn_k.weight has shape"),
     ({}, {"blk.0.attn_q.bias": (32,)}, "a tensor blk.0.attn_q.bias, which its metadata leave out"),
     ({"tokenizer.ggml.eot_token_id": 999}, None, "999 as tokenizer.ggml.eot_token_id"),
-    ({}, {"blk.2.attn_q.weight": (32, 32)}, "a tensor blk.2.attn_q.weight, which its metadata leave out"),
     ({"llama.block_count": 3}, None, "lacks 9 weights, model.layers.2.self_attn.q_proj.weight among them"),
     ({"llama.block_count": 1 << 30}, None, "has 1073741824 layers in 20 tensors"),
     ({"llama.feed_forward_length": 1 << 31}, None, "intermediate_size must be an integer"),
@@ -212,13 +188,7 @@ def test_what_is_not_read_is_named(tmp_path, changes, extra, message):
 
 def test_names_of_weights_have_one_form():
     assert LLAMA.checkpoint_names("blk.11.ffn_down.weight") == ("model.layers.11.mlp.down_proj.weight",)
-    for name in (
-        "blk.x.ffn_down.weight",
-        "blk..ffn_down.weight",
-        "blk.1.ffn_down",
-        "ffn_down.weight",
-        "blk.1.other.weight",
-    ):
+    for name in ("blk.x.ffn_down.weight", "blk..ffn_down.weight", "blk.1.ffn_down", "ffn_down.weight", "blk.1.weight"):
         assert LLAMA.checkpoint_names(name) == ()
 
 

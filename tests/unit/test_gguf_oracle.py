@@ -93,6 +93,7 @@ def test_numbers_are_read_and_computed_as_llama_cpp_does(opened, case):
         assert same(case, theirs["f32"], module(torch.tensor([ids])).logits[0][rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "kind"), where(blocks.can_run(), [each for each in FILES if each[1] != "f32"]))
 def test_blocks_are_read_and_computed_as_llama_cpp_does(opened, case, kind):
     """From the same numbers in float32 both make the same logits. In blocks, both round the rows that they multiply to

@@ -149,15 +149,9 @@ def test_a_hub_that_is_gone_does_not_take_what_is_here(ours):
     _, home, result = ours
     for url, env in (("http://127.0.0.1:9", {}), (ours[0].url, {"HF_HUB_OFFLINE": "1"})):
         gguf, checkpoint, parts, absent, listed = ask(
-            url,
-            home,
-            "hf:own/tiny-gguf:Q4_K_M",
-            "hf:own/tiny",
-            "hf:own/parts",
-            "hf:own/cut",
-            "hf:own/tiny-gguf:q8_0",
+            url, home, "hf:own/tiny-gguf:Q4_K_M", "hf:own/tiny", "hf:own/parts", "hf:own/cut", "hf:own/tiny-gguf:q8_0",
             **env,
-        )
+        )  # fmt: skip
         assert [gguf, checkpoint, parts] == [result[1], result[0], result[3]]
         assert "\n" not in absent["error"]
         if env:

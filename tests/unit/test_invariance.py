@@ -86,7 +86,7 @@ def test_head_widths_that_are_no_power_of_two(dtype, width):
     assert self_test(build("llama", dtype, width=width), rows=ROWS, chunks=CHUNKS) == []
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("threads", [1, 3])
 def test_whatever_the_number_of_threads_when_it_was_loaded(threads):
     model, before = build(weights="plain"), torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -145,8 +145,7 @@ class Depends(plain.Plain):
     where = "nowhere"
 
 
-@pytest.mark.parametrize("index", ["many rows", "the last row"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("dtype", "index"), [(torch.float32, "many rows"), (torch.float16, "the last row")])
 def test_row_counts_that_disagree_are_not_used(monkeypatch, tmp_path, dtype, index):
     """Where sizes from 24 on would change bits, they are found out and left alone, and what is left holds."""
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))

@@ -29,6 +29,7 @@ def speeds(machine, count, rate, policy="adaptive"):
     return sum(ratios) / len(ratios)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("costs", [{}, LOOKUP], ids=["model", "lookup"])
 def test_useless_drafts_cost_next_to_nothing(count, costs):
@@ -87,6 +88,7 @@ SMALL_DRAFTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("rate", [0.0, 0.14, 0.3])
 @pytest.mark.parametrize("costs", SMALL_DRAFTS, ids=["lookup", "model"])
@@ -103,6 +105,7 @@ def test_drafts_that_pay_are_found_on_a_busy_machine():
     assert result.plain_work / result.work > 0.9 * fixed.plain_work / fixed.work > 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", COUNTS)
 def test_good_cheap_drafts_are_used(count):
     """At least two thirds of what drafting always and as far as possible would gain."""
@@ -377,6 +380,7 @@ def test_a_cold_start_is_not_held_against_drafts(seed):
     assert result.plain_work / result.work > 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("prompt", "length", "least"), [(200, 128, 0.93), (1500, 1000, 0.85)])
 def test_a_draft_that_needs_the_whole_text_reads_it(prompt, length, least):
     """Drafts that began with the last tokens are poor here: nobody stays with them for a long answer."""

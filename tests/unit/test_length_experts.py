@@ -44,6 +44,7 @@ def rounds(draw, rows, texts, count=100):
             for _ in range(count)]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_more_rows_read_is_known_from_what_few_rows_read():
     draw, reads = random.Random(1), ExpertReads(SPARSE)
     for rows in [2, 3] * 60:
@@ -101,6 +102,7 @@ def test_a_plans_curve_bends_as_the_experts_do():
         assert abs(CostCurve(known)(rows) / points[rows] - 1) > 2 * abs(curve(rows) / points[rows] - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 4])
 def test_drafts_go_as_far_as_their_experts_pay(count):
     """A mixture in which a row more costs half of a plain round; drafts are free, so plain lengths can be tried."""

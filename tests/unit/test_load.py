@@ -1,8 +1,6 @@
 """Checkpoints that cannot be used: one clear line each, naming the folder."""
 
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 
@@ -13,12 +11,6 @@ from forerun.models import hub
 from forerun.models.load import load_model
 from refusals import refused
 from tiny import save_tokenizer, tiny_llama
-
-
-@pytest.fixture
-def folder(tiny_target, tmp_path):
-    """A copy of the tiny target, to be damaged."""
-    return Path(shutil.copytree(tiny_target, tmp_path / "copy"))
 
 
 def refuse(path, message, kind=ModelError, **options):

@@ -2,7 +2,6 @@
 
 import io
 import json
-import shutil
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -33,17 +32,17 @@ CHILD = Path(__file__).parents[1] / "loading_child.py"
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory):
-    """220 MB of random numbers in bfloat16, a third of them an embedding that is the output layer too."""
+    """110 MB of random numbers in bfloat16, a third of them an embedding that is the output layer too."""
     folder = tmp_path_factory.mktemp("large")
     config = LlamaConfig(
-        vocab_size=48000, hidden_size=768, intermediate_size=2304, num_hidden_layers=10, num_attention_heads=12,
-        num_key_value_heads=4, max_position_embeddings=128, tie_word_embeddings=True,
+        vocab_size=32000, hidden_size=640, intermediate_size=1920, num_hidden_layers=7, num_attention_heads=10,
+        num_key_value_heads=5, max_position_embeddings=128, tie_word_embeddings=True,
         architectures=["LlamaForCausalLM"], dtype="bfloat16", bos_token_id=None, eos_token_id=0,
     )  # fmt: skip
     config.save_pretrained(folder)
     with torch.device("meta"):
         names = dict(LlamaForCausalLM(config).named_parameters())
-    numbers = torch.randn(48000 * 768).mul_(0.02).bfloat16()
+    numbers = torch.randn(32000 * 640).mul_(0.02).bfloat16()
     save_file({name: numbers[: part.numel()].view(part.shape).clone() for name, part in names.items()},
               folder / "model.safetensors", metadata={"format": "pt"})  # fmt: skip
     return folder
@@ -59,9 +58,9 @@ def test_a_load_takes_what_stays_and_a_tensor(large, tmp_path):
     assert done.returncode == 0, done.stderr
     result = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(result) == len(cases)
-    largest = 48000 * 768 * 2
+    largest = 32000 * 640 * 2
     for case in result:
-        assert case["weights"] > 100 << 20
+        assert case["weights"] > 50 << 20
         assert case["peak"] < 1.15 * case["weights"] + largest
         assert case["stays"] < 1.15 * case["weights"]
 
@@ -107,9 +106,8 @@ def test_the_bar_is_for_terminals(monkeypatch):
     assert "1.1 GB" in sys.stderr.getvalue()
 
 
-def test_weights_do_not_follow_their_file(tiny_target, tmp_path):
+def test_weights_do_not_follow_their_file(folder):
     """A model holds no view of a file, which somebody may write anew."""
-    folder = Path(shutil.copytree(tiny_target, tmp_path / "copy"))
     for options in ({}, {"weights": "plain"}, {"quantization": "int8_rows"}):
         llm = LLM(str(folder), **options)
         expected = llm.generate("the cat", GREEDY)[0].outputs[0].token_ids

@@ -37,7 +37,7 @@ FORMS = [*ON_CPU]
 BFLOATS = where(HAS_BFLOATS, ["bfloat16"], NO_BFLOATS)
 ROWS = (0, 1, 2, 5, 8, 15, 16, 17, 31, 32, 33, 40, 47, 49, 100, 300)
 
-pytestmark = pytest.mark.parametrize("here", HERE)
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("here", HERE)]
 
 
 @pytest.fixture(scope="module")
@@ -165,8 +165,7 @@ def test_threads_change_no_bit(form):
         assert torch.equal(layer(x), expected)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("quantization", [*where(HAS_BFLOATS, [None], NO_BFLOATS), "int8_rows", "q4_k"])
+@pytest.mark.parametrize("quantization", [*where(HAS_BFLOATS, [None], NO_BFLOATS), "q4_k"])
 def test_a_whole_model_has_the_same_bits_in_any_chunks(quantization):
     model = load_model("forerun:target", dtype="bfloat16", invariant=True, quantization=quantization)
     assert model.fused is not None

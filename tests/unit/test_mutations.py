@@ -14,6 +14,8 @@ from forerun import ForerunError
 from forerun.measure.environment import logits
 from forerun.models.load import load_model
 
+pytestmark = pytest.mark.slow
+
 TRIES = 60
 ADAPTER, ADDED = "adapter_config.json", "adapter_model.safetensors"
 KEYS = {
@@ -51,7 +53,6 @@ def run(folder, **options):
     logits(load_model(folder, invariant=False, **options), [[5, 9, 12]])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_quantized_weights(tmp_path, name):
     write(tmp_path / "intact", name)

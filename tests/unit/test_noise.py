@@ -44,6 +44,7 @@ def columns():
     return numpy.concatenate([uniforms(Gumbel(16), keys[i : i + 2500]) for i in range(0, len(keys), 2500)])
 
 
+@pytest.mark.slow
 def test_uniform_distribution(rows, columns):
     """Kolmogorov-Smirnov against Gumbel, along ids and along keys."""
     tests = [stats.kstest(row, "uniform").pvalue for row in rows]
@@ -74,6 +75,7 @@ def test_neighbouring_positions_seeds_and_ids_are_independent(rows, columns):
     assert stats.kstest(tests, "uniform").pvalue > GOOD
 
 
+@pytest.mark.slow
 def test_no_correlation_between_any_rows(rows):
     scores = stats.norm.ppf(rows)
     off = numpy.corrcoef(scores)[numpy.triu_indices(len(rows), 1)]
@@ -90,6 +92,7 @@ def test_the_winner_is_uniform_and_independent(columns):
     assert stats.chisquare(pairs).pvalue > GOOD
 
 
+@pytest.mark.slow
 def test_upper_tail():
     """Rare tokens are sampled by large noise: the tail must not stop at float32's 1 - 2^-24."""
     noise = Gumbel(100_000)
@@ -140,6 +143,7 @@ def test_every_entry_is_the_formula(way):
     assert numpy.abs(Gumbel(size).rows([key])[0].double().numpy() - expected).max() < 2e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("vocab", "count", "threads"), [(5, 19, 1), (98, 19, 1), (4096, 19, 1), (33_000, 19, 1), (40_001, 3, 2)]
 )

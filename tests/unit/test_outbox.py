@@ -10,6 +10,11 @@ from forerun.scale.replica import Begun, Outbox
 SAID = Begun("weights")
 
 
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    monkeypatch.setattr(outboxes, "LINGER", 0.05)
+
+
 def test_what_several_answers_say_is_taken_together():
     async def gather():
         outbox = Outbox()
@@ -37,9 +42,7 @@ def test_what_several_answers_say_is_taken_together():
         await listener
         return heard
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outboxes, "LINGER", 0.05)
-        heard = asyncio.run(gather())
+    heard = asyncio.run(gather())
     assert len(heard) == 1
     for number in range(4):
         assert [said for whose, said in heard[0] if whose == number] == [SAID, SAID, SAID, None]
@@ -59,9 +62,7 @@ def test_a_listener_stays_for_the_next_answer_and_for_a_slow_one():
         outbox.end()
         return [*heard, await outbox.taken(), await outbox.taken()]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outboxes, "LINGER", 0.05)
-        assert asyncio.run(wait()) == [[(7, SAID)], [(7, None)], []]
+    assert asyncio.run(wait()) == [[(7, SAID)], [(7, None)], []]
 
 
 def test_an_answer_that_begins_as_the_listener_leaves_keeps_it():
@@ -81,6 +82,4 @@ def test_an_answer_that_begins_as_the_listener_leaves_keeps_it():
         taking.cancel()
         return stayed
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outboxes, "LINGER", 0.05)
-        assert asyncio.run(race())
+    assert asyncio.run(race())

@@ -37,11 +37,6 @@ def mark(tmp_path):
     return tmp_path / "the code has run"
 
 
-@pytest.fixture
-def folder(tiny_target, tmp_path):
-    return Path(shutil.copytree(tiny_target, tmp_path / "copy"))
-
-
 def test_the_trap_works(mark):
     pickle.loads(pickle.dumps(Trap(mark)))
     assert mark.is_dir()

@@ -43,6 +43,7 @@ def test_a_way_without_a_length_is_recommended_where_it_was_fastest(monkeypatch,
 # ----------------------------------------------------------------------------------------------- what is recommended
 
 
+@pytest.mark.slow
 def test_the_recommendation_is_a_configuration_that_was_measured(plan, tiny_draft):
     draft = ("--methods", "draft_model", "--spec-model", tiny_draft)
     result, ran = plan(*draft)

@@ -201,19 +201,6 @@ def test_truncation_also_drops_what_was_reserved_and_never_written():
     assert (pages.length(1), pages.num_free) == (5, 5)
 
 
-def test_a_copy_counts_as_a_page_that_is_needed():
-    pool = Pool(SHAPES, 2, 4, torch.float32)
-    write(pool, 1, [1, 2, 3])
-    pool.fork(1, 2, 3)
-    write(pool, 2, [9])
-    pool.fork(1, 3, 3)
-    assert not pool.can_reserve(3, 4)
-    with pytest.raises(OutOfPages):
-        pool.reserve(3, 4)
-    assert read(pool, 3) == [1, 2, 3]
-    assert pool.can_reserve(2, 4)
-
-
 def test_check_notices_what_is_wrong():
     def broken(change):
         pages = Pages(4, 4)
@@ -245,16 +232,6 @@ def test_misuse_is_an_error():
     pages.reserve(1, 4)
     refused(ValueError, "5 entries were written where 1 pages are reserved", pages.advance, 1, 5)
     refused(ValueError, "already has pages", pages.adopt, 1, [0], 1)
-
-
-def test_the_slotted_layout_is_one_page_per_sequence():
-    pool = Pool(SHAPES, 2, 8, torch.float32)
-    for key in (1, 2):
-        write(pool, key, [key] * 8)
-    assert [len(pool.block_tables[key]) for key in (1, 2)] == [1, 1]
-    assert not pool.can_reserve(3, 1)
-    pool.free(1)
-    assert pool.can_reserve(3, 8)
 
 
 def test_entries_take_memory_when_they_are_used():

@@ -75,6 +75,7 @@ def test_the_fastest_way_is_taken_for_each_count(form, monkeypatch):
     assert [asked[rows] for rows in (1, 8, 9, 11, 12, 15, 16, 31, 32)] == [0, 7, 7, 7, 8, 8, 9, 9, 10]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", COMPILED[:2])
 def test_it_is_measured_once_for_each_kind(form, monkeypatch):
     made, asked = layer(form), []

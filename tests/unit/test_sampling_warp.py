@@ -26,18 +26,14 @@ def options(draw):
 
     words = maybe((), st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), min_size=1, max_size=3).map(tuple))
     return SamplingParams(
-        temperature=maybe(1.0, st.sampled_from([0.0, 0.3, 0.7, 1.6])),
-        top_k=maybe(0, st.integers(1, VOCAB + 3)),
-        top_p=maybe(1.0, st.floats(0.01, 0.999)),
-        min_p=maybe(0.0, st.floats(0.001, 1.0)),
-        repetition_penalty=maybe(1.0, st.floats(0.5, 2.0)),
-        presence_penalty=maybe(0.0, st.floats(-2.0, 2.0)),
+        temperature=maybe(1.0, st.sampled_from([0.0, 0.3, 0.7, 1.6])), top_k=maybe(0, st.integers(1, VOCAB + 3)),
+        top_p=maybe(1.0, st.floats(0.01, 0.999)), min_p=maybe(0.0, st.floats(0.001, 1.0)),
+        repetition_penalty=maybe(1.0, st.floats(0.5, 2.0)), presence_penalty=maybe(0.0, st.floats(-2.0, 2.0)),
         frequency_penalty=maybe(0.0, st.floats(-2.0, 2.0)),
         logit_bias=maybe(None, st.dictionaries(tokens, st.floats(-5.0, 5.0), min_size=1, max_size=4)),
-        bad_words_ids=words,
-        min_tokens=maybe(0, st.integers(1, 8)),
+        bad_words_ids=words, min_tokens=maybe(0, st.integers(1, 8)),
         stop_token_ids=maybe([], st.lists(tokens, max_size=3)),
-    )
+    )  # fmt: skip
 
 
 @st.composite

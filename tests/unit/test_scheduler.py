@@ -81,15 +81,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.nodes = nodes
         self.admitted = {}
         self.scheduler = Scheduler(
-            self.pool,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=rows,
-            draft_rows=self.draft_rows,
-            prefill_budget=PrefillBudget(prefill),
-            tree=PrefixTree(self.pool) if shared else None,
-            on_admit=lambda one, reused: self.admitted.__setitem__(one.id, reused),
-            on_preempt=self.preempted,
-        )
+            self.pool, max_num_seqs=seqs, max_num_batched_tokens=rows, draft_rows=self.draft_rows,
+            prefill_budget=PrefillBudget(prefill), tree=PrefixTree(self.pool) if shared else None,
+            on_admit=lambda one, reused: self.admitted.__setitem__(one.id, reused), on_preempt=self.preempted,
+        )  # fmt: skip
         self.rounds = Rounds(self.scheduler)
         self.alive = {}
         self.paused = []

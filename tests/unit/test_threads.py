@@ -160,28 +160,6 @@ def test_an_error_in_the_middle_leaves_the_engine_empty(model, monkeypatch, inde
     assert answers(model, 5) == expected
 
 
-def test_a_thread_whose_call_fails_lets_the_next_one_in(model):
-    begun, may_end = threading.Event(), threading.Event()
-
-    def stall(update):
-        begun.set()
-        may_end.wait(60)
-        raise KeyError("a reader's mistake")
-
-    def first():
-        with pytest.raises(KeyError):
-            model.generate("the cat", on_update=stall)
-
-    with ThreadPoolExecutor(2) as threads:
-        failing = threads.submit(first)
-        assert begun.wait(60)
-        waiting = threads.submit(answers, model, 6)
-        may_end.set()
-        failing.result(60)
-        assert waiting.result(60) == answers(model, 6)
-    clean(model)
-
-
 @pytest.fixture
 def eight(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))

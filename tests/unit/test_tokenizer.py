@@ -147,13 +147,6 @@ def test_a_character_is_said_when_it_is_complete():
     assert [detokenizer.push([token]) for token in tokens] == ["a", "", "", "", "😀"]
 
 
-def test_special_tokens_are_said_on_request():
-    tokens = [*BYTE_LEVEL.encode("a"), BYTE_LEVEL.eos_token_id]
-    assert grown(BYTE_LEVEL, tokens) == "a"
-    shown = Detokenizer(BYTE_LEVEL, skip_special_tokens=False)
-    assert shown.push(tokens) == "a<eos>"
-
-
 @pytest.mark.parametrize("skip", [True, False])
 def test_an_answer_is_spelled_behind_its_prompt_and_as_it_asks(skip):
     """A text's first space is stripped, an answer's is not."""
