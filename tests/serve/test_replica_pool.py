@@ -15,7 +15,7 @@ from forerun.engine.metrics import EngineStats, Snapshot
 from forerun.sampling.noise import fold
 from forerun.scale import pool as pools
 from forerun.scale.pool import LostError, ReplicaPool
-from forerun.scale.replica import News, Replica, alike
+from forerun.scale.replica import Progress, Replica, check_same
 from forerun.serve.app import ServerOptions, create_app
 from forerun.serve.batch import asking
 
@@ -47,12 +47,12 @@ class Lossy:
         left = next(self.lives)
         async with aclosing(next(self.turn).answer(request)) as messages:
             async for message in messages:
-                given = sum(len(delta.token_ids) for delta in message.deltas) if isinstance(message, News) else 0
+                given = sum(len(delta.token_ids) for delta in message.deltas) if isinstance(message, Progress) else 0
                 if left < 0 or (given and given > left):
                     self.lost += 1
                     searches = isinstance(request.params, BeamSearchParams)  # beams come in one message
-                    if isinstance(message, News) and not searches and (rest := cut(message.deltas, left)):
-                        yield News(rest, prompt_logprobs=message.prompt_logprobs)
+                    if isinstance(message, Progress) and not searches and (rest := cut(message.deltas, left)):
+                        yield Progress(rest, prompt_logprobs=message.prompt_logprobs)
                     raise LostError("killed by the test")
                 left -= given
                 yield message
@@ -176,10 +176,10 @@ def test_a_stream_repeats_nothing(asked, plain):
 def test_a_request_that_ends_every_replica_fails(asked, replicas):
     ask, lossy, pool = asked(itertools.repeat(-1))
     status, _ = asyncio.run(ask("/v1/completions", {"prompt": PROMPT}))
-    assert (status, lossy.lost) == (503, pools.MOVES + 1)  # none is there: another time it may be answered
+    assert (status, lossy.lost) == (503, pools.MAX_MOVES + 1)  # none is there: another time it may be answered
     lossy.lost, pool.latest = 0, replicas[0].snapshot()
     status, body = asyncio.run(ask("/v1/completions", {"prompt": PROMPT}))
-    assert (status, lossy.lost) == (400, pools.MOVES + 1)
+    assert (status, lossy.lost) == (400, pools.MAX_MOVES + 1)
     assert "replicas ended while they had this request" in body["error"]["message"]
     assert not pool.streams
 
@@ -192,8 +192,8 @@ def test_other_weights_do_not_go_on(asked, replicas, monkeypatch):
     ask, lossy, _ = asked(itertools.chain([4], FOREVER))
     assert shown(*asyncio.run(ask("/v1/completions", body))) == undisturbed
     assert [request.weights for request in lossy.requests] == [facts.checkpoint, *[facts.weights] * 2]
-    assert [request.misfits for request in lossy.requests] == [0, 0, 1]
-    monkeypatch.setattr(pools, "MISFITS", 0)
+    assert [request.rejections for request in lossy.requests] == [0, 0, 1]
+    monkeypatch.setattr(pools, "MAX_REJECTIONS", 0)
     status, answer = asyncio.run(asked(itertools.chain([4], FOREVER))[0]("/v1/completions", body))
     assert status == 400
     assert f"replicas have other weights ({facts.checkpoint}-other) than" in answer["error"]["message"]
@@ -206,14 +206,14 @@ def test_nothing_said_yet_may_go_on_with_other_weights(asked, replicas, monkeypa
     ask, lossy, _ = asked(itertools.chain([0], FOREVER))
     shown(*asyncio.run(ask("/v1/completions", {"prompt": PROMPT, "max_tokens": 5, "seed": 1})))
     assert lossy.lost == 1
-    assert [(request.weights, request.misfits) for request in lossy.requests] == [(facts.checkpoint, 0)] * 2
+    assert [(request.weights, request.rejections) for request in lossy.requests] == [(facts.checkpoint, 0)] * 2
 
 
 def test_another_model_answers_nothing(asked, replicas, monkeypatch):
     """A replica with another version or checkpoint is passed over; where there is no other, that is what is said."""
     right = replicas[0].facts
     monkeypatch.setattr(replicas[0], "facts", replace(right, checkpoint="0.0-x", weights="0.0-x-y"))
-    monkeypatch.setattr(pools, "MISFITS", 2)
+    monkeypatch.setattr(pools, "MAX_REJECTIONS", 2)
     ask, lossy, pool = asked()
     pool.facts = right
     shown(*asyncio.run(ask("/v1/completions", {"prompt": PROMPT, "max_tokens": 4})))
@@ -225,9 +225,9 @@ def test_another_model_answers_nothing(asked, replicas, monkeypatch):
 
 
 def test_replicas_are_alike():
-    alike(["0.1-a", "0.1-a"])
+    check_same(["0.1-a", "0.1-a"])
     with pytest.raises(ConfigError, match=r"differ in version or checkpoint \(2 of 0.1-a, 1 of 0.2-a\)"):
-        alike(["0.1-a", "0.2-a", "0.1-a"])
+        check_same(["0.1-a", "0.2-a", "0.1-a"])
 
 
 @pytest.mark.parametrize("life", [-1, 0, 3])

@@ -146,9 +146,9 @@ from forerun.scale.cluster import Replicas
 
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
 serve.start(proxy_location="Disabled")
-cluster.START = float(sys.argv[2])
+cluster.STARTUP_TIMEOUT = float(sys.argv[2])
 try:
-    cluster.started(Replicas({"model": sys.argv[1]}, threads=2), "forerun")
+    cluster.deploy(Replicas({"model": sys.argv[1]}, threads=2), "forerun")
 except ConfigError as error:
     print("told:", error, flush=True)
 os._exit(0)  # threads of Ray's that serve the handles would keep the process
@@ -180,7 +180,10 @@ def test_replicas_that_do_not_come_up(tmp_path):
 SCALE = """
 import asyncio, json, os, sys, time
 from forerun import SamplingParams
+from forerun.scale import cluster as ours
 from forerun.scale.cluster import Cluster, Replicas, cluster
+
+ours.UPSCALE_DELAY, ours.DOWNSCALE_DELAY = 1.0, 3.0
 
 async def answers(way, handle):
     pool = await way.pool(1024)
@@ -192,8 +195,8 @@ async def answers(way, handle):
         return "".join([delta.text async for delta in stream])
 
     async def until(number):
-        while way.number != number:
-            assert time.monotonic() - began < 400, way.number
+        while way.num_replicas != number:
+            assert time.monotonic() - began < 400, way.num_replicas
             await asyncio.sleep(0.1)
         numbers.append(number)
 
@@ -212,7 +215,7 @@ async def answers(way, handle):
     return numbers, {str(seed): sorted(found) for seed, found in texts.items()}
 
 engine = {"model": sys.argv[1], "max_num_seqs": 2, "page_size": 64}
-wanted = Replicas(engine, number=1, most=2, grow_seconds=1, shrink_seconds=3)
+wanted = Replicas(engine, num_replicas=1, max_replicas=2)
 with cluster(wanted) as (handle,):
     print(json.dumps(asyncio.run(answers(Cluster(handle), handle))), flush=True)
 os._exit(0)  # threads of Ray's that serve the handles would keep the process

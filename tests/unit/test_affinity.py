@@ -4,7 +4,7 @@ import random
 from collections import Counter
 from types import SimpleNamespace
 
-from forerun.scale.affinity import BOUND, Affinity, blocks, policy, wanted
+from forerun.scale.affinity import BOUND, Affinity, block_hashes, policy, replicas_needed
 
 NAMES = ["a", "b", "c", "d"]
 
@@ -13,7 +13,7 @@ def prompt(group, own, shared=256, rest=64):
     """The names of the blocks of a prompt that begins as others of its group do."""
     first, then = random.Random(group), random.Random(1000 + own)
     tokens = [first.randrange(4096) for _ in range(shared)] + [then.randrange(4096) for _ in range(rest)]
-    return list(blocks(tokens))
+    return list(block_hashes(tokens))
 
 
 def idle(names=NAMES):
@@ -21,9 +21,9 @@ def idle(names=NAMES):
 
 
 def test_blocks_name_all_that_comes_before():
-    one, two = list(blocks(range(200), 64)), list(blocks([9, *range(1, 200)], 64))
+    one, two = list(block_hashes(range(200), 64)), list(block_hashes([9, *range(1, 200)], 64))
     assert (len(one), len(set(one) | set(two))) == (3, 6)
-    assert list(blocks([*range(128), 7], 64)) == one[:2]
+    assert list(block_hashes([*range(128), 7], 64)) == one[:2]
 
 
 def test_a_prompt_goes_where_its_beginning_was():
@@ -83,10 +83,10 @@ def test_who_is_refused_meets_every_replica():
     for right in NAMES:
         affinity, met, names = Affinity(), [], prompt(3, 4)
         while right not in met:
-            met.append(affinity.order(idle(), names, refused=len(met))[0])
+            met.append(affinity.order(idle(), names, rejections=len(met))[0])
             affinity.note(met[-1], names)
         assert len(met) <= 2 * len(NAMES)
-    assert sorted(Affinity().order(idle(), names, refused=7)) == sorted(NAMES)
+    assert sorted(Affinity().order(idle(), names, rejections=7)) == sorted(NAMES)
 
 
 def test_memory_is_bounded():
@@ -98,13 +98,13 @@ def test_memory_is_bounded():
 
 def test_replicas_follow_queue_and_pages():
     """Eight sequences a replica at a time, of which six are aimed at."""
-    assert wanted(2, requests=12, usage=0.3, capacity=8) == 2
-    assert wanted(2, requests=13, usage=0.3, capacity=8) == 3
-    assert wanted(2, requests=2, usage=0.95, capacity=8) == 3
-    assert wanted(4, requests=1, usage=0.1, capacity=8) == 1
-    assert wanted(4, requests=7, usage=0.7, capacity=8) == 4
-    assert wanted(1, requests=0, usage=0.0, capacity=8) == 1
-    assert wanted(2, requests=800, usage=0.9, capacity=8) == 134
+    assert replicas_needed(2, requests=12, usage=0.3, capacity=8) == 2
+    assert replicas_needed(2, requests=13, usage=0.3, capacity=8) == 3
+    assert replicas_needed(2, requests=2, usage=0.95, capacity=8) == 3
+    assert replicas_needed(4, requests=1, usage=0.1, capacity=8) == 1
+    assert replicas_needed(4, requests=7, usage=0.7, capacity=8) == 4
+    assert replicas_needed(1, requests=0, usage=0.0, capacity=8) == 1
+    assert replicas_needed(2, requests=800, usage=0.9, capacity=8) == 134
 
 
 def test_a_front_that_listens_is_no_load():

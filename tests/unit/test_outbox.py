@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from forerun.scale import replica as outboxes
-from forerun.scale.replica import Begun, Outbox
+from forerun.scale.replica import Outbox, Started
 
-SAID = Begun("weights")
+SAID = Started("weights")
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def test_what_several_answers_say_is_taken_together():
             outbox.end()
 
         async def listen():
-            while entries := await outbox.taken():
+            while entries := await outbox.take():
                 heard.append(entries)
 
         heard = []
@@ -51,7 +51,7 @@ def test_what_several_answers_say_is_taken_together():
 def test_a_listener_stays_for_the_next_answer_and_for_a_slow_one():
     async def wait():
         outbox = Outbox()
-        taking = asyncio.create_task(outbox.taken())
+        taking = asyncio.create_task(outbox.take())
         await asyncio.sleep(0.03)
         outbox.begin()  # before it has lingered for long enough
         await asyncio.sleep(0.12)  # and says nothing for longer than that
@@ -60,7 +60,7 @@ def test_a_listener_stays_for_the_next_answer_and_for_a_slow_one():
         heard = [await taking]
         outbox.put(7, None)
         outbox.end()
-        return [*heard, await outbox.taken(), await outbox.taken()]
+        return [*heard, await outbox.take(), await outbox.take()]
 
     assert asyncio.run(wait()) == [[(7, SAID)], [(7, None)], []]
 
@@ -71,7 +71,7 @@ def test_an_answer_that_begins_as_the_listener_leaves_keeps_it():
     async def race():
         outbox = Outbox()
         loop = asyncio.get_running_loop()
-        taking = asyncio.create_task(outbox.taken())
+        taking = asyncio.create_task(outbox.take())
         await asyncio.sleep(0)
         loop.call_later(0.06, outbox.begin)  # behind the listener's own timer; both are due when the loop goes on
         blocked = loop.time() + 0.1

@@ -179,9 +179,9 @@ def answerer(
     ranks = int(engine.get("tensor_parallel_size") or 1)
     each = max(1, cores // (replicas * ranks)) if threads is None else threads
     engine = {"page_size": PAGE_SIZE, "threads": AUTO if threads is None else threads, **engine}
-    with cluster(Replicas(engine, drafters, number=replicas, most=most, threads=each, max_queue=max_queue)) as (
-        handle,
-    ):
+    with cluster(
+        Replicas(engine, drafters, num_replicas=replicas, max_replicas=most, threads=each, max_queue=max_queue)
+    ) as (handle,):
         yield lambda: Cluster(handle).pool(max_queue)
 
 

@@ -1,1 +1,1 @@
-"""Several replicas of an engine behind one API. ``pool`` and ``affinity`` know nothing of Ray; ``cluster`` does."""
+"""Several replicas of an engine behind one API. Only ``cluster`` and ``app`` import Ray."""

@@ -18,7 +18,7 @@ API = "api"
 
 
 class Arguments(BaseModel):
-    """Of ``build``, as ``serve run ... key=value`` or a config file's ``args`` give them."""
+    """The arguments of ``build``, from ``serve run ... key=value`` or the ``args`` of a config file."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -39,7 +39,7 @@ class Arguments(BaseModel):
 
     @field_validator("speculative_config", "engine", mode="before")
     @classmethod
-    def _from_text(cls, given: Any) -> Any:
+    def _from_json(cls, given: Any) -> Any:
         return json.loads(given) if isinstance(given, str) else given
 
 
@@ -67,12 +67,12 @@ class Front:
 
 
 def build(arguments: Arguments) -> serve.Application:
-    """The application. Replicas of the API itself may be had through the deployment's options in a config file."""
+    """Returns the application. The API itself gets replicas by the deployment's options in a config file."""
     replicas = Replicas(
         engine={"page_size": 64, **arguments.engine, "model": arguments.model},
         speculative=arguments.speculative_config,
-        number=arguments.replicas,
-        most=arguments.max_replicas,
+        num_replicas=arguments.replicas,
+        max_replicas=arguments.max_replicas,
         threads=arguments.threads,
         max_queue=arguments.max_queue,
         drain_seconds=arguments.drain_seconds,
@@ -83,4 +83,4 @@ def build(arguments: Arguments) -> serve.Application:
         max_ongoing_requests=4096,
         graceful_shutdown_timeout_s=arguments.request_timeout,
     )
-    return front.bind(replicas.bound(), arguments)
+    return front.bind(replicas.bind(), arguments)

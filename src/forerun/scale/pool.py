@@ -1,4 +1,4 @@
-"""Replicas as one engine: what the server answers from. A request whose replica is lost goes on elsewhere."""
+"""Replicas as one engine. A request whose replica is lost continues on another."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from forerun.engine.stop import Stopper
 from forerun.models.tokenizer import load_tokenizer
 from forerun.sampling.noise import fold
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams, StructuredOutputsParams
-from forerun.scale.replica import Begun, Facts, Message, News, OtherModelError, Refused, Request
+from forerun.scale.replica import Facts, Message, OtherModelError, Progress, Rejected, Request, Started
 
 log = logging.getLogger("forerun")
 
-MOVES = 8
+MAX_MOVES = 8
 """Replicas that a request may lose before it fails: it may be what ends them."""
-MISFITS = 40
-"""Replicas with other weights than it needs that a request may meet, ``WAIT`` seconds apart, before it fails."""
+MAX_REJECTIONS = 40
+"""Replicas with other weights that may reject a request, ``WAIT`` seconds apart, before it fails."""
 WAIT = 0.25
 
 
@@ -41,28 +41,27 @@ class LostTooOftenError(ForerunError):
 
 
 Send = Callable[[Request], AsyncGenerator[Message]]
-"""Gives a request to a replica: its messages. Raises LostError where they end before the request does."""
+"""Gives a request to a replica, and yields its messages. Raises LostError if they end before the request does."""
 
 
 @dataclass
 class _Answer:
-    """One of a request's answers, or all of a beam search's, which end together, wherever they are made."""
+    """One of a request's answers, or all of a beam search, and what is asked of a replica for it."""
 
     stream: Stream
     jobs: list[Job]
     request: Request
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    started: asyncio.Event = field(default_factory=asyncio.Event)
     weights: str = ""
-    """Of the replica that answers: what goes on behind its tokens needs them."""
+    """Of the replica that answers: another one can continue only with the same."""
     moves: int = 0
 
 
 class ReplicaPool(EngineClient):
-    """Replicas as one engine; ``send`` chooses among them, and ``capacity`` says how many sequences they decode at a
-    time.
+    """Replicas as one engine. ``send`` chooses among them; ``capacity`` is how many sequences they decode at a time.
 
-    Whatever a replica has given is kept in front; if it is lost, another one goes on behind that, and the seed, which
-    every request has or gets, gives the tokens that the first one would have given.
+    The tokens of a replica are kept here. If it is lost, another one continues after them. Every request has a seed, or
+    gets one, so that the tokens are those that the first replica would have given.
     """
 
     def __init__(self, facts: Facts, send: Send, *, max_queue: int = 1024, capacity: Callable[[], int]) -> None:
@@ -70,9 +69,9 @@ class ReplicaPool(EngineClient):
         self.facts: Facts = facts
         self.send = send
         self.moved = 0
-        """Answers that have gone on at another replica."""
+        """Answers that continued on another replica."""
         self.latest: Snapshot | None = None
-        """How the replicas stood when they were last asked, together."""
+        """Of all replicas together; None while none answers."""
         self._tasks: dict[Stream, list[asyncio.Task[None]]] = {}
         self._ids = itertools.count()
 
@@ -90,23 +89,22 @@ class ReplicaPool(EngineClient):
         )  # fmt: skip
 
     def compile(self, requested: StructuredOutputsParams) -> None:
-        """Refuse here what every replica would refuse."""
+        """Refuses here what every replica would refuse."""
         self._grammars.compile(requested)
 
     def snapshot(self) -> Snapshot:
         if self.latest is None:
-            raise ClosedError("no replica has told yet how it stands")
+            raise ClosedError("no replica has answered yet")
         return self.latest
 
     async def _start(
         self, stream: Stream, prompt: Sequence[int], params: Params, session: str | None, choices: Mapping[str, Any]
     ) -> None:
-        """Each of n answers is a request of its own, in parallel; a beam search is one, because its beams belong to one
-        engine."""
+        """Each of n answers is a request of its own. A beam search is one, because its beams belong to one engine."""
         answers = self._answers(stream, prompt, params, session, choices)
-        self._tasks[stream] = [stream.loop.create_task(self._work(answer)) for answer in answers]
+        self._tasks[stream] = [stream.loop.create_task(self._run(answer)) for answer in answers]
         for answer in answers:
-            await answer.begun.wait()
+            await answer.started.wait()
             if stream.error is not None:
                 return
 
@@ -114,7 +112,7 @@ class ReplicaPool(EngineClient):
         self, stream: Stream, prompt: Sequence[int], params: Params, session: str | None,
         choices: Mapping[str, Any],
     ) -> list[_Answer]:  # fmt: skip
-        """What is asked of replicas: every sampled answer with the noise that it would have among the others."""
+        """Returns what is asked of replicas: every sampled answer with the noise that it would have among n."""
         if isinstance(params, BeamSearchParams):
             jobs = [self._job(stream, prompt, params.each, 0, index, choices) for index in range(params.n)]
             return [_Answer(stream, jobs, Request(tuple(prompt), params, choices, (), session, self.facts.checkpoint))]
@@ -131,19 +129,19 @@ class ReplicaPool(EngineClient):
         self, stream: Stream, prompt: Sequence[int], params: SamplingParams, seed: int, index: int,
         choices: Mapping[str, Any],
     ) -> Job:  # fmt: skip
-        """What the stream's reader sees of its ``index``-th answer."""
-        reads = self.facts.longest_source is not None
-        begun = list(self.facts.start if reads else prompt)
+        """Returns what the reader of the stream sees of its ``index``-th answer."""
+        encodes = self.facts.longest_source is not None
+        tokens = list(self.facts.start if encodes else prompt)
         drafter = choices.get("method") or next(iter(self.facts.drafters), None)
         sequence = RequestState(
             id=next(self._ids),
-            tokens=begun,
-            num_prompt=len(begun),
+            tokens=tokens,
+            num_prompt=len(tokens),
             params=params,
             seed=seed,
             drafter=drafter if choices.get("speculate", True) else None,
             max_draft=choices.get("max_draft"),
-            source=tuple(prompt) if reads else None,
+            source=tuple(prompt) if encodes else None,
         )
         job = Job(sequence, Stopper(sequence, None), None, RequestMetrics(start=self.clock()), index)
         stream.jobs.append(job)
@@ -151,7 +149,7 @@ class ReplicaPool(EngineClient):
         return job
 
     def close(self) -> None:
-        """End everything that is under way with ClosedError."""
+        """Ends all requests with ClosedError."""
         self.draining = True
         for stream in list(self.streams):
             stream.fail(ClosedError("the engine was closed"))
@@ -161,38 +159,38 @@ class ReplicaPool(EngineClient):
             if task is not asyncio.current_task():
                 task.cancel()
 
-    async def _work(self, answer: _Answer) -> None:
-        """Have an answer made, by as many replicas as it takes."""
+    async def _run(self, answer: _Answer) -> None:
+        """Asks replicas until one has ended the answer."""
         try:
             while not await self._ask(answer):
                 pass
         except Exception as error:  # noqa: BLE001 - it belongs to whoever submitted the request
             answer.stream.refuse(error)
         finally:
-            answer.begun.set()
+            answer.started.set()
 
     async def _ask(self, answer: _Answer) -> bool:
-        """Ask one replica; whether it has ended the answer. Raises ForerunError where that is hopeless."""
+        """Asks one replica; returns whether it ended the answer. Raises ForerunError if no other should be asked."""
         messages = self.send(answer.request)
         try:
             async for message in messages:
-                if isinstance(message, Begun):
+                if isinstance(message, Started):
                     answer.weights = message.weights
-                    answer.begun.set()
-                elif isinstance(message, Refused):
-                    await self._refused(answer, message.error)
+                    answer.started.set()
+                elif isinstance(message, Rejected):
+                    await self._rejected(answer, message.error)
                     return False
-                elif self._tell(answer, message):
+                elif self._forward(answer, message):
                     return True
             raise LostError("its messages ended before the answer did")
         except LostError as error:
             answer.moves += 1
             self.moved += 1
-            given = len(answer.request.committed)
-            log.warning("a replica was lost (%s); another one continues after %d tokens", error, given)
-            if answer.moves > MOVES and self.latest is None:
+            committed = len(answer.request.committed)
+            log.warning("a replica was lost (%s); another one continues after %d tokens", error, committed)
+            if answer.moves > MAX_MOVES and self.latest is None:
                 raise ClosedError("no replica answers") from None
-            if answer.moves > MOVES:
+            if answer.moves > MAX_MOVES:
                 raise LostTooOftenError(f"{answer.moves} replicas ended while they had this request") from None
             await asyncio.sleep(WAIT * (answer.moves - 1))
             return False
@@ -200,28 +198,28 @@ class ReplicaPool(EngineClient):
             await messages.aclose()
 
     @staticmethod
-    async def _refused(answer: _Answer, error: Exception) -> None:
-        """Raise the error of a request that no replica would run; wait, if another may."""
-        if not isinstance(error, OtherModelError) or answer.request.misfits >= MISFITS:
+    async def _rejected(answer: _Answer, error: Exception) -> None:
+        """Waits if another replica may run the request, else raises its error."""
+        if not isinstance(error, OtherModelError) or answer.request.rejections >= MAX_REJECTIONS:
             raise error
-        answer.request = replace(answer.request, misfits=answer.request.misfits + 1)
+        answer.request = replace(answer.request, rejections=answer.request.rejections + 1)
         await asyncio.sleep(WAIT)
 
-    def _tell(self, answer: _Answer, news: News) -> bool:
-        """Give the reader what came; whether it was the last of it."""
-        stream, searched = answer.stream, isinstance(answer.request.params, BeamSearchParams)
-        fresh: list[int] = []
-        for delta in news.deltas:
-            job = answer.jobs[delta.index if searched else 0]
+    def _forward(self, answer: _Answer, progress: Progress) -> bool:
+        """Gives deltas to the reader, and returns whether the answer has ended."""
+        stream, beams = answer.stream, isinstance(answer.request.params, BeamSearchParams)
+        tokens: list[int] = []
+        for delta in progress.deltas:
+            job = answer.jobs[delta.index if beams else 0]
             delta.index, delta.seconds = job.index, self.clock()
             job.finish = delta.finish
-            job.metrics = news.metrics or job.metrics
-            fresh += delta.token_ids
-        if fresh and not searched:  # beams come at once, at their end
-            committed = (*answer.request.committed, *fresh)
+            job.metrics = progress.metrics or job.metrics
+            tokens += delta.token_ids
+        if tokens and not beams:  # beams come at once, at their end
+            committed = (*answer.request.committed, *tokens)
             answer.request = replace(answer.request, committed=committed, weights=answer.weights)
-        if news.prompt_logprobs is not None:
-            answer.jobs[0].prompt_logprobs = news.prompt_logprobs
-        stream.produced += len(news.deltas)
-        self.deliver(stream, news.deltas)
+        if progress.prompt_logprobs is not None:
+            answer.jobs[0].prompt_logprobs = progress.prompt_logprobs
+        stream.produced += len(progress.deltas)
+        self.deliver(stream, progress.deltas)
         return all(job.finish is not None for job in answer.jobs)

@@ -1,4 +1,4 @@
-"""One engine, as a replica, and what goes between it and the server in front: token ids, never text."""
+"""One engine as a replica, and the messages between it and the front, which answers HTTP: token ids, never text."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from forerun.sampling.params import Params, SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class Facts(EngineFacts):
-    """What a replica is. Replicas with the same ``weights`` give the same tokens."""
+    """Facts of a replica. Replicas with the same ``weights`` give the same tokens."""
 
     checkpoint: str
-    """The version of Forerun and a fingerprint of the checkpoint: what ``weights`` begin with."""
+    """The version of Forerun and a fingerprint of the checkpoint."""
     weights: str
-    """The same, and a fingerprint of what else decides about tokens."""
+    """``checkpoint``, followed by a fingerprint of all else that tokens depend on."""
     tokenizer: str
 
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to one prompt, from behind ``committed`` on, or a beam search, whose answers end together."""
+    """One answer to one prompt, which continues the tokens ``committed``, or a beam search."""
 
     prompt: Sequence[int]
     params: Params
@@ -44,23 +44,22 @@ class Request:
     committed: tuple[int, ...] = ()
     session: str | None = None
     weights: str = ""
-    """What the answering replica's name of its weights begins with: the checkpoint's, and all of it once there is
-    something to go on with."""
-    misfits: int = 0
-    """Replicas that have refused it for their weights."""
+    """A prefix of the ``weights`` of the replicas that may answer: the checkpoint, and all once there are tokens."""
+    rejections: int = 0
+    """Replicas that rejected it because their weights are others."""
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The replica has taken the request."""
+class Started:
+    """The replica has accepted the request."""
 
     weights: str
 
 
 @dataclass(frozen=True)
-class News:
-    """Deltas, without text. The last ones come with metrics, the first ones with the prompt's probabilities if those
-    were asked for."""
+class Progress:
+    """Deltas, without text. The last ones come with metrics, the first ones with the prompt's log-probabilities if
+    those were requested."""
 
     deltas: list[Delta]
     metrics: RequestMetrics | None = None
@@ -68,35 +67,35 @@ class News:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Rejected:
     """The request cannot be run, or has failed for a reason of its own."""
 
     error: Exception
 
 
-Message = Begun | News | Refused
+Message = Started | Progress | Rejected
 
 
 LINGER = 1.0
-"""Seconds without any answer after which a front need not listen any more: it asks again when there is one."""
-
-KEPT = 60.0
-"""Seconds after which what no front takes any more is let go of."""
+"""Seconds without an answer in progress after which a front's subscription ends; it renews it for the next answer."""
 
 Entry = tuple[int, Message | None]
-"""Which answer, by the front's number, and what it says; None: nothing more."""
+"""The front's number of an answer, and a message of it; None: it has ended."""
 
 
 @dataclass(frozen=True)
-class Line:
-    """A front listens to a replica, both by their names."""
+class Subscription:
+    """A front's to the messages of a replica, both by their names."""
 
     replica: str
     front: str
 
 
 class Outbox:
-    """What a replica's answers to one front have said, and it has not been given yet."""
+    """The messages of a replica's answers to one front that were not sent yet.
+
+    They go to the front in one stream: a message of Ray's for each round of each answer would cost too much.
+    """
 
     def __init__(self) -> None:
         self._entries: list[Entry] = []
@@ -106,11 +105,10 @@ class Outbox:
 
     @property
     def used(self) -> bool:
-        """Whether there are answers, or a front that listens."""
+        """Whether answers are in progress, or the front listens."""
         return bool(self._answers or self.listeners)
 
     def begin(self) -> None:
-        """There is an answer more."""
         self._answers += 1
         self._changed.set()
 
@@ -119,12 +117,11 @@ class Outbox:
         self._changed.set()
 
     def end(self) -> None:
-        """There is an answer less."""
         self._answers -= 1
         self._changed.set()
 
-    async def taken(self) -> list[Entry]:
-        """All that was said since the last time; nothing once there has been no answer for ``LINGER`` seconds."""
+    async def take(self) -> list[Entry]:
+        """Returns the messages since the last call; none if there was no answer for ``LINGER`` seconds."""
         while not self._entries:
             self._changed.clear()
             try:
@@ -136,15 +133,24 @@ class Outbox:
         return entries
 
 
-DECIDES = ("dtype", "device", "invariant", "model_path", "weights", "quantization", "tokenizer", "logprobs_mode")
-"""Options on which tokens depend."""
+DECISIVE = (
+    "dtype",
+    "device",
+    "invariant",
+    "model_path",
+    "weights",
+    "quantization",
+    "tokenizer",
+    "logprobs_mode",
+)
+"""The engine's options on which tokens depend."""
 
 GATHER = 0.025
-"""Seconds: short rounds' tokens go to the front together, because a message of Ray's costs as much as such a round."""
+"""Seconds for which tokens are gathered: a message of Ray's costs as much as a short round."""
 
 
 class OtherModelError(ForerunError):
-    """A replica has other weights, or another version, than an answer needs."""
+    """A replica has other weights or another version than an answer needs."""
 
 
 class Replica:
@@ -160,10 +166,10 @@ class Replica:
         return self.engine.snapshot()
 
     async def answer(self, request: Request) -> AsyncGenerator[Message]:
-        """The messages of one request. Raises ClosedError where this replica ends before the request does."""
+        """Yields the messages of one request. Raises ClosedError if this replica ends before the request does."""
         if not self.facts.weights.startswith(request.weights):
             wrong = f"replicas have other weights ({self.facts.weights}) than this answer needs ({request.weights})"
-            yield Refused(OtherModelError(f"{wrong}: deploy one version and one checkpoint"))
+            yield Rejected(OtherModelError(f"{wrong}: deploy one version and one checkpoint"))
             return
         params, choices = request.params, dict(request.choices)
         sampled = params if isinstance(params, SamplingParams) else None
@@ -174,16 +180,16 @@ class Replica:
         except ClosedError:
             raise
         except ForerunError as error:
-            yield Refused(error)
+            yield Rejected(error)
             return
         job = stream.jobs[0]
         try:
-            yield Begun(self.facts.weights)
-            asked = sampled is not None and sampled.prompt_logprobs is not None and not request.committed
+            yield Started(self.facts.weights)
+            with_prompt = sampled is not None and sampled.prompt_logprobs is not None and not request.committed
             while deltas := await stream.read():
                 ended = deltas[-1].finish is not None
-                yield News(deltas, job.metrics if ended else None, job.prompt_logprobs if asked else None)
-                asked = False
+                yield Progress(deltas, job.metrics if ended else None, job.prompt_logprobs if with_prompt else None)
+                with_prompt = False
         finally:
             stream.abort()
 
@@ -203,16 +209,16 @@ def facts_of(llm: LLM) -> Facts:
 
 
 def numerics_of(llm: LLM) -> str:
-    """A name that two engines on one checkpoint share only if the same seed gives the same tokens in both: of what is
-    made of it, and of the processor's kind."""
+    """Returns a fingerprint that two engines on one checkpoint share only if the same seed gives the same tokens in
+    both."""
     config = llm.config
-    decides = {item.name: str(getattr(config, item.name)) for item in fields(config) if item.name in DECIDES}
-    decides |= {"rule": type(llm.engine.rule).__name__, "processor": torch.backends.cpu.get_cpu_capability()}
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:8]
+    options = {item.name: str(getattr(config, item.name)) for item in fields(config) if item.name in DECISIVE}
+    options |= {"rule": type(llm.engine.rule).__name__, "processor": torch.backends.cpu.get_cpu_capability()}
+    return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def alike(checkpoints: Iterable[str]) -> None:
-    """Raise ConfigError unless all replicas have one checkpoint and one version."""
+def check_same(checkpoints: Iterable[str]) -> None:
+    """Raises ConfigError unless all replicas have one checkpoint and one version."""
     count = Counter(checkpoints)
     if len(count) > 1:
         reported = ", ".join(f"{number} of {name}" for name, number in sorted(count.items()))

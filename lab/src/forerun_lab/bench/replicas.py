@@ -145,7 +145,7 @@ def throughput(requested: argparse.Namespace) -> list[dict[str, Any]]:
         return await interleaved({name: contender(ask) for name, ask in asks.items()}, requested.turns)
 
     try:
-        with cluster(Replicas(engine=engine, speculative=drafters, number=NUMBER)) as (handle,):
+        with cluster(Replicas(engine=engine, speculative=drafters, num_replicas=NUMBER)) as (handle,):
             result = asyncio.run(measure(handle))
     finally:
         one.close()
@@ -199,7 +199,7 @@ def routing(requested: argparse.Namespace) -> list[dict[str, Any]]:
         return await interleaved({name: contender(pool) for name, pool in zip(names, pools)}, requested.turns)
 
     replicas = [
-        Replicas(engine=engine, speculative=drafters, number=NUMBER, affine=affine) for affine in names.values()
+        Replicas(engine=engine, speculative=drafters, num_replicas=NUMBER, affine=affine) for affine in names.values()
     ]
     with cluster(*replicas) as handles:
         result = asyncio.run(measure(handles))

@@ -74,7 +74,7 @@ def affine(page: int) -> Choose:
 
 
 def _names(number: int, arrival: Arrival, page: int) -> list[bytes]:
-    """As ``affinity.blocks`` of such a prompt would be: alike as far as prompts are."""
+    """As ``affinity.block_hashes`` of such a prompt would be: alike as far as prompts are."""
     shared = arrival.shared // page
     begun = [b"%s:%d" % (repr(arrival.prefix).encode(), index) for index in range(shared)]
     return begun + [b"own %d:%d" % (number, index) for index in range(shared, arrival.prompt // page)]
