@@ -115,7 +115,7 @@ def test_what_is_learnt_is_what_the_target_said(rings, tmp_path):
     adapt = {"share": None, "every": 1000, "window": 10, "buffer_tokens": 55}
     served = Served(rings, "blockwise", tmp_path, texts, 0.8, adapt)
     learner, reference = served.learner, AutoModelForCausalLM.from_pretrained(rings, dtype=torch.float32)
-    assert (learner.steps, learner.tokens.shape, learner.filled, learner.open) == (0, (5, 10), 5, {})
+    assert (learner.steps, learner.tokens.shape, learner.filled, learner.partial) == (0, (5, 10), 5, {})
     pieces = {}
     for prompt, tokens in zip(texts, served.tokens):
         text = prompt + tokens
@@ -206,7 +206,7 @@ def test_steps_keep_to_their_share_of_time_and_tokens(learner):
     assert 0.8 * 0.25 <= made.spent / clock.now <= 0.25
     assert made.filled == 8
     made.forget(sequence)
-    assert made.open == {}
+    assert made.partial == {}
 
 
 def test_without_a_share_only_tokens_count(learner, rings):

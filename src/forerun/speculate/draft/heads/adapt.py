@@ -1,10 +1,9 @@
-"""Heads that keep learning while they serve, from the target's own distributions (online speculative decoding, Liu et
-al., arXiv 2310.07177).
+"""Trains heads while they serve, on the target's own distributions (online speculative decoding, Liu et al., arXiv
+2310.07177).
 
-The target's hidden states pass by anyway, prompts included, and its output layer turns them into its distributions
-again. Windows of them wait in a bounded buffer. Before a round's drafts, when the round before it has been published, a
-step of the head's own training loss is taken on some of them. Nothing of this touches the target, so the tokens stay
-what they were; only how many drafts are accepted changes.
+Windows of the target's hidden states, prompts included, are kept in a bounded buffer; its output layer turns them into
+distributions. Before drafting, after the last round has been published, the head takes a training step on some of them.
+The target does not change, so neither do the tokens; only the acceptance rate does.
 """
 
 from __future__ import annotations
@@ -27,30 +26,29 @@ from forerun.core.request import RequestState
 from forerun.models.base import Model
 from forerun.speculate.draft.heads.head import Head, TrainingBatch
 
-BACKLOG = 4
-"""Steps that may be owed; what is due beyond them is let go."""
+MAX_DUE = 4
+"""Training steps that may be due at most; others are skipped."""
 
 
 @dataclass(frozen=True)
 class Adaptation:
-    """Options of ``adapt``. The memory is that of ``buffer_tokens`` hidden states per layer that the head reads, three
-    float32 copies of the head (master weights and AdamW's moments) and one of the target's embedding and output
-    layers each."""
+    """Options of ``adapt``. Memory: ``buffer_tokens`` hidden states per layer that the head reads, three float32 copies
+    of the head (master weights and AdamW's moments), and a copy of the target's embedding and output layer."""
 
     every: int = 64
-    """Verified tokens per step of learning."""
+    """Verified tokens per training step."""
     share: float | None = 0.1
-    """Most of the time since the first round that steps may take, the first step apart; None: not bounded by time, so
-    that the same requests always teach the same."""
+    """Most of the time since the first round that training may take, not counting the first step. None: no bound, so
+    that the same requests always give the same head."""
     window: int = 32
-    """Tokens that a piece of text is learnt in; shorter requests teach nothing."""
+    """Tokens of a training window; shorter requests are not used."""
     batch: int = 8
     """Windows per step."""
     buffer_tokens: int = 4096
-    """Tokens that are remembered, the newest; steps draw from all of them."""
+    """How many of the newest tokens are kept; steps draw from all of them."""
     lr: float = 1e-3
     save: str | None = None
-    """Folder for the adapted head, written when the engine closes; name it as ``model`` next time."""
+    """Folder for the trained head, written when the engine closes; name it as ``model`` next time."""
 
     def __post_init__(self) -> None:
         check_within(self, {"every window batch": COUNT, "share": SHARE, "lr": POSITIVE}, "adapt: ")
@@ -59,22 +57,22 @@ class Adaptation:
 
     @classmethod
     def parse(cls, given: Any) -> Adaptation | None:
-        """From true (the defaults), a mapping of options, or nothing. Raises ConfigError."""
+        """Parses true (the defaults), a mapping of options, or nothing. Raises ConfigError."""
         if given is None or given is False or isinstance(given, Adaptation):
             return given or None
         options = {} if given is True else given
-        known = [field.name for field in fields(cls)]
+        names = [field.name for field in fields(cls)]
         if not isinstance(options, Mapping):
-            raise ConfigError(f"adapt must be true or a mapping of {', '.join(known)}, not {given!r}")
+            raise ConfigError(f"adapt must be true or a mapping of {', '.join(names)}, not {given!r}")
         for key in options:
-            if key not in known:
-                raise ConfigError(f"adapt has no option {key!r}; it has {', '.join(known)}")
+            if key not in names:
+                raise ConfigError(f"adapt has no option {key!r}; it has {', '.join(names)}")
         check_types(cls, options)
         return cls(**options)
 
 
 class Learner:
-    """Teaches a head while it serves."""
+    """Trains a head while it serves."""
 
     def __init__(
         self, head: Head, target: Model, options: Adaptation, clock: Callable[[], float] = perf_counter
@@ -87,16 +85,16 @@ class Learner:
         """Float32: small steps would vanish in the head's own dtype."""
         self.optimizer = torch.optim.AdamW(self.master.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0)
         self.layers = tuple(sorted({*head.layers, head.sizes.num_layers}))
-        """Hidden states that are kept; the last one gives the target's distributions."""
+        """Indices of the hidden states that are kept; the last one gives the target's distributions."""
         size, info = head.sizes.hidden_size, target.info
         windows = options.buffer_tokens // options.window
         self.tokens = torch.zeros(windows, options.window, dtype=torch.long, device=info.device)
         shape = (windows, options.window, len(self.layers), size)
         self.states = torch.zeros(shape, dtype=info.dtype, device=info.device)
         self.filled = self.next = 0
-        self.open: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
-        """Per sequence: its tokens and states [n, layers, size] that do not fill a window yet."""
-        self.owed = self.steps = self.seen = 0
+        self.partial: dict[int, tuple[list[int], list[torch.Tensor]]] = {}
+        """Per sequence: the tokens and states [n, layers, size] of its unfinished window."""
+        self.due_tokens = self.steps = self.seen = 0
         self.spent = self.longest = 0.0
         self.began: float | None = None
         with torch.no_grad():
@@ -107,12 +105,12 @@ class Learner:
             self.output = (target.lm_head(unit) - bias).T.to(info.dtype).contiguous()
 
     def watch(self, sequence: RequestState, hidden: dict[int, torch.Tensor]) -> None:
-        """Take in the states, ``hidden[layer]`` [n, size], of the last n tokens that the target has read."""
+        """Adds the states, ``hidden[layer]`` [n, size], of the last n tokens that the target has read."""
         if self.began is None:
             self.began = self.clock()
         rows = torch.stack([hidden[layer] for layer in self.layers], dim=1)
         count, window = rows.shape[0], self.options.window
-        tokens, states = self.open.pop(sequence.id, ([], []))
+        tokens, states = self.partial.pop(sequence.id, ([], []))
         tokens = tokens + sequence.tokens[sequence.num_computed_tokens - count : sequence.num_computed_tokens]
         rows = torch.cat([*states, rows]) if states else rows.clone()
         while len(tokens) >= window:
@@ -121,18 +119,18 @@ class Learner:
             tokens, rows = tokens[window:], rows[window:]
             self.next = (self.next + 1) % len(self.tokens)
             self.filled = min(self.filled + 1, len(self.tokens))
-        self.open[sequence.id] = (tokens, [rows.clone()])
+        self.partial[sequence.id] = (tokens, [rows.clone()])
         self.seen += count
-        self.owed = min(self.owed + count, BACKLOG * self.options.every)
+        self.due_tokens = min(self.due_tokens + count, MAX_DUE * self.options.every)
 
     def forget(self, sequence: RequestState) -> None:
-        self.open.pop(sequence.id, None)
+        self.partial.pop(sequence.id, None)
 
     def learn(self) -> None:
-        """One step, if one is due and its time is granted."""
-        if not self.filled or self.owed < self.options.every or not self._granted():
+        """Takes one training step, if one is due and its time permitted."""
+        if not self.filled or self.due_tokens < self.options.every or not self._has_time():
             return
-        self.owed -= self.options.every
+        self.due_tokens -= self.options.every
         began = self.clock()
         with torch.inference_mode(False), torch.enable_grad(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.steps)
@@ -142,8 +140,8 @@ class Learner:
         self.spent += seconds
         self.longest = max(self.longest, seconds)
 
-    def _granted(self) -> bool:
-        """Whether another step, as long as the longest so far, keeps to the share of time."""
+    def _has_time(self) -> bool:
+        """Whether another step, as long as the longest so far, stays within the share of time."""
         if self.options.share is None:
             return True
         assert self.began is not None
@@ -155,19 +153,19 @@ class Learner:
         hidden = {layer: states[:, :, index] for index, layer in enumerate(self.layers)}
         last = self.states[chosen][:, :, -1]
         logits = self.target.lm_head(last.flatten(0, 1)).clone().unflatten(0, last.shape[:2])
-        lesson = TrainingBatch(self.tokens[chosen], hidden, logits, self.embedding, self.output, nn.Identity())
-        self.master.loss(lesson).backward()
+        batch = TrainingBatch(self.tokens[chosen], hidden, logits, self.embedding, self.output, nn.Identity())
+        self.master.loss(batch).backward()
         norm = nn.utils.clip_grad_norm_(self.master.parameters(), 1.0)
         if bool(torch.isfinite(norm)):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for live, learnt in zip(self.head.parameters(), self.master.parameters(), strict=True):
-                live.copy_(learnt)
+            for live, trained in zip(self.head.parameters(), self.master.parameters(), strict=True):
+                live.copy_(trained)
             self.head.pack()
 
     def save(self, folder: Path) -> None:
-        """Write the head as it is now, each file replaced whole. Raises ConfigError where that is impossible."""
+        """Saves the current head; each file is replaced atomically. Raises ConfigError if it cannot be written."""
         record = {**self.head.record, "adapted_tokens": self.seen, "adapted_steps": self.steps}
         try:
             folder.mkdir(parents=True, exist_ok=True)

@@ -1,14 +1,13 @@
-"""Gemma 4's assistant, a form of ``mtp``: a small decoder of queries alone that reads the target's cache.
+"""Gemma 4's assistant, a kind of ``mtp``: a small decoder without keys and values that reads the target's KV cache.
 
-Its first input is the embedding of the last token and the hidden state of the target before it; a deeper one is that
-of the token that it drafted, and its own output. Each of its layers reads the keys and values of the last layer of the
-same kind in the target. It has no cache, and all its queries have the position of the last token: it drafts right after
-a prefix hit, and a row does not depend on the rows beside it.
+Its first input is the embedding of the last token and the target's hidden state before it. Deeper inputs are the
+embedding of the drafted token and its own output. Each layer reads the keys and values of the target's last layer of
+the same kind. It has no cache of its own, so it can draft right after a prefix-cache hit. All queries have the position
+of the last token, and rows do not depend on each other.
 
-Read are folders as transformers saves ``Gemma4AssistantForCausalLM``, and GGUF files of llama.cpp's architecture
-``gemma4-assistant``. With ``use_ordered_embeddings`` the output layer looks at the tokens of the likeliest clusters
-alone; others get one less than the least of their logits. llama.cpp's converter leaves the clusters out: all tokens are
-predicted then.
+It reads folders of transformers' ``Gemma4AssistantForCausalLM`` and GGUF files of llama.cpp's architecture
+``gemma4-assistant``. With ``use_ordered_embeddings``, the output layer scores only the tokens of the likeliest
+clusters; all others get the lowest of these logits minus one. GGUF files have no clusters, so all tokens are scored.
 """
 
 from __future__ import annotations
@@ -41,54 +40,54 @@ from forerun.models.native import NativeModel
 from forerun.models.open import Files, as_config, open_files, read_config, resolve
 from forerun.models.transform import transform
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs, scatter_logits
-from forerun.speculate.draft.heads.mtp import MtpConfig, predicted
+from forerun.speculate.draft.heads.mtp import MtpConfig, output_ids
 from forerun.speculate.draft.levels import Frontier, grow
 from forerun.speculate.verify import Verification
 
 KIND, GGUF_KIND = "gemma4_assistant", "gemma4-assistant"
 SIZES = {"backbone_hidden_size": 1536, "num_centroids": 2048, "centroid_intermediate_top_k": 32}
-"""Config keys and what they are where files leave them out."""
+"""Config keys and their defaults."""
 
 
 def is_assistant(path: Path) -> bool:
-    """Whether the folder or the file ``path`` holds such a drafter."""
+    """Whether the folder or GGUF file ``path`` holds such a drafter."""
     if is_gguf(path):
         return open_gguf(path).metadata.get("general.architecture") == GGUF_KIND
-    about = path / CONFIG
-    return about.is_file() and read_object(about).get("model_type") == KIND
+    config = path / CONFIG
+    return config.is_file() and read_object(config).get("model_type") == KIND
 
 
 def _as_decoder(file: GGUFFile) -> GGUFFile:
-    """The decoder in an assistant's file, as that of a model that predicts no further tokens."""
-    result, begin = copy.copy(file), f"{GGUF_KIND}."
-    given = {key.replace(begin, f"{GEMMA4.gguf}.", 1): value for key, value in file.metadata.items()}
-    result.metadata = {**given, "general.architecture": GEMMA4.gguf, f"{GEMMA4.gguf}.nextn_predict_layers": 0}
+    """The assistant's decoder as the GGUF file of a plain Gemma 4."""
+    result, prefix = copy.copy(file), f"{GGUF_KIND}."
+    metadata = {key.replace(prefix, f"{GEMMA4.gguf}.", 1): value for key, value in file.metadata.items()}
+    result.metadata = {**metadata, "general.architecture": GEMMA4.gguf, f"{GEMMA4.gguf}.nextn_predict_layers": 0}
     own = ("nextn.", "masked_embd_")
     result.tensors = {name: tensor for name, tensor in file.tensors.items() if not name.startswith(own)}
     return result
 
 
 class Clusters:
-    """The output layer that looks at some tokens alone: those of the ``chosen`` clusters whose centroids [clusters,
-    width] fit best. ``tokens`` int64 [clusters, size] are theirs, ``rows`` [vocabulary, width] the tokens' weights."""
+    """Output layer over the tokens of the ``top_k`` clusters with the best centroids [clusters, width]. ``tokens``
+    int64 [clusters, size] are those of each cluster, ``rows`` [vocabulary, width] the output weights."""
 
-    def __init__(self, centroids: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, chosen: int) -> None:
-        self.centroids, self.tokens, self.rows, self.chosen = centroids, tokens, rows, chosen
+    def __init__(self, centroids: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor, top_k: int) -> None:
+        self.centroids, self.tokens, self.rows, self.top_k = centroids, tokens, rows, top_k
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Float32 logits [n, vocabulary] of x [n, width]."""
-        best = (x @ self.centroids.T).topk(self.chosen, dim=-1).indices
+        best = (x @ self.centroids.T).topk(self.top_k, dim=-1).indices
         ids = self.tokens[best].flatten(1)
         logits = (self.rows[ids] @ x[:, :, None])[..., 0].float()
-        least = logits.min(dim=-1, keepdim=True).values - 1.0
-        return least.expand(-1, len(self.rows)).scatter(1, ids, logits)
+        lowest = logits.min(dim=-1, keepdim=True).values - 1.0
+        return lowest.expand(-1, len(self.rows)).scatter(1, ids, logits)
 
 
 class AssistantModel:
-    """The decoder and the projections around it."""
+    """The assistant's decoder and the projections before and after it."""
 
     def __init__(self, path: Path, target: NativeModel, ids: torch.Tensor | None, quantization: str | None) -> None:
-        """``ids`` int64: the tokens that it predicts; None: all. Raises ModelError for a folder that does not fit."""
+        """``ids`` int64: the tokens that it predicts; None: all. Raises ModelError if it does not fit the target."""
         info = target.info
         file = _as_decoder(open_gguf(path)) if is_gguf(path) else None
         text = read_config(path) if file is None else as_config(path, read_metadata(file))
@@ -118,18 +117,18 @@ class AssistantModel:
             outputs=self.ids,
         )  # fmt: skip
         self.decoder = NativeModel(text, weights, requested)
-        self.layers = _sources(path, self.decoder, target)
+        self.layers = _source_layers(path, self.decoder, target)
         how, size = choose(info.dtype, info.device, "auto"), self.decoder.info.hidden_size
 
         def linear(name: str, shape: tuple[int, int]) -> Any:
             weight = _tensor(path, files, f"{name}.weight", shape)
             return make_linear(weight.to(info.device, info.dtype), None, how)
 
-        self.before = linear(f"{begin}pre_projection", (size, 2 * info.hidden_size))
-        self.after = linear(f"{begin}post_projection", (info.hidden_size, size))
+        self.pre_projection = linear(f"{begin}pre_projection", (size, 2 * info.hidden_size))
+        self.post_projection = linear(f"{begin}post_projection", (info.hidden_size, size))
 
     def logits(self, out: Output, x: torch.Tensor) -> torch.Tensor:
-        """Float32 [n, vocabulary] of its normed states x; tokens that it does not predict are impossible."""
+        """Float32 [n, vocabulary] of the normed states x; -inf for tokens that it does not predict."""
         if self.clusters is not None:
             return self.clusters(x)
         if self.ids is None:
@@ -173,24 +172,23 @@ def _clusters(
     return Clusters(centroids, order.view(count, -1).to(device), rows, chosen)
 
 
-def _sources(path: Path, decoder: NativeModel, target: NativeModel) -> list[int]:
-    """The target's layer that each layer reads. Raises ModelError where their keys do not fit."""
+def _source_layers(path: Path, decoder: NativeModel, target: NativeModel) -> list[int]:
+    """For each layer, the target's layer whose keys and values it reads. Raises ModelError if their shapes differ."""
     last: Mapping[str | None, int] = {
         layer.rotary: index for index, layer in enumerate(target.spec.layers) if layer.kv_source is None
     }
     for layer in decoder.spec.layers:
-        at = last.get(layer.rotary)
-        theirs = None if at is None else target.spec.layers[at].heads
-        if theirs != layer.heads or decoder.spec.heads % (layer.heads or (1, 1))[0]:
+        source = last.get(layer.rotary)
+        heads = None if source is None else target.spec.layers[source].heads
+        if heads != layer.heads or decoder.spec.heads % (layer.heads or (1, 1))[0]:
             raise ModelError(f"{path}: its {layer.rotary} reads key-value heads (number, width) {layer.heads}; "
-                             f"{target.info.name} has {theirs} there")  # fmt: skip
+                             f"{target.info.name} has {heads} there")  # fmt: skip
     return [last[layer.rotary] for layer in decoder.spec.layers]
 
 
 class TargetReader(Backend[Metadata]):
-    """Over the cache of ``attention``: layer i reads what that has for layer ``layers[i]``. Every span is one row; it
-    sees its sequence's ``start`` entries, the last ``window`` of them, and nothing else. Nothing is stored, and no
-    length changes."""
+    """Attention over the target's cache: layer i reads the target's layer ``layers[i]``. Every span is one row, which
+    attends to its sequence's first ``start`` entries, or the last ``window`` of them. Nothing is written."""
 
     def __init__(self, attention: Attention, layers: Sequence[int]) -> None:
         super().__init__(attention.pool)
@@ -202,8 +200,8 @@ class TargetReader(Backend[Metadata]):
 
     def run(self, query: Query, metadata: Metadata) -> torch.Tensor:
         layer = self.layers[query.layer]
-        parts = [self._row(layer, query, row, span.key, span.start) for row, span in enumerate(metadata.batch.spans)]
-        return torch.stack(parts)
+        rows = [self._row(layer, query, row, span.key, span.start) for row, span in enumerate(metadata.batch.spans)]
+        return torch.stack(rows)
 
     def _row(self, layer: int, query: Query, row: int, key: int, end: int) -> torch.Tensor:
         pages = torch.tensor(self.pool.block_tables[key], device=query.q.device)
@@ -217,7 +215,7 @@ class TargetReader(Backend[Metadata]):
 
 
 class KernelTargetReader(KernelAttention):
-    """As ``TargetReader``, on the kernel."""
+    """``TargetReader`` on the kernel."""
 
     def __init__(self, attention: Attention, layers: Sequence[int]) -> None:
         super().__init__(attention.pool)
@@ -244,7 +242,7 @@ class Assistant(Drafter[MtpConfig]):
     config_class = MtpConfig
     per_sequence = ("states",)
     states: dict[int, tuple[int, torch.Tensor]]
-    """How many tokens of a sequence the target has read, and its last hidden state [hidden size]."""
+    """Per sequence: how many tokens the target has read, and its last hidden state [hidden size]."""
 
     def __init__(self, config: MtpConfig, context: DraftContext) -> None:
         super().__init__(config, context)
@@ -255,8 +253,8 @@ class Assistant(Drafter[MtpConfig]):
                 f"{path} is Gemma 4's assistant, which reads the cache of a Gemma 4 on the native path, and "
                 f"{target.info.name} is {target.info.architecture} ({target.info.path})"
             )
-        kind = None if config.quantization in (None, UNQUANTIZED) else config.quantization
-        self.model = AssistantModel(path, target, predicted(config, context), kind)
+        quantization = None if config.quantization == UNQUANTIZED else config.quantization
+        self.model = AssistantModel(path, target, output_ids(config, context), quantization)
         if self.model.clusters is not None and config.draft_vocab_size is not None:
             raise ConfigError(f"{path} predicts the tokens of its likeliest clusters: remove draft_vocab_size")
         self.needs = Needs(hidden=(target.info.num_layers,), model=True)
@@ -270,18 +268,18 @@ class Assistant(Drafter[MtpConfig]):
             for index, sequence in enumerate(sequences)
             if sequence.id in self.states and self.states[sequence.id][0] == len(sequence.tokens) - 1
         ]
-        said: dict[tuple[int, int], torch.Tensor] = {}
-        """What each row makes for the rows behind it."""
+        outputs: dict[tuple[int, int], torch.Tensor] = {}
+        """Per node: the feature that its children read."""
 
         def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             tokens, features = [], []
             for index, node in frontier:
                 sequence, draft = sequences[index], drafts[index]
                 tokens.append(draft.tokens[node] if depth else sequence.tokens[-1])
-                features.append(said[index, draft.parents[node]] if depth else self.states[sequence.id][1])
+                features.append(outputs[index, draft.parents[node]] if depth else self.states[sequence.id][1])
             chosen = [sequences[index] for index, _ in frontier]
             logits, states = self._run(chosen, tokens, torch.stack(features))
-            said.update(zip(frontier, states))
+            outputs.update(zip(frontier, states))
             return logits
 
         return grow(sequences, ready, budgets, self.config, self.chooser, score)[0]
@@ -289,20 +287,20 @@ class Assistant(Drafter[MtpConfig]):
     def _run(
         self, chosen: Requests, tokens: Sequence[int], features: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and what the next step feeds on, of one row for each of ``tokens``."""
+        """Logits, and the next step's features, of one row for each of ``tokens``."""
         model, target = self.model, self.context.target
         if self.attention is None:
-            theirs = self.context.attention()
-            reading = KernelTargetReader if isinstance(theirs, KernelAttention) else TargetReader
-            self.attention = reading(theirs, model.layers)
+            cache = self.context.attention()
+            reader = KernelTargetReader if isinstance(cache, KernelAttention) else TargetReader
+            self.attention = reader(cache, model.layers)
         device, last = target.info.device, model.decoder.info.num_layers
         embedded = target.embed(torch.tensor(tokens, device=device))
-        given = model.before(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))
-        asked = [0] if model.clusters is None else []
-        spans = [Span(s.id, len(s.tokens) - 1, [token], logits=asked) for s, token in zip(chosen, tokens)]
-        batch = Batch(spans, device, hidden=(last,), embeds=given, embed_rows=list(range(len(tokens))))
+        inputs = model.pre_projection(torch.cat([embedded, features.to(embedded.dtype)], dim=-1))
+        requested = [0] if model.clusters is None else []
+        spans = [Span(s.id, len(s.tokens) - 1, [token], logits=requested) for s, token in zip(chosen, tokens)]
+        batch = Batch(spans, device, hidden=(last,), embeds=inputs, embed_rows=list(range(len(tokens))))
         out = model.decoder.forward(batch, self.attention)
-        return model.logits(out, out.hidden[last]), model.after(out.hidden[last])
+        return model.logits(out, out.hidden[last]), model.post_projection(out.hidden[last])
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         for sequence, verdict in zip(sequences, verdicts):

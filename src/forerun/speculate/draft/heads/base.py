@@ -1,4 +1,4 @@
-"""What drafters with trained heads share."""
+"""Base classes of drafters with a trained head."""
 
 from __future__ import annotations
 
@@ -35,39 +35,39 @@ class HeadConfig(DrafterConfig):
     model: str | None = None
     """Folder or hub id of the trained head; None: the one bundled for the bundled target."""
     adapt: Any = None
-    """Keep teaching the head while it serves: true, or a mapping of options (every, share, window, batch,
-    buffer_tokens, lr, save). The tokens stay the same."""
+    """Train the head while it serves: true, or a mapping of options (every, share, window, batch, buffer_tokens, lr,
+    save). The tokens stay the same."""
     quantization: str | None = None
-    """What an output layer of its own, and eagle's layer, are rounded to, where CPU kernels of ours run them:
-    int8_rows, or blocks as GGUF files have them, such as q8_0, which are for eagle's matrix of the target's states,
-    too. None or none: as they are."""
+    """Quantization of the head's own output layer, and of eagle's decoder layer, where our CPU kernels run them:
+    int8_rows, or a block format of GGUF files such as q8_0, which also applies to eagle's projection of the target's
+    states. None or none: no quantization."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        able = ("int8_rows", *BLOCKS, UNQUANTIZED)
-        if self.quantization not in (None, *able):
-            raise ConfigError(f"a head's quantization is one of {', '.join(able)}, not {self.quantization!r}")
+        formats = ("int8_rows", *BLOCKS, UNQUANTIZED)
+        if self.quantization not in (None, *formats):
+            raise ConfigError(f"a head's quantization is one of {', '.join(formats)}, not {self.quantization!r}")
         object.__setattr__(self, "adapt", Adaptation.parse(self.adapt))
 
 
 @dataclass(frozen=True)
 class BlockConfig(TreeConfig, HeadConfig):
-    """Options of heads that guess all depths at once, so that the best tree can be picked afterwards."""
+    """Options of heads that predict all depths at once, so that the best tree can be chosen afterwards."""
 
 
 class HeadDrafter(Drafter[C]):
-    """Keeps what its head needs of every sequence's newest hidden states.
+    """Collects the target's hidden states of every sequence and drafts with a trained ``head``.
 
-    A sequence whose hidden states did not all come by (a prefix hit, say) drafts nothing.
+    A sequence with missing hidden states (for example, after a prefix-cache hit) drafts nothing.
     """
 
     config_class: ClassVar[type[DrafterConfig]] = HeadConfig
     head_class: ClassVar[type[Head]]
     per_sequence: ClassVar[tuple[str, ...]] = ("seen",)
     seen: dict[int, int]
-    """How many of a sequence's hidden states came by."""
+    """Per sequence: for how many tokens hidden states were seen."""
     example_options: ClassVar[dict[str, Any]] = {}
-    """Of the head that ``example`` makes."""
+    """``Sizes.options`` of the head that ``example`` writes."""
 
     def __init__(self, config: C, context: DraftContext) -> None:
         super().__init__(config, context)
@@ -75,17 +75,18 @@ class HeadDrafter(Drafter[C]):
         info = context.target.info
         self.head = self._load(config, context.target).to(device=info.device, dtype=info.dtype).eval()
         sizes = self.head.sizes
-        size, layers, words = info.hidden_size, info.num_layers, info.vocab_size
-        if (sizes.hidden_size, sizes.num_layers, sizes.vocab_size) != (size, layers, words):
+        trained_for = sizes.hidden_size, sizes.num_layers, sizes.vocab_size
+        actual = info.hidden_size, info.num_layers, info.vocab_size
+        if trained_for != actual:
             raise ConfigError(
-                f"the {self.name} head was trained for a target of hidden size {sizes.hidden_size}, "
-                f"{sizes.num_layers} layers and {sizes.vocab_size} tokens; {info.name} has {size}, {layers} and {words}"
+                "the {} head was trained for a target of hidden size {}, {} layers and {} tokens; "
+                "{} has {}, {} and {}".format(self.name, *trained_for, info.name, *actual)
             )
         if config.num_speculative_tokens > sizes.depth:
             raise ConfigError(f"this {self.name} head guesses {sizes.depth} tokens ahead, not "
                               f"{config.num_speculative_tokens}")  # fmt: skip
-        made_with = self.head.record.get("target_fingerprint")
-        if made_with is not None and made_with != fingerprint(resolve(info.name), info.lora):
+        trained_with = self.head.record.get("target_fingerprint")
+        if trained_with is not None and trained_with != fingerprint(resolve(info.name), info.lora):
             raise ConfigError(
                 f"this {self.name} head was trained together with the weights saved in {self.head.record['target']}, "
                 f"which {info.name} does not hold: load that folder as the model"
@@ -98,8 +99,8 @@ class HeadDrafter(Drafter[C]):
         kind = config.quantization
         if kind not in (None, UNQUANTIZED) and self.head.lm_head is None and not self.head.quantizes:
             raise ConfigError(f"this {self.name} head has no output layer of its own to quantize: remove quantization")
-        able = kind not in (None, UNQUANTIZED) and int8.has_kernels(info.device, info.dtype)
-        self.head.quantization = kind if able else None
+        has_kernels = kind not in (None, UNQUANTIZED) and int8.has_kernels(info.device, info.dtype)
+        self.head.quantization = kind if has_kernels else None
         self.head.pack()
         self.needs = Needs(hidden=hidden, model=True)
         self.chooser = Chooser.of(config, context)
@@ -114,13 +115,13 @@ class HeadDrafter(Drafter[C]):
         return self.head_class.load(resolve(config.model or f"{BUNDLED}{self.name}"), target.info.num_layers)
 
     def predict(self, states: torch.Tensor) -> torch.Tensor:
-        """Float32 logits [n, vocabulary] of what the head says, [n, hidden size]."""
+        """Float32 logits [n, vocabulary] of the head's output states [n, hidden size]."""
         if self.head.lm_head is None:
             return self.context.target.lm_head(states)
-        return self.widen(self.head.lm_head(states).float())
+        return self.to_target_ids(self.head.lm_head(states).float())
 
-    def widen(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits over the target's vocabulary; tokens outside a reduced one are impossible."""
+    def to_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits over the target's vocabulary; -inf for tokens outside the head's reduced one."""
         ids = self.head.token_ids()
         return logits if ids is None else scatter_logits(logits, ids, self.head.sizes.vocab_size)
 
@@ -133,12 +134,12 @@ class HeadDrafter(Drafter[C]):
             seen = self.seen.get(sequence.id, 0)
             if seen + rows.shape[0] == sequence.num_computed_tokens:
                 self.seen[sequence.id] = sequence.num_computed_tokens
-                self.keep(sequence, rows)
+                self.add_features(sequence, rows)
                 if self.learner is not None:
                     self.learner.watch(sequence, verdict.hidden)
 
     def learn(self) -> None:
-        """Called before drafting, when the round before is published: a step of online adaptation, if one is due."""
+        """Called before drafting: takes a step of online adaptation, if one is due."""
         if self.learner is not None:
             self.learner.learn()
 
@@ -146,10 +147,11 @@ class HeadDrafter(Drafter[C]):
         if self.learner is not None and self.config.adapt.save is not None:
             self.learner.save(expanded(self.config.adapt.save))
 
-    def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
-        """Take in the features of newly cached tokens, [tokens, layers * hidden size]."""
+    def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
+        """Stores the target's hidden states of newly cached tokens, [tokens, layers * hidden size]."""
 
     def ready(self, sequence: RequestState) -> bool:
+        """Whether it has the hidden states of all tokens that the target has read."""
         return self.seen.get(sequence.id, 0) == len(sequence.tokens) - 1
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
@@ -178,12 +180,12 @@ class HeadDrafter(Drafter[C]):
 
 
 class BlockDrafter(HeadDrafter[BlockConfig]):
-    """Heads that guess all depths in one pass: the distribution of depth d does not depend on the path to it."""
+    """Drafters that predict all depths in one pass: the distribution at depth d does not depend on the path to it."""
 
     config_class = BlockConfig
 
     @abstractmethod
-    def guess(self, sequences: Requests) -> torch.Tensor:
+    def all_logits(self, sequences: Requests) -> torch.Tensor:
         """Float32 logits [sequences, depth, vocabulary] of the tokens after the last committed one."""
 
     @inference
@@ -192,7 +194,7 @@ class BlockDrafter(HeadDrafter[BlockConfig]):
         ready = [index for index, sequence in enumerate(sequences) if self.ready(sequence)]
         if not ready:
             return [Draft() for _ in sequences]
-        logits = self.guess([sequences[index] for index in ready])
+        logits = self.all_logits([sequences[index] for index in ready])
         slot = {index: i for i, index in enumerate(ready)}
         if self.config.tree_nodes is not None:
             drafts = [Draft() for _ in sequences]
@@ -206,8 +208,7 @@ class BlockDrafter(HeadDrafter[BlockConfig]):
         return grow(sequences, ready, budgets, self.config, self.chooser, score)[0]
 
     def _best(self, sequence: RequestState, depth: int, logits: torch.Tensor) -> Draft:
-        """A best-first tree of point masses. Under ``coupled`` candidates are ranked with the target's own noise;
-        other rules see the likeliest tokens, which no draw has influenced."""
+        """A best-first tree of point masses."""
         assert self.config.tree_nodes is not None
         rows = [self.chooser.row(sequence, [0] * level) for level in range(depth)]
         ids, logs = self.chooser.rank(logits[:depth], rows, min(self.config.tree_nodes, 16))

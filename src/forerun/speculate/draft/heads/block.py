@@ -1,9 +1,9 @@
-"""Heads that fill a block of rows in one pass: rows see each other, and what was kept of the text before.
+"""Heads that predict a block of tokens in one pass. The block's rows attend to each other and to the context.
 
-``parallel`` is the simplest (in the spirit of PARD, arXiv 2504.18583, and DFlash, 2602.06036; ``dflash.py`` has that
-itself). Its block's rows are the last committed token and learnt mask tokens behind it. They see each other in both
-directions and, through keys and values projected from the target's low, middle and last hidden states, a window of the
-committed context. Row i guesses the token i + 1 places behind the last committed one.
+``parallel`` is the simplest (in the spirit of PARD, arXiv 2504.18583, and DFlash, 2602.06036, which is in
+``dflash.py``). A block is the last committed token and trained mask tokens after it. Its rows attend to each other in
+both directions, and to a window of the context, whose keys and values are projected from the target's low, middle and
+last hidden states. Row i predicts the token i + 1 positions after the last committed one.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ STEP = 4
 
 
 class BlockLayer(nn.Module):
-    """Attention of a block's rows and a feed-forward layer, without the norms before them: ``forward`` takes rows [...,
-    block, hidden size] and what gives attention's answer to normed rows. ``eps``: of norms of every head of queries and
-    keys; None: there are none."""
+    """Attention and feed-forward weights of one layer, without norms before them.
+
+    Subclasses define ``forward(x, attend)`` for rows x [..., block, hidden size], where ``attend`` maps normed rows to
+    attention's output. ``eps`` is that of the norms of every head of queries and keys; None: there are none.
+    """
 
     def __init__(
         self, size: int, options: Mapping[str, Any], *, eps: float | None = None, biased: bool = False
@@ -60,37 +62,45 @@ class BlockLayer(nn.Module):
         return rotate(q if norm is None else norm(q), positions, self.theta)
 
     def attend(
-        self, normed: torch.Tensor, where: torch.Tensor, memories: Sequence[ContextCache], index: int,
-        seen: Sequence[torch.Tensor | None],
+        self, normed: torch.Tensor, positions: torch.Tensor, caches: Sequence[ContextCache], index: int,
+        masks: Sequence[torch.Tensor | None],
     ) -> torch.Tensor:  # fmt: skip
-        """What attention finds for blocks of rows ``normed`` [sequences, rows, hidden size] at ``where``, each in its
-        own memory of layer ``index`` and in itself, [sequences, rows, heads * width]. ``seen`` bool [rows, all] of
-        each sequence; None: everything."""
-        q, (own_k, own_v) = self.queries(normed, where), self.keys(normed, where)
+        """Attention of each sequence's block over its cached context and itself.
+
+        Args:
+            normed: rows [sequences, rows, hidden size] at ``positions`` int64 [sequences, rows].
+            caches: the context of each sequence.
+            index: of this layer.
+            masks: for each sequence, bool [rows, context + rows]; None: everything is visible.
+
+        Returns:
+            [sequences, rows, heads * width].
+        """
+        q, (own_k, own_v) = self.queries(normed, positions), self.keys(normed, positions)
         count, rows, groups = *q.shape[:2], self.heads // self.kv_heads
         folded = q.view(count, rows, -1, groups, self.width).permute(0, 2, 3, 1, 4).flatten(2, 3)
         parts = []
-        for own_q, k, v, memory, mask in zip(folded, own_k, own_v, memories, seen, strict=True):
-            memory.write(index, k, v)
-            k, v = memory.read(index, rows)
+        for own_q, k, v, cache, mask in zip(folded, own_k, own_v, caches, masks, strict=True):
+            cache.write(index, k, v)
+            k, v = cache.read(index, rows)
             mask = None if mask is None else mask.repeat(groups, 1)
             parts.append(F.scaled_dot_product_attention(own_q[None], k, v, attn_mask=mask))
         out = torch.cat(parts).view(count, -1, groups, rows, self.width)
         return out.permute(0, 3, 1, 2, 4).flatten(2)
 
-    def learn(
-        self, normed: torch.Tensor, where: torch.Tensor, features: torch.Tensor, seen: torch.Tensor
+    def attend_in_training(
+        self, normed: torch.Tensor, positions: torch.Tensor, features: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """As ``attend``, in training: of rows ``normed`` [batch, anchors, block, hidden size] at ``where`` [anchors,
-        block] beside context features [batch, length, hidden size]. ``seen`` bool [batch or 1, anchors, block, length +
-        block]."""
-        q, (own_k, own_v) = self.queries(normed, where), self.keys(normed, where)
+        """As ``attend``, for blocks at many anchors of a text: rows ``normed`` [batch, anchors, block, hidden size] at
+        ``positions`` [anchors, block], context features [batch, length, hidden size], and ``mask`` bool [batch or 1,
+        anchors, block, length + block]."""
+        q, (own_k, own_v) = self.queries(normed, positions), self.keys(normed, positions)
         length = features.shape[1]
         k, v = self.keys(features, torch.arange(length, device=features.device))
         k, v, own_k, own_v = (x.repeat_interleave(self.heads // self.kv_heads, dim=-2) for x in (k, v, own_k, own_v))
-        far, near = torch.einsum("badhw,blhw->bhadl", q, k), torch.einsum("badhw,baehw->bhade", q, own_k)
-        scores = torch.cat([far, near], dim=-1) * self.width**-0.5
-        scores = scores.masked_fill(~seen[:, None], float("-inf"))
+        context, block = torch.einsum("badhw,blhw->bhadl", q, k), torch.einsum("badhw,baehw->bhade", q, own_k)
+        scores = torch.cat([context, block], dim=-1) * self.width**-0.5
+        scores = scores.masked_fill(~mask[:, None], float("-inf"))
         weights = torch.softmax(scores.float(), dim=-1).to(v.dtype)
         out = torch.einsum("bhadl,blhw->badhw", weights[..., :length], v)
         out = out + torch.einsum("bhade,baehw->badhw", weights[..., length:], own_v)
@@ -98,24 +108,24 @@ class BlockLayer(nn.Module):
 
 
 class BlockHead(Head):
-    """A head of ``BlockLayer``s that read low, middle and last hidden states of the target."""
+    """A head of ``BlockLayer``s over the target's low, middle and last hidden states."""
 
     blocks: nn.ModuleList
     norm: Norm
     window: int | None = None
-    """How many of a text's last tokens are seen; None: all."""
+    """How many of the last context tokens are visible; None: all."""
 
     @property
     def block_size(self) -> int:
-        """Rows of a block; the last ``sizes.depth`` of them guess."""
+        """Rows of a block; the last ``sizes.depth`` of them predict tokens."""
         return self.sizes.depth
 
     @property
-    def masked(self) -> bool:
-        """Whether there is something in a memory and a block that a row does not see."""
+    def needs_mask(self) -> bool:
+        """Whether some rows cannot attend to all of the cached context and the block."""
         return False
 
-    def usual_layers(self, last: int) -> tuple[int, ...]:
+    def default_layers(self, last: int) -> tuple[int, ...]:
         return tuple(sorted({max(1, last // 3), max(1, 2 * last // 3), last}))
 
     def each_block(self) -> list[BlockLayer]:
@@ -123,76 +133,78 @@ class BlockHead(Head):
 
     @abstractmethod
     def context(self, features: torch.Tensor) -> torch.Tensor:
-        """[..., layers * hidden size] -> [..., hidden size]."""
+        """Context features [..., hidden size] of the target's states [..., layers * hidden size]."""
 
     @abstractmethod
-    def seen(self, index: int, indices: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        """bool [..., block, context + block]: what rows at ``indices`` int64 [..., block] see in layer ``index`` of the
-        ``context`` int64 [length] before the first of them, and of each other."""
+    def attention_mask(self, index: int, positions: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        """Attention mask of layer ``index``, bool [..., block, context + block], for rows at ``positions`` int64
+        [..., block] and context tokens at ``context`` int64 [length]."""
 
     @abstractmethod
-    def anchored(self, lesson: TrainingBatch, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """The blocks [batch, anchors, block, hidden size] that begin with the lesson's tokens at ``anchors``."""
+    def training_blocks(self, batch: TrainingBatch, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """Input blocks [batch, anchors, block, hidden size] whose first rows are the tokens at ``anchors``."""
 
-    def correct(self, logits: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Logits [n, own vocabulary] behind the tokens ``before`` int64 [n]."""
+    def condition(self, logits: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """Makes logits [n, own vocabulary] depend on the ``previous`` tokens int64 [n], if the head does that."""
         return logits
 
-    def guesses(self, lesson: TrainingBatch) -> Iterator[Guess]:
-        """From anchors spread over the texts, the tokens before each guessed one being the text's own."""
-        length, depth = lesson.tokens.shape[1], self.sizes.depth
-        features = self.context(torch.cat([lesson.hidden[layer] for layer in self.layers], dim=-1))
+    def guesses(self, batch: TrainingBatch) -> Iterator[Guess]:
+        """Trains blocks at anchors spread over the texts, with the text's own token before each predicted one."""
+        length, depth = batch.tokens.shape[1], self.sizes.depth
+        features = self.context(torch.cat([batch.hidden[layer] for layer in self.layers], dim=-1))
         first = 1 + int(torch.randint(STEP, (1,)))
         anchors = torch.arange(first, max(first, length - depth), STEP, device=features.device)
-        kept = lesson.trainable(anchors, 1, depth)
-        where = anchors[:, None] + torch.arange(self.block_size, device=anchors.device)
+        trainable = batch.trainable(anchors, 1, depth)
+        positions = anchors[:, None] + torch.arange(self.block_size, device=anchors.device)
         context = torch.arange(length, device=anchors.device)
-        x = self.anchored(lesson, anchors, features)
+        x = self.training_blocks(batch, anchors, features)
         for index, block in enumerate(self.each_block()):
-            seen = self.seen(index, where, context)[None]
-            if lesson.segments is not None:
-                same = lesson.segments[:, None, :] == lesson.segments[:, anchors, None]
-                seen = seen & F.pad(same, (0, self.block_size), value=True)[:, :, None]
-            x = block(x, partial(block.learn, where=where, features=features, seen=seen))
-        says = self.norm(x)[:, :, -depth:]
-        for position in range(depth):
-            state, before = says[:, :, position], lesson.tokens[:, anchors + position]
-            if kept is not None:
-                state, before = state[kept], before[kept]
-            guess = self.guess(state, lesson, lesson.target_logits(anchors + position, kept))
-            yield guess._replace(logits=self.correct(guess.logits, before))
+            mask = self.attention_mask(index, positions, context)[None]
+            if batch.segments is not None:
+                same_text = batch.segments[:, None, :] == batch.segments[:, anchors, None]
+                mask = mask & F.pad(same_text, (0, self.block_size), value=True)[:, :, None]
+            x = block(x, partial(block.attend_in_training, positions=positions, features=features, mask=mask))
+        states = self.norm(x)[:, :, -depth:]
+        for step in range(depth):
+            state, previous = states[:, :, step], batch.tokens[:, anchors + step]
+            if trainable is not None:
+                state, previous = state[trainable], previous[trainable]
+            guess = self.guess(state, batch, batch.target_logits(anchors + step, trainable))
+            yield guess._replace(logits=self.condition(guess.logits, previous))
 
-    def remember(self, memories: dict[int, ContextCache], sequence: RequestState, hidden: torch.Tensor) -> torch.Tensor:
-        """Keep what is needed of newly cached tokens, whose ``hidden`` states of the target are given; returns their
-        features."""
+    def add_context(
+        self, caches: dict[int, ContextCache], sequence: RequestState, hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """Caches keys and values of newly read tokens with the target's ``hidden`` states; returns their features."""
         features = self.context(hidden if self.window is None else hidden[-self.window :])
         end = sequence.num_computed_tokens
         positions = torch.arange(end - len(features), end, device=hidden.device)
         pairs = [block.keys(features, positions) for block in self.each_block()]
-        if sequence.id not in memories:
-            memories[sequence.id] = ContextCache(pairs, self.block_size, self.window)
-        memories[sequence.id].add(pairs)
+        if sequence.id not in caches:
+            caches[sequence.id] = ContextCache(pairs, self.block_size, self.window)
+        caches[sequence.id].add(pairs)
         return features
 
-    def fill(self, x: torch.Tensor, sequences: Requests, memories: Mapping[int, ContextCache]) -> torch.Tensor:
-        """States [sequences, block, hidden size], not normed, of blocks ``x`` whose first rows are the last tokens of
-        ``sequences``."""
+    def run_blocks(self, x: torch.Tensor, sequences: Requests, caches: Mapping[int, ContextCache]) -> torch.Tensor:
+        """States [sequences, block, hidden size], before the final norm, of input blocks ``x``. Their first rows are
+        the last tokens of ``sequences``."""
         starts = torch.tensor([len(sequence.tokens) - 1 for sequence in sequences], device=x.device)
-        where = starts[:, None] + torch.arange(x.shape[1], device=x.device)
-        known = [memories[sequence.id] for sequence in sequences]
-        seen: list[torch.Tensor | None] = [None] * len(known)
+        positions = starts[:, None] + torch.arange(x.shape[1], device=x.device)
+        own = [caches[sequence.id] for sequence in sequences]
+        masks: list[torch.Tensor | None] = [None] * len(own)
         for index, block in enumerate(self.each_block()):
-            if self.masked:
-                seen = [
-                    self.seen(index, at, torch.arange(memory.end, device=x.device)) for at, memory in zip(where, known)
+            if self.needs_mask:
+                masks = [
+                    self.attention_mask(index, rows, torch.arange(cache.end, device=x.device))
+                    for rows, cache in zip(positions, own)
                 ]
-            x = block(x, partial(block.attend, where=where, memories=known, index=index, seen=seen))
+            x = block(x, partial(block.attend, positions=positions, caches=own, index=index, masks=masks))
         return x
 
 
 class ContextCache:
-    """One sequence's context: keys and values of every layer, all of them or the newest ``window``, in one piece before
-    ``end``; behind that there is room for the ``spare`` rows of a block."""
+    """Keys and values of one sequence's context, contiguous for every layer, of all tokens or the newest ``window``.
+    They lie before ``end``; after it there is space for the ``spare`` rows of a block."""
 
     def __init__(self, like: Pairs, spare: int, window: int | None = None) -> None:
         kv_heads, width = like[0][0].shape[1:]
@@ -201,13 +213,13 @@ class ContextCache:
         self.keys, self.values = (like[0][0].new_zeros(shape) for _ in range(2))
 
     def add(self, pairs: Pairs) -> None:
-        """Append keys and values."""
+        """Appends keys and values; of a window, drops the oldest when the space is full."""
         count = len(pairs[0][0]) if self.window is None else min(len(pairs[0][0]), self.window)
-        lacking = self.end + count + self.spare - self.keys.shape[2]
-        if lacking > 0 and self.window is None:
-            more = lacking + self.end + count + self.spare
+        missing = self.end + count + self.spare - self.keys.shape[2]
+        if missing > 0 and self.window is None:
+            more = missing + self.end + count + self.spare
             self.keys, self.values = (F.pad(side, (0, 0, 0, more)) for side in (self.keys, self.values))
-        elif lacking > 0 and self.window is not None:
+        elif missing > 0 and self.window is not None:
             kept = self.window - count
             for side in (self.keys, self.values):
                 side[:, :, :kept] = side[:, :, self.end - kept : self.end].clone()
@@ -219,13 +231,13 @@ class ContextCache:
         self.end += count
 
     def write(self, index: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Put [n, kv heads, width] behind the context of a layer, for now."""
+        """Writes [n, kv heads, width] after the context of a layer; ``end`` stays."""
         after = self.end + k.shape[0]
         self.keys[index, :, self.end : after] = k.transpose(0, 1)
         self.values[index, :, self.end : after] = v.transpose(0, 1)
 
     def read(self, index: int, own: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's context and the ``own`` rows behind it, [1, kv heads, n, width]."""
+        """Keys and values of a layer's context and the ``own`` rows after it, [1, kv heads, n, width] each."""
         first, end = 0 if self.window is None else max(0, self.end - self.window), self.end + own
         return self.keys[index, None, :, first:end], self.values[index, None, :, first:end]
 
@@ -234,7 +246,7 @@ DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "blocks":
 
 
 class _Block(BlockLayer):
-    """Attention over context and block, then a feed-forward layer."""
+    """Attention over context and block, then a feed-forward layer, each after a norm."""
 
     def __init__(self, size: int, options: dict[str, Any]) -> None:
         super().__init__(size, options)
@@ -247,7 +259,7 @@ class _Block(BlockLayer):
 
 
 class ParallelHead(BlockHead):
-    """Of ``parallel``. Options: sizes, and ``layers`` (hidden states read)."""
+    """Head of ``parallel``. Options: sizes, and ``layers`` (hidden states read)."""
 
     method = "parallel"
     options_known = frozenset(DEFAULTS) | {"layers"}
@@ -264,26 +276,26 @@ class ParallelHead(BlockHead):
         self.norm_token = Norm(size)
         self.blocks = nn.ModuleList(_Block(size, self.options) for _ in range(self.options["blocks"]))
         self.norm = Norm(size)
-        self.make_output()
+        self.make_lm_head()
 
     def context(self, features: torch.Tensor) -> torch.Tensor:
         return self.norm_context(self.fuse(features))
 
     def rows(self, embedded: torch.Tensor, newest: torch.Tensor) -> torch.Tensor:
-        """Inputs of the block [n, depth, hidden]: the last token's embedding and the masks, each with the newest
-        context feature added. Embeddings are brought to the features' size, which would drown them otherwise."""
+        """Input blocks [n, depth, hidden size]: the last token's embedding and the mask tokens, each with the newest
+        context feature added. The embedding is normed, since features are much larger."""
         mask = self.mask.weight.to(newest.dtype).expand(embedded.shape[0], -1, -1)
         return torch.cat([self.norm_token(embedded)[:, None], mask], dim=1) + newest[:, None]
 
-    def anchored(self, lesson: TrainingBatch, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        embedded = lesson.embedding[lesson.tokens[:, anchors]].to(features.dtype)
+    def training_blocks(self, batch: TrainingBatch, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        embedded = batch.embedding[batch.tokens[:, anchors]].to(features.dtype)
         x = self.rows(embedded.flatten(0, 1), features[:, anchors - 1].flatten(0, 1))
         return x.unflatten(0, embedded.shape[:2])
 
-    def seen(self, index: int, indices: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
-        before = context - indices[..., :1]
-        seen = F.pad((before < 0) & (before >= -self.window), (0, self.block_size), value=True)
-        return seen[..., None, :].expand(*indices.shape, -1)
+    def attention_mask(self, index: int, positions: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+        offsets = context - positions[..., :1]
+        mask = F.pad((offsets < 0) & (offsets >= -self.window), (0, self.block_size), value=True)
+        return mask[..., None, :].expand(*positions.shape, -1)
 
 
 @drafters.register("parallel")
@@ -291,19 +303,19 @@ class Parallel(BlockDrafter):
     name = "parallel"
     head_class = ParallelHead
     head: ParallelHead
-    per_sequence = ("seen", "memories", "newest")
-    memories: dict[int, ContextCache]
+    per_sequence = ("seen", "caches", "newest")
+    caches: dict[int, ContextCache]
     newest: dict[int, torch.Tensor]
 
     @inference
-    def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
-        self.newest[sequence.id] = self.head.remember(self.memories, sequence, rows)[-1].clone()
+    def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
+        self.newest[sequence.id] = self.head.add_context(self.caches, sequence, rows)[-1].clone()
 
-    def guess(self, sequences: Requests) -> torch.Tensor:
-        """Always of a whole block, as in training: its rows see each other."""
+    def all_logits(self, sequences: Requests) -> torch.Tensor:
+        """Runs whole blocks, as in training, because rows attend to each other."""
         head = self.head
         last = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=self.context.target.info.device)
         newest = torch.stack([self.newest[s.id] for s in sequences])
         x = head.rows(self.context.target.embed(last).to(newest.dtype), newest)
-        x = head.fill(x, sequences, self.memories)[:, : self.config.num_speculative_tokens]
+        x = head.run_blocks(x, sequences, self.caches)[:, : self.config.num_speculative_tokens]
         return self.predict(head.norm(x).flatten(0, 1)).unflatten(0, x.shape[:2])

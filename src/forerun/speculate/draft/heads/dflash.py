@@ -1,13 +1,13 @@
-"""``dflash``: a block of tokens filled in one pass (DFlash, arXiv 2602.06036), its successor DFlash2 and DSpark.
+"""``dflash``: a block of tokens predicted in one pass (DFlash, arXiv 2602.06036), its successor DFlash2 and DSpark.
 
-The block's rows are the last committed token and mask tokens behind it. In every layer they see each other and keys and
-values projected from the target's hidden states of the whole text. Row i guesses the token at its own index or, where a
-file says that it samples from its anchor, the one behind it.
+The block's rows are the last committed token and mask tokens after it. In every layer they attend to each other, and to
+keys and values projected from the target's hidden states of the whole text. Row i predicts the token at its own
+position or, if the file says that it samples from its anchor, the next one.
 
-DFlash2 adds convolutions over two rows around attention and feed-forward, and a selector: of a row's 16 likeliest
-tokens, each gets a score that depends on the token drafted before it. DSpark adds the product of two matrices, a score
-of every token by the token before it, and a head that says how sure a row is. Either way the distribution that a token
-is drawn from is known exactly, so that rules that compare p and q keep the target's distribution.
+DFlash2 adds convolutions over two rows around attention and feed-forward, and a selector, which rescores a row's 16
+likeliest tokens by the previously drafted token. DSpark adds a bigram score of every token, the product of two
+matrices, and a confidence head. In both, the exact q of each draw is known, so that rules that compare p and q stay
+lossless.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ DEFAULTS: dict[str, Any] = {
     "confidence": None, "biased": False,
 }  # fmt: skip
 TAPS = 2
-"""Rows that a convolution looks at: its own and the one before."""
+"""Rows of a convolution: its own and the one before."""
 CANDIDATES = 16
 NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": None}
-"""Keys of configs that change what the block reads or says, and the values at which they do not."""
+"""Config keys that are not supported, and their neutral values."""
 KINDS = ("dflash", "dflash2", "dspark")
 COPIES = {"embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight", "t2d", "rotary_emb.inv_freq"}
-"""The target's own weights again."""
+"""Copies of the target's weights."""
 
 
 class BlockConvolution(nn.Module):
-    """What goes into a part and what comes out of it, each mixed with the row before, by weights that are partly fixed
-    and partly made from the row, ``group`` numbers at a time."""
+    """Convolution over two rows, before and after a layer's part (attention or feed-forward). Its weights are a base
+    plus a projection of the row, shared by ``group`` channels."""
 
     def __init__(self, size: int, group: int) -> None:
         super().__init__()
@@ -61,17 +61,17 @@ class BlockConvolution(nn.Module):
         self.kernel_projection = nn.Linear(size, 2 * TAPS * (size // group), bias=False)
 
     def enter(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows [..., block, hidden size] as the part reads them, and the weights for what it says."""
-        made = self.kernel_projection(x).unflatten(-1, (2, TAPS, -1))
-        return self._mix(x, made[..., 0, :, :], self.base_kernel[0]), made[..., 1, :, :]
+        """The part's input rows [..., block, hidden size], and the weights for ``leave``."""
+        dynamic = self.kernel_projection(x).unflatten(-1, (2, TAPS, -1))
+        return self._convolve(x, dynamic[..., 0, :, :], self.base_kernel[0]), dynamic[..., 1, :, :]
 
-    def leave(self, x: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        return self._mix(x, made, self.base_kernel[1])
+    def leave(self, x: torch.Tensor, dynamic: torch.Tensor) -> torch.Tensor:
+        return self._convolve(x, dynamic, self.base_kernel[1])
 
-    def _mix(self, x: torch.Tensor, made: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-        before = F.pad(x[..., :-1, :], (0, 0, 1, 0))
-        weights = made.repeat_interleave(self.group, dim=-1) + base
-        return weights[..., 0, :] * x + weights[..., 1, :] * before
+    def _convolve(self, x: torch.Tensor, dynamic: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+        previous = F.pad(x[..., :-1, :], (0, 0, 1, 0))
+        weights = dynamic.repeat_interleave(self.group, dim=-1) + base
+        return weights[..., 0, :] * x + weights[..., 1, :] * previous
 
 
 class _DFlashBlock(BlockLayer):
@@ -86,21 +86,21 @@ class _DFlashBlock(BlockLayer):
         self.mlp_conv = None if group is None else BlockConvolution(size, group)
 
     def forward(self, x: torch.Tensor, attend: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        x = x + self._mixed(self.attention_conv, self.input_layernorm(x), lambda rows: self.o_proj(attend(rows)))
-        return x + self._mixed(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
+        x = x + self._within(self.attention_conv, self.input_layernorm(x), lambda rows: self.o_proj(attend(rows)))
+        return x + self._within(self.mlp_conv, self.post_attention_layernorm(x), self.mlp)
 
     @staticmethod
-    def _mixed(
+    def _within(
         convolution: BlockConvolution | None, x: torch.Tensor, part: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
         if convolution is None:
             return part(x)
-        x, made = convolution.enter(x)
-        return convolution.leave(part(x), made)
+        x, dynamic = convolution.enter(x)
+        return convolution.leave(part(x), dynamic)
 
 
 class Selector(nn.Module):
-    """Scores of candidates: (predecessor's code * projected hidden state) . candidate's code."""
+    """Scores candidates by (predecessor's code * projected hidden state) . candidate's code."""
 
     def __init__(self, size: int, vocab_size: int, rank: int) -> None:
         super().__init__()
@@ -108,16 +108,16 @@ class Selector(nn.Module):
         self.predecessor_codebook = nn.Parameter(torch.randn(vocab_size, rank) * 0.1)
         self.successor_codebook = nn.Parameter(torch.randn(vocab_size, rank) * 0.1)
 
-    def forward(self, before: torch.Tensor, states: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
-        """[n, candidates] for the tokens ``before`` int64 [n] and states [n, hidden size]."""
-        requested = self.predecessor_codebook[before] * self.hidden_projection(states)
-        return (requested[:, None] * self.successor_codebook[candidates]).sum(-1)
+    def forward(self, previous: torch.Tensor, states: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+        """Scores [n, candidates], for the ``previous`` tokens int64 [n] and states [n, hidden size]."""
+        query = self.predecessor_codebook[previous] * self.hidden_projection(states)
+        return (query[:, None] * self.successor_codebook[candidates]).sum(-1)
 
 
 class DFlashHead(BlockHead):
-    """Options: sizes, ``layers`` (hidden states read), ``mask`` (the token of unfilled rows), ``from_anchor``,
-    ``windows`` and ``causal`` per layer, ``group`` of the convolutions, ``selector`` (rank, top), ``markov`` (rank),
-    ``confidence`` (whether its head reads the Markov code, too), ``own_head``, ``draft_vocab_size``."""
+    """Options: sizes, ``layers`` (hidden states read), ``mask`` (the mask token), ``from_anchor``, ``windows`` and
+    ``causal`` per layer, ``group`` of the convolutions, ``selector`` (rank, top), ``markov`` (rank), ``confidence``
+    (``markov`` if that head also reads the Markov code), ``own_head``, ``draft_vocab_size``."""
 
     method = "dflash"
     quantizes = True
@@ -130,70 +130,70 @@ class DFlashHead(BlockHead):
         self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
         self.hidden_norm, self.norm = Norm(size, o["eps"]), Norm(size, o["eps"])
         self.blocks = nn.ModuleList(_DFlashBlock(size, o) for _ in range(o["blocks"]))
-        chosen, rank = o["selector"], o["markov"]
-        self.candidate_selector = None if chosen is None else Selector(size, sizes.vocab_size, chosen["rank"])
-        self.make_output(bool(o.get("own_head")))
-        drafted = o.get("draft_vocab_size") or sizes.vocab_size
+        selector, rank = o["selector"], o["markov"]
+        self.candidate_selector = None if selector is None else Selector(size, sizes.vocab_size, selector["rank"])
+        self.make_lm_head(bool(o.get("own_head")))
+        own_vocabulary = o.get("draft_vocab_size") or sizes.vocab_size
         self.markov_w1 = nn.Embedding(sizes.vocab_size, rank) if rank else None
-        self.markov_w2 = nn.Linear(rank, drafted, bias=False) if rank else None
-        read = size + (rank if o["confidence"] == "markov" else 0)
-        self.confidence = nn.Linear(read, 1) if o["confidence"] else None
+        self.markov_w2 = nn.Linear(rank, own_vocabulary, bias=False) if rank else None
+        inputs = size + (rank if o["confidence"] == "markov" else 0)
+        self.confidence = nn.Linear(inputs, 1) if o["confidence"] else None
 
     @property
     def block_size(self) -> int:
         return self.sizes.depth + (0 if self.options["from_anchor"] else 1)
 
     @property
-    def masked(self) -> bool:
+    def needs_mask(self) -> bool:
         return bool(self.options["windows"]) or any(self.options["causal"] or ())
 
     def context(self, features: torch.Tensor) -> torch.Tensor:
         return self.hidden_norm(self.fc(features))
 
-    def seen(self, index: int, indices: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
+    def attention_mask(self, index: int, positions: torch.Tensor, context: torch.Tensor) -> torch.Tensor:
         windows, causal = self.options["windows"], self.options["causal"]
         window = windows[index] if windows else None
-        at = indices[..., :, None]
-        before = (context < indices[..., :1, None]).expand(*indices.shape, len(context))
-        own = indices[..., None, :] <= (at if causal and causal[index] else indices[..., -1:, None])
-        own = own.expand(*indices.shape, indices.shape[-1])
+        query, key = positions[..., :, None], positions[..., None, :]
+        before = (context < positions[..., :1, None]).expand(*positions.shape, len(context))
+        own = key <= (query if causal and causal[index] else positions[..., -1:, None])
+        own = own.expand(*positions.shape, positions.shape[-1])
         if window is not None:
-            before, own = before & (at - context < window), own & (at - indices[..., None, :] < window)
+            before, own = before & (query - context < window), own & (query - key < window)
         return torch.cat([before, own], dim=-1)
 
-    def correct(self, logits: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    def condition(self, logits: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         if self.markov_w1 is None:
             return logits
         assert self.markov_w2 is not None
-        return logits + self.markov_w2(self.markov_w1(before)).float()
+        return logits + self.markov_w2(self.markov_w1(previous)).float()
 
-    def log_confidence(self, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Log of the chance that the token of each row [n, hidden size] is kept if those before it are."""
+    def log_confidence(self, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """Log of the probability that each row's token is accepted if those before it are. States [n, hidden size]."""
         assert self.confidence is not None
         if self.options["confidence"] == "markov":
             assert self.markov_w1 is not None
-            states = torch.cat([states, self.markov_w1(before)], dim=-1)
+            states = torch.cat([states, self.markov_w1(previous)], dim=-1)
         return F.logsigmoid(self.confidence(states).float())[:, 0]
 
-    def anchored(self, lesson: TrainingBatch, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        return lesson.embedding[self.inputs(lesson.tokens[:, anchors])].to(features.dtype)
+    def training_blocks(self, batch: TrainingBatch, anchors: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        return batch.embedding[self.inputs(batch.tokens[:, anchors])].to(features.dtype)
 
     def inputs(self, last: torch.Tensor) -> torch.Tensor:
-        """Tokens of blocks int64 [..., block] behind the ``last`` ones int64 [...]."""
+        """Input tokens of blocks, int64 [..., block], that begin with the ``last`` tokens int64 [...]."""
         block = last.new_full((*last.shape, self.block_size), self.options["mask"])
         block[..., 0] = last
         return block
 
     @classmethod
     def read_public(cls, folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
-        """Of a DFlash, DFlash2 or DSpark checkpoint, as z-lab, SGLang, speculators or llama.cpp write it. Raises
-        ModelError for anything else."""
+        """Reads a DFlash, DFlash2 or DSpark checkpoint of z-lab, SGLang, speculators or llama.cpp. Raises ModelError
+        for anything else."""
         config, tensors = read_drafter(folder, "dflash")
         inner = config.get("transformer_layer_config", config)
         own = config.get("dflash_config") or config.get("dspark_config") or {}
         if not isinstance(inner, Mapping) or not isinstance(own, Mapping):
             raise ModelError(f"{folder} is no DFlash drafter: its {CONFIG} has no usable sizes")
-        reported = {**inner, **config, **own}
+        keys = {**inner, **config, **own}
         weights = {
             name.removeprefix("model."): tensor
             for name, tensor in tensors.items()
@@ -205,11 +205,11 @@ class DFlashHead(BlockHead):
                 f"{folder} is no DFlash drafter: {'it is ' + shown(kind) if kind else 'it has no fc and hidden_norm'}; "
                 f"{', '.join(KINDS)} files are read"
             )
-        options = _options(folder, config, reported, weights, num_layers)
-        block = reported.get("block_size", 16)
+        options = _options(folder, config, keys, weights, num_layers)
+        block = keys.get("block_size", 16)
         if not Within(least=2, whole=True).permits(block):
             raise ModelError(f"{folder}: block_size is an integer of at least 2, not {shown(block)}")
-        size, vocabulary = weights["fc.weight"].shape[0], reported.get("vocab_size")
+        size, vocabulary = weights["fc.weight"].shape[0], keys.get("vocab_size")
         for name in ("predecessor_codebook", "successor_codebook"):
             codes = weights.get(f"candidate_selector.{name}")
             if codes is not None and codes.shape[0] != vocabulary:
@@ -233,23 +233,21 @@ def _rename(name: str) -> str:
 def _options(
     folder: Path,
     config: Mapping[str, Any],
-    reported: Mapping[str, Any],
+    keys: Mapping[str, Any],
     weights: Mapping[str, torch.Tensor],
     depth: int,
 ) -> dict[str, Any]:
-    """The head's options. Raises ModelError for what is not served."""
+    """The head's options. Raises ModelError for unsupported ones."""
     for key, neutral in NEUTRAL.items():
-        if reported.get(key, neutral) not in (neutral, None):
-            raise ModelError(f"{folder}: {key} {shown(reported[key])} is not served")
-    if reported.get("markov_head_type", "vanilla") != "vanilla":
-        raise ModelError(
-            f"{folder}: markov_head_type {shown(reported['markov_head_type'])} is not served, only 'vanilla'"
-        )
-    rope = reported.get("rope_parameters") or reported.get("rope_scaling") or {}
+        if keys.get(key, neutral) not in (neutral, None):
+            raise ModelError(f"{folder}: {key} {shown(keys[key])} is not served")
+    if keys.get("markov_head_type", "vanilla") != "vanilla":
+        raise ModelError(f"{folder}: markov_head_type {shown(keys['markov_head_type'])} is not served, only 'vanilla'")
+    rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ModelError(f"{folder}: its block turns queries and keys in the default way alone, not by {shown(rope)}")
-    counts = {name: reported.get(name) for name in ("num_attention_heads", "intermediate_size", "num_hidden_layers")}
-    mask, vocabulary = reported.get("mask_token_id"), reported.get("vocab_size")
+    counts = {name: keys.get(name) for name in ("num_attention_heads", "intermediate_size", "num_hidden_layers")}
+    mask, vocabulary = keys.get("mask_token_id"), keys.get("vocab_size")
     counts |= {"mask_token_id": mask, "vocab_size": vocabulary}
     for name, value in counts.items():
         if not Within(least=name != "mask_token_id", whole=True).permits(value):
@@ -259,51 +257,49 @@ def _options(
     heads, blocks, size = counts["num_attention_heads"], counts["num_hidden_layers"], weights["fc.weight"].shape[0]
     options: dict[str, Any] = {
         "heads": heads,
-        "kv_heads": reported.get("num_key_value_heads") or heads,
-        "width": reported.get("head_dim") or size // heads,  # type: ignore[operator]
+        "kv_heads": keys.get("num_key_value_heads") or heads,
+        "width": keys.get("head_dim") or size // heads,  # type: ignore[operator]
         "inner_size": counts["intermediate_size"],
         "blocks": blocks,
-        "theta": float(rope.get("rope_theta") or reported.get("rope_theta") or 10000.0),
-        "eps": reported.get("rms_norm_eps", 1e-6),
+        "theta": float(rope.get("rope_theta") or keys.get("rope_theta") or 10000.0),
+        "eps": keys.get("rms_norm_eps", 1e-6),
         "mask": mask,
-        "layers": _taps(folder, config, reported, weights["fc.weight"].shape, depth),
+        "layers": _taps(folder, config, keys, weights["fc.weight"].shape, depth),
         "biased": "layers.0.self_attn.q_proj.bias" in weights,
         "own_head": "d2t" in weights and "lm_head.weight" in weights,
         "draft_vocab_size": weights["d2t"].shape[0] if "d2t" in weights else None,
     }
     dspark = "markov_head.markov_w1.weight" in weights
-    options["from_anchor"] = reported.get("sample_from_anchor", dspark and "speculators_model_type" not in config)
+    options["from_anchor"] = keys.get("sample_from_anchor", dspark and "speculators_model_type" not in config)
     if dspark:
         options["markov"] = weights["markov_head.markov_w1.weight"].shape[1]
     if "confidence_head.proj.weight" in weights:
         reads = weights["confidence_head.proj.weight"].shape[1]
         options["confidence"] = "markov" if reads > size else "plain"
     if "layers.0.attention_conv.base_kernel" in weights:
-        options["group"] = reported.get("conv_group_size", CANDIDATES)
-        if reported.get("conv_kernel_size", TAPS) != TAPS:
+        options["group"] = keys.get("conv_group_size", CANDIDATES)
+        if keys.get("conv_kernel_size", TAPS) != TAPS:
             raise ModelError(
-                f"{folder}: convolutions over {shown(reported['conv_kernel_size'])} rows are not served, only {TAPS}"
+                f"{folder}: convolutions over {shown(keys['conv_kernel_size'])} rows are not served, only {TAPS}"
             )
     if "candidate_selector.hidden_projection.weight" in weights:
         rank = weights["candidate_selector.hidden_projection.weight"].shape[0]
-        options["selector"] = {"rank": rank, "top": reported.get("selector_top_k", CANDIDATES)}
-    types = reported.get("layer_types") or []
+        options["selector"] = {"rank": rank, "top": keys.get("selector_top_k", CANDIDATES)}
+    types = keys.get("layer_types") or []
     sliding = [kind == "sliding_attention" for kind in types][: counts["num_hidden_layers"]]
     if any(sliding):
-        options["windows"] = [reported.get("sliding_window") if each else None for each in sliding]
-    causal = reported.get("is_causal")
+        options["windows"] = [keys.get("sliding_window") if each else None for each in sliding]
+    causal = keys.get("is_causal")
     options["causal"] = [bool(causal)] * blocks if causal is not None else (sliding or None)  # type: ignore[operator]
     return options
 
 
-def _taps(
-    folder: Path, config: Mapping[str, Any], reported: Mapping[str, Any], fc: torch.Size, depth: int
-) -> list[int]:
-    """Hidden states that the block reads, the embeddings being number 0. z-lab's and SGLang's number i is what layer i
-    says; speculators count from the embeddings. Raises ModelError for ids that the target has not."""
-    ids, shift = reported.get("target_layer_ids"), 1
+def _taps(folder: Path, config: Mapping[str, Any], keys: Mapping[str, Any], fc: torch.Size, depth: int) -> list[int]:
+    """Indices of the hidden states that the block reads, 0 being the embeddings. In z-lab's and SGLang's files, id i is
+    the output of layer i; speculators count from the embeddings. Raises ModelError for ids that the target lacks."""
+    ids, shift = keys.get("target_layer_ids"), 1
     if "speculators_model_type" in config or ids is None:
-        ids, shift = reported.get("aux_hidden_state_layer_ids", ids), 0 if "speculators_model_type" in config else 1
+        ids, shift = keys.get("aux_hidden_state_layer_ids", ids), 0 if "speculators_model_type" in config else 1
     if not isinstance(ids, list) or not ids or any(type(each) is not int for each in ids):
         raise ModelError(
             f"{folder}: its {CONFIG} does not say which of the target's layers it reads (target_layer_ids)"
@@ -320,7 +316,7 @@ def _taps(
 
 @dataclass(frozen=True)
 class DFlashConfig(StepsConfig, HeadConfig):
-    """A head's options and a tree's. ``confidence_threshold`` reads DSpark's own head where a file has one."""
+    """Options of a head and of trees. ``confidence_threshold`` uses DSpark's confidence head, if the file has one."""
 
 
 @drafters.register("dflash")
@@ -329,16 +325,16 @@ class DFlash(HeadDrafter[DFlashConfig]):
     config_class = DFlashConfig
     head_class = DFlashHead
     head: DFlashHead
-    per_sequence = ("seen", "memories")
-    memories: dict[int, ContextCache]
+    per_sequence = ("seen", "caches")
+    caches: dict[int, ContextCache]
     example_options: ClassVar = {
         "group": 16, "selector": {"rank": 4, "top": 6}, "markov": 4, "confidence": "markov",
     }  # fmt: skip
-    """All that the successors have."""
+    """All features of the successors."""
 
     @inference
-    def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
-        self.head.remember(self.memories, sequence, rows)
+    def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
+        self.head.add_context(self.caches, sequence, rows)
 
     @inference
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
@@ -350,43 +346,43 @@ class DFlash(HeadDrafter[DFlashConfig]):
         slot = {index: i for i, index in enumerate(ready)}
         logits = self._output(states.flatten(0, 1)).unflatten(0, states.shape[:2])
 
-        def tails(frontier: Frontier, drafts: Drafts) -> torch.Tensor:
-            """The token before the one to guess."""
+        def previous(frontier: Frontier, drafts: Drafts) -> torch.Tensor:
+            """The token before each predicted one."""
             last = [drafts[i].tokens[node] if node >= 0 else sequences[i].tokens[-1] for i, node in frontier]
             return torch.tensor(last, device=states.device)
 
         def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             slots = [slot[index] for index, _ in frontier]
-            return self.revise(logits[slots, depth], states[slots, depth], tails(frontier, drafts))
+            return self.revise(logits[slots, depth], states[slots, depth], previous(frontier, drafts))
 
-        def sure(depth: int, frontier: Frontier, drafts: Drafts) -> list[float]:
+        def confidence(depth: int, frontier: Frontier, drafts: Drafts) -> list[float]:
             slots = [slot[index] for index, _ in frontier]
-            return self.head.log_confidence(states[slots, depth], tails(frontier, drafts)).tolist()
+            return self.head.log_confidence(states[slots, depth], previous(frontier, drafts)).tolist()
 
-        known = sure if self.head.confidence is not None else None
-        return grow(sequences, ready, budgets, self.config, self.chooser, score, known)[0]
+        estimate = None if self.head.confidence is None else confidence
+        return grow(sequences, ready, budgets, self.config, self.chooser, score, estimate)[0]
 
     def _output(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits over its own vocabulary."""
+        """Logits over the head's own vocabulary."""
         own = self.head.lm_head
         return self.context.target.lm_head(states) if own is None else own(states).float()
 
-    def revise(self, logits: torch.Tensor, states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        """Logits [n, target's vocabulary] of rows with these ``logits`` and ``states`` behind the tokens ``before``."""
+    def revise(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
+        """Makes the ``logits`` of rows with these ``states`` depend on the ``previous`` tokens; [n, target's
+        vocabulary]."""
         head = self.head
-        logits = head.correct(logits, before)
+        logits = head.condition(logits, previous)
         if head.candidate_selector is not None:
             values, ids = logits.topk(min(head.options["selector"]["top"], logits.shape[1]), dim=-1)
-            values = values + head.candidate_selector(before, states, ids).float()
+            values = values + head.candidate_selector(previous, states, ids).float()
             logits = torch.full_like(logits, float("-inf")).scatter_(1, ids, values)
-        return logits if head.lm_head is None else self.widen(logits)
+        return logits if head.lm_head is None else self.to_target_ids(logits)
 
     def states_of(self, sequences: Requests) -> torch.Tensor:
-        """Normed states [sequences, depth, hidden size] of a whole block's rows that guess something, as many as are
-        drafted."""
+        """Normed states [sequences, depth, hidden size] of the rows that predict drafted tokens."""
         head, target = self.head, self.context.target
         last = torch.tensor([sequence.tokens[-1] for sequence in sequences], device=target.info.device)
         x = target.embed(head.inputs(last).flatten()).unflatten(0, (len(sequences), head.block_size))
-        x = head.fill(x.to(head.fc.weight.dtype), sequences, self.memories)
+        x = head.run_blocks(x.to(head.fc.weight.dtype), sequences, self.caches)
         first = head.block_size - head.sizes.depth
         return head.norm(x[:, first : first + self.config.num_speculative_tokens])

@@ -1,7 +1,7 @@
 """``eagle``: EAGLE-3 (Li et al., arXiv 2503.01840), a one-layer decoder on the target's low, middle and high features.
 
-Entry t of its own cache pairs the target's feature of token t with the embedding of token t + 1 and predicts token
-t + 2. While drafting, its own output stands in for the feature; afterwards those entries are forgotten and fed again
+Entry t of its own cache combines the target's feature of token t with the embedding of token t + 1, and predicts token
+t + 2. While drafting, its own output replaces the feature. After the round these entries are dropped, and read again
 with true features. The vocabulary may be reduced: row i of its output layer then stands for token i + d2t[i].
 """
 
@@ -54,17 +54,24 @@ from forerun.speculate.draft.heads.head import (
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level
 
 DEFAULTS = {"heads": 6, "kv_heads": 2, "width": 64, "inner_size": 768, "theta": 10000.0, "eps": 1e-5}
-LEAST = 8
-"""Each step is learnt in half of the places of the one before, for it is kept more seldom, but in one of so many."""
+MIN_FRACTION = 8
+"""Each training step uses half of the positions of the step before, because deeper tokens are accepted less often, but
+at least one of this many."""
 
 
 class EagleHead(Head):
-    """Options: ``layers`` (hidden states read), ``draft_vocab_size`` with ``d2t``, ``own_head``; ``mixed``: a matrix
-    makes the layer's input of the token's embedding and the feature (as in EAGLE, arXiv 2401.15077), which its
-    attention reads alone, so that the embedding reaches the output directly.
-    ``norm_before_residual``: the layer adds to the normed feature, as some of speculators' heads do.
-    ``norm_before_fc``: the hidden states are normed together before they are projected (EAGLE-3.1). ``stretch``: four
-    numbers of ``Llama3Scaling``."""
+    """EAGLE-3's decoder layer, output layer and projection of hidden states.
+
+    Options, besides sizes:
+
+    - ``layers``: hidden states read.
+    - ``draft_vocab_size`` (with ``d2t``) and ``own_head``: its output layer.
+    - ``mixed``: one matrix projects the token's embedding and the feature to the layer's input, as in EAGLE (arXiv
+      2401.15077), so that the embedding also reaches the output.
+    - ``norm_before_residual``: the residual is the normed feature, as in some of speculators' heads.
+    - ``norm_before_fc``: hidden states are normed together before they are projected (EAGLE-3.1).
+    - ``stretch``: the four numbers of ``Llama3Scaling``.
+    """
 
     method = "eagle"
     quantizes = True
@@ -94,18 +101,18 @@ class EagleHead(Head):
         self.o_proj = nn.Linear(self.heads * self.width, size, bias=False)
         nn.init.zeros_(self.o_proj.weight)
         self.mlp = FeedForward(size, o["inner_size"])
-        self.make_output(bool(o.get("own_head")))
+        self.make_lm_head(bool(o.get("own_head")))
 
-    def usual_layers(self, last: int) -> tuple[int, ...]:
+    def default_layers(self, last: int) -> tuple[int, ...]:
         """Low, middle and high; the paper's 2, n / 2 and n - 3 where the target is deep enough."""
         return (2, last // 2, last - 3) if last >= 12 else tuple(sorted({1, max(1, last // 2), max(1, last - 1)}))
 
     def feature(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What is made of the target's hidden states, [..., layers x hidden size]."""
+        """Projects the target's hidden states [..., layers * hidden size] to features [..., hidden size]."""
         return self.fc(hidden if self.input_norm is None else self.input_norm(hidden))
 
     def enter(self, embedded: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
-        """The layer's residual stream, [..., hidden size]."""
+        """The layer's input to the residual stream, [..., hidden size]."""
         if self.options.get("norm_before_residual"):
             return self.hidden_norm(feature)
         if self.mix is None:
@@ -115,14 +122,14 @@ class EagleHead(Head):
     def qkv(
         self, embedded: torch.Tensor, stream: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys, values [..., n, heads, width], of what ``enter`` gave."""
+        """Queries, keys and values [..., n, heads, width] of the residual stream that ``enter`` returned."""
         x = stream if self.options.get("norm_before_residual") else self.hidden_norm(stream)
         if self.input_layernorm is not None:
             x = torch.cat([self.input_layernorm(embedded), x], dim=-1)
         q, k = self.q_proj(x), self.k_proj(x)
-        turned = positions, self.options["theta"], self.rope_scaling
-        q = rotate(q.unflatten(-1, (self.heads, self.width)), *turned)
-        k = rotate(k.unflatten(-1, (self.kv_heads, self.width)), *turned)
+        rotary = positions, self.options["theta"], self.rope_scaling
+        q = rotate(q.unflatten(-1, (self.heads, self.width)), *rotary)
+        k = rotate(k.unflatten(-1, (self.kv_heads, self.width)), *rotary)
         return q, k, self.v_proj(x).unflatten(-1, (self.kv_heads, self.width))
 
     def finish(self, feature: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -134,69 +141,69 @@ class EagleHead(Head):
         self, embedded: torch.Tensor, feature: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
         attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """One pass over tokens ``embedded`` and features [n, hidden size]: what the next step feeds on and what the
-        output layer reads, [len(rows), hidden size] each."""
+        """One pass over embeddings and features [n, hidden size]. Returns the next step's features and the normed
+        states for the output layer, [len(rows), hidden size] each."""
         stream = self.enter(embedded, feature)
         states = self.finish(stream, attend(*self.qkv(embedded, stream, positions)))[rows]
         return states, self.norm(states)
 
-    def guesses(self, lesson: TrainingBatch) -> Iterator[Guess]:
-        """Training-time test: ``sizes.depth`` unrolled steps. At step j a position attends to the first step's keys
-        up to itself and to its own keys of the steps since (the paper's figure 6), so that a later step can be
-        learnt in some of the places alone (``LEAST``), and costs what these cost."""
-        length = lesson.tokens.shape[1] - self.sizes.depth - 1
-        features = torch.cat([lesson.hidden[layer] for layer in self.layers], dim=-1)
-        seen = torch.ones(length, length, dtype=torch.bool, device=features.device).tril()[None]
-        if lesson.segments is not None:
-            texts = lesson.segments[:, :length]
-            seen = seen & (texts[:, :, None] == texts[:, None, :])
+    def guesses(self, batch: TrainingBatch) -> Iterator[Guess]:
+        """Training-time test: ``sizes.depth`` unrolled steps. At step j, a position attends to the first step's keys
+        up to itself and to its own keys of the later steps (the paper's figure 6). A later step can therefore train at
+        some of the positions only (``MIN_FRACTION``)."""
+        length = batch.tokens.shape[1] - self.sizes.depth - 1
+        features = torch.cat([batch.hidden[layer] for layer in self.layers], dim=-1)
+        mask = torch.ones(length, length, dtype=torch.bool, device=features.device).tril()[None]
+        if batch.segments is not None:
+            texts = batch.segments[:, :length]
+            mask = mask & (texts[:, :, None] == texts[:, None, :])
         at = torch.arange(length, device=features.device)
-        indices = lesson.trainable(at, 2, self.sizes.depth)
+        indices = batch.trainable(at, 2, self.sizes.depth)
         if indices is None:
             indices = torch.ones(len(features), length, dtype=torch.bool, device=features.device)
-        stream, (q, k, v) = self._read(lesson, self.feature(features[:, :length]), (slice(None), at), 1)
+        stream, (q, k, v) = self._read(batch, self.feature(features[:, :length]), (slice(None), at), 1)
         keys, values = (self._shared(x).transpose(1, 2) for x in (k, v))
-        result = functional.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=seen[:, None])
+        result = functional.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=mask[:, None])
         feature = self.finish(stream, result.transpose(1, 2).flatten(-2))[indices]
         row, index = indices.nonzero(as_tuple=True)
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
         for step in range(self.sizes.depth):
             if step:
                 if self.training:
-                    few = -(-int(indices.sum()) // min(LEAST, 2**step))
-                    some = torch.randperm(len(row), device=row.device)[:few].sort().values
-                    row, index, feature = row[some], index[some], feature[some]
-                    own = [(k[some], v[some]) for k, v in own]
-                stream, (q, k, v) = self._read(lesson, feature, (row, index), step + 1)
+                    count = -(-int(indices.sum()) // min(MIN_FRACTION, 2**step))
+                    chosen = torch.randperm(len(row), device=row.device)[:count].sort().values
+                    row, index, feature = row[chosen], index[chosen], feature[chosen]
+                    own = [(k[chosen], v[chosen]) for k, v in own]
+                stream, (q, k, v) = self._read(batch, feature, (row, index), step + 1)
                 own.append((self._shared(k), self._shared(v)))
-                feature = self.finish(stream, self._unrolled(q, keys, values, own, seen, row, index).flatten(-2))
-            requested = lesson.target_logits(at + step + 1, (row, index))
-            yield self.guess(self.norm(feature), lesson, requested)
+                feature = self.finish(stream, self._unrolled(q, keys, values, own, mask, row, index).flatten(-2))
+            yield self.guess(self.norm(feature), batch, batch.target_logits(at + step + 1, (row, index)))
 
-    def _read(self, lesson: TrainingBatch, feature: torch.Tensor, indices: tuple[Any, torch.Tensor], ahead: int) -> Any:
-        """The layer's stream, and its queries, keys and values, of features [..., hidden size] and the tokens ``ahead``
-        of their ``indices``."""
+    def _read(self, batch: TrainingBatch, feature: torch.Tensor, indices: tuple[Any, torch.Tensor], ahead: int) -> Any:
+        """The layer's residual stream, and its queries, keys and values, from features [..., hidden size] and the
+        tokens ``ahead`` of their positions."""
         row, at = indices
-        embedded = lesson.embedding[lesson.tokens[row, at + ahead]].to(feature.dtype)
+        embedded = batch.embedding[batch.tokens[row, at + ahead]].to(feature.dtype)
         stream = self.enter(embedded, feature)
         return stream, self.qkv(embedded, stream, at + ahead - 1)
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor:
-        """Keys or values [..., kv_heads, width] for every head."""
+        """Keys or values [..., kv_heads, width], repeated for every head."""
         return x.repeat_interleave(self.heads // self.kv_heads, dim=-2)
 
     def _unrolled(
         self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor,
-        own: Sequence[tuple[torch.Tensor, torch.Tensor]], seen: torch.Tensor, row: torch.Tensor, slot: torch.Tensor,
+        own: Sequence[tuple[torch.Tensor, torch.Tensor]], mask: torch.Tensor, row: torch.Tensor, slot: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
-        """What ``q`` [n, heads, width], of the places (``row``, ``slot``) in the rows' order, find in the first step's
-        ``keys`` and ``values`` [rows, heads, length, width] and in their ``own`` of later steps [n, heads, width]."""
+        """Attention of ``q`` [n, heads, width] at the positions (``row``, ``slot``), in ascending order, over the first
+        step's ``keys`` and ``values`` [rows, heads, length, width] and over their ``own`` of later steps [n, heads,
+        width]."""
         scale, length = self.width**-0.5, keys.shape[2]
         laid = q.new_zeros(len(keys), length, *q.shape[1:]).index_put((row, slot), q)
         scores = (laid.transpose(1, 2) @ keys.mT * scale).transpose(1, 2)[row, slot]
-        scores = scores.masked_fill(~seen[row % len(seen), slot][:, None], float("-inf"))
-        more = [((q * k).sum(-1) * scale)[..., None] for k, _ in own]
-        weights = torch.softmax(torch.cat([scores, *more], dim=-1).float(), dim=-1).to(values.dtype)
+        scores = scores.masked_fill(~mask[row % len(mask), slot][:, None], float("-inf"))
+        own_scores = [((q * k).sum(-1) * scale)[..., None] for k, _ in own]
+        weights = torch.softmax(torch.cat([scores, *own_scores], dim=-1).float(), dim=-1).to(values.dtype)
         laid = weights.new_zeros(len(keys), length, *scores.shape[1:]).index_put((row, slot), weights[..., :length])
         result = (laid.transpose(1, 2) @ values).transpose(1, 2)[row, slot]
         for late, (_, v) in enumerate(own, length):
@@ -205,7 +212,7 @@ class EagleHead(Head):
 
     @torch.no_grad()
     def fuse(self, target: Model) -> Fused | None:
-        """The layer, the norm behind it and the output layer in one call, where ``target`` runs so."""
+        """Layer, final norm and output layer as one compiled call, if ``target`` runs as one."""
         if target.fused is None or self.options.get("norm_before_residual"):
             return None
         whole, info = target.fused.decoder, target.info
@@ -214,19 +221,19 @@ class EagleHead(Head):
         rotary = Rotary(rope, self.width, device, dtype)
         rotary.frequencies = frequencies(self.width, self.options["theta"], device, self.rope_scaling)
 
-        def stored(weight: torch.Tensor) -> Any:
+        def pack(weight: torch.Tensor) -> Any:
             kind = self.quantization
             return ON_CPU[kind].make(weight, None) if kind else make_linear(weight, None, "streamed")
 
         def linear(*parts: nn.Linear) -> Any:
-            return stored(torch.cat([part.weight for part in parts]))
+            return pack(torch.cat([part.weight for part in parts]))
 
         def norm(part: Norm) -> Any:
             return parts.KernelNorm(part.weight, part.eps)
 
         qkv = torch.cat([part.weight for part in (self.q_proj, self.k_proj, self.v_proj)])
         layer = Layer(
-            qkv=stored(rotary.arrange_rows(qkv, self.heads + self.kv_heads)),
+            qkv=pack(rotary.arrange_rows(qkv, self.heads + self.kv_heads)),
             out=linear(self.o_proj),
             gate_up=linear(self.mlp.gate_proj, self.mlp.up_proj),
             down=linear(self.mlp.down_proj),
@@ -245,7 +252,7 @@ class EagleHead(Head):
 
     @classmethod
     def read_public(cls, folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
-        """Of an EAGLE-3 head. Raises ModelError for anything else."""
+        """Reads an EAGLE-3 head. Raises ModelError for anything else."""
         config, weights = read_drafter(folder, "eagle3")
         layer = config.get("transformer_layer_config", config)
         if not isinstance(layer, Mapping):
@@ -273,10 +280,10 @@ class EagleHead(Head):
 
 @dataclass(frozen=True)
 class EagleConfig(StepsConfig, HeadConfig, CatchUpConfig):
-    """A head's options and a tree's."""
+    """Options of a head and of trees."""
 
     prefill_chunk: int = 128
-    """As for a draft model. A row costs more here: features are as wide as the target's."""
+    """As for a draft model, but a row costs more: features are as wide as the target's."""
 
 
 @drafters.register("eagle")
@@ -305,8 +312,8 @@ class Eagle(HeadDrafter[EagleConfig]):
             self.fused, self.attention, self.chooser, self.config, feeds_hidden=True, output_ids=ids
         )
 
-    def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
-        """Rows wait here until the token behind each of them is known and the layer has read them."""
+    def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
+        """Keeps rows until the token after each of them is known and the layer has read them."""
         self.pending.setdefault(sequence.id, []).append(rows.clone())
 
     def learn(self) -> None:
@@ -319,16 +326,16 @@ class Eagle(HeadDrafter[EagleConfig]):
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         self.learn()
         pool, nodes = self.attention.pool, self.config.rows_by_depth()
-        able = [
+        fitting = [
             index
             for index, (sequence, depth) in enumerate(zip(sequences, budgets))
             if self.ready(sequence)
             and pool.try_reserve(sequence.id, len(sequence.tokens) + nodes[depth] * len(sequence.sequences))
         ]
         drafts = [Draft() for _ in sequences]
-        if not able:
+        if not fitting:
             return drafts
-        spans, feature, ready = self._lacking(sequences, able)
+        spans, feature, ready = self._missing(sequences, fitting)
         chosen = [sequences[index] for index in ready]
         if not ready:
             self._run(spans, feature)
@@ -347,24 +354,23 @@ class Eagle(HeadDrafter[EagleConfig]):
         states: dict[tuple[int, int], torch.Tensor] = {}
 
         def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
-            fed, read = spans, feature
             if depth:
-                fed = newest_level(sequences, frontier, drafts, lambda sequence: len(sequence.tokens) - 1)
-                read = torch.stack([states[index, drafts[index].parents[node]] for index, node in frontier])
-            out, logits = self._run(fed, read)
+                read = newest_level(sequences, frontier, drafts, lambda sequence: len(sequence.tokens) - 1)
+                features = torch.stack([states[index, drafts[index].parents[node]] for index, node in frontier])
+            out, logits = self._run(read, features) if depth else self._run(spans, feature)
             states.update(zip(frontier, out))
             return logits
 
         return grow(sequences, ready, budgets, self.config, self.chooser, score)[0]
 
     def _run(self, spans: list[Span], feature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass of the layer over ragged rows: ``feature`` [rows, hidden], tokens in the spans. Its output and the
-        logits, for the rows whose logits the spans ask for."""
+        """One pass of the layer over the spans' tokens and their ``feature`` rows [rows, hidden size]. Returns its
+        output and the logits, for the rows whose logits the spans ask for."""
         batch = Batch(spans, self.context.target.info.device, hidden=(RAW,))
         if self.fused is not None:
             assert isinstance(self.attention, KernelAttention)
             out = self.fused(batch, self.attention, feature)
-            return out.hidden[RAW], self.widen(out.logits)
+            return out.hidden[RAW], self.to_target_ids(out.logits)
         embedded = self.context.target.embed(batch.input_ids).to(feature.dtype)
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -376,27 +382,27 @@ class Eagle(HeadDrafter[EagleConfig]):
         states, read = self.head.step(embedded, feature, batch.positions, batch.logit_rows, attend)
         return states, self.predict(read)
 
-    def _lacking(self, sequences: Requests, able: Sequence[int]) -> tuple[list[Span], torch.Tensor, list[int]]:
-        """Waiting features, each with the token behind it, to feed; and the sequences of which none is left, whose last
-        row predicts."""
+    def _missing(self, sequences: Requests, fitting: Sequence[int]) -> tuple[list[Span], torch.Tensor, list[int]]:
+        """Spans to prefill now, their features, and the indices of the sequences that then have no backlog and can
+        draft."""
         spans: list[Span] = []
         rows: list[torch.Tensor] = []
         ready: list[int] = []
-        starts = [self.attention.pool.length(sequences[index].id) for index in able]
-        missing = [len(sequences[index].tokens) - 1 - start for index, start in zip(able, starts)]
-        for index, start, lacks, count in zip(able, starts, missing, self.config.shares(missing)):
+        starts = [self.attention.pool.length(sequences[index].id) for index in fitting]
+        missing = [len(sequences[index].tokens) - 1 - start for index, start in zip(fitting, starts)]
+        for index, start, backlog, count in zip(fitting, starts, missing, self.config.shares(missing)):
             if not count:
                 continue
             sequence = sequences[index]
-            waiting = self.pending.pop(sequence.id)
-            features = waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+            pending = self.pending.pop(sequence.id)
+            features = pending[0] if len(pending) == 1 else torch.cat(pending)
             rows.append(features[:count])
-            if count == lacks:
+            if count == backlog:
                 ready.append(index)
             else:
                 self.pending[sequence.id] = [features[count:]]
             tokens = sequence.tokens[start + 1 : start + 1 + count]
-            spans.append(Span(sequence.id, start, tokens, logits=[count - 1] if count == lacks else []))
+            spans.append(Span(sequence.id, start, tokens, logits=[count - 1] if count == backlog else []))
         return spans, self.head.feature(torch.cat(rows)).contiguous(), ready
 
     def pools(self) -> list[Pool]:
@@ -405,7 +411,7 @@ class Eagle(HeadDrafter[EagleConfig]):
 
 PREFIXES = ("midlayer.", "layers.0.")
 IGNORED = {"t2d", "embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
-"""The inverse of d2t; the target's embedding, which the engine takes from the target itself."""
+"""The inverse of d2t, and copies of the target's weights."""
 
 
 def _rename(name: str) -> str:
@@ -416,7 +422,7 @@ def _rename(name: str) -> str:
 
 
 def _options(config: Mapping[str, Any], layer: Mapping[str, Any], weights: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """The head's own options, from a checked config."""
+    """The head's options, from a checked config."""
     heads, rope, eagle = layer["num_attention_heads"], layer.get("rope_parameters"), config.get("eagle_config")
     rope = rope if isinstance(rope, Mapping) else {}
     eagle = eagle if isinstance(eagle, Mapping) else {}
@@ -434,18 +440,18 @@ def _options(config: Mapping[str, Any], layer: Mapping[str, Any], weights: dict[
         options["norm_before_residual"] = True
     if "input_norm.weight" in weights:
         options["norm_before_fc"] = True
-    if stretch := _stretch(rope or layer.get("rope_scaling") or {}):
-        options["stretch"] = stretch
+    if scaling := _rope_scaling(rope or layer.get("rope_scaling") or {}):
+        options["stretch"] = scaling
     ids, nested = config.get("eagle_aux_hidden_state_layer_ids"), eagle.get("eagle_aux_hidden_state_layer_ids")
     if isinstance(nested, list) and not ids and all(type(each) is int for each in nested):
-        ids = [each + 1 for each in nested]  # SGLang's number i is what layer i says
+        ids = [each + 1 for each in nested]  # SGLang's id i is the output of layer i
     if ids or nested:
         options["layers"] = ids or nested
     return options
 
 
-def _stretch(rope: Any) -> list[float] | None:
-    """Raises ModelError for frequencies that are not served."""
+def _rope_scaling(rope: Any) -> list[float] | None:
+    """The numbers of ``Llama3Scaling``; None for the default. Raises ModelError for other kinds."""
     kind = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else shown(rope)
     names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
     if kind == "default":

@@ -1,4 +1,4 @@
-"""Drafters in GGUF files (architectures ``eagle3`` and ``dflash`` of llama.cpp), as the folders that they come from."""
+"""Reads drafters in GGUF files (llama.cpp's architectures ``eagle3`` and ``dflash``) like Hugging Face folders."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ OTHERS = {
     "selector_hidden": "candidate_selector.hidden_projection", "markov_w1": "markov_head.markov_w1",
     "markov_w2": "markov_head.markov_w2", "conf_proj": "confidence_head.proj",
 }  # fmt: skip
-BARE = ("base_kernel", "_codebook")
-"""Ends of names that have no ``.weight`` behind them in folders."""
+WITHOUT_SUFFIX = ("base_kernel", "_codebook")
+"""Names that end so have no ``.weight`` suffix in folders."""
 KEYS = {
     "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
@@ -45,14 +45,14 @@ KEYS = {
 
 
 def read_drafter(path: Path, architecture: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Config and tensors of a drafter in a folder or, as llama.cpp's ``architecture``, in a GGUF file. Raises
-    ModelError for a file of another architecture."""
+    """Config and tensors of a drafter, in a folder or in a GGUF file of llama.cpp's ``architecture``. Raises ModelError
+    for a GGUF file of another architecture."""
     if not is_gguf(path):
         return read_object(path / CONFIG), read_tensors(path)
     file = open_gguf(path)
-    result = file.metadata.get("general.architecture")
-    if result != architecture:
-        raise ModelError(f"{path} holds a model of architecture {shown(result)}, not a drafter ({architecture})")
+    actual = file.metadata.get("general.architecture")
+    if actual != architecture:
+        raise ModelError(f"{path} holds a model of architecture {shown(actual)}, not a drafter ({architecture})")
     config = _config(file, architecture)
     weights = {_name(name): _values(file, name) for name in file.tensors if name != FREQUENCIES}
     heads = config.get("num_attention_heads")
@@ -66,7 +66,7 @@ def read_drafter(path: Path, architecture: str) -> tuple[dict[str, Any], dict[st
             name = f"layers.0.self_attn.{part}_proj.weight"
             if name in weights and config.get(heads):
                 weights[name] = deinterleaved(weights[name], config[heads])
-    if "d2t" in weights:  # the ids themselves, where folders have what is to be added to a row's number
+    if "d2t" in weights:  # token ids here, offsets from the row's number in folders
         weights["d2t"] = weights["d2t"] - torch.arange(len(weights["d2t"]))
     projection = weights.get("layers.0.attention_conv.kernel_projection.weight")
     if projection is not None:
@@ -75,9 +75,9 @@ def read_drafter(path: Path, architecture: str) -> tuple[dict[str, Any], dict[st
 
 
 def _config(file: GGUFFile, architecture: str) -> dict[str, Any]:
-    """As a folder's ``config.json`` says it."""
-    reported = {key: file.metadata.get(f"{architecture}.{key}") for key in KEYS}
-    config: dict[str, Any] = {KEYS[key]: value for key, value in reported.items() if value is not None}
+    """The folder's ``config.json``."""
+    values = {key: file.metadata.get(f"{architecture}.{key}") for key in KEYS}
+    config: dict[str, Any] = {KEYS[key]: value for key, value in values.items() if value is not None}
     layers = file.metadata.get(f"{architecture}.target_layers") or file.metadata.get(f"{architecture}.extract_layers")
     if not isinstance(layers, list) or not layers:
         raise ModelError(
@@ -90,22 +90,22 @@ def _config(file: GGUFFile, architecture: str) -> dict[str, Any]:
     pattern = file.metadata.get(f"{architecture}.attention.sliding_window_pattern")
     if isinstance(pattern, list):
         config["layer_types"] = ["sliding_attention" if each else "full_attention" for each in pattern]
-    # number i is what goes into layer i, which is what the layer before it says
+    # id i is the input of layer i, which is the output of layer i - 1
     mask = file.metadata.get("tokenizer.ggml.mask_token_id")
     return config | {"target_layer_ids": [layer - 1 for layer in layers], "mask_token_id": mask}
 
 
 def _name(name: str) -> str:
-    """A tensor's name in a folder."""
+    """The tensor's name in a folder."""
     if name.removesuffix(".weight") == "d2t":
         return "d2t"
     index = re.fullmatch(r"blk\.(\d+)\.(\w+?)(?:\.(weight|bias))?", name)
     if index is not None:
         stem = f"layers.{index[1]}.{LAYER.get(index[2], index[2])}"
-        return stem if stem.endswith(BARE) else f"{stem}.{index[3] or 'weight'}"
+        return stem if stem.endswith(WITHOUT_SUFFIX) else f"{stem}.{index[3] or 'weight'}"
     stem, _, kind = name.rpartition(".")
     renamed = OTHERS.get(stem, stem)
-    return renamed if renamed.endswith(BARE) else f"{renamed}.{kind}"
+    return renamed if renamed.endswith(WITHOUT_SUFFIX) else f"{renamed}.{kind}"
 
 
 def _values(file: GGUFFile, name: str) -> torch.Tensor:

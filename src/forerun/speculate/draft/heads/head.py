@@ -1,4 +1,4 @@
-"""A trained head as a module that describes itself on disk, and what one learns from."""
+"""Trained heads as modules with a file format, and the batches and losses that they are trained with."""
 
 from __future__ import annotations
 
@@ -32,23 +32,23 @@ SIZE = Within(least=1, most=2**31 - 1, whole=True)
 DEPTH_DECAY = 0.8
 COUNTS = ("heads", "kv_heads", "width", "inner_size", "blocks", "window", "draft_vocab_size")
 NUMBERS = ("theta", "eps")
-"""Options of heads that are counts, and those that are other numbers above 0."""
+"""Options that are counts, and options that are other positive numbers."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The target a head was made for, and the head's own sizes."""
+    """Sizes of the target that a head was trained for, and of the head itself."""
 
     hidden_size: int
     vocab_size: int
     num_layers: int
     """Decoder layers of the target; hidden state ``num_layers`` is the one after the final norm."""
     depth: int = 5
-    """How many tokens ahead it was trained to guess."""
+    """How many tokens ahead it was trained to predict."""
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Raises ModelError for sizes that no head has."""
+        """Raises ModelError for impossible sizes."""
         if not isinstance(self.options, dict):
             raise ModelError(f"a head's options are an object, not {shown(self.options)}")
         counts = {name: getattr(self, name) for name in ("hidden_size", "vocab_size", "depth")}
@@ -59,24 +59,23 @@ class Sizes:
         for name in NUMBERS:
             if not POSITIVE.permits(value := self.options.get(name, 1.0)):
                 raise ModelError(f"a head's {name} is a number above 0, not {shown(value)}")
-        layers = self.options.get("layers", [])
-        depth = self.num_layers
-        if not Within(least=0, whole=True).permits(depth):
-            raise ModelError(f"a head's num_layers is the depth of its target, not {shown(depth)}")
-        if not isinstance(layers, list | tuple) or not all(type(x) is int and 0 <= x <= depth for x in layers):
-            raise ModelError(f"a head's layers are some of its target's, 0 to {depth}, not {shown(layers)}")
-        heads, shared, width = (self.options.get(name) or 1 for name in ("heads", "kv_heads", "width"))
-        if heads % shared or ("width" in self.options and width % 2):
-            raise ModelError(f"a head has {heads} heads of width {width} for {shared} kv_heads: no multiple, or odd")
+        layers, last = self.options.get("layers", []), self.num_layers
+        if not Within(least=0, whole=True).permits(last):
+            raise ModelError(f"a head's num_layers is the depth of its target, not {shown(last)}")
+        if not isinstance(layers, list | tuple) or not all(type(x) is int and 0 <= x <= last for x in layers):
+            raise ModelError(f"a head's layers are some of its target's, 0 to {last}, not {shown(layers)}")
+        heads, kv_heads, width = (self.options.get(name) or 1 for name in ("heads", "kv_heads", "width"))
+        if heads % kv_heads or ("width" in self.options and width % 2):
+            raise ModelError(f"a head has {heads} heads of width {width} for {kv_heads} kv_heads: no multiple, or odd")
 
 
 @dataclass(slots=True)
 class TrainingBatch:
-    """One training batch: the frozen target's view of ``tokens`` int64 [rows, length].
+    """Texts with the frozen target's hidden states and logits, for training a head.
 
-    ``hidden[layer]`` [rows, length, hidden size]; ``logits`` [rows, length, vocabulary] predict the token after each
-    position; None: they are ``head`` of the last hidden state, to be computed where they are needed. ``embedding`` and
-    ``head`` are the target's [vocabulary, hidden size] weights. ``target`` reruns it.
+    ``tokens`` are int64 [rows, length] and ``hidden[layer]`` [rows, length, hidden size]. ``logits`` [rows, length,
+    vocabulary] predict the token after each position; None: they are computed where needed, from the last hidden state.
+    ``embedding`` and ``head`` are the target's weights [vocabulary, hidden size].
     """
 
     tokens: torch.Tensor
@@ -86,31 +85,31 @@ class TrainingBatch:
     head: torch.Tensor
     target: nn.Module
     segments: torch.Tensor | None = None
-    """int64 [rows, length]: the number of each token's text, where rows hold several texts, end to end."""
+    """int64 [rows, length]: the number of each token's text, if rows are packed with several texts."""
     answers: torch.Tensor | None = None
-    """bool [rows, length]: the tokens that are to be guessed; None: all."""
+    """bool [rows, length]: the tokens to learn to predict; None: all."""
     reduced_vocabulary: bool = False
-    """``head`` has the rows alone of the tokens that are drafted."""
+    """Whether ``head`` has only the rows of the head's reduced vocabulary."""
 
     def all_target_logits(self) -> torch.Tensor:
-        """The target's logits at all places."""
+        """The target's logits at all positions."""
         if self.logits is None:
-            raise ValueError("this lesson has logits of single places only")
+            raise ValueError("this batch computes logits at single positions only")
         return self.logits
 
     def trainable(self, at: torch.Tensor, first: int, depth: int) -> torch.Tensor | None:
-        """bool [rows, n]: of the positions ``at`` int64 [n], those whose ``depth`` tokens from ``first`` ahead on are
-        in the same text, and the nearest of them to be guessed; None: all."""
+        """bool [rows, n]: which of the positions ``at`` int64 [n] to train at; None: all. Their next ``depth`` tokens,
+        from ``first`` ahead on, must be in the same text, and the nearest of them in ``answers``."""
         if self.segments is None or self.answers is None:
             return None
-        inside = self.segments[:, at] == self.segments[:, at + first + depth - 1]
-        return inside & self.answers[:, at + first]
+        same_text = self.segments[:, at] == self.segments[:, at + first + depth - 1]
+        return same_text & self.answers[:, at + first]
 
     def target_logits(
         self, at: torch.Tensor, indices: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
     ) -> torch.Tensor:
-        """The target's logits at the positions ``at``, in those alone that ``indices`` has: bool [rows, n], or the
-        indices of each, int64 [m] twice."""
+        """The target's logits at the positions ``at``, or at those that ``indices`` selects: bool [rows, n], or rows
+        and columns, int64 [m] each."""
         rows = (self.hidden[max(self.hidden)] if self.logits is None else self.logits)[:, at]
         rows = rows if indices is None else rows[indices]
         return F.linear(rows, self.head) if self.logits is None else rows
@@ -128,7 +127,7 @@ class Guess(NamedTuple):
     ids: torch.Tensor | None = None
 
     def loss(self) -> torch.Tensor:
-        """[...]: cross entropy under the target's distribution over the tokens that the head knows, nats."""
+        """[...]: cross entropy in nats with the target's distribution over the head's own vocabulary."""
         expected = self.target_logits if self.ids is None else self.target_logits[..., self.ids]
         return -(torch.softmax(expected.float(), -1) * torch.log_softmax(self.logits.float(), -1)).sum(-1)
 
@@ -138,37 +137,37 @@ class Head(nn.Module, ABC):
 
     method: ClassVar[str]
     options_known: ClassVar[frozenset[str]] = frozenset()
-    """Keys of ``Sizes.options`` that it reads."""
+    """Permitted keys of ``Sizes.options``."""
     quantizes: ClassVar[bool] = False
-    """Whether ``quantization`` is of all of it, not of an output layer of its own alone."""
+    """Whether ``quantization`` applies to all linear layers; False: only to an output layer of its own."""
     first_token: ClassVar[int] = 1
-    """Which token of a draft its first guess is."""
+    """Depth of the first token that it predicts."""
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
         self.sizes = sizes
         self.record: dict[str, Any] = {}
-        """What its file says of it besides its sizes: how it was trained, and with which target."""
+        """Further entries of its file: how it was trained, and with which target."""
         self.packed = 0
-        """How often its weights have been packed."""
+        """How many times ``pack`` was called."""
         self.quantization: str | None = None
-        """Of an output layer of its own or, by blocks where it ``quantizes``, of all of it, when it is packed."""
+        """The format that ``pack`` gives its weights."""
         self.lm_head: nn.Linear | None = None
         """An output layer of its own, over ``token_ids``; None: the target's."""
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Hidden states of the target that it reads."""
-        given = self.sizes.options.get("layers")
-        return self.usual_layers(self.sizes.num_layers) if given is None else tuple(given)
+        """Indices of the target's hidden states that it reads."""
+        layers = self.sizes.options.get("layers")
+        return self.default_layers(self.sizes.num_layers) if layers is None else tuple(layers)
 
-    def usual_layers(self, last: int) -> tuple[int, ...]:
-        """Those that it reads of a target of ``last`` layers unless its options say others."""
+    def default_layers(self, last: int) -> tuple[int, ...]:
+        """``layers`` for a target of ``last`` layers, unless an option sets them."""
         return (last,)
 
-    def make_output(self, own: bool = False) -> None:
-        """The output layer that its options ask for: ``draft_vocab_size`` rows, of which row i stands for token
-        i + d2t[i] (EAGLE-3's file format), or all of them if it is to be its ``own``."""
+    def make_lm_head(self, own: bool = False) -> None:
+        """Makes an output layer of its own: of ``draft_vocab_size`` rows, if that option is set, where row i stands for
+        token i + d2t[i] (EAGLE-3's file format); else of all tokens if ``own``."""
         rows, sizes = self.sizes.options.get("draft_vocab_size"), self.sizes
         self.lm_head = nn.Linear(sizes.hidden_size, rows or sizes.vocab_size, bias=False) if own or rows else None
         if rows:
@@ -176,10 +175,9 @@ class Head(nn.Module, ABC):
 
     @torch.no_grad()
     def reduce_vocabulary(self, ids: torch.Tensor, rows: torch.Tensor) -> None:
-        """Drafts from now on among the tokens ``ids`` int64 [n] alone, read by ``rows`` [n, hidden size], which it does
-        not learn."""
+        """Restricts drafts to the tokens ``ids`` int64 [n], with frozen output weights ``rows`` [n, hidden size]."""
         self.sizes = replace(self.sizes, options={**self.sizes.options, "draft_vocab_size": len(ids)})
-        self.make_output()
+        self.make_lm_head()
         assert self.lm_head is not None
         assert isinstance(self.d2t, torch.Tensor)
         self.lm_head.weight.copy_(rows)
@@ -188,28 +186,29 @@ class Head(nn.Module, ABC):
         self.to(ids.device)
 
     def token_ids(self) -> torch.Tensor | None:
-        """The tokens of a reduced vocabulary, int64 [n]; None: all of the target's."""
+        """The tokens of a reduced vocabulary, int64 [n]; None: the target's vocabulary."""
         d2t = getattr(self, "d2t", None)
         return None if d2t is None else torch.arange(len(d2t), device=d2t.device) + d2t
 
-    def guess(self, said: torch.Tensor, lesson: TrainingBatch, requested: torch.Tensor) -> Guess:
-        """What the output layer makes of ``said`` [..., hidden size]."""
+    def guess(self, states: torch.Tensor, batch: TrainingBatch, target_logits: torch.Tensor) -> Guess:
+        """Applies the output layer to ``states`` [..., hidden size]."""
         if self.lm_head is None:
-            return Guess(F.linear(said, lesson.head.to(said.dtype)), requested)
-        return Guess(self.lm_head(said), requested, None if lesson.reduced_vocabulary else self.token_ids())
+            return Guess(F.linear(states, batch.head.to(states.dtype)), target_logits)
+        return Guess(self.lm_head(states), target_logits, None if batch.reduced_vocabulary else self.token_ids())
 
     @abstractmethod
-    def guesses(self, lesson: TrainingBatch) -> Iterator[Guess]:
-        """What it says of every token ahead, the nearest first, in the same places unless it learns."""
+    def guesses(self, batch: TrainingBatch) -> Iterator[Guess]:
+        """Yields the guess for every token ahead, the nearest first. All are at the same positions, except that
+        training may drop some at deeper tokens."""
 
-    def loss(self, lesson: TrainingBatch) -> torch.Tensor:
-        """Mean training loss of a batch, a scalar: the cross entropies of all tokens ahead, each with its weight."""
-        losses = [guess.loss().mean() for guess in self.guesses(lesson)]
+    def loss(self, batch: TrainingBatch) -> torch.Tensor:
+        """Mean training loss, a scalar: the weighted sum of the cross entropies of all tokens ahead."""
+        losses = [guess.loss().mean() for guess in self.guesses(batch)]
         return torch.stack([weight * loss for weight, loss in zip(weights(len(losses)), losses, strict=True)]).sum()
 
     def pack(self) -> None:
-        """Run linear layers from packed copies of their weights, and norms on kernels, where this machine has a use for
-        them; to be called again after the weights change."""
+        """Runs linear layers from packed copies of their weights, and norms on kernels, where this machine has them.
+        Call it again after the weights change."""
         self.packed += 1
         for module in self.modules():
             if not isinstance(module, nn.Linear | Norm | FeedForward):
@@ -218,18 +217,18 @@ class Head(nn.Module, ABC):
             how = choose(weight.dtype, weight.device, "auto")
             if not isinstance(module, nn.Linear):
                 if how == "streamed":
-                    module.stream()
+                    module.use_kernel()
             else:
                 bias = None if module.bias is None else module.bias.detach()
                 kind = self.quantization
                 if module is not self.lm_head and not (self.quantizes and kind in BLOCKS):
-                    kind = None  # a target's states are of sizes that do not bear one scale
+                    kind = None  # the target's states differ too much in size for one scale per row
                 make = partial(ON_CPU[kind].make, weight, bias) if kind else partial(make_linear, weight, bias, how)
-                module.forward = _made_when_called(make)  # type: ignore[assignment, method-assign]
+                module.forward = _lazy(make)  # type: ignore[assignment, method-assign]
 
     def save(self, folder: Path, record: dict[str, Any] | None = None, *, packed: bool = False) -> None:
-        """Writes ``config.json`` and ``model.safetensors``: bfloat16, or with ``packed`` GGUF's Q4_0 for matrices whose
-        rows it divides. A head that drafts in ``q4_0`` drafts the same from either."""
+        """Writes ``config.json`` and ``model.safetensors`` in bfloat16. With ``packed``, matrices are in GGUF's Q4_0
+        where it divides their rows; a head quantized to ``q4_0`` drafts the same from either."""
         folder.mkdir(parents=True, exist_ok=True)
         config = {FORMAT: self.method, **vars(self.sizes), **({PACKED: Q4_0.name} if packed else {}), **(record or {})}
         (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf8")
@@ -244,11 +243,11 @@ class Head(nn.Module, ABC):
 
     @classmethod
     def load(cls, folder: Path, num_layers: int = 0) -> Head:
-        """A head that we have saved, or a published one for a target of ``num_layers`` layers, which such files do not
-        name. Raises ModelError for what is no head of this method."""
+        """Loads a head that ``save`` wrote, or a published one for a target of ``num_layers`` layers, which such files
+        do not name. Raises ModelError if it is no head of this method."""
         config = {} if is_gguf(folder) else read_object(folder / CONFIG)
         if FORMAT not in config:
-            return cls.of(*cls.read_public(folder, num_layers), folder)
+            return cls.from_weights(*cls.read_public(folder, num_layers), folder)
         if config[FORMAT] != cls.method:
             raise ModelError(f"{folder} holds {shown(config[FORMAT])}, not a {cls.method!r} head")
         lacking = [name for name in Sizes.__dataclass_fields__ if name not in config]
@@ -264,29 +263,29 @@ class Head(nn.Module, ABC):
         weights = read_tensors(folder, packed=kind is not None)
         if kind is not None:
             weights = {name: _unpacked(part) for name, part in weights.items()}
-        head = cls.of(sizes, weights, folder)
+        head = cls.from_weights(sizes, weights, folder)
         head.record = {name: value for name, value in config.items() if name not in (FORMAT, *vars(head.sizes))}
         return head
 
     @classmethod
     def read_public(cls, folder: Path, num_layers: int) -> tuple[Sizes, dict[str, torch.Tensor]]:
-        """Sizes and weights, by our names, of a checkpoint as others write it. Raises ModelError, for all where a
-        method has no other form."""
+        """Reads sizes and weights, under our names, from a published format. Raises ModelError if this method has
+        none."""
         raise ModelError(f"{folder} holds no readable head: its {CONFIG} has no {FORMAT}")
 
     @classmethod
-    def of(cls, sizes: Sizes, weights: dict[str, torch.Tensor], folder: Path) -> Head:
-        """A head with these weights, those of ``folder``. Raises ModelError unless they are all it has."""
+    def from_weights(cls, sizes: Sizes, weights: dict[str, torch.Tensor], folder: Path) -> Head:
+        """A head with the weights of ``folder``. Raises ModelError unless names and shapes are exactly its own."""
         try:
             with torch.device("meta"):  # takes no memory, whatever the sizes are
                 requested = {name: list(part.shape) for name, part in cls(sizes).state_dict().items()}
         except (RuntimeError, TypeError) as error:
             raise ModelError(f"{folder} holds no readable head: {one_line(error)}") from error
-        result = {name: list(part.shape) for name, part in weights.items()}
-        for name in sorted({*requested, *result}):
-            if requested.get(name) != result.get(name):
+        present = {name: list(part.shape) for name, part in weights.items()}
+        for name in sorted({*requested, *present}):
+            if requested.get(name) != present.get(name):
                 raise ModelError(
-                    f"{folder}: the weights do not fit their config: {name} has shape {result.get(name)}, "
+                    f"{folder}: the weights do not fit their config: {name} has shape {present.get(name)}, "
                     f"not {requested.get(name)}"
                 )
         head = cls(sizes)
@@ -294,8 +293,8 @@ class Head(nn.Module, ABC):
         return head
 
 
-def _made_when_called(make: Callable[[], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A layer that is packed at its first use: where a head runs in one compiled call, most never are."""
+def _lazy(make: Callable[[], Any]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A layer that is packed at its first call. If the head runs in one compiled call, most never are."""
     layer = cache(make)
     return lambda x: layer()(x)
 
@@ -307,12 +306,12 @@ def _unpacked(part: torch.Tensor) -> torch.Tensor:
 
 
 def weights(depth: int) -> list[float]:
-    """Of the tokens ahead in a head's loss: the n-th counts 0.8^(n - 1) (Medusa's choice)."""
+    """Weights of the tokens ahead in a head's loss: 0.8^(n - 1) for the n-th (Medusa's choice)."""
     return [DEPTH_DECAY**position for position in range(depth)]
 
 
 def overlap(p_logits: torch.Tensor, q_logits: torch.Tensor) -> torch.Tensor:
-    """alpha per position, sum over x of min(p(x), q(x))."""
+    """Acceptance rate alpha per position: sum over x of min(p(x), q(x))."""
     return torch.minimum(p_logits.softmax(-1), q_logits.softmax(-1)).sum(-1)
 
 
@@ -329,8 +328,8 @@ class Norm(nn.Module):
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return wide.to(x.dtype) * self.weight.to(x.dtype)
 
-    def stream(self) -> None:
-        """Run on the CPU kernel from now on."""
+    def use_kernel(self) -> None:
+        """Runs on the CPU kernel from now on."""
         self.forward = parts.KernelNorm(self.weight.detach(), self.eps).__call__  # type: ignore[method-assign]
 
 
@@ -347,8 +346,8 @@ class FeedForward(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
-    def stream(self) -> None:
-        """Run on the CPU kernels from now on."""
+    def use_kernel(self) -> None:
+        """Runs on the CPU kernels from now on."""
         weight = torch.cat([self.gate_proj.weight, self.up_proj.weight]).detach()
         gate_up, gate = make_linear(weight, None, "streamed"), parts.KernelGate("silu", weight.dtype)
         down = make_linear(self.down_proj.weight.detach(), None, "streamed")
@@ -360,8 +359,8 @@ class FeedForward(nn.Module):
 
 
 class Llama3Scaling(NamedTuple):
-    """Llama 3's: waves that turn fewer than ``low`` times in ``original`` positions are ``factor`` times as long, those
-    that turn more than ``high`` times stay, and those between are between."""
+    """Llama 3's scaling of rotary frequencies. Those with fewer than ``low`` periods in ``original`` positions are
+    divided by ``factor``, those with more than ``high`` stay, and those between are interpolated."""
 
     factor: float
     low: float
@@ -371,13 +370,13 @@ class Llama3Scaling(NamedTuple):
 
 @cache
 def frequencies(width: int, theta: float, device: torch.device, scaling: Llama3Scaling | None = None) -> torch.Tensor:
-    """Radians per position of the pairs of a head, float32 [width / 2]."""
+    """Rotary frequencies in radians per position, float32 [width / 2]."""
     with torch.inference_mode(False):
         result = theta ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
         if scaling is None:
             return result
-        turns = scaling.original * result / (2 * torch.pi)
-        kept = ((turns - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+        periods = scaling.original * result / (2 * torch.pi)
+        kept = ((periods - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
         return (1 - kept) * result / scaling.factor + kept * result
 
 

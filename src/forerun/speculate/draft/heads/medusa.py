@@ -1,13 +1,13 @@
-"""Heads that guess all depths at once, of the last committed token and the target's state there alone.
+"""Heads that predict all depths at once from the target's last hidden state, or from trained input embeddings.
 
 ``medusa`` (Cai et al., arXiv 2401.10774): residual heads on the target's last hidden state, one per position ahead.
-Head i turns the state that predicted the last committed token into a guess for the token i places behind it. The
-output layer is the target's own, or some of its rows, so a head costs one square matrix. ``blockwise`` makes all
-guesses of one wide layer.
+Head i turns the state that predicted the last committed token into a prediction of the token i positions after it. The
+output layer is the target's own, or some of its rows, so a head costs one square matrix. ``blockwise`` predicts all
+positions with one wide layer.
 
-``lookahead``: PaSS, parallel speculative sampling (Monea et al., arXiv 2311.13581). T trained input embeddings are fed
-behind the last committed token through the target itself: one pass gives the target's own distribution of the next
-token and guesses for the T tokens behind it.
+``lookahead``: PaSS, parallel speculative sampling (Monea et al., arXiv 2311.13581). The target itself reads T trained
+input embeddings after the last committed token. One pass gives its own distribution of the next token, and predictions
+of the T tokens after that.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from forerun.speculate.draft.heads.head import Guess, Head, Sizes, TrainingBatch
 
 
 class ResidualHead(Head):
-    """Heads whose guess for depth d is the target's output layer on a transformed last hidden state."""
+    """Heads that predict depth d by the target's output layer on a transformed last hidden state."""
 
     ahead: ClassVar[int] = 1
-    """The first guess is for so many tokens behind the one that the state itself predicts."""
+    """The first prediction is this many tokens after the one that the state itself predicts."""
 
     def transform(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden size] -> [n, depth, hidden size]."""
         raise TypeError(f"{type(self).__name__} must define transform")
 
-    def guesses(self, lesson: TrainingBatch) -> Iterator[Guess]:
-        hidden = lesson.hidden[self.sizes.num_layers]
-        margin = self.sizes.depth + self.ahead - (lesson.segments is None)  # packed rows end inside a text
+    def guesses(self, batch: TrainingBatch) -> Iterator[Guess]:
+        hidden = batch.hidden[self.sizes.num_layers]
+        margin = self.sizes.depth + self.ahead - (batch.segments is None)  # packed rows end inside a text
         length = hidden.shape[1] - margin
         at = torch.arange(length, device=hidden.device)
-        indices = lesson.trainable(at, self.ahead + 1, self.sizes.depth)
+        indices = batch.trainable(at, self.ahead + 1, self.sizes.depth)
         known = hidden[:, :length]
         flat = known.flatten(0, 1) if indices is None else known[indices]
         guessed = self.transform(flat)
         if indices is None:
             guessed = guessed.unflatten(0, known.shape[:2])
         for depth in range(self.sizes.depth):
-            yield self.guess(guessed[..., depth, :], lesson, lesson.target_logits(at + depth + self.ahead, indices))
+            yield self.guess(guessed[..., depth, :], batch, batch.target_logits(at + depth + self.ahead, indices))
 
 
 class MedusaHead(ResidualHead):
@@ -62,24 +62,24 @@ class MedusaHead(ResidualHead):
             nn.init.zeros_(block.weight)
             nn.init.zeros_(block.bias)
         self.blocks = nn.ModuleList(blocks)
-        self.make_output()
+        self.make_lm_head()
 
     def transform(self, hidden: torch.Tensor) -> torch.Tensor:
-        """x + silu(W_i x + b_i); zero weights, as at the start of training, repeat the target's own guess."""
+        """x + silu(W_i x + b_i). Zero weights, as at the start of training, repeat the target's own prediction."""
         return torch.stack([hidden + F.silu(block(hidden)) for block in self.blocks], dim=1)
 
 
 class ResidualDrafter(BlockDrafter):
-    """Drafts from the newest hidden state alone."""
+    """Drafts from the newest hidden state only."""
 
     head: ResidualHead
     per_sequence = ("seen", "latest")
     latest: dict[int, torch.Tensor]
 
-    def keep(self, sequence: RequestState, rows: torch.Tensor) -> None:
+    def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
         self.latest[sequence.id] = rows[-1].clone()
 
-    def guess(self, sequences: Requests) -> torch.Tensor:
+    def all_logits(self, sequences: Requests) -> torch.Tensor:
         states = self.head.transform(torch.stack([self.latest[sequence.id] for sequence in sequences]))
         states = states[:, : self.config.num_speculative_tokens]
         return self.predict(states.flatten(0, 1)).unflatten(0, states.shape[:2])
@@ -124,15 +124,15 @@ class LookaheadHead(Head):
         self.embeddings = nn.Embedding(sizes.depth - 1, sizes.hidden_size)
         nn.init.normal_(self.embeddings.weight, std=0.02)
 
-    def usual_layers(self, last: int) -> tuple[int, ...]:
+    def default_layers(self, last: int) -> tuple[int, ...]:
         return ()
 
-    def guesses(self, lesson: TrainingBatch) -> Iterator[Guess]:
-        """The look-ahead rows of several anchors ride behind each sequence, each group seeing the text up to its
-        anchor and itself; they learn the target's distributions at their positions."""
-        batch, length = lesson.tokens.shape
+    def guesses(self, batch: TrainingBatch) -> Iterator[Guess]:
+        """Appends the look-ahead rows of several anchors to each sequence. Each group attends to the text up to its
+        anchor and to itself, and learns the target's distributions at its positions."""
+        rows, length = batch.tokens.shape
         ahead = self.embeddings.num_embeddings
-        anchors = torch.randint(0, length - ahead - 1, (ANCHORS,), device=lesson.tokens.device).sort().values
+        anchors = torch.randint(0, length - ahead - 1, (ANCHORS,), device=batch.tokens.device).sort().values
         total = length + ANCHORS * ahead
         mask = torch.zeros(total, total, dtype=torch.bool, device=anchors.device)
         mask[:length, :length] = torch.ones(length, length, dtype=torch.bool, device=anchors.device).tril()
@@ -141,25 +141,25 @@ class LookaheadHead(Head):
             first = length + group * ahead
             mask[first : first + ahead, : anchor + 1] = True
             mask[first : first + ahead, first : first + ahead] = torch.ones(ahead, ahead, dtype=torch.bool).tril()
-        dtype = next(lesson.target.parameters()).dtype
-        embedded = lesson.embedding[lesson.tokens].to(dtype)
-        extra = self.embeddings.weight.to(dtype).repeat(ANCHORS, 1).expand(batch, -1, -1)
+        dtype = next(batch.target.parameters()).dtype
+        embedded = batch.embedding[batch.tokens].to(dtype)
+        extra = self.embeddings.weight.to(dtype).repeat(ANCHORS, 1).expand(rows, -1, -1)
         additive = torch.zeros(1, 1, total, total, dtype=embedded.dtype).masked_fill_(~mask, float("-inf"))
-        out = lesson.target(
+        out = batch.target(
             inputs_embeds=torch.cat([embedded, extra], dim=1),
             attention_mask=additive,
-            position_ids=positions[None].expand(batch, -1),
+            position_ids=positions[None].expand(rows, -1),
             use_cache=False,
             logits_to_keep=torch.arange(length, total),
         ).logits.unflatten(1, (ANCHORS, ahead))
-        requested = lesson.all_target_logits()[:, anchors[:, None] + 1 + torch.arange(ahead)]
+        requested = batch.all_target_logits()[:, anchors[:, None] + 1 + torch.arange(ahead)]
         for position in range(ahead):
             yield Guess(out[:, :, position], requested[:, :, position])
 
 
 @drafters.register("lookahead")
 class Lookahead(BlockDrafter):
-    """Costs one pass of the target per round; its first guess is drawn from the target's own distribution."""
+    """Costs one pass of the target per round. Its first token is drawn from the target's own distribution."""
 
     name = "lookahead"
     head_class = LookaheadHead
@@ -173,7 +173,7 @@ class Lookahead(BlockDrafter):
     def ready(self, sequence: RequestState) -> bool:
         return sequence.num_computed_tokens == len(sequence.tokens) - 1
 
-    def guess(self, sequences: Requests) -> torch.Tensor:
+    def all_logits(self, sequences: Requests) -> torch.Tensor:
         ahead = self.config.num_speculative_tokens - 1
         attention = self.context.attention()
         spans: list[Span] = []

@@ -1,15 +1,15 @@
 """``mtp``: the layer for multi-token prediction that a checkpoint brings along (DeepSeek-V3, arXiv 2412.19437,
 section 2.2).
 
-Entry t of its own cache pairs the target's last hidden state of token t with the embedding of token t + 1 and predicts
-token t + 2: [norm(embedding), norm(hidden)] go through one matrix, a decoder layer and a norm into the target's output
-layer. Deeper drafts feed on the layer's own normed output, as vLLM and transformers do. Where a checkpoint has several
-such layers, the first one drafts.
+Entry t of its own cache combines the target's last hidden state of token t with the embedding of token t + 1, and
+predicts token t + 2: [norm(embedding), norm(hidden)] go through one matrix, a decoder layer and a norm into the
+target's output layer. Deeper tokens use the layer's own normed output instead of the hidden state, as in vLLM and
+transformers. If a checkpoint has several such layers, only the first one is used.
 
-Read are Qwen 3.5's and Qwen3-Next's ``mtp.*``, DeepSeek's and GLM's ``model.layers.N.{enorm,hnorm,eh_proj,...}``,
+It reads Qwen 3.5's and Qwen3-Next's ``mtp.*``, DeepSeek's and GLM's ``model.layers.N.{enorm,hnorm,eh_proj,...}``,
 MiMo's ``model.mtp_layers.0.*`` and GGUF's ``blk.N.nextn.*``, out of the target's own files or a file beside them. Where
 the target has latent attention, so has the layer, in the same absorbed form (``models/layer.py``).
-Gemma 4's assistant is another thing under the same name: ``assistant.py``.
+Gemma 4's assistant, another kind of drafter under the same method, is in ``assistant.py``.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ DEFAULTS = {
     "heads": 4, "kv_heads": 2, "width": 16, "inner_size": 64, "theta": 10000.0, "eps": 1e-6, "turned": None,
     "gated": False, "norms": True, "biases": (), "experts": None, "latent": None,
 }  # fmt: skip
-LARGE_VOCABULARY, CUT = 65536, 32768
-"""A vocabulary of more tokens than the first is cut to the second unless told otherwise: the output layer is most of a
-step (FastMTP, arXiv 2509.18362)."""
-DEEPEST = 16
+LARGE_VOCABULARY, REDUCED_VOCABULARY = 65536, 32768
+"""By default, a vocabulary larger than the first is reduced to the second, because the output layer is most of a step
+(FastMTP, arXiv 2509.18362)."""
+MAX_DEPTH = 16
 RENAMED = {
     "fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "token_layernorm": "enorm",
     "hidden_layernorm": "hnorm", "input_proj": "eh_proj", "final_layernorm": "norm", "shared_head.norm": "norm",
@@ -75,19 +75,18 @@ RENAMED = {
     "ffn_down_exps": "mlp.down_exps", "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
     "ffn_up_shexp": "mlp.shared_experts.up_proj", "ffn_down_shexp": "mlp.shared_experts.down_proj", **LAYER,
 }  # fmt: skip
-PLACES = (
+PATTERNS = (
     r"(?:model\.)?(?:language_model\.)?mtp\.(?:layers\.0\.)?(.*)", r"(?:model\.)?mtp_layers\.0\.(.*)",
     r"(?:model\.)?(?:language_model\.)?layers\.{n}\.(.*)", r"blk\.{n}\.(?:nextn\.)?(.*)",
 )  # fmt: skip
-"""Where the layer's tensors lie; ``{n}`` is the number of the target's own layers."""
+"""Patterns of the layer's tensor names; ``{n}`` is the number of the target's own layers."""
 IGNORED = ("embed_tokens.weight", "shared_head.head.weight", "shared_head_head.weight", "rotary_emb.inv_freq")
-"""The target's embedding and output layer again."""
-LATER = re.compile(r"layers\.\d+\.")
-"""Further layers."""
+"""Copies of the target's embedding and output layer."""
+FURTHER_LAYERS = re.compile(r"layers\.\d+\.")
 LATENT_SIZES = ("rank", "query_rank", "plain", "turned", "value")
 """Names in a head's file of the first fields of ``LatentSpec``."""
 LATENT = "kv_a_proj_with_mqa.weight", "latent.kv_a_proj_with_mqa.weight"
-"""Its own name, and the head's."""
+"""Name of a weight of latent attention, in files and in the head."""
 
 
 class MtpLatent(nn.Module):
@@ -114,7 +113,7 @@ class MtpLatent(nn.Module):
 
     @cached_property
     def made(self) -> LatentHeads:
-        """Over the weights that it has when it is first asked for."""
+        """Made from the weights at the first access."""
         up: Any = self.q_b_proj
         dtype = self.keys.dtype
         how = choose(dtype, self.keys.device, "auto")
@@ -123,7 +122,7 @@ class MtpLatent(nn.Module):
         return LatentHeads(self.own, up, self.q_a_layernorm, self.kv_a_layernorm, keys, values)
 
     def ask(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries [n, heads, entry] and entries [n, 1, entry]."""
+        """Queries [n, heads, entry] and cache entries [n, 1, entry]."""
         first = self.q_proj or self.q_a_proj
         assert first is not None
         frequencies = self.frequencies.to(x.device)
@@ -135,7 +134,7 @@ class MtpLatent(nn.Module):
 
 
 class MtpExperts(nn.Module):
-    """Experts: down(silu(gate x) * up x) of those with the highest scores, weighted; and shared ones."""
+    """Mixture of experts: the weighted sum of down(silu(gate x) * up x) over the top-k experts, plus shared experts."""
 
     correction: torch.Tensor | None
 
@@ -152,7 +151,7 @@ class MtpExperts(nn.Module):
 
     @cached_property
     def routed(self) -> Experts:
-        """Over the weights that it has when it is first asked for."""
+        """Made from the weights at the first access."""
         given, groups = self.given, self.given.get("groups")
         router: Any = self.gate
         routing = Routing(
@@ -172,8 +171,11 @@ class MtpExperts(nn.Module):
 
 
 class MtpHead(Head):
-    """Options: sizes, ``turned`` (numbers of a head that rotary turns; None: all), ``gated`` (queries carry a gate of
-    the attention's output), ``norms`` (of queries and keys), ``biases``, ``experts`` and ``latent``."""
+    """The layer, the projection of its inputs, and the norms around it.
+
+    Options: sizes, ``turned`` (rotary dimensions of a head; None: all), ``gated`` (queries include a gate of
+    attention's output), ``norms`` (of queries and keys), ``biases``, ``experts`` and ``latent``.
+    """
 
     method = "mtp"
     quantizes = True
@@ -203,18 +205,17 @@ class MtpHead(Head):
         self.q_norm = Norm(self.width, o["eps"]) if o["norms"] else None
         self.k_norm = Norm(self.width, o["eps"]) if o["norms"] else None
         self.mlp = FeedForward(size, o["inner_size"]) if o["experts"] is None else MtpExperts(size, o["experts"])
-        self.make_output()
+        self.make_lm_head()
 
     def feature(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states as they are."""
+        """The hidden states, unchanged."""
         return hidden
 
     def step(
         self, embedded: torch.Tensor, feature: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor,
         attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        """What the next step feeds on and what the output layer reads, [len(rows), hidden size] each, which are the
-        same here."""
+        """As ``EagleHead.step``; here the next step's features and the output layer's input are the same."""
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(feature)], dim=-1))
         normed = self.input_layernorm(x)
         if self.latent is not None:
@@ -228,7 +229,7 @@ class MtpHead(Head):
             q, gate = q.chunk(2, dim=-1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(self._turn(q, positions), self._turn(k, positions), v.contiguous())[rows]
+        out = attend(self._rotate(q, positions), self._rotate(k, positions), v.contiguous())[rows]
         if gate is not None:
             out = out * torch.sigmoid(gate[rows].flatten(1))
         return self._finish(x[rows], out)
@@ -238,37 +239,37 @@ class MtpHead(Head):
         x = self.norm(x + self.mlp(self.post_attention_layernorm(x)))
         return x, x
 
-    def _turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        turned = self.options["turned"]
-        if turned is None:
+    def _rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        size = self.options["turned"]
+        if size is None:
             return rotate(x, positions, self.options["theta"])
-        return torch.cat([rotate(x[..., :turned], positions, self.options["theta"]), x[..., turned:]], dim=-1)
+        return torch.cat([rotate(x[..., :size], positions, self.options["theta"]), x[..., size:]], dim=-1)
 
     def fuse(self, target: Model) -> None:
-        """There is no kernel for all of it."""
+        """There is no compiled call for this layer."""
 
-    def guesses(self, lesson: TrainingBatch) -> Iterator[Guess]:
+    def guesses(self, batch: TrainingBatch) -> Iterator[Guess]:
         raise ConfigError("layers for multi-token prediction come with their checkpoint and are not trained here")
 
     @classmethod
     def read(cls, path: Path, config: Any) -> Head:
-        """The layer that ``path`` has for a target of ``config``, or one that we have saved. Raises ModelError."""
-        about = path / CONFIG
-        if not is_gguf(path) and about.is_file() and FORMAT in read_object(about):
+        """Reads the layer in ``path`` for a target of ``config``, or one that ``save`` wrote. Raises ModelError."""
+        saved = path / CONFIG
+        if not is_gguf(path) and saved.is_file() and FORMAT in read_object(saved):
             return cls.load(path)
         weights = read_layer(path, config.num_hidden_layers, config)
         options = _options(path, config, weights)
-        sizes = Sizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, DEEPEST, options)
-        return cls.of(sizes, weights, path)
+        sizes = Sizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, MAX_DEPTH, options)
+        return cls.from_weights(sizes, weights, path)
 
 
 def _named(path: Path, names: Iterable[str], num_layers: int) -> dict[str, str]:
-    """Where each of the layer's weights is in a file, by the head's name of it. Raises ModelError."""
-    patterns = [re.compile(index.replace("{n}", str(num_layers))) for index in PLACES]
+    """Maps the head's names of the layer's weights to the file's names. Raises ModelError if there is no layer."""
+    patterns = [re.compile(index.replace("{n}", str(num_layers))) for index in PATTERNS]
     result: dict[str, str] = {}
     for name in names:
         index = next((match for pattern in patterns if (match := pattern.fullmatch(name))), None)
-        if index is None or index[1].endswith(IGNORED) or LATER.match(index[1]):
+        if index is None or index[1].endswith(IGNORED) or FURTHER_LAYERS.match(index[1]):
             continue
         stem, _, kind = index[1].removeprefix("mtp_block.").rpartition(".")
         stem = RENAMED.get(stem, stem).removeprefix("self_attn.")
@@ -282,7 +283,7 @@ def _named(path: Path, names: Iterable[str], num_layers: int) -> dict[str, str]:
 
 
 def within(path: Path, config: Any) -> bool:
-    """Whether a target's own files have a layer that is served; its numbers are not read."""
+    """Whether a target's own files have a supported layer; its weights are not read."""
     try:
         _check(path, config, _named(path, open_files(path).tensors, config.num_hidden_layers))
     except ModelError:
@@ -291,7 +292,7 @@ def within(path: Path, config: Any) -> bool:
 
 
 def read_layer(path: Path, num_layers: int, config: Any) -> dict[str, torch.Tensor]:
-    """The layer's weights by the head's names. Raises ModelError where ``path`` has none, or one that is not served."""
+    """The layer's weights by the head's names. Raises ModelError if ``path`` has no supported layer."""
     files = open_files(path)
     weights = {own: files.values(name).float() for own, name in _named(path, files.tensors, num_layers).items()}
     if any("mtp_layers" in name for name in files.tensors):  # MiMo puts the hidden state first
@@ -302,11 +303,11 @@ def read_layer(path: Path, num_layers: int, config: Any) -> dict[str, torch.Tens
     if is_gguf(path) and described is not None and described.gguf_interleaved:
         for name, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
             weights[f"{name}.weight"] = deinterleaved(weights[f"{name}.weight"], heads)
-    return _gathered(path, _latent_weights(path, config, weights) if LATENT[0] in weights else weights)
+    return _stack_experts(path, _latent_weights(path, config, weights) if LATENT[0] in weights else weights)
 
 
 def _latent_weights(path: Path, config: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With those of latent attention by their names in ``MtpLatent``. Raises ModelError for other shapes."""
+    """Renames the weights of latent attention for ``MtpLatent``. Raises ModelError for wrong shapes."""
     _check(path, config, weights)
     spec = bind(config)
     sizes, heads, made = spec.latent, spec.heads, dict(weights)
@@ -332,16 +333,15 @@ def _latent_weights(path: Path, config: Any, weights: dict[str, torch.Tensor]) -
 
 
 def _halves(weight: torch.Tensor, heads: int, before: int) -> torch.Tensor:
-    """Rows of a weight, or numbers of a bias, with each head's, those behind the first ``before``, by halves, not by
-    pairs."""
+    """Reorders each head's rows of a weight or bias, after its first ``before``, from rotary pairs to halves."""
     if weight.shape[0] % heads:
-        return weight  # ``Head.of`` says what it should be
+        return weight  # ``Head.from_weights`` checks shapes
     parts = weight.unflatten(0, (heads, -1))
     return torch.cat([parts[:, :before], parts[:, before::2], parts[:, before + 1 :: 2]], 1).flatten(0, 1)
 
 
-def _gathered(path: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights with the experts of a mixture in stacks. Raises ModelError for what is left over."""
+def _stack_experts(path: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Stacks the weights of a mixture's experts. Raises ModelError if some are missing."""
     names = {
         "gate.weight": "gate.weight", "gate.e_score_correction_bias": "correction", "experts.down_proj": "down",
         "experts.gate_up_proj": "gate_up", "shared_expert_gate.weight": "shared_gate.weight",
@@ -374,7 +374,7 @@ def _gathered(path: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.T
 
 
 def _check(path: Path, config: Any, names: Collection[str]) -> None:
-    """Raise ModelError for a layer of such weights that is not served."""
+    """Raises ModelError if the layer with these weights is not supported."""
     rope, described = config.rope_parameters or {}, ARCHITECTURES.get(config.model_type)
     latent = described is not None and described.latent is not None
     reason, held = refusal(config) if latent else None, any(name in names for name in LATENT)
@@ -454,11 +454,11 @@ def _experts(config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]
 
 @dataclass(frozen=True)
 class MtpConfig(EagleConfig):
-    """As eagle's; ``model`` is a file with the layer where it is not in the target's, or Gemma 4's assistant."""
+    """As eagle's. ``model`` is a file with the layer, if that is not in the target's files, or Gemma 4's assistant."""
 
     draft_vocab_size: int | None = None
-    """How many tokens its output layer predicts, as a draft model's. None: 32,768 of a vocabulary of more than 65,536,
-    else all of them."""
+    """How many tokens its output layer predicts, as for a draft model. None: 32,768 of a vocabulary of more than
+    65,536, otherwise all tokens."""
     limits: ClassVar = {"draft_vocab_size": COUNT}
     unsupported: ClassVar = {"adapt": "method 'mtp' does not learn"}
 
@@ -481,16 +481,16 @@ class Mtp(Eagle):
         info = target.info
         own = resolve(info.name)
         head = MtpHead.read(own if config.model is None else resolve(config.model), read_config(own).get_text_config())
-        ids = predicted(config, self.context) if head.lm_head is None else None
+        ids = output_ids(config, self.context) if head.lm_head is None else None
         if ids is not None:
             head.reduce_vocabulary(ids, output_rows(own, ids))
         return head
 
 
-def predicted(config: MtpConfig, context: DraftContext) -> torch.Tensor | None:
-    """The tokens that an output layer is cut to, int64 ascending; None: all. Raises ConfigError."""
+def output_ids(config: MtpConfig, context: DraftContext) -> torch.Tensor | None:
+    """The tokens of a reduced output layer, int64 ascending; None: all. Raises ConfigError."""
     info = context.target.info
-    size = config.draft_vocab_size or (CUT if info.vocab_size > LARGE_VOCABULARY else None)
+    size = config.draft_vocab_size or (REDUCED_VOCABULARY if info.vocab_size > LARGE_VOCABULARY else None)
     if size is None:
         return None
     if size > info.vocab_size:
@@ -499,7 +499,7 @@ def predicted(config: MtpConfig, context: DraftContext) -> torch.Tensor | None:
 
 
 def output_rows(path: Path, ids: torch.Tensor) -> torch.Tensor:
-    """Rows of the output layer of the checkpoint in ``path``, float32 [n, hidden size]."""
+    """Rows ``ids`` of the output layer of the checkpoint in ``path``, float32 [n, hidden size]."""
     files = open_files(path)
     for end in ("lm_head.weight", "output.weight", "embed_tokens.weight", "token_embd.weight"):
         for name in files.tensors:
