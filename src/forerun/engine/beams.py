@@ -118,8 +118,8 @@ def _answer(engine: Engine, job: Job, beam: Hypothesis | None, error: str | None
         keep = job.sequence.params.include_stop_str_in_output
         finish = Finish(STOP, silent=not keep) if beam.ended else Finish(LENGTH)
         job.sequence.tokens.extend(tokens)
-        if job.detokenizer is not None:
-            job.detokenizer.add(finish.text_tokens(tokens))
+        if job.stopper.detokenizer is not None:
+            job.stopper.detokenizer.add(finish.text_tokens(tokens))
     engine.end(job, finish, now)
     return Update(job, tokens, 0, finish)
 

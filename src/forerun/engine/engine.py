@@ -198,9 +198,9 @@ class Engine:
             if self.tokenizer is not None:
                 detokenizer = Detokenizer.of(self.tokenizer, sequence)
                 detokenizer.add(committed)
-            stopper = Stopper(sequence, detokenizer)
             metrics = RequestMetrics(start=self.clock(), synthetic=self.stats.synthetic)
-            job = Job(sequence, stopper, detokenizer, metrics, index, traced=trace or self.config.trace)
+            traced = trace or self.config.trace
+            job = Job(sequence, Stopper(sequence, detokenizer), metrics, index, traced=traced)
             if search is None or beams.attach(job, jobs, search, lambda: next(self._ids)):
                 self.scheduler.add(sequence)
             self.jobs[sequence.id] = job

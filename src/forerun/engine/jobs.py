@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from forerun.core.request import Hypothesis, RequestState
 from forerun.core.tree import Verdict
@@ -108,7 +105,6 @@ class Job:
 
     sequence: RequestState
     stopper: Stopper
-    detokenizer: Detokenizer | None
     metrics: RequestMetrics
     index: int = 0
     finish: Finish | None = None
@@ -128,12 +124,13 @@ class Job:
     @property
     def text(self) -> str:
         """The answer so far; a stop string is cut off."""
-        if self.detokenizer is None:
+        detokenizer = self.stopper.detokenizer
+        if detokenizer is None:
             return ""
         if self.finish is None:
-            return self.detokenizer.text
-        self.detokenizer.finish()
-        return self.detokenizer.text[: self.finish.cut]
+            return detokenizer.text
+        detokenizer.finish()
+        return detokenizer.text[: self.finish.cut]
 
 
 @dataclass(slots=True)
@@ -144,23 +141,3 @@ class Update:
     tokens: list[int]
     accepted: int
     finish: Finish | None
-
-
-@contextmanager
-def progress_bar(answers: int, then: Callable[[Update], None] | None = None) -> Iterator[Callable[[Update], None]]:
-    """A bar on standard error that counts finished answers and shows tokens per second. Yields an ``on_update``
-    callback, which calls ``then`` as well."""
-    tokens = 0
-    with tqdm(total=answers, desc="Answers", unit="answer", dynamic_ncols=True, file=sys.stderr) as bar:
-
-        def advance(update: Update) -> None:
-            nonlocal tokens
-            tokens += len(update.tokens)
-            seconds = bar.format_dict["elapsed"]
-            if seconds:
-                bar.set_postfix_str(f"{tokens / seconds:.0f} tokens/s", refresh=False)
-            bar.update(int(update.finish is not None))
-            if then is not None:
-                then(update)
-
-        yield advance

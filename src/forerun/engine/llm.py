@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from types import FrameType
 from typing import Any, cast
 
 import torch
+from tqdm import tqdm
 
 from forerun.core.config import to_python
 from forerun.core.errors import ConfigError, RequestError, shown
@@ -20,7 +20,7 @@ from forerun.engine import auto, beams
 from forerun.engine.admission import token_ids
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
-from forerun.engine.jobs import Job, Logprob, Update, by_token, progress_bar
+from forerun.engine.jobs import Job, Logprob, Update, by_token
 from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.tuned import load as load_tuned
 from forerun.models.chat import Message, conversations, render_chat
@@ -222,12 +222,15 @@ class LLM:
         """Runs the prompts; returns each one's text and finished jobs."""
         batch = _prompt_list(prompts)
         params = self._params(given, len(batch))
-        if sys.stderr.isatty() if use_tqdm is None else use_tqdm:
-            with progress_bar(sum(item.n for item in params), on_update) as bar:
-                return self._run(batch, params, False, priority, speculate, bar)
         priorities = _priorities(priority, len(batch))
         requests: list[list[Job]] = []
-        with self._exclusive(), Interrupts() as interrupts:
+        answers, disable = sum(item.n for item in params), None if use_tqdm is None else not use_tqdm
+        with (
+            self._exclusive(),
+            Interrupts() as interrupts,
+            tqdm(total=answers, desc="Answers", unit="answer", dynamic_ncols=True, disable=disable) as bar,
+        ):
+            tokens_before = self.engine.stats.generated_tokens
             encoded = [(*self.encode(prompt), self._decoder_prompt(prompt)) for prompt in batch]
             try:
                 for (_, ids, decoder_prompt), options, rank in zip(encoded, params, priorities):
@@ -238,6 +241,8 @@ class LLM:
                     while self.engine.busy:
                         updates = self.engine.step()
                         interrupts.deliver()
+                        if not bar.disable:
+                            _advance(bar, updates, self.engine.stats.generated_tokens - tokens_before)
                         if on_update is not None:
                             _call_back(on_update, updates, interrupts)
             except BaseException:
@@ -376,6 +381,13 @@ def _ids(prompt: Any) -> list[int]:
         return token_ids(prompt)
     kind = type(prompt).__name__
     raise RequestError(f"a prompt is a string, a list of token ids or a mapping, not {kind}", param="prompt")
+
+
+def _advance(bar: tqdm, updates: Sequence[Update], tokens: int) -> None:
+    """Counts finished answers, and shows the tokens per second so far."""
+    if seconds := bar.format_dict["elapsed"]:
+        bar.set_postfix_str(f"{tokens / seconds:.0f} tokens/s", refresh=False)
+    bar.update(sum(update.finish is not None for update in updates))
 
 
 @torch.inference_mode(False)

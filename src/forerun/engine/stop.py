@@ -40,7 +40,6 @@ class Stopper:
         self.detokenizer = detokenizer
         params = sequence.params
         self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else sequence.eos_ids)
-        self.emitted: list[int] = []
         self.finish: Finish | None = None
 
     def clip(self, draft: Draft, verdict: Verdict) -> list[int]:

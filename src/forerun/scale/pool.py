@@ -143,7 +143,7 @@ class ReplicaPool(EngineClient):
             max_draft=choices.get("max_draft"),
             source=tuple(prompt) if encodes else None,
         )
-        job = Job(sequence, Stopper(sequence, None), None, RequestMetrics(start=self.clock()), index)
+        job = Job(sequence, Stopper(sequence, None), RequestMetrics(start=self.clock()), index)
         stream.jobs.append(job)
         stream.texts.append(StreamedText(job, self.tokenizer))
         return job
