@@ -103,7 +103,7 @@ def test_the_bar_is_for_terminals(monkeypatch):
         advance(1 << 29)
     watch.set(before)
     assert "Loading some-model" in sys.stderr.getvalue()
-    assert "1.1 GB" in sys.stderr.getvalue()
+    assert "1.07G" in sys.stderr.getvalue()
 
 
 def test_weights_do_not_follow_their_file(folder):

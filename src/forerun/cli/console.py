@@ -10,12 +10,11 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from typer.core import TyperArgument, TyperCommand
 
 from forerun.core.errors import ConfigError
@@ -168,26 +167,29 @@ def all_but_one() -> int:
 
 
 @contextlib.contextmanager
-def _bar(title: str, total: int, *columns: Any, visible: bool = True) -> Iterator[tuple[Progress, TaskID]]:
-    """A transient progress bar on stderr, if that is a terminal: ``columns`` stand between the bar and the time."""
-    console = Console(file=sys.stderr)
-    layout = (TextColumn("{task.description}"), BarColumn(), *columns, TimeElapsedColumn())
-    with Progress(*layout, console=console, transient=True, disable=not (visible and console.is_terminal)) as bar:
-        yield bar, bar.add_task(title, total=total)
+def progress(title: str, total: int) -> Iterator[Callable[..., None]]:
+    """A bar on stderr, if that is a terminal. Yields a function that advances it by one, perhaps with a new title."""
+    from tqdm import tqdm
 
+    with tqdm(total=total, desc=title, dynamic_ncols=True, leave=False, disable=None, mininterval=0) as bar:
 
-@contextlib.contextmanager
-def progress(title: str, total: int) -> Iterator[Any]:
-    """A bar on stderr, if that is a terminal. Yields a function that advances it by one."""
-    with _bar(title, total, MofNCompleteColumn()) as (bar, task):
-        yield lambda note=None: bar.update(task, advance=1, description=note or title)
+        def advance(note: str | None = None) -> None:
+            bar.set_description(note or title, refresh=False)
+            bar.update()
+
+        yield advance
 
 
 @contextlib.contextmanager
 def loading(title: str, total: int) -> Iterator[Advance]:
-    """A bar on stderr of the bytes of a model's files. Yields a function that advances it."""
-    with _bar(f"Loading {title}", total, DownloadColumn(), visible=total >= WORTH_A_BAR) as (bar, task):
-        yield lambda done: bar.advance(task, done)
+    """A bar on stderr of the bytes of a model's files, if they are many. Yields a function that advances it."""
+    from tqdm import tqdm
+
+    title, small = f"Loading {title}", total < WORTH_A_BAR
+    with tqdm(
+        total=total, desc=title, unit="B", unit_scale=True, dynamic_ncols=True, leave=False, disable=small
+    ) as bar:
+        yield bar.update
 
 
 @contextlib.contextmanager
