@@ -290,13 +290,14 @@ class Engine:
         return self.jobs[sequence.id].stopper.clip(draft, verdict)
 
     def _publish(self, sequences: Requests, prefilling: set[int], result: Round) -> list[Update]:
+        """Counts a round, ends finished answers, and returns every sequence's update."""
         now = self.clock()
         updates = [update for group in result.groups for update in beams.publish(self, group, prefilling, result, now)]
         for index, (sequence, draft, verdict) in enumerate(zip(sequences, result.drafts, result.verdicts)):
             if sequence.group in result.groups:
                 continue
             job = self.jobs[sequence.id]
-            if job.sequence.params.prompt_logprobs is not None and sequence.num_output <= len(verdict.tokens):
+            if sequence.params.prompt_logprobs is not None and sequence.num_output <= len(verdict.tokens):
                 prompt_logprobs(job, result.verification, index, sequence)
             if verdict.token is None:
                 if self.target.attention.pool.has_nan(sequence.id, sequence.num_computed_tokens - verdict.fed):
@@ -313,21 +314,23 @@ class Engine:
         return updates
 
     def count(self, job: Job, draft: Draft, verdict: Verdict, prefill: bool, now: float) -> None:
-        metrics, stats = job.metrics, self.stats
-        if job.metrics.first_token is None:
+        """Counts a sequence's round in the metrics, and records it if the job is traced."""
+        metrics = job.metrics
+        if metrics.first_token is None:
             metrics.first_token = now
         metrics.draft_error = self.router.failures.get(job.sequence.id)
         if not prefill:
             metrics.add(draft, verdict)
         if job.traced:
             job.trace.append(RoundTrace.of(draft, verdict))
-        stats.add(draft, verdict, len(job.sequence.tokens) - len(verdict.tokens))
+        self.stats.add(draft, verdict, len(job.sequence.tokens) - len(verdict.tokens))
 
-    def end(self, job: Job, finish: Finish | None, now: float | None = None) -> None:
+    def end(self, job: Job, finish: Finish, now: float | None = None) -> None:
+        """Ends an answer and frees what its sequence and its beams hold."""
         job.finish = finish
         job.metrics.end = now if now is not None else self.clock()
         self.scheduler.remove(job.sequence)
-        if finish is not None and finish.reason == ERROR:
+        if finish.reason == ERROR:
             self.target.attention.pool.scrub()
         for part in beams.parts(job.sequence):
             self.forget(part)
