@@ -271,13 +271,13 @@ def test_parts_of_a_weight_make_the_whole():
     whole = torch.arange(7 * 6).view(7, 6).float()
     rows = [split.shard(whole, split.vocabulary(7, rank, 3), None)[:] for rank in range(3)]
     assert torch.equal(torch.cat(rows), torch.cat([whole, torch.zeros(2, 6)]))
-    columns = [split.shard(whole, None, split.Cut(1, (3,)).indices(6, rank, 3))[2:4] for rank in range(3)]
+    columns = [split.shard(whole, None, split.indices(((3, 2),), rank, 3))[2:4] for rank in range(3)]
     assert torch.equal(torch.cat(columns, 1), whole[2:4])
-    fused = split.Cut(0, (4, 2, 2))  # four heads, two of keys, two of values, three numbers each
-    assert fused.indices(24, 1, 2).tolist() == [*range(6, 12), *range(15, 18), *range(21, 24)]
-    gated = split.Cut(0, (2, 1), (3, 2))  # two heads of three numbers, and two numbers that both read
-    assert [gated.indices(8, rank, 2).tolist() for rank in (0, 1)] == [[0, 1, 2, 6, 7], [3, 4, 5, 6, 7]]
-    assert split.Cut(0, (2,)).indices(4, 3, 4).tolist() == [2, 3]  # the second of two heads, on the last of four ranks
+    fused = ((4, 3), (2, 3), (2, 3))  # four heads, two of keys, two of values, three numbers each
+    assert split.indices(fused, 1, 2).tolist() == [*range(6, 12), *range(15, 18), *range(21, 24)]
+    gated = ((2, 3), (1, 2))  # two heads of three numbers, and two numbers that both read
+    assert [split.indices(gated, rank, 2).tolist() for rank in (0, 1)] == [[0, 1, 2, 6, 7], [3, 4, 5, 6, 7]]
+    assert split.indices(((2, 2),), 3, 4).tolist() == [2, 3]  # the second of two heads, on the last of four ranks
 
 
 @pytest.mark.parametrize(("name", "ranks", "reason"), [

@@ -50,7 +50,7 @@ class Layer:
         self.norm = 1 + 0.1 * random(self.sizes.value_dim if self.kind == "delta" else self.sizes.inner)
         weight = self.norm.view(self.sizes.groups, -1) if self.kind == "mamba" else self.norm
         if self.kind == "conv":
-            mixer = ShortConv(0, conv, dtype)
+            mixer = ShortConv(0, self.sizes, conv, dtype)
         else:
             arguments = (0, self.sizes, conv, KernelNorm(weight, EPS, dtype), dtype, -torch.exp(self.decay), self.step)
             mixer = DeltaNet(*arguments) if self.kind == "delta" else Mamba2(*arguments, self.skip)

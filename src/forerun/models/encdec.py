@@ -308,8 +308,8 @@ class ModuleWeights:
     def blocks(self, name: str) -> None:
         return None
 
-    def release(self) -> int:
-        return 0
+    def release(self) -> None:
+        pass
 
     @property
     def nbytes(self) -> int:

@@ -7,19 +7,22 @@ of the experts' numbers, in float32.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from forerun import kernels
 from forerun.core import tiles
 from forerun.kernels import structs
 from forerun.models import activations
 from forerun.models.architectures.spec import Routing
 from forerun.models.base import pad_rows
 from forerun.models.formats.base import Linear, size
-from forerun.models.formats.compiled import Compiled
-from forerun.models.parts import KernelGate, KernelMixture
+from forerun.models.formats.compiled import Compiled, address, kernel
+from forerun.models.parts import KernelGate
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +51,9 @@ class Experts:
     """The whole mixture in one call, if every part has a kernel."""
 
     def __post_init__(self) -> None:
-        self.compiled = self._compile()
-
-    def _compile(self) -> KernelMixture | None:
         layers = [layer for layer in self.linears() if isinstance(layer, Compiled)]
-        if len(layers) != 1 + 2 * len(self.experts) or not isinstance(self.activation, KernelGate):
-            return None
-        how, act = self.routing, self.activation
-        groups, kept = how.groups or (1, 1)
-        sizes = structs.ExpertsStruct(
-            self.count, self.first, len(self.experts), how.top_k, int(how.normalize), int(how.sigmoid),
-            0 if self.score_bias is None else self.score_bias.data_ptr(), structs.number(how.factor),
-            structs.number(how.eps), groups, kept, how.group_best if how.groups else 1, act.activation, int(act.gated),
-            act.pointer, layers=0,
-        )  # fmt: skip
-        return KernelMixture(sizes, layers[0], layers[1:], act.dtype, self.scales)
+        able = len(layers) == 1 + 2 * len(self.experts) and isinstance(self.activation, KernelGate)
+        self.compiled = KernelMixture(self, layers, self.activation) if able else None
 
     def linears(self) -> Iterator[Linear]:
         yield self.router
@@ -132,6 +123,49 @@ class Experts:
             rows = pad_rows(x[first:end], count)
             parts.append(expert.down(self.activation(expert.gate_up(rows)))[: end - first])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+class KernelMixture:
+    """A router and the experts that are here on the kernel, ``kernels/experts.cpp``. ``layers`` are the router's, then
+    gate_up and down of each expert. Raises ValueError for layers or scales that it would misread."""
+
+    def __init__(self, mixture: Experts, layers: Sequence[Compiled], gate: Any) -> None:
+        router, *rest = layers
+        scales, bias, how = mixture.scales, mixture.score_bias, mixture.routing
+        if any(layer.dtype not in (None, gate.dtype) for layer in layers):
+            raise ValueError(f"experts must all be for rows in {gate.dtype}")
+        if scales is not None and (scales.dtype is not torch.float32 or scales.shape != (mixture.count,)):
+            raise ValueError(f"scales {scales.dtype} {[*scales.shape]} of {mixture.count} experts")
+        numbers = array("q", [field for layer in rest for field in layer.fields()])
+        scales = None if scales is None else scales.contiguous()
+        groups, kept = how.groups or (1, 1)
+        own = structs.ExpertsStruct(
+            mixture.count, mixture.first, len(mixture.experts), how.top_k, how.normalize, how.sigmoid,
+            address(bias) or 0, structs.number(how.factor), structs.number(how.eps), groups, kept,
+            how.group_best if how.groups else 1, gate.activation, gate.gated, gate.pointer,
+            numbers.buffer_info()[0] if numbers else 0, address(scales) or 0,
+        )  # fmt: skip
+        self.fields = array("q", (*own, *router.fields()))
+        self.address = self.fields.buffer_info()[0]
+        self.kept = router, rest, numbers, scales, bias
+        self.inputs, self.dtype = router.inputs, gate.dtype
+        self.call = kernel("mix", self.dtype)
+
+    def __call__(self, x: torch.Tensor, router_input: torch.Tensor | None = None) -> tuple[torch.Tensor, int]:
+        """The sum of the experts' outputs for rows x [rows, inputs] in float32, and how many experts were read."""
+        scored = x if router_input is None else router_input
+        for rows in (x, scored):
+            if rows.dtype is not self.dtype:
+                raise TypeError(f"rows in {rows.dtype} for experts in {self.dtype}")
+            if rows.dim() != 2 or rows.shape[1] != self.inputs or len(rows) != len(x) or not rows.is_cpu:
+                raise ValueError(f"rows {[*rows.shape]} on {rows.device} for experts with {self.inputs} inputs on cpu")
+        x, scored = x.contiguous(), scored.contiguous()
+        total, read = torch.empty(x.shape), array("q", [0])
+        self.call(
+            self.address, x.data_ptr(), scored.data_ptr(), total.data_ptr(), len(x), kernels.threads(),
+            read.buffer_info()[0],
+        )  # fmt: skip
+        return total, read[0]
 
 
 def _in_best_groups(scores: torch.Tensor, count: int, kept: int, best: int) -> torch.Tensor:

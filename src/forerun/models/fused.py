@@ -89,7 +89,7 @@ class Decoder:
                     raise ValueError(f"a norm of {[*norm.weight.shape]} numbers where {size} are normed")
             per_head = layer.norm_qk
             if per_head is not None and (
-                per_head.kinds - heads not in (kv_heads, 2 * kv_heads) or per_head.width != width
+                per_head.count - heads not in (kv_heads, 2 * kv_heads) or per_head.width != width
             ):
                 raise ValueError(f"a norm of {[*per_head.weight.shape]} numbers for heads of {width}")
             rotary = None if layer.rotary is None else self.rotaries[layer.rotary]
@@ -134,7 +134,7 @@ def _fields(layer: Layer, index: int, rotaries: list[str], shared_gate: int, lat
         kv_heads=layer.kv_heads,
         stores=layer.kv_source is None,
         source=index if layer.kv_source in (None, OUTSIDE) else layer.kv_source,
-        normed=0 if layer.norm_qk is None else layer.norm_qk.kinds,
+        normed=0 if layer.norm_qk is None else layer.norm_qk.count,
         scale=structs.number(1.0 if layer.scale is None else float(layer.scale)),
     )
     linears = [getattr(layer, name) for name in LINEARS]

@@ -378,7 +378,7 @@ class Builder:
         conv = recurrent.Convolution(maker.numbers(f"{self._at(names.conv)}.weight"), bias)
         if isinstance(names, ShortConvSpec):
             layer.mixer_in = self._linear(names.in_proj)
-            short = recurrent.ShortConv(index, conv, maker.dtype)
+            short = recurrent.ShortConv(index, sizes, conv, maker.dtype)
             layer.mixer = recurrent.KernelMixer(short) if self.kernels else short
             return
         if names.kind == "delta":  # a row's record comes first, the gate of the output last

@@ -9,7 +9,7 @@ several processes, each lays out its own shard (``ranks/split.py``).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -97,6 +97,9 @@ class Maker:
     how: str
     quantized: Format | None
     advance: Advance
+    _read_names: set[str] = field(default_factory=set, init=False)
+    _bytes: int = field(default=0, init=False)
+    """Read since the last layer."""
 
     def __post_init__(self) -> None:
         self.reads_blocks = self.how == "streamed" and blocks.can(self.dtype, self.device)
@@ -104,11 +107,25 @@ class Maker:
 
     def numbers(self, name: str) -> torch.Tensor:
         """A copy of a tensor, in its own dtype."""
-        return self.weights.values(name)[:].to(self.device, copy=True)
+        return self._read(name)[:].to(self.device, copy=True)
 
     def number(self, name: str) -> torch.Tensor:
         """A tensor of one number, as float32 without dimensions."""
-        return torch.as_tensor(self.weights.values(name)).to(self.device, torch.float32, copy=True).view(())
+        return torch.as_tensor(self._read(name)).to(self.device, torch.float32, copy=True).view(())
+
+    def _read(self, name: str) -> Rows:
+        """A tensor, whose bytes count when it is read first."""
+        result = self.weights.values(name)
+        if name not in self._read_names:
+            self._read_names.add(name)
+            self._bytes += result.nbytes
+        return result
+
+    def _finish(self) -> None:
+        """A layer is made: release its source and report progress."""
+        self.weights.release()
+        self.advance(self._bytes)
+        self._bytes = 0
 
     def linear(self, *parts: str, order: Sequence[Order] = ()) -> Linear:
         """One layer of one or several projections ("model.layers.0.mlp.up_proj"), whose outputs follow each other; each
@@ -124,7 +141,7 @@ class Maker:
                 made.append(self._make(self._stack(names, reorders), bias))
             else:
                 made.append(_packed([item for i in indices if (item := result[i]) is not None], bias))
-        self.advance(self.weights.release())
+        self._finish()
         return made[0] if len(made) == 1 else Joined(made)
 
     def router(self, part: str) -> Linear:
@@ -137,7 +154,7 @@ class Maker:
         return make_linear(weight, bias, self.how)
 
     def _stack(self, parts: Sequence[str], orders: Sequence[Order]) -> Rows:
-        result = [self.weights.values(f"{part}.weight") for part in parts]
+        result = [self._read(f"{part}.weight") for part in parts]
         return stack(
             [(part, _row_indices(part, order)) for part, order in zip(result, orders)], self.dtype, self.device
         )
@@ -146,7 +163,7 @@ class Maker:
         result = self.weights.blocks(name) if self.keeps_blocks else None
         if result is None:
             return None
-        indices = _row_indices(self.weights.values(name), order)
+        indices = _row_indices(self._read(name), order)
         return result if indices is None else result.rows(indices)
 
     def _bias(self, parts: Sequence[str], orders: Sequence[Order]) -> torch.Tensor | None:
@@ -160,12 +177,13 @@ class Maker:
                 bias = self.numbers(name).to(self.dtype)
                 result.append(bias if order is None else order(bias))
             else:
-                outputs = self.weights.values(f"{part}.weight").shape[0]
+                outputs = self._read(f"{part}.weight").shape[0]
                 result.append(torch.zeros(outputs, dtype=self.dtype, device=self.device))
         return torch.cat(result)
 
     def embedding(self, name: str, head: Linear | None = None, scale: float = 1.0) -> Embedding:
         """The embedding times ``scale``; ``head`` is the output layer where that has the same weights."""
+        weight = self._read(f"{name}.weight")
         result = self.weights.blocks(f"{name}.weight") if self.reads_blocks else None
         rows: torch.Tensor | Blocked | TiledLinear
         if isinstance(result, Blocks):
@@ -173,8 +191,8 @@ class Maker:
         elif isinstance(head, (TiledLinear, Plain)):
             rows = head if isinstance(head, TiledLinear) else head.weight
         else:
-            rows = to_tensor(self._stack([name], [None]))
-        self.advance(self.weights.release())
+            rows = to_tensor(stack([(weight, None)], self.dtype, self.device))
+        self._finish()
         shared = rows is head or (isinstance(head, Plain) and rows is head.weight)
         return Embedding(rows, self.dtype, shared=shared, scale=scale)
 

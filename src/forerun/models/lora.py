@@ -1,5 +1,5 @@
-"""LoRA adapters as PEFT writes them, merged into a model's weights while they are loaded: W + weight * scale * B A,
-scale = alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2106.09685, 2312.03732)."""
+"""PEFT's LoRA adapters, merged into a model's weights while these are loaded: W + weight * scale * B A, where scale is
+alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2106.09685, 2312.03732)."""
 
 from __future__ import annotations
 
@@ -23,17 +23,7 @@ from forerun.models.checkpoint import ADAPTER
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PARTS = re.compile(r"(.+)\.lora_([AB])\.weight")
-REFUSED = {
-    "use_dora": "DoRA, whose norms are learnt too", "use_qalora": "QALoRA", "lora_bias": "biases of its own",
-    "fan_in_fan_out": "weights that lie the other way round", "modules_to_save": "whole modules beside the adapter",
-    "layer_replication": "layers twice", "target_parameters": "parameters that are no layers",
-    "trainable_token_indices": "single tokens' embeddings", "megatron_config": "layers of Megatron's",
-    "alora_invocation_tokens": "layers that wait for certain tokens", "use_bdlora": "blocks of a matrix",
-    "arrow_config": "a choice among adapters", "monteclora_config": "samples of weights",
-    "kasa_config": "changed weights beneath",
-}  # fmt: skip
-"""Keys of ``adapter_config.json`` that ask for what is not merged, and what that is."""
-PLAIN = frozenset(
+KNOWN_KEYS = frozenset(
     {
         "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision",
         "inference_mode", "runtime_config", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias",
@@ -42,14 +32,15 @@ PLAIN = frozenset(
         "qalora_group_size",
     }
 )  # fmt: skip
-"""Keys that are read here, or that leave open what is merged: how it was trained, and from what it began."""
-BEGUN = (None, True, False, "gaussian", "orthogonal", "eva")
-"""Ways of beginning (``init_lora_weights``) that leave the weights beneath as they are."""
+"""Keys of ``adapter_config.json`` that are read here, or that only say how the adapter was trained. Any other key with
+a value (``use_dora``, ``modules_to_save``) asks for what is not merged."""
+PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
+"""Values of ``init_lora_weights`` that leave the base weights as they are."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Adds scale * b a: b [outputs, r], a [r, inputs], float32."""
+    """The update scale * b a of one layer: b [outputs, r], a [r, inputs], float32."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -64,14 +55,13 @@ class Adapter:
     folder: Path
     weight: float
     pairs: Mapping[str, Pair]
-    """By the names of layers in a checkpoint."""
+    """By layers' names in a checkpoint."""
 
 
 def parse(given: Sequence[str | Path] | str | Path | None) -> tuple[tuple[Path, float], ...]:
-    """Folders and weights of ``FOLDER`` or ``FOLDER=WEIGHT``, one or several. Raises ConfigError."""
-    several = [given] if isinstance(given, (str, Path)) else given or []
+    """Folders and weights of one or several ``FOLDER`` or ``FOLDER=WEIGHT``. Raises ConfigError."""
     result = []
-    for item in several:
+    for item in [given] if isinstance(given, (str, Path)) else given or []:
         folder, equals, weight = str(item).rpartition("=")
         if not equals or Path(str(item)).is_dir():
             folder, weight = str(item), "1"
@@ -86,8 +76,8 @@ def parse(given: Sequence[str | Path] | str | Path | None) -> tuple[tuple[Path, 
 
 
 def read(given: Sequence[str | Path] | str | Path | None) -> list[Adapter]:
-    """The adapters that ``parse`` finds. Raises ConfigError; ModelError for a folder without an adapter, and for one of
-    a kind that is not merged."""
+    """The adapters that ``parse`` names. Raises ConfigError, and ModelError for a folder without an adapter or with one
+    that cannot be merged."""
     return [_read(folder, weight) for folder, weight in parse(given)]
 
 
@@ -120,48 +110,48 @@ def _check(folder: Path, config: Mapping[str, Any]) -> None:
     if config.get("peft_type") != "LORA":
         raise ModelError(f"{folder} holds an adapter of type {shown(config.get('peft_type'))}; only LORA is merged")
     for key, value in config.items():
-        if key not in PLAIN and value not in (None, False, "", [], {}):
-            what = REFUSED.get(key, f"what is not known here, {shown(value)}")
-            raise ModelError(f"{folder} asks for {what} ({key}), which forerun does not merge")
+        if key not in KNOWN_KEYS and value not in (None, False, "", [], {}):
+            raise ModelError(f"{folder} asks for {key} ({shown(value)}), which forerun does not merge")
     if config.get("bias", "none") != "none":
         raise ModelError(f"{folder} holds biases (bias is {shown(config['bias'])}), which forerun does not merge")
-    begun = config.get("init_lora_weights")
-    if begun not in BEGUN:
+    if (init := config.get("init_lora_weights")) not in PLAIN_INITS:
         raise ModelError(
-            f"{folder} was begun with {shown(begun)}, which may change the weights beneath: convert it to plain LoRA"
+            f"{folder} was initialised with {shown(init)}, which may change the base weights: convert it to plain LoRA"
         )
     for key in ("rank_pattern", "alpha_pattern"):
         if not isinstance(config.get(key) or {}, Mapping):
             raise ModelError(f"{folder / ADAPTER} cannot be used: {key} must be an object, not {shown(config[key])}")
 
 
-def _of(folder: Path, config: Mapping[str, Any], key: str, name: str) -> Any:
-    """``r`` or ``lora_alpha`` of a layer: that of the first pattern which matches its name as PEFT matches them, or
-    that of all others."""
-    for pattern, own in (config.get({"r": "rank_pattern", "lora_alpha": "alpha_pattern"}[key]) or {}).items():
+def _for_layer(folder: Path, config: Mapping[str, Any], key: str, patterns: str, name: str) -> Any:
+    """The value of ``key`` for a layer: that of the first of ``patterns`` that matches its name, as PEFT matches them,
+    or else the common one."""
+    for pattern, value in (config.get(patterns) or {}).items():
         with checkpoint.library(f"{folder / ADAPTER} cannot be used: {shown(pattern)} is no regular expression"):
             if re.match(rf"(.*\.)?({pattern})$", name):
-                return own
+                return value
     return config.get(key)
 
 
-def _scale(folder: Path, config: Mapping[str, Any], name: str, held: int) -> float:
-    rank, alpha = (_of(folder, config, key, name) for key in ("r", "lora_alpha"))
+def _scale(folder: Path, config: Mapping[str, Any], name: str, actual: int) -> float:
+    """The scale of a layer's update, whose weights are of rank ``actual``."""
+    rank = _for_layer(folder, config, "r", "rank_pattern", name)
+    alpha = _for_layer(folder, config, "lora_alpha", "alpha_pattern", name)
     if not Within().permits(alpha):
         raise ModelError(f"{folder / ADAPTER} cannot be used: lora_alpha must be a number, not {shown(alpha)}")
-    if not POSITIVE.permits(rank) or rank != held:
+    if not POSITIVE.permits(rank) or rank != actual:
         raise ModelError(
-            f"{folder}: the rank of {name} is {shown(rank)} by its {ADAPTER} and {held} by its weights; both must be "
+            f"{folder}: the rank of {name} is {shown(rank)} by its {ADAPTER} and {actual} by its weights; both must be "
             "the same, and at least 1"
         )
-    scale = float(alpha) / (math.sqrt(held) if config.get("use_rslora") else held)
+    scale = float(alpha) / (math.sqrt(actual) if config.get("use_rslora") else actual)
     if abs(scale) > torch.finfo(torch.float32).max:
         raise ModelError(f"{folder / ADAPTER} cannot be used: lora_alpha {shown(alpha)} is beyond 32-bit numbers")
     return scale
 
 
 def check_fit(adapter: Adapter, layer: str, pair: Pair, shape: torch.Size | None, model: str) -> None:
-    """Raise ModelError where an adapter is for a layer that ``model`` does not have, or has in another shape."""
+    """Raise ModelError for a layer that ``model`` does not have, or has in another shape."""
     if shape is None:
         raise ModelError(f"{adapter.folder} adapts {layer}, which {model} does not have: it is for another model")
     asked = [len(pair.b), pair.a.shape[1]]
@@ -173,7 +163,7 @@ def check_fit(adapter: Adapter, layer: str, pair: Pair, shape: torch.Size | None
 
 @torch.no_grad()
 def merge_into(module: nn.Module, adapters: Sequence[Adapter], model: str) -> None:
-    """The same for a module of transformers'. Raises ModelError."""
+    """Merge adapters into transformers' module. Raises ModelError."""
     layers = dict(module.named_modules())
     for adapter in adapters:
         for name, pair in adapter.pairs.items():

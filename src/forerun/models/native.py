@@ -75,7 +75,7 @@ class NativeModel(TiledModel):
         self._vocab_size = config.vocab_size
         self.spec, self.team = bind(config), team
         if team is not None:
-            tensors = split.SplitWeights(tensors, self.spec, team.rank, team.size)
+            tensors = split.SplitWeights(tensors, self.spec, config, team.rank, team.size)
             self.spec = split.own(self.spec, team.size)
         self.routes = any(layer.experts for layer in self.spec.layers)
         self.dtype, self.device = requested.dtype, requested.device

@@ -1,4 +1,4 @@
-"""What is between linear layers, by torch and on kernels of our own: norms, gates, experts and soft caps."""
+"""What comes between linear layers, in torch and on our own kernels: norms, activations and soft caps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FAST: dict[str, Function] = {
 STEADY: dict[str, Function] = {
     **FAST, SILU: activations.silu, GELU_TANH: activations.gelu_tanh, "gelu": activations.gelu,
 }  # fmt: skip
-"""Those that round alike wherever a number lies."""
+"""Activations that round alike at every index."""
 
 
 class RMSNorm:
@@ -38,7 +38,7 @@ class RMSNorm:
         self.eps = torch.tensor([eps * width], device=weight.device)
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
-        """``add`` is added to what is normed before that is rounded."""
+        """``add`` is added to the norm before that is rounded."""
         half = self.dtype is not torch.float32
         wide = x.float() if half else x
         norm = torch.linalg.vector_norm(wide, 2, -1, True)
@@ -49,8 +49,8 @@ class RMSNorm:
 
 
 class LayerNorm:
-    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, computed in float32; ``bias`` None:
-    none."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, computed in float32; ``bias`` may
+    be None."""
 
     __slots__ = ("bias", "dtype", "eps", "weight")
 
@@ -59,7 +59,7 @@ class LayerNorm:
         self.bias = None if bias is None else bias.float()
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
-        """``add`` is added to what is normed before that is rounded."""
+        """``add`` is added to the norm before that is rounded."""
         wide = F.layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps)
         return (wide if add is None else wide.add_(add)).to(self.dtype)
 
@@ -81,7 +81,7 @@ def make_norm(
 
 
 def gate(rows: torch.Tensor, activation: Function, *, gated: bool) -> torch.Tensor:
-    """activation(gate) * up of rows [gate, up]; not ``gated``: activation(up)."""
+    """activation(gate) * up of rows [gate, up], or activation(up) of rows that are not ``gated``."""
     if not gated:
         return activation(rows)
     first, up = rows.chunk(2, -1)
@@ -89,7 +89,7 @@ def gate(rows: torch.Tensor, activation: Function, *, gated: bool) -> torch.Tens
 
 
 def clamped_gate(rows: torch.Tensor, steepness: float, limit: float) -> torch.Tensor:
-    """(up + 1) * gate * sigmoid(steepness * gate) of rows [gate, up], up limited on both sides, gate from above."""
+    """(up + 1) * gate * sigmoid(steepness * gate) of rows [gate, up]: up is limited on both sides, gate from above."""
     first, up = rows.float().chunk(2, -1)
     first, up = first.clamp(max=limit), up.clamp(-limit, limit)
     return ((up + 1.0) * (first / (1.0 + torch.exp(-steepness * first)))).to(rows.dtype)
@@ -119,7 +119,7 @@ class KernelNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in float32; weight [width], or [heads,
     width] for x [rows, heads, width]. With ``shift`` a layer norm: x less its mean, and the shift is added."""
 
-    __slots__ = ("call", "dtype", "eps", "kinds", "numbers", "pointer", "subtracts", "weight", "width")
+    __slots__ = ("call", "count", "dtype", "eps", "numbers", "pointer", "subtracts", "weight", "width")
 
     def __init__(
         self, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None, shift: torch.Tensor | None = None
@@ -129,16 +129,16 @@ class KernelNorm:
         self.subtracts = shift is not None
         self.numbers = self.weight if shift is None else torch.cat([self.weight.flatten(), shift.float().flatten()])
         self.width = weight.shape[-1]
-        self.kinds = weight.numel() // self.width
+        self.count = weight.numel() // self.width
         self.eps = eps
         self.pointer = self.numbers.data_ptr()
         self.dtype = dtype or weight.dtype
         self.call = kernel("norm", self.dtype)
-        if not self.kinds or not weight.is_cpu or (shift is not None and shift.shape != weight.shape):
+        if not self.count or not weight.is_cpu or (shift is not None and shift.shape != weight.shape):
             raise ValueError(f"a norm's weights {[*weight.shape]} on {weight.device}")
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
-        """``add``, of x's shape, is added to what is normed before that is rounded."""
+        """``add``, of x's shape, is added to the norm before that is rounded."""
         if x.dtype is not self.dtype:
             raise TypeError(f"rows in {x.dtype} for a norm in {self.dtype}")
         if x.shape[-1:] != self.weight.shape[-1:] or not x.is_cpu:
@@ -151,14 +151,14 @@ class KernelNorm:
         add = add if add is None else add.contiguous()
         added = None if add is None else add.data_ptr()
         self.call(
-            x.data_ptr(), self.pointer, y.data_ptr(), added, rows, self.kinds, self.width, self.eps, self.subtracts
+            x.data_ptr(), self.pointer, y.data_ptr(), added, rows, self.count, self.width, self.eps, self.subtracts
         )
         return y
 
 
 class KernelGate:
-    """activation(gate) * up of rows [gate, up], or, not ``gated``, activation(up). The activation is named as in
-    ``structs.py`` and may have ``params``."""
+    """activation(gate) * up of rows [gate, up], or activation(up) of rows that are not ``gated``. The activation is
+    named as in ``structs.py`` and may have ``params``."""
 
     __slots__ = ("activation", "call", "dtype", "gated", "params", "pointer")
 
@@ -183,55 +183,8 @@ class KernelGate:
         return y
 
 
-class KernelMixture:
-    """A router and the experts that are here, ``kernels/experts.cpp``."""
-
-    __slots__ = ("address", "call", "dtype", "fields", "inputs", "kept")
-
-    def __init__(
-        self,
-        sizes: structs.ExpertsStruct,
-        router: Compiled,
-        layers: Sequence[Compiled],
-        dtype: torch.dtype,
-        scales: torch.Tensor | None = None,
-    ) -> None:
-        """``layers``: gate_up and down of each expert; rows are in ``dtype``; ``scales`` float32 [experts], of their
-        weights. Raises ValueError for layers of rows in another one, or for other scales."""
-        if any(layer.dtype not in (None, dtype) for layer in (router, *layers)):
-            raise ValueError(f"experts must all be for rows in {dtype}")
-        if scales is not None and (scales.dtype is not torch.float32 or scales.shape != (sizes.size,)):
-            raise ValueError(f"scales {scales.dtype} {[*scales.shape]} of {sizes.size} experts")
-        scales = None if scales is None else scales.contiguous()
-        numbers = array("q", [field for layer in layers for field in layer.fields()])
-        at = 0 if scales is None else scales.data_ptr()
-        sizes = sizes._replace(layers=numbers.buffer_info()[0] if numbers else 0, scales=at)
-        self.fields = array("q", (*sizes, *router.fields()))
-        self.address = self.fields.buffer_info()[0]
-        self.kept = router, layers, numbers, scales
-        self.inputs, self.dtype = router.inputs, dtype
-        self.call = kernel("mix", dtype)
-
-    def __call__(self, x: torch.Tensor, scored: torch.Tensor | None = None) -> tuple[torch.Tensor, int]:
-        """What the experts here make of rows [rows, inputs], added up in float32; and how many of them were read. The
-        router reads ``scored`` if that is given."""
-        scored = x if scored is None else scored
-        for rows in (x, scored):
-            if rows.dtype is not self.dtype:
-                raise TypeError(f"rows in {rows.dtype} for experts in {self.dtype}")
-            if rows.dim() != 2 or rows.shape[1] != self.inputs or len(rows) != len(x) or not rows.is_cpu:
-                raise ValueError(f"rows {[*rows.shape]} on {rows.device} for experts with {self.inputs} inputs on cpu")
-        x, scored = x.contiguous(), scored.contiguous()
-        total, read = torch.empty(x.shape), array("q", [0])
-        self.call(
-            self.address, x.data_ptr(), scored.data_ptr(), total.data_ptr(), len(x), kernels.threads(),
-            read.buffer_info()[0],
-        )  # fmt: skip
-        return total, read[0]
-
-
 class KernelEach:
-    """Layers of one size, each for its own part of every row: those of a head. Raises ValueError for others."""
+    """Linear layers of one size, one for each head. Raises ValueError if they differ."""
 
     __slots__ = ("address", "call", "count", "dtype", "fields", "inputs", "layers", "outputs")
 
@@ -247,7 +200,7 @@ class KernelEach:
         self.call = kernel("project_each", dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, layers, outputs] of [rows, layers, inputs]."""
+        """Outputs [rows, layers, outputs] of x [rows, layers, inputs]."""
         if x.dtype is not self.dtype:
             raise TypeError(f"rows in {x.dtype} for layers in {self.dtype}")
         if x.dim() != 3 or x.shape[1:] != (self.count, self.inputs) or not x.is_cpu:
@@ -262,7 +215,7 @@ class KernelEach:
 
 
 def softcap(numbers: torch.Tensor, cap: float) -> torch.Tensor:
-    """cap tanh(numbers / cap) of float32 on cpu; in place where they are contiguous."""
+    """cap * tanh(numbers / cap) of float32 numbers on cpu, in place if they are contiguous."""
     if numbers.dtype is not torch.float32 or not numbers.is_cpu:
         raise ValueError(f"a soft cap on {numbers.dtype} {[*numbers.shape]} on {numbers.device}")
     numbers = numbers.contiguous()

@@ -66,8 +66,8 @@ def remember(records: torch.Tensor, layer: int, states: States, replay: Replay) 
 class ShortConv:
     """LFM2's short convolution: C * conv(B * x) of [B, C, x]."""
 
-    def __init__(self, layer: int, conv: Convolution, dtype: torch.dtype) -> None:
-        self.layer, self.conv, self.dtype = layer, conv, dtype
+    def __init__(self, layer: int, sizes: MixerSpec, conv: Convolution, dtype: torch.dtype) -> None:
+        self.layer, self.sizes, self.conv, self.dtype = layer, sizes, conv, dtype
 
     def __call__(self, inputs: torch.Tensor, states: States, replay: Replay) -> torch.Tensor:
         before, after, x = inputs.chunk(3, -1)
@@ -260,26 +260,19 @@ class KernelMixer:
 
     def __init__(self, mixer: ShortConv | Recurrent) -> None:
         self.mixer, self.layer, self.dtype = mixer, mixer.layer, mixer.dtype
-        conv = mixer.conv
-        taps, channels = conv.weight.shape
-        at, bias = conv.weight.data_ptr(), address(conv.bias) or 0
-        self.kept: tuple[Any, ...] = ()
-        if isinstance(mixer, ShortConv):
-            sizes = (structs.MIXERS.index("conv"), channels, taps - 1, channels, 0, 0, 0, 0, 0, 0)
-            own = structs.MixerStruct(*sizes, at, bias, 0, 0, 0, 0, 0)
-            self.inner, self.inputs = channels, 3 * channels
-        else:
-            spec, norm = mixer.sizes, mixer.norm
-            kind = structs.MIXERS.index("mamba" if isinstance(mixer, Mamba2) else "delta")
-            skip = mixer.skip.contiguous() if isinstance(mixer, Mamba2) else None
-            decay, step = mixer.decay.contiguous(), mixer.step.contiguous()
-            self.kept = decay, step, skip, norm
-            own = structs.MixerStruct(
-                kind, channels, taps - 1, spec.inner, spec.gates, spec.heads, spec.groups, spec.key_dim,
-                spec.value_dim, int(spec.tiled), at, bias, decay.data_ptr(), step.data_ptr(), address(skip) or 0,
-                0 if norm is None else norm.pointer, structs.number(0.0 if norm is None else norm.eps),
-            )  # fmt: skip
-            self.inner, self.inputs = spec.inner, channels + spec.gates + spec.inner
+        sizes, conv = mixer.sizes, mixer.conv
+        kind = "mamba" if isinstance(mixer, Mamba2) else "delta" if isinstance(mixer, DeltaNet) else "conv"
+        vectors = (getattr(mixer, name, None) for name in ("decay", "step", "skip"))
+        decay, step, skip = (None if vector is None else vector.contiguous() for vector in vectors)
+        norm = None if isinstance(mixer, ShortConv) else mixer.norm
+        self.kept = decay, step, skip, norm
+        own = structs.MixerStruct(
+            structs.MIXERS.index(kind), sizes.channels, sizes.columns, sizes.inner, sizes.gates, sizes.heads,
+            sizes.groups, sizes.key_dim, sizes.value_dim, sizes.tiled, conv.weight.data_ptr(), address(conv.bias) or 0,
+            address(decay) or 0, address(step) or 0, address(skip) or 0, 0 if norm is None else norm.pointer,
+            structs.number(0.0 if norm is None else norm.eps),
+        )  # fmt: skip
+        self.inputs = 3 * sizes.inner if kind == "conv" else sizes.channels + sizes.gates + sizes.inner
         self.fields = array("q", own)
         self.address = self.fields.buffer_info()[0]
         self.call = kernel("recur", self.dtype)
@@ -292,7 +285,7 @@ class KernelMixer:
             raise ValueError(f"inputs {inputs.dtype} {[*inputs.shape]} where {self.dtype} {[*shape]} on cpu are needed")
         if records is None or records.dtype is not self.dtype:
             raise ValueError(f"records of layer {self.layer} are not {self.dtype}")
-        inputs, out = inputs.contiguous(), inputs.new_empty(replay.rows, self.inner)
+        inputs, out = inputs.contiguous(), inputs.new_empty(replay.rows, self.mixer.sizes.inner)
         self.call(
             self.address, replay.address, inputs.data_ptr(), records.data_ptr(), address(numbers), out.data_ptr(),
             replay.rows, kernels.threads(),

@@ -64,16 +64,13 @@ class Rotary:
         heads = self.arrange(heads).transpose(1, 2).reshape(rows[:rotated].shape)
         return torch.cat([heads, rows[rotated:]])
 
-    def _grow(self, size: int) -> None:
-        positions = torch.arange(-(-size // GROWTH) * GROWTH, dtype=torch.float32)
-        angles = positions[:, None] * self.frequencies
-        table = torch.complex(angles.cos() * self.factor, angles.sin() * self.factor)
-        self._table = table[:, None].to(self.device)
-
     def table(self, size: int) -> torch.Tensor:
         """Cosines and sines as complex numbers [positions, 1, width / 2], of at least ``size`` positions."""
         if size > self._table.shape[0]:
-            self._grow(size)
+            positions = torch.arange(-(-size // GROWTH) * GROWTH, dtype=torch.float32)
+            angles = positions[:, None] * self.frequencies
+            table = torch.complex(angles.cos() * self.factor, angles.sin() * self.factor)
+            self._table = table[:, None].to(self.device)
         return self._table
 
     def angles(self, batch: Batch) -> torch.Tensor:

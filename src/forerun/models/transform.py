@@ -54,8 +54,8 @@ class Weights(Protocol):
     def blocks(self, name: str) -> Blocks | Levels | None:
         """A tensor in blocks; None if it has numbers."""
 
-    def release(self) -> int:
-        """Give memory of tensors back that a finished layer has read. Returns the bytes read since the last call."""
+    def release(self) -> None:
+        """Give memory of tensors back that a finished layer has read."""
 
     @property
     def nbytes(self) -> int:
@@ -78,32 +78,12 @@ def transform(files: Files, config: Any, *, numbers: bool = False, adapters: Seq
     return scaled(weights, bind(config))
 
 
-class FileWeights:
-    """Weights of open ``files``, which counts the bytes that are read; with ``numbers``, none stay in blocks."""
-
-    def __init__(self, files: Files, *, numbers: bool) -> None:
-        self.files, self.numbers = files, numbers
-        self._read: set[str] = set()
-        self._bytes = 0
-
-    def _count(self, name: str, nbytes: int) -> None:
-        """Count a tensor's bytes when it is read first."""
-        if name not in self._read:
-            self._read.add(name)
-            self._bytes += nbytes
-
-    def release(self) -> int:
-        self.files.release()
-        result, self._bytes = self._bytes, 0
-        return result
-
-
-class CheckpointWeights(FileWeights):
+class CheckpointWeights:
     """The weights in a checkpoint's safetensors files. Raises ModelError for a tensor that is missing, has another
     shape or no floating-point numbers, or belongs to a part that the config leaves out."""
 
     def __init__(self, files: Safetensors, config: Any, *, numbers: bool = False) -> None:
-        super().__init__(files, numbers=numbers)
+        self.files, self.numbers = files, numbers
         folder, scheme = files.path, getattr(config, "quantization_config", None)
         sanity.check_fit(config, files.tensors, folder / checkpoint.CONFIG)
         spec = bind(config)
@@ -126,9 +106,7 @@ class CheckpointWeights(FileWeights):
         return name in self.tensors
 
     def values(self, name: str) -> Rows:
-        result = self.tensors[name]
-        self._count(name, result.nbytes)
-        return result
+        return self.tensors[name]
 
     def blocks(self, name: str) -> Blocks | Levels | None:
         result = self.values(name)
@@ -138,10 +116,10 @@ class CheckpointWeights(FileWeights):
             return result
         return result.blocks() if isinstance(result, Grouped) else None
 
-    def release(self) -> int:
+    def release(self) -> None:
         for tensor in self.grouped:
             tensor.close()
-        return super().release()
+        self.files.release()
 
 
 def _full_name(name: str, prefixes: Iterable[str]) -> str:
@@ -253,14 +231,13 @@ class GGUFPart(NamedTuple):
         return self.tensor.nbytes * math.prod(self.shape) // self.tensor.numel
 
 
-class GGUFWeights(FileWeights):
+class GGUFWeights:
     """The weights in a GGUF file as a checkpoint has them: its names, its order of query and key rows, and norms
     without their offset. Raises ModelError for a tensor that is missing, unknown, or of another shape or an unknown
     type."""
 
     def __init__(self, file: GGUFFile, config: Any, *, numbers: bool = False) -> None:
-        super().__init__(file, numbers=numbers)
-        self.file = file
+        self.file, self.numbers = file, numbers
         self.warning = larger_in_memory(file.types()) if not numbers else ""
         architecture = ARCHITECTURES[config.model_type]
         kv_heads = config.num_key_value_heads or config.num_attention_heads
@@ -312,7 +289,6 @@ class GGUFWeights(FileWeights):
         if name in self.lists:
             return self.lists[name]
         part = self.parts[name]
-        self._count(name, part.nbytes)
         if len(part.shape) == 2:
             return self._matrix(name)
         result = self.file.values(part.tensor.name)
@@ -332,12 +308,14 @@ class GGUFWeights(FileWeights):
         return result.to(FLOATS.get(part.tensor.kind.name, torch.float32))
 
     def blocks(self, name: str) -> Blocks | None:
-        self._count(name, self.parts[name].nbytes)
         if self.warning:
             log.warning("%s holds types that take more room in memory: %s", self.file.path, self.warning)
             self.warning = ""
         result = self._matrix(name)
         return None if self.numbers or result.kind not in PACKED else result
+
+    def release(self) -> None:
+        self.file.release()
 
     def _matrix(self, name: str) -> Blocks:
         part, order = self.parts[name], self._order(name)
@@ -411,8 +389,8 @@ class ChangedWeights:
     def blocks(self, name: str) -> Blocks | Levels | None:
         return None if name in self.changes else self.weights.blocks(name)
 
-    def release(self) -> int:
-        return self.weights.release()
+    def release(self) -> None:
+        self.weights.release()
 
 
 def scaled(weights: Weights, spec: Spec) -> Weights:

@@ -7,14 +7,14 @@ rank has all norms and routers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from forerun.core.errors import ConfigError
-from forerun.models.architectures.description import Name, Recurrence, ShortConvSpec
+from forerun.models.architectures.description import Recurrence
+from forerun.models.architectures.shapes import Units, tensors
 from forerun.models.architectures.spec import MixerSpec, Spec
 from forerun.models.formats.base import LazyRows, Rows
 from forerun.models.formats.blocks import Blocks
@@ -73,24 +73,14 @@ def _own_mixer(spec: Spec, mixer: MixerSpec, size: int) -> MixerSpec:
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """How ranks share an axis of a weight: it has sections of so many ``units`` (heads, neurons) of so many numbers
-    each. Without ``widths`` all units are of one width."""
-
-    axis: int
-    units: tuple[int, ...]
-    widths: tuple[int, ...] = ()
-
-    def indices(self, length: int, rank: int, size: int) -> torch.Tensor:
-        """The rank's rows or columns of ``length``: its share of every section."""
-        first, result = 0, []
-        widths = self.widths or (length // sum(self.units),) * len(self.units)
-        for units, width in zip(self.units, widths, strict=True):
-            begin, count = rank * units // size, max(1, units // size)
-            result.append(torch.arange(first + begin * width, first + (begin + count) * width))
-            first += units * width
-        return torch.cat(result)
+def indices(axis: tuple[Units, ...], rank: int, size: int) -> torch.Tensor:
+    """The rank's rows or columns along an axis: its share of every section's units."""
+    first, result = 0, []
+    for units, width in axis:
+        begin, count = rank * units // size, max(1, units // size)
+        result.append(torch.arange(first + begin * width, first + (begin + count) * width))
+        first += units * width
+    return torch.cat(result)
 
 
 def vocabulary(tokens: int, rank: int, size: int) -> torch.Tensor:
@@ -98,50 +88,6 @@ def vocabulary(tokens: int, rank: int, size: int) -> torch.Tensor:
     each = -(-tokens // size)
     indices = torch.arange(rank * each, (rank + 1) * each)
     return indices.where(indices < tokens, -1)
-
-
-def cuts(spec: Spec) -> dict[str, Cut]:
-    """Cuts of a layer's tensors, by their names in the layer."""
-    attention, mlp = spec.architecture.attention, spec.architecture.mlp
-    heads, neurons = (spec.heads, spec.kv_heads, spec.kv_heads), (spec.intermediate,) * (1 + mlp.gated)
-    result = {attention.out: Cut(1, heads[:1]), mlp.down: Cut(1, neurons[:1])}
-    result |= _by_outputs(attention.qkv, heads) | _by_outputs(mlp.gate_up, neurons)
-    if spec.mixer is not None and (names := spec.architecture.mixer) is not None:
-        result |= _by_channels(names, spec.mixer) if isinstance(names, ShortConvSpec) else _by_heads(names, spec.mixer)
-    return {name.checkpoint: cut for name, cut in result.items()}
-
-
-def _by_outputs(names: tuple[Name, ...], units: tuple[int, ...]) -> dict[Name, Cut]:
-    if len(names) == 1:
-        return {names[0]: Cut(0, units)}
-    return {name: Cut(0, (count,)) for name, count in zip(names, units, strict=True)}
-
-
-def _by_channels(names: ShortConvSpec, sizes: MixerSpec) -> dict[Name, Cut]:
-    channels = (sizes.channels,)
-    return {names.in_proj: Cut(0, channels * 3), names.conv: Cut(0, channels), names.out: Cut(1, channels)}
-
-
-def _by_heads(names: Recurrence, sizes: MixerSpec) -> dict[Name, Cut]:
-    """Values, gates and each head's own numbers by heads; keys and queries by groups. If heads alternate between
-    groups, a rank has the heads of its groups."""
-    turns = sizes.heads // sizes.groups if sizes.tiled else 1
-    heads = (sizes.heads // turns,) * turns
-    groups, keys, values, ones = (sizes.groups,) * 2, (sizes.key_dim,) * 2, (sizes.value_dim,) * turns, (1,) * turns
-    whole, each = Cut(0, heads, values), Cut(0, heads, ones)
-    result = {names.out: Cut(1, heads, values), names.decay: each, names.dt_bias: each}
-    if names.skip is None:
-        mixed = Cut(0, groups + heads, keys + values)
-        result |= zip(names.in_proj, (mixed, whole, each, each), strict=True)
-    else:
-        mixed = Cut(0, heads + groups, values + keys)
-        result |= {
-            names.in_proj[0]: Cut(0, heads + mixed.units + heads, values + mixed.widths + ones),
-            names.skip: each,
-        }
-        if sizes.groups > 1:
-            result[names.norm] = whole
-    return result | {names.conv: mixed}
 
 
 def shard(weight: Rows, rows: torch.Tensor | None, columns: torch.Tensor | None) -> LazyRows:
@@ -170,36 +116,31 @@ def shard(weight: Rows, rows: torch.Tensor | None, columns: torch.Tensor | None)
 class SplitWeights(ChangedWeights):
     """A rank's shards of ``weights``. Raises ConfigError for weights in blocks, which are not split."""
 
-    def __init__(self, weights: Weights, spec: Spec, rank: int, size: int) -> None:
+    def __init__(self, weights: Weights, spec: Spec, config: Any, rank: int, size: int) -> None:
         super().__init__(weights, {})
         self.rank, self.size = rank, size
-        self.cuts: Mapping[str, Cut] = cuts(spec)
-        self.layers = f"{spec.architecture.layers.checkpoint}."
-        self.by_token = {spec.architecture.embedding.checkpoint, spec.architecture.head.checkpoint}
+        self.axes = tensors(spec, config)
+        self.by_token = {f"{name.checkpoint}.weight" for name in (spec.architecture.embedding, spec.architecture.head)}
+
+    @property
+    def nbytes(self) -> int:
+        return self.weights.nbytes // self.size
 
     def __contains__(self, name: str) -> bool:
-        if name not in self.weights:
-            return False
-        cut = self._cut(name)
-        return not (name.endswith(".bias") and cut is not None and cut.axis == 1 and self.rank)  # it is added once
-
-    def _cut(self, name: str) -> Cut | None:
-        if not name.startswith(self.layers):
-            return None
-        inside = name.removeprefix(self.layers).partition(".")[2]
-        return self.cuts.get(inside) or self.cuts.get(inside.rpartition(".")[0])
+        weight = self.axes.get(f"{name.removesuffix('.bias')}.weight", ())
+        summed = len(weight) == 2 and not isinstance(weight[1], int)
+        return name in self.weights and not (name.endswith(".bias") and summed and self.rank)  # it is added once
 
     def values(self, name: str) -> Rows:
-        result, (stem, _, kind) = self.weights.values(name), name.rpartition(".")
-        if stem in self.by_token:
+        result = self.weights.values(name)
+        if name in self.by_token:
             return shard(result, vocabulary(result.shape[0], self.rank, self.size), None)
-        cut = self._cut(name)
-        if cut is None or (kind == "bias" and cut.axis == 1):
-            return result
-        indices = cut.indices(result.shape[cut.axis], self.rank, self.size)
-        if len(result.shape) != 2:
-            return result[indices]
-        return shard(result, indices, None) if cut.axis == 0 else shard(result, None, indices)
+        rows, *columns = (
+            None if isinstance(axis, int) else indices(axis, self.rank, self.size) for axis in self.axes[name]
+        )
+        if len(columns) == 1:
+            return result if rows is None and columns[0] is None else shard(result, rows, columns[0])
+        return result if rows is None else result[rows]
 
     def blocks(self, name: str) -> Blocks | Levels | None:
         if self.weights.blocks(name) is not None:
