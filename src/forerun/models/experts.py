@@ -61,17 +61,14 @@ class Experts:
             yield from (expert.gate_up, expert.down)
 
     @property
-    def chosen_bytes(self) -> int:
-        """Bytes of the experts that one row reads."""
-        return self._bytes() - self.idle_bytes
+    def nbytes(self) -> int:
+        """Bytes of all experts here."""
+        return sum(size((expert.gate_up, expert.down)) for expert in self.experts)
 
     @property
     def idle_bytes(self) -> int:
         """Bytes of the experts that one row does not read."""
-        return self._bytes() * (self.count - self.routing.top_k) // self.count
-
-    def _bytes(self) -> int:
-        return sum(size((expert.gate_up, expert.down)) for expert in self.experts)
+        return self.nbytes * (self.count - self.routing.top_k) // self.count
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Each row's experts, the highest score first, and their weights in float32: both [rows, top_k]."""

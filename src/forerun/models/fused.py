@@ -24,7 +24,7 @@ from forerun.models.layer import LINEARS, NORMS, Layer, LayerTable
 from forerun.models.layout import Embedding
 from forerun.models.parts import KernelNorm
 from forerun.models.ranks.team import Summed
-from forerun.models.recurrent import CompiledReplay, KernelMixer, addresses, lay_out
+from forerun.models.recurrent import CompiledReplay, KernelMixer, lay_out
 from forerun.models.rotary import Rotary
 
 ALIGNED = 32
@@ -299,47 +299,47 @@ class Fused:
             wide: the most rows of those calls, which all have logits.
             plan: what attention's ``begin`` returned, if it has been called.
         """
-        pool = attention.pool
+        pool, rows, num_logits = attention.pool, batch.num_rows, batch.num_logits
         if pool.dtype is not self.dtype or len(pool.keys) < len(self.decoder.layers):
             raise ValueError(f"a cache of {len(pool.keys)} layers in {pool.dtype} for {self.dtype} layers")
         plan = attention.begin(batch) if plan is None else plan
-        rows, requested = batch.num_rows, batch.num_logits
         given = self._embeds(batch) if given is None else self._checked(given, rows)
-        tables, positions = self._angles(batch, ahead)
-        angles = array("q", (table.data_ptr() for table in tables))
-        which = self.all if batch.layers is None else array("q", batch.layers)
-        hidden, keep = self._keep(batch, which)
-        scored = max(requested, wide)
-        logits, workspace = torch.empty(scored, self.vocab_size), self._workspace(max(rows, wide), scored)
-        ids = self._ids(batch)
+        size = max(span.end for span in batch.spans) + ahead
+        tables = [rotary.table(size) for rotary in self.decoder.rotaries.values()]
+        ids, positions = self._ids(batch), array("q", [each for span in batch.spans for each in span.positions()])
         if len(positions) != rows or len(ids) != rows:
             raise ValueError(f"{len(ids)} tokens and {len(positions)} positions for {rows} rows")
-        out = array("q", _logit_rows(batch) if 0 < requested < rows else ())
-        lists = (ids, positions, which, keep, out, angles)
+        layers = self.all if batch.layers is None else array("q", batch.layers)
+        hidden, hidden_addresses = self._hidden(batch, layers)
+        logits = torch.empty(max(num_logits, wide), self.vocab_size)
+        workspace = self._workspace(max(rows, wide), len(logits))
+        out = array("q", _logit_rows(batch) if 0 < num_logits < rows else ())
+        angles, experts = array("q", (table.data_ptr() for table in tables)), array("q", [0])
+        lists = (ids, positions, layers, hidden_addresses, out, angles, experts)
         at = [numbers.buffer_info()[0] for numbers in lists]
         sides, entries = attention.sides()
-        replay, laid, held = None, None, array("q")
+        replay, compiled_replay, state_addresses = None, None, array("q")
         if self.keeps_state:
-            replay, laid, held = self._states(batch, attention)
-        read = array("q", [0])
+            replay, compiled_replay, state_addresses = self._states(batch, attention)
         call = array("q", structs.Call(
             rows, kernels.threads(), at[0], 0 if given is None else given.data_ptr(), at[1], at[5],
-            min(map(len, tables)), at[2], len(which), at[3], at[4], requested, workspace.data_ptr(), len(workspace),
+            min(map(len, tables)), at[2], len(layers), at[3], at[4], num_logits, workspace.data_ptr(), len(workspace),
             logits.data_ptr() if self.vocab_size else 0, sides, entries, plan.address,
-            0 if self.sums is None else self.sums.address, 0 if laid is None else laid.address,
-            held.buffer_info()[0] if held else 0, read.buffer_info()[0],
+            0 if self.sums is None else self.sums.address, 0 if compiled_replay is None else compiled_replay.address,
+            state_addresses.buffer_info()[0] if state_addresses else 0, at[6],
         ))  # fmt: skip
-        kept = call, given, tables, workspace, laid, held, lists
-        return Prepared(call.buffer_info()[0], logits, hidden, plan, kept, replay, read)
+        kept = call, given, tables, workspace, compiled_replay, state_addresses, lists
+        return Prepared(call.buffer_info()[0], logits, hidden, plan, kept, replay, experts)
 
     def _states(self, batch: Batch, attention: KernelAttention) -> tuple[Replay, CompiledReplay, array[int]]:
-        """How to replay states, for the cache and for the kernel, and the addresses of every layer's state. Raises
-        ValueError for states that are not these layers'."""
+        """How to replay states, for the cache and for the kernel, and the addresses of every layer's records and
+        checkpoint. Raises ValueError for states that are not these layers'."""
         states, layers = attention.states, self.decoder.layers
         if states is None or any((a is None) != (b.mixer is None) for a, b in zip(states.layers, layers, strict=True)):
             raise ValueError("the cache's states are not those of these layers")
-        replay = states.plan(batch)
-        return replay, lay_out(replay, states, batch.num_rows), addresses(states)
+        replay, tensors = states.plan(batch), zip(states.records, states.checkpoints)
+        addresses = array("q", (0 if each is None else each.data_ptr() for pair in tensors for each in pair))
+        return replay, lay_out(replay, states, batch.num_rows), addresses
 
     def _checked(self, given: torch.Tensor, rows: int) -> torch.Tensor:
         if given.shape != (rows, self.hidden) or given.dtype is not self.dtype or not given.is_cpu:
@@ -365,32 +365,25 @@ class Fused:
         x[batch.embed_rows] = batch.embeds.to(x.dtype)
         return x
 
-    def _angles(self, batch: Batch, ahead: int) -> tuple[list[torch.Tensor], array[int]]:
-        positions = array("q")
-        for span in batch.spans:
-            positions.extend(span.positions())
-        size = max(span.end for span in batch.spans) + ahead
-        return [rotary.table(size) for rotary in self.decoder.rotaries.values()], positions
-
-    def _keep(self, batch: Batch, which: Sequence[int]) -> tuple[dict[int, torch.Tensor], array[int]]:
+    def _hidden(self, batch: Batch, layers: Sequence[int]) -> tuple[dict[int, torch.Tensor], array[int]]:
         """Tensors for the hidden states that the batch asks for, and the addresses where each layer's input and the
         outputs go. The raw output has the rows with logits alone, unless the normed one is asked for too."""
         asked = batch.hidden if self.sums is None else (*batch.hidden, RAW)
         if not asked:
-            return {}, array("q", bytes(8 * (len(which) + 2)))
+            return {}, array("q", bytes(8 * (len(layers) + 2)))
         last = len(self.decoder.layers)
-        rows = dict.fromkeys((*which, last), batch.num_rows)
+        rows = dict.fromkeys((*layers, last), batch.num_rows)
         rows[RAW] = batch.num_rows if last in batch.hidden else batch.num_logits
         hidden = {
             layer: torch.empty(count, self.hidden, dtype=self.dtype) for layer, count in rows.items() if layer in asked
         }
-        return hidden, array("q", (hidden[i].data_ptr() if i in hidden else 0 for i in (*which, last, RAW)))
+        return hidden, array("q", (hidden[i].data_ptr() if i in hidden else 0 for i in (*layers, last, RAW)))
 
-    def _workspace(self, rows: int, requested: int) -> torch.Tensor:
+    def _workspace(self, rows: int, num_logits: int) -> torch.Tensor:
         numbers = self._sizes.get(rows)
         if numbers is None:
             numbers = self._sizes[rows] = sum(-(-rows * width // ALIGNED) * ALIGNED for width in self.row)
-        return torch.empty(numbers + requested * self.vocab_size, dtype=self.dtype)
+        return torch.empty(numbers + num_logits * self.vocab_size, dtype=self.dtype)
 
 
 def _logit_rows(batch: Batch) -> list[int]:

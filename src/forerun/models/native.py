@@ -186,7 +186,7 @@ class NativeModel(TiledModel):
             outputs=requested.outputs,
             mixture=None if self.team is not None or not mixtures else MixtureInfo(
                 mixtures[0].count, mixtures[0].routing.top_k, len(mixtures),
-                sum(experts.chosen_bytes for experts in mixtures) / (held - idle),
+                (sum(experts.nbytes for experts in mixtures) - idle) / (held - idle),
             ),
         )  # fmt: skip
 

@@ -23,7 +23,7 @@ from forerun.models.architectures.spec import MixerSpec
 from forerun.models.formats.compiled import address, kernel
 
 UNIT_EPS = 1e-6
-"""Added to the squares of keys and queries."""
+"""Added to the squared norms of keys and queries, which are made unit vectors."""
 
 
 class Mixer(Protocol):
@@ -159,7 +159,8 @@ class DeltaNet(Recurrent):
 
     def advance(self, state: torch.Tensor, *row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v, beta, decay = row
-        q, k = (self.spread(_unit(side))[:, :, None] for side in (q, k))
+        q, k = (side * torch.rsqrt((side * side).sum(-1, keepdim=True) + UNIT_EPS) for side in (q, k))
+        q, k = (self.spread(side)[:, :, None] for side in (q, k))
         state = state * decay[:, None, None]
         added = (v - (state * k).sum(1)) * beta[:, None]
         state = state + k * added[:, None]
@@ -213,10 +214,6 @@ class NormedMixer:
         yield self.norm
 
 
-def _unit(side: torch.Tensor) -> torch.Tensor:
-    return side * torch.rsqrt((side * side).sum(-1, keepdim=True) + UNIT_EPS)
-
-
 @dataclass(slots=True)
 class CompiledReplay:
     """A ``Replay`` as the kernel reads it: a ``structs.ReplayStruct`` at ``address``."""
@@ -247,12 +244,6 @@ def lay_out(replay: Replay, states: States, rows: int) -> CompiledReplay:
     ))  # fmt: skip
     lists = fields, runs, before, own, copies, taps, read, written, kept
     return CompiledReplay(fields.buffer_info()[0], rows, lists)
-
-
-def addresses(states: States) -> array[int]:
-    """Addresses of every layer's records and checkpoints, 0 where it has none."""
-    pairs = zip(states.records, states.checkpoints)
-    return array("q", (0 if side is None else side.data_ptr() for pair in pairs for side in pair))
 
 
 class KernelMixer:

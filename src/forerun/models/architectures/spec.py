@@ -311,9 +311,7 @@ def _mixer_reasons(mixer: Mixer, config: Any) -> Iterator[str]:
         yield f"time steps with limits, {shown(config.time_step_limit)}"
     if isinstance(mixer, Recurrence) and getattr(config, mixer.activation, "silu") not in ("silu", "swish"):
         yield f"a convolution's activation {getattr(config, mixer.activation)!r}"
-    kernel = getattr(config, mixer.kernel)
-    if not isinstance(kernel, int) or not 2 <= kernel <= LONGEST_KERNEL:
-        yield f"{mixer.kernel} is {shown(kernel)}, not an integer from 2 to {LONGEST_KERNEL}"
+    yield from _not_integers(config, (mixer.kernel,), 2, LONGEST_KERNEL)
     if (isinstance(mixer, ShortConvSpec) or not mixer.beside_attention) and FULL not in config.layer_types:
         yield "no layer with attention"
     if isinstance(mixer, ShortConvSpec):
@@ -321,13 +319,17 @@ def _mixer_reasons(mixer: Mixer, config: Any) -> Iterator[str]:
     norm_first = getattr(config, "mamba_norm_before_gate", False)
     if mixer.has_norm is not None and getattr(config, mixer.has_norm) and norm_first:
         yield "mamba_norm_before_gate: a norm before Mamba's gate"
-    for key in (mixer.heads, mixer.groups, mixer.key_dim, mixer.value_dim):
-        value = getattr(config, key)
-        if not isinstance(value, int) or not 1 <= value <= LARGEST:
-            yield f"{key} is {shown(value)}, not an integer from 1 to {LARGEST}"
+    yield from _not_integers(config, (mixer.heads, mixer.groups, mixer.key_dim, mixer.value_dim), 1, LARGEST)
     heads, groups = getattr(config, mixer.heads), getattr(config, mixer.groups)
     if heads % groups:
         yield f"{mixer.heads} ({heads}) is no multiple of {mixer.groups} ({groups})"
+
+
+def _not_integers(config: Any, keys: tuple[str, ...], least: int, most: int) -> Iterator[str]:
+    for key in keys:
+        value = getattr(config, key)
+        if not isinstance(value, int) or not least <= value <= most:
+            yield f"{key} is {shown(value)}, not an integer from {least} to {most}"
 
 
 def _latent_reasons(names: LatentAttention, config: Any) -> Iterator[str]:
