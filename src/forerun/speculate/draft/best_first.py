@@ -65,12 +65,15 @@ class TreeConfig(DrafterConfig):
 
 @dataclass(slots=True)
 class Node:
-    """A node of a growing tree; ``parent`` is an index into the list of nodes, -1 the root, ``score`` the log of its
-    path's q."""
+    """A node of a growing tree."""
 
     token: int
     parent: int
+    """Index in the list of nodes; -1: the root."""
     score: float
+    """Log of q of the path to it."""
+    read_index: int = -1
+    """Its index among the nodes that a model has read; -1: it was not read."""
 
 
 def likeliest_chain(source: Continuations[S], root: S, depth: int, floor: float = -inf) -> tuple[Draft, float]:

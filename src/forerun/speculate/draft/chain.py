@@ -97,11 +97,10 @@ class ChainGuess:
     @property
     def fields(self) -> dict[str, int]:
         """The fields of ``structs.Chains`` that describe guesses."""
-        parts = {
-            "texts": self.texts, "lengths": self.lengths, "guessed": self.guessed, "most": self.counts,
-            "passes": self.passes,
+        return {
+            "texts": _address(self.texts), "lengths": _address(self.lengths), "guessed": _address(self.guessed),
+            "most": _address(self.counts), "reach": REACH, "passes": _address(self.passes),
         }  # fmt: skip
-        return {"reach": REACH} | {name: _address(part) for name, part in parts.items()}
 
 
 class ChainLookup:
@@ -197,16 +196,9 @@ class ChainRunner:
 
     @classmethod
     def find(
-        cls,
-        fused: Fused | None,
-        attention: Attention,
-        chooser: Chooser,
-        config: StepsConfig,
-        *,
-        feeds_hidden: bool = False,
-        output_ids: torch.Tensor | None = None,
-        lookup: ChainLookup | None = None,
-    ) -> ChainRunner | None:
+        cls, fused: Fused | None, attention: Attention, chooser: Chooser, config: StepsConfig, *,
+        feeds_hidden: bool = False, output_ids: torch.Tensor | None = None, lookup: ChainLookup | None = None,
+    ) -> ChainRunner | None:  # fmt: skip
         """Returns None if there is no compiled call for this drafter and these options."""
         sampler = chooser.sampler
         if fused is None or fused.keeps_state or sampler.compiled is None or config.branches:
@@ -225,15 +217,9 @@ class ChainRunner:
         return self.floor > -inf and self.chooser.rule.trees and not self.chooser.rule.needs_q
 
     def draft(
-        self,
-        sequences: Requests,
-        ready: Sequence[int],
-        budgets: Sequence[int],
-        batch: Batch,
-        attention: Attention,
-        embeds: torch.Tensor | None = None,
-        texts: Sequence[Sequence[int]] = (),
-    ) -> list[Draft]:
+        self, sequences: Requests, ready: Sequence[int], budgets: Sequence[int], batch: Batch, attention: Attention,
+        embeds: torch.Tensor | None = None, texts: Sequence[Sequence[int]] = (),
+    ) -> list[Draft]:  # fmt: skip
         """Drafts a chain for each sequence in ``ready``, at most its budget long; the others get empty drafts.
 
         Args:

@@ -37,14 +37,11 @@ class LayerskipConfig(StepsConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.layers is not None:
-            layers = tuple(self.layers) if isinstance(self.layers, (list, tuple)) else ()
             if self.exit_layer is not None:
                 raise ConfigError("give exit_layer or layers, not both")
-            if (
-                not layers
-                or any(not isinstance(i, int) or i < 0 for i in layers)
-                or list(layers) != sorted(set(layers))
-            ):
+            layers = tuple(self.layers) if isinstance(self.layers, (list, tuple)) else ()
+            numbers = all(isinstance(i, int) and i >= 0 for i in layers)
+            if not layers or not numbers or list(layers) != sorted(set(layers)):
                 raise ConfigError(f"layers must be ascending layer numbers from 0, not {self.layers!r}")
             object.__setattr__(self, "layers", layers)
 

@@ -49,14 +49,9 @@ class StepsConfig(TreeConfig):
 
 
 def grow(
-    sequences: Requests,
-    ready: Sequence[int],
-    depths: Sequence[int],
-    config: TreeConfig,
-    chooser: Chooser,
-    score: Score,
-    confidence: Confidence | None = None,
-) -> tuple[list[Draft], list[list[int]] | None]:
+    sequences: Requests, ready: Sequence[int], depths: Sequence[int], config: TreeConfig, chooser: Chooser,
+    score: Score, confidence: Confidence | None = None,
+) -> tuple[list[Draft], list[list[int]] | None]:  # fmt: skip
     """Grows one draft per sequence, of the shape that ``config`` asks for.
 
     Args:
@@ -119,12 +114,9 @@ def grow(
 
 
 def newest_level(
-    sequences: Requests,
-    frontier: Frontier,
-    drafts: Drafts,
-    start: Callable[[RequestState], int],
+    sequences: Requests, frontier: Frontier, drafts: Drafts, start: Callable[[RequestState], int],
     to_own_ids: Callable[[list[int]], list[int]] = list,
-) -> list[Span]:
+) -> list[Span]:  # fmt: skip
     """Spans that read the newest level of every growing draft, with logits of every node. ``start`` returns the cache
     position of a sequence's first draft node, ``to_own_ids`` the drafter's ids of drafted tokens."""
     spans = []
@@ -153,15 +145,9 @@ class BeamDrafts:
         self.count = len(self.logs)
 
     def choose(
-        self,
-        ids: list[list[int]],
-        frontier: Frontier,
-        drafts: Drafts,
-        logits: torch.Tensor,
-        rows: Sequence[Row],
-        width: int,
-        chooser: Chooser,
-    ) -> None:
+        self, ids: list[list[int]], frontier: Frontier, drafts: Drafts, logits: torch.Tensor, rows: Sequence[Row],
+        width: int, chooser: Chooser,
+    ) -> None:  # fmt: skip
         """Replaces the entries of ``ids`` that belong to this group, by ``width`` children per beam on average."""
         slots = [slot for slot, entry in enumerate(frontier) if entry in self.logs]
         if not slots:
@@ -207,29 +193,27 @@ def grow_best(
     """
     trees = {index: GrowingTree(size) for index in ready}
     read = [Draft() for _ in sequences]
-    candidate_of: dict[int, dict[int, int]] = {index: {-1: -1} for index in ready}
-    """Per sequence: read node -> candidate of its ``GrowingTree``."""
     frontier: Frontier = [(index, -1) for index in ready]
+    candidates = [-1] * len(frontier)
+    """The frontier's nodes as indices into their tree's candidates."""
     depth = 0
     while frontier:
         logits = score(depth, frontier, read)
         rows = [chooser.row(sequences[i], read[i].path_tokens(node)) for i, node in frontier]
-        for (index, node), tokens, logs in zip(frontier, *chooser.rank(logits, rows, min(size, MAX_CHILDREN))):
-            trees[index].offer(candidate_of[index][node], tokens, logs)
+        ranked = chooser.rank(logits, rows, min(size, MAX_CHILDREN))
+        for (index, _), candidate, tokens, logs in zip(frontier, candidates, *ranked):
+            trees[index].offer(candidate, tokens, logs)
         depth += 1
-        frontier = []
+        frontier, candidates = [], []
         for index, tree in trees.items():
-            if depth < depths[index]:
-                node_of = {candidate: node for node, candidate in candidate_of[index].items()}
-                for candidate in tree.frontier():
-                    parent = node_of[tree.nodes[candidate].parent]
-                    node = read[index].add(tree.nodes[candidate].token, parent)
-                    candidate_of[index][node] = candidate
-                    frontier.append((index, node))
+            for candidate in tree.frontier() if depth < depths[index] else ():
+                node = tree.nodes[candidate]
+                node.read_index = read[index].add(node.token, tree.nodes[node.parent].read_index if depth > 1 else -1)
+                frontier.append((index, node.read_index))
+                candidates.append(candidate)
     drafts = [Draft() for _ in sequences]
     orders: list[list[int]] = [[] for _ in sequences]
     for index, tree in trees.items():
         drafts[index], kept = tree.finish()
-        node_of = {candidate: node for node, candidate in candidate_of[index].items()}
-        orders[index] = [node_of.get(candidate, -1) for candidate in kept]
+        orders[index] = [tree.nodes[candidate].read_index for candidate in kept]
     return drafts, orders

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sysconfig
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -88,13 +88,11 @@ class Tables:
     @classmethod
     def of_text(cls, text: str, tokenizer: Any, device: torch.device) -> Tables:
         ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-        followers: dict[int, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-        anywhere: dict[int, float] = defaultdict(float)
-        for token in ids:
-            anywhere[token] += 1
+        followers: dict[int, dict[int, float]] = {}
         for before, token in pairwise(ids):
-            followers[before][token] += 1
-        return cls(dict(anywhere), {token: dict(counts) for token, counts in followers.items()}, device)
+            counts = followers.setdefault(before, {})
+            counts[token] = counts.get(token, 0.0) + 1.0
+        return cls({token: float(count) for token, count in Counter(ids).items()}, followers, device)
 
     @classmethod
     def of_json(cls, content: dict[str, Any], device: torch.device) -> Tables:

@@ -116,9 +116,12 @@ class HeadDrafter(Drafter[C]):
 
     def predict(self, states: torch.Tensor) -> torch.Tensor:
         """Float32 logits [n, vocabulary] of the head's output states [n, hidden size]."""
-        if self.head.lm_head is None:
-            return self.context.target.lm_head(states)
-        return self.to_target_ids(self.head.lm_head(states).float())
+        return self.to_target_ids(self.own_logits(states))
+
+    def own_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Float32 logits over the head's own vocabulary."""
+        lm_head = self.head.lm_head
+        return self.context.target.lm_head(states) if lm_head is None else lm_head(states).float()
 
     def to_target_ids(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits over the target's vocabulary; -inf for tokens outside the head's reduced one."""

@@ -344,7 +344,7 @@ class DFlash(HeadDrafter[DFlashConfig]):
             return [Draft() for _ in sequences]
         states = self.states_of([sequences[index] for index in ready])
         slot = {index: i for i, index in enumerate(ready)}
-        logits = self._output(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+        logits = self.own_logits(states.flatten(0, 1)).unflatten(0, states.shape[:2])
 
         def previous(frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             """The token before each predicted one."""
@@ -361,11 +361,6 @@ class DFlash(HeadDrafter[DFlashConfig]):
 
         estimate = None if self.head.confidence is None else confidence
         return grow(sequences, ready, budgets, self.config, self.chooser, score, estimate)[0]
-
-    def _output(self, states: torch.Tensor) -> torch.Tensor:
-        """Logits over the head's own vocabulary."""
-        own = self.head.lm_head
-        return self.context.target.lm_head(states) if own is None else own(states).float()
 
     def revise(self, logits: torch.Tensor, states: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Makes the ``logits`` of rows with these ``states`` depend on the ``previous`` tokens; [n, target's

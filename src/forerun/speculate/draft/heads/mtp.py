@@ -85,8 +85,8 @@ IGNORED = ("embed_tokens.weight", "shared_head.head.weight", "shared_head_head.w
 FURTHER_LAYERS = re.compile(r"layers\.\d+\.")
 LATENT_SIZES = ("rank", "query_rank", "plain", "turned", "value")
 """Names in a head's file of the first fields of ``LatentSpec``."""
-LATENT = "kv_a_proj_with_mqa.weight", "latent.kv_a_proj_with_mqa.weight"
-"""Name of a weight of latent attention, in files and in the head."""
+LATENT = "kv_a_proj_with_mqa.weight"
+"""A weight that only latent attention has."""
 
 
 class MtpLatent(nn.Module):
@@ -258,7 +258,7 @@ class MtpHead(Head):
         if not is_gguf(path) and saved.is_file() and FORMAT in read_object(saved):
             return cls.load(path)
         weights = read_layer(path, config.num_hidden_layers, config)
-        options = _options(path, config, weights)
+        options = _options(config, weights)
         sizes = Sizes(config.hidden_size, config.vocab_size, config.num_hidden_layers, MAX_DEPTH, options)
         return cls.from_weights(sizes, weights, path)
 
@@ -294,7 +294,9 @@ def within(path: Path, config: Any) -> bool:
 def read_layer(path: Path, num_layers: int, config: Any) -> dict[str, torch.Tensor]:
     """The layer's weights by the head's names. Raises ModelError if ``path`` has no supported layer."""
     files = open_files(path)
-    weights = {own: files.values(name).float() for own, name in _named(path, files.tensors, num_layers).items()}
+    names = _named(path, files.tensors, num_layers)
+    _check(path, config, names)
+    weights = {own: files.values(name).float() for own, name in names.items()}
     if any("mtp_layers" in name for name in files.tensors):  # MiMo puts the hidden state first
         weights["eh_proj.weight"] = torch.cat(weights["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
     if not is_gguf(path) and str(config.model_type).startswith(("qwen3_5", "qwen3_next")):
@@ -303,12 +305,11 @@ def read_layer(path: Path, num_layers: int, config: Any) -> dict[str, torch.Tens
     if is_gguf(path) and described is not None and described.gguf_interleaved:
         for name, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
             weights[f"{name}.weight"] = deinterleaved(weights[f"{name}.weight"], heads)
-    return _stack_experts(path, _latent_weights(path, config, weights) if LATENT[0] in weights else weights)
+    return _stack_experts(path, _latent_weights(path, config, weights) if LATENT in weights else weights)
 
 
 def _latent_weights(path: Path, config: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Renames the weights of latent attention for ``MtpLatent``. Raises ModelError for wrong shapes."""
-    _check(path, config, weights)
     spec = bind(config)
     sizes, heads, made = spec.latent, spec.heads, dict(weights)
     assert sizes is not None
@@ -377,7 +378,7 @@ def _check(path: Path, config: Any, names: Collection[str]) -> None:
     """Raises ModelError if the layer with these weights is not supported."""
     rope, described = config.rope_parameters or {}, ARCHITECTURES.get(config.model_type)
     latent = described is not None and described.latent is not None
-    reason, held = refusal(config) if latent else None, any(name in names for name in LATENT)
+    reason, held = refusal(config) if latent else None, LATENT in names
     if latent != held or reason is not None or (latent and bind(config).query_scaling is not None):
         raise ModelError(f"{path}: its layer for multi-token prediction has {'' if held else 'no '}latent attention, "
                          f"its target is {config.model_type}: {reason or 'mtp does not run that'}")  # fmt: skip
@@ -390,14 +391,13 @@ def _check(path: Path, config: Any, names: Collection[str]) -> None:
     lacking = [name for name in needed if f"{name}.weight" not in names]
     if lacking:
         raise ModelError(f"{path}: its layer for multi-token prediction lacks {', '.join(lacking)}")
-    sigmoid = {"mlp.gate.e_score_correction_bias", "mlp.exp_probs_b.bias", "mlp.correction"} & {*names}
+    sigmoid = {"mlp.gate.e_score_correction_bias", "mlp.exp_probs_b.bias"} & {*names}
     if "mlp.gate.weight" in names and (getattr(config, "n_group", None) or 1) > 1 and not sigmoid:
         raise ModelError(f"{path}: mtp chooses among all experts, not within n_group {config.n_group} groups")
 
 
-def _options(path: Path, config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _options(config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """The head's options, from the target's config and the shapes of the weights."""
-    _check(path, config, weights)
     heads = config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // heads
     rope = config.rope_parameters or {}
