@@ -1,4 +1,4 @@
-"""Conversations as text, by a tokenizer's chat template."""
+"""Renders conversations to prompts, by a tokenizer's chat template."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ log = logging.getLogger("forerun")
 
 Message = Mapping[str, Any]
 
-DEEPEST = 64
-"""Objects and lists within each other in a tool's schema or a call's arguments."""
-NO_TEXTS = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file")
-"""Types of parts that are no text."""
+MAX_DEPTH = 64
+"""Levels of objects and lists in a tool's schema or a call's arguments."""
+NOT_TEXT = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file")
+"""Types of content parts that no model here reads."""
 OPENING, CLOSING, PYTHON_TAG = "<tool_call>", "</tool_call>", "<|python_tag|>"
 EXPLANATION = """You can call functions. Here they are, one in each line, with their parameters as JSON schemas:
 <tools>
@@ -31,7 +31,7 @@ To call a function, answer with nothing but its name and its arguments as a JSON
 {{"name": "function_name", "arguments": {{"parameter": "value"}}}}
 </tool_call>
 The function's result comes between <tool_response> and </tool_response>. Say then in your own words what it means."""
-"""For a template without words of its own: the form of the Hermes models
+"""For a template that does not mention tools: the format of the Hermes models
 (https://github.com/NousResearch/Hermes-Function-Calling)."""
 
 
@@ -45,29 +45,29 @@ def render_chat(
     continue_final_message: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The prompt of a conversation: its messages, in order, with ``role`` and ``content``.
+    """Render a conversation, a list of messages with ``role`` and ``content``, to the text of its prompt.
 
-    ``tools`` are OpenAI's, and so are an assistant's ``tool_calls`` and the ``tool_call_id`` of a message of the role
-    ``tool``. A template that does not know of them gets them as text, in the form of the Hermes models.
+    ``tools``, an assistant's ``tool_calls`` and the ``tool_call_id`` of a message of the role ``tool`` are as in
+    OpenAI's API. A template that does not know them gets them as text, in the format of the Hermes models.
     ``chat_template`` replaces the tokenizer's; it runs in transformers' sandbox. ``continue_final_message`` leaves the
-    last message open, for the model to go on with it. Raises RequestError if there is no template, or it refuses the
-    messages, and for calls and tools that are none.
+    last message open, for the model to continue. Raises RequestError if there is no template, or it refuses the
+    messages, and for malformed calls and tools.
     """
     if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
         raise RequestError("this model has no chat template: give chat_template, or call generate with a prompt")
     if add_generation_prompt and continue_final_message:
         raise RequestError("continue_final_message continues the last message: set add_generation_prompt=False with it")
     tools = _checked_tools(tools or ())
-    turns = _with_parsed_calls(messages)
+    messages = _with_parsed_calls(messages)
     refused = partial(RequestError, param="messages")
     with library("the chat template refuses these messages", refused):  # a template may divide by zero
         template = tokenizer.get_chat_template(chat_template, tools or None)
         if "developer" not in template:
-            turns = _developer_as_system(turns)
+            messages = _developer_as_system(messages)
         if "tool_calls" not in template:
-            turns = _calls_as_text(turns)
+            messages = _calls_as_text(messages)
         if tools and not knows_tools(template):
-            turns, tools = _explained(turns, tools), []
+            messages, tools = _with_explanation(messages, tools), []
         render = partial(
             tokenizer.apply_chat_template,
             tools=tools or None,
@@ -77,36 +77,37 @@ def render_chat(
             continue_final_message=continue_final_message,
             **(chat_template_kwargs or {}),
         )
-        text = render(turns)
-        _check_all_there(turns, text, render)
+        text = render(messages)
+        _check_nothing_omitted(messages, text, render)
         return text
 
 
-def _check_all_there(turns: Sequence[dict[str, Any]], text: str, render: Callable[[Sequence[Message]], str]) -> None:
-    """Raise RequestError for a message that the template leaves out. What an assistant says beside its calls may be
-    missing, which is logged, and so may what a template changes on purpose, such as thoughts."""
-    marks, start = {}, 0
-    for index, turn in enumerate(turns):
-        for part in map(str.strip, _texts(turn)):
-            result = text.find(part, start)
-            if result < 0:
-                marks[index] = f"forerun-{index}-left-out"
+def _check_nothing_omitted(
+    messages: Sequence[dict[str, Any]], text: str, render: Callable[[Sequence[Message]], str]
+) -> None:
+    """Raise RequestError for a message that the template leaves out: one whose text, replaced by a marker, does not
+    appear in the prompt. An assistant's text beside its calls may be missing, which is logged."""
+    markers, start = {}, 0
+    for index, message in enumerate(messages):
+        for part in map(str.strip, _texts(message)):
+            position = text.find(part, start)
+            if position < 0:
+                markers[index] = f"forerun-{index}-left-out"
             else:
-                start = result + len(part)
-    if not marks:
+                start = position + len(part)
+    if not markers:
         return
-    marked = render([_with_text(turn, marks[index]) if index in marks else turn for index, turn in enumerate(turns)])
-    for index, mark in marks.items():
-        if mark not in marked.lower():
-            left = f"the chat template leaves out what message {index}, of the role {turns[index]['role']}, says"
-            if not turns[index].get("tool_calls"):
-                raise RequestError(f"{left}: say it in another message", param=f"messages.{index}.content")
-            log.warning("%s beside its calls", left)
-
-
-def _with_text(turn: Mapping[str, Any], text: str) -> dict[str, Any]:
-    """A message that says something else in the same form."""
-    return {**turn, "content": [{"type": "text", "text": text}] if isinstance(turn["content"], list) else text}
+    marked = [dict(message) for message in messages]
+    for index, marker in markers.items():
+        as_parts = isinstance(marked[index]["content"], list)
+        marked[index]["content"] = [{"type": "text", "text": marker}] if as_parts else marker
+    prompt = render(marked).lower()
+    for index, marker in markers.items():
+        if marker not in prompt:
+            reason = f"the chat template leaves out what message {index}, of the role {messages[index]['role']}, says"
+            if not messages[index].get("tool_calls"):
+                raise RequestError(f"{reason}: say it in another message", param=f"messages.{index}.content")
+            log.warning("%s beside its calls", reason)
 
 
 def knows_tools(template: str) -> bool:
@@ -114,7 +115,7 @@ def knows_tools(template: str) -> bool:
 
 
 def _checked_tools(tools: Any) -> list[dict[str, Any]]:
-    """Copies of the tools. Raises RequestError for what has no function with a name, and for schemas too deep."""
+    """Copies of the tools. Raises RequestError for one without a function's name, and for schemas nested too deeply."""
     if isinstance(tools, (str, bytes)) or not isinstance(tools, Sequence):
         raise RequestError(f"tools are a list of mappings, not {_kind(tools)}", param="tools")
     for index, tool in enumerate(tools):
@@ -123,9 +124,9 @@ def _checked_tools(tools: Any) -> list[dict[str, Any]]:
     return [dict(tool) for tool in tools]
 
 
-def _function(given: Any, what: str, param: str) -> Mapping[str, Any]:
-    """That of a tool or a call. Raises RequestError where there is none with a name."""
-    function = given.get("function") if isinstance(given, Mapping) else None
+def _function(item: Any, what: str, param: str) -> Mapping[str, Any]:
+    """The function of a tool or a call. Raises RequestError unless there is one with a name."""
+    function = item.get("function") if isinstance(item, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise RequestError(f"{what} is a mapping with a function, which has a name", param=param)
     return function
@@ -133,130 +134,124 @@ def _function(given: Any, what: str, param: str) -> Mapping[str, Any]:
 
 def _check_depth(value: Any, param: str) -> None:
     level = [value]
-    for _ in range(DEEPEST + 1):
+    for _ in range(MAX_DEPTH + 1):
         inner: list[Any] = []
         for item in level:
             inner.extend(item.values() if isinstance(item, Mapping) else item if isinstance(item, list) else ())
         if not inner:
             return
         level = inner
-    raise RequestError(f"{param}: more than {DEEPEST} objects and lists within each other", param=param)
+    raise RequestError(f"{param}: more than {MAX_DEPTH} objects and lists within each other", param=param)
 
 
 def _with_parsed_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """The messages as templates expect them: arguments as mappings, content that is text, a tool's name beside its
-    answer. Raises RequestError for arguments that are not a JSON object."""
+    """The messages as templates expect them: arguments as mappings, content that is text, a tool's name with its
+    result. Raises RequestError for arguments that are not a JSON object."""
     names: dict[Any, Any] = {}
-    turns = []
-    for index, message in enumerate(messages):
-        turn = dict(message)
-        if turn.get("tool_calls"):
-            turn["tool_calls"] = _parsed(turn["tool_calls"], f"messages.{index}.tool_calls")
-            turn["content"] = turn.get("content") or ""
-            names |= {call.get("id"): call["function"]["name"] for call in turn["tool_calls"]}
-        if turn["role"] == "tool" and turn.get("tool_call_id") in names:
-            turn.setdefault("name", names[turn["tool_call_id"]])
-        turns.append(turn)
-    return turns
+    result = []
+    for index, original in enumerate(messages):
+        message = dict(original)
+        if message.get("tool_calls"):
+            message["tool_calls"] = _parsed_calls(message["tool_calls"], f"messages.{index}.tool_calls")
+            message["content"] = message.get("content") or ""
+            names |= {call.get("id"): call["function"]["name"] for call in message["tool_calls"]}
+        if message["role"] == "tool" and message.get("tool_call_id") in names:
+            message.setdefault("name", names[message["tool_call_id"]])
+        result.append(message)
+    return result
 
 
-def _parsed(calls: Any, param: str) -> list[dict[str, Any]]:
+def _parsed_calls(calls: Any, param: str) -> list[dict[str, Any]]:
     result = []
     for index, call in enumerate(calls if isinstance(calls, list) else [calls]):
-        where = f"{param}.{index}.function"
-        function = _function(call, "a tool call", where)
+        path = f"{param}.{index}.function"
+        function = _function(call, "a tool call", path)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            arguments = _loaded(arguments)
+            try:
+                arguments = json.loads(arguments or "{}", parse_constant=_refuse_constant)
+            except (ValueError, RecursionError):
+                arguments = None
         if not isinstance(arguments, Mapping):
-            message = f"{where}.arguments: must be a JSON object, as text"
-            raise RequestError(message, param=f"{where}.arguments")
-        _check_depth(arguments, f"{where}.arguments")
+            raise RequestError(f"{path}.arguments: must be a JSON object, as text", param=f"{path}.arguments")
+        _check_depth(arguments, f"{path}.arguments")
         result.append({**call, "function": {**function, "arguments": arguments}})
     return result
 
 
-def _loaded(text: str) -> Any:
-    """What a JSON text says; None where it is none."""
-    try:
-        return json.loads(text or "{}", parse_constant=_refused)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _refused(name: str) -> float:
+def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
 
 
-def _calls_as_text(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Calls within the assistant's text, and a tool's answers as one message of the user."""
+def _calls_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Calls as part of the assistant's text, and consecutive tool results as one message of the user."""
     result: list[dict[str, Any]] = []
-    answers = False
-    """Whether the last message is made of answers."""
-    for turn in turns:
-        if turn["role"] == "tool":
-            text = f"<tool_response>\n{_text(turn)}\n</tool_response>"
-            if answers:
+    after_tool = False
+    for message in messages:
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{_text(message)}\n</tool_response>"
+            if after_tool:
                 result[-1]["content"] += "\n" + text
             else:
                 result.append({"role": "user", "content": text})
-        elif turn.get("tool_calls"):
-            calls = [written(call["function"]) for call in turn["tool_calls"]]
-            text = "\n".join([_text(turn), *calls] if turn["content"] else calls)
-            result.append({"role": turn["role"], "content": text})
+        elif message.get("tool_calls"):
+            calls = [_call_as_text(call["function"]) for call in message["tool_calls"]]
+            text = "\n".join([_text(message), *calls] if message["content"] else calls)
+            result.append({"role": message["role"], "content": text})
         else:
-            result.append(turn)
-        answers = turn["role"] == "tool"
+            result.append(message)
+        after_tool = message["role"] == "tool"
     return result
 
 
-def written(function: Mapping[str, Any]) -> str:
-    """A call as a Hermes model writes it."""
+def _call_as_text(function: Mapping[str, Any]) -> str:
+    """A call in the Hermes format."""
     call = {"name": function["name"], "arguments": function["arguments"]}
     return f"{OPENING}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSING}"
 
 
-def _explained(turns: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The tools in the system's message, which comes first."""
+def _with_explanation(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The tools explained in the system message, which comes first."""
     text = EXPLANATION.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
-    if turns and turns[0]["role"] in ("system", "developer"):
-        first = {**turns[0], "content": f"{_text(turns[0])}\n\n{text}"}
-        return [first, *turns[1:]]
-    return [{"role": "system", "content": text}, *turns]
+    if messages and messages[0]["role"] in ("system", "developer"):
+        return [{**messages[0], "content": f"{_text(messages[0])}\n\n{text}"}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
 
 
-def _developer_as_system(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A developer's messages as the system's, which comes first."""
-    asked = [turn for turn in turns if turn["role"] == "developer"]
-    others = [turn for turn in turns if turn["role"] != "developer"]
-    if asked and others and others[0]["role"] == "system":
+def _developer_as_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The developer's messages joined to the system message, which comes first."""
+    asked = [message for message in messages if message["role"] == "developer"]
+    others = [message for message in messages if message["role"] != "developer"]
+    if not asked:
+        return others
+    if others and others[0]["role"] == "system":
         asked.insert(0, others.pop(0))
-    first = [{**asked[0], "role": "system"}] if asked else []
-    for turn in asked[1:]:
-        first[0]["content"] = f"{_text(first[0])}\n\n{_text(turn)}"
-    return [*first, *others]
+    if len(asked) == 1:
+        return [{**asked[0], "role": "system"}, *others]
+    return [{**asked[0], "role": "system", "content": "\n\n".join(map(_text, asked))}, *others]
 
 
-def _texts(turn: Mapping[str, Any]) -> list[str]:
-    """The texts of a message's content. Raises RequestError for an image or the like, which no model here sees."""
-    content = turn.get("content")
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    """The texts of a message's content. Raises RequestError for images and the like."""
+    content = message.get("content")
     parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
     for part in parts:
-        if part.get("type") in NO_TEXTS:
+        if part.get("type") in NOT_TEXT:
             raise RequestError(f"a message holds {shown(part['type'])}: only texts are read", param="messages")
     if isinstance(content, str):
         return [content]
     return [part["text"] for part in parts if isinstance(part.get("text"), str)]
 
 
-def _text(turn: Mapping[str, Any]) -> str:
-    if not isinstance(turn["content"], str):
-        raise RequestError(f"the content of a message of the role {turn['role']} must be text here", param="messages")
-    return turn["content"]
+def _text(message: Mapping[str, Any]) -> str:
+    if not isinstance(message["content"], str):
+        reason = f"the content of a message of the role {message['role']} must be text here"
+        raise RequestError(reason, param="messages")
+    return message["content"]
 
 
 def conversations(messages: Any) -> list[list[Message]]:
-    """One conversation or several, as several. Raises RequestError for anything else than lists of messages."""
+    """A list of conversations, from one or several. Raises RequestError for anything but lists of messages."""
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)):
         raise RequestError(f"messages are a list of mappings with role and content, not {_kind(messages)}")
     several = bool(messages) and not isinstance(messages[0], Mapping)

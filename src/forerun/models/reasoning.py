@@ -1,4 +1,4 @@
-"""Where a model's thoughts end and its answer begins: markers by the name of their parser, as vLLM names them."""
+"""The markers between a model's reasoning and its answer, by the names that vLLM gives their parsers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from forerun.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class Markers:
-    """``start`` opens the thoughts and ``end`` closes them. ``opened``: an answer thinks even where nothing says so.
-    ``label`` stands behind ``start`` and is no thought."""
+    """``start`` begins the reasoning and ``end`` ends it. ``opened``: an answer begins with reasoning even without
+    ``start``. ``label`` follows ``start`` and is not part of the reasoning."""
 
     start: str
     end: str
@@ -32,14 +32,14 @@ PARSERS = {
 
 
 def check_parser(name: str) -> None:
-    """Raise ConfigError for a name that no parser has."""
+    """Raise ConfigError for an unknown name."""
     if name not in PARSERS:
         raise ConfigError(f"reasoning_parser is one of {', '.join(PARSERS)}, not {name!r}")
 
 
 class Boundary:
-    """The markers of one parser as token ids. Raises ConfigError where the tokenizer spells one in several tokens,
-    gpt-oss's apart, whose parts are tokens."""
+    """One parser's markers as token ids. Raises ConfigError where the tokenizer splits one into several tokens; those
+    of gpt-oss are three tokens."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         check_parser(name)
@@ -57,23 +57,21 @@ class Boundary:
                 )
 
     def opened(self, prompt: Sequence[int]) -> bool | None:
-        """Whether an answer to ``prompt`` begins within thoughts: if the prompt itself ends with a marker, that says
-        it. None: the answer may open them."""
-        after = len(prompt)
-        while after > 0:
-            before = prompt[:after]
+        """Whether the answer to ``prompt`` begins inside the reasoning: a marker at the prompt's end decides, if only
+        white space follows it. None: the answer may begin it."""
+        for length in range(len(prompt), 0, -1):
+            before = prompt[:length]
             if tuple(before[-len(self.end) :]) == self.end:
                 return False
             if tuple(before[-len(self.start) :]) == self.start:
                 return True
             if self._decode(before[-1:]).strip():
                 break
-            after -= 1
         return True if self.markers.opened else None
 
     def ends_at(self, tokens: Sequence[int], first: int = 0) -> int | None:
-        """How many of ``tokens`` there are up to the end of the first closing marker whose last token is at ``first``
-        or behind it; None: there is none."""
+        """The number of tokens up to the end of the first end marker that ends at index ``first`` or later; None: there
+        is none."""
         for last in range(first, len(tokens)):
             if tuple(tokens[max(0, last + 1 - len(self.end)) : last + 1]) == self.end:
                 return last + 1
