@@ -1,6 +1,6 @@
-"""Tokenizers that GGUF files describe: byte-level BPE, with the pre-tokenizer that ``tokenizer.ggml.pre`` names, and
-SentencePiece's, in which every token has a score, and of all pairs the one whose union scores highest is merged first.
-Gemma 4's files list the pairs instead, in the order in which they are merged."""
+"""Tokenizers from GGUF files: byte-level BPE, with the pre-tokenizer that ``tokenizer.ggml.pre`` names, and
+SentencePiece's BPE, which merges the pair whose union has the highest score first. Gemma 4's files list the merges
+instead of scores."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from forerun.core.errors import ModelError, shown
 from forerun.models.architectures.families import PHI3
 from forerun.models.gguf_config import ENDS
 
-USER_DEFINED = 4
-"""A kind in ``tokenizer.ggml.token_type`` that is matched in the text before it is split, as control tokens are."""
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
+"""Values of ``tokenizer.ggml.token_type``. Control and user-defined tokens are matched before the text is split."""
+SPACE = "\u2581"
+LISTED_MERGES = "gemma4"
+"""The ``tokenizer.ggml.model`` of SentencePiece's kind with a list of merges."""
 COPY = "__deepcopy__"
 PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
-"""Phi-3's added tokens that leave the spaces behind them."""
+"""Phi-3's added tokens that do not strip the spaces after them."""
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -55,39 +58,39 @@ _DEEPSEEK_LETTERS = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How a text is cut before BPE: by each pattern in turn, what matches and what lies between kept as pieces."""
+    """How a text is split before BPE: by one pattern after the other, into matches and what is between them."""
 
     patterns: tuple[str, ...]
-    whole_words: bool = False
+    ignore_merges: bool = False
     """A piece that is in the vocabulary is one token, whatever the merges say."""
-    begins: bool = False
-    """Texts begin with the BOS token unless the file says otherwise."""
-    composed: bool = False
-    """Texts are brought to Unicode's form NFC first."""
+    add_bos: bool = False
+    """Texts begin with BOS unless the file says otherwise."""
+    nfc: bool = False
+    """Texts are normalized to NFC first."""
 
 
 def _ranges(hexadecimal: str) -> str:
-    """Ranges of code points as a pattern's."""
+    """Ranges of code points, as a pattern has them in brackets."""
     return "".join("-".join(chr(int(end, 16)) for end in ends.split("-")) for ends in hexadecimal.split())
 
 
-def _named() -> dict[str, PreTokenizer]:
-    llama3 = PreTokenizer((_LLAMA3,), whole_words=True, begins=True)
+def _pre_tokenizers() -> dict[str, PreTokenizer]:
+    llama3 = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
     return {
         **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "granite-docling"), PreTokenizer((_GPT2,))),
-        **dict.fromkeys(("mpt", "olmo"), PreTokenizer((_GPT2,), composed=True)),
+        **dict.fromkeys(("mpt", "olmo"), PreTokenizer((_GPT2,), nfc=True)),
         **dict.fromkeys(("smollm", "starcoder", "refact", "exaone"), PreTokenizer((r"\p{N}", _GPT2))),
-        **dict.fromkeys(("smaug-bpe", "glm4"), PreTokenizer((_LLAMA3,), whole_words=True)),
+        **dict.fromkeys(("smaug-bpe", "glm4"), PreTokenizer((_LLAMA3,), ignore_merges=True)),
         **dict.fromkeys(("dbrx", "chatglm-bpe"), PreTokenizer((_LLAMA3,))),
-        "command-r": PreTokenizer((r"\p{N}", _GPT2), composed=True),
+        "command-r": PreTokenizer((r"\p{N}", _GPT2), nfc=True),
         **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "pixtral"), llama3),
-        "qwen2": PreTokenizer((_QWEN2,), composed=True),
-        "qwen35": PreTokenizer((_QWEN35,), composed=True),
+        "qwen2": PreTokenizer((_QWEN2,), nfc=True),
+        "qwen35": PreTokenizer((_QWEN35,), nfc=True),
         **dict.fromkeys(("deepseek-r1-qwen", "hunyuan"), PreTokenizer((_QWEN2,))),
         **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), PreTokenizer(_DEEPSEEK_V3)),
         "seed-coder": PreTokenizer((_SEED,)),
         **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((_GPT4O,))),
-        "tekken": PreTokenizer((_TEKKEN,), whole_words=True, begins=True),
+        "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
         "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
         "deepseek-llm": PreTokenizer(
             (r"[\r\n]", rf"\s?[{_ranges(_DEEPSEEK_LETTERS)}]+", rf"\s?[{_DEEPSEEK_MARKS}]+", r"\s+$", _CJK, r"\p{N}+")
@@ -97,12 +100,12 @@ def _named() -> dict[str, PreTokenizer]:
     }
 
 
-PRE_TOKENIZERS = _named()
+PRE_TOKENIZERS = _pre_tokenizers()
 
 
 class GGUFTokenizer:
-    """What every request needs of a tokenizer, without transformers, whose import takes a second. ``full`` is
-    transformers' own around the same ``backend_tokenizer``: it serves whatever else is asked for."""
+    """The methods of a tokenizer that every request needs, without importing transformers, which takes a second.
+    ``full`` is transformers' tokenizer around the same ``backend_tokenizer``; it has everything else."""
 
     def __init__(self, backend: Tokenizer, named: Mapping[str, Any], chat_template: str | None) -> None:
         self.backend_tokenizer = backend
@@ -161,196 +164,165 @@ class GGUFTokenizer:
 
 
 def make_tokenizer(metadata: Mapping[str, Any], where: str) -> Any:
-    """The tokenizer that a GGUF file's metadata describes, chat template included.
+    """The tokenizer that a GGUF file's metadata describe, chat template included.
 
-    Raises ModelError, in which ``where`` names the file, for another algorithm, for a pre-tokenizer that is not known,
+    Raises ModelError, which names the file by ``where``, for another kind of tokenizer, for an unknown pre-tokenizer,
     and for lists that contradict each other.
     """
-    kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama", MERGED):
+    model = metadata.get("tokenizer.ggml.model")
+    if model not in ("gpt2", "llama", LISTED_MERGES):
         raise ModelError(
-            f"{where} has a tokenizer of kind {shown(kind)}; only byte-level BPE ('gpt2') and SentencePiece's "
-            f"('llama', '{MERGED}') are read from GGUF files"
+            f"{where} has a tokenizer of kind {shown(model)}; only byte-level BPE ('gpt2') and SentencePiece's "
+            f"('llama', '{LISTED_MERGES}') are read from GGUF files"
         )
-    rules = _rules(metadata, where) if kind == "gpt2" else None
-    given = _texts(metadata, "tokens", where)
-    kinds = _kinds(metadata, given, where)
-    tokens = _names(given, kinds)
-    ids = {name: _id(metadata, name, len(tokens), where) for name in ("bos", "eos", "unknown")}
+    rules = _pre_tokenizer(metadata, where) if model == "gpt2" else None
+    originals = _strings(metadata, "tokens", where)
+    types = _token_types(metadata, originals, where)
+    tokens = _unique(originals, types)
+    ids = {name: _special_id(metadata, name, len(tokens), where) for name in ("bos", "eos", "unknown")}
     padding = metadata.get("tokenizer.ggml.padding_token_id")
-    known = isinstance(padding, int) and 0 <= padding < len(tokens)
-    ids["padding"] = padding if known else None  # nothing is padded here, so that any other does no harm
-    begins = metadata.get("tokenizer.ggml.add_bos_token", rules is None or rules.begins)
-    ends = metadata.get("tokenizer.ggml.add_eos_token", False)
+    valid = isinstance(padding, int) and 0 <= padding < len(tokens)
+    ids["padding"] = padding if valid else None  # nothing is padded here, so any other does no harm
     if rules is None:
-        tokenizer = make_model(metadata, tokens, kinds, ids["unknown"], where)
+        tokenizer = _sentencepiece(metadata, tokens, types, ids["unknown"], where)
     else:
-        tokenizer = _bpe(metadata, rules, tokens, where)
-    twins = [decoders.Replace(name, text) for name, text in zip(tokens, given) if name != text]
-    if twins:
-        tokenizer.decoder = decoders.Sequence([*twins, tokenizer.decoder])
+        tokenizer = _byte_level(metadata, rules, tokens, where)
+    renamed = [decoders.Replace(name, text) for name, text in zip(tokens, originals) if name != text]
+    if renamed:
+        tokenizer.decoder = decoders.Sequence([*renamed, tokenizer.decoder])
     tokenizer.add_tokens(
         [
             AddedToken(token, special=kind == CONTROL, normalized=False, **_strips(metadata, token))
-            for token, kind in zip(tokens, kinds)
+            for token, kind in zip(tokens, types)
             if kind in (CONTROL, USER_DEFINED)
         ]
     )
-    edges = {edge: ids[edge] for edge, requested in (("bos", begins), ("eos", ends)) if requested}
-    for edge, index in edges.items():
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", rules is None or rules.add_bos)
+    add_eos = metadata.get("tokenizer.ggml.add_eos_token", False)
+    added: dict[str, tuple[str, int]] = {}
+    for name in [name for name, add in (("bos", add_bos), ("eos", add_eos)) if add]:
+        index = ids[name]
         if index is None:
-            raise ModelError(f"{where} asks for {edge.upper()} in every text, but does not say which token that is")
-    if edges or rules is not None:
-        tokenizer.post_processor = _edges(
-            {edge: (tokens[index], index) for edge, index in edges.items() if index is not None}
+            raise ModelError(f"{where} asks for {name.upper()} in every text, but does not say which token that is")
+        added[name] = tokens[index], index
+    if added:
+        before, after = ([added[name][0]] if name in added else [] for name in ("bos", "eos"))
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after], special_tokens=sorted(set(added.values()))
         )
-    special = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    named: dict[str, Any] = {special[name]: tokens[index] for name, index in ids.items() if index is not None}
+    elif rules is not None:
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    options = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    named: dict[str, Any] = {options[name]: tokens[index] for name, index in ids.items() if index is not None}
     longest = metadata.get(f"{metadata.get('general.architecture')}.context_length")
     if isinstance(longest, int):
         named["model_max_length"] = longest
-    lean = GGUFTokenizer(tokenizer, named, _template(metadata, where))
-    added = lean.get_added_vocab()
-    # transformers adds a named token that no added one is: the backend changes with it
-    return lean if all(token in added for token in lean.all_special_tokens) else lean.full
+    template = metadata.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise ModelError(f"{where} has a tokenizer.chat_template that is no text")
+    result = GGUFTokenizer(tokenizer, named, template)
+    # transformers adds special tokens that are not added ones: the backend changes with it
+    return result if set(result.all_special_tokens) <= result.get_added_vocab().keys() else result.full
 
 
 def vocabulary(metadata: Mapping[str, Any], where: str) -> dict[str, int]:
-    """The tokenizer's tokens, and the id of each. Raises ModelError."""
-    given = _texts(metadata, "tokens", where)
-    return {token: index for index, token in enumerate(_names(given, _kinds(metadata, given, where)))}
+    """The ids of the tokenizer's tokens. Raises ModelError."""
+    tokens = _strings(metadata, "tokens", where)
+    return {token: index for index, token in enumerate(_unique(tokens, _token_types(metadata, tokens, where)))}
 
 
-def _rules(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
-    pre = metadata.get("tokenizer.ggml.pre")
-    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
+def _pre_tokenizer(metadata: Mapping[str, Any], where: str) -> PreTokenizer:
+    name = metadata.get("tokenizer.ggml.pre")
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise ModelError(
-            f"{where} names no pre-tokenizer that is known (tokenizer.ggml.pre is {shown(pre)}); "
+            f"{where} names no pre-tokenizer that is known (tokenizer.ggml.pre is {shown(name)}); "
             f"there are: {', '.join(sorted(PRE_TOKENIZERS))}"
         )
-    return PRE_TOKENIZERS[pre]
+    return PRE_TOKENIZERS[name]
 
 
-def _kinds(metadata: Mapping[str, Any], tokens: list[str], where: str) -> list[int]:
-    kinds = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
-    if not isinstance(kinds, list) or len(kinds) != len(tokens):
+def _token_types(metadata: Mapping[str, Any], tokens: list[str], where: str) -> list[int]:
+    types = metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
+    if not isinstance(types, list) or len(types) != len(tokens):
         raise ModelError(f"{where} has {len(tokens)} tokens, but not as many entries in tokenizer.ggml.token_type")
-    return [CONTROL if token in ENDS else kind for token, kind in zip(tokens, kinds)]
+    return [CONTROL if token in ENDS else kind for token, kind in zip(tokens, types)]
 
 
-def _names(tokens: list[str], kinds: list[int]) -> list[str]:
-    """The tokens by names of their own: empty ones and twins get one that no text has. Of twins, the one that is
-    matched in texts before they are split keeps its name, else the first."""
+def _unique(tokens: list[str], types: list[int]) -> list[str]:
+    """The tokens with unique names. Empty ones and duplicates get names that no text has. Of duplicates, one that is
+    matched before the text is split keeps its name, or else the first."""
     if len({*tokens, ""}) > len(tokens):
         return tokens
-    kept: dict[str, int] = {}
-    for index in sorted(range(len(tokens)), key=lambda index: kinds[index] not in (CONTROL, USER_DEFINED)):
-        kept.setdefault(tokens[index], index)
-    return [token if token and kept[token] == index else f"\0twin {index}\0" for index, token in enumerate(tokens)]
+    owners: dict[str, int] = {}
+    for index in sorted(range(len(tokens)), key=lambda index: types[index] not in (CONTROL, USER_DEFINED)):
+        owners.setdefault(tokens[index], index)
+    return [token if token and owners[token] == index else f"\0twin {index}\0" for index, token in enumerate(tokens)]
 
 
 def _strips(metadata: Mapping[str, Any], token: str) -> dict[str, bool]:
-    """The sides on which an added token takes spaces and line breaks with it, which files leave out: behind it in
-    Phi-3's vocabulary, on both sides in Phi-4's."""
-    kind, pre = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    """On which sides an added token strips white space, which files leave out: on the right in Phi-3's vocabulary, on
+    both sides in Phi-4's."""
     if metadata.get("general.architecture") != PHI3.gguf:
         return {}
-    if kind == "llama":
+    if metadata.get("tokenizer.ggml.model") == "llama":
         return {"rstrip": token not in PHI3_PLAIN}
-    return dict.fromkeys(("lstrip", "rstrip"), pre == "dbrx")
+    return dict.fromkeys(("lstrip", "rstrip"), metadata.get("tokenizer.ggml.pre") == "dbrx")
 
 
-def _bpe(metadata: Mapping[str, Any], rules: PreTokenizer, tokens: list[str], where: str) -> Tokenizer:
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    merges = _merged_pairs(metadata, vocabulary, where)
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=rules.whole_words))
-    if rules.composed:
+def _byte_level(metadata: Mapping[str, Any], rules: PreTokenizer, tokens: list[str], where: str) -> Tokenizer:
+    ids = {token: index for index, token in enumerate(tokens)}
+    merges = _listed_merges(metadata, ids, where)
+    tokenizer = Tokenizer(models.BPE(ids, merges, ignore_merges=rules.ignore_merges))
+    if rules.nfc:
         tokenizer.normalizer = normalizers.NFC()
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in rules.patterns]
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, letters])
+    byte_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, byte_letters])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
-def _merged_pairs(metadata: Mapping[str, Any], vocabulary: Mapping[str, int], where: str) -> list[tuple[str, str]]:
-    """Pairs of tokens, the first to be merged first. A token may begin with a space."""
+def _sentencepiece(
+    metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int], unknown: int | None, where: str
+) -> Tokenizer:
+    """Raises ModelError where a score, a merge or a byte's token is missing."""
+    ids = {token: index for index, token in enumerate(tokens)}
+    listed = metadata.get("tokenizer.ggml.model") == LISTED_MERGES
+    merges = _listed_merges(metadata, ids, where) if listed else _scored_merges(metadata, tokens, types, where)
+    missing = [byte for byte in range(256) if f"<0x{byte:02X}>" not in ids]
+    if missing:
+        raise ModelError(f"{where} has a tokenizer without a token for byte {missing[0]}")
+    unk_token = tokens[unknown] if unknown is not None else None
+    tokenizer = Tokenizer(models.BPE(ids, merges, unk_token=unk_token, fuse_unk=True, byte_fallback=True))
+    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", not listed)
+    spaces, words = normalizers.Replace(" ", SPACE), decoders.Replace(SPACE, " ")
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefixed else spaces
+    strip = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    tokenizer.decoder = decoders.Sequence([words, decoders.ByteFallback(), decoders.Fuse(), *strip])
+    return tokenizer
+
+
+def _listed_merges(metadata: Mapping[str, Any], ids: Mapping[str, int], where: str) -> list[tuple[str, str]]:
+    """Pairs of tokens in the order in which they are merged. A token may begin with a space."""
     result = []
-    for merge in _texts(metadata, "merges", where):
+    for merge in _strings(metadata, "merges", where):
         left, _, right = merge[1:].partition(" ")
         left = merge[:1] + left
-        if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
+        if left not in ids or right not in ids or left + right not in ids:
             raise ModelError(f"{where} merges {shown(merge)}, which is not in its vocabulary")
         result.append((left, right))
     return result
 
 
-def _edges(tokens: Mapping[str, tuple[str, int]]) -> Any:
-    """What puts BOS before a text and EOS behind it, as far as they are wanted."""
-    if not tokens:
-        return processors.ByteLevel(trim_offsets=False)
-    single = [tokens[name][0] for name in ("bos",) if name in tokens] + ["$A"]
-    single += [tokens[name][0] for name in ("eos",) if name in tokens]
-    return processors.TemplateProcessing(single=single, special_tokens=sorted(set(tokens.values())))
-
-
-def _texts(metadata: Mapping[str, Any], name: str, where: str) -> list[str]:
-    result = metadata.get(f"tokenizer.ggml.{name}")
-    if not isinstance(result, list) or not result or not isinstance(result[0], str):
-        raise ModelError(f"{where} has no list of texts in tokenizer.ggml.{name}")
-    return result
-
-
-def _id(metadata: Mapping[str, Any], name: str, count: int, where: str) -> int | None:
-    result = metadata.get(f"tokenizer.ggml.{name}_token_id")
-    if result is not None and (not isinstance(result, int) or not 0 <= result < count):
-        raise ModelError(f"{where} has {shown(result)} as tokenizer.ggml.{name}_token_id; there are {count} tokens")
-    return result
-
-
-def _template(metadata: Mapping[str, Any], where: str) -> str | None:
-    result = metadata.get("tokenizer.chat_template")
-    if result is not None and not isinstance(result, str):
-        raise ModelError(f"{where} has a tokenizer.chat_template that is no text")
-    return result
-
-
-SPACE = "\u2581"
-MERGED = "gemma4"
-"""What ``tokenizer.ggml.model`` calls the kind with a list of pairs."""
-NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6
-"""Kinds in ``tokenizer.ggml.token_type``."""
-
-
-def make_model(
-    metadata: Mapping[str, Any], tokens: list[str], kinds: Sequence[int], unknown: int | None, where: str
-) -> Tokenizer:
-    """Raises ModelError, in which ``where`` names the file, where a score, a pair or a byte's token is missing."""
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    listed = metadata.get("tokenizer.ggml.model") == MERGED
-    merges = _merged_pairs(metadata, vocabulary, where) if listed else _by_score(metadata, tokens, kinds, where)
-    missing = [byte for byte in range(256) if f"<0x{byte:02X}>" not in vocabulary]
-    if missing:
-        raise ModelError(f"{where} has a tokenizer without a token for byte {missing[0]}")
-    named = tokens[unknown] if unknown is not None else None
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=named, fuse_unk=True, byte_fallback=True))
-    prefixed = metadata.get("tokenizer.ggml.add_space_prefix", not listed)
-    spaces, words = normalizers.Replace(" ", SPACE), decoders.Replace(SPACE, " ")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefixed else spaces
-    bare = [decoders.Strip(" ", 1, 0)] if prefixed else []
-    tokenizer.decoder = decoders.Sequence([words, decoders.ByteFallback(), decoders.Fuse(), *bare])
-    return tokenizer
-
-
-def _by_score(
-    metadata: Mapping[str, Any], tokens: list[str], kinds: Sequence[int], where: str
+def _scored_merges(
+    metadata: Mapping[str, Any], tokens: list[str], types: Sequence[int], where: str
 ) -> list[tuple[str, str]]:
-    """Every pair of tokens whose union is one, that of the highest score first."""
+    """Every pair of tokens whose union is a token, those with the highest scores first."""
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, list) or len(scores) != len(tokens) or not isinstance(scores[0], (int, float)):
         raise ModelError(f"{where} has {len(tokens)} tokens, but not as many numbers in tokenizer.ggml.scores")
     mergeable = {
-        token: score for token, score, kind in zip(tokens, scores, kinds) if kind not in (UNKNOWN, CONTROL, BYTE)
+        token: score for token, score, kind in zip(tokens, scores, types) if kind not in (UNKNOWN, CONTROL, BYTE)
     }
     result = []
     for token, score in mergeable.items():
@@ -359,3 +331,17 @@ def _by_score(
             if left in mergeable and right in mergeable:
                 result.append((score, (left, right)))
     return [pair for _, pair in sorted(result, key=lambda each: each[0], reverse=True)]
+
+
+def _strings(metadata: Mapping[str, Any], name: str, where: str) -> list[str]:
+    result = metadata.get(f"tokenizer.ggml.{name}")
+    if not isinstance(result, list) or not result or not isinstance(result[0], str):
+        raise ModelError(f"{where} has no list of texts in tokenizer.ggml.{name}")
+    return result
+
+
+def _special_id(metadata: Mapping[str, Any], name: str, count: int, where: str) -> int | None:
+    result = metadata.get(f"tokenizer.ggml.{name}_token_id")
+    if result is not None and (not isinstance(result, int) or not 0 <= result < count):
+        raise ModelError(f"{where} has {shown(result)} as tokenizer.ggml.{name}_token_id; there are {count} tokens")
+    return result
