@@ -1,9 +1,9 @@
-"""transformers' modules: made of checkpoints, and run over ragged batches where they use the library's attention.
+"""Runs transformers' modules over ragged batches, where they use the library's attention interface.
 
-Importing this takes as long as importing torch, so that ``load`` does so only for a model that needs it. An attention
-function of ours is registered under the name ``forerun``; the stock model is called with ``input_ids`` [1, rows],
-``position_ids`` [1, rows] and the forward's context as a keyword, which reaches the attention function untouched. No
-mask is ever built by transformers: rows see what the batch says, in the window that the mask would have had.
+An attention function is registered under the name ``forerun``. The stock model is called with ``input_ids`` [1, rows],
+``position_ids`` [1, rows], and the forward's context as a keyword, which reaches that function unchanged. transformers
+never builds a mask: rows see what the batch says, in the window that the mask would have had. This module takes as long
+to import as torch, so ``load`` imports it only for models that need it.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ from forerun.models.transform import GGUFWeights
 
 NAME = "forerun"
 NAMES = ("_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id")
-"""Of a config, what does not shape the computation."""
+"""Config keys that do not shape the computation."""
 
-HARMLESS = frozenset(
+IGNORED_KEYWORDS = frozenset(
     {
         "dropout", "position_ids", "use_cache", "cache_position", "output_attentions", "output_hidden_states",
         "return_dict", "position_embeddings", "cache", "past_key_values", "past_key_value", "logits_to_keep",
@@ -58,18 +58,18 @@ HARMLESS = frozenset(
 
 @dataclass(slots=True)
 class _HFContext:
-    """What one forward hands to every attention layer."""
+    """What a forward passes to every attention layer."""
 
     attention: Attention
     metadata: Metadata
 
 
 class _MaskProbe:
-    """Stands in for the context once, to learn each layer's KV shape and keywords. Rows do not meet in its attention:
-    it adds nothing, but NaN to a row that brings NaN."""
+    """A stand-in for the context that learns each layer's KV shape. Its attention does not mix rows: it returns zeros,
+    or NaN for a row with NaN. So NaN in other rows shows that something else mixes them."""
 
     rows, marked = 7, 3
-    """How many are run, and the one whose embedding is NaN when the question is who reads it."""
+    """The number of rows, and the one whose embedding is set to NaN."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, KVShape] = {}
@@ -82,7 +82,7 @@ class _MaskProbe:
 
     @classmethod
     def spread(cls, result: Any) -> bool:
-        """Whether rows beside the marked one have NaN: those of the first dimension with as many places."""
+        """Whether rows other than the marked one have NaN. Rows are the first dimension of that size."""
         if isinstance(result, torch.Tensor):
             if not result.is_floating_point() or cls.rows not in result.shape:
                 return False
@@ -112,7 +112,7 @@ def _attend(
     if attention_mask is not None or not causal:
         kind = "a mask of its own" if attention_mask is not None else "attention to later tokens"
         raise ModelError(f"{type(module).__name__} uses {kind}; forerun runs causal decoders")
-    unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in HARMLESS)
+    unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in IGNORED_KEYWORDS)
     if unknown:
         raise ModelError(
             f"{type(module).__name__} asks attention for {', '.join(unknown)}, which forerun does not implement"
@@ -131,7 +131,7 @@ def _attend(
 
 
 def _window(*args: Any, local_size: int | None = None, **kwargs: Any) -> int | None:
-    """Of a causal mask that transformers would build: some models name their window nowhere else."""
+    """Returns the window instead of a mask: some models pass it nowhere else."""
     return local_size
 
 
@@ -140,7 +140,7 @@ AttentionMaskInterface.register(NAME, _window)
 
 
 def _settings(layer: torch.nn.Module) -> str:
-    """All that tells one layer of a model from another: its parts' kinds, shapes and options, not their numbers."""
+    """A text that is equal for layers that compute alike: classes, shapes and options, but not weights."""
     simple = (bool, int, float, str, type(None))
     parts = []
     for name, part in layer.named_modules():
@@ -152,40 +152,40 @@ def _settings(layer: torch.nn.Module) -> str:
 
 @torch.no_grad()
 def replace_linears(module: torch.nn.Module, parts: Sequence[torch.nn.Linear], how: str) -> list[Linear]:
-    """Run streamed or packed layers in place of ``parts`` of a module, and give up the weights that nothing else has a
-    share in. Returns the new layers; ``plain`` replaces none."""
-    fractions = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    """Replace linear layers of a module by streamed or packed ones, and free weights that nothing else uses. Returns
+    the new layers; ``plain`` replaces none."""
+    users = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     made = []
     for part in parts if how != "plain" else ():
         layer = make_linear(part.weight.detach(), None if part.bias is None else part.bias.detach(), how)
         if isinstance(layer, Plain):
             continue
         part.forward = layer.__call__  # type: ignore[assignment, method-assign]
-        if fractions[id(part.weight)] == 1:
+        if users[id(part.weight)] == 1:
             part.weight.data = part.weight.data.new_empty(0)
         made.append(layer)
     return made
 
 
 def _sizes(module: PreTrainedModel, replaced: list[Linear]) -> tuple[int, int]:
-    """Bytes of the matrices, those of the layers that run in place of the module's own among them; and without the
-    embedding, unless the module's own head reads it."""
-    held = sum(part.nbytes for part in module.parameters() if part.dim() > 1) + sum(part.nbytes for part in replaced)
+    """Bytes of all matrices, ``replaced`` layers included, and of those that one row reads: not the embedding, unless
+    the module's own output layer uses it."""
+    total = sum(part.nbytes for part in module.parameters() if part.dim() > 1) + sum(part.nbytes for part in replaced)
     embedding: Any = module.get_input_embeddings()
     table, head = embedding.weight, module.get_output_embeddings()
     shared = head.weight is table and "forward" not in vars(head)
-    return held, held if shared else held - table.nbytes
+    return total, total if shared else total - table.nbytes
 
 
 def _run(module: PreTrainedModel, device: torch.device) -> tuple[_MaskProbe, torch.Tensor]:
-    """Some rows through the module, and their logits."""
+    """A forward of some rows: the probe and the logits."""
     probe = _MaskProbe()
     with checkpoint.library(f"{type(module).__name__} cannot run with this checkpoint's config"):
         out = module(
             input_ids=torch.zeros(1, _MaskProbe.rows, dtype=torch.long, device=device),
             position_ids=torch.arange(_MaskProbe.rows, device=device)[None],
             use_cache=False,
-            output_hidden_states=True,  # what collects them settles on the layers of the first call that asks
+            output_hidden_states=True,  # their collector keeps to the layers of its first call
             forerun=probe,
         )
     return probe, out.logits
@@ -206,7 +206,7 @@ class HFModel(TiledModel):
         how = choose(dtype, device, requested.weights)
         kv_shapes, called = self._probe(module, device)
         layers = replace_linears(module, called, how)
-        held, read = _sizes(module, layers)
+        weight_bytes, token_bytes = _sizes(module, layers)
         self.info = ModelInfo(
             name=requested.name,
             architecture=type(module).__name__,
@@ -219,8 +219,8 @@ class HFModel(TiledModel):
             dtype=dtype,
             device=device,
             eos_ids=requested.eos_ids,
-            weight_bytes=held,
-            token_bytes=read,
+            weight_bytes=weight_bytes,
+            token_bytes=token_bytes,
         )
         if self.invariant:
             self.tiles = self.find()
@@ -230,7 +230,7 @@ class HFModel(TiledModel):
         return repr((self.info.path, self.info.dtype, self.info.device.type, sorted(sizes.items(), key=str), VERSION))
 
     def kinds(self) -> list[tuple[int, ...] | None]:
-        """Layers that stand for all: one for each choice of shapes and settings."""
+        """One layer for each combination of shapes and settings."""
         layers = getattr(self.module.get_decoder(), "layers", None)
         if not isinstance(layers, torch.nn.ModuleList):
             return [None]
@@ -242,13 +242,13 @@ class HFModel(TiledModel):
     @staticmethod
     @inference
     def _probe(module: PreTrainedModel, device: torch.device) -> tuple[tuple[KVShape, ...], list[torch.nn.Linear]]:
-        """Each layer's entries, and the linear layers that are called, not only read. Raises ModelError where tokens
-        meet, or are counted, elsewhere than forerun decides."""
+        """Each layer's KV shape, and the linear layers that are called. Raises ModelError where a module mixes tokens
+        or counts positions outside of the attention interface."""
         name = type(module).__name__
         called: dict[torch.nn.Linear, None] = {}
         readers: list[str] = []
 
-        def follow(part: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], out: Any) -> None:
+        def record_reader(part: torch.nn.Module, args: tuple[Any, ...], given: dict[str, Any], out: Any) -> None:
             if _MaskProbe.spread(out) and not _MaskProbe.spread((args, given)):
                 readers.append(type(part).__name__)
 
@@ -262,7 +262,7 @@ class HFModel(TiledModel):
             hook.remove()
         hooks = [module.get_input_embeddings().register_forward_hook(mark)]
         own = (part for part in module.modules() if not type(part).__module__.startswith("torch."))
-        hooks += [part.register_forward_hook(follow, with_kwargs=True) for part in own]
+        hooks += [part.register_forward_hook(record_reader, with_kwargs=True) for part in own]
         marked = _run(module, device)[1]
         for hook in hooks:
             hook.remove()
@@ -283,7 +283,7 @@ class HFModel(TiledModel):
         return tuple(probe.shapes[layer] for layer in range(len(probe.shapes))), list(called)
 
     def feed(self, batch: Batch, attention: Attention) -> Output:
-        """One call of the module, padded to a call's size where there are such."""
+        """One call of the module, padded to one of ``tiles``' row counts."""
         metadata = attention.begin(batch)
         ids, positions = self.pad(batch.input_ids), self.pad(batch.positions)
         inputs: dict[str, Any] = {"input_ids": ids[None]}
@@ -310,7 +310,7 @@ class HFModel(TiledModel):
 
     @contextmanager
     def _only(self, layers: tuple[int, ...] | None) -> Iterator[None]:
-        """Run some of the decoder's layers, for one forward; each still knows its own number."""
+        """Limit the decoder to some layers, which keep their own indices."""
         if layers is None:
             yield
             return
@@ -341,8 +341,8 @@ def read_module(
     attention: str | None = NAME,
     lora: Sequence[str] | str | None = None,
 ) -> PreTrainedModel:
-    """The checkpoint as a module of transformers', every weight from its safetensors files, or those of a GGUF file,
-    dequantized; with LoRA adapters merged. Raises ModelError."""
+    """The checkpoint as a transformers module, LoRA adapters merged. Weights come from safetensors files, or
+    dequantized from a GGUF file. Raises ModelError."""
     adapters = adapter.read(lora)
     read = _gguf_module if is_gguf(folder) else _checkpoint_module
     module = read(folder, config, dtype, attention)
@@ -374,8 +374,8 @@ def _checkpoint_module(folder: Path, config: Any, dtype: torch.dtype, attention:
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    for name, result, requested in sorted(info["mismatched_keys"]):
-        raise ModelError(f"{folder}: {name} has shape {list(result)}; its config asks for {list(requested)}")
+    for name, shape, expected in sorted(info["mismatched_keys"]):
+        raise ModelError(f"{folder}: {name} has shape {list(shape)}; its config asks for {list(expected)}")
     parameters = (name for name, _ in module.named_parameters())
     sanity.check_names(folder, sorted(info["missing_keys"]), info["unexpected_keys"], parameters, config)
     return module
@@ -385,16 +385,16 @@ def _gguf_module(path: Path, config: Any, dtype: torch.dtype, attention: str | N
     weights = read_weights(open_gguf(path), config, dtype)
     with checkpoint.library(f"{path} cannot be loaded"), quiet():
         module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
-        left = module.load_state_dict(weights, strict=False)
-    lacking = [*left.unexpected_keys, *(name for name in left.missing_keys if name != "lm_head.weight")]  # if tied
-    if lacking:
-        raise ModelError(f"{path}: transformers calls {len(lacking)} of its weights otherwise, {lacking[0]} among "
+        keys = module.load_state_dict(weights, strict=False)
+    unknown = [*keys.unexpected_keys, *(name for name in keys.missing_keys if name != "lm_head.weight")]  # if tied
+    if unknown:
+        raise ModelError(f"{path}: transformers calls {len(unknown)} of its weights otherwise, {unknown[0]} among "
                          "them: only the native path runs it")  # fmt: skip
     return module.eval()
 
 
 def read_weights(file: GGUFFile, config: Any, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-    """Every weight by its name in a checkpoint, dequantized. Raises ModelError."""
+    """Every weight, dequantized, by its name in a checkpoint. Raises ModelError."""
     if getattr(config, TILED_HEADS, False) or ARCHITECTURES[config.model_type].latent is not None:
         raise ModelError(f"{file.path} has its heads in an order of its own, which only the native path computes with")
     weights = GGUFWeights(file, config)
