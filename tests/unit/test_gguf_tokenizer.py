@@ -47,7 +47,7 @@ def test_whole_words_come_before_merges():
 
 
 def test_texts_are_composed_where_the_model_does_so():
-    assert PRE_TOKENIZERS["qwen2"].composed
+    assert PRE_TOKENIZERS["qwen2"].nfc
     composed, left = tokenizer(pre="qwen2"), tokenizer(pre="smollm")
     assert composed.backend_tokenizer.normalizer.normalize_str("e\u0301") == "\u00e9"
     assert left.backend_tokenizer.normalizer is None

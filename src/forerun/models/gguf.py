@@ -9,7 +9,8 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -59,27 +60,22 @@ class GGUFTensor:
         return math.prod(self.shape)
 
 
-class GgufMetadata(Mapping[str, Any]):
+class GgufMetadata(UserDict[str, Any]):
     """Values by key. Lists of strings are long, so they are decoded on first access. That raises ModelError unless they
     are UTF-8."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
-        self.path, self._values = path, values
+        super().__init__(values)
+        self.path = path
 
     def __getitem__(self, key: str) -> Any:
-        result = self._values[key]
+        result = self.data[key]
         if callable(result):
             try:
-                result = self._values[key] = result()
+                result = self.data[key] = result()
             except UnicodeDecodeError as error:
                 raise _unusable(self.path, f"{key} is not UTF-8 text") from error
         return result
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
 
 
 class GGUFFile:

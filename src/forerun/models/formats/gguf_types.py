@@ -65,31 +65,11 @@ def _nibbles(raw: Bytes) -> np.ndarray:
     return np.stack([raw & 15, raw >> 4], axis=-1).reshape(*raw.shape[:-1], -1)
 
 
-def _q4_0(raw: Bytes) -> UnpackedBlocks:
-    return UnpackedBlocks(raw[..., 2:], (_f16_bits(raw, 0),))
-
-
-def _q4_1(raw: Bytes) -> UnpackedBlocks:
-    return UnpackedBlocks(raw[..., 4:], (_f16_bits(raw, 0), _f16_bits(raw, 2)))
-
-
 def _fifth_bits(raw: Bytes, at: int) -> Bytes:
     """5-bit levels as bytes: 32 high bits from byte ``at`` on, then the low nibbles."""
     bits = np.unpackbits(raw[..., at : at + 4], axis=-1, bitorder="little")
     low = raw[..., at + 4 :]
     return np.concatenate([low & 15, low >> 4], axis=-1) | bits << 4
-
-
-def _q5_0(raw: Bytes) -> UnpackedBlocks:
-    return UnpackedBlocks(_fifth_bits(raw, 2), (_f16_bits(raw, 0),))
-
-
-def _q5_1(raw: Bytes) -> UnpackedBlocks:
-    return UnpackedBlocks(_fifth_bits(raw, 4), (_f16_bits(raw, 0), _f16_bits(raw, 2)))
-
-
-def _q8_0(raw: Bytes) -> UnpackedBlocks:
-    return UnpackedBlocks(raw[..., 2:] ^ 128, (_f16_bits(raw, 0),))
 
 
 def _six_bit_scales(raw: Bytes) -> tuple[Bytes, Bytes]:
@@ -133,10 +113,6 @@ def _iq4_xs(raw: Bytes) -> UnpackedBlocks:
     return UnpackedBlocks(raw[..., 8:].reshape(len(raw), -1, 16), (scales.reshape(len(raw), -1),), (_f16_bits(raw, 0),))
 
 
-def _mxfp4(raw: Bytes) -> UnpackedBlocks:
-    return UnpackedBlocks(raw[..., 1:], (raw[..., 0],))
-
-
 def _share_bytes(levels: Bytes, count: int) -> Bytes:
     """Levels [outputs, blocks, 32] with ``count`` of them, 4 inputs apart, in a byte."""
     words = np.ascontiguousarray(levels).view("<u4").reshape(*levels.shape[:2], -1, count)
@@ -150,12 +126,6 @@ def _two_bits(raw: Bytes) -> Bytes:
     """The 2-bit levels of 64 bytes as [outputs, blocks, 32]: each 32 bytes hold four blocks."""
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     return (raw.reshape(*raw.shape[:-1], 2, 1, 32) >> shifts & 3).reshape(len(raw), -1, 32)
-
-
-def _q2_k(raw: Bytes) -> UnpackedBlocks:
-    return UnpackedBlocks(
-        _share_bytes(_two_bits(raw[..., 16:80]), 4), _halves(raw[..., :16]), (_f16_bits(raw, 80), _f16_bits(raw, 82))
-    )
 
 
 def _q3_k(raw: Bytes) -> UnpackedBlocks:
@@ -192,9 +162,9 @@ def _signed(sizes: Sequence[float]) -> list[int]:
     return [int(sign * size) for sign in (1, -1) for size in sizes]
 
 
-def _codes(kind: str, raw: Bytes, step: np.ndarray, scales: np.ndarray, table: Sequence[int]) -> UnpackedBlocks:
-    """The form ``codes``, from float32 steps [outputs, blocks] and integer scales [outputs, blocks, 16 or 8]."""
-    scales = scales.astype(np.int8).repeat(16 // scales.shape[-1], axis=-1)
+def _codes(kind: str, raw: Bytes, step: np.ndarray, scale_bits: np.ndarray, table: Sequence[int]) -> UnpackedBlocks:
+    """The form ``codes``: float32 steps [outputs, blocks], and scales 1 + 2 * bits [outputs, blocks, 16 or 8]."""
+    scales = (1 + 2 * scale_bits).astype(np.int8).repeat(16 // scale_bits.shape[-1], axis=-1)
     levels = _levels(_values(raw, kind, INPUTS // 2), (step[..., None] * scales).reshape(len(raw), -1))
     codes = np.zeros(2 * TABLE_ZERO, np.uint8)
     codes[np.array(table) + TABLE_ZERO] = np.arange(len(table))
@@ -204,41 +174,31 @@ def _codes(kind: str, raw: Bytes, step: np.ndarray, scales: np.ndarray, table: S
     return UnpackedBlocks(pairs[:, :, 0] | pairs[:, :, 1] << 4, _halves(scales), heads)
 
 
-def _iq3_s(raw: Bytes) -> UnpackedBlocks:
-    table = _signed(quants.IQ3_S.grid_map)
-    return _codes("iq3_s", raw, _f16(raw, 0), 1 + 2 * _nibbles(raw[..., 106:110]), table)
-
-
-def _iq3_xxs(raw: Bytes) -> UnpackedBlocks:
-    table = _signed([size / 2 for size in quants.IQ3_XXS.grid_map])
-    return _codes("iq3_xxs", raw, _f16(raw, 0) / 2, 1 + 2 * (raw[..., 66:98].view("<u4") >> 28), table)
-
-
-def _iq2_xxs(raw: Bytes) -> UnpackedBlocks:
-    scales = 1 + 2 * (raw[..., 2:66].view("<u4")[..., 1::2] >> 28)
-    return _codes("iq2_xxs", raw, _f16(raw, 0) / 8, scales, _signed(quants.IQ2_XXS.grid_map))
-
-
-def _iq2(kind: str, at: int, raw: Bytes) -> UnpackedBlocks:
-    scales = 1 + 2 * _nibbles(raw[..., at : at + 8])
-    return _codes(kind, raw, _f16(raw, 0) / 8, scales, _signed(quants.IQ2_XXS.grid_map))
-
-
-ONE_BIT = _signed([1, 7, 9])
+IQ2 = _signed(quants.IQ2_XXS.grid_map)
+IQ1 = _signed([1, 7, 9])
 """Eight times -1, 0 or 1, plus or minus one."""
+CODES: Mapping[str, tuple[Sequence[int], int, Callable[[Bytes], np.ndarray]]] = {
+    "iq3_s": (_signed(quants.IQ3_S.grid_map), 1, lambda raw: _nibbles(raw[..., 106:110])),
+    "iq3_xxs": (_signed([s / 2 for s in quants.IQ3_XXS.grid_map]), 2, lambda raw: raw[..., 66:98].view("<u4") >> 28),
+    "iq2_xxs": (IQ2, 8, lambda raw: raw[..., 2:66].view("<u4")[..., 1::2] >> 28),
+    "iq2_xs": (IQ2, 8, lambda raw: _nibbles(raw[..., 66:74])),
+    "iq2_s": (IQ2, 8, lambda raw: _nibbles(raw[..., 74:82])),
+    "iq1_s": (IQ1, 8, lambda raw: raw[..., 34:50].view("<u2") >> 12 & 7),
+}
+"""Types with a float16 step first: their levels, what the step is divided by, and the bits of their scales."""
 
 
-def _iq1_s(raw: Bytes) -> UnpackedBlocks:
-    scales = raw[..., 34:50].view("<u2") >> 12 & 7
-    return _codes("iq1_s", raw, _f16(raw, 0) / 8, 1 + 2 * scales, ONE_BIT)
+def _with_step(kind: str, raw: Bytes) -> UnpackedBlocks:
+    table, divisor, scale_bits = CODES[kind]
+    return _codes(kind, raw, _f16(raw, 0) / divisor, scale_bits(raw), table)
 
 
 def _iq1_m(raw: Bytes) -> UnpackedBlocks:
     words = raw[..., 48:56].view("<u2")
     tops = words >> 12 << np.arange(0, 16, 4, dtype=np.uint16)
     step = np.bitwise_or.reduce(tops, axis=-1).view(np.float16).astype(np.float32)
-    scales = words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7
-    return _codes("iq1_m", raw, step / 8, 1 + 2 * scales.reshape(*step.shape, 16), ONE_BIT)
+    scale_bits = words[..., None] >> np.arange(0, 12, 3, dtype=np.uint16) & 7
+    return _codes("iq1_m", raw, step / 8, scale_bits.reshape(*step.shape, 16), IQ1)
 
 
 @dataclass(frozen=True)
@@ -250,17 +210,21 @@ class Packed:
 
 
 _OWN: Mapping[str, Callable[[Bytes], UnpackedBlocks]] = {
-    "q4_0": _q4_0, "q4_1": _q4_1, "q4_k": _q4_k, "q5_0": _q5_0, "q5_1": _q5_1, "q5_k": _q5_k, "q6_k": _q6_k,
-    "q8_0": _q8_0, "iq4_nl": _q4_0, "iq4_xs": _iq4_xs, "mxfp4": _mxfp4, "q2_k": _q2_k, "q3_k": _q3_k,
+    "q4_0": lambda raw: UnpackedBlocks(raw[..., 2:], (_f16_bits(raw, 0),)),
+    "q4_1": lambda raw: UnpackedBlocks(raw[..., 4:], (_f16_bits(raw, 0), _f16_bits(raw, 2))),
+    "q5_0": lambda raw: UnpackedBlocks(_fifth_bits(raw, 2), (_f16_bits(raw, 0),)),
+    "q5_1": lambda raw: UnpackedBlocks(_fifth_bits(raw, 4), (_f16_bits(raw, 0), _f16_bits(raw, 2))),
+    "q8_0": lambda raw: UnpackedBlocks(raw[..., 2:] ^ 128, (_f16_bits(raw, 0),)),
+    "iq4_nl": lambda raw: UnpackedBlocks(raw[..., 2:], (_f16_bits(raw, 0),)),
+    "mxfp4": lambda raw: UnpackedBlocks(raw[..., 1:], (raw[..., 0],)),
+    "q2_k": lambda raw: UnpackedBlocks(
+        _share_bytes(_two_bits(raw[..., 16:80]), 4), _halves(raw[..., :16]), (_f16_bits(raw, 80), _f16_bits(raw, 82))
+    ),
+    "q3_k": _q3_k, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k, "iq4_xs": _iq4_xs,
 }  # fmt: skip
 PACKED: Mapping[str, Packed] = {
     **{kind: Packed(kind, unpack) for kind, unpack in _OWN.items()},
-    "iq3_s": Packed("codes", _iq3_s),
-    "iq3_xxs": Packed("codes", _iq3_xxs),
-    "iq2_xxs": Packed("codes", _iq2_xxs),
-    "iq2_xs": Packed("codes", partial(_iq2, "iq2_xs", 66)),
-    "iq2_s": Packed("codes", partial(_iq2, "iq2_s", 74)),
-    "iq1_s": Packed("codes", _iq1_s),
+    **{kind: Packed("codes", partial(_with_step, kind)) for kind in CODES},
     "iq1_m": Packed("codes", _iq1_m),
     "tq1_0": Packed("q2_k", partial(_ternary, "tq1_0", 52)),
     "tq2_0": Packed("q2_k", partial(_ternary, "tq2_0", 64)),
