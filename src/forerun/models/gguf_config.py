@@ -422,13 +422,13 @@ def _yarn(keys: Keys, factor: float) -> dict[str, Any]:
 
 def read_divisors(file: GGUFFile, theta: float, width: int) -> dict[str, Any]:
     """The parameters for which Llama 3's formula gives the file's divisors. Raises ModelError if there are none."""
-    given = file.values(FREQUENCIES).double()
+    divisors = file.values(FREQUENCIES).double()
     frequencies = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-    factor = float(f"{given.max().item():.7g}") if given.shape == frequencies.shape else 0.0
+    factor = float(f"{divisors.max().item():.7g}") if divisors.shape == frequencies.shape else 0.0
     for context in LLAMA3_CONTEXTS:
         rotations = context * frequencies / (2 * torch.pi)  # in a text of that length
         smooth = ((rotations - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0, 1)
-        if factor >= 1 and torch.allclose(1 / ((1 - smooth) / factor + smooth), given, rtol=1e-4, atol=0):
+        if factor >= 1 and torch.allclose(1 / ((1 - smooth) / factor + smooth), divisors, rtol=1e-4, atol=0):
             return {
                 "rope_type": "llama3", "factor": factor, "low_freq_factor": LLAMA3_LOW,
                 "high_freq_factor": LLAMA3_HIGH, "original_max_position_embeddings": context,
@@ -502,9 +502,9 @@ def _proportional(keys: Keys, width: int) -> dict[str, Any]:
     file, base = keys.file, keys.number("rope.freq_base", 1e6)
     if FREQUENCIES not in file.tensors:
         return {"rope_type": "default", "rope_theta": base}
-    given = file.values(FREQUENCIES).double()
-    rotated = int((given == 1).sum())
-    if given.shape != (width // 2,) or not (given[:rotated] == 1).all() or not (given[rotated:] >= 1e20).all():
+    divisors = file.values(FREQUENCIES).double()
+    rotated = int((divisors == 1).sum())
+    if divisors.shape != (width // 2,) or not (divisors[:rotated] == 1).all() or not (divisors[rotated:] >= 1e20).all():
         raise keys.error(f"divides its rotary frequencies ({FREQUENCIES}) in another way than Gemma 4 does")
     factor = rotated / (width // 2)
     return {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": factor}

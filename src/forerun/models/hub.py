@@ -55,8 +55,8 @@ def parse(text: str) -> ModelSource:
 
 def quantization(file: str) -> str | None:
     """The quantization that a GGUF file's name ends with, or else its folder's."""
-    stem = re.sub(r"-\d{5}-of-\d{5}$", "", Path(file).name.removesuffix(SUFFIX))
-    result = QUANT.search(stem) or QUANT.search(Path(file).parent.name)
+    base = re.sub(r"-\d{5}-of-\d{5}$", "", Path(file).name.removesuffix(SUFFIX))
+    result = QUANT.search(base) or QUANT.search(Path(file).parent.name)
     return result[1].upper() if result else None
 
 

@@ -310,13 +310,13 @@ def refusal(config: Any) -> str | None:
     return None
 
 
-def gather(tensors: dict[str, torch.Tensor], config: Mapping[str, Any], place: str) -> dict[str, Rows]:
+def gather(tensors: dict[str, torch.Tensor], config: Mapping[str, Any], where: str) -> dict[str, Rows]:
     """Tensors by name, those of each quantized weight replaced by one weight. Raises ModelError, which begins with
-    ``place``, for tensors that are missing or do not fit each other."""
+    ``where``, for tensors that are missing or do not fit each other."""
     scheme = SCHEMES[config["quant_method"]]
     layers = {layer for layer, _, suffix in (name.rpartition(".") for name in tensors) if suffix in scheme.marks}
     if not layers:
-        raise ModelError(f"{place} holds no {scheme.name} weights, though its config says so")
+        raise ModelError(f"{where} holds no {scheme.name} weights, though its config says so")
     result: dict[str, Rows] = {}
     used: set[str] = set()
     for layer in sorted(layers):
@@ -329,7 +329,7 @@ def gather(tensors: dict[str, torch.Tensor], config: Mapping[str, Any], place: s
             _check_types(parts)
             result[f"{layer}.weight"] = scheme.make(parts, config)
         except KeyError as error:
-            raise ModelError(f"{place} lacks {layer}.{error.args[0]}, a part of a {scheme.name} weight") from error
+            raise ModelError(f"{where} lacks {layer}.{error.args[0]}, a part of a {scheme.name} weight") from error
         except ValueError as error:
-            raise ModelError(f"{place}: {layer} is no {scheme.name} weight that can be read: {error}") from error
+            raise ModelError(f"{where}: {layer} is no {scheme.name} weight that can be read: {error}") from error
     return {**{name: tensor for name, tensor in tensors.items() if name not in used}, **result}

@@ -61,19 +61,19 @@ FIELDS = (
 """Permitted values of config keys, where they are present. Sizes may be lists, one for each layer."""
 
 
-def check_given(given: Mapping[str, Any], path: Path) -> None:
+def check_given(raw: Mapping[str, Any], path: Path) -> None:
     """Check ``config.json`` before transformers reads it. Raises ModelError for quantization that is not read, for a
     checkpoint that needs code of its own, and for keys that make transformers read other files."""
-    text = given.get("text_config")
-    for part in (given, text if isinstance(text, Mapping) else {}):
+    text = raw.get("text_config")
+    for part in (raw, text if isinstance(text, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):
             if part.get(key) is not None and (reason := refusal(part[key])) is not None:
                 raise ModelError(
                     f"{path.parent} holds weights quantized with {scheme(part[key])}, {reason}: "
                     "use the checkpoint they were made from (quantization= rounds it to 4 or 8 bits while loading)"
                 )
-    kind = given.get("model_type")
-    if given.get("auto_map") and (not isinstance(kind, str) or not _is_known(kind)):
+    kind = raw.get("model_type")
+    if raw.get("auto_map") and (not isinstance(kind, str) or not _is_known(kind)):
         raise ModelError(
             f"{path.parent} is a model of type {shown(kind)} that runs code of its own (auto_map in {path.name}); "
             "such code is never run, and transformers knows no such type"
@@ -81,26 +81,26 @@ def check_given(given: Mapping[str, Any], path: Path) -> None:
     if not isinstance(kind, str):
         raise ModelError(f"{path} cannot be used: model_type is {shown(kind)}, not the name of an architecture")
     for key in ("transformers_weights", "configuration_files"):
-        if given.get(key) is not None:
+        if raw.get(key) is not None:
             raise ModelError(f"{path} names other files ({key}), which are not loaded: remove that key")
     for key in ("dtype", "torch_dtype"):
-        if given.get(key) is not None and not isinstance(given[key], str):
-            raise ModelError(f"{path} cannot be used: {key} must be a name, not {shown(given[key])}")
-    names = given.get("architectures")
+        if raw.get(key) is not None and not isinstance(raw[key], str):
+            raise ModelError(f"{path} cannot be used: {key} must be a name, not {shown(raw[key])}")
+    names = raw.get("architectures")
     if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise ModelError(f"{path} cannot be used: architectures is {shown(names)}, not a list of names")
 
 
-def check_tokenizer(given: Mapping[str, Any], path: Path) -> None:
+def check_tokenizer(raw: Mapping[str, Any], path: Path) -> None:
     """Raise ModelError where a tokenizer's settings name files to read: those could be anywhere on this machine."""
     for key in ("vocab", "merges", "init_inputs", "fast_tokenizer_files"):
-        if given.get(key):
+        if raw.get(key):
             raise ModelError(f"{path} names other files ({key}), which are not loaded: remove that key")
 
 
-def check_depth(given: Mapping[str, Any], path: Path) -> None:
+def check_depth(raw: Mapping[str, Any], path: Path) -> None:
     """Raise ModelError where ``config.json`` has more layers than the weights have tensors."""
-    for part in (given, *(value for value in given.values() if isinstance(value, Mapping))):
+    for part in (raw, *(value for value in raw.values() if isinstance(value, Mapping))):
         for name in DEPTHS:
             depth: Any = part.get(name)
             if not _is_integer(depth) or depth <= DEEP:
@@ -259,9 +259,9 @@ def check_fit(config: Any, tensors: Mapping[str, Tensor | GGUFTensor], path: Pat
 
 
 def check_names(
-    place: object, missing: Sequence[str], unexpected: Iterable[str], parameters: Iterable[str], config: Any
+    where: object, missing: Sequence[str], unexpected: Iterable[str], parameters: Iterable[str], config: Any
 ) -> None:
-    """Raise ModelError for weights that ``place`` lacks, and for those that its config leaves out.
+    """Raise ModelError for weights that ``where`` lacks, and for those that its config leaves out.
 
     The latter are unexpected tensors of parts that the model has, in this or in another layer. Layers for multi-token
     prediction, after the model's own, belong to the drafter ``mtp``.
@@ -278,7 +278,7 @@ def check_names(
     )
     for names, reason in ((missing, "lacks {} weights"), (extra, "has {} weights that its config leaves out")):
         if names:
-            raise ModelError(f"{place} {reason.format(len(names))}, {names[0]} among them")
+            raise ModelError(f"{where} {reason.format(len(names))}, {names[0]} among them")
 
 
 def _part(name: str) -> str:

@@ -80,13 +80,17 @@ def check_compatible(
 
     Padding ids do not matter, nor do logits beyond the tokenizer, nor where the draft would end a text.
     """
-    ours, theirs = ({index: token for token, index in each.items()} for each in (target, draft))
-    differing = [index for index in ours.keys() | theirs.keys() if ours.get(index) != theirs.get(index)]
+    target_tokens, draft_tokens = ({index: token for token, index in each.items()} for each in (target, draft))
+    differing = [
+        index
+        for index in target_tokens.keys() | draft_tokens.keys()
+        if target_tokens.get(index) != draft_tokens.get(index)
+    ]
     if differing:
         index = min(differing)
         raise ConfigError(
-            f"the draft's tokenizer differs from the target's: id {index} is {ours.get(index)!r} in "
-            f"{target_info.name} and {theirs.get(index)!r} in {draft_info.name} "
+            f"the draft's tokenizer differs from the target's: id {index} is {target_tokens.get(index)!r} in "
+            f"{target_info.name} and {draft_tokens.get(index)!r} in {draft_info.name} "
             "('use_heterogeneous_vocab': true drafts all the same)"
         )
 
