@@ -16,7 +16,7 @@ from forerun.models.formats.gguf_types import FLOATS
 from forerun.models.gguf import GGUFFile
 
 READ = {each.gguf: each for each in reversed(ARCHITECTURES.values())} | {f"{NEMOTRON_H.gguf}_moe": NEMOTRON_H}
-"""By ``general.architecture``. Mistral and Mixtral are Llamas there, and OLMo 3 is an OLMo 2 with windows."""
+"""By ``general.architecture``; ``_variant`` distinguishes those that share a name."""
 FREQUENCIES = "rope_freqs.weight"
 """The divisors of Llama 3's rotary frequencies."""
 ROUTER = ".ffn_gate_inp.weight"
@@ -48,7 +48,8 @@ class Keys:
         named = file.metadata.get("general.architecture")
         if not isinstance(named, str) or named not in READ:
             raise self.error(f"holds a model of architecture {shown(named)}; only {', '.join(READ)} are read from GGUF")
-        self.name, self.architecture = named, READ[named]
+        self.name = named
+        self.architecture = _variant(self)
         self.predicting = self.get("nextn_predict_layers") or 0
         """Layers for multi-token prediction, after the others."""
         self.layers = self.integer("block_count") - self.predicting
@@ -109,7 +110,8 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
         raise keys.error("has no tensor token_embd.weight: it holds no whole model")
     vocabulary, (hidden, heads, width) = file.tensors["token_embd.weight"].shape[0], _widths(keys)
     config: dict[str, Any] = {
-        **_class(architecture),
+        "architectures": [architecture.causal],
+        "model_type": architecture.model_type,
         "hidden_size": hidden,
         "intermediate_size": _intermediate_size(keys),
         "num_hidden_layers": keys.layers,
@@ -126,12 +128,23 @@ def read_config(file: GGUFFile) -> dict[str, Any]:
     config |= _biases(keys)
     if architecture.attention.rotary != "none":
         config["rope_parameters"] = {} if keys.name == "gemma4" else _rope(keys, width)
+    config |= _described_keys(keys, config)
     config |= _family_keys(keys, config)
     return config | {"pad_token_id": None} | _special_ids(file, vocabulary)  # transformers has defaults
 
 
-def _class(of: Architecture) -> dict[str, Any]:
-    return {"architectures": [of.causal], "model_type": of.model_type}
+def _variant(keys: Keys) -> Architecture:
+    """The architecture, which ``general.architecture`` alone does not tell for some."""
+    experts, shared = keys.get("expert_count"), keys.get("expert_shared_feed_forward_length")
+    if keys.name == "llama" and experts:
+        return ARCHITECTURES["mixtral"]
+    if keys.name == "olmo2" and keys.get("attention.sliding_window"):
+        return ARCHITECTURES["olmo3"]
+    if keys.name == "granitemoe" and experts and shared:
+        return ARCHITECTURES["granitemoeshared"]
+    if keys.name == "deepseek2":
+        return ARCHITECTURES["deepseek_v3" if keys.get("expert_gating_func") == SIGMOID else "deepseek_v2"]
+    return READ[keys.name]
 
 
 def _intermediate_size(keys: Keys) -> int:
@@ -174,72 +187,79 @@ def _biases(keys: Keys) -> dict[str, bool]:
     return {key: keys.has(f"{name.gguf}.bias") for key, name in parts if key not in (None, "always")}
 
 
+def _described_keys(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
+    """The keys that the architecture's description names."""
+    of, attention = keys.architecture, keys.architecture.attention
+    result: dict[str, Any] = {}
+    if attention.window == "all":
+        result["sliding_window"] = None if keys.name == "llama" else keys.optional_integer("attention.sliding_window")
+    elif attention.window == "layer_types" and keys.name in PERIODS:
+        result |= _windows(keys)
+    if attention.softcap is not None:
+        result[attention.softcap] = keys.optional_number("attn_logit_softcapping")
+    if isinstance(attention.multiplier, str):
+        result[attention.multiplier] = keys.number("attention.scale", config["head_dim"] ** -0.5)
+    if of.logits_softcap is not None:
+        result[of.logits_softcap] = keys.optional_number("final_logit_softcapping")
+    if of.embedding_scale is not None and of.embedding_scale != "root":
+        result[of.embedding_scale] = keys.number("embedding_scale", 1.0)
+    if of.residual_scale is not None:
+        result[of.residual_scale] = keys.number("residual_scale", 1.0)
+    if of.logits_divisor is not None:
+        result[of.logits_divisor] = keys.number("logit_scale", 1.0)
+    if of.experts is not None and keys.get("expert_count"):
+        result |= _experts(keys)
+    if isinstance(of.mixer, Recurrence):
+        result |= _recurrence(keys)
+    if of.mixer is not None and not of.mlp.layer_type and of.mixer.layer_type != "hybrid":
+        result["layer_types"] = _mixed(keys)
+    if of.mlp.width != "intermediate_size":
+        result[of.mlp.width] = keys.integer("expert_shared_feed_forward_length", config["intermediate_size"])
+    return result
+
+
 def _family_keys(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """The keys of one family alone."""
-    family = keys.name
-    if family == "gemma2":
-        return _gemma(keys, config) | {"attn_logit_softcapping": keys.optional_number("attn_logit_softcapping")}
-    if family == "gemma3":
-        local = keys.number("rope.freq_base_swa", GEMMA_LOCAL_BASE)
-        base = {**config["rope_parameters"], "rope_theta": keys.number("rope.freq_base", 1e6)}
-        rope = {FULL: base, SLIDING: {"rope_type": "default", "rope_theta": local}}
-        return _gemma(keys, config) | {"rope_parameters": rope}
+    family, rope = keys.name, config.get("rope_parameters", {})
+    if family in LARGEST:
+        width = config["hidden_size"] // config["num_attention_heads"]
+        scalar = width if keys.layers == LARGEST[family] else config["head_dim"]
+        if family == "gemma3":
+            rope = {FULL: {**rope, "rope_theta": keys.number("rope.freq_base", 1e6)}, SLIDING: _local_rope(keys)}
+        return {"query_pre_attn_scalar": scalar, "rope_parameters": rope}
     if family == "gemma4":
         return _gemma4(keys, config)
-    if family in ("phi3", "starcoder2"):
-        return {"sliding_window": keys.optional_integer("attention.sliding_window")}
-    if family == "olmo2" and keys.get("attention.sliding_window"):
-        full = config["rope_parameters"]
-        rope = {FULL: full, SLIDING: {"rope_type": "default", "rope_theta": full["rope_theta"]}}
-        return _class(ARCHITECTURES["olmo3"]) | _windows(keys) | {"rope_parameters": rope}
-    if family == "exaone4":
-        return _windows(keys)
+    if keys.architecture.model_type == "olmo3":
+        return {"rope_parameters": {FULL: rope, SLIDING: {"rope_type": "default", "rope_theta": rope["rope_theta"]}}}
     if family == "cohere2":
-        return _windows(keys) | {"logit_scale": keys.number("logit_scale")}
-    if family in ("granite", "granitemoe", "granitehybrid"):
-        return {
-            **(_granite_hybrid(keys, config) if family == "granitehybrid" else _granite_experts(keys)),
-            "embedding_multiplier": keys.number("embedding_scale", 1.0),
-            "residual_multiplier": keys.number("residual_scale", 1.0),
-            "attention_multiplier": keys.number("attention.scale", config["head_dim"] ** -0.5),
-            "logits_scaling": keys.number("logit_scale", 1.0),
-        }
+        return {"logit_scale": keys.number("logit_scale")}
+    if family == "granitehybrid":
+        return _granite_hybrid(keys, config)
     if family == "falcon-h1":
-        return _recurrence(keys) | {"mamba_d_ssm": keys.integer("ssm.inner_size"), "mamba_norm_before_gate": False}
+        return {"mamba_d_ssm": keys.integer("ssm.inner_size"), "mamba_norm_before_gate": False}
     if keys.architecture is NEMOTRON_H:
-        return _nemotron_h(keys)
+        return {"layers_block_type": _nemotron_layers(keys), "moe_latent_size": keys.get("moe_latent_size")}
     if family == "gpt-oss":
-        return {
-            **_windows(keys), **_experts(keys), "intermediate_size": keys.integer("expert_feed_forward_length"),
-            "rope_parameters": {**config["rope_parameters"], "truncate": False},
-        }  # fmt: skip
+        inner = keys.integer("expert_feed_forward_length")
+        return {"intermediate_size": inner, "rope_parameters": {**rope, "truncate": False}}
     if family == "mistral3":
-        window = keys.optional_integer("attention.sliding_window")
-        return {"sliding_window": window, "rope_parameters": {**config["rope_parameters"], **_query_growth(keys)}}
+        return {"rope_parameters": {**rope, **_query_growth(keys)}}
     if keys.architecture.latent is not None:
         return _latent(keys, config)
     if family == "apertus":
         return {"hidden_act": "xielu"}
     if family in ("lfm2", "lfm2moe"):
-        corrected = {"use_expert_bias": keys.has("exp_probs_b.bias"), "norm_topk_prob": True}
-        return (_experts(keys) | corrected if family == "lfm2moe" else {}) | {
-            "layer_types": _mixed(keys), "conv_L_cache": keys.integer("shortconv.l_cache"),
-            "block_auto_adjust_ff_dim": False,
-        }  # fmt: skip
+        return {"conv_L_cache": keys.integer("shortconv.l_cache"), "block_auto_adjust_ff_dim": False}
     if family in ("qwen35", "qwen35moe"):
-        mixer = _recurrence(keys)
-        tiled = mixer["linear_num_value_heads"] != mixer["linear_num_key_heads"]
-        result = {"layer_types": _mixed(keys), **mixer, TILED_HEADS: tiled}
-        if family == "qwen35":
-            return result
-        shared = keys.integer("expert_shared_feed_forward_length")
-        return result | _experts(keys) | {keys.architecture.mlp.width: shared}
+        return {TILED_HEADS: config["linear_num_value_heads"] != config["linear_num_key_heads"]}
     if family == "qwen3moe":
-        return _experts(keys) | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
-    if family == "llama" and keys.get("expert_count"):
-        mixtral = ARCHITECTURES["mixtral"]
-        return _class(mixtral) | {"sliding_window": None} | _experts(keys, mixtral)
+        return {"decoder_sparse_step": 1, "mlp_only_layers": []}
     return {}
+
+
+def _local_rope(keys: Keys) -> dict[str, Any]:
+    """Gemma's rotary parameters in layers with a window."""
+    return {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", GEMMA_LOCAL_BASE)}
 
 
 def _query_growth(keys: Keys) -> dict[str, float]:
@@ -256,11 +276,10 @@ def _latent(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     rotated, width = config["head_dim"], keys.integer("attention.key_length_mla")
     func, rope = keys.get("expert_gating_func") or SOFTMAX, dict(config["rope_parameters"])
     mistral, normalised = keys.name == "mistral4", bool(keys.get("expert_weights_norm"))
-    kind = ARCHITECTURES["mistral4" if mistral else "deepseek_v3" if func == SIGMOID else "deepseek_v2"]
     wrong = func not in (SOFTMAX, SIGMOID) or (mistral and func == SIGMOID)
-    if wrong or (kind.model_type == "deepseek_v2" and normalised):
+    if wrong or (keys.architecture.model_type == "deepseek_v2" and normalised):
         raise keys.error(f"has {shown(func)} as {keys.name}.expert_gating_func and {normalised} as "
-                         f"expert_weights_norm, which no model of {kind.causal} has")  # fmt: skip
+                         f"expert_weights_norm, which no model of {keys.architecture.causal} has")  # fmt: skip
     if not rotated < width:
         raise keys.error(f"has heads of {width} numbers, {rotated} of them rotated")
     if rope["rope_type"] == "yarn":  # its attention_factor is mscale over mscale_all_dim, which are one number
@@ -270,7 +289,7 @@ def _latent(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
             del rope["attention_factor"]
     if mistral:
         rope |= {"partial_rotary_factor": rotated / width, **_query_growth(keys)}
-    return _class(kind) | _experts(keys, kind) | {
+    return {
         "rope_parameters": rope, "norm_topk_prob": normalised,
         "num_key_value_heads": config["num_attention_heads"], "head_dim": width if mistral else rotated,
         "q_lora_rank": keys.optional_integer("attention.q_lora_rank"),
@@ -280,26 +299,14 @@ def _latent(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _granite_experts(keys: Keys) -> dict[str, Any]:
-    """Keys of a mixture. With a shared MLP beside the experts it is a model of another class."""
-    if not keys.get("expert_count"):
-        return {}
-    experts = _experts(keys)
-    if not keys.get("expert_shared_feed_forward_length"):
-        return experts
-    named = ARCHITECTURES["granitemoeshared" if keys.name == "granitemoe" else "granitemoehybrid"]
-    return experts | _class(named) | {"shared_intermediate_size": keys.integer("expert_shared_feed_forward_length")}
-
-
 def _granite_hybrid(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    inner = keys.integer("ssm.inner_size")
-    if inner % config["hidden_size"]:
-        raise keys.error(f"has {inner} numbers in Mamba-2, {config['hidden_size']} in a row")
+    inner, hidden = keys.integer("ssm.inner_size"), config["hidden_size"]
+    if inner % hidden:
+        raise keys.error(f"has {inner} numbers in Mamba-2, {hidden} in a row")
     without_rope = keys.get("rope.scaling.finetuned") is False
-    return _recurrence(keys) | {
-        "layer_types": _mixed(keys), "mamba_expand": inner // config["hidden_size"],
-        "num_local_experts": 0, "shared_intermediate_size": config["intermediate_size"], **_granite_experts(keys),
-        "position_embedding_type": None if without_rope else "rope",
+    return {
+        "mamba_expand": inner // hidden, "position_embedding_type": None if without_rope else "rope",
+        "num_local_experts": keys.get("expert_count") or 0,
     }  # fmt: skip
 
 
@@ -322,18 +329,14 @@ def _recurrence(keys: Keys) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _nemotron_h(keys: Keys) -> dict[str, Any]:
+def _nemotron_layers(keys: Keys) -> list[str]:
     """A layer has attention, or an MLP, or experts, or a state."""
     sizes = zip(keys.by_layer("attention.head_count_kv"), keys.by_layer("feed_forward_length"))
     types = []
     for index, (heads, inner) in enumerate(sizes):
         routed = f"blk.{index}{ROUTER}" in keys.file.tensors
         types.append(FULL if heads else "linear_attention" if not inner else "moe" if routed else "mlp")
-    result = {"layers_block_type": types, **_recurrence(keys)}
-    if "moe" not in types:
-        return result
-    normalised = keys.get("expert_weights_norm") is not False
-    return result | _experts(keys) | {"norm_topk_prob": normalised, "moe_latent_size": keys.get("moe_latent_size")}
+    return types
 
 
 def _mixed(keys: Keys) -> list[str]:
@@ -353,13 +356,14 @@ def _mixed(keys: Keys) -> list[str]:
 
 def _windows(keys: Keys) -> dict[str, Any]:
     """The sliding window, and which layers have it."""
-    window = keys.optional_integer("attention.sliding_window")
+    get = keys.integer if keys.name.startswith("gemma") else keys.optional_integer
+    window = get("attention.sliding_window")
     return {"sliding_window": window, "layer_types": _sliding(keys) if window else [FULL] * keys.layers}
 
 
-def _experts(keys: Keys, of: Architecture | None = None) -> dict[str, Any]:
+def _experts(keys: Keys) -> dict[str, Any]:
     """The sizes of experts, and of what all rows share beside them, by the description's config keys."""
-    names = (of or keys.architecture).experts
+    names = keys.architecture.experts
     assert names is not None
     experts = keys.integer("expert_count")
     routed = {tensor.shape[0] for name, tensor in keys.file.tensors.items() if name.endswith(ROUTER)}
@@ -368,6 +372,10 @@ def _experts(keys: Keys, of: Architecture | None = None) -> dict[str, Any]:
     result: dict[str, Any] = {names.count: experts, names.top_k: keys.integer("expert_used_count")}
     if names.width != "intermediate_size":
         result[names.width] = keys.integer("expert_feed_forward_length")
+    if names.normalize is not None:
+        result[names.normalize] = keys.get("expert_weights_norm") is not False
+    if names.has_score_bias is not None and names.score_bias is not None:
+        result[names.has_score_bias] = keys.has(f"{names.score_bias.gguf}.bias")
     if names.factor is not None:
         result[names.factor] = keys.number("expert_weights_scale", 1.0)
     if names.first_dense is not None:
@@ -452,16 +460,6 @@ def _widths(keys: Keys) -> tuple[int, int, int]:
     return hidden, heads, width
 
 
-def _gemma(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
-    width = config["hidden_size"] // config["num_attention_heads"]
-    return {
-        "sliding_window": keys.integer("attention.sliding_window"),
-        "layer_types": _sliding(keys),
-        "query_pre_attn_scalar": width if keys.layers == LARGEST[keys.name] else config["head_dim"],
-        "final_logit_softcapping": keys.optional_number("final_logit_softcapping"),
-    }
-
-
 def _gemma4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     """Gemma 4's layers have heads of two sizes. ``config`` has the width of those without a window."""
     file, layers, width, narrow = keys.file, keys.layers, config["head_dim"], keys.integer("attention.key_length_swa")
@@ -470,7 +468,7 @@ def _gemma4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     doubled = borrowed > 0 and inner[-1] == 2 * inner[0]
     if inner != [inner[0]] * (layers - borrowed) + [inner[0] * (1 + doubled)] * borrowed:
         raise keys.error(f"has {shown(inner)} as {keys.name}.feed_forward_length, which is not read")
-    types = _sliding(keys)
+    types = config["layer_types"]
     own = {index: {"head_dim": width, "num_key_value_heads": kv_heads[index]} for index in range(layers)}
     full = {str(index): sizes for index, sizes in own.items() if types[index] == FULL}
     few = {kv_heads[index] for index in range(layers) if types[index] == SLIDING}
@@ -481,19 +479,13 @@ def _gemma4(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
     table = file.tensors.get("per_layer_token_embd.weight")
     return {
         "head_dim": narrow, "num_key_value_heads": few.pop() if few else kv_heads[0], "per_layer_config": full,
-        "layer_types": types, "sliding_window": keys.integer("attention.sliding_window"),
         "num_kv_shared_layers": borrowed, "use_double_wide_mlp": doubled,
         "attention_k_eq_v": any(f"blk.{index}.attn_v.weight" not in file.tensors for index in map(int, full)
                                 if index < layers - borrowed),
         "hidden_size_per_layer_input": keys.get("embedding_length_per_layer_input") or 0,
         "vocab_size_per_layer_input": config["vocab_size"] if table is None else table.shape[0],
-        "final_logit_softcapping": keys.optional_number("final_logit_softcapping"),
-        **({"enable_moe_block": True, **_experts(keys)} if keys.get("expert_count")
-           else {"enable_moe_block": False}),
-        "rope_parameters": {
-            FULL: _proportional(keys, width),
-            SLIDING: {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa", GEMMA_LOCAL_BASE)},
-        },
+        "enable_moe_block": bool(keys.get("expert_count")),
+        "rope_parameters": {FULL: _proportional(keys, width), SLIDING: _local_rope(keys)},
     }  # fmt: skip
 
 

@@ -212,16 +212,20 @@ class Packed:
 _OWN: Mapping[str, Callable[[Bytes], UnpackedBlocks]] = {
     "q4_0": lambda raw: UnpackedBlocks(raw[..., 2:], (_f16_bits(raw, 0),)),
     "q4_1": lambda raw: UnpackedBlocks(raw[..., 4:], (_f16_bits(raw, 0), _f16_bits(raw, 2))),
+    "q4_k": _q4_k,
     "q5_0": lambda raw: UnpackedBlocks(_fifth_bits(raw, 2), (_f16_bits(raw, 0),)),
     "q5_1": lambda raw: UnpackedBlocks(_fifth_bits(raw, 4), (_f16_bits(raw, 0), _f16_bits(raw, 2))),
+    "q5_k": _q5_k,
+    "q6_k": _q6_k,
     "q8_0": lambda raw: UnpackedBlocks(raw[..., 2:] ^ 128, (_f16_bits(raw, 0),)),
     "iq4_nl": lambda raw: UnpackedBlocks(raw[..., 2:], (_f16_bits(raw, 0),)),
+    "iq4_xs": _iq4_xs,
     "mxfp4": lambda raw: UnpackedBlocks(raw[..., 1:], (raw[..., 0],)),
     "q2_k": lambda raw: UnpackedBlocks(
         _share_bytes(_two_bits(raw[..., 16:80]), 4), _halves(raw[..., :16]), (_f16_bits(raw, 80), _f16_bits(raw, 82))
     ),
-    "q3_k": _q3_k, "q4_k": _q4_k, "q5_k": _q5_k, "q6_k": _q6_k, "iq4_xs": _iq4_xs,
-}  # fmt: skip
+    "q3_k": _q3_k,
+}
 PACKED: Mapping[str, Packed] = {
     **{kind: Packed(kind, unpack) for kind, unpack in _OWN.items()},
     **{kind: Packed("codes", partial(_with_step, kind)) for kind in CODES},
