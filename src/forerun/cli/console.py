@@ -68,23 +68,18 @@ def quiet() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    quiet_transformers()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "transformers" in sys.modules:  # then it has read the variables already
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
     logging.getLogger("forerun").addHandler(_WARNINGS)
     warnings.resetwarnings()
     warnings.simplefilter("ignore")
     warnings.filterwarnings("always", category=RuntimeWarning, module=r"forerun\b")
     warnings.showwarning = lambda message, *rest, **named: warn(message)
-
-
-def quiet_transformers() -> None:
-    """Restricts transformers to errors, without progress bars, whether it has been imported yet or not."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if "transformers" in sys.modules:
-        from transformers.utils import logging as transformers_logging
-
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
 
 
 def print_json(value: Any) -> None:

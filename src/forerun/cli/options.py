@@ -199,16 +199,9 @@ def method_options() -> str:
 ENGINE = Flags("engine", flags_of(EngineConfig, "Engine", skip=("seed", "trace", "threads")))
 SERVED = Flags("engine", flags_of(EngineConfig, "Engine", skip=("trace", "threads")))
 """For commands that have no other seed."""
-SAMPLING = Flags(
-    "sampling",
-    flags_of(
-        SamplingParams,
-        "Sampling",
-        skip=("bad_words_ids",),
-        defaults={"temperature": 0, "max_tokens": 128, "seed": 0},
-    ),
-)
-DEFAULTS = "auto: a known draft of the model that is on disk, else suffix"
+GREEDY = {"temperature": 0, "max_tokens": 128, "seed": 0}
+SAMPLING = Flags("sampling", flags_of(SamplingParams, "Sampling", skip=("bad_words_ids",), defaults=GREEDY))
+METHOD_DEFAULT = "auto: a known draft of the model that is on disk, else suffix"
 SYNTHETIC_HELP = (
     "accept drafts as often as was published for Llama-3.2-1B, whatever their tokens, to measure speed: "
     f"{', '.join(PROFILES)}; the text is not the model's"
@@ -221,7 +214,7 @@ SPECULATIVE = Flags(
     [
         Flag("speculative_config", str, "all options of speculation as JSON, vLLM's keys", None, "Speculation", True),
         Flag("tuned", str, TUNED_HELP, None, "Speculation"),
-        Flag("spec_method", str, f"drafting method: {', '.join([NONE, *drafters])}", DEFAULTS, "Speculation",
+        Flag("spec_method", str, f"drafting method: {', '.join([NONE, *drafters])}", METHOD_DEFAULT, "Speculation",
              field="method"),
         Flag("spec_model", str, "the drafter's checkpoint, folder or hub id", "the bundled one", "Speculation",
              field="model"),

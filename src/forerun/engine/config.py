@@ -58,13 +58,15 @@ class SpeculativeConfig:
     """Probability that each position of a draft is accepted, in place of the rule; None: the rule decides."""
 
     def make_rule(self) -> Rule:
+        """The acceptance rule."""
         from forerun.speculate.accept.synthetic import Synthetic
 
-        made = rules[self.accept](self.rule)
-        return made if self.synthetic is None else Synthetic(made, self.synthetic)
+        rule = rules[self.accept](self.rule)
+        return rule if self.synthetic is None else Synthetic(rule, self.synthetic)
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig:
+        """Parses the keys of a ``speculative_config``; None: plain decoding."""
         if options is None:
             return cls()
         if isinstance(options, SpeculativeConfig):
@@ -74,44 +76,46 @@ class SpeculativeConfig:
         from forerun.speculate.accept.synthetic import KEYS as SYNTHETIC
         from forerun.speculate.accept.synthetic import take_rates
 
-        rest = dict(options)
-        method = rest.pop("method", None)
+        remaining = dict(options)
+        method = remaining.pop("method", None)
         method = METHODS.get(method, method) if isinstance(method, str) else method
-        if method == "ngram" and LOOKUP_KEYS & set(rest):
+        if method == "ngram" and LOOKUP_KEYS & set(remaining):
             method = "prompt_lookup"
-        if rest.get("draft_tensor_parallel_size") == 1:
-            del rest["draft_tensor_parallel_size"]
-        for key in rest:
+        if remaining.get("draft_tensor_parallel_size") == 1:
+            del remaining["draft_tensor_parallel_size"]
+        for key in remaining:
             if key in INSTEAD:
                 raise ConfigError(f"speculative_config has no key {key!r} here; instead: {INSTEAD[key]}")
         if method is None:
-            if "model" not in rest:
+            if "model" not in remaining:
                 raise ConfigError("speculative_config needs a 'method'")
             from forerun.engine.drafter_files import method_of
 
-            method = method_of(str(rest["model"]))
-        accept = rest.pop("accept", "coupled")
+            method = method_of(str(remaining["model"]))
+        accept = remaining.pop("accept", "coupled")
         rule = rules[accept]
-        if method != NONE and not set(SYNTHETIC) & set(rest):
-            completed = drafters[method].config_class.with_defaults(rest)
-            if "length" not in rest and not rule.identity:
-                completed.pop("length", None)  # lengths that follow measured times would change tokens from run to run
-            rest = completed
-        length = rest.pop("length", "fixed")
-        _ = policies[length]
-        synthetic = {key: rest.pop(key) for key in SYNTHETIC if key in rest}
-        rule_config = rule.config_class(**{key: rest.pop(key) for key in rule.options() if key in rest})
-        for key in rest:
+        if method != NONE and not set(SYNTHETIC) & set(remaining):
+            with_defaults = drafters[method].config_class.with_defaults(remaining)
+            if "length" not in remaining and not rule.identity:
+                with_defaults.pop("length", None)  # lengths that follow the clock would change tokens from run to run
+            remaining = with_defaults
+        length = remaining.pop("length", "fixed")
+        _ = policies[length]  # raises for an unknown one
+        synthetic = {key: remaining.pop(key) for key in SYNTHETIC if key in remaining}
+        rule_config = rule.config_class(**{key: remaining.pop(key) for key in rule.options() if key in remaining})
+        for key in remaining:
             owners = [name for name in rules if key in rules[name].options()]
             if owners:
                 raise ConfigError(
                     f"speculative_config: accept={accept!r} has no option {key!r}; it belongs to {', '.join(owners)}"
                 )
         if method == NONE:
-            if rest or synthetic:
-                raise ConfigError(f"speculative_config: method 'none' has no option {sorted(rest | synthetic)[0]!r}")
+            if remaining or synthetic:
+                raise ConfigError(
+                    f"speculative_config: method 'none' has no option {sorted(remaining | synthetic)[0]!r}"
+                )
             return cls(NONE, accept, length, rule=rule_config)
-        config = drafters[method].config_class.from_dict(method, rest)
+        config = drafters[method].config_class.from_dict(method, remaining)
         if config.branches and not rule.trees:
             raise ConfigError(
                 f"accept={accept!r} works on chains, but this {method!r} makes trees; choose another rule, or remove "

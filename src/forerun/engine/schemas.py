@@ -34,6 +34,7 @@ TYPES: dict[str, Any] = {
     "number": (int, float),
     "string": str,
     "boolean": bool,
+    "null": type(None),
     "object": dict,
     "array": list,
 }
@@ -415,9 +416,7 @@ def fitting(values: Sequence[Any], kind: Any) -> list[Any]:
 
 
 def _is(value: Any, kind: str) -> bool:
-    if value is None or isinstance(value, bool):
-        return kind == ("null" if value is None else "boolean")
-    return isinstance(value, TYPES.get(kind, ()))
+    return isinstance(value, TYPES.get(kind, ())) and isinstance(value, bool) == (kind == "boolean")
 
 
 def _bound(schema: dict[str, Any], keys: tuple[str, str], step: int) -> int | None:
