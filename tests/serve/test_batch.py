@@ -41,7 +41,7 @@ def written(path, lines):
 def answer(source, out, ask):
     answers = Answers(out, source)
     try:
-        return asyncio.run(run(source, answers, ask, together=4))
+        return asyncio.run(run(source, answers, ask, concurrency=4))
     finally:
         answers.close()
 

@@ -269,7 +269,7 @@ def work(file: Path, out: Path, written: Answers, opening: Opening, options: Ser
         client = await opening()
         try:
             ask = asking(create_app(client, options.named_after(client.facts.model)))
-            return await run(file, written, ask, together=2 * client.capacity())
+            return await run(file, written, ask, concurrency=2 * client.capacity())
         finally:
             client.close()
 

@@ -1,6 +1,6 @@
-"""OpenAI's batch files: a request on each line in, one answer for each out, however often it is begun again.
+"""OpenAI's batch files: one request in each line, and one answer to each, however often the batch is started again.
 
-An answer's ``id`` names its line and the line's content: what has been answered is known from the answers alone.
+An answer's ``id`` names its line and is a hash of the line's content, so that the file of answers says what is done.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from forerun.core.errors import ConfigError
 from forerun.core.folders import lock
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-LATER = (429, 503)
-"""Statuses that answer nothing: the request is asked again."""
+BUSY = (429, 503)
+"""Statuses after which a request is sent again."""
 WAIT = 0.5
 """Seconds before that."""
 
 Ask = Callable[[str, dict[str, Any]], Awaitable[tuple[int, dict[str, Any]]]]
-"""Posts a body to a URL of the API: the status and the body that come back."""
+"""Posts a body to a URL of the API, and returns the status and the body of the answer."""
 
 
 @dataclass
 class Tally:
-    """How many lines were answered before, now, and now with an error."""
+    """How many lines were answered by earlier runs, by this one, and by this one with an error."""
 
     before: int = 0
     answered: int = 0
@@ -52,8 +52,8 @@ class BatchLine:
     error: str | None = None
 
 
-def parse(number: int, raw: bytes, known: set[str]) -> BatchLine:
-    """The request on line ``number``, from 1. ``known`` is each ``custom_id`` before it, and then this one's too."""
+def parse(number: int, raw: bytes, seen: set[str]) -> BatchLine:
+    """Returns line ``number``, counted from 1. ``seen`` are the ``custom_id`` so far; its own is added."""
     line = BatchLine(f"batch_req_{number}_{hashlib.sha256(raw).hexdigest()[:16]}")
     try:
         given = json.loads(raw)
@@ -67,48 +67,42 @@ def parse(number: int, raw: bytes, known: set[str]) -> BatchLine:
     if not isinstance(name, str) or not name:
         line.error = f"line {number} has no custom_id: give each line a text of its own"
         return line
-    line.custom_id = name
-    line.url, line.body = given.get("url", ""), given.get("body", {})
-    line.error = _wrong(number, given, name in known)
-    known.add(name)
+    line.custom_id, line.url, line.body = name, given.get("url", ""), given.get("body")
+    unknown = sorted(set(given) - {"custom_id", "method", "url", "body"})
+    faults = {
+        f"custom_id {name!r} is another line's already": name in seen,
+        "method must be 'POST'": given.get("method") != "POST",
+        f"url must be one of {', '.join(URLS)}": line.url not in URLS,
+        "body must be a JSON object": not isinstance(line.body, dict),
+        "a batch does not stream: remove stream from body": isinstance(line.body, dict) and line.body.get("stream"),
+        **{f"unknown field {key!r}: remove it": True for key in unknown},
+    }
+    line.error = next((f"line {number}: {fault}" for fault, applies in faults.items() if applies), None)
+    seen.add(name)
     return line
 
 
-def _wrong(number: int, given: dict[str, Any], repeated: bool) -> str | None:
-    """What keeps a line from being asked, if anything does."""
-    if repeated:
-        return f"line {number}: custom_id {given['custom_id']!r} is another line's already"
-    if given.get("method") != "POST":
-        return f"line {number}: method must be 'POST'"
-    if given.get("url") not in URLS:
-        return f"line {number}: url must be one of {', '.join(URLS)}"
-    if not isinstance(given.get("body"), dict):
-        return f"line {number}: body must be a JSON object"
-    if given["body"].get("stream"):
-        return f"line {number}: a batch does not stream: remove stream from body"
-    unknown = sorted(set(given) - {"custom_id", "method", "url", "body"})
-    return f"line {number}: unknown field {unknown[0]!r}: remove it" if unknown else None
-
-
 def lines(path: Path) -> Iterator[BatchLine]:
-    """The lines of a batch that are not empty. Raises ConfigError for a file that cannot be read."""
-    known: set[str] = set()
+    """Yields the lines of a batch that are not empty. Raises ConfigError for a file that cannot be read."""
+    seen: set[str] = set()
     try:
         with path.open("rb") as file:
             for number, raw in enumerate(file, start=1):
                 if raw.strip():
-                    yield parse(number, raw.strip(), known)
+                    yield parse(number, raw.strip(), seen)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
 
 
 BINARY = getattr(os, "O_BINARY", 0)
-"""Windows has text files too."""
+"""Windows' flag of files without converted line ends."""
 
 
 class Answers:
-    """The file of answers to the lines of ``source``. One process at a time may have it open; what it holds then stays,
-    up to an answer that was cut off. Raises ConfigError for a file that cannot be had, or holds anything else."""
+    """The file of answers to the lines of ``source``. Only one process at a time may have it open.
+
+    Whole answers in it stay. Raises ConfigError for a file that cannot be opened, or holds anything else.
+    """
 
     def __init__(self, path: Path, source: Path) -> None:
         self.path = path
@@ -125,15 +119,16 @@ class Answers:
         except BlockingIOError:
             self.file.close()
             raise ConfigError(f"{path} is being written by another process: wait for it") from None
-        self.known: set[str] = set()
+        self.answered: set[str] = set()
+        """The ids of answered lines."""
         try:
-            self._look(path, source)
+            self._read(path, source)
         except ConfigError:
             self.file.close()
             raise
 
-    def _look(self, path: Path, source: Path) -> None:
-        """Note whose answers there are, and go to behind the last one."""
+    def _read(self, path: Path, source: Path) -> None:
+        """Reads which lines are answered, and cuts off an answer that is not whole."""
         end = 0
         for raw in self.file:
             if not raw.endswith(b"\n"):
@@ -144,17 +139,16 @@ class Answers:
                 name = None
             if not isinstance(name, str):
                 raise ConfigError(f"{path} holds something else than answers: give another --out")
-            self.known.add(name)
+            self.answered.add(name)
             end += len(raw)
-        others = self.known - {line.id for line in lines(source)}
+        others = self.answered - {line.id for line in lines(source)}
         if others:
             raise ConfigError(f"{path} has {len(others)} answers to lines that are not in {source}: give another --out")
         self.file.seek(end)
         self.file.truncate()
 
     def write(self, line: BatchLine, status: int, body: dict[str, Any] | None) -> None:
-        """Append one answer, whole; ``body`` None: the line itself is wrong. Raises ConfigError where the disk is full;
-        what is cut off then is removed when the file is opened again."""
+        """Appends one answer; without ``body``, the line itself is wrong. Raises ConfigError if the disk is full."""
         response = None
         if body is not None:
             response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": body}
@@ -167,20 +161,20 @@ class Answers:
             raise ConfigError(f"cannot write {self.path}: {error.strerror}; the same command goes on") from error
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # of what could not be written, as ``write`` has said
+        with contextlib.suppress(OSError):  # ``write`` has reported it
             self.file.close()
 
 
-async def run(source: Path, answers: Answers, ask: Ask, *, together: int) -> Tally:
-    """Answer what is not answered yet, ``together`` lines at a time. Whatever ends it early leaves whole answers, and
-    the same call goes on behind them. Raises ConfigError where an answer cannot be written."""
+async def run(source: Path, answers: Answers, ask: Ask, *, concurrency: int) -> Tally:
+    """Answers the lines that are not answered yet, ``concurrency`` at a time. If it is stopped early, the next call
+    continues. Raises ConfigError if an answer cannot be written."""
     tally = Tally()
-    slots = asyncio.Semaphore(together)
+    slots = asyncio.Semaphore(concurrency)
 
     async def answer(line: BatchLine) -> None:
         try:
             status, body = await ask(line.url, line.body)
-            while status in LATER:
+            while status in BUSY:
                 await asyncio.sleep(WAIT)
                 status, body = await ask(line.url, line.body)
             answers.write(line, status, body)
@@ -192,7 +186,7 @@ async def run(source: Path, answers: Answers, ask: Ask, *, together: int) -> Tal
     try:
         async with asyncio.TaskGroup() as tasks:
             for line in lines(source):
-                if line.id in answers.known:
+                if line.id in answers.answered:
                     tally.before += 1
                 elif line.error is not None:
                     answers.write(line, 400, None)
@@ -207,9 +201,9 @@ async def run(source: Path, answers: Answers, ask: Ask, *, together: int) -> Tal
 
 
 def asking(app: ASGIApp) -> Ask:
-    """Asks an ASGI application in this process."""
-    here = httpx2.ASGITransport(app, raise_app_exceptions=False)
-    client = httpx2.AsyncClient(transport=here, base_url="http://localhost", timeout=None)
+    """Returns an ``Ask`` of an ASGI application in this process."""
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+    client = httpx2.AsyncClient(transport=transport, base_url="http://localhost", timeout=None)
 
     async def ask(url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         answer = await client.post(url, content=json.dumps(body), headers={"Content-Type": "application/json"})

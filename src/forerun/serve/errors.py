@@ -29,9 +29,19 @@ STATUSES = {
     503: ("unavailable_error", "The server is shutting down"),
     504: ("timeout_error", "The answer took longer than the server allows"),
 }
-"""What an error is called by its status, and what it means; others are called as 400."""
-NO_OBJECT = ("model_attributes_type", "model_type", "dict_type")
-"""Pydantic's errors whose words would name our classes."""
+"""The type and the description of errors by status. Any other status has the type of 400."""
+NOT_AN_OBJECT = ("model_attributes_type", "model_type", "dict_type")
+"""Pydantic's errors whose messages would name our classes."""
+
+
+CODES: dict[type[ForerunError], tuple[int, str | None]] = {
+    QueueFullError: (429, "queue_full"),
+    ClosedError: (503, "shutting_down"),
+    TimeLimitError: (504, "timeout"),
+    ContextLengthError: (400, "context_length_exceeded"),
+    ForerunError: (400, None),
+}
+"""Status and code of our exceptions; the first class that fits counts."""
 
 
 class ApiError(Exception):
@@ -56,57 +66,51 @@ class ApiError(Exception):
 
 
 def _printable(text: str) -> str:
-    """Short enough, and without what UTF-8 cannot carry: it may quote the client."""
+    """Returns a text that may quote the client cut to 1,000 characters, and without what UTF-8 cannot encode."""
     return text[:1000].encode(errors="replace").decode()
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The status of an exception of ours; anything else is a 500 that says nothing of its cause."""
+    """Returns one of our exceptions with its status, and any other as a 500 that hides its cause."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), code="queue_full")
-    if isinstance(error, ClosedError):
-        return ApiError(503, str(error), code="shutting_down")
-    if isinstance(error, TimeLimitError):
-        return ApiError(504, str(error), code="timeout")
-    if isinstance(error, ForerunError):
-        code = "context_length_exceeded" if isinstance(error, ContextLengthError) else None
-        return ApiError(400, str(error), param=getattr(error, "param", None), code=code)
+    for kind, (status, code) in CODES.items():
+        if isinstance(error, kind):
+            return ApiError(status, str(error), param=getattr(error, "param", None), code=code)
     log.error("unexpected error", exc_info=error)
     return ApiError(500, "internal error; the server's log has the cause")
 
 
-def _place(given: Any, loc: Sequence[str | int], missing: bool) -> str | None:
-    """Where in the body something is wrong, as the client wrote it; ``loc`` names validators and union members too."""
-    result: list[str] = []
+def _path(body: Any, loc: Sequence[str | int], missing: bool) -> str | None:
+    """Returns the path of a wrong or missing field in the body. ``loc`` names validators and members of unions, too."""
+    path: list[str] = []
     for part in loc:
-        known = given if isinstance(given, dict) else range(len(given)) if isinstance(given, list) else ()
-        if part in known:
-            result.append(str(part))
-            given = given[part]
+        keys = body if isinstance(body, dict) else range(len(body)) if isinstance(body, list) else ()
+        if part in keys:
+            path.append(str(part))
+            body = body[part]
     if missing:
-        result.append(str(loc[-1]))
-    return ".".join(result) or None
+        path.append(str(loc[-1]))
+    return ".".join(path) or None
 
 
 def _invalid(error: RequestValidationError, content_type: str | None) -> ApiError:
-    """The first thing that is wrong with a body, in words."""
+    """Returns the first error of a body."""
     first = error.errors()[0]
     kind, loc = first["type"], first["loc"][1:]
     if kind == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
         return ApiError(400, f"the body is not valid JSON: {reason}", code="json_invalid")
     if not loc and not _is_json(content_type):
-        came = f"it came as {content_type}" if content_type else "it came without a Content-Type"
-        message = f"send the body as JSON, with the header 'Content-Type: application/json': {came}"
+        came = f"as {content_type}" if content_type else "without a Content-Type"
+        message = f"send the body as JSON, with the header 'Content-Type: application/json': it came {came}"
         return ApiError(400, message, code="unsupported_content_type")
-    if not loc and kind in ("missing", *NO_OBJECT):
+    if not loc and kind in ("missing", *NOT_AN_OBJECT):
         return ApiError(400, "the body must be a JSON object", code="not_an_object")
-    name = _place(error.body, loc, kind == "missing")
+    name = _path(error.body, loc, kind == "missing")
     if kind == "extra_forbidden":
         return ApiError(400, f"unknown field {name!r}: remove it", param=name, code="unknown_field")
-    message = "must be an object" if kind in NO_OBJECT else first["msg"].removeprefix("Value error, ")
+    message = "must be an object" if kind in NOT_AN_OBJECT else first["msg"].removeprefix("Value error, ")
     message = message.replace(" after validation", "")
     return ApiError(400, f"{name}: {message}" if name else message, param=name, code=kind)
 
@@ -117,7 +121,7 @@ def _is_json(content_type: str | None) -> bool:
 
 
 def install(app: FastAPI) -> None:
-    """Answer every error of ``app`` in this shape; no traceback reaches a client."""
+    """Makes ``app`` answer every error in this form; no traceback reaches a client."""
 
     async def ours(request: Request, error: Exception) -> JSONResponse:
         return as_api_error(error).response()
@@ -137,8 +141,7 @@ def install(app: FastAPI) -> None:
         response.headers.update(error.headers or {})
         return response
 
-    app.add_exception_handler(ApiError, ours)
-    app.add_exception_handler(ForerunError, ours)
-    app.add_exception_handler(Exception, ours)
+    for kind in (ApiError, ForerunError, Exception):
+        app.add_exception_handler(kind, ours)
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)

@@ -11,7 +11,7 @@ from forerun.serve.errors import ApiError
 from forerun.serve.options import ServerOptions, checked_host, host_name, is_loopback
 
 OPEN = ("/", "/health", "/live", "/metrics")
-"""Paths that need no key; the playground's files, under /page/, neither."""
+"""Paths that need no key, like the playground's files under /page/."""
 
 
 def needs_key(path: str) -> bool:
@@ -19,10 +19,10 @@ def needs_key(path: str) -> bool:
 
 
 class Guard:
-    """ASGI middleware. Bodies are read whole, as large and as slow as ``options`` let them be.
+    """ASGI middleware. It reads bodies whole, within the limits of ``options``.
 
-    ``allowed_host`` are the names, beside loopback ones, that may stand in a Host header (None: any). A browser sends
-    the name that it was given: a page whose own name was pointed here (DNS rebinding) is refused by it.
+    The Host header must have a loopback name or an ``allowed_host`` (None: any name). A browser sends the name of the
+    page's URL: so a page whose name was made to resolve to this machine (DNS rebinding) is refused.
     """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:

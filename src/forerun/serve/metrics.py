@@ -1,4 +1,4 @@
-"""What the server tells its operator: Prometheus' metrics and a line of log for each request."""
+"""Prometheus' metrics, and a line of log for each request."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from forerun.serve.stream import Reply
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-ROUTED = frozenset(
+SHARED_WITH_VLLM = frozenset(
     (
         "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries",
         "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "spec_decode_num_drafts",
         "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
     )
 )  # fmt: skip
-"""What vLLM's servers have under ``vllm:`` with the same name and meaning; routers and dashboards read some of it."""
-WHOLE = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+"""Metrics that vLLM has with the same name and meaning, under ``vllm:``. Routers and dashboards read some of them."""
+WHOLE_ANSWER = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
 class EngineCollector:
-    """The engine's own counters, as they stand; with ``names`` ``vllm`` beside them what gateways look for."""
+    """Collects the engine's counters; with ``vllm`` as ``names``, under vLLM's names, too."""
 
-    def __init__(self, engine: EngineClient, model: str, names: str = "forerun") -> None:
+    def __init__(self, engine: EngineClient, model: str, names: str) -> None:
         self.engine = engine
         self.model = model
         self.names = names
@@ -42,7 +42,7 @@ class EngineCollector:
         for family in self._own():
             yield family
             name = family.name.removeprefix("forerun:")
-            if self.names == "vllm" and name in ROUTED:
+            if self.names == "vllm" and name in SHARED_WITH_VLLM:
                 yield self._as_vllm(family, name)
         if self.names == "vllm":
             yield self._cache_config()
@@ -101,9 +101,9 @@ class EngineCollector:
 
 
 class Recorder:
-    """Latency histograms, and how requests ended; sees all deltas in the event loop."""
+    """Records latencies, and how requests ended, from all deltas in the event loop."""
 
-    def __init__(self, engine: EngineClient, model: str, names: str = "forerun") -> None:
+    def __init__(self, engine: EngineClient, model: str, names: str) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine, model, names))
 
@@ -113,7 +113,7 @@ class Recorder:
 
         self.first = seconds("time_to_first_token", "from arrival to the first token", FIRST_TOKEN)
         self.between = seconds("inter_token_latency", "a round's interval over its tokens, once per round", PER_TOKEN)
-        self.whole = seconds("e2e_request_latency", "from arrival to the last token", WHOLE)
+        self.whole = seconds("e2e_request_latency", "from arrival to the last token", WHOLE_ANSWER)
         ended = Counter(
             "forerun:request_success", "answers by why they ended", ["model_name", "finished_reason"],
             registry=self.registry,
@@ -152,8 +152,8 @@ LOGGED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
 class RequestLog:
-    """ASGI middleware. ``state.request_id`` is a request's id, which goes out as ``X-Request-Id``; routes leave their
-    reply in ``state.reply``. The line comes when the answer has been sent, or nobody reads it any more."""
+    """ASGI middleware. It sets ``state.request_id``, sends it as ``X-Request-Id``, and logs a line when the answer was
+    sent, or its reader left. Routes leave their reply in ``state.reply``."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -162,25 +162,25 @@ class RequestLog:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        began = perf_counter()
+        start = perf_counter()
         state = scope.setdefault("state", {})
-        name = state["request_id"] = uuid.uuid4().hex
-        status = 500  # unless something else is sent
+        request_id = state["request_id"] = uuid.uuid4().hex
+        status = 500
 
-        async def named(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
             await send(message)
 
         try:
-            await self.app(scope, receive, named)
+            await self.app(scope, receive, send_with_id)
         finally:
             if scope["path"] in LOGGED and log.isEnabledFor(logging.INFO):
-                facts = {"status": status, **_facts(state.get("reply")), "seconds": perf_counter() - began}
-                written = " ".join(f"{key}={_shown(value)}" for key, value in facts.items())
-                log.info("%s %s %s id=%s", scope["method"], scope["path"], written, name)
+                facts = {"status": status, **_facts(state.get("reply")), "seconds": perf_counter() - start}
+                text = " ".join(f"{key}={_format(value)}" for key, value in facts.items())
+                log.info("%s %s %s id=%s", scope["method"], scope["path"], text, request_id)
 
 
 def _facts(reply: Reply | None) -> dict[str, Any]:
@@ -198,7 +198,7 @@ def _facts(reply: Reply | None) -> dict[str, Any]:
     }
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.3g}" if isinstance(value, float) else str(value)

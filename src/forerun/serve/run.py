@@ -1,4 +1,4 @@
-"""The process: a socket, uvicorn, bounds for what it leaves without one, and an orderly end."""
+"""The server's process: its socket, uvicorn with limits for connections, and a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
 
 from forerun.core.errors import ConfigError
 from forerun.engine.client import EngineClient
@@ -27,32 +25,24 @@ from forerun.serve.options import ConnectionLimits
 class Connection(HttpToolsProtocol):
     """Uvicorn's protocol with ``ConnectionLimits``.
 
-    A connection without a request in hand is *idle*: it may be new, between two requests, or within a head. When there
-    are more connections than may be, the one that has been idle longest is closed; if none is idle, the new one is
-    refused. The name that a request is sent to is its URL's, where that has one, as HTTP has it.
+    A connection is *idle* if it is new, between two requests, or receives headers. If there are too many connections,
+    the one that was idle longest is closed. If none is idle, the new one is refused.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-        *,
-        limits: ConnectionLimits,
-    ) -> None:
-        super().__init__(config, server_state, app_state, _loop)
+    def __init__(self, *arguments: Any, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.limits = limits
         self.in_head = True
         """No request has begun, or its headers have not ended."""
-        self.since = 0.0
-        """When it was last busy."""
-        self.finished = False
-        """Whether the parser has finished anything in the present piece."""
-        self.unfinished = 0
-        """Bytes since the parser last finished anything."""
+        self.idle_since = 0.0
+        self.progress = False
+        """Whether the parser has completed a part of the request in the present piece of data."""
+        self.incomplete = 0
+        """Bytes since the parser last completed a part."""
         self.deadline: TimerHandle | None = None
+        """Of the headers."""
         self.stalled: TimerHandle | None = None
+        """Of a client that takes nothing."""
 
     # ------------------------------------------------------------------------------------------------ the connection
 
@@ -63,16 +53,13 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_deadline()
-        others = [
-            other
-            for other in self.connections
-            if isinstance(other, Connection) and other is not self and not other.transport.is_closing()
-        ]
+        connections = [each for each in self.connections if isinstance(each, Connection) and each is not self]
+        others = [each for each in connections if not each.transport.is_closing()]
         if len(others) < self.limits.max_connections:
             return
-        idle = [other for other in others if other.idle]
+        idle = [each for each in others if each.idle]
         if idle:
-            min(idle, key=lambda other: other.since).transport.abort()
+            min(idle, key=lambda each: each.idle_since).transport.abort()
         else:
             self._refuse(ApiError(503, "too many connections: try again later", code="too_many_connections"))
 
@@ -82,21 +69,21 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        for start in range(0, len(data), self.limits.max_header_bytes):
+        limit = self.limits.max_header_bytes
+        for start in range(0, len(data), limit):
             if self.transport.is_closing():
                 return
-            piece = data[start : start + self.limits.max_header_bytes]
-            self.finished = False
+            piece = data[start : start + limit]
+            self.progress = False
             self._feed(piece)
-            self.unfinished = 0 if self.finished else self.unfinished + len(piece)
-            if self.unfinished > self.limits.max_header_bytes and not self.transport.is_closing():
-                limit = self.limits.max_header_bytes
+            self.incomplete = 0 if self.progress else self.incomplete + len(piece)
+            if self.incomplete > limit and not self.transport.is_closing():
                 self._refuse(ApiError(431, f"the headers are larger than {limit} bytes", code="headers_too_large"))
-        if self.in_head and self.unfinished and self.deadline is None and not self.transport.is_closing():
+        if self.in_head and self.incomplete and self.deadline is None and not self.transport.is_closing():
             self._start_deadline()
 
     def _feed(self, piece: bytes) -> None:
-        """The rest of a body whose request has been answered does not keep the connection."""
+        """Feeds the parser. A body that goes on after its request was answered does not keep the connection alive."""
         waiting = self.timeout_keep_alive_task
         if self.in_head or not self.cycle.response_complete or waiting is None:
             super().data_received(piece)
@@ -105,7 +92,7 @@ class Connection(HttpToolsProtocol):
         super().data_received(piece)
         if self.timeout_keep_alive_task is None:
             self.timeout_keep_alive_task = waiting
-        if not self.cycle.response_complete:  # a further request came along
+        if not self.cycle.response_complete:  # another request has begun
             waiting.cancel()
 
     def pause_writing(self) -> None:
@@ -126,82 +113,81 @@ class Connection(HttpToolsProtocol):
     # ------------------------------------------------------------------------------------------------ the parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self.in_head:  # trailers say nothing here
+        if self.in_head:  # trailers are ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self.in_head = False
-        self.finished = True
+        self.progress = True
         self._stop_deadline()
-        self._take_the_urls_host()
+        self._set_host_of_url()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self.finished = True
+        self.progress = True
         super().on_body(body)
 
     def on_chunk_header(self) -> None:
-        self.finished = True
+        self.progress = True
 
     def on_chunk_complete(self) -> None:
-        self.finished = True
+        self.progress = True
 
     def on_message_complete(self) -> None:
         self.in_head = True
-        self.finished = True
+        self.progress = True
         self._stop_deadline()
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self.since = self.loop.time()
+        self.idle_since = self.loop.time()
         super().on_response_complete()
         if self.transport.is_closing():
             self._close()
 
-    def _take_the_urls_host(self) -> None:
-        """``GET http://name/path`` means that name, whatever the Host header says."""
+    def _set_host_of_url(self) -> None:
+        """``GET http://name/path`` is for that name, whatever the Host header is."""
         if self.url.startswith(b"/") or self.url == b"*":
             return
-        _, _, rest = self.url.partition(b"://")
-        name = rest or self.url
+        name = self.url.partition(b"://")[2] or self.url
         for end in (b"/", b"?", b"#"):
             name = name.partition(end)[0]
         self.headers[:] = [(key, value) for key, value in self.headers if key != b"host"] + [(b"host", name)]
 
-    # ------------------------------------------------------------------------------------------------ the clock
+    # ------------------------------------------------------------------------------------------------ timeouts
 
     def _start_deadline(self) -> None:
-        self.since = self.loop.time()
-        self.deadline = self.loop.call_later(self.limits.header_timeout, self._late)
+        self.idle_since = self.loop.time()
+        self.deadline = self.loop.call_later(self.limits.header_timeout, self._head_timed_out)
 
     def _stop_deadline(self) -> None:
         if self.deadline is not None:
             self.deadline.cancel()
             self.deadline = None
 
-    def _late(self) -> None:
+    def _head_timed_out(self) -> None:
         self.deadline = None
-        if self.idle and self.unfinished:
+        if self.idle and self.incomplete:
             message = f"the headers did not arrive within {self.limits.header_timeout:g} seconds"
             self._refuse(ApiError(408, message, code="timeout"))
         elif self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.keep_alive = False  # an answer is on its way: the connection ends with it
+            self.cycle.keep_alive = False  # the connection ends with the present answer
         else:
             self._close()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer and close; where another answer is being sent, just close."""
+        """Answers with an error, unless another answer is being sent, and closes."""
         if self.cycle is None or self.cycle.response_complete:
             body = bytes(error.response().body)
-            self.transport.write(
+            head = (
                 f"HTTP/1.1 {error.status} Refused\r\ncontent-type: application/json\r\nconnection: close\r\n"
-                f"content-length: {len(body)}\r\n\r\n".encode()
-                + body
+                f"content-length: {len(body)}\r\n\r\n"
             )
+            self.transport.write(head.encode() + body)
         self._close()
 
     def _close(self) -> None:
-        """What the client does not take within a while is dropped."""
+        """Closes the connection; what the client does not take in time is dropped."""
         self._stop_deadline()
         self.transport.close()
         if self.stalled is None and self.transport.get_write_buffer_size():
@@ -209,11 +195,11 @@ class Connection(HttpToolsProtocol):
 
 
 OTHER_FILES = 128
-"""That a server may have open beside its connections."""
+"""Open files of a server beside its connections."""
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0 takes any. Raises ConfigError if the address cannot be had."""
+    """Returns a listening socket; port 0 takes any free port. Raises ConfigError if the address cannot be used."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -235,12 +221,12 @@ def open_socket(host: str, port: int) -> socket.socket:
 
 
 def address_of(host: str, listener: socket.socket) -> str:
-    """Where clients find it."""
+    """Returns the URL of a listening socket."""
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 def allow_files(connections: int) -> None:
-    """Let this process have so many connections. Raises ConfigError where the system does not."""
+    """Raises this process's limit of open files. Raises ConfigError if the system does not permit so many."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -272,10 +258,8 @@ def configure(app: FastAPI, limits: ConnectionLimits) -> uvicorn.Config:
 
 
 class DrainingServer(uvicorn.Server):
-    """Finishes what it has begun before it ends: at most ``drain_seconds``, then the rest fails with a clear error. All
-    the while it listens, so that whoever asks for more is told why there is none.
-
-    A second signal ends it at once.
+    """Finishes running requests before it ends, for at most ``drain_seconds``; after that they fail with an error. In
+    the meantime it refuses new requests with a reason. A second signal ends it at once.
     """
 
     def __init__(
@@ -287,7 +271,7 @@ class DrainingServer(uvicorn.Server):
         self.hurried = self.drained = False
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        ends = monotonic() + self.drain_seconds
+        deadline = monotonic() + self.drain_seconds
         draining = asyncio.create_task(self.engine.drain(self.drain_seconds))
         while not draining.done() and not self.hurried:
             await asyncio.wait([draining], timeout=0.1)
@@ -296,11 +280,11 @@ class DrainingServer(uvicorn.Server):
         else:
             draining.cancel()
             await self.engine.drain(0.0)
-        # What has been said may still have to be written.
-        self.config.timeout_graceful_shutdown = 1 if self.hurried else max(0, int(ends - monotonic())) + 5
+        # The end of answers may still have to be written.
+        self.config.timeout_graceful_shutdown = 1 if self.hurried else max(0, int(deadline - monotonic())) + 5
         self.drained = True
         await super().shutdown(sockets)
-        if self.force_exit:  # uvicorn leaves it at that
+        if self.force_exit:  # uvicorn would leave tasks and lifespan as they are
             for task in self.server_state.tasks:
                 task.cancel()
             await self.lifespan.shutdown()
@@ -316,7 +300,7 @@ async def run(
     app: FastAPI, engine: EngineClient, listener: socket.socket, limits: ConnectionLimits, *,
     drain_seconds: float = 30.0,
 ) -> None:  # fmt: skip
-    """Serve until a signal ends it."""
+    """Serves until a signal ends it."""
     gc.collect()
     gc.freeze()  # a full collection visits all that torch and transformers made, and stops everybody for 0.2 s
     await DrainingServer(app, engine, drain_seconds, limits).serve(sockets=[listener])
