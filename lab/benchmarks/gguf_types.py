@@ -62,7 +62,7 @@ def main() -> None:
     x = torch.randn(counts[-1], INPUTS).bfloat16()
     kinds = {kind: layers(kind) for kind in given.types.split(",")}
     for parts in kinds.values():
-        prefetch.settle(parts, torch.bfloat16)
+        prefetch.autotune(parts, torch.bfloat16)
     bandwidth = read_bandwidth(torch.device("cpu"))
     taken: dict[tuple[str, int], list[float]] = {}
     for _ in range(given.turns):

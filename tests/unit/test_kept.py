@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType as Kinds
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.measure.environment import logits
-from forerun.models.formats import blocks, kept
+from forerun.models.formats import blocks, weight_cache
 from forerun.models.gguf import GGUFFile
 from forerun.models.load import load_model
 from gguf_files import TOKENS, write_model
@@ -41,7 +41,7 @@ class Laid:
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "LARGE", 0)
+    monkeypatch.setattr(weight_cache, "LARGE", 0)
     return write_model(tmp_path / "model.gguf", kinds=MIXED, width=256)
 
 
@@ -56,19 +56,19 @@ def said(path, **options):
 
 def fresh(monkeypatch, path, **options):
     with monkeypatch.context() as patch:
-        patch.setenv(kept.VARIABLE, "0")
+        patch.setenv(weight_cache.VARIABLE, "0")
         return said(path, **options)
 
 
 @pytest.mark.parametrize("options", where(blocks.can_run(), CASES))
 def test_a_second_start_lays_nothing_out_and_says_the_same(model, laid, monkeypatch, options):
     expected = fresh(monkeypatch, model, **options)
-    assert kept.files() == []
+    assert weight_cache.files() == []
     first = laid.count
     assert first > 0
     assert torch.equal(said(model, **options), expected)
     assert laid.count == 2 * first
-    assert len(kept.files()) == 1
+    assert len(weight_cache.files()) == 1
     assert torch.equal(said(model, **options), expected)
     assert laid.count == 2 * first
 
@@ -85,7 +85,7 @@ def test_what_another_model_has_is_not_taken(model, laid, monkeypatch, case):
     laid.count, options = 0, {}
     about = model.stat()
     if case == "layout":
-        monkeypatch.setattr(kept, "_layout", lambda: "another")
+        monkeypatch.setattr(weight_cache, "_layout", lambda: "another")
     elif case == "weights":
         tensor = GGUFFile(model).tensors["blk.1.ffn_up.weight"]
         content = bytearray(model.read_bytes())
@@ -99,7 +99,7 @@ def test_what_another_model_has_is_not_taken(model, laid, monkeypatch, case):
     result = said(model, **options)
     assert laid.count > 0
     assert torch.equal(result, fresh(monkeypatch, model, **options))
-    assert len(kept.files()) == (2 if case == "options" else 1)  # what was made of the file as it was is gone
+    assert len(weight_cache.files()) == (2 if case == "options" else 1)  # what was made of the file as it was is gone
 
 
 def _flip(index):
@@ -126,7 +126,7 @@ DAMAGE = {
 @pytest.mark.parametrize("damage", where(blocks.can_run(), DAMAGE))
 def test_a_damaged_file_is_made_again(model, laid, monkeypatch, damage):
     expected = said(model)
-    path = kept.files()[0]
+    path = weight_cache.files()[0]
     good = path.read_bytes()
     path.write_bytes(DAMAGE[damage](good))
     assert path.read_bytes() != good
@@ -144,38 +144,38 @@ def test_a_model_keeps_its_weights_when_the_file_goes(model, here):
     said(model)
     second = load_model(model)
     expected = logits(second, PROMPTS)
-    kept.forget(model)
-    assert kept.files() == []
+    weight_cache.clear(model)
+    assert weight_cache.files() == []
     assert torch.equal(logits(second, PROMPTS), expected)
 
 
 @pytest.mark.parametrize("here", where(blocks.can_run() and os.name == "posix", [True]))
 def test_what_others_can_write_is_not_taken(model, laid, here):
     said(model)
-    kept.files()[0].chmod(0o666)
+    weight_cache.files()[0].chmod(0o666)
     laid.count = 0
     said(model)
     assert laid.count > 0
-    assert kept.files()[0].stat().st_mode & 0o022 == 0
+    assert weight_cache.files()[0].stat().st_mode & 0o022 == 0
 
 
 @pytest.mark.parametrize("here", HERE)
 def test_the_oldest_goes_first_where_the_limit_is_reached(model, monkeypatch, here):
     said(model)
     said(model, quantization="q4_0")
-    first, second = kept.files()
+    first, second = weight_cache.files()
     os.utime(first, (1, 1))
     os.utime(second, (2, 2))
     said(model)  # use makes it young
-    monkeypatch.setenv(kept.VARIABLE, str((first.stat().st_size + 1.5 * second.stat().st_size) / 1e9))
+    monkeypatch.setenv(weight_cache.VARIABLE, str((first.stat().st_size + 1.5 * second.stat().st_size) / 1e9))
     said(model, quantization="q4_k")
-    assert first in kept.files()
-    assert second not in kept.files()
-    assert sum(path.stat().st_size for path in kept.files()) <= kept.limit()
-    before = kept.files()
-    monkeypatch.setenv(kept.VARIABLE, "0.000001")
+    assert first in weight_cache.files()
+    assert second not in weight_cache.files()
+    assert sum(path.stat().st_size for path in weight_cache.files()) <= weight_cache.limit()
+    before = weight_cache.files()
+    monkeypatch.setenv(weight_cache.VARIABLE, "0.000001")
     said(model, quantization="q8_0")
-    assert kept.files() == before
+    assert weight_cache.files() == before
 
 
 @pytest.mark.parametrize("here", HERE)
@@ -184,20 +184,20 @@ def test_a_full_disk_is_no_error(model, monkeypatch, here):
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 40, 1 << 40, 1000))
         assert torch.equal(said(model), expected)
-        assert kept.files() == []
+        assert weight_cache.files() == []
 
     def write(path, *arguments, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(kept, "replace_with", write)
+    monkeypatch.setattr(weight_cache, "replace_with", write)
     assert torch.equal(said(model), expected)
-    assert kept.files() == []
+    assert weight_cache.files() == []
 
 
 @pytest.mark.parametrize("said_so", ["much", "-1", "nan", "inf"])
 def test_a_limit_that_is_none_is_refused(monkeypatch, said_so):
-    monkeypatch.setenv(kept.VARIABLE, said_so)
-    error = refused(ConfigError, "FORERUN_KEPT_GB is how many GB", kept.limit)
+    monkeypatch.setenv(weight_cache.VARIABLE, said_so)
+    error = refused(ConfigError, "FORERUN_KEPT_GB is how many GB", weight_cache.limit)
     assert said_so in str(error)
 
 
@@ -213,4 +213,4 @@ def test_ls_says_how_much_is_kept(model, capsys, here):
 def test_small_models_are_not_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("FORERUN_CACHE", str(tmp_path / "cache"))
     said(write_model(tmp_path / "model.gguf"))
-    assert kept.files() == []
+    assert weight_cache.files() == []

@@ -90,10 +90,10 @@ def test_it_is_measured_once_for_each_kind(form, monkeypatch):
     monkeypatch.setattr(prefetch, "_measure", counted)
     both = Joined([made, layer(form, 64)])
     for _ in range(2):
-        prefetch.settle([both, made], torch.bfloat16)
+        prefetch.autotune([both, made], torch.bfloat16)
     assert asked == [(kind_of(made), 3)]
     if made.dtype is None:
-        prefetch.settle([made], torch.float32)
+        prefetch.autotune([made], torch.float32)
         assert len(asked) == 2
 
 
@@ -110,7 +110,7 @@ def test_a_model_asks_as_was_found(dtype, monkeypatch):
 @pytest.mark.parametrize("form", COMPILED[:1])
 def test_what_may_stay_in_a_cache_is_left_alone(form, monkeypatch):
     monkeypatch.setattr(tiles, "measured_once", lambda *_: pytest.fail("measured"))
-    prefetch.settle([layer(form)], torch.bfloat16)
+    prefetch.autotune([layer(form)], torch.bfloat16)
 
 
 @pytest.mark.parametrize("text", ["", "[[1]]", "5", "[1]", "[1, true]", "[1, 3]", "[1, -1]", "[1, 2.0]", '"12"'])
@@ -120,8 +120,8 @@ def test_a_damaged_memory_is_made_anew(form, text, monkeypatch, tmp_path):
     monkeypatch.setattr(prefetch, "ENOUGH", 1)
     monkeypatch.setattr(prefetch, "COUNTS", (1, 4))
     monkeypatch.setattr(prefetch, "_measure", lambda *_: [2, 1])
-    prefetch.settle([made], torch.bfloat16)
+    prefetch.autotune([made], torch.bfloat16)
     (path,) = (tmp_path / "tiles").iterdir()
     path.write_text(text)
-    prefetch.settle([made], torch.bfloat16)
+    prefetch.autotune([made], torch.bfloat16)
     assert path.read_text() == "[2, 1]"

@@ -80,7 +80,7 @@ def fetch_command(
 
 def list_command(json: Json = False) -> None:
     """List the models on this machine: what was fetched, and what the hub's cache holds."""
-    from forerun.models.formats.kept import files
+    from forerun.models.formats.weight_cache import files
     from forerun.models.inventory import on_disk
 
     result, kept = on_disk(), sum(path.stat().st_size for path in files())

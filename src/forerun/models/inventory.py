@@ -14,8 +14,8 @@ from forerun.core.errors import ForerunError, ModelError
 from forerun.core.folders import expanded
 from forerun.models import hub
 from forerun.models.fetch import KNOWN, home, model_file, named, num_fetched_parts, partial_file
+from forerun.models.formats import weight_cache
 from forerun.models.formats.gguf_types import larger_in_memory
-from forerun.models.formats.kept import forget
 from forerun.models.gguf import SUFFIX, GGUFFile, is_gguf, open_gguf, shards_of
 from forerun.models.open import open_files, quick_config, resolve
 from forerun.models.tokenizer import read_vocabulary
@@ -176,8 +176,8 @@ def remove(name: str) -> int:
         if not home(name).is_dir():
             raise ModelError(f"{name} is not on this machine")
         shutil.rmtree(home(name))
-        return sum(each.size for each in stored) + forget(model_file(name))
+        return sum(each.size for each in stored) + weight_cache.clear(model_file(name))
     if not name.startswith(hub.PREFIX):
         raise ModelError(f"{name} was not fetched: remove it yourself if it is yours (`forerun ls` lists the others)")
-    freed = sum(forget(each.path) for each in on_disk() if f"{each.name}:".startswith(f"{name}:"))
+    freed = sum(weight_cache.clear(each.path) for each in on_disk() if f"{each.name}:".startswith(f"{name}:"))
     return freed + hub.remove(hub.parse(name))

@@ -2,8 +2,8 @@
 
 ``Maker`` reads each weight once, reorders its rows, joins projections over the same inputs, and stores them in a form
 of ``formats``: as numbers (tiled, packed or plain), in blocks as files have them, or rounded to 4 or 8 bits. It makes
-one layer at a time and then releases its source. Results of an earlier start may be used (``formats/kept.py``); with
-several processes, each lays out its own shard (``ranks/split.py``).
+one layer at a time and then releases its source. Results of an earlier start may be used
+(``formats/weight_cache.py``); with several processes, each lays out its own shard (``ranks/split.py``).
 """
 
 from __future__ import annotations

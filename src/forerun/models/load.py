@@ -21,7 +21,7 @@ from forerun.models import sanity
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import bind, is_sized, keeps_state, refusal
 from forerun.models.base import LoadRequest, Model
-from forerun.models.formats import kept
+from forerun.models.formats import weight_cache
 from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.native import NativeModel
 from forerun.models.open import eos_ids, files, fingerprint, open_files, quick_config, read_config, resolve
@@ -225,7 +225,7 @@ def load_shard(requested: LoadRequest, config: Any, team: Team | None = None) ->
     packed = getattr(config, "quantization_config", None) is not None
     opened = open_files(requested.folder, packed=packed)
     weights = transform(opened, config, numbers=requested.numbers, adapters=adapter.read(requested.lora))
-    caches = requested.device.type == "cpu" and team is None and weights.nbytes >= kept.LARGE
+    caches = requested.device.type == "cpu" and team is None and weights.nbytes >= weight_cache.LARGE
     with _cache(requested, config) if caches else nullcontext():
         return NativeModel(config, weights, requested, team)  # lays out a layer at a time: ``layout.Maker``
 
@@ -239,7 +239,7 @@ def _cache(requested: LoadRequest, config: Any) -> AbstractContextManager[None]:
     stats = [path.stat() for path in files(requested.folder, requested.lora)]
     times = [(each.st_mtime_ns, each.st_ctime_ns) for each in stats]
     state = repr((fingerprint(requested.folder, requested.lora), times, config.to_json_string()))
-    return kept.keeping(requested.folder, options, state)
+    return weight_cache.caching(requested.folder, options, state)
 
 
 def of_rank(requested: LoadRequest, rank: int) -> LoadRequest:

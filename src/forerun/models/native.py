@@ -88,7 +88,7 @@ class NativeModel(TiledModel):
             self._build(Maker(tensors, self.dtype, self.device, self._how, form, advance), requested.outputs)
         self.info = self._describe(config, requested)
         compiled = self._compile()
-        prefetch.settle(self.linears(), self.dtype)
+        prefetch.autotune(self.linears(), self.dtype)
         self.fused = compiled if team is None else None
         """The whole decoder in one call, if every part has a kernel."""
         self.ranges = compiled if team is not None else None

@@ -23,8 +23,8 @@ from forerun.kernels.structs import QUANTS
 from forerun.models.formats.base import CHUNK, CPU, Format, Rows, concat_rows
 from forerun.models.formats.compiled import Compiled, address, float_bias, kernel
 from forerun.models.formats.gguf_types import FLOATS, INPUTS, OUTPUTS, PACKED, Bytes, sizes
-from forerun.models.formats.kept import made
 from forerun.models.formats.tiled import DTYPES, works
+from forerun.models.formats.weight_cache import cached
 from forerun.models.kinds import BLOCKS
 
 
@@ -232,7 +232,7 @@ class Blocked(Compiled):
         self.bias = float_bias(bias, self.outputs)
         self.calls = {d: kernel("linear_quants", d) for d in DTYPES}
         size = record_bytes(blocks.kind, self.outputs, self.inputs)
-        self.tiles = made(f"{blocks.kind} {self.outputs} {self.inputs}", size, partial(pack, blocks))
+        self.tiles = cached(f"{blocks.kind} {self.outputs} {self.inputs}", size, partial(pack, blocks))
         self.number = structs.KINDS.index(PACKED[blocks.kind].form)
         self.pointers = self.tiles.data_ptr(), address(self.bias), 0, 0
         self.kind = blocks.kind.upper()

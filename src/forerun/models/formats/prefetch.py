@@ -33,7 +33,7 @@ MOST = 32
 """The largest row count that has a setting of its own."""
 
 
-def settle(layers: Iterable[Linear], dtype: torch.dtype) -> None:
+def autotune(layers: Iterable[Linear], dtype: torch.dtype) -> None:
     """Set the best prefetch, measured or remembered, of each kind with ``ENOUGH`` bytes in ``layers``, for activations
     in ``dtype``."""
     by_kind: dict[int, list[Compiled]] = {}

@@ -16,7 +16,7 @@ from forerun import kernels
 from forerun.kernels import structs
 from forerun.models.formats.base import Format, Rows, row_chunks
 from forerun.models.formats.compiled import Compiled, address, arena, check_weight, float_bias, kernel
-from forerun.models.formats.kept import kept
+from forerun.models.formats.weight_cache import current
 
 TILE, GROUP_BYTES = 32, 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -95,9 +95,9 @@ def works(make: Callable[[torch.Tensor], tuple[Compiled, torch.Tensor]], dtype: 
         return False
     weight = (torch.arange(70 * 64, dtype=torch.float32) * 0.37).sin_().view(70, 64)
     x = (torch.arange(15 * 64, dtype=torch.float32) * 0.11).cos_().view(15, 64).to(dtype)
-    before = kept.set(None)  # not part of a model
+    before = current.set(None)  # not part of a model
     layer, exact = make(weight)
-    kept.reset(before)
+    current.reset(before)
     expected = F.linear(x.float(), exact)
     return bool((layer(x).float() - expected).norm() < 0.02 * expected.norm())
 

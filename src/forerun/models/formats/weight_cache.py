@@ -33,13 +33,13 @@ HEAD = struct.Struct("<32sQ")
 """The start of a file: the hash of its table, and the table's size."""
 PACKAGE = Path(__file__).parents[1]
 
-kept: ContextVar[Kept | None] = ContextVar("kept", default=None)
+current: ContextVar[WeightCache | None] = ContextVar("weight_cache", default=None)
 """The cached weights of the model that is being loaded."""
 
 
-def made(what: str, nbytes: int, make: Callable[[np.ndarray], None]) -> torch.Tensor:
+def cached(what: str, nbytes: int, make: Callable[[np.ndarray], None]) -> torch.Tensor:
     """``nbytes`` of weights: cached under ``what``, or else new memory that ``make`` fills."""
-    cache = kept.get()
+    cache = current.get()
     result = None if cache is None else cache.take(what, nbytes)
     if result is None:
         result = arena.allocate(nbytes)
@@ -49,7 +49,7 @@ def made(what: str, nbytes: int, make: Callable[[np.ndarray], None]) -> torch.Te
     return result
 
 
-class Kept:
+class WeightCache:
     """One model's cached weights: pieces in the order in which they are laid out. A piece is used if its name, its size
     and its checksum are those in the file's table."""
 
@@ -94,7 +94,7 @@ class Kept:
         self.stale = True
         return None
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Write the pieces, unless the file has them. Other files are removed to make room, the oldest first."""
         if not self.pieces or not self.stale:
             return
@@ -173,7 +173,7 @@ def _evict(size: int) -> None:
         path.unlink()
 
 
-def forget(model: Path) -> int:
+def clear(model: Path) -> int:
     """Remove the cached weights of a model's file or folder. Returns the bytes freed."""
     paths = [path for path in files() if path.name.startswith(f"{_hash(str(model))}-")]
     size = sum(path.stat().st_size for path in paths)
@@ -195,7 +195,7 @@ def _hash(*parts: str) -> str:
 
 
 @contextmanager
-def keeping(model: Path, options: str, state: str) -> Iterator[None]:
+def caching(model: Path, options: str, state: str) -> Iterator[None]:
     """Within this context, a model is loaded from ``model``, a file or folder, with ``options``. It takes pieces that
     were cached for the same ``state`` of its files, and leaves its own for the next start."""
     try:
@@ -205,10 +205,10 @@ def keeping(model: Path, options: str, state: str) -> Iterator[None]:
     if folder is None:
         yield
         return
-    cache = Kept(folder / "-".join([_hash(str(model)), _hash(options), _hash(state, _layout())]))
-    before = kept.set(cache)
+    cache = WeightCache(folder / "-".join([_hash(str(model)), _hash(options), _hash(state, _layout())]))
+    before = current.set(cache)
     try:
         yield
-        cache.keep()
+        cache.save()
     finally:
-        kept.reset(before)
+        current.reset(before)
