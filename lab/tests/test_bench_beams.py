@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from forerun_lab.bench import beams
-from forerun_lab.bench.beams import BeamRow, Found
+from forerun_lab.bench.beams import BeamResult, BeamRow
 from forerun_lab.peers import outside
 from tiny_seq2seq import EOS, START, save_seq2seq
 
@@ -50,20 +50,20 @@ def test_ctranslate2_searches_in_a_python_of_its_own(seq2seq, llm, tmp_path, mon
     monkeypatch.setattr(outside, "WORKERS", tmp_path)
     (tmp_path / "ctranslate2_worker.py").write_text(STUB)
     target = beams.LLM(seq2seq("t5"))
-    worker, search = beams.outside(target, sys.executable)
+    worker, search = beams.ctranslate2_search(target, sys.executable)
     result = search([9, 8], beams.BeamSearchParams(2, 6))
     worker.end()
     assert (result.beams, result.scores, result.steps) == ([[START, 9]] * 2, [-1.5] * 2, 1)
     assert result.rounds is None
     with pytest.raises(beams.ConfigError, match="leave it out"):
-        beams.outside(llm(), sys.executable)
+        beams.ctranslate2_search(llm(), sys.executable)
 
 
 def test_ours_are_the_same_to_the_last_bit_and_peers_by_their_tokens():
-    plain = Found([[1, 2], [1, 3]], [-1.0, -2.0], 2.0, 4, 4)
+    plain = BeamResult([[1, 2], [1, 3]], [-1.0, -2.0], 2.0, 4, 4)
     close = [-1.0, -2.0000001]
-    own, peer = Found(plain.beams, close, 1.0, 4, 2, 8), Found(plain.beams, close, 4.0, 4)
-    other = Found([[1, 2], [1, 4]], [-1.0, -2.0], 1.0, 4)
+    own, peer = BeamResult(plain.beams, close, 1.0, 4, 2, 8), BeamResult(plain.beams, close, 4.0, 4)
+    other = BeamResult([[1, 2], [1, 4]], [-1.0, -2.0], 1.0, 4)
     base = BeamRow(2, "plain", [plain])
     rows = [BeamRow(2, "x", [result]).as_dict(base) for result in (own, peer, other)]
     assert [row["same_beams"] for row in rows] == [0.0, 1.0, 0.0]

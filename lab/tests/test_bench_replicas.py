@@ -7,7 +7,7 @@ import pytest
 from forerun.core.errors import ForerunError
 from forerun.sampling.params import SamplingParams
 from forerun_lab.bench import replicas
-from forerun_lab.bench.replicas import First, ReplicaLoad
+from forerun_lab.bench.replicas import FirstToken, ReplicaLoad
 
 
 def test_turns_are_the_same_and_begin_with_another():
@@ -48,8 +48,8 @@ def test_rows_and_tables():
     own = [ReplicaLoad(4.0, 100, ["x", "z"]), ReplicaLoad(1.0, 100, ["x", "y"])]
     row = replicas._of_load("two", own, base)
     assert (row["tokens_per_second"], row["speedup"], row["same"]) == (62.5, 1.25, 0.75)
-    chance = [[First(0.4, 100, 0), First(0.4, 100, 50)]]
-    affine = [[First(0.1, 100, 50), First(0.3, 100, 100)]]
+    chance = [[FirstToken(0.4, 100, 0), FirstToken(0.4, 100, 50)]]
+    affine = [[FirstToken(0.1, 100, 50), FirstToken(0.3, 100, 100)]]
     first = replicas._of_first("affine", affine, chance)
     assert (first["hit_rate"], first["ratio"]) == (0.75, pytest.approx(0.5))
     shown = replicas.tables({"throughput": [row], "routing": [first]})

@@ -9,9 +9,10 @@ from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics
+from forerun.measure.planner import Curve
 from forerun.measure.rounds import Measured, Sample
 from forerun_lab.load.arrivals import Arrival
-from forerun_lab.load.costs import LoadCosts, LoadCurve, Way
+from forerun_lab.load.costs import LoadCosts, Way
 from forerun_lab.load.measured import LoadBench, _way
 from forerun_lab.load.replica import Limits
 
@@ -52,7 +53,7 @@ def test_how_well_each_request_is_guessed():
     runs[2].metrics = [RequestMetrics(rounds=5, decode_tokens=5), RequestMetrics()]
     result = _way("ngram", 3, runs)
     assert result.spread == [1.0, 3.0]
-    price = LoadCosts([Way("none", 0, LoadCurve({1: 1.0}), 1.0), result], LoadCurve({1: 1.0}))
+    price = LoadCosts([Way("none", 0, Curve({1: 1.0}), 1.0), result], Curve({1: 1.0}))
     assert LoadCosts.from_report(json.loads(json.dumps(price.describe()))).describe() == price.describe()
     assert _way("none", 0, runs).spread == []
 
@@ -85,8 +86,8 @@ def test_each_way_of_a_method_has_costs_of_its_own(tiny_target, tiny_draft):
 @pytest.fixture
 def costs_file(tmp_path):
     price = LoadCosts(
-        [Way("none", 0, LoadCurve({1: 0.010, 8: 0.020}), 1.0), Way("ngram", 3, LoadCurve({1: 0.012, 8: 0.050}), 1.9)],
-        LoadCurve({1: 0.010, 2048: 0.9}),
+        [Way("none", 0, Curve({1: 0.010, 8: 0.020}), 1.0), Way("ngram", 3, Curve({1: 0.012, 8: 0.050}), 1.9)],
+        Curve({1: 0.010, 2048: 0.9}),
     )
     about = {"model": "a model", "processor": "a processor", "threads": 1}
     path = tmp_path / "costs.json"

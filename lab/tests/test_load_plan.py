@@ -8,8 +8,9 @@ from statistics import mean
 import pytest
 
 from forerun.core.errors import ConfigError
+from forerun.measure.planner import Curve
 from forerun_lab.load.arrivals import Arrival, SyntheticLoad, Trace
-from forerun_lab.load.costs import LoadCosts, LoadCurve, Way
+from forerun_lab.load.costs import LoadCosts, Way
 from forerun_lab.load.fleet import Served, Spread, affine, at_random, serve, simulate
 from forerun_lab.load.replica import Limits
 from forerun_lab.load.run import plan_load
@@ -24,9 +25,7 @@ ONE = Limits(seats=1)
 
 def costs(seconds, prompt=None, **more):
     """Plain decoding with these seconds of a round by requests."""
-    return LoadCosts(
-        [Way("none", 0, LoadCurve(seconds), 1.0)], LoadCurve(prompt or {1: NOTHING, 4096: NOTHING}), **more
-    )
+    return LoadCosts([Way("none", 0, Curve(seconds), 1.0)], Curve(prompt or {1: NOTHING, 4096: NOTHING}), **more)
 
 
 def poisson(rate, count, output, seed=0):
@@ -161,23 +160,23 @@ def test_a_long_text_makes_room_for_one_that_leaves_it_early():
 
 def test_drafts_where_they_pay():
     """Two tokens a round for 1.5 times the price alone; at eight for 2.5 times."""
-    plain = Way("none", 0, LoadCurve({1: 1.0, 8: 1.0}), 1.0)
-    drafted = Way("ngram", 3, LoadCurve({1: 1.5, 8: 2.5}), 2.0)
-    price = LoadCosts([plain, drafted], LoadCurve({1: NOTHING, 4096: NOTHING}))
+    plain = Way("none", 0, Curve({1: 1.0, 8: 1.0}), 1.0)
+    drafted = Way("ngram", 3, Curve({1: 1.5, 8: 2.5}), 2.0)
+    price = LoadCosts([plain, drafted], Curve({1: NOTHING, 4096: NOTHING}))
     assert [price.best(count) for count in (1, 8)] == [drafted, plain]
     result = serve(price, Limits(), Trace([Arrival(0.0, 1, 101)]), 1)
     assert result.latency.p50 == pytest.approx(50 * 1.5)
     many = serve(price, Limits(), Trace([Arrival(0.0, 1, 101)] * 8), 1)
     assert many.latency.p50 == pytest.approx(100, abs=4)
-    barely = Way("ngram", 1, LoadCurve({1: 1.0}), 1.03)
+    barely = Way("ngram", 1, Curve({1: 1.0}), 1.03)
     assert LoadCosts([plain, barely], price.prompt).best(1) is plain
 
 
 def test_some_are_guessed_better_than_others():
     """A third of all get three tokens a round, and the others one; who decodes together waits for nobody."""
-    plain = Way("none", 0, LoadCurve({1: 1.0}), 1.0)
-    drafted = Way("ngram", 3, LoadCurve({1: 1.0}), 9 / 7, (1.0, 1.0, 3.0))
-    price = LoadCosts([plain, drafted], LoadCurve({1: NOTHING, 4096: NOTHING}))
+    plain = Way("none", 0, Curve({1: 1.0}), 1.0)
+    drafted = Way("ngram", 3, Curve({1: 1.0}), 9 / 7, (1.0, 1.0, 3.0))
+    price = LoadCosts([plain, drafted], Curve({1: NOTHING, 4096: NOTHING}))
     apart, _ = simulate(price, ONE, [Arrival(100.0 * n, 1, 31) for n in range(300)], 1, at_random(0))
     took = [round(job.done - job.first) for job in apart]
     assert set(took) == {10, 30}
@@ -190,10 +189,10 @@ def test_some_are_guessed_better_than_others():
 
 
 def test_a_curve_goes_through_what_was_measured():
-    curve = LoadCurve({1: 1.0, 4: 4.0, 2: 6.0})
+    curve = Curve({1: 1.0, 4: 4.0, 2: 6.0})
     assert [curve(n) for n in (1, 2, 3, 4)] == [1.0, 4.0, 4.0, 4.0]
-    assert LoadCurve({1: 1.0, 3: 2.0})(5) == 3.0
-    assert LoadCurve({2: 7.0})(9) == 7.0
+    assert Curve({1: 1.0, 3: 2.0})(5) == 3.0
+    assert Curve({2: 7.0})(9) == 7.0
 
 
 # -------------------------------------------------------------------------------------------------------- all loads
@@ -210,7 +209,7 @@ def test_every_request_is_answered_once(limits, router):
     assert [job.arrival for job in jobs] == list(load.arrivals)
     for job in jobs:
         assert job.arrival.at < job.first <= job.done
-        assert (job.left, job.held, job.reads) == (pytest.approx(0), 0, False)
+        assert (job.remaining, job.own_pages, job.reads) == (pytest.approx(0), 0, False)
     for machine in machines:
         cache = machine.cache
         assert (machine.load, [text.users for text in cache.texts.values() if text.users]) == (0, [])

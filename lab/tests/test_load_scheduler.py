@@ -9,14 +9,15 @@ from forerun.cache.pool import Pages
 from forerun.cache.prefix import PrefixTree
 from forerun.core.request import RequestState
 from forerun.engine.scheduler import PrefillBudget, Scheduler
+from forerun.measure.planner import Curve
 from forerun_lab.load.arrivals import Arrival
-from forerun_lab.load.costs import LoadCosts, LoadCurve, Way
+from forerun_lab.load.costs import LoadCosts, Way
 from forerun_lab.load.fleet import at_random, simulate
 from forerun_lab.load.replica import Limits
 
 PRICE = LoadCosts(
-    [Way("none", 0, LoadCurve({1: 0.010, 4: 0.012, 8: 0.016}), 1.0)],
-    LoadCurve({1: 0.010, 64: 0.030, 256: 0.100, 2048: 0.800}),
+    [Way("none", 0, Curve({1: 0.010, 4: 0.012, 8: 0.016}), 1.0)],
+    Curve({1: 0.010, 64: 0.030, 256: 0.100, 2048: 0.800}),
     deep=1e-7,
 )
 

@@ -97,7 +97,7 @@ def test_rounds_count_where_everybody_decodes(llm, monkeypatch):
     rounds = []
     for prompt, tokens in (([5, 6], 6), ([7, 8], 4), ([8, 9, 10], 9)):
         engine.add(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), speculate=False)
-    with overhead.Beats(engine, 2) as beats:
+    with overhead.RoundTimes(engine, 2) as beats:
         assert beats.share is None
         while engine.busy:
             engine.step()

@@ -382,7 +382,7 @@ def test_the_logged_loss_is_a_mean_per_token(trained):
 
 
 def test_one_file_is_read_as_it_stands(tmp_path):
-    from forerun_lab.train.tokenizer import train_tokenizer
+    from forerun_lab.train.folder import train_tokenizer
 
     path = tmp_path / "x.txt"
     path.write_text(TEXT)

@@ -21,7 +21,7 @@ from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.tune.features import Features
 from forerun.tune.fit import CALIBRATION_TOKENS, LOGIT_SCALES, LeastSquares, copy_layer, eagle_options, factor_of
 from forerun.tune.kinds import PARALLEL_DEPTH, DraftLayers, HeadKind, eos_ids, sizes_of
-from forerun.tune.state import save_model
+from forerun_lab.train.folder import save_model
 
 DISTILLED = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 """Targets whose layers may be a draft: their parts take and give float32, and least squares know what these say."""

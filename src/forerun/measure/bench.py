@@ -237,7 +237,7 @@ def _speculation(result: Sequence[Measured], plain: Sequence[Measured], concurre
     """Acceptance and costs over all repeats, and the speed-up that theory predicts from them."""
     rounds = [r for m in result for r in m.rounds]
     total = Measured(metrics=[metric for m in result for metric in m.metrics]).total
-    costs = RoundCosts.of(rounds, [r for m in plain for r in m.rounds], concurrency) if total.num_drafts else None
+    costs = RoundCosts.of(rounds, [r for m in plain for r in m.rounds], concurrency)
     predicted = None
     if costs is not None and total.match_rate is not None:
         predicted = costs.predict(rounds, total.match_rate)

@@ -124,13 +124,6 @@ class CheckedAnswer(NamedTuple):
     logprobs: list[TokenLogprobs]
     prompt_logprobs: list[TokenLogprobs | None] | None
 
-    @classmethod
-    def of(cls, job: Job) -> CheckedAnswer:
-        assert job.finish is not None
-        return cls(
-            job.output_ids, job.text, job.finish.reason, job.finish.stopped_by, job.logprobs, job.prompt_logprobs
-        )
-
 
 DRAFT_TOKENS = 160
 """Cache beyond the longest answer, for drafts. A cache for whole contexts could take all memory."""
@@ -153,7 +146,12 @@ def run_requests(
     while engine.busy:
         engine.step()
     metrics = RequestMetrics.merged([job.metrics for group in jobs for job in group])
-    return [[CheckedAnswer.of(job) for job in group] for group in jobs], metrics
+    return [[_answer(job) for job in group] for group in jobs], metrics
+
+
+def _answer(job: Job) -> CheckedAnswer:
+    reason, stopped_by = (job.finish.reason, job.finish.stopped_by) if job.finish is not None else (None, None)
+    return CheckedAnswer(job.output_ids, job.text, reason, stopped_by, job.logprobs, job.prompt_logprobs)
 
 
 def accepted(total: RequestMetrics) -> str:
@@ -331,16 +329,10 @@ WIDTHS = (2, 3, 4, 5, 6, 7, 8, 9)
 def check_bits(
     model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], page_size: int | None
 ) -> list[Result]:
-    """Logits of rows fed together, compared with the same rows fed one by one.
+    """Logits of rows fed together, compared with the same rows fed one by one. ``pairs`` are prompts and answers.
 
-    Args:
-        model: the target.
-        pairs: prompts and answers, token ids.
-        page_size: of the cache; None: slotted.
-
-    Returns:
-        Two results: verifications of these answers, and the self-test, which feeds hundreds of random rows in chunks,
-        beside neighbours and in trees.
+    Returns two results: verifications of these answers, and the self-test, which feeds hundreds of random rows in
+    chunks, beside neighbours and in trees.
     """
     good, total, detail = 0, 0, ""
     longest = max(len(prompt) + len(answer) + 1 for prompt, answer in pairs)

@@ -43,17 +43,10 @@ def run_plan(
     concurrency: int,
     step: Callable[[str], None] = lambda note: None,
 ) -> dict[str, Any]:
-    """Measure methods and recommend a ``speculative_config``.
+    """Measure the methods of ``options``, ``concurrency`` requests at a time, and recommend a ``speculative_config``.
 
     Every method answers the prompts: alpha is measured on the target's own text (Leviathan et al. 2023, section 4.2).
-
-    Args:
-        llm: the target.
-        options: ``speculative_config`` mappings that pass ``check_options``.
-        prompts: token ids.
-        config: what to measure and predict.
-        concurrency: requests decoded together.
-        step: called with a note before each step.
+    ``options`` are ``speculative_config`` mappings that pass ``check_options``.
 
     Returns:
         ``{"recommended": speculative_config, "predictions": [...], "estimates": [...], "verify_cost": {rows: cost},

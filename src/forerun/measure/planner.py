@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import exp, inf, lgamma, log
+from math import ceil, exp, inf, lgamma, log
 from operator import itemgetter
 from statistics import mean, median
 from types import MappingProxyType
@@ -84,12 +86,36 @@ class Prediction:
     speedup: float
 
 
-class CostCurve:
-    """Cost of a verification by its rows, in plain forwards: measured points, linear interpolation between them.
+class Curve:
+    """A cost by a count: linear interpolation between measured ``points``, beyond the last ones as between them.
 
-    A plain forward of ``sequences`` rows costs 1. Rows are padded to ``row_multiple``, so the cost rises in steps. It
-    never falls with more rows: a higher point was disturbed. Beyond the last point it rises as it did before. The
-    interpolation is linear in ``expected(rows)``: in a mixture, each further row reads fewer new experts.
+    It never falls with a larger count: a higher point was disturbed. It is linear in ``expected(count)``.
+    """
+
+    def __init__(self, points: Mapping[int, float], expected: Callable[[Any], float] = float) -> None:
+        least, kept = inf, {}
+        for count in sorted(points, reverse=True):
+            least = kept[count] = min(least, points[count])
+        self.points, self.expected = dict(sorted(kept.items())), expected
+
+    def __call__(self, count: float) -> float:
+        counts = list(self.points)
+        if count in self.points:
+            return self.points[int(count)]
+        if count < counts[0] or len(counts) == 1:
+            return self.points[counts[0]]
+        right = min(bisect_left(counts, count), len(counts) - 1)
+        low, high = counts[right - 1], counts[right]
+        start, end, here = map(self.expected, (low, high, count))
+        slope = (self.points[high] - self.points[low]) / (end - start)
+        return max(self.points[low] + slope * (here - start), self.points[counts[0]])
+
+
+class CostCurve(Curve):
+    """Cost of a verification by its rows, in plain forwards; a plain forward of ``sequences`` rows costs 1.
+
+    Rows are padded to ``row_multiple``, so the cost rises in steps. In a mixture, ``expected`` is the cost by the
+    experts that rows read: each further row reads fewer new ones.
     """
 
     def __init__(
@@ -97,34 +123,20 @@ class CostCurve:
         points: Mapping[int, float],
         sequences: int = 1,
         row_multiple: int = 1,
-        expected: Callable[[int], float] = float,
+        expected: Callable[[Any], float] = float,
     ) -> None:
-        self.row_multiple, self.expected = row_multiple, expected
-        grouped: dict[int, list[float]] = {}
+        self.row_multiple = row_multiple
+        plain, grouped = self.padded(sequences), defaultdict(list)
         for rows, cost in points.items():
-            grouped.setdefault(self.padded(rows), []).append(cost)
-        self.points = {rows: median(costs) for rows, costs in grouped.items()}
-        self.points[self.padded(sequences)] = 1.0
-        least = inf
-        for rows in sorted(self.points, reverse=True):
-            least = self.points[rows] = min(least, self.points[rows]) if rows > self.padded(sequences) else 1.0
-        self.points = dict(sorted(self.points.items()))
+            grouped[self.padded(rows)].append(cost)
+        super().__init__({rows: median(costs) for rows, costs in grouped.items() if rows > plain}, expected)
+        self.points = {rows: 1.0 for rows in sorted({plain, *grouped}) if rows <= plain} | self.points
 
-    def padded(self, rows: int) -> int:
-        return -(-rows // self.row_multiple) * self.row_multiple
+    def padded(self, rows: float) -> int:
+        return ceil(rows / self.row_multiple) * self.row_multiple
 
-    def __call__(self, rows: int) -> float:
-        rows = self.padded(rows)
-        points = list(self.points)
-        if rows in self.points:
-            return self.points[rows]
-        if rows < points[0] or len(points) == 1:
-            return self.points[points[0]]
-        right = next((i for i, value in enumerate(points) if value > rows), len(points) - 1)
-        low, high = points[right - 1], points[right]
-        start, end, here = map(self.expected, (low, high, rows))
-        slope = (self.points[high] - self.points[low]) / (end - start)
-        return max(self.points[low] + slope * (here - start), self.points[points[0]])
+    def __call__(self, rows: float) -> float:
+        return super().__call__(self.padded(rows))
 
     def mean(self, rows: float) -> float:
         """Cost at a mean, fractional number of rows."""
@@ -133,18 +145,12 @@ class CostCurve:
 
 
 def estimate(method: str, by_length: Mapping[int, Measured], plain: Measured, sequences: int) -> Estimate | None:
-    """A method's estimate; None if nothing was drafted.
-
-    Args:
-        method: its name.
-        by_length: runs by the number of requested tokens, times in plain forwards.
-        plain: plain decoding.
-        sequences: requests decoded together.
-    """
+    """A method's estimate from its runs by the number of requested tokens, ``sequences`` requests at a time, with times
+    in plain forwards; None if nothing was drafted."""
     total = RequestMetrics.merged([metrics for result in by_length.values() for metrics in result.metrics])
     every = [r for result in by_length.values() for r in result.rounds]
     costs = RoundCosts.of(every, plain.rounds, sequences)
-    if costs is None or costs.c is None or total.alpha is None or total.match_rate is None:
+    if costs is None or total.alpha is None or total.match_rate is None:
         return None
     drafted = [r for r in full_rounds(every, sequences) if r.depth]
     rest = median(r.rest for r in full_rounds(plain.rounds, sequences))

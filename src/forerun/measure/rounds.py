@@ -405,26 +405,26 @@ class RoundCosts:
     """
 
     sequences: int
-    c: float | None
+    c: float
     verify: dict[int, float]
-    typical: float | None
+    typical: float
 
     @classmethod
     def of(cls, rounds: Sequence[Sample], plain: Sequence[Sample], sequences: int) -> RoundCosts | None:
-        """Medians over a method's rounds and plain decoding's of the same run; None if either is empty."""
+        """Medians over a method's rounds and plain decoding's of the same run; None if nothing was drafted."""
         rounds, plain = full_rounds(rounds, sequences), full_rounds(plain, sequences)
-        if not rounds or not plain:
+        drafted = [r for r in rounds if r.depth]
+        if not drafted or not plain:
             return None
         unit = median(r.verify for r in plain)
-        drafted = [r for r in rounds if r.depth]
         by_rows: dict[int, list[float]] = defaultdict(list)
         for r in rounds:
             by_rows[r.rows].append(r.verify)
         return cls(
             sequences,
-            median(r.draft / r.depth for r in drafted) / unit if drafted else None,
+            median(r.draft / r.depth for r in drafted) / unit,
             {rows: median(values) / unit for rows, values in sorted(by_rows.items())},
-            median(r.verify for r in drafted) / unit if drafted else None,
+            median(r.verify for r in drafted) / unit,
         )
 
     def predict(self, rounds: Sequence[Sample], match_rate: float) -> float | None:
@@ -432,7 +432,7 @@ class RoundCosts:
         verify_cost)``, both summed over the rounds, because a drafter may draft less than requested."""
         rounds = full_rounds(rounds, self.sequences)
         tokens = sum(expected_tokens(match_rate, depth) for r in rounds for depth in r.depths)
-        time = sum(r.depth * (self.c or 0.0) + self.verify[r.rows] for r in rounds)
+        time = sum(r.depth * self.c + self.verify[r.rows] for r in rounds)
         sequences = sum(len(r.depths) for r in rounds) / len(rounds)
         return tokens / time / sequences if time else None
 

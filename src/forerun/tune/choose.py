@@ -53,23 +53,11 @@ def choose(
     seconds: float,
     shown: bool,
 ) -> dict[str, Any]:
-    """Measure candidates, one request at a time at temperature 0.
+    """Measure candidates, one request at a time at temperature 0, for about ``seconds``.
 
-    Candidates are plain decoding, history drafters, the trained drafts at several lengths, and the best of both kinds
-    combined.
-
-    Args:
-        llm: the target.
-        drafts: ``speculative_config`` of each trained draft.
-        texts: a datastore of the model's own text, if there is one.
-        prompts: token ids.
-        tokens: of each answer.
-        seconds: the time budget; every candidate answers a few prompts even if it is over.
-        shown: whether to show progress.
-
-    Returns:
-        ``{"chosen": speculative_config, "measured": [{"config", "tokens_per_second", "tokens_per_round", "speedup"},
-        ...]}``.
+    Candidates are plain decoding, history drafters (also with the datastore ``texts``), the trained ``drafts`` at
+    several lengths, and the best of both kinds combined. Returns ``{"chosen": speculative_config, "measured":
+    [{"config", "tokens_per_second", "tokens_per_round", "speedup"}, ...]}``.
     """
     history = [*HISTORY, *([with_datastore(texts)] if texts is not None else [])]
     trained = [{**draft, **length} for draft in drafts for length in _lengths(draft)]

@@ -1,18 +1,16 @@
-"""Files of tuning and training: the resumable state, finished models, and the frozen target."""
+"""The resumable state of a tuning, and the frozen target that drafts are trained for."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError, ModelError
 from forerun.core.folders import replace_with
@@ -87,24 +85,6 @@ class TuneState:
         """Drop results, so that their stages run again."""
         for name in names:
             self.results.pop(name, None)
-
-
-RECORD = "training.json"
-
-
-def save_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, record: Mapping[str, Any]
-) -> Path:
-    """Write weights (safetensors, bfloat16), configuration, tokenizer and `training.json` to a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model = deepcopy(model)
-    nn.Module.to(model, torch.bfloat16)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id)
-    model.save_pretrained(folder)
-    (folder / "model.safetensors").chmod(0o644)
-    tokenizer.save_pretrained(folder)
-    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    return folder
 
 
 def load_target(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

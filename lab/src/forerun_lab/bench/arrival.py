@@ -1,4 +1,4 @@
-"""What a long prompt costs those who are being served: ``python -m forerun_lab.bench.arrival --help``."""
+"""``python -m forerun_lab.bench.arrival``: how a long prompt slows down the running requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from forerun.sampling.params import SamplingParams
 SETTLE = 12
 ROUNDS = 25
 PATIENCE = 100
-"""Rounds in which the prompt's draft may catch up."""
+"""Most rounds in which the prompt's draft model catches up."""
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 
 
@@ -175,19 +175,19 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=None)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cpu-clock", action="store_true", help="count this process's CPU time, for a busy machine")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
     llm = LLM(
-        given.model,
-        speculative_config={"method": given.spec_method} if given.spec_method else None,
-        max_num_seqs=given.running + 1,
-        page_size=given.page_size,
-        max_prefill_tokens=given.max_prefill_tokens,
+        args.model,
+        speculative_config={"method": args.spec_method} if args.spec_method else None,
+        max_num_seqs=args.running + 1,
+        page_size=args.page_size,
+        max_prefill_tokens=args.max_prefill_tokens,
         prefix_caching=False,
     )
-    if given.cpu_clock:
+    if args.cpu_clock:
         llm.engine.clock = process_time
-    print(json.dumps(asdict(measure(llm, given.running, given.prompt_tokens, given.repeats)), indent=1))
+    print(json.dumps(asdict(measure(llm, args.running, args.prompt_tokens, args.repeats)), indent=1))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""``python -m forerun_lab.bench.beams``: beam search with speculation, against plain beams, transformers' own and, for
-encoder-decoders, CTranslate2's.
+"""``python -m forerun_lab.bench.beams``: beam search with speculation, compared with plain beam search, transformers'
+and, for encoder-decoders, CTranslate2's.
 
-Contenders take turns on every prompt, whole requests, prompts included. A row's speed-up is the mean over prompts of
-plain beams' seconds over its own; ± is its standard error. Beams are the same where their tokens are and, ours, the
-bits of their scores; "scores off by" is the largest difference where tokens are the same. Answers of encoder-decoders
-end where the model ends them, others are as long as asked for. Every losing row stays.
+Contenders alternate on every prompt; whole requests are timed, prefill included. A row's speed-up is the mean over
+prompts of plain beam search's seconds over its own; ± is its standard error. Beams are the same if their tokens and, in
+our engine, the bits of their scores are; "scores off by" is the largest difference for equal tokens. Encoder-decoders
+end their answers themselves; others have the requested length. Losing rows are kept.
 """
 
 from __future__ import annotations
@@ -46,28 +46,28 @@ SETTINGS: list[dict[str, Any]] = [
     {"method": "token_recycling", "tree": [3, 2]},
 ]
 TITLES = ["beams", "setting", "steps/round", "nodes/round", "steps/s", "speed-up", "±", "same beams", "scores off by"]
-Search = Callable[[Sequence[int], BeamSearchParams], "Found"]
+Search = Callable[[Sequence[int], BeamSearchParams], "BeamResult"]
 
 
 @dataclass
-class Found:
-    """One request's beams without what ends them, their scores, and what they took."""
+class BeamResult:
+    """One request's beams without their final tokens, their scores, seconds and steps."""
 
     beams: list[list[int]]
     scores: list[float]
     seconds: float
     steps: int
     rounds: int | None = None
-    """None: not ours."""
+    """None for another engine."""
     nodes: int = 0
 
-    def same(self, other: Found) -> bool:
-        """Whether the tokens are, and, of ours, the bits of the scores."""
+    def same(self, other: BeamResult) -> bool:
+        """Whether the tokens and, in our engine, the bits of the scores are equal."""
         ours = self.rounds is not None and other.rounds is not None
         return self.beams == other.beams and (not ours or self.scores == other.scores)
 
-    def off(self, other: Found) -> float:
-        """The largest difference of scores of the same beams."""
+    def off(self, other: BeamResult) -> float:
+        """The largest difference of the scores of equal beams."""
         return max(abs(one - two) for one, two in zip(self.scores, other.scores, strict=True))
 
 
@@ -77,45 +77,49 @@ class BeamRow:
 
     beams: int
     setting: str
-    found: list[Found] = field(default_factory=list)
+    results: list[BeamResult] = field(default_factory=list)
 
     def as_dict(self, plain: BeamRow) -> dict[str, Any]:
-        ratios = [base.seconds / own.seconds for base, own in zip(plain.found, self.found)]
-        rounds = [result.rounds for result in self.found if result.rounds is not None]
-        whole = sum(rounds) if len(rounds) == len(self.found) else None
+        ratios = [base.seconds / own.seconds for base, own in zip(plain.results, self.results)]
+        rounds = [result.rounds for result in self.results if result.rounds is not None]
+        whole = sum(rounds) if len(rounds) == len(self.results) else None
         return {
             "beams": self.beams,
             "setting": self.setting,
-            "steps_per_round": sum(result.steps for result in self.found) / whole if whole else None,
-            "nodes_per_round": sum(result.nodes for result in self.found) / whole if whole else None,
-            "steps_per_second": sum(result.steps for result in self.found)
-            / sum(result.seconds for result in self.found),
+            "steps_per_round": sum(result.steps for result in self.results) / whole if whole else None,
+            "nodes_per_round": sum(result.nodes for result in self.results) / whole if whole else None,
+            "steps_per_second": sum(result.steps for result in self.results)
+            / sum(result.seconds for result in self.results),
             "speedup": mean(ratios),
             "speedup_error": stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else None,
-            "same_beams": mean(base.same(own) for base, own in zip(plain.found, self.found)),
+            "same_beams": mean(base.same(own) for base, own in zip(plain.results, self.results)),
             "scores_off_by": max(
-                (own.off(base) for base, own in zip(plain.found, self.found) if own.scores and own.beams == base.beams),
+                (
+                    own.off(base)
+                    for base, own in zip(plain.results, self.results)
+                    if own.scores and own.beams == base.beams
+                ),
                 default=None,
             ),
         }
 
 
-def ours(llm: LLM, speculate: bool) -> Search:
-    """One request at a time through the engine."""
+def forerun_search(llm: LLM, speculate: bool) -> Search:
+    """Our engine, one request at a time."""
 
-    def search(prompt: Sequence[int], params: BeamSearchParams) -> Found:
+    def search(prompt: Sequence[int], params: BeamSearchParams) -> BeamResult:
         began = perf_counter()
         output = llm.beam_search({"prompt_token_ids": prompt}, params, False, speculate=speculate)[0]
         seconds, metrics = perf_counter() - began, output.metrics
         beams = [sequence.tokens for sequence in output.sequences]
         scores = [sequence.score for sequence in output.sequences]
-        return Found(beams, scores, seconds, metrics.decode_tokens, metrics.rounds, metrics.num_draft_tokens)
+        return BeamResult(beams, scores, seconds, metrics.decode_tokens, metrics.rounds, metrics.num_draft_tokens)
 
     return search
 
 
-def theirs(llm: LLM) -> Search:
-    """transformers' own, on the same weights; its scores add up in another order."""
+def transformers_search(llm: LLM) -> Search:
+    """transformers, on the same weights; it sums scores in another order."""
     info = llm.model.info
     kind: Any = AutoModelForCausalLM if info.encoder is None else AutoModelForSeq2SeqLM
     model = kind.from_pretrained(
@@ -125,7 +129,7 @@ def theirs(llm: LLM) -> Search:
     filler = 0 if info.encoder is None else info.encoder.start[0]
 
     @torch.inference_mode()
-    def search(prompt: Sequence[int], params: BeamSearchParams) -> Found:
+    def search(prompt: Sequence[int], params: BeamSearchParams) -> BeamResult:
         ids = torch.tensor([list(prompt)])
         more: dict[str, Any] = {} if ends else {"eos_token_id": None}
         began = perf_counter()
@@ -138,13 +142,13 @@ def theirs(llm: LLM) -> Search:
         begin = len(info.begin(prompt)[0])
         beams = [[*row[:begin], *_ended(row[begin:], ends)] for row in result.sequences.tolist()]
         scores = [] if params.beam_width == 1 else result.sequences_scores.tolist()
-        return Found(beams, scores, seconds, _steps(beams, begin, params))
+        return BeamResult(beams, scores, seconds, _steps(beams, begin, params))
 
     return search
 
 
-def outside(llm: LLM, python: str) -> tuple[Worker, Search]:
-    """CTranslate2's, in a process of its own under the interpreter ``python``; the checkpoint must be a folder. Raises
+def ctranslate2_search(llm: LLM, python: str) -> tuple[Worker, Search]:
+    """CTranslate2, in a process of its own under the interpreter ``python``; the checkpoint must be a folder. Raises
     ConfigError."""
     info = llm.model.info
     if info.encoder is None:
@@ -157,61 +161,58 @@ def outside(llm: LLM, python: str) -> tuple[Worker, Search]:
         worker.end()
         raise
 
-    def search(prompt: Sequence[int], params: BeamSearchParams) -> Found:
+    def search(prompt: Sequence[int], params: BeamSearchParams) -> BeamResult:
         question = {"source": list(prompt), "width": params.beam_width, "max_tokens": params.max_tokens}
         answer = worker.ask({**question, "length_penalty": params.length_penalty})
         begin = info.begin(prompt)[0]
         beams = [[*begin, *_ended(beam, info.eos_ids)] for beam in answer["beams"]]
-        return Found(beams, answer["scores"], answer["seconds"], _steps(beams, len(begin), params))
+        return BeamResult(beams, answer["scores"], answer["seconds"], _steps(beams, len(begin), params))
 
     return worker, search
 
 
 def _ended(tokens: Sequence[int], ends: Iterable[int]) -> list[int]:
-    """Tokens up to the one that ended the beam."""
+    """Tokens before the one that ended the beam."""
     return list(takewhile(lambda token: token not in ends, tokens))
 
 
 def _steps(beams: Sequence[Sequence[int]], begin: int, params: BeamSearchParams) -> int:
-    """Steps behind the first that beams so long took, at least."""
+    """Least number of steps, after the first, that beams of this length take."""
     return min(max(len(beam) - begin for beam in beams) + 1, params.max_tokens) - 1
 
 
-def measure(requested: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Rows and the environment. Raises ForerunError."""
-    widths = [int(width) for width in requested.widths.split(",")]
-    engine = {"dtype": requested.dtype, "page_size": 16, "max_num_seqs": max(8, *widths)}
-    base = LLM(requested.model, threads=torch.get_num_threads(), speculative_config=None, **engine)
-    contenders = {"plain": ours(base, speculate=False)}
-    for setting in json.loads(requested.settings) if requested.settings else SETTINGS:
-        given = (
-            setting
-            if requested.draft is None or setting["method"] != "draft_model"
-            else {**setting, "model": requested.draft}
+    widths = [int(width) for width in args.widths.split(",")]
+    engine = {"dtype": args.dtype, "page_size": 16, "max_num_seqs": max(8, *widths)}
+    base = LLM(args.model, threads=torch.get_num_threads(), speculative_config=None, **engine)
+    contenders = {"plain": forerun_search(base, speculate=False)}
+    for setting in json.loads(args.settings) if args.settings else SETTINGS:
+        draft = {"model": args.draft} if args.draft is not None and setting["method"] == "draft_model" else {}
+        contenders[_name(setting)] = forerun_search(
+            LLM(args.model, threads=torch.get_num_threads(), speculative_config={**setting, **draft}, **engine),
+            speculate=True,
         )
-        contenders[_name(setting)] = ours(
-            LLM(requested.model, threads=torch.get_num_threads(), speculative_config=given, **engine), speculate=True
-        )
-    contenders["transformers"] = theirs(base)
+    contenders["transformers"] = transformers_search(base)
     worker = None
-    if requested.ctranslate2:
-        worker, contenders["ctranslate2"] = outside(base, requested.ctranslate2)
+    if args.ctranslate2:
+        worker, contenders["ctranslate2"] = ctranslate2_search(base, args.ctranslate2)
     prompts = make_prompts(
-        requested.prompt_set,
+        args.prompt_set,
         base.tokenizer,
-        count=requested.prompts,
-        length=requested.prompt_tokens,
-        file=requested.prompts_file,
+        count=args.prompts,
+        length=args.prompt_tokens,
+        file=args.prompts_file,
     )
     rows = []
     for width in widths:
-        params = BeamSearchParams(width, requested.tokens, ignore_eos=base.model.info.encoder is None)
+        params = BeamSearchParams(width, args.tokens, ignore_eos=base.model.info.encoder is None)
         group = {name: BeamRow(width, name) for name in contenders}
         for search in contenders.values():
             search(prompts[0], params)  # the first time compiles and allocates
         for prompt in prompts:
             for name, search in contenders.items():
-                group[name].found.append(search(prompt, params))
+                group[name].results.append(search(prompt, params))
         for row in group.values():
             rows.append(row.as_dict(group["plain"]))
             print(_line(rows[-1]), flush=True)
@@ -257,20 +258,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print such a file as a table, and end")
-    requested = parser.parse_args()
-    if requested.table:
-        print(table(json.loads(requested.table.read_text(encoding="utf-8"))["rows"]))
+    args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.table.read_text(encoding="utf-8"))["rows"]))
         return
-    torch.set_num_threads(requested.threads)
+    torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
     try:
-        rows, about = measure(requested)
+        rows, about = measure(args)
     except ForerunError as error:
         sys.exit(f"error: {error}")
-    if requested.out:
-        settings = {name: value for name, value in vars(requested).items() if name not in ("out", "table")}
-        settings |= {"prompts_file": requested.prompts_file and str(requested.prompts_file)}
-        requested.out.write_text(json.dumps({"environment": about, "settings": settings, "rows": rows}, indent=1))
+    if args.out:
+        settings = {name: value for name, value in vars(args).items() if name not in ("out", "table")}
+        settings |= {"prompts_file": args.prompts_file and str(args.prompts_file)}
+        args.out.write_text(json.dumps({"environment": about, "settings": settings, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""``python -m forerun_lab.bench.bits``: which models get bit-equal logits here, architecture by architecture.
+"""``python -m forerun_lab.bench.bits``: which architectures have bit-equal logits on this machine.
 
 Tiny random checkpoints of many architectures and head widths are loaded in every dtype with ``invariant=True``, and
-hundreds of rows are fed in every way that the engine has (``models/invariance.py``).
+hundreds of rows are batched in every way that the engine has (``models/invariance.py``).
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ PAGE = 16
 
 @dataclass(frozen=True)
 class BitsRow:
-    """One checkpoint, loaded one way: what was compared, and the first way of feeding in which bits differed."""
+    """One checkpoint on one path: the number of ways of batching with other bits, and the first of them."""
 
     architecture: str
     dtype: str
@@ -78,7 +78,7 @@ class BitsRow:
 
 
 def save(kind: str, options: dict[str, Any], folder: str) -> None:
-    """A random checkpoint whose products are large enough to show in what order they were added."""
+    """Save a random checkpoint whose products are large enough for the order of sums to change bits."""
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**SIZES, **options}))
     with torch.no_grad():
@@ -107,7 +107,7 @@ def measure(names: list[str], dtypes: list[str], paths: list[str]) -> Iterator[B
 
 
 def _cell(rows: list[dict[str, Any]]) -> str:
-    """The rows that calls may have, path by path; in bold how many ways of feeding changed bits."""
+    """The rows that calls may have, by path; in bold the number of ways of batching that changed bits."""
     parts = []
     for row in rows:
         sizes = row["rows_in_calls"].split(", ")
@@ -118,7 +118,7 @@ def _cell(rows: list[dict[str, Any]]) -> str:
 
 
 def table(files: list[Path]) -> str:
-    """Markdown of what ``--out`` wrote, a block of columns for each file. Raises OSError and ValueError."""
+    """A Markdown table of files that ``--out`` wrote, a block of columns for each. Raises OSError and ValueError."""
     runs = [json.loads(file.read_text(encoding="utf-8")) for file in files]
     heads = ["architecture"]
     for run in runs:
@@ -144,27 +144,27 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="print such files as a table, and end")
-    requested = parser.parse_args()
-    if requested.table:
-        print(table(requested.table))
+    args = parser.parse_args()
+    if args.table:
+        print(table(args.table))
         return
-    torch.set_num_threads(requested.threads)
+    torch.set_num_threads(args.threads)
     warnings.simplefilter("ignore")
     rows = []
     try:
-        names = [name for name in ARCHITECTURES if name.split(",")[0] in requested.only.split(",")]
-        for row in measure(names, requested.dtypes.split(","), requested.paths.split(",")):
+        names = [name for name in ARCHITECTURES if name.split(",")[0] in args.only.split(",")]
+        for row in measure(names, args.dtypes.split(","), args.paths.split(",")):
             rows.append(row)
             print(f"{row.architecture:24} {row.dtype:9} {row.path:28} {row.rows_in_calls:42} {row.finding or 'equal'}")
             sys.stdout.flush()
     except ForerunError as error:
         sys.exit(f"error: {error}")
-    if requested.out:
+    if args.out:
         about = {
-            "processor": processor(), "threads": requested.threads, "torch": torch.__version__,
+            "processor": processor(), "threads": args.threads, "torch": torch.__version__,
             "transformers": transformers.__version__, "kernels": kernels.library() is not None,
         }  # fmt: skip
-        requested.out.write_text(json.dumps({"environment": about, "rows": [vars(row) for row in rows]}, indent=1))
+        args.out.write_text(json.dumps({"environment": about, "rows": [vars(row) for row in rows]}, indent=1))
     sys.exit(any(row.finding for row in rows))
 
 

@@ -1,7 +1,7 @@
-"""``python -m forerun_lab.bench.costs``: a forward by its rows, prompts, and where a round's time goes by its streams.
+"""``python -m forerun_lab.bench.costs``: a forward's cost by its rows, prefill, and how a round's time is spent.
 
-Formats and numbers of rows take turns in one process; a ratio is of neighbours in one turn. Interval: of the median of
-the turns' ratios, 95 %, whatever the distribution.
+Formats and numbers of rows alternate in one process; a ratio compares neighbours of one repetition. Intervals are 95 %
+confidence intervals of the median ratio, for any distribution.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from forerun_lab.intervals import median_interval
 
 CONTEXT = 256
 PROMPT = 4
-"""Tokens of a stream's prompt: reading it is part of the time."""
+"""Tokens of a stream's prompt, whose prefill is part of the time."""
 PACKED = "packed"
 """bfloat16 in oneDNN's own layout, which gives logits of other bits for other numbers of rows."""
-TURNS_BEFORE = 2
-"""Not counted: they compile, allocate and fill caches."""
+WARM_UP = 2
+"""Repetitions that are not counted: they compile, allocate and fill caches."""
 
 
 @dataclass
 class ForwardCost:
-    """A forward of ``rows`` rows of one sequence; ``share``: of the read bandwidth, for one row."""
+    """A forward of ``rows`` rows of one sequence; ``share`` is one row's fraction of the read bandwidth."""
 
     format: str
     rows: int
@@ -53,7 +53,7 @@ class ForwardCost:
 
 @dataclass
 class CostStream:
-    """Rounds of ``streams`` requests without drafts; shares of the engine's time."""
+    """Rounds of ``streams`` requests without drafts, as fractions of the engine's time."""
 
     format: str
     streams: int
@@ -65,7 +65,7 @@ class CostStream:
 
 
 class Forwards:
-    """A model and one sequence in its cache, fed again and again from the same place."""
+    """A model and one cached sequence, which is fed repeatedly from the same position."""
 
     def __init__(self, name: str, model: Model, largest: int, tokens: Sequence[int]) -> None:
         self.name, self.model = name, model
@@ -87,14 +87,14 @@ class Forwards:
 
 
 def costs(formats: Sequence[Forwards], counts: Sequence[int], turns: int) -> list[ForwardCost]:
-    """Counts begin with 1."""
+    """A row for each format and number of rows; ``counts`` begin with 1."""
     bandwidth = read_bandwidth(torch.device("cpu"))
     result: dict[tuple[str, int], list[float]] = {}
-    for turn in range(TURNS_BEFORE + turns):
+    for repeat in range(WARM_UP + turns):
         for each in formats:
             for count in counts:
                 seconds = each.seconds(count)
-                if turn >= TURNS_BEFORE:
+                if repeat >= WARM_UP:
                     result.setdefault((each.name, count), []).append(seconds)
     rows = []
     for each in formats:
@@ -111,7 +111,7 @@ def costs(formats: Sequence[Forwards], counts: Sequence[int], turns: int) -> lis
 
 @dataclass
 class Prefill:
-    """A prompt read in one forward; ``over_packed``: speed over oneDNN's packed bfloat16 in the same turn."""
+    """A prompt read in one forward; ``over_packed`` is its speed over oneDNN's packed bfloat16."""
 
     format: str
     tokens: int
@@ -121,10 +121,10 @@ class Prefill:
 
 
 def prefills(models: Mapping[str, Model], lengths: Sequence[int], turns: int, text: Sequence[int]) -> list[Prefill]:
-    """``PACKED`` is one of the models."""
+    """A row for each model and length; ``PACKED`` is one of the models."""
     over = {name: new_attention(model, max_seqs=1, max_len=max(lengths)) for name, model in models.items()}
     result: dict[tuple[str, int], list[float]] = {}
-    for turn in range(TURNS_BEFORE + turns):
+    for repeat in range(WARM_UP + turns):
         for length in lengths:
             for name, model in models.items():
                 span = Span(0, 0, list(text[:length]), logits=[length - 1])
@@ -132,17 +132,17 @@ def prefills(models: Mapping[str, Model], lengths: Sequence[int], turns: int, te
                 model.forward(Batch([span], model.info.device), over[name])
                 seconds = perf_counter() - began
                 over[name].pool.free(0)
-                if turn >= TURNS_BEFORE:
+                if repeat >= WARM_UP:
                     result.setdefault((name, length), []).append(seconds)
     rows = []
     for (name, length), own in result.items():
-        ratios = [theirs / mine for mine, theirs in zip(own, result[PACKED, length], strict=True)]
+        ratios = [packed / seconds for seconds, packed in zip(own, result[PACKED, length], strict=True)]
         rows.append(Prefill(name, length, length / median(own), median(ratios), median_interval(ratios)))
     return rows
 
 
 def prefill_table(rows: Sequence[Prefill]) -> str:
-    """Markdown, a line for each format."""
+    """A Markdown table with a row for each format."""
     lengths = list(dict.fromkeys(row.tokens for row in rows))
     heads = ["weights", *(head for length in lengths for head in (f"{length} tokens", "over packed"))]
     lines = []
@@ -196,7 +196,7 @@ def streams(
 
 
 def table(rows: Sequence[ForwardCost]) -> str:
-    """Markdown, a line for each format."""
+    """A Markdown table with a row for each format."""
     counts = list(dict.fromkeys(row.rows for row in rows))
     lines = []
     for name in dict.fromkeys(row.format for row in rows):
@@ -210,7 +210,7 @@ def table(rows: Sequence[ForwardCost]) -> str:
 
 
 def streams_table(rows: Sequence[CostStream]) -> str:
-    """Markdown."""
+    """A Markdown table."""
     heads = ["weights", "streams", "sampling", "tokens/s", "forward", "sampling's share", "the rest"]
     lines = [
         [row.format, row.streams, row.sampling, f"{row.tokens_per_second:.0f}",
@@ -232,50 +232,45 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file to write")
     parser.add_argument("--both", action="store_true", help="with the matrix unit, then again without it")
-    requested = parser.parse_args()
-    torch.set_num_threads(requested.threads)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     library = kernels.library()
     print(f"{processor()}; matrix unit: {'yes' if library is not None and library.tiles else 'no'}\n", flush=True)
-    counts = sorted({1, *map(int, requested.rows.split(","))})
-    names = requested.formats.split(",")
+    counts = sorted({1, *map(int, args.rows.split(","))})
+    names = args.formats.split(",")
     generator = torch.Generator().manual_seed(0)
     try:
-        models = {
-            name: load_model(requested.model, quantization=name, invariant=True)
-            for name in requested.formats.split(",")
-        }
+        models = {name: load_model(args.model, quantization=name, invariant=True) for name in args.formats.split(",")}
         size = min(model.info.vocab_size for model in models.values())
         text = torch.randint(size, (CONTEXT + counts[-1],), generator=generator).tolist()
-        measured = costs([Forwards(n, m, counts[-1], text) for n, m in models.items()], counts, requested.turns)
+        measured = costs([Forwards(n, m, counts[-1], text) for n, m in models.items()], counts, args.turns)
         print(table(measured))
         read: list[Prefill] = []
-        if requested.prefill:
-            lengths = list(map(int, requested.prefill.split(",")))
-            packed = load_model(requested.model, quantization="bfloat16", weights=PACKED, invariant=False)
+        if args.prefill:
+            lengths = list(map(int, args.prefill.split(",")))
+            packed = load_model(args.model, quantization="bfloat16", weights=PACKED, invariant=False)
             longest = torch.randint(size, (max(lengths),), generator=generator).tolist()
-            read = prefills({**models, PACKED: packed}, lengths, requested.turns, longest)
+            read = prefills({**models, PACKED: packed}, lengths, args.turns, longest)
             print("\n" + prefill_table(read))
             del packed
         rounds: list[CostStream] = []
-        if requested.streams:
+        if args.streams:
             models = {}
             prompts = torch.randint(size, (16, PROMPT), generator=generator).tolist()
             for name in names:
-                rounds += streams(
-                    requested.model, name, list(map(int, requested.streams.split(","))), requested.tokens, prompts
-                )
+                rounds += streams(args.model, name, list(map(int, args.streams.split(","))), args.tokens, prompts)
             print("\n" + streams_table(rounds))
     except ForerunError as error:
         sys.exit(f"error: {error}")
-    if requested.out:
-        about = {"processor": processor(), "arguments": {k: str(v) for k, v in vars(requested).items()}}
+    if args.out:
+        about = {"processor": processor(), "arguments": {k: str(v) for k, v in vars(args).items()}}
         groups: dict[str, Sequence[Any]] = {"rows": measured, "prefill": read, "streams": rounds}
         rows = {name: [asdict(row) for row in group] for name, group in groups.items()}
-        requested.out.write_text(json.dumps({"environment": about, **rows}, indent=1))
-    if requested.both:
+        args.out.write_text(json.dumps({"environment": about, **rows}, indent=1))
+    if args.both:
         again = [argument for argument in sys.argv[1:] if argument != "--both"]
-        if requested.out:
-            again += ["--out", str(requested.out.with_suffix(".lanes.json"))]
+        if args.out:
+            again += ["--out", str(args.out.with_suffix(".lanes.json"))]
         print(flush=True)
         around = {**os.environ, "FORERUN_TILES": "0"}
         sys.exit(subprocess.run([sys.executable, "-m", "forerun_lab.bench.costs", *again], env=around).returncode)

@@ -1,6 +1,6 @@
-"""``python -m forerun_lab.bench.fidelity``: what a format of the weights does to logits, perplexity and greedy texts.
+"""``python -m forerun_lab.bench.fidelity``: how weight formats change logits, perplexity and greedy texts.
 
-The measure of all is the same checkpoint in float32 through transformers' modules, a GGUF file's blocks dequantized.
+The reference is the same checkpoint in float32 through transformers' modules, with a GGUF file's blocks dequantized.
 Windows of a held-out text are fed whole; every token but a window's first counts.
 """
 
@@ -30,7 +30,7 @@ from forerun.models.tokenizer import load_tokenizer
 from forerun_lab.peers.outside import scorer
 
 EXACT = "float32"
-"""The row that others are compared with."""
+"""The reference row."""
 
 
 @dataclass
@@ -45,13 +45,13 @@ class FidelityRow:
     error: float | None = None
     kl: float | None = None
     same_choices: float | None = None
-    """Share of positions whose likeliest token is that of float32."""
+    """Fraction of positions whose likeliest token is that of float32."""
     same_texts: int | None = None
-    """Greedy answers that are those of float32."""
+    """Number of greedy answers that equal float32's."""
 
 
 @dataclass
-class Seen:
+class FidelitySums:
     """Sums over windows."""
 
     nats: float = 0.0
@@ -62,10 +62,10 @@ class Seen:
     windows: int = 0
 
     def add(self, window: Sequence[int], exact: torch.Tensor, got: torch.Tensor) -> None:
-        requested, result = exact.double().log_softmax(-1), got.double().log_softmax(-1)
+        expected, result = exact.double().log_softmax(-1), got.double().log_softmax(-1)
         targets = torch.tensor(window[1:])
         self.nats -= float(result[:-1].gather(-1, targets[:, None]).sum())
-        self.kl += float((requested.exp() * (requested - result)).sum())
+        self.kl += float((expected.exp() * (expected - result)).sum())
         self.error += formats.error(exact, got)
         self.same += int((exact.argmax(-1) == got.argmax(-1)).sum())
         self.count += len(window)
@@ -78,7 +78,7 @@ class Seen:
 
 
 def windows_of(text: str, model: str, size: int, count: int) -> list[list[int]]:
-    """Token ids, ``count`` windows of ``size``. Raises ForerunError."""
+    """Token ids of at most ``count`` windows of ``size`` tokens. Raises ForerunError."""
     ids = load_tokenizer(str(resolve(model))).encode(text[: 16 * size * count])
     result = [ids[first : first + size] for first in range(0, size * count, size)]
     whole = [window for window in result if len(window) == size]
@@ -102,7 +102,7 @@ class Exact:
 
     @torch.inference_mode()
     def text(self, prompt: Sequence[int], length: int) -> list[int]:
-        """A greedy answer, which ends nowhere."""
+        """A greedy answer of ``length`` tokens."""
         ids = torch.tensor([list(prompt)])
         options = {"max_new_tokens": length, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         result = self.module.generate(ids, attention_mask=torch.ones_like(ids), **options)
@@ -110,58 +110,58 @@ class Exact:
         return answer
 
 
-def measure(requested: argparse.Namespace, tell: Callable[[str], None]) -> Iterator[FidelityRow]:
-    """Row by row, the exact one first. Raises ForerunError."""
-    text = Path(requested.text).read_text("utf-8") if requested.text else "\n".join(topics.topics.values())
-    windows = windows_of(text, requested.model, requested.window, requested.windows)
-    exact = Exact(requested.model)
+def measure(args: argparse.Namespace, progress: Callable[[str], None]) -> Iterator[FidelityRow]:
+    """Yields a row for each format, the reference first. Raises ForerunError."""
+    text = Path(args.text).read_text("utf-8") if args.text else "\n".join(topics.topics.values())
+    windows = windows_of(text, args.model, args.window, args.windows)
+    exact = Exact(args.model)
     references = []
-    seen = Seen()
+    seen = FidelitySums()
     for window in windows:
         references.append(exact.logits(window))
         seen.add(window, references[-1], references[-1])
-    prompts = [window[: requested.window // 4] for window in windows]
-    answers = [exact.text(prompt, requested.text_tokens) for prompt in prompts]
+    prompts = [window[: args.window // 4] for window in windows]
+    answers = [exact.text(prompt, args.text_tokens) for prompt in prompts]
     del exact
     first = seen.row(EXACT, None)
     first.over_exact, first.same_texts = 0.0, len(answers)
     yield first
-    for name in requested.formats.split(","):
-        tell(f"loading {name}")
-        row = _ours(requested, name, windows, references, prompts, answers)
+    for name in args.formats.split(","):
+        progress(f"loading {name}")
+        row = _ours(args, name, windows, references, prompts, answers)
         row.over_exact = row.perplexity / first.perplexity - 1
         yield row
         gc.collect()
-    if requested.llama_cpp:
-        tell("llama.cpp")
-        row = _llama_cpp(requested, windows, references)
+    if args.llama_cpp:
+        progress("llama.cpp")
+        row = _llama_cpp(args, windows, references)
         row.over_exact = row.perplexity / first.perplexity - 1
         yield row
 
 
 def _ours(
-    requested: argparse.Namespace, name: str, windows: Sequence[list[int]], references: Sequence[torch.Tensor],
+    args: argparse.Namespace, name: str, windows: Sequence[list[int]], references: Sequence[torch.Tensor],
     prompts: Sequence[list[int]], answers: Sequence[list[int]],
 ) -> FidelityRow:  # fmt: skip
-    model = load_model(requested.model, quantization=name, invariant=True)
-    seen = Seen()
+    model = load_model(args.model, quantization=name, invariant=True)
+    seen = FidelitySums()
     for window, reference in zip(windows, references):
         seen.add(window, reference, logits(model, [window]).float())
     row = seen.row(name, model.info.weight_bytes)
     del model
-    llm = LLM(requested.model, quantization=name, threads=torch.get_num_threads(), speculative_config=None)
-    params = SamplingParams(temperature=0, max_tokens=requested.text_tokens, ignore_eos=True)
+    llm = LLM(args.model, quantization=name, threads=torch.get_num_threads(), speculative_config=None)
+    params = SamplingParams(temperature=0, max_tokens=args.text_tokens, ignore_eos=True)
     outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
     row.same_texts = sum(list(o.outputs[0].token_ids) == a for o, a in zip(outputs, answers, strict=True))
     return row
 
 
 def _llama_cpp(
-    requested: argparse.Namespace, windows: Sequence[list[int]], references: Sequence[torch.Tensor]
+    args: argparse.Namespace, windows: Sequence[list[int]], references: Sequence[torch.Tensor]
 ) -> FidelityRow:
-    """llama.cpp's own logits of the file: what it chose, and the log-probabilities of the text's tokens."""
+    """llama.cpp's perplexity of the text, and the fraction of positions with float32's likeliest token."""
     nats, same = 0.0, 0
-    with scorer(requested.llama_cpp, requested.model, requested.window, requested.threads) as score:
+    with scorer(args.llama_cpp, args.model, args.window, args.threads) as score:
         for window, reference in zip(windows, references):
             answer = score(window)
             nats -= math.fsum(answer["logprobs"])
@@ -197,18 +197,18 @@ def main() -> None:
     parser.add_argument("--llama-cpp", metavar="PYTHON", help="compare with llama.cpp in this Python's environment")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="JSON file to write")
-    requested = parser.parse_args()
-    torch.set_num_threads(requested.threads)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
     rows = []
     try:
-        for row in measure(requested, lambda text: print(text, file=sys.stderr, flush=True)):
+        for row in measure(args, lambda text: print(text, file=sys.stderr, flush=True)):
             rows.append(row)
     except (ForerunError, OSError) as error:
         sys.exit(f"error: {error}")
     print(table(rows))
-    if requested.out:
-        about = {"processor": processor(), "arguments": {k: str(v) for k, v in vars(requested).items()}}
-        requested.out.write_text(json.dumps({"environment": about, "rows": [asdict(row) for row in rows]}, indent=1))
+    if args.out:
+        about = {"processor": processor(), "arguments": {k: str(v) for k, v in vars(args).items()}}
+        args.out.write_text(json.dumps({"environment": about, "rows": [asdict(row) for row in rows]}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Orderings that the literature reports, held against tokens per round here: ``python -m forerun_lab.bench.orderings``.
+"""``python -m forerun_lab.bench.orderings``: orderings from the literature, tested by tokens per round.
 
-Tokens per round need no quiet machine. Both sides answer the same prompts with the same seeds; the difference is taken
-prompt by prompt, and an ordering holds, or does not, where its mean is more than two standard errors from zero.
+Tokens per round need no quiet machine. Both sides answer the same prompts with the same seeds. An ordering is decided
+if the mean difference over prompts is more than two standard errors from zero.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from forerun.sampling.params import SamplingParams
 DEPTH = 3
 CHAIN = {"method": "draft_model", "num_speculative_tokens": 5}
 TREE = {"method": "draft_model", "tree": [3, 2, 1]}
-SURE = 2.0
-"""Standard errors from zero that count as an answer."""
+DECISIVE = 2.0
+"""Standard errors from zero that decide an ordering."""
 HELD, BROKEN, UNDECIDED = "held", "not held", "undecided"
 
 
@@ -92,7 +92,7 @@ def verdict(differences: Sequence[float]) -> tuple[float, float, str]:
     """Mean, standard error, and whether the mean is above, below or near zero. Two differences at least."""
     middle = mean(differences)
     error = stdev(differences) / len(differences) ** 0.5
-    if abs(middle) <= SURE * error:
+    if abs(middle) <= DECISIVE * error:
         return middle, error, UNDECIDED
     return middle, error, HELD if middle > 0 else BROKEN
 
@@ -107,20 +107,20 @@ class OrderingBench:
     concurrency: int
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """More options by method."""
-    known: dict[str, list[RequestMetrics]] = field(default_factory=dict)
+    cached: dict[str, list[RequestMetrics]] = field(default_factory=dict)
 
     def run(self, config: Mapping[str, Any], temperature: float) -> list[RequestMetrics]:
-        """One per prompt. Raises ForerunError for a drafter that is not there."""
+        """Metrics of each prompt. Raises ForerunError for a missing drafter."""
         full = {**config, **self.options.get(config["method"], {})}
         key = json.dumps([full, temperature], sort_keys=True)
-        if key not in self.known:
+        if key not in self.cached:
             engine = engine_of(self.llm, full, max_num_seqs=self.concurrency)
             params = [
                 SamplingParams(temperature=temperature, max_tokens=self.max_tokens, ignore_eos=True, seed=seed)
                 for seed in range(len(self.prompts))
             ]
-            self.known[key] = measure(engine, self.prompts, params).metrics
-        return self.known[key]
+            self.cached[key] = measure(engine, self.prompts, params).metrics
+        return self.cached[key]
 
     def compare(self, ordering: Ordering, temperature: float) -> OrderingComparison:
         empty = OrderingComparison(ordering.claim, ordering.source, temperature)
@@ -169,12 +169,12 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--speculative-config", type=json.loads, default={}, help="{METHOD: {more options}}")
     parser.add_argument("--json", action="store_true")
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    llm = LLM(given.model, dtype=given.dtype, threads=torch.get_num_threads(), speculative_config=None)
-    prompts = make_prompts(given.prompt_set, llm.tokenizer, count=given.prompts, length=given.prompt_tokens)
-    result = compare_all(OrderingBench(llm, prompts, given.max_tokens, given.concurrency, given.speculative_config))
-    print(json.dumps([asdict(item) for item in result], indent=1) if given.json else table(result))
+    llm = LLM(args.model, dtype=args.dtype, threads=torch.get_num_threads(), speculative_config=None)
+    prompts = make_prompts(args.prompt_set, llm.tokenizer, count=args.prompts, length=args.prompt_tokens)
+    result = compare_all(OrderingBench(llm, prompts, args.max_tokens, args.concurrency, args.speculative_config))
+    print(json.dumps([asdict(item) for item in result], indent=1) if args.json else table(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the server costs beside the engine alone: ``python -m forerun_lab.bench.overhead --help``."""
+"""``python -m forerun_lab.bench.overhead``: the server's overhead over the engine alone."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ CLIENT = Path(__file__).with_name("load.py")
 
 @dataclass(frozen=True)
 class Overhead:
-    """The same requests through HTTP and on the engine alone; the client is another process.
+    """The same requests through HTTP, from a client process, and on the engine alone.
 
-    A served stream is empty between one answer and its next request, so that rounds hold fewer streams than where all
-    requests wait in the engine's queue. ``alike`` is therefore what the shares compare with: the engine alone takes
-    every request after as many rounds as it came through the server, which makes the same rounds, one after another.
+    A served stream is idle between one answer and its next request, so rounds hold fewer streams than if all requests
+    wait in the engine's queue. Fractions therefore compare with ``alike``: the engine alone, with every request added
+    after as many rounds as through the server, which makes the same rounds.
     """
 
     concurrency: int
@@ -49,31 +49,30 @@ class Overhead:
     served: float
     """Tokens per second that the client received."""
     wall: float
-    """Share of the served time that the engine alone does not need for these rounds; what the engine waits for a
-    request is in it."""
+    """Fraction of the served time that the engine alone does not need for these rounds, waits for requests included."""
     processor: float
-    """Share of the server's processor time, all its threads together, that the engine alone does not need."""
+    """Fraction of the server's processor time, over all threads, that the engine alone does not need."""
     of_round: float | None
-    """Share of the served rounds' time, from one's end to the next one's, in which the engine's thread does something
-    else than drafting, verification and acceptance, or waits for the interpreter or a processor: scheduler, text and
-    server. Over rounds in which all streams decode and no prompt is read; the turns' mean. None: there were none."""
+    """Fraction of the served rounds' time, from end to end, that the engine's thread spends outside drafting,
+    verification and acceptance, or waiting for the interpreter or a processor. Mean over repetitions, over rounds in
+    which all streams decode without prefill; None if there were none."""
     error: float | None
-    """Its standard error; None for fewer than two turns."""
+    """Its standard error; None for fewer than two repetitions."""
     alone_of_round: float | None
     """The same on the engine alone."""
 
 
 Arrivals = Sequence[tuple[int, Sequence[int]]]
-"""For each request the rounds that had ended when it came, and its prompt."""
+"""For each request the number of rounds before its arrival, and its prompt."""
 
 
-class Noting(AsyncEngine):
-    """Notes when requests reach the engine."""
+class ArrivalRecorder(AsyncEngine):
+    """Records when requests reach the engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.arrivals: list[tuple[int, Sequence[int]]] = []
         self.spent: list[float] = []
-        """The process's time at each arrival."""
+        """Processor time at each arrival."""
         super().__init__(engine)
 
     def _add(self, stream: Any, prompt: Sequence[int], params: Any, choices: Any) -> None:
@@ -82,10 +81,12 @@ class Noting(AsyncEngine):
         super()._add(stream, prompt, params, choices)
 
 
-class Beats:
-    """Sees an engine's rounds while it is entered, those in a row in which ``streams`` sequences decode and nothing
-    else happens: seconds ``between`` the ends of two, ``inside`` drafting, verification and acceptance of the second,
-    and ``idle``, in which its thread did not compute."""
+class RoundTimes:
+    """Times consecutive rounds of an engine in which ``streams`` sequences decode without prefill, inside a ``with``.
+
+    Sums seconds ``between`` the ends of two rounds, ``inside`` drafting, verification and acceptance of the second, and
+    ``idle`` ones, in which its thread did not compute.
+    """
 
     def __init__(self, engine: Engine, streams: int) -> None:
         self.engine = engine
@@ -94,7 +95,7 @@ class Beats:
         self.rounds = 0
         self._latest: tuple[float, float] | None = None
 
-    def __enter__(self) -> Beats:
+    def __enter__(self) -> RoundTimes:
         self._latest = None
         self.engine.on_round = self.see
         return self
@@ -115,8 +116,8 @@ class Beats:
 
     @property
     def share(self) -> float | None:
-        """At most so much of the time between was outside or idle (what was both counts twice); None: there were no
-        such rounds."""
+        """Upper bound of the fraction that was outside or idle (time that was both counts twice); None without such
+        rounds."""
         return min(1.0, (self.between - self.inside + self.idle) / self.between) if self.rounds else None
 
 
@@ -142,18 +143,18 @@ class ServedRun:
 
 def served(engine: Engine, bodies: Sequence[dict], streams: int) -> ServedRun:
     """The same through a server in this process and a client in another. Raises ForerunError if the client fails."""
-    asynchronous = Noting(engine)
+    asynchronous = ArrivalRecorder(engine)
     app = create_app(asynchronous, ServerOptions())
     listener = open_socket("127.0.0.1", 0)
     server = DrainingServer(app, asynchronous, 5.0)
     thread = threading.Thread(target=lambda: server.run(sockets=[listener]), daemon=True)
     thread.start()
     first = {**bodies[0], "prompt": [0], "max_tokens": 1}
-    wish = {"host": "127.0.0.1", "port": listener.getsockname()[1], "first": first, "bodies": bodies}
+    request = {"host": "127.0.0.1", "port": listener.getsockname()[1], "first": first, "bodies": bodies}
     try:
         done = subprocess.run(
             [sys.executable, "-I", str(CLIENT)],
-            input=json.dumps({**wish, "streams": streams}),
+            input=json.dumps({**request, "streams": streams}),
             capture_output=True,
             text=True,
             check=False,
@@ -173,10 +174,11 @@ def served(engine: Engine, bodies: Sequence[dict], streams: int) -> ServedRun:
 def measure(
     llm: LLM, concurrency: int, *, requests: int, tokens: int, temperature: float, stream: bool, repeats: int
 ) -> Overhead:
-    """Over ``repeats`` in which engine and server take turns, after a turn that is not counted; medians, where nothing
-    else is said. As in a server, no garbage collection visits what was there before.
+    """Medians, or means, over ``repeats`` in which engine and server alternate, after one that is not counted.
 
-    The engine's ``max_num_seqs`` should be ``concurrency``, so that both have as many requests in flight."""
+    As in a server, earlier objects are frozen for the garbage collector. The engine's ``max_num_seqs`` should be
+    ``concurrency``, so that both have as many requests in flight.
+    """
     prompts = make_prompts(HELD_OUT, llm.tokenizer, count=requests, length=64)
     params = SamplingParams(temperature=temperature, seed=0, max_tokens=tokens, ignore_eos=True)
     asked: dict[str, Any] = {"temperature": temperature, "seed": 0, "max_tokens": tokens, "ignore_eos": True}
@@ -228,19 +230,19 @@ def _turn(
     _forget(engine)
     queued, _ = alone(engine, [(0, prompt) for prompt in prompts], params, speculate)
     _forget(engine)
-    with Beats(engine, streams) as beats:
+    with RoundTimes(engine, streams) as beats:
         through = served(engine, bodies, streams)
     requested = sum(body["max_tokens"] for body in bodies)
     if through.tokens != requested:
         raise ForerunError(f"{through.tokens} tokens came through the server instead of {requested}")
     _forget(engine)
-    with Beats(engine, streams) as lone:
+    with RoundTimes(engine, streams) as lone:
         alike = alone(engine, through.arrivals, params, speculate)
     return Turn(queued, alike, through, beats.share, lone.share)
 
 
 def _forget(engine: Engine) -> None:
-    """Drop cached prefixes, so that no turn profits from the one before."""
+    """Clear the prefix cache, so that no repetition profits from an earlier one."""
     if engine.scheduler.tree is not None:
         engine.scheduler.tree.clear()
 
@@ -255,22 +257,22 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--no-stream", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
-    given = parser.parse_args()
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    for concurrency in map(int, given.concurrency.split(",")):
+    for concurrency in map(int, args.concurrency.split(",")):
         llm = LLM(
-            given.model,
-            speculative_config={"method": given.spec_method} if given.spec_method else None,
+            args.model,
+            speculative_config={"method": args.spec_method} if args.spec_method else None,
             max_num_seqs=concurrency,
         )
         result = measure(
             llm,
             concurrency,
-            requests=given.requests,
-            tokens=given.max_tokens,
-            temperature=given.temperature,
-            stream=not given.no_stream,
-            repeats=given.repeats,
+            requests=args.requests,
+            tokens=args.max_tokens,
+            temperature=args.temperature,
+            stream=not args.no_stream,
+            repeats=args.repeats,
         )
         print(json.dumps(asdict(result)), flush=True)
 

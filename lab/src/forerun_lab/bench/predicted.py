@@ -1,8 +1,8 @@
-"""``python -m forerun_lab.bench.predicted``: what plans said before beside what was measured afterwards.
+"""``python -m forerun_lab.bench.predicted``: predictions of plans compared with measurements of benchmarks.
 
-Takes what ``forerun plan --json`` and ``forerun bench --json`` printed, in any order. A setting is predicted by the
-plan for its model, temperature and number of requests at a time. A group's choice is its setting with the best
-prediction, or plain decoding where none promises ``MARGIN``. Every losing row stays.
+Reads the output of ``forerun plan --json`` and ``forerun bench --json``, in any order. A setting's prediction is from
+the plan for its model, temperature and number of requests. A group's choice is the setting with the best prediction, or
+plain decoding if none reaches ``MARGIN``. Losing rows are kept.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def predictions(plan: Mapping[str, Any]) -> dict[Setting, float]:
 
 
 def join(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """``{"rows": [...], "groups": [...], "median_error": ...}``. Raises ConfigError for a setting that no plan has, and
-    where there is none to judge."""
+    """``{"rows": [...], "groups": [...], "median_error": ...}``. Raises ConfigError for a setting without a plan, and
+    if there is no setting."""
     files = list(files)
     plans: dict[Group, dict[Setting, float]] = {}
     for plan in files:
@@ -63,11 +63,12 @@ def join(files: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
             setting = (row["method"], row["num_speculative_tokens"], row["tree"])
             if setting not in plans.get(group, {}):
                 raise ConfigError(f"no plan for {group} predicts {setting}")
-            said, was = plans[group][setting], row["speedup"]
+            predicted, measured = plans[group][setting], row["speedup"]
             values = (group[0], *setting, *group[1:])
             rows.append(
                 dict(zip(COLUMNS, values))
-                | {"predicted": said, "measured": was, "measured_error": row["speedup_error"], "off": said / was - 1}
+                | {"predicted": predicted, "measured": measured, "measured_error": row["speedup_error"]}
+                | {"off": predicted / measured - 1}
             )
     if not rows:
         raise ConfigError("give at least one plan and one measurement (forerun plan --json, forerun bench --json)")
@@ -98,14 +99,14 @@ def _group(rows: Sequence[Mapping[str, Any]], group: Group) -> dict[str, Any]:
 
 
 def name(row: Mapping[str, Any]) -> str:
-    """A setting as it is told."""
+    """A setting as the table names it."""
     if row["k"] is None:
         return str(row["method"])
     return f"{row['method']}, {'k = ' + str(row['k']) if row['tree'] is None else row['tree']}"
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """As markdown: groups, then rows."""
+    """Markdown tables of groups and of rows."""
     groups, rows = [], []
     for each in result["groups"]:
         cells = [each["model"], f"{each['temperature']:g}", each["concurrency"], each["settings"]]
@@ -124,9 +125,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m forerun_lab.bench.predicted", description=__doc__.split("\n")[0])
     parser.add_argument("files", nargs="+", type=Path, help="what plan and bench printed with --json")
     parser.add_argument("--out", type=Path, help="JSON file to write, with the machine that each file was made on")
-    requested = parser.parse_args()
+    args = parser.parse_args()
     try:
-        files = [json.loads(path.read_text(encoding="utf-8")) for path in requested.files]
+        files = [json.loads(path.read_text(encoding="utf-8")) for path in args.files]
         result = join(files)
     except (ConfigError, OSError, ValueError) as error:
         sys.exit(f"error: {error}")
@@ -134,9 +135,9 @@ def main() -> None:
         sys.exit(f"error: these are not all files of forerun plan --json and forerun bench --json ({error!r})")
     print(table(result))
     print(f"\n{len(result['rows'])} settings, median error {result['median_error']:.1%}")
-    if requested.out:
+    if args.out:
         about = [item["environment"] for item in files if "rows" in item]
-        requested.out.write_text(json.dumps({"environments": about} | result, indent=1) + "\n", encoding="utf-8")
+        args.out.write_text(json.dumps({"environments": about} | result, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

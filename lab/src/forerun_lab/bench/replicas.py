@@ -1,9 +1,8 @@
-"""``python -m forerun_lab.bench.replicas``: two replicas of a thread each against one process with two threads, and
-prompts routed to where their beginning is cached against prompts routed by chance.
+"""``python -m forerun_lab.bench.replicas``: two replicas of one thread compared with one process of two threads, and
+routing by cached prefixes compared with random routing.
 
-Contenders get the same requests, in turns, through the API in this process: no sockets. Ratios are medians over pairs
-of turns, each with an interval that holds the median with 95 % confidence. Every losing row stays. Needs
-``forerun[ray]``.
+Contenders alternate on the same requests, through the API in this process, without sockets. Ratios are medians over
+pairs, with 95 % confidence intervals of the median. Losing rows are kept. Needs ``forerun[ray]``.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ if TYPE_CHECKING:
 
 PAGE_SIZE = 64
 NUMBER = 2
-"""Replicas, each with one thread."""
+"""Number of replicas, each with one thread."""
 NO_LIMIT = 10.0**9
 
 
 @dataclass(frozen=True)
 class ReplicaLoad:
-    """What one contender made of one turn's requests."""
+    """One contender's answers to one repetition's requests."""
 
     seconds: float
     tokens: int
@@ -58,8 +57,8 @@ class ReplicaLoad:
 
 
 @dataclass(frozen=True)
-class First:
-    """What one request waited for its first token, in seconds, and how many of its prompt's tokens were cached."""
+class FirstToken:
+    """A request's seconds to its first token, its prompt tokens, and how many of them were cached."""
 
     seconds: float
     prompt: int
@@ -67,7 +66,7 @@ class First:
 
 
 async def load(ask: Ask, bodies: Sequence[dict[str, Any]], streams: int) -> ReplicaLoad:
-    """Every body, ``streams`` at a time. Raises ForerunError for one that is refused."""
+    """Send every body, ``streams`` at a time. Raises ForerunError for one that is refused."""
     slots = asyncio.Semaphore(streams)
 
     async def one(body: dict[str, Any]) -> tuple[str, int]:
@@ -84,11 +83,11 @@ async def load(ask: Ask, bodies: Sequence[dict[str, Any]], streams: int) -> Repl
 
 async def first_tokens(
     pool: EngineClient, prompts: Sequence[Sequence[int]], params: SamplingParams, streams: int
-) -> list[First]:
-    """Every prompt, ``streams`` at a time."""
+) -> list[FirstToken]:
+    """Send every prompt, ``streams`` at a time."""
     slots = asyncio.Semaphore(streams)
 
-    async def one(prompt: Sequence[int]) -> First:
+    async def one(prompt: Sequence[int]) -> FirstToken:
         async with slots:
             began = perf_counter()
             stream = await pool.submit(prompt, params)
@@ -96,13 +95,13 @@ async def first_tokens(
             waited = perf_counter() - began
             async for _ in stream:
                 pass
-            return First(waited, len(prompt), stream.jobs[0].metrics.num_cached_tokens)
+            return FirstToken(waited, len(prompt), stream.jobs[0].metrics.num_cached_tokens)
 
     return list(await asyncio.gather(*map(one, prompts)))
 
 
 async def interleaved(contenders: dict[str, Callable[[int], Awaitable[Any]]], turns: int) -> dict[str, list[Any]]:
-    """What each made of every turn, the first one that is not counted left out; who begins changes."""
+    """Each contender's results of every repetition after an uncounted one; the order alternates."""
     result: dict[str, list[Any]] = {name: [] for name in contenders}
     for turn in range(turns + 1):
         names = list(contenders) if turn % 2 else list(contenders)[::-1]
@@ -111,38 +110,36 @@ async def interleaved(contenders: dict[str, Callable[[int], Awaitable[Any]]], tu
     return {name: kept[1:] for name, kept in result.items()}
 
 
-def throughput(requested: argparse.Namespace) -> list[dict[str, Any]]:
-    """Tokens per second of one process with as many threads as there are replicas, and of those."""
+def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Tokens per second of one process with ``NUMBER`` threads, and of ``NUMBER`` replicas."""
     from forerun.scale.cluster import Cluster, Replicas, cluster
     from forerun.serve.app import ServerOptions, create_app
     from forerun.serve.batch import asking
 
     torch.set_num_threads(NUMBER)
-    drafters = json.loads(requested.speculative_config)
-    engine = {"model": requested.model, "page_size": PAGE_SIZE, "max_num_seqs": max(16, requested.streams)}
+    drafters = json.loads(args.speculative_config)
+    engine = {"model": args.model, "page_size": PAGE_SIZE, "max_num_seqs": max(16, args.streams)}
     llm = LLM(**engine, speculative_config=drafters)
     options = ServerOptions(request_timeout=NO_LIMIT)
-    prompts = make_prompts(
-        HELD_OUT, llm.tokenizer, count=requested.requests * (requested.turns + 1), length=requested.prompt_tokens
-    )
+    prompts = make_prompts(HELD_OUT, llm.tokenizer, count=args.requests * (args.turns + 1), length=args.prompt_tokens)
     one = AsyncEngine(llm.engine)
 
     def bodies(turn: int) -> list[dict[str, Any]]:
-        given = {"max_tokens": requested.tokens, "temperature": requested.temperature, "ignore_eos": True}
-        chosen = prompts[turn * requested.requests : (turn + 1) * requested.requests]
+        given = {"max_tokens": args.tokens, "temperature": args.temperature, "ignore_eos": True}
+        chosen = prompts[turn * args.requests : (turn + 1) * args.requests]
         return [{"prompt": prompt, "seed": seed, **given} for seed, prompt in enumerate(chosen)]
 
     async def measure(handle: Any) -> dict[str, list[ReplicaLoad]]:
-        pool = await Cluster(handle).pool(4 * requested.requests)
+        pool = await Cluster(handle).pool(4 * args.requests)
         asks = {
             f"one process, {NUMBER} threads": asking(create_app(one, options)),
             f"{NUMBER} replicas, 1 thread each": asking(create_app(pool, options)),
         }
 
         def contender(ask: Ask) -> Callable[[int], Awaitable[ReplicaLoad]]:
-            return lambda turn: load(ask, bodies(turn), requested.streams)
+            return lambda turn: load(ask, bodies(turn), args.streams)
 
-        return await interleaved({name: contender(ask) for name, ask in asks.items()}, requested.turns)
+        return await interleaved({name: contender(ask) for name, ask in asks.items()}, args.turns)
 
     try:
         with cluster(Replicas(engine=engine, speculative=drafters, num_replicas=NUMBER)) as (handle,):
@@ -166,37 +163,37 @@ def _of_load(name: str, loads: Sequence[ReplicaLoad], base: Sequence[ReplicaLoad
     }
 
 
-def routing(requested: argparse.Namespace) -> list[dict[str, Any]]:
-    """Times to first token and hit rates, by affinity and by chance, over prompts that share beginnings; each replica's
-    cache has room for a share of ``requested.room`` of them, what it answers included."""
+def routing(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Times to first token and hit rates of affine and of random routing, over prompts with shared prefixes. Each
+    replica's cache holds a fraction ``args.room`` of the prefixes, its answers included."""
     from forerun.scale.cluster import Cluster, Replicas, cluster
 
-    drafters = json.loads(requested.speculative_config)
-    whole = -(-(requested.prefix_tokens + requested.tail_tokens + requested.first_tokens) // PAGE_SIZE)
-    kept = int(requested.room * requested.prefixes * (requested.prefix_tokens // PAGE_SIZE))
+    drafters = json.loads(args.speculative_config)
+    whole = -(-(args.prefix_tokens + args.tail_tokens + args.first_tokens) // PAGE_SIZE)
+    kept = int(args.room * args.prefixes * (args.prefix_tokens // PAGE_SIZE))
     engine = {
-        "model": requested.model, "page_size": PAGE_SIZE, "max_num_seqs": max(4, requested.clients),
-        "num_pages": max(kept, requested.clients * whole),
+        "model": args.model, "page_size": PAGE_SIZE, "max_num_seqs": max(4, args.clients),
+        "num_pages": max(kept, args.clients * whole),
     }  # fmt: skip
-    params = SamplingParams(temperature=0.0, max_tokens=requested.first_tokens, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, max_tokens=args.first_tokens, ignore_eos=True)
     names = {"affine": True, "by chance": False}
 
-    async def measure(handles: Sequence[Any]) -> dict[str, list[list[First]]]:
+    async def measure(handles: Sequence[Any]) -> dict[str, list[list[FirstToken]]]:
         pools = [await Cluster(handle).pool(1024) for handle in handles]
         tokenizer = pools[0].tokenizer
-        prefixes = make_prompts(HELD_OUT, tokenizer, count=requested.prefixes, length=requested.prefix_tokens)
-        count = requested.prefixes * requested.visits * (requested.turns + 1)
-        tails = make_prompts(RANDOM, tokenizer, count=count, length=requested.tail_tokens)
+        prefixes = make_prompts(HELD_OUT, tokenizer, count=args.prefixes, length=args.prefix_tokens)
+        count = args.prefixes * args.visits * (args.turns + 1)
+        tails = make_prompts(RANDOM, tokenizer, count=count, length=args.tail_tokens)
 
         def prompts(turn: int) -> list[list[int]]:
-            order = list(range(requested.prefixes)) * requested.visits
+            order = list(range(args.prefixes)) * args.visits
             random.Random(turn).shuffle(order)
             return [prefixes[each] + tails[turn * len(order) + index] for index, each in enumerate(order)]
 
-        def contender(pool: ReplicaPool) -> Callable[[int], Awaitable[list[First]]]:
-            return lambda turn: first_tokens(pool, prompts(turn), params, requested.clients)
+        def contender(pool: ReplicaPool) -> Callable[[int], Awaitable[list[FirstToken]]]:
+            return lambda turn: first_tokens(pool, prompts(turn), params, args.clients)
 
-        return await interleaved({name: contender(pool) for name, pool in zip(names, pools)}, requested.turns)
+        return await interleaved({name: contender(pool) for name, pool in zip(names, pools)}, args.turns)
 
     replicas = [
         Replicas(engine=engine, speculative=drafters, num_replicas=NUMBER, affine=affine) for affine in names.values()
@@ -207,7 +204,7 @@ def routing(requested: argparse.Namespace) -> list[dict[str, Any]]:
     return [_of_first(name, turns, base) for name, turns in result.items()]
 
 
-def _of_first(name: str, turns: Sequence[Sequence[First]], base: Sequence[Sequence[First]]) -> dict[str, Any]:
+def _of_first(name: str, turns: Sequence[Sequence[FirstToken]], base: Sequence[Sequence[FirstToken]]) -> dict[str, Any]:
     every = [each for turn in turns for each in turn]
     waited = sorted(each.seconds for each in every)
     ratios = [mean(e.seconds for e in own) / mean(e.seconds for e in before) for before, own in zip(base, turns)]
@@ -222,7 +219,7 @@ def _of_first(name: str, turns: Sequence[Sequence[First]], base: Sequence[Sequen
     }
 
 
-def environment(requested: argparse.Namespace) -> dict[str, Any]:
+def environment(args: argparse.Namespace) -> dict[str, Any]:
     """Versions, machine and settings. Raises ModuleNotFoundError without Ray."""
     return {
         "forerun": forerun.__version__,
@@ -231,12 +228,12 @@ def environment(requested: argparse.Namespace) -> dict[str, Any]:
         "ray": version("ray"),
         "processor": processor(),
         "cores": os.cpu_count(),
-        "settings": {name: value for name, value in vars(requested).items() if name not in ("json", "table")},
+        "settings": {name: value for name, value in vars(args).items() if name not in ("json", "table")},
     }
 
 
 def tables(result: dict[str, Any]) -> str:
-    """Both, as markdown."""
+    """Both tables, as Markdown."""
     throughput = [
         [row["contender"], f"{row['tokens_per_second']:.0f}", f"{row['speedup']:.2f}",
          _between(row["speedup_interval"]), f"{row['same']:.0%}"]
@@ -276,18 +273,18 @@ def main() -> None:
     parser.add_argument("--room", type=float, default=0.67, help="share of the prefixes that one replica can hold")
     parser.add_argument("--json", action="store_true", help="print one object instead of tables")
     parser.add_argument("--table", type=Path, metavar="FILE", help="print such an object's tables, and end")
-    requested = parser.parse_args()
-    if requested.table:
-        print(tables(json.loads(requested.table.read_text(encoding="utf-8"))))
+    args = parser.parse_args()
+    if args.table:
+        print(tables(json.loads(args.table.read_text(encoding="utf-8"))))
         return
     try:
-        about = environment(requested)
-        result = {"environment": about, "throughput": throughput(requested), "routing": routing(requested)}
+        about = environment(args)
+        result = {"environment": about, "throughput": throughput(args), "routing": routing(args)}
     except ModuleNotFoundError as error:
         sys.exit(f"error: this needs {error.name}: pip install 'forerun[ray]'")
     except ForerunError as error:
         sys.exit(f"error: {error}")
-    print(json.dumps(result, indent=1) if requested.json else tables(result))
+    print(json.dumps(result, indent=1) if args.json else tables(result))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tokens a round of history drafters, a tuned head and both together, on held-out prompts.
+"""Tokens per round of history drafters, a tuned head and both combined, on held-out prompts.
 
 python -m forerun_lab.bench.tune_figures --model smollm2 --head FOLDER --out FILE [--text FILE]
 [--temperature T] [--prompts N] [--max-tokens N] [--depth N]
@@ -23,11 +23,11 @@ from forerun.tune.choose import CONFIDENT, HISTORY, with_datastore
 from forerun.tune.data import held_out
 
 TREES = (8, 16)
-"""Nodes of the trees that are compared."""
+"""Nodes of the compared trees."""
 
 
 def ways(head: str, depth: int, text: Path | None) -> dict[str, dict[str, Any]]:
-    """Everything that is compared, by the name that tables show; ``text`` is a datastore of the model's own."""
+    """Every compared config by its name in tables; ``text`` is a datastore of the model's own text."""
     eagle = {"method": "eagle", "model": head, "num_speculative_tokens": depth, "quantization": "q8_0"}
     suffix = HISTORY[1] if text is None else with_datastore(text)
     sure = {**eagle, **CONFIDENT}
@@ -51,9 +51,8 @@ def ways(head: str, depth: int, text: Path | None) -> dict[str, dict[str, Any]]:
 def figures(
     llm: LLM, compared: dict[str, dict[str, Any]], count: int, tokens: int, temperature: float
 ) -> list[dict[str, Any]]:
-    """A row for each of the ways that are ``compared``: tokens a round over all prompts, its standard error over
-    prompts, drafted tokens a round, and tokens a round by category. An answer's first token comes with its prompt and
-    is not counted."""
+    """A row for each config: tokens per round, also by category, their standard error, and drafted tokens per
+    round. An answer's first token comes with its prompt and is not counted."""
     asked = held_out()[:: max(1, len(held_out()) // count)]
     talks = [[{"role": "user", "content": turn}] for _, turn in asked]
     prompts = [
@@ -94,29 +93,29 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=44)
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--depth", type=int, default=3)
-    given = parser.parse_args()
+    args = parser.parse_args()
     llm = LLM(
-        given.model,
-        quantization=given.quantization,
+        args.model,
+        quantization=args.quantization,
         threads=torch.get_num_threads(),
         max_num_seqs=1,
         max_model_len=2048,
         speculative_config=None,
     )
-    compared = ways(given.head, given.depth, given.text)
+    compared = ways(args.head, args.depth, args.text)
     rows = [
         row
-        for temperature in given.temperature or (0.0, 0.8)
-        for row in figures(llm, compared, given.prompts, given.max_tokens, temperature)
+        for temperature in args.temperature or (0.0, 0.8)
+        for row in figures(llm, compared, args.prompts, args.max_tokens, temperature)
     ]
-    said = {key: str(value) if isinstance(value, Path) else value for key, value in vars(given).items()}
-    given.out.parent.mkdir(parents=True, exist_ok=True)
+    said = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     content = {
         "options": said,
-        "environment": environment(llm, {"model": given.model, "quantization": given.quantization}),
+        "environment": environment(llm, {"model": args.model, "quantization": args.quantization}),
         "rows": rows,
     }
-    given.out.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
+    args.out.write_text(json.dumps(content, indent=1, default=str) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

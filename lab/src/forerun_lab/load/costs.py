@@ -1,8 +1,7 @@
-"""What rounds cost and bring, by how many requests decode: measured points, and which way of drafting pays."""
+"""Costs and tokens of a replica's rounds by the number of decoding requests, and the fastest draft length for it."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -10,65 +9,46 @@ from typing import Any
 
 from forerun.core.errors import ConfigError, one_line, shown
 from forerun.engine.config import NONE
+from forerun.measure.planner import Curve
 from forerun.speculate.length.adaptive import Adaptive
-
-
-class LoadCurve:
-    """Seconds by a count: straight lines between measured ``points``, and beyond the last ones as between them. More
-    never costs less: a dearer point before a cheaper one was disturbed."""
-
-    def __init__(self, points: Mapping[int, float]) -> None:
-        least, kept = inf, {}
-        for count in sorted(points, reverse=True):
-            least = kept[count] = min(least, points[count])
-        self.points = dict(sorted(kept.items()))
-        self._counts = list(self.points)
-
-    def __call__(self, count: float) -> float:
-        known = self._counts
-        if count <= known[0] or len(known) == 1:
-            return self.points[known[0]]
-        right = min(bisect_left(known, count), len(known) - 1)
-        low, high = known[right - 1], known[right]
-        slope = (self.points[high] - self.points[low]) / (high - low)
-        return self.points[low] + slope * (count - low)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to decode: ``method`` with ``k`` drafted tokens, or plainly with 0: a round's ``seconds`` by the requests
-    that decode, and the ``tokens`` that each of them gets, at the mean; ``spread`` are those of single requests, the
-    fewest first, where they differ."""
+    """A drafter ``method`` with ``k`` drafted tokens; k = 0 is plain decoding.
+
+    A round takes ``seconds`` by the number of decoding requests and gives each of them ``tokens`` on average.
+    ``spread`` has the tokens per round of single requests, ascending, if they differ."""
 
     method: str
     k: int
-    seconds: LoadCurve
+    seconds: Curve
     tokens: float
     spread: Sequence[float] = ()
 
     def brings(self, quantile: float) -> float:
-        """Tokens that a round brings a request which does better than a share ``quantile`` of all, from 0 to below
-        1."""
+        """Tokens per round of the request at ``quantile``, from 0 to below 1, of all requests."""
         return self.spread[int(quantile * len(self.spread))] if self.spread else self.tokens
 
 
 @dataclass(frozen=True)
 class LoadCosts:
-    """A replica's, in seconds. ``ways[0]`` is plain decoding. ``prompt`` is a round by the prompt tokens that it reads
-    and nothing else, ``deep`` what each of these costs more for each token before it, ``outside`` what a request
-    spends on its way to an engine and back, and ``telling`` what a round takes longer for each request that gets tokens
-    in it, as these leave the engine."""
+    """A replica's costs in seconds.
+
+    ``ways[0]`` is plain decoding. ``prompt`` is a prefill round by its tokens; each of them costs ``deep`` more for
+    each token before it. A request spends ``outside`` on its way to the engine and back. Sending tokens adds
+    ``telling`` to a round for each request that gets some."""
 
     ways: Sequence[Way]
-    prompt: LoadCurve
+    prompt: Curve
     deep: float = 0.0
     outside: float = 0.0
     telling: float = 0.0
     _best: dict[int, Way] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def best(self, decoding: int) -> Way:
-        """The way with the most tokens a second where so many requests decode: a draft must promise what ``adaptive``
-        asks of one."""
+        """The way with the most tokens per second for ``decoding`` requests; drafts must gain as much as ``adaptive``
+        requires."""
         result = self._best.get(decoding)
         if result is None:
             plain, *drafts = self.ways
@@ -81,8 +61,8 @@ class LoadCosts:
         return result
 
     def round(self, way: Way, decoding: int, prompt_tokens: int, depth: float = 0.0) -> float:
-        """Seconds of a round in which ``decoding`` requests decode and prompts are read, ``depth`` tokens into them at
-        the mean. Beside decoding a prompt's token costs what one more row does."""
+        """Seconds of a round with ``decoding`` requests and ``prompt_tokens`` of prefill, which have ``depth`` tokens
+        before them on average. Beside decoding, a prompt token costs as much as one more row."""
         deep = self.deep * prompt_tokens * depth
         if not decoding:
             return self.prompt(prompt_tokens) + deep
@@ -110,7 +90,7 @@ class LoadCosts:
 
     @classmethod
     def from_report(cls, result: Mapping[str, Any]) -> LoadCosts:
-        """From what ``describe`` gave, JSON or not. Raises ConfigError for anything else."""
+        """The inverse of ``describe``, also from JSON. Raises ConfigError for anything else."""
         try:
             ways = [_way(way) for way in result["ways"]]
             added = {name: _least(result[name]) for name in ("deep", "outside", "telling")}
@@ -133,10 +113,10 @@ def _way(reported: Mapping[str, Any]) -> Way:
     return Way(str(reported["method"]), k, _curve(reported["seconds"]), tokens, sorted(map(float, spread)))
 
 
-def _curve(points: Mapping[Any, Any]) -> LoadCurve:
+def _curve(points: Mapping[Any, Any]) -> Curve:
     if not points:
         raise ConfigError("a curve has no points")
-    return LoadCurve({_count(count): _positive(seconds) for count, seconds in points.items()})
+    return Curve({_count(count): _positive(seconds) for count, seconds in points.items()})
 
 
 def _count(value: Any, least: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""Replicas together: a router, requests in time, and what they see."""
+"""Simulates several replicas behind a router, and summarises their latencies."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from forerun_lab.load.options import ROUTERS
 from forerun_lab.load.replica import Limits, SimulatedJob, SimulatedReplica
 
 Choose = Callable[[Mapping[int, int], int, Arrival], int]
-"""A router: which replica, by the requests in progress of each, gets the request of this number."""
+"""A router: (requests in progress by replica, request number, request) -> replica."""
 
 
 @dataclass(frozen=True)
@@ -37,23 +37,23 @@ class Spread:
 
 @dataclass(frozen=True)
 class Served:
-    """What a fleet of ``replicas`` does with a load. Times are seconds: to the first token, of each further token, and
-    of the whole request."""
+    """How ``replicas`` serve a load. Times in seconds: to the first token, per further token, and of the whole
+    request."""
 
     replicas: int
     requests: int
-    """That were simulated, and are counted."""
+    """Simulated requests that are counted."""
     tokens_per_second: float
     requests_per_second: float
     ttft: Spread
     tpot: Spread
     latency: Spread
     utilisation: float
-    """Share of the replicas' time in which they compute."""
+    """Fraction of the time in which replicas compute."""
     streams: float
-    """Requests that decode together in a replica that computes, at the mean."""
+    """Mean number of requests that decode together while a replica computes."""
     hit_rate: float
-    """Share of the prompts' tokens that were cached."""
+    """Fraction of the prompt tokens that were cached."""
     preemptions: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -61,11 +61,11 @@ class Served:
 
 
 def affine(page: int) -> Choose:
-    """``serve --replicas``' own router."""
+    """The router of ``serve --replicas``."""
     router = Affinity()
 
     def choose(load: Mapping[int, int], number: int, arrival: Arrival) -> int:
-        names = _names(number, arrival, page)
+        names = _block_hashes(number, arrival, page)
         best = router.order(load, names)[0]
         router.note(best, names)
         return best
@@ -73,11 +73,11 @@ def affine(page: int) -> Choose:
     return choose
 
 
-def _names(number: int, arrival: Arrival, page: int) -> list[bytes]:
-    """As ``affinity.block_hashes`` of such a prompt would be: alike as far as prompts are."""
+def _block_hashes(number: int, arrival: Arrival, page: int) -> list[bytes]:
+    """Block hashes as ``affinity.block_hashes`` makes them: equal for equal prefixes."""
     shared = arrival.shared // page
-    begun = [b"%s:%d" % (repr(arrival.prefix).encode(), index) for index in range(shared)]
-    return begun + [b"own %d:%d" % (number, index) for index in range(shared, arrival.prompt // page)]
+    prefix = [b"%s:%d" % (repr(arrival.prefix).encode(), index) for index in range(shared)]
+    return prefix + [b"own %d:%d" % (number, index) for index in range(shared, arrival.prompt // page)]
 
 
 def at_random(seed: int) -> Choose:
@@ -88,7 +88,7 @@ def at_random(seed: int) -> Choose:
 def simulate(
     costs: LoadCosts, limits: Limits, arrivals: Sequence[Arrival], count: int, choose: Choose
 ) -> tuple[list[SimulatedJob], Any]:
-    """All requests through ``count`` replicas: the jobs in the arrivals' order, and the replicas."""
+    """Run all requests through ``count`` replicas; returns jobs in order of arrival, and the replicas."""
     replicas = [SimulatedReplica(costs, limits) for _ in range(count)]
     load = dict.fromkeys(range(count), 0)
     jobs = [SimulatedJob(number, arrival) for number, arrival in enumerate(arrivals)]
@@ -103,7 +103,7 @@ def simulate(
     def run(until: float) -> None:
         while events and events[0][0] <= until:
             at, index = heapq.heappop(events)
-            if replicas[index].until == at:  # else the stretch was cut short, and its end is another event
+            if replicas[index].until == at:  # otherwise the stretch was cut short and has another event
                 ended(index)
 
     for job in jobs:
@@ -119,8 +119,8 @@ def simulate(
 
 
 def serve(costs: LoadCosts, limits: Limits, load: Load, replicas: int, router: str = "affine", seed: int = 0) -> Served:
-    """The figures of so many replicas. Raises ConfigError for a router that is none of ``ROUTERS``, and for a request
-    that a replica's pages could never hold."""
+    """Simulate ``replicas`` replicas. Raises ConfigError for an unknown router, and for a request that needs more pages
+    than a replica has."""
     if router not in ROUTERS:
         raise ConfigError(f"unknown router {router!r}: choose one of {', '.join(ROUTERS)}")
     part = load.part(replicas, router)
@@ -131,7 +131,7 @@ def serve(costs: LoadCosts, limits: Limits, load: Load, replicas: int, router: s
     jobs, machines = simulate(costs, limits, part.arrivals, part.replicas, choose)
     counted = jobs[part.settling :]
     whole = max(job.done for job in jobs) - jobs[0].arrival.at
-    # A trace has an end; what stands for a load without one is watched while requests come.
+    # A trace has an end; a sample of an endless load is observed while requests arrive.
     began, last = counted[0].arrival.at, jobs[-1].arrival.at if part.settling else math.inf
     done = [job.arrival.output for job in jobs if began <= job.done <= last]
     span = min(last, jobs[0].arrival.at + whole) - began

@@ -16,10 +16,11 @@ from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.llm import LLM
 from forerun.measure.methods import labels
+from forerun.measure.planner import Curve
 from forerun.measure.rounds import Measured, Sample, measure
 from forerun.sampling.params import SamplingParams
 from forerun_lab.load.arrivals import Arrival
-from forerun_lab.load.costs import LoadCosts, LoadCurve, Way
+from forerun_lab.load.costs import LoadCosts, Way
 from forerun_lab.load.replica import Limits
 
 LENGTHS = (1, 3, 5, 7)
@@ -85,7 +86,7 @@ class LoadBench:
         result.check()
         return result
 
-    def _prompt_curve(self) -> LoadCurve:
+    def _prompt_curve(self) -> Curve:
         """Seconds of rounds that read one prompt from its beginning."""
         longest = max(2, min(self.llm.config.max_num_batched_tokens, self.longest))
         lengths, length = [1], SHORTEST
@@ -98,7 +99,7 @@ class LoadBench:
             for length in [*lengths, longest]:
                 text = self.prompts(repeat + 1, length)[repeat]
                 times[len(text)] += [seconds for _, seconds in self._read(engine, text)][:1] if repeat else []
-        return LoadCurve({length: median(values) for length, values in times.items() if values})
+        return Curve({length: median(values) for length, values in times.items() if values})
 
     def _deep(self) -> float:
         """Seconds that a prompt's token costs more for each token before it: least squares over a prompt's chunks."""
@@ -164,7 +165,7 @@ def _way(method: str, k: int, runs: Mapping[int, Measured]) -> Way | None:
         )
     requests = [one for run in runs.values() for one in run.metrics if one.rounds]
     spread = sorted(one.decode_tokens / one.rounds for one in requests) if k else []
-    return Way(method, k, LoadCurve(points), tokens / fractions, spread)
+    return Way(method, k, Curve(points), tokens / fractions, spread)
 
 
 def _usual(rounds: Sequence[Sample]) -> float:

@@ -1,4 +1,4 @@
-"""From costs and a load to a fleet."""
+"""Plans the number of replicas for a load from measured costs."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from forerun_lab.load.replica import Limits
 from forerun_lab.load.search import Targets, fewest
 
 ENVIRONMENT = {"model": str, "processor": str, "threads": int}
-"""What a report tells of where costs were measured."""
+"""Fields of the environment in which costs were measured."""
 
 
 def plan_load(
     costs: LoadCosts, limits: Limits, load: Load, targets: Targets, replicas: int | None = None, router: str = "affine"
 ) -> dict[str, Any]:
-    """``{"replicas": the fewest that keep the targets, or those asked for, "kept": whether they do, "fleets": [...],
-    "load": ..., "costs": ...}``. ``replicas`` is None where not even ``MOST`` keep them."""
+    """``{"replicas": the fewest that meet the targets, or the given number, "kept": whether they do, "fleets": [...],
+    "load": ..., "costs": ...}``. ``replicas`` is None if not even ``MOST`` meet them."""
 
     def served(count: int) -> Served:
         return serve(costs, limits, load, count, router)
@@ -47,7 +47,7 @@ def plan_load(
 
 
 def read_costs(path: Path) -> tuple[LoadCosts, Limits, dict[str, Any]]:
-    """What was measured for an earlier plan, from what it printed with ``--json``, and where. Raises ConfigError."""
+    """Costs, limits and environment from the ``--json`` output of an earlier plan. Raises ConfigError."""
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
         parts = result["costs"], result["limits"], result["environment"]

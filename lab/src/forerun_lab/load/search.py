@@ -1,4 +1,4 @@
-"""The fewest replicas that keep a promise."""
+"""The smallest number of replicas that meets latency targets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from forerun_lab.load.options import MOST
 
 @dataclass(frozen=True)
 class Targets:
-    """What 95 of 100 requests are to get, in seconds; None: whatever it is."""
+    """Limits of 95th percentiles, in seconds; None: no limit."""
 
     ttft: float | None = None
     """To the first token."""
@@ -21,7 +21,7 @@ class Targets:
     """To the last token."""
 
     def misses(self, served: Served) -> dict[str, float]:
-        """By what is promised: how many times as long it takes; empty where all is kept."""
+        """For each target that is missed, the ratio of the time to its limit."""
         requested = {item.name: getattr(self, item.name) for item in fields(self)}
         ratios = {name: getattr(served, name).p95 / limit for name, limit in requested.items() if limit is not None}
         return {name: ratio for name, ratio in ratios.items() if ratio > 1}
@@ -31,15 +31,17 @@ class Targets:
 
 
 def fewest(serve: Callable[[int], Served], targets: Targets, most: int = MOST) -> tuple[int | None, dict[int, Served]]:
-    """The least number of replicas that ``targets`` are kept with, above a hundred to within one in a hundred, None if
-    not even ``most`` do; and all that were tried. More replicas are taken to serve no worse."""
+    """The smallest number of replicas that meets ``targets``, None if not even ``most`` do; and all results.
+
+    Above a hundred it is exact to one in a hundred. More replicas are assumed to serve no worse.
+    """
     tried: dict[int, Served] = {}
 
     def enough(count: int) -> bool:
         tried[count] = serve(count)
         return targets.kept(tried[count])
 
-    # With the most no request waits: what takes too long then will always, and what is busy then is a first guess.
+    # With the most replicas no request waits: a target missed then is always missed, and utilisation is a first guess.
     if not enough(most):
         return None, tried
     low, high = 0, most

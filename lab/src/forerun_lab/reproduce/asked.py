@@ -30,16 +30,13 @@ ASKED = (
 )
 WRONG = (
     "D6 truncates the draft's cache to start + accepted + 1 although K steps have fed only K tokens: after a full "
-    "acceptance "
-    "the last drafted token's keys and values are missing and never made up for. Here a sequence knows how far each "
-    "cache "
-    "reaches, and catching up, the first prefill and a prefix hit are one case.",
+    "acceptance the last drafted token's keys and values are missing and never made up for. Here a sequence knows how "
+    "far each cache reaches, and catching up, the first prefill and a prefix hit are one case.",
     "The draft's prefill without the prefix cache, `always the full prompt`, and a speculation length that is fixed "
-    "per step are "
-    "not kept.",
+    "per step are not kept.",
     "Its exit criterion, 1.5x to 2.5x for a bfloat16 1B draft of a 3B target, stays open: there was no GPU. "
-    "Predicted, not "
-    "measured, from theorem 3.8 below; weights alone make c = 0.385, so that 1.5x needs alpha of 0.86 and 2x 0.975.",
+    "Predicted, not measured, from theorem 3.8 below; weights alone make c = 0.385, so that 1.5x needs alpha of 0.86 "
+    "and 2x 0.975.",
 )
 
 

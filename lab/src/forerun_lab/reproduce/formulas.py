@@ -109,17 +109,15 @@ PARTS = [
         "Expected improvement",
         "Reference 002, Table 4, EXP",
         "The paper prints alpha and c rounded to two digits and its factors from what it had before: two rows (1.93 "
-        "printed as "
-        "2.0, 1.54 as 1.6) need that, and all twelve lie inside what rounding allows.",
+        "printed as 2.0, 1.54 as 1.6) need that, and all twelve lie inside what rounding allows.",
         table_4,
     ),
     Section(
         "lenience-factors",
         "Improvement with lenience",
         "Reference 002, A.5, text",
-        "At T = 1 the paper names no gamma; the best one at c = 0.015 stays 4 to 7 % below what is printed. At T = "
-        "0 it "
-        "names gamma = 8, and the digits agree.",
+        "At T = 1 the paper names no gamma; the best one at c = 0.015 stays 4 to 7 % below what is printed. At T = 0 "
+        "it names gamma = 8, and the digits agree.",
         lenience,
     ),
 ]

@@ -109,9 +109,8 @@ def rejection(settings: Settings) -> ReportTable:
 
 WHY = (
     "Other models, text and tokenizers: the bundled pair (11M and 0.9M parameters, 12:1 where the paper has 16:1) "
-    "writes Python, "
-    "whose next token a bigram guesses far better than that of news; drafts were distilled from the target, the "
-    "paper's were not."
+    "writes Python, whose next token a bigram guesses far better than that of news; drafts were distilled from the "
+    "target, the paper's were not."
 )
 PARTS = [
     Section(
@@ -127,9 +126,8 @@ PARTS = [
         "Acceptance rates with lenience",
         "Reference 002, Table 5 and A.5",
         "The paper's are T5-XXL's on EnDe; ours a decoder pair's. What holds in both: each step of lenience buys a "
-        "few points. "
-        "At T = 0 the paper's condition is printed the wrong way round (p <= l max p accepts the least likely); "
-        "taken as p >= l max p.",
+        "few points. At T = 0 the paper's condition is printed the wrong way round (p <= l max p accepts the least "
+        "likely); taken as p >= l max p.",
         table_5,
         False,
     ),
@@ -137,9 +135,8 @@ PARTS = [
         "appendix-a2",
         "Speculative against rejection sampling",
         "Reference 002, A.2",
-        "The paper prints the inequality and no numbers. One rare token that the draft misses makes the least "
-        "ratio, and so all "
-        "acceptance of rejection sampling, nearly nothing.",
+        "The paper prints the inequality and no numbers. One rare token that the draft misses makes the least ratio, "
+        "and so all acceptance of rejection sampling, nearly nothing.",
         rejection,
         False,
     ),

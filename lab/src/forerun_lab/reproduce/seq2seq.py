@@ -119,8 +119,9 @@ def table_2(settings: Settings) -> ReportTable:
             slow, quick = map(Measured.joined, turns.runs)
             alpha = quick.total.alpha or 0.0
             costs = RoundCosts.of(quick.rounds, slow.rounds, 1)
-            c = costs.c if costs is not None and costs.c is not None else 0.0
-            expected = costs.predict(quick.rounds, quick.total.match_rate or 0.0) if costs is not None else None
+            c, expected = 0.0, None
+            if costs is not None:
+                c, expected = costs.c, costs.predict(quick.rounds, quick.total.match_rate or 0.0)
             same = len(slow.answers) - quick.num_different(slow)
             rows.append(
                 [name, temperature, gamma, f"{alpha:.2f}", f"{c:.2f}", printed, f"{_speedup(turns):.2f}",
@@ -174,11 +175,9 @@ def _task(name: str) -> PairTask:
 
 WHY = (
     "Tasks, models and machine are others: words to sounds (cmudict) and functions to docstrings (standard library) "
-    "for "
-    "translation and summaries; a target of 0.9M to 1.9M parameters trained for minutes for T5-XXL's 11B. A small "
-    "target's "
-    "pass costs little more than its draft's, so c is large and speculation gains little or loses; the paper's c is "
-    "0.02."
+    "for translation and summaries; a target of 0.9M to 1.9M parameters trained for minutes for T5-XXL's 11B. A small "
+    "target's pass costs little more than its draft's, so c is large and speculation gains little or loses; the "
+    "paper's c is 0.02."
 )
 PARTS = [
     Section("table-2", "Encoder-decoder pairs: speed", "Reference 002, Table 2", WHY, table_2, False),

@@ -27,12 +27,10 @@ DRAFTED_004, VERIFIED_004 = ("quick", "brown", "fox", "jumps"), ("quick", "brown
 
 NOTES_004 = (
     "One sequence cannot hold the printed counts: what follows `on the mat` would be counted too, and the four-gram "
-    "found; "
-    "the tables were fed pieces, as of several texts.",
+    "found; the tables were fed pieces, as of several texts.",
     "The printed sum counts its last term twice (2.06 at rate 0.7); the one that is meant gives ours.",
     "It is said that speculation never hurts. At low rates it does where a verification costs more than a decode, "
-    "which is "
-    "why lengths adapt here.",
+    "which is why lengths adapt here.",
 )
 
 

@@ -16,11 +16,12 @@ from forerun.models.open import resolve
 from forerun.speculate.draft.heads.head import overlap
 from forerun.tune import loop
 from forerun.tune.kinds import Figures
-from forerun.tune.state import load_target, save_model
+from forerun.tune.state import load_target
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.boost import coverage, mean_over, missed
 from forerun_lab.train.config import DistillConfig
 from forerun_lab.train.files import describe
+from forerun_lab.train.folder import save_model
 from forerun_lab.train.losses import LOSSES, of_chains, round_weights, show
 from forerun_lab.train.material import gather
 from forerun_lab.train.rollout import continue_prompts

@@ -23,10 +23,10 @@ from forerun.speculate.draft.heads.head import Sizes, weights
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.tune import loop
 from forerun.tune.kinds import Figures, evaluate_head
-from forerun.tune.state import save_model
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import JointConfig
 from forerun_lab.train.files import describe, names
+from forerun_lab.train.folder import save_model
 from forerun_lab.train.heads import meaning
 from forerun_lab.train.lessons import lesson, view
 from forerun_lab.train.losses import kl, round_weights, show

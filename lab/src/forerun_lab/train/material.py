@@ -9,10 +9,11 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.tune import loop
-from forerun.tune.state import RECORD, load_target
+from forerun.tune.state import load_target
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import OnPolicyConfig, RunConfig
 from forerun_lab.train.files import Document, list_files, split_files
+from forerun_lab.train.folder import RECORD
 from forerun_lab.train.identity import claim, target_folder
 from forerun_lab.train.on_policy import mixed_batches
 

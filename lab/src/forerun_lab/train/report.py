@@ -6,7 +6,7 @@ from typing import Any
 
 from forerun import pretrained
 from forerun.speculate.draft.heads.head import FORMAT
-from forerun.tune.state import RECORD
+from forerun_lab.train.folder import RECORD
 
 HEAD = """# Bundled models
 
