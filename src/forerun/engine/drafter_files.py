@@ -69,6 +69,6 @@ def brings_mtp(model: str) -> bool:
         config = quick_config(path).get_text_config()
     except ModelError:  # loading it will report the error
         return False
-    from forerun.speculate.draft.heads.mtp import within
+    from forerun.speculate.draft.heads.mtp import has_layer
 
-    return within(path, config)
+    return has_layer(path, config)

@@ -150,6 +150,8 @@ class CascadeConfig(CompositeConfig):
 
 @drafters.register("cascade")
 class Cascade(CompositeDrafter[CascadeConfig]):
+    """Asks drafters in order and takes the first draft with enough confidence."""
+
     name = "cascade"
     config_class = CascadeConfig
 
@@ -187,6 +189,8 @@ class MergedConfig(CompositeConfig):
 
 @drafters.register("merged")
 class Merged(CompositeDrafter[MergedConfig]):
+    """Merges the drafts of several drafters into one tree."""
+
     name = "merged"
     config_class = MergedConfig
 

@@ -216,6 +216,8 @@ class NgramTables:
 
 @drafters.register("ngram")
 class Ngram(HistoryDrafter[NgramConfig, NgramTables]):
+    """Drafts the most frequent continuations of the longest n-gram contexts seen before."""
+
     name = "ngram"
     config_class = NgramConfig
 
@@ -312,6 +314,8 @@ class NgramIndex:
 
 @drafters.register("prompt_lookup")
 class PromptLookup(HistoryDrafter[PromptLookupConfig, NgramIndex]):
+    """Copies what followed the last occurrence of the text's end (Saxena 2023)."""
+
     name = "prompt_lookup"
     config_class = PromptLookupConfig
 

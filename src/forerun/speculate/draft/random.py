@@ -83,6 +83,8 @@ class PatternConfig(DrafterConfig):
 
 @drafters.register("pattern")
 class Pattern(Drafter[PatternConfig]):
+    """Drafts the tokens that a grammar leaves no choice about."""
+
     name = "pattern"
     config_class = PatternConfig
     needs = Needs(grammar=True)

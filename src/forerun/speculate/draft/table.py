@@ -1,4 +1,4 @@
-"""Drafters with a table of next tokens.
+"""Drafters with a table of next tokens: ``table`` counts a text, ``token_recycling`` keeps the target's candidates.
 
 ``table`` is a unigram or bigram model, counted from a text (the bigram drafts of Leviathan et al. 2023, table 3). With
 ``adapt``, it adds the target's probabilities to the counts while it serves.
@@ -139,6 +139,8 @@ class Tables:
 
 @drafters.register("table")
 class Table(Drafter[TableConfig]):
+    """Drafts from unigram or bigram counts of a text."""
+
     name = "table"
     config_class = TableConfig
 
@@ -237,6 +239,8 @@ class TokenRecyclingConfig(TreeConfig):
 
 @drafters.register("token_recycling")
 class TokenRecycling(Drafter[TokenRecyclingConfig]):
+    """Drafts trees over the target's likeliest next tokens when it last read each token (arXiv 2408.08696)."""
+
     name = "token_recycling"
     config_class = TokenRecyclingConfig
 

@@ -1,4 +1,4 @@
-"""Heads that predict a block of tokens in one pass. The block's rows attend to each other and to the context.
+"""Heads that predict a block of tokens in one pass: its rows attend to each other and to the context.
 
 ``parallel`` is the simplest (in the spirit of PARD, arXiv 2504.18583, and DFlash, 2602.06036, which is in
 ``dflash.py``). A block is the last committed token and trained mask tokens after it. Its rows attend to each other in
@@ -300,6 +300,8 @@ class ParallelHead(BlockHead):
 
 @drafters.register("parallel")
 class Parallel(BlockDrafter):
+    """Predicts a block of tokens in one pass, with bidirectional attention inside the block."""
+
     name = "parallel"
     head_class = ParallelHead
     head: ParallelHead

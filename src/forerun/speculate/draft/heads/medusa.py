@@ -87,6 +87,8 @@ class ResidualDrafter(BlockDrafter):
 
 @drafters.register("medusa")
 class Medusa(ResidualDrafter):
+    """Residual heads on the target's last hidden state, one for each position ahead (arXiv 2401.10774)."""
+
     name = "medusa"
     head_class = MedusaHead
 
@@ -108,6 +110,8 @@ class BlockwiseHead(ResidualHead):
 
 @drafters.register("blockwise")
 class Blockwise(ResidualDrafter):
+    """One wide layer on the target's last hidden state, which predicts all positions ahead."""
+
     name = "blockwise"
     head_class = BlockwiseHead
 

@@ -90,47 +90,47 @@ LATENT = "kv_a_proj_with_mqa.weight"
 
 
 class MtpLatent(nn.Module):
-    """The weights of a ``LatentHeads``; what is turned is in halves. ``sizes``: those of ``LatentSpec``,
-    ``frequencies`` of the pairs that are turned, ``factor`` and ``scale``."""
+    """Multi-head latent attention, with rotary dimensions in halves. ``sizes`` has ``LATENT_SIZES``, the rotary
+    ``frequencies`` and their ``factor``, and the ``scale`` of scores."""
 
     def __init__(self, size: int, heads: int, biases: Collection[str], sizes: Mapping[str, Any]) -> None:
         super().__init__()
-        self.own = own = LatentSpec(*(sizes[name] for name in LATENT_SIZES))
+        self.spec = spec = LatentSpec(*(sizes[name] for name in LATENT_SIZES))
         self.factor, self.frequencies = sizes["factor"], torch.tensor(sizes["frequencies"], device="cpu")
-        query, low = heads * own.query_dim, own.query_rank
+        query, query_rank = heads * spec.query_dim, spec.query_rank
 
         def linear(name: str, inputs: int, outputs: int) -> nn.Linear:
             return nn.Linear(inputs, outputs, bias=name in biases)
 
-        self.q_proj = None if low else linear("q_proj", size, query)
-        self.q_a_proj = linear("q_a_proj", size, low) if low else None
-        self.q_a_layernorm = Norm(low, LatentAttention().eps) if low else None
-        self.q_b_proj = linear("q_b_proj", low, query) if low else None
-        self.kv_a_proj_with_mqa = linear("kv_a_proj_with_mqa", size, own.rank + own.rope_dim)
-        self.kv_a_layernorm = Norm(own.rank, LatentAttention().eps)
-        self.keys = nn.Parameter(torch.randn(heads, own.nope_dim, own.rank) * own.rank**-0.5)
-        self.values = nn.Parameter(torch.randn(heads, own.value_dim, own.rank) * own.rank**-0.5)
+        self.q_proj = None if query_rank else linear("q_proj", size, query)
+        self.q_a_proj = linear("q_a_proj", size, query_rank) if query_rank else None
+        self.q_a_layernorm = Norm(query_rank, LatentAttention().eps) if query_rank else None
+        self.q_b_proj = linear("q_b_proj", query_rank, query) if query_rank else None
+        self.kv_a_proj_with_mqa = linear("kv_a_proj_with_mqa", size, spec.rank + spec.rope_dim)
+        self.kv_a_layernorm = Norm(spec.rank, LatentAttention().eps)
+        self.keys = nn.Parameter(torch.randn(heads, spec.nope_dim, spec.rank) * spec.rank**-0.5)
+        self.values = nn.Parameter(torch.randn(heads, spec.value_dim, spec.rank) * spec.rank**-0.5)
 
     @cached_property
-    def made(self) -> LatentHeads:
-        """Made from the weights at the first access."""
-        up: Any = self.q_b_proj
+    def heads(self) -> LatentHeads:
+        """The absorbed form, made from the weights at the first access."""
+        q_b: Any = self.q_b_proj
         dtype = self.keys.dtype
         how = choose(dtype, self.keys.device, "auto")
-        each = (self.keys.mT.detach(), self.values.detach())
-        keys, values = (PerHead([make_linear(weight, None, how) for weight in weights], dtype) for weights in each)
-        return LatentHeads(self.own, up, self.q_a_layernorm, self.kv_a_layernorm, keys, values)
+        absorbed = (self.keys.mT.detach(), self.values.detach())
+        k_b, v_b = (PerHead([make_linear(weight, None, how) for weight in weights], dtype) for weights in absorbed)
+        return LatentHeads(self.spec, q_b, self.q_a_layernorm, self.kv_a_layernorm, k_b, v_b)
 
-    def ask(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [n, heads, entry] and cache entries [n, 1, entry]."""
         first = self.q_proj or self.q_a_proj
         assert first is not None
         frequencies = self.frequencies.to(x.device)
 
-        def turn(side: torch.Tensor) -> torch.Tensor:
-            return rotate_by(side, positions, frequencies) * self.factor
+        def apply_rotary(heads: torch.Tensor) -> torch.Tensor:
+            return rotate_by(heads, positions, frequencies) * self.factor
 
-        return self.made.project(torch.cat([first(x), self.kv_a_proj_with_mqa(x)], -1), len(x), turn)
+        return self.heads.project(torch.cat([first(x), self.kv_a_proj_with_mqa(x)], -1), len(x), apply_rotary)
 
 
 class MtpExperts(nn.Module):
@@ -140,7 +140,7 @@ class MtpExperts(nn.Module):
 
     def __init__(self, size: int, experts: Mapping[str, Any]) -> None:
         super().__init__()
-        self.given, count, inner = experts, experts["count"], experts["inner_size"]
+        self.options, count, inner = experts, experts["count"], experts["inner_size"]
         self.gate = nn.Linear(size, count, bias=False)
         self.gate_up = nn.Parameter(torch.randn(count, 2 * inner, size) * size**-0.5)
         self.down = nn.Parameter(torch.zeros(count, size, inner))
@@ -151,22 +151,23 @@ class MtpExperts(nn.Module):
 
     @cached_property
     def routed(self) -> Experts:
-        """Made from the weights at the first access."""
-        given, groups = self.given, self.given.get("groups")
+        """The mixture, made from the weights at the first access."""
+        options, groups = self.options, self.options.get("groups")
         router: Any = self.gate
         routing = Routing(
-            given["chosen"], bool(given.get("normalised")), bool(given.get("sigmoid")), given.get("factor", 1.0),
+            options["chosen"], bool(options.get("normalised")), bool(options.get("sigmoid")),
+            options.get("factor", 1.0),
             None if groups is None else (groups[0], groups[1]), eps=1e-20,
         )  # fmt: skip
-        parts = [Expert(Plain(both, None), Plain(down, None)) for both, down in zip(self.gate_up, self.down)]
-        gate = make_gate("silu", self.down.dtype, kernels=False, invariant=False, gated=True)
-        return Experts(router, parts, gate, routing, len(parts), score_bias=self.correction)
+        experts = [Expert(Plain(gate_up, None), Plain(down, None)) for gate_up, down in zip(self.gate_up, self.down)]
+        activation = make_gate("silu", self.down.dtype, kernels=False, invariant=False, gated=True)
+        return Experts(router, experts, activation, routing, len(experts), score_bias=self.correction)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out, _ = self.routed(x)
         if self.shared is not None:
-            more = self.shared(x)
-            out = out + (more if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * more)
+            shared = self.shared(x)
+            out = out + (shared if self.shared_gate is None else torch.sigmoid(self.shared_gate(x)) * shared)
         return out
 
 
@@ -219,8 +220,8 @@ class MtpHead(Head):
         x = self.eh_proj(torch.cat([self.enorm(embedded), self.hnorm(feature)], dim=-1))
         normed = self.input_layernorm(x)
         if self.latent is not None:
-            q, entry = self.latent.ask(normed, positions)
-            out = self.latent.made.output(attend(q, entry, entry[..., : self.entry.value_dim])[rows])
+            q, entry = self.latent.project(normed, positions)
+            out = self.latent.heads.output(attend(q, entry, entry[..., : self.entry.value_dim])[rows])
             return self._finish(x[rows], out)
         q = self.q_proj(normed).unflatten(-1, (self.heads, -1))
         k, v = (p(normed).unflatten(-1, (self.kv_heads, self.width)) for p in (self.k_proj, self.v_proj))
@@ -263,15 +264,15 @@ class MtpHead(Head):
         return cls.from_weights(sizes, weights, path)
 
 
-def _named(path: Path, names: Iterable[str], num_layers: int) -> dict[str, str]:
+def _tensor_names(path: Path, names: Iterable[str], num_layers: int) -> dict[str, str]:
     """Maps the head's names of the layer's weights to the file's names. Raises ModelError if there is no layer."""
-    patterns = [re.compile(index.replace("{n}", str(num_layers))) for index in PATTERNS]
+    patterns = [re.compile(pattern.replace("{n}", str(num_layers))) for pattern in PATTERNS]
     result: dict[str, str] = {}
     for name in names:
-        index = next((match for pattern in patterns if (match := pattern.fullmatch(name))), None)
-        if index is None or index[1].endswith(IGNORED) or FURTHER_LAYERS.match(index[1]):
+        match = next((found for pattern in patterns if (found := pattern.fullmatch(name))), None)
+        if match is None or match[1].endswith(IGNORED) or FURTHER_LAYERS.match(match[1]):
             continue
-        stem, _, kind = index[1].removeprefix("mtp_block.").rpartition(".")
+        stem, _, kind = match[1].removeprefix("mtp_block.").rpartition(".")
         stem = RENAMED.get(stem, stem).removeprefix("self_attn.")
         result[f"{stem}.{kind}" if stem else kind] = name
     if "eh_proj.weight" not in result:
@@ -282,10 +283,10 @@ def _named(path: Path, names: Iterable[str], num_layers: int) -> dict[str, str]:
     return result
 
 
-def within(path: Path, config: Any) -> bool:
+def has_layer(path: Path, config: Any) -> bool:
     """Whether a target's own files have a supported layer; its weights are not read."""
     try:
-        _check(path, config, _named(path, open_files(path).tensors, config.num_hidden_layers))
+        _check(path, config, _tensor_names(path, open_files(path).tensors, config.num_hidden_layers))
     except ModelError:
         return False
     return True
@@ -294,7 +295,7 @@ def within(path: Path, config: Any) -> bool:
 def read_layer(path: Path, num_layers: int, config: Any) -> dict[str, torch.Tensor]:
     """The layer's weights by the head's names. Raises ModelError if ``path`` has no supported layer."""
     files = open_files(path)
-    names = _named(path, files.tensors, num_layers)
+    names = _tensor_names(path, files.tensors, num_layers)
     _check(path, config, names)
     weights = {own: files.values(name).float() for own, name in names.items()}
     if any("mtp_layers" in name for name in files.tensors):  # MiMo puts the hidden state first
@@ -311,25 +312,25 @@ def read_layer(path: Path, num_layers: int, config: Any) -> dict[str, torch.Tens
 def _latent_weights(path: Path, config: Any, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Renames the weights of latent attention for ``MtpLatent``. Raises ModelError for wrong shapes."""
     spec = bind(config)
-    sizes, heads, made = spec.latent, spec.heads, dict(weights)
+    sizes, heads, others = spec.latent, spec.heads, dict(weights)
     assert sizes is not None
-    each = sizes.nope_dim + sizes.value_dim
-    both, keys, values = (made.pop(f"{name}.weight", None) for name in ("kv_b_proj", "k_b_proj", "v_b_proj"))
-    if both is not None and both.shape == (heads * each, sizes.rank):
-        keys, values = both.view(heads, each, sizes.rank).split_with_sizes((sizes.nope_dim, sizes.value_dim), 1)
+    per_head = sizes.nope_dim + sizes.value_dim
+    both, keys, values = (others.pop(f"{name}.weight", None) for name in ("kv_b_proj", "k_b_proj", "v_b_proj"))
+    if both is not None and both.shape == (heads * per_head, sizes.rank):
+        keys, values = both.view(heads, per_head, sizes.rank).split_with_sizes((sizes.nope_dim, sizes.value_dim), 1)
     elif both is not None or keys is None or values is None or keys.dim() != 3:
         shape = None if both is None else [*both.shape]
         raise ModelError(f"{path}: its layer for multi-token prediction has kv_b_proj of {shape}, not "
-                         f"{[heads * each, sizes.rank]}")  # fmt: skip
+                         f"{[heads * per_head, sizes.rank]}")  # fmt: skip
     else:
         keys = keys.transpose(1, 2)
     result = {"latent.keys": keys.contiguous(), "latent.values": values.contiguous()}
-    for name, weight in made.items():
-        own = name.startswith(("q_", "kv_a_"))
+    for name, weight in others.items():
+        is_latent = name.startswith(("q_", "kv_a_"))
         if sizes.interleaved and name.startswith(("q_proj", "q_b_proj", "kv_a_proj")):
             count, before = (1, sizes.rank) if name.startswith("kv_a") else (heads, sizes.nope_dim)
             weight = _halves(weight, count, before)
-        result[f"latent.{name}" if own else name] = weight
+        result[f"latent.{name}" if is_latent else name] = weight
     return result
 
 
@@ -348,10 +349,10 @@ def _stack_experts(path: Path, weights: dict[str, torch.Tensor]) -> dict[str, to
         "experts.gate_up_proj": "gate_up", "shared_expert_gate.weight": "shared_gate.weight",
         "exp_probs_b.bias": "correction", "down_exps.weight": "down",
     }  # fmt: skip
-    made: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     stacked = [name for name in ("mlp.gate_exps.weight", "mlp.up_exps.weight") if name in weights]
     if stacked:  # as GGUF has them
-        made["mlp.gate_up"] = torch.cat([weights.pop(name) for name in stacked], 1)
+        result["mlp.gate_up"] = torch.cat([weights.pop(name) for name in stacked], 1)
     single: dict[tuple[int, str], torch.Tensor] = {}
     for name, weight in weights.items():
         part = name.removeprefix("mlp.")
@@ -359,33 +360,32 @@ def _stack_experts(path: Path, weights: dict[str, torch.Tensor]) -> dict[str, to
         if expert is not None:
             single[int(expert[1]), expert[2]] = weight
         elif name.startswith("mlp.") and part in names:
-            made[f"mlp.{names[part]}"] = weight
+            result[f"mlp.{names[part]}"] = weight
         elif shared := re.fullmatch(r"shared_experts?\.(.*)", part):
-            made[f"mlp.shared.{shared[1]}"] = weight
+            result[f"mlp.shared.{shared[1]}"] = weight
         else:
-            made[name] = weight
+            result[name] = weight
     if single:
         count = 1 + max(expert for expert, _ in single)
         if len(single) != 3 * count:
             raise ModelError(f"{path}: some of the {count} experts of its layer for multi-token prediction are missing")
-        both = [torch.cat([single[e, "gate"], single[e, "up"]]) for e in range(count)]
-        made["mlp.gate_up"] = torch.stack(both)
-        made["mlp.down"] = torch.stack([single[e, "down"] for e in range(count)])
-    return made
+        gate_up = [torch.cat([single[e, "gate"], single[e, "up"]]) for e in range(count)]
+        result["mlp.gate_up"] = torch.stack(gate_up)
+        result["mlp.down"] = torch.stack([single[e, "down"] for e in range(count)])
+    return result
 
 
 def _check(path: Path, config: Any, names: Collection[str]) -> None:
     """Raises ModelError if the layer with these weights is not supported."""
     rope, described = config.rope_parameters or {}, ARCHITECTURES.get(config.model_type)
     latent = described is not None and described.latent is not None
-    reason, held = refusal(config) if latent else None, LATENT in names
-    if latent != held or reason is not None or (latent and bind(config).query_scaling is not None):
-        raise ModelError(f"{path}: its layer for multi-token prediction has {'' if held else 'no '}latent attention, "
+    reason, has_latent = refusal(config) if latent else None, LATENT in names
+    if latent != has_latent or reason is not None or (latent and bind(config).query_scaling is not None):
+        kind = "latent" if has_latent else "no latent"
+        raise ModelError(f"{path}: its layer for multi-token prediction has {kind} attention, "
                          f"its target is {config.model_type}: {reason or 'mtp does not run that'}")  # fmt: skip
-    default = rope.get("rope_type", "default") == "default" and not any(
-        isinstance(part, dict) for part in rope.values()
-    )
-    if not latent and not default:
+    nested = any(isinstance(part, dict) for part in rope.values())
+    if not latent and (nested or rope.get("rope_type", "default") != "default"):
         raise ModelError(f"{path}: mtp turns queries and keys in the default way alone, not by {rope}")
     needed = ("o_proj",) if latent else ("q_proj", "k_proj", "v_proj", "o_proj")
     lacking = [name for name in needed if f"{name}.weight" not in names]
