@@ -1,4 +1,4 @@
-"""The shapes of answers: what they are built of, and what the server's description of itself is made from."""
+"""The models of answers, which serialise them and describe them in ``/openapi.json``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 
 def sometimes(when: str) -> Any:
-    """A field that is left out otherwise."""
+    """Declares a field that is left out in other cases."""
     return Field(default_factory=lambda: None, description=f"there {when}")
 
 
@@ -47,10 +47,6 @@ class TraceRound(Answer):
     method: str | None
 
 
-class Traced(Answer):
-    trace: list[TraceRound] = sometimes("if speculative.trace asked for it")
-
-
 class PromptDetails(Answer):
     cached_tokens: int
 
@@ -86,22 +82,28 @@ class Metrics(Answer):
     speculative_decoding: SpeculativeMetrics
 
 
-class AnswerBase(Answer):
+class Whole(Answer):
     id: str
     created: int
     model: str
-
-
-class Whole(AnswerBase):
     usage: Usage
     metrics: Metrics
 
 
-class Chunk(AnswerBase):
-    """One event of a stream. The last may bring the counts and no choices."""
+class Chunk(Answer):
+    """One event of a stream. The last may have usage and no choices."""
 
+    id: str
+    created: int
+    model: str
     usage: Usage = sometimes("if stream_options asked for it")
     metrics: Metrics = sometimes("beside the last usage")
+
+
+class ChoiceBase(Answer):
+    index: int
+    stop_reason: str | int | None = Field(description="the stop string or token id that ended it")
+    trace: list[TraceRound] = sometimes("if speculative.trace asked for it")
 
 
 class CompletionLogprobs(Answer):
@@ -113,12 +115,10 @@ class CompletionLogprobs(Answer):
     text_offset: list[int] = Field(description="characters of the text before each token")
 
 
-class CompletionChoice(Traced):
-    index: int
+class CompletionChoice(ChoiceBase):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"]
-    stop_reason: str | int | None = Field(description="the stop string or token id that ended it")
 
 
 class CompletionChunkChoice(CompletionChoice):
@@ -162,9 +162,9 @@ class ToolCall(Answer):
 
 class ChatMessage(Answer):
     role: Literal["assistant"]
-    content: str | None = Field(description="null where there is nothing but tool_calls or thoughts")
+    content: str | None = Field(description="null if there are only tool_calls or reasoning")
     refusal: None
-    reasoning_content: str | None = sometimes("if the server has a reasoning_parser: the thoughts before the answer")
+    reasoning_content: str | None = sometimes("if the server has a reasoning_parser: what comes before the answer")
     tool_calls: list[ToolCall] = sometimes("if tools are called")
 
 
@@ -183,24 +183,20 @@ class ToolCallDelta(Answer):
 class ChatDelta(Answer):
     role: Literal["assistant"] = sometimes("in the first")
     content: str = sometimes("if there is new text")
-    reasoning_content: str = sometimes("if there is something new of the thoughts")
+    reasoning_content: str = sometimes("if there is new reasoning")
     tool_calls: list[ToolCallDelta] = sometimes("if there is something new of a call")
 
 
-class ChatChoiceBase(Traced):
-    index: int
-    logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"] | None
-    stop_reason: str | int | None = Field(description="the stop string or token id that ended it")
-
-
-class ChatChoice(ChatChoiceBase):
+class ChatChoice(ChoiceBase):
     message: ChatMessage
+    logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length", "tool_calls"]
 
 
-class ChatChunkChoice(ChatChoiceBase):
+class ChatChunkChoice(ChoiceBase):
     delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
 
 
 class Chat(Whole):
@@ -246,7 +242,7 @@ class ReasoningText(Answer):
 
 
 class ReasoningItem(Answer):
-    """The thoughts before an answer, where the server has a ``reasoning_parser``."""
+    """The reasoning before an answer, if the server has a ``reasoning_parser``."""
 
     id: str
     type: Literal["reasoning"]
@@ -337,29 +333,25 @@ class DeletedResponse(Answer):
     deleted: Literal[True]
 
 
-class Numbered(Answer):
-    """One event of a response's stream."""
-
+class EventBase(Answer):
     sequence_number: int
 
 
-class ResponseState(Numbered):
+class ResponseState(EventBase):
     type: Literal[
         "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"
     ]
     response: Response
 
 
-class InOutput(Numbered):
+class ItemEvent(EventBase):
     output_index: int
-
-
-class ItemEvent(InOutput):
     type: Literal["response.output_item.added", "response.output_item.done"]
     item: OutputItem
 
 
-class InItem(InOutput):
+class InItem(EventBase):
+    output_index: int
     item_id: str
 
 
@@ -425,10 +417,6 @@ class Prompt(Answer):
     prompt: str
 
 
-class DraftsOf(Answer):
-    num_speculative_tokens: int
-
-
 class ModelCard(Answer):
     id: str
     object: Literal["model"]
@@ -436,7 +424,7 @@ class ModelCard(Answer):
     owned_by: str
     max_model_len: int
     chat_template: bool = Field(description="whether it can chat")
-    speculative: dict[str, DraftsOf] = Field(description="the loaded drafters")
+    speculative: dict[str, dict[Literal["num_speculative_tokens"], int]] = Field(description="the loaded drafters")
 
 
 class Models(Answer):

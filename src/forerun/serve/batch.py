@@ -12,7 +12,7 @@ import json
 import os
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -48,7 +48,7 @@ class BatchLine:
     id: str
     custom_id: str | None = None
     url: str = ""
-    body: dict[str, Any] = field(default_factory=dict)
+    body: Any = None
     error: str | None = None
 
 
