@@ -78,7 +78,7 @@ def test_a_model_without_a_template_is_one_line(chat, tiny_target):
     ("/trace maybe\n", "on or off"),
     ("/load /no/such/file\n", "cannot read"),
     ("/save\n", "one file name"),
-    ("/exit now\n", "takes nothing"),
+    ("/exit now\n", "takes no argument"),
     ("\udcff\n", "half a surrogate pair"),
 ])  # fmt: skip
 def test_without_a_terminal_what_cannot_be_done_ends_it(chat, lines, words):

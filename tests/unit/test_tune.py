@@ -133,7 +133,7 @@ def test_the_commands_take_it(tuned_folder, tuned_target, tmp_path, capsys):
         result.append(json.loads(capsys.readouterr().out))
     assert result[0]["text"] == result[1]["text"]
     assert main.run([*words, "--tuned", str(own), "--spec-method", "ngram"]) == 2
-    assert "--tuned says who drafts" in capsys.readouterr().err
+    assert "--tuned chooses the drafter" in capsys.readouterr().err
     assert main.run([*words, "--tuned", str(tmp_path)]) == 2
     assert "no tuned folder" in capsys.readouterr().err
 

@@ -131,7 +131,7 @@ def _measured(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of BenchConfig, with the defaults of a set of written prompts. Raises ConfigError."""
     defaults = WRITTEN.get(given.get("prompt_set", HELD_OUT))
     if defaults is not None and "prompt_tokens" in given:
-        raise ConfigError(f"the prompts of {given['prompt_set']} are as long as they are: leave --prompt-tokens out")
+        raise ConfigError(f"the prompts of {given['prompt_set']} have their own lengths: leave --prompt-tokens out")
     return {**(defaults or {}), **given}
 
 

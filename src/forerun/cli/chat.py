@@ -85,7 +85,7 @@ COMMANDS = {
     "undo": ("", "forget the last message and its answer"),
     "retry": ("", "answer the last message again, with the next seed"),
     "save": ("FILE", "write the messages as JSON"),
-    "load": ("FILE", "go on with messages that were saved"),
+    "load": ("FILE", "continue with saved messages"),
     "exit": ("", "end the program"),
 }
 """Argument and help of each command; the method of that name in ``ChatCommands`` runs it."""
@@ -105,7 +105,7 @@ class ChatCommands:
             raise ConfigError(f"there is no command /{name}: /help lists them; put a space before a message like this")
         argument = argument.strip()
         if argument and not COMMANDS[name][0]:
-            raise ConfigError(f"/{name} takes nothing behind it")
+            raise ConfigError(f"/{name} takes no argument")
         reply: ReplyText = getattr(self, name)(argument)
         return reply
 
@@ -113,7 +113,7 @@ class ChatCommands:
         shown = table({f"/{name} {usage}".rstrip(): text for name, (usage, text) in COMMANDS.items()})
         return ReplyText(
             f"{shown}\n\n"
-            'A line that ends with a backslash goes on in the next; """ begins and ends several lines.\n'
+            'A line that ends with a backslash continues in the next;""" begins and ends several lines.\n'
             "Ctrl-C stops an answer; Ctrl-D, or Ctrl-C twice, ends the program."
         )
 
@@ -171,21 +171,21 @@ class ChatCommands:
             conversation.turns.pop()
         conversation.params = params
         if params.greedy:
-            return ReplyText("temperature 0 answers alike again: /set temperature 0.7 makes it vary", ask=True)
+            return ReplyText("temperature 0 gives the same answer again: /set temperature 0.7 makes it vary", ask=True)
         return ReplyText("" if params.seed is None else f"seed is {params.seed}", ask=True)
 
     def save(self, argument: str) -> ReplyText:
         path, messages = _path("save", argument), self.conversation.messages()
         check_file(path)
         write_file(path, json.dumps(messages, ensure_ascii=False, indent=2) + "\n")
-        return ReplyText(f"{len(messages)} messages are in {path}")
+        return ReplyText(f"{len(messages)} messages saved to {path}")
 
     def load(self, argument: str) -> ReplyText:
         messages = read_messages(_path("load", argument))
         has_system = bool(messages) and messages[0]["role"] == SYSTEM
         self.conversation.system = messages[0]["content"] if has_system else None
         self.conversation.turns = messages[1:] if has_system else messages
-        return ReplyText(f"{len(messages)} messages are back")
+        return ReplyText(f"{len(messages)} messages loaded")
 
     def exit(self, argument: str) -> ReplyText:
         return ReplyText(end=True)

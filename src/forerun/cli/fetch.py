@@ -140,4 +140,4 @@ def remove_command(
     if json:
         print_json({"name": name, "freed": freed})
     else:
-        print(f"{name} is gone: {megabytes(freed)} are free")
+        print(f"{name} was removed: {megabytes(freed)} freed")

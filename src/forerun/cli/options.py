@@ -241,7 +241,7 @@ def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> d
     config = dict(given.get("speculative_config") or {})
     if "tuned" in given:
         if names_method(given):
-            raise ConfigError("--tuned says who drafts: leave the method and its model out, or --tuned")
+            raise ConfigError("--tuned chooses the drafter: leave out the method and its model, or --tuned")
         config = {**read_tuned(given["tuned"], engine), **config}
     for flag in SPECULATIVE.flags:
         key = flag.field or flag.name

@@ -42,7 +42,7 @@ MODEL_NAME = "--model's, or its file's name"
 ServedName = Annotated[
     str | None, typer.Option(help="the model's name in requests and answers", show_default=MODEL_NAME)
 ]
-NoRequestLog = Annotated[bool, typer.Option("--no-request-log", help="no line in the log for each request")]
+NoRequestLog = Annotated[bool, typer.Option("--no-request-log", help="do not log each request")]
 Replicated = Annotated[
     int | None, typer.Option(help="engines behind this server, on Ray Serve, each with --threads", min=1)
 ]

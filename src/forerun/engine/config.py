@@ -35,7 +35,7 @@ INSTEAD = {
 }
 """What to use in place of vLLM's other keys."""
 QUANTIZATION_HELP = (
-    f"how the target's weights are held: {', '.join(CPU_KINDS)} on CPU (int8 is not invariant), "
+    f"quantization of the target's weights: {', '.join(CPU_KINDS)} on CPU (int8 is not invariant), "
     f"{', '.join(GPU_KINDS)} on GPU; {', '.join(FLOATS)}: as numbers; {UNQUANTIZED}: as they are"
 )
 
@@ -176,7 +176,7 @@ class EngineConfig:
     model_path: str = option("auto", "code that runs the model: auto, native or hf")
     weights: str = option("auto", "weight layout on CPU: auto, streamed, packed or plain")
     quantization: str | None = option(None, QUANTIZATION_HELP)
-    tensor_parallel_size: int = option(1, "processes that share each of the target's layers (see docs/scale.md)")
+    tensor_parallel_size: int = option(1, "processes over which each layer of the target is split (see docs/scale.md)")
     lora: Sequence[str] | str | None = option(None, "LoRA adapter to merge into the target: FOLDER or FOLDER=WEIGHT")
     max_model_len: int | None = option(None, "longest prompt plus output, in tokens")
     max_num_seqs: int = option(8, "requests decoded together")
@@ -187,10 +187,10 @@ class EngineConfig:
         None, "bytes (or 2GiB) of all KV caches together; none: enough for all, if memory permits"
     )
     gpu_memory_utilization: float | None = option(
-        None, "share of a GPU's memory for weights and KV caches, above 0 and at most 1"
+        None, "fraction of a GPU's memory for weights and KV caches, above 0 and at most 1"
     )
     prefix_caching: bool | None = option(
-        None, "reuse the KV cache of prompts that begin alike; on by default with page_size"
+        None, "reuse the KV cache of shared prompt prefixes; on by default with page_size"
     )
     max_prefill_tokens: int | None = option(
         None, "prompt tokens read per round beside decoding requests; none: as many as double its time"
@@ -198,11 +198,11 @@ class EngineConfig:
     max_grammar_bytes: int = option(65536, "longest schema, regex, list of choices or grammar of a structured output")
     grammar_memory: str | int = option("512MiB", "bytes (or 512MiB) of grammars kept for further requests")
     reasoning_parser: str | None = option(
-        None, f"the model thinks before it answers, and grammars begin behind the thoughts: {', '.join(PARSERS)}"
+        None, f"the model thinks before it answers, and grammars begin after the thoughts: {', '.join(PARSERS)}"
     )
     threads: str | int = AUTO
     """Threads of the CPU kernels; "auto": torch's, but at most one per core, and fewer while others need them."""
-    seed: int | None = option(None, "seed of requests that name none")
+    seed: int | None = option(None, "seed of requests that have none")
     logprobs_mode: str = option("raw_logprobs", "raw_logprobs (the model's) or processed_logprobs (as sampled)")
     trace: bool = option(False, "record every round of every request")
 
