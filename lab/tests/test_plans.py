@@ -246,7 +246,7 @@ def test_each_way_of_a_method_has_trees_of_its_own(tiny_target, tiny_draft):
 def test_a_tree_is_recommended_where_it_is_best(tiny_target, monkeypatch):
     """With the options that it was measured with."""
     monkeypatch.setattr(
-        "forerun_lab.plans._Paper.shaped", lambda self, tree: Shaped(self.estimate.method, tree, 2, 2.5, 99.0)
+        "forerun_lab.plans._TreePredictor.shaped", lambda self, tree: Shaped(self.estimate.method, tree, 2, 2.5, 99.0)
     )
     options = {"method": "draft_model", "model": str(tiny_target), "accept": "coupled", "draft_temperature": 0.5}
     result = run_plan(

@@ -1,4 +1,4 @@
-"""What ``forerun tune`` can teach to draft beside EAGLE's heads: Medusa's, heads of one pass, and a draft model."""
+"""Kinds of drafts that ``forerun tune`` trains beside EAGLE's: Medusa heads, parallel heads, and a draft model."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from forerun.tune.kinds import PARALLEL_DEPTH, DraftLayers, HeadKind, eos_ids, s
 from forerun_lab.train.folder import save_model
 
 DISTILLED = ("llama", "mistral", "qwen2", "qwen3", "phi3")
-"""Targets whose layers may be a draft: their parts take and give float32, and least squares know what these say."""
+"""Targets whose layers can be a draft: they run in float32, and their ``o_proj`` and ``down_proj`` can be fitted."""
 
 
 class MedusaKind(HeadKind):
-    """Starts as the target's own guess of the next token, for every token ahead: its blocks are no matrices that least
-    squares could find."""
+    """Initialised to predict the target's next token at every position ahead: its blocks cannot be fitted by least
+    squares."""
 
     matrix_lr = 3e-3
     quantization = "int8_rows"
@@ -52,8 +52,8 @@ class MedusaKind(HeadKind):
 
 
 class ParallelKind(MedusaKind):
-    """Starts with the target's last layer, which looks at its last hidden states; least squares say what it makes of
-    what it finds."""
+    """Initialised with the target's last layer over its last hidden states; ``o_proj`` and ``down_proj`` are fitted by
+    least squares."""
 
     head: ClassVar[type[Head]] = ParallelHead
 
@@ -74,16 +74,16 @@ class ParallelKind(MedusaKind):
         with torch.no_grad():
             head.norm.weight.copy_(factor_of(body.norm))
             reader.weight.zero_()
-            last = torch.diag(1 / factor_of(body.norm))  # features are what comes behind the norm
+            last = torch.diag(1 / factor_of(body.norm))  # features come after the norm
             reader.weight[:, -len(last) :] = last
             copy_layer(block, norms, body.layers[-1])
-        _settled(head, head.norm, [block.o_proj, block.mlp.down_proj], target, features, ids, tokens)
+        _fitted(head, head.norm, [block.o_proj, block.mlp.down_proj], target, features, ids, tokens)
         return _narrowed(head, target, ids)
 
 
 class DFlashKind(ParallelKind):
-    """Starts as ``ParallelKind`` does, with one layer that samples from its anchor; its masks are a token that no text
-    has inside."""
+    """Initialised as ``ParallelKind``, with one layer that predicts from its anchor on; its mask is a token that occurs
+    in no text."""
 
     head = DFlashHead
 
@@ -97,7 +97,7 @@ class DFlashKind(ParallelKind):
 
 
 class Distilled(HeadKind):
-    """A few of the target's layers; least squares say what the last of them makes of what it finds."""
+    """A few of the target's layers; the last one's ``o_proj`` and ``down_proj`` are fitted by least squares."""
 
     matrix_lr = 3e-3
     quantization = "int8_rows"
@@ -114,8 +114,8 @@ class Distilled(HeadKind):
 
     def fitted(self, target: PreTrainedModel, features: Features, ids: Tensor, tokens: int) -> nn.Module:
         draft = DistilledDraft(target)
-        says = [draft.last.self_attn.o_proj, draft.last.mlp.down_proj]
-        return _settled(draft, draft.norm, says, target, features, ids, tokens)
+        linears = [draft.last.self_attn.o_proj, draft.last.mlp.down_proj]
+        return _fitted(draft, draft.norm, linears, target, features, ids, tokens)
 
     def export(
         self, draft: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase, metadata: Mapping[str, Any]
@@ -132,30 +132,30 @@ KINDS: dict[str, HeadKind] = {
 }
 
 
-def _settled(
-    draft: Any, norm: Any, says: list[nn.Linear], target: Any, features: Features, ids: Tensor, tokens: int
+def _fitted(
+    draft: Any, norm: Any, linears: list[nn.Linear], target: Any, features: Features, ids: Tensor, tokens: int
 ) -> Any:
     output: Any = target.get_output_embeddings().weight
     material = Material(target, features, output[ids].float(), tokens)
-    fit_last(draft, norm, says, material)
+    fit_last(draft, norm, linears, material)
     sharpen(draft, norm, material)
     return draft
 
 
 def _narrowed(head: Head, target: PreTrainedModel, ids: Tensor) -> Head:
-    """Drafts among ``ids`` alone, with the target's own rows."""
+    """``head`` with the draft vocabulary ``ids`` and the target's output rows for it."""
     output: Any = target.get_output_embeddings().weight
     head.reduce_vocabulary(ids, output[ids])
     return head
 
 
-LOUD = 8.0
-"""The size of what is said over that of the stream it is said into, which is no guess and cannot be unsaid."""
+FITTED_SCALE = 8.0
+"""Size of the fitted output over that of the residual stream, which is no prediction and cannot be removed."""
 
 
 @dataclass(frozen=True)
 class Material:
-    """``tokens`` tokens of a target's text, a lesson for each conversation, and the share of it that is answer.
+    """Iterates over conversations of ``tokens`` tokens in all: a training batch, and the fraction that is the answer.
     ``head`` [n, hidden size] reads hidden states."""
 
     target: PreTrainedModel
@@ -176,12 +176,12 @@ class Material:
 
 @torch.no_grad()
 def fit_last(draft: DraftLayers, norm: Any, linears: Sequence[nn.Linear], material: Material) -> None:
-    """Fits each of ``linears`` in turn, what the parts of the last layer say, so that the stream before ``norm`` points
-    where the target's last hidden state does. What is behind one says nothing until then."""
+    """Fit each of ``linears``, the output projections of the last layer's parts, so that the residual stream before
+    ``norm`` is parallel to the target's last hidden state. Later ones are zero until they are fitted."""
     size = len(norm.weight)
     states = replace(material, head=torch.eye(size, device=material.head.device))
     seen: dict[nn.Module, Tensor] = {}
-    loud = 0.0
+    scale = 0.0
 
     def keep(module: nn.Module, given: tuple[Tensor, ...]) -> None:
         seen[module] = given[0]
@@ -191,14 +191,14 @@ def fit_last(draft: DraftLayers, norm: Any, linears: Sequence[nn.Linear], materi
     for linear in linears:
         fit = LeastSquares(linear.in_features, linear.out_features, states.head.device)
         hooks = [part.register_forward_pre_hook(keep) for part in (linear, norm)]
-        for lesson, fraction in states:
-            requested = torch.stack([guess.target_logits for guess in draft.guesses(lesson)], dim=-2)[0]
-            few = round(fraction * len(requested))
-            if few:
-                inputs, stream = (seen[part][0, len(requested) - few : len(requested)] for part in (linear, norm))
-                loud = loud or LOUD * float(stream.square().mean().sqrt())
-                lack = loud * requested[-few:].view_as(stream) / norm.weight - stream
-                fit.add(inputs.reshape(-1, linear.in_features), lack.reshape(-1, size))
+        for batch, fraction in states:
+            requested = torch.stack([guess.target_logits for guess in draft.guesses(batch)], dim=-2)[0]
+            count = round(fraction * len(requested))
+            if count:
+                inputs, stream = (seen[part][0, len(requested) - count : len(requested)] for part in (linear, norm))
+                scale = scale or FITTED_SCALE * float(stream.square().mean().sqrt())
+                residual = scale * requested[-count:].view_as(stream) / norm.weight - stream
+                fit.add(inputs.reshape(-1, linear.in_features), residual.reshape(-1, size))
         for hook in hooks:
             hook.remove()
         linear.weight.copy_(fit.solve())
@@ -206,24 +206,24 @@ def fit_last(draft: DraftLayers, norm: Any, linears: Sequence[nn.Linear], materi
 
 @torch.no_grad()
 def sharpen(draft: DraftLayers, norm: Any, material: Material) -> None:
-    """Scales ``norm``, and logits with it, so that most of the drafts are kept at temperature 1."""
+    """Scale ``norm``, and thereby logits, for the highest acceptance at temperature 1."""
     kept = torch.zeros(len(LOGIT_SCALES), device=material.head.device)
-    for lesson, fraction in replace(material, tokens=CALIBRATION_TOKENS):
-        for guess in draft.guesses(lesson):
-            few = round(fraction * guess.logits.shape[1])
-            logits, requested = (part[0, guess.logits.shape[1] - few :] for part in (guess.logits, guess.target_logits))
-            kept += torch.stack([overlap(requested, factor * logits).sum() for factor in LOGIT_SCALES])
+    for batch, fraction in replace(material, tokens=CALIBRATION_TOKENS):
+        for guess in draft.guesses(batch):
+            count = round(fraction * guess.logits.shape[1])
+            logits, target_logits = (part[0, part.shape[1] - count :] for part in (guess.logits, guess.target_logits))
+            kept += torch.stack([overlap(target_logits, factor * logits).sum() for factor in LOGIT_SCALES])
     norm.weight.mul_(LOGIT_SCALES[int(kept.argmax())])
 
 
 LAYERS = (0, 1, -1)
-"""Of the target's."""
+"""The target's layers that make the draft model."""
 GUESSES = 4
-"""Tokens ahead that figures are given for."""
+"""Tokens ahead that are evaluated."""
 
 
 class DistilledDraft(nn.Module):
-    """Layers ``LAYERS`` of ``target`` in float32 between its embedding and its output layer, which stay as they are."""
+    """Layers ``LAYERS`` of ``target`` in float32, between its frozen embedding and output layer."""
 
     def __init__(self, target: PreTrainedModel) -> None:
         super().__init__()
@@ -244,18 +244,18 @@ class DistilledDraft(nn.Module):
             part.float().requires_grad_(True)
         self.norm, self.last = body.norm, body.layers[-1]
 
-    def guesses(self, lesson: TrainingBatch) -> Iterator[Guess]:
-        """What it says behind the text as it is, of the next token while it learns, and of ``GUESSES`` otherwise."""
+    def guesses(self, batch: TrainingBatch) -> Iterator[Guess]:
+        """Predictions of the next token in training, of ``GUESSES`` tokens in evaluation, all after the true text."""
         steps = 1 if self.training else GUESSES
-        length = lesson.tokens.shape[1]
-        at = torch.arange(length - steps, device=lesson.tokens.device)
-        indices = lesson.trainable(at, 1, steps)
+        length = batch.tokens.shape[1]
+        at = torch.arange(length - steps, device=batch.tokens.device)
+        indices = batch.trainable(at, 1, steps)
         seen = torch.ones(length, length, dtype=torch.bool, device=at.device).tril()[None, None]
-        if lesson.segments is not None:
-            seen = seen & (lesson.segments[:, None, :, None] == lesson.segments[:, None, None, :])
+        if batch.segments is not None:
+            seen = seen & (batch.segments[:, None, :, None] == batch.segments[:, None, None, :])
         mask = torch.zeros(seen.shape, device=at.device).masked_fill_(~seen, float("-inf"))
         body = self.model.get_decoder()
-        states = body(input_ids=lesson.tokens, attention_mask=mask, use_cache=False).last_hidden_state
+        states = body(input_ids=batch.tokens, attention_mask=mask, use_cache=False).last_hidden_state
         for step in range(steps):
-            said = states[:, at + step] if indices is None else states[:, at + step][indices]
-            yield Guess(functional.linear(said, lesson.head), lesson.target_logits(at + step, indices))
+            selected = states[:, at + step] if indices is None else states[:, at + step][indices]
+            yield Guess(functional.linear(selected, batch.head), batch.target_logits(at + step, indices))

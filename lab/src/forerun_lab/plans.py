@@ -1,4 +1,4 @@
-"""What ``forerun plan`` does on request: trees on paper, layers for ``layerskip``, and a page of the plan."""
+"""Optional parts of ``forerun plan``: predicted trees, layers for ``layerskip``, and a page of the plan."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def explore(
     trial: Trial, named: Mapping[str, Mapping[str, Any]], drafting: Mapping[str, Mapping[str, Any]], curve: CostCurve,
     config: PlanConfig,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[tuple[float, dict[str, Any]]]]:  # fmt: skip
-    """Trees of up to ``config.trees`` tokens for each of the ``drafting`` configurations (``plan_trees``),
-    ``config.layer_trials`` subsets of layers for ``layerskip``, as it is ``named`` or under the plan's rule, the best
-    first, and all of them as (speed-up, ``speculative_config``)."""
+    """Explore trees of up to ``config.trees`` tokens for the ``drafting`` configurations (``plan_trees``), and
+    ``config.layer_trials`` subsets of layers for ``layerskip`` with its ``named`` options or under the plan's rule.
+    Returns both, the best subset first, and all of them as (speed-up, ``speculative_config``)."""
     planned = plan_trees(drafting, config.trees, config.longest, trial, curve)
     options = named.get(LAYERSKIP, {"method": LAYERSKIP, "accept": config.accept})
     subsets = choose_layers(
@@ -57,7 +57,7 @@ def explore(
 def _measured_layers(
     trial: Trial, options: Mapping[str, Any], layers: tuple[int, ...], curve: CostCurve, longest: int
 ) -> Subset | None:
-    """``layerskip`` with these layers; None where it drafted nothing."""
+    """``layerskip`` with these layers; None if it drafted nothing."""
     trial.step(f"layers {', '.join(map(str, layers))}")
     config = with_layers(options, layers)
     _, measured = trial.run([{**config, "num_speculative_tokens": LENGTHS[1]}])
@@ -71,15 +71,14 @@ def _measured_layers(
 
 
 def with_layers(options: Mapping[str, Any], layers: Sequence[int]) -> dict[str, Any]:
-    """``layerskip`` with ``options`` and these layers, which take the place of a layer to leave at."""
+    """``layerskip`` with ``options`` and these layers, which replace its exit layer."""
     rest = {key: value for key, value in options.items() if key != "exit_layer"}
     return {"method": LAYERSKIP, **rest, "layers": list(layers)}
 
 
 @dataclass(frozen=True)
 class Subset:
-    """Layers, counted from 0, with what was measured of them and the best predicted speed-up, that of ``k``
-    drafted tokens."""
+    """Layers, counted from 0, their measurements, and the best predicted speed-up, with ``k`` drafted tokens."""
 
     layers: tuple[int, ...]
     alpha: float
@@ -90,7 +89,7 @@ class Subset:
 
 
 def choose_layers(measure: Callable[[tuple[int, ...]], Subset | None], num_layers: int, trials: int) -> list[Subset]:
-    """At most ``trials`` subsets of a target's layers, the best first. ``measure`` gives None where nothing could be
+    """At most ``trials`` subsets of a target's layers, the best first. ``measure`` returns None if nothing was
     drafted."""
     result: dict[tuple[int, ...], Subset | None] = {}
 
@@ -127,13 +126,13 @@ def neighbours(layers: tuple[int, ...], num_layers: int) -> Iterator[tuple[int, 
 
 
 RANKS = 8
-"""How many continuations of the last token are tried to measure rank acceptance."""
+"""Children of the root that are drafted to measure acceptance by rank."""
 DEPTH = 3
-"""How deep at most the tree is whose rounds say what trees cost."""
+"""Largest depth of the tree whose rounds measure the cost of trees."""
 
 
 def rank_acceptance(result: Measured) -> list[float]:
-    """Entry r: the share of drafts whose r-th likeliest first token was the target's."""
+    """Entry r is the fraction of drafts whose r-th likeliest first token was the target's."""
     ranks = [rank for sample in result.rounds for rank, depth in zip(sample.ranks, sample.depths) if depth]
     return [ranks.count(rank) / len(ranks) for rank in range(RANKS)] if ranks else []
 
@@ -141,14 +140,13 @@ def rank_acceptance(result: Measured) -> list[float]:
 def plan_trees(
     options: Mapping[str, Mapping[str, Any]], nodes: int, longest: int, trial: Trial, curve: CostCurve
 ) -> list[dict[str, Any]]:
-    """For each drafter that branches: ``acceptance`` by rank, ``fixed`` (``Shaped``, of every ``tree`` of at most
-    ``nodes`` tokens, ``longest`` deep, whose nodes of one depth have as many children, no more than those above),
-    ``shapes`` (the best tree of 1, 2, 4, ... tokens, by its nodes of each depth), both predicted, and ``best_first``,
-    measured with as many tokens.
+    """Results for each drafter that branches.
 
-    What drafting and judging a tree cost, and how far ranks are independent of what came before, is measured on the
-    bushiest of the ``fixed`` ones that are ``DEPTH`` deep, or nearly.
-    """
+    ``acceptance`` is measured by rank. ``fixed`` has a ``Shaped`` prediction for every ``tree`` of at most ``nodes``
+    tokens and depth ``longest`` whose nodes of one depth have equally many children, no more than those above.
+    ``shapes`` predicts the best tree of 1, 2, 4, ... tokens, by its nodes at each depth. ``best_first`` is measured
+    with ``nodes`` tokens. The cost of trees, and how independent ranks are, is measured on the largest of the ``fixed``
+    trees that have, or nearly have, depth ``DEPTH``."""
     result = []
     every = [tree for tree in fixed(nodes, longest) if tree[0] > 1]
     probe = max((tree for tree in every if len(tree) <= DEPTH), key=lambda tree: (len(tree), size(tree)), default=())
@@ -166,13 +164,13 @@ def plan_trees(
         prices = trial.estimate(name, {len(probe): measured[1]})
         if not acceptance or prices is None:
             continue
-        paper = _Paper(acceptance, prices, probe, curve, trial.concurrency)
+        predictor = _TreePredictor(acceptance, prices, probe, curve, trial.concurrency)
         result.append(
             {
                 "method": name,
                 "acceptance": acceptance,
-                "fixed": [paper.shaped(tree) for tree in every],
-                "shapes": _shapes(paper, nodes, longest),
+                "fixed": [predictor.shaped(tree) for tree in every],
+                "shapes": _shapes(predictor, nodes, longest),
                 "best_first": {
                     "nodes": nodes,
                     "tokens": measured[2].total.tokens_per_round,
@@ -184,7 +182,7 @@ def plan_trees(
 
 
 def fixed(nodes: int, longest: int, above: int = RANKS) -> Iterator[tuple[int, ...]]:
-    """Children by depth of every tree of 1 to ``nodes`` tokens, chains among them."""
+    """Yields the children per node at each depth of every tree of 1 to ``nodes`` tokens, chains included."""
     for width in range(1, min(above, nodes) + 1):
         yield (width,)
         if longest > 1:
@@ -193,7 +191,7 @@ def fixed(nodes: int, longest: int, above: int = RANKS) -> Iterator[tuple[int, .
 
 @dataclass(frozen=True)
 class Shaped:
-    """A method with a ``tree`` of so many children at each depth: mean ``tokens`` a round, speed-up over plain
+    """A method with a ``tree``, as children per node at each depth: mean ``tokens`` per round, speed-up over plain
     decoding."""
 
     method: str
@@ -204,8 +202,8 @@ class Shaped:
 
 
 @dataclass(frozen=True)
-class _Paper:
-    """Prices trees: ``estimate`` is that of rounds with the tree ``probe``."""
+class _TreePredictor:
+    """Predicts trees from the ``estimate`` of rounds with the tree ``probe``."""
 
     acceptance: Sequence[float]
     estimate: Estimate
@@ -214,28 +212,28 @@ class _Paper:
     concurrency: int
 
     def gained(self, tree: Sequence[int]) -> float:
-        """Tokens a round beyond the first, whatever rank came before."""
+        """Accepted tokens per round if ranks are independent."""
         return sum(accumulate((sum(self.acceptance[:width]) for width in tree), mul))
 
     def speedup(self, gained: float, nodes: int, depth: int) -> tuple[float, float]:
-        """Mean tokens of a round, and its speed: as the probe's tokens were to those on paper."""
-        real = self.estimate.lengths[len(self.probe)]
-        on_paper = self.gained(self.probe)
-        tokens = gained * real.tokens / on_paper if on_paper else 0.0
-        drafted = PlannedDraft(tokens, real.coverage, nodes * real.nodes / size(self.probe))
+        """Mean tokens per round and speed, scaled by the probe's measured over its predicted tokens."""
+        measured = self.estimate.lengths[len(self.probe)]
+        predicted = self.gained(self.probe)
+        tokens = gained * measured.tokens / predicted if predicted else 0.0
+        drafted = PlannedDraft(tokens, measured.coverage, nodes * measured.nodes / size(self.probe))
         return 1 + tokens, speedup(self.estimate, drafted, depth, self.curve, self.concurrency)
 
     def shaped(self, tree: tuple[int, ...]) -> Shaped:
         return Shaped(self.estimate.method, tree, size(tree), *self.speedup(self.gained(tree), size(tree), len(tree)))
 
 
-def _shapes(paper: _Paper, nodes: int, longest: int) -> list[dict[str, Any]]:
+def _shapes(predictor: _TreePredictor, nodes: int, longest: int) -> list[dict[str, Any]]:
     rows = []
     for count in sorted({min(1 << power, nodes) for power in range(nodes.bit_length() + 1)}):
         fitting = []
         for depth in range(1, longest + 1):
-            shape = best_shape(paper.acceptance, count, depth)
-            tokens, speed = paper.speedup(shape.tokens - 1, len(shape.parents), depth)
+            shape = best_shape(predictor.acceptance, count, depth)
+            tokens, speed = predictor.speedup(shape.tokens - 1, len(shape.parents), depth)
             fitting.append((speed, tokens, shape))
         speed, tokens, shape = max(fitting, key=lambda item: item[0])
         rows.append({"nodes": count, "by_depth": by_depth(shape.parents), "tokens": tokens, "speedup": speed})
@@ -243,7 +241,7 @@ def _shapes(paper: _Paper, nodes: int, longest: int) -> list[dict[str, Any]]:
 
 
 def by_depth(parents: Sequence[int]) -> list[int]:
-    """How many nodes a tree has at depth 1, 2, ..."""
+    """Number of nodes at depth 1, 2, ..."""
     depths: list[int] = []
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)

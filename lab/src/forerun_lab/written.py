@@ -37,17 +37,17 @@ from forerun_lab.humaneval import Judge, Task, read_tasks
 from forerun_lab.intervals import median_interval, ratio_error
 
 FOLDER = Path(__file__).parent / "prompt_sets"
-PLACE = re.compile(r"\{(file|topic|source):([\w.-]+)(?::(\d+))?\}")
+PLACEHOLDER = re.compile(r"\{(file|topic|source):([\w.-]+)(?::(\d+))?\}")
 
 
 @dataclass(frozen=True)
 class RecordedConversation:
-    """What a user says in turn; each turn is answered, and the answer becomes history."""
+    """A user's turns; each is answered, and the answer becomes history."""
 
     category: str
     turns: Sequence[str]
     task: Task | None = None
-    """Where the answer is code that can be tested."""
+    """The tests, if the answer is code."""
 
 
 @dataclass
@@ -59,9 +59,9 @@ class Texts:
     """Index into ``conversations`` for each prompt, ascending."""
     conversations: list[RecordedConversation]
     left_out: int = 0
-    """Turns that do not fit into the model's context with their answers."""
+    """Turns whose answers do not fit into the model's context."""
     chat: bool = False
-    """Whether they are written by the model's chat template."""
+    """Whether prompts use the model's chat template."""
 
 
 def read_set(name: str, file: Path | None = None) -> list[RecordedConversation]:
@@ -79,7 +79,8 @@ def read_set(name: str, file: Path | None = None) -> list[RecordedConversation]:
         raise ConfigError(f"{path} has no prompts: write one JSON object with category and turns per line")
     if file is None:
         result = [
-            RecordedConversation(each.category, [PLACE.sub(_text, turn) for turn in each.turns]) for each in result
+            RecordedConversation(each.category, [PLACEHOLDER.sub(_text, turn) for turn in each.turns])
+            for each in result
         ]
     return result[:SMALL] if name == CATEGORIES_SMALL else result
 
@@ -100,7 +101,7 @@ def _conversation(line: str, where: str) -> RecordedConversation:
 
 
 def _text(placeholder: re.Match[str]) -> str:
-    """The text that a place in a turn stands for."""
+    """The text of a placeholder in a turn."""
     kind, name, limit = placeholder.groups()
     if kind == "file":
         text = (FOLDER / name).read_text(encoding="utf-8")
@@ -136,18 +137,18 @@ def make_texts(config: BenchConfig, llm: LLM, conversations: Sequence[RecordedCo
 
 def _ask(llm: LLM, conversations: Sequence[RecordedConversation], config: BenchConfig) -> Texts:
     """Every turn's prompt. Earlier turns are answered by plain decoding at T = 0, so that all contenders read the same
-    history, whatever they would have answered themselves."""
+    history."""
     chat = getattr(llm.tokenizer, "chat_template", None) is not None
     limit = llm.engine.max_model_len - config.max_tokens
     params = SamplingParams(**{**config.sampling, "temperature": 0.0, "max_tokens": config.max_tokens})
-    said: list[list[Message]] = [[] for _ in conversations]
+    messages: list[list[Message]] = [[] for _ in conversations]
     asked: dict[tuple[int, int], list[int]] = {}
     running = list(range(len(conversations)))
     turn = 0
     while running:
         for index in running:
-            said[index].append({"role": "user", "content": conversations[index].turns[turn]})
-            ids = _prompt(llm, said[index], conversations[index].task, chat)
+            messages[index].append({"role": "user", "content": conversations[index].turns[turn]})
+            ids = _prompt(llm, messages[index], conversations[index].task, chat)
             if len(ids) <= limit:
                 asked[index, turn] = ids
         running = [i for i in running if (i, turn) in asked and turn + 1 < len(conversations[i].turns)]
@@ -155,7 +156,7 @@ def _ask(llm: LLM, conversations: Sequence[RecordedConversation], config: BenchC
             [{"prompt_token_ids": asked[index, turn]} for index in running], params, use_tqdm=False, speculate=False
         )
         for index, answer in zip(running, answers):
-            said[index].append({"role": "assistant", "content": answer.outputs[0].text})
+            messages[index].append({"role": "assistant", "content": answer.outputs[0].text})
         turn += 1
     return Texts(
         [asked[key] for key in sorted(asked)],
@@ -175,13 +176,13 @@ def _prompt(llm: LLM, messages: Sequence[Message], task: Task | None, chat: bool
 
 
 def stops(texts: Texts) -> list[str]:
-    """Texts that end an answer: where a model without a chat template completes a function, what begins the next."""
+    """Texts that end an answer: for a model without a chat template, the beginning of the next definition."""
     tasks = [each.task for each in texts.conversations if each.task is not None]
     return list(tasks[0].stops) if tasks and not texts.chat else []
 
 
 class WrittenPrompts:
-    """A written set on its way through a benchmark. Raises ConfigError for a set that cannot be read."""
+    """A written prompt set in a benchmark. Raises ConfigError if it cannot be read."""
 
     def __init__(self, config: BenchConfig) -> None:
         self.config = config
@@ -189,8 +190,8 @@ class WrittenPrompts:
         self.judge = Judge() if config.execute else None
 
     def ask(self, llm: LLM) -> tuple[list[list[int]], BenchConfig]:
-        """The prompts, and the configuration with what ends their answers. Raises ConfigError with peers, which know
-        no such ends."""
+        """The prompts, and the configuration with the stop texts of their answers. Raises ConfigError with peers, which
+        have no stop texts."""
         self.tokenizer = llm.tokenizer
         self.texts = make_texts(self.config, llm, self.conversations)
         ends = stops(self.texts)
@@ -210,7 +211,7 @@ class WrittenPrompts:
         return by_category(contenders, runs, self.texts, temperature, concurrency, self.tokenizer, self.judge)
 
     def facts(self) -> dict[str, Any]:
-        """What the benchmark's environment says of the prompts."""
+        """Facts about the prompts for the benchmark's environment."""
         offline = self.judge.offline if self.judge is not None else None
         return {"prompts_left_out": self.texts.left_out, "offline": offline}
 
@@ -227,8 +228,8 @@ def by_category(
     tokenizer: Any,
     judge: Judge | None = None,
 ) -> list[dict[str, Any]]:
-    """One row per contender and category, then one over all where there are several. ``judge`` says how many answers
-    pass their tests."""
+    """One row per contender and category, then one over all categories if there are several. ``judge`` runs the tests
+    of answers."""
     kinds = [texts.conversations[owner].category for owner in texts.owners]
     groups = {kind: [i for i, each in enumerate(kinds) if each == kind] for kind in dict.fromkeys(kinds)}
     if len(groups) > 1:
@@ -297,8 +298,8 @@ def _speed(
     ratios = []
     for case in _cases(texts, members):
         pairs = [(_rate(m, case), _rate(p, case)) for m, p in zip(result, plain)]
-        if all(mine and theirs for mine, theirs in pairs):
-            ratios.append(median(mine / theirs for mine, theirs in pairs))
+        if all(own and base for own, base in pairs):
+            ratios.append(median(own / base for own, base in pairs))
     return {
         "speedup": median(ratios) if ratios else None,
         "speedup_interval": median_interval(ratios),
@@ -307,7 +308,7 @@ def _speed(
 
 
 def _rate(measured: Measured, case: Sequence[int]) -> float:
-    """Tokens per second over these prompts; 0 where they were not timed one by one."""
+    """Tokens per second over these prompts; 0 if they were not timed one by one."""
     if len(measured.parts) != len(measured.answers):
         return 0.0
     seconds = sum(measured.parts[i][1] for i in case)
@@ -333,7 +334,7 @@ BY_CATEGORY = {
 
 
 def show(rows: Sequence[Mapping[str, Any]], write: Callable[[Sequence[str], Sequence[Sequence[str]]], None]) -> None:
-    """Category after category, who drafts in each, or, where answers were tested, everybody; the errors are over the
+    """Print a table by category of the contenders that draft or, if answers were tested, of all; errors are over
     conversations."""
     if all(row["passed"] is None for row in rows):
         rows = [row for row in rows if row["method"] not in (NONE, FASTEST)] or rows

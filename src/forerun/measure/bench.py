@@ -140,11 +140,9 @@ def _about(
 def run_interleaved(
     contenders: Sequence[Contender], prompts: Prompts, config: BenchConfig, temperature: float, concurrency: int
 ) -> list[list[Measured]]:
-    """For each contender a result per repeat, each with a drafter that has not seen the prompts.
-
-    Contenders alternate after every ``concurrency`` prompts. Where all are engines and several prompts are decoded
-    together, or rounds with prefill count, they alternate after ``measure.rounds.ROUNDS`` rounds.
-    """
+    """For each contender a result per repeat, each with a drafter that has not seen the prompts. Contenders alternate
+    after every ``concurrency`` prompts. Where all are engines and several prompts are decoded together, or rounds with
+    prefill count, they alternate after ``measure.rounds.ROUNDS`` rounds."""
     options = {"ignore_eos": config.prompt_set not in WRITTEN, **config.sampling}
     options |= {"temperature": temperature, "max_tokens": config.max_tokens}
     params = seeded_params(len(prompts), config.seed, **options)
@@ -185,10 +183,8 @@ def table(
     temperature: float,
     concurrency: int,
 ) -> list[dict[str, Any]]:
-    """One row per contender, compared with ``none`` of the same run and with the fastest plain mode.
-
-    ``speedup_error`` is the standard error of the mean speed-up over repeats.
-    """
+    """One row per contender, compared with ``none`` of the same run and with the fastest plain mode. ``speedup_error``
+    is the standard error of the mean speed-up over repeats."""
     names = [contender.name for contender in contenders]
     plain = runs[names.index(NONE)]
     for each in plain:

@@ -44,11 +44,8 @@ DISTRIBUTION_PROMPT = 14
 
 @dataclass(frozen=True)
 class Result:
-    """One check: ``good`` of ``total`` cases were right, and ``detail`` describes the first wrong one.
-
-    A check without drafts, verifications or enough samples is not ``tested``: it has not ``passed``, and ``detail``
-    says why.
-    """
+    """One check: ``good`` of ``total`` cases were right, and ``detail`` describes the first wrong one. A check without
+    drafts, verifications or enough samples is not ``tested``: it has not ``passed``, and ``detail`` says why."""
 
     check: str
     what: str
@@ -209,10 +206,8 @@ def check_identity(
     prompts: Sequence[list[int]],
     progress: Callable[[str], None] = lambda note: None,
 ) -> Iterator[Result]:
-    """Yields a result for each method (a ``speculative_config``), layout and temperature.
-
-    Layouts, sampling options and a method's variants alternate over the prompts. ``config.trees`` adds hand-made trees.
-    """
+    """Yields a result for each method (a ``speculative_config``), layout and temperature. Layouts, sampling options and
+    a method's variants alternate over the prompts. ``config.trees`` adds hand-made trees."""
     for temperature in config.temperatures:
         params = seeded_params(
             len(prompts), config.seed, temperature=temperature, max_tokens=config.max_tokens, ignore_eos=True
@@ -299,9 +294,7 @@ def _check_bits_of_paths(
 
 def _paths(config: CheckConfig, llm: LLM) -> Iterator[Model]:
     """Yields the model on our path and on transformers', as far as it has both; quantized or sharded, as it is loaded.
-
-    An encoder-decoder has our path only.
-    """
+    An encoder-decoder has our path only."""
     info, options = llm.model.info, llm.config
     if info.encoder is not None:
         paths = ["native"]
@@ -330,10 +323,8 @@ def check_bits(
     model: Model, pairs: Sequence[tuple[Sequence[int], Sequence[int]]], page_size: int | None
 ) -> list[Result]:
     """Logits of rows fed together, compared with the same rows fed one by one. ``pairs`` are prompts and answers.
-
     Returns two results: verifications of these answers, and the self-test, which feeds hundreds of random rows in
-    chunks, beside neighbours and in trees.
-    """
+    chunks, beside neighbours and in trees."""
     good, total, detail = 0, 0, ""
     longest = max(len(prompt) + len(answer) + 1 for prompt, answer in pairs)
     attention = new_attention(model, max_seqs=1, max_len=longest, page_size=page_size, slack=max(WIDTHS))
@@ -416,10 +407,8 @@ def exact_distribution(llm: LLM, prompt: list[int], temperature: float) -> dict[
 def chi_square(
     counts: Mapping[tuple[int, ...], int], distribution: Mapping[tuple[int, ...], float]
 ) -> tuple[float, int]:
-    """p-value of the counts under the distribution, and the degrees of freedom.
-
-    A counted answer that the distribution rules out gives p = 0.
-    """
+    """p-value of the counts under the distribution, and the degrees of freedom. A counted answer that the distribution
+    rules out gives p = 0."""
     total = sum(counts.values())
     if any(answer not in distribution for answer in counts):
         return 0.0, 0
@@ -446,9 +435,7 @@ def check_distribution(
     llm: LLM, options: Mapping[str, Any], prompt: list[int], *, samples: int = SAMPLES, seed: int = 0, name: str = ""
 ) -> Result:
     """Sample answers with ``samples`` different seeds and compare their frequencies with the exact distribution.
-
-    ``name`` is the result's name for ``options``, by default their method.
-    """
+    ``name`` is the result's name for ``options``, by default their method."""
     params = seeded_params(samples, seed, temperature=1.0, top_k=SUPPORT, max_tokens=LENGTH, ignore_eos=True)
     answers, total = run_requests(llm, options, [prompt] * samples, params, concurrency=BATCH)
     distribution = exact_distribution(llm, prompt, 1.0)

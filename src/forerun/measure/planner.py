@@ -87,10 +87,8 @@ class Prediction:
 
 
 class Curve:
-    """A cost by a count: linear interpolation between measured ``points``, beyond the last ones as between them.
-
-    It never falls with a larger count: a higher point was disturbed. It is linear in ``expected(count)``.
-    """
+    """A cost by a count: linear interpolation between measured ``points``, beyond the last ones as between them. It
+    never falls with a larger count: a higher point was disturbed. It is linear in ``expected(count)``."""
 
     def __init__(self, points: Mapping[int, float], expected: Callable[[Any], float] = float) -> None:
         least, kept = inf, {}
@@ -112,11 +110,9 @@ class Curve:
 
 
 class CostCurve(Curve):
-    """Cost of a verification by its rows, in plain forwards; a plain forward of ``sequences`` rows costs 1.
-
-    Rows are padded to ``row_multiple``, so the cost rises in steps. In a mixture, ``expected`` is the cost by the
-    experts that rows read: each further row reads fewer new ones.
-    """
+    """Cost of a verification by its rows, in plain forwards; a plain forward of ``sequences`` rows costs 1. Rows are
+    padded to ``row_multiple``, so the cost rises in steps. In a mixture, ``expected`` is the cost by the experts that
+    rows read: each further row reads fewer new ones."""
 
     def __init__(
         self,

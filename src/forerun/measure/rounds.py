@@ -224,10 +224,8 @@ class Contender(Protocol):
 
 
 class EngineContender:
-    """Forerun's engine on a loaded target with one ``speculative_config``.
-
-    ``whole`` counts rounds with prefill, too; ``changes`` apply to the engine config. Raises ForerunError subclasses.
-    """
+    """Forerun's engine on a loaded target with one ``speculative_config``. ``whole`` counts rounds with prefill, too;
+    ``changes`` apply to the engine config. Raises ForerunError subclasses."""
 
     def __init__(
         self, llm: LLM, options: Mapping[str, Any], name: str = "", *, whole: bool = False, **changes: Any
@@ -288,10 +286,8 @@ def _tree(drafter: DrafterConfig | None) -> str | None:
 
 
 class Interleaved:
-    """Contenders that alternate on the same prompts. ``runs[i]`` has contender i's result of each repetition.
-
-    Contender ``first`` begins; after each repetition the next one does.
-    """
+    """Contenders that alternate on the same prompts. ``runs[i]`` has contender i's result of each repetition. Contender
+    ``first`` begins; after each repetition the next one does."""
 
     def __init__(self, contenders: Sequence[Contender], first: int = 0) -> None:
         self.contenders, self.first = contenders, first
@@ -343,10 +339,8 @@ def identity(answers: Sequence[Measured], plain: Sequence[Measured]) -> dict[str
 
 def figures(answers: Sequence[Measured], plain: Sequence[Measured]) -> dict[str, float]:
     """``{"tokens_per_second", "tokens_per_round", "speedup"}`` of one contender's runs, by ``capped_seconds``.
-
     ``plain`` has plain decoding's runs on the same prompts, or more. ``speedup`` is the median over runs of plain
-    decoding's time per token over the contender's, at most its tokens per round: no draft makes a round cheaper.
-    """
+    decoding's time per token over the contender's, at most its tokens per round: no draft makes a round cheaper."""
     plain = plain[: len(answers)]
     times = capped_seconds(answers)
     tokens, number = sum(run.tokens for run in answers), sum(len(run.rounds) for run in answers)
@@ -364,10 +358,8 @@ def figures(answers: Sequence[Measured], plain: Sequence[Measured]) -> dict[str,
 
 def capped_seconds(runs: Sequence[Measured]) -> list[float]:
     """Seconds of each of one contender's runs, every round's time capped at ``OUTLIER`` times the median of its rounds
-    with as many rows: other work on the machine makes single rounds a hundred times as long.
-
-    First rounds, in which a drafter may read the prompt, are compared among themselves.
-    """
+    with as many rows: other work on the machine makes single rounds a hundred times as long. First rounds, in which a
+    drafter may read the prompt, are compared among themselves."""
     times: dict[tuple[bool, int], list[float]] = defaultdict(list)
     for run in runs:
         for number, sample in enumerate(run.rounds):
@@ -383,9 +375,7 @@ def full_rounds(rounds: Sequence[Sample], sequences: int) -> list[Sample]:
 
 def in_plain_forwards(results: Sequence[Measured], sequences: int) -> float:
     """Convert the times of rounds, in place, to multiples of a plain forward: the first result is plain decoding's.
-
-    Returns that forward's seconds. Raises ConfigError if nothing was decoded.
-    """
+    Returns that forward's seconds. Raises ConfigError if nothing was decoded."""
     results[0].check()
     unit = median(r.verify for r in full_rounds(results[0].rounds, sequences))
     for result in results:
@@ -398,11 +388,8 @@ def in_plain_forwards(results: Sequence[Measured], sequences: int) -> float:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """Costs in plain target forwards of the same sequences.
-
-    ``c`` is the cost of one draft step (Leviathan et al. 2023, definition 3.7), ``verify[rows]`` that of a forward by
-    its rows, ``typical`` that of a drafted round's forward.
-    """
+    """Costs in plain target forwards of the same sequences. ``c`` is the cost of one draft step (Leviathan et al. 2023,
+    definition 3.7), ``verify[rows]`` that of a forward by its rows, ``typical`` that of a drafted round's forward."""
 
     sequences: int
     c: float

@@ -36,9 +36,7 @@ class Data:
 
 def read(path: Path | None) -> Data:
     """Read JSONL (a line has ``prompt``, ``messages`` or ``text``) or plain text from a file or a folder of files.
-
-    Empty for None. Raises ConfigError for a missing path or one without a usable line.
-    """
+    Empty for None. Raises ConfigError for a missing path or one without a usable line."""
     if path is None:
         return Data()
     if not path.exists():
@@ -94,10 +92,8 @@ def held_out() -> tuple[tuple[str, str], ...]:
 
 
 def user_turns(seed: int, paragraphs: list[str]) -> Iterator[tuple[str, str]]:
-    """Yields (category, user turn) without end, filled into templates; categories alternate.
-
-    ``paragraphs`` are the texts to work on; if empty, the standard library's.
-    """
+    """Yields (category, user turn) without end, filled into templates; categories alternate. ``paragraphs`` are the
+    texts to work on; if empty, the standard library's."""
     rng = random.Random(seed)
     texts = paragraphs or library_paragraphs()
     while True:
@@ -139,11 +135,8 @@ def _fits(text: str) -> bool:
 
 
 def held_out_prompts(llm: LLM, longest: int, paragraphs: Sequence[str] = ()) -> list[list[int]]:
-    """Token ids of prompts that are never trained on, at most ``longest`` tokens each.
-
-    A model with a chat template gets ``held_out``; another one beginnings of ``paragraphs`` or of the standard
-    library's.
-    """
+    """Token ids of prompts that are never trained on, at most ``longest`` tokens each. A model with a chat template
+    gets ``held_out``; another one beginnings of ``paragraphs`` or of the standard library's."""
     if not getattr(llm.tokenizer, "chat_template", None):
         texts = list(paragraphs) or library_paragraphs()
         return [llm.encode(text)[1][:OPENING] for text in every_fortieth(texts)]

@@ -23,11 +23,9 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 def export_head(head: str, target: str, out: Path, form: str) -> str:
-    """Write an ``eagle`` head made for ``target`` to the folder ``out``. Returns the command that serves both.
-
-    Raises ConfigError for an unknown form, ModelError for a head of another target or of a kind that those engines do
-    not run, and for a target without safetensors.
-    """
+    """Write an ``eagle`` head made for ``target`` to the folder ``out``. Returns the command that serves both. Raises
+    ConfigError for an unknown form, ModelError for a head of another target or of a kind that those engines do not run,
+    and for a target without safetensors."""
     if form not in FORMS:
         raise ConfigError(f"a head is exported as {' or '.join(FORMS)}, not {form!r}")
     folder = resolve(target)

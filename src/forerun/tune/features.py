@@ -106,10 +106,8 @@ class HiddenStateRecorder(Drafter[RecordConfig]):
 
 @dataclass
 class Writer:
-    """Generates text with ``llm``, whose hidden states ``record`` collects.
-
-    Prompts have at most ``prompt`` tokens and answers at most ``answer``; ``rows`` texts are written together.
-    """
+    """Generates text with ``llm``, whose hidden states ``record`` collects. Prompts have at most ``prompt`` tokens and
+    answers at most ``answer``; ``rows`` texts are written together."""
 
     llm: LLM
     record: HiddenStateRecorder
@@ -325,11 +323,9 @@ class Features:
             yield self.parts[span.part], span.start, span.length, span.prompt
 
     def batch(self, consumed: int, rows: int, length: int) -> Tensor:
-        """Rows of random conversations end to end, as indices, int64 [rows, length, 3].
-
-        An index is a token's part, its place there, and the conversation's number in the row << 20 plus its prompt
-        tokens. Which conversations are drawn depends on ``consumed``, the tokens before this batch.
-        """
+        """Rows of random conversations end to end, as indices, int64 [rows, length, 3]. An index is a token's part, its
+        place there, and the conversation's number in the row << 20 plus its prompt tokens. Which conversations are
+        drawn depends on ``consumed``, the tokens before this batch."""
         rng = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {consumed}".encode()))
         if consumed % (8 * rows * length) == 0:
             self.refresh()

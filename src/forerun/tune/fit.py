@@ -108,9 +108,7 @@ def fit_eagle(head: EagleHead, target: PreTrainedModel, ids: Tensor, features: F
 
 def copy_layer(draft: Any, norms: tuple[Any, Any], layer: Any) -> None:
     """Copy the target's ``layer`` into ``draft`` where shapes agree; ``o_proj`` and ``down_proj`` become zero.
-
-    ``norms`` are the draft's, before attention and MLP.
-    """
+    ``norms`` are the draft's, before attention and MLP."""
     attention, mlp = getattr(layer, "self_attn", None), getattr(layer, "mlp", None)
     pairs = [(getattr(draft, part), getattr(attention, part, None)) for part in ("q_proj", "k_proj", "v_proj")]
     pairs += [(getattr(draft.mlp, part), getattr(mlp, part, None)) for part in ("gate_proj", "up_proj")]
@@ -161,11 +159,8 @@ def _best_logit_scale(head: EagleHead, texts: _Texts) -> float:
 
 @dataclass(frozen=True)
 class _Texts:
-    """Iterates over conversations of ``tokens`` tokens in all.
-
-    Yields features [n, inputs], embeddings of the tokens after them, and for the last of them, which are the answer's,
-    the next tokens' hidden states before ``norm``.
-    """
+    """Iterates over conversations of ``tokens`` tokens in all. Yields features [n, inputs], embeddings of the tokens
+    after them, and for the last of them, which are the answer's, the next tokens' hidden states before ``norm``."""
 
     features: Features
     embedding: Tensor

@@ -78,10 +78,7 @@ def run(
     label: LossLabel = LossLabel(),
 ) -> State:
     """Train the parameters of `model` that require gradients until `settings.tokens` tokens are consumed or
-    `settings.seconds` are over.
-
-    Ctrl-C ends the run after the current step; Stopped is raised once that is saved.
-    """
+    `settings.seconds` are over. Ctrl-C ends the run after the current step; Stopped is raised once that is saved."""
     if settings.threads:
         torch.set_num_threads(settings.threads)
     settings.out.mkdir(parents=True, exist_ok=True)
@@ -185,10 +182,8 @@ def _step(
 
 
 def make_optimizers(model: nn.Module, settings: LoopSettings) -> list[torch.optim.Optimizer]:
-    """Muon for hidden matrices and AdamW for embeddings, output layers, vectors and scalars.
-
-    Muon's update is scaled to AdamW's root mean square (arXiv 2502.16982), so both rates are of one kind.
-    """
+    """Muon for hidden matrices and AdamW for embeddings, output layers, vectors and scalars. Muon's update is scaled to
+    AdamW's root mean square (arXiv 2502.16982), so both rates are of one kind."""
     outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices: dict[float, list[nn.Parameter]] = {}
     others: dict[float, list[nn.Parameter]] = {}
@@ -269,9 +264,7 @@ class Stopped(ForerunError):
 
 class Interrupt:
     """A block in which the first Ctrl-C (or SIGTERM) sets ``requested``; the second one ends everything at once.
-
-    Signals reach the main thread alone; in another one nothing changes. Ignored signals stay ignored.
-    """
+    Signals reach the main thread alone; in another one nothing changes. Ignored signals stay ignored."""
 
     def __init__(self) -> None:
         self.requested = False

@@ -371,10 +371,8 @@ class _Search:
     def _race(
         self, candidates: Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
-        """Measure the candidates on held-out prompts and drop slow ones on the way.
-
-        Returns a row for each candidate and workload, the identity check of the fastest one, and that one.
-        """
+        """Measure the candidates on held-out prompts and drop slow ones on the way. Returns a row for each candidate
+        and workload, the identity check of the fastest one, and that one."""
         configs = [dict(PLAIN), *({**candidate, "length": "adaptive"} for candidate in candidates)]
         contenders = [self.plain, *(EngineContender(self.llm, config) for config in configs[1:])]
         runs = [Interleaved(contenders) for _ in self.config.workloads]
@@ -497,10 +495,8 @@ def replay(drafter: DraftModel, answers: Sequence[PairAnswer]) -> tuple[list[Rep
 
 
 def drafted(answer: Replayed, start: int, depth: int, threshold: float | None) -> tuple[int, int, int]:
-    """Depth, nodes and accepted tokens of the draft after ``start`` known tokens.
-
-    It ends where the product of its tokens' probabilities falls below ``threshold``, at the latest at ``depth``.
-    """
+    """Depth, nodes and accepted tokens of the draft after ``start`` known tokens. It ends where the product of its
+    tokens' probabilities falls below ``threshold``, at the latest at ``depth``."""
     floor = -inf if threshold is None else log(threshold)
     accepted, log_prob = 0, 0.0
     end = min(start + depth, len(answer.kept))
@@ -526,9 +522,7 @@ class _Stream:
 
 def simulate(answers: Sequence[Replayed], depth: int, threshold: float | None, costs: PairCosts) -> tuple[float, float]:
     """Speed over plain decoding, and a sequence's tokens per round, of drafts of at most ``depth`` tokens.
-
-    ``costs.streams`` answers are decoded at a time, and only full rounds count.
-    """
+    ``costs.streams`` answers are decoded at a time, and only full rounds count."""
     waiting = map(_Stream, islice(cycle(answers), max(len(answers), costs.streams)))
     running = list(islice(waiting, costs.streams))
     tokens = rounds = 0

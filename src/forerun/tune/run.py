@@ -141,10 +141,8 @@ def _load(config: TuneConfig, **more: Any) -> LLM:
 
 
 def _write(config: TuneConfig, data: Data, state: TuneState, run: Path, say: Callable[[str], None]) -> None:
-    """Stage 1: the model writes text, or reads given text, for its fraction of the time.
-
-    If the time is too short for training, it writes nothing, and the result ``alone`` says so.
-    """
+    """Stage 1: the model writes text, or reads given text, for its fraction of the time. If the time is too short for
+    training, it writes nothing, and the result ``alone`` says so."""
     text = read_config(resolve(config.model)).get_text_config()
     layers = feature_layers(text) if config.train else []
     longest = min(config.answer + 704, text.max_position_embeddings)
@@ -239,11 +237,9 @@ def _too_little(config: TuneConfig, planned: int) -> str:
 
 
 def _memory(llm: LLM, longest: int, config: Any, rows: int, learns: bool) -> float:
-    """Estimated bytes of memory, the larger of two stages.
-
-    Writing takes the weights and the cache of ``ROWS`` texts. Training takes the target in bfloat16, three layers with
-    gradient and momentum, least squares, and logits over the whole vocabulary and over the draft's, ``rows``.
-    """
+    """Estimated bytes of memory, the larger of two stages. Writing takes the weights and the cache of ``ROWS`` texts.
+    Training takes the target in bfloat16, three layers with gradient and momentum, least squares, and logits over the
+    whole vocabulary and over the draft's, ``rows``."""
     info = llm.model.info
     entries = sum(shape.numbers for shape in info.kv_shapes)
     writing = info.weight_bytes + ROWS * longest * entries * info.dtype.itemsize

@@ -21,10 +21,8 @@ from forerun.models.tokenizer import load_tokenizer
 
 
 class TuneState:
-    """``run/state.json`` of a tuned folder: each stage's result and seconds.
-
-    ``marks`` identify the tuning. Raises ConfigError for a folder that another tuning began.
-    """
+    """``run/state.json`` of a tuned folder: each stage's result and seconds. ``marks`` identify the tuning. Raises
+    ConfigError for a folder that another tuning began."""
 
     def __init__(self, folder: Path, marks: dict[str, Any]) -> None:
         self.path = folder / "state.json"

@@ -83,10 +83,8 @@ class ArrivalRecorder(AsyncEngine):
 
 class RoundTimes:
     """Times consecutive rounds of an engine in which ``streams`` sequences decode without prefill, inside a ``with``.
-
     Sums seconds ``between`` the ends of two rounds, ``inside`` drafting, verification and acceptance of the second, and
-    ``idle`` ones, in which its thread did not compute.
-    """
+    ``idle`` ones, in which its thread did not compute."""
 
     def __init__(self, engine: Engine, streams: int) -> None:
         self.engine = engine
@@ -174,11 +172,9 @@ def served(engine: Engine, bodies: Sequence[dict], streams: int) -> ServedRun:
 def measure(
     llm: LLM, concurrency: int, *, requests: int, tokens: int, temperature: float, stream: bool, repeats: int
 ) -> Overhead:
-    """Medians, or means, over ``repeats`` in which engine and server alternate, after one that is not counted.
-
-    As in a server, earlier objects are frozen for the garbage collector. The engine's ``max_num_seqs`` should be
-    ``concurrency``, so that both have as many requests in flight.
-    """
+    """Medians, or means, over ``repeats`` in which engine and server alternate, after one that is not counted. As in a
+    server, earlier objects are frozen for the garbage collector. The engine's ``max_num_seqs`` should be
+    ``concurrency``, so that both have as many requests in flight."""
     prompts = make_prompts(HELD_OUT, llm.tokenizer, count=requests, length=64)
     params = SamplingParams(temperature=temperature, seed=0, max_tokens=tokens, ignore_eos=True)
     asked: dict[str, Any] = {"temperature": temperature, "seed": 0, "max_tokens": tokens, "ignore_eos": True}

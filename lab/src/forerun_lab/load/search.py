@@ -31,10 +31,8 @@ class Targets:
 
 
 def fewest(serve: Callable[[int], Served], targets: Targets, most: int = MOST) -> tuple[int | None, dict[int, Served]]:
-    """The smallest number of replicas that meets ``targets``, None if not even ``most`` do; and all results.
-
-    Above a hundred it is exact to one in a hundred. More replicas are assumed to serve no worse.
-    """
+    """The smallest number of replicas that meets ``targets``, None if not even ``most`` do; and all results. Above a
+    hundred it is exact to one in a hundred. More replicas are assumed to serve no worse."""
     tried: dict[int, Served] = {}
 
     def enough(count: int) -> bool:

@@ -136,11 +136,8 @@ class OutsideContender:
 
 def outside_contenders(peer: str, runs: str | None, llm: LLM, sequences: int, context: int) -> list[Contender]:
     """The rows of a peer that the interpreter ``runs`` runs; None: this one; of a program, its command. As many threads
-    as torch has here, and ``sequences`` of at most ``context`` tokens together.
-
-    What reads no GGUF gets its weights as bfloat16. Raises ConfigError where the package is not installed there or
-    cannot run the model.
-    """
+    as torch has here, and ``sequences`` of at most ``context`` tokens together. What reads no GGUF gets its weights as
+    bfloat16. Raises ConfigError where the package is not installed there or cannot run the model."""
     reported, runs = ({"program": _command(peer, runs)}, None) if peer in PROGRAMS else ({}, runs)
     path = resolve(llm.config.model)
     folder = tempfile.TemporaryDirectory(prefix="forerun-peer-")

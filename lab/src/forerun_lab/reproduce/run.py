@@ -32,10 +32,8 @@ disagree are kept. Tables that share measurements were made by the first of them
 
 def reproduce(settings: Settings, only: Sequence[str] = (), again: bool = False) -> Path:
     """Make the parts that are not in ``settings.folder`` yet (all of ``only`` with ``again``) and write the page.
-
     Returns the page's path. A part is a JSON file there, so that an interrupted run goes on. Raises ConfigError for an
-    unknown part.
-    """
+    unknown part."""
     unknown = set(only) - set(PARTS)
     if unknown:
         raise ConfigError(f"unknown table {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")

@@ -30,11 +30,9 @@ def whole_rows(stream: Tensor, length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenStream:
-    """Training sequences cut from a stream of tokens; which ones is a function of the tokens consumed so far.
-
-    There is no state to save: every epoch is a permutation of the stream's windows, keyed by seed, epoch and length,
-    with the windows' borders at a new place in every epoch.
-    """
+    """Training sequences cut from a stream of tokens; which ones is a function of the tokens consumed so far. There is
+    no state to save: every epoch is a permutation of the stream's windows, keyed by seed, epoch and length, with the
+    windows' borders at a new place in every epoch."""
 
     tokens: Tensor  # int32 [tokens]
     seed: int

@@ -39,7 +39,7 @@ MEANINGS = {
 
 
 def train_draft_model(config: DistillConfig) -> Path:
-    """Distils a draft; gives its folder, which transformers can load."""
+    """Distil a draft; returns its folder, which transformers can load."""
     settings, material = config.settings(), gather(config, "draft_model")
     target, tokenizer, test = material.target, material.tokenizer, material.test
     draft = config.shape.build(target.config.vocab_size, tokenizer.eos_token_id, config.seed)
@@ -50,11 +50,11 @@ def train_draft_model(config: DistillConfig) -> Path:
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         with torch.no_grad():
             p_logits = forward(target, batch[:, :-1])
-            theirs = [forward(other, batch[:, :-1]) for other in earlier]
+            earlier_logits = [forward(other, batch[:, :-1]) for other in earlier]
         q_logits = forward(model, batch[:, :-1])
-        if not theirs:
+        if not earlier_logits:
             return distance(p_logits, q_logits).mean()
-        return mean_over(distance, p_logits, q_logits, missed(p_logits, theirs))
+        return mean_over(distance, p_logits, q_logits, missed(p_logits, earlier_logits))
 
     def evaluate(model: nn.Module) -> Figures:
         hits, overlaps = agreement(target, model, corpora.whole_rows(test[:16_385], settings.length))
@@ -86,32 +86,28 @@ def train_draft_model(config: DistillConfig) -> Path:
 
 
 def _earlier(folder: Path, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """A draft that the new one complements. Raises ConfigError if it does not speak the target's tokens."""
-    draft, theirs = load_target(folder)
-    if theirs.get_vocab() != tokenizer.get_vocab():
+    """A draft that the new one complements. Raises ConfigError if its tokenizer is not the target's."""
+    draft, own_tokenizer = load_target(folder)
+    if own_tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(f"after: the draft in {folder} has another tokenizer than the target")
     return draft
 
 
 @torch.no_grad()
 def inherit_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
-    """Starts a draft from its target's token embeddings, projected to their principal directions.
-
-    A short run sees rare tokens a few times only; the target has already placed them. A draft as wide as its target or
-    wider keeps its own.
-    """
-    theirs = target.get_output_embeddings().weight.float()
-    ours = draft.get_output_embeddings().weight
-    if ours.shape[1] < theirs.shape[1]:
-        directions = torch.linalg.svd(theirs, full_matrices=False).Vh[: ours.shape[1]]
-        ours.copy_(theirs @ directions.T)
+    """Starts a draft from its target's token embeddings, projected to their principal directions. A short run sees rare
+    tokens a few times only; the target has already placed them. A draft as wide as its target or wider keeps its
+    own."""
+    source = target.get_output_embeddings().weight.float()
+    weight = draft.get_output_embeddings().weight
+    if weight.shape[1] < source.shape[1]:
+        directions = torch.linalg.svd(source, full_matrices=False).Vh[: weight.shape[1]]
+        weight.copy_(source @ directions.T)
 
 
 def acceptance(target: nn.Module, draft: nn.Module, tokens: Tensor, skip: int = 0) -> dict[str, float]:
-    """alpha of a draft over sequences, int64 [rows, length]: means over the positions from `skip` on.
-
-    `t1` is the mean of sum min(p, q) at temperature 1, `t0` the share of positions where both have the same argmax.
-    """
+    """alpha of a draft over sequences, int64 [rows, length]: means over the positions from `skip` on. `t1` is the mean
+    of sum min(p, q) at temperature 1, `t0` the share of positions where both have the same argmax."""
     hits, overlaps = agreement(target, draft, tokens)
     return _alpha(hits[:, skip:], overlaps[:, skip:])
 

@@ -64,10 +64,8 @@ def names(documents: Sequence[Document], corpus: Path) -> list[str]:
 
 
 def split_files(files: Sequence[Path], held_out: int | None, seed: int) -> tuple[list[Document], list[Document]]:
-    """Disjoint (training, held-out) texts, the same for the same list, count and seed.
-
-    ``held_out`` counts files; None means 25, or a tenth of fewer than 250. Of a single file the last tenth is held out.
-    """
+    """Disjoint (training, held-out) texts, the same for the same list, count and seed. ``held_out`` counts files; None
+    means 25, or a tenth of fewer than 250. Of a single file the last tenth is held out."""
     if len(files) == 1:
         if held_out is not None:
             raise ConfigError("held_out counts files and the corpus is one: leave it out; its last tenth is held out")

@@ -16,10 +16,8 @@ RECORD = "training.json"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, max_length: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE with exactly `vocab_size` tokens at most, `<|endoftext|>` (id 0) among them.
-
-    Any text comes back unchanged from encoding and decoding: no prefix space, no normalisation, no clean-up.
-    """
+    """Byte-level BPE with exactly `vocab_size` tokens at most, `<|endoftext|>` (id 0) among them. Any text comes back
+    unchanged from encoding and decoding: no prefix space, no normalisation, no clean-up."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

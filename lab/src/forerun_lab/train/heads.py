@@ -36,8 +36,8 @@ HEADS: dict[str, type[Head]] = {
 }
 
 
-def meaning(head: Head) -> loop.LossLabel:
-    """What the loss of a head says."""
+def loss_label(head: Head) -> loop.LossLabel:
+    """The label of a head's loss."""
     first, last = head.first_token, head.sizes.depth
     fractions = weights(last - first + 1)
     if len(fractions) == 1:
@@ -54,7 +54,7 @@ def _rounded(value: Any) -> Any:
 
 
 def train_head(config: HeadTrainConfig) -> Path:
-    """Trains a head; gives its folder, which ``speculative_config`` can name as ``model``."""
+    """Train a head; returns its folder, which ``speculative_config`` can name as ``model``."""
     material = gather(config, config.method)
     target = material.target
     text = target.config.get_text_config()
@@ -76,7 +76,7 @@ def train_head(config: HeadTrainConfig) -> Path:
             return evaluate_head(lambda row: model.guesses(lesson(target, row, exit_layer)), rows)
 
     untrained = loop.evaluated(evaluate, head)["held_out_loss"]
-    state = loop.run(head, material.batches, loss, config.settings(), evaluate, meaning(head))
+    state = loop.run(head, material.batches, loss, config.settings(), evaluate, loss_label(head))
     figures = loop.evaluated(lambda model: evaluate(model, 32), head)
     show(figures, config.progress, head.first_token)
     record = {

@@ -1,4 +1,4 @@
-"""What a run trains, kept beside its checkpoint, so that a folder never goes on with another run's work."""
+"""The identity of a run, saved beside its checkpoint, so that a folder never continues another run."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from forerun_lab.train.files import describe
 
 RECORD = "run.json"
 MAY_CHANGE = ("tokens", "lr", "matrix_lr", "decay_share", "eval_tokens", "threads")
-"""Options that a run may be given anew when it goes on: how long it is, how fast it learns, when it is looked at."""
+"""Options that may change when a run continues: its length, learning rates, evaluations and threads."""
 
 
 def target_folder(target: Path | None) -> Path:
-    """Where a target's checkpoint is; None means the bundled one. Raises ModelError."""
+    """The folder of a target's checkpoint; None means the bundled one. Raises ModelError."""
     return resolve(target) if target else pretrained.path("target")
 
 
@@ -37,23 +37,21 @@ def digest(parts: Iterable[str | Tensor]) -> str:
 
 
 def claim(config: RunConfig, method: str, data: Iterable[str | Tensor], target: Path | None = None) -> None:
-    """Write down what the run in ``config.out`` trains: ``method``, on ``data`` and, if it has one, the checkpoint in
-    the folder ``target``. A run that starts over forgets what an earlier one left.
-
-    Raises ConfigError where a run is to go on and was another one.
-    """
+    """Save the identity of the run in ``config.out``: ``method``, ``data`` and, if it has one, the checkpoint in the
+    folder ``target``. A run that starts over removes an earlier run's files. Raises ConfigError if the folder has
+    another run that would be continued."""
     folder = config.out / "run"
-    mine = _marks(config, method, data, target)
+    own = _marks(config, method, data, target)
     if config.resume and folder.is_dir() and any(folder.iterdir()):
-        _compare(config.out, _read(folder / RECORD), mine)
+        _compare(config.out, _read(folder / RECORD), own)
     else:
         _forget(folder, keep=getattr(config, "generated", None))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RECORD).write_text(json.dumps(mine, indent=1) + "\n", encoding="utf-8")
+    (folder / RECORD).write_text(json.dumps(own, indent=1) + "\n", encoding="utf-8")
 
 
 def _marks(config: RunConfig, method: str, data: Iterable[str | Tensor], target: Path | None) -> dict[str, list[str]]:
-    """Every property that must stay: its name as shown, and what it is compared by."""
+    """Every property that must not change: as it is shown, and as it is compared."""
     result = {"method": [method, method]}
     if target is not None:
         result["target"] = [str(getattr(config, "target", None) or "forerun:target"), fingerprint(target)]
@@ -66,7 +64,7 @@ def _marks(config: RunConfig, method: str, data: Iterable[str | Tensor], target:
 
 
 def _mark(value: Any) -> str:
-    """What a path leads to; a checkpoint that has moved is still the same."""
+    """A hash of a path's content; a checkpoint may move."""
     if isinstance(value, tuple):
         return " ".join(map(_mark, value))
     if isinstance(value, Path):
@@ -85,12 +83,12 @@ def _read(path: Path) -> Mapping[str, list[str]]:
         ) from error
 
 
-def _compare(out: Path, theirs: Mapping[str, list[str]], mine: Mapping[str, list[str]]) -> None:
-    for name in dict.fromkeys([*mine, *theirs]):
-        had, has = theirs.get(name, ["none", ""]), mine.get(name, ["none", ""])
-        if had[1] != has[1]:
-            marks = name in ("target", "corpus") or had[0] == has[0]
-            before, now = (f"{shown} ({mark})" if marks else shown for shown, mark in (had, has))
+def _compare(out: Path, saved: Mapping[str, list[str]], own: Mapping[str, list[str]]) -> None:
+    for name in dict.fromkeys([*own, *saved]):
+        old, new = saved.get(name, ["none", ""]), own.get(name, ["none", ""])
+        if old[1] != new[1]:
+            marks = name in ("target", "corpus") or old[0] == new[0]
+            before, now = (f"{shown} ({mark})" if marks else shown for shown, mark in (old, new))
             raise ConfigError(
                 f"{out} holds a run with another {name}: {before}, not {now}; name another --out, or start over with "
                 "--no-resume"
@@ -98,7 +96,7 @@ def _compare(out: Path, theirs: Mapping[str, list[str]], mine: Mapping[str, list
 
 
 def _forget(folder: Path, keep: Path | None) -> None:
-    """Remove what a run would go on from, but for text that the new one is told to read."""
+    """Remove the files that a run would continue from, except for text that the new one reads."""
     for path in [*folder.glob("**/checkpoint.pt"), folder / "generated.pt"]:
         if keep is None or path.resolve() != keep.resolve():
             path.unlink(missing_ok=True)

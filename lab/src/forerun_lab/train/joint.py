@@ -27,7 +27,7 @@ from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import JointConfig
 from forerun_lab.train.files import describe, names
 from forerun_lab.train.folder import save_model
-from forerun_lab.train.heads import meaning
+from forerun_lab.train.heads import loss_label
 from forerun_lab.train.lessons import lesson, view
 from forerun_lab.train.losses import kl, round_weights, show
 from forerun_lab.train.material import gather
@@ -44,11 +44,9 @@ class Joint(nn.Module):
 
 
 def joint_losses(model: Joint, batch: Tensor, original: PreTrainedModel | None) -> tuple[Tensor, Tensor]:
-    """The copy's own loss and the heads', both means in nats, of token ids [rows, length + 1].
-
-    The copy's is KL(``original`` || copy), or the next token's cross entropy without one. The heads learn the copy's
-    distributions, which they do not pull towards themselves; its states and output layer do learn from their loss.
-    """
+    """The copy's own loss and the heads', both means in nats, of token ids [rows, length + 1]. The copy's is
+    KL(``original`` || copy), or the next token's cross entropy without an original. The heads learn the copy's
+    distributions, which are detached; the copy's states and output layer do learn from the heads' loss."""
     seen = view(model.target, batch)
     with torch.autocast(batch.device.type, torch.bfloat16):
         heads = model.head.loss(replace(seen, logits=seen.all_target_logits().detach()))
@@ -60,7 +58,7 @@ def joint_losses(model: Joint, batch: Tensor, original: PreTrainedModel | None) 
 
 
 def train_joint(config: JointConfig) -> Path:
-    """Trains heads and copy; gives ``out``. ``out/target`` is a checkpoint like any other, ``out/head`` its head."""
+    """Train heads and copy; returns ``out``. ``out/target`` is a checkpoint like any other, ``out/head`` its head."""
     material = gather(config, "medusa2")
     original, batches, test = material.target, material.batches, material.test
     model = _copy_with_heads(original, config)
@@ -78,22 +76,22 @@ def train_joint(config: JointConfig) -> Path:
         own, heads = joint_losses(model, batch, original if config.self_distillation else None)
         return own + config.head_weight * heads
 
-    def look(model: nn.Module) -> Figures:
-        return _look(model, original, rows) | accepted(model, rows)
+    def evaluate(model: nn.Module) -> Figures:
+        return _evaluate(model, original, rows) | accepted(model, rows)
 
     warmed = loop.State()
     if config.warmup_tokens:
-        figures["untrained"] = _look(model, original, rows)
+        figures["untrained"] = _evaluate(model, original, rows)
         warm = replace(settings, out=config.out / "run" / "heads", tokens=config.warmup_tokens)
-        warmed = loop.run(model, batches, head_loss, warm, look, meaning(model.head))
-    figures["after_warmup"] = _look(model, original, rows)
+        warmed = loop.run(model, batches, head_loss, warm, evaluate, loss_label(model.head))
+    figures["after_warmup"] = _evaluate(model, original, rows)
     model.requires_grad_(True)
     plan = replace(settings, out=config.out / "run" / "joint", rates={"target.": config.backbone_rate})
-    state = loop.run(model, batches, loss, plan, look, _meaning(config))
+    state = loop.run(model, batches, loss, plan, evaluate, _loss_label(config))
     round_weights(model)
     result = accepted(model, corpora.whole_rows(test, settings.length + 1)[:32])
     show(result, config.progress)
-    figures["trained"] = _look(model, original, rows)
+    figures["trained"] = _evaluate(model, original, rows)
     trained = {"tokens": warmed.tokens + state.tokens, "figures": figures, **result}
     record = {
         **trained,
@@ -133,14 +131,14 @@ def _copy_with_heads(original: PreTrainedModel, config: JointConfig) -> Joint:
 
 
 def accepted(model: nn.Module, rows: Tensor) -> Figures:
-    """What of the heads' drafts the copy keeps, by position."""
+    """Loss and acceptance of the heads' drafts by position."""
     assert isinstance(model, Joint)
     with torch.autocast(rows.device.type, torch.bfloat16):
         result = evaluate_head(lambda row: model.head.guesses(lesson(model.target, row)), rows)
     return {name: result[name] for name in ("loss_by_position", "accepted_at_0", "accepted_at_1")}
 
 
-def _meaning(config: JointConfig) -> loop.LossLabel:
+def _loss_label(config: JointConfig) -> loop.LossLabel:
     own = "KL(original || copy)" if config.self_distillation else "cross entropy of the copy's next token"
     parts = ", ".join(f"{fraction:.2g}" for fraction in weights(config.depth))
     return loop.LossLabel(
@@ -150,7 +148,7 @@ def _meaning(config: JointConfig) -> loop.LossLabel:
 
 
 @torch.no_grad()
-def _look(model: nn.Module, original: PreTrainedModel, rows: Tensor) -> Figures:
+def _evaluate(model: nn.Module, original: PreTrainedModel, rows: Tensor) -> Figures:
     """On held-out rows: the copy's loss, the heads', and the copy's distance from the original, nats per token."""
     assert isinstance(model, Joint)
     language, heads = joint_losses(model, rows, None)

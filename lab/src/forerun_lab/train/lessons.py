@@ -1,4 +1,4 @@
-"""What a target sees in a text, as the losses of heads want it."""
+"""Training batches of heads: the target's hidden states and logits of a text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from forerun.speculate.draft.heads.head import TrainingBatch
 
 
 def lesson(target: PreTrainedModel, tokens: Tensor, exit_layer: int | None = None) -> TrainingBatch:
-    """The frozen target's view of token ids [rows, length]. With ``exit_layer``, what it has made of them there,
-    through its final norm, stands in for the last hidden state."""
+    """The frozen target's hidden states and logits of token ids [rows, length]. With ``exit_layer``, that layer's
+    output through the final norm replaces the last hidden state."""
     with torch.no_grad():
         return view(target, tokens, exit_layer)
 

@@ -1,4 +1,4 @@
-"""What draft models may learn from, and the figures of a training as people read them."""
+"""Distillation losses of draft models, and tables of training figures."""
 
 from __future__ import annotations
 
@@ -23,11 +23,9 @@ def kl(p_logits: Tensor, q_logits: Tensor) -> Tensor:
 
 
 def tv_ce(p_logits: Tensor, q_logits: Tensor, fraction: float = 0.1) -> Tensor:
-    """(1 - share) * |q - p|_1 + share * cross entropy of q under p.
-
-    The total variation is what acceptance depends on but hardly has a gradient where p and q do not meet yet; the cross
-    entropy (nats) gives one. |q - p|_1 is twice the total variation.
-    """
+    """(1 - share) * |q - p|_1 + share * cross entropy of q under p. The total variation is what acceptance depends on
+    but hardly has a gradient where p and q do not meet yet; the cross entropy (nats) gives one. |q - p|_1 is twice the
+    total variation."""
     p, log_q = p_logits.softmax(-1), q_logits.log_softmax(-1)
     distance = (log_q.exp() - p).abs().sum(-1)
     return (1 - fraction) * distance - fraction * (p * log_q).sum(-1)
@@ -37,8 +35,8 @@ LOSSES: dict[str, DistillationLoss] = {"kl": kl, "lk": lk_loss, "tv_ce": tv_ce}
 
 
 def of_chains(hits: Tensor, overlaps: Tensor, depth: int = DEPTH) -> Figures:
-    """A draft model's, from where its likeliest token is the target's, bool [rows, length], and from sum min(p, q)
-    there: a draft may begin at every position that has ``depth`` of them."""
+    """Acceptance of a draft model's chains, from whether its likeliest token is the target's, bool [rows, length], and
+    from sum min(p, q): a chain begins at every position with ``depth`` more."""
     depth = min(depth, hits.shape[1])
     cold, warm = (
         values.float().unfold(1, depth, 1).cumprod(-1).mean(dim=(0, 1)).tolist() for values in (hits, overlaps)
@@ -47,7 +45,7 @@ def of_chains(hits: Tensor, overlaps: Tensor, depth: int = DEPTH) -> Figures:
 
 
 def table(figures: Mapping[str, Any], first: int = 1) -> list[str]:
-    """Lines that show ``accepted_at_0`` and ``accepted_at_1`` position by position, and losses where there are any."""
+    """Lines of ``accepted_at_0`` and ``accepted_at_1`` by position, and of losses if there are any."""
     cold, warm = figures["accepted_at_0"], figures["accepted_at_1"]
     losses: Sequence[float] | None = figures.get("loss_by_position")
     lines = ["held-out text: how many drafts are kept up to each position, at T = 0 and T = 1"]
@@ -67,6 +65,6 @@ def show(figures: Mapping[str, Any], shown: bool, first: int = 1) -> None:
 
 @no_grad()
 def round_weights(model: nn.Module) -> None:
-    """Rounds weights to bfloat16 in place, so that figures measured next are those of the saved model."""
+    """Round weights to bfloat16 in place, so that later figures are those of the saved model."""
     for parameter in model.parameters():
         parameter.copy_(parameter.bfloat16())

@@ -1,4 +1,4 @@
-"""What every training on a target starts from: the target, the text it learns from and text that is held out."""
+"""The inputs of every training on a target: the target, training text and held-out text."""
 
 import json
 from dataclasses import dataclass
@@ -31,11 +31,9 @@ class TrainingMaterial:
 
 
 def gather(config: OnPolicyConfig, method: str) -> TrainingMaterial:
-    """Loads the target, reads the corpus and, if asked for, lets the target write; sets torch's threads.
-
-    Raises ModelError or ConfigError for a folder without a usable target, ConfigError for a corpus that is not there
-    and for a folder that holds another run than this ``method``'s.
-    """
+    """Load the target, read the corpus and, if requested, let the target write text; sets torch's threads. Raises
+    ModelError or ConfigError for a folder without a usable target, ConfigError for a missing corpus and for a folder
+    with another run."""
     if config.threads:
         torch.set_num_threads(config.threads)
     folder = target_folder(config.target)
@@ -48,7 +46,7 @@ def gather(config: OnPolicyConfig, method: str) -> TrainingMaterial:
 
 
 def record_of(config: RunConfig, folder: Path) -> tuple[list[Document], list[Document]]:
-    """The files that the target was trained on and those that it was not, as its record says."""
+    """The files that the target was trained on, and the held-out ones, from its record."""
     files = list_files(config.corpus)
     record = json.loads((folder / RECORD).read_text(encoding="utf-8")) if (folder / RECORD).exists() else {}
     names = {config.corpus / name for name in record.get("held_out_files", ())}

@@ -1,5 +1,4 @@
-"""What the target writes itself, mixed into a corpus: the text that a drafter will draft for (DistillSpec, arXiv
-2310.08461)."""
+"""The target's own text mixed into a corpus, because a drafter drafts for that text (DistillSpec, arXiv 2310.08461)."""
 
 from dataclasses import dataclass
 from shutil import rmtree

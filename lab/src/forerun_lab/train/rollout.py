@@ -26,10 +26,8 @@ def cache_keyword(model: PreTrainedModel) -> str:
 def continue_prompts(
     model: PreTrainedModel, prompts: Tensor, tokens: int, temperature: float, seed: int, pause_file: Path | None = None
 ) -> Tensor:
-    """Prompts, int64 [rows, length], with `tokens` new tokens each, [rows, length + tokens]; 0 is greedy.
-
-    An end-of-text token does not stop a row: the next document follows, as in training sequences.
-    """
+    """Prompts, int64 [rows, length], with `tokens` new tokens each, [rows, length + tokens]; 0 is greedy. An
+    end-of-text token does not stop a row: the next document follows, as in training sequences."""
     generator = torch.Generator().manual_seed(seed)
     cache = {cache_keyword(model): DynamicCache(config=model.config)}
     text, feed = [prompts], prompts
@@ -55,9 +53,7 @@ def rollout_stream(
     shown: bool = False,
 ) -> Tensor:
     """About `tokens` tokens of continuations of random places of a corpus, int32 [tokens], their prompts included.
-
-    Every round of them is kept in `folder`, and not written again there.
-    """
+    Every round of them is kept in `folder`, and not written again there."""
     length = PROMPT + CONTINUATION
     generator = torch.Generator().manual_seed(seed)
     rows = min(ROWS, max(1, round(tokens / length)))
