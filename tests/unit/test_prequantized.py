@@ -12,6 +12,7 @@ from damage import CONFIG, edit
 from forerun import LLM, ConfigError, ModelError, SamplingParams
 from forerun.measure.environment import logits
 from forerun.models.formats import blocks, error
+from forerun.models.layout import as_blocks
 from forerun.models.load import load_model
 from forerun.models.open import open_files, read_config
 from forerun.models.prequantized import Grouped, gather
@@ -196,7 +197,7 @@ def test_the_layers_hold_them(tmp_path, name):
     path = EVERY[name][2]
     result = transform(open_files(tmp_path / "packed", packed=True), read_config(tmp_path / "packed"))
     for tensor, expected in meant.items():
-        held = result.blocks(tensor)
+        held = as_blocks(result.values(tensor))
         if held is None:
             assert path == "streamed" or "_proj" not in tensor
             continue

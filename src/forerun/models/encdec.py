@@ -305,9 +305,6 @@ class ModuleWeights:
     def values(self, name: str) -> Rows:
         return self.tensors[name]
 
-    def blocks(self, name: str) -> None:
-        return None
-
     def release(self) -> None:
         pass
 

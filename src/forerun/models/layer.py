@@ -225,7 +225,7 @@ class Builder:
     maker: Maker
     rotaries: Mapping[str, Rotary]
     activation: Callable[..., Any]
-    """Makes the activation of MLPs and experts, of its parameters if it has some."""
+    """Makes the activation of MLPs and experts; ``params`` are a layer's own."""
     kernels: bool
     team: Team | None
     prefix: str = field(default="", init=False)
@@ -260,7 +260,7 @@ class Builder:
             mlp = self.spec.mlp(spec)
             layer.gate_up, layer.down = self._linear(*mlp.gate_up), self._summed(self._linear(mlp.down))
             params = [self.maker.number(self._at(name)) for name in architecture.mlp.activation_params]
-            layer.activation = self.activation(_xielu(params)) if params else self.activation()
+            layer.activation = self.activation(params=_xielu(params)) if params else self.activation()
         if spec.experts:
             self._add_experts(layer, spec)
         if self.spec.per_layer_width and (names := architecture.per_layer) is not None:

@@ -23,10 +23,12 @@ from forerun.models.formats import blocks, make_linear
 from forerun.models.formats.base import Format, LazyRows, Linear, Rows, concat_rows, to_tensor
 from forerun.models.formats.blocks import Blocked, Blocks, join
 from forerun.models.formats.compiled import Joined
+from forerun.models.formats.gguf_types import PACKED
 from forerun.models.formats.int8 import Levels, TiledInt8
 from forerun.models.formats.plain import Plain
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.kinds import KINDS
+from forerun.models.prequantized import Grouped
 from forerun.models.transform import Weights
 
 Order = Callable[[torch.Tensor], torch.Tensor] | None
@@ -89,7 +91,8 @@ def stack(parts: Sequence[tuple[Rows, torch.Tensor | None]], dtype: torch.dtype,
 @dataclass
 class Maker:
     """Makes layers for rows in ``dtype``, in the form ``quantized`` where that pays. Without one, weights in blocks
-    stay in blocks, and numbers are stored as ``how`` says. ``advance`` gets the bytes read for each layer."""
+    stay in blocks unless ``numbers_only``, and numbers are stored as ``how`` says. ``advance`` gets the bytes read for
+    each layer."""
 
     weights: Weights
     dtype: torch.dtype
@@ -97,12 +100,14 @@ class Maker:
     how: str
     quantized: Format | None
     advance: Advance
+    numbers_only: bool = False
     _read_names: set[str] = field(default_factory=set, init=False)
     _bytes: int = field(default=0, init=False)
     """Read since the last layer."""
 
     def __post_init__(self) -> None:
-        self.reads_blocks = self.how == "streamed" and blocks.can(self.dtype, self.device)
+        able = self.how == "streamed" and blocks.can(self.dtype, self.device)
+        self.reads_blocks = able and not self.numbers_only
         self.keeps_blocks = self.quantized is None and self.reads_blocks
 
     def numbers(self, name: str) -> torch.Tensor:
@@ -160,10 +165,11 @@ class Maker:
         )
 
     def _blocks(self, name: str, order: Order) -> Blocks | Levels | None:
-        result = self.weights.blocks(name) if self.keeps_blocks else None
+        weight = self._read(name)
+        result = as_blocks(weight) if self.keeps_blocks else None
         if result is None:
             return None
-        indices = _row_indices(self._read(name), order)
+        indices = _row_indices(weight, order)
         return result if indices is None else result.rows(indices)
 
     def _bias(self, parts: Sequence[str], orders: Sequence[Order]) -> torch.Tensor | None:
@@ -184,7 +190,7 @@ class Maker:
     def embedding(self, name: str, head: Linear | None = None, scale: float = 1.0) -> Embedding:
         """The embedding times ``scale``; ``head`` is the output layer where that has the same weights."""
         weight = self._read(f"{name}.weight")
-        result = self.weights.blocks(f"{name}.weight") if self.reads_blocks else None
+        result = as_blocks(weight) if self.reads_blocks else None
         rows: torch.Tensor | Blocked | TiledLinear
         if isinstance(result, Blocks):
             rows = head if self.keeps_blocks and isinstance(head, Blocked) else Blocked(result, None)
@@ -195,6 +201,13 @@ class Maker:
         self._finish()
         shared = rows is head or (isinstance(head, Plain) and rows is head.weight)
         return Embedding(rows, self.dtype, shared=shared, scale=scale)
+
+
+def as_blocks(weight: Rows) -> Blocks | Levels | None:
+    """A weight as blocks that a layer can keep; None if it can only be read as numbers."""
+    if isinstance(weight, Grouped):
+        return weight.blocks()
+    return weight if isinstance(weight, Blocks) and weight.kind in PACKED else None
 
 
 def _packed(parts: Sequence[Blocks | Levels], bias: torch.Tensor | None) -> Linear:

@@ -4,6 +4,7 @@ out for the kernels. ``load_model`` parses the options, then ``load_shard`` runs
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +23,8 @@ from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import bind, is_sized, keeps_state, refusal
 from forerun.models.base import LoadRequest, Model
 from forerun.models.formats import weight_cache
+from forerun.models.formats.gguf_types import larger_in_memory
+from forerun.models.gguf import GGUFFile
 from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.native import NativeModel
 from forerun.models.open import eos_ids, files, fingerprint, open_files, quick_config, read_config, resolve
@@ -31,6 +34,7 @@ from forerun.models.ranks.team import Team
 from forerun.models.rotary import is_constant
 from forerun.models.transform import transform
 
+log = logging.getLogger("forerun")
 DTYPES = {
     "float32": torch.float32,
     "float": torch.float32,
@@ -224,7 +228,10 @@ def load_shard(requested: LoadRequest, config: Any, team: Team | None = None) ->
     ConfigError."""
     packed = getattr(config, "quantization_config", None) is not None
     opened = open_files(requested.folder, packed=packed)
-    weights = transform(opened, config, numbers=requested.numbers, adapters=adapter.read(requested.lora))
+    weights = transform(opened, config, adapters=adapter.read(requested.lora))
+    keeps_blocks = requested.device.type == "cpu" and not requested.numbers
+    if isinstance(opened, GGUFFile) and keeps_blocks and (larger := larger_in_memory(opened.types())):
+        log.warning("%s holds types that take more room in memory: %s", opened.path, larger)
     caches = requested.device.type == "cpu" and team is None and weights.nbytes >= weight_cache.LARGE
     with _cache(requested, config) if caches else nullcontext():
         return NativeModel(config, weights, requested, team)  # lays out a layer at a time: ``layout.Maker``

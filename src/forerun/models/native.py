@@ -80,12 +80,15 @@ class NativeModel(TiledModel):
         self.routes = any(layer.experts for layer in self.spec.layers)
         self.dtype, self.device = requested.dtype, requested.device
         self.invariant = bool(requested.invariant)
-        self._how = choose(self.dtype, self.device, requested.weights)
-        self._kernels = self._how == "streamed"
+        how = choose(self.dtype, self.device, requested.weights)
+        self._kernels = how == "streamed"
         form = formats.check(requested.quantization, self.device, self.dtype, invariant=self.invariant)
         self._rotaries = {name: self._rotary(config, name) for name in self.spec.rotaries}
         with torch.inference_mode(), watch.get()(requested.name, tensors.nbytes) as advance:
-            self._build(Maker(tensors, self.dtype, self.device, self._how, form, advance), requested.outputs)
+            maker = Maker(tensors, self.dtype, self.device, how, form, advance, requested.numbers)
+            if isinstance(tensors, split.SplitWeights):
+                tensors.refuses_blocks = maker.reads_blocks
+            self._build(maker, requested.outputs)
         self.info = self._describe(config, requested)
         compiled = self._compile()
         prefetch.autotune(self.linears(), self.dtype)
@@ -109,14 +112,10 @@ class NativeModel(TiledModel):
 
     def _build(self, maker: Maker, outputs: torch.Tensor | None) -> None:
         spec, names = self.spec, self.spec.architecture
-        shared_params = torch.tensor(spec.activation_params) if spec.activation_params else None
-
-        def activation(params: torch.Tensor | None = shared_params) -> Any:
-            return make_gate(
-                spec.activation, self.dtype, kernels=self._kernels, invariant=self.invariant, gated=names.mlp.gated,
-                params=params,
-            )  # fmt: skip
-
+        activation = partial(
+            make_gate, spec.activation, self.dtype, kernels=self._kernels, invariant=self.invariant,
+            gated=names.mlp.gated, params=torch.tensor(spec.activation_params) if spec.activation_params else None,
+        )  # fmt: skip
         builder = Builder(spec, maker, self._rotaries, activation, kernels=self._kernels, team=self.team)
         self._layers = [builder.layer(index) for index in range(len(spec.layers))]
         self._norm = builder.norm(names.norm.checkpoint)
@@ -219,10 +218,8 @@ class NativeModel(TiledModel):
 
     def feed(self, batch: Batch, attention: Attention) -> Output:
         """A forward layer by layer, its rows padded to a call's size if the model is tiled."""
-        metadata = attention.begin(batch)
-        if self.team is None:
-            return self._feed(batch, attention, metadata)
-        with self.team.feeding(batch, attention, self.tiles, invariant=self.invariant):
+        metadata, team = attention.begin(batch), self.team
+        with nullcontext() if team is None else team.feeding(batch, attention, self.tiles, invariant=self.invariant):
             return self._feed(batch, attention, metadata)
 
     def _feed(self, batch: Batch, attention: Attention, metadata: Metadata) -> Output:

@@ -29,8 +29,7 @@ from forerun.models.architectures.spec import TILED_HEADS, Spec, bind
 from forerun.models.checkpoint import Safetensors
 from forerun.models.formats.base import LazyRows, Rows
 from forerun.models.formats.blocks import Blocks
-from forerun.models.formats.gguf_types import FLOATS, PACKED, TYPES, larger_in_memory
-from forerun.models.formats.int8 import Levels
+from forerun.models.formats.gguf_types import FLOATS, TYPES
 from forerun.models.gguf import GGUFFile, GGUFTensor
 from forerun.models.gguf_config import FREQUENCIES
 from forerun.models.open import Files
@@ -49,10 +48,7 @@ class Weights(Protocol):
     def __contains__(self, name: str) -> bool: ...
 
     def values(self, name: str) -> Rows:
-        """A tensor as numbers; a vector is a torch tensor."""
-
-    def blocks(self, name: str) -> Blocks | Levels | None:
-        """A tensor in blocks; None if it has numbers."""
+        """A tensor: a vector is a torch tensor, a matrix may be in blocks."""
 
     def release(self) -> None:
         """Give memory of tensors back that a finished layer has read."""
@@ -62,18 +58,18 @@ class Weights(Protocol):
         """Bytes of all tensors in their files."""
 
 
-def transform(files: Files, config: Any, *, numbers: bool = False, adapters: Sequence[lora.Adapter] = ()) -> Weights:
-    """The weights in ``files`` for a described decoder: all as ``numbers``, or in blocks where files have them; with
-    ``adapters`` merged, and scaled as the config says. Raises ModelError."""
+def transform(files: Files, config: Any, *, adapters: Sequence[lora.Adapter] = ()) -> Weights:
+    """The weights in ``files`` for a described decoder, with ``adapters`` merged, and scaled as the config says. Raises
+    ModelError."""
     if adapters and getattr(config, TILED_HEADS, False):
         raise ModelError(
             f"{files.path} orders its heads as GGUF does: merge an adapter into the checkpoint it was made of"
         )
     weights: Weights
     if isinstance(files, Safetensors):
-        weights = CheckpointWeights(files, config, numbers=numbers)
+        weights = CheckpointWeights(files, config)
     else:
-        weights = GGUFWeights(files, config, numbers=numbers)
+        weights = GGUFWeights(files, config)
     weights = with_adapters(weights, adapters, str(files.path)) if adapters else weights
     return scaled(weights, bind(config))
 
@@ -82,8 +78,8 @@ class CheckpointWeights:
     """The weights in a checkpoint's safetensors files. Raises ModelError for a tensor that is missing, has another
     shape or no floating-point numbers, or belongs to a part that the config leaves out."""
 
-    def __init__(self, files: Safetensors, config: Any, *, numbers: bool = False) -> None:
-        self.files, self.numbers = files, numbers
+    def __init__(self, files: Safetensors, config: Any) -> None:
+        self.files = files
         folder, scheme = files.path, getattr(config, "quantization_config", None)
         sanity.check_fit(config, files.tensors, folder / checkpoint.CONFIG)
         spec = bind(config)
@@ -107,14 +103,6 @@ class CheckpointWeights:
 
     def values(self, name: str) -> Rows:
         return self.tensors[name]
-
-    def blocks(self, name: str) -> Blocks | Levels | None:
-        result = self.values(name)
-        if self.numbers:
-            return None
-        if isinstance(result, Blocks):
-            return result
-        return result.blocks() if isinstance(result, Grouped) else None
 
     def release(self) -> None:
         for tensor in self.grouped:
@@ -236,9 +224,8 @@ class GGUFWeights:
     without their offset. Raises ModelError for a tensor that is missing, unknown, or of another shape or an unknown
     type."""
 
-    def __init__(self, file: GGUFFile, config: Any, *, numbers: bool = False) -> None:
-        self.file, self.numbers = file, numbers
-        self.warning = larger_in_memory(file.types()) if not numbers else ""
+    def __init__(self, file: GGUFFile, config: Any) -> None:
+        self.file = file
         architecture = ARCHITECTURES[config.model_type]
         kv_heads = config.num_key_value_heads or config.num_attention_heads
         heads = {"q_proj": config.num_attention_heads, "k_proj": kv_heads}
@@ -306,13 +293,6 @@ class GGUFWeights:
         elif self.offset and inside.removesuffix(".weight") in self.norms:
             result = result - self.offset
         return result.to(FLOATS.get(part.tensor.kind.name, torch.float32))
-
-    def blocks(self, name: str) -> Blocks | None:
-        if self.warning:
-            log.warning("%s holds types that take more room in memory: %s", self.file.path, self.warning)
-            self.warning = ""
-        result = self._matrix(name)
-        return None if self.numbers or result.kind not in PACKED else result
 
     def release(self) -> None:
         self.file.release()
@@ -385,9 +365,6 @@ class ChangedWeights:
     def values(self, name: str) -> Rows:
         result, change = self.weights.values(name), self.changes.get(name)
         return result if change is None else change(result)
-
-    def blocks(self, name: str) -> Blocks | Levels | None:
-        return None if name in self.changes else self.weights.blocks(name)
 
     def release(self) -> None:
         self.weights.release()

@@ -17,8 +17,7 @@ from forerun.models.architectures.description import Recurrence
 from forerun.models.architectures.shapes import Units, tensors
 from forerun.models.architectures.spec import MixerSpec, Spec
 from forerun.models.formats.base import LazyRows, Rows
-from forerun.models.formats.blocks import Blocks
-from forerun.models.formats.int8 import Levels
+from forerun.models.layout import as_blocks
 from forerun.models.transform import ChangedWeights, Weights
 
 
@@ -114,7 +113,10 @@ def shard(weight: Rows, rows: torch.Tensor | None, columns: torch.Tensor | None)
 
 
 class SplitWeights(ChangedWeights):
-    """A rank's shards of ``weights``. Raises ConfigError for weights in blocks, which are not split."""
+    """A rank's shards of ``weights``. With ``refuses_blocks``, raises ConfigError for a weight in blocks, which is not
+    split; without, blocks are read as numbers."""
+
+    refuses_blocks = False
 
     def __init__(self, weights: Weights, spec: Spec, config: Any, rank: int, size: int) -> None:
         super().__init__(weights, {})
@@ -133,6 +135,11 @@ class SplitWeights(ChangedWeights):
 
     def values(self, name: str) -> Rows:
         result = self.weights.values(name)
+        if self.refuses_blocks and as_blocks(result) is not None:
+            raise ConfigError(
+                f"tensor_parallel_size splits weights that are numbers, and {name} is in blocks: "
+                "quantization='bfloat16' (or float32) reads it as numbers"
+            )
         if name in self.by_token:
             return shard(result, vocabulary(result.shape[0], self.rank, self.size), None)
         rows, *columns = (
@@ -141,11 +148,3 @@ class SplitWeights(ChangedWeights):
         if len(columns) == 1:
             return result if rows is None and columns[0] is None else shard(result, rows, columns[0])
         return result if rows is None else result[rows]
-
-    def blocks(self, name: str) -> Blocks | Levels | None:
-        if self.weights.blocks(name) is not None:
-            raise ConfigError(
-                f"tensor_parallel_size splits weights that are numbers, and {name} is in blocks: "
-                "quantization='bfloat16' (or float32) reads it as numbers"
-            )
-        return None
