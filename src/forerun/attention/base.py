@@ -1,4 +1,4 @@
-"""What a model asks of attention."""
+"""The interface between models and attention backends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from forerun.core.batch import Batch
 
 @dataclass(slots=True)
 class Query:
-    """One layer's question: q is [rows, heads, width], k and v are [rows, kv heads, width]. Rows past the batch's are
-    padding. ``window`` counts positions; ``softcap`` bounds the scores. ``bias`` [heads, reach] float32, contiguous, is
-    added to them: the last column to that of a key at the row's own position, the one before it to that of the position
-    before. ``sinks`` [heads] float32, contiguous: the score of one more key of each head, which has no value."""
+    """One layer's input: q [rows, heads, width], k and v [rows, kv heads, width]. Rows past the batch's are padding."""
 
     layer: int
     q: torch.Tensor
@@ -26,14 +23,18 @@ class Query:
     v: torch.Tensor
     scale: float
     window: int | None = None
+    """A sliding window, in positions."""
     softcap: float | None = None
     bias: torch.Tensor | None = None
+    """[heads, reach] float32, contiguous: added to the scores by distance. The last column is for a key at the row's
+    own position, the one before it for the position before."""
     sinks: torch.Tensor | None = None
+    """[heads] float32, contiguous: each head's score of one more key, which has no value."""
 
 
 @dataclass(slots=True)
 class Metadata:
-    """What a backend lays out once per forward, for all layers."""
+    """What a backend prepares once per forward, for all layers."""
 
     batch: Batch
 
@@ -42,29 +43,28 @@ M = TypeVar("M", bound=Metadata)
 
 
 class Backend(ABC, Generic[M]):
-    """Attention over a KV cache, the pool: ``begin`` once per forward, ``run`` per layer with the metadata that it
-    returned, ``finish`` at the end."""
+    """Attention over the KV cache: ``begin`` once per forward, ``run`` once per layer, ``finish`` at the end."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool = pool
 
     @property
     def states(self) -> States | None:
-        """What layers keep beside keys and values."""
+        """The layers' recurrent states, if they have any."""
         return self.pool.states
 
     @abstractmethod
     def begin(self, batch: Batch) -> M:
-        """Reserve the cache's entries and lay out the forward.
+        """Reserves the cache's entries and prepares the forward.
 
         Raises:
-            OutOfPages: there is no room; nothing was written.
+            OutOfPages: there are too few free pages; nothing was written.
         """
 
     @abstractmethod
     def run(self, query: Query, metadata: M) -> torch.Tensor:
-        """One layer: store k and v, and attend. Each row sees its sequence's committed entries, and its ancestors among
-        the nodes.
+        """Stores k and v of one layer, and attends. A row sees its sequence's committed entries and its ancestors among
+        the draft's nodes.
 
         Args:
             query: q [rows, heads, width], k and v [rows, kv heads, width], in the model's dtype.
@@ -75,15 +75,15 @@ class Backend(ABC, Generic[M]):
         """
 
     def cross(self, layer: int, q: torch.Tensor, scale: float, metadata: M) -> torch.Tensor:
-        """Attend to the whole of each sequence's source, which ``pool.sources`` has ready: q [rows, heads, width] ->
-        [rows, heads * value width]. Only where encoder-decoders are run."""
+        """Cross-attention to each sequence's encoded source in ``pool.sources``: q [rows, heads, width] -> [rows, heads
+        * value width]."""
         raise TypeError(f"{type(self).__name__} does not attend to sources")
 
     def finish(self, metadata: M) -> None:
-        """Record the new lengths."""
+        """Records the new lengths."""
         for span in metadata.batch.spans:
             self.pool.advance(span.key, span.end)
 
 
 Attention = Backend[Any]
-"""Any backend; its metadata is its own affair."""
+"""A backend with metadata of any kind."""

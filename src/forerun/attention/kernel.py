@@ -1,6 +1,6 @@
-"""Attention on CPU through ``kernels/attention.cpp``: pages read where they lie, trees without masks.
+"""Attention on CPU through ``kernels/attention.cpp``: pages are read in place, trees without masks.
 
-Every row takes its own keys in the order of its own path, so its bits depend on nothing beside it.
+Every row reads its keys in the order of its own path, so its bits do not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -14,77 +14,76 @@ import torch
 from forerun import kernels
 from forerun.attention.base import Backend, Metadata, Query
 from forerun.cache.pool import KVShape, Pool
-from forerun.cache.sources import Sources
 from forerun.core.batch import Batch, Span
 from forerun.kernels import structs
 
 WIDEST = 1024
-"""Numbers in a head; they are even."""
+"""Most numbers in a head."""
 CHAIN = -1
 
 
 def can_attend(dtype: torch.dtype, device: torch.device, shapes: tuple[KVShape, ...]) -> bool:
-    """Whether the kernel is here and serves such entries."""
-    fits = all(_serves(shape.value_dim) and shape.value_dim <= shape.key_dim for shape in shapes)
-    fits = fits and all(_serves(shape.key_dim) for shape in shapes)
+    """Whether there is a kernel for such entries here."""
+    widths = {width for shape in shapes for width in (shape.key_dim, shape.value_dim)}
+    fits = all(0 < width <= WIDEST and width % 2 == 0 for width in widths)
+    fits = fits and all(shape.value_dim <= shape.key_dim for shape in shapes)
     return fits and device.type == "cpu" and kernels.has(f"attend_{kernels.dtype_name(dtype)}")
-
-
-def _serves(width: int) -> bool:
-    return 0 < width <= WIDEST and width % 2 == 0
 
 
 @dataclass(slots=True)
 class AttentionPlan(Metadata):
-    """Arguments that hold for every layer of a forward: what ``structs.AttentionPlan`` points to, and itself."""
+    """The kernel's arguments that all layers of a forward share: a ``structs.Plan``, and the arrays that it points
+    to."""
 
-    lists: tuple[array[int], ...]
+    arrays: tuple[array[int], ...]
     plan: array[int]
     address: int
+    """Of ``plan``."""
     table_starts: list[int]
-    """Where each span's pages begin in the tables."""
-    across: AttentionPlan | None = None
-    """Of attention to the sequences' sources, if they have any."""
+    """Where each span's block table begins in the array of all."""
+    cross_plan: AttentionPlan | None = None
+    """For cross-attention to the sequences' sources, if they have any."""
 
 
 class KernelAttention(Backend[AttentionPlan]):
-    """The protocol of ``attention/base.py`` on the kernel."""
-
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
         self.call = getattr(kernels.library(), f"attend_{kernels.dtype_name(pool.dtype)}")
         self.layers: Sequence[int] = range(len(pool.keys))
-        """Whose keys and values are read, of those in the pool."""
+        """The pool's layers that are read."""
         self._keys: list[torch.Tensor] = []
         self._sides = self._shapes = array("q")
 
     def sides(self) -> tuple[int, int]:
-        """Addresses of every layer's keys and values, and of their ``structs.PoolStruct``."""
+        """Addresses of two arrays: every layer's keys and values, and their ``structs.PoolStruct``."""
         pool = self.pool
         if self._keys is not pool.keys:  # at first, and after the pool was resized
             self._keys = pool.keys
             pairs = [(pool.keys[index], pool.values[index]) for index in self.layers]
             self._sides = array("q", (side.data_ptr() for pair in pairs for side in pair))
-            self._shapes = array("q", (number for pair in pairs for number in _lay_out(*pair)))
+            self._shapes = array("q", (value for pair in pairs for value in _pool_struct(*pair)))
         return self._sides.buffer_info()[0], self._shapes.buffer_info()[0]
 
     def begin(self, batch: Batch) -> AttentionPlan:
-        """Raises ValueError, before anything is reserved, for spans that are no rows of a sequence."""
+        """Raises ValueError, before anything is reserved, for malformed spans."""
         pool = self.pool
         for span in batch.spans:
             _check(span)
-        spans, tables, paths, entries, begins = array("q"), array("q"), array("q"), array("q"), []
+        spans, tables, paths, entries, starts = array("q"), array("q"), array("q"), array("q"), []
         for span, offset in zip(batch.spans, batch.offsets):
             pool.reserve(span.key, span.end)
             before = span.start + span.stored
-            where = CHAIN if span.parents is None else len(paths)
-            begins.append(len(tables))
-            spans.extend(structs.SpanStruct(offset, len(span.tokens), span.start, before, len(tables), where))
+            path = CHAIN if span.parents is None else len(paths)
+            starts.append(len(tables))
+            spans.extend(structs.SpanStruct(offset, len(span.tokens), span.start, before, len(tables), path))
             tables.extend(pool.block_tables[span.key])
             if span.parents is not None:
                 _list_paths(span, span.parents, paths, entries)
-        across = None if pool.sources is None else _plan_sources(pool.sources, batch)
-        return _plan(batch, spans, tables, paths, entries, begins, across)
+        plan = _plan(batch, spans, tables, paths, entries, starts)
+        if pool.sources is not None:
+            sources = [pool.sources.page(span.key) for span in batch.spans]
+            plan.cross_plan = plan_reads(batch, [([page], length) for page, length in sources])
+        return plan
 
     def run(self, query: Query, plan: AttentionPlan) -> torch.Tensor:
         q, k, v = (_by_row(side) for side in (query.q, query.k, query.v))
@@ -101,12 +100,12 @@ class KernelAttention(Backend[AttentionPlan]):
         self, pool: Pool, layer: int, given: Sequence[torch.Tensor], sizes: structs.Heads, scale: float, softcap: float,
         plan: AttentionPlan,
     ) -> torch.Tensor:  # fmt: skip
-        """The kernel's results for queries, and keys and values if some are ``given`` to be stored."""
+        """Calls the kernel: ``given`` are queries, or queries, keys and values, which are stored first."""
         keys, values, count = pool.keys[layer], pool.values[layer], plan.batch.num_rows
         _check_rows(keys, values, count, *given)
         q, (k, v) = given[0], [side.data_ptr() for side in given[1:]] or (None, None)
         out = q.new_empty(q.shape[0], q.shape[1] * values.shape[3])
-        shape, heads = _lay_out(keys, values), array("q", sizes)
+        shape, heads = _pool_struct(keys, values), array("q", sizes)
         self.call(
             q.data_ptr(), k, v, out.data_ptr(), keys.data_ptr(), values.data_ptr(), shape.buffer_info()[0],
             heads.buffer_info()[0], plan.address, count, scale, softcap, kernels.threads(),
@@ -114,22 +113,22 @@ class KernelAttention(Backend[AttentionPlan]):
         return out
 
     def cross(self, layer: int, q: torch.Tensor, scale: float, plan: AttentionPlan) -> torch.Tensor:
-        sources, across = self.pool.sources, plan.across
+        sources = self.pool.sources
         assert sources is not None
-        assert across is not None
-        return self.read(sources.pool, layer, q, scale, across)
+        assert plan.cross_plan is not None
+        return self.read(sources.pool, layer, q, scale, plan.cross_plan)
 
     def read(
         self, pool: Pool, layer: int, q: torch.Tensor, scale: float, plan: AttentionPlan, window: int = 0
     ) -> torch.Tensor:
-        """Attend to entries of a layer of ``pool``, the last ``window`` of them if that is not 0, where
-        ``plan_reads`` has laid out the rows; nothing is stored."""
+        """Attends to entries of a layer of ``pool``, as ``plan_reads`` laid them out; nothing is stored. ``window``:
+        only the last so many entries are seen (0: all)."""
         q = _by_row(q)
         sizes = structs.Heads(q.shape[1], window, q.stride(0), 0, 0, 0, 0, 0)
         return self._attend(pool, layer, (q,), sizes, scale, 0.0, plan)
 
 
-def _lay_out(keys: torch.Tensor, values: torch.Tensor) -> array[int]:
+def _pool_struct(keys: torch.Tensor, values: torch.Tensor) -> array[int]:
     """One layer's ``structs.PoolStruct``."""
     return array("q", structs.PoolStruct(
         keys.shape[0], keys.shape[2], keys.shape[1], keys.shape[3], values.shape[3], *keys.stride()[:3],
@@ -137,36 +136,28 @@ def _lay_out(keys: torch.Tensor, values: torch.Tensor) -> array[int]:
     ))  # fmt: skip
 
 
-def _plan_sources(sources: Sources, batch: Batch) -> AttentionPlan:
-    pages = [sources.page(span.key) for span in batch.spans]
-    return plan_reads(batch, [([page], length) for page, length in pages])
-
-
 def plan_reads(batch: Batch, reads: Sequence[tuple[Sequence[int], int]]) -> AttentionPlan:
-    """Each span's rows see the first entries of these pages, so many, and nothing else: paths of no nodes behind
-    them."""
-    spans, tables, begins = array("q"), array("q"), []
-    paths, entries = array("q", (0,) * 2 * batch.num_rows), array("q", (0,))
+    """A plan by which each span's rows see a given number of entries of given pages, and not each other."""
+    spans, tables, starts = array("q"), array("q"), []
+    paths, entries = array("q", (0,) * 2 * batch.num_rows), array("q", (0,))  # paths without nodes
     for span, offset, (pages, length) in zip(batch.spans, batch.offsets, reads, strict=True):
-        begins.append(len(tables))
+        starts.append(len(tables))
         spans.extend(structs.SpanStruct(offset, len(span.tokens), length, length, len(tables), 2 * offset))
         tables.extend(pages)
-    return _plan(batch, spans, tables, paths, entries, begins)
+    return _plan(batch, spans, tables, paths, entries, starts)
 
 
 def _plan(
-    batch: Batch, spans: array[int], tables: array[int], paths: array[int], entries: array[int], begins: list[int],
-    across: AttentionPlan | None = None,
-) -> AttentionPlan:  # fmt: skip
-    at = [numbers.buffer_info()[0] for numbers in (spans, tables, paths, entries)]
-    plan = array("q", structs.Plan(
-        at[0], len(begins), at[1], len(tables), at[2], len(paths), at[3], len(entries)
-    ))  # fmt: skip
-    return AttentionPlan(batch, (spans, tables, paths, entries), plan, plan.buffer_info()[0], begins, across)
+    batch: Batch, spans: array[int], tables: array[int], paths: array[int], entries: array[int], starts: list[int]
+) -> AttentionPlan:
+    arrays = spans, tables, paths, entries
+    at = [numbers.buffer_info()[0] for numbers in arrays]
+    plan = array("q", structs.Plan(at[0], len(starts), at[1], len(tables), at[2], len(paths), at[3], len(entries)))
+    return AttentionPlan(batch, arrays, plan, plan.buffer_info()[0], starts)
 
 
 def _address(what: str, side: torch.Tensor | None, heads: int, dims: int) -> int:
-    """Of float32 numbers by heads; 0 for none. Raises ValueError for those that the kernel would misread."""
+    """The address of float32 numbers [heads, ...]; 0 for None. Raises ValueError for what the kernel would misread."""
     if side is None:
         return 0
     fits = side.dtype is torch.float32 and side.is_cpu and side.is_contiguous()
@@ -184,15 +175,15 @@ def _check(span: Span) -> None:
 
 
 def _check_rows(keys: torch.Tensor, values: torch.Tensor, rows: int, *sides: torch.Tensor) -> None:
-    """``sides`` are queries, or queries, keys and values to be stored."""
-    requested, wanted = (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
+    """Raises ValueError unless ``sides``, queries or queries, keys and values, fit the pool's tensors."""
+    heads, key_dim, value_dim = keys.shape[1], keys.shape[3], values.shape[3]
     if any(side.dtype is not keys.dtype or not side.is_cpu or side.shape[0] < rows for side in sides):
-        said = ", ".join(f"{side.dtype} {[*side.shape]} on {side.device}" for side in sides)
-        raise ValueError(f"attention over {keys.dtype} on cpu needs {rows} rows, not {said}")
-    wrong = any(side.shape[1:] != shape for side, shape in zip(sides[1:], (requested, wanted)))
-    if wrong or sides[0].shape[2] != requested[1]:
-        said = ", ".join(f"{[*side.shape]}" for side in sides)
-        raise ValueError(f"entries have {requested[0]} heads of {requested[1]} numbers, with {wanted[1]}, not {said}")
+        shown = ", ".join(f"{side.dtype} {[*side.shape]} on {side.device}" for side in sides)
+        raise ValueError(f"attention over {keys.dtype} on cpu needs {rows} rows, not {shown}")
+    wrong = any(side.shape[1:] != (heads, width) for side, width in zip(sides[1:], (key_dim, value_dim)))
+    if wrong or sides[0].shape[2] != key_dim:
+        shown = ", ".join(f"{[*side.shape]}" for side in sides)
+        raise ValueError(f"entries have {heads} heads of {key_dim} numbers, with {value_dim}, not {shown}")
 
 
 def _by_row(side: torch.Tensor) -> torch.Tensor:
@@ -202,7 +193,7 @@ def _by_row(side: torch.Tensor) -> torch.Tensor:
 
 
 def _list_paths(span: Span, parents: list[int], paths: array[int], entries: array[int]) -> None:
-    """For each row to feed, where its path of nodes begins in ``entries`` and how long it is."""
+    """Appends each row's path of nodes to ``entries``, and where it begins and its length to ``paths``."""
     for node in range(span.stored, len(parents)):
         path = []
         while node >= 0:
