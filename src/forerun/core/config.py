@@ -16,18 +16,18 @@ _KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "float": ((int, float), "a number"),
 }
 
-NO_TEXT = (int, float, list, tuple, dict)
-"""What JSON has beside text; from Python a path, a dtype or a device may stand for its name."""
+_NOT_TEXT = (int, float, list, tuple, dict)
+"""JSON's other types. From Python, a path, a dtype or a device may stand for its name."""
 
 
 def option(default: Any, help: str) -> Any:
-    """A field of a config whose flag has this help."""
+    """A config field with the help of its command-line flag."""
     return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
 class Within:
-    """The numbers that an option may be: from ``least`` to ``most``, or between ``above`` and ``below``."""
+    """A range of numbers: from ``least`` to ``most``, or between ``above`` and ``below``."""
 
     least: float = -inf
     most: float = inf
@@ -36,7 +36,7 @@ class Within:
     whole: bool = False
 
     def permits(self, value: Any) -> bool:
-        """Whether ``value`` is such a number; no flag is, and nothing that a float cannot hold."""
+        """Whether ``value`` is a number in the range; booleans and numbers beyond a float's are not."""
         if isinstance(value, bool) or not isinstance(value, int if self.whole else (int, float)):
             return False
         finite = self.whole or abs(value) <= float_info.max
@@ -59,8 +59,12 @@ SHARE = Within(above=0, most=1)
 
 
 def check_within(options: Any, limits: Mapping[str, Within], label: str = "") -> None:
-    """Raise ConfigError, which begins with ``label``, for a field of the dataclass ``options`` beyond its limits. Keys
-    are names, separated by spaces. None is within where the field's type has it; of a list, each is looked at."""
+    """Raises ConfigError, with ``label`` before its message, if a field of the dataclass ``options`` exceeds its
+    limits.
+
+    Keys of ``limits`` are field names separated by spaces. None is permitted if the field's type has it. Every item of
+    a list is checked.
+    """
     types = {field.name: str(field.type) for field in fields(options)}
     for name, limit in ((name, limit) for names, limit in limits.items() for name in names.split()):
         value = getattr(options, name)
@@ -72,18 +76,19 @@ def check_within(options: Any, limits: Mapping[str, Within], label: str = "") ->
 
 
 def to_python(value: Any) -> Any:
-    """Numbers and arrays of NumPy's or torch's as Python's numbers and lists; anything else as it is."""
+    """Converts NumPy's and torch's numbers and arrays to Python's numbers and lists; other values are returned as
+    is."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, memoryview) else value
 
 
 def convert_fields(options: Any) -> None:
-    """Let a frozen dataclass hold Python's numbers and lists where it was given NumPy's or torch's."""
+    """Applies ``to_python`` to every field of a frozen dataclass."""
     for name, value in list(vars(options).items()):
         object.__setattr__(options, name, to_python(value))
 
 
 def check_seed(seed: Any) -> None:
-    """Raise ConfigError unless ``seed`` is None or one of the keys of noise: 64 bits, with or without a sign."""
+    """Raises ConfigError unless ``seed`` is None or a signed or unsigned 64-bit integer."""
     if seed is None:
         return
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(1 << 63) <= seed < 1 << 64:
@@ -91,20 +96,19 @@ def check_seed(seed: Any) -> None:
 
 
 def check_types(kind: type, options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for an option that is annotated as a number, a flag or text in the dataclass ``kind`` and is
-    none.
+    """Raises ConfigError for an option that does not have its type in the dataclass ``kind``, a number, a flag or text.
 
-    JSON and command lines bring strings where numbers belong; a comparison deep inside would say less.
+    JSON and command lines may bring strings for numbers.
     """
     for item in fields(kind):
         names = [name.strip() for name in str(item.type).split("|")]
         if item.name not in options or set(names[1:]) - {"None"}:
             continue
         value = options[item.name]
-        if names[0] == "str" and isinstance(value, NO_TEXT):
+        if names[0] == "str" and isinstance(value, _NOT_TEXT):
             raise ConfigError(f"{item.name} must be text, not {shown(value)}")
         if names[0] not in _KINDS or (value is None and "None" in names):
             continue
-        types, requested = _KINDS[names[0]]
+        types, expected = _KINDS[names[0]]
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise ConfigError(f"{item.name} must be {requested}, not {shown(value)}")
+            raise ConfigError(f"{item.name} must be {expected}, not {shown(value)}")

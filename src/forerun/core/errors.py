@@ -21,7 +21,7 @@ class ModelError(ForerunError):
 
 
 class RequestError(ForerunError):
-    """One request that cannot be run as asked (its neighbours are unaffected). ``param`` is its part that is wrong."""
+    """One request that cannot be run; others are unaffected. ``param`` names its wrong parameter."""
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
@@ -29,15 +29,15 @@ class RequestError(ForerunError):
 
 
 class ContextLengthError(RequestError):
-    """A prompt that leaves no room for an answer."""
+    """A prompt that leaves no tokens for an answer."""
 
 
 class RankError(ForerunError):
-    """A process of a tensor-parallel model has ended, or does not answer; the engine cannot go on."""
+    """A process of a tensor-parallel model has ended or does not answer, so that the engine cannot go on."""
 
 
 def one_line(error: BaseException) -> str:
-    """What a library's exception says, shortened to one line; its kind where that alone tells what is meant."""
+    """The message of a library's exception, shortened to one line, after its class where the message needs it."""
     text = " ".join(str(error).split())
     if not text or isinstance(error, (LookupError, AttributeError)):
         text = f"{type(error).__name__}: {text}".rstrip(": ")
@@ -45,7 +45,7 @@ def one_line(error: BaseException) -> str:
 
 
 def shown(value: Any) -> str:
-    """A rejected value as a message shows it: shortened, in one line."""
+    """A rejected value for an error message: its repr, shortened to one line."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # Python does not write integers of thousands of digits
@@ -54,7 +54,7 @@ def shown(value: Any) -> str:
 
 
 def check_text(text: str) -> None:
-    """Raise RequestError, about ``prompt``, for half a surrogate pair, which a string can hold and no text does."""
+    """Raises RequestError, about ``prompt``, for half a surrogate pair, which cannot be encoded."""
     if not text.isascii():
         try:
             text.encode()

@@ -1,5 +1,4 @@
-"""Folders and files: where Forerun keeps what it can make or fetch again, who can have written it, and who may read
-what it writes."""
+"""The cache folder, and files that other users of the machine must not be able to change."""
 
 from __future__ import annotations
 
@@ -17,13 +16,13 @@ from typing import Any
 
 log = logging.getLogger(__name__)
 POSIX = hasattr(os, "geteuid")
-"""Elsewhere users are kept apart by other means than owners and modes."""
+"""Whether files have owners and modes."""
 
 
 def cache_folder() -> Path:
-    """``FORERUN_CACHE``, or ``forerun`` in the user's cache folder. Where others can write there, a folder of this
-    user's own. Raises OSError where there is none."""
-    named, *others = _places()
+    """``FORERUN_CACHE``, or ``forerun`` in the user's cache folder; another folder if other users can write there.
+    Raises OSError if there is none."""
+    named, *others = _candidates()
     reason = distrust(named)
     if reason is None:
         return named.resolve()
@@ -37,8 +36,8 @@ def cache_folder() -> Path:
     raise PermissionError(errno.EACCES, f"{reason}, and there is no other cache folder", str(named))
 
 
-def _places() -> Iterator[Path]:
-    """Cache folders, the one that is asked for first."""
+def _candidates() -> Iterator[Path]:
+    """Possible cache folders, the preferred one first."""
     named, base = os.environ.get("FORERUN_CACHE"), os.environ.get("XDG_CACHE_HOME")
     if named:
         yield Path(named).expanduser()
@@ -48,25 +47,27 @@ def _places() -> Iterator[Path]:
     for home in ("~", f"~{user}"):  # under sudo the first is often another user's
         try:
             yield Path(home).expanduser() / ".cache" / "forerun"
-        except RuntimeError:  # nobody's home
+        except RuntimeError:  # there is no such home
             continue
     yield Path(tempfile.gettempdir()) / f"forerun-{user}"
 
 
 def expanded(path: str | Path) -> Path:
-    """``~`` and ``~USER`` replaced where there is such a user; else the path as it is."""
+    """The path with ``~`` and ``~USER`` replaced, if there is such a user."""
     return Path(os.path.expanduser(path))
 
 
 @cache
 def _warn(message: str) -> None:
-    """Once."""
+    """Warns once."""
     log.warning("%s", message)
 
 
 def distrust(path: Path) -> str | None:
-    """Why somebody else can have written what is at ``path``, or can replace it; None for nobody but this user and
-    root. Counts who owns it and the folders above, and who may write there; in a folder above, a sticky bit helps."""
+    """Why other users may have written, or may replace, the file or folder ``path``; None: only this user and root can.
+
+    Looks at owners and modes of ``path`` and of all folders above, in which a sticky bit protects it.
+    """
     if not POSIX:
         return None
     target = path.resolve()
@@ -104,8 +105,8 @@ def _name(user: int) -> str:
 
 
 def lock(file: int) -> None:
-    """Keep an open file for this process alone, until it is closed; on Windows for all. Raises BlockingIOError where
-    another process keeps it."""
+    """Locks an open file until it is closed; does nothing on Windows. Raises BlockingIOError if another process has
+    it."""
     try:
         import fcntl
     except ImportError:
@@ -114,8 +115,7 @@ def lock(file: int) -> None:
 
 
 def make_folder(path: Path) -> Path:
-    """Makes a folder, and those above it, that nobody but this user and root can write to. Raises OSError where that
-    cannot be."""
+    """Makes a folder that only this user and root can write to, and its parents. Raises OSError."""
     path = path.resolve()
     for part in (*reversed(path.parents), path):
         if not part.is_dir():
@@ -126,8 +126,8 @@ def make_folder(path: Path) -> Path:
 
 
 def replace_with(path: Path, write: Callable[[Path], object], *, sync: bool = True) -> None:
-    """Lets ``write`` make a file, which then takes the place of ``path``: whole, or not at all, whatever ends the
-    process or, with ``sync``, the machine. Nobody else may write to it."""
+    """Replaces the file ``path`` by one that ``write`` makes: wholly or not at all, even if the process or, with
+    ``sync``, the machine ends meanwhile. Other users may not write to it."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}-") as work:
         made = Path(work) / path.name
         write(made)
@@ -139,33 +139,31 @@ def replace_with(path: Path, write: Callable[[Path], object], *, sync: bool = Tr
 
 
 def let_read(path: Path) -> None:
-    """Gives a file the mode of others that this process writes: safetensors shows its own to nobody else, and a server
-    may run under another name."""
+    """Gives a file the mode that the umask asks for: safetensors hides its files from a server of another user."""
     mask = os.umask(0)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
 
 
 class Record:
-    """What was measured once and is kept as JSON in the cache folder: under ``kind``, by the circumstances that it
-    holds in."""
+    """A measurement as JSON in the cache folder ``kind``, valid in the given ``environment``."""
 
-    def __init__(self, kind: str, *circumstances: str) -> None:
-        key = hashlib.sha256("\0".join(circumstances).encode()).hexdigest()[:24]
-        self._place = Path(kind) / f"{key}.json"
+    def __init__(self, kind: str, *environment: str) -> None:
+        key = hashlib.sha256("\0".join(environment).encode()).hexdigest()[:24]
+        self._path = Path(kind) / f"{key}.json"
 
     def read(self) -> Any:
-        """None if there is none, or it is damaged, or others can have written it."""
+        """The measurement; None if there is none, if it is damaged, or if other users may have written it."""
         try:
-            path = cache_folder() / self._place
+            path = cache_folder() / self._path
             return None if distrust(path) else json.loads(path.read_text(encoding="utf-8"))
         except (OSError, RuntimeError, ValueError):  # RuntimeError: no cache folder, or too many brackets
             return None
 
     def write(self, value: Any) -> None:
-        """Keep ``value``, where there is a cache folder that can be written."""
+        """Keeps ``value``, if there is a writable cache folder."""
         try:
-            path = cache_folder() / self._place
+            path = cache_folder() / self._path
             make_folder(path.parent)
             replace_with(path, lambda made: made.write_text(json.dumps(value), encoding="utf-8"))
         except (OSError, RuntimeError) as error:

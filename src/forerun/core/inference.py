@@ -1,4 +1,4 @@
-"""Inference mode, entered once."""
+"""Inference mode for functions that are called many times per second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 def inference(work: Callable[P, R]) -> Callable[P, R]:
-    """``torch.inference_mode``, for what is called many times per second: inside of it, there is nothing to enter."""
+    """A decorator like ``torch.inference_mode()``, which costs nothing where the mode is on already."""
     outside = torch.inference_mode()(work)
 
     @wraps(work)

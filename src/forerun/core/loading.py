@@ -1,4 +1,4 @@
-"""Who watches what a start waits for: kernels being compiled, and models being loaded. Commands put bars here."""
+"""Progress of a start: compiling kernels and loading models. Commands show it as bars."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextvars import ContextVar
 
 log = logging.getLogger(__name__)
 Advance = Callable[[int], None]
-"""Takes how many bytes, or parts, were done since the last call."""
+"""Reports how many bytes, or parts, were done since the last call."""
 Watch = Callable[[str, int], AbstractContextManager[Advance]]
-"""Takes what is done, and its bytes or parts in all."""
+"""Begins a task, given its title and its total bytes or parts."""
 
 
 @contextmanager
@@ -26,6 +26,6 @@ def _logged(title: str, total: int) -> Iterator[Advance]:
 
 
 watch: ContextVar[Watch] = ContextVar("watch", default=_unwatched)
-"""Of a model that is loaded, in bytes."""
+"""Watches a model being loaded, in bytes."""
 watch_parts: ContextVar[Watch] = ContextVar("watch_parts", default=_logged)
-"""Of what takes long enough to be told in any case, in parts."""
+"""Watches tasks, in parts, that take long enough to be reported in any case."""

@@ -1,4 +1,4 @@
-"""Names for pluggable parts. A class registers itself; other packages register through entry points."""
+"""Registries of plug-ins by name. A class registers itself; other packages register through entry points."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """A name -> class table for one kind of part, filled by a decorator and by the entry-point group ``group``.
+    """A table of classes by name, filled by a decorator and by the entry-point group ``group``.
 
-    ``names`` are those that importing the package ``home`` registers. Names are known without an import: a class is
-    imported when it is asked for.
+    Importing the package ``home`` registers ``names``. Names are known before any import; a class is imported when it
+    is looked up.
     """
 
     def __init__(self, kind: str, group: str, home: str = "", names: Collection[str] = ()) -> None:
@@ -47,7 +47,7 @@ class Registry(Generic[T]):
 
     @contextmanager
     def lent(self, name: str, item: type[T]) -> Iterator[None]:
-        """Inside the block ``name`` is known, too."""
+        """Registers ``item`` within a block."""
         self.register(name)(item)
         try:
             yield
@@ -90,8 +90,8 @@ def has_lab(name: str) -> bool:
 
 
 def from_lab(name: str, use: str) -> Any:
-    """What the distribution forerun-lab adds under ``name`` of the entry-point group ``forerun.lab``. Raises
-    ConfigError, which says what ``use`` needs, where it is not installed."""
+    """Loads the entry point ``name`` of the distribution forerun-lab. Raises ConfigError if it is not installed, with
+    ``use`` as what needs it."""
     for point in metadata.entry_points(group=LAB, name=name):
         return point.load()
     raise ConfigError(f"{use} is part of forerun-lab: pip install ./lab")

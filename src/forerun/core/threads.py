@@ -1,4 +1,4 @@
-"""How many threads compute: the cores that this process may use, and fewer while others need them."""
+"""The number of CPU threads: the cores that this process may use, and fewer while other programs need them."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ log = logging.getLogger(__name__)
 
 AUTO = "auto"
 MOST_THREADS = 4096
-"""More than a machine has; OpenMP ends a process without a word where it cannot make as many."""
+"""More than any machine has: OpenMP ends the process silently if it cannot make as many."""
 PROBE = 4
 """Rounds of a probe."""
 FIRST = 16
 """Rounds before the first probe at a new count."""
 PRICE = 50.0
-"""A probe that lost a second is followed by the next one after so many seconds: probes cost 2% at most."""
+"""After a probe that lost a second, the next one waits so many seconds, so that probes cost 2% at most."""
 GAIN = 0.93
-"""Another count is taken where its rounds take at most so much of the present one's."""
+"""Another count is taken if its rounds take at most this share of the present one's time."""
 SPIKE = 4.0
-"""A round that takes so many times the usual is a reason to try fewer threads at once."""
+"""A round of so many times the usual time makes fewer threads be tried at once."""
 RECENT, USUAL = 1 / 16, 1 / 8
-"""Weight of a round in the mean cost, and in what is usual for its kind."""
+"""Weights of a round in the mean cost, and in the usual time of its size."""
 WINDOW, STALE = 0.1, 1.0
-"""Seconds over which processor time is counted; a longer window than the second says little about now."""
+"""Seconds over which processor time is counted, and the longest window that still says something about now."""
 LEEWAY = 1.25
 """Threads for each core that others leave."""
 
 
 def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Processors that the affinity mask and the quotas of control groups (version 2) leave; at least 1.
+    """Cores that the affinity mask and the quotas of control groups (version 2) leave to this process; at least 1.
 
-    ``groups`` is where the groups are mounted, ``own`` the file that names this process's."""
+    ``groups`` is where control groups are mounted, ``own`` the file that names this process's group.
+    """
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     try:
@@ -56,19 +57,20 @@ def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/
 
 
 class CoresLeft:
-    """How many of the cores that this process may use other programs leave, from ``/proc/stat`` (Linux).
+    """How many of this process's cores other programs leave free, from ``/proc/stat`` (Linux).
 
-    Programs of a lower priority (a positive niceness) leave theirs, unless this process has a positive one, too."""
+    Programs of lower priority (a positive niceness) do not count, unless this process has a positive niceness, too.
+    """
 
     def __init__(self, stat: Path = Path("/proc/stat"), clock: Callable[[], float] = time.monotonic) -> None:
         self.stat, self.clock = stat, clock
         self.before: tuple[float, float, float] | None = None
-        """Time, and the processor seconds of all programs and of this process until then."""
+        """The last call's time, and the processor seconds of all programs and of this process until then."""
         self.next = 0.0
         self.cores: set[int] = set()
 
     def __call__(self) -> float | None:
-        """Once in ``WINDOW`` seconds the mean of that window; else, and where the system does not tell, None."""
+        """Returns the mean of the last window, once in ``WINDOW`` seconds; else, and where it is unknown, None."""
         now = self.clock()
         if now < self.next:
             return None
@@ -95,7 +97,7 @@ class CoresLeft:
 
 
 def check_threads(value: object) -> int | None:
-    """``value`` if it is a number of threads; None for "auto". Raises ConfigError for anything else."""
+    """Returns a number of threads, or None for "auto". Raises ConfigError for anything else."""
     if value == AUTO:
         return None
     if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MOST_THREADS:
@@ -104,12 +106,12 @@ def check_threads(value: object) -> int | None:
 
 
 class Threads:
-    """Chooses the number of threads of the next round, up to ``most``, from what rounds took.
+    """Chooses the number of threads of the next round, up to ``most``, from the times of past rounds.
 
-    A round's cost is its seconds against what is usual for its number of rows at the present count (``home``). Now and
-    then a few rounds run at a neighbouring count, and the cheaper one becomes home. A round that takes several times
-    the usual starts a probe below at once. When ``cores_left`` says that other programs leave more or fewer cores than
-    before, as many threads become home. Tokens do not depend on the choice.
+    A round's cost is its time over the usual time of its size at the present count (``home``). Now and then a few
+    rounds probe a neighbouring count, and the cheaper one becomes home. A round that takes several times the usual
+    starts a probe of fewer threads at once. When ``cores_left`` changes, as many threads become home. Tokens do not
+    depend on the choice.
     """
 
     def __init__(
@@ -124,12 +126,9 @@ class Threads:
         """Mean cost of recent rounds at home."""
         self.probing: int | None = None
         self.costs: list[float] = []
-        """Of the probe's rounds."""
-        self._start(FIRST)
-
-    def _start(self, rounds: float) -> None:
-        """Let so many usual rounds pass before each neighbour is probed."""
-        self.waits = {-1: rounds, 1: rounds}
+        """Costs of the probe's rounds."""
+        self.waits = {-1: float(FIRST), 1: float(FIRST)}
+        """Rounds of usual cost before the lower and the higher neighbour are probed."""
 
     @property
     def count(self) -> int:
@@ -137,7 +136,7 @@ class Threads:
         return self.counts[self.home if self.probing is None else self.probing]
 
     def observe(self, rows: int, seconds: float) -> None:
-        """A round of ``rows`` rows at ``count`` threads took so many seconds."""
+        """Learns the time of a round of ``rows`` rows at ``count`` threads."""
         if len(self.counts) == 1 or seconds <= 0.0:
             return
         if (left := self.cores_left()) is not None and self._follow(left):
@@ -165,14 +164,14 @@ class Threads:
                 return
 
     def _follow(self, left: float) -> bool:
-        """Whether another count becomes home, as the cores that are left fit another one than before."""
+        """Makes another count home if the number of free cores fits another one than before; returns whether it did."""
         before, self.fitting = self.fitting, max(0, sum(count <= LEEWAY * left for count in self.counts) - 1)
         if self.fitting in (before, self.home):
             return False
         counts = self.counts[self.fitting], self.counts[self.home]
         log.info("%d threads instead of %d: other programs leave %.1f cores", *counts, left)
         self.home, self.probing, self.usual, self.cost = self.fitting, None, {}, 1.0
-        self._start(FIRST)
+        self.waits = {-1: FIRST, 1: FIRST}
         return True
 
     def _begin(self, side: int) -> None:
@@ -190,8 +189,7 @@ class Threads:
             before, self.home = self.counts[self.home], self.probing
             log.info("%d threads instead of %d: rounds take %.2f of the time", self.count, before, mean / self.cost)
             self.usual = {kind: seconds * mean for kind, seconds in self.usual.items()}
-            self.cost = 1.0
-            self._start(FIRST)
+            self.cost, self.waits = 1.0, {-1: FIRST, 1: FIRST}
         else:
             self.waits[self.probing - self.home] = max(FIRST, PRICE * lost)
         self.probing = None
