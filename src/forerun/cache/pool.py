@@ -285,9 +285,9 @@ class Pages:
 
 
 class Pool(Pages):
-    """Pages with their tensors: per layer, keys and values [pages, heads, page size, width], zeroed at first.
+    """The tensors of the KV cache (vLLM's ``kv_cache``): per layer, keys and values [pages, heads, page size, width].
 
-    Zeroed, because an additive mask does not stop a NaN of an unwritten entry.
+    They start as zeros, because an additive mask does not stop a NaN of an unwritten entry.
     """
 
     def __init__(

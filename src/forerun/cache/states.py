@@ -136,10 +136,6 @@ class States:
         records = self.ring * sum(shape.width for shape in shapes) * self.dtype.itemsize
         return records + 4 * sum(prod(shape.checkpoint) for shape in shapes if shape.checkpoint)
 
-    @property
-    def nbytes(self) -> int:
-        return (self.count + self.max_kept) * self.bytes_per_sequence
-
     def resize(self, count: int, kept: int = 0) -> None:
         """Changes the number of slots, while none is in use."""
         if self.slots or self.kept:

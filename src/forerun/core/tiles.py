@@ -52,7 +52,8 @@ def intersect(groups: Groups, others: Groups) -> Groups:
 def best_group(groups: Groups) -> tuple[int, ...]:
     """The group to use: one with a size of at least ``ENOUGH`` rows if there is any, then the one that starts
     lowest."""
-    return tuple(min(groups, key=lambda group: (group[-1] < ENOUGH, group[0], -len(group)), default=()))
+    best: list[int] = min(groups, key=lambda group: (group[-1] < ENOUGH, group[0], -len(group)), default=[])
+    return tuple(best)
 
 
 def call_size(rows: int, sizes: Sequence[int]) -> int:

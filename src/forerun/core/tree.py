@@ -31,11 +31,11 @@ def depths(parents: Sequence[int]) -> list[int]:
 class Draft:
     """A tree of proposed tokens whose root is the last committed token.
 
-    Node i holds ``tokens[i]``; its parent ``parents[i]`` is an earlier node, or -1 for the root. Two nodes never have
-    the same path, but every draw is kept: ``trials[parent + 1]`` lists the draws under a parent, in the order drawn.
-    Recursive rejection is biased where repeated draws of one token collapse into one (SpecInfer, arXiv 2305.09781).
-    ``q`` [rows, vocabulary] holds the probabilities that trials were drawn from, and may be shared with other drafts of
-    the round. A trial without a row of q is a point mass.
+    Node i holds ``tokens[i]`` (vLLM's ``draft_token_ids``); its parent ``parents[i]`` is an earlier node, or -1 for the
+    root. Two nodes never have the same path, but every draw is kept: ``trials[parent + 1]`` lists the draws under a
+    parent, in the order drawn. Recursive rejection is biased where repeated draws of one token collapse into one
+    (SpecInfer, arXiv 2305.09781). ``q`` [rows, vocabulary] holds the probabilities that trials were drawn from, and may
+    be shared with other drafts of the round. A trial without a row of q is a point mass.
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Sampling through ``kernels/sampling.cpp``: a row's noise, best id and softmax in one call."""
+"""Sampling through ``kernels/sampling.cpp``, in the host's memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import ctypes
 from array import array
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 
@@ -21,11 +20,12 @@ def can_sample(device: torch.device) -> bool:
 def restrict(
     logits: torch.Tensor, temperatures: Sequence[float], thresholds: Sequence[float], top_ks: Sequence[int]
 ) -> torch.Tensor:
-    """Each row of float32 ``logits`` [rows, vocabulary] divided by its temperature, -inf where its min-p, top-k or
-    top-p leaves a token out. ``thresholds`` holds min-p and top-p of each row in turn; rows of temperature 0 stay."""
-    given = _rows(logits)
-    rows = torch.empty_like(given)
-    ctypes.memmove(rows.data_ptr(), given.data_ptr(), 4 * rows.numel())  # torch's copy waits for all of its threads
+    """Divides each row of float32 ``logits`` [rows, vocabulary] by its temperature, and sets the tokens to -inf that
+    min-p, top-k or top-p leaves out. ``thresholds`` alternates min-p and top-p by row. Rows of temperature 0 are
+    unchanged."""
+    source = _rows(logits)
+    rows = torch.empty_like(source)
+    ctypes.memmove(rows.data_ptr(), source.data_ptr(), 4 * rows.numel())  # torch's copy waits for all of its threads
     _equally_many(temperatures=temperatures, min_ps=thresholds[::2], top_ps=thresholds[1::2], top_ks=top_ks, rows=rows)
     lists = array("f", temperatures), array("f", thresholds), array("q", top_ks)
     kernels.library().restrict_rows(  # type: ignore[union-attr]
@@ -35,7 +35,7 @@ def restrict(
 
 
 def penalise(row: torch.Tensor, text: Sequence[int], output: int, params: SamplingParams) -> None:
-    """Penalties on one row of float32 logits [vocabulary], in place, for a text whose output begins at ``output``."""
+    """Applies penalties to one row of float32 logits [vocabulary] in place; the output begins at ``text[output]``."""
     tokens = array("q", text)
     if row.dim() != 1 or row.dtype is not torch.float32 or row.stride(0) != 1:
         raise ValueError(f"penalties are for one row of float32, not {row.dtype} {[*row.shape]}")
@@ -46,7 +46,7 @@ def penalise(row: torch.Tensor, text: Sequence[int], output: int, params: Sampli
 
 
 def _rows(scores: torch.Tensor) -> torch.Tensor:
-    """``scores`` [rows, vocabulary], contiguous; raises ValueError for what the kernels would misread."""
+    """``scores`` [rows, vocabulary], contiguous. Raises ValueError for what the kernels would misread."""
     if scores.dim() != 2 or scores.dtype is not torch.float32 or not scores.is_cpu:
         raise ValueError(f"rows of float32 on cpu are needed, not {scores.dtype} {[*scores.shape]} on {scores.device}")
     return scores.contiguous()
@@ -59,22 +59,22 @@ def _equally_many(**lists: Sized) -> None:
 
 @dataclass(slots=True)
 class Weighed:
-    """What chains of drafted tokens come to under rules that compare p with q.
-
-    ``residual`` [rows, vocabulary]: p, and in the row of each trial what is left of it there, unnormalised;
-    ``tops``: each row's best score. Per trial, ``weights``: min(1, factor * p / q) of its token; ``left``: the mass of
-    max(0, factor * p - q); ``shared``: the sum of min(p, q).
-    """
+    """p against q for chains of trials."""
 
     residual: torch.Tensor
+    """[rows, vocabulary]: p; in rows with a trial, max(0, factor * p - q), not normalised."""
     tops: list[float]
+    """Each row's best score."""
     weights: list[float]
+    """Per trial, min(1, factor * p / q) of its token."""
     left: list[float]
+    """Per trial, the mass of max(0, factor * p - q)."""
     shared: list[float]
+    """Per trial, the sum of min(p, q)."""
 
 
 class CompiledSampling:
-    """``ids`` int32 [at least the vocabulary]: a well-mixed word for each token id, see ``Gumbel``."""
+    """The kernels, with the hashed token ids ``ids``, int32 [at least the vocabulary], of ``Gumbel``."""
 
     def __init__(self, ids: torch.Tensor) -> None:
         result = kernels.library()
@@ -102,9 +102,11 @@ class CompiledSampling:
     def choose(
         self, scores: torch.Tensor, keys: Sequence[int | None], distribution: bool
     ) -> tuple[list[float], list[int], torch.Tensor | None]:
-        """Per row of ``scores`` [rows, vocabulary], float32: the largest sum of a score and the noise of the row's key
-        (None: no noise), NaN if there is one; the first id that has it; and with ``distribution``, softmax of the
-        scores."""
+        """Adds the noise of each row's key (None: none) to float32 ``scores`` [rows, vocabulary].
+
+        Returns each row's largest sum (NaN if it has one), the first id that has it, and with ``distribution`` the
+        softmax of the scores.
+        """
         scores = _rows(scores)
         count, size = scores.shape
         self._check_size(size)
@@ -131,51 +133,52 @@ class CompiledSampling:
         follows: Sequence[bool],
         lenience: float = 1.0,
     ) -> Weighed:
-        """``scores`` [rows, vocabulary], float32; the distribution of a ``greedy`` row is all on its best id. The rest
-        has an entry per trial, all of different rows: its row, its token, the address of its q, float32 [vocabulary]
-        (0: all on the token), and whether its factor is the last trial's weight instead of 1. ``lenience`` multiplies q
-        in weights."""
+        """Compares p with q.
+
+        Args:
+            scores: float32 [rows, vocabulary], whose softmax is p.
+            greedy: per row, whether p is a point mass at its best id instead.
+            rows, tokens: per trial, its row of p, which no other trial has, and its token.
+            qs: per trial, the address of its q, float32 [vocabulary]; 0: a point mass at the token.
+            follows: per trial, whether its factor is the weight of the trial before, instead of 1.
+            lenience: multiplies q in weights.
+        """
         scores = _rows(scores)
         count, size = scores.shape
         _equally_many(greedy=greedy, rows=scores)
         _equally_many(rows=rows, tokens=tokens, qs=qs, follows=follows)
         residual, trials = torch.empty_like(scores), len(rows)
-        given = [array("q", numbers) for numbers in (greedy, rows, tokens, qs, follows)]
-        made = array("f", bytes(4 * (count + 3 * trials)))
-        temperature, *lists = (numbers.buffer_info()[0] for numbers in given)
-        out = made.buffer_info()[0]
+        inputs = [array("q", numbers) for numbers in (greedy, rows, tokens, qs, follows)]
+        outputs = [array("f", bytes(4 * length)) for length in (count, trials, trials, trials)]
+        greedy_rows, *lists = (numbers.buffer_info()[0] for numbers in inputs)
         self._weigh(
-            scores.data_ptr(), count, size, temperature, trials, *lists, lenience, residual.data_ptr(),
-            out, *(out + 4 * (count + part * trials) for part in range(3)),
+            scores.data_ptr(), count, size, greedy_rows, trials, *lists, lenience, residual.data_ptr(),
+            *(numbers.buffer_info()[0] for numbers in outputs),
         )  # fmt: skip
-        values = made.tolist()
-        ends = (count, count + trials, count + 2 * trials, len(values))
-        return Weighed(residual, values[:count], *(values[a:b] for a, b in pairwise(ends)))
+        return Weighed(residual, *(numbers.tolist() for numbers in outputs))
 
     def rank(
         self, scores: torch.Tensor, rows: Sequence[int], into: Sequence[int], ids: torch.Tensor, logs: torch.Tensor
     ) -> None:
-        """The best ids of some ``rows`` of ``scores`` [rows, vocabulary], float32, best first, and the logs of their
-        softmax: into rows ``into`` of ``ids``, int32 [any, count], and ``logs``, float32, which end with -1 and -inf
-        where fewer ids are permitted."""
+        """``Sampler.rank_into`` for float32 ``scores``. Where fewer ids are permitted, rows end with -1 and -inf."""
         scores = _rows(scores)
-        at, to = array("q", rows), array("q", into)
+        sources, targets = array("q", rows), array("q", into)
         _equally_many(rows=rows, into=into)
         if ids.shape != logs.shape or ids.dtype is not torch.int32 or logs.dtype is not torch.float32:
             raise ValueError(f"room for ids {ids.dtype} {[*ids.shape]} and logs {logs.dtype} {[*logs.shape]}")
         if not (ids.is_contiguous() and logs.is_contiguous()):
             raise ValueError("room for ids and logs must be contiguous")
         self._rank(
-            scores.data_ptr(), *scores.shape, len(at), at.buffer_info()[0], ids.shape[1], to.buffer_info()[0],
-            len(ids), ids.data_ptr(), logs.data_ptr(),
+            scores.data_ptr(), *scores.shape, len(rows), sources.buffer_info()[0], ids.shape[1],
+            targets.buffer_info()[0], len(ids), ids.data_ptr(), logs.data_ptr(),
         )  # fmt: skip
 
     def draw(self, weights: torch.Tensor, quantiles: Sequence[float]) -> list[int]:
-        """Per row of ``weights`` [rows, vocabulary], the first id at which the cumulative share exceeds its spot, in
-        [0, 1); never an id of weight 0, unless the whole row is 0."""
+        """Per row of ``weights`` [rows, vocabulary], the first id at which the cumulative share exceeds its quantile in
+        [0, 1). An id of weight 0 is drawn only if its whole row is 0."""
         weights = _rows(weights.float())
         count, size = weights.shape
-        _equally_many(spots=quantiles, rows=weights)
+        _equally_many(quantiles=quantiles, rows=weights)
         numbers, indices = array("d", quantiles), array("q", bytes(8 * count))
         self._draw(weights.data_ptr(), count, size, numbers.buffer_info()[0], indices.buffer_info()[0])
         return indices.tolist()
@@ -183,8 +186,8 @@ class CompiledSampling:
     def overlaps(
         self, scores: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], qs: Sequence[torch.Tensor | None]
     ) -> list[float]:
-        """Per trial, sum_x min(p, q) for p the softmax of its row of ``scores`` and q [vocabulary]; where q is None,
-        p of its token."""
+        """Per trial, sum_x min(p, q) of the softmax of its row of ``scores`` and q [vocabulary]; for q None, p of its
+        token."""
         scores = _rows(scores)
         _equally_many(rows=rows, tokens=tokens, qs=qs)
         if any(q is not None and q.shape != scores.shape[1:] for q in qs):

@@ -1,8 +1,8 @@
 """Keyed noise: every random number is a pure function of its key, never of a generator's state.
 
-A key is a 64-bit integer folded from (request seed, purpose, absolute position, ...). The shared-noise coupling
-of draft and target (cf. Daliri et al., arXiv 2408.07978) needs the same Gumbel noise for both at one position; rules
-that compare p with q need fresh noise for every (round, parent node, trial).
+A key is a 64-bit integer folded from request seed, purpose, absolute position and more. Coupling draft and target needs
+the same Gumbel noise for both at one position (cf. Daliri et al., arXiv 2408.07978). Rules that compare p with q need
+fresh noise for every round, parent node and trial.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def _signed(value: int) -> int:
 
 
 class Gumbel:
-    """Rows of standard Gumbel noise over a vocabulary, remembered while a round needs them.
+    """Rows of standard Gumbel noise over a vocabulary, cached by key.
 
-    Entry i of a row depends on the key and i alone, bit for bit. ``capacity`` rows are kept (None: 64 MB of them).
+    Entry i of a row depends only on the key and i, bit for bit. ``capacity`` rows are cached (None: 64 MB).
     """
 
     def __init__(self, vocab_size: int, device: torch.device | str = "cpu", capacity: int | None = None) -> None:
@@ -61,14 +61,14 @@ class Gumbel:
         self.device = torch.device(device)
         self.capacity = capacity if capacity is not None else max(64, min(4096, 2**24 // vocab_size))
         self._rows: OrderedDict[int, torch.Tensor] = OrderedDict()
-        # A multiple of 64 keeps every row's elements at the same lanes, whatever the number of rows.
+        # A multiple of 64 keeps each element in the same vector lane, whatever the number of rows.
         width = -(-vocab_size // 64) * 64
         ids = torch.arange(1, width + 1, dtype=torch.int32, device=self.device)
         for factor in (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35):
             ids = _fold_high(ids.mul_(_signed(factor)))
         self._ids = ids
         self.compiled = CompiledSampling(ids) if can_sample(self.device) else None
-        # Wide rows are made one by one: several at once leave the processor's cache.
+        # Wide rows are computed one by one: several at once do not fit the processor's cache.
         one_by_one = self.compiled is not None or (width > 1 << 15 and self.device.type == "cpu")
         self.together = 1 if one_by_one else 16
 
@@ -76,20 +76,20 @@ class Gumbel:
         return key in self._rows
 
     def rows(self, keys: Sequence[int], ahead: Sequence[int] = ()) -> torch.Tensor:
-        """Float32 [len(keys), vocabulary]. Rows of ``ahead`` are made too where that is cheap, for later calls."""
-        known = self._rows
-        missing = [key for key in dict.fromkeys(keys) if key not in known]
+        """Float32 [len(keys), vocabulary]. Rows of ``ahead`` are computed too where that is cheap, for later calls."""
+        cache = self._rows
+        missing = [key for key in dict.fromkeys(keys) if key not in cache]
         if missing:
             if self.together > 1:
-                missing = list(dict.fromkeys([*missing, *(key for key in ahead if key not in known)]))
+                missing = list(dict.fromkeys([*missing, *(key for key in ahead if key not in cache)]))
             for first in range(0, len(missing), self.together):
-                part = missing[first : first + self.together]
-                known.update(zip(part, self._compute(part)))
+                chunk = missing[first : first + self.together]
+                cache.update(zip(chunk, self._compute(chunk)))
         for key in keys:
-            known.move_to_end(key)
-        result = known[keys[0]][None] if len(keys) == 1 else torch.stack([known[key] for key in keys])
-        while len(known) > self.capacity:
-            known.popitem(last=False)
+            cache.move_to_end(key)
+        result = cache[keys[0]][None] if len(keys) == 1 else torch.stack([cache[key] for key in keys])
+        while len(cache) > self.capacity:
+            cache.popitem(last=False)
         return result
 
     def _compute(self, keys: Sequence[int]) -> torch.Tensor:
@@ -98,8 +98,8 @@ class Gumbel:
         halves = [[_signed(key | 1), _signed(key >> 32)] for key in keys]
         odd, plus = torch.tensor(halves, dtype=torch.int32, device=self.device)[:, :, None].unbind(1)
         x = _fold_high(torch.mul(self._ids, odd).add_(plus)).mul_(0x7FEB352D)
-        # |x| has 31 random bits and a float keeps the small ones' precision, so log1p(-u) and with it the upper
-        # tail of g do too; u stays in (0, 1).
+        # |x| has 31 random bits. Floats are precise near 0, and so are log1p(-u) and the noise's upper tail; u is in
+        # (0, 1).
         u = _fold_high(x).float().abs_().add_(0.5).mul_(-(2.0**-31)).clamp_(min=-(1.0 - 2.0**-24))
         return u.log1p_().neg_().log_().neg_()[:, : self.vocab_size]
 

@@ -24,15 +24,15 @@ from forerun.core.config import (
 from forerun.core.errors import ConfigError, shown
 
 LARGEST = 1e30
-"""The most that a logit is scaled, divided or raised by, and 1 / LARGEST the least: float32 overflows far beyond."""
+"""The largest temperature, penalty and bias; 1 / LARGEST is the smallest. Far beyond, float32 overflows."""
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 MOST_ANSWERS = 16384
-"""Of one request, as in vLLM: each takes memory from the start."""
+"""Most answers of one request, as in vLLM: each takes memory from the start."""
 
 COLDEST = 1e-5
-"""The lowest temperature that is sampled at; below it a request is greedy. Logits divided by much less overflow."""
+"""Requests of a lower temperature are greedy: logits divided by much less overflow."""
 STEEPEST = 10.0
-"""The largest length penalty, either way: longest context ** it stays a number."""
+"""The largest length penalty, positive or negative, by which no length overflows."""
 ID = Within(least=0, whole=True)
 LIMITS = {
     "n": Within(least=1, most=MOST_ANSWERS, whole=True),
@@ -76,14 +76,13 @@ def _texts(name: str, value: Any, kind: str) -> tuple[str, ...]:
 
 
 def _bias(given: Any) -> dict[int, float]:
-    """``logit_bias`` by id; ids may be text, as in JSON."""
+    """Checks ``logit_bias``, whose ids may be text, as in JSON."""
     if not isinstance(given, Mapping):
         raise ConfigError(f"logit_bias maps token ids to numbers, not {shown(given)}")
     result: dict[int, float] = {}
     for key, value in given.items():
         text = str(key)
-        named = isinstance(key, (str, Integral)) and text.isascii() and text.isdecimal() and len(text) <= 10
-        if not named:  # -1, 1.7, True, ...
+        if not (isinstance(key, (str, Integral)) and text.isascii() and text.isdecimal() and len(text) <= 10):
             raise ConfigError(f"logit_bias maps token ids to numbers: {text[:40]!r} is not a token id")
         if int(text) in result:
             raise ConfigError(f"logit_bias names token id {int(text)} twice")
@@ -102,10 +101,10 @@ def _bias(given: Any) -> dict[int, float]:
 class StructuredOutputsParams:
     """What the answer must look like: exactly one of vLLM's kinds. Works with any drafter and acceptance rule.
 
-    ``json`` is a schema, as a mapping, as text, or True for any JSON; ``regex`` must match the whole answer;
-    ``choice`` lists the answers; ``grammar`` is Lark or GBNF, in which ``@name`` stands for one of ``schemas``;
-    ``json_object`` permits any JSON object. Raises ConfigError for none or several of them; what the grammar itself
-    does wrong is found when a request is added.
+    ``json`` is a schema, as a mapping, as text, or True for any JSON; ``regex`` must match the whole answer; ``choice``
+    lists the answers; ``grammar`` is Lark or GBNF, in which ``@name`` stands for one of ``schemas``; ``json_object``
+    permits any JSON object. Raises ConfigError for none or several of them. Errors in the grammar itself are found when
+    a request is added.
     """
 
     json: str | Mapping[str, Any] | bool | None = None
@@ -116,7 +115,7 @@ class StructuredOutputsParams:
     schemas: Mapping[str, Any] | None = None
     """JSON schemas by name, for the rules of a Lark ``grammar``."""
     whole: bool = False
-    """The grammar describes the model's thoughts as well, instead of beginning behind them."""
+    """Whether the grammar covers the model's reasoning as well, instead of beginning after it."""
 
     def __post_init__(self) -> None:
         absent = {"json_object": (None, False)}  # a schema may be False
@@ -142,7 +141,7 @@ class StructuredOutputsParams:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Kind and text, which determine the grammar."""
+        """Kind and text, by which compiled grammars are cached."""
         if self.json_object:
             return "json", '{"type": "object"}'
         if self.json is not None:
@@ -229,7 +228,7 @@ class SamplingParams:
         self._freeze()
 
     def _freeze(self) -> None:
-        """Normalise what can be said in several ways, so that equal options compare equal and all see the same."""
+        """Normalises options that have several spellings, so that equal options compare equal."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         allowed = self.allowed_token_ids
         if allowed is not None:
@@ -255,7 +254,7 @@ class SamplingParams:
 
     @property
     def grammar(self) -> StructuredOutputsParams | None:
-        """``structured_outputs``, whichever way it was given."""
+        """``structured_outputs`` as an object."""
         return _structured(self.structured_outputs)
 
     @property
@@ -264,7 +263,7 @@ class SamplingParams:
 
     @cached_property
     def penalised(self) -> bool:
-        """Whether logits depend on which tokens came before, beyond the model itself."""
+        """Whether there are penalties on earlier tokens."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     @cached_property
@@ -279,7 +278,7 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
     def clone(self, **changes: Any) -> SamplingParams:
-        """A copy, with other values for some fields: the fields themselves do not change. Raises ConfigError."""
+        """A copy with other values for some fields. Raises ConfigError."""
         unknown = set(changes) - set(self.names())
         if unknown:
             raise ConfigError(
@@ -294,21 +293,21 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """How to search. Beams do not sample: temperature, top-p, penalties and grammars are not among them.
+    """Options of a beam search. Beams are not sampled: there is no temperature, top-p, penalty or grammar.
 
-    ``length_penalty``: finished beams are ranked by log-probability / tokens ** it. ``early_stopping``: True ends the
-    search when ``beam_width`` beams have finished; False as soon as the best live beam, at its present length, would
-    not be among them; ``never`` when no longer one can be. Raises ConfigError.
+    ``length_penalty``: finished beams are ranked by log-probability / tokens ** length_penalty. ``early_stopping``:
+    True ends the search when ``beam_width`` beams have finished; False, when the best live beam would not rank among
+    them at its present length; ``never``, when it could not at any length. Raises ConfigError.
     """
 
     beam_width: int
     max_tokens: int
     ignore_eos: bool = False
-    """The end of the text is a token like others."""
+    """Whether to go on after the end-of-text token."""
     temperature: float = 0.0
     length_penalty: float = 1.0
     include_stop_str_in_output: bool = False
-    """Keep the token that ended a beam."""
+    """Whether to keep the token that ended a beam."""
     early_stopping: bool | str = False
     num_return_sequences: int | None = None
     """How many of the best beams are returned; None: all ``beam_width``."""
@@ -326,12 +325,12 @@ class BeamSearchParams:
 
     @property
     def n(self) -> int:
-        """How many answers it gives."""
+        """How many answers are returned."""
         return self.beam_width if self.num_return_sequences is None else self.num_return_sequences
 
     @property
     def each(self) -> SamplingParams:
-        """What each beam is, to drafters and to the engine: a request that does not sample."""
+        """The options of each beam, for drafters and the engine: a greedy request."""
         return SamplingParams(
             temperature=0.0,
             max_tokens=self.max_tokens,

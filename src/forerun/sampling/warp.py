@@ -1,5 +1,5 @@
-"""From logits to the distribution that is sampled. One code for the target's p and the drafter's q; every row has
-its own request's options and its own context, drafted tokens before it included."""
+"""Warping: from logits to the sampled distribution, for the target's p and the drafter's q alike. Each row has its
+request's options and its own context, the drafted tokens before it included."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NEG_INF = float("-inf")
 
 @dataclass(slots=True)
 class Row:
-    """What one row of logits predicts: the token after ``sequence.tokens`` and the drafted ``path`` behind them."""
+    """The context of one row of logits: it predicts the token after ``sequence.tokens`` and the drafted ``path``."""
 
     sequence: RequestState
     path: Sequence[int] = ()
     temperature: float | None = None
-    """Overrides the request's temperature (a drafter's own)."""
+    """A drafter's own temperature, in place of the request's."""
 
     @property
     def position(self) -> int:
@@ -38,43 +38,39 @@ class Row:
 
 
 def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Float32 [rows, vocabulary] logits whose softmax is the sampled distribution; banned tokens are -inf.
+    """Returns float32 [rows, vocabulary] logits whose softmax is the sampled distribution; banned tokens are -inf.
 
-    ``logits`` may be changed in place. A greedy row is edited (bias, penalties, bans) but neither scaled nor
-    filtered: its argmax is what is sampled.
+    ``logits`` may be changed in place. A greedy row is edited (bias, penalties, bans) but neither scaled nor filtered:
+    its argmax is sampled.
     """
     logits = edit(logits, rows)
     if logits.dtype == torch.float32 and compiled.can_sample(logits.device):
         return _restrict(logits, rows)
-    hot = [i for i, row in enumerate(rows) if row.effective_temperature not in (0.0, 1.0)]
-    if hot:
-        scale = torch.ones(len(rows), 1)
-        for i in hot:
-            scale[i] = rows[i].effective_temperature
-        logits = logits / scale.to(logits.device)
+    scales = [row.effective_temperature or 1.0 for row in rows]
+    if any(scale != 1.0 for scale in scales):
+        logits = logits / torch.tensor(scales, device=logits.device)[:, None]
     chosen = [i for i, row in enumerate(rows) if row.effective_temperature > 0.0 and row.sequence.params.filters]
     if chosen:
-        picked = logits if len(chosen) == len(rows) else logits[chosen]
-        kept = _filter(picked, [rows[i].sequence.params for i in chosen])
+        params = [rows[i].sequence.params for i in chosen]
         if len(chosen) == len(rows):
-            return kept
-        logits = logits.clone() if not hot else logits
-        logits[chosen] = kept
+            return _filter(logits, params)
+        logits = logits.clone()
+        logits[chosen] = _filter(logits[chosen], params)
     return logits
 
 
 def _restrict(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Temperature and filters through our own kernel."""
+    """Temperature and filters through a CPU kernel."""
     temperatures = [row.effective_temperature for row in rows]
     params = [row.sequence.params for row in rows]
     if not any(temperature != 1.0 or each.filters for temperature, each in zip(temperatures, params) if temperature):
         return logits
-    thresholds = [fraction for each in params for fraction in (each.min_p, each.top_p)]
+    thresholds = [threshold for each in params for threshold in (each.min_p, each.top_p)]
     return compiled.restrict(logits, temperatures, thresholds, [each.top_k for each in params])
 
 
 def edit(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Allowed ids, logit bias, bans, penalties and grammars, for the rows whose requests ask for them."""
+    """Applies allowed ids, logit bias, bans, penalties and grammars to the rows whose requests have them."""
     for i, row in enumerate(rows):
         params = row.sequence.params
         if params.edits:
@@ -86,7 +82,7 @@ def edit(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def _constrain(logits: torch.Tensor, rows: Sequence[Row]) -> None:
-    """Ban what the grammar of each row's request does not permit after the row's path."""
+    """Bans the tokens that a request's grammar does not permit after the row's path."""
     chosen, masks = [], []
     for i, row in enumerate(rows):
         constraint = row.sequence.constraint
@@ -142,7 +138,7 @@ def _must_end(row: Row, ends: Iterable[int]) -> bool:
 
 
 def _output_tail(row: Row, count: int) -> list[int]:
-    """The last ``count`` output tokens before the row; as in vLLM, the prompt does not count towards a bad word."""
+    """The last ``count`` output tokens before the row. As in vLLM, the prompt does not count towards a bad word."""
     if len(row.path) >= count:
         return list(row.path[len(row.path) - count :])
     tokens = row.sequence.tokens
@@ -170,7 +166,7 @@ def _penalise(logits: torch.Tensor, row: Row) -> None:
 
 
 def _filter(logits: torch.Tensor, params: Sequence) -> torch.Tensor:
-    """min-p, then top-k, then top-p: -inf outside. Ties with the last kept token are kept."""
+    """min-p, then top-k, then top-p: other tokens become -inf. Ties with the last kept token are kept."""
     device = logits.device
     size = logits.shape[1]
     floor = torch.full((len(params), 1), NEG_INF, device=device)
@@ -197,14 +193,10 @@ def _filter(logits: torch.Tensor, params: Sequence) -> torch.Tensor:
 
 def _top_p_floor(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """[rows, 1]: the smallest logit of the smallest set whose share of the probability reaches top_p."""
-    values = _descending(logits)
+    if logits.device.type == "cpu":  # NumPy's sort of a wide row is some twenty times faster than torch's
+        values = torch.from_numpy(numpy.sort(logits.neg().numpy(), axis=1)).neg_()
+    else:
+        values = logits.sort(dim=1, descending=True).values
     mass = (values - values[:, :1]).exp().cumsum(dim=1)
     last = (mass < mass[:, -1:] * top_p[:, None]).sum(dim=1).clamp(max=values.shape[1] - 1)
     return values.gather(1, last[:, None])
-
-
-def _descending(values: torch.Tensor) -> torch.Tensor:
-    """Each row sorted; numpy's sort of a wide row is some twenty times faster than torch's on CPU."""
-    if values.device.type == "cpu":
-        return torch.from_numpy(numpy.sort(values.neg().numpy(), axis=1)).neg_()
-    return values.sort(dim=1, descending=True).values

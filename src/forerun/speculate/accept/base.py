@@ -148,11 +148,14 @@ class RatioRule(Rule):
             return follow_samples(compared)  # the same where every p is a point mass
         chances, tops, overlap = self.decide(compared), compared.tops, compared.overlaps()
         result, ends, keys = [], [], []
-        cursor = 0
+        chance = iter(chances)
         for index, (sequence, draft) in enumerate(zip(scores.sequences, scores.drafts)):
-            count = sum(map(len, draft.trials))
-            path = self.walk(draft, self._test(scores, index, chances[cursor : cursor + count]))
-            cursor += count
+            round_key = fold(sequence.seed, ACCEPT, len(sequence.tokens))
+            passed = [
+                [uniform(fold(round_key, parent, rank)) < next(chance) for rank in range(len(trials))]
+                for parent, trials in enumerate(draft.trials)
+            ]
+            path = self.walk(draft, passed)
             visited = [scores.row(index, node) for node in [-1, *path]]
             good, error = valid_prefix([tops[row] for row in visited])
             result.append((path[:good], error))
@@ -162,15 +165,4 @@ class RatioRule(Rule):
         return [
             verdict_along(scores, index, path, token, error, overlap)
             for index, ((path, error), token) in enumerate(zip(result, tokens))
-        ]
-
-    @staticmethod
-    def _test(scores: Scores, index: int, chances: list[float]) -> list[list[bool]]:
-        """Draws every trial's test of one draft, with the ``chances`` in trial order."""
-        sequence, draft = scores.sequences[index], scores.drafts[index]
-        cursor = iter(chances)
-        round_key = fold(sequence.seed, ACCEPT, len(sequence.tokens))
-        return [
-            [uniform(fold(round_key, parent, rank)) < next(cursor) for rank in range(len(trials))]
-            for parent, trials in enumerate(draft.trials)
         ]

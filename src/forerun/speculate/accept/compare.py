@@ -11,7 +11,7 @@ import torch
 from forerun.core.batch import Scores
 from forerun.core.tree import POINT_MASS
 from forerun.sampling.compiled import CompiledSampling
-from forerun.sampling.draw import Sampler, fetch, probabilities
+from forerun.sampling.draw import Sampler, probabilities, to_host
 from forerun.sampling.warp import Row
 
 
@@ -174,7 +174,7 @@ class Comparison:
         weights, factor = self._link(ratio) if linked else (ratio.clamp_(max=1.0), 1.0)
         left, mass = self.left(trials.row, q, factor)
         self.residual[row_index(trials.row)] = left
-        result, masses = fetch(weights[:, 0], mass[:, 0])
+        result, masses = to_host(weights[:, 0], mass[:, 0])
         return result, masses
 
     def _link(self, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
