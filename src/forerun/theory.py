@@ -48,9 +48,6 @@ _SUM_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 1e-2
 _MOST = 1 << 53
 
 
-# ---------------------------------------------------------------------------------------------- checking arguments
-
-
 def as_number(name: str, value: SupportsFloat, low: float, high: float = math.inf, *, above: bool = False) -> float:
     """``value`` as a finite float in [low, high], or in (low, high] with ``above``."""
     try:
@@ -121,9 +118,6 @@ def as_pair(p: Distribution, q: Distribution) -> tuple[torch.Tensor, torch.Tenso
     return target.expand(shape), draft.to(target.device).expand(shape)
 
 
-# ---------------------------------------------------------------------------------------- acceptance: from p and q
-
-
 def acceptance_rate(p: Distribution, q: Distribution) -> torch.Tensor:
     """beta, the probability that a token drawn from q is kept: ``sum_x min(p(x), q(x))``, in [0, 1].
 
@@ -141,9 +135,6 @@ def d_lk(p: Distribution, q: Distribution) -> torch.Tensor:
     """
     target, draft = as_pair(p, q)
     return (target - (target + draft) / 2).abs().sum(-1).clamp(max=1.0)
-
-
-# ------------------------------------------------------------------------------------------ lenience (appendix A.5)
 
 
 def lenient_acceptance_rate(p: Distribution, q: Distribution, lenience: float) -> torch.Tensor:
@@ -183,9 +174,6 @@ def lenient_argmax_mask(p: Distribution, lenience: float) -> torch.Tensor:
     return target >= ratio * target.amax(-1, keepdim=True)
 
 
-# ------------------------------------------------------------------------------------------------ tokens per round
-
-
 def expected_tokens(alpha: float, gamma: int) -> float:
     """Mean tokens that one round emits, the corrected or bonus token included: ``(1 - alpha^(gamma+1)) / (1 - alpha)``.
 
@@ -198,9 +186,6 @@ def expected_tokens(alpha: float, gamma: int) -> float:
         return float(length + 1)
     tokens = -math.expm1((length + 1) * math.log(rate)) / (1 - rate)  # exact to rounding near alpha = 1 too
     return min(tokens, length + 1.0)
-
-
-# -------------------------------------------------------------------------------------------------- time and work
 
 
 def predicted_speedup(alpha: float, gamma: int, c: float, verify_cost: float) -> float:
@@ -234,38 +219,40 @@ def operations_increase(alpha: float, gamma: int, c_hat: float) -> float:
 def expected_experts(
     count: int, chosen: int, rows: float, again: float | None = None, sequences: int = 1, common: float | None = None
 ) -> float:
-    """Experts of a layer of ``count`` that a forward of ``rows`` rows reads, each row choosing ``chosen`` of them.
+    """Mean number of a layer's ``count`` experts that a forward of ``rows`` rows reads; each row chooses ``chosen``.
 
-    ``again``: the share of a row's experts that another row of its text chooses, too; ``common``: that a row of another
-    text does; None, of either: p = chosen / count, mere chance. The rows are those of so many texts, of equal length.
-    By mere chance ``count (1 - (1 - p)^rows)`` are read: Huang et al., "MoESD" (arXiv 2505.19645). But a text prefers
-    some experts. If the chance of each in a text has a beta distribution of mean p, so that two rows share ``again``,
-    rows leave an expert out with chance
+    The rows belong to ``sequences`` texts of equal length. ``again`` is the fraction of a row's experts that another
+    row of its text chooses, too; ``common`` is the same for a row of another text. None, of either, means independent
+    choices: p = chosen / count.
+
+    Independent rows read ``count (1 - (1 - p)^rows)`` experts: Huang et al., "MoESD" (arXiv 2505.19645). But a text
+    prefers some experts. Let each expert's probability in a text have a beta distribution of mean p, by which two rows
+    share ``again``. Then (beta-binomial distribution; not from that paper) rows miss an expert with probability
 
     ``L(rows) = product over i < rows of (s (1 - p) + i) / (s + i)``, with ``s = (1 - again) / (again - p)``,
 
-    and ``count (1 - L)`` are read (the beta-binomial distribution; not from that paper). First rows of the texts leave
-    out as rows of one text with ``common`` would, and each text's other rows multiply that by L(rows) / (1 - p).
+    and read ``count (1 - L)``. The texts' first rows miss an expert as rows of one text with ``common`` do, and each
+    text's other rows multiply that by L(rows) / (1 - p).
     """
-    every, each = as_count("count", count, 1), as_count("chosen", chosen, 1)
+    experts, each = as_count("count", count, 1), as_count("chosen", chosen, 1)
     texts, size = as_count("sequences", sequences, 1), as_number("rows", rows, sequences)
-    p = as_number("chosen / count", each / every, 0, 1)
+    p = as_number("chosen / count", each / experts, 0, 1)
     if p == 1:
-        return float(every)
-    same, shared = (p if share is None else as_number("a share", share, 0, 1) for share in (again, common))
-    left = _left_out(p, texts, shared) * (_left_out(p, size / texts, same) / (1 - p)) ** texts
-    return every * (1 - left)
+        return float(experts)
+    same, other = (p if share is None else as_number("a share", share, 0, 1) for share in (again, common))
+    missed = _missed(p, texts, other) * (_missed(p, size / texts, same) / (1 - p)) ** texts
+    return experts * (1 - missed)
 
 
-def _left_out(p: float, rows: float, again: float) -> float:
-    """The chance that so many rows of a text leave an expert out."""
+def _missed(p: float, rows: float, again: float) -> float:
+    """The probability that so many rows of a text all miss an expert."""
     if again >= 1:
         return 1 - p
     if again - p < 1e-6:
         return (1 - p) ** rows
     s = (1 - again) / (again - p)
-    out = s * (1 - p)
-    return math.exp(math.lgamma(out + rows) - math.lgamma(out) + math.lgamma(s) - math.lgamma(s + rows))
+    a = s * (1 - p)
+    return math.exp(math.lgamma(a + rows) - math.lgamma(a) + math.lgamma(s) - math.lgamma(s + rows))
 
 
 def best_gamma(alpha: float, c: float, max_gamma: int = 1024) -> int:

@@ -44,7 +44,7 @@ def test_a_source_is_encoded_once_for_all_who_read_it():
     keeper = sources()
     assert read(keeper, (0, ONE), (1, TWO), (2, ONE)) == [[ONE, TWO]]
     assert read(keeper, (0, ONE), (1, TWO), (3, tuple(range(7)))) == []
-    assert keeper.counts == {ONE: 3, TWO: 1}
+    assert keeper.readers == {0: ONE, 1: TWO, 2: ONE, 3: ONE}
     page, length = keeper.page(1)
     assert length == len(TWO)
     assert keeper.pool.keys[1][page, 2, : len(TWO), 0].tolist() == [token + 1.0 for token in TWO]
@@ -62,7 +62,7 @@ def test_who_goes_makes_room_and_who_stays_does_not():
     keeper.release(1)
     assert read(keeper, (3, TWO)) == []
     assert read(keeper, (3, THREE)) == []
-    assert keeper.counts == {THREE: 2}
+    assert keeper.readers == {2: THREE, 3: THREE}
     keeper.clear()
     assert keeper.keys.keys() == {THREE}
 

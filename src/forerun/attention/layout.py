@@ -35,7 +35,7 @@ class AttentionCall:
     rows: slice | torch.Tensor
     """The batch's rows."""
     pages: int | torch.Tensor
-    """The page that holds all keys of a single span, or block tables [spans, pages]."""
+    """The first of consecutive pages, each of which holds all keys of a span; else block tables [spans, pages]."""
     tree: bool
     """Whether the mask comes from the span's parents."""
     masks: dict[tuple[int, int | None, bool], torch.Tensor | None] = field(default_factory=dict)
@@ -68,32 +68,31 @@ def plan(pool: Pool, batch: Batch) -> Layout:
     for index, span in enumerate(batch.spans):
         alone = span.parents is not None or span.count > BATCHED_ROWS
         groups.setdefault((index,) if alone else (span.count, -(-span.end // BUCKET)), []).append(index)
-    order = [
-        batch.offsets[index] + row
+    rows = [
+        [batch.offsets[index] + row for index in indices for row in range(batch.spans[index].count)]
         for indices in groups.values()
-        for index in indices
-        for row in range(batch.spans[index].count)
     ]
-    calls = [_call(pool, batch, indices) for indices in groups.values()]
-    moved = None if order == list(range(batch.num_rows)) else torch.tensor(order, device=pool.device).argsort()
+    calls = [_call(pool, batch, indices, listed) for indices, listed in zip(groups.values(), rows)]
+    order = [row for listed in rows for row in listed]
+    in_place = order == list(range(batch.num_rows))
+    moved = None if in_place else torch.tensor(order, device=pool.device).argsort()
     return Layout(batch, new_slots(pool, batch), calls, moved)
 
 
-def _call(pool: Pool, batch: Batch, indices: list[int]) -> AttentionCall:
+def _call(pool: Pool, batch: Batch, indices: list[int], listed: list[int]) -> AttentionCall:
+    """One call for the spans ``indices``, whose rows in the batch are ``listed``."""
     spans = [batch.spans[index] for index in indices]
     count, columns, tree = spans[0].count, max(span.end for span in spans), spans[0].parents is not None
     firsts = [span.start if tree else span.start + span.stored for span in spans]
     tables = [pool.block_tables[span.key][: pool.pages_for(span.end)] for span in spans]
-    first = batch.offsets[indices[0]]
-    if len(spans) == 1:
-        rows = slice(first, first + count)
-        pages = tables[0][0] if len(tables[0]) == 1 else torch.tensor(tables, device=pool.device)
-        return AttentionCall(indices, count, firsts, columns, rows, pages, tree)
-    width = max(map(len, tables))
-    tables = [table + table[:1] * (width - len(table)) for table in tables]
-    listed = [batch.offsets[index] + row for index in indices for row in range(count)]
-    chosen, padded = (torch.tensor(numbers, device=pool.device) for numbers in (listed, tables))
-    return AttentionCall(indices, count, firsts, columns, chosen, padded, tree)
+    rows: slice | torch.Tensor = slice(listed[0], listed[-1] + 1)
+    if listed[-1] - listed[0] != len(listed) - 1:  # other sequences are between them
+        rows = torch.tensor(listed, device=pool.device)
+    width, page = max(map(len, tables)), tables[0][0]
+    pages: int | torch.Tensor = page
+    if tables != [[page + i] for i in range(len(tables))]:
+        pages = torch.tensor([table + table[:1] * (width - len(table)) for table in tables], device=pool.device)
+    return AttentionCall(indices, count, firsts, columns, rows, pages, tree)
 
 
 def leaf_paths(span: Span) -> Iterator[tuple[list[int], int]]:

@@ -32,7 +32,7 @@ class SdpaAttention(Backend[Layout]):
     def _attend(self, query: Query, call: AttentionCall, batch: Batch) -> torch.Tensor:
         if isinstance(call.pages, int):
             sides = self.pool.keys[query.layer], self.pool.values[query.layer]
-            k, v = (side[call.pages : call.pages + 1, :, : call.columns] for side in sides)
+            k, v = (side[call.pages : call.pages + len(call.spans), :, : call.columns] for side in sides)
         else:
             k, v = self.pool.gather(query.layer, call.pages, call.columns)
         rows, groups = call.count, query.q.shape[1] // k.shape[1]

@@ -28,7 +28,7 @@ SIZES = (4, 8, 16, 32, 64, 128, 256)
 
 @dataclass(slots=True)
 class KeyPart:
-    """Rows of one sequence whose positions lie in the same block."""
+    """Rows of one sequence whose positions are in the same block."""
 
     rows: list[int]
     """Indices in the batch."""

@@ -1,13 +1,13 @@
 """Prefix caching: a radix tree over committed tokens, as in SGLang (arXiv 2312.07104); each node is a page of them.
 
-A new sequence starts on the pages of the longest prefix that is known. Only committed tokens enter the tree, drafts
+A new sequence starts on the pages of the longest prefix that is cached. Only committed tokens enter the tree, drafts
 never do. Pages that no sequence uses stay until the pool runs short; the least recently used are evicted first. In an
 encoder-decoder, what the decoder computes depends on the source too: each source has a root of its own.
 
-Where layers keep a state (``cache/states.py``), a sequence starts at a kept state, at or before the end of the known
+Where layers keep a state (``cache/states.py``), a sequence starts at a kept state, at or before the end of the cached
 pages, and computes the rest. States are kept after a prompt's last full page and at doubling distances before it, every
-``interval`` tokens of it, where it left a known prefix, and where a sequence ended. So a prompt that shares all but its
-end computes little more than its own part. The number of kept states is limited, and the least recently used goes
+``interval`` tokens of it, where it left a cached prefix, and where a sequence ended. So a prompt that shares all but
+its end computes little more than its own part. The number of kept states is limited, and the least recently used goes
 first.
 """
 
@@ -68,14 +68,14 @@ class PrefixTree:
         self.states: OrderedDict[int, tuple[_Node, int]] = OrderedDict()
         """By slot of a kept state: its page, and how many of the page's tokens it covers. Least recently used first."""
         self.matched: dict[int, int] = {}
-        """By sequence: how many of its tokens were in known pages when it came, where no state was kept so far."""
+        """By sequence: how many of its tokens were in cached pages when it came, where no state was kept so far."""
         self.listener: Listener | None = None
         pool.prefix_tree = self
 
     def match_prefix(
         self, key: int, tokens: Sequence[int], limit: int, *, partial: bool = True, source: Source = None
     ) -> int:
-        """Starts ``key``, which has no pages yet, on the longest known prefix of ``tokens[:limit]`` under ``source``.
+        """Starts ``key``, which has no pages yet, on the longest cached prefix of ``tokens[:limit]`` under ``source``.
 
         Returns the prefix's length. With ``partial`` it may end inside a page, which is copied before it is written.
         """
@@ -93,7 +93,7 @@ class PrefixTree:
         return length + longest
 
     def match_length(self, tokens: Sequence[int], limit: int, source: Source = None) -> int:
-        """How many of ``tokens[:limit]`` under ``source`` a sequence could take from whole known pages."""
+        """How many of ``tokens[:limit]`` under ``source`` a sequence could take from whole cached pages."""
         node = self._match_pages(tokens, limit, source)
         while node is not None and self.pages.states is not None and len(node.tokens) not in node.states:
             node = node.parent
@@ -123,20 +123,20 @@ class PrefixTree:
         if pages:
             self.pages.adopt(key, pages[::-1], length)
 
-    def _match_state(self, key: int, known: _Node, rest: Sequence[int], *, partial: bool) -> int:
-        """``match_prefix`` where there are states: starts ``key`` at the nearest one before the end of known pages."""
+    def _match_state(self, key: int, cached: _Node, rest: Sequence[int], *, partial: bool) -> int:
+        """``match_prefix`` where there are states: starts ``key`` at the nearest one before the end of cached pages."""
         states, size = self.pages.states, self.pages.page_size
         assert states is not None
-        node, offset = known, 0
+        node, offset = cached, 0
         if partial:
-            inside = [(max(covered), child) for child in known.children.values() if (covered := _covered(child, rest))]
-            offset, node = max(inside, key=lambda each: each[0], default=(0, known))
+            inside = [(max(covered), child) for child in cached.children.values() if (covered := _covered(child, rest))]
+            offset, node = max(inside, key=lambda each: each[0], default=(0, cached))
         while not offset and node.parent is not None:
             offset = max((offset for offset in node.states if partial or offset == size), default=0)
             node = node if offset else node.parent
         length = (node.depth - 1) * size + offset if offset else 0
-        if length < known.depth * size:
-            self.matched[key] = known.depth * size
+        if length < cached.depth * size:
+            self.matched[key] = cached.depth * size
         if not offset:
             return 0
         slot, parent = node.states[offset], node.parent
@@ -234,17 +234,17 @@ class PrefixTree:
         positions = {self.matched.get(key, 0), last, *before, *range(interval, total, interval)}
         return sorted(position for position in positions if position > 0)
 
-    def next_start(self, key: int, total: int, computed: int, known: int) -> int:
-        """How far ``key`` must get for others to be able to start after more than ``known`` of its tokens.
+    def next_start(self, key: int, total: int, computed: int, cached: int) -> int:
+        """How far ``key`` must get for others to be able to start after more than ``cached`` of its tokens.
 
         It reads a prompt of ``total`` tokens and has ``computed`` some of them. 0: waiting for it gains nothing.
         """
         size, states = self.pages.page_size, self.pages.states
         if states is None:
-            position = (known // size + 1) * size
+            position = (cached // size + 1) * size
             return position if computed < position else 0
         positions = self._state_positions(key, total) if states.max_kept else []
-        return next((position for position in positions if position > max(known, computed)), 0)
+        return next((position for position in positions if position > max(cached, computed)), 0)
 
     def insert_finished(self, key: int, tokens: Sequence[int], limit: int, *, source: Source = None) -> None:
         """``insert`` for a sequence that ends, whose state is kept."""

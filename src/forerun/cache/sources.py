@@ -6,7 +6,7 @@ texts. It stays after its last reader until the page is needed, so that the same
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,8 +29,6 @@ class Sources:
         self.longest = longest
         self.readers: dict[int, Source] = {}
         """The source that each sequence reads."""
-        self.counts: Counter[Source] = Counter()
-        """How many sequences read each source; sources without readers are left out."""
         self.keys: OrderedDict[Source, int] = OrderedDict()
         """Each source's key in the pool; the least recently used first."""
         self._next = 0
@@ -75,29 +73,29 @@ class Sources:
     def _new_key(self) -> int:
         """A key for a new source. If no page is free, the least recently used source without readers is evicted."""
         if not self.pool.num_free:
-            unused = next((source for source in self.keys if source not in self.counts), None)
-            if unused is None:
+            unused = self._unused()
+            if not unused:
                 raise OutOfPages(f"{self.pool.num_pages} encoded sources are in use, and there is room for no more")
-            self.pool.free(self.keys.pop(unused))
+            self.pool.free(self.keys.pop(unused[0]))
         self._next += 1
         return self._next
 
     def _read(self, key: int, source: Source) -> None:
         self.readers[key] = source
-        self.counts[source] += 1
         self.keys.move_to_end(source)
+
+    def _unused(self) -> list[Source]:
+        """Sources without readers, the least recently used first."""
+        used = set(self.readers.values())
+        return [source for source in self.keys if source not in used]
 
     def release(self, key: int) -> None:
         """Forgets what a sequence reads, which ended or lost its pages; it may be unknown."""
-        source = self.readers.pop(key, None)
-        if source is not None:
-            self.counts[source] -= 1
-            if not self.counts[source]:
-                del self.counts[source]
+        self.readers.pop(key, None)
 
     def clear(self) -> None:
         """Evicts every source without readers."""
-        for source in [source for source in self.keys if source not in self.counts]:
+        for source in self._unused():
             self.pool.free(self.keys.pop(source))
 
     def page(self, key: int) -> tuple[int, int]:
@@ -108,7 +106,7 @@ class Sources:
     def check(self) -> None:
         """Raises AssertionError unless every reader and every page is accounted for."""
         self.pool.check()
-        if Counter(self.readers.values()) != self.counts or not self.counts.keys() <= self.keys.keys():
-            raise AssertionError("readers of encoded sources are counted wrongly")
+        if not self.keys.keys() >= set(self.readers.values()):
+            raise AssertionError("a source that is read is not encoded")
         if sorted(self.keys.values()) != sorted(self.pool.block_tables):
             raise AssertionError("encoded sources and their pages disagree")

@@ -1,4 +1,4 @@
-"""Recurrent states: what layers keep of a sequence beside keys and values.
+"""Recurrent states: what layers keep of a sequence besides keys and values.
 
 A layer with a recurrence has one checkpoint of its state per sequence, in float32. Every layer with a state has a ring
 of *records*, its inputs since the checkpoint. A forward runs the recurrence from the checkpoint over the records and
@@ -32,7 +32,7 @@ class StateShape:
     width: int
     """Numbers of a record, in the model's dtype."""
     columns: int
-    """How many earlier records the layer's convolution reads beside a row's own."""
+    """How many earlier records the layer's convolution reads besides a row's own."""
     checkpoint: tuple[int, ...] = ()
     """Shape of a checkpoint in float32; () for none."""
 

@@ -178,9 +178,9 @@ class Scores:
     warped: torch.Tensor
     """[rows, vocabulary]: logits of the sampled distribution; banned tokens are at -inf."""
     raw: torch.Tensor | None = None
-    """[rows, vocabulary]: the model's float32 logits, where somebody asked for them."""
+    """[rows, vocabulary]: the model's float32 logits, if they were asked for."""
     contexts: list[Any] | None = field(default=None, repr=False)
-    """Each row's sampling context, once somebody has asked for it."""
+    """Each row's sampling context, computed on first use."""
 
     def row(self, index: int, node: int) -> int:
         """The row that predicts what follows ``node`` (-1: the root) of the index-th sequence."""

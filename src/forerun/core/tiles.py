@@ -74,7 +74,7 @@ SWITCHES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "MK
 
 
 def environment() -> list[str]:
-    """What the order of sums depends on beside shapes: processor, libraries, threads."""
+    """What the order of sums depends on besides shapes: processor, libraries, threads."""
     settings = [f"{name}={os.environ.get(name, '')}" for name in SWITCHES]
     threads = f"{torch.get_num_threads()} threads"
     return [kernels.processor(), torch.__version__, torch.__config__.show(), threads, *settings]
