@@ -223,8 +223,6 @@ def _in_64_levels(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 class Blocked(Compiled):
     """A layer with the weights of ``Blocks``, in the kernels' layout."""
 
-    __slots__ = ("calls",)
-
     def __init__(self, blocks: Blocks, bias: torch.Tensor | None) -> None:
         self.outputs, self.inputs = len(blocks.raw), blocks.inputs
         if not self.outputs or not self.inputs:

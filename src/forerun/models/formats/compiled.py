@@ -67,8 +67,6 @@ def address(tensor: torch.Tensor | None) -> int | None:
 class Compiled(ABC):
     """A ``Linear`` that our kernels run."""
 
-    __slots__ = ("bias", "dtype", "inputs", "kind", "nbytes", "number", "outputs", "pointers", "tiles")
-
     exact = True
     inputs: int
     outputs: int
@@ -127,8 +125,6 @@ class Compiled(ABC):
 
 class Joined(Compiled):
     """Several layers over the same inputs, their outputs concatenated: their weights have different formats."""
-
-    __slots__ = ("next_fields", "parts")
 
     def __init__(self, parts: Sequence[Compiled]) -> None:
         self.parts = tuple(parts)

@@ -51,8 +51,6 @@ class Levels:
 class TiledInt8(Compiled):
     """int8 weights with a scale per output. Each row of activations has a scale of its own; sums are exact integers."""
 
-    __slots__ = ("calls", "offsets", "scales")
-
     def __init__(self, weight: Rows | Levels, bias: torch.Tensor | None, kind: str) -> None:
         source = weight.levels if isinstance(weight, Levels) else weight
         check_weight(source)
@@ -123,8 +121,6 @@ class FbgemmInt8:
     By rows, each row is scaled to integers first, and two constant columns with zero weights pin FBGEMM's own scale
     to 1. Sums of integers are exact, so a row's bits depend on nothing else.
     """
-
-    __slots__ = ("bias", "call", "dtype", "ends", "exact", "kind", "nbytes", "packed", "reduced", "step")
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, *, by_rows: bool) -> None:
         self.dtype, self.exact = weight.dtype, by_rows

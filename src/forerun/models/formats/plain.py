@@ -23,13 +23,11 @@ PACK_FROM = 256
 class Plain:
     """``F.linear``."""
 
-    __slots__ = ("bias", "exact", "kind", "nbytes", "weight")
+    kind, exact = "plain", False
 
     def __init__(self, weight: Rows, bias: torch.Tensor | None) -> None:
         self.weight = to_tensor(weight)
         self.bias = bias
-        self.kind = "plain"
-        self.exact = False
         self.nbytes = self.weight.nbytes
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
@@ -43,13 +41,11 @@ PLAIN = Format("plain", lambda dtype, device: True, "nothing", lambda weight, bi
 class Packed:
     """oneDNN's own weight layout; the plain copy is not kept."""
 
-    __slots__ = ("bias", "call", "exact", "kind", "nbytes", "weight")
+    kind, exact = "packed", False
 
     def __init__(self, weight: Rows, bias: torch.Tensor | None) -> None:
         self.weight = pack(to_tensor(weight))
         self.bias = bias
-        self.kind = "packed"
-        self.exact = False
         self.nbytes = weight.shape.numel() * weight.dtype.itemsize
         self.call = torch.ops.mkldnn._linear_pointwise.default
 

@@ -51,8 +51,6 @@ def fill(tiles: torch.Tensor, first: int, rows: torch.Tensor) -> None:
 class TiledLinear(Compiled):
     """Weights and activations in one dtype, sums in float32."""
 
-    __slots__ = ("call",)
-
     def __init__(self, weight: Rows, bias: torch.Tensor | None) -> None:
         check_weight(weight)
         self.outputs, self.inputs = weight.shape
