@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from forerun import kernels
+from forerun.models.formats.compiled import kernel
 from forerun.models.formats.tiled import TiledLinear
 
 ROWS, OUTPUTS, INPUTS = 3, 4000, 64
@@ -20,11 +21,12 @@ def product(seed=0):
     """Multiplies one matrix on so many threads."""
     generator = torch.Generator().manual_seed(seed)
     layer = TiledLinear(torch.randn(OUTPUTS, INPUTS, generator=generator), None)
+    call = kernel("linear", torch.float32)
     x = torch.randn(ROWS, INPUTS, generator=generator)
 
     def run(threads):
         y = torch.full((ROWS, OUTPUTS), torch.nan)
-        layer.call(layer.pointers[0], x.data_ptr(), y.data_ptr(), None, None, ROWS, OUTPUTS, INPUTS, OUTPUTS, threads)
+        call(layer.pointers[0], x.data_ptr(), y.data_ptr(), None, None, ROWS, OUTPUTS, INPUTS, OUTPUTS, threads)
         return y
 
     return run

@@ -18,10 +18,9 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
 from forerun.core.errors import ConfigError
-from forerun.kernels import structs
 from forerun.kernels.structs import QUANTS
 from forerun.models.formats.base import CHUNK, CPU, Format, Rows, concat_rows
-from forerun.models.formats.compiled import Compiled, address, float_bias, kernel
+from forerun.models.formats.compiled import Compiled, float_bias
 from forerun.models.formats.gguf_types import FLOATS, INPUTS, OUTPUTS, PACKED, Bytes, sizes
 from forerun.models.formats.tiled import DTYPES, works
 from forerun.models.formats.weight_cache import cached
@@ -228,21 +227,11 @@ class Blocked(Compiled):
         if not self.outputs or not self.inputs:
             raise ValueError(f"weights {[self.outputs, self.inputs]} where some [outputs, inputs] are needed")
         self.bias = float_bias(bias, self.outputs)
-        self.calls = {d: kernel("linear_quants", d) for d in DTYPES}
         size = record_bytes(blocks.kind, self.outputs, self.inputs)
         self.tiles = cached(f"{blocks.kind} {self.outputs} {self.inputs}", size, partial(pack, blocks))
-        self.number = structs.KINDS.index(PACKED[blocks.kind].form)
-        self.pointers = self.tiles.data_ptr(), address(self.bias), 0, 0
+        self._use("linear_quants", DTYPES, PACKED[blocks.kind].form)
         self.kind = blocks.kind.upper()
         self.nbytes = self.tiles.nbytes
-        self.dtype = None
-
-    def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
-        if x.dtype not in self.calls:
-            raise TypeError(f"rows in {x.dtype} for weights in {self.kind}")
-        weight, bias, _, _ = self.pointers
-        self.calls[x.dtype](self.number, weight, x.data_ptr(), y, add, bias, rows, self.outputs, self.inputs, stride,
-                            torch.get_num_threads())  # fmt: skip
 
 
 @cache

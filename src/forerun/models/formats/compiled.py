@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Callable, Sequence
 
@@ -64,7 +63,7 @@ def address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-class Compiled(ABC):
+class Compiled:
     """A ``Linear`` that our kernels run."""
 
     exact = True
@@ -72,17 +71,33 @@ class Compiled(ABC):
     outputs: int
     kind: str
     nbytes: int
-    dtype: torch.dtype | None
+    tiles: torch.Tensor
+    """Weights in the kernels' layout."""
+    bias: torch.Tensor | None
+    dtype: torch.dtype | None = None
     """Of activations; None: any."""
     number: int
     """Index of the weights' format in ``structs.KINDS``."""
     pointers: tuple[int, int | None, int, int]
     """Addresses of weights, bias, scales and offsets."""
 
-    @abstractmethod
+    def _use(self, name: str, dtypes: Sequence[torch.dtype], form: str, *scales: torch.Tensor) -> None:
+        """Choose the kernel for activations of ``dtypes``. ``scales`` are scales and offsets, if it has them."""
+        self.number = structs.KINDS.index(form)
+        weight, bias, more = self.tiles.data_ptr(), address(self.bias), [each.data_ptr() for each in scales]
+        first, second = more or (0, 0)
+        self.pointers = weight, bias, first, second
+        self._calls = {dtype: kernel(name, dtype) for dtype in dtypes}
+        self._before_x = (self.number, weight) if name == "linear_quants" else (weight,)
+        self._after_add = (bias, *more)
+
     def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
         """Computes rows of x into memory at ``y``, rows ``stride`` numbers apart, and adds those at ``add``. Raises
         TypeError for a dtype without a kernel."""
+        if x.dtype not in self._calls:
+            raise TypeError(f"rows in {x.dtype} for weights in {self.kind}")
+        self._calls[x.dtype](*self._before_x, x.data_ptr(), y, add, *self._after_add, rows, self.outputs, self.inputs,
+                             stride, kernels.threads())  # fmt: skip
 
     def fields(self) -> structs.LinearStruct:
         """The struct that the compiled decoder reads. The layer must outlive it."""

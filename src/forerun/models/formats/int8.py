@@ -14,9 +14,8 @@ from functools import cache, partial
 
 import torch
 
-from forerun.kernels import structs
 from forerun.models.formats.base import Format, Linear, Rows, row_chunks, to_tensor
-from forerun.models.formats.compiled import Compiled, address, check_weight, float_bias, kernel
+from forerun.models.formats.compiled import Compiled, check_weight, float_bias
 from forerun.models.formats.tiled import DTYPES, TILE, fill, tiles_for, works
 from forerun.models.kinds import KINDS
 
@@ -67,19 +66,9 @@ class TiledInt8(Compiled):
             self.scales[outputs] = scales
             self.offsets[outputs] = levels.sum(dim=1, dtype=torch.int32) * 128
             fill(self.tiles, first, levels)
-        self.number = structs.KINDS.index("int8")
-        self.pointers = self.tiles.data_ptr(), address(self.bias), self.scales.data_ptr(), self.offsets.data_ptr()
+        self._use("linear_int8", DTYPES, "int8", self.scales, self.offsets)
         self.kind = kind
-        self.dtype = None
         self.nbytes = self.outputs * self.inputs + self.scales.nbytes
-        self.calls = {d: kernel("linear_int8", d) for d in DTYPES}
-
-    def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
-        if x.dtype not in self.calls:
-            raise TypeError(f"rows in {x.dtype} for weights in 8 bits")
-        weight, bias, scales, offsets = self.pointers
-        self.calls[x.dtype](weight, x.data_ptr(), y, add, bias, scales, offsets, rows, self.outputs, self.inputs,
-                            stride, torch.get_num_threads())  # fmt: skip
 
 
 def quantize_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

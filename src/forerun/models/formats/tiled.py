@@ -13,9 +13,8 @@ import torch
 import torch.nn.functional as F
 
 from forerun import kernels
-from forerun.kernels import structs
 from forerun.models.formats.base import Format, Rows, row_chunks
-from forerun.models.formats.compiled import Compiled, address, arena, check_weight, float_bias, kernel
+from forerun.models.formats.compiled import Compiled, arena, check_weight, float_bias
 from forerun.models.formats.weight_cache import current
 
 TILE, GROUP_BYTES = 32, 4
@@ -55,20 +54,13 @@ class TiledLinear(Compiled):
         check_weight(weight)
         self.outputs, self.inputs = weight.shape
         self.bias = float_bias(bias, self.outputs)
-        self.call = kernel("linear", weight.dtype)
         self.tiles = tiles_for(self.outputs, self.inputs, weight.dtype)
         for first, rows in row_chunks(weight, TILE):
             fill(self.tiles, first, rows)
-        self.number, self.pointers = structs.KINDS.index("own"), (self.tiles.data_ptr(), address(self.bias), 0, 0)
+        self._use("linear", (weight.dtype,), "own")
         self.kind = "streamed"
         self.nbytes = weight.shape.numel() * weight.dtype.itemsize
         self.dtype = weight.dtype
-
-    def run(self, x: torch.Tensor, y: int, add: int | None, rows: int, stride: int) -> None:
-        if x.dtype is not self.dtype:
-            raise TypeError(f"rows in {x.dtype} for weights in {self.dtype}")
-        weight, bias, _, _ = self.pointers
-        self.call(weight, x.data_ptr(), y, add, bias, rows, self.outputs, self.inputs, stride, kernels.threads())
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Raises TypeError for another dtype than that of the weights."""
