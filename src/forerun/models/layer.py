@@ -293,21 +293,21 @@ class Builder:
         return None if name is None else self.norm(self._at(name))
 
     def _add_attention(self, layer: Layer, spec: LayerSpec, sizes: Spec) -> None:
-        architecture, attention = self.spec.architecture, self.spec.architecture.attention
+        """Projections are made in the order of their use. They are so in memory, and kernels prefetch past the end."""
+        norms, attention = self.spec.architecture.norms, self.spec.architecture.attention
         rotary = self.rotaries[spec.rotary or self.spec.rotaries[0]]
+        if self.spec.latent is not None:
+            self._add_latent(layer, self.spec.latent, rotary)
+        else:
+            names = attention.qkv
+            if spec.kv_source is not None:
+                names = names[:1]
+            elif spec.key_is_value:
+                names = (names[0], names[1], names[1])
+            layer.qkv = self._qkv(names, sizes, rotary)
         layer.out, layer.gated = self._summed(self._linear(attention.out)), attention.gated
         if attention.sinks is not None:
             layer.sinks = self._floats(attention.sinks)
-        if self.spec.latent is not None:
-            self._add_latent(layer, self.spec.latent, rotary)
-            return
-        names = attention.qkv
-        if spec.kv_source is not None:
-            names = names[:1]
-        elif spec.key_is_value:
-            names = (names[0], names[1], names[1])
-        layer.qkv = self._qkv(names, sizes, rotary)
-        norms = architecture.norms
         if norms.query is not None and norms.key is not None:
             query = self._norm_weight(self._at(norms.query))
             key = query if spec.kv_source is not None else self._norm_weight(self._at(norms.key))
@@ -373,20 +373,21 @@ class Builder:
         names, sizes, maker = self.spec.architecture.mixer, self.spec.mixer, self.maker
         assert names is not None
         assert sizes is not None
-        layer.mixer_out = self._summed(self._linear(names.out))
-        bias = maker.numbers(f"{self._at(names.conv)}.bias") if sizes.conv_bias else None
-        conv = recurrent.Convolution(maker.numbers(f"{self._at(names.conv)}.weight"), bias)
         if isinstance(names, ShortConvSpec):
             layer.mixer_in = self._linear(names.in_proj)
-            short = recurrent.ShortConv(index, sizes, conv, maker.dtype)
-            layer.mixer = recurrent.KernelMixer(short) if self.kernels else short
-            return
-        if names.kind == "delta":  # a row's record comes first, the gate of the output last
+        elif names.kind == "delta":  # a row's record comes first, the gate of the output last
             qkv, gate, beta, decay = names.in_proj
             layer.mixer_in = self._linear(qkv, beta, decay, gate)
         else:
             order = [lambda rows: torch.cat([rows[sizes.inner :], rows[: sizes.inner]])]
             layer.mixer_in = self._linear(*names.in_proj, order=order)
+        layer.mixer_out = self._summed(self._linear(names.out))
+        bias = maker.numbers(f"{self._at(names.conv)}.bias") if sizes.conv_bias else None
+        conv = recurrent.Convolution(maker.numbers(f"{self._at(names.conv)}.weight"), bias)
+        if isinstance(names, ShortConvSpec):
+            short = recurrent.ShortConv(index, sizes, conv, maker.dtype)
+            layer.mixer = recurrent.KernelMixer(short) if self.kernels else short
+            return
         norm: Any = None
         if sizes.has_norm:
             weight = maker.numbers(f"{self._at(names.norm)}.weight")
