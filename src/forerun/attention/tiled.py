@@ -33,10 +33,8 @@ class KeyPart:
     rows: list[int]
     """Indices in the batch."""
     positions: list[int]
-    page: int | None
-    """The page whose entries are the keys in order, if there is one."""
-    entries: torch.Tensor | None
-    """Otherwise (page, offset) [2, keys] of every key."""
+    slots: Slots
+    """Where the keys are, in the order of the rows' path."""
     masks: dict[tuple[int, int | None], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -80,14 +78,13 @@ class TiledAttention(Backend[Parts]):
             last = min(end, (first // BLOCK + 1) * BLOCK)
             columns = (first // BLOCK + 1) * BLOCK
             taken, rows = rows[: last - first], rows[last - first :]
-            page, entries = self._keys(span, columns, path)
-            yield KeyPart(taken, list(range(first, last)), page, entries)
+            yield KeyPart(taken, list(range(first, last)), self._keys(span, columns, path))
             first = last
 
-    def _keys(self, span: Span, columns: int, path: list[int] | None) -> tuple[int | None, torch.Tensor | None]:
+    def _keys(self, span: Span, columns: int, path: list[int] | None) -> Slots:
         table, size = self.pool.block_tables[span.key], self.pool.page_size
         if path is None and columns <= size:
-            return table[0], None
+            return table[0], slice(0, columns)
         entries = torch.arange(columns)
         if path is not None:
             nodes = torch.tensor([span.start + node for node in path])[: columns - span.start]
@@ -95,7 +92,7 @@ class TiledAttention(Backend[Parts]):
             entries[span.start + len(nodes) :] = 0
         entries[entries >= len(table) * size] = 0  # masked; a mask does not stop a NaN of another sequence
         pages = torch.tensor(table)[entries // size]
-        return None, torch.stack([pages, entries % size]).to(self.pool.device)
+        return pages.to(self.pool.device), (entries % size).to(self.pool.device)
 
     def run(self, query: Query, parts: Parts) -> torch.Tensor:
         pool, count = self.pool, parts.batch.num_rows
@@ -122,14 +119,15 @@ class TiledAttention(Backend[Parts]):
     @staticmethod
     def _blocks(side: torch.Tensor, part: KeyPart, first: int) -> list[torch.Tensor]:
         """float32 [kv heads, BLOCK, width] each, from block ``first`` on."""
-        if part.page is not None:
-            page = side[part.page]
-            result = [page[:, at * BLOCK : (at + 1) * BLOCK] for at in range(first, part.blocks)]
+        page, offset = part.slots
+        if isinstance(page, int):
+            blocks = side[page, :, first * BLOCK : part.blocks * BLOCK].split(BLOCK, 1)
         else:
-            assert part.entries is not None
-            pages, offsets = part.entries[:, first * BLOCK :]
-            result = [block.transpose(0, 1).contiguous() for block in side[pages, :, offsets].split(BLOCK)]
-        return [block.float() for block in result]
+            assert isinstance(offset, torch.Tensor)
+            start = first * BLOCK
+            gathered = side[page[start:], :, offset[start:]].split(BLOCK)
+            blocks = tuple(block.transpose(0, 1).contiguous() for block in gathered)
+        return [block.float() for block in blocks]
 
     @staticmethod
     def _mask(part: KeyPart, at: int, count: int, first: int, window: int | None) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from forerun.core.batch import Scores
-from forerun.core.errors import ConfigError
+from forerun.core.config import check_types
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.speculate.accept.base import RatioRule, RuleConfig, rules
 from forerun.speculate.accept.compare import Comparison, Trials, column, row_index, take
@@ -24,8 +24,7 @@ class TreeRuleConfig(RuleConfig):
     """Draw siblings with replacement, so that one may repeat another."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.replacement, bool):
-            raise ConfigError(f"replacement must be true or false, not {self.replacement!r}")
+        check_types(TreeRuleConfig, vars(self))
 
 
 class Step(NamedTuple):
