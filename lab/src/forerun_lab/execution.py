@@ -1,4 +1,4 @@
-"""Speculative execution of any two functions, one of the other's outcome: the paper's idea outside of language models.
+"""Speculative execution of any function of another one's outcome: the paper's idea without a language model.
 
 Source: Leviathan, Kalman and Matias, "Fast Inference from Transformers via Speculative Decoding" (ICML 2023,
 arXiv 2211.17192), called [L] below.
@@ -20,18 +20,18 @@ Y = TypeVar("Y", bound=Hashable)
 Z = TypeVar("Z")
 
 TOLERANCE = 1e-6
-"""By which the probabilities of a distribution may miss 1 together."""
+"""Largest deviation of the sum of a distribution from 1."""
 
 
 @dataclass(frozen=True)
 class Execution(Generic[Y, Z]):
-    """What came of one call of ``speculate``."""
+    """The result of ``speculate``."""
 
     value: Z
     """``g(drawn)``."""
     drawn: Y
     guesses: tuple[Y, ...]
-    """What ``g`` was started on, in the order of drawing."""
+    """The outcomes on which ``g`` was started, in the order of drawing."""
     hit: bool
     """``g`` was running on ``drawn`` before ``f`` had ended."""
     guess_error: Exception | None = None
@@ -43,18 +43,18 @@ def settle(p: Mapping[Y, float], q: Mapping[Y, float], guesses: Sequence[Y]) -> 
     probability min(1, p / q), and p becomes the rest, norm(max(p - q, 0)), where it is not ([L], section 2.3, once per
     guess). Averaged over the guesses it is ``p``."""
     distribution: dict[Y, float] = {}
-    rest, left = dict(p), 1.0
+    residual, remaining = dict(p), 1.0
     for guess in guesses:
-        kept = left * min(1.0, rest.get(guess, 0.0) / q[guess])
-        distribution[guess] = distribution.get(guess, 0.0) + kept
-        left -= kept
-        excess = {y: max(fraction - q.get(y, 0.0), 0.0) for y, fraction in rest.items()}
+        accepted = remaining * min(1.0, residual.get(guess, 0.0) / q[guess])
+        distribution[guess] = distribution.get(guess, 0.0) + accepted
+        remaining -= accepted
+        excess = {y: max(fraction - q.get(y, 0.0), 0.0) for y, fraction in residual.items()}
         mass = math.fsum(excess.values())
-        if left <= 0.0 or mass <= 0.0:
+        if remaining <= 0.0 or mass <= 0.0:
             return distribution
-        rest = {y: fraction / mass for y, fraction in excess.items()}
-    for y, fraction in rest.items():
-        distribution[y] = distribution.get(y, 0.0) + left * fraction
+        residual = {y: fraction / mass for y, fraction in excess.items()}
+    for y, fraction in residual.items():
+        distribution[y] = distribution.get(y, 0.0) + remaining * fraction
     return distribution
 
 
@@ -73,10 +73,10 @@ def speculate(
     ``f`` and ``guess`` return a probability for each outcome (``{y: 1.0}`` says that y is certain). ``executor`` runs
     ``f`` and ``g`` and needs ``guesses + 1`` workers to gain anything: threads by default, a ``ProcessPoolExecutor``
     for functions that keep the interpreter busy. ``seed`` fixes every draw, whatever the timing. ``g`` must not act on
-    the world: it also runs on guesses that turn out wrong, and what it raises there is forgotten.
+    the world: it also runs on wrong guesses, whose errors are ignored.
 
-    A guess that cannot be had (``guess`` raises, or returns no distribution) costs its time and nothing else. What
-    ``f`` raises, and ``g`` on the outcome that counts, is raised. Raises ConfigError for ``guesses`` below 0 and for an
+    If ``guess`` raises or returns no distribution, only its time is lost. Errors of ``f``, and of ``g`` on the drawn
+    outcome, are raised. Raises ConfigError for ``guesses`` below 0 and for an
     ``f`` that returns no distribution.
     """
     if guesses < 0:
@@ -87,7 +87,7 @@ def speculate(
             return speculate(f, g, guess, x, seed=seed, guesses=guesses, executor=threads)
         finally:
             threads.shutdown(wait=False)  # wrong guesses end on their own
-    source = random.Random(seed)
+    rng = random.Random(seed)
     thinking = executor.submit(f, x)
     q: dict[Y, float] = {}
     error: Exception | None = None
@@ -96,20 +96,20 @@ def speculate(
             q = _distribution("guess", guess(x))
         except Exception as raised:  # noqa: BLE001 - the caller's function; the result does not depend on it
             error = raised
-    drawn = [_draw(q, source) for _ in range(guesses)] if q else []
+    drawn = [_draw(q, rng) for _ in range(guesses)] if q else []
     running = {y: executor.submit(g, y) for y in dict.fromkeys(drawn)}
     try:
         p = _distribution("f", thinking.result())
-        y = _draw(settle(p, q, drawn), source)
+        y = _draw(settle(p, q, drawn), rng)
         value = running[y].result() if y in running else g(y)
     finally:
-        _forget(running)
+        _cancel(running)
     return Execution(value, y, tuple(drawn), y in running, error)
 
 
 def expected_latency(hit: float, f: float, g: float, guess: float = 0.0) -> float:
-    """Seconds of ``speculate`` with a worker for everything, as theorem 3.8 of [L] counts them: ``g`` starts when the
-    guess is there, and again, behind ``f``, where no guess is kept.
+    """Seconds of ``speculate`` with a worker for everything, as in theorem 3.8 of [L]: ``g`` starts after
+    ``guess``, and again, after ``f``, if no guess is accepted.
 
     ``hit``: probability that the outcome was guessed, 1 - (1 - alpha)^n for independent guesses kept with alpha each;
     ``f``, ``g``, ``guess``: seconds of a call. One after the other takes f + g.
@@ -129,11 +129,11 @@ def _distribution(name: str, result: Any) -> dict[Any, float]:
     return {y: fraction / total for y, fraction in fractions.items() if fraction > 0.0}
 
 
-def _draw(distribution: Mapping[Y, float], source: random.Random) -> Y:
+def _draw(distribution: Mapping[Y, float], rng: random.Random) -> Y:
     possible = [(y, fraction) for y, fraction in distribution.items() if fraction > 0.0]
-    return source.choices([y for y, _ in possible], [fraction for _, fraction in possible])[0]
+    return rng.choices([y for y, _ in possible], [fraction for _, fraction in possible])[0]
 
 
-def _forget(running: Mapping[Any, Future[Any]]) -> None:
+def _cancel(running: Mapping[Any, Future[Any]]) -> None:
     for future in running.values():
         future.cancel()

@@ -41,9 +41,11 @@ __all__ = [
 
 
 def acceptance_probability(p_x: torch.Tensor | float, q_x: torch.Tensor | float, lenience: float = 1.0) -> torch.Tensor:
-    """Probability of keeping a drafted token x: ``min(1, p(x) / (l q(x)))``. Takes the two probabilities of the drafted
-    token itself, element by element; ``q_x > 0`` because x was drawn from q. [L] section 2.3; lenience as in A.5. A
-    float64 tensor of probabilities."""
+    """Probability of keeping a drafted token x: ``min(1, p(x) / (l q(x)))``.
+
+    Takes the two probabilities of the drafted token itself, element by element; ``q_x > 0`` because x was drawn
+    from q. [L] section 2.3; lenience as in A.5. A float64 tensor of probabilities.
+    """
     ratio = as_number("lenience", lenience, 0, 1, above=True)
     target, draft = as_tensor("p_x", p_x).to(torch.float64), as_tensor("q_x", q_x).to(torch.float64)
     if not bool(((target >= 0) & (target <= 1)).all()):
@@ -54,33 +56,41 @@ def acceptance_probability(p_x: torch.Tensor | float, q_x: torch.Tensor | float,
 
 
 def rejection_sampling_rate(p: Distribution, q: Distribution) -> torch.Tensor:
-    """Acceptance of non-iterative rejection sampling: ``1 / M`` with ``M = max_x p(x) / q(x)``, in [0, 1]. [L] appendix
-    A.2, ``sum_x p(x) min_x' q(x') / p(x')``, the minimum over the support of p. Never above
-    :func:`forerun.theory.acceptance_rate`, often far below: one token that q underrates spoils every other token."""
+    """Acceptance of non-iterative rejection sampling: ``1 / M`` with ``M = max_x p(x) / q(x)``, in [0, 1].
+
+    [L] appendix A.2, ``sum_x p(x) min_x' q(x') / p(x')``, the minimum over the support of p. Never above
+    :func:`forerun.theory.acceptance_rate`, often far below: one token that q underrates spoils every other token.
+    """
     target, draft = as_pair(p, q)
     ratios = torch.where(target > 0, draft / target, torch.inf)
     return ratios.amin(-1).clamp(max=1.0)
 
 
 def lenient_token_bound(p: Distribution, lenience: float) -> torch.Tensor:
-    """The most that lenience l may make of each token's probability: ``min(1, p(x) / l)``, of p's shape. [L] appendix
-    A.5. There is no lower bound: a token that q never drafts can lose most of its probability."""
+    """The most that lenience l may make of each token's probability: ``min(1, p(x) / l)``, of p's shape.
+
+    [L] appendix A.5. There is no lower bound: a token that q never drafts can lose most of its probability.
+    """
     ratio = as_number("lenience", lenience, 0, 1, above=True)
     return (as_rows("p", p) / ratio).clamp(max=1.0)
 
 
 def expected_accepted(alpha: float, depth: int) -> float:
-    """Mean drafted tokens that one round keeps: ``alpha + alpha^2 + ... + alpha^depth``, in [0, depth]. ``sum_(k <
-    depth) k alpha^k (1 - alpha) + depth alpha^depth``; one less than [L] equation 1. At depth 4 it is 0.94, 1.77 and
-    3.10 for alpha 0.5, 0.7 and 0.9."""
+    """Mean drafted tokens that one round keeps: ``alpha + alpha^2 + ... + alpha^depth``, in [0, depth].
+
+    ``sum_(k < depth) k alpha^k (1 - alpha) + depth alpha^depth``; one less than [L] equation 1.
+    At depth 4 it is 0.94, 1.77 and 3.10 for alpha 0.5, 0.7 and 0.9.
+    """
     rate, length = as_number("alpha", alpha, 0, 1), as_count("depth", depth)
     return rate * expected_tokens(rate, length - 1) if length else 0.0
 
 
 def alpha_from_tokens(mean_tokens: float, gamma: int) -> float:
-    """The alpha whose expected tokens are ``mean_tokens`` (measured tokens per round, in [1, gamma + 1]). The inverse
-    of [L] equation 1, to rounding; ``gamma >= 1``, since a round without a draft says nothing of alpha. Where counts
-    per position are at hand, accepted over judged tokens (the match rate) is the better estimate."""
+    """The alpha whose expected tokens are ``mean_tokens`` (measured tokens per round, in [1, gamma + 1]).
+
+    The inverse of [L] equation 1, to rounding; ``gamma >= 1``, since a round without a draft says nothing of alpha.
+    Where counts per position are at hand, accepted over judged tokens (the match rate) is the better estimate.
+    """
     length = as_count("gamma", gamma, 1)
     tokens = as_number("mean_tokens", mean_tokens, 1, length + 1)
     low, high = 0.0, 1.0
@@ -95,16 +105,20 @@ def alpha_from_tokens(mean_tokens: float, gamma: int) -> float:
 
 
 def oracle_tokens(alpha: float) -> float:
-    """Mean tokens per round if an oracle chose each round's length: ``1 / (1 - alpha)``; infinite at alpha = 1. [L]
-    section 3.5: the limit of :func:`expected_tokens` for a long draft, so also the bound on the walltime improvement of
-    any draft of negligible cost (section 3.6)."""
+    """Mean tokens per round if an oracle chose each round's length: ``1 / (1 - alpha)``; infinite at alpha = 1.
+
+    [L] section 3.5: the limit of :func:`expected_tokens` for a long draft, so also the bound on the walltime
+    improvement of any draft of negligible cost (section 3.6).
+    """
     rate = as_number("alpha", alpha, 0, 1)
     return math.inf if rate == 1 else 1 / (1 - rate)
 
 
 def guaranteed_improvement(alpha: float, c: float) -> float:
-    """Speed over plain decoding that the best gamma is sure to reach: ``(1 + alpha) / (1 + c)``, at least 1. [L]
-    corollary 3.9, theorem 3.8 at gamma = 1. Above 1 iff alpha > c; otherwise drafting nothing gives 1."""
+    """Speed over plain decoding that the best gamma is sure to reach: ``(1 + alpha) / (1 + c)``, at least 1.
+
+    [L] corollary 3.9, theorem 3.8 at gamma = 1. Above 1 iff alpha > c; otherwise drafting nothing gives 1.
+    """
     return max(1.0, (1 + as_number("alpha", alpha, 0, 1)) / (1 + as_number("c", c, 0)))
 
 
@@ -121,8 +135,10 @@ def oracle_improvement(alpha: float, c: float) -> float:
 
 
 def memory_access_factor(alpha: float, gamma: int) -> float:
-    """By what factor reads of the target's weights and KV shrink per token: :func:`expected_tokens`. [L] section 3.4:
-    they are read once per round, whatever its length. The draft's own reads are not counted."""
+    """By what factor reads of the target's weights and KV shrink per token: :func:`expected_tokens`.
+
+    [L] section 3.4: they are read once per round, whatever its length. The draft's own reads are not counted.
+    """
     return expected_tokens(alpha, gamma)
 
 

@@ -111,8 +111,8 @@ class OutsideContender:
         return False
 
     def run(self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> Measured:
-        """So many prompts at a time as the worker decodes together. What the first one's parameters say besides the
-        seed holds for all."""
+        """Answer the prompts, as many at a time as the worker batches. The first one's parameters, except for the seed,
+        apply to all."""
         result, options = Measured(), params[0]
         for first in range(0, len(prompts), self.sequences):
             answer = self.worker.ask(
@@ -171,8 +171,8 @@ def _command(peer: str, text: str | None) -> list[str]:
 
 @contextmanager
 def scorer(python: str, model: str, context: int, threads: int) -> Iterator[Callable[[Sequence[int]], dict[str, Any]]]:
-    """What llama.cpp thinks of token ids, under the interpreter ``python``: ``logprobs`` of all but the first, and
-    the likeliest next token of each as ``choices``. Takes GGUF files. Raises ConfigError."""
+    """llama.cpp's scores of token ids, under the interpreter ``python``: ``logprobs`` of all but the first, and each
+    one's likeliest next token as ``choices``. Takes GGUF files. Raises ConfigError."""
     path = resolve(model)
     if not path.is_file():
         raise ConfigError(f"{model} is no GGUF file, which llama.cpp needs")

@@ -30,7 +30,7 @@ PAPER_5_GREEDY = (0.75, 0.75, 0.8, 0.87)
 
 
 @cache
-def rates(tokens: int, temperature: float, progress: object = None) -> dict[str, Rates]:
+def rates(tokens: int, temperature: float) -> dict[str, Rates]:
     """By draft: over ``tokens`` tokens that the bundled target wrote at ``temperature`` behind held-out text."""
     texts = list(_written(tokens, temperature))
     target, draft = (_module(name) for name in (TARGET, DRAFT))

@@ -1,4 +1,4 @@
-"""What is made again: a part is a table of the references with our values beside theirs."""
+"""Parts of the reproduction: a reference's table with our values beside its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Cell = str | float | int | None
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is done, and where trained models stay."""
+    """Amount of work, and the folder of trained models."""
 
     folder: Path
     tokens: int

@@ -1,4 +1,4 @@
-"""What every training command is told, and the size of a model that is trained from scratch."""
+"""Configurations of the training commands, and the shape of a model that is trained from scratch."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class RunConfig:
     progress: bool = True  # show progress bars
 
     def settings(self) -> LoopSettings:
-        """The part that the training loop needs."""
+        """The settings of the training loop."""
         return LoopSettings(
             out=self.out / "run",
             tokens=self.tokens,
@@ -110,7 +110,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TargetConfig(RunConfig):
-    """What `forerun train target` is told."""
+    """Options of `forerun train target`."""
 
     vocab_size: int = 4096  # tokens of the tokenizer
 
@@ -139,7 +139,7 @@ class OnPolicyConfig(RunConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig(OnPolicyConfig):
-    """What `forerun train draft_model` is told; `held_out` counts where the target's record names no files."""
+    """Options of `forerun train draft_model`; `held_out` applies if the target's record names no files."""
 
     loss: str = "lk"  # kl, lk or tv_ce
     shape: ModelShape = field(default_factory=lambda: ModelShape(128, 2, 2, 1, 384, 2048))
@@ -157,7 +157,7 @@ class DistillConfig(OnPolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadTrainConfig(OnPolicyConfig):
-    """What `forerun train METHOD` is told."""
+    """Options of `forerun train METHOD`."""
 
     method: str = "medusa"  # which head
     depth: int | None = None  # tokens ahead that the head learns to guess; none means 5, and 1 for layerskip
@@ -200,7 +200,7 @@ class HeadTrainConfig(OnPolicyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class JointConfig(OnPolicyConfig):
-    """What `forerun train medusa2` is told; ``out`` gets the folders ``target`` and ``head``."""
+    """Options of `forerun train medusa2`; ``out`` gets the folders ``target`` and ``head``."""
 
     depth: int = 5  # tokens ahead that the heads learn to guess
     head: Path | None = None  # folder of a medusa head of the target that has learnt alone already: no warm-up
@@ -231,7 +231,7 @@ class JointConfig(OnPolicyConfig):
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON has it: paths become text."""
+    """``value`` as JSON: paths become text."""
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return str(value) if isinstance(value, Path) else value

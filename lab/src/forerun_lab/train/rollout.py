@@ -1,4 +1,4 @@
-"""Text that a target writes, to distil from."""
+"""Text that a target generates, for distillation."""
 
 import inspect
 from pathlib import Path
@@ -18,7 +18,7 @@ ROWS = 64  # continuations written together, at most
 
 
 def cache_keyword(model: PreTrainedModel) -> str:
-    """What its forward calls the KV cache: `cache` from transformers 5.24 on, `past_key_values` before it."""
+    """The name of the KV cache in its forward: `cache` from transformers 5.24 on, `past_key_values` before."""
     return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
@@ -53,7 +53,7 @@ def rollout_stream(
     shown: bool = False,
 ) -> Tensor:
     """About `tokens` tokens of continuations of random places of a corpus, int32 [tokens], their prompts included.
-    Every round of them is kept in `folder`, and not written again there."""
+    Every batch is cached in `folder`."""
     length = PROMPT + CONTINUATION
     generator = torch.Generator().manual_seed(seed)
     rows = min(ROWS, max(1, round(tokens / length)))
@@ -73,7 +73,7 @@ def rollout_stream(
 
 
 def save(text: Tensor, path: Path) -> None:
-    """Writes token ids, int32 [tokens]; the file is there whole or not at all."""
+    """Write token ids, int32 [tokens], atomically."""
     replace_with(path, lambda temporary: torch.save(text, temporary))
 
 

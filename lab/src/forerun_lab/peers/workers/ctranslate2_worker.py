@@ -13,11 +13,11 @@ from time import perf_counter
 from typing import Any
 
 BART = {"normalize_before": False, "normalize_embedding": True}
-"""What the converter asks of a BART config and transformers no longer writes."""
+"""Keys of a BART config that the converter needs and transformers no longer writes."""
 
 
 def converted(checkpoint: Path, folder: Path) -> Path:
-    """The checkpoint as CTranslate2 reads it. Tokens that it has not are the decoder's first."""
+    """Convert the checkpoint for CTranslate2. Missing special tokens become the decoder's start token."""
     from ctranslate2.converters import TransformersConverter
 
     source, made = folder / "checkpoint", folder / "converted"
@@ -33,16 +33,16 @@ def converted(checkpoint: Path, folder: Path) -> Path:
     return made
 
 
-def answer(model: Any, words: list[str], asked: dict[str, Any]) -> dict[str, Any]:
-    source = [words[token] for token in asked["source"]]
+def answer(model: Any, words: list[str], request: dict[str, Any]) -> dict[str, Any]:
+    source = [words[token] for token in request["source"]]
     began = perf_counter()
     result = model.translate_batch(
         [source],
-        beam_size=asked["width"],
-        num_hypotheses=asked["width"],
-        max_decoding_length=asked["max_tokens"],
+        beam_size=request["width"],
+        num_hypotheses=request["width"],
+        max_decoding_length=request["max_tokens"],
         min_decoding_length=0,
-        length_penalty=asked["length_penalty"],
+        length_penalty=request["length_penalty"],
         return_scores=True,
     )[0]
     seconds = perf_counter() - began
@@ -53,7 +53,7 @@ def answer(model: Any, words: list[str], asked: dict[str, Any]) -> dict[str, Any
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes beside the answers
+    os.dup2(2, 1)  # libraries print to standard error, not among the answers
     import ctranslate2
 
     about = json.loads(sys.stdin.readline())

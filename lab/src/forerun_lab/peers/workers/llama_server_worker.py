@@ -1,6 +1,6 @@
-"""A llama-server (llama.cpp's, or a fork's): a GGUF file as it lies, with the options that the server is given.
+"""A llama-server (llama.cpp's, or a fork's) with an unchanged GGUF file and the given options.
 
-Its own clock counts, from the first token on. Where it answers no ids, its tokenizer reads its text again.
+Times are the server's own, from the first token on. If it returns no ids, its tokenizer encodes its text again.
 """
 
 import json
@@ -22,7 +22,7 @@ UNCUT = {"top_p": 1.0, "min_p": 0.0, "repeat_penalty": 1.0, "cache_prompt": Fals
 
 
 class LlamaServer:
-    """The process, which has read its model."""
+    """The server process, ready to answer."""
 
     def __init__(self, command: list[str]) -> None:
         with socket.socket() as free:
@@ -62,20 +62,20 @@ class LlamaServer:
         except HTTPError as error:
             sys.exit(f"{path} answered {error.code}: {error.read().decode()}")
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        (prompt,), (seed,), temperature = asked["prompts"], asked["seeds"], asked["temperature"]
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        (prompt,), (seed,), temperature = request["prompts"], request["seeds"], request["temperature"]
         self.seen.add(tuple(prompt))
         options = {
             "temperature": temperature,
             "seed": seed,
             "top_k": 0 if temperature else 1,
-            "ignore_eos": not asked["ends"],
+            "ignore_eos": not request["ends"],
         }
-        result = self.ask("/completion", {"prompt": prompt, "n_predict": asked["max_tokens"], **options, **UNCUT})
+        result = self.ask("/completion", {"prompt": prompt, "n_predict": request["max_tokens"], **options, **UNCUT})
         tokens = result.get("tokens")
         if tokens is None:
             tokens = self.ask("/tokenize", {"content": result["content"]})["tokens"]
-            tokens += asked["ends"][:1] if result["stopped_eos"] else []
+            tokens += request["ends"][:1] if result["stopped_eos"] else []
         count, seconds = result["timings"]["predicted_n"] - 1, result["timings"]["predicted_ms"] / 1000
         return {"answers": [tokens], "tokens": count, "seconds": seconds}
 
@@ -111,11 +111,11 @@ def main() -> None:
                 json.dumps({"version": version(program), "rows": [name], "about": reported}), file=replies, flush=True
             )
             for line in sys.stdin:
-                asked = json.loads(line)
-                if tuple(asked["prompts"][0]) in server.seen:  # some drafters would recite its answer
+                request = json.loads(line)
+                if tuple(request["prompts"][0]) in server.seen:  # some drafters would repeat its answer
                     server.end()
                     server = LlamaServer(command)
-                print(json.dumps(server.answer(asked)), file=replies, flush=True)
+                print(json.dumps(server.answer(request)), file=replies, flush=True)
         finally:
             server.end()
 

@@ -7,18 +7,18 @@ from time import perf_counter
 from typing import Any
 
 
-def answer(genai: Any, model: Any, asked: dict[str, Any]) -> dict[str, Any]:
+def answer(genai: Any, model: Any, request: dict[str, Any]) -> dict[str, Any]:
     import numpy
     import openvino
 
     config = genai.GenerationConfig()
-    config.max_new_tokens = asked["max_tokens"]
-    config.ignore_eos = not asked["ends"]
-    config.stop_token_ids = set(asked["ends"])
+    config.max_new_tokens = request["max_tokens"]
+    config.ignore_eos = not request["ends"]
+    config.stop_token_ids = set(request["ends"])
     config.apply_chat_template = False
-    config.do_sample = asked["temperature"] > 0
+    config.do_sample = request["temperature"] > 0
     if config.do_sample:
-        config.temperature, config.rng_seed, config.top_p = asked["temperature"], asked["seeds"][0], 1.0
+        config.temperature, config.rng_seed, config.top_p = request["temperature"], request["seeds"][0], 1.0
     times: list[float] = []
 
     class Clock(genai.StreamerBase):
@@ -29,7 +29,7 @@ def answer(genai: Any, model: Any, asked: dict[str, Any]) -> dict[str, Any]:
         def end(self) -> None:
             pass
 
-    (prompt,) = asked["prompts"]
+    (prompt,) = request["prompts"]
     result = model.generate(openvino.Tensor(numpy.array([prompt], dtype=numpy.int64)), config, Clock())
     tokens = list(result.tokens[0])
     return {"answers": [tokens], "tokens": len(tokens) - 1, "seconds": perf_counter() - times[0]}
@@ -37,7 +37,7 @@ def answer(genai: Any, model: Any, asked: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes beside the answers
+    os.dup2(2, 1)  # libraries print to standard error, not among the answers
     import openvino_genai as genai
 
     about = json.loads(sys.stdin.readline())

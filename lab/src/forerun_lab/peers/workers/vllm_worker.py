@@ -7,18 +7,18 @@ from time import perf_counter
 from typing import Any
 
 KV_CACHE = 2 << 30
-"""Bytes; vLLM asks for nearly all memory where it is not told."""
+"""Bytes; by default vLLM takes nearly all memory."""
 
 
-def answer(engine: Any, params: Any, asked: dict[str, Any], number: int) -> dict[str, Any]:
-    names = [f"{number}-{i}" for i in range(len(asked["prompts"]))]
-    for name, prompt, seed in zip(names, asked["prompts"], asked["seeds"]):
+def answer(engine: Any, params: Any, request: dict[str, Any], number: int) -> dict[str, Any]:
+    names = [f"{number}-{i}" for i in range(len(request["prompts"]))]
+    for name, prompt, seed in zip(names, request["prompts"], request["seeds"]):
         options = params(
-            max_tokens=asked["max_tokens"],
-            temperature=asked["temperature"],
+            max_tokens=request["max_tokens"],
+            temperature=request["temperature"],
             seed=seed,
-            ignore_eos=not asked["ends"],
-            stop_token_ids=asked["ends"],
+            ignore_eos=not request["ends"],
+            stop_token_ids=request["ends"],
             detokenize=False,
         )
         engine.add_request(name, {"prompt_token_ids": prompt}, options)
@@ -35,7 +35,7 @@ def answer(engine: Any, params: Any, asked: dict[str, Any], number: int) -> dict
 
 def main() -> None:
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print goes beside the answers
+    os.dup2(2, 1)  # libraries print to standard error, not among the answers
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     import vllm
 
@@ -52,8 +52,8 @@ def main() -> None:
     reported = {"version": vllm.__version__, "rows": ["vllm"], "about": f"vLLM {model.llm_engine.model_config.dtype}"}
     print(json.dumps(reported), file=replies, flush=True)
     for number, line in enumerate(sys.stdin):
-        asked = json.loads(line)
-        print(json.dumps(answer(model.llm_engine, vllm.SamplingParams, asked, number)), file=replies, flush=True)
+        request = json.loads(line)
+        print(json.dumps(answer(model.llm_engine, vllm.SamplingParams, request, number)), file=replies, flush=True)
 
 
 main()
