@@ -59,10 +59,15 @@ class EncoderDecoderStack:
     ) -> None:  # fmt: skip
         self.spec, self.maker, self.kernels = spec, maker, kernels
         self.embedding = embedding or maker.embedding(names.embedding, head, spec.embedding_scale)
-        layers = [f"{names.layers}.{index}" for index in range(names.count)]
-        self.attention = [self._block(layer, names.attention) for layer in layers]
-        self.cross = [] if names.cross is None else [self._block(layer, names.cross, cross=True) for layer in layers]
-        self.mlp = [self._block(layer, names.mlp) for layer in layers]
+        self.attention: list[EncoderDecoderBlock] = []
+        self.cross: list[EncoderDecoderBlock] = []
+        self.mlp: list[EncoderDecoderBlock] = []
+        for index in range(names.count):  # made in the order of their use, so that they are so in memory
+            layer = f"{names.layers}.{index}"
+            self.attention.append(self._block(layer, names.attention))
+            if names.cross is not None:
+                self.cross.append(self._block(layer, names.cross, cross=True))
+            self.mlp.append(self._block(layer, names.mlp))
         self.embedding_norm = None if names.embedding_norm is None else self._norm(names.embedding_norm)
         self.norm = None if names.norm is None else self._norm(names.norm)
         self.positions: torch.Tensor | None = None
