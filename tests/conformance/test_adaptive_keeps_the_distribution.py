@@ -55,7 +55,7 @@ def speculating(engine, keys):
         options = {"accept": rule, "length": length, "num_speculative_tokens": 2, "draft_temperature": 3.0}
         made = engine(keys(Case("draft_model", "chain"), **options), max_num_seqs=8)
         # Reading a prompt for answers as short as these would never pay.
-        made.policy.setting = replace(made.policy.setting, behind=lambda sequence: 0)
+        made.policy.setting = replace(made.policy.setting, backlog=lambda sequence: 0)
         ticks = count()
         made.clock = lambda: 0.01 * next(ticks)  # every run reads prompts and plans alike
         made.policy.clock = lambda: 0.0

@@ -81,7 +81,7 @@ def test_metric_names(server):
 
 def test_limits_are_the_codes():
     assert f"by {PATIENCE} rounds" in PAGE
-    assert f"less than {LONGEST_WAIT} rounds" in PAGE
+    assert f"moves it by {LONGEST_WAIT:,} rounds or" in PAGE
     assert f"{LONGEST_WAIT} rounds" in (Generation.model_fields["priority"].description or "")
     statuses = {int(code) for row in first_column("Limits and safety", 1) for code in row.split(", ")}
     assert statuses == set(STATUSES)
