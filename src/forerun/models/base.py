@@ -200,7 +200,7 @@ def new_attention(
     info = model.info
     ours = can_attend(info.dtype, info.device, info.kv_shapes)
     tiled = model.invariant and info.device.type == "cpu" and not ours
-    longest = padded(max_len + slack, BLOCK) if tiled else max_len + slack
+    longest = -(-(max_len + slack) // BLOCK) * BLOCK if tiled else max_len + slack
     if page_size is None:
         page_size, num_pages = longest, max_seqs
     else:
@@ -231,10 +231,6 @@ def attention_over(model: Model, pool: Pool) -> Attention:
         return KernelAttention(pool)
     tiled = model.invariant and info.device.type == "cpu"
     return TiledAttention(pool) if tiled else SdpaAttention(pool)
-
-
-def padded(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
 
 
 def pad_rows(rows: torch.Tensor, count: int) -> torch.Tensor:

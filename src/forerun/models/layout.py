@@ -136,27 +136,25 @@ class Maker:
         """One layer of one or several projections ("model.layers.0.mlp.up_proj"), whose outputs follow each other; each
         projection has its own order of rows."""
         orders: Sequence[Order] = order or [None] * len(parts)
-        result = [self._blocks(f"{part}.weight", order) for part, order in zip(parts, orders)]
+        packed = [self._blocks(f"{part}.weight", order) for part, order in zip(parts, orders)]
         made: list[Any] = []
-        for kind, group in groupby(range(len(parts)), lambda i: None if (item := result[i]) is None else item.kind):
-            indices = [*group]
-            names, reorders = [parts[i] for i in indices], [orders[i] for i in indices]
-            bias = self._bias(names, reorders)
-            if kind is None:
-                made.append(self._make(self._stack(names, reorders), bias))
+        for kind, group in groupby(zip(parts, orders, packed), key=lambda part: getattr(part[2], "kind", None)):
+            names, reorders, same_kind = zip(*group)
+            bias, form = self._bias(names, reorders), self.quantized
+            if kind is not None:
+                made.append(_packed(same_kind, bias))
+                continue
+            weight = self._stack(names, reorders)
+            if form is not None and form.pays(weight):
+                made.append(form.make(weight, bias))
             else:
-                made.append(_packed([item for i in indices if (item := result[i]) is not None], bias))
+                made.append(make_linear(weight, bias, self.how))
         self._finish()
         return made[0] if len(made) == 1 else Joined(made)
 
     def router(self, part: str) -> Linear:
         """A small layer that decides something: never quantized."""
         return make_linear(self._stack([part], [None]), self._bias([part], [None]), self.how)
-
-    def _make(self, weight: Rows, bias: torch.Tensor | None) -> Linear:
-        if self.quantized is not None and self.quantized.pays(weight):
-            return self.quantized.make(weight, bias)
-        return make_linear(weight, bias, self.how)
 
     def _stack(self, parts: Sequence[str], orders: Sequence[Order]) -> Rows:
         result = [self._read(f"{part}.weight") for part in parts]
