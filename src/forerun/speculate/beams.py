@@ -162,7 +162,7 @@ def beam_progress(sequence: RequestState, draft: Draft, verdict: Verdict) -> Ver
 
 
 def _rank(scores: Scores, groups: dict[Beams, list[int]], sampler: Sampler) -> dict[int, Ranked]:
-    """The best continuations of every row of every group; ids that are not permitted are left out."""
+    """The best continuations of every row of every group. Ids that are not permitted have log-probability -inf."""
     rows = [
         scores.row(member, node)
         for members in groups.values()
