@@ -55,7 +55,7 @@ COUNT = Within(least=1, whole=True)
 POSITIVE = Within(above=0)
 NOT_NEGATIVE = Within(least=0)
 FRACTION = Within(least=0, most=1)
-SHARE = Within(above=0, most=1)
+POSITIVE_FRACTION = Within(above=0, most=1)
 
 
 def check_within(options: Any, limits: Mapping[str, Within], label: str = "") -> None:

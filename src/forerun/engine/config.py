@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from forerun.core.config import COUNT, SHARE, check_seed, check_types, check_within, option
+from forerun.core.config import COUNT, POSITIVE_FRACTION, check_seed, check_types, check_within, option
 from forerun.core.errors import ConfigError, shown
 from forerun.core.threads import AUTO, check_threads
 from forerun.engine.memory import parse_bytes
@@ -209,7 +209,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_within(self, {
             "max_num_seqs max_num_batched_tokens max_grammar_bytes tensor_parallel_size max_model_len page_size": COUNT,
-            "num_pages max_prefill_tokens": COUNT, "gpu_memory_utilization": SHARE,
+            "num_pages max_prefill_tokens": COUNT, "gpu_memory_utilization": POSITIVE_FRACTION,
         })  # fmt: skip
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(

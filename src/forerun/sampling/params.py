@@ -13,7 +13,7 @@ from typing import Any
 from forerun.core.config import (
     COUNT,
     FRACTION,
-    SHARE,
+    POSITIVE_FRACTION,
     Within,
     check_seed,
     check_types,
@@ -38,7 +38,7 @@ LIMITS = {
     "n": Within(least=1, most=MOST_ANSWERS, whole=True),
     "temperature": Within(least=0, most=LARGEST),
     "top_k": Within(least=-1, whole=True),
-    "top_p": SHARE,
+    "top_p": POSITIVE_FRACTION,
     "min_p": FRACTION,
     "max_tokens": COUNT,
     "min_tokens logprobs prompt_logprobs": Within(least=0, whole=True),

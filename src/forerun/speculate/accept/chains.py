@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from forerun.core.batch import Scores
-from forerun.core.config import SHARE, check_within
+from forerun.core.config import POSITIVE_FRACTION, check_within
 from forerun.core.tree import Draft, Verdict
 from forerun.sampling.draw import Sampler
 from forerun.speculate.accept.base import RatioRule, Rule, RuleConfig, follow_samples, rules
@@ -46,7 +46,7 @@ class LenientConfig(RuleConfig):
     """l in (0, 1]: no token becomes more likely than 1 / l times what the target gives it; 1 is lossless."""
 
     def __post_init__(self) -> None:
-        check_within(self, {"lenience": SHARE})
+        check_within(self, {"lenience": POSITIVE_FRACTION})
 
 
 @rules.register("lenient")

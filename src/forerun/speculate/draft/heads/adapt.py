@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from forerun.core.config import COUNT, POSITIVE, SHARE, check_types, check_within
+from forerun.core.config import COUNT, POSITIVE, POSITIVE_FRACTION, check_types, check_within
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.models.base import Model
@@ -51,7 +51,7 @@ class Adaptation:
     """Folder for the trained head, written when the engine closes; name it as ``model`` next time."""
 
     def __post_init__(self) -> None:
-        check_within(self, {"every window batch": COUNT, "share": SHARE, "lr": POSITIVE}, "adapt: ")
+        check_within(self, {"every window batch": COUNT, "share": POSITIVE_FRACTION, "lr": POSITIVE}, "adapt: ")
         if self.buffer_tokens < self.window:
             raise ConfigError(f"adapt: buffer_tokens ({self.buffer_tokens}) must hold a window ({self.window})")
 
