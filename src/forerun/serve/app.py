@@ -258,6 +258,7 @@ def create_app(engine: EngineClient, options: ServerOptions | None = None) -> Fa
 
 
 EVERYWHERE = (403, 408, 413, 500)
+"""The statuses of errors of all routes; below, of those that take a body, and of those that generate."""
 BODY = (400, 404)
 GENERATION = (*BODY, 429, 503, 504)
 
@@ -377,28 +378,24 @@ def _operator_routes(app: FastAPI, server: Server) -> None:
         return Response(server.recorder.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-KINDS = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
+MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 POLICY = "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 def _playground(app: FastAPI) -> None:
-    """Static files without a build step: the page at ``/``, its files under ``/page/``. Only files of this package are
-    known by name."""
-    known = {path.name: path for path in (Path(__file__).parent / "page").iterdir() if path.suffix in KINDS}
-
-    def answer(name: str) -> Response:
-        if name not in known:
-            raise ApiError(404, f"there is nothing at /page/{name}")
-        headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
-        return Response(known[name].read_bytes(), headers=headers, media_type=KINDS[known[name].suffix])
+    """Serves the page at ``/`` and its files under ``/page/``, which are those of this package."""
+    files = {path.name: path for path in (Path(__file__).parent / "page").iterdir() if path.suffix in MEDIA_TYPES}
+    headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 
     @app.get("/", include_in_schema=False)
     async def index() -> Response:
-        return answer("index.html")
+        return await file("index.html")
 
     @app.get("/page/{name}", include_in_schema=False)
     async def file(name: str) -> Response:
-        return answer(name)
+        if name not in files:
+            raise ApiError(404, f"there is nothing at /page/{name}")
+        return Response(files[name].read_bytes(), headers=headers, media_type=MEDIA_TYPES[files[name].suffix])
 
 
 def _describe(app: FastAPI, options: ServerOptions, drafters: Mapping[str, int]) -> None:

@@ -21,6 +21,7 @@ from forerun.serve.schema import (
     MAX_LOGPROBS,
     MAX_TOOLS,
     SESSION,
+    TOOL_CHOICES,
     Absent,
     Body,
     CallId,
@@ -30,6 +31,7 @@ from forerun.serve.schema import (
     Sampled,
     Schema,
     Text,
+    ToolMode,
     one_of,
     plain_text,
 )
@@ -50,9 +52,7 @@ class ContentPart(Body):
     logprobs: list[Any] | None = Field(None, description=IGNORED)
 
 
-Parts = Annotated[
-    Annotated[Text, Tag("text")] | Annotated[list[ContentPart], Tag("list")], one_of("a text or a list of text parts")
-]
+Parts = Annotated[Text | Annotated[list[ContentPart], Tag("list")], one_of("a text or a list of text parts")]
 
 
 class Item(Body):
@@ -113,6 +113,9 @@ InputItem = Annotated[
 ]
 
 
+InputItems = Annotated[list[InputItem], Field(max_length=4096), Tag("list")]
+
+
 def _messages(items: list[Any]) -> list[dict[str, Any]]:
     """Returns the items as messages of a chat. An assistant's text and the calls after it are one message."""
     result: list[dict[str, Any]] = []
@@ -168,6 +171,9 @@ class ResponseChosen(Body):
     name: Text
 
 
+ResponseToolChoice = Annotated[ToolMode | Annotated[ResponseChosen, Tag("object")], TOOL_CHOICES]
+
+
 class ResponseStreamOptions(Body):
     include_obfuscation: Literal[False] = Field(False, description="events are not padded here")
 
@@ -185,22 +191,13 @@ class ResponseAsChat(ChatRequest):
 
 
 class ResponseRequest(Sampled):
-    input: Annotated[
-        Annotated[Text, Tag("text")] | Annotated[list[InputItem], Field(max_length=4096), Tag("list")],
-        one_of("a text or a list of items"),
-    ]
+    input: Annotated[Text | InputItems, one_of("a text or a list of items")]
     instructions: Text | None = Field(None, description="the system's message; not kept for the next response")
     previous_response_id: str | None = Field(None, description="continues this one, while it is kept in memory")
     max_output_tokens: Int | None = Field(None, ge=1)
     text: TextOptions | None = None
     tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
-    tool_choice: (
-        Annotated[
-            Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[ResponseChosen, Tag("object")],
-            one_of("'none', 'auto', 'required' or an object that names a function"),
-        ]
-        | None
-    ) = Field(None, description="default: auto")
+    tool_choice: ResponseToolChoice | None = Field(None, description="default: auto")
     parallel_tool_calls: bool = Field(True, description="false: at most one call")
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
     top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)

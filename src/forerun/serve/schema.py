@@ -38,7 +38,7 @@ def _check_encodable(text: Any) -> Any:
 
 
 Encodable = BeforeValidator(_check_encodable)
-Text = Annotated[str, Encodable]
+Text = Annotated[str, Encodable, Tag("text")]
 
 
 def _to_integer(value: Any) -> Any:
@@ -64,7 +64,7 @@ def one_of(what: str, tag: Callable[[Any], str | None] = _tag) -> Discriminator:
 
 Object = Annotated[dict[str, Any], Tag("object")]
 Schema = Annotated[Object | Annotated[bool, Tag("flag")], one_of("an object, true or false")]
-ObjectOrText = Annotated[Object | Annotated[Text, Tag("text")], one_of("an object or a text")]
+ObjectOrText = Annotated[Object | Text, one_of("an object or a text")]
 
 
 def _absent(why: str, value: Any) -> None:
@@ -167,10 +167,9 @@ class Chosen(Body):
     function: FunctionChoice
 
 
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[Chosen, Tag("object")],
-    one_of("'none', 'auto', 'required' or an object that names a function"),
-]
+ToolMode = Annotated[Literal["none", "auto", "required"], Tag("text")]
+TOOL_CHOICES = one_of("'none', 'auto', 'required' or an object that names a function")
+ToolChoice = Annotated[ToolMode | Annotated[Chosen, Tag("object")], TOOL_CHOICES]
 
 
 class GivenFunction(Body):
@@ -192,9 +191,7 @@ class TextPart(Body):
     text: Text
 
 
-Content = Annotated[
-    Annotated[Text, Tag("text")] | Annotated[list[TextPart], Tag("list")], one_of("a text or a list of text parts")
-]
+Content = Annotated[Text | Annotated[list[TextPart], Tag("list")], one_of("a text or a list of text parts")]
 
 
 def plain_text(content: Any) -> str:
@@ -279,13 +276,11 @@ TokenId = Annotated[Int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Regex = Annotated[str, Field(max_length=65536), Encodable]
-StopText = Annotated[str, Field(min_length=1, max_length=1024), Encodable]
-Stop = Annotated[
-    Annotated[StopText, Tag("text")] | Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("list")],
-    one_of("a text or a list of texts"),
-]
+StopText = Annotated[str, Field(min_length=1, max_length=1024), Encodable, Tag("text")]
+StopTexts = Annotated[list[StopText], Field(max_length=MAX_STOPS), Tag("list")]
+Stop = Annotated[StopText | StopTexts, one_of("a text or a list of texts")]
 Prompt = Annotated[
-    Annotated[Text, Tag("text")]
+    Text
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES), Tag("list")]
     | Annotated[list[TokenId], Field(min_length=1), Tag("numbers")]
     | Annotated[
@@ -293,11 +288,8 @@ Prompt = Annotated[
     ],
     one_of("a text, a list of texts, a list of token ids, or a list of such lists"),
 ]
-
-
-EarlyStopping = Annotated[
-    Annotated[bool, Tag("flag")] | Annotated[Literal["never"], Tag("text")], one_of('true, false or "never"')
-]
+Never = Annotated[Literal["never"], Tag("text")]
+EarlyStopping = Annotated[Annotated[bool, Tag("flag")] | Never, one_of('true, false or "never"')]
 
 
 class Speculative(Body):
