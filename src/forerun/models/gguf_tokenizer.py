@@ -74,33 +74,30 @@ def _ranges(hexadecimal: str) -> str:
     return "".join("-".join(chr(int(end, 16)) for end in ends.split("-")) for ends in hexadecimal.split())
 
 
-def _pre_tokenizers() -> dict[str, PreTokenizer]:
-    llama3 = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
-    return {
-        **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "granite-docling"), PreTokenizer((_GPT2,))),
-        **dict.fromkeys(("mpt", "olmo"), PreTokenizer((_GPT2,), nfc=True)),
-        **dict.fromkeys(("smollm", "starcoder", "refact", "exaone"), PreTokenizer((r"\p{N}", _GPT2))),
-        **dict.fromkeys(("smaug-bpe", "glm4"), PreTokenizer((_LLAMA3,), ignore_merges=True)),
-        **dict.fromkeys(("dbrx", "chatglm-bpe"), PreTokenizer((_LLAMA3,))),
-        "command-r": PreTokenizer((r"\p{N}", _GPT2), nfc=True),
-        **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "pixtral"), llama3),
-        "qwen2": PreTokenizer((_QWEN2,), nfc=True),
-        "qwen35": PreTokenizer((_QWEN35,), nfc=True),
-        **dict.fromkeys(("deepseek-r1-qwen", "hunyuan"), PreTokenizer((_QWEN2,))),
-        **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), PreTokenizer(_DEEPSEEK_V3)),
-        "seed-coder": PreTokenizer((_SEED,)),
-        **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((_GPT4O,))),
-        "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
-        "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
-        "deepseek-llm": PreTokenizer(
-            (r"[\r\n]", rf"\s?[{_ranges(_DEEPSEEK_LETTERS)}]+", rf"\s?[{_DEEPSEEK_MARKS}]+", r"\s+$", _CJK, r"\p{N}+")
-        ),
-        "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
-        "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS)),
-    }
-
-
-PRE_TOKENIZERS = _pre_tokenizers()
+_LLAMA3_RULES = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)
+PRE_TOKENIZERS = {
+    **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "granite-docling"), PreTokenizer((_GPT2,))),
+    **dict.fromkeys(("mpt", "olmo"), PreTokenizer((_GPT2,), nfc=True)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "exaone"), PreTokenizer((r"\p{N}", _GPT2))),
+    **dict.fromkeys(("smaug-bpe", "glm4"), PreTokenizer((_LLAMA3,), ignore_merges=True)),
+    **dict.fromkeys(("dbrx", "chatglm-bpe"), PreTokenizer((_LLAMA3,))),
+    "command-r": PreTokenizer((r"\p{N}", _GPT2), nfc=True),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "falcon-h1", "pixtral"), _LLAMA3_RULES),
+    "qwen2": PreTokenizer((_QWEN2,), nfc=True),
+    "qwen35": PreTokenizer((_QWEN35,), nfc=True),
+    **dict.fromkeys(("deepseek-r1-qwen", "hunyuan"), PreTokenizer((_QWEN2,))),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), PreTokenizer(_DEEPSEEK_V3)),
+    "seed-coder": PreTokenizer((_SEED,)),
+    **dict.fromkeys(("gpt-4o", "llama4"), PreTokenizer((_GPT4O,))),
+    "tekken": PreTokenizer((_TEKKEN,), ignore_merges=True, add_bos=True),
+    "falcon": PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, _THREE_DIGITS)),
+    "deepseek-llm": PreTokenizer(
+        (r"[\r\n]", rf"\s?[{_ranges(_DEEPSEEK_LETTERS)}]+", rf"\s?[{_DEEPSEEK_MARKS}]+", r"\s+$", _CJK, r"\p{N}+")
+    ),
+    "deepseek-coder": PreTokenizer((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
+    "default": PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", _THREE_DIGITS)),
+}
+"""By ``tokenizer.ggml.pre``."""
 
 
 class GGUFTokenizer:
