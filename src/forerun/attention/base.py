@@ -63,8 +63,7 @@ class Backend(ABC, Generic[M]):
 
     @abstractmethod
     def run(self, query: Query, metadata: M) -> torch.Tensor:
-        """Stores k and v of one layer, and attends. A row sees its sequence's committed entries and its ancestors among
-        the draft's nodes.
+        """Stores k and v of one layer, and attends. A row sees its sequence's committed entries and its own ancestors.
 
         Args:
             query: q [rows, heads, width], k and v [rows, kv heads, width], in the model's dtype.
@@ -75,8 +74,8 @@ class Backend(ABC, Generic[M]):
         """
 
     def cross(self, layer: int, q: torch.Tensor, scale: float, metadata: M) -> torch.Tensor:
-        """Cross-attention to each sequence's encoded source in ``pool.sources``: q [rows, heads, width] -> [rows, heads
-        * value width]."""
+        """Cross-attention to sequences' sources in ``pool.sources``: q [rows, heads, width] -> [rows, heads * value
+        width]."""
         raise TypeError(f"{type(self).__name__} does not attend to sources")
 
     def finish(self, metadata: M) -> None:

@@ -32,8 +32,7 @@ def can_attend(dtype: torch.dtype, device: torch.device, shapes: tuple[KVShape, 
 
 @dataclass(slots=True)
 class AttentionPlan(Metadata):
-    """The kernel's arguments that all layers of a forward share: a ``structs.Plan``, and the arrays that it points
-    to."""
+    """The kernel's arguments that all layers share: a ``structs.Plan``, and the arrays that it points to."""
 
     arrays: tuple[array[int], ...]
     plan: array[int]

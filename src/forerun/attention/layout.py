@@ -1,5 +1,4 @@
-"""The layout of a forward for attention through torch: which rows share a call, where they are stored, what they
-see."""
+"""The layout of attention through torch: which rows share a call, where they are stored, and what they see."""
 
 from __future__ import annotations
 
@@ -96,8 +95,7 @@ def _call(pool: Pool, batch: Batch, indices: list[int], listed: list[int]) -> At
 
 
 def leaf_paths(span: Span) -> Iterator[tuple[list[int], int]]:
-    """Yields a tree's paths from root to leaf, each with how many of its nodes were fed before or are on an earlier
-    path."""
+    """Yields a tree's paths from root to leaf, and how many nodes of each were fed before or are on an earlier path."""
     parents = span.parents or []
     inner = {parent for parent in parents if parent >= 0}
     seen = set(range(span.stored))

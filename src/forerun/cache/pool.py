@@ -51,8 +51,7 @@ def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device, sparse
 
 
 def adjacent(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-    """k and v as one view [rows, 2 * heads, width] if v's heads follow k's in memory, as a fused projection has
-    them."""
+    """k and v as one view [rows, 2 * heads, width] if v's heads follow k's in memory, as in a fused projection."""
     strides = k.stride()
     distance = k.shape[1] * strides[1] * k.element_size()
     if (
@@ -95,8 +94,7 @@ class KVShape:
 class Pages:
     """The bookkeeping of a pool, without tensors: which pages hold which sequence's entries.
 
-    ``block_tables`` lists each sequence's pages in order; ``ref_counts`` says how many sequences share a page, the
-    prefix tree included.
+    ``block_tables`` lists each sequence's pages; ``ref_counts`` counts a page's users, the prefix tree included.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:

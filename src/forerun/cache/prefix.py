@@ -7,8 +7,7 @@ encoder-decoder, what the decoder computes depends on the source too: each sourc
 Where layers keep a state (``cache/states.py``), a sequence starts at a kept state, at or before the end of the cached
 pages, and computes the rest. States are kept after a prompt's last full page and at doubling distances before it, every
 ``interval`` tokens of it, where it left a cached prefix, and where a sequence ended. So a prompt that shares all but
-its end computes little more than its own part. The number of kept states is limited, and the least recently used goes
-first.
+its end computes little more than its own part. The least recently used states are evicted first.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ class _Node:
 
 
 class Listener(Protocol):
-    """Hears, in the engine's thread, which pages the tree gains and loses. A page keeps its node until it is
-    removed."""
+    """Hears, in the engine's thread, which pages the tree gains and loses. A page keeps its node."""
 
     def stored(self, nodes: Sequence[_Node]) -> None: ...
 
@@ -150,8 +148,8 @@ class PrefixTree:
         return length
 
     def insert(self, key: int, tokens: Sequence[int], limit: int, *, source: Source = None) -> None:
-        """Enters the full pages of ``key``, whose committed tokens are ``tokens[:limit]``, and the states that were
-        stored on the way."""
+        """Enters the full pages of ``key``, of committed tokens ``tokens[:limit]``, and the states stored on the
+        way."""
         size = self.pages.page_size
         length = min(self.pages.length(key), limit)
         node = self._last_node(key, length)

@@ -202,8 +202,8 @@ class States:
         self.free_slots.append(slot)
 
     def store_at(self, key: int, length: int, slot: int) -> None:
-        """Has the state after the first ``length`` entries of ``key`` stored in ``slot`` too, by the forward whose
-        checkpoint covers them."""
+        """Has the next forward whose checkpoint covers ``length`` entries of ``key`` store their state in ``slot``,
+        too."""
         self.to_store.setdefault(key, {})[length] = slot
 
     def pop_stored(self, key: int) -> list[tuple[int, int]]:

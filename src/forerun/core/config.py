@@ -59,11 +59,9 @@ POSITIVE_FRACTION = Within(above=0, most=1)
 
 
 def check_within(options: Any, limits: Mapping[str, Within], label: str = "") -> None:
-    """Raises ConfigError, with ``label`` before its message, if a field of the dataclass ``options`` exceeds its
-    limits.
+    """Raises ConfigError, its message after ``label``, if a field of the dataclass ``options`` exceeds its limits.
 
-    Keys of ``limits`` are field names separated by spaces. None is permitted if the field's type has it. Every item of
-    a list is checked.
+    Keys of ``limits`` are field names separated by spaces. None is permitted if the type has it; lists item by item.
     """
     types = {field.name: str(field.type) for field in fields(options)}
     for name, limit in ((name, limit) for names, limit in limits.items() for name in names.split()):
@@ -76,8 +74,7 @@ def check_within(options: Any, limits: Mapping[str, Within], label: str = "") ->
 
 
 def to_python(value: Any) -> Any:
-    """Converts NumPy's and torch's numbers and arrays to Python's numbers and lists; other values are returned as
-    is."""
+    """Converts NumPy's and torch's numbers and arrays to Python's numbers and lists; other values stay."""
     return value.tolist() if hasattr(value, "tolist") and not isinstance(value, memoryview) else value
 
 

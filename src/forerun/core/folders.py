@@ -105,8 +105,7 @@ def _name(user: int) -> str:
 
 
 def lock(file: int) -> None:
-    """Locks an open file until it is closed; does nothing on Windows. Raises BlockingIOError if another process has
-    it."""
+    """Locks an open file until it is closed; nothing on Windows. Raises BlockingIOError if another process has it."""
     try:
         import fcntl
     except ImportError:

@@ -16,8 +16,7 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """A table of classes by name, filled by a decorator and by the entry-point group ``group``.
 
-    Importing the package ``home`` registers ``names``. Names are known before any import; a class is imported when it
-    is looked up.
+    Importing the package ``home`` registers ``names``, which are known before. A class is imported when looked up.
     """
 
     def __init__(self, kind: str, group: str, home: str = "", names: Collection[str] = ()) -> None:
@@ -90,8 +89,7 @@ def has_lab(name: str) -> bool:
 
 
 def from_lab(name: str, use: str) -> Any:
-    """Loads the entry point ``name`` of the distribution forerun-lab. Raises ConfigError if it is not installed, with
-    ``use`` as what needs it."""
+    """Loads the entry point ``name`` of forerun-lab. Raises ConfigError, naming ``use``, if that is not installed."""
     for point in metadata.entry_points(group=LAB, name=name):
         return point.load()
     raise ConfigError(f"{use} is part of forerun-lab: pip install ./lab")

@@ -59,8 +59,7 @@ class RequestState:
     rank: tuple[float, int] = (0.0, 0)
     """The scheduler's order: the round of arrival, moved by the priority, then the id."""
     source: tuple[int, ...] | None = None
-    """What the encoder of an encoder-decoder reads; ``tokens`` are then the decoder's. Answers to one prompt share
-    it."""
+    """What an encoder-decoder's encoder reads; ``tokens`` are then the decoder's. Answers to one prompt share it."""
     constraint: Constraint | None = field(default=None, repr=False)
     """Which tokens its grammar permits; None: all."""
     group: Beams | None = field(default=None, repr=False)

@@ -27,8 +27,7 @@ Groups = list[list[int]]
 
 
 def compare(sizes: Sequence[int], run: Callable[[int], torch.Tensor]) -> Groups:
-    """Groups the sizes that agree. ``run(size)`` returns the results [size, ...] of one row repeated; a size whose own
-    results differ is left out."""
+    """Groups the sizes that agree, each with itself as well. ``run(size)`` computes one row repeated, [size, ...]."""
     result: list[tuple[torch.Tensor, list[int]]] = []
     for size in sizes:
         rows = run(size)
@@ -50,8 +49,7 @@ def intersect(groups: Groups, others: Groups) -> Groups:
 
 
 def best_group(groups: Groups) -> tuple[int, ...]:
-    """The group to use: one with a size of at least ``ENOUGH`` rows if there is any, then the one that starts
-    lowest."""
+    """The group to use: one with a size of at least ``ENOUGH`` rows if possible, then the one that starts lowest."""
     best: list[int] = min(groups, key=lambda group: (group[-1] < ENOUGH, group[0], -len(group)), default=[])
     return tuple(best)
 

@@ -133,8 +133,7 @@ class Verdict:
     tested: int = 0
     """Drafted positions whose drafted prefix was accepted, the first rejected one included."""
     overlap: float = 0.0
-    """The sum over tested positions of sum_x min(p, q) (Leviathan et al. 2023, corollary 3.6); a point mass counts
-    p(x)."""
+    """The sum of sum_x min(p, q) over tested positions (Leviathan et al. 2023, corollary 3.6); point masses: p(x)."""
     tokens: list[int] = field(default_factory=list)
     """The tokens to emit: the path's, then ``token``; fewer if a stop or an error is among them."""
     fed: int = 0

@@ -318,8 +318,7 @@ _local = threading.local()
 
 @contextmanager
 def on_threads(count: int) -> Iterator[None]:
-    """Within, kernels that this thread calls compute on ``count`` threads, which changes no bit. torch is
-    unaffected."""
+    """Within, kernels of this thread (not torch) compute on ``count`` threads, which changes no bit."""
     before, _local.threads = getattr(_local, "threads", None), count
     try:
         yield

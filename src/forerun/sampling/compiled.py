@@ -20,9 +20,8 @@ def can_sample(device: torch.device) -> bool:
 def restrict(
     logits: torch.Tensor, temperatures: Sequence[float], thresholds: Sequence[float], top_ks: Sequence[int]
 ) -> torch.Tensor:
-    """Divides each row of float32 ``logits`` [rows, vocabulary] by its temperature, and sets the tokens to -inf that
-    min-p, top-k or top-p leaves out. ``thresholds`` alternates min-p and top-p by row. Rows of temperature 0 are
-    unchanged."""
+    """Divides each row of float32 ``logits`` [rows, vocabulary] by its temperature, and sets tokens outside its min-p,
+    top-k and top-p to -inf. ``thresholds`` alternates min-p and top-p by row. Rows of temperature 0 are unchanged."""
     source = _rows(logits)
     rows = torch.empty_like(source)
     ctypes.memmove(rows.data_ptr(), source.data_ptr(), 4 * rows.numel())  # torch's copy waits for all of its threads
@@ -186,8 +185,7 @@ class CompiledSampling:
     def overlaps(
         self, scores: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], qs: Sequence[torch.Tensor | None]
     ) -> list[float]:
-        """Per trial, sum_x min(p, q) of the softmax of its row of ``scores`` and q [vocabulary]; for q None, p of its
-        token."""
+        """Per trial, sum_x min(p, q) of the softmax p of its row of ``scores`` and q [vocabulary]; q None: p(token)."""
         scores = _rows(scores)
         _equally_many(rows=rows, tokens=tokens, qs=qs)
         if any(q is not None and q.shape != scores.shape[1:] for q in qs):

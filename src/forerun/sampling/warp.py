@@ -40,8 +40,8 @@ class Row:
 def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     """Returns float32 [rows, vocabulary] logits whose softmax is the sampled distribution; banned tokens are -inf.
 
-    ``logits`` may be changed in place. A greedy row is edited (bias, penalties, bans) but neither scaled nor filtered:
-    its argmax is sampled.
+    ``logits`` may be changed in place. A greedy row, whose argmax is sampled, is edited but neither scaled nor
+    filtered.
     """
     logits = edit(logits, rows)
     if logits.dtype == torch.float32 and compiled.can_sample(logits.device):

@@ -51,8 +51,7 @@ def step(
     """One plain beam step, as in transformers since 4.50.
 
     Of all continuations, the ``candidates`` best are looked at. Returns the best ``width`` that go on, and those among
-    the first ``width`` that end. ``length`` is the output's with the new token. Ties go to the better beam, then to the
-    smaller id.
+    the first ``width`` that end. ``length`` counts the new token. Ties go to the better beam, then the smaller id.
     """
     continuations = [
         Continuation(parent, token, logprob + value)

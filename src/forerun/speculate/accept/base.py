@@ -27,8 +27,8 @@ class RuleConfig:
 
 
 class Rule(ABC):
-    """One acceptance rule, registered in ``rules``. Source: Leviathan et al. 2023, section 2.3; each rule names its
-    own."""
+    """An acceptance rule, registered in ``rules`` (Leviathan et al. 2023, section 2.3; each rule names its own
+    source)."""
 
     name: ClassVar[str]
     config_class: ClassVar[type[RuleConfig]] = RuleConfig
@@ -87,8 +87,7 @@ def row_error(value: float) -> str | None:
 
 
 def valid_prefix(tops: Sequence[float]) -> tuple[int, str | None]:
-    """How many nodes of a path come before a row in error, and the error, given the best scores of the root's row and
-    the nodes' rows."""
+    """How many nodes of a path come before a row in error, and the error, given the best scores along the path."""
     for index, top in enumerate(tops):
         if (error := row_error(top)) is not None:
             return index, error
@@ -113,8 +112,7 @@ def follow_samples(compared: Comparison) -> list[Verdict]:
 
 
 class RatioRule(Rule):
-    """Rules that compare p with q: ``decide`` computes chances without randomness, and ``walk`` follows independent
-    uniform tests."""
+    """Rules that compare p with q: ``decide`` computes chances, and ``walk`` follows independent uniform tests."""
 
     @abstractmethod
     def decide(self, compared: Comparison) -> list[float]:

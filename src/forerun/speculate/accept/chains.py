@@ -15,8 +15,7 @@ from forerun.speculate.accept.compare import Comparison, column, compare, take
 
 @rules.register("token")
 class Token(RatioRule):
-    """Token-level rejection sampling on chains (Leviathan et al. 2023). Lossless; a seed gives other tokens than in
-    plain decoding."""
+    """Token-level rejection sampling on chains (Leviathan et al. 2023). Lossless, but a seed's tokens change."""
 
     name = "token"
     trees = False

@@ -1,5 +1,4 @@
-"""p against q, for all rows of a round: acceptance ratios, residuals max(0, p - q) and overlaps, in torch and through
-``kernels/sampling.cpp``."""
+"""p against q, for all rows of a round: ratios, residuals max(0, p - q) and overlaps, in torch and through kernels."""
 
 from __future__ import annotations
 
@@ -178,8 +177,7 @@ class Comparison:
         return result, masses
 
     def _link(self, ratio: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The running product of each chain's ratios, cut at 1: with a trial's own ratio and before it, [trials, 1]
-        each."""
+        """The running product of each chain's ratios, cut at 1: after and before each trial, [trials, 1] each."""
         trials = self.trials
         depth = max(trials.parent) + 1
         grid = ratio.new_ones(trials.index[-1] + 1, depth + 2)

@@ -37,8 +37,7 @@ def profile(name: str, depth: int) -> list[float]:
 
 
 def take_rates(options: dict[str, Any], depth: int) -> tuple[float, ...] | None:
-    """Removes the synthetic keys from ``options``. Returns the rate of each of ``depth`` positions; None: no key is
-    given.
+    """Removes the synthetic keys from ``options``. Returns the rate of each of ``depth`` positions; None without keys.
 
     ``synthetic_acceptance_length`` is the mean number of tokens per round, the target's own included. It is reached
     with the least variance: the first positions are always accepted, then one by chance. Raises ConfigError.
@@ -90,8 +89,7 @@ class Synthetic(Rule):
         return verdicts
 
     def _walk(self, draft: Draft, key: int) -> tuple[list[int], list[float]]:
-        """A path accepted at the given rates, and the chance of every test, which ``overlap`` sums instead of
-        min(p, q)."""
+        """A path accepted at the rates, and the chance of every test, which ``overlap`` sums in place of min(p, q)."""
         path: list[int] = []
         chances = []
         before = 1.0
