@@ -263,10 +263,9 @@ class _Search:
                     return
                 prompts = self.train[first : first + WRITE_BATCH]
                 params = [self.params(temperature, first + i, self.config.answer) for i in range(len(prompts))]
-                written = zip(prompts, self.plain.run(prompts, params).answers, params)
-                self.answers.setdefault(temperature, []).extend(
-                    PairAnswer(*each) for each in written if len(each[1]) > 1
-                )
+                triples = zip(prompts, self.plain.run(prompts, params).answers, params)
+                answers = [PairAnswer(*each) for each in triples if len(each[1]) > 1]
+                self.answers.setdefault(temperature, []).extend(answers)
 
     def _time_verification(self) -> None:
         """Measure the target's cost of a round by its rows, with random drafts, which are not accepted."""
@@ -280,10 +279,8 @@ class _Search:
             for repeat in range(REPEATS[1]):
                 if repeat >= REPEATS[0] and self.over("verify"):
                     break
-                for depth in (
-                    0,
-                    MAX_VERIFIED,
-                ):  # drafts get shorter towards an answer's end: every number of rows occurs
+                for depth in (0, MAX_VERIFIED):
+                    # Drafts get shorter towards an answer's end, so every number of rows occurs.
                     params = [replace(self.params(0.0, i, 3 + depth), ignore_eos=True) for i in range(count)]
                     for sample in full_rounds(measure(engine, prompts, params, max_draft=depth).rounds, count):
                         times[sample.rows].append(sample.verify)
@@ -297,14 +294,18 @@ class _Search:
         """Variants of the draft, the best first: every weight format, then the best format's other vocabularies."""
         drafter: Any = drafting.engine.router.drafters[DRAFT]
         result: list[DraftVariant] = []
+
+        def others() -> Iterator[dict[str, Any]]:
+            yield from ({"quantization": name} for name in self._formats()[1:])
+            best = result[0].options["quantization"]
+            yield from ({"quantization": best, "draft_vocab_size": size} for size in self._vocabularies(drafter))
+
         self._measure(drafting, first, result)
-        del drafting
-        base = {"method": DRAFT, "model": self.config.draft}
-        for kind in self._formats()[1:]:
-            self._try({**base, "quantization": kind}, result)
-        kind = result[0].options["quantization"]
-        for size in self._vocabularies(drafter):
-            self._try({**base, "quantization": kind, "draft_vocab_size": size}, result)
+        for options in others():
+            if self.over("variants"):
+                break
+            options = {"method": DRAFT, "model": self.config.draft, **options}
+            self._measure(EngineContender(self.llm, {**options, **TIMED}), options, result)
         return result
 
     def _vocabularies(self, drafter: DraftModel) -> list[int]:
@@ -314,11 +315,6 @@ class _Search:
         large = drafter.model.info.weight_bytes > LARGE
         sizes = [size for size in DRAFT_VOCABULARIES if large and 2 * size <= outputs]
         return sizes if drafter.output_ids is None else [*sizes, outputs]
-
-    def _try(self, options: Mapping[str, Any], result: list[DraftVariant]) -> None:
-        """Measure another variant if there is time."""
-        if not self.over("variants"):
-            self._measure(EngineContender(self.llm, {**options, **TIMED}), options, result)
 
     def _measure(self, drafting: EngineContender, options: Mapping[str, Any], result: list[DraftVariant]) -> None:
         """Add a variant to ``result``, which stays sorted."""
