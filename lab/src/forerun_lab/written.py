@@ -142,7 +142,7 @@ def _ask(llm: LLM, conversations: Sequence[RecordedConversation], config: BenchC
     limit = llm.engine.max_model_len - config.max_tokens
     params = SamplingParams(**{**config.sampling, "temperature": 0.0, "max_tokens": config.max_tokens})
     messages: list[list[Message]] = [[] for _ in conversations]
-    asked: dict[tuple[int, int], list[int]] = {}
+    prompts: dict[tuple[int, int], list[int]] = {}
     running = list(range(len(conversations)))
     turn = 0
     while running:
@@ -150,19 +150,19 @@ def _ask(llm: LLM, conversations: Sequence[RecordedConversation], config: BenchC
             messages[index].append({"role": "user", "content": conversations[index].turns[turn]})
             ids = _prompt(llm, messages[index], conversations[index].task, chat)
             if len(ids) <= limit:
-                asked[index, turn] = ids
-        running = [i for i in running if (i, turn) in asked and turn + 1 < len(conversations[i].turns)]
+                prompts[index, turn] = ids
+        running = [i for i in running if (i, turn) in prompts and turn + 1 < len(conversations[i].turns)]
         answers = llm.generate(
-            [{"prompt_token_ids": asked[index, turn]} for index in running], params, use_tqdm=False, speculate=False
+            [{"prompt_token_ids": prompts[index, turn]} for index in running], params, use_tqdm=False, speculate=False
         )
         for index, answer in zip(running, answers):
             messages[index].append({"role": "assistant", "content": answer.outputs[0].text})
         turn += 1
     return Texts(
-        [asked[key] for key in sorted(asked)],
-        [index for index, _ in sorted(asked)],
+        [prompts[key] for key in sorted(prompts)],
+        [index for index, _ in sorted(prompts)],
         list(conversations),
-        sum(len(each.turns) for each in conversations) - len(asked),
+        sum(len(each.turns) for each in conversations) - len(prompts),
         chat,
     )
 

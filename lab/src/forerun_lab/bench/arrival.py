@@ -82,7 +82,7 @@ def arrival(engine: Engine, running: Sequence[Sequence[int]], prompt: Sequence[i
     later = _rounds(engine, jobs, len(catching))
     _end(engine, jobs)
     at_first, alike, beside = (time_per_token(rounds, len(running)) for rounds in (before, without, during))
-    behind = time_per_token(catching, len(running)) if catching else None
+    catching_up = time_per_token(catching, len(running)) if catching else None
     usual = mean(seconds for seconds, _ in before)
     return TimedArrival(
         before=at_first,
@@ -95,9 +95,9 @@ def arrival(engine: Engine, running: Sequence[Sequence[int]], prompt: Sequence[i
         rounds=len(during),
         first_token=first,
         alone=alone,
-        catching_up=behind,
-        catching_up_slowdown=behind / time_per_token(later, len(running)) if behind is not None else None,
-        catching_up_since_before=behind / at_first if behind is not None else None,
+        catching_up=catching_up,
+        catching_up_slowdown=catching_up / time_per_token(later, len(running)) if catching_up is not None else None,
+        catching_up_since_before=catching_up / at_first if catching_up is not None else None,
         catching_up_slowest=_slowest(catching) / _slowest(later) if catching else None,
         catching_up_rounds=len(catching),
     )

@@ -177,13 +177,13 @@ def streams(
     )
     rows = []
     for count in counts:
-        asked = [{"prompt_token_ids": list(prompts[i % len(prompts)])} for i in range(count)]
+        requests = [{"prompt_token_ids": list(prompts[i % len(prompts)])} for i in range(count)]
         for sampling, options in SAMPLINGS.items():
             params = [SamplingParams(seed=i, max_tokens=tokens, ignore_eos=True, **options) for i in range(count)]
-            llm.generate(asked, params, use_tqdm=False)
+            llm.generate(requests, params, use_tqdm=False)
             stats = llm.engine.stats
             before = stats.verify_seconds, stats.accept_seconds, stats.host_seconds + stats.draft_seconds
-            llm.generate(asked, params, use_tqdm=False)
+            llm.generate(requests, params, use_tqdm=False)
             after = stats.verify_seconds, stats.accept_seconds, stats.host_seconds + stats.draft_seconds
             forward, sampler, rest = (b - a for a, b in zip(before, after))
             whole = forward + sampler + rest

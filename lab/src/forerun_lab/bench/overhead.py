@@ -177,10 +177,10 @@ def measure(
     ``concurrency``, so that both have as many requests in flight."""
     prompts = make_prompts(HELD_OUT, llm.tokenizer, count=requests, length=64)
     params = SamplingParams(temperature=temperature, seed=0, max_tokens=tokens, ignore_eos=True)
-    asked: dict[str, Any] = {"temperature": temperature, "seed": 0, "max_tokens": tokens, "ignore_eos": True}
+    sampling: dict[str, Any] = {"temperature": temperature, "seed": 0, "max_tokens": tokens, "ignore_eos": True}
     if stream:
-        asked |= {"stream": True, "stream_options": {"include_usage": True}}
-    bodies = [{"prompt": prompt, **asked} for prompt in prompts]
+        sampling |= {"stream": True, "stream_options": {"include_usage": True}}
+    bodies = [{"prompt": prompt, **sampling} for prompt in prompts]
     gc.collect()
     gc.freeze()
     try:

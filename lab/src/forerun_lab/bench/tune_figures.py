@@ -53,10 +53,10 @@ def figures(
 ) -> list[dict[str, Any]]:
     """A row for each config: tokens per round, also by category, their standard error, and drafted tokens per
     round. An answer's first token comes with its prompt and is not counted."""
-    asked = held_out()[:: max(1, len(held_out()) // count)]
-    talks = [[{"role": "user", "content": turn}] for _, turn in asked]
+    turns = held_out()[:: max(1, len(held_out()) // count)]
+    chats = [[{"role": "user", "content": turn}] for _, turn in turns]
     prompts = [
-        list(answer.prompt_token_ids) for answer in llm.chat(talks, SamplingParams(max_tokens=1), use_tqdm=False)
+        list(answer.prompt_token_ids) for answer in llm.chat(chats, SamplingParams(max_tokens=1), use_tqdm=False)
     ]
     params = [SamplingParams(temperature=temperature, max_tokens=tokens, seed=i) for i in range(len(prompts))]
     rows = []
@@ -64,7 +64,7 @@ def figures(
         result = measure(engine_of(llm, config), prompts, params)
         each = [(len(answer) - 1) / max(1, m.rounds) for answer, m in zip(result.answers, result.metrics)]
         kinds: dict[str, list[float]] = defaultdict(list)
-        for (kind, _), value in zip(asked, each):
+        for (kind, _), value in zip(turns, each):
             kinds[kind].append(value)
         rows.append(
             {
@@ -108,10 +108,10 @@ def main() -> None:
         for temperature in args.temperature or (0.0, 0.8)
         for row in figures(llm, compared, args.prompts, args.max_tokens, temperature)
     ]
-    said = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+    options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     content = {
-        "options": said,
+        "options": options,
         "environment": environment(llm, {"model": args.model, "quantization": args.quantization}),
         "rows": rows,
     }

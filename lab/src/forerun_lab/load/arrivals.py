@@ -1,4 +1,4 @@
-"""Loads: requests in time, from a trace or drawn. Loads no library: a bad trace is told before a model is loaded."""
+"""Loads: requests with arrival times, from a trace or random. Imports no library: a bad trace is refused at once."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from typing import Any, Protocol
 from forerun.core.errors import ConfigError, shown
 
 KEYS = ("arrival", "prompt_tokens", "output_tokens", "prefix", "prefix_tokens")
-"""Of a trace's lines; the last two belong together and may be missing."""
+"""Keys of a trace's lines; the last two belong together and are optional."""
 COMPARISONS = 500_000
-"""Most requests times replicas of one simulation, which a router weighs. Beyond it a share is simulated."""
+"""Most requests times replicas of one simulation, as a router compares them. Larger loads are sampled."""
 LONGEST = 20_000
-"""Most requests of one simulation, where a share of the replicas can be simulated."""
+"""Most requests of one simulation; longer traces are sampled if there are several replicas."""
 LATEST = 10**12
-"""Seconds: later ones would no longer tell a round's time."""
+"""Largest arrival time in seconds: beyond it, floats cannot resolve a round."""
 PREFIXES = 16
-"""A prefix with more than one in so many of a share's requests is not left out of it, nor is it there whole."""
+"""A prefix with more than one in so many of a sample's requests is sampled itself, not kept or dropped whole."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request: ``at`` seconds, with so many ``prompt`` tokens, of which the first ``shared`` are those of the text
-    ``prefix``, asks for ``output`` tokens. If all of its prompt is of that text, so is its answer: a conversation."""
+    """A request at ``at`` seconds with ``prompt`` tokens and ``output`` tokens of answer. The first ``shared`` prompt
+    tokens are those of the text ``prefix``. If all are, the answer extends that text, as in a conversation."""
 
     at: float
     prompt: int
@@ -39,8 +39,8 @@ class Arrival:
 
 @dataclass(frozen=True)
 class LoadPart:
-    """What stands for a load on a fleet: ``arrivals`` on so many ``replicas``. Figures leave out the first ``settling``
-    of them, in which queues and caches fill."""
+    """A sample of a load: ``arrivals`` on ``replicas`` replicas. Figures leave out the first ``settling`` arrivals, in
+    which queues and caches fill."""
 
     arrivals: Sequence[Arrival]
     replicas: int
@@ -48,14 +48,14 @@ class LoadPart:
 
 
 class Load(Protocol):
-    """What is to be served."""
+    """A load to be served."""
 
     def part(self, replicas: int, router: str = "affine") -> LoadPart:
-        """For a fleet of so many replicas: all of it, or a share of both. With the ``router`` "random" every replica
-        sees every prefix, and so does a share of them; with others most prefixes are on a few replicas only."""
+        """The load, or a sample of load and replicas. With the ``router`` "random" every replica, and so every sample,
+        sees every prefix; with others most prefixes are on few replicas."""
 
     def within(self, positions: int) -> Load:
-        """For a model with so many. Raises ConfigError where requests do not fit."""
+        """The load for a model with ``positions``. Raises ConfigError if requests do not fit."""
 
     def longest(self) -> int:
         """Most tokens of a prompt."""
@@ -74,7 +74,7 @@ class Trace:
     seed: int = 0
 
     def part(self, replicas: int, router: str = "affine") -> LoadPart:
-        """Where a simulation would take too long, a share of the replicas gets the same share of the requests."""
+        """If a simulation would take too long, a fraction of the replicas gets the same fraction of the requests."""
         count = len(self.arrivals)
         if count * replicas <= COMPARISONS and count <= LONGEST:
             return LoadPart(self.arrivals, replicas)
@@ -84,9 +84,9 @@ class Trace:
         return LoadPart(self._thinned(kept / replicas, together), kept)
 
     def _thinned(self, fraction: float, together: float) -> list[Arrival]:
-        """This share of the requests. Those of a prefix with up to ``together`` of them stay or go together, but for
-        one prefix, which makes the number right; all others stay or go one by one."""
-        draw = random.Random(self.seed)
+        """A fraction of the requests. Those of a prefix with up to ``together`` requests are kept or dropped together,
+        except for one prefix that makes the number right; all others are sampled one by one."""
+        rng = random.Random(self.seed)
         sizes = Counter(one.prefix for one in self.arrivals if one.prefix is not None)
         alone: list[int] = []
         groups: dict[Hashable, list[int]] = defaultdict(list)
@@ -94,11 +94,11 @@ class Trace:
             whole = one.prefix is not None and sizes[one.prefix] <= together
             (groups[one.prefix] if whole else alone).append(index)
         several = list(groups.values())
-        draw.shuffle(several)
+        rng.shuffle(several)
         for group in several:
-            draw.shuffle(group)
+            rng.shuffle(group)
         grouped = [index for group in several for index in group]
-        chosen = draw.sample(alone, round(fraction * len(alone))) + grouped[: round(fraction * len(grouped))]
+        chosen = rng.sample(alone, round(fraction * len(alone))) + grouped[: round(fraction * len(grouped))]
         return [self.arrivals[index] for index in sorted(chosen)]
 
     def within(self, positions: int) -> Trace:
@@ -143,9 +143,9 @@ class SyntheticLoad:
     seed: int = 0
 
     SHARE = 16
-    """Replicas that stand for more."""
+    """Most replicas of a sample."""
     EACH = 300
-    """Requests for each of them, beside ``ALL``: enough for caches to fill."""
+    """Requests per replica, in addition to ``ALL``: enough to fill caches."""
     ALL = 1500
     SETTLING = 0.25
 
@@ -167,31 +167,31 @@ class SyntheticLoad:
             )
 
     def part(self, replicas: int, router: str = "affine") -> LoadPart:
-        """The same distribution at a share of the rate: independent requests at random times, thinned, stay that. There
-        are fewer prefixes, each as frequent as before, but for random routing."""
+        """The same distribution at a fraction of the rate, because thinned Poisson arrivals stay Poisson. There are
+        fewer prefixes, each as frequent as before, unless routing is random."""
         kept = min(replicas, self.SHARE)
         fraction = kept / replicas
         prefixes = self.prefixes if router == "random" else max(1, round(self.prefixes * fraction))
         count = self.ALL + self.EACH * kept
-        draw, now, arrivals = random.Random(self.seed), 0.0, []
-        begun = self._begun()
+        rng, now, arrivals = random.Random(self.seed), 0.0, []
+        shared = self._shared_tokens()
         for _ in range(count):
-            now += draw.expovariate(self.rate * fraction)
-            prefix = draw.randrange(prefixes) if begun else None
-            own = self._length(draw, self.prompt - begun)
-            one = Arrival(now, begun + own, self._length(draw, self.output), prefix, begun)
+            now += rng.expovariate(self.rate * fraction)
+            prefix = rng.randrange(prefixes) if shared else None
+            own = self._length(rng, self.prompt - shared)
+            one = Arrival(now, shared + own, self._length(rng, self.output), prefix, shared)
             arrivals.append(self._fitting(one))
         return LoadPart(arrivals, kept, round(self.SETTLING * count))
 
-    def _begun(self) -> int:
-        """Shared tokens of a prompt: never all, as its answer is nobody else's."""
+    def _shared_tokens(self) -> int:
+        """Shared tokens of a prompt: never all, because its answer is not shared."""
         return min(round(self.shared * self.prompt), self.prompt - 1)
 
-    def _length(self, draw: random.Random, mean: int) -> int:
+    def _length(self, rng: random.Random, mean: int) -> int:
         if not self.spread:
             return mean
         width = math.log1p(self.spread**2)
-        return max(1, round(draw.lognormvariate(math.log(mean) - width / 2, math.sqrt(width))))
+        return max(1, round(rng.lognormvariate(math.log(mean) - width / 2, math.sqrt(width))))
 
     def _fitting(self, one: Arrival) -> Arrival:
         if self.limit is None or one.prompt + one.output <= self.limit:
@@ -207,11 +207,11 @@ class SyntheticLoad:
         return max(one.prompt for one in self.part(1).arrivals)
 
     def typical(self) -> Arrival:
-        return Arrival(0.0, self.prompt, self.output, None, self._begun())
+        return Arrival(0.0, self.prompt, self.output, None, self._shared_tokens())
 
     def describe(self) -> dict[str, Any]:
         reported: dict[str, Any] = {"requests": None, "rate": self.rate, "prompt_tokens": self.prompt}
-        return reported | {"output_tokens": self.output, "shared_tokens": self._begun()}
+        return reported | {"output_tokens": self.output, "shared_tokens": self._shared_tokens()}
 
 
 def read_trace(path: Path, seed: int = 0) -> Trace:

@@ -31,19 +31,19 @@ FIGURES = {
 
 @dataclass(frozen=True)
 class LoadSetting:
-    """What a plan is measured with."""
+    """The engine, drafters and options with which a plan is measured."""
 
     engine: Mapping[str, Any]
     drafters: Sequence[Mapping[str, Any]]
     config: PlanConfig
-    asked: Sequence[str] = ()
-    """Options that were given, beside those of ``engine``."""
+    set_options: Sequence[str] = ()
+    """Names of the options on the command line, in addition to ``engine``."""
 
 
-def read_load(given: Mapping[str, Any], config: PlanConfig, asked: Sequence[str]) -> tuple[LoadOptions, Load]:
-    """What is asked for. Raises ConfigError before anything is loaded, also where an option that was ``asked`` for is
-    one of a plan without a load."""
-    for name in asked:
+def read_load(given: Mapping[str, Any], config: PlanConfig, set_options: Sequence[str]) -> tuple[LoadOptions, Load]:
+    """The options and their load. Raises ConfigError, before anything is loaded, also if an option in ``set_options``
+    belongs to a plan without a load."""
+    for name in set_options:
         if name in WITHOUT_LOAD:
             raise ConfigError(f"--{name.replace('_', '-')} is for a plan without a load")
     options = LoadOptions(**given)
@@ -51,12 +51,12 @@ def read_load(given: Mapping[str, Any], config: PlanConfig, asked: Sequence[str]
 
 
 def plan_load(options: LoadOptions, load: Load, setting: LoadSetting) -> dict[str, Any]:
-    """Measure a replica, unless that has been done, and play the load on as many as it takes."""
+    """Measure a replica, unless costs are given, and simulate the load on as many as it takes."""
     from forerun_lab.load.run import plan_load as run
     from forerun_lab.load.run import read_costs
     from forerun_lab.load.search import Targets
 
-    measuring = [*setting.engine, *(name for name in setting.asked if name not in LOADED)]
+    measuring = [*setting.engine, *(name for name in setting.set_options if name not in LOADED)]
     for name in measuring if options.costs is not None else ():
         raise ConfigError(f"--costs says what runs: leave --{name.replace('_', '-')} out")
     costs, limits, about = _measure(load, setting) if options.costs is None else read_costs(options.costs)

@@ -1,4 +1,4 @@
-"""What ``forerun plan`` is told of a load. Loads no library."""
+"""Options of ``forerun plan`` for a load. Imports no library."""
 
 from __future__ import annotations
 

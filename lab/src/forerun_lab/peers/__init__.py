@@ -12,7 +12,7 @@ from forerun_lab.peers.outside import outside_contenders
 from forerun_lab.peers.transformers import transformers_contenders
 
 TOGETHER = ("llama-cpp", "vllm")
-"""Those that decode several requests together here; the others are left out where that is asked for."""
+"""Peers that decode several requests together; the others are left out of such rows."""
 
 
 def peer_contenders(names: Sequence[str], llm: LLM, draft: str | None, sequences: int, context: int) -> list[Contender]:

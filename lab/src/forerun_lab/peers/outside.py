@@ -1,13 +1,13 @@
-"""Peers that run in a process, and if need be a Python environment, of their own.
+"""Peers that run in a process of their own, and possibly in a Python environment of their own.
 
-A worker (``workers/``) is a script that imports nothing of Forerun's. It reads one JSON object per line and answers
-each with one. First ``{"model", "threads", "context", "sequences"}``, answered by ``{"version", "rows", "about"}``;
-then ``{"row", "prompts", "max_tokens", "temperature", "seeds", "ends"}``, at most ``sequences`` prompts that are
-decoded together, answered by ``{"answers", "tokens", "seconds"}``: seconds since every prompt's first token was there,
-and the tokens of that time; ``ends`` are the ids that end an answer. llama.cpp's, told ``"scores": true`` with
-the model, takes ``{"score"}``, token ids, instead: ``{"logprobs", "choices"}``. CTranslate2's searches beams:
-``{"source", "width", "max_tokens", "length_penalty"}``, answered by ``{"beams", "scores", "seconds"}``, all of them.
-A program's is told its command with the model, as ``"program"``.
+A worker (``workers/``) is a script that imports nothing of Forerun's. It answers each line of JSON with one. First
+comes ``{"model", "threads", "context", "sequences"}``, answered by ``{"version", "rows", "about"}``. Then come requests
+``{"row", "prompts", "max_tokens", "temperature", "seeds", "ends"}``, at most ``sequences`` prompts that are decoded
+together, answered by ``{"answers", "tokens", "seconds"}``: the seconds after every prompt's first token, and the tokens
+of that time; ``ends`` are the ids that end an answer. llama.cpp's worker, if ``"scores": true`` comes with the model,
+takes ``{"score"}``, token ids, and returns ``{"logprobs", "choices"}``. CTranslate2's searches beams: ``{"source",
+"width", "max_tokens", "length_penalty"}``, answered by ``{"beams", "scores", "seconds"}``. A program's worker gets its
+command with the model, as ``"program"``.
 """
 
 from __future__ import annotations

@@ -31,7 +31,8 @@ PAPER_5_GREEDY = (0.75, 0.75, 0.8, 0.87)
 
 @cache
 def rates(tokens: int, temperature: float) -> dict[str, Rates]:
-    """By draft: over ``tokens`` tokens that the bundled target wrote at ``temperature`` behind held-out text."""
+    """Rates by draft, over ``tokens`` tokens that the bundled target generated at ``temperature`` after held-out
+    text."""
     texts = list(_written(tokens, temperature))
     target, draft = (_module(name) for name in (TARGET, DRAFT))
     counts = _counts(len(_distributions(target, texts[0][0])[0]))
@@ -98,7 +99,7 @@ def table_5(settings: Settings) -> ReportTable:
 
 
 def _beside(paper: tuple[float, ...], ours: tuple[float, ...]) -> list[Cell]:
-    return [f"{theirs:.2f}, {mine:.3f}" for theirs, mine in zip(paper, ours, strict=True)]
+    return [f"{printed:.2f}, {measured:.3f}" for printed, measured in zip(paper, ours, strict=True)]
 
 
 def rejection(settings: Settings) -> ReportTable:

