@@ -380,7 +380,7 @@ def test_a_projection_of_latents_that_does_not_fit(described, tmp_path):
     given = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**given, "qk_rope_head_dim": 6}))
     with pytest.raises(
-        ConfigError, match=r"turn 0.4 of 20 numbers; transformers' AutoModelForCausalLM has no mistral4"
+        ConfigError, match=r"rotate 0.4 of 20 numbers; transformers' AutoModelForCausalLM has no mistral4"
     ):
         load_model(tmp_path)
 
@@ -457,7 +457,7 @@ def test_a_row_reads_its_experts_only(described, name):
     ("deepseek_v3", {**LATENT, "n_group": 4, "topk_group": 1}, "3 of 8 experts in 1 of 4 groups"),
     ("deepseek_v3", {**LATENT, "num_key_value_heads": 2}, "num_key_value_heads 2: latent attention has as many"),
     ("mistral4", {**LATENT, "head_dim": 20, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-     "turn 0.4 of 20 numbers"),
+     "rotate 0.4 of 20 numbers"),
     ("stablelm", {}, "stablelm is not among the described architectures"),
 ])  # fmt: skip
 def test_what_is_not_described_says_why_in_one_line(tmp_path, kind, options, reason):

@@ -98,7 +98,7 @@ def self_test(
     compare("ragged calls", _in_chunks(probe, ragged))
     compare("beside other sequences", _beside_others(probe, ragged))
     for first in sorted({0, n // 3, max(0, n - BRANCHES)}):
-        compare(f"a tree behind {first} tokens", _in_a_tree(probe, first), first)
+        compare(f"a tree after {first} tokens", _in_a_tree(probe, first), first)
     return result
 
 
@@ -112,14 +112,14 @@ def _beside_others(probe: _Probe, cuts: list[int]) -> torch.Tensor:
     encoded beside others too."""
     probe.forget()
     rows, fed = [], {MATE: 0, OTHER: 0}
-    for turn, (start, end) in enumerate(pairwise(cuts)):
+    for index, (start, end) in enumerate(pairwise(cuts)):
         mates = []
-        for key, count in ((MATE, 1), (OTHER, 3 + turn)):
+        for key, count in ((MATE, 1), (OTHER, 3 + index)):
             first = fed[key] if fed[key] + count <= probe.rows else 0
             probe.truncate(first, key)
             mates.append(probe.chunk(first, min(first + count, probe.rows), key))
             fed[key] = first + count
-        for key in range(CROWD, CROWD + 5) if turn % 2 else ():
+        for key in range(CROWD, CROWD + 5) if index % 2 else ():
             probe.truncate(0, key)
             mates.append(probe.chunk(0, 1, key))
         rows.append(probe.feed(probe.chunk(start, end), *mates))

@@ -86,7 +86,7 @@ class Rotary:
         if self._kernel is not None and heads.stride()[1:] == (self.width, 1):
             rows, count = heads.shape[:2]
             if heads.dtype is not self.dtype:
-                raise ValueError(f"heads to turn of {heads.dtype} {[*heads.shape]}, in {self.dtype}")
+                raise ValueError(f"heads {[*heads.shape]} in {heads.dtype}, not in {self.dtype}")
             if angles.shape != (rows, 1, self.width // 2) or not angles.is_contiguous():
                 raise ValueError(f"angles {[*angles.shape]} for {rows} rows of {self.width} numbers")
             self._kernel(heads.data_ptr(), heads.stride(0), angles.data_ptr(), rows, count, self.width)

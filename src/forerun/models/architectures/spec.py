@@ -341,7 +341,7 @@ def _latent_reasons(names: LatentAttention, config: Any) -> Iterator[str]:
     partial = float(rope.get("partial_rotary_factor") or 1.0)
     default = rope.get("rope_type", "default") == "default"  # it would take the factor of rope_dim once more
     if rope_dim % 2 or int(config.head_dim * partial) != rope_dim or (default and partial != 1.0):
-        yield f"{names.rope_dim} {rope_dim}, where rotary parameters turn {partial:g} of {config.head_dim} numbers"
+        yield f"{names.rope_dim} {rope_dim}, where rotary parameters rotate {partial:g} of {config.head_dim} numbers"
     if config.num_key_value_heads != config.num_attention_heads:
         yield f"num_key_value_heads {config.num_key_value_heads}: latent attention has as many as query heads"
 
