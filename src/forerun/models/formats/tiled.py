@@ -52,6 +52,8 @@ class TiledLinear(Compiled):
 
     def __init__(self, weight: Rows, bias: torch.Tensor | None) -> None:
         check_weight(weight)
+        if weight.dtype not in DTYPES:
+            raise TypeError(f"no tiles for weights in {weight.dtype}")
         self.outputs, self.inputs = weight.shape
         self.bias = float_bias(bias, self.outputs)
         self.tiles = tiles_for(self.outputs, self.inputs, weight.dtype)
