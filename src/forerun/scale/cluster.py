@@ -321,8 +321,9 @@ class Cluster:
     async def pool(self, max_queue: int) -> ReplicaPool:
         """Returns the replicas as one engine, with snapshots of them for as long as the event loop runs."""
         facts = await self.facts()
-        capacity = lambda: self.num_replicas * facts.max_num_seqs  # noqa: E731
-        pool = ReplicaPool(facts, self.send, max_queue=max_queue, capacity=capacity)
+        pool = ReplicaPool(
+            facts, self.send, max_queue=max_queue, capacity=lambda: self.num_replicas * facts.max_num_seqs
+        )
         pool.latest = await asyncio.to_thread(self.snapshot)
         self.watching = asyncio.create_task(self.watch(pool))
         return pool

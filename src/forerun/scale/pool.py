@@ -101,37 +101,31 @@ class ReplicaPool(EngineClient):
         self, stream: Stream, prompt: Sequence[int], params: Params, session: str | None, choices: Mapping[str, Any]
     ) -> None:
         """Each of n answers is a request of its own. A beam search is one, because its beams belong to one engine."""
-        answers = self._answers(stream, prompt, params, session, choices)
+        answers = self._answers(stream, Request(tuple(prompt), params, choices, (), session, self.facts.checkpoint))
         self._tasks[stream] = [stream.loop.create_task(self._run(answer)) for answer in answers]
         for answer in answers:
             await answer.started.wait()
             if stream.error is not None:
                 return
 
-    def _answers(
-        self, stream: Stream, prompt: Sequence[int], params: Params, session: str | None,
-        choices: Mapping[str, Any],
-    ) -> list[_Answer]:  # fmt: skip
+    def _answers(self, stream: Stream, request: Request) -> list[_Answer]:
         """Returns what is asked of replicas: every sampled answer with the noise that it would have among n."""
+        params = request.params
         if isinstance(params, BeamSearchParams):
-            jobs = [self._job(stream, prompt, params.each, 0, index, choices) for index in range(params.n)]
-            return [_Answer(stream, jobs, Request(tuple(prompt), params, choices, (), session, self.facts.checkpoint))]
+            jobs = [self._job(stream, request, params.each, 0, index) for index in range(params.n)]
+            return [_Answer(stream, jobs, request)]
         seed = secrets.randbits(63) if params.seed is None else params.seed
         answers = []
         for index in range(params.n):
             alone = params.clone(n=1, seed=seed if index == 0 else fold(seed, index))
-            job = self._job(stream, prompt, params, seed, index, choices)
-            request = Request(tuple(prompt), alone, choices, (), session, self.facts.checkpoint)
-            answers.append(_Answer(stream, [job], request))
+            job = self._job(stream, request, params, seed, index)
+            answers.append(_Answer(stream, [job], replace(request, params=alone)))
         return answers
 
-    def _job(
-        self, stream: Stream, prompt: Sequence[int], params: SamplingParams, seed: int, index: int,
-        choices: Mapping[str, Any],
-    ) -> Job:  # fmt: skip
+    def _job(self, stream: Stream, request: Request, params: SamplingParams, seed: int, index: int) -> Job:
         """Returns what the reader of the stream sees of its ``index``-th answer."""
-        encodes = self.facts.longest_source is not None
-        tokens = list(self.facts.start if encodes else prompt)
+        choices, encodes = request.choices, self.facts.longest_source is not None
+        tokens = list(self.facts.start if encodes else request.prompt)
         drafter = choices.get("method") or next(iter(self.facts.drafters), None)
         sequence = RequestState(
             id=next(self._ids),
@@ -141,7 +135,7 @@ class ReplicaPool(EngineClient):
             seed=seed,
             drafter=drafter if choices.get("speculate", True) else None,
             max_draft=choices.get("max_draft"),
-            source=tuple(prompt) if encodes else None,
+            source=tuple(request.prompt) if encodes else None,
         )
         job = Job(sequence, Stopper(sequence, None), RequestMetrics(start=self.clock()), index)
         stream.jobs.append(job)

@@ -64,12 +64,8 @@ class Guard:
             return
         name = host_name(given[0]) if given else None
         if name is None or (name not in self.hosts and not is_loopback(name)):
-            raise ApiError(
-                403,
-                f"this server does not answer to the name {name or ''.join(given)!r}: use localhost, or start it with "
-                "--allowed-host",
-                code="host_not_allowed",
-            )
+            message = f"this server does not answer to the name {name or ''.join(given)!r}"
+            raise ApiError(403, f"{message}: use localhost, or start it with --allowed-host", code="host_not_allowed")
 
     def _check_key(self, scope: Scope) -> None:
         if self.key is None or not needs_key(scope["path"]):
@@ -77,26 +73,21 @@ class Guard:
         given = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, key = given.partition(b" ")
         if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
-            raise ApiError(
-                401, "this server needs its API key: send 'Authorization: Bearer KEY'", code="invalid_api_key"
-            )
+            message = "this server needs its API key: send 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, code="invalid_api_key")
 
     async def _read(self, scope: Scope, receive: Receive) -> bytes:
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self.max_body_bytes:
             self._refuse()
-        chunks: list[bytes] = []
-        size = 0
-        while True:
+        body, more = bytearray(), True
+        while more:
             message = await receive()
-            if message["type"] == "http.disconnect":
-                return b"".join(chunks)
-            chunks.append(message.get("body", b""))
-            size += len(chunks[-1])
-            if size > self.max_body_bytes:
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self.max_body_bytes:
                 self._refuse()
-            if not message.get("more_body", False):
-                return b"".join(chunks)
+        return bytes(body)
 
     def _refuse(self) -> None:
         raise ApiError(413, f"the body is larger than {self.max_body_bytes} bytes", code="body_too_large")

@@ -282,6 +282,8 @@ INPUT_ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
 class ResponseReply(ChatReply):
     """Answers ``request``. ``keep`` is called with the finished answer."""
 
+    id_prefix = "resp_"
+
     def __init__(
         self, *arguments: Any, request: ResponseRequest, keep: Callable[[answers.Response], None], **options: Any
     ) -> None:
@@ -289,7 +291,6 @@ class ResponseReply(ChatReply):
         self.parsed = True
         self.request = request
         self.keep = keep
-        self.id = f"resp_{self.head['id'].removeprefix(f'{self.id_prefix}-')}"
         self.output: list[OutputItem] = []
         (self._parser,) = self._parsers
         self._call: ParsedCall | None = None
@@ -429,7 +430,7 @@ class ResponseReply(ChatReply):
         format: Any = request.text.format if request.text is not None else None
         format = {"type": "text"} if format is None else format.model_dump(by_alias=True, exclude_none=True)
         return answers.Response(
-            id=self.id,
+            id=self.head["id"],
             object="response",
             created_at=self.head["created"],
             completed_at=int(time.time()) if status == "completed" else None,

@@ -105,7 +105,7 @@ class Reply(ABC):
         most = facts.drafters.get(sequence.drafter or "", 0)
         self.num_spec_tokens = most if sequence.max_draft is None else min(most, sequence.max_draft)
         created = int(time.time())
-        self.head: dict[str, Any] = {"id": f"{self.id_prefix}-{request_id}", "created": created, "model": server.name}
+        self.head: dict[str, Any] = {"id": self.id_prefix + request_id, "created": created, "model": server.name}
         self.per_prompt = len(streams[0].jobs)
         self.choices = [Choice(index) for index in range(self.per_prompt * len(streams))]
         self.failed = False
@@ -302,7 +302,7 @@ class CompletionReply(Reply):
 
     answer_model, answer_object = answers.Completion, "text_completion"
     chunk_model, chunk_object = answers.CompletionChunk, "text_completion"
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
 
     def __init__(self, *arguments: Any, echo: Sequence[Echo] | None, prompt_only: bool) -> None:
         super().__init__(*arguments)
@@ -358,7 +358,7 @@ class ChatReply(Reply):
 
     answer_model, answer_object = answers.Chat, "chat.completion"
     chunk_model, chunk_object = answers.ChatChunk, "chat.completion.chunk"
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
 
     def __init__(
         self, server: Server, streams: Sequence[Stream], body: ChatRequest, *arguments: Any, prompt: Sequence[int]
