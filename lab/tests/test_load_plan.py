@@ -13,8 +13,7 @@ from forerun_lab.load.arrivals import Arrival, SyntheticLoad, Trace
 from forerun_lab.load.costs import LoadCosts, Way
 from forerun_lab.load.fleet import Served, Spread, affine, at_random, serve, simulate
 from forerun_lab.load.replica import Limits
-from forerun_lab.load.run import plan_load
-from forerun_lab.load.search import Targets, fewest
+from forerun_lab.load.run import Targets, fewest, plan_load
 
 pytestmark = pytest.mark.slow
 

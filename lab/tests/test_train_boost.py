@@ -13,9 +13,8 @@ from torch import nn
 
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.tune.loop import LoopSettings, run
-from forerun_lab.train.boost import coverage, mean_over, missed
 from forerun_lab.train.config import ModelShape
-from forerun_lab.train.distill import DistillConfig, train_draft_model
+from forerun_lab.train.distill import DistillConfig, coverage, mean_over, missed, train_draft_model
 from forerun_lab.train.losses import kl
 from forerun_lab.train.target import forward
 from tiny import ALPHABET, save_tokenizer

@@ -6,8 +6,7 @@ import torch
 from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError
 from forerun.measure.prompts import held_out_files, standard_library
-from forerun_lab.train.corpus import TokenStream, encode_files
-from forerun_lab.train.files import list_files, read_text, split_files
+from forerun_lab.train.corpus import TokenStream, encode_files, list_files, read_text, split_files
 from forerun_lab.train.folder import END_OF_TEXT, train_tokenizer
 
 TEXT = "def add(left, right):\n        return left + right  # é ∑ 語 \t\r\n\n\n"

@@ -10,7 +10,7 @@ from unrolled import SOME, narrowed, sizes_of
 from forerun import ConfigError
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun_lab.train.heads import HEADS, HeadTrainConfig, train_head
-from forerun_lab.train.lessons import lesson
+from forerun_lab.train.material import lesson
 
 PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]
 

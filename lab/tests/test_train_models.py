@@ -13,8 +13,7 @@ from forerun.tune.state import load_target
 from forerun_lab.train.config import ModelShape
 from forerun_lab.train.corpus import TokenStream
 from forerun_lab.train.distill import DistillConfig, acceptance, inherit_embeddings, train_draft_model
-from forerun_lab.train.material import gather
-from forerun_lab.train.on_policy import DataMixture, mixed_batches
+from forerun_lab.train.material import DataMixture, gather, mixed_batches
 from forerun_lab.train.report import report
 from forerun_lab.train.rollout import continue_prompts
 from forerun_lab.train.target import TargetConfig, held_out_loss, train_target

@@ -23,9 +23,8 @@ from forerun.tune import loop as progress
 from forerun.tune.config import LoopSettings
 from forerun.tune.loop import Stopped
 from forerun_lab.train.config import DistillConfig, HeadTrainConfig, ModelShape, TargetConfig
-from forerun_lab.train.corpus import TokenStream, encode_files
+from forerun_lab.train.corpus import Excerpt, TokenStream, encode_files, list_files, read_text, split_files
 from forerun_lab.train.distill import train_draft_model
-from forerun_lab.train.files import Excerpt, list_files, read_text, split_files
 from forerun_lab.train.heads import train_head
 from forerun_lab.train.target import train_target
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from forerun.cli.console import print_json, print_table, progress, write_file
 from forerun.cli.options import Flags, flags_of
 from forerun.core.errors import ConfigError
 from forerun.measure.config import PlanConfig
+from forerun.measure.page import html, table
+from forerun_lab.charts import chart
 from forerun_lab.load.arrivals import Load
 from forerun_lab.load.options import MOST, LoadOptions
 
@@ -52,9 +55,8 @@ def read_load(given: Mapping[str, Any], config: PlanConfig, set_options: Sequenc
 
 def plan_load(options: LoadOptions, load: Load, setting: LoadSetting) -> dict[str, Any]:
     """Measure a replica, unless costs are given, and simulate the load on as many as it takes."""
+    from forerun_lab.load.run import Targets, read_costs
     from forerun_lab.load.run import plan_load as run
-    from forerun_lab.load.run import read_costs
-    from forerun_lab.load.search import Targets
 
     measuring = [*setting.engine, *(name for name in setting.set_options if name not in LOADED)]
     for name in measuring if options.costs is not None else ():
@@ -112,7 +114,43 @@ def _cell(value: Any) -> str:
 def tell(result: Mapping[str, Any], page: Path | None, as_json: bool) -> None:
     """Print it, and write it as a page."""
     if page is not None:
-        from forerun_lab.load.report import report
-
         write_file(page, report(result))
     (print_json if as_json else show)(result)
+
+
+TIMES = {"ttft": "to the first token", "tpot": "each further token", "latency": "to the last token"}
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """HTML of what ``plan_load`` returned, with ``environment``."""
+    about, load = result["environment"], result["load"]
+    rate = "" if load["rate"] is None else f"{load['rate']:.3g} requests a second, "
+    fleets = result["fleets"]
+    rows = [
+        [str(one["replicas"]), f"{one['tokens_per_second']:.0f}"]
+        + [f"{one[name][part]:.3g}" for name in TIMES for part in ("p50", "p95")]
+        + [f"{one['utilisation']:.0%}", f"{one['hit_rate']:.0%}"]
+        for one in fleets
+    ]
+    heads = ["replicas", "tokens/s", *(f"{reported}, {part}" for reported in TIMES.values() for part in ("p50", "p95"))]
+    lines = {
+        reported: [(float(one["replicas"]), one[name]["p95"]) for one in fleets] for name, reported in TIMES.items()
+    }
+    answer = "none" if result["replicas"] is None else str(result["replicas"])
+    costs = {
+        f"{way['method']} {way['k']}": [(float(count), 1000 * value) for count, value in way["seconds"].items()]
+        for way in result["costs"]["ways"]
+    }
+    parts = [
+        f"<h1>Replicas for {escape(str(about['model']))}</h1>",
+        f"<p>{escape(about['processor'])}, {about['threads']} threads. {rate}prompts of {load['prompt_tokens']} "
+        f"tokens, {load['shared_tokens']} of them shared, answers of {load['output_tokens']}, at the mean; "
+        f"router: {escape(result['router'])}.</p>",
+        f"<p>Replicas: <b>{answer}</b></p>",
+        table([*heads, "busy", "cached"], rows),
+        "<h2>95th percentiles by replicas, seconds</h2>",
+        chart(lines, lines, "replicas", "seconds"),
+        "<h2>A round by requests that decode together</h2>",
+        chart(costs, costs, "requests", "milliseconds"),
+    ]
+    return html(f"Replicas for {about['model']}", parts)

@@ -15,8 +15,7 @@ from forerun.models.open import read_config, resolve
 from forerun.sampling.params import SamplingParams
 from forerun_lab.reproduce.distributions import LENIENCE, NgramCounts, Rates, Sums
 from forerun_lab.reproduce.parts import Cell, ReportTable, Section, Settings
-from forerun_lab.train.corpus import encode_files
-from forerun_lab.train.files import list_files
+from forerun_lab.train.corpus import encode_files, list_files
 
 TARGET, DRAFT = "forerun:target", "forerun:draft"
 ANSWER, PROMPT = 128, 64

@@ -20,7 +20,7 @@ from forerun.measure.prompts import read_text, standard_library
 from forerun.models.open import resolve
 from forerun.models.tokenizer import load_tokenizer
 from forerun_lab.reproduce.parts import Settings
-from forerun_lab.train.files import list_files
+from forerun_lab.train.corpus import list_files
 
 SOUNDS, DOCSTRINGS = "sounds", "docstrings"
 PAD = 0

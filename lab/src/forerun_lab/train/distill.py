@@ -1,10 +1,15 @@
 """`forerun train draft_model`: a draft model distilled from its target.
 
-The draft learns the target's distributions over the corpus and, on-policy, over text that the target wrote itself,
-because that is what it will draft for (DistillSpec, arXiv 2310.08461). With ``after`` it learns what
-earlier drafts miss.
+The draft learns the target's distributions over the corpus and, on-policy, over the target's own text, because it
+will draft for that text (DistillSpec, arXiv 2310.08461). With ``after`` it learns what earlier drafts miss: Stratos,
+"Speculative decoding", footnote 2, trains drafts "in sequence where the k-th dataset excludes examples such that p and
+any previous q_1 ... q_{k-1} predict the same output" (the boost-tuned small models of SpecInfer, arXiv 2305.09781).
+The method ``merged`` drafts with all of them in one tree.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -18,16 +23,15 @@ from forerun.tune import loop
 from forerun.tune.kinds import Figures
 from forerun.tune.state import load_target
 from forerun_lab.train import corpus as corpora
-from forerun_lab.train.boost import coverage, mean_over, missed
 from forerun_lab.train.config import DistillConfig
-from forerun_lab.train.files import describe
+from forerun_lab.train.corpus import describe
 from forerun_lab.train.folder import save_model
-from forerun_lab.train.losses import LOSSES, of_chains, round_weights, show
+from forerun_lab.train.losses import LOSSES, DistillationLoss, of_chains, round_weights, show
 from forerun_lab.train.material import gather
 from forerun_lab.train.rollout import continue_prompts
 from forerun_lab.train.target import forward, held_out_losses
 
-MEANINGS = {
+LOSS_LABELS = {
     "kl": loop.LossLabel("KL(target || draft), nats per token"),
     "lk": loop.LossLabel(
         "per token, in nats: KL(target || draft) and -log of the acceptance alpha, which takes over as alpha grows"
@@ -60,7 +64,7 @@ def train_draft_model(config: DistillConfig) -> Path:
         hits, overlaps = agreement(target, model, corpora.whole_rows(test[:16_385], settings.length))
         return _alpha(hits, overlaps) | of_chains(hits, overlaps)
 
-    state = loop.run(draft, material.batches, loss, settings, evaluate, MEANINGS[config.loss])
+    state = loop.run(draft, material.batches, loss, settings, evaluate, LOSS_LABELS[config.loss])
     round_weights(draft)
     figures = evaluate(draft)
     show(figures, config.progress)
@@ -137,3 +141,35 @@ def measure_alpha(target: PreTrainedModel, draft: nn.Module, test: Tensor, seed:
         text = continue_prompts(target, prompts, new, temperature, seed)
         result[f"generated_at_{temperature:.0f}"] = acceptance(target, draft, text, skip=prompt - 1)
     return result
+
+
+def missed(p_logits: Tensor, earlier: Sequence[Tensor]) -> Tensor:
+    """bool [...]: where no earlier draft's likeliest token is the target's; logits are [..., vocabulary]."""
+    choice = p_logits.argmax(-1)
+    by_none = torch.ones_like(choice, dtype=torch.bool)
+    for q_logits in earlier:
+        by_none &= q_logits.argmax(-1) != choice
+    return by_none
+
+
+def mean_over(distance: DistillationLoss, p_logits: Tensor, q_logits: Tensor, kept: Tensor) -> Tensor:
+    """Mean of ``distance`` over the positions ``kept``, bool [...]; a scalar, 0 where there are none."""
+    if not bool(kept.any()):
+        return q_logits.sum() * 0.0
+    return distance(p_logits[kept], q_logits[kept]).mean()
+
+
+@torch.no_grad()
+def coverage(target: nn.Module, drafts: Sequence[nn.Module], tokens: Tensor) -> list[float]:
+    """Entry k: the share of positions of ``tokens`` int64 [rows, length] where the likeliest token of the target is
+    that of one of the first k + 1 drafts, which is how often a merged tree of them holds it at temperature 0."""
+    result = [0.0] * len(drafts)
+    count = 0
+    for part in tokens.split(8):
+        choice = forward(target, part).argmax(-1)
+        hit = torch.zeros_like(choice, dtype=torch.bool)
+        for number, draft in enumerate(drafts):
+            hit |= forward(draft, part).argmax(-1) == choice
+            result[number] += float(hit.sum())
+        count += choice.numel()
+    return [hits / count for hits in result]

@@ -1,6 +1,6 @@
 """`forerun train medusa | blockwise | eagle | parallel | lookahead | layerskip`: heads on a frozen target.
 
-The loss belongs to the head; lessons.py gives it the target's hidden states and distributions over text.
+The loss belongs to the head; ``material.lesson`` gives it the target's hidden states and distributions over text.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from forerun.tune import loop
 from forerun.tune.kinds import Figures, evaluate_head
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import HeadTrainConfig
-from forerun_lab.train.lessons import lesson
 from forerun_lab.train.losses import show
-from forerun_lab.train.material import gather
+from forerun_lab.train.material import gather, lesson
 
 HEADS: dict[str, type[Head]] = {
     "medusa": MedusaHead,

@@ -15,7 +15,7 @@ from forerun import pretrained
 from forerun.core.errors import ConfigError
 from forerun.models.open import fingerprint, resolve
 from forerun_lab.train.config import RunConfig
-from forerun_lab.train.files import describe
+from forerun_lab.train.corpus import describe
 
 RECORD = "run.json"
 MAY_CHANGE = ("tokens", "lr", "matrix_lr", "decay_share", "eval_tokens", "threads")

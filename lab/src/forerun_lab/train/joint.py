@@ -25,12 +25,11 @@ from forerun.tune import loop
 from forerun.tune.kinds import Figures, evaluate_head
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import JointConfig
-from forerun_lab.train.files import describe, names
+from forerun_lab.train.corpus import describe, names
 from forerun_lab.train.folder import save_model
 from forerun_lab.train.heads import loss_label
-from forerun_lab.train.lessons import lesson, view
 from forerun_lab.train.losses import kl, round_weights, show
-from forerun_lab.train.material import gather
+from forerun_lab.train.material import gather, lesson, view
 from forerun_lab.train.target import held_out_losses
 
 

@@ -1,21 +1,78 @@
-"""The inputs of every training on a target: the target, training text and held-out text."""
+"""The inputs of every training on a target: the target, training text, also of its own, and held-out text."""
+
+from __future__ import annotations
 
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import rmtree
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from forerun.speculate.draft.heads.head import TrainingBatch
 from forerun.tune import loop
 from forerun.tune.state import load_target
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import OnPolicyConfig, RunConfig
-from forerun_lab.train.files import Document, list_files, split_files
+from forerun_lab.train.corpus import Document, list_files, split_files
 from forerun_lab.train.folder import RECORD
 from forerun_lab.train.identity import claim, target_folder
-from forerun_lab.train.on_policy import mixed_batches
+from forerun_lab.train.rollout import read, rollout_stream, save
+
+
+@dataclass(frozen=True)
+class DataMixture:
+    """Sequences of two streams: `share` of every batch comes from the second."""
+
+    first: loop.Batches
+    second: loop.Batches
+    share: float
+
+    def batch(self, consumed: int, rows: int, length: int) -> Tensor:
+        """Token ids, int64 [rows, length + 1]."""
+        others = round(rows * self.share)
+        parts = [
+            stream.batch(int(consumed * fraction), count, length)
+            for stream, fraction, count in (
+                (self.first, 1 - self.share, rows - others),
+                (self.second, self.share, others),
+            )
+            if count
+        ]
+        return torch.cat(parts)
+
+
+def mixed_batches(config: OnPolicyConfig, target: PreTrainedModel, stream: Tensor) -> loop.Batches:
+    """The corpus ``stream``, int32 [tokens], with ``generated_share`` of every batch from the target's own text.
+
+    Raises ConfigError if ``generated`` names no readable text."""
+    batches: loop.Batches = corpora.TokenStream(stream, config.seed)
+    if not config.generated_share or (config.generated is None and not config.generated_tokens):
+        return batches
+    generated = _generated(config, target, stream)
+    return DataMixture(batches, corpora.TokenStream(generated, config.seed), config.generated_share)
+
+
+def _generated(config: OnPolicyConfig, target: PreTrainedModel, stream: Tensor) -> Tensor:
+    """On-policy text, int32 [tokens], written once per run."""
+    path = config.generated or config.out / "run" / "generated.pt"
+    if config.generated or (config.resume and path.exists()):
+        return read(path)
+    rounds = path.with_suffix("")
+    rounds.mkdir(parents=True, exist_ok=True)
+    greedy = int(config.generated_tokens * config.greedy_share)
+    parts = [
+        rollout_stream(target, stream, tokens, temperature, config.seed, rounds, config.pause_file, config.progress)
+        for tokens, temperature in ((greedy, 0.0), (config.generated_tokens - greedy, 1.0))
+        if tokens
+    ]
+    generated = torch.cat(parts)
+    save(generated, path)
+    rmtree(rounds)
+    return generated
 
 
 @dataclass(frozen=True)
@@ -54,3 +111,29 @@ def record_of(config: RunConfig, folder: Path) -> tuple[list[Document], list[Doc
     if not held_out:
         return split_files(files, config.held_out, config.seed)
     return [path for path in files if path not in names], held_out
+
+
+def lesson(target: PreTrainedModel, tokens: Tensor, exit_layer: int | None = None) -> TrainingBatch:
+    """The frozen target's hidden states and logits of token ids [rows, length]. With ``exit_layer``, that layer's
+    output through the final norm replaces the last hidden state."""
+    with torch.no_grad():
+        return view(target, tokens, exit_layer)
+
+
+def view(target: PreTrainedModel, tokens: Tensor, exit_layer: int | None = None) -> TrainingBatch:
+    """``lesson`` with gradients through the target, where they are on."""
+    with torch.autocast(tokens.device.type, torch.bfloat16):
+        out = target(input_ids=tokens, use_cache=False, output_hidden_states=True)
+        hidden = {index: state.float() for index, state in enumerate(out.hidden_states)}
+        if exit_layer is not None:
+            hidden[len(hidden) - 1] = target.get_decoder().norm(out.hidden_states[exit_layer]).float()
+    embedding: Any = target.get_input_embeddings().weight
+    head: Any = target.get_output_embeddings().weight
+    return TrainingBatch(
+        tokens=tokens,
+        hidden=hidden,
+        logits=out.logits.float(),
+        embedding=embedding.float(),
+        head=head.float(),
+        target=target,
+    )
