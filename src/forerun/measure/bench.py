@@ -40,15 +40,8 @@ Progress = Callable[[str], None]
 
 
 def run_bench(config: BenchConfig, progress: Progress = lambda note: None) -> dict[str, Any]:
-    """Measure every combination of ``config``.
-
-    Returns:
-        ``{"environment": ..., "rows": [...], "categories": [...], "left_out": {method: why}}``; ``categories`` is empty
-        for prompts without categories.
-
-    Raises:
-        ForerunError: a subclass.
-    """
+    """Measure every combination of ``config``. Returns ``{"environment": ..., "rows": [...], "categories": [...],
+    "left_out": {method: why}}``, with ``categories`` if the prompts have any. Raises ForerunError subclasses."""
     if config.random_shape is None and config.random_draft_shape is None:
         return _run(config, progress)
     with_random_models = from_lab("shapes", "bench with random weights").with_random_models

@@ -61,15 +61,8 @@ class Result:
 
 
 def run_checks(config: CheckConfig, progress: Callable[[str], None] = lambda note: None) -> dict[str, Any]:
-    """Run every check.
-
-    Returns:
-        ``{"passed": bool, "tested": bool, "environment": ..., "results": [...], "left_out": {method: why}}``: whether
-        every check passed, and whether every check tested something.
-
-    Raises:
-        ForerunError: a subclass, for a model or method that cannot be loaded.
-    """
+    """Run every check. Returns ``{"passed": bool, "tested": bool, "environment": ..., "results": [...], "left_out":
+    {method: why}}``: whether all passed, and whether all tested something. Raises ForerunError subclasses."""
     options = method_configs(config.methods, ("coupled",), ("fixed",), (), config.speculative)[1:]
     llm = LLM(**config.engine, threads=torch.get_num_threads(), speculative_config=None)
     left_out: dict[str, str] = {}

@@ -29,20 +29,12 @@ def method_configs(
     counts: Sequence[int | None],
     shared: Mapping[str, Any],
 ) -> list[dict[str, Any]]:
-    """Every combination as a ``speculative_config``.
+    """Every combination as a ``speculative_config``. ``none`` comes first, as often as it is named: measured against
+    itself, it shows the noise. ``["all"]`` stands for every method; empty ``counts`` for each method's default.
 
-    Args:
-        methods: names, or ``["all"]``. ``none`` comes first, as often as it is named: measured against itself, it shows
-            the noise.
-        accepts: acceptance rules.
-        lengths: length policies.
-        counts: numbers of drafted tokens; empty for each method's default.
-        shared: more options. A key goes to every method that has it. A method's name holds options of that method
-            alone, or a list of such options, one configuration each.
-
-    Raises:
-        ConfigError: for an option that no method has, an unknown name or an invalid combination. With ``["all"]``,
-            ``runnable`` sorts out invalid combinations.
+    A key of ``shared`` goes to every method that has it. A method's name in it holds options of that method alone, or a
+    list of such options, one configuration each. Raises ConfigError for an option that no method has, an unknown name
+    or an invalid combination; with ``["all"]``, ``runnable`` sorts out the latter.
     """
     every = ALL in methods
     if every:

@@ -232,12 +232,9 @@ def recommend(
 
 
 def reach(result: Estimate, requested: Sequence[float] = (1.5, 2.0, 3.0)) -> dict[str, Any]:
-    """The limits of a chain with free verification (Leviathan et al. 2023, theorem 3.8).
-
-    Returns:
-        ``limit``, the best speed-up at the measured rate and c; for each ``requested`` speed-up the ``rate`` needed at
-        the measured c and the ``c`` needed at the measured rate, None if no rate below 1 or no cost above 0 suffices.
-    """
+    """The limits of a chain with free verification (Leviathan et al. 2023, theorem 3.8): ``limit``, the best speed-up
+    at the measured rate and c; for each ``requested`` speed-up the ``rate`` needed at the measured c and the ``c``
+    needed at the measured rate, None if no rate below 1 or no cost above 0 suffices."""
 
     def best(rate: float, c: float) -> float:
         return walltime_improvement(rate, best_gamma(rate, c), c)

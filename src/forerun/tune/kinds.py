@@ -239,12 +239,9 @@ Figures = dict[str, Any]
 
 @torch.no_grad()
 def evaluate_head(guesses: Callable[[Tensor], Iterable[Guess]], rows: Tensor) -> Figures:
-    """Evaluate a head on rows of token ids or indices, int64 [rows, length, ...].
-
-    Returns:
-        By draft position: ``loss_by_position`` in nats per token, ``accepted_at_0`` and ``accepted_at_1``, the fraction
-        of drafts accepted up to this position at temperatures 0 and 1. ``held_out_loss`` is their weighted loss.
-    """
+    """Evaluate a head on rows of token ids or indices, int64 [rows, length, ...]. Returns, by draft position,
+    ``loss_by_position`` in nats per token, and ``accepted_at_0`` and ``accepted_at_1``, the fraction of drafts accepted
+    up to this position at temperatures 0 and 1. ``held_out_loss`` is the weighted sum of losses."""
     totals: list[list[float]] = []
     count = 0
     for row in rows.split(1):

@@ -159,15 +159,9 @@ def verdict(result: Mapping[str, Any]) -> str:
 
 
 def search(config: PairConfig, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
-    """Find the fastest settings.
-
-    Returns:
-        ``{"chosen": speculative_config, "measured": [{"config", "temperature", "concurrency", "speedup", ...}, ...],
-        "forms": [...], "verify_cost": {sequences: {rows: cost}}, "check": {"passed", "answers", "different"}}``.
-
-    Raises:
-        ConfigError: if an answer differs with and without drafts, among other reasons.
-    """
+    """Find the fastest settings. Returns ``{"chosen": speculative_config, "measured": [{"config", "temperature",
+    "concurrency", "speedup", ...}, ...], "forms": [...], "verify_cost": {sequences: {rows: cost}}, "check": {"passed",
+    "answers", "different"}}``. Raises ConfigError if an answer differs with and without drafts."""
     if config.threads:
         torch.set_num_threads(config.threads)
     began = time.monotonic()
