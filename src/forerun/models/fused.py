@@ -306,13 +306,15 @@ class Fused:
         given = self._embeds(batch) if given is None else self._checked(given, rows)
         size = max(span.end for span in batch.spans) + ahead
         tables = [rotary.table(size) for rotary in self.decoder.rotaries.values()]
-        ids, positions = self._ids(batch), array("q", [each for span in batch.spans for each in span.positions()])
+        ids, positions = self._ids(batch), array("q")
+        for span in batch.spans:
+            positions.extend(span.positions())
         if len(positions) != rows or len(ids) != rows:
             raise ValueError(f"{len(ids)} tokens and {len(positions)} positions for {rows} rows")
         layers = self.all if batch.layers is None else array("q", batch.layers)
         hidden, hidden_addresses = self._hidden(batch, layers)
-        logits = torch.empty(max(num_logits, wide), self.vocab_size)
-        workspace = self._workspace(max(rows, wide), len(logits))
+        scored = max(num_logits, wide)
+        logits, workspace = torch.empty(scored, self.vocab_size), self._workspace(max(rows, wide), scored)
         out = array("q", _logit_rows(batch) if 0 < num_logits < rows else ())
         angles, experts = array("q", (table.data_ptr() for table in tables)), array("q", [0])
         lists = (ids, positions, layers, hidden_addresses, out, angles, experts)
