@@ -238,7 +238,7 @@ def _report_loss(inboxes: Callable[[], list[_Inbox]]) -> Iterator[None]:
         yield
     except RequestCancelledError:
         pass  # by us
-    except Exception as error:  # it belongs to whoever waits
+    except Exception as error:  # those who wait get it
         if not isinstance(error, (RayActorError, WorkerCrashedError, ClosedError)):
             log.error("a replica failed with a request", exc_info=error)
         lost = isinstance(error, (RayError, RayServeException, ClosedError))

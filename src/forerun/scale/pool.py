@@ -158,7 +158,7 @@ class ReplicaPool(EngineClient):
         try:
             while not await self._ask(answer):
                 pass
-        except Exception as error:  # noqa: BLE001 - it belongs to whoever submitted the request
+        except Exception as error:  # noqa: BLE001 - its reader gets it
             answer.stream.refuse(error)
         finally:
             answer.started.set()

@@ -170,7 +170,7 @@ class ChatMessage(Answer):
 
 class FunctionDelta(Answer):
     name: str = sometimes("in a call's first")
-    arguments: str = Field(description="what is new of them")
+    arguments: str = Field(description="the new part")
 
 
 class ToolCallDelta(Answer):
@@ -269,7 +269,7 @@ class ChosenFunction(Answer):
 
 class InputDetails(Answer):
     cached_tokens: int
-    cache_write_tokens: Literal[0] = Field(description="nobody pays for them here")
+    cache_write_tokens: Literal[0] = Field(description="they are not counted here")
 
 
 class OutputDetails(Answer):

@@ -220,7 +220,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, answers.Answer
         await asyncio.wait([working, waiting], return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return Response(working.result().model_dump_json(exclude_unset=True), media_type="application/json")
-        return Response(status_code=499)  # nobody reads it
+        return Response(status_code=499)  # which is not read
     finally:
         for task in (working, waiting):
             task.cancel()
@@ -399,7 +399,7 @@ def _playground(app: FastAPI) -> None:
 
 
 def _describe(app: FastAPI, options: ServerOptions, drafters: Mapping[str, int]) -> None:
-    """Makes ``/openapi.json``, with the names of the model and of the ``drafters``, which draft so many tokens each."""
+    """Makes ``/openapi.json``, with the model's names, and the ``drafters`` and how many tokens each drafts at most."""
     names, has_key = (options.served_model_name, *options.aliases), options.api_key is not None
 
     def openapi() -> dict[str, Any]:

@@ -226,7 +226,7 @@ def address_of(host: str, listener: socket.socket) -> str:
 
 
 def allow_files(connections: int) -> None:
-    """Raises this process's limit of open files. Raises ConfigError if the system does not permit so many."""
+    """Lets this process open enough files. Raises ConfigError if the system does not permit it."""
     try:
         import resource
     except ImportError:  # Windows has no such limit
@@ -268,12 +268,12 @@ class DrainingServer(uvicorn.Server):
         super().__init__(configure(app, limits or ConnectionLimits()))
         self.engine = engine
         self.drain_seconds = drain_seconds
-        self.hurried = self.drained = False
+        self.stop_now = self.drained = False
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         deadline = monotonic() + self.drain_seconds
         draining = asyncio.create_task(self.engine.drain(self.drain_seconds))
-        while not draining.done() and not self.hurried:
+        while not draining.done() and not self.stop_now:
             await asyncio.wait([draining], timeout=0.1)
         if draining.done():
             draining.result()
@@ -281,7 +281,7 @@ class DrainingServer(uvicorn.Server):
             draining.cancel()
             await self.engine.drain(0.0)
         # The end of answers may still have to be written.
-        self.config.timeout_graceful_shutdown = 1 if self.hurried else max(0, int(deadline - monotonic())) + 5
+        self.config.timeout_graceful_shutdown = 1 if self.stop_now else max(0, int(deadline - monotonic())) + 5
         self.drained = True
         await super().shutdown(sockets)
         if self.force_exit:  # uvicorn would leave tasks and lifespan as they are
@@ -291,7 +291,7 @@ class DrainingServer(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            self.hurried, self.force_exit = True, self.drained
+            self.stop_now, self.force_exit = True, self.drained
         else:
             super().handle_exit(sig, frame)
 

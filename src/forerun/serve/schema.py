@@ -120,7 +120,7 @@ CallId = Annotated[str, Field(min_length=1, max_length=256), Encodable]
 
 
 class Function(Body):
-    """A function that the model may call. ``parameters`` is a JSON schema of an object; without it there are none."""
+    """A function that the model may call. ``parameters`` is a JSON schema of an object; the default has none."""
 
     name: FunctionName
     description: Text | None = None
@@ -211,7 +211,7 @@ class Message(Body):
     audio: Absent = None
     provider_specific_fields: dict[str, Any] | None = Field(None, description=f"litellm's; {IGNORED}")
     reasoning_content: Text | None = Field(None, description="an assistant's thoughts, for templates that show them")
-    content: Content = Field(description="may be null or left out where there are tool_calls")
+    content: Content = Field(description="may be null or left out beside tool_calls")
     name: Annotated[str, Field(max_length=256), Encodable] | None = None
 
     @model_validator(mode="before")
@@ -270,7 +270,7 @@ GUIDED = ("json", "regex", "choice", "grammar")
 MAX_LOGPROBS = 20
 MAX_STOPS = 64
 
-SESSION = "requests with the same value go to the same replica, where there are several; no difference else"
+SESSION = "requests with the same value go to the same replica; makes no other difference"
 
 TokenId = Annotated[Int, Field(ge=0, lt=1 << 31)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -482,7 +482,7 @@ class ChatRequest(Generation):
     logprobs: bool = False
     top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     tools: Tools | None = None
-    tool_choice: ToolChoice | None = Field(None, description="default: auto, where there are tools")
+    tool_choice: ToolChoice | None = Field(None, description="default: auto, if there are tools")
     parallel_tool_calls: bool = Field(True, description="false: at most one call")
     functions: Replaced = None
     function_call: Replaced = None

@@ -103,7 +103,7 @@ class CallGrammar:
 
 
 def _parameters_of(tool: Tool) -> dict[str, Any]:
-    """The schema of a function's parameters. Where it leaves open whether there may be others, there may be none."""
+    """Returns the schema of a function's parameters. If it does not say whether others are permitted, they are not."""
     schema = {"type": "object", "properties": {}, **(tool.function.parameters or {})}
     return schema if set(schema) & OPEN_ENDED else {**schema, "additionalProperties": False}
 
@@ -243,7 +243,7 @@ class QwenRules(SpelledRules):
         return " ".join(pairs)
 
     def _value(self, schema: Any) -> str:
-        """A value and its closing tag. Where the schema permits strings, a number or a list would be read as one."""
+        """Returns the rule of a value and its tag. If strings are permitted, any number or list is read as one."""
         simple = alternatives(schema, self.schema)
         options = [
             quoted(self._checked(as_text(value)) + self.END) for one in simple for value in literals_of(one) or ()
@@ -639,7 +639,8 @@ def tool_grammar(
 ) -> StructuredOutputsParams | None:
     """Returns the grammar of an answer to a request with tools; None if the model is free to call or not.
 
-    ``required`` or a named function permits calls alone. Under ``auto`` a ``response_format`` binds what is no call.
+    ``required`` or a named function permits calls alone. Under ``auto``, a ``response_format`` applies to
+    answers without calls.
 
     Args:
         body: the request.
