@@ -137,9 +137,10 @@ class Pages:
 
     def _missing(self, key: int, length: int) -> int:
         """How many free pages ``length`` entries take: new ones, and copies of shared ones that would be written."""
-        table = self.block_tables.get(key, ())
-        pages = range(self.lengths.get(key, 0) // self.page_size, self.pages_for(length))
-        return sum(index >= len(table) or self.ref_counts[table[index]] > 1 for index in pages)
+        table, missing = self.block_tables.get(key, ()), 0
+        for index in range(self.lengths.get(key, 0) // self.page_size, self.pages_for(length)):
+            missing += index >= len(table) or self.ref_counts[table[index]] > 1
+        return missing
 
     def reserve(self, key: int, length: int) -> None:
         """Allocates pages for ``length`` entries of ``key``. A shared page that would be written is copied first.

@@ -64,6 +64,8 @@ class Span:
 
     def positions(self) -> list[int]:
         """Absolute position of every row."""
+        if self.parents is None:
+            return list(range(self.start + self.stored, self.end))
         return [self.start + depth for depth in self.depths()[self.stored :]]
 
 
