@@ -102,43 +102,46 @@ def serve(
     write_timeout = server.get("request_timeout", ServerOptions.request_timeout)
     limits = ConnectionLimits(**connections, write_timeout=write_timeout)
     _set_up(limits.max_connections, log_requests=not no_request_log)
-    listener = open_socket(host, port)
-    local = is_loopback(listener.getsockname()[0])
-    hosts = server.get("allowed_host", [])
-    options = ServerOptions(**{
-        "served_model_name": "", "api_key": os.environ.get(API_KEY_VARIABLE), **server,
-        "allowed_host": [host.partition("%")[0], *hosts] if local or hosts else None,
-        "chat_template": None if chat_template is None else read_file(chat_template),
-    })  # fmt: skip
-    if options.api_key is None and not local:
-        warn(f"{host} can be reached from outside and there is no --api-key")
     number = (replicas or 1) if replicas or max_replicas else None
     if kv_events is not None and number is not None:
         raise ConfigError("--kv-events publishes one engine's prefixes: not with --replicas, which routes by itself")
-    events = None if kv_events is None else KVEvents(kv_events)
+    with contextlib.ExitStack() as resources:
+        listener = resources.enter_context(contextlib.closing(open_socket(host, port)))
+        local = is_loopback(listener.getsockname()[0])
+        hosts = server.get("allowed_host", [])
+        options = ServerOptions(**{
+            "served_model_name": "", "api_key": os.environ.get(API_KEY_VARIABLE), **server,
+            "allowed_host": [host.partition("%")[0], *hosts] if local or hosts else None,
+            "chat_template": None if chat_template is None else read_file(chat_template),
+        })  # fmt: skip
+        if options.api_key is None and not local:
+            warn(f"{host} can be reached from outside and there is no --api-key")
+        events = None
+        if kv_events is not None:
+            events = resources.enter_context(contextlib.closing(KVEvents(kv_events)))
 
-    async def answer(opening: Opening) -> None:
-        client = await opening()
-        if events is not None:
-            try:
-                events.publish(client.engine.scheduler.tree)
-            except ConfigError:
-                client.close()
-                raise
-            out().print(f"KV events at {events.endpoint}")
-        named, described = options.named_after(client.facts.model), client.facts.described
-        what = described if number is None else f"{number} replicas, each with {described}"
-        out().print(f"{named.served_model_name}: {what}\nlistening on {address_of(host, listener)}", soft_wrap=True)
-        await run(create_app(client, named), client, listener, limits, drain_seconds=drain_timeout)
+        async def answer(opening: Opening) -> None:
+            client = await opening()
+            if events is not None:
+                try:
+                    events.publish(client.engine.scheduler.tree)
+                except ConfigError:
+                    client.close()
+                    raise
+                out().print(f"KV events at {events.endpoint}")
+            named, described = options.named_after(client.facts.model), client.facts.described
+            what = described if number is None else f"{number} replicas, each with {described}"
+            out().print(f"{named.served_model_name}: {what}\nlistening on {address_of(host, listener)}", soft_wrap=True)
+            await run(create_app(client, named), client, listener, limits, drain_seconds=drain_timeout)
 
-    drafters = served_drafters(speculative, engine, also_draft)
-    answers = answerer(
-        engine, drafters, threads, all_but_one(), replicas=number, most=max_replicas, max_queue=max_queue,
-        max_delay=max_delay,
-    )  # fmt: skip
-    # Uvicorn raises the signal again once everything is closed.
-    with answers as opening, contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(answer(opening))
+        drafters = served_drafters(speculative, engine, also_draft)
+        answers = answerer(
+            engine, drafters, threads, all_but_one(), replicas=number, most=max_replicas, max_queue=max_queue,
+            max_delay=max_delay,
+        )  # fmt: skip
+        # Uvicorn raises the signal again once everything is closed.
+        with answers as opening, contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(answer(opening))
 
 
 def _check_installed(command: str) -> None:
