@@ -46,6 +46,10 @@ NoRequestLog = Annotated[bool, typer.Option("--no-request-log", help="do not log
 Replicated = Annotated[
     int | None, typer.Option(help="engines behind this server, on Ray Serve, each with --threads", min=1)
 ]
+MaxReplicas = Annotated[int | None, typer.Option(help="most replicas; their number follows the load", min=1)]
+ServerThreads = Annotated[
+    int | None, typer.Option(help="CPU threads", show_default="the cores it may use, but one for HTTP")
+]
 Events = Annotated[
     str | None, typer.Option(metavar="ENDPOINT", help="publish cached prefixes over ZeroMQ, as vLLM does")
 ]
@@ -74,15 +78,11 @@ def serve(
     max_queue: Annotated[int, typer.Option(help="sequences that may wait before 429", min=1)] = 1024,
     max_delay: Annotated[float, typer.Option(help="seconds to gather tokens that are sent together", min=0)] = 0.01,
     drain_timeout: Annotated[float, typer.Option(help="seconds for running requests when asked to stop", min=0)] = 30.0,
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads", show_default="the cores it may use, but one for HTTP")
-    ] = None,
+    threads: ServerThreads = None,
     no_request_log: NoRequestLog = False,
     kv_events: Events = None,
     replicas: Replicated = None,
-    max_replicas: Annotated[
-        int | None, typer.Option(help="most replicas; their number follows the load", min=1)
-    ] = None,
+    max_replicas: MaxReplicas = None,
     config: Config = None,
     *,
     engine: Mapping[str, Any],
