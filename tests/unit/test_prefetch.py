@@ -1,5 +1,7 @@
 """How weights are asked for ahead of their use: measured once, and of no consequence for any bit."""
 
+import random
+
 import pytest
 import torch
 
@@ -73,6 +75,31 @@ def test_the_fastest_way_is_taken_for_each_count(form, monkeypatch):
     prefetch.set_prefetch(kind_of(made), range(len(prefetch.COUNTS)))
     assert sorted(asked) == list(range(1, 33))
     assert [asked[rows] for rows in (1, 8, 9, 11, 12, 15, 16, 31, 32)] == [0, 7, 7, 7, 8, 8, 9, 9, 10]
+
+
+@pytest.mark.parametrize(("far", "way"), [(0.98, prefetch.NEAR), (0.9, prefetch.FAR)])
+@pytest.mark.parametrize("form", COMPILED[:1])
+def test_a_busy_machine_does_not_decide(form, far, way, monkeypatch):
+    """Each call may take three times as long; a gain of 2 % is not believed."""
+    made, now, asked, draw = layer(form), [0.0], {}, random.Random(0)
+
+    class Library:
+        tiles = False
+
+        @staticmethod
+        def set_prefetch(kind, rows, way):
+            asked[rows] = way
+
+    def run(self, x, y, add, rows, stride):
+        now[0] += {prefetch.NOTHING: 0.99, prefetch.NEAR: 1.0, prefetch.FAR: far}[asked[rows]] * draw.choice(
+            [1, 1, 2, 3]
+        )
+
+    monkeypatch.setattr(kernels, "library", Library)
+    monkeypatch.setattr(type(made), "run", run)
+    monkeypatch.setattr(prefetch, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(prefetch, "SECONDS", 1000)
+    assert prefetch._measure(kind_of(made), [made], torch.bfloat16) == [way] * len(prefetch.COUNTS)
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise, product
-from statistics import median
 from time import perf_counter
 
 import torch
@@ -28,6 +27,8 @@ COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
 """Row counts that are measured; those between use the next smaller one's result."""
 MIN_ROUNDS, SECONDS = 3, 0.5
 """Rounds of measurement: at least so many, and for so long."""
+MARGIN = 0.03
+"""A smaller gain over ``NEAR`` may be noise. Times are minima: other programs only make them longer."""
 NOTHING, NEAR, FAR, TILED = range(4)
 MOST = 32
 """The largest row count that has a setting of its own."""
@@ -114,4 +115,10 @@ def _measure(kind: int, parts: Sequence[Compiled], dtype: torch.dtype) -> list[i
             for part in sample:
                 run(part, count)
             result[count][way].append(perf_counter() - began)
-    return [min(times, key=lambda way: median(times[way])) for times in result.values()]
+    return [_fastest({way: min(times) for way, times in by_way.items()}) for by_way in result.values()]
+
+
+def _fastest(seconds: dict[int, float]) -> int:
+    """The way with the least time, but ``NEAR`` unless another is faster than it by more than ``MARGIN``."""
+    way = min(seconds, key=lambda each: seconds[each])
+    return way if seconds[way] < (1 - MARGIN) * seconds[NEAR] else NEAR
