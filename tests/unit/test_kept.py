@@ -30,6 +30,7 @@ class Laid:
     """Counts the weights that are laid out."""
 
     def __init__(self, monkeypatch):
+        blocks.can_run()  # packs blocks itself, once
         self.count, self.pack = 0, blocks.pack
         monkeypatch.setattr(blocks, "pack", self)
 
