@@ -34,11 +34,11 @@ def layers(kind: str) -> list[Blocked]:
         raw[..., 0] = 120  # numbers that are not denormal
     result = [Blocked(Blocks(kind, raw.reshape(OUTPUTS, -1), INPUTS), None)]
     while len(result) * result[0].nbytes < BYTES:
-        twin = copy.copy(result[0])
-        twin.tiles = arena.allocate(twin.nbytes)
-        twin.tiles.copy_(result[0].tiles)
-        twin.pointers = twin.tiles.data_ptr(), *result[0].pointers[1:]
-        result.append(twin)
+        copied = copy.copy(result[0])
+        copied.tiles = arena.allocate(copied.nbytes)
+        copied.tiles.copy_(result[0].tiles)
+        copied.pointers = copied.tiles.data_ptr(), *result[0].pointers[1:]
+        result.append(copied)
     return result
 
 

@@ -46,7 +46,7 @@ def test_the_distribution_by_enumeration(name, count):
 @pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_what_runs_has_that_distribution(count):
-    """g adds chance of its own; 4,000 runs against the product law."""
+    """g adds chance of its own; 4,000 runs against the product distribution."""
     p, q = ({y: float(fraction) for y, fraction in distribution.items()} for distribution in (P, DRAFTS["other"]))
     with ThreadPoolExecutor(3) as threads:
         drawn = Counter(

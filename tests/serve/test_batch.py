@@ -16,7 +16,7 @@ from forerun.cli.main import run as forerun
 from forerun.core.errors import ConfigError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.batch import Answers, BatchLine, Tally, asking, run
+from forerun.serve.batch import Answers, BatchLine, Tally, in_process, run
 from refusals import refused
 
 SEEDED = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0.9, "seed": 3, "ignore_eos": True}
@@ -25,7 +25,7 @@ SEEDED = {"prompt": [5, 6, 7], "max_tokens": 12, "temperature": 0.9, "seed": 3, 
 @pytest.fixture
 def ask(served):
     engine = AsyncEngine(served.engine)
-    yield asking(create_app(engine, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE)))
+    yield in_process(create_app(engine, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE)))
     engine.close()
 
 

@@ -17,7 +17,7 @@ from forerun.scale import pool as pools
 from forerun.scale.pool import LostError, ReplicaPool
 from forerun.scale.replica import Progress, Replica, check_same
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.batch import asking
+from forerun.serve.batch import in_process
 
 PROMPT = [5, 6, 7, 8]
 
@@ -84,7 +84,11 @@ def asked(replicas, monkeypatch):
     def make(lives=FOREVER):
         lossy = Lossy(replicas, lives)
         pool = ReplicaPool(replicas[0].facts, lossy.send, capacity=lambda: 8)
-        return asking(create_app(pool, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE))), lossy, pool
+        return (
+            in_process(create_app(pool, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE))),
+            lossy,
+            pool,
+        )
 
     return make
 
@@ -315,7 +319,7 @@ def test_an_encoder_reads_its_own_positions(seq2seq, monkeypatch, kind):
     replica = Replica({"model": seq2seq(kind)})
     lossy = Lossy([replica], itertools.chain([4, 9], FOREVER))
     pool = ReplicaPool(replica.facts, lossy.send, capacity=lambda: 8)
-    ask = asking(create_app(pool, ServerOptions(served_model_name="tiny")))
+    ask = in_process(create_app(pool, ServerOptions(served_model_name="tiny")))
     body = {"prompt": source, "max_tokens": 40, "temperature": 0.9, "seed": 3, "ignore_eos": True}
     try:
         status, answer = asyncio.run(ask("/v1/completions", body))

@@ -14,7 +14,7 @@ from forerun.scale.pool import ReplicaPool
 from forerun.scale.replica import Replica
 from forerun.serve import answers
 from forerun.serve.app import ServerOptions, create_app
-from forerun.serve.batch import asking
+from forerun.serve.batch import in_process
 from forerun.serve.responses import ResponseReply, ResponseStore
 
 PATH, CHAT = "/v1/responses", "/v1/chat/completions"
@@ -385,7 +385,7 @@ def test_a_failure_within_a_stream_is_its_last_event(served, slow_rounds, monkey
 def test_replicas_serve_them_too(server, model_folder):
     replica = Replica({"model": str(model_folder), "max_num_seqs": 4, "page_size": 16}, [{"method": "ngram"}])
     pool = ReplicaPool(replica.facts, replica.answer, capacity=lambda: 8)
-    ask = asking(create_app(pool, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE)))
+    ask = in_process(create_app(pool, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE)))
 
     async def talk():
         first = await ask(PATH, ASK)

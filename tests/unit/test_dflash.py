@@ -275,7 +275,7 @@ def test_other_files_are_refused_in_one_line(tiny_target, tmp_path):
         ({**config, "block_size": 1}, weights, "block_size is an integer of at least 2"),
         ({**config, "output_multiplier": 2.0}, weights, "output_multiplier 2.0 is not served"),
         ({**config, "markov_head_type": "rnn"}, weights, "markov_head_type 'rnn' is not served"),
-        ({**config, "rope_scaling": {"rope_type": "yarn"}}, weights, "turns queries and keys in the default way alone"),
+        ({**config, "rope_scaling": {"rope_type": "yarn"}}, weights, "supports the default RoPE only"),
         ({**config, "num_hidden_layers": 3}, weights, "the weights do not fit their config: blocks.2"),
         ({**config, "vocab_size": 12}, {**weights, **codes}, "was trained for a target"),
     ]  # fmt: skip

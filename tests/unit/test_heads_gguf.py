@@ -188,8 +188,8 @@ def test_an_eagle_head_in_a_gguf_file_is_the_folders(tiny_target, tmp_path, befo
 
 
 @pytest.mark.parametrize(("changes", "part", "message"), [
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None, "turns in the default way"),
-    ({"rope_scaling": {**LLAMA3, "factor": None}}, None, "turns in the default way"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, None, "supports the default RoPE"),
+    ({"rope_scaling": {**LLAMA3, "factor": None}}, None, "supports the default RoPE"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]}}, None, r"0 to 2, not \[1, 3\]"),
     ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": "x"}}, None, "layers are some of its target's"),
     ({}, "q_proj", "a head of EAGLE or EAGLE-2"),

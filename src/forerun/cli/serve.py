@@ -266,12 +266,12 @@ def batch(
 def work(file: Path, out: Path, written: Answers, opening: Opening, options: ServerOptions) -> int:
     """Answers the file and prints what was done; returns the command's exit code."""
     from forerun.serve.app import create_app
-    from forerun.serve.batch import asking, run
+    from forerun.serve.batch import in_process, run
 
     async def answered() -> Tally:
         client = await opening()
         try:
-            ask = asking(create_app(client, options.named_after(client.facts.model)))
+            ask = in_process(create_app(client, options.named_after(client.facts.model)))
             return await run(file, written, ask, concurrency=2 * client.capacity())
         finally:
             client.close()

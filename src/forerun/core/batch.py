@@ -32,7 +32,7 @@ class Span:
     ancestors only. None: a chain."""
     stored: int = 0
     logits: list[int] = field(default_factory=list)
-    """The rows whose logits are wanted, counted within this span, ascending."""
+    """The rows whose logits are requested, counted within this span, ascending."""
     source: tuple[int, ...] | None = None
     """What the encoder of an encoder-decoder reads."""
     settled: int | None = None
@@ -94,7 +94,7 @@ class Batch:
             self.num_rows += len(span.tokens)
 
     def split(self, rows: int, logits: int) -> list[Batch]:
-        """The same rows in batches of at most ``rows`` rows and ``logits`` wanted logits, to be fed in this order."""
+        """The same rows as batches of at most ``rows`` rows and ``logits`` requested logits, in order."""
         if self.num_rows <= rows and self.num_logits <= logits:
             return [self]
         return [self._slice(begin, end) for begin, end in pairwise([0, *self._cuts(rows, logits), self.num_rows])]
@@ -116,13 +116,13 @@ class Batch:
         return replace(self, spans=spans)
 
     def _cuts(self, rows: int, logits: int) -> Iterator[int]:
-        wanted = set(self._logit_rows())
+        requested = set(self._logit_rows())
         first = taken = 0
         for row in range(self.num_rows):
-            if row - first == rows or (row in wanted and taken == logits):
+            if row - first == rows or (row in requested and taken == logits):
                 yield row
                 first, taken = row, 0
-            taken += row in wanted
+            taken += row in requested
 
     def _slice(self, begin: int, end: int) -> Batch:
         spans = [

@@ -391,5 +391,5 @@ class Fused:
 def _logit_rows(batch: Batch) -> list[int]:
     rows = [offset + row for span, offset in zip(batch.spans, batch.offsets) for row in span.logits]
     if any(after <= before for before, after in pairwise(rows)):
-        raise ValueError("the rows of a span whose logits are wanted must ascend")
+        raise ValueError("the rows of a span whose logits are requested must ascend")
     return rows

@@ -200,7 +200,7 @@ async def run(source: Path, answers: Answers, ask: Ask, *, concurrency: int) -> 
     return tally
 
 
-def asking(app: ASGIApp) -> Ask:
+def in_process(app: ASGIApp) -> Ask:
     """Returns an ``Ask`` of an ASGI application in this process."""
     transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
     client = httpx2.AsyncClient(transport=transport, base_url="http://localhost", timeout=None)

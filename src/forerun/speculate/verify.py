@@ -68,7 +68,7 @@ def pack(sequences: Requests, drafts: Drafts) -> list[Span]:
     """One span per sequence: its scheduled committed tokens, then its draft's nodes.
 
     A prefill chunk, a plain decode and a verification differ in nothing else. A sequence that decodes gets logits from
-    its last committed token on; a prompt whose log-probabilities are wanted gets them at every row.
+    its last committed token on; a prompt whose log-probabilities are requested gets them at every row.
     """
     spans = []
     for sequence, draft in zip(sequences, drafts, strict=True):

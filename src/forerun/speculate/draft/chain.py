@@ -234,21 +234,21 @@ class ChainRunner:
         assert isinstance(attention, KernelAttention)
         chosen, depths = [sequences[i] for i in ready], array("q", [budgets[i] for i in ready])
         count, longest = len(chosen), max(depths)
-        asking = [i for i, span in enumerate(batch.spans) if span.logits]
-        if not len(asking) == count or self.noise_ids.numel() < self.fused.vocab_size:
-            raise ValueError(f"{len(asking)} spans that ask for logits for {count} sequences")
-        starts = array("q", [batch.spans[i].end for i in asking])
+        with_logits = [i for i, span in enumerate(batch.spans) if span.logits]
+        if not len(with_logits) == count or self.noise_ids.numel() < self.fused.vocab_size:
+            raise ValueError(f"{len(with_logits)} spans that ask for logits for {count} sequences")
+        starts = array("q", [batch.spans[i].end for i in with_logits])
         guess = None
         if self.lookup is not None and texts:
             guess = self.lookup.begin(texts, depths, self.fused.num_ids)
         if guess is not None:
-            batch = _append(batch, dict(zip(asking, guess.first)))
+            batch = _append(batch, dict(zip(with_logits, guess.first)))
         wide = 0 if guess is None else guess.max_rows
         prepared = self.fused.prepare(batch, attention, embeds, ahead=longest, wide=wide)
         temperatures = array("f", [self.chooser.row(sequence).effective_temperature for sequence in chosen])
         thresholds = array("f", [each for s in chosen for each in (s.params.min_p, s.params.top_p)])
         top_ks = array("q", [sequence.params.top_k for sequence in chosen])
-        tables = array("q", [prepared.plan.table_starts[i] for i in asking])
+        tables = array("q", [prepared.plan.table_starts[i] for i in with_logits])
         width = self.fused.vocab_size if self.output_ids is None else self.chooser.sampler.vocab_size
         samples = any(temperatures)
         q = torch.empty(longest * count, width) if samples else None
@@ -272,7 +272,7 @@ class ChainRunner:
         for i, (index, depth, start) in enumerate(zip(ready, depths, starts)):
             chain = [token for token in tokens[i : depth * count : count] if token != NO_TOKEN]
             fed = max(0, len(chain) - 1)
-            attention.pool.advance(batch.spans[asking[i]].key, start + fed)
+            attention.pool.advance(batch.spans[with_logits[i]].key, start + fed)
             rows = range(i, longest * count, count) if temperatures[i] else [POINT_MASS] * longest
             drafts[index] = Draft.chain(chain, q, rows)
             if siblings[i] != NO_TOKEN:

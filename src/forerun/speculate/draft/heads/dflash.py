@@ -245,7 +245,7 @@ def _options(
         raise ModelError(f"{folder}: markov_head_type {shown(keys['markov_head_type'])} is not served, only 'vanilla'")
     rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
     if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise ModelError(f"{folder}: its block turns queries and keys in the default way alone, not by {shown(rope)}")
+        raise ModelError(f"{folder}: its block supports the default RoPE only, not {shown(rope)}")
     counts = {name: keys.get(name) for name in ("num_attention_heads", "intermediate_size", "num_hidden_layers")}
     mask, vocabulary = keys.get("mask_token_id"), keys.get("vocab_size")
     counts |= {"mask_token_id": mask, "vocab_size": vocabulary}

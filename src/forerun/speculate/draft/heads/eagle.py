@@ -458,5 +458,5 @@ def _rope_scaling(rope: Any) -> list[float] | None:
         return None
     numbers = [rope.get(name) for name in names] if kind == "llama3" else []
     if not numbers or not all(map(POSITIVE.permits, numbers)) or not numbers[1] < numbers[2]:
-        raise ModelError(f"an EAGLE-3 head turns in the default way or as Llama 3 does (llama3), not by {shown(rope)}")
+        raise ModelError(f"an EAGLE-3 head supports the default RoPE and llama3, not {shown(rope)}")
     return numbers

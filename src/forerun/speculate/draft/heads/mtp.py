@@ -386,7 +386,7 @@ def _check(path: Path, config: Any, names: Collection[str]) -> None:
                          f"its target is {config.model_type}: {reason or 'mtp does not run that'}")  # fmt: skip
     nested = any(isinstance(part, dict) for part in rope.values())
     if not latent and (nested or rope.get("rope_type", "default") != "default"):
-        raise ModelError(f"{path}: mtp turns queries and keys in the default way alone, not by {rope}")
+        raise ModelError(f"{path}: mtp supports the default RoPE only, not {rope}")
     needed = ("o_proj",) if latent else ("q_proj", "k_proj", "v_proj", "o_proj")
     lacking = [name for name in needed if f"{name}.weight" not in names]
     if lacking:
