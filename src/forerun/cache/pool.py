@@ -286,7 +286,7 @@ class Pages:
 class Pool(Pages):
     """The tensors of the KV cache (vLLM's ``kv_cache``): per layer, keys and values [pages, heads, page size, width].
 
-    They start as zeros, because an additive mask does not stop a NaN of an unwritten entry.
+    They start as zeros: a NaN in an unwritten slot would pass an additive mask, as NaN + -inf is NaN.
     """
 
     def __init__(
@@ -361,7 +361,7 @@ class Pool(Pages):
             tensor[pages] = 0
 
     def has_nan(self, key: int, first: int = 0) -> bool:
-        """Whether the state of ``key``, an entry from ``first`` on, or one past its end on the same pages is NaN.
+        """Whether the state of ``key``, or a slot from entry ``first`` to the end of its last page, holds NaN.
 
         Only the last layer is looked at: later layers inherit a NaN of earlier ones.
         """

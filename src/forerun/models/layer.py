@@ -293,7 +293,7 @@ class Builder:
         return None if name is None else self.norm(self._at(name))
 
     def _add_attention(self, layer: Layer, spec: LayerSpec, sizes: Spec) -> None:
-        """Projections are made in the order of their use. They are so in memory, and kernels prefetch past the end."""
+        """Makes projections in the order of their use, which is that in memory: kernels prefetch into the next one."""
         norms, attention = self.spec.architecture.norms, self.spec.architecture.attention
         rotary = self.rotaries[spec.rotary or self.spec.rotaries[0]]
         if self.spec.latent is not None:
@@ -375,7 +375,7 @@ class Builder:
         assert sizes is not None
         if isinstance(names, ShortConvSpec):
             layer.mixer_in = self._linear(names.in_proj)
-        elif names.kind == "delta":  # a row's record comes first, the gate of the output last
+        elif names.kind == "delta":  # rows: q, k, v, beta, decay, then the output gate
             qkv, gate, beta, decay = names.in_proj
             layer.mixer_in = self._linear(qkv, beta, decay, gate)
         else:

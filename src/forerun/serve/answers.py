@@ -8,8 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, RootModel
 
 
 def sometimes(when: str) -> Any:
-    """Declares a field that is left out in other cases."""
-    return Field(default_factory=lambda: None, description=f"there {when}")
+    """Declares a field that is left out in other cases, which ``when`` describes."""
+    return Field(default_factory=lambda: None, description=f"present only {when}")
 
 
 class Answer(BaseModel):
@@ -107,7 +107,7 @@ class ChoiceBase(Answer):
 
 
 class CompletionLogprobs(Answer):
-    """One entry per token whose text begins in the answer's; half a character is written as ``bytes:\\xe6``."""
+    """One entry per token that starts inside the returned text. A partial character is shown as ``bytes:\\xe6``."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -169,14 +169,14 @@ class ChatMessage(Answer):
 
 
 class FunctionDelta(Answer):
-    name: str = sometimes("in a call's first")
+    name: str = sometimes("in the first delta of a call")
     arguments: str = Field(description="the new part")
 
 
 class ToolCallDelta(Answer):
     index: int
-    id: str = sometimes("in a call's first")
-    type: Literal["function"] = sometimes("in a call's first")
+    id: str = sometimes("in the first delta of a call")
+    type: Literal["function"] = sometimes("in the first delta of a call")
     function: FunctionDelta
 
 

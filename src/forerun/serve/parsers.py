@@ -96,7 +96,7 @@ class ToolParser:
     Args:
         functions: the JSON schemas of parameters by function. A call without a marker must name one of these.
         parallel: whether calls after the first count; else they are dropped.
-        calls_only: the answer must consist of calls. Any other text belongs to a call that was cut off: it is dropped.
+        calls_only: the answer must be calls. Other text is dropped: it comes from a call that was cut off.
         fenced: whether a Markdown code block may be a call.
     """
 
@@ -176,11 +176,11 @@ class ToolParser:
             return self._reject(0)
         if head is not None and not head.partial and not fenced:
             self._buffer = self._buffer[head.end() - 1 :]
-            return self._read_arguments_of(json.loads(f'"{head[1]}"'), enclosed=True)
+            return self._begin_arguments(json.loads(f'"{head[1]}"'), enclosed=True)
         if head is not None and head.partial and not self._last:
             return False
         if marked and self._buffer.lstrip().startswith(("{", "[")):
-            return self._read_whole_of(Brackets(), json_calls)
+            return self._begin_whole(Brackets(), json_calls)
         return self._reject(0)
 
     def _may_name_function(self, head: regex.Match[str] | None) -> bool:
@@ -192,7 +192,7 @@ class ToolParser:
             return name is not None and name[1] in self.functions
         return name is None or any(function.startswith(name[1]) for function in self.functions)
 
-    def _read_arguments_of(self, name: str, *, enclosed: bool) -> bool:
+    def _begin_arguments(self, name: str, *, enclosed: bool) -> bool:
         """Begin a call whose arguments, a JSON object, come next."""
         self._start_call(name)
         self._brackets, self._enclosed, self._state = Brackets(), enclosed, self._read_arguments
@@ -216,7 +216,7 @@ class ToolParser:
             self._state = self._read_end
         return end is not None
 
-    def _read_whole_of(self, brackets: Brackets, parse: ParseCalls) -> bool:
+    def _begin_whole(self, brackets: Brackets, parse: ParseCalls) -> bool:
         """Begin calls that can only be parsed whole: their names do not come first, or they are not JSON."""
         self._brackets, self._parse_whole, self._scanned, self._state = brackets, parse, 0, self._read_whole
         return True

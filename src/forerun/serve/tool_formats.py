@@ -386,7 +386,7 @@ class MistralParser(ToolParser):
         if head.partial:
             return False
         self._buffer = self._buffer[head.end() :]
-        return self._read_arguments_of(head[1], enclosed=False)
+        return self._begin_arguments(head[1], enclosed=False)
 
 
 class MistralFormat(ToolFormat):
@@ -429,7 +429,7 @@ class PythonParser(ToolParser):
             return super()._read_head()
         name, bracket = head[1] or "", head[2]
         if bracket and name in self.functions:
-            return self._read_whole_of(Brackets(brackets=("[({", "])}"), quotes="\"'"), python_calls)
+            return self._begin_whole(Brackets(brackets=("[({", "])}"), quotes="\"'"), python_calls)
         may_grow = not bracket and head.end() == len(text) and not self._last
         if may_grow and any(function.startswith(name) for function in self.functions):
             return False

@@ -39,8 +39,8 @@ Clip = Callable[[RequestState, Draft, Verdict], list[int]]
 def speculate(
     sequences: Requests, target: Target, drafter: Router, rule: Rule, policy: LengthPolicy, sampler: Sampler, clip: Clip
 ) -> Round:
-    """Runs one round: the next ``scheduled`` tokens of every sequence are fed, and those that reach their last
-    committed token get new ones."""
+    """Runs one round. It feeds each sequence's ``scheduled`` tokens; a sequence whose last committed token is fed gets
+    new tokens."""
     began = perf_counter()
     budgets = policy.budgets(sequences)  # draft lengths; 0: plain decoding
     drafts = drafter.propose(sequences, budgets)  # 1. sample guesses from q

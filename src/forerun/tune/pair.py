@@ -75,7 +75,7 @@ CLOSE = 0.9
 FIRST_PROMPTS = 2
 """Prompts of each workload that the candidates answer even if the time is over."""
 HOPELESS = 0.4
-"""A candidate is dropped when it is slower than the best by this fraction, divided by the prompts so far."""
+"""A candidate is dropped when its speed is below 1 - HOPELESS / (prompts so far) of the best one's."""
 REPORT = "report.html"
 
 
@@ -224,7 +224,7 @@ class _Search:
         drafting = EngineContender(self.llm, {**first, **TIMED})  # refuses another vocabulary before any measurement
         self.plain = EngineContender(self.llm, PLAIN)
         self.end_stage("load")
-        self._write()
+        self._generate_answers()
         self.end_stage("write")
         self._time_verification()
         self.end_stage("verification")
@@ -249,7 +249,7 @@ class _Search:
         small = weight_sizes(resolve(self.config.draft))[0] <= LARGE
         return ["int8_rows", "none", *BLOCK_FORMATS[:2]] if small else [BLOCK_FORMATS[0], "none", *BLOCK_FORMATS[1:]]
 
-    def _write(self) -> None:
+    def _generate_answers(self) -> None:
         """The target answers a prompt of each category at every temperature, as long as there is time."""
         for first in range(0, len(self.train), WRITE_BATCH):
             for temperature in self.config.temperatures:
@@ -438,14 +438,17 @@ class Replayed:
 
 @dataclass(frozen=True)
 class PairCosts:
-    """Costs in plain forwards of ``streams`` sequences: a draft of k tokens takes ``start`` + k ``step``, a plain round
-    ``rest`` outside its forward, a prompt token that the draft reads ``read``."""
+    """Costs in plain forwards of ``streams`` sequences."""
 
     curve: CostCurve
     start: float
+    """Of a draft, whatever its length."""
     step: float
+    """Of each token of a draft."""
     rest: float = 0.0
+    """Of a plain round, outside its forward."""
     read: float = 0.0
+    """Of each prompt token in the draft model's prefill."""
     streams: int = 1
 
 
@@ -531,4 +534,5 @@ def simulate(answers: Sequence[Replayed], depth: int, threshold: float | None, c
         fresh = list(islice(waiting, costs.streams - len(running)))
         time += costs.read * sum(stream.answer.prompt for stream in fresh)
         running += fresh
-    return tokens / costs.streams * (1 + costs.rest) / time, tokens / rounds
+    plain_time = tokens / costs.streams * (1 + costs.rest)
+    return plain_time / time, tokens / rounds

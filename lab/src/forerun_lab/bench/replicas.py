@@ -114,7 +114,7 @@ def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Tokens per second of one process with ``NUMBER`` threads, and of ``NUMBER`` replicas."""
     from forerun.scale.cluster import Cluster, Replicas, cluster
     from forerun.serve.app import ServerOptions, create_app
-    from forerun.serve.batch import asking
+    from forerun.serve.batch import in_process
 
     torch.set_num_threads(NUMBER)
     drafters = json.loads(args.speculative_config)
@@ -132,8 +132,8 @@ def throughput(args: argparse.Namespace) -> list[dict[str, Any]]:
     async def measure(handle: Any) -> dict[str, list[ReplicaLoad]]:
         pool = await Cluster(handle).pool(4 * args.requests)
         asks = {
-            f"one process, {NUMBER} threads": asking(create_app(one, options)),
-            f"{NUMBER} replicas, 1 thread each": asking(create_app(pool, options)),
+            f"one process, {NUMBER} threads": in_process(create_app(one, options)),
+            f"{NUMBER} replicas, 1 thread each": in_process(create_app(pool, options)),
         }
 
         def contender(ask: Ask) -> Callable[[int], Awaitable[ReplicaLoad]]:

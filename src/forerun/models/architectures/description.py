@@ -68,9 +68,9 @@ class Attention:
     out_bias: str | None = None
     """The same for ``out``."""
     scale: str | None = None
-    """Scores are multiplied by this value ** -0.5; None: head_dim ** -0.5."""
+    """Key of the value whose power -0.5 scales the scores (``query_pre_attn_scalar``); None: that of head_dim."""
     multiplier: str | float | None = None
-    """Scores are multiplied by this instead; a number is used as it is."""
+    """Key of the factor that scales the scores instead (``attention_multiplier``), or the number itself."""
     softcap: str | None = None
     window: Literal["none", "all", "layer_types"] = "none"
     """Where ``sliding_window`` applies: in no layer, in all, or in those that ``layer_types`` calls sliding."""
@@ -204,7 +204,7 @@ class ExpertsSpec:
     first_dense: str | None = None
     """How many first layers have the MLP alone."""
     beside_mlp: bool = False
-    """Layers have the MLP too, and add its output."""
+    """Layers have an MLP beside the experts, whose output is added: the shared expert."""
     shared: Mlp | None = None
     """The MLP beside experts, where it is not that of layers without experts."""
     shared_gate: Name | None = None
@@ -357,8 +357,11 @@ class Architecture:
         return tuple(part.layer_type for part in parts if part is not None and part.layer_type is not None)
 
     def checkpoint_names(self, gguf: str) -> tuple[str, ...]:
-        """A checkpoint's names of a GGUF file's weight or bias, with ``{}`` for an expert's number: two names for a
-        stack that has gate and up of every expert, none if such a model has no such tensor."""
+        """Translates a GGUF name of a weight or bias to names of a checkpoint, with ``{}`` for an expert's number.
+
+        Returns:
+            One name; two for a stack of every expert's gate and up; none if such a model has no such tensor.
+        """
         stem, _, suffix = gguf.rpartition(".")
         if suffix not in SUFFIXES:
             stem, suffix = gguf, ""

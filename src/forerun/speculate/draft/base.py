@@ -124,7 +124,7 @@ class Needs:
     grammar: bool = False
     """It drafts only for requests with structured output."""
     rows: int = 0
-    """Most draft nodes that it writes to the target's cache before verification."""
+    """Most draft nodes that it writes to the target's KV cache before verification."""
 
 
 @dataclass
@@ -145,8 +145,8 @@ class DraftContext:
     target_attention: Callable[[], Attention] | None = None
     """For drafters that run the target: returns attention over its cache, once the engine is built."""
     stream: int = 0
-    """Number of this drafter among those that draft one tree. Under rules that compare p and q, their draws must be
-    independent."""
+    """Index of this drafter among those that draft one tree. It selects independent noise, which rules that compare p
+    and q need."""
 
     def require_decoder(self, method: str) -> None:
         """Raises ConfigError if the target is an encoder-decoder, for drafters that use a decoder's layers."""
@@ -169,7 +169,7 @@ C = TypeVar("C", bound=DrafterConfig)
 class Drafter(ABC, Generic[C]):
     """Proposes drafts for a batch of sequences. Source: Leviathan et al. 2023, algorithm 1, where it samples from q.
 
-    ``propose`` must first read the committed tokens that it has not seen (``sequence.tokens[num_read:]``). Prefill,
+    ``propose`` must first read the committed tokens that it has not seen; a drafter counts those itself. Prefill,
     full acceptance, a round without a draft and preemption are then one case. A sequence with an empty draft decodes
     plainly.
     """
@@ -219,7 +219,7 @@ class Drafter(ABC, Generic[C]):
         """
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
-        """A beam search continues one beam twice. Copies state, or does nothing: the new beam's text is then read.
+        """Called when a beam search continues one beam twice. Without a copy of the state, the new beam is read anew.
 
         Args:
             source: an existing sequence, before this round's verdict; ``observe`` sees both.
@@ -319,7 +319,7 @@ class Chooser:
         warped = warp(self.align(logits), rows)
         samples = [row.effective_temperature > 0.0 for row in rows]
         q_rows = [i if sampled else POINT_MASS for i, sampled in enumerate(samples)]
-        coupled = not self.rule.needs_q or not any(samples)
+        coupled = not self.rule.needs_q or not any(samples)  # tokens follow from the keyed noise, not from draws
         if coupled and width == 1:
             values, tokens, q = self.sampler.sample(warped, rows, distribution=any(samples))
             return [[t] if value > float("-inf") else [] for value, t in zip(values, tokens)], q, q_rows

@@ -116,8 +116,11 @@ class Adaptive(LengthPolicy):
     """Rounds of a trial."""
     CREDIT = 0.005
     """What a plain round adds to the balance."""
-    FIRST_BALANCE, MOST_BALANCE, LEAST_BALANCE = 0.8, 12.0, -0.5
-    """The balance at the start, up to which plain rounds fill it; its maximum; what ends drafting."""
+    FIRST_BALANCE = 0.8
+    """The balance at the start, up to which plain rounds fill it. It pays for a trial."""
+    MOST_BALANCE = 12.0
+    LEAST_BALANCE = -0.5
+    """The balance that ends drafting."""
     MODEL_RATE, MODEL_WEIGHT, MODEL_BALANCE = 0.7, 8.0, 3.0
     """For draft models: the prior acceptance rate, its weight in drafts, and the first balance. Their drafts cost more
     than a lookup does."""
@@ -456,12 +459,13 @@ class Adaptive(LengthPolicy):
             best = max(worth)
             cheap = len(sequences) > 1 and best > -self.CHEAP_READS * token
             choice = worth.index(best) if best > 0.0 or cheap else None
-            deepest = longest[index] == len(self.setting.nodes[method]) - 1
-            for n in (0, worth.index(best)) if deepest and not started else ():
-                loss = (max(best, 0.0) - worth[n]) / token
-                if loss < self.balance and self._acceptance(method, options[n][0]).reached[0] < self.TRIAL:
-                    self.balance, choice = self.balance - loss, n  # an untried option: the balance pays for it
-                    break
+            if not started and longest[index] == len(self.setting.nodes[method]) - 1:
+                for option in (0, worth.index(best)):  # the balance pays for one that was not tried
+                    loss = (max(best, 0.0) - worth[option]) / token
+                    tries = self._acceptance(method, options[option][0]).reached[0]
+                    if loss < self.balance and tries < self.TRIAL:
+                        self.balance, choice = self.balance - loss, option
+                        break
             if choice is not None:
                 sequence.reads = options[choice][0]
                 if started and sequence.reads != reads:
@@ -535,7 +539,7 @@ class Acceptance:
         """Drafts whose tokens before this depth were all accepted."""
         self.accepted = [0.0] * depth
         self.requested = [0.0] * depth
-        """Drafts that were to have a token at this depth, and had one at the depth before."""
+        """Drafts that were budgeted to this depth and had a token one depth before it."""
         self.drafted = [0.0] * depth
         self.extra_nodes = 0.0
         """Mean number of nodes beyond those of a draft's depth: a second token beside the last one."""
