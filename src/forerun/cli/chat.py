@@ -113,7 +113,7 @@ class ChatCommands:
         shown = table({f"/{name} {usage}".rstrip(): text for name, (usage, text) in COMMANDS.items()})
         return ReplyText(
             f"{shown}\n\n"
-            'A line that ends with a backslash continues in the next;""" begins and ends several lines.\n'
+            'A line that ends with a backslash continues in the next; """ begins and ends several lines.\n'
             "Ctrl-C stops an answer; Ctrl-D, or Ctrl-C twice, ends the program."
         )
 
