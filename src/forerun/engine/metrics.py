@@ -30,7 +30,7 @@ class RequestMetrics:
     matched: int = 0
     """Those that were accepted."""
     overlap: float = 0.0
-    """Their sum of sum min(p, q)."""
+    """Sum of sum min(p, q) over the tested positions."""
     decode_tokens: int = 0
     """Tokens emitted by ``rounds``."""
     start: float = 0.0
