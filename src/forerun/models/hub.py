@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
+import stat
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import huggingface_hub as hf  # its parts are imported when they are used: they take a third of a second
+import huggingface_hub as hf  # its other parts are imported when they are used: they take a third of a second
+from huggingface_hub import constants
 from tqdm import tqdm
 
 from forerun.core.errors import ModelError, one_line
-from forerun.models.gguf import SUFFIX, shards_of
+from forerun.models.gguf import SUFFIX, first_shard, shards_of
 
 PREFIX = "hf:"
 MAIN = "main"
@@ -60,39 +64,55 @@ def quantization(file: str) -> str | None:
     return result[1].upper() if result else None
 
 
-def ggufs(files: Iterable[str]) -> list[list[str]]:
-    """The GGUF models among files, each as its shards in order."""
-    firsts = {shards_of(Path(name))[0] for name in files if name.endswith(SUFFIX)}
-    return [[str(shard) for shard in shards_of(first)] for first in sorted(firsts, key=str)]
+def ggufs(files: Iterable[str]) -> dict[str, list[str]]:
+    """The GGUF models among files: those of its shards that are there, in order, by the name of the first one."""
+    result: dict[str, list[str]] = {}
+    for name in sorted(files):
+        if name.endswith(SUFFIX):
+            result.setdefault(first_shard(Path(name)).as_posix(), []).append(name)
+    return result
 
 
 def is_checkpoint(files: Iterable[str]) -> bool:
     return any(name.endswith(SAFETENSORS) and "/" not in name for name in files)
 
 
-def choose(source: ModelSource, files: Sequence[str]) -> list[str]:
+def _in_checkpoint(file: str) -> bool:
+    """Whether a file of a checkpoint's repository is downloaded."""
+    return file.endswith(CHECKPOINT) and Path(file).parent.name in ("", TEMPLATES)
+
+
+def choose(source: ModelSource, files: Collection[str]) -> list[str]:
     """The files to download of those in a repository: a checkpoint, or the shards of one GGUF model.
 
     Raises ModelError if no model fits, or several do, which it lists.
     """
+    if source.which is None and is_checkpoint(files):
+        return [file for file in files if _in_checkpoint(file)]
+    first, shards = _one_gguf(source, files)
+    there = set(shards)
+    missing = next((shard for shard in shards_of(Path(first)) if shard.as_posix() not in there), None)
+    if missing is not None:
+        name = PREFIX + source.repository
+        raise ModelError(f"{name} lacks {missing}, a part of the model that {Path(first).name} belongs to")
+    return shards
+
+
+def _one_gguf(source: ModelSource, files: Iterable[str]) -> tuple[str, list[str]]:
+    """The GGUF model that is meant, as in ``ggufs``. Raises ModelError unless there is just one."""
     name, which, models = PREFIX + source.repository, source.which, ggufs(files)
-    if which is None and is_checkpoint(files):
-        return [file for file in files if file.endswith(CHECKPOINT) and Path(file).parent.name in ("", TEMPLATES)]
     if not models:
         raise ModelError(f"{name} has no GGUF file" if which else f"{name} has neither safetensors nor GGUF files")
     if which is not None and which.endswith(SUFFIX):
-        fit = [each for each in models if which in each] or [
-            each for each in models if which in {Path(file).name for file in each}
+        fit = [first for first, shards in models.items() if which in shards] or [
+            first for first, shards in models.items() if which in {Path(file).name for file in shards}
         ]
     else:
-        usual = [each for each in models if not any(word in each[0].lower() for word in NO_MODEL)]
+        usual = [first for first in models if not any(word in first.lower() for word in NO_MODEL)]
         fit = _of_quantization(usual, which or PREFERRED) or ([] if which else usual)
     if len(fit) == 1:
-        missing = sorted(set(fit[0]) - set(files))
-        if missing:
-            raise ModelError(f"{name} lacks {missing[0]}, a part of the model that {Path(fit[0][0]).name} belongs to")
-        return fit[0]
-    offered = [each[0] for each in fit or models]
+        return fit[0], models[fit[0]]
+    offered = fit or list(models)
     listed = ", ".join(offered[:MOST_LISTED])
     if len(offered) > MOST_LISTED:
         listed += f" and {len(offered) - MOST_LISTED} more"
@@ -100,10 +120,10 @@ def choose(source: ModelSource, files: Sequence[str]) -> list[str]:
     raise ModelError(f"{name} has {what}; name one, as {name}:FILE, of {listed}")
 
 
-def _of_quantization(models: list[list[str]], requested: str) -> list[list[str]]:
+def _of_quantization(models: list[str], requested: str) -> list[str]:
     """Models whose names end with this quantization, or else with UD- and it."""
     for prefix in ("", "UD-"):
-        fit = [each for each in models if quantization(each[0]) == prefix + requested.upper()]
+        fit = [each for each in models if quantization(each) == prefix + requested.upper()]
         if fit:
             return fit
     return []
@@ -151,7 +171,7 @@ def _list_files(name: str, revision: str, cache: str | None) -> tuple[list[str],
     from huggingface_hub import errors
 
     try:
-        info = hf.HfApi().model_info(name, revision=revision, timeout=hf.constants.HF_HUB_ETAG_TIMEOUT)
+        info = hf.HfApi().model_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
         return [each.rfilename for each in info.siblings or ()], info.sha
     except (errors.HTTPError, OSError) as error:
         listed = None if isinstance(error, errors.RevisionNotFoundError) else _cached_files(name, revision, cache)
@@ -163,20 +183,27 @@ def _list_files(name: str, revision: str, cache: str | None) -> tuple[list[str],
 def _cached_files(name: str, revision: str, cache: str | None) -> tuple[list[str], str] | None:
     for repository in repositories(cache):
         for each in repository.revisions:
-            if repository.repo_id == name and (revision in each.refs or revision == each.commit_hash):
+            if repository.repo_id == name and each.files and (revision in each.refs or revision == each.commit_hash):
                 return sorted(files_of(each)), each.commit_hash
     return None
 
 
 def repositories(cache: str | None = None) -> list[Any]:
-    """The cached models, as huggingface_hub's ``CachedRepoInfo``."""
+    """The cached models, as huggingface_hub's ``CachedRepoInfo``. Raises ModelError."""
+    return sorted((each for each in _scan(cache).repos if each.repo_type == "model"), key=lambda each: each.repo_id)
+
+
+def _scan(cache: str | None = None) -> Any:
+    """All that is cached, as huggingface_hub's ``HFCacheInfo``. Raises ModelError for what is no cache."""
     from huggingface_hub import errors
 
+    folder = cache or constants.HF_HUB_CACHE
     try:
-        result = hf.scan_cache_dir(cache or hf.constants.HF_HUB_CACHE).repos
+        return hf.scan_cache_dir(folder)
     except errors.CacheNotFound:
-        return []
-    return sorted((each for each in result if each.repo_type == "model"), key=lambda each: each.repo_id)
+        return hf.HFCacheInfo(size_on_disk=0, repos=frozenset(), incomplete_files=frozenset(), warnings=[])
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder} cannot be read: {one_line(error)}; HF_HUB_CACHE names another folder") from error
 
 
 def files_of(revision: Any) -> dict[str, Any]:
@@ -184,27 +211,61 @@ def files_of(revision: Any) -> dict[str, Any]:
     return {each.file_path.relative_to(revision.snapshot_path).as_posix(): each for each in revision.files}
 
 
-def remove(source: ModelSource) -> int:
-    """Remove a repository, or a GGUF model of it, from the cache. Returns the bytes freed. Raises ModelError."""
-    repository = next((each for each in repositories() if each.repo_id == source.repository), None)
-    if repository is None:
-        raise ModelError(f"{PREFIX}{source.repository} is not in the hub's cache")
-    revisions = [files_of(each) for each in repository.revisions]
-    every = removed = {file for files in revisions for file in files.values()}
+def remove(source: ModelSource) -> tuple[int, set[Path]]:
+    """Remove a repository from the cache, or a GGUF model of it in all revisions, and nothing that was not named.
+
+    Returns the bytes freed, and the paths that models had. Raises ModelError.
+    """
+    cache, name = _scan(), PREFIX + source.repository
+    found = [each for each in cache.repos if each.repo_type == "model" and each.repo_id == source.repository]
+    if not found:
+        raise ModelError(f"{name} is not in the hub's cache")
+    folder, revisions = found[0].repo_path, [files_of(each) for each in found[0].revisions]
+    for path in (folder, *folder.glob("*"), *folder.glob("snapshots/*")):
+        if path.is_symlink():
+            raise ModelError(f"{path} is a link to another folder: remove it and what it leads to yourself")
+    names = {file for files in revisions for file in files}
     if source.which is not None:
-        chosen = {name for files in revisions for name in choose(source, sorted(files))}
-        removed = {file for files in revisions for name, file in files.items() if name in chosen}
-    if not any(file.file_name.endswith((SUFFIX, SAFETENSORS)) for file in every - removed):
-        commits = (each.commit_hash for each in repository.revisions)
-        plan = hf.scan_cache_dir(hf.constants.HF_HUB_CACHE).delete_revisions(*commits)
-        plan.execute()
-        return plan.expected_freed_size
-    blobs = {file.blob_path: file.size_on_disk for file in removed}
-    for file in removed:
-        file.file_path.unlink(missing_ok=True)
-    for blob in blobs.keys() - {file.blob_path for file in every - removed}:
-        blob.unlink(missing_ok=True)
-    return sum(blobs.values())
+        names = set(_one_gguf(source, names)[1])
+    elif not (is_checkpoint(names) or ggufs(names) or all(map(_in_checkpoint, names))):
+        raise ModelError(f"{folder} holds no model that Forerun runs: remove it with `hf cache rm {found[0].cache_id}`")
+    removed = {file for files in revisions for each, file in files.items() if each in names}
+    every = {file for each in cache.repos for revision in each.revisions for file in revision.files}
+    kept = {path for file in every - removed for path in _hops(file.file_path)}
+    if source.which is None and any(path.is_relative_to(folder) for path in kept):
+        raise ModelError(f"links in other folders of {cache.cache_dir} lead to files of {folder}: remove those first")
+    plan = cache.delete_files(*removed)
+    blobs = {
+        path for path in plan.blobs - kept if path.parent == folder / "blobs"
+    }  # what links lead to elsewhere stays
+    nothing_left = not set(folder.glob("blobs/*")) - blobs and all(files.keys() <= names for files in revisions)
+    whole = {folder} if source.which is None or nothing_left else set()
+    try:
+        before = _size(cache.cache_dir)
+        for path in {file.file_path for file in removed} | blobs | whole:
+            if not os.access(path.parent, os.W_OK):
+                raise PermissionError(0, "permission denied", path)
+        replace(plan, blobs=frozenset() if whole else frozenset(blobs), repos=frozenset(whole)).execute()
+        freed = before - _size(cache.cache_dir)
+    except OSError as error:
+        raise ModelError(f"{error.filename} cannot be removed: {error.strerror}") from error
+    download.cache_clear()
+    return freed, {file.file_path for file in removed} | {file.file_path.parent for file in removed}
+
+
+def _hops(path: Path) -> Iterator[Path]:
+    """A path, and what it leads to, link by link."""
+    while path.is_symlink():
+        yield path
+        target = path.parent / path.readlink()
+        path = target.parent.resolve() / target.name
+    yield path
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files in a folder. Links are not followed, and each file counts once."""
+    states = (path.lstat() for path in folder.rglob("*"))
+    return sum({(each.st_dev, each.st_ino): each.st_size for each in states if stat.S_ISREG(each.st_mode)}.values())
 
 
 def _explained(name: str, revision: str, error: Exception) -> str:
@@ -216,19 +277,19 @@ def _explained(name: str, revision: str, error: Exception) -> str:
     if isinstance(error, errors.HFValidationError):
         return f"{model} names no repository: {one_line(error)}"
     if isinstance(error, errors.GatedRepoError):
-        return f"{model} asks for a token: accept its terms at {hf.constants.ENDPOINT}/{name}, then {token}"
+        return f"{model} asks for a token: accept its terms at {constants.ENDPOINT}/{name}, then {token}"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{model} has no revision {revision!r}"
     if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
-        return f"the hub {hf.constants.ENDPOINT} has no model {name}, or asks for a token: {token}"
+        return f"the hub {constants.ENDPOINT} has no model {name}, or asks for a token: {token}"
     if isinstance(error, OSError) and error.errno:
         reason = error.strerror or one_line(error)
-        return f"cannot write to {hf.constants.HF_HUB_CACHE}: {reason}; HF_HUB_CACHE names another folder"
-    if hf.constants.HF_HUB_OFFLINE:
-        return f"{model} is not whole in {hf.constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
+        return f"cannot write to {constants.HF_HUB_CACHE}: {reason}; HF_HUB_CACHE names another folder"
+    if constants.HF_HUB_OFFLINE:
+        return f"{model} is not whole in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
     cause = error.__cause__ or error
     reason = f"HTTP {status}" if status else f"{type(cause).__name__}: {one_line(cause)}"
     return (
-        f"the hub {hf.constants.ENDPOINT} cannot be reached or does not answer in time ({reason}); files of {model} "
+        f"the hub {constants.ENDPOINT} cannot be reached or does not answer in time ({reason}); files of {model} "
         "that came are kept, and the next call goes on"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,8 @@ import gguf
 
 from forerun.core.errors import ForerunError, ModelError
 from forerun.core.folders import expanded
-from forerun.models import hub
-from forerun.models.fetch import KNOWN, home, model_file, named, num_fetched_parts, partial_file
+from forerun.models import fetch, hub
+from forerun.models.fetch import KNOWN, model_file, named, num_fetched_parts, partial_file
 from forerun.models.formats import weight_cache
 from forerun.models.formats.gguf_types import larger_in_memory
 from forerun.models.gguf import SUFFIX, GGUFFile, is_gguf, open_gguf, shards_of
@@ -49,19 +48,21 @@ def _fetched() -> Iterator[StoredModel]:
 
 
 def _of_repository(repository: Any) -> Iterator[StoredModel]:
-    """The models of a repository's newest revision."""
-    revision = max(repository.revisions, key=lambda each: each.last_modified, default=None)
-    if revision is None:
-        return
-    sizes = {name: file.size_on_disk for name, file in hub.files_of(revision).items()}
-    name, folder = hub.PREFIX + repository.repo_id, revision.snapshot_path
-    if hub.is_checkpoint(sizes):
-        size = sum(size for file, size in sizes.items() if not file.endswith(SUFFIX))
-        yield StoredModel(name, "safetensors", size, folder)
-    for files in hub.ggufs(sizes):
-        kind, whole = hub.quantization(files[0]), all(file in sizes for file in files)
-        size = sum(sizes.get(file, 0) for file in files)
-        yield StoredModel(f"{name}:{files[0]}", f"GGUF {kind}" if kind else "GGUF", size, folder / files[0], whole)
+    """The models of a repository, each in the newest revision that has it."""
+    name, listed = hub.PREFIX + repository.repo_id, set()
+    for revision in sorted(repository.revisions, key=lambda each: each.last_modified, reverse=True):
+        sizes = {file: each.size_on_disk for file, each in hub.files_of(revision).items()}
+        if hub.is_checkpoint(sizes) and name not in listed:
+            listed.add(name)
+            size = sum(size for file, size in sizes.items() if not file.endswith(SUFFIX))
+            yield StoredModel(name, "safetensors", size, revision.snapshot_path)
+        for first, files in hub.ggufs(sizes).items():
+            if first not in listed:
+                listed.add(first)
+                kind, path = hub.quantization(first), revision.snapshot_path / first
+                whole = all(shard.exists() for shard in shards_of(path))
+                size = sum(sizes[file] for file in files)
+                yield StoredModel(f"{name}:{first}", f"GGUF {kind}" if kind else "GGUF", size, path, whole)
 
 
 def known_draft(model: str | Path) -> Path | None:
@@ -172,12 +173,8 @@ def remove(name: str) -> int:
     Raises ModelError for anything else, which is never removed.
     """
     if name in KNOWN:
-        stored = [each for each in _fetched() if each.name == name]
-        if not home(name).is_dir():
-            raise ModelError(f"{name} is not on this machine")
-        shutil.rmtree(home(name))
-        return sum(each.size for each in stored) + weight_cache.clear(model_file(name))
+        return fetch.remove(name) + weight_cache.clear(model_file(name))
     if not name.startswith(hub.PREFIX):
         raise ModelError(f"{name} was not fetched: remove it yourself if it is yours (`forerun ls` lists the others)")
-    freed = sum(weight_cache.clear(each.path) for each in on_disk() if f"{each.name}:".startswith(f"{name}:"))
-    return freed + hub.remove(hub.parse(name))
+    freed, paths = hub.remove(hub.parse(name))
+    return freed + sum(map(weight_cache.clear, paths))
