@@ -12,6 +12,7 @@ its end computes little more than its own part. The least recently used states a
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Protocol
@@ -68,7 +69,7 @@ class PrefixTree:
         self.matched: dict[int, int] = {}
         """By sequence: how many of its tokens were in cached pages when it came, where no state was kept so far."""
         self.listener: Listener | None = None
-        pool.prefix_tree = self
+        pool.prefix_tree = weakref.proxy(self)  # a cycle would keep the pool's memory
 
     def match_prefix(
         self, key: int, tokens: Sequence[int], limit: int, *, partial: bool = True, source: Source = None

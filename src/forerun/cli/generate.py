@@ -81,23 +81,22 @@ def generate(
 
     named = "model" not in engine or names_method(speculative)
     engine = {**engine, "threads": set_threads(threads)}
-    llm = LLM(**{**engine, "speculative_config": speculative_config(speculative, engine), "trace": True})
-    answer = llm.generate([text], params, use_tqdm=False)[0]
-    llm.close()
-    for output in answer.outputs:
-        if output.finish_reason == "error":
-            raise RequestError(f"the generation failed: {output.stop_reason}")
-    for message in remarks(llm, answer, params):
-        warn(message)
-    if trace_html is not None and traces is not None:
-        page = traces.page(answer.outputs[0].trace or [], llm.tokenizer, text, facts(llm, answer, named=named))
-        write_file(trace_html, page)
-    if as_json:
-        print_json(as_object(answer, params))
-    else:
-        # An encoder's source is not the beginning of the answer.
-        echo = prompt != "-" and llm.model.info.encoder is None
-        show(out(), llm, answer, params, trace=trace, echo=echo, named=named)
+    with LLM(**{**engine, "speculative_config": speculative_config(speculative, engine), "trace": True}) as llm:
+        answer = llm.generate([text], params, use_tqdm=False)[0]
+        for output in answer.outputs:
+            if output.finish_reason == "error":
+                raise RequestError(f"the generation failed: {output.stop_reason}")
+        for message in remarks(llm, answer, params):
+            warn(message)
+        if trace_html is not None and traces is not None:
+            page = traces.page(answer.outputs[0].trace or [], llm.tokenizer, text, facts(llm, answer, named=named))
+            write_file(trace_html, page)
+        if as_json:
+            print_json(as_object(answer, params))
+        else:
+            # An encoder's source is not the beginning of the answer.
+            echo = prompt != "-" and llm.model.info.encoder is None
+            show(out(), llm, answer, params, trace=trace, echo=echo, named=named)
 
 
 def request_params(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import itertools
 import secrets
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from forerun import kernels
+from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
 from forerun.core.errors import ConfigError, RequestError
@@ -39,6 +41,14 @@ from forerun.speculate.draft.router import Router
 from forerun.speculate.length import Setting, policies
 from forerun.speculate.round import Round, speculate
 from forerun.speculate.verify import Target
+
+R = TypeVar("R")
+
+
+def _weak(method: Callable[..., R]) -> Callable[..., R]:
+    """A bound method that does not keep its object: an engine in a cycle would keep its memory until a collection."""
+    target, function = weakref.proxy(method.__self__), method.__func__  # type: ignore[attr-defined]
+    return lambda *arguments: function(target, *arguments)
 
 
 class Engine:
@@ -68,8 +78,9 @@ class Engine:
         self.max_nodes = max((c.drafter.max_nodes() for c in configs if c.drafter is not None), default=0)
         self.router = Router(self._drafters(configs))
         nodes = {name: drafter.config.nodes_by_depth() for name, drafter in self.router.drafters.items()}
+        backlog, with_models = _weak(self.router.backlog), self.router.model_drafters
         self.policy = policies[self.speculative.length](
-            Setting(nodes, model.row_multiple, self.router.backlog, self.router.model_drafters, model.info.mixture)
+            Setting(nodes, model.row_multiple, backlog, with_models, model.info.mixture)
         )
         rows = max((drafter.needs.rows for drafter in self.router.drafters.values()), default=0)
         attention = new_attention(
@@ -96,9 +107,9 @@ class Engine:
             most_nodes=min((each.depth for each in states), default=None),
             prefill_budget=PrefillBudget(self.config.max_prefill_tokens),
             tree=PrefixTree(attention.pool) if self.config.caches_prefixes else None,
-            reusable=self._reusable,
-            on_admit=self._admitted,
-            on_preempt=self._preempted,
+            reusable=_weak(self._reusable),
+            on_admit=_weak(self._admitted),
+            on_preempt=_weak(self._preempted),
         )
         self.threads = self._threads()
         self.stats = EngineStats(synthetic=self.speculative.synthetic is not None)
@@ -132,9 +143,12 @@ class Engine:
                 "weights": self.config.weights,
             },
             prefix_caching=self.config.caches_prefixes,
-            target_attention=lambda: self.target.attention,
+            target_attention=_weak(self._attention),
         )
         return {c.method: drafters[c.method].build(c.drafter, context) for c in configs if c.drafter is not None}
+
+    def _attention(self) -> Attention:
+        return self.target.attention
 
     def add(
         self,
@@ -201,7 +215,7 @@ class Engine:
             metrics = RequestMetrics(start=self.clock(), synthetic=self.stats.synthetic)
             traced = trace or self.config.trace
             job = Job(sequence, Stopper(sequence, detokenizer), metrics, index, traced=traced)
-            if search is None or beams.attach(job, jobs, search, lambda: next(self._ids)):
+            if search is None or beams.attach(job, jobs, search, self._ids.__next__):
                 self.scheduler.add(sequence)
             self.jobs[sequence.id] = job
             jobs.append(job)

@@ -81,6 +81,8 @@ class LLM:
         ConfigError: options that are wrong, or that exclude each other.
         ModelError: a model, draft or adapter that cannot be loaded, with the reason.
 
+    ``with LLM(...) as llm:`` closes it at the end. Without ``close``, memory is free once nobody refers to it.
+
     Threads may share one ``LLM``: a call has the engine to itself, and others wait. Give prompts that are to be decoded
     together to one call. For requests that come and go, use ``AsyncEngine``; it must not run the engine of an ``LLM``
     that is in use.
@@ -122,11 +124,18 @@ class LLM:
         )
         self.tokenizer = load_tokenizer(config.tokenizer or config.model)
         loaded.info = with_end(loaded.info, self.tokenizer)
-        self.engine = Engine(loaded, self.tokenizer, config, speculative)
+        self._engine: Engine | None = Engine(loaded, self.tokenizer, config, speculative)
         auto.remember(self.engine)
         self._lock = threading.Lock()
         self._owner: int | None = None
         """The thread that holds the lock."""
+
+    @property
+    def engine(self) -> Engine:
+        """Raises ConfigError after ``close``."""
+        if self._engine is None:
+            raise ConfigError("this LLM is closed: make another one")
+        return self._engine
 
     @property
     def model(self) -> Any:
@@ -300,10 +309,19 @@ class LLM:
         """The tokenizer, as transformers has it."""
         return getattr(self.tokenizer, "full", self.tokenizer)
 
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
-        """Lets drafters save what they have learnt (``adapt``). Generation may go on afterwards."""
+        """Lets drafters save what they have learnt (``adapt``), and frees the model and its caches. Nothing can be
+        generated afterwards."""
         with self._exclusive():
-            self.engine.close()
+            if self._engine is not None:
+                self._engine.close()
+            self._engine = None
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:

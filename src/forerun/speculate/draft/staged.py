@@ -127,7 +127,8 @@ class Staged(Drafter[StagedConfig]):
         self.rows = config.num_speculative_tokens + config.drafter.config.max_nodes()
         options = {field.name: getattr(config, field.name) for field in fields(DraftModelConfig)}
         base_context = replace(context, prefix_caching=False)
-        self.base = DraftModel(DraftModelConfig(**options | {"num_speculative_tokens": self.rows}), base_context)
+        base = DraftModel(DraftModelConfig(**options | {"num_speculative_tokens": self.rows}), base_context)
+        self.base = base
         if self.base.prepends_source:
             raise ConfigError("method 'staged' drafts for an encoder-decoder with an encoder-decoder: give 'model' one")
         self.rule = rules["coupled"]()
@@ -136,7 +137,7 @@ class Staged(Drafter[StagedConfig]):
             replace(
                 base_context,
                 target=model,
-                target_attention=lambda: self.base.attention,
+                target_attention=lambda: base.attention,
                 rule=self.rule,
                 max_model_len=self.base.max_len,
             )
