@@ -37,7 +37,7 @@ class Hub:
 
 
 @contextlib.contextmanager
-def _serving(handler):
+def serving(handler):
     """A server on loopback; yields its address."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = True
@@ -122,7 +122,7 @@ def hub(**repositories):
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-    with _serving(Handler) as state.url:
+    with serving(Handler) as state.url:
         try:
             yield state
         finally:

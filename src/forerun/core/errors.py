@@ -38,7 +38,7 @@ class RankError(ForerunError):
 
 def one_line(error: BaseException) -> str:
     """The message of a library's exception, shortened to one line, after its class where the message needs it."""
-    text = " ".join(str(error).split())
+    text = " ".join("".join(each if each.isprintable() else " " for each in str(error)).split())
     if not text or isinstance(error, (LookupError, AttributeError)):
         text = f"{type(error).__name__}: {text}".rstrip(": ")
     return _short(text, LONGEST_REASON)

@@ -6,9 +6,11 @@ import os
 import re
 import stat
 import sys
+import threading
+import warnings
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +18,8 @@ import huggingface_hub as hf  # its other parts are imported when they are used:
 from huggingface_hub import constants
 from tqdm import tqdm
 
-from forerun.core.errors import ModelError, one_line
+from forerun.core.errors import ModelError, one_line, shown
+from forerun.models.checkpoint import library
 from forerun.models.gguf import SUFFIX, first_shard, shards_of
 
 PREFIX = "hf:"
@@ -31,6 +34,8 @@ NO_MODEL = ("mmproj", "imatrix")
 """Parts of the names of GGUF files that are not language models."""
 QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|FP16|F32|FP32|MXFP4\w*))$", re.IGNORECASE)
 MOST_LISTED = 20
+PLAIN = re.compile(r"[A-Za-z0-9-]{1,128}")
+"""ETags and commits, of which huggingface_hub makes names of files."""
 
 
 class ModelSource(NamedTuple):
@@ -136,18 +141,61 @@ def download(source: ModelSource, revision: str | None = None, cache: str | None
     from huggingface_hub import errors
 
     name, revision = source.repository, revision or MAIN
-    try:
-        files, commit = _list_files(name, revision, cache)
-        chosen = choose(source, files)
-        paths = []
-        for file in chosen:
-            path = hf.try_to_load_from_cache(name, file, cache_dir=cache, revision=commit)
-            if not isinstance(path, str):
-                path = hf.hf_hub_download(name, file, revision=revision, cache_dir=cache, tqdm_class=Bar)
-            paths.append(Path(path))
-    except (errors.HTTPError, OSError, errors.HFValidationError, RuntimeError) as error:  # hf_xet raises the last one
-        raise ModelError(_explained(name, revision, error)) from error
+    _check_answers()
+    with (
+        library(f"{PREFIX}{name}: the answer of the hub {constants.ENDPOINT} cannot be used"),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("error", "Not enough free disk space", UserWarning)
+        try:
+            files, commit = _list_files(name, revision, cache)
+            chosen = choose(source, files)
+            paths = []
+            for file in chosen:
+                path = hf.try_to_load_from_cache(name, file, cache_dir=cache, revision=commit)
+                if not isinstance(path, str):
+                    path = hf.hf_hub_download(name, file, revision=revision, cache_dir=cache, tqdm_class=Bar)
+                paths.append(Path(path))
+        except (errors.HTTPError, OSError, errors.HFValidationError, RuntimeError) as error:  # hf_xet raises the last
+            raise ModelError(_explained(name, revision, error)) from error
+        except UserWarning as error:
+            raise ModelError(f"{PREFIX}{name} cannot be downloaded: {one_line(error)}") from error
     return _model_path(paths[0], chosen[0])
+
+
+_installing = threading.Lock()
+
+
+def _check_answers() -> None:
+    """Have the client of huggingface_hub check all answers, whichever factory makes that client."""
+    from huggingface_hub.utils import _http
+
+    with _installing:
+        factory: Any = _http._GLOBAL_CLIENT_FACTORY
+        if getattr(factory, "func", None) is not _checked_client:
+            hf.set_client_factory(partial(_checked_client, factory))
+
+
+def _checked_client(factory: Any) -> Any:
+    client = factory()
+    client.event_hooks["response"].append(_check_answer)
+    return client
+
+
+def _check_answer(response: Any) -> None:
+    """Refuse an answer about a file whose headers would have huggingface_hub write elsewhere. Raises ModelError."""
+    if response.request.method != "HEAD":
+        return
+    for header in ("X-Repo-Commit", "X-Linked-Etag", "ETag"):
+        value = response.headers.get(header)
+        if value is None or (header == "ETag" and response.is_error):  # pages about errors have other ETags
+            continue
+        if not PLAIN.fullmatch(value.lstrip("W/").strip('"') if header != "X-Repo-Commit" else value):
+            raise _untrusted(f"the {header} {shown(value)}", "is not made of letters, digits and hyphens")
+
+
+def _untrusted(what: str, reason: str) -> ModelError:
+    return ModelError(f"the hub {constants.ENDPOINT} answers with {what}, which {reason}: it is not used")
 
 
 def _model_path(file: Path, name: str) -> Path:
@@ -172,12 +220,23 @@ def _list_files(name: str, revision: str, cache: str | None) -> tuple[list[str],
 
     try:
         info = hf.HfApi().model_info(name, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-        return [each.rfilename for each in info.siblings or ()], info.sha
     except (errors.HTTPError, OSError) as error:
         listed = None if isinstance(error, errors.RevisionNotFoundError) else _cached_files(name, revision, cache)
         if listed is None:
             raise
         return listed
+    if info.sha is not None and not PLAIN.fullmatch(info.sha):
+        raise _untrusted(f"the commit {shown(info.sha)}", "is not made of letters, digits and hyphens")
+    files = [each.rfilename for each in info.siblings or ()]
+    for file in files:
+        if (file.endswith(SUFFIX) or _in_checkpoint(file)) and not _is_inside(file):
+            raise _untrusted(f"a file called {shown(file)}", "is no name inside a repository")
+    return files, info.sha
+
+
+def _is_inside(file: str) -> bool:
+    """Whether a file's name leads to a place in the repository, on Windows too."""
+    return file.isprintable() and "\\" not in file and not {"", ".", ".."} & set(file.split("/"))
 
 
 def _cached_files(name: str, revision: str, cache: str | None) -> tuple[list[str], str] | None:
