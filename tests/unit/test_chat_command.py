@@ -2,16 +2,30 @@
 
 import io
 import json
+import random
 import re
+import shutil
 import sys
 
+import pyte
 import pytest
 from markdown_it import MarkdownIt
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 from rich.console import Console
 
 from forerun import SamplingParams
-from forerun.cli.chat import COMMANDS, NOT_HERE, PAGE_SIZE, ChatCommands, Conversation, read_messages
-from forerun.cli.chat_session import MarkdownView, PlainView, TraceView, answer, read_message, split
+from forerun.cli.chat import (
+    COMMANDS,
+    NOT_HERE,
+    PAGE_SIZE,
+    ChatCommands,
+    Conversation,
+    completions,
+    read_messages,
+)
+from forerun.cli.chat_session import MarkdownView, PlainView, TraceView, answer, split
+from forerun.cli.editor import Words, parse, read_lines
 from forerun.cli.main import load, run
 from forerun.core.errors import ConfigError, ForerunError, RequestError
 from forerun.models.native import NativeModel
@@ -26,7 +40,9 @@ def chat(capsys, monkeypatch, chat_model):
 
     def call(text, *options, model=chat_model):
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-        code = run(["chat", "--model", model, "--max-tokens", str(LENGTH), *options])
+        code = run(
+            ["chat", "--model", model, "--max-tokens", str(LENGTH), "--temperature", "0", "--min-p", "0", *options]
+        )
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
@@ -50,8 +66,10 @@ def test_each_line_is_a_message_and_answers_are_all_of_stdout(chat, told):
     code, out, err = chat("hello\n\nmore\n/exit\nnever\n")
     assert (code, out) == (0, f"{first}\n{second}\n")
     lines = err.splitlines()
-    assert len(lines) == 2
-    assert all(re.match(rf"{LENGTH} tokens, \d+ tokens/s · .*\(suffix.*prompt tokens read", line) for line in lines)
+    assert lines[0] == f"sampling: temperature 0.0, seed 0, max_tokens {LENGTH} (the model sets none)"
+    assert len(lines) == 3
+    figures = rf"{LENGTH} tokens, \d+ tokens/s · .*\(suffix.*prompt tokens read"
+    assert all(re.match(figures, line) for line in lines[1:])
     assert chat("hello\nmore")[:2] == (0, out)  # the end of the input ends it too
 
 
@@ -69,10 +87,10 @@ def test_a_model_without_a_template_is_one_line(chat, tiny_target):
 
 
 @pytest.mark.parametrize(("lines", "words"), [
-    ("/nope\n", "there is no command /nope"),
-    ("/set heat 1\n", "no sampling option 'heat'"),
+    ("/nope\n", "unknown command /nope"),
+    ("/set heat 1\n", "unknown sampling option 'heat'"),
     ("/set top_p 3\n", "top_p must be"),
-    ("/set n 2\n", "no sampling option 'n'"),
+    ("/set n 2\n", "unknown sampling option 'n'"),
     ("/undo\n", "nothing to undo"),
     ("/retry\n", "nothing to answer"),
     ("/trace maybe\n", "on or off"),
@@ -84,7 +102,7 @@ def test_a_model_without_a_template_is_one_line(chat, tiny_target):
 def test_without_a_terminal_what_cannot_be_done_ends_it(chat, lines, words):
     code, out, err = chat(lines)
     assert (code, out) == (2, "")
-    assert re.fullmatch(r"error: .*\n", err)
+    assert re.fullmatch(r"sampling: .*\nerror: .*\n", err)
     assert words in err
 
 
@@ -113,7 +131,7 @@ def test_a_second_turn_reads_only_what_is_new(chat, monkeypatch):
     whole = len(f"u:{message};a:{out.splitlines()[0]};u:and then?;a:")
     assert prompts[0] == len(f"u:{message};a:")
     assert prompts[1] <= len("a;u:and then?;a:") + PAGE_SIZE < whole / 4
-    assert [line.split(" · ")[-2] for line in err.splitlines()] == [
+    assert [line.split(" · ")[-2] for line in err.splitlines()[1:]] == [
         f"{rows} of {total} prompt tokens read" for rows, total in zip(prompts, (prompts[0], whole))
     ]
 
@@ -193,6 +211,26 @@ def test_colours_show_what_became_of_every_token(llm, chat_model):
     assert console.file.getvalue() == "".join(marks[kind].format(text) for kind, text in texts if text) + "\n"
 
 
+@pytest.mark.parametrize("width", [20, 33])
+def test_words_are_on_one_line(width):
+    """Whatever pieces they come in, shown by a terminal emulator."""
+    noise = random.Random(width)
+    words = ["".join(noise.choices("abcdefgh", k=noise.randint(1, 15))) for _ in range(300)]
+    text = "".join(word + noise.choice([" "] * 9 + ["\n"]) for word in words)
+    console = screen(width, force_terminal=True, color_system="standard")
+    view, at = TraceView(console), 0
+    while at < len(text):
+        size = noise.randint(1, 7)
+        view.add(noise.choice(["accepted", "plain"]), text[at : at + size])
+        at += size
+    view.end()
+    shown = pyte.Screen(width, 400)
+    pyte.Stream(shown).feed(console.file.getvalue().replace("\n", "\r\n"))
+    assert [word for line in shown.display for word in line.split()] == words
+    lines = [line.rstrip() for line in shown.display]
+    assert all(not line.startswith(" ") for line in lines)
+
+
 def test_an_answer_that_is_stopped_keeps_what_was_said(llm, chat_model):
     model = llm({"method": "ngram"}, model=chat_model)
     file = io.StringIO()
@@ -228,7 +266,7 @@ def test_commands_change_options_and_history(tmp_path):
     assert "model" in shown
     commands.run("/set temperature")
     commands.run("/set stop")
-    assert (state.params.temperature, state.params.stop) == (0.0, ())
+    assert (state.params.temperature, state.params.stop) == (0.7, ())  # the model's, or ours
 
     file = tmp_path / "a talk.json"
     assert "3 messages" in commands.run(f"/save '{file}'").text
@@ -307,12 +345,20 @@ def test_a_failed_answer_leaves_the_messages_as_they_were(chat, monkeypatch):
     (['"""one', "two", "", 'three"""'], "one\ntwo\n\nthree"),
     (['"""', "one \\", '"""'], "one \\"),
     (['"""one"""'], "one"),
-    (["pasted\nlines"], "pasted\nlines"),
+    (["one", "/two"], "one"),
+    (['"""/exit"""'], "/exit"),
+    ([" /exit"], " /exit"),
+    (["/usr/bin\n/exit"], "/usr/bin\n/exit"),
 ])  # fmt: skip
 def test_messages_of_several_lines(lines, message):
     left = iter(lines)
-    assert read_message(lambda prompt: next(left)) == message
-    assert next(left, None) is None
+    assert parse(read_lines(lambda prompt: next(left))) == (message, False)
+    assert list(left) == lines[1:] * (lines[0] == "one")
+
+
+@pytest.mark.parametrize("text", ["/exit", "/exit\n", "/system be brief\nvery brief", "/nope"])
+def test_commands_are_told_from_messages(text):
+    assert parse(text) == (text, True)
 
 
 def test_the_flags_are_those_of_generate():
@@ -323,4 +369,91 @@ def test_the_flags_are_those_of_generate():
     missing |= {"--beams", "--early-stopping", "--length-penalty"}
     missing |= {"prompt", "--json", "--trace-html", "--logprobs-mode"}
     assert flags("generate") - flags("chat") == missing
-    assert flags("chat") - flags("generate") == {"--system", "--chat-template"}
+    assert flags("chat") - flags("generate") == {"--system", "--chat-template", "--generation-config"}
+    assert flags("chat") - flags("run") == {"--model", "--trace"}
+    assert flags("run") - flags("chat") == {"model", "question"}
+
+
+@pytest.mark.parametrize(("before", "completed"), [
+    ("/s", {"/set", "/show", "/save", "/system"}),
+    ("/set temp", {"temperature"}),
+    ("/trace ", {"on", "off"}),
+    ("/r", {"/reset", "/retry", "/regenerate"}),
+    ("say /s", set()),
+    ("hello", set()),
+])  # fmt: skip
+def test_commands_are_completed(before, completed):
+    words = Words(completions()).get_completions(Document(before), CompleteEvent())
+    assert {word.text for word in words} == completed
+
+
+def test_other_names_of_commands():
+    commands = talk()
+    commands.conversation.say("user", "one")
+    assert commands.run("/regenerate").ask
+    commands.run("/clear")
+    assert commands.conversation.turns == []
+    assert commands.run("/bye").end
+    assert commands.run("/?").text == commands.run("/help").text
+    refused(ConfigError, "/bye takes no argument", commands.run, "/bye now")
+
+
+@pytest.mark.parametrize(("written", "options", "source"), [
+    ({}, {"temperature": 0.7, "min_p": 0.05}, "the model sets none"),
+    ({"temperature": 0.9, "top_k": 5, "do_sample": True}, {"temperature": 0.9, "top_k": 5}, "the model's own"),
+    ({"top_p": 0.5, "repetition_penalty": 1.3}, {"temperature": 1.0, "top_p": 0.5, "repetition_penalty": 1.3},
+     "the model's own"),
+])  # fmt: skip
+def test_the_models_own_sampling_settings(capsys, monkeypatch, told, chat_model, tmp_path, written, options, source):
+    model = tmp_path / "model"
+    shutil.copytree(chat_model, model)
+    path = model / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **written}))
+
+    def ask(*flags):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+        assert run(["chat", "--model", str(model), "--max-tokens", str(LENGTH), *flags]) == 0
+        return capsys.readouterr()
+
+    said, answers = ask(), set()
+    assert said.err.splitlines()[0].endswith(f"({source})")
+    for flags, changes in [
+        ((), {}),
+        (("--temperature", "0.3"), {"temperature": 0.3}),
+        (("--top-k", "3"), {"top_k": 3}),
+    ]:
+        printed = ask(*flags).out
+        assert printed == told("u:hello;a:", **options | changes) + "\n"
+        answers.add(printed)
+    assert ask("--generation-config", "vllm").out == told("u:hello;a:", temperature=1.0) + "\n"
+    assert len(answers) > 1
+
+
+def test_a_conversation_may_fill_the_context(capsys, monkeypatch, chat_model):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    assert run(["chat", "--model", chat_model, "--ignore-eos", "--max-model-len", "300"]) == 0
+    assert "290 tokens" in capsys.readouterr().err  # behind u:hello;a:
+
+
+@pytest.mark.parametrize(("question", "piped", "message"), [
+    (["two", "words"], "", "two words"),
+    ([], "piped\n", "piped\n"),
+    (["Sum up:"], "/exit\n", "Sum up:\n\n/exit\n"),
+])  # fmt: skip
+def test_run_answers_one_question(capsys, monkeypatch, told, chat_model, question, piped, message):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
+    flags = ["--max-tokens", str(LENGTH), "--temperature", "0", "--min-p", "0", "--system", "be kind"]
+    assert run(["run", chat_model, *question, *flags]) == 0
+    assert capsys.readouterr().out == told(f"s:be kind;u:{message};a:") + "\n"
+
+
+def test_run_without_a_question_is_one_line(capsys, monkeypatch, chat_model):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(" \n"))
+    assert run(["run", chat_model]) == 2
+    assert re.fullmatch(r"error: no question: .*\n", capsys.readouterr().err)
+
+
+def test_a_wrong_generation_config_is_one_line(chat):
+    code, out, err = chat("hello\n", "--generation-config", "other")
+    assert (code, out) == (2, "")
+    assert re.fullmatch(r"error: --generation-config must be auto or vllm.*\n", err)

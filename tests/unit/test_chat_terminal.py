@@ -1,115 +1,165 @@
-"""``forerun chat`` on a pseudo-terminal."""
+"""``forerun chat`` and ``forerun run`` on a terminal."""
 
 import os
-import pty
 import re
-import select
 import subprocess
 import sys
-from pathlib import Path
-from time import monotonic, sleep
 
 import pytest
 
 from forerun.cli.chat import read_messages
+from xterm import BRACKETED_PASTE, Xterm
 
 pytestmark = pytest.mark.slow
 
-
-class Screen:
-    """``forerun chat`` on a pseudo-terminal."""
-
-    def __init__(self, *arguments):
-        self.master, slave = pty.openpty()
-        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "forerun", "chat", "--threads", "1", *arguments]
-        self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True, preexec_fn=_adopt
-        )
-        os.close(slave)
-        self.text = ""
-
-    def type(self, text):
-        os.write(self.master, text.encode())
-
-    def interrupt_prompt(self):
-        """Ctrl-C at a prompt that waits: readline heeds no signal between showing its prompt and waiting for keys."""
-        sleep(0.5)
-        self.type("\x03")
-
-    def wait(self, pattern, seconds=120):
-        """Everything up to what matches, which is then forgotten."""
-        end = monotonic() + seconds
-        while (result := re.search(pattern, self.text, re.DOTALL)) is None:
-            assert select.select([self.master], [], [], max(0.0, end - monotonic()))[0], self.text
-            try:
-                self.text += os.read(self.master, 4096).decode(errors="replace")
-            except OSError:  # the other side is closed
-                raise AssertionError(self.text) from None
-        before, self.text = self.text[: result.end()], self.text[result.end() :]
-        return before
-
-
-def _adopt():
-    """Make the terminal the controlling one, so that Ctrl-C is a signal."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+READY = r"/help lists the commands\n>>>$"
 
 
 @pytest.fixture
-def terminal(chat_model):
+def xterm():
     opened = []
 
-    def start(*arguments):
-        opened.append(Screen("--model", chat_model, *arguments))
+    def start(command, **options):
+        opened.append(Xterm(command, **options))
         return opened[-1]
 
     yield start
     for one in opened:
-        one.process.kill()
-        one.process.wait()
-        os.close(one.master)
+        one.close()
+
+
+@pytest.fixture
+def terminal(chat_model, xterm):
+    def start(*arguments, **options):
+        command = [sys.executable, "-m", "forerun", "chat", "--threads", "1", "--model", chat_model, *arguments]
+        return xterm(command, OMP_NUM_THREADS="1", **options)
+
+    return start
+
+
+def saved(shown, path):
+    """The messages so far."""
+    shown.type(f"/save {path}\r")
+    shown.wait(r"messages saved to.*\n>>>$")
+    return [message["content"] for message in read_messages(path)]
+
+
+def test_text_is_marked_as_pasted_only_if_that_was_asked_for(xterm):
+    plain = xterm([sys.executable, "-c", "print(repr(input('? ')), repr(input('? ')))"])
+    plain.wait(r"\?$")
+    plain.paste("a\nb\n")
+    plain.wait(r"'a' 'b'")
+    asks = xterm([sys.executable, "-c", "print(repr(input('? \\x1b[?2004h')), repr(input('? ')))"])
+    asks.wait(r"\?$")
+    asks.paste("a\nb\n")
+    asks.wait(r"\[200~a' 'b")
 
 
 def test_in_a_terminal(terminal):
     """Ctrl-C stops an answer and not the program, a command works, several lines are one message, two Ctrl-C end it."""
     shown = terminal("--max-tokens", "30000", "--ignore-eos")
-    shown.wait(r"/help lists the commands.*>>> ")
+    assert "sampling" in shown.wait(READY)
     shown.type("hello\r")
-    shown.wait(r"hello\r\n.*?\w")
+    shown.wait(r"hello\n.*?\w")
     shown.type("\x03")
-    assert "prompt tokens read" in shown.wait(r"stopped.*?>>> ")
+    assert "prompt tokens read" in shown.wait(r"stopped\n>>>$")
     shown.type("/show\r")
-    assert re.search(r"messages +2", shown.wait(r"messages.*?>>> "))
+    assert re.search(r"messages +2", shown.wait(r"messages.*\n>>>$"))
     shown.type("/set max_tokens 5\r")
-    shown.wait(r"max_tokens is 5.*?>>> ")
+    shown.wait(r"max_tokens is 5\n>>>$")
     shown.type("one\\\r")
-    shown.wait(r"\.\.\. ")
+    shown.wait(r"\n\.\.\.$")
     shown.type("two\r")
-    shown.wait(r"m5 tokens.*?ended by max_tokens 5.*?>>> ")
+    shown.wait(r"\n5 tokens.*max_tokens 5\n>>>$")
+    shown.type("\x1b[A")
+    shown.wait(r">>> one\n\.\.\. two$")
+    shown.type("\x03")
+    shown.wait(r"Ctrl-C again.*\n>>>$")
     shown.type("/nope\r")
-    shown.wait(r"error: there is no command /nope.*?>>> ")
-    shown.interrupt_prompt()
-    shown.wait(r"Ctrl-C again, Ctrl-D or /exit ends.*?>>> ")
-    shown.type("/trace on\r")
-    shown.wait(r"drafted and accepted.*?>>> ")
-    shown.interrupt_prompt()
-    shown.wait(r"Ctrl-C again.*?>>> ")
-    shown.interrupt_prompt()
-    assert shown.process.wait(30) == 0
+    shown.wait(r"error: unknown command /nope.*\n>>>$")
+    shown.type("\x03")
+    shown.wait(r"Ctrl-C again, Ctrl-D or /exit ends.*\n>>>$")
+    shown.type("/tr\t")
+    shown.wait(r">>> /trace$")
+    shown.type(" on\r")
+    shown.wait(r"drafted and accepted.*\n>>>$")
+    shown.type("\x03")
+    shown.wait(r"Ctrl-C again.*\n>>>$")
+    shown.type("\x03")
+    assert shown.ended() == 0
+    assert "WARNING" not in "\n".join(shown.lines())
+    assert BRACKETED_PASTE not in shown.screen.mode
 
 
-def test_pasted_lines_are_one_message(terminal, tmp_path):
-    """Saved as one, and Ctrl-D ends it."""
-    shown = terminal("--max-tokens", "3")
-    shown.wait(r"/help lists the commands.*>>> ")
-    shown.type("\x1b[200~first\rsecond\x1b[201~\r")
-    shown.wait(r"m3 tokens.*?>>> ")
-    shown.type(f"/save {tmp_path}/saved.json\r")
-    shown.wait(r"2 messages.*?>>> ")
-    saved = read_messages(Path(tmp_path) / "saved.json")
-    assert saved[0]["content"].split() == ["first", "second"]
+@pytest.mark.parametrize("text", ["first\n/exit\nthird", "/exit\nsecond\n\n/reset", "/usr/bin\n" + "x" * 6000])
+def test_pasted_lines_are_one_message(terminal, tmp_path, text):
+    """Whatever they begin with. Ctrl-D ends the program."""
+    shown = terminal("--max-tokens", "3", "--max-model-len", "8192")
+    shown.wait(READY)
+    shown.paste(text)
+    shown.type("\r")
+    shown.wait(r"\n3 tokens.*\n>>>$")
+    assert saved(shown, tmp_path / "saved.json")[0] == text
     shown.type("\x04")
-    assert shown.process.wait(30) == 0
+    assert shown.ended() == 0
+
+
+def test_text_pasted_while_an_answer_comes_is_the_next_message(terminal, tmp_path):
+    shown = terminal("--max-tokens", "400", "--ignore-eos")
+    shown.wait(READY)
+    shown.type("hello\r")
+    shown.wait(r"hello\n.*?\w")
+    shown.type("typed ")
+    shown.paste("first\n/exit\nthird")
+    shown.wait(r"\n400 tokens.*\n>>> typed first\n\.\.\. /exit\n\.\.\. third$")
+    shown.type("\r")
+    shown.wait(r"\n400 tokens.*\n>>>$")
+    assert saved(shown, tmp_path / "saved.json")[2] == "typed first\n/exit\nthird"
+
+
+def test_quoted_lines_are_one_message(terminal, tmp_path):
+    shown = terminal("--max-tokens", "3")
+    shown.wait(READY)
+    shown.type('"""/exit\rtwo \\\r\rthree"""\r')
+    shown.wait(r"\n3 tokens.*\n>>>$")
+    assert saved(shown, tmp_path / "saved.json")[0] == "/exit\ntwo \\\n\nthree"
+
+
+def test_a_terminal_without_control_codes(terminal, tmp_path):
+    shown = terminal("--max-tokens", "20", term="dumb")
+    shown.wait(READY)
+    shown.type("one\\\rtwo\r")
+    shown.wait(r"\n\d+ tokens.*\n>>>$")
+    assert saved(shown, tmp_path / "saved.json")[0] == "one\ntwo"
+    shown.type("/bye\r")
+    assert shown.ended() == 0
+    assert b"\x1b" not in shown.raw
+
+
+def test_words_are_whole_in_a_narrow_terminal(terminal, tmp_path):
+    shown = terminal("--max-tokens", "3", columns=40)
+    shown.wait(READY)
+    shown.type("/help\r")
+    words = shown.wait(r"ends the program\.\n>>>$").split()
+    assert {"conversation", "/regenerate)", "backslash", "completes"} <= set(words)
+
+
+def test_run_answers_once(xterm, chat_model):
+    command = [sys.executable, "-m", "forerun", "run", chat_model, "--threads", "1", "--max-tokens", "5"]
+    shown = xterm([*command, "two", "words"], OMP_NUM_THREADS="1")
+    assert shown.ended() == 0
+    assert re.search(r" 5 tokens.* 14 of 14 prompt tokens read", " ".join(shown.lines()))  # u:two words;a:
+    chatting = xterm(command, OMP_NUM_THREADS="1")
+    chatting.wait(READY)
+    chatting.type("/bye\r")
+    assert chatting.ended() == 0
+
+
+def test_help_is_quick_without_the_editor():
+    """Neither the editor nor torch is imported for help."""
+    code = (
+        "import sys; from forerun.cli.main import run; run(['chat', '--help']);"
+        "print(sys.modules.keys() & {'torch', 'prompt_toolkit'})"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
+    assert printed.stdout.splitlines()[-1] == "set()"

@@ -5,15 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
 
-from forerun.cli.console import check_file, out, read_file, set_threads, warn_synthetic, write_file
+from forerun.cli.console import check_file, out, read_file, read_input, set_threads, warn_synthetic, write_file
 from forerun.cli.options import (
     ENGINE,
     SAMPLING,
@@ -27,7 +28,11 @@ from forerun.cli.options import (
 )
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.folders import expanded
+from forerun.core.threads import AUTO
 from forerun.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from forerun.cli.chat_session import ChatSession
 
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 NOT_HERE = ("n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "bad_words_ids")
@@ -36,8 +41,9 @@ SETTABLE = [name for name in SamplingParams.names() if name not in NOT_HERE]
 MODEL = "smollm2"
 PAGE_SIZE = 16
 """Whole pages are kept between turns; with smaller ones, less is read again."""
-DEFAULTS: dict[str, Any] = {item.name: item.default for item in fields(SamplingParams)}
-DEFAULTS |= {"temperature": 0.0, "max_tokens": 1024, "seed": 0}
+DEFAULTS: dict[str, Any] = {"max_tokens": None, "seed": 0}
+MILD = {"temperature": 0.7, "min_p": 0.05}
+"""For models without sampling settings: at temperature 0, small ones repeat themselves."""
 
 
 @dataclass
@@ -45,6 +51,8 @@ class Conversation:
     """The messages so far, and how the next answer is made."""
 
     params: SamplingParams
+    defaults: SamplingParams = field(default_factory=lambda: SamplingParams(**DEFAULTS, **MILD))
+    """What ``/set NAME`` goes back to."""
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
     """Messages of user and assistant, alternating."""
@@ -76,19 +84,26 @@ class ReplyText:
 
 
 COMMANDS = {
-    "help": ("", "this list"),
-    "reset": ("", "forget the conversation; the system prompt stays"),
-    "system": ("[TEXT]", "set the system prompt, or remove it"),
-    "set": ("[NAME [VALUE]]", "show or change sampling options: /set temperature 0.7"),
-    "show": ("", "the model, the options and the length of the conversation"),
-    "trace": ("on|off", "colour each token by what became of its draft"),
-    "undo": ("", "forget the last message and its answer"),
-    "retry": ("", "answer the last message again, with the next seed"),
-    "save": ("FILE", "write the messages as JSON"),
-    "load": ("FILE", "continue with saved messages"),
-    "exit": ("", "end the program"),
+    "help": ("", "list the commands (or /?)"),
+    "reset": ("", "start a new conversation with the same system prompt (or /clear)"),
+    "system": ("[TEXT]", "set the system prompt; without TEXT, remove it"),
+    "set": ("[NAME [VALUE]]", "show or change sampling options, such as /set temperature 0.7"),
+    "show": ("", "show the model, the options and the number of messages"),
+    "trace": ("on|off", "colour each token by the outcome of its draft"),
+    "undo": ("", "remove the last message and its answer"),
+    "retry": ("", "answer the last message again with the next seed (or /regenerate)"),
+    "save": ("FILE", "save the messages as JSON"),
+    "load": ("FILE", "load saved messages"),
+    "exit": ("", "end the program (or /bye, /quit)"),
 }
 """Argument and help of each command; the method of that name in ``ChatCommands`` runs it."""
+ALIASES = {"?": "help", "clear": "reset", "regenerate": "retry", "bye": "exit", "quit": "exit"}
+
+
+def completions() -> dict[str, list[str]]:
+    """What may follow each beginning of a line."""
+    names = sorted(f"/{name}" for name in (*COMMANDS, *ALIASES))
+    return {"": names, "/set": sorted(SETTABLE), "/trace": ["on", "off"]}
 
 
 class ChatCommands:
@@ -100,12 +115,13 @@ class ChatCommands:
 
     def run(self, line: str) -> ReplyText:
         """Runs one command. Raises ForerunError for what cannot be done; nothing has changed then."""
-        name, _, argument = line.removeprefix("/").partition(" ")
+        given, _, argument = line.removeprefix("/").partition(" ")
+        name = ALIASES.get(given, given)
         if name not in COMMANDS:
-            raise ConfigError(f"there is no command /{name}: /help lists them; put a space before a message like this")
+            raise ConfigError(f"unknown command /{name}: see /help; begin a message like this with a space")
         argument = argument.strip()
         if argument and not COMMANDS[name][0]:
-            raise ConfigError(f"/{name} takes no argument")
+            raise ConfigError(f"/{given} takes no argument")
         reply: ReplyText = getattr(self, name)(argument)
         return reply
 
@@ -113,39 +129,33 @@ class ChatCommands:
         shown = table({f"/{name} {usage}".rstrip(): text for name, (usage, text) in COMMANDS.items()})
         return ReplyText(
             f"{shown}\n\n"
-            'A line that ends with a backslash continues in the next; """ begins and ends several lines.\n'
-            "Ctrl-C stops an answer; Ctrl-D, or Ctrl-C twice, ends the program."
+            'A backslash at the end of a line continues it; """ encloses several lines; Alt-Enter breaks a line.\n'
+            "Pasted text is one message. Tab completes commands. Ctrl-C stops an answer; Ctrl-D ends the program."
         )
 
     def reset(self, argument: str) -> ReplyText:
         self.conversation.turns.clear()
-        return ReplyText("a new conversation")
+        return ReplyText("new conversation")
 
     def system(self, argument: str) -> ReplyText:
         self.conversation.system = argument or None
-        return ReplyText("the system prompt is set" if argument else "there is no system prompt")
+        return ReplyText("system prompt set" if argument else "system prompt removed")
 
     def set(self, argument: str) -> ReplyText:
         """``NAME VALUE``, where VALUE may be JSON; ``NAME`` alone sets the default; nothing shows the options."""
         name, _, text = argument.partition(" ")
         if not name:
-            return ReplyText(self._sampling())
+            return ReplyText(sampling_line(self.conversation.params))
         name = name.replace("-", "_")
         if name not in SETTABLE:
-            raise ConfigError(f"there is no sampling option {name!r} here: there are {', '.join(SETTABLE)}")
-        value = _parse(text.strip()) if text.strip() else DEFAULTS[name]
+            raise ConfigError(f"unknown sampling option {name!r}: choose one of {', '.join(SETTABLE)}")
+        value = _parse(text.strip()) if text.strip() else getattr(self.conversation.defaults, name)
         self.conversation.params = replace(self.conversation.params, **{name: value})
         return ReplyText(f"{name} is {json.dumps(value, default=list)}")
 
-    def _sampling(self) -> str:
-        """The usual sampling options, and those that differ from the class's defaults."""
-        values, usual = vars(self.conversation.params), ("temperature", "seed", "max_tokens")
-        shown = [name for name in SETTABLE if name in usual or values[name] != getattr(SamplingParams(), name)]
-        return ", ".join(f"{name} {json.dumps(values[name], default=list)}" for name in shown)
-
     def show(self, argument: str) -> ReplyText:
         conversation = self.conversation
-        result = {**self.facts, "sampling": self._sampling(), "system": conversation.system or "none"}
+        result = {**self.facts, "sampling": sampling_line(conversation.params), "system": conversation.system or "none"}
         result["messages"] = str(len(conversation.turns))
         result["colours"] = "on" if conversation.trace else "off"
         return ReplyText(table(result))
@@ -158,20 +168,20 @@ class ChatCommands:
 
     def undo(self, argument: str) -> ReplyText:
         if not self.conversation.take_back():
-            raise RequestError("there is nothing to undo")
-        return ReplyText("the last message and its answer are forgotten")
+            raise RequestError("nothing to undo")
+        return ReplyText("last message and answer removed")
 
     def retry(self, argument: str) -> ReplyText:
         conversation, params = self.conversation, self.conversation.params
         if not conversation.turns:
-            raise RequestError("there is nothing to answer again")
+            raise RequestError("nothing to answer again")
         if not params.greedy and params.seed is not None:
             params = replace(params, seed=params.seed + 1)
         if conversation.turns[-1]["role"] == ASSISTANT:
             conversation.turns.pop()
         conversation.params = params
         if params.greedy:
-            return ReplyText("temperature 0 gives the same answer again: /set temperature 0.7 makes it vary", ask=True)
+            return ReplyText("temperature 0 repeats the answer: try /set temperature 0.7", ask=True)
         return ReplyText("" if params.seed is None else f"seed is {params.seed}", ask=True)
 
     def save(self, argument: str) -> ReplyText:
@@ -189,6 +199,14 @@ class ChatCommands:
 
     def exit(self, argument: str) -> ReplyText:
         return ReplyText(end=True)
+
+
+def sampling_line(params: SamplingParams) -> str:
+    """The usual sampling options, and those that are not neutral."""
+    values, usual = vars(params), ("temperature", "seed")
+    neutral = vars(SamplingParams(max_tokens=None))
+    shown = [name for name in SETTABLE if name in usual or values[name] != neutral[name]]
+    return ", ".join(f"{name} {json.dumps(values[name], default=list)}" for name in shown)
 
 
 def table(rows: Mapping[str, str]) -> str:
@@ -229,51 +247,128 @@ def read_messages(path: Path) -> list[dict[str, str]]:
     turns = roles[1:] if roles[:1] == [SYSTEM] else roles
     if not valid or turns != [USER, ASSISTANT] * (len(turns) // 2):
         raise ConfigError(
-            f"{path} is not a saved conversation: a list of messages with role and content, user and assistant in turn"
+            f"{path} is not a saved conversation: it must be a list of messages (role, content) that alternate between "
+            "user and assistant"
         )
     return result
 
 
-CHAT_ENGINE = Flags("engine", [flag for flag in ENGINE.flags if flag.name != "logprobs_mode"])
-CHAT_SAMPLING = Flags("sampling", [flag for flag in SAMPLING.flags if flag.name not in NOT_HERE])
-
-
-@takes(
-    CHAT_ENGINE.showing(model=MODEL, page_size=str(PAGE_SIZE), max_num_seqs="1"),
-    SPECULATIVE,
-    CHAT_SAMPLING.showing(max_tokens=str(DEFAULTS["max_tokens"])),
+CHAT_ENGINE = Flags("engine", [flag for flag in ENGINE.flags if flag.name != "logprobs_mode"]).showing(
+    model=MODEL, page_size=str(PAGE_SIZE), max_num_seqs="1"
 )
+RUN_ENGINE = Flags("engine", [flag for flag in CHAT_ENGINE.flags if flag.name != "model"])
+OWN = {"top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0, **MILD}
+CHAT_SAMPLING = Flags("sampling", [flag for flag in SAMPLING.flags if flag.name not in NOT_HERE]).showing(
+    max_tokens="the rest of the context", **{name: f"the model's, else {value}" for name, value in OWN.items()}
+)
+System = Annotated[str | None, typer.Option(help="System prompt.")]
+GenerationConfig = Annotated[
+    str, typer.Option(metavar="auto|vllm", help="Sampling defaults: auto uses the model's own, vllm neutral ones.")
+]
+
+
+@takes(CHAT_ENGINE, SPECULATIVE, CHAT_SAMPLING)
 def chat(
-    system: Annotated[str | None, typer.Option(help="system prompt")] = None,
-    trace: Annotated[bool, typer.Option("--trace", help="colour each token by what became of its draft")] = False,
+    system: System = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Colour each token by the outcome of its draft.")] = False,
     chat_template: ChatTemplate = None,
+    generation_config: GenerationConfig = AUTO,
     threads: Threads = None,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
     sampling: Mapping[str, Any],
 ) -> None:
-    """Talk with a model in the terminal; /help there lists what can be done.
+    """Chat with a model in the terminal. Type /help for commands.
 
-    Without a terminal, each line of standard input is a message, and the answers are all of standard output.
+    Without a terminal, each line of standard input is a message, and only answers go to standard output.
     """
-    template = None if chat_template is None else read_file(chat_template)
-    params = SamplingParams(**{**DEFAULTS, **sampling})
-    from forerun.cli.chat_session import ChatSession, Terminal, model_facts
-    from forerun.engine.llm import LLM
+    options = Options(system, trace, chat_template, generation_config, threads, engine, speculative, sampling)
+    with options.session(terminal=sys.stdin.isatty() and sys.stdout.isatty()) as session:
+        session.run()
 
-    options = {"threads": set_threads(threads), "model": MODEL, "page_size": PAGE_SIZE, "max_num_seqs": 1, **engine}
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if terminal:
-        out().print(Text(f"loading {options['model']}", style="dim"))
-    llm = LLM(**options, speculative_config=speculative_config(speculative, options))
-    warn_synthetic(llm)
-    if template is None and not getattr(llm.tokenizer, "chat_template", None):
-        raise ConfigError(
-            f"{llm.model.info.name} has no chat template: give one with --chat-template FILE, or continue texts with "
-            "forerun generate"
-        )
-    conversation = Conversation(params, system=system, trace=trace)
-    session = Terminal if terminal else ChatSession
-    session(llm, conversation, template, model_facts(llm, named=names_method(speculative))).run()
-    llm.close()
+
+@takes(RUN_ENGINE, SPECULATIVE, CHAT_SAMPLING)
+def run(
+    model: Annotated[str, typer.Argument(help="Model, as for --model of the other commands.")],
+    question: Annotated[
+        list[str] | None,
+        typer.Argument(help="Message to answer. Piped standard input is appended.", show_default=False),
+    ] = None,
+    system: System = None,
+    chat_template: ChatTemplate = None,
+    generation_config: GenerationConfig = AUTO,
+    threads: Threads = None,
+    *,
+    engine: Mapping[str, Any],
+    speculative: Mapping[str, Any],
+    sampling: Mapping[str, Any],
+) -> None:
+    """Answer one question with a chat model. Without a question, start a chat.
+
+    Only the answer goes to standard output.
+    """
+    parts = [" ".join(question or [])] + ([] if sys.stdin.isatty() else [read_input()])
+    message = "\n\n".join(part for part in parts if part.strip())
+    if not message and not sys.stdin.isatty():
+        raise RequestError("no question: add one, or pipe it to standard input")
+    engine = {"model": model, **engine}
+    options = Options(system, False, chat_template, generation_config, threads, engine, speculative, sampling)
+    with options.session(terminal=sys.stdout.isatty()) as session:
+        if message:
+            session.handle(message)
+        else:
+            session.run()
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of both commands."""
+
+    system: str | None
+    trace: bool
+    chat_template: Path | None
+    generation_config: str
+    threads: int | None
+    engine: Mapping[str, Any]
+    speculative: Mapping[str, Any]
+    sampling: Mapping[str, Any]
+
+    @contextmanager
+    def session(self, *, terminal: bool) -> Iterator[ChatSession]:
+        """Loads the model for a session, which shows answers as a terminal can if ``terminal``. Raises ConfigError."""
+        template = None if self.chat_template is None else read_file(self.chat_template)
+        if self.generation_config not in (AUTO, "vllm"):
+            raise ConfigError(f"--generation-config must be auto or vllm, not {self.generation_config!r}")
+        SamplingParams(**{**DEFAULTS, **self.sampling})  # mistakes are reported before the model is loaded
+        from forerun.cli.chat_session import ChatSession, Terminal, model_facts
+        from forerun.engine.llm import LLM
+
+        fixed = {"model": MODEL, "page_size": PAGE_SIZE, "max_num_seqs": 1, **self.engine}
+        options = {"threads": set_threads(self.threads), **fixed}
+        if terminal:
+            out().print(Text(f"loading {options['model']}", style="dim"))
+        llm = LLM(**options, speculative_config=speculative_config(self.speculative, options))
+        warn_synthetic(llm)
+        if template is None and not getattr(llm.tokenizer, "chat_template", None):
+            raise ConfigError(
+                f"{llm.model.info.name} has no chat template: add --chat-template FILE, or continue texts with "
+                "forerun generate"
+            )
+        defaults, source = self.defaults(llm.config.model)
+        params = replace(defaults, **self.sampling)
+        conversation = Conversation(params, defaults, system=self.system, trace=self.trace)
+        facts = model_facts(llm, named=names_method(self.speculative))
+        facts["sampling"] = f"{sampling_line(params)} ({source})"
+        yield (Terminal if terminal else ChatSession)(llm, conversation, template, facts)
+        llm.close()
+
+    def defaults(self, model: str) -> tuple[SamplingParams, str]:
+        """The sampling options of a conversation with ``model`` where none are given, and where they come from."""
+        from forerun.models.generation_config import model_settings
+        from forerun.models.open import resolve
+
+        if self.generation_config == "vllm":
+            return SamplingParams(**DEFAULTS), "neutral defaults"
+        own = model_settings(resolve(model))
+        return SamplingParams(**DEFAULTS, **(own or MILD)), "the model's own" if own else "the model sets none"

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Protocol, TextIO
 
 import torch
 from markdown_it import MarkdownIt
+from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
 from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
-from forerun.cli.chat import ASSISTANT, USER, ChatCommands, Conversation, table
+from forerun.cli.chat import ASSISTANT, USER, ChatCommands, Conversation, completions, table
 from forerun.cli.console import model_line, one_line, out, warn
+from forerun.cli.editor import keys_kept, parse, reader
 from forerun.cli.trace import KINDS, REJECTED, marked, plain_terminal
 from forerun.core.errors import ForerunError, RequestError
 from forerun.engine.client import StreamedText
@@ -33,7 +37,6 @@ from forerun.sampling.params import SamplingParams
 
 PATIENCE = 4
 """How many Ctrl-C's wait for the running round to end; one more ends it at once."""
-PROMPT, MORE, BLOCK = ">>> ", "... ", '"""'
 
 
 def model_facts(llm: LLM, *, named: bool) -> dict[str, str]:
@@ -56,20 +59,25 @@ class ChatSession:
         self.commands = ChatCommands(conversation, facts)
 
     def run(self) -> None:
-        for line in self.lines():
+        self.begin()
+        for text, command in self.lines():
             try:
-                if self.handle(line):
+                if self.handle(text, command=command):
                     break
             except ForerunError as error:
                 self.report_error(error)
 
-    def handle(self, line: str) -> bool:
+    def begin(self) -> None:
+        """Shows what the session starts with."""
+        self.note(f"sampling: {self.commands.facts['sampling']}")
+
+    def handle(self, line: str, *, command: bool = False) -> bool:
         """Handles one message or command; True ends the session.
 
         Raises ForerunError for what cannot be done; the messages are as before then.
         """
         before = list(self.conversation.turns)
-        if not line.startswith("/"):
+        if not command:
             self.conversation.say(USER, line)
             self.answer(before)
             return False
@@ -101,12 +109,12 @@ class ChatSession:
         summary = figures(job, self.llm.speculative.method, engine.max_model_len)
         self.note(summary + (" · stopped" if job.finish.reason == ABORT else ""))
 
-    def lines(self) -> Iterator[str]:
-        """Yields messages and commands."""
+    def lines(self) -> Iterator[tuple[str, bool]]:
+        """Yields messages and commands; True for a command."""
         try:
             for line in sys.stdin:
                 if line.strip():
-                    yield line.rstrip("\r\n")
+                    yield line.rstrip("\r\n"), line.startswith("/")
         except UnicodeDecodeError as error:
             raise RequestError(f"standard input is not UTF-8 text: {error}") from None
 
@@ -137,18 +145,19 @@ class Terminal(ChatSession):
     def __init__(self, llm: LLM, conversation: Conversation, template: str | None, facts: Mapping[str, str]) -> None:
         super().__init__(llm, conversation, template, facts)
         self.console: Console = out()
-        self.note(table(facts))
+
+    def begin(self) -> None:
+        self.note(table(self.commands.facts))
         self.note("/help lists the commands")
-        if conversation.trace:
+        if self.conversation.trace:
             self.show_legend()
 
-    def lines(self) -> Iterator[str]:
-        with suppress(ImportError):
-            import readline  # noqa: F401  # input() edits lines once it is there
+    def lines(self) -> Iterator[tuple[str, bool]]:
+        read = reader(completions())
         warned = False
         while True:
             try:
-                text = read_message(input)
+                text, command = parse(read())
                 warned = False
             except EOFError:
                 self.console.print()
@@ -161,14 +170,15 @@ class Terminal(ChatSession):
                 self.note("Ctrl-C again, Ctrl-D or /exit ends the program")
                 continue
             if text.strip():
-                yield text
+                yield text, command
 
     def view(self) -> View:
-        return TraceView(self.console) if self.conversation.trace else MarkdownView(self.console)
+        redraws = not (self.conversation.trace or self.console.is_dumb_terminal)
+        return MarkdownView(self.console) if redraws else TraceView(self.console)
 
-    def handle(self, line: str) -> bool:
+    def handle(self, line: str, *, command: bool = False) -> bool:
         before = self.conversation.trace
-        ended = super().handle(line)
+        ended = super().handle(line, command=command)
         if self.conversation.trace and not before:
             self.show_legend()
         return ended
@@ -176,13 +186,13 @@ class Terminal(ChatSession):
     def show_legend(self) -> None:
         plain = plain_terminal(self.console)
         key = [marked(kind, look.meaning, plain=plain) for kind, look in KINDS.items() if kind != REJECTED]
-        self.console.print(Text("  ").join(key), soft_wrap=True)
+        self.console.print(Text("  ").join(key))
 
     def report(self, text: str) -> None:
-        self.console.print(Text(text), soft_wrap=True)
+        self.console.print(Text(wrapped(text, self.console.width)), soft_wrap=True)
 
     def note(self, text: str) -> None:
-        self.console.print(Text(text, style="dim"), soft_wrap=True)
+        self.console.print(Text(wrapped(text, self.console.width), style="dim"), soft_wrap=True)
 
     def report_error(self, error: ForerunError) -> None:
         print(f"error: {one_line(error)}", file=sys.stderr)
@@ -200,45 +210,30 @@ class Terminal(ChatSession):
 
         previous = signal.signal(signal.SIGINT, press)
         try:
-            with echo_off():
+            with keys_kept():
                 yield lambda: presses > 0
         finally:
             signal.signal(signal.SIGINT, previous)
 
 
-@contextmanager
-def echo_off() -> Iterator[None]:
-    """Keys typed meanwhile wait for the prompt, and do not show in the middle of an answer."""
-    try:
-        import termios
-    except ImportError:  # not on Windows
-        yield
-        return
-    before = termios.tcgetattr(sys.stdin)
-    hidden = list(before)
-    hidden[3] &= ~termios.ECHO
-    termios.tcsetattr(sys.stdin, termios.TCSANOW, hidden)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
-
-
-def read_message(read: Callable[[str], str]) -> str:
-    """Reads one message or command: a line, lines that end with backslashes, or a block in triple quotes."""
-    text = read(PROMPT)
-    if text.lstrip().startswith(BLOCK):
-        text = text.lstrip().removeprefix(BLOCK)
-        while not text.rstrip().endswith(BLOCK):
-            text += "\n" + read(MORE)
-        return text.rstrip().removesuffix(BLOCK).strip("\n")
-    while text.endswith("\\"):
-        text = text[:-1] + "\n" + read(MORE)
-    return text
+def wrapped(text: str, width: int) -> str:
+    """Lines of whole words, below the second column where there are two. A long path stays in one piece."""
+    result = []
+    for line in text.split("\n"):
+        first = re.match(r"\S.*?  +", line)
+        indent = " " * len(first[0]) if first else ""
+        result += textwrap.wrap(
+            line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        ) or [""]
+    return "\n".join(result)
 
 
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {0x7F: 0x2421}
 """Control characters, which a model must not send to a terminal, and the symbols that show them."""
+
+
+WORD_END = re.compile(r"(?<=[\s\u2e80-\ua4cf\uf900-\ufaff\uff00-\uffef])")
+"""Behind white space, and behind each character of scripts that have none between words."""
 
 
 class View(Protocol):
@@ -266,20 +261,41 @@ class PlainView:
 
 
 class TraceView:
-    """Tokens in their kind's colour, or with marks around them where there are no colours."""
+    """Tokens in their kind's colour, or with marks around them where there are no colours. A word is shown once it is
+    complete, on one line."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
         self.plain = plain_terminal(console)
+        self.word = Text()
+        self.column = 0
 
     def add(self, kind: str, text: str) -> None:
         look = KINDS[kind]
-        text = text.translate(CONTROLS)
-        if text:
-            shown = Text(f"{look.left}{text}{look.right}") if self.plain else Text(text, style=look.style)
-            self.console.print(shown, end="", soft_wrap=True)
+        parts = WORD_END.split(text.translate(CONTROLS)) if text else []
+        for index, part in enumerate(parts):
+            first, last = index == 0, index == len(parts) - 1
+            if self.plain:
+                self.word.append(f"{look.left if first else ''}{part}{look.right if last else ''}")
+            else:
+                self.word.append(part, look.style)
+            if not last:
+                self._print_word()
+
+    def _print_word(self) -> None:
+        word, self.word, width = self.word, Text(), self.console.width
+        if self.column and self.column + cell_len(word.plain.rstrip()) > width:
+            self.console.print()
+            self.column = 0
+        self.column += word.cell_len
+        if self.column > width and word.plain.endswith(" "):
+            word.right_crop()  # the terminal would move it to the next line
+        self.console.print(word, end="", soft_wrap=True)
+        if word.plain.endswith("\n"):
+            self.column = 0
 
     def end(self) -> None:
+        self._print_word()
         self.console.print()
 
 
@@ -397,9 +413,9 @@ def figures(job: Job, method: str, max_model_len: int) -> str:
     """The line under an answer: its length, speed, acceptance, and what ended it early."""
     metrics, sequence, count = job.metrics, job.sequence, len(job.output_ids)
     rate = metrics.tokens_per_second
-    result = [f"{count} tokens" + (f", {rate:.0f} tokens/s" if rate else "")]
+    result = [f"{count} token{'s'[: count != 1]}" + (f", {rate:.0f} tokens/s" if rate else "")]
     if metrics.num_drafts:
-        rounds = f"({method}, {metrics.rounds} rounds)"
+        rounds = f"({method}, {metrics.rounds} round{'s'[: metrics.rounds != 1]})"
         result.append(f"mean acceptance length {metrics.mean_acceptance_length:.2f} {rounds}")
     else:
         result.append(f"nothing drafted ({method})")

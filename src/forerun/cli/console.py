@@ -17,7 +17,7 @@ from typing import Any
 from rich.console import Console
 from typer.core import TyperArgument, TyperCommand
 
-from forerun.core.errors import ConfigError
+from forerun.core.errors import ConfigError, RequestError
 from forerun.core.loading import Advance, watch, watch_parts
 from forerun.core.threads import AUTO, MOST_THREADS, usable_cores
 from forerun.engine.memory import megabytes
@@ -128,6 +128,14 @@ def read_file(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from None
+
+
+def read_input() -> str:
+    """All of standard input. Raises RequestError unless it is UTF-8 text."""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise RequestError(f"standard input is not UTF-8 text: {error}") from None
 
 
 def set_threads(count: int | None, most: int | None = None) -> str | int:

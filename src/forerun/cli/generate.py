@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from forerun.cli import trace as tracing
-from forerun.cli.console import check_file, model_line, out, print_json, set_threads, warn, write_file
+from forerun.cli.console import check_file, model_line, out, print_json, read_input, set_threads, warn, write_file
 from forerun.cli.options import ENGINE, SAMPLING, SPECULATIVE, AsJson, Threads, names_method, speculative_config, takes
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.registry import from_lab
@@ -137,12 +136,9 @@ def read_prompt(prompt: str | None) -> str:
     """The prompt argument or, for ``-``, standard input. Raises RequestError where there is none."""
     if prompt is None:
         raise RequestError("give a prompt, or - to read it from standard input")
-    try:
-        text = sys.stdin.read() if prompt == "-" else prompt
-    except UnicodeDecodeError as error:
-        raise RequestError(f"standard input is not UTF-8 text: {error}") from None
+    text = read_input() if prompt == "-" else prompt
     if not text:
-        raise RequestError("the prompt is empty: give at least one character")
+        raise RequestError("the prompt is empty")
     return text
 
 

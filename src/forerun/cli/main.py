@@ -25,6 +25,7 @@ from forerun.core.errors import ConfigError, ForerunError
 COMMANDS = {
     "generate": "generate:generate",
     "chat": "chat:chat",
+    "run": "chat:run",
     "fetch": "fetch:fetch_command",
     "ls": "fetch:list_command",
     "show": "fetch:show_command",
