@@ -169,3 +169,25 @@ def test_any_config_is_refused_in_one_line_or_runs(folder):
 
     attack()
     assert ends == {"refused in one line", "answered"}
+
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"])
+def test_a_pointer_of_git_lfs_is_called_so(name, folder, tmp_path):
+    """A clone without Git LFS has a few lines of text in place of a file."""
+    (folder / name).write_text(POINTER)
+    message = "is a pointer of Git LFS, not the file itself: run `git lfs pull`"
+    with pytest.raises(ModelError, match=f"{name} {message}"):
+        LLM(str(folder)).get_tokenizer()
+    other = tmp_path / "m.gguf"
+    other.write_text(POINTER)
+    with pytest.raises(ModelError, match=f"m.gguf {message}"):
+        LLM(str(other))
+
+
+def test_weights_of_mlx_are_called_so(folder):
+    sizes = {"group_size": 64, "bits": 4, "mode": "affine"}
+    edit(CONFIG, quantization=sizes, quantization_config=sizes)(folder)
+    assert "holds weights quantized for MLX, Apple's framework: use the checkpoint" in refused(folder)

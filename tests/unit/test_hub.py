@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import gguf
@@ -331,6 +332,10 @@ CHOICES = {
     "by file": ("a-q8_0.gguf", ["x/a-q8_0.gguf", "a-q4_k_m.gguf"], "x/a-q8_0.gguf"),
     "by path": ("y/a.gguf", ["x/a.gguf", "y/a.gguf"], "y/a.gguf"),
     "by any part": ("a-00002-of-00002.gguf", [f"a-0000{i}-of-00002.gguf" for i in (1, 2)], "a-00001-of-00002.gguf"),
+    "with drafters": ("q8", ["a-q8.gguf", *(f"{i}-a-q8.gguf" for i in ("mtp", "dflash", "eagle3"))], "a-q8.gguf"),
+    "drafters alone": (None, ["dflash-a-q8_0.gguf"], "dflash-a-q8_0.gguf"),
+    "a drafter by file": ("mtp-a-q8_0.gguf", ["a-q8_0.gguf", "mtp-a-q8_0.gguf"], "mtp-a-q8_0.gguf"),
+    "four bits with scales": ("nvfp4", ["a-NVFP4.gguf", "a-q4_k_m.gguf"], "a-NVFP4.gguf"),
     "gguf beside safetensors": ("q8_0", ["model.safetensors", "config.json", "a-q8_0.gguf"], "a-q8_0.gguf"),
 }  # fmt: skip
 
@@ -345,6 +350,7 @@ REFUSED = {
     "several of a kind": (None, ["a-q4_k_m.gguf", "b-q4_k_m.gguf", "b-f16.gguf"], "of a-q4_k_m.gguf, b-q4_k_m.gguf$"),
     "several of one name": ("a.gguf", ["x/a.gguf", "y/a.gguf"], "several .* x/a.gguf, y/a.gguf$"),
     "another": ("Q5_K_M", ["a-q4_k_m.gguf"], "no GGUF model Q5_K_M; name one, as hf:o/r:FILE, of a-q4_k_m.gguf$"),
+    "one part of very many": ("q8_0", ["a-q8_0-00007-of-99999.gguf"], "lacks a-q8_0-00001-of-99999.gguf"),
     "a part is missing": ("q8_0", ["a-q8_0-00001-of-00002.gguf"], "lacks a-q8_0-00002-of-00002.gguf"),
     "too many to list": ("q1_0", [f"{i:02d}-q8_0.gguf" for i in range(30)], r"19-q8_0.gguf and 10 more$"),
     "nothing": (None, ["README.md"], "neither safetensors nor GGUF"),
@@ -355,6 +361,28 @@ REFUSED = {
 def test_what_does_not_say_which_is_listed(name):
     which, offered, message = REFUSED[name]
     refused(ModelError, message, choose, ModelSource("o/r", which), offered)
+
+
+WEIGHTS = {
+    "one file": ["model.safetensors", "model.fp16.safetensors", "consolidated.safetensors"],
+    "shards": ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "mtp.safetensors",
+               "consolidated-00001-of-00001.safetensors"],
+    "consolidated alone": ["consolidated.safetensors"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_weights_come_once(name):
+    last = {"one file": 1, "shards": 3, "consolidated alone": 1}[name]
+    assert choose(ModelSource("o/r", None), ["config.json", *WEIGHTS[name]]) == ["config.json", *WEIGHTS[name][:last]]
+
+
+def test_a_listing_of_many_parts_is_read_at_once():
+    """Each part names the whole: a list of a list would be 10^10 names."""
+    listed = [f"a-q8_0-{number:05d}-of-99999.gguf" for number in range(1, 100_000)]
+    before = time.process_time()
+    refused(ModelError, "lacks a-q8_0-99999-of-99999.gguf", choose, ModelSource("o/r", "q8_0"), listed[:-1])
+    assert time.process_time() - before < 20
 
 
 def test_names_are_read():

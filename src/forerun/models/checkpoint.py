@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from forerun.core.errors import ForerunError, ModelError, one_line
-from forerun.models.gguf import find_model, is_gguf
+from forerun.models.gguf import find_model, is_gguf, refuse_pointer
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
@@ -79,6 +79,8 @@ def read_object(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
+        if path.is_file():
+            refuse_pointer(path)
         raise ModelError(f"{path} cannot be used: {one_line(error)}") from error
     if not isinstance(result, dict):
         raise ModelError(f"{path} cannot be used: it holds {type(result).__name__}, not an object")
@@ -203,4 +205,5 @@ def _header(file: Path) -> dict[str, Tensor]:
                 for name, part in header.items()
             }
     except (SafetensorError, OSError) as error:
+        refuse_pointer(file)
         raise ModelError(f"{file.parent}: a safetensors file is truncated or damaged: {one_line(error)}") from error

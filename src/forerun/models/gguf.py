@@ -10,7 +10,7 @@ import mmap
 import re
 import struct
 from collections import UserDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -26,6 +26,10 @@ from forerun.models.formats.gguf_types import TYPES
 
 SUFFIX = ".gguf"
 MAGIC = b"GGUF"
+LFS = b"version https://git-lfs"
+"""How a pointer of Git LFS begins."""
+NO_MODEL, DRAFTERS = ("mmproj", "imatrix"), ("mtp-", "dflash-", "eagle3-")
+"""Parts of the names of files that are not language models, and how those of drafters begin that lie beside a model."""
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 """Bytes, where ``general.alignment`` is missing."""
@@ -93,6 +97,7 @@ class GGUFFile:
         try:
             values, self.tensors = _HeaderReader(content).read()
         except ValueError as error:
+            refuse_pointer(self.path)
             raise _unusable(self.path, error) from error
         self.metadata: Mapping[str, Any] = GgufMetadata(self.path, values)
 
@@ -321,8 +326,21 @@ def first_shard(path: Path) -> Path:
 
 def find_model(paths: Sequence[Path]) -> Path | None:
     """The first shard of the one model in a folder with these files; None: there are several models, or none."""
-    firsts = set(map(first_shard, paths))
-    return firsts.pop() if len(firsts) == 1 else None
+    firsts = models_among(set(map(first_shard, paths)))
+    return firsts[0] if len(firsts) == 1 else None
+
+
+def models_among(paths: Iterable[Path]) -> list[Path]:
+    """The language models of these files by their names; drafters only where nothing else is there."""
+    usual = [path for path in paths if not any(word in str(path).lower() for word in NO_MODEL)]
+    return [path for path in usual if not path.name.lower().startswith(DRAFTERS)] or usual
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise ModelError for a pointer of Git LFS, which is in a file's place after a clone without LFS."""
+    with path.open("rb") as file:
+        if file.read(len(LFS)) == LFS:
+            raise ModelError(f"{path} is a pointer of Git LFS, not the file itself: run `git lfs pull` in its folder")
 
 
 def is_gguf(path: Path) -> bool:

@@ -19,8 +19,8 @@ from huggingface_hub import constants
 from tqdm import tqdm
 
 from forerun.core.errors import ModelError, one_line, shown
-from forerun.models.checkpoint import library
-from forerun.models.gguf import SUFFIX, first_shard, shards_of
+from forerun.models.checkpoint import WEIGHTS, library
+from forerun.models.gguf import SUFFIX, first_shard, models_among, shards_of
 
 PREFIX = "hf:"
 MAIN = "main"
@@ -30,9 +30,7 @@ TEMPLATES = "additional_chat_templates"
 """The only subfolder that is downloaded."""
 SAFETENSORS = ".safetensors"
 PREFERRED = "Q4_K_M"
-NO_MODEL = ("mmproj", "imatrix")
-"""Parts of the names of GGUF files that are not language models."""
-QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|FP16|F32|FP32|MXFP4\w*))$", re.IGNORECASE)
+QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|B?F16|FP16|F32|FP32|(?:MX|NV)FP4\w*))$", re.IGNORECASE)
 MOST_LISTED = 20
 PLAIN = re.compile(r"[A-Za-z0-9-]{1,128}")
 """ETags and commits, of which huggingface_hub makes names of files."""
@@ -93,7 +91,8 @@ def choose(source: ModelSource, files: Collection[str]) -> list[str]:
     Raises ModelError if no model fits, or several do, which it lists.
     """
     if source.which is None and is_checkpoint(files):
-        return [file for file in files if _in_checkpoint(file)]
+        unused = _unused({file for file in files if file.endswith(SAFETENSORS) and "/" not in file})
+        return [file for file in files if _in_checkpoint(file) and file not in unused]
     first, shards = _one_gguf(source, files)
     there = set(shards)
     missing = next((shard for shard in shards_of(Path(first)) if shard.as_posix() not in there), None)
@@ -101,6 +100,14 @@ def choose(source: ModelSource, files: Collection[str]) -> list[str]:
         name = PREFIX + source.repository
         raise ModelError(f"{name} lacks {missing}, a part of the model that {Path(first).name} belongs to")
     return shards
+
+
+def _unused(weights: set[str]) -> set[str]:
+    """Of a checkpoint's safetensors files, those with the same weights again, or others that are not read."""
+    if WEIGHTS in weights:
+        return weights - {WEIGHTS}
+    original = {file for file in weights if file.startswith("consolidated")}
+    return original if original < weights else set()
 
 
 def _one_gguf(source: ModelSource, files: Iterable[str]) -> tuple[str, list[str]]:
@@ -113,7 +120,7 @@ def _one_gguf(source: ModelSource, files: Iterable[str]) -> tuple[str, list[str]
             first for first, shards in models.items() if which in {Path(file).name for file in shards}
         ]
     else:
-        usual = [first for first in models if not any(word in first.lower() for word in NO_MODEL)]
+        usual = [first.as_posix() for first in models_among(map(Path, models))]
         fit = _of_quantization(usual, which or PREFERRED) or ([] if which else usual)
     if len(fit) == 1:
         return fit[0], models[fit[0]]

@@ -15,7 +15,7 @@ from forerun.models import fetch, hub
 from forerun.models.fetch import KNOWN, model_file, named, num_fetched_parts, partial_file
 from forerun.models.formats import weight_cache
 from forerun.models.formats.gguf_types import larger_in_memory
-from forerun.models.gguf import SUFFIX, GGUFFile, is_gguf, open_gguf, shards_of
+from forerun.models.gguf import DRAFTERS, NO_MODEL, SUFFIX, GGUFFile, is_gguf, open_gguf, shards_of
 from forerun.models.open import open_files, quick_config, resolve
 from forerun.models.tokenizer import read_vocabulary
 
@@ -75,7 +75,8 @@ def known_draft(model: str | Path) -> Path | None:
         if model_file(draft).is_file():
             return model_file(draft)
         for each in on_disk():
-            if each.whole and each.name.startswith(hub.PREFIX) and _known_name(each.name) == draft:
+            other = each.path.name.lower().startswith((*DRAFTERS, *NO_MODEL))
+            if each.whole and each.name.startswith(hub.PREFIX) and _known_name(each.name) == draft and not other:
                 return each.path
     return None
 

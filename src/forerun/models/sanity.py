@@ -64,7 +64,12 @@ FIELDS = (
 def check_given(raw: Mapping[str, Any], path: Path) -> None:
     """Check ``config.json`` before transformers reads it. Raises ModelError for quantization that is not read, for a
     checkpoint that needs code of its own, and for keys that make transformers read other files."""
-    text = raw.get("text_config")
+    text, mlx = raw.get("text_config"), raw.get("quantization")
+    if isinstance(mlx, Mapping) and "group_size" in mlx:
+        raise ModelError(
+            f"{path.parent} holds weights quantized for MLX, Apple's framework: use the checkpoint they were made "
+            "from, or a GGUF file of the model"
+        )
     for part in (raw, text if isinstance(text, Mapping) else {}):
         for key in ("quantization_config", "compression_config"):
             if part.get(key) is not None and (reason := refusal(part[key])) is not None:

@@ -12,7 +12,7 @@ from forerun.core.errors import ConfigError, ModelError, RequestError, check_tex
 from forerun.core.request import RequestState
 from forerun.models.base import ModelInfo
 from forerun.models.checkpoint import library, read_object
-from forerun.models.gguf import is_gguf, open_gguf
+from forerun.models.gguf import is_gguf, open_gguf, refuse_pointer
 from forerun.models.gguf_tokenizer import GGUFTokenizer, make_tokenizer, vocabulary
 from forerun.models.open import quiet, resolve
 from forerun.models.sanity import check_tokenizer
@@ -45,6 +45,8 @@ def _from_folder(folder: Path) -> Any:
     for path in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
         if path.is_file():
             check_tokenizer(read_object(path), path)
+    for path in filter(Path.is_file, (folder / "tokenizer.json", folder / "tokenizer.model")):
+        refuse_pointer(path)
     with quiet():
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
