@@ -1,5 +1,6 @@
 """A drafter's own cache is filled as drafts are asked for: a part per round, and only as far as its context goes."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,34 @@ def test_what_is_read_in_parts_makes_the_same_drafts(name, tiny_target, configur
     assert len(both) > 20
     assert {key: whole[key] for key in both} == {key: parts[key] for key in both}
     assert min(length for number, length in parts if number == 0) > min(n for number, n in whole if number == 0) + 5
+
+
+@pytest.mark.usefixtures("cpu_attention")
+@pytest.mark.parametrize("name", ["draft_model", "eagle"])
+def test_a_second_turn_makes_the_same_drafts(name, tiny_target, configured):
+    """Whatever of it comes from the prefix cache, also where others read the same text at that moment."""
+    made, cached = [], []
+    for caching in (False, True):
+        options = {"page_size": 4, "prefix_caching": caching, "max_num_seqs": 3}
+        engine = LLM(tiny_target, speculative_config=configured(name), **options).engine
+        drafts = watch(engine)
+        jobs = [engine.add(engine.tokenizer.encode(LONG[1]), HOT)[0]]
+        while engine.busy:
+            engine.step()
+        for cut in (0, 30, 0):
+            said = jobs[-1].sequence.tokens[: len(jobs[-1].sequence.tokens) - cut]
+            turn = said + engine.tokenizer.encode("" if cut else SHORT[0])
+            jobs += [engine.add(turn, replace(params, max_tokens=20))[0] for params in (HOT, COLD)]
+            while engine.busy:
+                engine.step()
+        compare(engine, jobs)
+        made.append({key: (draft.tokens, draft.parents) for key, draft in drafts.items()})
+        cached.append([job.metrics.num_cached_tokens for job in jobs])
+    assert not any(cached[0])
+    assert min(cached[1][1:]) > len(LONG[1])
+    both = made[0].keys() & made[1].keys()
+    assert len(both) > 50
+    assert {key: made[0][key] for key in both} == {key: made[1][key] for key in both}
 
 
 @pytest.mark.parametrize("chunk", [0, -1, True, "8"])

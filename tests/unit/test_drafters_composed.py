@@ -138,15 +138,6 @@ def test_cascade_asks_the_next_only_about_what_the_first_is_unsure_of():
     assert second.asked == [2, 3]
 
 
-@pytest.mark.usefixtures("scripted")
-@pytest.mark.parametrize("method", ["merged", "cascade"])
-def test_what_one_part_cannot_take_from_a_prefix_cache_is_not_taken(method):
-    nested = build(method)
-    for part, limit in zip(nested.inner, (3, 2)):
-        part.reusable = lambda sequence, limit=limit: limit
-    assert nested.reusable(sequence(1)) == 2
-
-
 def test_drafters_inside_drafters_draw_independently():
     """Uniform draws of two parts agree once in VOCAB rounds, wherever the parts are."""
     one = {"method": "random", "num_speculative_tokens": 1}

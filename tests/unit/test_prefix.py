@@ -344,15 +344,6 @@ def test_off_means_off(llm):
     assert off.engine.pools[0].num_free == off.engine.pools[0].num_pages
 
 
-def test_a_drafter_without_hidden_states_of_a_prefix_reads_it_again(paged, monkeypatch):
-    """``reusable`` bounds the hit, whatever the tree knows."""
-    fresh(paged)
-    paged.generate(TEXT, GREEDY)
-    drafter = paged.engine.router.drafters["draft_model"]
-    monkeypatch.setattr(drafter, "reusable", lambda sequence: 11)
-    assert paged.generate(TEXT, GREEDY)[0].metrics.num_cached_tokens == 11
-
-
 def test_answers_to_one_prompt_read_it_once(paged, monkeypatch):
     """Four answers queued at once: the prompt's pages are computed by the first of them."""
     fresh(paged)

@@ -369,7 +369,7 @@ class Engine:
         """How many leading tokens may come from the prefix cache; none with prompt logprobs, which need all logits."""
         if sequence.params.prompt_logprobs is not None and not sequence.num_output:
             return 0
-        return self.router.reusable(sequence)
+        return len(sequence.tokens)
 
     def _admitted(self, sequence: RequestState, reused: int) -> None:
         metrics = self.jobs[sequence.id].metrics

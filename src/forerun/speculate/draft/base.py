@@ -118,7 +118,7 @@ class Needs:
 
     hidden: tuple[int, ...] = ()
     """Hidden states of every committed token to put in ``Verdict.hidden``, by transformers' indices: 0 the embeddings,
-    i the output of the i-th layer, the last one after the final norm."""
+    i the output of the i-th layer, the last one after the final norm. Tokens from the prefix cache have none."""
     model: bool = False
     """It calls the target's embedding, output layer or forward itself."""
     grammar: bool = False
@@ -251,11 +251,6 @@ class Drafter(ABC, Generic[C]):
     def models(self) -> list[Model]:
         """Its own models."""
         return [model for drafter in self.inner for model in drafter.models()]
-
-    def reusable(self, sequence: RequestState) -> int:
-        """How many of a new sequence's tokens the target may take from its prefix cache. A drafter that reads every
-        token's hidden states returns 0, unless it has kept them."""
-        return 0 if self.needs.hidden else len(sequence.tokens)
 
     def backlog(self, sequence: RequestState) -> int:
         """How many committed tokens it must prefill, at a cost, before it can draft for this sequence."""

@@ -100,12 +100,6 @@ class Router:
     def models(self) -> list[Model]:
         return [model for drafter in self.drafters.values() for model in drafter.models()]
 
-    def reusable(self, sequence: RequestState) -> int:
-        """See ``Drafter.reusable``."""
-        if sequence.drafter is None:
-            return len(sequence.tokens)
-        return self.drafters[sequence.drafter].reusable(sequence)
-
     def backlog(self, sequence: RequestState) -> int:
         """See ``Drafter.backlog``."""
         return 0 if sequence.drafter is None else self.drafters[sequence.drafter].backlog(sequence)

@@ -313,8 +313,5 @@ class Assistant(Drafter[MtpConfig]):
     def models(self) -> list[Model]:
         return [self.model.decoder]
 
-    def reusable(self, sequence: RequestState) -> int:
-        return len(sequence.tokens)
-
     def cached_tokens(self, sequence: RequestState) -> list[int]:
         return sequence.tokens[: self.states[sequence.id][0]] if sequence.id in self.states else []

@@ -59,14 +59,17 @@ class BlockConfig(TreeConfig, HeadConfig):
 class HeadDrafter(Drafter[C]):
     """Collects the target's hidden states of every sequence and drafts with a trained ``head``.
 
-    A sequence with missing hidden states (for example, after a prefix-cache hit) drafts nothing.
+    Of tokens that the target took from its prefix cache, there are no hidden states: what a head reads begins after
+    them, or after those that it kept itself.
     """
 
     config_class: ClassVar[type[DrafterConfig]] = HeadConfig
     head_class: ClassVar[type[Head]]
-    per_sequence: ClassVar[tuple[str, ...]] = ("seen",)
+    per_sequence: ClassVar[tuple[str, ...]] = ("seen", "skipped")
     seen: dict[int, int]
-    """Per sequence: for how many tokens hidden states were seen."""
+    """Per sequence: up to which token hidden states were seen."""
+    skipped: dict[int, int]
+    """Per sequence: how many tokens before them the head has not read."""
     example_options: ClassVar[dict[str, Any]] = {}
     """``Sizes.options`` of the head that ``example`` writes."""
 
@@ -134,12 +137,13 @@ class HeadDrafter(Drafter[C]):
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         for sequence, verdict in zip(sequences, verdicts):
-            if verdict.hidden is None or verdict.error is not None:
+            if verdict.hidden is None or verdict.error is not None or not self.head.layers:
                 continue
             parts = [verdict.hidden[layer] for layer in self.head.layers]
             rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-            seen = self.seen.get(sequence.id, 0)
-            if seen + rows.shape[0] == sequence.num_computed_tokens:
+            start = sequence.num_computed_tokens - rows.shape[0]
+            self.skipped.setdefault(sequence.id, start)
+            if self.seen.get(sequence.id, start) == start:
                 self.seen[sequence.id] = sequence.num_computed_tokens
                 self.add_features(sequence, rows)
                 if self.learner is not None:

@@ -181,7 +181,7 @@ class BlockHead(Head):
         positions = torch.arange(end - len(features), end, device=hidden.device)
         pairs = [block.keys(features, positions) for block in self.each_block()]
         if sequence.id not in caches:
-            caches[sequence.id] = ContextCache(pairs, self.block_size, self.window)
+            caches[sequence.id] = ContextCache(pairs, self.block_size, self.window, end - len(features))
         caches[sequence.id].add(pairs)
         return features
 
@@ -195,7 +195,7 @@ class BlockHead(Head):
         for index, block in enumerate(self.each_block()):
             if self.needs_mask:
                 masks = [
-                    self.attention_mask(index, rows, torch.arange(cache.end, device=x.device))
+                    self.attention_mask(index, rows, torch.arange(cache.end, device=x.device) + cache.first)
                     for rows, cache in zip(positions, own)
                 ]
             x = block(x, partial(block.attend, positions=positions, caches=own, index=index, masks=masks))
@@ -204,11 +204,12 @@ class BlockHead(Head):
 
 class ContextCache:
     """Keys and values of one sequence's context, contiguous for every layer, of all tokens or the newest ``window``.
-    They lie before ``end``; after it there is space for the ``spare`` rows of a block."""
+    They lie before ``end``; after it there is space for the ``spare`` rows of a block. ``first`` is the position of the
+    first of all tokens."""
 
-    def __init__(self, like: Pairs, spare: int, window: int | None = None) -> None:
+    def __init__(self, like: Pairs, spare: int, window: int | None = None, first: int = 0) -> None:
         kv_heads, width = like[0][0].shape[1:]
-        self.window, self.spare, self.end = window, spare, 0
+        self.window, self.spare, self.first, self.end = window, spare, first, 0
         shape = (len(like), kv_heads, 0 if window is None else 2 * window + spare, width)
         self.keys, self.values = (like[0][0].new_zeros(shape) for _ in range(2))
 
@@ -305,7 +306,7 @@ class Parallel(BlockDrafter):
     name = "parallel"
     head_class = ParallelHead
     head: ParallelHead
-    per_sequence = ("seen", "caches", "newest")
+    per_sequence = ("seen", "skipped", "caches", "newest")
     caches: dict[int, ContextCache]
     newest: dict[int, torch.Tensor]
 

@@ -325,7 +325,7 @@ class DFlash(HeadDrafter[DFlashConfig]):
     config_class = DFlashConfig
     head_class = DFlashHead
     head: DFlashHead
-    per_sequence = ("seen", "caches")
+    per_sequence = ("seen", "skipped", "caches")
     caches: dict[int, ContextCache]
     example_options: ClassVar = {
         "group": 16, "selector": {"rank": 4, "top": 6}, "markov": 4, "confidence": "markov",

@@ -21,6 +21,7 @@ from forerun.attention.base import Attention, Query
 from forerun.attention.kernel import KernelAttention, can_attend
 from forerun.attention.sdpa import SdpaAttention
 from forerun.cache.pool import KVShape, Pool
+from forerun.cache.prefix import PrefixTree
 from forerun.core.batch import Batch, Span
 from forerun.core.config import POSITIVE
 from forerun.core.errors import ModelError, shown
@@ -291,7 +292,7 @@ class Eagle(HeadDrafter[EagleConfig]):
     name = "eagle"
     config_class = EagleConfig
     head_class: ClassVar[type[Head]] = EagleHead
-    per_sequence = ("seen", "pending")
+    per_sequence = ("seen", "skipped", "pending")
     pending: dict[int, list[torch.Tensor]]
     head: Any
 
@@ -304,6 +305,7 @@ class Eagle(HeadDrafter[EagleConfig]):
         self.fused, self.packed = self.head.fuse(context.target), self.head.packed
         backend: type[Attention] = SdpaAttention if self.fused is None else KernelAttention
         self.attention = backend(Pool([self.head.entry], pages, page_size, info.dtype, info.device))
+        self.tree = PrefixTree(self.attention.pool) if context.prefix_caching else None
         self.chains = self._find_chains()
 
     def _find_chains(self) -> ChainRunner | None:
@@ -325,12 +327,11 @@ class Eagle(HeadDrafter[EagleConfig]):
     @inference
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
         self.learn()
-        pool, nodes = self.attention.pool, self.config.rows_by_depth()
+        nodes = self.config.rows_by_depth()
         fitting = [
             index
             for index, (sequence, depth) in enumerate(zip(sequences, budgets))
-            if self.ready(sequence)
-            and pool.try_reserve(sequence.id, len(sequence.tokens) + nodes[depth] * len(sequence.sequences))
+            if self.ready(sequence) and self._fits(sequence, nodes[depth] * len(sequence.sequences))
         ]
         drafts = [Draft() for _ in sequences]
         if not fitting:
@@ -345,8 +346,39 @@ class Eagle(HeadDrafter[EagleConfig]):
         else:
             drafts = self._grow(sequences, budgets, ready, spans, feature)
         for sequence in chosen:
-            pool.truncate(sequence.id, len(sequence.tokens) - 1)
+            self.attention.pool.truncate(sequence.id, self._end(sequence))
+        for index in fitting:
+            self._keep(sequences[index])
         return drafts
+
+    def _end(self, sequence: RequestState) -> int:
+        """How many entries its cache has if it has read all committed tokens."""
+        return len(sequence.tokens) - 1 - self.skipped[sequence.id]
+
+    def _fits(self, sequence: RequestState, rows: int) -> bool:
+        """Reserves pages for its tokens and ``rows`` drafted ones; False if there are none. A new sequence starts from
+        the prefix cache. Its entries are those that the target's tokens have there, as far as they were read."""
+        pool, skipped = self.attention.pool, self.skipped[sequence.id]
+        if skipped and self.tree is not None and sequence.id not in pool.block_tables:
+            self.skipped[sequence.id] -= self.tree.match_prefix(sequence.id, sequence.tokens, skipped)
+        return pool.try_reserve(sequence.id, self._end(sequence) + 1 + rows)
+
+    def _keep(self, sequence: RequestState) -> None:
+        """Adds its entries to the prefix cache, unless some are missing among them. The last one of a prefix may be of
+        another text: it holds the token after that prefix."""
+        if self.tree is not None and not self.skipped[sequence.id]:
+            self.tree.insert(sequence.id, sequence.tokens, self.attention.pool.length(sequence.id))
+
+    @inference
+    def release(self, sequence: RequestState) -> None:
+        """Reads what its last round left behind, so that the text's next reader finds all of it."""
+        behind = sequence.id in self.pending and self.seen[sequence.id] >= len(sequence.tokens) - 1
+        works = sequence.drafter is not None and sequence.group is None and self.tree is not None
+        if behind and works and self._fits(sequence, 0):
+            spans, feature, _ = self._missing([sequence], [0])
+            self._run(spans, feature)
+            self._keep(sequence)
+        super().release(sequence)
 
     def _grow(
         self, sequences: Requests, budgets: Sequence[int], ready: list[int], spans: list[Span], feature: torch.Tensor
@@ -355,7 +387,7 @@ class Eagle(HeadDrafter[EagleConfig]):
 
         def score(depth: int, frontier: Frontier, drafts: Drafts) -> torch.Tensor:
             if depth:
-                read = newest_level(sequences, frontier, drafts, lambda sequence: len(sequence.tokens) - 1)
+                read = newest_level(sequences, frontier, drafts, self._end)
                 features = torch.stack([states[index, drafts[index].parents[node]] for index, node in frontier])
             out, logits = self._run(read, features) if depth else self._run(spans, feature)
             states.update(zip(frontier, out))
@@ -389,7 +421,7 @@ class Eagle(HeadDrafter[EagleConfig]):
         rows: list[torch.Tensor] = []
         ready: list[int] = []
         starts = [self.attention.pool.length(sequences[index].id) for index in fitting]
-        missing = [len(sequences[index].tokens) - 1 - start for index, start in zip(fitting, starts)]
+        missing = [self._end(sequences[index]) - start for index, start in zip(fitting, starts)]
         for index, start, backlog, count in zip(fitting, starts, missing, self.config.shares(missing)):
             if not count:
                 continue
@@ -401,7 +433,8 @@ class Eagle(HeadDrafter[EagleConfig]):
                 ready.append(index)
             else:
                 self.pending[sequence.id] = [features[count:]]
-            tokens = sequence.tokens[start + 1 : start + 1 + count]
+            first = self.skipped[sequence.id] + start + 1
+            tokens = sequence.tokens[first : first + count]
             spans.append(Span(sequence.id, start, tokens, logits=[count - 1] if count == backlog else []))
         return spans, self.head.feature(torch.cat(rows)).contiguous(), ready
 

@@ -73,7 +73,7 @@ class ResidualDrafter(BlockDrafter):
     """Drafts from the newest hidden state only."""
 
     head: ResidualHead
-    per_sequence = ("seen", "latest")
+    per_sequence = ("seen", "skipped", "latest")
     latest: dict[int, torch.Tensor]
 
     def add_features(self, sequence: RequestState, rows: torch.Tensor) -> None:
