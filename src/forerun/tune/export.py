@@ -13,7 +13,7 @@ from forerun.core.errors import ConfigError, ModelError
 from forerun.core.folders import let_read
 from forerun.models.checkpoint import CONFIG, read_object, read_tensors
 from forerun.models.open import resolve
-from forerun.speculate.draft.heads.eagle import EagleHead
+from forerun.speculate.draft.heads.eagle import NORMS, EagleHead
 
 SPECULATORS, SGLANG = "speculators", "sglang"
 FORMS = (SPECULATORS, SGLANG)
@@ -53,6 +53,7 @@ def export_head(head: str, target: str, out: Path, form: str) -> str:
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     let_read(out / "model.safetensors")
     written = _sglang(made, config) if form == SGLANG else _speculators(made, config, str(folder))
+    written |= {name: True for name in NORMS if made.options.get(name)}
     (out / CONFIG).write_text(json.dumps(written, indent=1) + "\n", encoding="utf8")
     if form == SGLANG:
         steps = sizes.depth

@@ -70,14 +70,17 @@ class EagleHead(Head):
     - ``mixed``: one matrix projects the token's embedding and the feature to the layer's input, as in EAGLE (arXiv
       2401.15077), so that the embedding also reaches the output.
     - ``norm_before_residual``: the residual is the normed feature, as in some of speculators' heads.
-    - ``norm_before_fc``: hidden states are normed together before they are projected (EAGLE-3.1).
+    - ``norm_before_fc``: hidden states are normed together before they are projected.
+    - ``fc_norm``: each hidden state is normed on its own before they are projected (EAGLE-3.1, arXiv 2605.09992).
+    - ``norm_output``: the next step's feature is the normed output (EAGLE-3.1).
     - ``stretch``: the four numbers of ``Llama3Scaling``.
     """
 
     method = "eagle"
     quantizes = True
     options_known = frozenset(DEFAULTS) | {
-        "layers", "draft_vocab_size", "own_head", "mixed", "norm_before_residual", "norm_before_fc", "stretch",
+        "layers", "draft_vocab_size", "own_head", "mixed", "norm_before_residual", "norm_before_fc", "fc_norm",
+        "norm_output", "stretch",
     }  # fmt: skip
 
     def __init__(self, sizes: Sizes) -> None:
@@ -89,6 +92,7 @@ class EagleHead(Head):
         self.rope_scaling = Llama3Scaling(*o["stretch"]) if o.get("stretch") else None
         self.fc = nn.Linear(len(self.layers) * size, size, bias=False)
         self.input_norm = Norm(self.fc.in_features, o["eps"]) if o.get("norm_before_fc") else None
+        self.fc_norm = nn.ModuleList(Norm(size, o["eps"]) for _ in self.layers) if o.get("fc_norm") else None
         self.hidden_norm = Norm(size, o["eps"])
         self.post_attention_layernorm = Norm(size, o["eps"])
         self.norm = Norm(size, o["eps"])
@@ -110,6 +114,9 @@ class EagleHead(Head):
 
     def feature(self, hidden: torch.Tensor) -> torch.Tensor:
         """Projects the target's hidden states [..., layers * hidden size] to features [..., hidden size]."""
+        if self.fc_norm is not None:
+            parts = hidden.chunk(len(self.fc_norm), dim=-1)
+            hidden = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts)], dim=-1)
         return self.fc(hidden if self.input_norm is None else self.input_norm(hidden))
 
     def enter(self, embedded: torch.Tensor, feature: torch.Tensor) -> torch.Tensor:
@@ -134,7 +141,7 @@ class EagleHead(Head):
         return q, k, self.v_proj(x).unflatten(-1, (self.kv_heads, self.width))
 
     def finish(self, feature: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """The layer's output, which is also the next step's feature."""
+        """The layer's output."""
         x = feature + self.o_proj(attended)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -145,8 +152,12 @@ class EagleHead(Head):
         """One pass over embeddings and features [n, hidden size]. Returns the next step's features and the normed
         states for the output layer, [len(rows), hidden size] each."""
         stream = self.enter(embedded, feature)
-        states = self.finish(stream, attend(*self.qkv(embedded, stream, positions)))[rows]
-        return states, self.norm(states)
+        return self.outputs(self.finish(stream, attend(*self.qkv(embedded, stream, positions)))[rows])
+
+    def outputs(self, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The next step's features and the normed states, of the layer's output."""
+        normed = self.norm(states)
+        return normed if self.options.get("norm_output") else states, normed
 
     def guesses(self, batch: TrainingBatch) -> Iterator[Guess]:
         """Training-time test: ``sizes.depth`` unrolled steps. At step j, a position attends to the first step's keys
@@ -178,7 +189,8 @@ class EagleHead(Head):
                 stream, (q, k, v) = self._read(batch, feature, (row, index), step + 1)
                 own.append((self._shared(k), self._shared(v)))
                 feature = self.finish(stream, self._unrolled(q, keys, values, own, mask, row, index).flatten(-2))
-            yield self.guess(self.norm(feature), batch, batch.target_logits(at + step + 1, (row, index)))
+            feature, normed = self.outputs(feature)
+            yield self.guess(normed, batch, batch.target_logits(at + step + 1, (row, index)))
 
     def _read(self, batch: TrainingBatch, feature: torch.Tensor, indices: tuple[Any, torch.Tensor], ahead: int) -> Any:
         """The layer's residual stream, and its queries, keys and values, from features [..., hidden size] and the
@@ -214,7 +226,7 @@ class EagleHead(Head):
     @torch.no_grad()
     def fuse(self, target: Model) -> Fused | None:
         """Layer, final norm and output layer as one compiled call, if ``target`` runs as one."""
-        if target.fused is None or self.options.get("norm_before_residual"):
+        if target.fused is None or self.options.get("norm_before_residual") or self.options.get("norm_output"):
             return None
         whole, info = target.fused.decoder, target.info
         dtype, device = info.dtype, info.device
@@ -442,6 +454,8 @@ class Eagle(HeadDrafter[EagleConfig]):
         return [self.attention.pool]
 
 
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+"""Options that are keys of published configs, too."""
 PREFIXES = ("midlayer.", "layers.0.")
 IGNORED = {"t2d", "embed_tokens.weight", "verifier_lm_head.weight", "verifier_norm.weight"}
 """The inverse of d2t, and copies of the target's weights."""
@@ -469,10 +483,10 @@ def _options(config: Mapping[str, Any], layer: Mapping[str, Any], weights: dict[
         "own_head": "lm_head.weight" in weights,
         "draft_vocab_size": weights["d2t"].shape[0] if "d2t" in weights else None,
     }
-    if config.get("norm_before_residual"):
-        options["norm_before_residual"] = True
-    if "input_norm.weight" in weights:
-        options["norm_before_fc"] = True
+    tensors = {"norm_before_fc": "input_norm.weight", "fc_norm": "fc_norm.0.weight"}
+    for name in NORMS:
+        if config.get(name) or eagle.get(name) or tensors.get(name) in weights:
+            options[name] = True
     if scaling := _rope_scaling(rope or layer.get("rope_scaling") or {}):
         options["stretch"] = scaling
     ids, nested = config.get("eagle_aux_hidden_state_layer_ids"), eagle.get("eagle_aux_hidden_state_layer_ids")
