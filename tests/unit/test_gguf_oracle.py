@@ -12,6 +12,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import one_call
 from forerun import LLM, SamplingParams
@@ -56,9 +57,9 @@ def opened(tmp_path):
 
 @pytest.fixture
 def edited(opened, tmp_path):
-    """A case's file in float32 with other metadata, None for a key that is left out."""
+    """A case's file in float32 with other metadata, None for a key that is left out, and with further tensors."""
 
-    def get(case, changes):
+    def get(case, changes, extra=()):
         reader = gguf.GGUFReader(opened(case, "f32")[0])
         fields = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
         path = tmp_path / "edited.gguf"
@@ -68,6 +69,8 @@ def edited(opened, tmp_path):
                 add(writer, key, value)
         for tensor in reader.tensors:
             writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        for name, values in dict(extra).items():
+            writer.add_tensor(name, values)
         return finish(writer, path)
 
     return get
@@ -141,6 +144,54 @@ def test_a_gemma_may_stretch_its_whole_layers(edited):
     ropes = config.rope_parameters
     assert (ropes["full_attention"]["rope_type"], ropes["full_attention"]["factor"]) == ("linear", 8.0)
     assert ropes["sliding_attention"]["rope_type"] == "default"
+
+
+STRETCHED = {"factor": 4.0, "original_max_position_embeddings": 2048}
+BANDS = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALINGS = {
+    "linear": {"scaling.type": "linear", "scaling.factor": 4.0},
+    "yarn": {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.original_context_length": 2048},
+    "llama3": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+@pytest.mark.parametrize(("case", "name", "width", "part"), [
+    ("llama-biases", "llama", 16, 1.0), ("glm4", "glm4", 32, 0.5), ("qwen3_5", "qwen35", 32, 0.25),
+])  # fmt: skip
+@torch.inference_mode()
+def test_every_scaling_with_parts_of_heads(opened, edited, case, name, width, part, kind):
+    """Against transformers' module with rotary parameters written by hand."""
+    _, ids, _, _ = opened(case, "f32")
+    path, rotated = edited(case, {f"{name}.rope.{key}": value for key, value in SCALINGS[kind].items()}), width * part
+    module = read_module(path, read_config(path), torch.float32, attention=None).eval()
+    rope = {"rope_type": kind, "rope_theta": module.config.rope_parameters["rope_theta"], **STRETCHED, **BANDS}
+    module.config.rope_parameters = {**rope, "partial_rotary_factor": part}
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](module.config, "cpu")
+    assert len(frequencies) == rotated / 2
+    rotary = module.model.rotary_emb
+    rotary.inv_freq, rotary.attention_scaling = frequencies, factor
+    if kind == "llama3":
+        plain = rope["rope_theta"] ** (-torch.arange(0, rotated, 2) / rotated)
+        path = edited(case, {}, {"rope_freqs.weight": (plain / frequencies).numpy()})
+    assert same(case, module(torch.tensor([ids])).logits[0], logits(load_model(path, dtype="float32"), [ids]))
+
+
+@pytest.mark.parametrize(("stated", "length"), [({}, 256), ({"mistral3.rope.scaling.original_context_length": 7}, 7)])
+@torch.inference_mode()
+def test_queries_grow_without_yarn_too(opened, edited, stated, length):
+    """From the original context length on; from the context length, where a file has no other (as in llama.cpp)."""
+    _, ids, _, _ = opened("ministral3", "f32")
+    kept = ("type", "factor", "original_context_length", "yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier")
+    changes = {f"mistral3.rope.scaling.{key}": None for key in kept}
+    path = edited("ministral3", {**changes, **stated})
+    config = read_config(path)
+    assert config.rope_parameters["rope_type"] == "default"
+    assert config.rope_parameters["llama_4_scaling_beta"] > 0
+    assert config.max_position_embeddings == 256
+    config.rope_parameters["original_max_position_embeddings"] = length
+    module = read_module(path, config, torch.float32, attention=None).eval()
+    assert same("ministral3", module(torch.tensor([ids])).logits[0], logits(load_model(path, dtype="float32"), [ids]))
 
 
 @pytest.mark.parametrize(("case", "changes", "message"), [

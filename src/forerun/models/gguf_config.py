@@ -263,9 +263,10 @@ def _local_rope(keys: Keys) -> dict[str, Any]:
 
 
 def _query_growth(keys: Keys) -> dict[str, float]:
-    """The rotary parameter by which queries grow with the position, if there is one."""
-    key = "attention.temperature_scale"
-    return {"llama_4_scaling_beta": keys.number(key)} if keys.get(key) else {}
+    """The rotary parameters by which queries grow with the position, if they do."""
+    beta, length = "attention.temperature_scale", keys.optional_integer("rope.scaling.original_context_length")
+    original = {"original_max_position_embeddings": length} if length else {}
+    return {"llama_4_scaling_beta": keys.number(beta), **original} if keys.get(beta) else {}
 
 
 def _latent(keys: Keys, config: dict[str, Any]) -> dict[str, Any]:
@@ -412,7 +413,7 @@ def _rope(keys: Keys, width: int) -> dict[str, Any]:
         return result | {"rope_type": "linear", "factor": factor}
     if kind == "yarn":
         return result | _yarn(keys, factor)
-    return result | read_divisors(file, result["rope_theta"], width) if FREQUENCIES in file.tensors else result
+    return result | read_divisors(file, result["rope_theta"], rotated) if FREQUENCIES in file.tensors else result
 
 
 def _yarn(keys: Keys, factor: float) -> dict[str, Any]:

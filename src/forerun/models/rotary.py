@@ -25,8 +25,8 @@ def is_constant(rope: Mapping[str, Any]) -> bool:
 class Rotary:
     """The rotary embedding of queries and keys: one complex product, for which a head's rotated pairs are side by side.
 
-    Rows of the projections are arranged for that when they are loaded. With a partial embedding, the angles of the
-    other numbers are 0. ``kind`` is the layer type whose parameters are meant, in a config with several sets.
+    Rows of the projections are arranged for that when they are loaded. With a partial embedding, the other numbers are
+    multiplied by 1. ``kind`` is the layer type whose parameters are meant, in a config with several sets.
     ``interleaved``: checkpoints have the pairs side by side already.
     """
 
@@ -70,6 +70,7 @@ class Rotary:
             positions = torch.arange(-(-size // GROWTH) * GROWTH, dtype=torch.float32)
             angles = positions[:, None] * self.frequencies
             table = torch.complex(angles.cos() * self.factor, angles.sin() * self.factor)
+            table[:, self.pairs :] = 1.0
             self._table = table[:, None].to(self.device)
         return self._table
 

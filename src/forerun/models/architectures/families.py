@@ -252,7 +252,7 @@ GEMMA4 = replace(
     GEMMA3, model_type="gemma4_text", causal="Gemma4ForCausalLM", gguf="gemma4",
     norms=replace(GEMMA3.norms, offset=0.0, norm_values=True),
     attention=replace(
-        BIASED, multiplier=1.0, window="layer_types", rotary="layer_types", partial_rotary=True, per_layer_sizes=True,
+        BIASED, multiplier=1.0, window="layer_types", rotary="layer_types", per_layer_sizes=True,
         shared_kv_layers="num_kv_shared_layers", key_is_value="attention_k_eq_v",
     ),
     mlp=replace(GEMMA3.mlp, double_wide="use_double_wide_mlp"), per_layer=PerLayerEmbeddings(),

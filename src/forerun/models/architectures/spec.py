@@ -339,8 +339,8 @@ def _latent_reasons(names: LatentAttention, config: Any) -> Iterator[str]:
             yield f"{key} is {shown(value)}, not an integer of at least 1"
     rope_dim, rope = getattr(config, names.rope_dim), config.rope_parameters or {}
     partial = float(rope.get("partial_rotary_factor") or 1.0)
-    default = rope.get("rope_type", "default") == "default"  # it would take the factor of rope_dim once more
-    if rope_dim % 2 or int(config.head_dim * partial) != rope_dim or (default and partial != 1.0):
+    whole = rope.get("rope_type", "default") in ("default", "proportional")  # in transformers, of head_dim
+    if rope_dim % 2 or int(config.head_dim * partial) != rope_dim or (whole and partial != 1.0):
         yield f"{names.rope_dim} {rope_dim}, where rotary parameters rotate {partial:g} of {config.head_dim} numbers"
     if config.num_key_value_heads != config.num_attention_heads:
         yield f"num_key_value_heads {config.num_key_value_heads}: latent attention has as many as query heads"
@@ -374,7 +374,8 @@ def _rope_reasons(architecture: Architecture, config: Any) -> Iterator[str]:
             yield "rotary parameters by layer where there should be one set, or one where they should be by layer"
         if rope.get("rope_type", "default") not in ROPE_TYPES and not is_constant(rope):
             yield f"rope type {rope.get('rope_type')!r}"
-        if rope.get("partial_rotary_factor", 1.0) != 1.0 and not partial:
+        whole = partial or rope.get("rope_type") == "proportional"  # with frequencies for a whole head
+        if rope.get("partial_rotary_factor", 1.0) != 1.0 and not whole:
             yield "partial rotary embeddings"
 
 
@@ -467,7 +468,8 @@ def _query_scaling(attention: Attention, config: Any) -> QueryScaling | None:
     if not attention.llama4_scaling or not config.rope_parameters.get("llama_4_scaling_beta"):
         return None
     rope = config.rope_parameters
-    return QueryScaling(float(rope["llama_4_scaling_beta"]), int(rope["original_max_position_embeddings"]))
+    length = rope.get("original_max_position_embeddings") or config.max_position_embeddings  # as in llama.cpp
+    return QueryScaling(float(rope["llama_4_scaling_beta"]), int(length))
 
 
 def _routing(experts: ExpertsSpec, config: Any) -> Routing:
