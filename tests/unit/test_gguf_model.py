@@ -134,6 +134,30 @@ def test_types_that_are_not_served_are_named_with_those_that_are(tmp_path):
     assert "TQ2_0, NVFP4 are read" in said
 
 
+@pytest.mark.parametrize("path", ["native", "hf"])
+def test_parts_that_read_pictures_and_sound_are_left_out(tmp_path, caplog, path):
+    options = {"model_path": path, "dtype": "float32", "speculative_config": None}
+    names = ("v.blk.0.attn_q.weight", "v.patch_embd.weight", "mm.0.weight", "a.blk.0.attn_q.weight")
+    extra = {**dict.fromkeys(names, (8, 32)), "mtp.fc.weight": (32, 64)}
+    plain = LLM(str(write_model(tmp_path / "plain.gguf")), **options)
+    assert "left out" not in caplog.text
+    with caplog.at_level("INFO", logger="forerun"):
+        whole = LLM(str(write_model(tmp_path / "whole.gguf", extra=extra)), **options)
+    assert "whole.gguf also reads pictures or sound: that part is left out" in caplog.text
+    ids = [[5, 6, 7, 8]]
+    assert torch.equal(logits(whole.model, ids), logits(plain.model, ids))
+
+
+@pytest.mark.parametrize("name", ["sha256-8daa", "model.bin", "model"])
+def test_a_file_is_known_by_its_first_bytes(tmp_path, name):
+    """As Ollama's and Docker's stores name them."""
+    path = write_model(tmp_path / "model.gguf")
+    expected = LLM(str(path)).generate(["the 12"], GREEDY)[0].outputs[0].token_ids
+    assert LLM(str(path.rename(tmp_path / name))).generate(["the 12"], GREEDY)[0].outputs[0].token_ids == expected
+    (tmp_path / "other").write_bytes(b"PK\x03\x04 no model")
+    refused(ModelError, "no checkpoint folder at .*other", LLM, str(tmp_path / "other"))
+
+
 def test_a_truncated_file_is_one_line(tmp_path):
     whole = write_model(tmp_path / "model.gguf").read_bytes()
     for length in (0, 3, 100, len(whole) // 2, len(whole) - 1):

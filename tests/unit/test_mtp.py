@@ -232,8 +232,8 @@ def test_a_cut_output_layer_drafts_the_best_of_the_commonest_tokens(tmp_path):
     assert drafted == expected(model, layer, committed, 4, ids)
 
 
-def write_gguf(folder, model, layer):
-    """Target and layer as one GGUF file in float32."""
+def write_gguf(folder, model, layer, names=None):
+    """Target and layer as one GGUF file in float32; with ``names``, those of the layer stay a checkpoint's."""
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, "qwen3")
     tokens = VOCABULARY["tokenizer.ggml.tokens"]
@@ -241,7 +241,8 @@ def write_gguf(folder, model, layer):
     kinds = [*VOCABULARY["tokenizer.ggml.token_type"], *[1] * len(more)]
     vocabulary = {**VOCABULARY, "tokenizer.ggml.tokens": [*tokens, *more], "tokenizer.ggml.token_type": kinds}
     sizes = {
-        "block_count": LAYERS + 1, "nextn_predict_layers": 1, "context_length": 128, "embedding_length": 32,
+        "block_count": LAYERS + (names is None), "nextn_predict_layers": int(names is None),
+        "context_length": 128, "embedding_length": 32,
         "feed_forward_length": 48, "attention.head_count": 4, "attention.head_count_kv": 2,
         "attention.key_length": 16, "attention.value_length": 16,
         "attention.layer_norm_rms_epsilon": 1e-6, "rope.freq_base": 10000.0,
@@ -255,7 +256,10 @@ def write_gguf(folder, model, layer):
              "enorm": "nextn.enorm", "hnorm": "nextn.hnorm", "eh_proj": "nextn.eh_proj"}  # fmt: skip
     ends = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
     tensors = dict(model.state_dict())
-    tensors |= {f"model.layers.{LAYERS}.{n.removeprefix('mtp_block.')}": t for n, t in layer.state_dict().items()}
+    inside = {f"model.layers.{LAYERS}.{n.removeprefix('mtp_block.')}": t for n, t in layer.state_dict().items()}
+    for name, tensor in layer.state_dict().items() if names else ():
+        writer.add_tensor(names(name), tensor.numpy().astype(np.float32))
+    tensors |= {} if names else inside
     for name, tensor in tensors.items():
         stem = name.removesuffix(".weight")
         if stem not in ends:
@@ -265,9 +269,10 @@ def write_gguf(folder, model, layer):
     return finish(writer, path)
 
 
-def test_a_layer_in_a_gguf_file_drafts_the_same(tmp_path):
+@pytest.mark.parametrize("names", [None, qwen_names])
+def test_a_layer_in_a_gguf_file_drafts_the_same(tmp_path, names):
     model, layer = qwen(tmp_path)
-    path = write_gguf(tmp_path, model, layer)
+    path = write_gguf(tmp_path, model, layer, names)
     assert brings_mtp(str(path))
     drafted, committed = draft(path)
     assert drafted == expected(model, layer, committed, 4, None)

@@ -344,7 +344,14 @@ def refuse_pointer(path: Path) -> None:
 
 
 def is_gguf(path: Path) -> bool:
-    return path.suffix == SUFFIX
+    """By the file's first bytes; by its name, if there is no such file."""
+    if path.suffix == SUFFIX or not path.is_file():
+        return path.suffix == SUFFIX
+    try:
+        with path.open("rb") as file:
+            return file.read(len(MAGIC)) == MAGIC
+    except OSError:  # whoever opens it will report the error
+        return False
 
 
 def open_gguf(path: Path) -> GGUFFile:

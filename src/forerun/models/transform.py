@@ -40,6 +40,8 @@ BASE = "model."
 """The prefix of a decoder's tensors; a checkpoint that was saved without an output layer leaves it out."""
 MTP = "mtp."
 """The prefix of layers for multi-token prediction."""
+GGUF_SENSES = ("v.", "mm.", "a.")
+"""Prefixes in a GGUF file of the parts that read pictures and sound."""
 
 
 class Weights(Protocol):
@@ -245,9 +247,11 @@ class GGUFWeights:
         file, ignored = self.file, unread(config)
         result: dict[str, GGUFPart] = {}
         layers, more = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
-        mtp = tuple(f"{architecture.layers.gguf}.{index}." for index in range(layers, layers + more))
+        mtp = (MTP, *(f"{architecture.layers.gguf}.{index}." for index in range(layers, layers + more)))
+        if any(name.startswith(GGUF_SENSES) for name in file.tensors):
+            log.info("%s also reads pictures or sound: that part is left out", file.path)
         for name, tensor in file.tensors.items():
-            if name == FREQUENCIES or name.startswith(mtp):
+            if name == FREQUENCIES or name.startswith((*mtp, *GGUF_SENSES)):
                 continue  # the config has the frequencies; the drafter mtp reads its layers
             names, pair = architecture.checkpoint_names(name), architecture.gguf_pair(name)
             if not names:
