@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
+from forerun.models import invariance, tiling
 from forerun.models.base import new_attention
 from forerun.models.formats import plain
 from forerun.models.formats.plain import can_pack
@@ -116,6 +117,27 @@ def test_the_self_test_reports_a_dependence():
     assert "130 of 150 rows differ" in str(result["65 rows a call"])
 
 
+def test_the_self_test_sees_one_row_of_hundreds(monkeypatch):
+    class Leaky:
+        """Changes a row of few texts, unless it is fed alone."""
+
+        def __init__(self, model):
+            self.model, self.info, self.invariant, self.tiles = model, model.info, True, model.tiles
+
+        def forward(self, batch, attention):
+            logits, span = self.model.forward(batch, attention).logits.clone(), batch.spans[0]
+            for index, token in enumerate(span.tokens if batch.num_rows > 1 and span.parents is None else ()):
+                if (31 * token + 17 * (span.start + index)) % 499 == 1:
+                    logits[index] += 1e-6
+            return Output(logits)
+
+    model = Leaky(small(torch.float32, biases=False))
+    monkeypatch.setattr(invariance, "ROWS", 60)
+    assert self_test(model, rows=60) == []
+    found = {finding.way: finding for finding in self_test(model)}["all rows in one call"]
+    assert (found.rows, 0 < found.differing < 10) == (16 * 60, True)
+
+
 @pytest.mark.parametrize("longest", [1, 2, 3, 9, 32])
 def test_a_context_shorter_than_the_probe(longest):
     torch.manual_seed(0)
@@ -157,6 +179,54 @@ def test_row_counts_that_disagree_are_not_used(monkeypatch, tmp_path, dtype, ind
     model = build(dtype=dtype, weights="plain")
     assert model.tiles.rows == tuple(size for size in usual.tiles.rows if size < 24)
     assert self_test(model, rows=40, chunks=(5, 33)) == []
+
+
+@torch.library.custom_op("forerun_tests::folded", mutates_args=())
+def folded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """A product as processors with 16-bit dot products compute it: numbers 32 places apart go to one lane, and lanes
+    are added in one order for a single row, in another for several."""
+    lanes = (x.float()[:, None] * weight.float()).unflatten(-1, (-1, 32)).sum(-2)
+    total = torch.zeros(lanes.shape[:-1])
+    for lane in range(32) if len(x) == 1 else reversed(range(32)):
+        total += lanes[..., lane]
+    return (total if bias is None else total + bias.float()).to(x.dtype)
+
+
+class Folded(plain.Plain):
+    def __call__(self, x, add=None):
+        y = folded(x, self.weight, self.bias)
+        return y if add is None else y.add_(add)
+
+
+def small(dtype, *, biases, seed=0):
+    torch.manual_seed(seed)
+    sizes = {**SIZES, "vocab_size": 99, "hidden_size": 64, "intermediate_size": 64, "num_key_value_heads": 4}
+    module = LlamaForCausalLM(LlamaConfig(**sizes, head_dim=16, attention_bias=biases, mlp_bias=biases))
+    for name, parameter in module.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=1.0 if name.endswith("bias") else 0.3)
+    return native(module.to(dtype).eval(), invariant=True, weights="plain")
+
+
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_another_order_in_a_single_row_is_found(monkeypatch, tmp_path, dtype, biases):
+    """Where results in 16 bits seldom tell, whatever is added to them."""
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    monkeypatch.setattr(plain, "Plain", Folded)
+    monkeypatch.setitem(tiling.PRODUCTS, "folded", (0, 1, -1, 2))
+    model = small(dtype, biases=biases)
+    assert 1 not in model.tiles.rows
+    assert model.tiles.rows[-1] == tiles.SIZES[-1]
+
+
+def test_what_was_found_holds_for_the_same_weights_alone(monkeypatch, tmp_path):
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    counts = []
+    for biases, seed in ((False, 0), (False, 0), (False, 1), (True, 0), (False, 1)):
+        small(torch.float16, biases=biases, seed=seed)
+        counts.append(len([*(tmp_path / "tiles").iterdir()]))
+    assert [count - counts[0] for count in counts] == [0, 0, 2, 4, 4]  # layers and output layer
 
 
 @pytest.fixture(scope="module")

@@ -2,15 +2,17 @@
 
 Our own kernels add up every row in one order. torch's order depends on the shapes of a call, so calls get one of a few
 row counts (``core/tiles.py``); this module finds those that agree. One layer of each kind runs on one row, repeated.
-Each of its matrix products also runs on numbers that cancel: what is left shows the order of the additions, even where
-results are rounded to 16 bits.
+Each of its matrix products also runs on pairs of numbers that cancel, other pairs in each column: what is left shows
+the order of the additions, even where results are rounded to 16 bits.
 """
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,11 +33,14 @@ from forerun.models.parts import KernelNorm
 MAX_WORK, ALWAYS_UP_TO = 25e9, 16
 """Multiplications that comparing a layer may cost; row counts up to the second number are always compared."""
 POSITION, ROWS, DISTINCT = 3, 8, 512
+NUMBER = 0.7310586
+"""What the probes' matrices are multiplied by."""
 PRODUCTS = {
-    "mm": (0, 1, -2), "addmm": (1, 2, -2), "bmm": (0, 1, -2), "baddbmm": (1, 2, -2),
-    "linear": (0, 1, -1), "_linear_pointwise": (0, 1, -1),
+    "mm": (0, 1, -2, None), "addmm": (1, 2, -2, 0), "bmm": (0, 1, -2, None), "baddbmm": (1, 2, -2, 0),
+    "linear": (0, 1, -1, 2), "_linear_pointwise": (0, 1, -1, 2),
 }  # fmt: skip
-"""Matrix products: the indices of both factors in the arguments, and the second one's dimension that is summed."""
+"""Matrix products: the indices of both factors in the arguments, the second one's dimension that is summed, and the
+index of what is added to the result, such as a bias."""
 DATA_DEPENDENT = ("_grouped_mm", "_scaled_grouped_mm", "nonzero", "masked_select", "unique", "_unique2", "bincount")
 """Operations whose shapes depend on values: no row count fixes their bits."""
 UNSTEADY = activations.UNSTEADY.union(DATA_DEPENDENT)
@@ -73,8 +78,10 @@ class TiledModel(ABC):
     def find(self) -> Tiles:
         """The row counts to use at the present number of threads. They are (1,), each row alone, where the work depends
         on values (transformers' mixtures of experts)."""
-        rows = tiles.measured_once(f"rows {self.signature()}", lambda: _compare(self, head=False), tiles.as_groups)
-        logits = tiles.measured_once(f"logits {self.signature()}", lambda: _compare(self, head=True), tiles.as_groups)
+        rows, logits = (
+            tiles.measured_once(_key(self, head), partial(_compare, self, head), tiles.as_groups)
+            for head in (False, True)
+        )
         return Tiles(tiles.best_group(rows), tiles.best_group(logits), torch.get_num_threads())
 
     @abstractmethod
@@ -143,17 +150,18 @@ class RowRecorder(Backend[Metadata]):
 
 
 class Products(TorchDispatchMode):
-    """Records which operations run. With ``probe``, also computes each matrix product of numbers that cancel."""
+    """Records which operations run. With ``matrices``, also computes each matrix product of numbers that cancel, with
+    nothing added, and keeps the second factors there."""
 
-    def __init__(self, *, probe: bool) -> None:
+    def __init__(self, matrices: dict[Any, list[torch.Tensor]] | None = None) -> None:
         super().__init__()
-        self.probe = probe
+        self.matrices = matrices
         self.calls: list[str] = []
         self.work = 0
         """Multiplications per row."""
         self.results: list[torch.Tensor] = []
-        """The probes' results [rows, numbers]."""
-        self._matrices: dict[Any, torch.Tensor] = {}
+        """The probes' results [rows, numbers], once for each shape and layout of a product."""
+        self._probed: set[Any] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -161,39 +169,51 @@ class Products(TorchDispatchMode):
         shapes = [tuple(arg.shape) if isinstance(arg, torch.Tensor) else type(arg).__name__ for arg in args]
         self.calls.append(f"{name} {shapes}")
         if name in PRODUCTS:
-            left, right, inner = PRODUCTS[name]
+            left, right, inner, added = PRODUCTS[name]
             self.work += args[right].numel()
-            if self.probe and args[left].shape[-1] > 1:
+            key = self.calls[-1], _layout(args[left]), _layout(args[right])
+            if self.matrices is not None and args[left].shape[-1] > 1 and key not in self._probed:
+                self._probed.add(key)
                 probe = list(args)
-                probe[left], probe[right] = self._rows(args[left]), self._matrix(args[right], inner)
-                self.results.append(func(*probe, **(kwargs or {})).float().flatten(0, -2))
+                probe[left] = _empty_like(args[left]).fill_(NUMBER)
+                if added is not None and len(args) > added and isinstance(args[added], torch.Tensor):
+                    probe[added] = torch.zeros_like(args[added])
+                for matrix in self._matrices(args[right], inner):
+                    probe[right] = matrix
+                    self.results.append(func(*probe, **(kwargs or {})).float().flatten(0, -2))
         return out
 
-    def _rows(self, like: torch.Tensor) -> torch.Tensor:
-        """One row repeated, whose second half equals its first."""
-        half = _numbers(like.shape[-1] // 2, 1, like.dtype)
-        row = torch.cat([half, half, half[: like.shape[-1] % 2]])[:, 0]
-        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device).copy_(row)
-
-    def _matrix(self, like: torch.Tensor, inner: int) -> torch.Tensor:
-        """A matrix of the shape and layout of ``like``, whose second half along ``inner`` negates its first."""
-        key = like.shape, inner, None if like.is_mkldnn else like.stride(), like.dtype
-        if key not in self._matrices:
-            length, others = like.shape[inner], like.shape[-3 - inner]
-            half = _numbers(length // 2, min(others, DISTINCT), like.dtype)
-            flat = torch.cat([half, -half, torch.zeros_like(half[: length % 2])])
-            flat = flat.repeat(1, -(-others // DISTINCT))[:, :others]
-            flat = flat.T if inner == -1 else flat
-            if like.is_mkldnn:
-                self._matrices[key] = pack(flat.contiguous())
-            else:
-                made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
-                self._matrices[key] = made.copy_(flat)
-        return self._matrices[key]
+    def _matrices(self, like: torch.Tensor, inner: int) -> list[torch.Tensor]:
+        """So many that ``DISTINCT`` columns differ."""
+        assert self.matrices is not None
+        key = like.shape, inner, _layout(like)
+        if key not in self.matrices:
+            count = -(-DISTINCT // like.shape[-3 - inner])
+            self.matrices[key] = [_cancelling(like, inner, seed) for seed in range(count)]
+        return self.matrices[key]
 
 
-def _numbers(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
+def _layout(tensor: torch.Tensor) -> object:
+    return tensor.dtype, None if tensor.is_mkldnn else tensor.stride()
+
+
+def _cancelling(like: torch.Tensor, inner: int, seed: int) -> torch.Tensor:
+    """A matrix of the shape and layout of ``like``. Along ``inner``, every column has half of its numbers twice, once
+    negated, at places of its own."""
+    length, others = like.shape[inner], like.shape[-3 - inner]
+    generator, columns = torch.Generator().manual_seed(seed), min(others, DISTINCT)
+    half = torch.randn(length // 2, columns, generator=generator).to(like.dtype)
+    flat = torch.cat([half, -half, torch.zeros_like(half[: length % 2])])
+    flat = flat.gather(0, torch.rand(flat.shape, generator=generator).argsort(0))
+    flat = flat.repeat(1, -(-others // DISTINCT))[:, :others]
+    flat = flat.T if inner == -1 else flat
+    if like.is_mkldnn:
+        return pack(flat.contiguous())
+    return _empty_like(like).copy_(flat)
+
+
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
 @contextmanager
@@ -218,9 +238,32 @@ def _results(output: Output) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _compare(model: TiledModel, *, head: bool) -> tiles.Groups:
+@torch.inference_mode()
+def _key(model: TiledModel, head: bool) -> str:
+    """A text that changes with all that ``_compare`` depends on: shapes, layouts, and the weights' values, by what the
+    compared layers make of one row."""
+    made = []
+    with _sizes(model, 1), Products() as products:
+        for layers in _kinds(model, head):
+            made.append(
+                _results(model.feed(_batch(model, [_token(model)], layers, head=head), RowRecorder(model.info)))
+            )
+    values = hashlib.sha256(torch.cat(made, 1).cpu().numpy().tobytes()).hexdigest()
+    return f"{'logits' if head else 'rows'} {model.signature()} {products.calls} {values}"
+
+
+def _kinds(model: TiledModel, head: bool) -> list[tuple[int, ...] | None]:
+    return model.kinds()[:1] if head else model.kinds()
+
+
+def _token(model: TiledModel) -> int:
+    return 17 % model.info.vocab_size
+
+
+@torch.inference_mode()
+def _compare(model: TiledModel, head: bool) -> tiles.Groups:
     groups: tiles.Groups = [list(tiles.SIZES) if steady() else [1]]
-    for layers in model.kinds()[:1] if head else model.kinds():
+    for layers in _kinds(model, head):
         if _depends_on_values(model, layers):
             return [[1]]
         agree = tiles.compare(_affordable(model, layers, head=head), _run(model, layers, head))
@@ -229,11 +272,11 @@ def _compare(model: TiledModel, *, head: bool) -> tiles.Groups:
 
 
 def _run(model: TiledModel, layers: tuple[int, ...] | None, head: bool) -> Any:
-    token = 17 % model.info.vocab_size
+    matrices: dict[Any, list[torch.Tensor]] = {}
 
     def run(size: int) -> torch.Tensor:
-        with _sizes(model, size), Products(probe=True) as products:
-            output = model.feed(_batch(model, [token] * size, layers, head=head), RowRecorder(model.info))
+        with _sizes(model, size), Products(matrices) as products:
+            output = model.feed(_batch(model, [_token(model)] * size, layers, head=head), RowRecorder(model.info))
         return torch.cat([_results(output), *(rows for rows in products.results if rows.shape[0] == size)], 1)
 
     return run
@@ -241,7 +284,7 @@ def _run(model: TiledModel, layers: tuple[int, ...] | None, head: bool) -> Any:
 
 def _affordable(model: TiledModel, layers: tuple[int, ...] | None, *, head: bool) -> list[int]:
     """The row counts that ``MAX_WORK`` allows to compare."""
-    with _sizes(model, 1), Products(probe=False) as products:
+    with _sizes(model, 1), Products() as products:
         model.feed(_batch(model, [0], layers, head=head), RowRecorder(model.info))
     sizes: list[int] = []
     for size in tiles.SIZES:
@@ -259,7 +302,7 @@ def _depends_on_values(model: TiledModel, layers: tuple[int, ...] | None) -> boo
         model.feed(_batch(model, [0], layers, head=False), RowRecorder(model.info))
     for _ in range(3):
         others = torch.randint(model.info.vocab_size, (ROWS - 1,), generator=generator).tolist()
-        with _sizes(model, ROWS), Products(probe=False) as products:
+        with _sizes(model, ROWS), Products() as products:
             output = model.feed(_batch(model, [0, *others], layers, head=False), RowRecorder(model.info))
         calls.append(products.calls)
         firsts.append(_results(output)[0])
