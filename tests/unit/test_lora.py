@@ -3,13 +3,16 @@
 import json
 import math
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from described import CASES, SIZES
 from forerun import LLM, ConfigError, ModelError, SamplingParams
 from forerun.cli.main import run
 from forerun.engine.tuned import load, save
@@ -21,6 +24,7 @@ from forerun.models.open import fingerprint
 from gguf_files import write_model
 from here import where
 from refusals import refused
+from tiny import ALPHABET, save_checkpoint, save_tokenizer, tiny_llama
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 LAYERS = ("model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj")
@@ -205,8 +209,7 @@ def test_weights_behind_a_folder():
 
 BAD = {
     "another kind": ({"peft_type": "IA3"}, "an adapter of type 'IA3'; only LORA"),
-    "dora": ({"use_dora": True}, "asks for use_dora "),
-    "modules": ({"modules_to_save": ["lm_head"]}, "asks for modules_to_save "),
+    "dora": ({"use_dora": True}, "has no norms of DoRA"),
     "biases": ({"bias": "all"}, "holds biases"),
     "pissa": ({"init_lora_weights": "pissa_niter_4"}, "initialised with 'pissa_niter_4'"),
     "lora_ga": ({"init_lora_weights": "lora_ga"}, "initialised with 'lora_ga'"),
@@ -244,6 +247,95 @@ def refuse(model, folder, message):
         refused(ModelError, message, load_model, model, lora=str(folder), model_path=path)
 
 
+def trained(folder, module, **options):
+    """An adapter of PEFT's own with random numbers, and the logits of PEFT's model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of tied embeddings
+        model = get_peft_model(module, LoraConfig(r=4, lora_alpha=8, **options))
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "magnitude" in name:
+                torch.nn.init.uniform_(parameter, 0.5, 2.0)
+            elif parameter.requires_grad:
+                torch.nn.init.normal_(parameter, std=0.2)
+        model.save_pretrained(folder)
+    with torch.inference_mode():
+        return model.eval()(torch.tensor(TEXTS)).logits[0]
+
+
+ENDS = ["embed_tokens", "lm_head"]
+SOME = ["q_proj", "down_proj"]
+
+
+@pytest.mark.parametrize("path", ["native", "hf"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("options", [
+    {"target_modules": SOME, "use_dora": True},
+    {"target_modules": ["v_proj"], "use_dora": True, "use_rslora": True, "modules_to_save": ["norm"]},
+    {"target_modules": SOME, "modules_to_save": ENDS},
+    {"target_modules": SOME, "modules_to_save": ENDS[:1]},
+    {"target_modules": SOME, "modules_to_save": ENDS[1:]},
+], ids=str)  # fmt: skip
+def test_what_peft_trains_is_merged_as_peft_merges_it(tmp_path, path, tied, options):
+    module = tiny_llama(tie_word_embeddings=tied)
+    save_checkpoint(module, tmp_path / "base")
+    expected = trained(tmp_path / "a", module, **options)
+    own = {"model_path": path, "dtype": "float32", "invariant": False}
+    result = load_model(tmp_path / "base", lora=str(tmp_path / "a"), **own)
+    assert close(logits(result, TEXTS), expected)
+    assert not close(logits(load_model(tmp_path / "base", **own), TEXTS), expected)
+    half = f"{tmp_path / 'a'}=0.5"
+    if "modules_to_save" in options:
+        with pytest.raises(ConfigError, match=r"replaces whole weights .*: its weight is 1, not 0\.5"):
+            load_model(tmp_path / "base", lora=half, **own)
+    else:
+        assert not close(logits(load_model(tmp_path / "base", lora=half, **own), TEXTS), expected)
+
+
+@pytest.mark.parametrize("path", ["native", "hf"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_added_tokens_come_with_their_tokenizer(tmp_path, path, tied):
+    module, count = tiny_llama(tie_word_embeddings=tied), len(ALPHABET)
+    save_checkpoint(module, tmp_path / "base")
+    module.resize_token_embeddings(count + 2)
+    expected = trained(tmp_path / "a", module, target_modules=SOME, modules_to_save=ENDS)
+    save_tokenizer(tmp_path / "a", [*ALPHABET, "<call>", "<answer>"])
+    llm = LLM(str(tmp_path / "base"), lora=[str(tmp_path / "a")], model_path=path, dtype="float32")
+    assert llm.model.info.vocab_size == count + 2
+    assert close(logits(llm.model, TEXTS), expected)
+    assert llm.tokenizer.convert_tokens_to_ids("<answer>") == count + 1
+    assert len(llm.generate([[count, count + 1]], GREEDY)[0].outputs[0].token_ids) == 8
+    tensors = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    del tensors["base_model.model.lm_head.weight"]
+    save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
+    refused(ModelError, "adds tokens, so it needs both model.embed_tokens.weight and lm_head.weight", load_model,
+            tmp_path / "base", lora=str(tmp_path / "a"), model_path=path)  # fmt: skip
+
+
+@pytest.mark.parametrize(("made_on", "used_on"), [("pictures", "text"), ("text", "pictures"), ("pictures", "pictures")])
+def test_names_of_the_class_that_reads_pictures(tmp_path, caplog, made_on, used_on):
+    kind, options = CASES["ministral3"]
+    text = AutoConfig.for_model(kind, **{**SIZES, **options})
+    sight = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "head_dim": 8, "patch_size": 4, "image_size": 16}  # fmt: skip
+    both = AutoConfig.for_model("mistral3", text_config=text.to_dict(), vision_config=sight, tie_word_embeddings=False)
+    torch.manual_seed(0)
+    modules = {"pictures": AutoModelForImageTextToText.from_config(both).eval(),
+               "text": AutoModelForCausalLM.from_config(text).eval()}  # fmt: skip
+    modules["text"].model.load_state_dict(modules["pictures"].model.language_model.state_dict())
+    modules["text"].lm_head.load_state_dict(modules["pictures"].lm_head.state_dict())
+    for name, module in modules.items():
+        module.save_pretrained(tmp_path / name)
+    expected = trained(tmp_path / "a", modules[made_on], target_modules=["q_proj"], modules_to_save=ENDS)
+    caplog.clear()
+    with caplog.at_level("INFO", logger="forerun"):
+        result = load_model(tmp_path / used_on, lora=str(tmp_path / "a"), dtype="float32", invariant=False)
+    assert close(logits(result, TEXTS), expected)
+    assert ("also adapts what reads pictures" in caplog.text) == (made_on == "pictures")
+    if used_on == "text":
+        module = load_model(tmp_path / "text", lora=str(tmp_path / "a"), model_path="hf", dtype="float32")
+        assert close(logits(module, TEXTS), expected)
+
+
 @pytest.mark.parametrize("stable", [True, False])
 def test_an_adapter_of_no_rank(tiny_target, tmp_path, stable):
     adapter(tmp_path / "a", tiny_target, rank=0, use_rslora=stable)
@@ -261,6 +353,11 @@ def test_adapters_for_another_model(tiny_target, tmp_path):
         "it is for another model": shape,
         "which .* does not have": {name.replace(".0.", ".7."): part for name, part in shape.items()},
         "do not belong together": {**shape, f"{layer}B.weight": torch.ones(64, 3)},
+        "embed_tokens.weight .* it is for another model": {
+            "base_model.model.model.embed_tokens.weight": torch.ones(len(ALPHABET), 5)
+        },
+        "which .* does not have.*": {"base_model.model.model.layers.7.mlp.up_proj.weight": torch.ones(4, 9)},
+        "lora_magnitude_vector .* no part": {f"{layer}magnitude_vector": torch.ones(4, 4)},
         "no part of a LoRA": {"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 9)},
         "is empty": {},
     }

@@ -23,6 +23,7 @@ from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job, Logprob, Update, by_token
 from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.tuned import load as load_tuned
+from forerun.models import lora
 from forerun.models.chat import Message, conversations, render_chat
 from forerun.models.load import load_model
 from forerun.models.open import resolve
@@ -122,7 +123,7 @@ class LLM:
             lora=config.lora,
             tensor_parallel_size=config.tensor_parallel_size,
         )
-        self.tokenizer = load_tokenizer(config.tokenizer or config.model)
+        self.tokenizer = load_tokenizer(config.tokenizer or lora.tokenizer(config.lora) or config.model)
         loaded.info = with_end(loaded.info, self.tokenizer)
         self._engine: Engine | None = Engine(loaded, self.tokenizer, config, speculative)
         auto.remember(self.engine)

@@ -1,8 +1,10 @@
 """PEFT's LoRA adapters, merged into a model's weights while these are loaded: W + weight * scale * B A, where scale is
-alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2106.09685, 2312.03732)."""
+alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2106.09685, 2312.03732). DoRA (arXiv 2402.09353) then gives each row a
+norm of its own. Layers of ``modules_to_save`` replace the model's."""
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -20,34 +22,49 @@ from forerun.core.folders import expanded
 from forerun.models import checkpoint
 from forerun.models.checkpoint import ADAPTER
 
+log = logging.getLogger("forerun")
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
-PARTS = re.compile(r"(.+)\.lora_([AB])\.weight")
+PARTS = re.compile(r"(.+)\.lora_(A|B|magnitude_vector)(?:\.weight)?")
+WHOLE = re.compile(r"[\w.]+\.(?:weight|bias)")
+SENSES = re.compile(r"(?:^|\.)(?:visual|vision_\w+|audio_\w+|embed_vision|embed_audio|multi_modal_projector)\.")
+"""Layers that read pictures and sound, which no model here has."""
 KNOWN_KEYS = frozenset(
     {
         "peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision",
         "inference_mode", "runtime_config", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "bias",
         "lora_dropout", "init_lora_weights", "target_modules", "exclude_modules", "layers_to_transform",
         "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-        "qalora_group_size",
+        "qalora_group_size", "use_dora", "modules_to_save",
     }
 )  # fmt: skip
 """Keys of ``adapter_config.json`` that are read here, or that only say how the adapter was trained. Any other key with
-a value (``use_dora``, ``modules_to_save``) asks for what is not merged."""
+a value asks for what is not merged."""
 PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 """Values of ``init_lora_weights`` that leave the base weights as they are."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The update scale * b a of one layer: b [outputs, r], a [r, inputs], float32."""
+    """The update scale * b a of one layer: b [outputs, r], a [r, inputs], float32. With DoRA, the norms of its rows."""
 
     a: torch.Tensor
     b: torch.Tensor
     scale: float
+    magnitude: torch.Tensor | None = None
 
-    def rows(self, which: slice | torch.Tensor) -> torch.Tensor:
-        return (self.b[which] @ self.a).mul_(self.scale)
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size([len(self.b), self.a.shape[1]])
+
+    def merge(self, weight: torch.Tensor, which: slice | torch.Tensor, factor: float) -> torch.Tensor:
+        """These rows of the layer's ``weight``, float32, with ``factor`` of the update."""
+        update = (self.b[which] @ self.a).mul_(self.scale)
+        if self.magnitude is None:
+            return weight.add_(update, alpha=factor)
+        update += weight
+        update *= (self.magnitude[which] / torch.linalg.norm(update, dim=1))[:, None]
+        return weight.lerp_(update, factor)
 
 
 @dataclass(frozen=True)
@@ -55,7 +72,9 @@ class Adapter:
     folder: Path
     weight: float
     pairs: Mapping[str, Pair]
-    """By layers' names in a checkpoint."""
+    """By layers' names in a text model's checkpoint, whichever class the adapter was made on."""
+    whole: Mapping[str, torch.Tensor]
+    """Weights that replace the model's, by their names."""
 
 
 def parse(given: Sequence[str | Path] | str | Path | None) -> tuple[tuple[Path, float], ...]:
@@ -91,19 +110,37 @@ def _read(folder: Path, weight: float) -> Adapter:
     with checkpoint.library(f"{folder / WEIGHTS} cannot be read"):
         tensors = load_file(folder / WEIGHTS)
     sides: dict[str, dict[str, torch.Tensor]] = {}
+    whole: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        match = PARTS.fullmatch(name.removeprefix(PREFIX))
-        if match is None or tensor.dim() != 2 or not tensor.is_floating_point():
+        own = text_name(name.removeprefix(PREFIX))
+        match, floats = PARTS.fullmatch(own), tensor.is_floating_point()
+        if SENSES.search(own):
+            log.info("%s also adapts what reads pictures or sound: that part is left out", folder)
+        elif floats and match and tensor.dim() == (1 if match[2] == "magnitude_vector" else 2):
+            sides.setdefault(match[1], {})[match[2]] = tensor.float()
+        elif floats and tensor.dim() and "lora_" not in own and WHOLE.fullmatch(own):
+            whole[own.replace(".base_layer.", ".")] = tensor
+        else:
             raise ModelError(f"{folder} holds {name} {[*tensor.shape]}, which is no part of a LoRA of linear layers")
-        sides.setdefault(match[1], {})[match[2]] = tensor.float()
-    if not sides:
+    if not sides and not whole:
         raise ModelError(f"{folder / WEIGHTS} is empty")
+    if whole and weight != 1:
+        raise ConfigError(f"{folder} replaces whole weights ({next(iter(whole))}): its weight is 1, not {weight:g}")
     pairs = {}
     for name, parts in sides.items():
-        if len(parts) < 2 or parts["A"].shape[0] != parts["B"].shape[1]:
+        magnitude = parts.get("magnitude_vector")
+        if len({*parts} & {"A", "B"}) < 2 or len(parts["A"]) != parts["B"].shape[1]:
             raise ModelError(f"{folder}: lora_A and lora_B of {name} do not belong together")
-        pairs[name] = Pair(parts["A"], parts["B"], _scale(folder, config, name, len(parts["A"])))
-    return Adapter(folder, weight, pairs)
+        if bool(config.get("use_dora")) != (magnitude is not None and len(magnitude) == len(parts["B"])):
+            raise ModelError(f"{folder}: {name} has no norms of DoRA that belong to its use_dora")
+        pairs[name] = Pair(parts["A"], parts["B"], _scale(folder, config, name, len(parts["A"])), magnitude)
+    return Adapter(folder, weight, pairs, whole)
+
+
+def text_name(name: str) -> str:
+    """A layer's name in a class that reads text alone, from that in any class."""
+    name = re.sub(r"(^|\.)(?:language_model|backbone)\.", r"\1", name)
+    return re.sub(r"^(?:model\.)+", "model.", name if re.match(r"(?:model|lm_head)\b", name) else f"model.{name}")
 
 
 def _check(folder: Path, config: Mapping[str, Any]) -> None:
@@ -150,25 +187,61 @@ def _scale(folder: Path, config: Mapping[str, Any], name: str, actual: int) -> f
     return scale
 
 
-def check_fit(adapter: Adapter, layer: str, pair: Pair, shape: torch.Size | None, model: str) -> None:
+def check_fit(adapter: Adapter, layer: str, asked: Sequence[int], shape: Sequence[int] | None, model: str) -> None:
     """Raise ModelError for a layer that ``model`` does not have, or has in another shape."""
     if shape is None:
         raise ModelError(f"{adapter.folder} adapts {layer}, which {model} does not have: it is for another model")
-    asked = [len(pair.b), pair.a.shape[1]]
-    if asked != [*shape]:
+    if [*asked] != [*shape]:
         raise ModelError(
-            f"{adapter.folder} adapts {layer} {asked}, which is {[*shape]} in {model}: it is for another model"
+            f"{adapter.folder} adapts {layer} {[*asked]}, which is {[*shape]} in {model}: it is for another model"
         )
+
+
+def vocabulary(adapters: Sequence[Adapter], ends: tuple[str, str], before: int) -> int:
+    """How many tokens a model has with adapters, of which some replace its embedding and its output layer (``ends``).
+    Raises ModelError."""
+    found = before
+    for adapter in adapters:
+        counts = {len(adapter.whole[name]) if name in adapter.whole else found for name in ends}
+        if len(counts) > 1:
+            raise ModelError(f"{adapter.folder} adds tokens, so it needs both {' and '.join(ends)}, of one size")
+        found = counts.pop()
+    return found
+
+
+def tokenizer(given: Sequence[str | Path] | str | Path | None) -> Path | None:
+    """The folder of an adapter that has an embedding of its own, and a tokenizer for it."""
+    for folder, _ in parse(given):
+        both = (folder / WEIGHTS).is_file() and (folder / "tokenizer_config.json").is_file()
+        names = checkpoint.read_headers([folder / WEIGHTS]) if both else ()
+        if any(name.endswith("embed_tokens.weight") for name in names):
+            return folder
+    return None
 
 
 @torch.no_grad()
 def merge_into(module: nn.Module, adapters: Sequence[Adapter], model: str) -> None:
     """Merge adapters into transformers' module. Raises ModelError."""
-    layers = dict(module.named_modules())
+    if not adapters:
+        return
+    layers = {text_name(name): layer for name, layer in module.named_modules()}
+    outer: Any = module
+    ends = [each for each in (outer.get_input_embeddings(), outer.get_output_embeddings()) if each is not None]
+    names = [f"{name}.weight" for name, layer in layers.items() if layer in ends]
+    outer.config.get_text_config().vocab_size = vocabulary(adapters, (names[0], names[-1]), len(ends[0].weight))
+    for adapter in adapters:
+        for name, tensor in adapter.whole.items():
+            stem, _, kind = name.rpartition(".")
+            before = getattr(layers.get(stem), kind, None)
+            shape = None if before is None else before.shape
+            shape = [len(tensor), *ends[0].weight.shape[1:]] if name in names else shape
+            check_fit(adapter, name, tensor.shape, shape, model)
+            assert before is not None
+            setattr(layers[stem], kind, nn.Parameter(tensor.to(before), requires_grad=False))  # no longer tied
     for adapter in adapters:
         for name, pair in adapter.pairs.items():
             layer = layers.get(name)
             weight = layer.weight if isinstance(layer, nn.Linear) else None
-            check_fit(adapter, name, pair, None if weight is None else weight.shape, model)
+            check_fit(adapter, name, pair.shape, None if weight is None else weight.shape, model)
             assert weight is not None
-            weight.copy_(weight.float().add_(pair.rows(slice(None)), alpha=adapter.weight))
+            weight.copy_(pair.merge(weight.to(torch.float32, copy=True), slice(None), adapter.weight))

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from forerun.core.errors import ConfigError, ModelError, RequestError, check_text
+from forerun.core.folders import expanded
 from forerun.core.request import RequestState
 from forerun.models.base import ModelInfo
-from forerun.models.checkpoint import library, read_object
+from forerun.models.checkpoint import ADAPTER, library, read_object
 from forerun.models.gguf import is_gguf, open_gguf, refuse_pointer
 from forerun.models.gguf_tokenizer import GGUFTokenizer, make_tokenizer, vocabulary
 from forerun.models.open import quiet, resolve
@@ -19,8 +20,9 @@ from forerun.models.sanity import check_tokenizer
 
 
 def load_tokenizer(path_or_id: str | Path) -> Any:
-    """The tokenizer of a checkpoint or a GGUF file. Raises ModelError."""
-    folder = resolve(path_or_id)
+    """The tokenizer of a checkpoint, a GGUF file or a LoRA adapter. Raises ModelError."""
+    folder = expanded(path_or_id)
+    folder = folder if (folder / ADAPTER).is_file() else resolve(path_or_id)
     problem = f"{folder} has no usable tokenizer"
     with library(problem):
         tokenizer: Any

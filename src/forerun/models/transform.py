@@ -72,7 +72,7 @@ def transform(files: Files, config: Any, *, adapters: Sequence[lora.Adapter] = (
         weights = CheckpointWeights(files, config)
     else:
         weights = GGUFWeights(files, config)
-    weights = with_adapters(weights, adapters, str(files.path)) if adapters else weights
+    weights = with_adapters(weights, adapters, config, str(files.path)) if adapters else weights
     return scaled(weights, bind(config))
 
 
@@ -354,20 +354,23 @@ def _split(names: tuple[str, ...], tensor: GGUFTensor, second: GGUFTensor | None
 
 
 class ChangedWeights:
-    """``weights`` of which some are changed, by name; those are numbers then."""
+    """``weights`` of which some are changed, by name; those are numbers then. ``others`` are there instead."""
 
-    def __init__(self, weights: Weights, changes: Mapping[str, Callable[[Rows], Rows]]) -> None:
-        self.weights, self.changes = weights, changes
+    def __init__(
+        self, weights: Weights, changes: Mapping[str, Callable[[Rows], Rows]], others: Mapping[str, Rows] | None = None
+    ) -> None:
+        self.weights, self.changes, self.others = weights, changes, others or {}
 
     @property
     def nbytes(self) -> int:
         return self.weights.nbytes
 
     def __contains__(self, name: str) -> bool:
-        return name in self.weights
+        return name in self.others or name in self.weights
 
     def values(self, name: str) -> Rows:
-        result, change = self.weights.values(name), self.changes.get(name)
+        result, change = self.others.get(name), self.changes.get(name)
+        result = self.weights.values(name) if result is None else result
         return result if change is None else change(result)
 
     def release(self) -> None:
@@ -396,24 +399,38 @@ def _scaled(weight: Rows, factors: Sequence[float], rows: Sequence[int]) -> Rows
     )
 
 
-def with_adapters(weights: Weights, adapters: Sequence[lora.Adapter], model: str) -> Weights:
-    """``weights`` with adapters merged. Raises ModelError for an adapter that was made for another model."""
+def with_adapters(weights: Weights, adapters: Sequence[lora.Adapter], config: Any, model: str) -> Weights:
+    """``weights`` with adapters merged; ``config`` has as many tokens then. Raises ModelError for an adapter that was
+    made for another model."""
+    architecture = bind(config).architecture
+    embedding, head = (f"{each.checkpoint}.weight" for each in (architecture.embedding, architecture.head))
+    others: dict[str, Rows] = {}
+    for adapter in adapters:
+        for name, tensor in adapter.whole.items():
+            shape: Sequence[int] | None = weights.values(name).shape if name in weights else None
+            shape = [len(tensor), config.hidden_size] if name in (embedding, head) else shape
+            lora.check_fit(adapter, name, tensor.shape, shape, model)
+            others[name] = tensor
+    config.vocab_size = lora.vocabulary(adapters, (embedding, head), config.vocab_size)
+    if embedding in others and head not in others and head not in weights:  # it was tied to the old embedding
+        others[head] = weights.values(embedding)[:]
+    weights = ChangedWeights(weights, {}, others)
     pairs: dict[str, list[tuple[float, lora.Pair]]] = {}
     for adapter in adapters:
         for layer, pair in adapter.pairs.items():
             name = f"{layer}.weight"
-            lora.check_fit(adapter, layer, pair, weights.values(name).shape if name in weights else None, model)
+            lora.check_fit(adapter, layer, pair.shape, weights.values(name).shape if name in weights else None, model)
             pairs.setdefault(name, []).append((adapter.weight, pair))
     return ChangedWeights(weights, {name: partial(_merged, pairs=each) for name, each in pairs.items()})
 
 
 def _merged(weight: Rows, pairs: Sequence[tuple[float, lora.Pair]]) -> Rows:
-    """A weight with adapters' products added in float32."""
+    """A weight with adapters merged in float32."""
 
     def make(rows: slice | torch.Tensor) -> torch.Tensor:
         result = weight[rows].to(torch.float32, copy=True)
         for factor, pair in pairs:
-            result.add_(pair.rows(rows), alpha=factor)
+            result = pair.merge(result, rows, factor)
         return result
 
     return LazyRows(weight.shape, make, weight.nbytes, device=weight.device)
