@@ -74,7 +74,9 @@ class KernelAttention(Backend[AttentionPlan]):
             before = span.start + span.stored
             path = CHAIN if span.parents is None else len(paths)
             starts.append(len(tables))
-            spans.extend(structs.SpanStruct(offset, len(span.tokens), span.start, before, len(tables), path))
+            spans.extend(structs.SpanStruct(
+                first=offset, rows=len(span.tokens), base=span.start, before=before, table=len(tables), paths=path,
+            ))  # fmt: skip
             tables.extend(pool.block_tables[span.key])
             if span.parents is not None:
                 _list_paths(span, span.parents, paths, entries)
@@ -89,7 +91,10 @@ class KernelAttention(Backend[AttentionPlan]):
         rows, heads, count = q.shape[0], q.shape[1], plan.batch.num_rows
         bias, sinks = _address("a bias", query.bias, heads, 2), _address("sinks", query.sinks, heads, 1)
         reach = 0 if query.bias is None else query.bias.shape[1]
-        sizes = structs.Heads(heads, query.window or 0, q.stride(0), k.stride(0), v.stride(0), bias, reach, sinks)
+        sizes = structs.Heads(
+            heads=heads, window=query.window or 0, q_stride=q.stride(0), k_stride=k.stride(0), v_stride=v.stride(0),
+            bias=bias, reach=reach, sinks=sinks,
+        )  # fmt: skip
         out = self._attend(self.pool, query.layer, (q, k, v), sizes, query.scale, query.softcap or 0.0, plan)
         if rows != count:
             out[count:] = out[count - 1]
@@ -123,15 +128,18 @@ class KernelAttention(Backend[AttentionPlan]):
         """Attends to entries of a layer of ``pool``, as ``plan_reads`` laid them out; nothing is stored. ``window``:
         only the last so many entries are seen (0: all)."""
         q = _by_row(q)
-        sizes = structs.Heads(q.shape[1], window, q.stride(0), 0, 0, 0, 0, 0)
+        sizes = structs.Heads(
+            heads=q.shape[1], window=window, q_stride=q.stride(0), k_stride=0, v_stride=0, bias=0, reach=0, sinks=0
+        )
         return self._attend(pool, layer, (q,), sizes, scale, 0.0, plan)
 
 
 def _pool_struct(keys: torch.Tensor, values: torch.Tensor) -> array[int]:
     """One layer's ``structs.PoolStruct``."""
     return array("q", structs.PoolStruct(
-        keys.shape[0], keys.shape[2], keys.shape[1], keys.shape[3], values.shape[3], *keys.stride()[:3],
-        *values.stride()[:3],
+        pages=keys.shape[0], page_size=keys.shape[2], kv_heads=keys.shape[1], width=keys.shape[3],
+        value_width=values.shape[3], key_page=keys.stride(0), key_head=keys.stride(1), key_slot=keys.stride(2),
+        value_page=values.stride(0), value_head=values.stride(1), value_slot=values.stride(2),
     ))  # fmt: skip
 
 
@@ -141,7 +149,9 @@ def plan_reads(batch: Batch, reads: Sequence[tuple[Sequence[int], int]]) -> Atte
     paths, entries = array("q", (0,) * 2 * batch.num_rows), array("q", (0,))  # paths without nodes
     for span, offset, (pages, length) in zip(batch.spans, batch.offsets, reads, strict=True):
         starts.append(len(tables))
-        spans.extend(structs.SpanStruct(offset, len(span.tokens), length, length, len(tables), 2 * offset))
+        spans.extend(structs.SpanStruct(
+            first=offset, rows=len(span.tokens), base=length, before=length, table=len(tables), paths=2 * offset,
+        ))  # fmt: skip
         tables.extend(pages)
     return _plan(batch, spans, tables, paths, entries, starts)
 
@@ -150,9 +160,12 @@ def _plan(
     batch: Batch, spans: array[int], tables: array[int], paths: array[int], entries: array[int], starts: list[int]
 ) -> AttentionPlan:
     arrays = spans, tables, paths, entries
-    at = [numbers.buffer_info()[0] for numbers in arrays]
-    plan = array("q", structs.Plan(at[0], len(starts), at[1], len(tables), at[2], len(paths), at[3], len(entries)))
-    return AttentionPlan(batch, arrays, plan, plan.buffer_info()[0], starts)
+    plan = array("q", structs.Plan(
+        spans=structs.address(spans), num_spans=len(starts), tables=structs.address(tables), num_tables=len(tables),
+        paths=structs.address(paths), num_paths=len(paths), entries=structs.address(entries),
+        num_entries=len(entries),
+    ))  # fmt: skip
+    return AttentionPlan(batch, arrays, plan, structs.address(plan), starts)
 
 
 def _address(what: str, side: torch.Tensor | None, heads: int, dims: int) -> int:

@@ -10,6 +10,7 @@ embedding, the mix, the table and the projection to its rows.
 from __future__ import annotations
 
 import struct
+from array import array
 from collections import namedtuple
 
 SpanStruct = namedtuple("SpanStruct", "first rows base before table paths")
@@ -24,7 +25,6 @@ ExpertsStruct = namedtuple(
     "ExpertsStruct",
     "size first here chosen normalised sigmoid correction factor eps groups kept best activation gated numbers layers "
     "scales",
-    defaults=(0,),
 )
 LatentStruct = namedtuple("LatentStruct", "rank query_rank plain turned value norm_query norm eps keys values")
 MixerStruct = namedtuple(
@@ -58,7 +58,7 @@ Chains = namedtuple(
     "Chains",
     "sequences longest depths starts tables temperatures thresholds top_ks words names keys quantiles tokens q "
     "num_ids feeds floor texts lengths guessed most reach passes siblings",
-    defaults=(0, 0, 0, 0, 0, 0, 0),
+    defaults=(0,) * 7,
 )
 
 QUANTS = {
@@ -77,6 +77,11 @@ NO_LAYER = LinearStruct(*[0] * len(LinearStruct._fields))
 def number(value: float) -> int:
     """A double, as a field."""
     return int(struct.unpack("q", struct.pack("d", value))[0])
+
+
+def address(numbers: array | None) -> int:
+    """The address of an array's numbers; 0 if there are none."""
+    return numbers.buffer_info()[0] if numbers else 0
 
 
 def _layout() -> str:

@@ -137,10 +137,11 @@ class KernelMixture:
         scales = None if scales is None else scales.contiguous()
         groups, kept = how.groups or (1, 1)
         own = structs.ExpertsStruct(
-            mixture.count, mixture.first, len(mixture.experts), how.top_k, how.normalize, how.sigmoid,
-            address(bias) or 0, structs.number(how.factor), structs.number(how.eps), groups, kept,
-            how.group_best if how.groups else 1, gate.activation, gate.gated, gate.pointer,
-            numbers.buffer_info()[0] if numbers else 0, address(scales) or 0,
+            size=mixture.count, first=mixture.first, here=len(mixture.experts), chosen=how.top_k,
+            normalised=how.normalize, sigmoid=how.sigmoid, correction=address(bias) or 0,
+            factor=structs.number(how.factor), eps=structs.number(how.eps), groups=groups, kept=kept,
+            best=how.group_best if how.groups else 1, activation=gate.activation, gated=gate.gated,
+            numbers=gate.pointer, layers=structs.address(numbers), scales=address(scales) or 0,
         )  # fmt: skip
         self.fields = array("q", (*own, *router.fields()))
         self.address = self.fields.buffer_info()[0]

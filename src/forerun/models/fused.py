@@ -205,9 +205,9 @@ class Fused:
         self.extra_fields = [[part and array("q", part.fields()) for part in parts] for parts in extras]
         """What each layer's ``share`` and ``latent`` point to."""
         for index, parts in enumerate(self.extra_fields):
-            at = (fields.buffer_info()[0] if fields else 0 for fields in parts)
+            at = (structs.address(fields) for fields in parts)
             self.layers.extend(_fields(decoder.layers[index], index, [*decoder.rotaries], *at))
-        self.addresses = self.model.buffer_info()[0], self.layers.buffer_info()[0]
+        self.addresses = structs.address(self.model), structs.address(self.layers)
         self.row = self._workspace_widths(decoder, inner)
         self._sizes: dict[int, int] = {}
         """Numbers of the workspace, by rows."""
@@ -222,17 +222,21 @@ class Fused:
         numbers, rows = fields
         table_numbers, table_rows = (None if table is None else table.table.fields()) or (0, structs.NO_LAYER)
         scaling = spec.query_scaling
-        real = (
-            decoder.norm.eps, spec.scale, spec.softcap or 0, spec.logits_softcap or 0, embedding.scale,
-            spec.residual_scale, spec.logits_scale, 0 if scaling is None else scaling.beta,
-            1 if table is None else table.table.scale,
-        )  # fmt: skip
+        real = {
+            "eps": decoder.norm.eps, "scale": spec.scale, "softcap": spec.softcap or 0,
+            "logits_softcap": spec.logits_softcap or 0, "embedding_scale": embedding.scale,
+            "residual_scale": spec.residual_scale, "logits_scale": spec.logits_scale,
+            "query_growth": 0 if scaling is None else scaling.beta,
+            "table_scale": 1 if table is None else table.table.scale,
+        }  # fmt: skip
         model = structs.ModelStruct(
-            spec.heads, self.hidden, inner, len(decoder.layers), embedding.count, numbers, decoder.norm.pointer,
-            len(decoder.rotaries), structs.ACTIVATIONS.index(spec.activation), of.mlp.gated, decoder.norm.subtracts,
-            of.parallel, of.norms.after_rotary, 1 if scaling is None else scaling.reach,
-            0 if table is None else table.width, table_numbers, 0 if table is None else table.norm.pointer,
-            *map(structs.number, real),
+            heads=spec.heads, hidden=self.hidden, inner=inner, layers=len(decoder.layers), known=embedding.count,
+            embedding=numbers, norm=decoder.norm.pointer, rotaries=len(decoder.rotaries),
+            activation=structs.ACTIVATIONS.index(spec.activation), gated=of.mlp.gated,
+            centred=decoder.norm.subtracts, parallel=of.parallel, norm_rotated=of.norms.after_rotary,
+            query_reach=1 if scaling is None else scaling.reach, inputs=0 if table is None else table.width,
+            table=table_numbers, norm_inputs=0 if table is None else table.norm.pointer,
+            **{name: structs.number(value) for name, value in real.items()},
         )  # fmt: skip
         mix = structs.NO_LAYER if decoder.mix is None else decoder.mix.fields()
         project = structs.NO_LAYER if table is None else table.project.fields()
@@ -318,20 +322,23 @@ class Fused:
         out = array("q", _logit_rows(batch) if 0 < num_logits < rows else ())
         angles, experts = array("q", (table.data_ptr() for table in tables)), array("q", [0])
         lists = (ids, positions, layers, hidden_addresses, out, angles, experts)
-        at = [numbers.buffer_info()[0] for numbers in lists]
         sides, entries = attention.sides()
         replay, compiled_replay, state_addresses = None, None, array("q")
         if self.keeps_state:
             replay, compiled_replay, state_addresses = self._states(batch, attention)
         call = array("q", structs.Call(
-            rows, kernels.threads(), at[0], 0 if given is None else given.data_ptr(), at[1], at[5],
-            min(map(len, tables)), at[2], len(layers), at[3], at[4], num_logits, workspace.data_ptr(), len(workspace),
-            logits.data_ptr() if self.vocab_size else 0, sides, entries, plan.address,
-            0 if self.sums is None else self.sums.address, 0 if compiled_replay is None else compiled_replay.address,
-            state_addresses.buffer_info()[0] if state_addresses else 0, at[6],
+            rows=rows, threads=kernels.threads(), ids=structs.address(ids),
+            given=0 if given is None else given.data_ptr(), positions=structs.address(positions),
+            angles=structs.address(angles), num_angles=min(map(len, tables)), which=structs.address(layers),
+            num_which=len(layers), keep=structs.address(hidden_addresses), rows_out=structs.address(out),
+            num_out=num_logits, workspace=workspace.data_ptr(), workspace_size=len(workspace),
+            logits=logits.data_ptr() if self.vocab_size else 0, sides=sides, pools=entries, plan=plan.address,
+            sum=0 if self.sums is None else self.sums.address,
+            replay=0 if compiled_replay is None else compiled_replay.address,
+            states=structs.address(state_addresses), experts=structs.address(experts),
         ))  # fmt: skip
         kept = call, given, tables, workspace, compiled_replay, state_addresses, lists
-        return Prepared(call.buffer_info()[0], logits, hidden, plan, kept, replay, experts)
+        return Prepared(structs.address(call), logits, hidden, plan, kept, replay, experts)
 
     def _states(self, batch: Batch, attention: KernelAttention) -> tuple[Replay, CompiledReplay, array[int]]:
         """How to replay states, for the cache and for the kernel, and the addresses of every layer's records and

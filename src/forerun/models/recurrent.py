@@ -229,18 +229,19 @@ def lay_out(replay: Replay, states: States, rows: int) -> CompiledReplay:
     runs, before, own, copies = array("q"), array("q"), array("q"), array("q")
     for run in replay.runs:
         settled = run.settled if run.settled >= run.first else NONE
-        runs.extend(structs.RunStruct(run.slot, run.first, len(run.before), settled))
+        runs.extend(structs.RunStruct(slot=run.slot, first=run.first, nodes=len(run.before), settled=settled))
         before.extend(run.before)
         own.extend(run.rows)
         slots = dict(run.copies)
         copies.extend(slots.get(node, NONE) for node in range(run.first, run.first + len(run.before)))
-    at = [numbers.buffer_info()[0] for numbers in (runs, before, own, copies)]
     count = next(len(records) for records in states.records if records is not None)
     taps, read, written = replay.taps.contiguous(), replay.read.contiguous(), replay.written.contiguous()
-    columns, kept = taps.shape[1] - 1, replay.kept.contiguous()
+    kept = replay.kept.contiguous()
     fields = array("q", structs.ReplayStruct(
-        at[0], len(replay.runs), len(before), at[1], at[2], at[3], taps.data_ptr(), columns, read.data_ptr(),
-        len(read), written.data_ptr(), kept.data_ptr(), len(written), count, count * states.ring,
+        runs=structs.address(runs), num_runs=len(replay.runs), nodes=len(before), before=structs.address(before),
+        rows=structs.address(own), copies=structs.address(copies), taps=taps.data_ptr(), columns=taps.shape[1] - 1,
+        read=read.data_ptr(), num_read=len(read), written=written.data_ptr(), kept=kept.data_ptr(),
+        num_written=len(written), slots=count, records=count * states.ring,
     ))  # fmt: skip
     lists = fields, runs, before, own, copies, taps, read, written, kept
     return CompiledReplay(fields.buffer_info()[0], rows, lists)
@@ -258,10 +259,11 @@ class KernelMixer:
         norm = None if isinstance(mixer, ShortConv) else mixer.norm
         self.kept = decay, step, skip, norm
         own = structs.MixerStruct(
-            structs.MIXERS.index(kind), sizes.channels, sizes.columns, sizes.inner, sizes.gates, sizes.heads,
-            sizes.groups, sizes.key_dim, sizes.value_dim, sizes.tiled, conv.weight.data_ptr(), address(conv.bias) or 0,
-            address(decay) or 0, address(step) or 0, address(skip) or 0, 0 if norm is None else norm.pointer,
-            structs.number(0.0 if norm is None else norm.eps),
+            kind=structs.MIXERS.index(kind), channels=sizes.channels, columns=sizes.columns, inner=sizes.inner,
+            gates=sizes.gates, heads=sizes.heads, groups=sizes.groups, key_dim=sizes.key_dim,
+            value_dim=sizes.value_dim, tiled=sizes.tiled, conv=conv.weight.data_ptr(), bias=address(conv.bias) or 0,
+            decay=address(decay) or 0, step=address(step) or 0, skip=address(skip) or 0,
+            norm=0 if norm is None else norm.pointer, eps=structs.number(0.0 if norm is None else norm.eps),
         )  # fmt: skip
         self.inputs = 3 * sizes.inner if kind == "conv" else sizes.channels + sizes.gates + sizes.inner
         self.fields = array("q", own)

@@ -102,7 +102,10 @@ class Compiled:
     def fields(self) -> structs.LinearStruct:
         """The struct that the compiled decoder reads. The layer must outlive it."""
         weight, bias, scales, offsets = self.pointers
-        return structs.LinearStruct(self.number, weight, bias or 0, scales, offsets, self.outputs, self.inputs, 0)
+        return structs.LinearStruct(
+            kind=self.number, weight=weight, bias=bias or 0, scales=scales, offsets=offsets, outputs=self.outputs,
+            inputs=self.inputs, next=0,
+        )  # fmt: skip
 
     def rows(self, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Rows of the weights [ids, inputs], exact in float32. Raises KernelError for ids out of range, and for weights

@@ -50,10 +50,6 @@ MIN_VARIANCE = 0.1
 """Variance of the row counts above which the cost of a row can be fitted."""
 
 
-def _address(numbers: array) -> int:
-    return numbers.buffer_info()[0]
-
-
 @dataclass(slots=True)
 class ChainGuess:
     """Guessed tokens for some chains, and what became of the first chain's guesses."""
@@ -84,7 +80,13 @@ class ChainGuess:
         assert library is not None
         out, found = array("q", bytes(8 * max(1, *self.counts))), array("q", (0, 0))
         library.look_up(
-            _address(text), len(text), _address(self.counts), REACH, depth - 1, _address(out), _address(found)
+            structs.address(text),
+            len(text),
+            structs.address(self.counts),
+            REACH,
+            depth - 1,
+            structs.address(out),
+            structs.address(found),
         )
         if not self.first:
             self.match = found[0]
@@ -98,8 +100,9 @@ class ChainGuess:
     def fields(self) -> dict[str, int]:
         """The fields of ``structs.Chains`` that describe guesses."""
         return {
-            "texts": _address(self.texts), "lengths": _address(self.lengths), "guessed": _address(self.guessed),
-            "most": _address(self.counts), "reach": REACH, "passes": _address(self.passes),
+            "texts": structs.address(self.texts), "lengths": structs.address(self.lengths),
+            "guessed": structs.address(self.guessed), "most": structs.address(self.counts), "reach": REACH,
+            "passes": structs.address(self.passes),
         }  # fmt: skip
 
 
@@ -256,15 +259,16 @@ class ChainRunner:
         tokens = array("q", bytes(8 * longest * count))
         siblings = array("q", [NO_TOKEN]) * count
         chains = structs.Chains(
-            count, longest, _address(depths), _address(starts), _address(tables), _address(temperatures),
-            _address(thresholds), _address(top_ks), words=self.noise_ids.data_ptr(),
-            names=0 if self.output_ids is None else self.output_ids.data_ptr(), keys=_address(keys) if keys else 0,
-            quantiles=_address(quantiles) if quantiles else 0, tokens=_address(tokens),
+            sequences=count, longest=longest, depths=structs.address(depths), starts=structs.address(starts),
+            tables=structs.address(tables), temperatures=structs.address(temperatures),
+            thresholds=structs.address(thresholds), top_ks=structs.address(top_ks), words=self.noise_ids.data_ptr(),
+            names=0 if self.output_ids is None else self.output_ids.data_ptr(), keys=structs.address(keys),
+            quantiles=structs.address(quantiles), tokens=structs.address(tokens),
             q=0 if q is None else q.data_ptr(), num_ids=width, feeds=int(self.feeds_hidden),
-            floor=structs.number(self.floor), siblings=_address(siblings) if self.branches else 0,
+            floor=structs.number(self.floor), siblings=structs.address(siblings) if self.branches else 0,
         )  # fmt: skip
         call = array("q", chains if guess is None else chains._replace(**guess.fields))
-        self.fused.draft(*self.fused.addresses, prepared.address, _address(call))
+        self.fused.draft(*self.fused.addresses, prepared.address, structs.address(call))
         if self.lookup is not None and guess is not None:
             self.lookup.learn(guess)
         attention.finish(prepared.plan)
