@@ -75,7 +75,7 @@ class Decoder {
     for (int64_t i = 0; i < c.num_which && rows; i++) {
       const Layer &layer = layers[c.which[i]];
       if (c.keep[i]) std::memcpy(c.keep[i], x, rows * m.hidden * sizeof(T));
-      look_back(layer, c.which[i]);
+      run_attention(layer, c.which[i]);
       if (i == c.num_which - 1 && !output && c.num_out < rows) {
         pick(x, m.hidden);
         pick(attended, layer.out.inputs);
@@ -84,7 +84,7 @@ class Decoder {
         if (m.inputs) pick(inputs, m.layers * m.inputs);
         rows = c.num_out;
       }
-      if (rows) rest(layer, c.which[i], rows);
+      if (rows) output_and_mlp(layer, c.which[i], rows);
       if (failed) return false;
     }
     if (c.keep[c.num_which + 1]) std::memcpy(c.keep[c.num_which + 1], x, rows * m.hidden * sizeof(T));
@@ -187,7 +187,7 @@ class Decoder {
     if (c.sum(part, wide, total.data(), rows)) failed = true;
   }
 
-  void look_back(const Layer &layer, int64_t index) const {
+  void run_attention(const Layer &layer, int64_t index) const {
     if (layer.norm_token) {
       for (int64_t row = 0; row < c.rows; row++) {
         T *const to = normed + row * 2 * m.hidden;
@@ -305,7 +305,7 @@ class Decoder {
       store(at + i, first(count - i), load(at + i, first(count - i)) * broadcast(factor));
   }
 
-  void rest(const Layer &layer, int64_t index, int64_t rows) {
+  void output_and_mlp(const Layer &layer, int64_t index, int64_t rows) {
     if (m.parallel) multiply(layer.gate_up, layer.norm_attention ? normed : x, wide, nullptr, rows);
     if (layer.mixer) add(layer.leave, mixed, nullptr, rows);
     if (layer.qkv.weight) add(layer.out, attended, layer.after_attention, rows);
