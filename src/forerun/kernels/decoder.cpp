@@ -196,7 +196,7 @@ class Decoder {
         normalise(x + row * m.hidden, layer.norm_attention, to + m.hidden, 1);
       }
       multiply(layer.qkv, normed, qkv, nullptr, c.rows);
-      return look(layer);
+      return self_attention(layer);
     }
     if (!layer.mixer && !layer.qkv.weight) return;
     const T *const in = read(layer.norm_attention, c.rows);
@@ -208,8 +208,8 @@ class Decoder {
     }
     if (!layer.qkv.weight) return;
     multiply(layer.qkv, in, qkv, nullptr, c.rows);
-    if (layer.latent) return look_at_latents(layer, *layer.latent);
-    look(layer);
+    if (layer.latent) return latent_attention(layer, *layer.latent);
+    self_attention(layer);
   }
 
   void turn(const Layer &layer, T *at, int64_t stride, int64_t heads) const {
@@ -219,7 +219,7 @@ class Decoder {
 
   // Attention with one key head, of latents: a head's projections of them are applied to its queries and to what attention
   // makes. In the workspace: latents of queries, queries, those with their keys' projections, and attention's rows.
-  void look_at_latents(const Layer &layer, const Latent &n) const {
+  void latent_attention(const Layer &layer, const Latent &n) const {
     const int64_t made = layer.qkv.all_outputs(), query = n.query(), entry = n.entry(), wide_query = m.heads * entry;
     T *const asked = latent + c.rows * n.query_rank, *const q = asked + c.rows * m.heads * query;
     T *const out = q + c.rows * wide_query, *const k = qkv + n.first(m.heads);
@@ -256,7 +256,7 @@ class Decoder {
   }
 
   // What attention makes of qkv.
-  void look(const Layer &layer) const {
+  void self_attention(const Layer &layer) const {
     const int64_t qkv_width = layer.qkv.all_outputs(), width = layer.width;
     const int64_t keys = layer.stores ? layer.kv_heads : 0, rotated = m.heads + keys;
     const int64_t queries = m.heads * width, shared = keys * width;
