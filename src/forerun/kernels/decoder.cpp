@@ -244,12 +244,12 @@ class Decoder {
     }
     grow_all(q, wide_query, wide_query);
     const Heads heads{m.heads, layer.window, wide_query, made, made, nullptr, 0, layer.sinks};
-    see(layer, q, k, k, out, heads);
+    attend_cache(layer, q, k, k, out, heads);
     project_each(n.values, m.heads, out, {m.heads * n.rank, n.rank}, attended, {m.heads * n.value, n.value}, c.rows,
                  threads);
   }
 
-  void see(const Layer &layer, const T *q, const T *k, const T *v, T *out, const Heads &heads) const {
+  void attend_cache(const Layer &layer, const T *q, const T *k, const T *v, T *out, const Heads &heads) const {
     T *const *const sides = c.sides + 2 * layer.source;
     attend(q, k, v, out, sides[0], sides[1], c.pools[layer.source], heads, *c.plan, static_cast<float>(m.scale),
            static_cast<float>(m.softcap), threads);
@@ -272,7 +272,7 @@ class Decoder {
     grow_all(qkv, qkv_width, queries);
     const Heads heads{m.heads, layer.window, qkv_width, qkv_width, qkv_width, nullptr, 0, layer.sinks};
     const T *const k = layer.stores ? qkv + queries : nullptr, *const v = layer.stores ? k + shared : nullptr;
-    see(layer, qkv, k, v, attended, heads);
+    attend_cache(layer, qkv, k, v, attended, heads);
     for (int64_t row = 0; layer.gated && row < c.rows; row++)
       close(qkv + row * qkv_width + queries + 2 * shared, attended + row * queries, queries);
   }

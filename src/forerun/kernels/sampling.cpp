@@ -48,7 +48,7 @@ struct Best {
   Ints place = places();
   Mask broken{};
 
-  void see(Floats v, First mask, int64_t at) {
+  void update(Floats v, First mask, int64_t at) {
     const Ints lanes = places();
     const Mask more = mask & greater(v, top);
     broken |= mask & is_nan(v);
@@ -57,15 +57,15 @@ struct Best {
   }
 
   // The same for v + noise, which is computed only where it may be the largest so far.
-  void see(Floats v, First mask, int64_t at, const Key &key, const int32_t *ids) {
+  void update(Floats v, First mask, int64_t at, const Key &key, const int32_t *ids) {
     const Floats u = key.uniform(load_ints(ids + at, mask));
     if (!bits(mask & not_less(v + Key::bound(u), floor))) return;
-    see(v + Key::noise(u), mask, at);
+    update(v + Key::noise(u), mask, at);
     floor = broadcast(reduce_max(top));
   }
 
   // The first of equals; NaN if one was seen.
-  void end(float *value, int64_t *id) const {
+  void result(float *value, int64_t *id) const {
     *value = bits(broken) ? std::numeric_limits<float>::quiet_NaN() : reduce_max(top);
     const Mask at = equal(top, broadcast(reduce_max(top)));
     *id = reduce_min(at, place);
@@ -102,7 +102,7 @@ struct Softmax {
 };
 
 // The first id whose cumulative weight exceeds its share of the sum; never one of weight 0, unless all are. The sum runs
-// over blocks in double precision, so that rounding can at most leave the search at the end of the right block.
+// over blocks in double precision, so that rounding can at most leave the search at the result of the right block.
 int64_t invert(const float *weights, int64_t size, double quantile) {
   constexpr int64_t STEP = 128;
   static thread_local std::vector<double> reach;
@@ -159,17 +159,17 @@ void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids,
       const First mask = first(size - i);
       const Floats v = load(row + i, mask);
       if (noisy[r])
-        best.see(v, mask, i, noise, ids);
+        best.update(v, mask, i, noise, ids);
       else
-        best.see(v, mask, i);
+        best.update(v, mask, i);
     }
-    best.end(tops + r, places + r);
+    best.result(tops + r, places + r);
     if (!softmax) return;
     const Softmax softmax_row(row, size, softmax + r * size);
     for (int64_t i = 0; i < size; i += 16) store(softmax_row.powers + i, first(size - i), softmax_row(i, first(size - i)));
   };
-  parallel_for(rows, 1, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t r = begin; r < end; r++) one(r);
+  parallel_for(rows, 1, threads, [&](int64_t begin, int64_t result) {
+    for (int64_t r = begin; r < result; r++) one(r);
   });
 }
 
@@ -189,10 +189,10 @@ void weigh(const float *scores, int64_t rows, int64_t size, const int64_t *greed
     int64_t place;
     for (int64_t i = 0; i < size; i += 16) {
       const First mask = first(size - i);
-      best.see(load(scores + r * size + i, mask), mask, i);
+      best.update(load(scores + r * size + i, mask), mask, i);
       store(out + i, mask, greedy[r] ? zeros() : softmax_row(i, mask));
     }
-    best.end(tops + r, &place);
+    best.result(tops + r, &place);
     if (greedy[r]) out[place] = 1;
   }
   for (int64_t t = 0; t < trials; t++) {
@@ -220,7 +220,7 @@ void weigh(const float *scores, int64_t rows, int64_t size, const int64_t *greed
 }
 
 // The ``count`` best ids of some rows of scores, best first and the first of equals, and the logs of their softmax; row
-// at[t] goes to row into[t] of ``ids`` and ``logs``, which end with -1 and -inf where fewer ids are permitted.
+// at[t] goes to row into[t] of ``ids`` and ``logs``, which result with -1 and -inf where fewer ids are permitted.
 void rank(const float *scores, int64_t size, int64_t trials, const int64_t *at, int64_t count, const int64_t *into,
           int32_t *ids, float *logs) {
   constexpr float NONE = -std::numeric_limits<float>::infinity();
@@ -280,7 +280,7 @@ void overlaps(const float *scores, int64_t size, int64_t trials, const int64_t *
     }
     out[t] = reduce_sum(sum);
   };
-  parallel_for(trials, 1, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t t = begin; t < end; t++) one(t);
+  parallel_for(trials, 1, threads, [&](int64_t begin, int64_t result) {
+    for (int64_t t = begin; t < result; t++) one(t);
   });
 }
