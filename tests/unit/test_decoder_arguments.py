@@ -253,7 +253,7 @@ def test_layers_of_heads_that_do_not_fit():
 
 BAD_LATENTS = [
     {"rank": 22}, {"rank": 0}, {"rank": 1 << 40}, {"query_rank": 19}, {"query_rank": -1}, {"query_rank": 0},
-    {"plain": 13}, {"turned": 6}, {"value": 11}, {"norm": 0}, {"norm_query": 0}, {"keys": 0}, {"values": 0},
+    {"nope_dim": 13}, {"rope_dim": 6}, {"value": 11}, {"norm": 0}, {"norm_query": 0}, {"keys": 0}, {"values": 0},
 ]  # fmt: skip
 
 

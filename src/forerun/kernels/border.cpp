@@ -189,15 +189,15 @@ Complaint heads_fit(const Linear *layers, int64_t heads, int64_t inputs, int64_t
 // Attention to latents; a layer's ``width`` is that of a row of angles.
 Complaint latent_fits(const Layer &l, int64_t heads, int64_t hidden) {
   const Latent &n = *l.latent;
-  for (int64_t size : {n.rank, n.plain, n.turned, n.value}) REQUIRE(within(size, 1, WIDEST), HEADS_SIZE);
-  REQUIRE(n.turned == l.width && l.kv_heads == 1 && l.stores, HEADS_SIZE);
+  for (int64_t size : {n.rank, n.nope_dim, n.rope_dim, n.value}) REQUIRE(within(size, 1, WIDEST), HEADS_SIZE);
+  REQUIRE(n.rope_dim == l.width && l.kv_heads == 1 && l.stores, HEADS_SIZE);
   REQUIRE(n.rank % 2 == 0 && n.entry() <= WIDEST && within(n.query_rank, 0, MOST), HEADS_SIZE);
   REQUIRE(heads <= MOST_INT8 && !l.norm_qk && !l.norm_query && !l.norm_key && !l.gated && !l.norm_token, LAYER_KIND);
   REQUIRE(n.norm && (n.norm_query || !n.query_rank), NULL_POINTER);
   if (const Complaint wrong = layer_fits(l.qkv, hidden, n.first(heads) + n.entry())) return wrong;
   if (n.query_rank)
     if (const Complaint wrong = layer_fits(n.up, n.query_rank, heads * n.query())) return wrong;
-  if (const Complaint wrong = heads_fit(n.keys, heads, n.plain, n.rank)) return wrong;
+  if (const Complaint wrong = heads_fit(n.keys, heads, n.nope_dim, n.rank)) return wrong;
   if (const Complaint wrong = heads_fit(n.values, heads, n.rank, n.value)) return wrong;
   return layer_fits(l.out, heads * n.value, hidden);
 }

@@ -212,7 +212,7 @@ class Decoder {
     self_attention(layer);
   }
 
-  void turn(const Layer &layer, T *at, int64_t stride, int64_t heads) const {
+  void rope(const Layer &layer, T *at, int64_t stride, int64_t heads) const {
     if (layer.rotary >= 0)
       apply_rotary(at, stride, c.angles[layer.rotary], c.positions, c.rows, heads, layer.width);
   }
@@ -231,16 +231,16 @@ class Decoder {
       normalise_latent(k + row * made, n.norm, k + row * made, n.rank);
       if (n.query_rank) normalise_latent(qkv + row * made, n.norm_query, latent + row * n.query_rank, n.query_rank);
     }
-    turn(layer, k + n.rank, made, 1);
+    rope(layer, k + n.rank, made, 1);
     if (n.query_rank) multiply(n.up, latent, asked, nullptr, c.rows);
     const T *const from = n.query_rank ? asked : qkv;
     const Apart queries{n.query_rank ? m.heads * query : made, query};
     project_each(n.keys, m.heads, from, queries, q, {wide_query, entry}, c.rows, threads);
     for (int64_t head = 0; head < m.heads; head++) {
-      T *const turned = q + head * entry + n.rank;
+      T *const rope_part = q + head * entry + n.rank;
       for (int64_t row = 0; row < c.rows; row++)
-        std::memcpy(turned + row * wide_query, from + row * queries.row + head * query + n.plain, n.turned * sizeof(T));
-      turn(layer, turned, wide_query, 1);
+        std::memcpy(rope_part + row * wide_query, from + row * queries.row + head * query + n.nope_dim, n.rope_dim * sizeof(T));
+      rope(layer, rope_part, wide_query, 1);
     }
     grow_all(q, wide_query, wide_query);
     const Heads heads{m.heads, layer.window, wide_query, made, made, nullptr, 0, layer.sinks};
@@ -266,7 +266,7 @@ class Decoder {
       norm_heads(q, layer.norm_query, 1, queries);
       norm_heads(q + queries, layer.norm_key, 1, shared);
     }
-    turn(layer, qkv, qkv_width, rotated);
+    rope(layer, qkv, qkv_width, rotated);
     for (int64_t row = 0; m.norm_rotated && row < c.rows; row++)
       norm_heads(qkv + row * qkv_width, layer.norm_qk, layer.normed, width);
     grow_all(qkv, qkv_width, queries);

@@ -27,7 +27,7 @@ constexpr int64_t BLOCK = 48;       // rows whose sums are kept at a time
 constexpr int64_t AHEAD = 1 << 14;  // bytes from a weight that is used to the one asked for: a third of the L1 cache
 #if defined(__AVX512F__)
 constexpr bool NARROW = false;
-constexpr int64_t CHUNK = 192;  // most groups of inputs, 24 KiB of weights, that a block's rows pass over in turn
+constexpr int64_t CHUNK = 192;  // most groups of inputs, 24 KiB of weights, that a block's rows pass over one after another
 #else
 constexpr bool NARROW = true;  // registers hold the sums of more rows if a pass takes half a tile
 constexpr int64_t CHUNK = 128;
@@ -214,12 +214,12 @@ void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t gr
   if (rows <= K::WHOLE)
     return passes<K, 2, K::WHOLE>(rows, w, x, stride, groups, sums, true, {w, AHEAD, GROUP_BYTES, how});
   constexpr int HALVES = NARROW ? 1 : 2;
-  const int64_t turns = (rows + K::TOGETHER - 1) / K::TOGETHER, parts = NARROW ? 2 * turns : 1;
+  const int64_t batches = (rows + K::TOGETHER - 1) / K::TOGETHER, parts = NARROW ? 2 * batches : 1;
   const int64_t chunks = (groups + CHUNK - 1) / CHUNK, even = (groups + chunks - 1) / chunks;
   for (int64_t at = 0; at < groups; at += even, w += even * GROUP_BYTES) {
     const int64_t some = groups - at < even ? groups - at : even;
-    for (int64_t turn = 0, row = 0, part = 0; turn < turns; turn++) {
-      const int64_t count = rows / turns + (turn < rows % turns);
+    for (int64_t batch = 0, row = 0, part = 0; batch < batches; batch++) {
+      const int64_t count = rows / batches + (batch < rows % batches);
       const char *const from = x + row * stride + at * K::STEP;
       for (int64_t h = 0; h < 2; h += HALVES, part++) {
         const Prefetcher ahead{w + part * some * GROUP_BYTES / parts, AHEAD, GROUP_BYTES / parts, part < parts ? how : NOTHING};

@@ -357,7 +357,7 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
       for (int j = 0; j < 8; j++) store(reinterpret_cast<int32_t *>(unpacked[block % kept] + TILE_BYTES * j), levels[j]);
     }
   };
-  const auto multiply = [&](int64_t block, auto turn) HERE {
+  const auto multiply = [&](int64_t block, auto buffer) HERE {
     if (block >= to) return;
     const char *const levels = K::LEVELS == UNPACKED ? block_at<K>(w, block) : unpacked[block % kept];
     const auto part = [&](auto p, auto sum) HERE {
@@ -365,22 +365,22 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
       load_tile<4 + sum / 2>(x.at(block) + 16 * p, 2 * INPUTS);
       load_tile<6 + sum % 2>(levels + 4 * TILE_BYTES * p, TILE_BYTES);
       add_signed_unsigned<sum>();
-      store_tile<sum>(products[turn][p], TILE_BYTES);
+      store_tile<sum>(products[buffer][p], TILE_BYTES);
     };
     if constexpr (K::PARTS == 2) {
       part(Number<0>(), Number<0>());
       part(Number<1>(), Number<3>());
     } else {
-      part(Number<0>(), Number<3 * turn>());  // sums 0 and 3 share no tile
+      part(Number<0>(), Number<3 * buffer>());  // sums 0 and 3 share no tile
     }
   };
-  const auto scale = [&](int64_t block, int turn) HERE {
+  const auto scale = [&](int64_t block, int buffer) HERE {
     const char *const head = head_of<K>(w, block), *const at = block_at<K>(w, block);
     if constexpr (K::WHOLE) {
       const Ints scale = K::scale(at);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++)
-        sums[r] = add(sums[r], ::multiply(load_ints(products[turn][0] + OUTPUTS * r), scale));
+        sums[r] = add(sums[r], ::multiply(load_ints(products[buffer][0] + OUTPUTS * r), scale));
       if (block % K::BLOCKS == K::BLOCKS - 1) {
         const int64_t record = block / K::BLOCKS;
         add_records<K, ROWS>(head, record, x.sides + record * x.count, sums, out);
@@ -393,7 +393,7 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
         Ints whole[K::PARTS];
 #pragma GCC unroll 2
         for (int p = 0; p < K::PARTS; p++) {
-          whole[p] = load_ints(products[turn][p] + OUTPUTS * r);
+          whole[p] = load_ints(products[buffer][p] + OUTPUTS * r);
           if (K::ZERO) whole[p] = add(whole[p], broadcast_int(sides[r].start[p]));
         }
         sums[r] = add_scaled<K>(sums[r], whole, scales, sides[r]);
@@ -431,7 +431,7 @@ template <class K>
 struct ByRecords {
   static constexpr int STEPS = K::BLOCKS / 2, LOW = 3;  // of two blocks; bits
   alignas(64) char weights[2][STEPS][2][2 * UNPACKED], minima[2][TILE_ROWS * TILE_BYTES] = {};
-  alignas(64) Products products[2][2][3];  // in turn, of two groups: with low parts, with high ones, and of minima
+  alignas(64) Products products[2][2][3];  // in buffer, of two groups: with low parts, with high ones, and of minima
   const char *w;
   const Kept<K> &kept;
   float *out;
@@ -459,9 +459,9 @@ struct ByRecords {
   }
 
   template <bool TWO>
-  void finish(int64_t record, int64_t group, int turn) const {
+  void finish(int64_t record, int64_t group, int buffer) const {
     for (int64_t g = 0; g < (TWO ? 2 : 1); g++) {
-      const Products *const parts = products[turn][g];
+      const Products *const parts = products[buffer][g];
       const Rows<K> x = kept.rows(group + g);
       for (int64_t r = 0; r < kept.count; r++) {
         const auto part = [&](int p) { return load_ints(parts[p] + OUTPUTS * r); };
@@ -474,7 +474,7 @@ struct ByRecords {
 
   // One record of one or two groups, and what lanes have to do beside it.
   template <bool TWO, class Lanes>
-  void multiply(int64_t record, int64_t group, int turn, Lanes lanes) {
+  void multiply(int64_t record, int64_t group, int buffer, Lanes lanes) {
     const Rows<K> x = kept.rows(group), next = kept.rows(group + TWO);
     clear_tile<0>();
     clear_tile<1>();
@@ -492,19 +492,19 @@ struct ByRecords {
       if constexpr (TWO) add_signed_unsigned<3>();
       lanes(step);
     }
-    store_tile<0>(products[turn][0][0], TILE_BYTES);
-    store_tile<1>(products[turn][0][1], TILE_BYTES);
-    if constexpr (TWO) store_tile<2>(products[turn][1][0], TILE_BYTES);
-    if constexpr (TWO) store_tile<3>(products[turn][1][1], TILE_BYTES);
+    store_tile<0>(products[buffer][0][0], TILE_BYTES);
+    store_tile<1>(products[buffer][0][1], TILE_BYTES);
+    if constexpr (TWO) store_tile<2>(products[buffer][1][0], TILE_BYTES);
+    if constexpr (TWO) store_tile<3>(products[buffer][1][1], TILE_BYTES);
     load_tile<4>(x.sides[record * x.count].parts, sizeof(Blocks));
     if constexpr (TWO) load_tile<5>(next.sides[record * x.count].parts, sizeof(Blocks));
     load_tile<6>(minima[record & 1], TILE_BYTES);
     clear_tile<0>();
     add_bfloats<0>();
-    store_tile<0>(products[turn][0][2], TILE_BYTES);
+    store_tile<0>(products[buffer][0][2], TILE_BYTES);
     if constexpr (TWO) clear_tile<2>();
     if constexpr (TWO) add_bfloats<2>();
-    if constexpr (TWO) store_tile<2>(products[turn][1][2], TILE_BYTES);
+    if constexpr (TWO) store_tile<2>(products[buffer][1][2], TILE_BYTES);
   }
 
   void run(int64_t records) {

@@ -91,8 +91,8 @@
 #define LATENT(F)                                                                                                   \
   F(int64_t, rank)                                                                                                  \
   F(int64_t, query_rank) /* 0: queries have no latent */                                                            \
-  F(int64_t, plain)      /* numbers of a head's query that are not turned, before those that are */                 \
-  F(int64_t, turned)                                                                                                \
+  F(int64_t, nope_dim)      /* numbers of a head's query that are not turned, before those that are */                 \
+  F(int64_t, rope_dim)                                                                                                \
   F(int64_t, value)      /* of a head's values */                                                                   \
   F(const float *, norm_query)                                                                                      \
   F(const float *, norm)                                                                                            \
@@ -322,8 +322,8 @@ struct Latent {
   LATENT(FIELD)
   Linear up;
 
-  int64_t query() const { return plain + turned; }
-  int64_t entry() const { return rank + turned; }
+  int64_t query() const { return nope_dim + rope_dim; }
+  int64_t entry() const { return rank + rope_dim; }
   // Numbers of a row of qkv before its entry.
   int64_t first(int64_t heads) const { return query_rank ? query_rank : heads * query(); }
   // Numbers of a row of the workspace.

@@ -26,7 +26,7 @@ ExpertsStruct = namedtuple(
     "size first here chosen normalised sigmoid correction factor eps groups kept best activation gated numbers layers "
     "scales",
 )
-LatentStruct = namedtuple("LatentStruct", "rank query_rank plain turned value norm_query norm eps keys values")
+LatentStruct = namedtuple("LatentStruct", "rank query_rank nope_dim rope_dim value norm_query norm eps keys values")
 MixerStruct = namedtuple(
     "MixerStruct",
     "kind channels columns inner gates heads groups key_dim value_dim tiled conv bias decay step skip norm eps",

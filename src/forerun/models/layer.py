@@ -73,7 +73,7 @@ class LatentHeads:
         if not isinstance(q_b, (Compiled, NoneType)):
             return None
         own = structs.LatentStruct(
-            rank=sizes.rank, query_rank=sizes.query_rank, plain=sizes.nope_dim, turned=sizes.rope_dim,
+            rank=sizes.rank, query_rank=sizes.query_rank, nope_dim=sizes.nope_dim, rope_dim=sizes.rope_dim,
             value=sizes.value_dim, norm_query=0 if self.q_a_norm is None else self.q_a_norm.pointer,
             norm=self.kv_a_norm.pointer, eps=structs.number(self.kv_a_norm.eps), keys=k_b.address, values=v_b.address,
         )  # fmt: skip
