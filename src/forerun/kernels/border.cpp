@@ -307,7 +307,7 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
   REQUIRE(within(m.hidden, 1, MOST) && within(m.inner, 0, MOST) && within(m.known, 1, MOST), SIZE);
   REQUIRE(within(m.rotaries, 0, m.layers), SIZE);
   REQUIRE(m.norm, NULL_POINTER);
-  REQUIRE(m.query_reach >= 1, SIZE);
+  REQUIRE(m.attn_temp_floor >= 1, SIZE);
   REQUIRE(within(m.layers, 1, MOST) && within(m.head.outputs, m.head.weight ? 1 : 0, m.head.weight ? MOST : 0), SIZE);
   REQUIRE(!m.head.next, SIZE);
   if (!m.embedding && has_words(m))

@@ -242,7 +242,7 @@ class Decoder {
         std::memcpy(rope_part + row * wide_query, from + row * queries.row + head * query + n.nope_dim, n.rope_dim * sizeof(T));
       rope(layer, rope_part, wide_query, 1);
     }
-    grow_all(q, wide_query, wide_query);
+    scale_queries(q, wide_query, wide_query);
     const Heads heads{m.heads, layer.window, wide_query, made, made, nullptr, 0, layer.sinks};
     attend_cache(layer, q, k, k, out, heads);
     project_each(n.values, m.heads, out, {m.heads * n.rank, n.rank}, attended, {m.heads * n.value, n.value}, c.rows,
@@ -269,16 +269,16 @@ class Decoder {
     rope(layer, qkv, qkv_width, rotated);
     for (int64_t row = 0; m.norm_rotated && row < c.rows; row++)
       norm_heads(qkv + row * qkv_width, layer.norm_qk, layer.normed, width);
-    grow_all(qkv, qkv_width, queries);
+    scale_queries(qkv, qkv_width, queries);
     const Heads heads{m.heads, layer.window, qkv_width, qkv_width, qkv_width, nullptr, 0, layer.sinks};
     const T *const k = layer.stores ? qkv + queries : nullptr, *const v = layer.stores ? k + shared : nullptr;
     attend_cache(layer, qkv, k, v, attended, heads);
     for (int64_t row = 0; layer.gated && row < c.rows; row++)
-      close(qkv + row * qkv_width + queries + 2 * shared, attended + row * queries, queries);
+      sigmoid_gate(qkv + row * qkv_width + queries + 2 * shared, attended + row * queries, queries);
   }
 
   // What attention made, times the sigmoid of its gate.
-  static void close(const T *gate, T *at, int64_t count) {
+  static void sigmoid_gate(const T *gate, T *at, int64_t count) {
     const Floats one = broadcast(1);
     for (int64_t i = 0; i < count; i += 16) {
       const First lanes = first(count - i);
@@ -287,14 +287,14 @@ class Decoder {
   }
 
   // Queries of all rows, so many numbers each, ``stride`` apart.
-  void grow_all(T *queries, int64_t stride, int64_t count) const {
-    for (int64_t row = 0; m.query_growth != 0 && row < c.rows; row++)
-      if (c.positions[row] >= m.query_reach) grow(queries + row * stride, c.positions[row], count);
+  void scale_queries(T *queries, int64_t stride, int64_t count) const {
+    for (int64_t row = 0; m.attn_temp_scale != 0 && row < c.rows; row++)
+      if (c.positions[row] >= m.attn_temp_floor) scale_query(queries + row * stride, c.positions[row], count);
   }
 
-  void grow(T *query, int64_t position, int64_t count) const {
-    const double grown = std::log(static_cast<double>(1 + position / m.query_reach));
-    const float by = static_cast<float>(std::fma(m.query_growth, grown, 1.0));
+  void scale_query(T *query, int64_t position, int64_t count) const {
+    const double log_floor = std::log(static_cast<double>(1 + position / m.attn_temp_floor));
+    const float by = static_cast<float>(std::fma(m.attn_temp_scale, log_floor, 1.0));
     T rounded[1];
     store(rounded, first(1), broadcast(by));
     scale(query, front(load(rounded, first(1))), count);

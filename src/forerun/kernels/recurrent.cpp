@@ -285,19 +285,19 @@ class Recurring {
 
   void gate_row(const T *gate, T *row) const {
     const float eps = static_cast<float>(m.eps);
-    const auto close = [&] {
+    const auto silu_gate = [&] {
       for (int64_t i = 0; i < m.inner; i += 16) {
         const First lanes = first(m.inner - i);
         store(row + i, lanes, load(row + i, lanes) * silu(load(gate + i, lanes)));
       }
     };
     if (m.kind == MIXER_mamba) {
-      close();
+      silu_gate();
       if (m.norm)
         norm(row, m.norm, row, static_cast<const T *>(nullptr), m.groups, m.groups, m.inner / m.groups, eps, false);
     } else {
       norm(row, m.norm, row, static_cast<const T *>(nullptr), m.heads, 1, m.value_dim, eps, false);
-      close();
+      silu_gate();
     }
   }
 

@@ -192,7 +192,7 @@
   F(int64_t, centred)         /* norms of rows are layer norms: weights, and biases behind them */                  \
   F(int64_t, parallel)        /* the MLP reads what attention read */                                               \
   F(int64_t, norm_rotated)    /* norm_qk comes behind the rotary embedding */                                       \
-  F(int64_t, query_reach)     /* queries at position p are multiplied by 1 + growth log(1 + p / reach) */           \
+  F(int64_t, attn_temp_floor)     /* Llama 4: queries at position p times 1 + scale * log(1 + p / floor) */           \
   F(int64_t, inputs)          /* numbers of a per-layer embedding; 0: there are none */                             \
   F(const T *, table)         /* [known, layers, inputs] of them, or null: the rows of ``table_rows`` */            \
   F(const float *, norm_inputs)                                                                                     \
@@ -203,7 +203,7 @@
   F(double, embedding_scale)                                                                                        \
   F(double, residual_scale)   /* of what attention and MLP add */                                                   \
   F(double, logits_scale)                                                                                           \
-  F(double, query_growth)                                                                                           \
+  F(double, attn_temp_scale)                                                                                           \
   F(double, table_scale)
 
 // Adds up ``part`` [rows, hidden], float if it is ``wide`` and else as the rows are, with those of other processes, in

@@ -45,8 +45,8 @@ LayerStruct = namedtuple(
 ModelStruct = namedtuple(
     "ModelStruct",
     "heads hidden inner layers known embedding norm rotaries activation gated centred parallel norm_rotated "
-    "query_reach inputs table norm_inputs eps scale softcap logits_softcap embedding_scale residual_scale "
-    "logits_scale query_growth table_scale",
+    "attn_temp_floor inputs table norm_inputs eps scale softcap logits_softcap embedding_scale residual_scale "
+    "logits_scale attn_temp_scale table_scale",
 )
 Call = namedtuple(
     "Call",

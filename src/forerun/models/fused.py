@@ -226,7 +226,7 @@ class Fused:
             "eps": decoder.norm.eps, "scale": spec.scale, "softcap": spec.softcap or 0,
             "logits_softcap": spec.logits_softcap or 0, "embedding_scale": embedding.scale,
             "residual_scale": spec.residual_scale, "logits_scale": spec.logits_scale,
-            "query_growth": 0 if scaling is None else scaling.beta,
+            "attn_temp_scale": 0 if scaling is None else scaling.beta,
             "table_scale": 1 if table is None else table.table.scale,
         }  # fmt: skip
         model = structs.ModelStruct(
@@ -234,7 +234,7 @@ class Fused:
             embedding=numbers, norm=decoder.norm.pointer, rotaries=len(decoder.rotaries),
             activation=structs.ACTIVATIONS.index(spec.activation), gated=of.mlp.gated,
             centred=decoder.norm.subtracts, parallel=of.parallel, norm_rotated=of.norms.after_rotary,
-            query_reach=1 if scaling is None else scaling.reach, inputs=0 if table is None else table.width,
+            attn_temp_floor=1 if scaling is None else scaling.reach, inputs=0 if table is None else table.width,
             table=table_numbers, norm_inputs=0 if table is None else table.norm.pointer,
             **{name: structs.number(value) for name, value in real.items()},
         )  # fmt: skip
