@@ -433,7 +433,7 @@ class Drafting {
     int64_t row = 0;  // of the last call's logits, its first
     int64_t made = 0, match = 0, right = 0;
     bool on = true;
-    double sure = 0;  // the log of the chance that all of it is kept
+    double confidence = 0;  // the log of the chance that all of it is kept
   };
 
   // Chooses the next tokens of a chain: one, and another for each that was guessed right.
@@ -445,7 +445,7 @@ class Drafting {
       const int64_t place = choose_token(chain, sequence, row), token = d.tokens[at];
       chain.made++;
       const bool ends = token < 0 || d.depths[sequence] == chain.made;
-      chain.on = !ends && chain.sure >= d.floor;
+      chain.on = !ends && chain.confidence >= d.min_confidence;
       if (d.siblings && !ends && !chain.on) d.siblings[sequence] = next_best(at, sequence, row, place);
       chain.text.push_back(token);
       if (chain.right == guessed || chain.guess[chain.right] != token) return;
@@ -455,18 +455,18 @@ class Drafting {
   }
 
   // The chance that all of a chain is kept, once its next token is chosen from ``row``.
-  void doubt(Chain &chain, const float *row) const {
-    if (d.floor == -std::numeric_limits<double>::infinity()) return;
+  void update_confidence(Chain &chain, const float *row) const {
+    if (d.min_confidence == -std::numeric_limits<double>::infinity()) return;
     const int64_t first = 0;
     int32_t id;
     float log;
     rank(row, size, 1, &first, 1, &first, &id, &log);
-    chain.sure += log;
+    chain.confidence += log;
   }
 
   // Returns the chosen entry of the row, or -1.
   int64_t choose_token(Chain &chain, int64_t sequence, float *row) const {
-    doubt(chain, row);
+    update_confidence(chain, row);
     const int64_t at = chain.made * d.sequences + sequence;
     const float temperature = d.temperatures[sequence];
     float *const q = temperature != 0 && d.q ? d.q + at * d.num_ids : nullptr;

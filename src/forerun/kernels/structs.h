@@ -259,7 +259,7 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(float *, q)               /* [longest, sequences, num_ids] softmax of each row with a temperature, or null */       \
   F(int64_t, num_ids)         /* tokens that there are: more than rows of the output layer where there are names */     \
   F(int64_t, feeds)           /* whether the output before the last norm is the next input, beside the token (EAGLE) */ \
-  F(double, floor)            /* a chain ends once the logs of its likeliest tokens' chances add up to less */          \
+  F(double, min_confidence)            /* a chain ends once the logs of its likeliest tokens' chances add up to less */          \
   F(const int64_t *, texts)   /* end to end, each with the tokens ``guessed`` behind it; null: nothing is guessed */      \
   F(const int64_t *, lengths) /* [sequences] of the texts */                                                            \
   F(const int64_t *, guessed) /* [sequences] tokens of the first call behind the one that its chain begins with */      \

@@ -57,7 +57,7 @@ PassStruct = namedtuple("PassStruct", "rows nanoseconds match guessed right")
 Chains = namedtuple(
     "Chains",
     "sequences longest depths starts tables temperatures thresholds top_ks words names keys quantiles tokens q "
-    "num_ids feeds floor texts lengths guessed most reach passes siblings",
+    "num_ids feeds min_confidence texts lengths guessed most reach passes siblings",
     defaults=(0,) * 7,
 )
 

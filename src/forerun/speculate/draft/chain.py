@@ -265,7 +265,7 @@ class ChainRunner:
             names=0 if self.output_ids is None else self.output_ids.data_ptr(), keys=structs.address(keys),
             quantiles=structs.address(quantiles), tokens=structs.address(tokens),
             q=0 if q is None else q.data_ptr(), num_ids=width, feeds=int(self.feeds_hidden),
-            floor=structs.number(self.floor), siblings=structs.address(siblings) if self.branches else 0,
+            min_confidence=structs.number(self.floor), siblings=structs.address(siblings) if self.branches else 0,
         )  # fmt: skip
         call = array("q", chains if guess is None else chains._replace(**guess.fields))
         self.fused.draft(*self.fused.addresses, prepared.address, structs.address(call))
