@@ -254,14 +254,14 @@ def _flags() -> tuple[str, ...]:
 def _bind(result: ctypes.CDLL) -> None:
     """Declares every kernel's name, argument types, and the error for arguments that it refuses. Raises RuntimeError if
     the library's structs differ from ``structs.py``."""
-    result.forerun_layout.restype = result.forerun_words.restype = ctypes.c_char_p
+    result.forerun_layout.restype = result.forerun_error.restype = ctypes.c_char_p
     result.tiles = bool(result.forerun_tiles())  # type: ignore[attr-defined]
     if (layout := result.forerun_layout().decode()) != structs.LAYOUT:
         raise RuntimeError(f"structs.h and structs.py differ: {layout!r}, {structs.LAYOUT!r}")
 
     def check(complaint: int) -> None:
         if complaint:
-            raise KernelError(f"a kernel was called wrongly: {result.forerun_words(complaint).decode()}")
+            raise KernelError(f"a kernel was called wrongly: {result.forerun_error(complaint).decode()}")
 
     for name, arguments in SIGNATURES.items():
         function = getattr(result, f"forerun_{name}")

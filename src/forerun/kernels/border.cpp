@@ -14,7 +14,7 @@ enum Complaint : int {
   POSITION_RANGE, LAYER_RANGE, ROW_RANGE, WORKSPACE_SIZE, CHAIN_RANGE, LAYER_KIND, MEMORY, STOPPED,
   UNKNOWN,
 };
-const char *const WORDS[] = {
+const char *const MESSAGES[] = {
     "fine",
     "an address is null",
     "a number of rows, columns, layers or threads is out of range",
@@ -258,8 +258,8 @@ Complaint replay_fits(const Replay &p, int64_t rows) {
 }
 
 template <class T>
-bool has_words(const Model<T> &m) {
-  return m.embedding || m.words.weight;
+bool has_embedding(const Model<T> &m) {
+  return m.embedding || m.token_embd.weight;
 }
 
 // A layer whose rows of so many numbers are read.
@@ -310,17 +310,17 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
   REQUIRE(m.attn_temp_floor >= 1, SIZE);
   REQUIRE(within(m.layers, 1, MOST) && within(m.head.outputs, m.head.weight ? 1 : 0, m.head.weight ? MOST : 0), SIZE);
   REQUIRE(!m.head.next, SIZE);
-  if (!m.embedding && has_words(m))
-    if (const Complaint wrong = rows_of_layer_fit(m.words, m.known, m.hidden)) return wrong;
+  if (!m.embedding && has_embedding(m))
+    if (const Complaint wrong = rows_of_layer_fit(m.token_embd, m.known, m.hidden)) return wrong;
   if (const Complaint wrong = inputs_fit(m)) return wrong;
   if (m.head.weight)
     if (const Complaint wrong = layer_fits(m.head, m.hidden, m.head.outputs)) return wrong;
-  REQUIRE(!m.mix.weight || has_words(m), NULL_POINTER);
+  REQUIRE(!m.mix.weight || has_embedding(m), NULL_POINTER);
   if (m.mix.weight)
     if (const Complaint wrong = layer_fits(m.mix, 2 * m.hidden, m.hidden)) return wrong;
   for (int64_t i = 0; i < m.layers; i++) {
     const Layer &l = layers[i];
-    REQUIRE((l.norm_attention && has_words(m)) || !l.norm_token, NULL_POINTER);
+    REQUIRE((l.norm_attention && has_embedding(m)) || !l.norm_token, NULL_POINTER);
     REQUIRE(!m.parallel || (!l.experts && !l.norm_mlp && !l.norm_token), LAYER_KIND);
     REQUIRE(l.window >= 0 && within(l.rotary, -1, m.rotaries - 1), SIZE);
     REQUIRE(within(l.gated, 0, 1) && !(!l.qkv.weight && (l.gated || l.norm_token || m.parallel)), LAYER_KIND);
@@ -354,7 +354,7 @@ template <class T>
 Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   REQUIRE(within(c.rows, 1, MOST) && threads_fit(c.threads) && within(c.num_which, 0, m.layers), SIZE);
   REQUIRE(given(c.ids, c.positions, c.angles, c.keep, c.workspace, c.sides, c.pools, c.plan), NULL_POINTER);
-  REQUIRE((!m.mix.weight && has_words(m)) || c.given, NULL_POINTER);
+  REQUIRE((!m.mix.weight && has_embedding(m)) || c.given, NULL_POINTER);
   for (int64_t table = 0; table < m.rotaries; table++) REQUIRE(c.angles[table], NULL_POINTER);
   REQUIRE(within(c.num_out, 0, c.rows), ROW_RANGE);
   REQUIRE(workspace_needed(m, layers, c.rows, c.num_out) <= c.workspace_size, WORKSPACE_SIZE);
@@ -401,8 +401,8 @@ Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, c
   for (int64_t i = 0; i < m.layers; i++)
     REQUIRE(!layers[i].mixer && (layers[i].stores || layers[i].source != i), LAYER_KIND);
   REQUIRE(within(d.sequences, 1, c.num_out) && within(d.longest, 1, MOST), CHAIN_RANGE);
-  REQUIRE(m.head.weight && has_words(m) && !c.sum, NULL_POINTER);
-  REQUIRE(given(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.words, d.tokens), NULL_POINTER);
+  REQUIRE(m.head.weight && has_embedding(m) && !c.sum, NULL_POINTER);
+  REQUIRE(given(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.noise_ids, d.tokens), NULL_POINTER);
   REQUIRE(!d.feeds || m.hidden <= c.workspace_size, WORKSPACE_SIZE);
   REQUIRE(d.names || m.head.outputs <= m.known, TOKEN_RANGE);  // what is drafted is fed
   for (int64_t i = 0; d.names && i < m.head.outputs; i++) REQUIRE(within(d.names[i], 0, m.known - 1), TOKEN_RANGE);
@@ -463,16 +463,16 @@ Complaint linear_fits(const char *w, const T *x, const T *y, int64_t rows, int64
 
 extern "C" {
 
-const char *forerun_words(int complaint) { return WORDS[within(complaint, 0, UNKNOWN) ? complaint : UNKNOWN]; }
+const char *forerun_error(int complaint) { return MESSAGES[within(complaint, 0, UNKNOWN) ? complaint : UNKNOWN]; }
 
 #define NAMES(TYPE, NAME) " " #NAME
 #define FORMS(NAME, SIZE, BYTES) " " #NAME " " #SIZE " " #BYTES
-#define WORD(NAME) " " #NAME
+#define ITEM(NAME) " " #NAME
 const char *forerun_layout() {
   return "Span" SPAN(NAMES) "\nPlan" PLAN(NAMES) "\nPool" POOL(NAMES) "\nHeads" HEADS(NAMES) "\nLinear" LINEAR(NAMES)
          "\nExperts" EXPERTS(NAMES) "\nLatent" LATENT(NAMES) "\nMixer" MIXER(NAMES) "\nRun" RUN(NAMES) "\nReplay" REPLAY(NAMES) "\nLayer" LAYER(NAMES) "\nModel" MODEL(NAMES) "\nCall" CALL(NAMES)
-         "\nPass" PASS(NAMES) "\nChains" CHAINS(NAMES) "\nKinds own int8" QUANTS(FORMS) "\nActivations" ACTIVATIONS_OF(WORD)
-         "\nMixers" MIXERS_OF(WORD);
+         "\nPass" PASS(NAMES) "\nChains" CHAINS(NAMES) "\nKinds own int8" QUANTS(FORMS) "\nActivations" ACTIVATIONS_OF(ITEM)
+         "\nMixers" MIXERS_OF(ITEM);
 }
 
 int forerun_advise(char *at, int64_t bytes) {

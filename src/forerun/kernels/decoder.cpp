@@ -104,7 +104,7 @@ class Decoder {
   }
 
  private:
-  void embed(int64_t row, T *to) const { take(m.embedding, m.words, m.embedding_scale, row, to, m.hidden); }
+  void embed(int64_t row, T *to) const { take(m.embedding, m.token_embd, m.embedding_scale, row, to, m.hidden); }
 
   // The row of a token, among ``numbers`` or else the rows of a layer, times ``factor``.
   void take(const T *numbers, const Linear &layer, double factor, int64_t row, T *to, int64_t width) const {
@@ -490,7 +490,7 @@ class Drafting {
     const uint64_t key = d.keys ? d.keys[at] : 0;
     float top;
     int64_t place;
-    choose(row, 1, size, d.words, &key, &noisy, &top, &place, softmax_row, 1);
+    choose(row, 1, size, d.noise_ids, &key, &noisy, &top, &place, softmax_row, 1);
     return top > -std::numeric_limits<float>::infinity() ? place : -1;
   }
 

@@ -592,10 +592,10 @@ void take_row(const char *w, int64_t row, T *to, int64_t inputs) {
       Ints vectors[8];
       K::get(w, at, vectors);
       for (int j = 0; j < 8; j++) {
-        alignas(64) int32_t words[16];
-        store(words, vectors[j]);
+        alignas(64) int32_t bytes[16];
+        store(bytes, vectors[j]);
         uint8_t levels[4];
-        std::memcpy(levels, words + lane, 4);
+        std::memcpy(levels, bytes + lane, 4);
         const int part = j * K::PARTS / 8;
         for (int i = 0; i < 4; i++)
           values[4 * j + i] = parts[part][lane] * static_cast<float>(levels[i] - K::ZERO) + minima[part][lane];

@@ -18,7 +18,7 @@ struct Key {
   explicit Key(uint64_t key)
       : odd(broadcast_int(static_cast<int32_t>(key | 1))), plus(broadcast_int(static_cast<int32_t>(key >> 32))) {}
 
-  // One of 2^31 numbers in (0, 1) each; ``ids`` are well-mixed words, one for each entry.
+  // One of 2^31 numbers in (0, 1) each; ``ids`` are hashed ids, one for each entry.
   Floats uniform(Ints ids) const {
     const auto fold = [](Ints x) { return bit_xor(x, shift_right<16>(x)); };
     Ints x = fold(add(multiply(ids, odd), plus));

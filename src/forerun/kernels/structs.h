@@ -184,7 +184,7 @@
   F(int64_t, inner) /* of the widest MLP, or gate of inputs */                                                      \
   F(int64_t, layers)                                                                                                \
   F(int64_t, known) /* tokens with an embedding */                                                                  \
-  F(const T *, embedding) /* or null: the rows of ``words`` */                                                      \
+  F(const T *, embedding) /* or null: the rows of ``token_embd`` */                                                      \
   F(const float *, norm)                                                                                            \
   F(int64_t, rotaries)        /* tables of angles */                                                                \
   F(int64_t, activation)                                                                                            \
@@ -251,7 +251,7 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(const float *, temperatures)     /* [sequences] its temperature; 0: the likeliest token */                          \
   F(const float *, thresholds)    /* [sequences, 2] its min-p and top-p */                                              \
   F(const int64_t *, top_ks)  /* [sequences] */                                                                         \
-  F(const int32_t *, words)   /* [vocabulary] for noise */                                                                       \
+  F(const int32_t *, noise_ids)   /* [vocabulary] hashed ids that key the noise */                                                                       \
   F(const int64_t *, names)   /* [vocabulary] the token that each row of the output layer stands for; null: its number */ \
   F(const uint64_t *, keys)   /* [longest, sequences] of each choice's noise, or null: drawn from the softmax */        \
   F(const double *, quantiles)    /* [longest, sequences] where in its cumulative sum */                                \
@@ -357,7 +357,7 @@ struct Layer {
 template <class T>
 struct Model {
   MODEL(FIELD)
-  Linear head, words;  // either may be elsewhere: its weight is null
+  Linear head, token_embd;  // either may be elsewhere: its weight is null
   Linear mix;  // makes the first layer's input of [the token's embedding, the given row]; its weight may be null
   Linear table_rows, project;  // of per-layer embeddings: their rows, and what is made of the first layer's input
 };

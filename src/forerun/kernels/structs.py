@@ -56,7 +56,7 @@ Call = namedtuple(
 PassStruct = namedtuple("PassStruct", "rows nanoseconds match guessed right")
 Chains = namedtuple(
     "Chains",
-    "sequences longest depths starts tables temperatures thresholds top_ks words names keys quantiles tokens q "
+    "sequences longest depths starts tables temperatures thresholds top_ks noise_ids names keys quantiles tokens q "
     "num_ids feeds min_confidence texts lengths guessed most reach passes siblings",
     defaults=(0,) * 7,
 )
@@ -91,8 +91,8 @@ def _layout() -> str:
     )  # fmt: skip
     sizes = (f"{name} {inputs} {size}" for name, (inputs, size) in QUANTS.items())
     lines = [(each.__name__.removesuffix("Struct"), *each._fields) for each in structs]
-    words = ("Activations", *ACTIVATIONS), ("Mixers", *MIXERS)
-    return "\n".join(map(" ".join, [*lines, ("Kinds own int8", *sizes), *words]))
+    lists = ("Activations", *ACTIVATIONS), ("Mixers", *MIXERS)
+    return "\n".join(map(" ".join, [*lines, ("Kinds own int8", *sizes), *lists]))
 
 
 LAYOUT = _layout()

@@ -135,7 +135,7 @@ inline void shape_tiles(const TileShapes &shapes) {
 }
 inline void leave_tiles() { _tile_release(); }
 
-// The words want a tile's number written out.
+// The intrinsics take a tile's number as a literal.
 #define EACH_TILE(F) F(0) F(1) F(2) F(3) F(4) F(5) F(6) F(7)
 #define EACH_SUM(F) F(0, 4, 6) F(1, 4, 7) F(2, 5, 6) F(3, 5, 7)
 #define CLEAR(N) \

@@ -261,7 +261,7 @@ class ChainRunner:
         chains = structs.Chains(
             sequences=count, longest=longest, depths=structs.address(depths), starts=structs.address(starts),
             tables=structs.address(tables), temperatures=structs.address(temperatures),
-            thresholds=structs.address(thresholds), top_ks=structs.address(top_ks), words=self.noise_ids.data_ptr(),
+            thresholds=structs.address(thresholds), top_ks=structs.address(top_ks), noise_ids=self.noise_ids.data_ptr(),
             names=0 if self.output_ids is None else self.output_ids.data_ptr(), keys=structs.address(keys),
             quantiles=structs.address(quantiles), tokens=structs.address(tokens),
             q=0 if q is None else q.data_ptr(), num_ids=width, feeds=int(self.feeds_hidden),
