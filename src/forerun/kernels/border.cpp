@@ -404,8 +404,8 @@ Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, c
   REQUIRE(m.head.weight && has_embedding(m) && !c.sum, NULL_POINTER);
   REQUIRE(given(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.noise_ids, d.tokens), NULL_POINTER);
   REQUIRE(!d.feeds || m.hidden <= c.workspace_size, WORKSPACE_SIZE);
-  REQUIRE(d.names || m.head.outputs <= m.known, TOKEN_RANGE);  // what is drafted is fed
-  for (int64_t i = 0; d.names && i < m.head.outputs; i++) REQUIRE(within(d.names[i], 0, m.known - 1), TOKEN_RANGE);
+  REQUIRE(d.output_ids || m.head.outputs <= m.known, TOKEN_RANGE);  // what is drafted is fed
+  for (int64_t i = 0; d.output_ids && i < m.head.outputs; i++) REQUIRE(within(d.output_ids[i], 0, m.known - 1), TOKEN_RANGE);
   REQUIRE(!d.texts || given(d.lengths, d.guessed, d.most), NULL_POINTER);
   REQUIRE(!d.texts || !d.feeds, CHAIN_RANGE);
   const int64_t *text = d.texts;
@@ -465,13 +465,13 @@ extern "C" {
 
 const char *forerun_error(int complaint) { return MESSAGES[within(complaint, 0, UNKNOWN) ? complaint : UNKNOWN]; }
 
-#define NAMES(TYPE, NAME) " " #NAME
-#define FORMS(NAME, SIZE, BYTES) " " #NAME " " #SIZE " " #BYTES
+#define FIELD_NAMES(TYPE, NAME) " " #NAME
+#define FORM(NAME, SIZE, BYTES) " " #NAME " " #SIZE " " #BYTES
 #define ITEM(NAME) " " #NAME
 const char *forerun_layout() {
-  return "Span" SPAN(NAMES) "\nPlan" PLAN(NAMES) "\nPool" POOL(NAMES) "\nHeads" HEADS(NAMES) "\nLinear" LINEAR(NAMES)
-         "\nExperts" EXPERTS(NAMES) "\nLatent" LATENT(NAMES) "\nMixer" MIXER(NAMES) "\nRun" RUN(NAMES) "\nReplay" REPLAY(NAMES) "\nLayer" LAYER(NAMES) "\nModel" MODEL(NAMES) "\nCall" CALL(NAMES)
-         "\nPass" PASS(NAMES) "\nChains" CHAINS(NAMES) "\nKinds own int8" QUANTS(FORMS) "\nActivations" ACTIVATIONS_OF(ITEM)
+  return "Span" SPAN(FIELD_NAMES) "\nPlan" PLAN(FIELD_NAMES) "\nPool" POOL(FIELD_NAMES) "\nHeads" HEADS(FIELD_NAMES) "\nLinear" LINEAR(FIELD_NAMES)
+         "\nExperts" EXPERTS(FIELD_NAMES) "\nLatent" LATENT(FIELD_NAMES) "\nMixer" MIXER(FIELD_NAMES) "\nRun" RUN(FIELD_NAMES) "\nReplay" REPLAY(FIELD_NAMES) "\nLayer" LAYER(FIELD_NAMES) "\nModel" MODEL(FIELD_NAMES) "\nCall" CALL(FIELD_NAMES)
+         "\nPass" PASS(FIELD_NAMES) "\nChains" CHAINS(FIELD_NAMES) "\nKinds own int8" QUANTS(FORM) "\nActivations" ACTIVATIONS_OF(ITEM)
          "\nMixers" MIXERS_OF(ITEM);
 }
 

@@ -470,17 +470,17 @@ class Drafting {
     const int64_t at = chain.made * d.sequences + sequence;
     const float temperature = d.temperatures[sequence];
     float *const q = temperature != 0 && d.q ? d.q + at * d.num_ids : nullptr;
-    std::vector<float> named(q && d.names ? size : 0);
-    float *const softmax_row = named.empty() ? q : named.data();
+    std::vector<float> own_q(q && d.output_ids ? size : 0);
+    float *const softmax_row = own_q.empty() ? q : own_q.data();
     if (temperature != 0)
       restrict_row(row, size, temperature, d.thresholds[2 * sequence], d.top_ks[sequence], d.thresholds[2 * sequence + 1]);
     int64_t place = best(at, temperature, row, softmax_row);
     if (place < 0) return -1;
     if (softmax_row && d.quantiles) draw(softmax_row, 1, size, d.quantiles + at, &place);
-    d.tokens[at] = d.names ? d.names[place] : place;
-    if (named.empty()) return place;
+    d.tokens[at] = d.output_ids ? d.output_ids[place] : place;
+    if (own_q.empty()) return place;
     std::memset(q, 0, d.num_ids * sizeof(float));
-    for (int64_t i = 0; i < size; i++) q[d.names[i]] = named[i];
+    for (int64_t i = 0; i < size; i++) q[d.output_ids[i]] = own_q[i];
     return place;
   }
 
@@ -498,7 +498,7 @@ class Drafting {
   int64_t next_best(int64_t at, int64_t sequence, float *row, int64_t place) const {
     row[place] = -std::numeric_limits<float>::infinity();
     const int64_t next = best(at, d.temperatures[sequence], row, nullptr);
-    return next < 0 || !d.names ? next : d.names[next];
+    return next < 0 || !d.output_ids ? next : d.output_ids[next];
   }
 
   // What the next call reads behind a chain's last token.

@@ -252,12 +252,12 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(const float *, thresholds)    /* [sequences, 2] its min-p and top-p */                                              \
   F(const int64_t *, top_ks)  /* [sequences] */                                                                         \
   F(const int32_t *, noise_ids)   /* [vocabulary] hashed ids that key the noise */                                                                       \
-  F(const int64_t *, names)   /* [vocabulary] the token that each row of the output layer stands for; null: its number */ \
+  F(const int64_t *, output_ids)   /* [vocabulary] EAGLE's d2t: the token of each output, or null: its index */ \
   F(const uint64_t *, keys)   /* [longest, sequences] of each choice's noise, or null: drawn from the softmax */        \
   F(const double *, quantiles)    /* [longest, sequences] where in its cumulative sum */                                \
   F(int64_t *, tokens)        /* [longest, sequences] what was chosen; -1: nothing, as no id is permitted or one is NaN */ \
   F(float *, q)               /* [longest, sequences, num_ids] softmax of each row with a temperature, or null */       \
-  F(int64_t, num_ids)         /* tokens that there are: more than rows of the output layer where there are names */     \
+  F(int64_t, num_ids)         /* target vocabulary: more than the draft's where there are output_ids */     \
   F(int64_t, feeds)           /* whether the output before the last norm is the next input, beside the token (EAGLE) */ \
   F(double, min_confidence)            /* a chain ends once the logs of its likeliest tokens' chances add up to less */          \
   F(const int64_t *, texts)   /* end to end, each with the tokens ``guessed`` behind it; null: nothing is guessed */      \

@@ -56,7 +56,7 @@ Call = namedtuple(
 PassStruct = namedtuple("PassStruct", "rows nanoseconds match guessed right")
 Chains = namedtuple(
     "Chains",
-    "sequences longest depths starts tables temperatures thresholds top_ks noise_ids names keys quantiles tokens q "
+    "sequences longest depths starts tables temperatures thresholds top_ks noise_ids output_ids keys quantiles tokens q "
     "num_ids feeds min_confidence texts lengths guessed most reach passes siblings",
     defaults=(0,) * 7,
 )

@@ -262,7 +262,7 @@ class ChainRunner:
             sequences=count, longest=longest, depths=structs.address(depths), starts=structs.address(starts),
             tables=structs.address(tables), temperatures=structs.address(temperatures),
             thresholds=structs.address(thresholds), top_ks=structs.address(top_ks), noise_ids=self.noise_ids.data_ptr(),
-            names=0 if self.output_ids is None else self.output_ids.data_ptr(), keys=structs.address(keys),
+            output_ids=0 if self.output_ids is None else self.output_ids.data_ptr(), keys=structs.address(keys),
             quantiles=structs.address(quantiles), tokens=structs.address(tokens),
             q=0 if q is None else q.data_ptr(), num_ids=width, feeds=int(self.feeds_hidden),
             min_confidence=structs.number(self.floor), siblings=structs.address(siblings) if self.branches else 0,
