@@ -45,8 +45,8 @@ struct Numbers<Bfloat16> {
     return left >= SIZE ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi16((1u << left) - 1, at);
   }
   static Floats dot(Floats sum, Vector a, Vector b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
-  static Floats part(Vector v, int which) {
-    return _mm512_castsi512_ps(which ? _mm512_and_si512(v, _mm512_set1_epi32(0xffff0000)) : _mm512_slli_epi32(v, 16));
+  static Floats part(Vector v, int index) {
+    return _mm512_castsi512_ps(index ? _mm512_and_si512(v, _mm512_set1_epi32(0xffff0000)) : _mm512_slli_epi32(v, 16));
   }
   static void put(Bfloat16 *to, const Floats *parts, int64_t left) {
     const __m512 low = _mm512_unpacklo_ps(parts[0], parts[1]), high = _mm512_unpackhi_ps(parts[0], parts[1]);

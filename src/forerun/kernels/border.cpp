@@ -352,14 +352,14 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
 
 template <class T>
 Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
-  REQUIRE(within(c.rows, 1, MOST) && threads_fit(c.threads) && within(c.num_which, 0, m.layers), SIZE);
+  REQUIRE(within(c.rows, 1, MOST) && threads_fit(c.threads) && within(c.num_layer_ids, 0, m.layers), SIZE);
   REQUIRE(given(c.ids, c.positions, c.angles, c.keep, c.workspace, c.sides, c.pools, c.plan), NULL_POINTER);
   REQUIRE((!m.mix.weight && has_embedding(m)) || c.given, NULL_POINTER);
   for (int64_t table = 0; table < m.rotaries; table++) REQUIRE(c.angles[table], NULL_POINTER);
   REQUIRE(within(c.num_out, 0, c.rows), ROW_RANGE);
   REQUIRE(workspace_needed(m, layers, c.rows, c.num_out) <= c.workspace_size, WORKSPACE_SIZE);
-  REQUIRE(!c.num_which || c.which, NULL_POINTER);
-  for (int64_t i = 0; i < c.num_which; i++) REQUIRE(within(c.which[i], 0, m.layers - 1), LAYER_RANGE);
+  REQUIRE(!c.num_layer_ids || c.layer_ids, NULL_POINTER);
+  for (int64_t i = 0; i < c.num_layer_ids; i++) REQUIRE(within(c.layer_ids[i], 0, m.layers - 1), LAYER_RANGE);
   for (int64_t row = 0; row < c.rows; row++) {
     REQUIRE(within(c.ids[row], 0, m.known - 1), TOKEN_RANGE);
     REQUIRE(within(c.positions[row], 0, c.num_angles - 1), POSITION_RANGE);
@@ -372,9 +372,9 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   }
   REQUIRE(within(c.pools->pages, 1, MOST) && within(c.pools->page_size, 1, MOST), SIZE);
   bool keeps = false, stores = false, reads = false;
-  for (int64_t i = 0; i < c.num_which; i++) {
-    const int64_t at = 2 * c.which[i];
-    const Layer &layer = layers[c.which[i]];
+  for (int64_t i = 0; i < c.num_layer_ids; i++) {
+    const int64_t at = 2 * c.layer_ids[i];
+    const Layer &layer = layers[c.layer_ids[i]];
     const Mixer *const mixer = layer.mixer;
     if (layer.qkv.weight) {
       const Pool &pool = c.pools[layer.source];
@@ -382,7 +382,7 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
       REQUIRE(pool.pages == c.pools->pages && pool.page_size == c.pools->page_size, SIZE);
       if (const Complaint wrong = entry_fits(pool, layer)) return wrong;
       REQUIRE(given(c.sides[2 * layer.source], c.sides[2 * layer.source + 1]), NULL_POINTER);
-      (layer.stores || layer.source != c.which[i] ? stores : reads) = true;
+      (layer.stores || layer.source != c.layer_ids[i] ? stores : reads) = true;
     }
     if (!mixer) continue;
     REQUIRE(given(c.replay, c.states) && c.states[at], NULL_POINTER);

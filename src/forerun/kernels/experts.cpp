@@ -98,18 +98,18 @@ int64_t mix(const Experts &e, const T *x, const T *scored, float *total, int64_t
   int64_t read = 0;
   for (int64_t expert = 0; expert < e.here; expert++) {
     const Linear &gate_up = e.layers[2 * expert], &down = e.layers[2 * expert + 1];
-    const auto &[which, fractions] = taken[expert];
-    const int64_t count = which.size();
+    const auto &[rows_here, fractions] = taken[expert];
+    const int64_t count = rows_here.size();
     if (!count) continue;
     read++;
-    for (int64_t i = 0; i < count; i++) std::memcpy(&in[i * hidden], x + which[i] * hidden, hidden * sizeof(T));
+    for (int64_t i = 0; i < count; i++) std::memcpy(&in[i * hidden], x + rows_here[i] * hidden, hidden * sizeof(T));
     wide.resize(count * 2 * down.inputs);
     inner.resize(count * down.inputs);
     project(gate_up, in.data(), wide.data(), static_cast<const T *>(nullptr), count, threads);
     gate(e.activation, e.numbers, e.gated != 0, wide.data(), inner.data(), count, down.inputs);
     project(down, inner.data(), made.data(), static_cast<const T *>(nullptr), count, threads);
     for (int64_t i = 0; i < count; i++) {
-      float *const to = total + which[i] * hidden;
+      float *const to = total + rows_here[i] * hidden;
       const Floats weight = broadcast(fractions[i]);
       for (int64_t at = 0; at < hidden; at += 16) {
         const First lanes = first(hidden - at);

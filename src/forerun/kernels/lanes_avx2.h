@@ -199,8 +199,8 @@ LANES_INLINE Floats compress(Mask mask, Floats v) {
   float kept[16] = {};
   const uint32_t low = bits(mask.a), high = bits(mask.b);
   const int below = __builtin_popcount(low);
-  const auto half = [](uint32_t which, __m256 of, int count) {
-    const __m256i order = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(LANES_IN[which])));
+  const auto half = [](uint32_t mask, __m256 of, int count) {
+    const __m256i order = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(LANES_IN[mask])));
     const __m256i inside = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), places().a);
     return _mm256_and_ps(_mm256_permutevar8x32_ps(of, order), _mm256_castsi256_ps(inside));
   };
@@ -303,7 +303,7 @@ constexpr bool BYTES_ARE_SIGNED = false;
 LANES_INLINE Ints add_byte_products(Ints sum, Ints x, Ints w) {
   return {_mm256_dpbusd_avx_epi32(sum.a, x.a, w.a), _mm256_dpbusd_avx_epi32(sum.b, x.b, w.b)};
 }
-#elif defined(TILES_WRITTEN_OUT)  // and so are these, in which tests run what uses them anywhere
+#elif defined(TILES_WRITTEN_OUT)  // and so are these, in mask tests run what uses them anywhere
 #define HAS_BYTE_PRODUCTS 1
 constexpr bool BYTES_ARE_SIGNED = false;
 LANES_INLINE __m256i add_byte_products(__m256i sum, __m256i x, __m256i w) {
