@@ -280,7 +280,7 @@ struct Attention {
     tile<0>(item, after, ahead);
   }
 
-  void keep(const T *k, const T *v, int64_t k_stride, int64_t v_stride) const {
+  void store_kv(const T *k, const T *v, int64_t k_stride, int64_t v_stride) const {
     for (int64_t s = 0; s < plan.num_spans; s++) {
       const Span &span = plan.spans[s];
       for (int64_t row = 0; row < span.rows; row++) {
@@ -337,7 +337,7 @@ void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, cons
   const Side<T> value_side{values, pool.value_page, pool.value_head, pool.value_slot};
   const Attention<T> attention{plan,  pool,    q,        out,        heads.q_stride, heads.heads, pool.kv_heads, heads.window,
                                scale, softcap, key_side, value_side, heads.bias,     heads.reach, heads.sinks};
-  if (k) attention.keep(k, v, heads.k_stride, heads.v_stride);
+  if (k) attention.store_kv(k, v, heads.k_stride, heads.v_stride);
   attention.run(threads);
 }
 

@@ -353,7 +353,7 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
 template <class T>
 Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   REQUIRE(within(c.rows, 1, MOST) && threads_fit(c.threads) && within(c.num_layer_ids, 0, m.layers), SIZE);
-  REQUIRE(given(c.ids, c.positions, c.angles, c.keep, c.workspace, c.sides, c.pools, c.plan), NULL_POINTER);
+  REQUIRE(given(c.ids, c.positions, c.angles, c.hidden_out, c.workspace, c.sides, c.pools, c.plan), NULL_POINTER);
   REQUIRE((!m.mix.weight && has_embedding(m)) || c.given, NULL_POINTER);
   for (int64_t table = 0; table < m.rotaries; table++) REQUIRE(c.angles[table], NULL_POINTER);
   REQUIRE(within(c.num_out, 0, c.rows), ROW_RANGE);

@@ -71,10 +71,10 @@ class Decoder {
     if (m.mix.weight) multiply(m.mix, normed, x, nullptr, c.rows);
     if (m.inputs) embed_for_layers();
     int64_t rows = c.rows;  // that go on
-    T *const output = c.keep[c.num_layer_ids];
+    T *const output = c.hidden_out[c.num_layer_ids];
     for (int64_t i = 0; i < c.num_layer_ids && rows; i++) {
       const Layer &layer = layers[c.layer_ids[i]];
-      if (c.keep[i]) std::memcpy(c.keep[i], x, rows * m.hidden * sizeof(T));
+      if (c.hidden_out[i]) std::memcpy(c.hidden_out[i], x, rows * m.hidden * sizeof(T));
       run_attention(layer, c.layer_ids[i]);
       if (i == c.num_layer_ids - 1 && !output && c.num_out < rows) {
         pick(x, m.hidden);
@@ -87,7 +87,7 @@ class Decoder {
       if (rows) output_and_mlp(layer, c.layer_ids[i], rows);
       if (failed) return false;
     }
-    if (c.keep[c.num_layer_ids + 1]) std::memcpy(c.keep[c.num_layer_ids + 1], x, rows * m.hidden * sizeof(T));
+    if (c.hidden_out[c.num_layer_ids + 1]) std::memcpy(c.hidden_out[c.num_layer_ids + 1], x, rows * m.hidden * sizeof(T));
     if (!m.head.weight && !output) return true;
     normalise(x, m.norm, normed, rows);
     if (output) {
@@ -393,7 +393,7 @@ class Drafting {
  public:
   Drafting(const Model<T> &model, const Layer *layers, const Call<T> &first, const Chains<T> &chains)
       : model(model), layers(layers), first(first), d(chains), size(model.head.outputs), chains(d.sequences),
-        keep(first.num_layer_ids + 2), states(d.feeds ? d.sequences * model.hidden : 0) {
+        no_hidden(first.num_layer_ids + 2), states(d.feeds ? d.sequences * model.hidden : 0) {
     std::fill(d.tokens, d.tokens + d.longest * d.sequences, -1);
     const int64_t *text = d.texts;
     for (int64_t i = 0, row = 0; i < d.sequences; i++) {
@@ -547,7 +547,7 @@ class Drafting {
     call.ids = ids.data();
     call.given = d.feeds ? states.data() : nullptr;
     call.positions = positions.data();
-    call.keep = keep.data();
+    call.hidden_out = no_hidden.data();
     return call;
   }
 
@@ -560,7 +560,7 @@ class Drafting {
   std::vector<int64_t> active, ids, positions;
   std::vector<Span> spans;
   Plan plan;
-  std::vector<T *> keep;  // nothing
+  std::vector<T *> no_hidden;  // all null
   std::vector<T> states;
 };
 

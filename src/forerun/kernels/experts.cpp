@@ -33,7 +33,7 @@ void choose_experts(const std::vector<float> &ranks, int64_t chosen, std::vector
 
 // Leaves out the experts of all but the best groups, of equal ones those with lower numbers: their ranks become the
 // lowest.
-void keep_groups(const Experts &e, std::vector<float> &ranks) {
+void mask_groups(const Experts &e, std::vector<float> &ranks) {
   const int64_t each = e.size / e.groups;
   std::vector<float> sums(e.groups), highest(e.best);
   std::vector<int64_t> order(e.groups);
@@ -66,7 +66,7 @@ void route(const Experts &e, const T *scores, int64_t row, std::vector<int64_t> 
   }
   if (e.groups > e.kept) {
     if (!e.sigmoid) ranks = weights;
-    keep_groups(e, ranks);
+    mask_groups(e, ranks);
   }
   choose_experts(ranks, e.chosen, order);
   if (e.normalised) {

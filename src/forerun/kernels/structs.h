@@ -220,7 +220,7 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(int64_t, num_angles)                                                                                            \
   F(const int64_t *, layer_ids) /* the layers to run */                                                                 \
   F(int64_t, num_layer_ids)                                                                                                 \
-  F(T *const *, keep) /* for each where its input goes, or null; then for the output, normed and as it is */        \
+  F(T *const *, hidden_out) /* where each layer's input goes, or null; then the normed and the raw output */        \
   F(const int64_t *, rows_out) /* the rows whose logits are wanted, ascending; read if they are not all */          \
   F(int64_t, num_out)                                                                                               \
   F(T *, workspace)                                                                                                 \

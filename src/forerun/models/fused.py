@@ -330,7 +330,7 @@ class Fused:
             rows=rows, threads=kernels.threads(), ids=structs.address(ids),
             given=0 if given is None else given.data_ptr(), positions=structs.address(positions),
             angles=structs.address(angles), num_angles=min(map(len, tables)), layer_ids=structs.address(layers),
-            num_layer_ids=len(layers), keep=structs.address(hidden_addresses), rows_out=structs.address(out),
+            num_layer_ids=len(layers), hidden_out=structs.address(hidden_addresses), rows_out=structs.address(out),
             num_out=num_logits, workspace=workspace.data_ptr(), workspace_size=len(workspace),
             logits=logits.data_ptr() if self.vocab_size else 0, sides=sides, pools=entries, plan=plan.address,
             sum=0 if self.sums is None else self.sums.address,
