@@ -155,7 +155,7 @@ struct Item {
   const Span &span;
   int64_t from, to, head, group, end, low, high;  // some row sees keys from low on, and none from high on
 
-  bool shares(int64_t at) const { return span.paths < 0 || at + BLOCK <= span.base; }
+  bool has_same_keys(int64_t at) const { return span.paths < 0 || at + BLOCK <= span.base; }
 };
 
 // The block at hand, the one after it, whose keys are asked for meanwhile, and one that a row of a tree has alone.
@@ -229,12 +229,12 @@ struct Attention {
                         values, of.head);
     };
     for (int64_t at = low / BLOCK * BLOCK; at < high; at += BLOCK) {
-      const bool shared = item.shares(at);
+      const bool shared = item.has_same_keys(at);
       const Block<T> *block = ahead.next, *next = nullptr;
       if (shared && !block) block = find(item, at);
       if (at + BLOCK < high) {
-        if (item.shares(at + BLOCK)) next = find(item, at + BLOCK);
-      } else if (after && after->shares(after->low / BLOCK * BLOCK)) {
+        if (item.has_same_keys(at + BLOCK)) next = find(item, at + BLOCK);
+      } else if (after && after->has_same_keys(after->low / BLOCK * BLOCK)) {
         next = find(*after, after->low / BLOCK * BLOCK);
       }
       for (int64_t row = from; row < to; row++) {
@@ -258,12 +258,12 @@ struct Attention {
         own = front(exponential(broadcast(result - top)));
         total = std::fma(total, own, front(exponential(broadcast(sink - top))));  // one rounding on every target
       }
-      const Floats share = broadcast(own / total);
+      const Floats inverse_total = broadcast(own / total);
       T *to_row = out + (row * heads + query_head) * value_width;
       for (int64_t i = 0; i < value_width; i += Numbers<T>::SIZE) {
         Floats parts[Numbers<T>::PARTS];
         for (int p = 0; p < Numbers<T>::PARTS; p++)
-          parts[p] = load(queries.sums.data() + queries.value_padded * index + i + LANES * p) * share;
+          parts[p] = load(queries.sums.data() + queries.value_padded * index + i + LANES * p) * inverse_total;
         Numbers<T>::put(to_row + i, parts, value_width - i);
       }
     }

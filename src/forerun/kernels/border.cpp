@@ -336,8 +336,8 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
     }
     if (l.experts) {
       if (const Complaint wrong = experts_fit(*l.experts, m.hidden)) return wrong;
-      if (l.share)
-        if (const Complaint wrong = layer_fits(*l.share, m.hidden, 1)) return wrong;
+      if (l.shared_gate)
+        if (const Complaint wrong = layer_fits(*l.shared_gate, m.hidden, 1)) return wrong;
     }
     if (!l.gate_up.weight && (l.experts || !m.parallel)) {
       if (const Complaint wrong = absent(l.gate_up, l.down)) return wrong;

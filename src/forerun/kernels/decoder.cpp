@@ -115,7 +115,7 @@ class Decoder {
     if (factor != 1) scale(to, static_cast<float>(factor), width);
   }
 
-  // What layers read beside x: (norm of a projection of it + a row of the table) / sqrt(2), for each of them.
+  // What layers read shared x: (norm of a projection of it + a row of the table) / sqrt(2), for each of them.
   void embed_for_layers() const {
     const int64_t width = m.layers * m.inputs;
     multiply(m.project, x, inputs, nullptr, c.rows);
@@ -344,32 +344,32 @@ class Decoder {
                              layer.norm_router ? scored.data() : in, total.data(), rows, threads);
     if (c.experts) *c.experts += read;
     if (c.sum) sum(total.data(), true, total, rows);
-    const std::vector<T> beside = layer.gate_up.weight ? beside_experts(layer, in, rows) : std::vector<T>();
+    const std::vector<T> shared = layer.gate_up.weight ? shared_expert(layer, in, rows) : std::vector<T>();
     for (int64_t i = 0; i < all; i += 16) {
       const First lanes = first(all - i);
       store(normed + i, lanes, load(&total[i], lanes));
-      if (beside.empty() || layer.after_experts) continue;
-      store(normed + i, lanes, load(normed + i, lanes) + load(&beside[i], lanes));
+      if (shared.empty() || layer.after_experts) continue;
+      store(normed + i, lanes, load(normed + i, lanes) + load(&shared[i], lanes));
     }
     if (layer.after_experts)
-      norm(normed, layer.after_experts, normed, beside.empty() ? nullptr : beside.data(), rows, 1, m.hidden, eps,
+      norm(normed, layer.after_experts, normed, shared.empty() ? nullptr : shared.data(), rows, 1, m.hidden, eps,
            m.centred != 0);
     if (layer.after_mlp) norm(normed, layer.after_mlp, x, x, rows, 1, m.hidden, eps, m.centred != 0);
     else add_scaled(rows);
   }
 
-  // What the MLP beside experts makes.
-  std::vector<T> beside_experts(const Layer &layer, const T *in, int64_t rows) const {
-    std::vector<T> made(rows * m.hidden), share(rows);
+  // What the MLP shared experts makes.
+  std::vector<T> shared_expert(const Layer &layer, const T *in, int64_t rows) const {
+    std::vector<T> made(rows * m.hidden), gate_logits(rows);
     multiply(layer.gate_up, in, wide, nullptr, rows);
     gate(m.activation, layer.numbers, m.gated != 0, wide, inner, rows, layer.down.inputs);
     multiply(layer.down, inner, made.data(), nullptr, rows);
     if (layer.after_beside) normalise(made.data(), layer.after_beside, made.data(), rows);
-    if (!layer.share) return made;
-    multiply(*layer.share, in, share.data(), nullptr, rows);
+    if (!layer.shared_gate) return made;
+    multiply(*layer.shared_gate, in, gate_logits.data(), nullptr, rows);
     const Floats one = broadcast(1);
     for (int64_t row = 0; row < rows; row++) {
-      const Floats part = one / (one + exponential(zeros() - broadcast(front(load(&share[row], first(1))))));
+      const Floats part = one / (one + exponential(zeros() - broadcast(front(load(&gate_logits[row], first(1))))));
       for (int64_t i = 0; i < m.hidden; i += 16) {
         const First lanes = first(m.hidden - i);
         T *const at = &made[row * m.hidden + i];

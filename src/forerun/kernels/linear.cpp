@@ -405,13 +405,13 @@ struct KindOf<Bfloat16> {
 // A weight's row, one output's.
 template <class T>
 void take_own(const char *w, int64_t row, T *to, int64_t inputs) {
-  constexpr int64_t SHARE = 4 / sizeof(T);  // of a group
+  constexpr int64_t PER_GROUP = 4 / sizeof(T);  // of a group
   const int64_t lane = row % TILE;
-  w += row / TILE * ((inputs + SHARE - 1) / SHARE) * GROUP_BYTES;
+  w += row / TILE * ((inputs + PER_GROUP - 1) / PER_GROUP) * GROUP_BYTES;
   int64_t first = 4 * lane, step = sizeof(T);  // in a group, from input to input
   if (std::is_same<T, Float16>::value) first = lane / 16 * HALF + lane % 16 * sizeof(T), step = HALF / 2;
   for (int64_t i = 0; i < inputs; i++)
-    std::memcpy(to + i, w + i / SHARE * GROUP_BYTES + first + i % SHARE * step, sizeof(T));
+    std::memcpy(to + i, w + i / PER_GROUP * GROUP_BYTES + first + i % PER_GROUP * step, sizeof(T));
 }
 
 }  // namespace

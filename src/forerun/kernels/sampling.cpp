@@ -72,10 +72,10 @@ struct Best {
   }
 };
 
-// Softmax of a row: ``powers``, e^(v - top), times ``share``, one over their sum.
+// Softmax of a row: ``powers``, e^(v - top), times ``inverse_sum``, one over their sum.
 struct Softmax {
   float *const powers;
-  float share;
+  float inverse_sum;
 
   Softmax(const float *row, int64_t size, float *powers) : powers(powers) {
     Floats most = broadcast(-std::numeric_limits<float>::infinity());
@@ -93,11 +93,11 @@ struct Softmax {
       store(powers + i, mask, power);
       sum = sum + power;
     }
-    share = 1 / reduce_sum(sum);
+    inverse_sum = 1 / reduce_sum(sum);
   }
 
   Floats operator()(int64_t at, First mask) const {
-    return load(powers + at, mask) * broadcast(share);
+    return load(powers + at, mask) * broadcast(inverse_sum);
   }
 };
 
@@ -270,7 +270,7 @@ void overlaps(const float *scores, int64_t size, int64_t trials, const int64_t *
     const Softmax softmax_row(scores + rows[t] * size, size, workspace.data());
     const float *const q = qs[t];
     if (!q) {
-      out[t] = softmax_row.powers[tokens[t]] * softmax_row.share;
+      out[t] = softmax_row.powers[tokens[t]] * softmax_row.inverse_sum;
       return;
     }
     Floats sum = zeros();

@@ -165,7 +165,7 @@
   F(int64_t, gated)           /* qkv makes a gate of attention's output behind the values */                        \
   F(const Mixer *, mixer)     /* or null */                                                                          \
   F(const Latent *, latent)   /* or null */                                                                         \
-  F(const Linear *, share)    /* to one number: its sigmoid multiplies what the MLP beside experts makes; or null */ \
+  F(const Linear *, shared_gate)    /* shared expert's gate: sigmoid of its one output; or null */ \
   F(int64_t, width)           /* of a head */                                                                       \
   F(int64_t, kv_heads)        /* of the keys and values that it reads */                                            \
   F(int64_t, stores)          /* qkv makes them, not queries alone */                                               \

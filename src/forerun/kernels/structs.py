@@ -39,7 +39,7 @@ ReplayStruct = namedtuple(
 LayerStruct = namedtuple(
     "LayerStruct",
     "norm_attention norm_qk norm_query norm_key after_attention norm_mlp after_mlp norm_token rotary window experts "
-    "numbers sinks gated mixer latent share width kv_heads stores source normed norm_experts norm_router "
+    "numbers sinks gated mixer latent shared_gate width kv_heads stores source normed norm_experts norm_router "
     "after_experts after_beside after_inputs scale",
 )
 ModelStruct = namedtuple(

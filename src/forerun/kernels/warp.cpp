@@ -25,14 +25,14 @@ class Largest {
   }
 
   // The entry at which as many are counted, from the largest down.
-  float at_count(int64_t count) {
+  float top_k_threshold(int64_t count) {
     weights.assign(size, 1);
     return find(count, -INF);
   }
 
-  // The entry at which, from the largest down, the probabilities of those that are not below ``floor`` reach ``share`` of
+  // The entry at which, from the largest down, the probabilities of those that are not below ``floor`` reach ``top_p`` of
   // their sum.
-  float at_share(float share, float floor) {
+  float top_p_threshold(float top_p, float floor) {
     if (static_cast<int64_t>(weights.size()) < size) weights.resize(size);
     Doubles sum = zero_doubles();
     for (int64_t i = 0; i < size; i += 16) {
@@ -43,7 +43,7 @@ class Largest {
       store(weights.data() + i, mask, weight);
       sum = add_lanes(sum, weight);
     }
-    return find(share * reduce_sum(sum), floor);
+    return find(top_p * reduce_sum(sum), floor);
   }
 
   float top;
@@ -127,8 +127,8 @@ void restrict_row(float *row, int64_t size, float temperature, float min_p, int6
   Largest largest(row, size);
   if (!(largest.top > -INF)) return;  // nothing is permitted
   float floor = min_p > 0 ? largest.top + std::log(min_p) : -INF;
-  if (counts) floor = std::max(floor, largest.at_count(top_k));
-  if (top_p < 1) floor = std::max(floor, largest.at_share(top_p, floor));
+  if (counts) floor = std::max(floor, largest.top_k_threshold(top_k));
+  if (top_p < 1) floor = std::max(floor, largest.top_p_threshold(top_p, floor));
   for (int64_t i = 0; i < size; i += 16) {
     const First mask = first(size - i);
     const Floats v = load(row + i, mask);

@@ -129,7 +129,7 @@ def _fields(layer: Layer, index: int, rotaries: list[str], shared_gate: int, lat
         gated=layer.gated,
         mixer=layer.mixer.address if isinstance(layer.mixer, KernelMixer) else 0,
         latent=latent,
-        share=shared_gate,
+        shared_gate=shared_gate,
         width=layer.head_dim,
         kv_heads=layer.kv_heads,
         stores=layer.kv_source is None,
@@ -203,7 +203,7 @@ class Fused:
         self.layers = array("q")
         extras: list[tuple[Any, Any]] = [(layer.shared_gate, layer.latent) for layer in decoder.layers]
         self.extra_fields = [[part and array("q", part.fields()) for part in parts] for parts in extras]
-        """What each layer's ``share`` and ``latent`` point to."""
+        """What each layer's ``shared_gate`` and ``latent`` point to."""
         for index, parts in enumerate(self.extra_fields):
             at = (structs.address(fields) for fields in parts)
             self.layers.extend(_fields(decoder.layers[index], index, [*decoder.rotaries], *at))
