@@ -163,7 +163,7 @@ def test_a_model_without_ends(model):
     failing = kernels.SUM(lambda *_: 1)
 
     def run(**changes):
-        attempt, *_ = decoding(model, **{"given": x.data_ptr(), "logits": 0, **changes})
+        attempt, *_ = decoding(model, **{"inputs_embeds": x.data_ptr(), "logits": 0, **changes})
         attempt()
 
     with ExitStack() as stack:
@@ -171,7 +171,7 @@ def test_a_model_without_ends(model):
         for at in range(head, head + line):
             stack.enter_context(changed(fused.model, at, 0))
         run()
-        for change in ({"given": 0}, {"logits": x.data_ptr()}):
+        for change in ({"inputs_embeds": 0}, {"logits": x.data_ptr()}):
             refused(KernelError, "null", run, **change)
         refused(KernelError, "a sum failed", run, sum=ctypes.cast(failing, ctypes.c_void_p).value)
         outputs = head + structs.LinearStruct._fields.index("outputs")

@@ -48,7 +48,7 @@ constexpr int MOST_THREADS = 1 << 12;
 bool within(int64_t value, int64_t least, int64_t most) { return least <= value && value <= most; }
 bool threads_fit(int64_t threads) { return within(threads, 1, MOST_THREADS); }
 template <class... P>
-bool given(const P &...pointers) {
+bool non_null(const P &...pointers) {
   return (... && (pointers != nullptr));
 }
 
@@ -125,7 +125,7 @@ Complaint layer_fits(const Linear &all, int64_t inputs, int64_t outputs) {
     REQUIRE(parts < MOST_PARTS && within(l->kind, 0, KINDS - 1), LAYER_KIND);
     REQUIRE(l->weight, NULL_POINTER);
     REQUIRE(l->inputs == inputs && within(l->outputs, 1, left), SIZE);
-    REQUIRE(l->kind != KIND_int8 || given(l->scales, l->offsets), NULL_POINTER);
+    REQUIRE(l->kind != KIND_int8 || non_null(l->scales, l->offsets), NULL_POINTER);
     REQUIRE(l->kind != KIND_int8 || inputs <= MOST_INT8, SIZE);
     left -= l->outputs;
   }
@@ -173,7 +173,7 @@ Complaint mixer_fits(const Mixer &m) {
   REQUIRE(m.heads % m.groups == 0 && m.inner == m.heads * m.value_dim && m.inner % m.groups == 0, HEADS_SIZE);
   REQUIRE(m.channels == m.inner + 2 * m.groups * m.key_dim, HEADS_SIZE);
   REQUIRE(m.gates == m.heads * (m.kind == MIXER_delta ? 2 : 1), HEADS_SIZE);
-  REQUIRE(given(m.decay, m.step) && (m.kind == MIXER_delta ? m.norm : m.skip), NULL_POINTER);
+  REQUIRE(non_null(m.decay, m.step) && (m.kind == MIXER_delta ? m.norm : m.skip), NULL_POINTER);
   return FINE;
 }
 
@@ -353,8 +353,8 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
 template <class T>
 Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   REQUIRE(within(c.rows, 1, MOST) && threads_fit(c.threads) && within(c.num_layer_ids, 0, m.layers), SIZE);
-  REQUIRE(given(c.ids, c.positions, c.angles, c.hidden_out, c.workspace, c.sides, c.pools, c.plan), NULL_POINTER);
-  REQUIRE((!m.mix.weight && has_embedding(m)) || c.given, NULL_POINTER);
+  REQUIRE(non_null(c.ids, c.positions, c.angles, c.hidden_out, c.workspace, c.sides, c.pools, c.plan), NULL_POINTER);
+  REQUIRE((!m.mix.weight && has_embedding(m)) || c.inputs_embeds, NULL_POINTER);
   for (int64_t table = 0; table < m.rotaries; table++) REQUIRE(c.angles[table], NULL_POINTER);
   REQUIRE(within(c.num_out, 0, c.rows), ROW_RANGE);
   REQUIRE(workspace_needed(m, layers, c.rows, c.num_out) <= c.workspace_size, WORKSPACE_SIZE);
@@ -381,11 +381,11 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
       if (const Complaint wrong = pool_fits(pool)) return wrong;
       REQUIRE(pool.pages == c.pools->pages && pool.page_size == c.pools->page_size, SIZE);
       if (const Complaint wrong = entry_fits(pool, layer)) return wrong;
-      REQUIRE(given(c.sides[2 * layer.source], c.sides[2 * layer.source + 1]), NULL_POINTER);
+      REQUIRE(non_null(c.sides[2 * layer.source], c.sides[2 * layer.source + 1]), NULL_POINTER);
       (layer.stores || layer.source != c.layer_ids[i] ? stores : reads) = true;
     }
     if (!mixer) continue;
-    REQUIRE(given(c.replay, c.states) && c.states[at], NULL_POINTER);
+    REQUIRE(non_null(c.replay, c.states) && c.states[at], NULL_POINTER);
     REQUIRE(c.states[at + 1] || mixer->kind == MIXER_conv, NULL_POINTER);
     REQUIRE(c.replay->columns == mixer->columns, SIZE);
     keeps = true;
@@ -402,11 +402,11 @@ Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, c
     REQUIRE(!layers[i].mixer && (layers[i].stores || layers[i].source != i), LAYER_KIND);
   REQUIRE(within(d.sequences, 1, c.num_out) && within(d.longest, 1, MOST), CHAIN_RANGE);
   REQUIRE(m.head.weight && has_embedding(m) && !c.sum, NULL_POINTER);
-  REQUIRE(given(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.noise_ids, d.tokens), NULL_POINTER);
+  REQUIRE(non_null(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.noise_ids, d.tokens), NULL_POINTER);
   REQUIRE(!d.feeds || m.hidden <= c.workspace_size, WORKSPACE_SIZE);
   REQUIRE(d.output_ids || m.head.outputs <= m.known, TOKEN_RANGE);  // what is drafted is fed
   for (int64_t i = 0; d.output_ids && i < m.head.outputs; i++) REQUIRE(within(d.output_ids[i], 0, m.known - 1), TOKEN_RANGE);
-  REQUIRE(!d.texts || given(d.lengths, d.guessed, d.most), NULL_POINTER);
+  REQUIRE(!d.texts || non_null(d.lengths, d.guessed, d.most), NULL_POINTER);
   REQUIRE(!d.texts || !d.feeds, CHAIN_RANGE);
   const int64_t *text = d.texts;
   int64_t requested = 0, wide = 0;
@@ -452,7 +452,7 @@ Complaint linear_fits(const char *w, const T *x, const T *y, int64_t rows, int64
                       int64_t stride, int threads) {
   REQUIRE(within(rows, 0, MOST) && within(outputs, 1, MOST) && within(inputs, 1, MOST) && threads_fit(threads), SIZE);
   REQUIRE(within(stride, outputs, MOST), SIZE);
-  REQUIRE(!rows || given(w, x, y), NULL_POINTER);
+  REQUIRE(!rows || non_null(w, x, y), NULL_POINTER);
   return FINE;
 }
 
@@ -504,7 +504,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
                                  const float *scales, const int32_t *offsets, int64_t rows, int64_t outputs,         \
                                  int64_t inputs, int64_t stride, int threads) {                                      \
     CHECK(linear_fits(w, x, y, rows, outputs, inputs, stride, threads));                                             \
-    REQUIRE(given(scales, offsets), NULL_POINTER);                                                                   \
+    REQUIRE(non_null(scales, offsets), NULL_POINTER);                                                                   \
     REQUIRE(inputs <= MOST_INT8, SIZE);                                                                              \
     return guarded([=] { linear_int8(w, x, y, add, bias, scales, offsets, rows, outputs, inputs, stride, threads); });\
   }                                                                                                                  \
@@ -519,7 +519,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     REQUIRE(within(outputs, 1, MOST) && within(inputs, 1, MOST), SIZE);                                              \
     REQUIRE(within(kind, 0, KINDS - 1) && kind != KIND_int8, LAYER_KIND);                                            \
     CHECK(indices_fit(ids, count, outputs, ROW_RANGE));                                                              \
-    REQUIRE(!count || given(w, y), NULL_POINTER);                                                                    \
+    REQUIRE(!count || non_null(w, y), NULL_POINTER);                                                                    \
     take_rows(kind, w, ids, y, count, inputs);                                                                       \
     return FINE;                                                                                                     \
   }                                                                                                                  \
@@ -527,7 +527,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
                           int64_t width, float eps, int centred) {                                                   \
     CHECK(rows_fit(x, rows, width));                                                                                 \
     REQUIRE(within(kinds, 1, MOST), SIZE);                                                                           \
-    REQUIRE(!rows || given(weights, y), NULL_POINTER);                                                               \
+    REQUIRE(!rows || non_null(weights, y), NULL_POINTER);                                                               \
     norm(x, weights, y, add, rows, kinds, width, eps, centred != 0);                                                               \
     return FINE;                                                                                                     \
   }                                                                                                                  \
@@ -570,7 +570,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
   int forerun_attend_##KIND(const T *q, const T *k, const T *v, T *out, T *keys, T *values, const Pool *pool,        \
                             const Heads *heads, const Plan *plan, int64_t rows, float scale, float softcap,          \
                             int threads) {                                                                           \
-    REQUIRE(given(q, out, keys, values, pool, heads, plan) && !k == !v, NULL_POINTER);                               \
+    REQUIRE(non_null(q, out, keys, values, pool, heads, plan) && !k == !v, NULL_POINTER);                               \
     REQUIRE(within(rows, 1, MOST) && threads_fit(threads) && heads->window >= 0, SIZE);                              \
     CHECK(pool_fits(*pool));                                                                                         \
     REQUIRE(within(heads->heads, 1, MOST) && heads->heads % pool->kv_heads == 0, HEADS_SIZE);                        \
@@ -581,7 +581,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
   }                                                                                                                  \
   int forerun_recur_##KIND(const Mixer *mixer, const Replay *replay, T *inputs, T *records, float *numbers, T *out,  \
                            int64_t rows, int threads) {                                                              \
-    REQUIRE(given(mixer, replay, inputs, records, out), NULL_POINTER);                                               \
+    REQUIRE(non_null(mixer, replay, inputs, records, out), NULL_POINTER);                                               \
     REQUIRE(within(rows, 1, MOST) && threads_fit(threads), SIZE);                                                    \
     CHECK(mixer_fits(*mixer));                                                                                       \
     REQUIRE((numbers || mixer->kind == MIXER_conv), NULL_POINTER);                                                   \
@@ -590,7 +590,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     return guarded([=] { recur(*mixer, *replay, inputs, records, numbers, out, rows, threads); });                   \
   }                                                                                                                  \
   int forerun_decode_##KIND(const Model<T> *model, const Layer *layers, const Call<T> *call) {                       \
-    REQUIRE(given(model, layers, call), NULL_POINTER);                                                             \
+    REQUIRE(non_null(model, layers, call), NULL_POINTER);                                                             \
     CHECK(model_fits(*model, layers));                                                                               \
     CHECK(call_fits(*model, layers, *call));                                                                         \
     bool whole = true;                                                                                               \
@@ -599,7 +599,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
   }                                                                                                                  \
   int forerun_draft_##KIND(const Model<T> *model, const Layer *layers, const Call<T> *call,                          \
                            const Chains<T> *chains) {                                                                \
-    REQUIRE(given(model, layers, call, chains), NULL_POINTER);                                                     \
+    REQUIRE(non_null(model, layers, call, chains), NULL_POINTER);                                                     \
     CHECK(model_fits(*model, layers));                                                                               \
     CHECK(call_fits(*model, layers, *call));                                                                         \
     CHECK(chains_fit(*model, layers, *call, *chains));                                                               \
@@ -624,13 +624,13 @@ int forerun_choose(const float *scores, int64_t rows, int64_t size, const int32_
                    const int64_t *noisy, float *tops, int64_t *best, float *softmax, int threads) {
   CHECK(rows_fit(scores, rows, size));
   REQUIRE(threads_fit(threads), SIZE);
-  REQUIRE(!rows || given(ids, keys, noisy, best, tops), NULL_POINTER);
+  REQUIRE(!rows || non_null(ids, keys, noisy, best, tops), NULL_POINTER);
   return guarded([=] { choose(scores, rows, size, ids, keys, noisy, tops, best, softmax, threads); });
 }
 
 int forerun_draw(const float *weights, int64_t rows, int64_t size, const double *quantiles, int64_t *out) {
   CHECK(rows_fit(weights, rows, size));
-  REQUIRE(!rows || given(quantiles, out), NULL_POINTER);
+  REQUIRE(!rows || non_null(quantiles, out), NULL_POINTER);
   return guarded([=] { draw(weights, rows, size, quantiles, out); });
 }
 
@@ -638,10 +638,10 @@ int forerun_weigh(const float *scores, int64_t rows, int64_t size, const int64_t
                   const int64_t *at, const int64_t *tokens, const float *const *qs, const int64_t *follows,
                   float lenience, float *residual, float *tops, float *weights, float *left, float *shared) {
   CHECK(rows_fit(scores, rows, size));
-  REQUIRE(!rows || given(greedy, residual, tops), NULL_POINTER);
+  REQUIRE(!rows || non_null(greedy, residual, tops), NULL_POINTER);
   CHECK(indices_fit(at, trials, rows, ROW_RANGE));
   CHECK(indices_fit(tokens, trials, size, TOKEN_RANGE));
-  REQUIRE(!trials || given(qs, follows, weights, left, shared), NULL_POINTER);
+  REQUIRE(!trials || non_null(qs, follows, weights, left, shared), NULL_POINTER);
   REQUIRE(!trials || !follows[0], ROW_RANGE);
   return guarded([=] {
     weigh(scores, rows, size, greedy, trials, at, tokens, qs, follows, lenience, residual, tops, weights, left, shared);
@@ -650,7 +650,7 @@ int forerun_weigh(const float *scores, int64_t rows, int64_t size, const int64_t
 
 int forerun_look_up(const int64_t *text, int64_t length, const int64_t *most, int64_t reach, int64_t room,
                     int64_t *out, int64_t *found) {
-  REQUIRE(given(text, most, out, found), NULL_POINTER);
+  REQUIRE(non_null(text, most, out, found), NULL_POINTER);
   REQUIRE(within(length, 1, MOST) && within(reach, 0, MOST_GUESSED) && within(room, 0, MOST), SIZE);
   for (int64_t i = 0; i <= reach; i++) REQUIRE(within(most[i], 0, MOST_GUESSED), SIZE);
   const Found result = look_up(text, length, most, reach, room, out);
@@ -664,7 +664,7 @@ int forerun_rank(const float *scores, int64_t rows, int64_t size, int64_t trials
   REQUIRE(within(count, 1, MOST), SIZE);
   CHECK(indices_fit(at, trials, rows, ROW_RANGE));
   CHECK(indices_fit(into, trials, num_into, ROW_RANGE));
-  REQUIRE(!trials || given(ids, logs), NULL_POINTER);
+  REQUIRE(!trials || non_null(ids, logs), NULL_POINTER);
   rank(scores, size, trials, at, count, into, ids, logs);
   return FINE;
 }
@@ -675,7 +675,7 @@ int forerun_overlaps(const float *scores, int64_t rows, int64_t size, int64_t tr
   REQUIRE(threads_fit(threads), SIZE);
   CHECK(indices_fit(at, trials, rows, ROW_RANGE));
   CHECK(indices_fit(tokens, trials, size, TOKEN_RANGE));
-  REQUIRE(!trials || given(qs, out), NULL_POINTER);
+  REQUIRE(!trials || non_null(qs, out), NULL_POINTER);
   return guarded([=] { overlaps(scores, size, trials, at, qs, tokens, out, threads); });
 }
 
@@ -683,7 +683,7 @@ int forerun_restrict_rows(float *rows, int64_t count, int64_t size, const float 
                           const int64_t *top_ks, int threads) {
   CHECK(rows_fit(rows, count, size));
   REQUIRE(threads_fit(threads), SIZE);
-  REQUIRE(!count || given(temperatures, thresholds, top_ks), NULL_POINTER);
+  REQUIRE(!count || non_null(temperatures, thresholds, top_ks), NULL_POINTER);
   return guarded([=] { restrict_rows(rows, count, size, temperatures, thresholds, top_ks, threads); });
 }
 

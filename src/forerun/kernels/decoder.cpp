@@ -61,9 +61,9 @@ class Decoder {
       if (m.mix.weight) {
         T *const to = normed + row * 2 * m.hidden;
         embed(row, to);
-        std::memcpy(to + m.hidden, c.given + row * m.hidden, m.hidden * sizeof(T));
-      } else if (c.given) {
-        std::memcpy(x + row * m.hidden, c.given + row * m.hidden, m.hidden * sizeof(T));
+        std::memcpy(to + m.hidden, c.inputs_embeds + row * m.hidden, m.hidden * sizeof(T));
+      } else if (c.inputs_embeds) {
+        std::memcpy(x + row * m.hidden, c.inputs_embeds + row * m.hidden, m.hidden * sizeof(T));
       } else {
         embed(row, x + row * m.hidden);
       }
@@ -545,7 +545,7 @@ class Drafting {
     call.plan = &plan;
     call.rows = call.num_out = ids.size();
     call.ids = ids.data();
-    call.given = d.feeds ? states.data() : nullptr;
+    call.inputs_embeds = d.feeds ? states.data() : nullptr;
     call.positions = positions.data();
     call.hidden_out = no_hidden.data();
     return call;

@@ -214,7 +214,7 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(int64_t, rows)                                                                                                  \
   F(int64_t, threads)                                                                                               \
   F(const int64_t *, ids)       /* tokens */                                                                        \
-  F(const T *, given)           /* [rows, hidden], or null: the tokens' embeddings */                               \
+  F(const T *, inputs_embeds)           /* [rows, hidden], or null: the embeddings of ids */                               \
   F(const int64_t *, positions) /* [rows] */                                                                        \
   F(const float *const *, angles) /* of each table, [num_angles, width of its layers' heads] */                     \
   F(int64_t, num_angles)                                                                                            \

@@ -328,7 +328,7 @@ class Fused:
             replay, compiled_replay, state_addresses = self._states(batch, attention)
         call = array("q", structs.Call(
             rows=rows, threads=kernels.threads(), ids=structs.address(ids),
-            given=0 if given is None else given.data_ptr(), positions=structs.address(positions),
+            inputs_embeds=0 if given is None else given.data_ptr(), positions=structs.address(positions),
             angles=structs.address(angles), num_angles=min(map(len, tables)), layer_ids=structs.address(layers),
             num_layer_ids=len(layers), hidden_out=structs.address(hidden_addresses), rows_out=structs.address(out),
             num_out=num_logits, workspace=workspace.data_ptr(), workspace_size=len(workspace),
