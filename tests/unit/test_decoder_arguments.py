@@ -160,7 +160,7 @@ def test_a_model_without_ends(model):
     head = len(structs.ModelStruct._fields)
     embedding = structs.ModelStruct._fields.index("embedding")
     x = torch.randn(3, fused.hidden)
-    failing = kernels.SUM(lambda *_: 1)
+    failing = kernels.ALL_REDUCE(lambda *_: 1)
 
     def run(**changes):
         attempt, *_ = decoding(model, **{"inputs_embeds": x.data_ptr(), "logits": 0, **changes})
@@ -173,7 +173,7 @@ def test_a_model_without_ends(model):
         run()
         for change in ({"inputs_embeds": 0}, {"logits": x.data_ptr()}):
             refused(KernelError, "null", run, **change)
-        refused(KernelError, "a sum failed", run, sum=ctypes.cast(failing, ctypes.c_void_p).value)
+        refused(KernelError, "an all-reduce failed", run, all_reduce=ctypes.cast(failing, ctypes.c_void_p).value)
         outputs = head + structs.LinearStruct._fields.index("outputs")
         with changed(fused.model, outputs, 5), pytest.raises(KernelError, match="out of range"):
             run()

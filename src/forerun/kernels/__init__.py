@@ -90,8 +90,8 @@ _BY_TYPE = {
     "decode": (_P, _P, _P),
     "draft": (_P, _P, _P, _P),
 }
-SUM = ctypes.CFUNCTYPE(_I, _P, _N, _P, _N)
-"""``Sum`` in ``structs.h``."""
+ALL_REDUCE = ctypes.CFUNCTYPE(_I, _P, _N, _P, _N)
+"""``AllReduce`` in ``structs.h``."""
 SIGNATURES = {
     "advise": (_P, _N),
     "set_prefetch": (_N, _N, _N),

@@ -11,7 +11,7 @@ namespace {
 
 enum Complaint : int {
   FINE, NULL_POINTER, SIZE, HEADS_SIZE, SPAN_RANGE, PAGE_TABLE, PAGE_INDEX, PATH_RANGE, PATH_ENTRY, TOKEN_RANGE,
-  POSITION_RANGE, LAYER_RANGE, ROW_RANGE, WORKSPACE_SIZE, CHAIN_RANGE, LAYER_KIND, MEMORY, STOPPED,
+  POSITION_RANGE, LAYER_RANGE, ROW_RANGE, WORKSPACE_SIZE, CHAIN_RANGE, LAYER_KIND, MEMORY, ALL_REDUCE_FAILED,
   UNKNOWN,
 };
 const char *const MESSAGES[] = {
@@ -32,7 +32,7 @@ const char *const MESSAGES[] = {
     "a drafted chain is out of range",
     "a layer is of an unknown kind or has too many parts",
     "out of memory",
-    "a sum failed",
+    "an all-reduce failed",
     "unknown",
 };
 
@@ -401,7 +401,7 @@ Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, c
   for (int64_t i = 0; i < m.layers; i++)
     REQUIRE(!layers[i].mixer && (layers[i].stores || layers[i].source != i), LAYER_KIND);
   REQUIRE(within(d.sequences, 1, c.num_out) && within(d.longest, 1, MOST), CHAIN_RANGE);
-  REQUIRE(m.head.weight && has_embedding(m) && !c.sum, NULL_POINTER);
+  REQUIRE(m.head.weight && has_embedding(m) && !c.all_reduce, NULL_POINTER);
   REQUIRE(non_null(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.noise_ids, d.tokens), NULL_POINTER);
   REQUIRE(!d.feeds || m.hidden <= c.workspace_size, WORKSPACE_SIZE);
   REQUIRE(d.output_ids || m.head.outputs <= m.known, TOKEN_RANGE);  // what is drafted is fed
@@ -595,7 +595,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     CHECK(call_fits(*model, layers, *call));                                                                         \
     bool whole = true;                                                                                               \
     const int status = guarded([&] { whole = decode(*model, layers, *call); });                                      \
-    return whole ? status : STOPPED;                                                                                 \
+    return whole ? status : ALL_REDUCE_FAILED;                                                                                 \
   }                                                                                                                  \
   int forerun_draft_##KIND(const Model<T> *model, const Layer *layers, const Call<T> *call,                          \
                            const Chains<T> *chains) {                                                                \

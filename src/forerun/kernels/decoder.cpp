@@ -159,11 +159,11 @@ class Decoder {
 
   // x += what ``layer`` makes, here and in other processes, normed by ``after`` if that is there.
   void add(const Linear &layer, const T *in, const float *after, int64_t rows) {
-    if (!after && !c.sum && m.residual_scale == 1) return multiply(layer, in, x, x, rows);
+    if (!after && !c.all_reduce && m.residual_scale == 1) return multiply(layer, in, x, x, rows);
     multiply(layer, in, normed, nullptr, rows);
-    if (c.sum) {
+    if (c.all_reduce) {
       std::vector<float> total(rows * m.hidden);
-      sum(normed, false, total, rows);
+      all_reduce(normed, false, total, rows);
       for (int64_t i = 0; i < rows * m.hidden; i += 16) {
         const First lanes = first(rows * m.hidden - i);
         const Floats made = load(&total[i], lanes);
@@ -183,8 +183,8 @@ class Decoder {
       store(x + i, first(all - i), load(x + i, first(all - i)) + load(normed + i, first(all - i)));
   }
 
-  void sum(const void *part, bool wide, std::vector<float> &total, int64_t rows) {
-    if (c.sum(part, wide, total.data(), rows)) failed = true;
+  void all_reduce(const void *part, bool wide, std::vector<float> &total, int64_t rows) {
+    if (c.all_reduce(part, wide, total.data(), rows)) failed = true;
   }
 
   void run_attention(const Layer &layer, int64_t index) const {
@@ -343,7 +343,7 @@ class Decoder {
     const int64_t read = mix(*layer.experts, layer.norm_experts ? own.data() : in,
                              layer.norm_router ? scored.data() : in, total.data(), rows, threads);
     if (c.experts) *c.experts += read;
-    if (c.sum) sum(total.data(), true, total, rows);
+    if (c.all_reduce) all_reduce(total.data(), true, total, rows);
     const std::vector<T> shared = layer.gate_up.weight ? shared_expert(layer, in, rows) : std::vector<T>();
     for (int64_t i = 0; i < all; i += 16) {
       const First lanes = first(all - i);

@@ -208,7 +208,7 @@
 
 // Adds up ``part`` [rows, hidden], float if it is ``wide`` and else as the rows are, with those of other processes, in
 // float. What it returns is 0, or the call ends.
-using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
+using AllReduce = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
 
 #define CALL(F)                                                                                                     \
   F(int64_t, rows)                                                                                                  \
@@ -229,7 +229,7 @@ using Sum = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
   F(T *const *, sides) /* keys and values of every layer */                                                         \
   F(const Pool *, pools) /* of every layer */                                                                       \
   F(const Plan *, plan)                                                                                             \
-  F(Sum, sum) /* of what attention and MLP make of rows, or null: they are whole */                                 \
+  F(AllReduce, all_reduce) /* of attention's and MLP's partial sums over ranks, or null: one rank */                                 \
   F(const Replay *, replay)   /* null where no layer keeps a state */                                               \
   F(void *const *, states)    /* records and states of every layer; read for those that keep some */                \
   F(int64_t *, experts) /* grows by the experts that are read, those of all layers, or null */

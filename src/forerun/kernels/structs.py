@@ -51,7 +51,7 @@ ModelStruct = namedtuple(
 Call = namedtuple(
     "Call",
     "rows threads ids inputs_embeds positions angles num_angles layer_ids num_layer_ids hidden_out rows_out num_out workspace "
-    "workspace_size logits sides pools plan sum replay states experts",
+    "workspace_size logits sides pools plan all_reduce replay states experts",
 )
 PassStruct = namedtuple("PassStruct", "rows nanoseconds match guessed right")
 Chains = namedtuple(

@@ -150,7 +150,7 @@ class PartialSums:
         self.error: BaseException | None = None
         """What ended the last call."""
         own = weakref.ref(self)  # a cycle would keep other ranks' processes
-        self.call = kernels.SUM(lambda *arguments: cast("PartialSums", own())._sum(*arguments))
+        self.call = kernels.ALL_REDUCE(lambda *arguments: cast("PartialSums", own())._sum(*arguments))
         self.address = ctypes.cast(self.call, ctypes.c_void_p).value or 0
 
     def _sum(self, part: int, wide: int, total: int, rows: int) -> int:
@@ -333,7 +333,7 @@ class Fused:
             num_layer_ids=len(layers), hidden_out=structs.address(hidden_addresses), rows_out=structs.address(out),
             num_out=num_logits, workspace=workspace.data_ptr(), workspace_size=len(workspace),
             logits=logits.data_ptr() if self.vocab_size else 0, sides=sides, pools=entries, plan=plan.address,
-            sum=0 if self.sums is None else self.sums.address,
+            all_reduce=0 if self.sums is None else self.sums.address,
             replay=0 if compiled_replay is None else compiled_replay.address,
             states=structs.address(state_addresses), experts=structs.address(experts),
         ))  # fmt: skip
