@@ -275,7 +275,7 @@ Complaint inputs_fit(const Model<T> &m) {
   if (!m.inputs) return absent(m.table_rows, m.project);
   REQUIRE(m.norm_inputs, NULL_POINTER);
   if (const Complaint wrong = layer_fits(m.project, m.hidden, m.layers * m.inputs)) return wrong;
-  return m.table ? FINE : rows_of_layer_fit(m.table_rows, m.known, m.layers * m.inputs);
+  return m.table ? FINE : rows_of_layer_fit(m.table_rows, m.num_embeddings, m.layers * m.inputs);
 }
 
 // What attention reads, and how a layer reads its embedding.
@@ -304,14 +304,14 @@ Complaint attention_fits(const Model<T> &m, const Layer *layers, int64_t index) 
 template <class T>
 Complaint model_fits(const Model<T> &m, const Layer *layers) {
   REQUIRE(within(m.heads, 1, MOST), HEADS_SIZE);
-  REQUIRE(within(m.hidden, 1, MOST) && within(m.inner, 0, MOST) && within(m.known, 1, MOST), SIZE);
+  REQUIRE(within(m.hidden, 1, MOST) && within(m.inner, 0, MOST) && within(m.num_embeddings, 1, MOST), SIZE);
   REQUIRE(within(m.rotaries, 0, m.layers), SIZE);
   REQUIRE(m.norm, NULL_POINTER);
   REQUIRE(m.attn_temp_floor >= 1, SIZE);
   REQUIRE(within(m.layers, 1, MOST) && within(m.head.outputs, m.head.weight ? 1 : 0, m.head.weight ? MOST : 0), SIZE);
   REQUIRE(!m.head.next, SIZE);
   if (!m.embedding && has_embedding(m))
-    if (const Complaint wrong = rows_of_layer_fit(m.token_embd, m.known, m.hidden)) return wrong;
+    if (const Complaint wrong = rows_of_layer_fit(m.token_embd, m.num_embeddings, m.hidden)) return wrong;
   if (const Complaint wrong = inputs_fit(m)) return wrong;
   if (m.head.weight)
     if (const Complaint wrong = layer_fits(m.head, m.hidden, m.head.outputs)) return wrong;
@@ -361,7 +361,7 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   REQUIRE(!c.num_layer_ids || c.layer_ids, NULL_POINTER);
   for (int64_t i = 0; i < c.num_layer_ids; i++) REQUIRE(within(c.layer_ids[i], 0, m.layers - 1), LAYER_RANGE);
   for (int64_t row = 0; row < c.rows; row++) {
-    REQUIRE(within(c.ids[row], 0, m.known - 1), TOKEN_RANGE);
+    REQUIRE(within(c.ids[row], 0, m.num_embeddings - 1), TOKEN_RANGE);
     REQUIRE(within(c.positions[row], 0, c.num_angles - 1), POSITION_RANGE);
   }
   REQUIRE(!c.num_out || !m.head.weight == !c.logits, NULL_POINTER);
@@ -404,8 +404,8 @@ Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, c
   REQUIRE(m.head.weight && has_embedding(m) && !c.all_reduce, NULL_POINTER);
   REQUIRE(non_null(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.noise_ids, d.tokens), NULL_POINTER);
   REQUIRE(!d.feeds || m.hidden <= c.workspace_size, WORKSPACE_SIZE);
-  REQUIRE(d.output_ids || m.head.outputs <= m.known, TOKEN_RANGE);  // what is drafted is fed
-  for (int64_t i = 0; d.output_ids && i < m.head.outputs; i++) REQUIRE(within(d.output_ids[i], 0, m.known - 1), TOKEN_RANGE);
+  REQUIRE(d.output_ids || m.head.outputs <= m.num_embeddings, TOKEN_RANGE);  // what is drafted is fed
+  for (int64_t i = 0; d.output_ids && i < m.head.outputs; i++) REQUIRE(within(d.output_ids[i], 0, m.num_embeddings - 1), TOKEN_RANGE);
   REQUIRE(!d.texts || non_null(d.lengths, d.guessed, d.most), NULL_POINTER);
   REQUIRE(!d.texts || !d.feeds, CHAIN_RANGE);
   const int64_t *text = d.texts;
@@ -423,7 +423,7 @@ Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, c
     requested += 1 + guessed;
     REQUIRE(!text || within(d.lengths[i], 1, MOST), CHAIN_RANGE);
     for (int64_t left = text ? d.lengths[i] + guessed : 0; left > 0; left--, text++)
-      REQUIRE(within(*text, 0, m.known - 1), TOKEN_RANGE);
+      REQUIRE(within(*text, 0, m.num_embeddings - 1), TOKEN_RANGE);
     REQUIRE(d.temperatures[i] == 0 || d.keys || d.quantiles, NULL_POINTER);
     REQUIRE(d.temperatures[i] == 0 || d.keys || d.q, NULL_POINTER);
     const int64_t fed = d.starts[i] + d.depths[i] - 1;

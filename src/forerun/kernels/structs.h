@@ -183,7 +183,7 @@
   F(int64_t, hidden)                                                                                                \
   F(int64_t, inner) /* of the widest MLP, or gate of inputs */                                                      \
   F(int64_t, layers)                                                                                                \
-  F(int64_t, known) /* tokens with an embedding */                                                                  \
+  F(int64_t, num_embeddings) /* tokens with an embedding */                                                                  \
   F(const T *, embedding) /* or null: the rows of ``token_embd`` */                                                      \
   F(const float *, norm)                                                                                            \
   F(int64_t, rotaries)        /* tables of angles */                                                                \

@@ -44,7 +44,7 @@ LayerStruct = namedtuple(
 )
 ModelStruct = namedtuple(
     "ModelStruct",
-    "heads hidden inner layers known embedding norm rotaries activation gated centred parallel norm_rotated "
+    "heads hidden inner layers num_embeddings embedding norm rotaries activation gated centred parallel norm_rotated "
     "attn_temp_floor inputs table norm_inputs eps scale softcap logits_softcap embedding_scale residual_scale "
     "logits_scale attn_temp_scale table_scale",
 )
