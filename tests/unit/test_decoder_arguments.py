@@ -37,8 +37,8 @@ def decoding(model, **changes):
 
 BAD_CALLS = [
     {"rows": 0}, {"rows": -1}, {"rows": 4}, {"threads": 0}, {"ids": 0}, {"positions": 0}, {"angles": 0},
-    {"num_angles": 2}, {"layer_ids": 0}, {"num_layer_ids": -1}, {"num_layer_ids": 1 << 40}, {"hidden_out": 0}, {"rows_out": 0},
-    {"num_out": -1}, {"num_out": 4}, {"workspace": 0}, {"workspace_size": 10}, {"logits": 0}, {"sides": 0},
+    {"num_angles": 2}, {"layer_ids": 0}, {"num_layer_ids": -1}, {"num_layer_ids": 1 << 40}, {"hidden_out": 0}, {"logit_rows": 0},
+    {"num_logits": -1}, {"num_logits": 4}, {"workspace": 0}, {"workspace_size": 10}, {"logits": 0}, {"kv": 0},
     {"pools": 0}, {"plan": 0},
 ]  # fmt: skip
 

@@ -51,17 +51,17 @@ class KernelAttention(Backend[AttentionPlan]):
         self.layers: Sequence[int] = range(len(pool.keys))
         """The pool's layers that are read."""
         self._keys: list[torch.Tensor] = []
-        self._sides = self._shapes = array("q")
+        self._kv = self._shapes = array("q")
 
-    def sides(self) -> tuple[int, int]:
+    def kv(self) -> tuple[int, int]:
         """Addresses of two arrays: every layer's keys and values, and their ``structs.PoolStruct``."""
         pool = self.pool
         if self._keys is not pool.keys:  # at first, and after the pool was resized
             self._keys = pool.keys
             pairs = [(pool.keys[index], pool.values[index]) for index in self.layers]
-            self._sides = array("q", (side.data_ptr() for pair in pairs for side in pair))
+            self._kv = array("q", (each.data_ptr() for pair in pairs for each in pair))
             self._shapes = array("q", (value for pair in pairs for value in _pool_struct(*pair)))
-        return self._sides.buffer_info()[0], self._shapes.buffer_info()[0]
+        return self._kv.buffer_info()[0], self._shapes.buffer_info()[0]
 
     def begin(self, batch: Batch) -> AttentionPlan:
         """Raises ValueError, before anything is reserved, for malformed spans."""

@@ -186,7 +186,7 @@ struct Attention {
   T *out;
   int64_t q_stride, heads, kv_heads, window;
   float scale, softcap;
-  Side<T> keys, values;
+  PagedRows<T> keys, values;
   const float *bias;
   int64_t reach;
   const float *sinks;
@@ -333,10 +333,10 @@ struct Attention {
 template <class T>
 void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, const Pool &pool, const Heads &heads,
             const Plan &plan, float scale, float softcap, int threads) {
-  const Side<T> key_side{keys, pool.key_page, pool.key_head, pool.key_slot};
-  const Side<T> value_side{values, pool.value_page, pool.value_head, pool.value_slot};
+  const PagedRows<T> key_rows{keys, pool.key_page, pool.key_head, pool.key_slot};
+  const PagedRows<T> value_rows{values, pool.value_page, pool.value_head, pool.value_slot};
   const Attention<T> attention{plan,  pool,    q,        out,        heads.q_stride, heads.heads, pool.kv_heads, heads.window,
-                               scale, softcap, key_side, value_side, heads.bias,     heads.reach, heads.sinks};
+                               scale, softcap, key_rows, value_rows, heads.bias,     heads.reach, heads.sinks};
   if (k) attention.store_kv(k, v, heads.k_stride, heads.v_stride);
   attention.run(threads);
 }

@@ -11,7 +11,7 @@ namespace {
 
 // One layer's side of the pool.
 template <class T>
-struct Side {
+struct PagedRows {
   T *base;
   int64_t page, head, slot;
   T *at(int64_t page_index, int64_t head_index, int64_t offset) const {
@@ -68,7 +68,7 @@ struct Block {
 
   // The entries [from, to) of a row's list. Empty lanes beside them show the first one's key, which may be read.
   void find(const Plan &plan, const Span &span, int64_t row, int64_t from, int64_t to, int64_t page_size,
-            const Side<T> &k, const Side<T> &v, int64_t head) {
+            const PagedRows<T> &k, const PagedRows<T> &v, int64_t head) {
     const int64_t begin = from % BLOCK, end = begin + to - from;
     for (int64_t lane = begin, run; lane < end; lane += run) {
       const int64_t index = from + lane - begin, entry = plan.entry(span, row, index);

@@ -353,22 +353,22 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
 template <class T>
 Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   REQUIRE(within(c.rows, 1, MOST) && threads_fit(c.threads) && within(c.num_layer_ids, 0, m.layers), SIZE);
-  REQUIRE(non_null(c.ids, c.positions, c.angles, c.hidden_out, c.workspace, c.sides, c.pools, c.plan), NULL_POINTER);
+  REQUIRE(non_null(c.ids, c.positions, c.angles, c.hidden_out, c.workspace, c.kv, c.pools, c.plan), NULL_POINTER);
   REQUIRE((!m.mix.weight && has_embedding(m)) || c.inputs_embeds, NULL_POINTER);
   for (int64_t table = 0; table < m.rotaries; table++) REQUIRE(c.angles[table], NULL_POINTER);
-  REQUIRE(within(c.num_out, 0, c.rows), ROW_RANGE);
-  REQUIRE(workspace_needed(m, layers, c.rows, c.num_out) <= c.workspace_size, WORKSPACE_SIZE);
+  REQUIRE(within(c.num_logits, 0, c.rows), ROW_RANGE);
+  REQUIRE(workspace_needed(m, layers, c.rows, c.num_logits) <= c.workspace_size, WORKSPACE_SIZE);
   REQUIRE(!c.num_layer_ids || c.layer_ids, NULL_POINTER);
   for (int64_t i = 0; i < c.num_layer_ids; i++) REQUIRE(within(c.layer_ids[i], 0, m.layers - 1), LAYER_RANGE);
   for (int64_t row = 0; row < c.rows; row++) {
     REQUIRE(within(c.ids[row], 0, m.num_embeddings - 1), TOKEN_RANGE);
     REQUIRE(within(c.positions[row], 0, c.num_angles - 1), POSITION_RANGE);
   }
-  REQUIRE(!c.num_out || !m.head.weight == !c.logits, NULL_POINTER);
-  if (c.num_out && c.num_out < c.rows) {
-    REQUIRE(c.rows_out, NULL_POINTER);
-    for (int64_t i = 0; i < c.num_out; i++)
-      REQUIRE(within(c.rows_out[i], i ? c.rows_out[i - 1] + 1 : 0, c.rows - 1), ROW_RANGE);
+  REQUIRE(!c.num_logits || !m.head.weight == !c.logits, NULL_POINTER);
+  if (c.num_logits && c.num_logits < c.rows) {
+    REQUIRE(c.logit_rows, NULL_POINTER);
+    for (int64_t i = 0; i < c.num_logits; i++)
+      REQUIRE(within(c.logit_rows[i], i ? c.logit_rows[i - 1] + 1 : 0, c.rows - 1), ROW_RANGE);
   }
   REQUIRE(within(c.pools->pages, 1, MOST) && within(c.pools->page_size, 1, MOST), SIZE);
   bool keeps = false, stores = false, reads = false;
@@ -381,7 +381,7 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
       if (const Complaint wrong = pool_fits(pool)) return wrong;
       REQUIRE(pool.pages == c.pools->pages && pool.page_size == c.pools->page_size, SIZE);
       if (const Complaint wrong = entry_fits(pool, layer)) return wrong;
-      REQUIRE(non_null(c.sides[2 * layer.source], c.sides[2 * layer.source + 1]), NULL_POINTER);
+      REQUIRE(non_null(c.kv[2 * layer.source], c.kv[2 * layer.source + 1]), NULL_POINTER);
       (layer.stores || layer.source != c.layer_ids[i] ? stores : reads) = true;
     }
     if (!mixer) continue;
@@ -400,7 +400,7 @@ template <class T>
 Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, const Chains<T> &d) {
   for (int64_t i = 0; i < m.layers; i++)
     REQUIRE(!layers[i].mixer && (layers[i].stores || layers[i].source != i), LAYER_KIND);
-  REQUIRE(within(d.sequences, 1, c.num_out) && within(d.longest, 1, MOST), CHAIN_RANGE);
+  REQUIRE(within(d.sequences, 1, c.num_logits) && within(d.longest, 1, MOST), CHAIN_RANGE);
   REQUIRE(m.head.weight && has_embedding(m) && !c.all_reduce, NULL_POINTER);
   REQUIRE(non_null(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.noise_ids, d.tokens), NULL_POINTER);
   REQUIRE(!d.feeds || m.hidden <= c.workspace_size, WORKSPACE_SIZE);
@@ -430,7 +430,7 @@ Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, c
     REQUIRE(fed <= c.num_angles, POSITION_RANGE);
     if (const Complaint wrong = pages_fit(*c.plan, *c.pools, d.tables[i], fed)) return wrong;
   }
-  REQUIRE(requested == c.num_out, CHAIN_RANGE);
+  REQUIRE(requested == c.num_logits, CHAIN_RANGE);
   return FINE;
 }
 

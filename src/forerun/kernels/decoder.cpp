@@ -52,7 +52,7 @@ class Decoder {
     wide = take(c.rows * 2 * m.inner);
     inner = take(c.rows * m.inner);
     inputs = take(c.rows * m.layers * m.inputs);
-    scores = take(c.num_out * m.head.outputs);
+    scores = take(c.num_logits * m.head.outputs);
   }
 
   // False where a sum failed.
@@ -76,13 +76,13 @@ class Decoder {
       const Layer &layer = layers[c.layer_ids[i]];
       if (c.hidden_out[i]) std::memcpy(c.hidden_out[i], x, rows * m.hidden * sizeof(T));
       run_attention(layer, c.layer_ids[i]);
-      if (i == c.num_layer_ids - 1 && !output && c.num_out < rows) {
+      if (i == c.num_layer_ids - 1 && !output && c.num_logits < rows) {
         pick(x, m.hidden);
         pick(attended, layer.out.inputs);
         pick(mixed, layer.leave.inputs);
         if (m.parallel) pick(layer.norm_attention ? normed : x, m.hidden);
         if (m.inputs) pick(inputs, m.layers * m.inputs);
-        rows = c.num_out;
+        rows = c.num_logits;
       }
       if (rows) output_and_mlp(layer, c.layer_ids[i], rows);
       if (failed) return false;
@@ -92,14 +92,14 @@ class Decoder {
     normalise(x, m.norm, normed, rows);
     if (output) {
       std::memcpy(output, normed, rows * m.hidden * sizeof(T));
-      if (c.num_out < rows) pick(normed, m.hidden);
+      if (c.num_logits < rows) pick(normed, m.hidden);
     }
-    if (!c.num_out || !m.head.weight) return true;
-    multiply(m.head, normed, scores, nullptr, c.num_out);
+    if (!c.num_logits || !m.head.weight) return true;
+    multiply(m.head, normed, scores, nullptr, c.num_logits);
     const Floats factor = broadcast(static_cast<float>(m.logits_scale));
-    for (int64_t i = 0, all = c.num_out * m.head.outputs; i < all; i += 16)
+    for (int64_t i = 0, all = c.num_logits * m.head.outputs; i < all; i += 16)
       store(c.logits + i, first(all - i), load(scores + i, first(all - i)) * factor);
-    if (m.logits_softcap > 0) softcap(c.logits, c.num_out * m.head.outputs, static_cast<float>(m.logits_softcap));
+    if (m.logits_softcap > 0) softcap(c.logits, c.num_logits * m.head.outputs, static_cast<float>(m.logits_softcap));
     return true;
   }
 
@@ -134,8 +134,8 @@ class Decoder {
 
   // The rows whose logits are wanted, to the front.
   void pick(T *from, int64_t width) const {
-    for (int64_t i = 0; i < c.num_out; i++)
-      if (c.rows_out[i] != i) std::memcpy(from + i * width, from + c.rows_out[i] * width, width * sizeof(T));
+    for (int64_t i = 0; i < c.num_logits; i++)
+      if (c.logit_rows[i] != i) std::memcpy(from + i * width, from + c.logit_rows[i] * width, width * sizeof(T));
   }
 
   void multiply(const Linear &layer, const T *in, T *out, const T *add, int64_t rows) const {
@@ -250,8 +250,8 @@ class Decoder {
   }
 
   void attend_cache(const Layer &layer, const T *q, const T *k, const T *v, T *out, const Heads &heads) const {
-    T *const *const sides = c.sides + 2 * layer.source;
-    attend(q, k, v, out, sides[0], sides[1], c.pools[layer.source], heads, *c.plan, static_cast<float>(m.scale),
+    T *const *const kv = c.kv + 2 * layer.source;
+    attend(q, k, v, out, kv[0], kv[1], c.pools[layer.source], heads, *c.plan, static_cast<float>(m.scale),
            static_cast<float>(m.softcap), threads);
   }
 
@@ -414,7 +414,7 @@ class Drafting {
     for (Pass *pass = d.passes;; call = next()) {
       const auto begin = std::chrono::steady_clock::now();
       Decoder<T>(model, layers, call).run();
-      const int threads = call.num_out * size > 1000000 ? static_cast<int>(first.threads) : 1;
+      const int threads = call.num_logits * size > 1000000 ? static_cast<int>(first.threads) : 1;
       parallel_for(active.size(), 1, threads, [&](int64_t from, int64_t to) {
         for (int64_t i = from; i < to; i++) extend(active[i]);
       });
@@ -543,7 +543,7 @@ class Drafting {
     plan.spans = spans.data();
     plan.num_spans = spans.size();
     call.plan = &plan;
-    call.rows = call.num_out = ids.size();
+    call.rows = call.num_logits = ids.size();
     call.ids = ids.data();
     call.inputs_embeds = d.feeds ? states.data() : nullptr;
     call.positions = positions.data();
@@ -589,8 +589,8 @@ void draft(const Model<T> &model, const Layer *layers, const Call<T> &call, cons
 }
 
 template <class T>
-int64_t workspace_needed(const Model<T> &m, const Layer *layers, int64_t rows, int64_t num_out) {
-  int64_t numbers = num_out * m.head.outputs;
+int64_t workspace_needed(const Model<T> &m, const Layer *layers, int64_t rows, int64_t num_logits) {
+  int64_t numbers = num_logits * m.head.outputs;
   const Widths w(m, layers);
   for (int64_t width :
        {m.hidden, w.input, w.made, w.attended, w.mixed, w.latent, 2 * m.inner, m.inner, m.layers * m.inputs})

@@ -221,12 +221,12 @@ using AllReduce = int (*)(const void *part, int64_t wide, float *total, int64_t 
   F(const int64_t *, layer_ids) /* the layers to run */                                                                 \
   F(int64_t, num_layer_ids)                                                                                                 \
   F(T *const *, hidden_out) /* where each layer's input goes, or null; then the normed and the raw output */        \
-  F(const int64_t *, rows_out) /* the rows whose logits are wanted, ascending; read if they are not all */          \
-  F(int64_t, num_out)                                                                                               \
+  F(const int64_t *, logit_rows) /* the rows whose logits are wanted, ascending; read if they are not all */          \
+  F(int64_t, num_logits)                                                                                               \
   F(T *, workspace)                                                                                                 \
   F(int64_t, workspace_size)                                                                                        \
   F(float *, logits)   /* [num_out, vocabulary]; null where the model has no head */                                \
-  F(T *const *, sides) /* keys and values of every layer */                                                         \
+  F(T *const *, kv) /* keys and values of every layer */                                                         \
   F(const Pool *, pools) /* of every layer */                                                                       \
   F(const Plan *, plan)                                                                                             \
   F(AllReduce, all_reduce) /* of attention's and MLP's partial sums over ranks, or null: one rank */                                 \

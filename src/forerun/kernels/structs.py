@@ -50,8 +50,8 @@ ModelStruct = namedtuple(
 )
 Call = namedtuple(
     "Call",
-    "rows threads ids inputs_embeds positions angles num_angles layer_ids num_layer_ids hidden_out rows_out num_out workspace "
-    "workspace_size logits sides pools plan all_reduce replay states experts",
+    "rows threads ids inputs_embeds positions angles num_angles layer_ids num_layer_ids hidden_out logit_rows num_logits workspace "
+    "workspace_size logits kv pools plan all_reduce replay states experts",
 )
 PassStruct = namedtuple("PassStruct", "rows nanoseconds match guessed right")
 Chains = namedtuple(

@@ -322,7 +322,7 @@ class Fused:
         out = array("q", _logit_rows(batch) if 0 < num_logits < rows else ())
         angles, experts = array("q", (table.data_ptr() for table in tables)), array("q", [0])
         lists = (ids, positions, layers, hidden_addresses, out, angles, experts)
-        sides, entries = attention.sides()
+        kv, pools = attention.kv()
         replay, compiled_replay, state_addresses = None, None, array("q")
         if self.keeps_state:
             replay, compiled_replay, state_addresses = self._states(batch, attention)
@@ -330,9 +330,9 @@ class Fused:
             rows=rows, threads=kernels.threads(), ids=structs.address(ids),
             inputs_embeds=0 if given is None else given.data_ptr(), positions=structs.address(positions),
             angles=structs.address(angles), num_angles=min(map(len, tables)), layer_ids=structs.address(layers),
-            num_layer_ids=len(layers), hidden_out=structs.address(hidden_addresses), rows_out=structs.address(out),
-            num_out=num_logits, workspace=workspace.data_ptr(), workspace_size=len(workspace),
-            logits=logits.data_ptr() if self.vocab_size else 0, sides=sides, pools=entries, plan=plan.address,
+            num_layer_ids=len(layers), hidden_out=structs.address(hidden_addresses), logit_rows=structs.address(out),
+            num_logits=num_logits, workspace=workspace.data_ptr(), workspace_size=len(workspace),
+            logits=logits.data_ptr() if self.vocab_size else 0, kv=kv, pools=pools, plan=plan.address,
             all_reduce=0 if self.sums is None else self.sums.address,
             replay=0 if compiled_replay is None else compiled_replay.address,
             states=structs.address(state_addresses), experts=structs.address(experts),
