@@ -126,7 +126,10 @@ def test_a_layer_whose_parts_do_not_fit(model):
     refused(KernelError, "null", run)
 
 
-BAD_INPUTS = [{"inputs": -1}, {"inputs": 0}, {"inputs": 9}, {"norm_inputs": NOWHERE}, {"table": NOWHERE}]
+BAD_PER_LAYER = [
+    {"per_layer_size": -1}, {"per_layer_size": 0}, {"per_layer_size": 9}, {"per_layer_norm": NOWHERE},
+    {"per_layer_table": NOWHERE},
+]  # fmt: skip
 BAD_SHARES = [
     {"source": 6}, {"source": 2}, {"source": -1}, {"stores": 1}, {"width": 16}, {"kv_heads": 1}, {"norm_key": 1},
     {"normed": 5}, {"normed": -1},
@@ -139,7 +142,7 @@ def test_layers_that_read_others_and_embeddings_that_do_not_fit(described):
     fused, size = model.fused, len(model.fused.layers) // 6
     run, *_ = decoding(model)
     run()
-    cases = [(fused.model, structs.ModelStruct, 0, BAD_INPUTS), (fused.layers, structs.LayerStruct, 5, BAD_SHARES)]
+    cases = [(fused.model, structs.ModelStruct, 0, BAD_PER_LAYER), (fused.layers, structs.LayerStruct, 5, BAD_SHARES)]
     bad = []
     for fields, kind, layer, changes in cases:
         items = [item for change in changes for item in change.items()]

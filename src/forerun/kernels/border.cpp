@@ -270,12 +270,12 @@ Complaint rows_of_layer_fit(const Linear &l, int64_t count, int64_t width) {
 
 // Per-layer embeddings.
 template <class T>
-Complaint inputs_fit(const Model<T> &m) {
-  REQUIRE(within(m.inputs, 0, m.gated ? m.inner : 0), SIZE);
-  if (!m.inputs) return absent(m.table_rows, m.project);
-  REQUIRE(m.norm_inputs, NULL_POINTER);
-  if (const Complaint wrong = layer_fits(m.project, m.hidden, m.layers * m.inputs)) return wrong;
-  return m.table ? FINE : rows_of_layer_fit(m.table_rows, m.num_embeddings, m.layers * m.inputs);
+Complaint per_layer_fits(const Model<T> &m) {
+  REQUIRE(within(m.per_layer_size, 0, m.gated ? m.inner : 0), SIZE);
+  if (!m.per_layer_size) return absent(m.per_layer_rows, m.per_layer_project);
+  REQUIRE(m.per_layer_norm, NULL_POINTER);
+  if (const Complaint wrong = layer_fits(m.per_layer_project, m.hidden, m.layers * m.per_layer_size)) return wrong;
+  return m.per_layer_table ? FINE : rows_of_layer_fit(m.per_layer_rows, m.num_embeddings, m.layers * m.per_layer_size);
 }
 
 // What attention reads, and how a layer reads its embedding.
@@ -312,7 +312,7 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
   REQUIRE(!m.head.next, SIZE);
   if (!m.embedding && has_embedding(m))
     if (const Complaint wrong = rows_of_layer_fit(m.token_embd, m.num_embeddings, m.hidden)) return wrong;
-  if (const Complaint wrong = inputs_fit(m)) return wrong;
+  if (const Complaint wrong = per_layer_fits(m)) return wrong;
   if (m.head.weight)
     if (const Complaint wrong = layer_fits(m.head, m.hidden, m.head.outputs)) return wrong;
   REQUIRE(!m.mix.weight || has_embedding(m), NULL_POINTER);
@@ -327,12 +327,12 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
     REQUIRE(!(l.mixer && (l.norm_token || m.parallel)), LAYER_KIND);
     if (const Complaint wrong = mixing_fits(l, m.hidden)) return wrong;
     if (const Complaint wrong = attention_fits(m, layers, i)) return wrong;
-    if (!m.inputs) {
-      if (const Complaint wrong = absent(l.to_inputs, l.from_inputs)) return wrong;
+    if (!m.per_layer_size) {
+      if (const Complaint wrong = absent(l.per_layer_gate, l.per_layer_out)) return wrong;
     } else {
       if (const Complaint wrong = activation_fits(m.activation, l.numbers, true)) return wrong;
-      if (const Complaint wrong = layer_fits(l.to_inputs, m.hidden, m.inputs)) return wrong;
-      if (const Complaint wrong = layer_fits(l.from_inputs, m.inputs, m.hidden)) return wrong;
+      if (const Complaint wrong = layer_fits(l.per_layer_gate, m.hidden, m.per_layer_size)) return wrong;
+      if (const Complaint wrong = layer_fits(l.per_layer_out, m.per_layer_size, m.hidden)) return wrong;
     }
     if (l.experts) {
       if (const Complaint wrong = experts_fit(*l.experts, m.hidden)) return wrong;

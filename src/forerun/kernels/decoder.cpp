@@ -51,7 +51,7 @@ class Decoder {
     latent = take(c.rows * widths.latent);
     wide = take(c.rows * 2 * m.inner);
     inner = take(c.rows * m.inner);
-    inputs = take(c.rows * m.layers * m.inputs);
+    per_layer = take(c.rows * m.layers * m.per_layer_size);
     scores = take(c.num_logits * m.head.outputs);
   }
 
@@ -69,7 +69,7 @@ class Decoder {
       }
     }
     if (m.mix.weight) multiply(m.mix, normed, x, nullptr, c.rows);
-    if (m.inputs) embed_for_layers();
+    if (m.per_layer_size) embed_per_layer();
     int64_t rows = c.rows;  // that go on
     T *const output = c.hidden_out[c.num_layer_ids];
     for (int64_t i = 0; i < c.num_layer_ids && rows; i++) {
@@ -81,7 +81,7 @@ class Decoder {
         pick(attended, layer.out.inputs);
         pick(mixed, layer.leave.inputs);
         if (m.parallel) pick(layer.norm_attention ? normed : x, m.hidden);
-        if (m.inputs) pick(inputs, m.layers * m.inputs);
+        if (m.per_layer_size) pick(per_layer, m.layers * m.per_layer_size);
         rows = c.num_logits;
       }
       if (rows) output_and_mlp(layer, c.layer_ids[i], rows);
@@ -116,20 +116,20 @@ class Decoder {
   }
 
   // What layers read shared x: (norm of a projection of it + a row of the table) / sqrt(2), for each of them.
-  void embed_for_layers() const {
-    const int64_t width = m.layers * m.inputs;
-    multiply(m.project, x, inputs, nullptr, c.rows);
-    scale(inputs, static_cast<float>(std::pow(static_cast<double>(m.hidden), -0.5)), c.rows * width);
-    norm(inputs, m.norm_inputs, inputs, static_cast<const T *>(nullptr), c.rows * m.layers, 1, m.inputs, eps,
+  void embed_per_layer() const {
+    const int64_t width = m.layers * m.per_layer_size;
+    multiply(m.per_layer_project, x, per_layer, nullptr, c.rows);
+    scale(per_layer, static_cast<float>(std::pow(static_cast<double>(m.hidden), -0.5)), c.rows * width);
+    norm(per_layer, m.per_layer_norm, per_layer, static_cast<const T *>(nullptr), c.rows * m.layers, 1, m.per_layer_size, eps,
          m.centred != 0);
     std::vector<T> own(width);
     for (int64_t row = 0; row < c.rows; row++) {
-      take(m.table, m.table_rows, m.table_scale, row, own.data(), width);
-      T *const at = inputs + row * width;
+      take(m.per_layer_table, m.per_layer_rows, m.per_layer_scale, row, own.data(), width);
+      T *const at = per_layer + row * width;
       for (int64_t i = 0; i < width; i += 16)
         store(at + i, first(width - i), load(at + i, first(width - i)) + load(&own[i], first(width - i)));
     }
-    scale(inputs, 0.70710678f, c.rows * width);
+    scale(per_layer, 0.70710678f, c.rows * width);
   }
 
   // The rows whose logits are wanted, to the front.
@@ -318,20 +318,20 @@ class Decoder {
       gate(m.activation, layer.numbers, m.gated != 0, wide, inner, rows, layer.down.inputs);
       add(layer.down, inner, layer.after_mlp, rows);
     }
-    if (m.inputs) add_inputs(layer, index, rows);
+    if (m.per_layer_size) add_per_layer(layer, index, rows);
     if (layer.scale != 1) scale(x, static_cast<float>(layer.scale), rows * m.hidden);
   }
 
-  void add_inputs(const Layer &layer, int64_t index, int64_t rows) {
-    const int64_t bytes = m.inputs * sizeof(T);
-    multiply(layer.to_inputs, x, inner, nullptr, rows);
+  void add_per_layer(const Layer &layer, int64_t index, int64_t rows) {
+    const int64_t bytes = m.per_layer_size * sizeof(T);
+    multiply(layer.per_layer_gate, x, inner, nullptr, rows);
     for (int64_t row = 0; row < rows; row++) {
-      T *const to = wide + 2 * row * m.inputs;
-      std::memcpy(to, inner + row * m.inputs, bytes);
-      std::memcpy(to + m.inputs, inputs + (row * m.layers + index) * m.inputs, bytes);
+      T *const to = wide + 2 * row * m.per_layer_size;
+      std::memcpy(to, inner + row * m.per_layer_size, bytes);
+      std::memcpy(to + m.per_layer_size, per_layer + (row * m.layers + index) * m.per_layer_size, bytes);
     }
-    gate(m.activation, layer.numbers, true, wide, inner, rows, m.inputs);
-    add(layer.from_inputs, inner, layer.after_inputs, rows);
+    gate(m.activation, layer.numbers, true, wide, inner, rows, m.per_layer_size);
+    add(layer.per_layer_out, inner, layer.after_inputs, rows);
   }
 
   void add_experts(const Layer &layer, const T *in, int64_t rows) {
@@ -384,7 +384,7 @@ class Decoder {
   const Call<T> &c;
   const float eps;
   const int threads;
-  T *x, *normed, *qkv, *attended, *mixed, *latent, *wide, *inner, *inputs, *scores;
+  T *x, *normed, *qkv, *attended, *mixed, *latent, *wide, *inner, *per_layer, *scores;
   bool failed = false;
 };
 
@@ -593,7 +593,7 @@ int64_t workspace_needed(const Model<T> &m, const Layer *layers, int64_t rows, i
   int64_t numbers = num_logits * m.head.outputs;
   const Widths w(m, layers);
   for (int64_t width :
-       {m.hidden, w.input, w.made, w.attended, w.mixed, w.latent, 2 * m.inner, m.inner, m.layers * m.inputs})
+       {m.hidden, w.input, w.made, w.attended, w.mixed, w.latent, 2 * m.inner, m.inner, m.layers * m.per_layer_size})
     numbers += rounded(rows * width);
   return numbers;
 }

@@ -175,7 +175,7 @@
   F(const float *, norm_router)   /* as norm_experts */                                                             \
   F(const float *, after_experts) /* of what experts make, before that of the MLP beside them is added */           \
   F(const float *, after_beside)  /* of what that makes */                                                          \
-  F(const float *, after_inputs)  /* of what ``from_inputs`` adds */                                                \
+  F(const float *, after_inputs)  /* of what ``per_layer_out`` adds */                                                \
   F(double, scale)            /* of the output */
 
 #define MODEL(F)                                                                                                    \
@@ -193,9 +193,9 @@
   F(int64_t, parallel)        /* the MLP reads what attention read */                                               \
   F(int64_t, norm_rotated)    /* norm_qk comes behind the rotary embedding */                                       \
   F(int64_t, attn_temp_floor)     /* Llama 4: queries at position p times 1 + scale * log(1 + p / floor) */           \
-  F(int64_t, inputs)          /* numbers of a per-layer embedding; 0: there are none */                             \
-  F(const T *, table)         /* [known, layers, inputs] of them, or null: the rows of ``table_rows`` */            \
-  F(const float *, norm_inputs)                                                                                     \
+  F(int64_t, per_layer_size)          /* numbers of a per-layer embedding; 0: there are none */                             \
+  F(const T *, per_layer_table)         /* [known, layers, inputs] of them, or null: the rows of ``per_layer_rows`` */            \
+  F(const float *, per_layer_norm)                                                                                     \
   F(double, eps)                                                                                                    \
   F(double, scale)            /* of attention's scores */                                                           \
   F(double, softcap)          /* of attention's scores; 0: none */                                                  \
@@ -204,7 +204,7 @@
   F(double, residual_scale)   /* of what attention and MLP add */                                                   \
   F(double, logits_scale)                                                                                           \
   F(double, attn_temp_scale)                                                                                           \
-  F(double, table_scale)
+  F(double, per_layer_scale)
 
 // Adds up ``part`` [rows, hidden], float if it is ``wide`` and else as the rows are, with those of other processes, in
 // float. What it returns is 0, or the call ends.
@@ -351,7 +351,7 @@ struct Layer {
   Linear qkv, out;       // of attention; there is none where qkv's weight is null
   Linear enter, leave;   // before and behind the mixer
   Linear gate_up, down;  // of the MLP; in the place of experts, or beside them; there is none where gate_up's weight is null
-  Linear to_inputs, from_inputs;  // gate the layer's embedding, and read it
+  Linear per_layer_gate, per_layer_out;  // gate the layer's embedding, and read it
 };
 
 template <class T>
@@ -359,7 +359,7 @@ struct Model {
   MODEL(FIELD)
   Linear head, token_embd;  // either may be elsewhere: its weight is null
   Linear mix;  // makes the first layer's input of [the token's embedding, the given row]; its weight may be null
-  Linear table_rows, project;  // of per-layer embeddings: their rows, and what is made of the first layer's input
+  Linear per_layer_rows, per_layer_project;  // of per-layer embeddings: their rows, and what is made of the first layer's input
 };
 
 template <class T>

@@ -2,7 +2,7 @@
 
 ``structs.h`` names the same fields in the same order and says what they mean; ``library`` compares the names. Pointers
 are addresses, 0 for null; doubles go through ``number``. Some structs are followed by others in memory: a
-``LayerStruct`` by the ``LinearStruct`` of qkv, out, enter, leave, gate_up, down, to_inputs and from_inputs; an
+``LayerStruct`` by the ``LinearStruct`` of qkv, out, enter, leave, gate_up, down, per_layer_gate and per_layer_out; an
 ``ExpertsStruct`` by the router's; a ``LatentStruct`` by the queries'; a ``ModelStruct`` by those of the head, the
 embedding, the mix, the table and the projection to its rows.
 """
@@ -45,8 +45,8 @@ LayerStruct = namedtuple(
 ModelStruct = namedtuple(
     "ModelStruct",
     "heads hidden inner layers num_embeddings embedding norm rotaries activation gated centred parallel norm_rotated "
-    "attn_temp_floor inputs table norm_inputs eps scale softcap logits_softcap embedding_scale residual_scale "
-    "logits_scale attn_temp_scale table_scale",
+    "attn_temp_floor per_layer_size per_layer_table per_layer_norm eps scale softcap logits_softcap embedding_scale residual_scale "
+    "logits_scale attn_temp_scale per_layer_scale",
 )
 Call = namedtuple(
     "Call",

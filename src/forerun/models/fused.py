@@ -227,15 +227,15 @@ class Fused:
             "logits_softcap": spec.logits_softcap or 0, "embedding_scale": embedding.scale,
             "residual_scale": spec.residual_scale, "logits_scale": spec.logits_scale,
             "attn_temp_scale": 0 if scaling is None else scaling.beta,
-            "table_scale": 1 if table is None else table.table.scale,
+            "per_layer_scale": 1 if table is None else table.table.scale,
         }  # fmt: skip
         model = structs.ModelStruct(
             heads=spec.heads, hidden=self.hidden, inner=inner, layers=len(decoder.layers), num_embeddings=embedding.count,
             embedding=numbers, norm=decoder.norm.pointer, rotaries=len(decoder.rotaries),
             activation=structs.ACTIVATIONS.index(spec.activation), gated=of.mlp.gated,
             centred=decoder.norm.subtracts, parallel=of.parallel, norm_rotated=of.norms.after_rotary,
-            attn_temp_floor=1 if scaling is None else scaling.reach, inputs=0 if table is None else table.width,
-            table=table_numbers, norm_inputs=0 if table is None else table.norm.pointer,
+            attn_temp_floor=1 if scaling is None else scaling.reach, per_layer_size=0 if table is None else table.width,
+            per_layer_table=table_numbers, per_layer_norm=0 if table is None else table.norm.pointer,
             **{name: structs.number(value) for name, value in real.items()},
         )  # fmt: skip
         mix = structs.NO_LAYER if decoder.mix is None else decoder.mix.fields()
