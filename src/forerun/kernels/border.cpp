@@ -221,10 +221,10 @@ Complaint absent(const Linear &one, const Linear &other) {
 }
 
 Complaint mixing_fits(const Layer &l, int64_t hidden) {
-  if (!l.mixer) return absent(l.enter, l.leave);
+  if (!l.mixer) return absent(l.mixer_in, l.mixer_out);
   if (const Complaint wrong = mixer_fits(*l.mixer)) return wrong;
-  if (const Complaint wrong = layer_fits(l.enter, hidden, mixer_inputs(*l.mixer))) return wrong;
-  return layer_fits(l.leave, l.mixer->inner, hidden);
+  if (const Complaint wrong = layer_fits(l.mixer_in, hidden, mixer_inputs(*l.mixer))) return wrong;
+  return layer_fits(l.mixer_out, l.mixer->inner, hidden);
 }
 
 Complaint list_fits(const int64_t *list, int64_t count, int64_t least, int64_t most, Complaint wrong) {

@@ -23,9 +23,9 @@ struct Widths {
     for (int64_t i = 0; i < m.layers; i++) {
       const Layer &layer = layers[i];
       input = std::max(input, layer.qkv.inputs);
-      made = std::max({made, layer.qkv.all_outputs(), layer.enter.all_outputs()});
+      made = std::max({made, layer.qkv.all_outputs(), layer.mixer_in.all_outputs()});
       attended = std::max(attended, layer.out.inputs);
-      mixed = std::max(mixed, layer.leave.inputs);
+      mixed = std::max(mixed, layer.mixer_out.inputs);
       if (layer.latent) latent = std::max(latent, layer.latent->needed(m.heads));
     }
   }
@@ -79,7 +79,7 @@ class Decoder {
       if (i == c.num_layer_ids - 1 && !output && c.num_logits < rows) {
         pick(x, m.hidden);
         pick(attended, layer.out.inputs);
-        pick(mixed, layer.leave.inputs);
+        pick(mixed, layer.mixer_out.inputs);
         if (m.parallel) pick(layer.norm_attention ? normed : x, m.hidden);
         if (m.per_layer_size) pick(per_layer, m.layers * m.per_layer_size);
         rows = c.num_logits;
@@ -202,7 +202,7 @@ class Decoder {
     const T *const in = read(layer.norm_attention, c.rows);
     if (layer.mixer) {
       void *const *const held = c.states + 2 * index;
-      multiply(layer.enter, in, qkv, nullptr, c.rows);
+      multiply(layer.mixer_in, in, qkv, nullptr, c.rows);
       recur(*layer.mixer, *c.replay, qkv, static_cast<T *>(held[0]), static_cast<float *>(held[1]), mixed, c.rows,
             threads);
     }
@@ -307,7 +307,7 @@ class Decoder {
 
   void output_and_mlp(const Layer &layer, int64_t index, int64_t rows) {
     if (m.parallel) multiply(layer.gate_up, layer.norm_attention ? normed : x, wide, nullptr, rows);
-    if (layer.mixer) add(layer.leave, mixed, nullptr, rows);
+    if (layer.mixer) add(layer.mixer_out, mixed, nullptr, rows);
     if (layer.qkv.weight) add(layer.out, attended, layer.after_attention, rows);
     if (failed || (!layer.experts && !layer.gate_up.weight)) return;
     const T *const in = m.parallel ? nullptr : read(layer.norm_mlp, rows);

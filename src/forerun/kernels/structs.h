@@ -349,7 +349,7 @@ struct Replay {
 struct Layer {
   LAYER(FIELD)
   Linear qkv, out;       // of attention; there is none where qkv's weight is null
-  Linear enter, leave;   // before and behind the mixer
+  Linear mixer_in, mixer_out;  // before and behind the mixer
   Linear gate_up, down;  // of the MLP; in the place of experts, or beside them; there is none where gate_up's weight is null
   Linear per_layer_gate, per_layer_out;  // gate the layer's embedding, and read it
 };
