@@ -105,7 +105,7 @@ BAD_LAYERS = [
     {"rotary": -2}, {"rotary": 1}, {"window": -1}, {"norm_attention": 0, "norm_token": 1}, {"width": 15}, {"width": 0},
     {"kv_heads": 0}, {"kv_heads": 3}, {"stores": 2}, {"stores": 0}, {"source": -1}, {"source": 1},
 ]  # fmt: skip
-BAD_MODELS = [{"rotaries": -1}, {"rotaries": 0}, {"rotaries": 99}, {"activation": -1}, {"activation": 2}, {"inner": 63}]
+BAD_MODELS = [{"rotaries": -1}, {"rotaries": 0}, {"rotaries": 99}, {"activation": -1}, {"activation": 2}, {"intermediate": 63}]
 
 
 def test_a_layer_whose_parts_do_not_fit(model):

@@ -166,12 +166,12 @@ Complaint mixer_fits(const Mixer &m) {
   REQUIRE(within(m.kind, 0, MIXERS - 1), LAYER_KIND);
   REQUIRE(within(m.columns, 1, MOST_TAPS - 1) && within(m.channels, 1, MOST) && m.conv, SIZE);
   if (m.kind == MIXER_conv) {
-    REQUIRE(m.inner == m.channels && !m.gates, SIZE);
+    REQUIRE(m.d_inner == m.channels && !m.gates, SIZE);
     return FINE;
   }
   for (int64_t size : {m.heads, m.groups, m.key_dim, m.value_dim}) REQUIRE(within(size, 1, MOST_INT8), HEADS_SIZE);
-  REQUIRE(m.heads % m.groups == 0 && m.inner == m.heads * m.value_dim && m.inner % m.groups == 0, HEADS_SIZE);
-  REQUIRE(m.channels == m.inner + 2 * m.groups * m.key_dim, HEADS_SIZE);
+  REQUIRE(m.heads % m.groups == 0 && m.d_inner == m.heads * m.value_dim && m.d_inner % m.groups == 0, HEADS_SIZE);
+  REQUIRE(m.channels == m.d_inner + 2 * m.groups * m.key_dim, HEADS_SIZE);
   REQUIRE(m.gates == m.heads * (m.kind == MIXER_delta ? 2 : 1), HEADS_SIZE);
   REQUIRE(non_null(m.decay, m.step) && (m.kind == MIXER_delta ? m.norm : m.skip), NULL_POINTER);
   return FINE;
@@ -211,7 +211,7 @@ Complaint entry_fits(const Pool &p, const Layer &l) {
 
 // Numbers of a row of inputs.
 int64_t mixer_inputs(const Mixer &m) {
-  return m.kind == MIXER_conv ? 3 * m.channels : m.channels + m.gates + m.inner;
+  return m.kind == MIXER_conv ? 3 * m.channels : m.channels + m.gates + m.d_inner;
 }
 
 // Two projections that a layer does not have.
@@ -224,7 +224,7 @@ Complaint mixing_fits(const Layer &l, int64_t hidden) {
   if (!l.mixer) return absent(l.mixer_in, l.mixer_out);
   if (const Complaint wrong = mixer_fits(*l.mixer)) return wrong;
   if (const Complaint wrong = layer_fits(l.mixer_in, hidden, mixer_inputs(*l.mixer))) return wrong;
-  return layer_fits(l.mixer_out, l.mixer->inner, hidden);
+  return layer_fits(l.mixer_out, l.mixer->d_inner, hidden);
 }
 
 Complaint list_fits(const int64_t *list, int64_t count, int64_t least, int64_t most, Complaint wrong) {
@@ -271,7 +271,7 @@ Complaint rows_of_layer_fit(const Linear &l, int64_t count, int64_t width) {
 // Per-layer embeddings.
 template <class T>
 Complaint per_layer_fits(const Model<T> &m) {
-  REQUIRE(within(m.per_layer_size, 0, m.gated ? m.inner : 0), SIZE);
+  REQUIRE(within(m.per_layer_size, 0, m.gated ? m.intermediate : 0), SIZE);
   if (!m.per_layer_size) return absent(m.per_layer_rows, m.per_layer_project);
   REQUIRE(m.per_layer_norm, NULL_POINTER);
   if (const Complaint wrong = layer_fits(m.per_layer_project, m.hidden, m.layers * m.per_layer_size)) return wrong;
@@ -304,7 +304,7 @@ Complaint attention_fits(const Model<T> &m, const Layer *layers, int64_t index) 
 template <class T>
 Complaint model_fits(const Model<T> &m, const Layer *layers) {
   REQUIRE(within(m.heads, 1, MOST), HEADS_SIZE);
-  REQUIRE(within(m.hidden, 1, MOST) && within(m.inner, 0, MOST) && within(m.num_embeddings, 1, MOST), SIZE);
+  REQUIRE(within(m.hidden, 1, MOST) && within(m.intermediate, 0, MOST) && within(m.num_embeddings, 1, MOST), SIZE);
   REQUIRE(within(m.rotaries, 0, m.layers), SIZE);
   REQUIRE(m.norm, NULL_POINTER);
   REQUIRE(m.attn_temp_floor >= 1, SIZE);
@@ -343,7 +343,7 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
       if (const Complaint wrong = absent(l.gate_up, l.down)) return wrong;
       continue;
     }
-    REQUIRE(l.down.inputs <= m.inner, SIZE);
+    REQUIRE(l.down.inputs <= m.intermediate, SIZE);
     if (const Complaint wrong = activation_fits(m.activation, l.numbers, m.gated)) return wrong;
     if (const Complaint wrong = mlp_fits(l.gate_up, l.down, m.hidden, m.gated)) return wrong;
   }

@@ -49,8 +49,8 @@ class Decoder {
     attended = take(c.rows * widths.attended);
     mixed = take(c.rows * widths.mixed);
     latent = take(c.rows * widths.latent);
-    wide = take(c.rows * 2 * m.inner);
-    inner = take(c.rows * m.inner);
+    up = take(c.rows * 2 * m.intermediate);
+    activated = take(c.rows * m.intermediate);
     per_layer = take(c.rows * m.layers * m.per_layer_size);
     scores = take(c.num_logits * m.head.outputs);
   }
@@ -183,8 +183,8 @@ class Decoder {
       store(x + i, first(all - i), load(x + i, first(all - i)) + load(normed + i, first(all - i)));
   }
 
-  void all_reduce(const void *part, bool wide, std::vector<float> &total, int64_t rows) {
-    if (c.all_reduce(part, wide, total.data(), rows)) failed = true;
+  void all_reduce(const void *part, bool up, std::vector<float> &total, int64_t rows) {
+    if (c.all_reduce(part, up, total.data(), rows)) failed = true;
   }
 
   void run_attention(const Layer &layer, int64_t index) const {
@@ -306,7 +306,7 @@ class Decoder {
   }
 
   void output_and_mlp(const Layer &layer, int64_t index, int64_t rows) {
-    if (m.parallel) multiply(layer.gate_up, layer.norm_attention ? normed : x, wide, nullptr, rows);
+    if (m.parallel) multiply(layer.gate_up, layer.norm_attention ? normed : x, up, nullptr, rows);
     if (layer.mixer) add(layer.mixer_out, mixed, nullptr, rows);
     if (layer.qkv.weight) add(layer.out, attended, layer.after_attention, rows);
     if (failed || (!layer.experts && !layer.gate_up.weight)) return;
@@ -314,9 +314,9 @@ class Decoder {
     if (layer.experts) {
       add_experts(layer, in, rows);
     } else {
-      if (in) multiply(layer.gate_up, in, wide, nullptr, rows);
-      gate(m.activation, layer.numbers, m.gated != 0, wide, inner, rows, layer.down.inputs);
-      add(layer.down, inner, layer.after_mlp, rows);
+      if (in) multiply(layer.gate_up, in, up, nullptr, rows);
+      gate(m.activation, layer.numbers, m.gated != 0, up, activated, rows, layer.down.inputs);
+      add(layer.down, activated, layer.after_mlp, rows);
     }
     if (m.per_layer_size) add_per_layer(layer, index, rows);
     if (layer.scale != 1) scale(x, static_cast<float>(layer.scale), rows * m.hidden);
@@ -324,14 +324,14 @@ class Decoder {
 
   void add_per_layer(const Layer &layer, int64_t index, int64_t rows) {
     const int64_t bytes = m.per_layer_size * sizeof(T);
-    multiply(layer.per_layer_gate, x, inner, nullptr, rows);
+    multiply(layer.per_layer_gate, x, activated, nullptr, rows);
     for (int64_t row = 0; row < rows; row++) {
-      T *const to = wide + 2 * row * m.per_layer_size;
-      std::memcpy(to, inner + row * m.per_layer_size, bytes);
+      T *const to = up + 2 * row * m.per_layer_size;
+      std::memcpy(to, activated + row * m.per_layer_size, bytes);
       std::memcpy(to + m.per_layer_size, per_layer + (row * m.layers + index) * m.per_layer_size, bytes);
     }
-    gate(m.activation, layer.numbers, true, wide, inner, rows, m.per_layer_size);
-    add(layer.per_layer_out, inner, layer.after_inputs, rows);
+    gate(m.activation, layer.numbers, true, up, activated, rows, m.per_layer_size);
+    add(layer.per_layer_out, activated, layer.after_inputs, rows);
   }
 
   void add_experts(const Layer &layer, const T *in, int64_t rows) {
@@ -361,9 +361,9 @@ class Decoder {
   // What the MLP shared experts makes.
   std::vector<T> shared_expert(const Layer &layer, const T *in, int64_t rows) const {
     std::vector<T> made(rows * m.hidden), gate_logits(rows);
-    multiply(layer.gate_up, in, wide, nullptr, rows);
-    gate(m.activation, layer.numbers, m.gated != 0, wide, inner, rows, layer.down.inputs);
-    multiply(layer.down, inner, made.data(), nullptr, rows);
+    multiply(layer.gate_up, in, up, nullptr, rows);
+    gate(m.activation, layer.numbers, m.gated != 0, up, activated, rows, layer.down.inputs);
+    multiply(layer.down, activated, made.data(), nullptr, rows);
     if (layer.after_beside) normalise(made.data(), layer.after_beside, made.data(), rows);
     if (!layer.shared_gate) return made;
     multiply(*layer.shared_gate, in, gate_logits.data(), nullptr, rows);
@@ -384,7 +384,7 @@ class Decoder {
   const Call<T> &c;
   const float eps;
   const int threads;
-  T *x, *normed, *qkv, *attended, *mixed, *latent, *wide, *inner, *per_layer, *scores;
+  T *x, *normed, *qkv, *attended, *mixed, *latent, *up, *activated, *per_layer, *scores;
   bool failed = false;
 };
 
@@ -593,7 +593,7 @@ int64_t workspace_needed(const Model<T> &m, const Layer *layers, int64_t rows, i
   int64_t numbers = num_logits * m.head.outputs;
   const Widths w(m, layers);
   for (int64_t width :
-       {m.hidden, w.input, w.made, w.attended, w.mixed, w.latent, 2 * m.inner, m.inner, m.layers * m.per_layer_size})
+       {m.hidden, w.input, w.made, w.attended, w.mixed, w.latent, 2 * m.intermediate, m.intermediate, m.layers * m.per_layer_size})
     numbers += rounded(rows * width);
   return numbers;
 }

@@ -88,7 +88,7 @@ void route(const Experts &e, const T *scores, int64_t row, std::vector<int64_t> 
 template <class T>
 int64_t mix(const Experts &e, const T *x, const T *scored, float *total, int64_t rows, int threads) {
   const int64_t hidden = e.router.inputs;
-  std::vector<T> scores(rows * e.size), in(rows * hidden), made(rows * hidden), wide, inner;
+  std::vector<T> scores(rows * e.size), in(rows * hidden), made(rows * hidden), up, activated;
   std::vector<float> ranks((e.size + 15) / 16 * 16), weights(ranks.size());
   std::vector<int64_t> order(e.size);
   std::vector<Taken> taken(e.here);
@@ -103,11 +103,11 @@ int64_t mix(const Experts &e, const T *x, const T *scored, float *total, int64_t
     if (!count) continue;
     read++;
     for (int64_t i = 0; i < count; i++) std::memcpy(&in[i * hidden], x + rows_here[i] * hidden, hidden * sizeof(T));
-    wide.resize(count * 2 * down.inputs);
-    inner.resize(count * down.inputs);
-    project(gate_up, in.data(), wide.data(), static_cast<const T *>(nullptr), count, threads);
-    gate(e.activation, e.numbers, e.gated != 0, wide.data(), inner.data(), count, down.inputs);
-    project(down, inner.data(), made.data(), static_cast<const T *>(nullptr), count, threads);
+    up.resize(count * 2 * down.inputs);
+    activated.resize(count * down.inputs);
+    project(gate_up, in.data(), up.data(), static_cast<const T *>(nullptr), count, threads);
+    gate(e.activation, e.numbers, e.gated != 0, up.data(), activated.data(), count, down.inputs);
+    project(down, activated.data(), made.data(), static_cast<const T *>(nullptr), count, threads);
     for (int64_t i = 0; i < count; i++) {
       float *const to = total + rows_here[i] * hidden;
       const Floats weight = broadcast(fractions[i]);

@@ -141,7 +141,7 @@ class Recurring {
   Recurring(const Mixer &mixer, const Replay &replay, T *inputs, T *ring, float *numbers, T *out, int64_t rows, int threads)
       : m(mixer), p(replay), inputs(inputs), ring(ring), numbers(numbers), out(out), rows(rows), threads(threads),
         record(m.channels + m.gates), wide(m.channels + (m.kind == MIXER_mamba ? 2 : 1) * m.gates),
-        stride(m.kind == MIXER_conv ? 3 * m.channels : record + m.inner) {}
+        stride(m.kind == MIXER_conv ? 3 * m.channels : record + m.d_inner) {}
 
   void run() {
     if (m.kind == MIXER_conv) {
@@ -162,7 +162,7 @@ class Recurring {
         for (int64_t i = from; i < to; i++) change_head(p.runs[i / m.heads], i % m.heads, places);
       });
       parallel_for(rows, 4, threads, [&](int64_t from, int64_t to) {
-        for (int64_t row = from; row < to; row++) gate_row(inputs + row * stride + record, out + row * m.inner);
+        for (int64_t row = from; row < to; row++) gate_row(inputs + row * stride + record, out + row * m.d_inner);
       });
     }
     for (int64_t i = 0; i < p.num_written; i++)
@@ -198,7 +198,7 @@ class Recurring {
 
   void convolve_row(int64_t node) const {
     const T *const gate = inputs + p.rows[node] * stride + m.channels;
-    T *const to = out + p.rows[node] * m.inner;
+    T *const to = out + p.rows[node] * m.d_inner;
     convolve(node, [&](int64_t i, First lanes, Floats sum) {
       store(to + i, lanes, rounded<T>(sum) * load(gate + i, lanes));
     });
@@ -258,7 +258,7 @@ class Recurring {
     for (int64_t node = run.first; node < run.first + run.nodes; node++) {
       const int64_t before = p.before[node], row = p.rows[node];
       const float *const own = mixed + node * wide, *const gates = own + m.channels;
-      const float *const keys = own + (delta ? 0 : m.inner);  // queries and keys of a delta net, B and C of Mamba-2
+      const float *const keys = own + (delta ? 0 : m.d_inner);  // queries and keys of a delta net, B and C of Mamba-2
       Step<T> s;
       s.from = before == NONE || before == run.settled ? checkpoint : buffer(places.of[before]);
       s.to = node == run.settled ? checkpoint : places.of[node] == NONE ? Side{nullptr, 0} : buffer(places.of[node]);
@@ -270,7 +270,7 @@ class Recurring {
       s.skip = delta ? 0 : m.skip[head];
       s.keys = m.key_dim;
       s.ahead = before == NONE ? next : 0;
-      s.made = row == NONE ? nullptr : out + row * m.inner + head * m.value_dim + column;
+      s.made = row == NONE ? nullptr : out + row * m.d_inner + head * m.value_dim + column;
       if (delta) delta_step(columns, s);
       else mamba_step(columns, s);
       if (p.copies[node] != NONE) copy(columns, s.to, stored(p.copies[node]));
@@ -286,15 +286,15 @@ class Recurring {
   void gate_row(const T *gate, T *row) const {
     const float eps = static_cast<float>(m.eps);
     const auto silu_gate = [&] {
-      for (int64_t i = 0; i < m.inner; i += 16) {
-        const First lanes = first(m.inner - i);
+      for (int64_t i = 0; i < m.d_inner; i += 16) {
+        const First lanes = first(m.d_inner - i);
         store(row + i, lanes, load(row + i, lanes) * silu(load(gate + i, lanes)));
       }
     };
     if (m.kind == MIXER_mamba) {
       silu_gate();
       if (m.norm)
-        norm(row, m.norm, row, static_cast<const T *>(nullptr), m.groups, m.groups, m.inner / m.groups, eps, false);
+        norm(row, m.norm, row, static_cast<const T *>(nullptr), m.groups, m.groups, m.d_inner / m.groups, eps, false);
     } else {
       norm(row, m.norm, row, static_cast<const T *>(nullptr), m.heads, 1, m.value_dim, eps, false);
       silu_gate();

@@ -108,7 +108,7 @@
   F(int64_t, kind)       /* a ``MixerKind`` */                                                                      \
   F(int64_t, channels)   /* that the convolution reads, each by itself */                                           \
   F(int64_t, columns)    /* rows before a row that it reads */                                                      \
-  F(int64_t, inner)      /* numbers of a row's output */                                                            \
+  F(int64_t, d_inner)      /* numbers of a row's output */                                                            \
   F(int64_t, gates)                                                                                                 \
   F(int64_t, heads)                                                                                                 \
   F(int64_t, groups)     /* of keys and queries */                                                                  \
@@ -181,7 +181,7 @@
 #define MODEL(F)                                                                                                    \
   F(int64_t, heads)                                                                                                 \
   F(int64_t, hidden)                                                                                                \
-  F(int64_t, inner) /* of the widest MLP, or gate of inputs */                                                      \
+  F(int64_t, intermediate) /* of the widest MLP, or gate of inputs */                                                      \
   F(int64_t, layers)                                                                                                \
   F(int64_t, num_embeddings) /* tokens with an embedding */                                                                  \
   F(const T *, embedding) /* or null: the rows of ``token_embd`` */                                                      \

@@ -29,7 +29,7 @@ ExpertsStruct = namedtuple(
 LatentStruct = namedtuple("LatentStruct", "rank query_rank nope_dim rope_dim value norm_query norm eps keys values")
 MixerStruct = namedtuple(
     "MixerStruct",
-    "kind channels columns inner gates heads groups key_dim value_dim tiled conv bias decay step skip norm eps",
+    "kind channels columns d_inner gates heads groups key_dim value_dim tiled conv bias decay step skip norm eps",
 )
 RunStruct = namedtuple("RunStruct", "slot first nodes settled")
 ReplayStruct = namedtuple(
@@ -44,7 +44,7 @@ LayerStruct = namedtuple(
 )
 ModelStruct = namedtuple(
     "ModelStruct",
-    "heads hidden inner layers num_embeddings embedding norm rotaries activation gated centred parallel norm_rotated "
+    "heads hidden intermediate layers num_embeddings embedding norm rotaries activation gated centred parallel norm_rotated "
     "attn_temp_floor per_layer_size per_layer_table per_layer_norm eps scale softcap logits_softcap embedding_scale residual_scale "
     "logits_scale attn_temp_scale per_layer_scale",
 )

@@ -230,7 +230,7 @@ class Fused:
             "per_layer_scale": 1 if table is None else table.table.scale,
         }  # fmt: skip
         model = structs.ModelStruct(
-            heads=spec.heads, hidden=self.hidden, inner=inner, layers=len(decoder.layers), num_embeddings=embedding.count,
+            heads=spec.heads, hidden=self.hidden, intermediate=inner, layers=len(decoder.layers), num_embeddings=embedding.count,
             embedding=numbers, norm=decoder.norm.pointer, rotaries=len(decoder.rotaries),
             activation=structs.ACTIVATIONS.index(spec.activation), gated=of.mlp.gated,
             centred=decoder.norm.subtracts, parallel=of.parallel, norm_rotated=of.norms.after_rotary,

@@ -259,7 +259,7 @@ class KernelMixer:
         norm = None if isinstance(mixer, ShortConv) else mixer.norm
         self.kept = decay, step, skip, norm
         own = structs.MixerStruct(
-            kind=structs.MIXERS.index(kind), channels=sizes.channels, columns=sizes.columns, inner=sizes.inner,
+            kind=structs.MIXERS.index(kind), channels=sizes.channels, columns=sizes.columns, d_inner=sizes.inner,
             gates=sizes.gates, heads=sizes.heads, groups=sizes.groups, key_dim=sizes.key_dim,
             value_dim=sizes.value_dim, tiled=sizes.tiled, conv=conv.weight.data_ptr(), bias=address(conv.bias) or 0,
             decay=address(decay) or 0, step=address(step) or 0, skip=address(skip) or 0,
