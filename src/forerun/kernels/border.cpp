@@ -173,7 +173,7 @@ Complaint mixer_fits(const Mixer &m) {
   REQUIRE(m.heads % m.groups == 0 && m.d_inner == m.heads * m.value_dim && m.d_inner % m.groups == 0, HEADS_SIZE);
   REQUIRE(m.channels == m.d_inner + 2 * m.groups * m.key_dim, HEADS_SIZE);
   REQUIRE(m.gates == m.heads * (m.kind == MIXER_delta ? 2 : 1), HEADS_SIZE);
-  REQUIRE(non_null(m.decay, m.step) && (m.kind == MIXER_delta ? m.norm : m.skip), NULL_POINTER);
+  REQUIRE(non_null(m.ssm_a, m.dt_bias) && (m.kind == MIXER_delta ? m.norm : m.ssm_d), NULL_POINTER);
   return FINE;
 }
 
@@ -237,15 +237,15 @@ Complaint list_fits(const int64_t *list, int64_t count, int64_t least, int64_t m
 Complaint replay_fits(const Replay &p, int64_t rows) {
   REQUIRE(within(p.num_runs, 1, MOST) && within(p.columns, 1, MOST_TAPS - 1), SIZE);
   REQUIRE(within(p.slots, 1, MOST) && within(p.records, 1, MOST) && within(p.num_read, 0, MOST), SIZE);
-  REQUIRE(p.runs && p.before, NULL_POINTER);
+  REQUIRE(p.runs && p.parents, NULL_POINTER);
   int64_t nodes = 0;
   for (int64_t r = 0; r < p.num_runs; r++) {
     const Run &run = p.runs[r];
     REQUIRE(within(run.slot, 0, p.slots - 1) && run.first == nodes && within(run.nodes, 0, MOST), SPAN_RANGE);
     nodes += run.nodes;
-    REQUIRE(nodes <= p.nodes && (run.settled == -1 || within(run.settled, run.first, nodes - 1)), SPAN_RANGE);
+    REQUIRE(nodes <= p.nodes && (run.checkpoint == -1 || within(run.checkpoint, run.first, nodes - 1)), SPAN_RANGE);
     for (int64_t node = run.first; node < nodes; node++)
-      REQUIRE(p.before[node] == -1 || within(p.before[node], run.first, node - 1), PATH_ENTRY);
+      REQUIRE(p.parents[node] == -1 || within(p.parents[node], run.first, node - 1), PATH_ENTRY);
   }
   REQUIRE(nodes == p.nodes, SPAN_RANGE);
   if (const Complaint wrong = list_fits(p.rows, p.nodes, -1, rows - 1, ROW_RANGE)) return wrong;
@@ -254,7 +254,7 @@ Complaint replay_fits(const Replay &p, int64_t rows) {
   if (const Complaint wrong = list_fits(p.taps, taps, 0, rows + p.num_read - 1, PATH_ENTRY)) return wrong;
   if (const Complaint wrong = list_fits(p.read, p.num_read, 0, p.records - 1, PAGE_INDEX)) return wrong;
   if (const Complaint wrong = list_fits(p.written, p.num_written, 0, p.records - 1, PAGE_INDEX)) return wrong;
-  return list_fits(p.kept, p.num_written, 0, rows - 1, ROW_RANGE);
+  return list_fits(p.written_rows, p.num_written, 0, rows - 1, ROW_RANGE);
 }
 
 template <class T>

@@ -122,11 +122,11 @@ struct Places {
       const Run &run = p.runs[r];
       const int64_t end = run.first + run.nodes;
       for (int64_t node = run.first; node < end; node++)
-        if (p.before[node] != NONE) last[p.before[node]] = node;
+        if (p.parents[node] != NONE) last[p.parents[node]] = node;
       for (int64_t node = run.first; node < end; node++) {
-        const int64_t before = p.before[node];
-        if (before != NONE && of[before] != NONE && last[before] == node) idle.push_back(of[before]);
-        if (node == run.settled || (last[node] == NONE && p.copies[node] == NONE)) continue;
+        const int64_t parent = p.parents[node];
+        if (parent != NONE && of[parent] != NONE && last[parent] == node) idle.push_back(of[parent]);
+        if (node == run.checkpoint || (last[node] == NONE && p.copies[node] == NONE)) continue;
         if (idle.empty()) idle.push_back(count++);
         of[node] = idle.back();
         idle.pop_back();
@@ -166,7 +166,7 @@ class Recurring {
       });
     }
     for (int64_t i = 0; i < p.num_written; i++)
-      std::memcpy(ring + p.written[i] * record, inputs + p.kept[i] * stride, record * sizeof(T));
+      std::memcpy(ring + p.written[i] * record, inputs + p.written_rows[i] * stride, record * sizeof(T));
   }
 
  private:
@@ -212,9 +212,9 @@ class Recurring {
     float *const gates = to + m.channels, *const decays = gates + m.heads;
     for (int64_t h = 0; h < m.heads; h += 16) {
       const First lanes = first(m.heads - h);
-      const Floats step = softplus(load(own + (delta ? m.heads : 0) + h, lanes) + load(m.step + h, lanes));
+      const Floats step = softplus(load(own + (delta ? m.heads : 0) + h, lanes) + load(m.dt_bias + h, lanes));
       store(gates + h, lanes, delta ? sigmoid(load(own + h, lanes)) : step);
-      store(decays + h, lanes, exponential(step * load(m.decay + h, lanes)));
+      store(decays + h, lanes, exponential(step * load(m.ssm_a + h, lanes)));
     }
     for (int64_t group = 0; delta && group < 2 * m.groups; group++)  // queries, then keys
       make_unit(to + group * m.key_dim, group < m.groups ? 1 / std::sqrt(static_cast<float>(m.key_dim)) : 1);
@@ -256,20 +256,20 @@ class Recurring {
     const Side checkpoint = stored(run.slot);
     const auto buffer = [&](int64_t place) { return Side{buffers + place * m.key_dim * ACROSS, ACROSS}; };
     for (int64_t node = run.first; node < run.first + run.nodes; node++) {
-      const int64_t before = p.before[node], row = p.rows[node];
+      const int64_t parent = p.parents[node], row = p.rows[node];
       const float *const own = mixed + node * wide, *const gates = own + m.channels;
       const float *const keys = own + (delta ? 0 : m.d_inner);  // queries and keys of a delta net, B and C of Mamba-2
       Step<T> s;
-      s.from = before == NONE || before == run.settled ? checkpoint : buffer(places.of[before]);
-      s.to = node == run.settled ? checkpoint : places.of[node] == NONE ? Side{nullptr, 0} : buffer(places.of[node]);
+      s.from = parent == NONE || parent == run.checkpoint ? checkpoint : buffer(places.of[parent]);
+      s.to = node == run.checkpoint ? checkpoint : places.of[node] == NONE ? Side{nullptr, 0} : buffer(places.of[node]);
       s.key = keys + (delta ? all : 0) + group * m.key_dim;
       s.query = keys + (delta ? 0 : all) + group * m.key_dim;
       s.value = own + (delta ? 2 * all : 0) + head * m.value_dim + column;
       s.gate = gates[head];
       s.decay = gates[m.heads + head];
-      s.skip = delta ? 0 : m.skip[head];
+      s.skip = delta ? 0 : m.ssm_d[head];
       s.keys = m.key_dim;
-      s.ahead = before == NONE ? next : 0;
+      s.ahead = parent == NONE ? next : 0;
       s.made = row == NONE ? nullptr : out + row * m.d_inner + head * m.value_dim + column;
       if (delta) delta_step(columns, s);
       else mamba_step(columns, s);

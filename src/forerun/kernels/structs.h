@@ -117,9 +117,9 @@
   F(int64_t, tiled)      /* head i has the keys of group i modulo the groups, not of its share of heads */          \
   F(const float *, conv) /* [columns + 1, channels], the oldest row first */                                        \
   F(const float *, bias) /* of the convolution, or null */                                                          \
-  F(const float *, decay) /* [heads] the logarithm of what a time step is multiplied by */                          \
-  F(const float *, step) /* [heads] added to the time step */                                                       \
-  F(const float *, skip) /* [heads] what Mamba-2 multiplies x by and adds */                                        \
+  F(const float *, ssm_a) /* [heads] the logarithm of what a time step is multiplied by */                          \
+  F(const float *, dt_bias) /* [heads] added to the time step */                                                       \
+  F(const float *, ssm_d) /* [heads] what Mamba-2 multiplies x by and adds */                                        \
   F(const float *, norm) /* weights: [value_dim], or for Mamba-2 [inner] or null */                                 \
   F(double, eps)
 
@@ -128,13 +128,13 @@
   F(int64_t, slot)                                                                                                  \
   F(int64_t, first) /* its first node: one run's come behind another's */                                           \
   F(int64_t, nodes)                                                                                                 \
-  F(int64_t, settled) /* behind this node the state is stored; -1: nowhere */
+  F(int64_t, checkpoint) /* behind this node the state is stored; -1: nowhere */
 
 #define REPLAY(F)                                                                                                   \
   F(const Run *, runs)                                                                                              \
   F(int64_t, num_runs)                                                                                              \
   F(int64_t, nodes)                                                                                                 \
-  F(const int64_t *, before)  /* [nodes] the node whose state it changes; -1: the stored one */                     \
+  F(const int64_t *, parents)  /* [nodes] the node whose state it changes; -1: the stored one */                     \
   F(const int64_t *, rows)    /* [nodes] its row in the batch; -1: none */                                          \
   F(const int64_t *, copies)  /* [nodes] the slot where the state behind it is stored as well; -1: nowhere */       \
   F(const int64_t *, taps)    /* [nodes, columns + 1] what the convolution reads, in [rows | records read] */       \
@@ -142,7 +142,7 @@
   F(const int64_t *, read)    /* records of all slots, end to end */                                                \
   F(int64_t, num_read)                                                                                              \
   F(const int64_t *, written) /* where records of rows go */                                                        \
-  F(const int64_t *, kept)    /* which rows those are */                                                            \
+  F(const int64_t *, written_rows)    /* which rows those are */                                                            \
   F(int64_t, num_written)                                                                                           \
   F(int64_t, slots)                                                                                                 \
   F(int64_t, records)

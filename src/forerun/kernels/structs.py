@@ -29,12 +29,12 @@ ExpertsStruct = namedtuple(
 LatentStruct = namedtuple("LatentStruct", "rank query_rank nope_dim rope_dim value norm_query norm eps keys values")
 MixerStruct = namedtuple(
     "MixerStruct",
-    "kind channels columns d_inner gates heads groups key_dim value_dim tiled conv bias decay step skip norm eps",
+    "kind channels columns d_inner gates heads groups key_dim value_dim tiled conv bias ssm_a dt_bias ssm_d norm eps",
 )
-RunStruct = namedtuple("RunStruct", "slot first nodes settled")
+RunStruct = namedtuple("RunStruct", "slot first nodes checkpoint")
 ReplayStruct = namedtuple(
     "ReplayStruct",
-    "runs num_runs nodes before rows copies taps columns read num_read written kept num_written slots records",
+    "runs num_runs nodes parents rows copies taps columns read num_read written written_rows num_written slots records",
 )
 LayerStruct = namedtuple(
     "LayerStruct",

@@ -229,7 +229,7 @@ def lay_out(replay: Replay, states: States, rows: int) -> CompiledReplay:
     runs, before, own, copies = array("q"), array("q"), array("q"), array("q")
     for run in replay.runs:
         settled = run.settled if run.settled >= run.first else NONE
-        runs.extend(structs.RunStruct(slot=run.slot, first=run.first, nodes=len(run.before), settled=settled))
+        runs.extend(structs.RunStruct(slot=run.slot, first=run.first, nodes=len(run.before), checkpoint=settled))
         before.extend(run.before)
         own.extend(run.rows)
         slots = dict(run.copies)
@@ -238,9 +238,9 @@ def lay_out(replay: Replay, states: States, rows: int) -> CompiledReplay:
     taps, read, written = replay.taps.contiguous(), replay.read.contiguous(), replay.written.contiguous()
     kept = replay.kept.contiguous()
     fields = array("q", structs.ReplayStruct(
-        runs=structs.address(runs), num_runs=len(replay.runs), nodes=len(before), before=structs.address(before),
+        runs=structs.address(runs), num_runs=len(replay.runs), nodes=len(before), parents=structs.address(before),
         rows=structs.address(own), copies=structs.address(copies), taps=taps.data_ptr(), columns=taps.shape[1] - 1,
-        read=read.data_ptr(), num_read=len(read), written=written.data_ptr(), kept=kept.data_ptr(),
+        read=read.data_ptr(), num_read=len(read), written=written.data_ptr(), written_rows=kept.data_ptr(),
         num_written=len(written), slots=count, records=count * states.ring,
     ))  # fmt: skip
     lists = fields, runs, before, own, copies, taps, read, written, kept
@@ -262,7 +262,7 @@ class KernelMixer:
             kind=structs.MIXERS.index(kind), channels=sizes.channels, columns=sizes.columns, d_inner=sizes.inner,
             gates=sizes.gates, heads=sizes.heads, groups=sizes.groups, key_dim=sizes.key_dim,
             value_dim=sizes.value_dim, tiled=sizes.tiled, conv=conv.weight.data_ptr(), bias=address(conv.bias) or 0,
-            decay=address(decay) or 0, step=address(step) or 0, skip=address(skip) or 0,
+            ssm_a=address(decay) or 0, dt_bias=address(step) or 0, ssm_d=address(skip) or 0,
             norm=0 if norm is None else norm.pointer, eps=structs.number(0.0 if norm is None else norm.eps),
         )  # fmt: skip
         self.inputs = 3 * sizes.inner if kind == "conv" else sizes.channels + sizes.gates + sizes.inner
