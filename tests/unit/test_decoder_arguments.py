@@ -189,10 +189,10 @@ def test_a_model_without_ends(model):
 
 
 BAD_EXPERTS = [
-    {"size": 0}, {"size": 4}, {"size": 6}, {"size": -1}, {"first": -1}, {"first": 1}, {"first": 1 << 62}, {"here": -1},
-    {"here": 6}, {"here": 1 << 62}, {"chosen": 0}, {"chosen": 6}, {"activation": -1}, {"activation": 2}, {"layers": 0},
-    {"sigmoid": 2}, {"sigmoid": -1}, {"correction": 64}, {"groups": 0}, {"groups": 2}, {"kept": 0}, {"kept": 2},
-    {"best": 0}, {"best": 6},
+    {"size": 0}, {"size": 4}, {"size": 6}, {"size": -1}, {"first": -1}, {"first": 1}, {"first": 1 << 62}, {"num_local": -1},
+    {"num_local": 6}, {"num_local": 1 << 62}, {"top_k": 0}, {"top_k": 6}, {"activation": -1}, {"activation": 2}, {"layers": 0},
+    {"sigmoid": 2}, {"sigmoid": -1}, {"score_bias": 64}, {"groups": 0}, {"groups": 2}, {"top_groups": 0}, {"top_groups": 2},
+    {"group_top_k": 0}, {"group_top_k": 6},
 ]  # fmt: skip
 
 
@@ -217,7 +217,7 @@ def test_experts_that_do_not_fit(mixture):
             for attempt in (run, lambda: experts(x)):
                 with pytest.raises(KernelError):
                     attempt()
-    name = "mix_float32"
+    name = "moe_float32"
     to = torch.empty_like(x)
     read = array("q", [0])
     good = experts.address, x.data_ptr(), x.data_ptr(), to.data_ptr(), 3, 1, read.buffer_info()[0]

@@ -83,7 +83,7 @@ _BY_TYPE = {
     "norm": (_P, _P, _P, _P, _N, _N, _N, _F, _I),
     "gate": (_N, _P, _I, _P, _P, _N, _N),
     "project_each": (_P, _N, _P, _N, _N, _P, _N, _N, _N, _I),
-    "mix": (_P, _P, _P, _P, _N, _I, _P),
+    "moe": (_P, _P, _P, _P, _N, _I, _P),
     "attend": (_P, _P, _P, _P, _P, _P, _P, _P, _P, _N, _F, _F, _I),
     "apply_rotary": (_P, _N, _P, _N, _N, _N),
     "recur": (_P, _P, _P, _P, _P, _P, _N, _I),

@@ -147,17 +147,17 @@ Complaint mlp_fits(const Linear &gate_up, const Linear &down, int64_t hidden, bo
 }
 
 Complaint experts_fit(const Experts &e, int64_t hidden) {
-  REQUIRE(within(e.size, 1, MOST) && within(e.first, 0, e.size) && within(e.here, 0, e.size - e.first), SIZE);
-  REQUIRE(within(e.chosen, 1, e.size), SIZE);
+  REQUIRE(within(e.size, 1, MOST) && within(e.first, 0, e.size) && within(e.num_local, 0, e.size - e.first), SIZE);
+  REQUIRE(within(e.top_k, 1, e.size), SIZE);
   REQUIRE(within(e.gated, 0, 1), LAYER_KIND);
-  if (const Complaint wrong = activation_fits(e.activation, e.numbers, e.gated != 0)) return wrong;
-  REQUIRE(!e.here || e.layers, NULL_POINTER);
-  REQUIRE(within(e.sigmoid, 0, 1) && (e.sigmoid || !e.correction), LAYER_KIND);
-  REQUIRE(within(e.groups, 1, e.size) && within(e.kept, 1, e.groups) && e.size % e.groups == 0, SIZE);
+  if (const Complaint wrong = activation_fits(e.activation, e.activation_params, e.gated != 0)) return wrong;
+  REQUIRE(!e.num_local || e.layers, NULL_POINTER);
+  REQUIRE(within(e.sigmoid, 0, 1) && (e.sigmoid || !e.score_bias), LAYER_KIND);
+  REQUIRE(within(e.groups, 1, e.size) && within(e.top_groups, 1, e.groups) && e.size % e.groups == 0, SIZE);
   const int64_t each = e.size / e.groups;
-  REQUIRE(within(e.best, 1, each) && e.chosen <= e.kept * each, SIZE);
+  REQUIRE(within(e.group_top_k, 1, each) && e.top_k <= e.top_groups * each, SIZE);
   if (const Complaint wrong = layer_fits(e.router, hidden, e.size)) return wrong;
-  for (int64_t i = 0; i < e.here; i++)
+  for (int64_t i = 0; i < e.num_local; i++)
     if (const Complaint wrong = mlp_fits(e.layers[2 * i], e.layers[2 * i + 1], hidden, e.gated != 0)) return wrong;
   return FINE;
 }
@@ -550,7 +550,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     REQUIRE(!rows || y, NULL_POINTER);                                                                               \
     return guarded([=] { project_each(layers, count, x, {x_row, x_part}, y, {y_row, y_part}, rows, threads); });     \
   }                                                                                                                  \
-  int forerun_mix_##KIND(const Experts *experts, const T *x, const T *scored, float *total, int64_t rows,            \
+  int forerun_moe_##KIND(const Experts *experts, const T *x, const T *scored, float *total, int64_t rows,            \
                          int threads, int64_t *read) {                                                               \
     REQUIRE(experts && read, NULL_POINTER);                                                                          \
     REQUIRE(threads_fit(threads), SIZE);                                                                             \
@@ -558,7 +558,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     CHECK(rows_fit(scored, rows, experts->router.inputs));                                                           \
     CHECK(experts_fit(*experts, experts->router.inputs));                                                            \
     REQUIRE(!rows || total, NULL_POINTER);                                                                           \
-    return guarded([=] { *read = mix(*experts, x, scored, total, rows, threads); });                                 \
+    return guarded([=] { *read = moe(*experts, x, scored, total, rows, threads); });                                 \
   }                                                                                                                  \
   int forerun_apply_rotary_##KIND(T *x, int64_t stride, const float *angles, int64_t rows, int64_t heads, int64_t width) {\
     CHECK(rows_fit(x, rows, width));                                                                                 \

@@ -340,7 +340,7 @@ class Decoder {
     std::vector<T> own(layer.norm_experts ? all : 0), scored(layer.norm_router ? all : 0);
     if (layer.norm_experts) normalise(x, layer.norm_experts, own.data(), rows);
     if (layer.norm_router) normalise(x, layer.norm_router, scored.data(), rows);
-    const int64_t read = mix(*layer.experts, layer.norm_experts ? own.data() : in,
+    const int64_t read = moe(*layer.experts, layer.norm_experts ? own.data() : in,
                              layer.norm_router ? scored.data() : in, total.data(), rows, threads);
     if (c.experts) *c.experts += read;
     if (c.all_reduce) all_reduce(total.data(), true, total, rows);

@@ -24,9 +24,9 @@ bool higher(float x, float y) {
 }
 
 // Those with the highest ranks, of equal ones those with lower numbers.
-void choose_experts(const std::vector<float> &ranks, int64_t chosen, std::vector<int64_t> &order) {
+void choose_experts(const std::vector<float> &ranks, int64_t k, std::vector<int64_t> &order) {
   std::iota(order.begin(), order.end(), 0);
-  std::partial_sort(order.begin(), order.begin() + chosen, order.end(), [&](int64_t a, int64_t b) {
+  std::partial_sort(order.begin(), order.begin() + k, order.end(), [&](int64_t a, int64_t b) {
     return higher(ranks[a], ranks[b]) || (!higher(ranks[b], ranks[a]) && a < b);
   });
 }
@@ -35,15 +35,15 @@ void choose_experts(const std::vector<float> &ranks, int64_t chosen, std::vector
 // lowest.
 void mask_groups(const Experts &e, std::vector<float> &ranks) {
   const int64_t each = e.size / e.groups;
-  std::vector<float> sums(e.groups), highest(e.best);
+  std::vector<float> sums(e.groups), highest(e.group_top_k);
   std::vector<int64_t> order(e.groups);
   for (int64_t group = 0; group < e.groups; group++) {
     const float *const own = &ranks[group * each];
     std::partial_sort_copy(own, own + each, highest.begin(), highest.end(), higher);
     for (float rank : highest) sums[group] += rank;
   }
-  choose_experts(sums, e.kept, order);
-  for (int64_t i = e.kept; i < e.groups; i++)
+  choose_experts(sums, e.top_groups, order);
+  for (int64_t i = e.top_groups; i < e.groups; i++)
     std::fill_n(&ranks[order[i] * each], each, -std::numeric_limits<float>::infinity());
 }
 
@@ -56,29 +56,29 @@ void route(const Experts &e, const T *scores, int64_t row, std::vector<int64_t> 
     const Floats score = load(scores + i, lanes);
     const Floats weight = e.sigmoid ? one / (one + exponential(zeros() - score)) : score;
     store(&weights[i], weight);
-    store(&ranks[i], e.correction ? weight + load(e.correction + i, lanes) : weight);
+    store(&ranks[i], e.score_bias ? weight + load(e.score_bias + i, lanes) : weight);
   }
   float sum = e.sigmoid ? 1.0f : 0.0f;
   if (!e.sigmoid) {
     const Floats top = broadcast(*std::max_element(weights.begin(), weights.begin() + e.size));
     for (int64_t i = 0; i < e.size; i += 16) store(&weights[i], exponential(load(&weights[i]) - top));
-    for (int64_t i = 0; !e.normalised && i < e.size; i++) sum += weights[i];
+    for (int64_t i = 0; !e.normalize && i < e.size; i++) sum += weights[i];
   }
-  if (e.groups > e.kept) {
+  if (e.groups > e.top_groups) {
     if (!e.sigmoid) ranks = weights;
     mask_groups(e, ranks);
   }
-  choose_experts(ranks, e.chosen, order);
-  if (e.normalised) {
+  choose_experts(ranks, e.top_k, order);
+  if (e.normalize) {
     sum = 0;
-    for (int64_t i = 0; i < e.chosen; i++) sum += weights[order[i]];
+    for (int64_t i = 0; i < e.top_k; i++) sum += weights[order[i]];
     if (e.sigmoid) sum += static_cast<float>(e.eps);
   }
-  for (int64_t i = 0; i < e.chosen; i++) {
+  for (int64_t i = 0; i < e.top_k; i++) {
     const int64_t expert = order[i] - e.first;
-    if (expert < 0 || expert >= e.here) continue;
+    if (expert < 0 || expert >= e.num_local) continue;
     taken[expert].rows.push_back(row);
-    const float weight = weights[order[i]] / sum * static_cast<float>(e.factor);
+    const float weight = weights[order[i]] / sum * static_cast<float>(e.scaling_factor);
     taken[expert].weights.push_back(e.scales ? weight * e.scales[order[i]] : weight);
   }
 }
@@ -86,17 +86,17 @@ void route(const Experts &e, const T *scores, int64_t row, std::vector<int64_t> 
 }  // namespace
 
 template <class T>
-int64_t mix(const Experts &e, const T *x, const T *scored, float *total, int64_t rows, int threads) {
+int64_t moe(const Experts &e, const T *x, const T *scored, float *total, int64_t rows, int threads) {
   const int64_t hidden = e.router.inputs;
   std::vector<T> scores(rows * e.size), in(rows * hidden), made(rows * hidden), up, activated;
   std::vector<float> ranks((e.size + 15) / 16 * 16), weights(ranks.size());
   std::vector<int64_t> order(e.size);
-  std::vector<Taken> taken(e.here);
+  std::vector<Taken> taken(e.num_local);
   project(e.router, scored, scores.data(), static_cast<const T *>(nullptr), rows, threads);
   for (int64_t row = 0; row < rows; row++) route(e, &scores[row * e.size], row, order, ranks, weights, taken);
   std::fill(total, total + rows * hidden, 0.0f);
   int64_t read = 0;
-  for (int64_t expert = 0; expert < e.here; expert++) {
+  for (int64_t expert = 0; expert < e.num_local; expert++) {
     const Linear &gate_up = e.layers[2 * expert], &down = e.layers[2 * expert + 1];
     const auto &[rows_here, fractions] = taken[expert];
     const int64_t count = rows_here.size();
@@ -106,7 +106,7 @@ int64_t mix(const Experts &e, const T *x, const T *scored, float *total, int64_t
     up.resize(count * 2 * down.inputs);
     activated.resize(count * down.inputs);
     project(gate_up, in.data(), up.data(), static_cast<const T *>(nullptr), count, threads);
-    gate(e.activation, e.numbers, e.gated != 0, up.data(), activated.data(), count, down.inputs);
+    gate(e.activation, e.activation_params, e.gated != 0, up.data(), activated.data(), count, down.inputs);
     project(down, activated.data(), made.data(), static_cast<const T *>(nullptr), count, threads);
     for (int64_t i = 0; i < count; i++) {
       float *const to = total + rows_here[i] * hidden;
@@ -120,5 +120,5 @@ int64_t mix(const Experts &e, const T *x, const T *scored, float *total, int64_t
   return read;
 }
 
-#define INSTANTIATE(KIND, T) template int64_t mix(const Experts &, const T *, const T *, float *, int64_t, int);
+#define INSTANTIATE(KIND, T) template int64_t moe(const Experts &, const T *, const T *, float *, int64_t, int);
 FOR_EACH_TYPE(INSTANTIATE)

@@ -54,7 +54,7 @@ void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, cons
 // What a row's experts make of it, added up in the order of their numbers: of those that are here. The router reads
 // ``scored`` in the place of x. Returns how many experts were read.
 template <class T>
-int64_t mix(const Experts &experts, const T *x, const T *scored, float *total, int64_t rows, int threads);
+int64_t moe(const Experts &experts, const T *x, const T *scored, float *total, int64_t rows, int threads);
 // Rows of a layer that keeps a state, from the inputs that its projection made, which change, to what the projection
 // behind it reads. ``records`` and ``numbers`` are the layer's, of all sequences.
 template <class T>

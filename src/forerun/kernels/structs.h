@@ -70,19 +70,19 @@
 #define EXPERTS(F)                                                                                                  \
   F(int64_t, size)  /* how many there are in all */                                                                 \
   F(int64_t, first) /* the number of the first that is here */                                                      \
-  F(int64_t, here)                                                                                                  \
-  F(int64_t, chosen)                                                                                                \
-  F(int64_t, normalised)     /* whether their weights add up to 1 */                                                \
+  F(int64_t, num_local)                                                                                                  \
+  F(int64_t, top_k)                                                                                                \
+  F(int64_t, normalize)     /* whether their weights add up to 1 */                                                \
   F(int64_t, sigmoid)        /* weights are the sigmoids of scores, not their softmax */                            \
-  F(const float *, correction) /* [size] added to the weights where some are chosen, or null */                     \
-  F(double, factor)          /* of the weights */                                                                   \
+  F(const float *, score_bias) /* [size] added to the weights where some are chosen, or null */                     \
+  F(double, scaling_factor)          /* of the weights */                                                                   \
   F(double, eps)             /* added to the sum that sigmoids are divided by */                                    \
-  F(int64_t, groups)         /* of experts, of which the ``kept`` are chosen among whose ``best`` highest add up to most */ \
-  F(int64_t, kept)                                                                                                  \
-  F(int64_t, best)                                                                                                  \
+  F(int64_t, groups)         /* of experts, of which the ``top_groups`` are chosen among whose ``group_top_k`` highest add up to most */ \
+  F(int64_t, top_groups)                                                                                                  \
+  F(int64_t, group_top_k)                                                                                                  \
   F(int64_t, activation)                                                                                            \
   F(int64_t, gated)                                                                                                 \
-  F(const float *, numbers)  /* of the activation, or null */                                                       \
+  F(const float *, activation_params)  /* of the activation, or null */                                                       \
   F(const Linear *, layers)  /* gate_up and down of each that is here */                                            \
   F(const float *, scales)   /* what the weight of each one is multiplied by, or null */
 

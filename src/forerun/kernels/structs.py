@@ -23,7 +23,7 @@ Heads = namedtuple("Heads", "heads window q_stride k_stride v_stride bias reach 
 LinearStruct = namedtuple("LinearStruct", "kind weight bias scales offsets outputs inputs next")
 ExpertsStruct = namedtuple(
     "ExpertsStruct",
-    "size first here chosen normalised sigmoid correction factor eps groups kept best activation gated numbers layers "
+    "size first num_local top_k normalize sigmoid score_bias scaling_factor eps groups top_groups group_top_k activation gated activation_params layers "
     "scales",
 )
 LatentStruct = namedtuple("LatentStruct", "rank query_rank nope_dim rope_dim value norm_query norm eps keys values")

@@ -137,17 +137,17 @@ class KernelMixture:
         scales = None if scales is None else scales.contiguous()
         groups, kept = how.groups or (1, 1)
         own = structs.ExpertsStruct(
-            size=mixture.count, first=mixture.first, here=len(mixture.experts), chosen=how.top_k,
-            normalised=how.normalize, sigmoid=how.sigmoid, correction=address(bias) or 0,
-            factor=structs.number(how.factor), eps=structs.number(how.eps), groups=groups, kept=kept,
-            best=how.group_best if how.groups else 1, activation=gate.activation, gated=gate.gated,
-            numbers=gate.pointer, layers=structs.address(numbers), scales=address(scales) or 0,
+            size=mixture.count, first=mixture.first, num_local=len(mixture.experts), top_k=how.top_k,
+            normalize=how.normalize, sigmoid=how.sigmoid, score_bias=address(bias) or 0,
+            scaling_factor=structs.number(how.factor), eps=structs.number(how.eps), groups=groups, top_groups=kept,
+            group_top_k=how.group_best if how.groups else 1, activation=gate.activation, gated=gate.gated,
+            activation_params=gate.pointer, layers=structs.address(numbers), scales=address(scales) or 0,
         )  # fmt: skip
         self.fields = array("q", (*own, *router.fields()))
         self.address = self.fields.buffer_info()[0]
         self.kept = router, rest, numbers, scales, bias
         self.inputs, self.dtype = router.inputs, gate.dtype
-        self.call = kernel("mix", self.dtype)
+        self.call = kernel("moe", self.dtype)
 
     def __call__(self, x: torch.Tensor, router_input: torch.Tensor | None = None) -> tuple[torch.Tensor, int]:
         """The sum of the experts' outputs for rows x [rows, inputs] in float32, and how many experts were read."""
