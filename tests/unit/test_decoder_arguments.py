@@ -255,8 +255,8 @@ def test_layers_of_heads_that_do_not_fit():
 
 
 BAD_LATENTS = [
-    {"rank": 22}, {"rank": 0}, {"rank": 1 << 40}, {"query_rank": 19}, {"query_rank": -1}, {"query_rank": 0},
-    {"nope_dim": 13}, {"rope_dim": 6}, {"value": 11}, {"norm": 0}, {"norm_query": 0}, {"keys": 0}, {"values": 0},
+    {"kv_lora_rank": 22}, {"kv_lora_rank": 0}, {"kv_lora_rank": 1 << 40}, {"q_lora_rank": 19}, {"q_lora_rank": -1}, {"q_lora_rank": 0},
+    {"nope_dim": 13}, {"rope_dim": 6}, {"v_dim": 11}, {"kv_a_norm": 0}, {"q_a_norm": 0}, {"k_b": 0}, {"v_b": 0},
 ]  # fmt: skip
 
 

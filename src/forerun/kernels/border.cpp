@@ -189,22 +189,22 @@ Complaint heads_fit(const Linear *layers, int64_t heads, int64_t inputs, int64_t
 // Attention to latents; a layer's ``width`` is that of a row of angles.
 Complaint latent_fits(const Layer &l, int64_t heads, int64_t hidden) {
   const Latent &n = *l.latent;
-  for (int64_t size : {n.rank, n.nope_dim, n.rope_dim, n.value}) REQUIRE(within(size, 1, WIDEST), HEADS_SIZE);
+  for (int64_t size : {n.kv_lora_rank, n.nope_dim, n.rope_dim, n.v_dim}) REQUIRE(within(size, 1, WIDEST), HEADS_SIZE);
   REQUIRE(n.rope_dim == l.width && l.kv_heads == 1 && l.stores, HEADS_SIZE);
-  REQUIRE(n.rank % 2 == 0 && n.entry() <= WIDEST && within(n.query_rank, 0, MOST), HEADS_SIZE);
+  REQUIRE(n.kv_lora_rank % 2 == 0 && n.entry() <= WIDEST && within(n.q_lora_rank, 0, MOST), HEADS_SIZE);
   REQUIRE(heads <= MOST_INT8 && !l.norm_qk && !l.norm_query && !l.norm_key && !l.gated && !l.norm_token, LAYER_KIND);
-  REQUIRE(n.norm && (n.norm_query || !n.query_rank), NULL_POINTER);
+  REQUIRE(n.kv_a_norm && (n.q_a_norm || !n.q_lora_rank), NULL_POINTER);
   if (const Complaint wrong = layer_fits(l.qkv, hidden, n.first(heads) + n.entry())) return wrong;
-  if (n.query_rank)
-    if (const Complaint wrong = layer_fits(n.up, n.query_rank, heads * n.query())) return wrong;
-  if (const Complaint wrong = heads_fit(n.keys, heads, n.nope_dim, n.rank)) return wrong;
-  if (const Complaint wrong = heads_fit(n.values, heads, n.rank, n.value)) return wrong;
-  return layer_fits(l.out, heads * n.value, hidden);
+  if (n.q_lora_rank)
+    if (const Complaint wrong = layer_fits(n.q_b, n.q_lora_rank, heads * n.query())) return wrong;
+  if (const Complaint wrong = heads_fit(n.k_b, heads, n.nope_dim, n.kv_lora_rank)) return wrong;
+  if (const Complaint wrong = heads_fit(n.v_b, heads, n.kv_lora_rank, n.v_dim)) return wrong;
+  return layer_fits(l.out, heads * n.v_dim, hidden);
 }
 
 // Of a token in the cache, in the part that a layer reads.
 Complaint entry_fits(const Pool &p, const Layer &l) {
-  const int64_t width = l.latent ? l.latent->entry() : l.width, value = l.latent ? l.latent->rank : l.width;
+  const int64_t width = l.latent ? l.latent->entry() : l.width, value = l.latent ? l.latent->kv_lora_rank : l.width;
   REQUIRE(p.kv_heads == l.kv_heads && p.width == width && p.value_width == value, HEADS_SIZE);
   return FINE;
 }

@@ -221,23 +221,23 @@ class Decoder {
   // makes. In the workspace: latents of queries, queries, those with their keys' projections, and attention's rows.
   void latent_attention(const Layer &layer, const Latent &n) const {
     const int64_t made = layer.qkv.all_outputs(), query = n.query(), entry = n.entry(), wide_query = m.heads * entry;
-    T *const asked = latent + c.rows * n.query_rank, *const q = asked + c.rows * m.heads * query;
+    T *const asked = latent + c.rows * n.q_lora_rank, *const q = asked + c.rows * m.heads * query;
     T *const out = q + c.rows * wide_query, *const k = qkv + n.first(m.heads);
     const float latent_eps = static_cast<float>(n.eps);
     const auto normalise_latent = [&](const T *from, const float *weights, T *to, int64_t width) {
       norm(from, weights, to, static_cast<const T *>(nullptr), 1, 1, width, latent_eps, false);
     };
     for (int64_t row = 0; row < c.rows; row++) {
-      normalise_latent(k + row * made, n.norm, k + row * made, n.rank);
-      if (n.query_rank) normalise_latent(qkv + row * made, n.norm_query, latent + row * n.query_rank, n.query_rank);
+      normalise_latent(k + row * made, n.kv_a_norm, k + row * made, n.kv_lora_rank);
+      if (n.q_lora_rank) normalise_latent(qkv + row * made, n.q_a_norm, latent + row * n.q_lora_rank, n.q_lora_rank);
     }
-    rope(layer, k + n.rank, made, 1);
-    if (n.query_rank) multiply(n.up, latent, asked, nullptr, c.rows);
-    const T *const from = n.query_rank ? asked : qkv;
-    const Apart queries{n.query_rank ? m.heads * query : made, query};
-    project_each(n.keys, m.heads, from, queries, q, {wide_query, entry}, c.rows, threads);
+    rope(layer, k + n.kv_lora_rank, made, 1);
+    if (n.q_lora_rank) multiply(n.q_b, latent, asked, nullptr, c.rows);
+    const T *const from = n.q_lora_rank ? asked : qkv;
+    const Apart queries{n.q_lora_rank ? m.heads * query : made, query};
+    project_each(n.k_b, m.heads, from, queries, q, {wide_query, entry}, c.rows, threads);
     for (int64_t head = 0; head < m.heads; head++) {
-      T *const rope_part = q + head * entry + n.rank;
+      T *const rope_part = q + head * entry + n.kv_lora_rank;
       for (int64_t row = 0; row < c.rows; row++)
         std::memcpy(rope_part + row * wide_query, from + row * queries.row + head * query + n.nope_dim, n.rope_dim * sizeof(T));
       rope(layer, rope_part, wide_query, 1);
@@ -245,7 +245,7 @@ class Decoder {
     scale_queries(q, wide_query, wide_query);
     const Heads heads{m.heads, layer.window, wide_query, made, made, nullptr, 0, layer.sinks};
     attend_cache(layer, q, k, k, out, heads);
-    project_each(n.values, m.heads, out, {m.heads * n.rank, n.rank}, attended, {m.heads * n.value, n.value}, c.rows,
+    project_each(n.v_b, m.heads, out, {m.heads * n.kv_lora_rank, n.kv_lora_rank}, attended, {m.heads * n.v_dim, n.v_dim}, c.rows,
                  threads);
   }
 

@@ -89,16 +89,16 @@
 // What is between qkv, the cache and out where the cache has a latent of each token and one turned key for all heads. A
 // row of qkv is its queries, or their latent, and its entry. Behind it the ``Linear`` from that latent to queries.
 #define LATENT(F)                                                                                                   \
-  F(int64_t, rank)                                                                                                  \
-  F(int64_t, query_rank) /* 0: queries have no latent */                                                            \
+  F(int64_t, kv_lora_rank)                                                                                                  \
+  F(int64_t, q_lora_rank) /* 0: queries have no latent */                                                            \
   F(int64_t, nope_dim)      /* numbers of a head's query that are not turned, before those that are */                 \
   F(int64_t, rope_dim)                                                                                                \
-  F(int64_t, value)      /* of a head's values */                                                                   \
-  F(const float *, norm_query)                                                                                      \
-  F(const float *, norm)                                                                                            \
+  F(int64_t, v_dim)      /* of a head's values */                                                                   \
+  F(const float *, q_a_norm)                                                                                      \
+  F(const float *, kv_a_norm)                                                                                            \
   F(double, eps)                                                                                                    \
-  F(const Linear *, keys)   /* of each head, from a query's plain numbers to those of a latent */                   \
-  F(const Linear *, values) /* of each head, from a latent */
+  F(const Linear *, k_b)   /* of each head, from a query's plain numbers to those of a latent */                   \
+  F(const Linear *, v_b) /* of each head, from a latent */
 
 // Instead of attention or beside it: a part of a layer that keeps a state. A row of its inputs is the row's record, what
 // the convolution reads and then the gates, and behind it what the output is gated by; of a short convolution B, C and x.
@@ -320,14 +320,14 @@ struct Experts {
 
 struct Latent {
   LATENT(FIELD)
-  Linear up;
+  Linear q_b;
 
   int64_t query() const { return nope_dim + rope_dim; }
-  int64_t entry() const { return rank + rope_dim; }
+  int64_t entry() const { return kv_lora_rank + rope_dim; }
   // Numbers of a row of qkv before its entry.
-  int64_t first(int64_t heads) const { return query_rank ? query_rank : heads * query(); }
+  int64_t first(int64_t heads) const { return q_lora_rank ? q_lora_rank : heads * query(); }
   // Numbers of a row of the workspace.
-  int64_t needed(int64_t heads) const { return query_rank + heads * (query() + entry() + rank); }
+  int64_t needed(int64_t heads) const { return q_lora_rank + heads * (query() + entry() + kv_lora_rank); }
 };
 
 #define MIXER_NAME(NAME) MIXER_##NAME,

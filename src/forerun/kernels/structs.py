@@ -26,7 +26,7 @@ ExpertsStruct = namedtuple(
     "size first num_local top_k normalize sigmoid score_bias scaling_factor eps groups top_groups group_top_k activation gated activation_params layers "
     "scales",
 )
-LatentStruct = namedtuple("LatentStruct", "rank query_rank nope_dim rope_dim value norm_query norm eps keys values")
+LatentStruct = namedtuple("LatentStruct", "kv_lora_rank q_lora_rank nope_dim rope_dim v_dim q_a_norm kv_a_norm eps k_b v_b")
 MixerStruct = namedtuple(
     "MixerStruct",
     "kind channels columns d_inner gates heads groups key_dim value_dim tiled conv bias ssm_a dt_bias ssm_d norm eps",

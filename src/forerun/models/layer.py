@@ -73,9 +73,9 @@ class LatentHeads:
         if not isinstance(q_b, (Compiled, NoneType)):
             return None
         own = structs.LatentStruct(
-            rank=sizes.rank, query_rank=sizes.query_rank, nope_dim=sizes.nope_dim, rope_dim=sizes.rope_dim,
-            value=sizes.value_dim, norm_query=0 if self.q_a_norm is None else self.q_a_norm.pointer,
-            norm=self.kv_a_norm.pointer, eps=structs.number(self.kv_a_norm.eps), keys=k_b.address, values=v_b.address,
+            kv_lora_rank=sizes.rank, q_lora_rank=sizes.query_rank, nope_dim=sizes.nope_dim, rope_dim=sizes.rope_dim,
+            v_dim=sizes.value_dim, q_a_norm=0 if self.q_a_norm is None else self.q_a_norm.pointer,
+            kv_a_norm=self.kv_a_norm.pointer, eps=structs.number(self.kv_a_norm.eps), k_b=k_b.address, v_b=v_b.address,
         )  # fmt: skip
         return array("q", (*own, *(structs.NO_LAYER if q_b is None else q_b.fields())))
 
