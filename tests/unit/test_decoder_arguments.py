@@ -103,7 +103,7 @@ def test_a_model_whose_parts_do_not_fit(model):
 
 BAD_LAYERS = [
     {"rotary": -2}, {"rotary": 1}, {"window": -1}, {"norm_attention": 0, "norm_token": 1}, {"width": 15}, {"width": 0},
-    {"kv_heads": 0}, {"kv_heads": 3}, {"stores": 2}, {"stores": 0}, {"source": -1}, {"source": 1},
+    {"kv_heads": 0}, {"kv_heads": 3}, {"has_kv": 2}, {"has_kv": 0}, {"kv_source": -1}, {"kv_source": 1},
 ]  # fmt: skip
 BAD_MODELS = [{"rotaries": -1}, {"rotaries": 0}, {"rotaries": 99}, {"activation": -1}, {"activation": 2}, {"intermediate": 63}]
 
@@ -131,8 +131,8 @@ BAD_PER_LAYER = [
     {"per_layer_table": NOWHERE},
 ]  # fmt: skip
 BAD_SHARES = [
-    {"source": 6}, {"source": 2}, {"source": -1}, {"stores": 1}, {"width": 16}, {"kv_heads": 1}, {"norm_key": 1},
-    {"normed": 5}, {"normed": -1},
+    {"kv_source": 6}, {"kv_source": 2}, {"kv_source": -1}, {"has_kv": 1}, {"width": 16}, {"kv_heads": 1}, {"norm_key": 1},
+    {"qk_norm_heads": 5}, {"qk_norm_heads": -1},
 ]  # fmt: skip
 
 
@@ -148,7 +148,7 @@ def test_layers_that_read_others_and_embeddings_that_do_not_fit(described):
         items = [item for change in changes for item in change.items()]
         bad += [(fields, layer * size + kind._fields.index(name), value) for name, value in items]
     # It would read what nobody has stored, beside layers that store.
-    bad.append((fused.layers, 5 * size + structs.LayerStruct._fields.index("source"), 5))
+    bad.append((fused.layers, 5 * size + structs.LayerStruct._fields.index("kv_source"), 5))
     # No linear layer of the sixth fits any more.
     for at, name in parts_of(fused.layers, 5 * size + len(structs.LayerStruct._fields), 6 * size):
         if name in ("outputs", "inputs"):

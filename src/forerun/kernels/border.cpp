@@ -133,9 +133,9 @@ Complaint layer_fits(const Linear &all, int64_t inputs, int64_t outputs) {
   return FINE;
 }
 
-Complaint activation_fits(int64_t activation, const float *numbers, bool gated) {
+Complaint activation_fits(int64_t activation, const float *params, bool gated) {
   REQUIRE(within(activation, 0, ACTIVATIONS - 1) && (gated || activation != ACTIVATION_clamped), LAYER_KIND);
-  REQUIRE(numbers || (activation != ACTIVATION_xielu && activation != ACTIVATION_clamped), NULL_POINTER);
+  REQUIRE(params || (activation != ACTIVATION_xielu && activation != ACTIVATION_clamped), NULL_POINTER);
   return FINE;
 }
 
@@ -190,7 +190,7 @@ Complaint heads_fit(const Linear *layers, int64_t heads, int64_t inputs, int64_t
 Complaint latent_fits(const Layer &l, int64_t heads, int64_t hidden) {
   const Latent &n = *l.latent;
   for (int64_t size : {n.kv_lora_rank, n.nope_dim, n.rope_dim, n.v_dim}) REQUIRE(within(size, 1, WIDEST), HEADS_SIZE);
-  REQUIRE(n.rope_dim == l.width && l.kv_heads == 1 && l.stores, HEADS_SIZE);
+  REQUIRE(n.rope_dim == l.width && l.kv_heads == 1 && l.has_kv, HEADS_SIZE);
   REQUIRE(n.kv_lora_rank % 2 == 0 && n.entry() <= WIDEST && within(n.q_lora_rank, 0, MOST), HEADS_SIZE);
   REQUIRE(heads <= MOST_INT8 && !l.norm_qk && !l.norm_query && !l.norm_key && !l.gated && !l.norm_token, LAYER_KIND);
   REQUIRE(n.kv_a_norm && (n.q_a_norm || !n.q_lora_rank), NULL_POINTER);
@@ -285,17 +285,17 @@ Complaint attention_fits(const Model<T> &m, const Layer *layers, int64_t index) 
   if (!l.qkv.weight) return absent(l.qkv, l.out);
   REQUIRE(within(l.kv_heads, 1, MOST) && m.heads % l.kv_heads == 0, HEADS_SIZE);
   REQUIRE(within(l.width, 2, WIDEST) && l.width % 2 == 0, HEADS_SIZE);
-  REQUIRE(within(l.stores, 0, 1) && within(l.source, l.stores ? index : 0, index), LAYER_RANGE);
-  REQUIRE(l.stores || !l.norm_key, LAYER_KIND);
+  REQUIRE(within(l.has_kv, 0, 1) && within(l.kv_source, l.has_kv ? index : 0, index), LAYER_RANGE);
+  REQUIRE(l.has_kv || !l.norm_key, LAYER_KIND);
   if (l.latent) {
     REQUIRE(!m.parallel, LAYER_KIND);
     return latent_fits(l, m.heads, m.hidden);
   }
-  const Layer &source = layers[l.source];
-  REQUIRE(l.source == index || source.stores, LAYER_RANGE);
+  const Layer &source = layers[l.kv_source];
+  REQUIRE(l.kv_source == index || source.has_kv, LAYER_RANGE);
   REQUIRE(source.qkv.weight && !source.latent && source.kv_heads == l.kv_heads && source.width == l.width, HEADS_SIZE);
-  const int64_t made = l.stores * l.kv_heads, queries = m.heads * l.width;
-  REQUIRE(!l.norm_qk || within(l.normed, 0, m.heads + 2 * made), HEADS_SIZE);
+  const int64_t made = l.has_kv * l.kv_heads, queries = m.heads * l.width;
+  REQUIRE(!l.norm_qk || within(l.qk_norm_heads, 0, m.heads + 2 * made), HEADS_SIZE);
   const int64_t qkv = queries * (1 + l.gated) + 2 * made * l.width;
   if (const Complaint wrong = layer_fits(l.qkv, m.hidden * (l.norm_token ? 2 : 1), qkv)) return wrong;
   return layer_fits(l.out, queries, m.hidden);
@@ -330,7 +330,7 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
     if (!m.per_layer_size) {
       if (const Complaint wrong = absent(l.per_layer_gate, l.per_layer_out)) return wrong;
     } else {
-      if (const Complaint wrong = activation_fits(m.activation, l.numbers, true)) return wrong;
+      if (const Complaint wrong = activation_fits(m.activation, l.activation_params, true)) return wrong;
       if (const Complaint wrong = layer_fits(l.per_layer_gate, m.hidden, m.per_layer_size)) return wrong;
       if (const Complaint wrong = layer_fits(l.per_layer_out, m.per_layer_size, m.hidden)) return wrong;
     }
@@ -344,7 +344,7 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
       continue;
     }
     REQUIRE(l.down.inputs <= m.intermediate, SIZE);
-    if (const Complaint wrong = activation_fits(m.activation, l.numbers, m.gated)) return wrong;
+    if (const Complaint wrong = activation_fits(m.activation, l.activation_params, m.gated)) return wrong;
     if (const Complaint wrong = mlp_fits(l.gate_up, l.down, m.hidden, m.gated)) return wrong;
   }
   return FINE;
@@ -377,12 +377,12 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
     const Layer &layer = layers[c.layer_ids[i]];
     const Mixer *const mixer = layer.mixer;
     if (layer.qkv.weight) {
-      const Pool &pool = c.pools[layer.source];
+      const Pool &pool = c.pools[layer.kv_source];
       if (const Complaint wrong = pool_fits(pool)) return wrong;
       REQUIRE(pool.pages == c.pools->pages && pool.page_size == c.pools->page_size, SIZE);
       if (const Complaint wrong = entry_fits(pool, layer)) return wrong;
-      REQUIRE(non_null(c.kv[2 * layer.source], c.kv[2 * layer.source + 1]), NULL_POINTER);
-      (layer.stores || layer.source != c.layer_ids[i] ? stores : reads) = true;
+      REQUIRE(non_null(c.kv[2 * layer.kv_source], c.kv[2 * layer.kv_source + 1]), NULL_POINTER);
+      (layer.has_kv || layer.kv_source != c.layer_ids[i] ? stores : reads) = true;
     }
     if (!mixer) continue;
     REQUIRE(non_null(c.replay, c.states) && c.states[at], NULL_POINTER);
@@ -399,7 +399,7 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
 template <class T>
 Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, const Chains<T> &d) {
   for (int64_t i = 0; i < m.layers; i++)
-    REQUIRE(!layers[i].mixer && (layers[i].stores || layers[i].source != i), LAYER_KIND);
+    REQUIRE(!layers[i].mixer && (layers[i].has_kv || layers[i].kv_source != i), LAYER_KIND);
   REQUIRE(within(d.sequences, 1, c.num_logits) && within(d.longest, 1, MOST), CHAIN_RANGE);
   REQUIRE(m.head.weight && has_embedding(m) && !c.all_reduce, NULL_POINTER);
   REQUIRE(non_null(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.noise_ids, d.tokens), NULL_POINTER);
@@ -524,19 +524,19 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     return FINE;                                                                                                     \
   }                                                                                                                  \
   int forerun_norm_##KIND(const T *x, const float *weights, T *y, const T *add, int64_t rows, int64_t kinds,         \
-                          int64_t width, float eps, int centred) {                                                   \
+                          int64_t width, float eps, int layer_norm) {                                                   \
     CHECK(rows_fit(x, rows, width));                                                                                 \
     REQUIRE(within(kinds, 1, MOST), SIZE);                                                                           \
     REQUIRE(!rows || non_null(weights, y), NULL_POINTER);                                                               \
-    norm(x, weights, y, add, rows, kinds, width, eps, centred != 0);                                                               \
+    norm(x, weights, y, add, rows, kinds, width, eps, layer_norm != 0);                                                               \
     return FINE;                                                                                                     \
   }                                                                                                                  \
-  int forerun_gate_##KIND(int64_t activation, const float *numbers, int gated, const T *x, T *y, int64_t rows,       \
+  int forerun_gate_##KIND(int64_t activation, const float *params, int gated, const T *x, T *y, int64_t rows,       \
                           int64_t width) {                                                                           \
     CHECK(rows_fit(x, rows, width));                                                                                 \
-    CHECK(activation_fits(activation, numbers, gated != 0));                                                         \
+    CHECK(activation_fits(activation, params, gated != 0));                                                         \
     REQUIRE(!rows || y, NULL_POINTER);                                                                               \
-    gate(activation, numbers, gated != 0, x, y, rows, width);                                                                             \
+    gate(activation, params, gated != 0, x, y, rows, width);                                                                             \
     return FINE;                                                                                                     \
   }                                                                                                                  \
   int forerun_project_each_##KIND(const Linear *layers, int64_t count, const T *x, int64_t x_row, int64_t x_part,   \

@@ -121,7 +121,7 @@ class Decoder {
     multiply(m.per_layer_project, x, per_layer, nullptr, c.rows);
     scale(per_layer, static_cast<float>(std::pow(static_cast<double>(m.hidden), -0.5)), c.rows * width);
     norm(per_layer, m.per_layer_norm, per_layer, static_cast<const T *>(nullptr), c.rows * m.layers, 1, m.per_layer_size, eps,
-         m.centred != 0);
+         m.layer_norm != 0);
     std::vector<T> own(width);
     for (int64_t row = 0; row < c.rows; row++) {
       take(m.per_layer_table, m.per_layer_rows, m.per_layer_scale, row, own.data(), width);
@@ -144,7 +144,7 @@ class Decoder {
 
   // Rows of the hidden size.
   void normalise(const T *in, const float *weights, T *out, int64_t rows) const {
-    norm(in, weights, out, static_cast<const T *>(nullptr), rows, 1, m.hidden, eps, m.centred != 0);
+    norm(in, weights, out, static_cast<const T *>(nullptr), rows, 1, m.hidden, eps, m.layer_norm != 0);
   }
 
   void norm_heads(T *at, const float *weights, int64_t count, int64_t width) const {
@@ -171,7 +171,7 @@ class Decoder {
         else store(x + i, lanes, made + load(x + i, lanes));
       }
     }
-    if (after) norm(normed, after, x, x, rows, 1, m.hidden, eps, m.centred != 0);
+    if (after) norm(normed, after, x, x, rows, 1, m.hidden, eps, m.layer_norm != 0);
     else if (m.residual_scale != 1) add_scaled(rows);
   }
 
@@ -183,8 +183,8 @@ class Decoder {
       store(x + i, first(all - i), load(x + i, first(all - i)) + load(normed + i, first(all - i)));
   }
 
-  void all_reduce(const void *part, bool up, std::vector<float> &total, int64_t rows) {
-    if (c.all_reduce(part, up, total.data(), rows)) failed = true;
+  void all_reduce(const void *part, bool is_float, std::vector<float> &total, int64_t rows) {
+    if (c.all_reduce(part, is_float, total.data(), rows)) failed = true;
   }
 
   void run_attention(const Layer &layer, int64_t index) const {
@@ -250,28 +250,28 @@ class Decoder {
   }
 
   void attend_cache(const Layer &layer, const T *q, const T *k, const T *v, T *out, const Heads &heads) const {
-    T *const *const kv = c.kv + 2 * layer.source;
-    attend(q, k, v, out, kv[0], kv[1], c.pools[layer.source], heads, *c.plan, static_cast<float>(m.scale),
+    T *const *const kv = c.kv + 2 * layer.kv_source;
+    attend(q, k, v, out, kv[0], kv[1], c.pools[layer.kv_source], heads, *c.plan, static_cast<float>(m.scale),
            static_cast<float>(m.softcap), threads);
   }
 
   // What attention makes of qkv.
   void self_attention(const Layer &layer) const {
     const int64_t qkv_width = layer.qkv.all_outputs(), width = layer.width;
-    const int64_t keys = layer.stores ? layer.kv_heads : 0, rotated = m.heads + keys;
+    const int64_t keys = layer.has_kv ? layer.kv_heads : 0, rotated = m.heads + keys;
     const int64_t queries = m.heads * width, shared = keys * width;
     for (int64_t row = 0; row < c.rows; row++) {
       T *const q = qkv + row * qkv_width;
-      if (!m.norm_rotated) norm_heads(q, layer.norm_qk, layer.normed, width);
+      if (!m.norm_after_rope) norm_heads(q, layer.norm_qk, layer.qk_norm_heads, width);
       norm_heads(q, layer.norm_query, 1, queries);
       norm_heads(q + queries, layer.norm_key, 1, shared);
     }
     rope(layer, qkv, qkv_width, rotated);
-    for (int64_t row = 0; m.norm_rotated && row < c.rows; row++)
-      norm_heads(qkv + row * qkv_width, layer.norm_qk, layer.normed, width);
+    for (int64_t row = 0; m.norm_after_rope && row < c.rows; row++)
+      norm_heads(qkv + row * qkv_width, layer.norm_qk, layer.qk_norm_heads, width);
     scale_queries(qkv, qkv_width, queries);
     const Heads heads{m.heads, layer.window, qkv_width, qkv_width, qkv_width, nullptr, 0, layer.sinks};
-    const T *const k = layer.stores ? qkv + queries : nullptr, *const v = layer.stores ? k + shared : nullptr;
+    const T *const k = layer.has_kv ? qkv + queries : nullptr, *const v = layer.has_kv ? k + shared : nullptr;
     attend_cache(layer, qkv, k, v, attended, heads);
     for (int64_t row = 0; layer.gated && row < c.rows; row++)
       sigmoid_gate(qkv + row * qkv_width + queries + 2 * shared, attended + row * queries, queries);
@@ -315,7 +315,7 @@ class Decoder {
       add_experts(layer, in, rows);
     } else {
       if (in) multiply(layer.gate_up, in, up, nullptr, rows);
-      gate(m.activation, layer.numbers, m.gated != 0, up, activated, rows, layer.down.inputs);
+      gate(m.activation, layer.activation_params, m.gated != 0, up, activated, rows, layer.down.inputs);
       add(layer.down, activated, layer.after_mlp, rows);
     }
     if (m.per_layer_size) add_per_layer(layer, index, rows);
@@ -330,7 +330,7 @@ class Decoder {
       std::memcpy(to, activated + row * m.per_layer_size, bytes);
       std::memcpy(to + m.per_layer_size, per_layer + (row * m.layers + index) * m.per_layer_size, bytes);
     }
-    gate(m.activation, layer.numbers, true, up, activated, rows, m.per_layer_size);
+    gate(m.activation, layer.activation_params, true, up, activated, rows, m.per_layer_size);
     add(layer.per_layer_out, activated, layer.after_inputs, rows);
   }
 
@@ -353,8 +353,8 @@ class Decoder {
     }
     if (layer.after_experts)
       norm(normed, layer.after_experts, normed, shared.empty() ? nullptr : shared.data(), rows, 1, m.hidden, eps,
-           m.centred != 0);
-    if (layer.after_mlp) norm(normed, layer.after_mlp, x, x, rows, 1, m.hidden, eps, m.centred != 0);
+           m.layer_norm != 0);
+    if (layer.after_mlp) norm(normed, layer.after_mlp, x, x, rows, 1, m.hidden, eps, m.layer_norm != 0);
     else add_scaled(rows);
   }
 
@@ -362,7 +362,7 @@ class Decoder {
   std::vector<T> shared_expert(const Layer &layer, const T *in, int64_t rows) const {
     std::vector<T> made(rows * m.hidden), gate_logits(rows);
     multiply(layer.gate_up, in, up, nullptr, rows);
-    gate(m.activation, layer.numbers, m.gated != 0, up, activated, rows, layer.down.inputs);
+    gate(m.activation, layer.activation_params, m.gated != 0, up, activated, rows, layer.down.inputs);
     multiply(layer.down, activated, made.data(), nullptr, rows);
     if (layer.after_beside) normalise(made.data(), layer.after_beside, made.data(), rows);
     if (!layer.shared_gate) return made;

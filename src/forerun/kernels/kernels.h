@@ -35,14 +35,14 @@ template <class T>
 void take_quants(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);
 template <class T>
 void take_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);
-// ``add``, which may be y or null, is added to what is normed. ``centred``: a layer norm, its biases behind the weights.
+// ``add``, which may be y or null, is added to what is normed. ``layer_norm``: a layer norm, its biases behind the weights.
 template <class T>
 void norm(const T *x, const float *weights, T *y, const T *add, int64_t rows, int64_t kinds, int64_t width, float eps,
-          bool centred);
-// activation(gate) * up of rows [gate, up]; not ``gated``: activation(up). ``numbers``: xielu's slope squared and below,
+          bool layer_norm);
+// activation(gate) * up of rows [gate, up]; not ``gated``: activation(up). ``params``: xielu's slope squared and below,
 // slope and eps; clamped's steepness and limit.
 template <class T>
-void gate(int64_t activation, const float *numbers, bool gated, const T *x, T *y, int64_t rows, int64_t width);
+void gate(int64_t activation, const float *params, bool gated, const T *x, T *y, int64_t rows, int64_t width);
 // Angles of a row are row number ``positions[row]`` of ``angles``, or ``row`` where that is null.
 template <class T>
 void apply_rotary(T *x, int64_t stride, const float *angles, const int64_t *positions, int64_t rows, int64_t heads,

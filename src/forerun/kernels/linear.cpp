@@ -479,19 +479,19 @@ void take_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t co
 
 template <class T>
 void norm(const T *x, const float *weights, T *y, const T *add, int64_t rows, int64_t kinds, int64_t width, float eps,
-          bool centred) {
+          bool layer_norm) {
   for (int64_t r = 0; r < rows; r++, x += width, y += width, add = add ? add + width : add) {
     const float *weight = weights + r % kinds * width;
-    const float *shift = centred ? weight + kinds * width : nullptr;
+    const float *shift = layer_norm ? weight + kinds * width : nullptr;
     Floats squares = zeros(), mean = zeros();
-    if (centred) {
+    if (layer_norm) {
       for (int64_t i = 0; i < width; i += 16) mean = mean + load(x + i, first(width - i));
       mean = broadcast(reduce_sum(mean) / width);
     }
     for (int64_t i = 0; i < width; i += 16) {
       const First lanes = first(width - i);
       const Floats v = load(x + i, lanes) - mean;
-      squares = centred ? select(lanes, fma(v, v, squares), squares) : fma(v, v, squares);
+      squares = layer_norm ? select(lanes, fma(v, v, squares), squares) : fma(v, v, squares);
     }
     const Floats scale = broadcast(1 / std::sqrt(reduce_sum(squares) / width + eps));
     for (int64_t i = 0; i < width; i += 16) {
@@ -508,16 +508,16 @@ void norm(const T *x, const float *weights, T *y, const T *add, int64_t rows, in
 }
 
 template <class T>
-void gate(int64_t activation, const float *numbers, bool gated, const T *x, T *y, int64_t rows, int64_t width) {
+void gate(int64_t activation, const float *params, bool gated, const T *x, T *y, int64_t rows, int64_t width) {
   const Floats one = broadcast(1.0f);
   for (int64_t r = 0; r < rows; r++, x += gated ? 2 * width : width, y += width)
     for (int64_t i = 0; i < width; i += 16) {
       const First lanes = first(width - i);
       Floats v = load(x + i, lanes), up = gated ? load(x + width + i, lanes) : one;
       if (activation == ACTIVATION_xielu) {
-        const Floats below = (exponential(min(v, broadcast(numbers[3]))) - one - v) * broadcast(numbers[1]);
-        const Floats bent = select(greater(v, zeros()), broadcast(numbers[0]) * v * v, below);
-        store(y + i, lanes, (bent + broadcast(numbers[2]) * v) * up);
+        const Floats below = (exponential(min(v, broadcast(params[3]))) - one - v) * broadcast(params[1]);
+        const Floats bent = select(greater(v, zeros()), broadcast(params[0]) * v * v, below);
+        store(y + i, lanes, (bent + broadcast(params[2]) * v) * up);
         continue;
       }
       if (activation == ACTIVATION_relu2) {
@@ -527,9 +527,9 @@ void gate(int64_t activation, const float *numbers, bool gated, const T *x, T *y
       }
       Floats inside = v;
       if (activation == ACTIVATION_clamped) {
-        const Floats limit = broadcast(numbers[1]);
+        const Floats limit = broadcast(params[1]);
         v = min(limit, v);
-        inside = v * broadcast(numbers[0]);
+        inside = v * broadcast(params[0]);
         up = max(zeros() - limit, min(limit, up)) + one;
       }
       if (activation == ACTIVATION_gelu_tanh)  // 1 + tanh(u) is 2 sigmoid(2 u)

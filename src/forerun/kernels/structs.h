@@ -160,7 +160,7 @@
   F(int64_t, rotary) /* which table of angles; -1: nothing is turned */                                             \
   F(int64_t, window)                                                                                                \
   F(const Experts *, experts) /* or null */                                                                         \
-  F(const float *, numbers)   /* of the activation, or null */                                                      \
+  F(const float *, activation_params)   /* of the activation, or null */                                                      \
   F(const float *, sinks)     /* as in ``Heads`` */                                                                  \
   F(int64_t, gated)           /* qkv makes a gate of attention's output behind the values */                        \
   F(const Mixer *, mixer)     /* or null */                                                                          \
@@ -168,9 +168,9 @@
   F(const Linear *, shared_gate)    /* shared expert's gate: sigmoid of its one output; or null */ \
   F(int64_t, width)           /* of a head */                                                                       \
   F(int64_t, kv_heads)        /* of the keys and values that it reads */                                            \
-  F(int64_t, stores)          /* qkv makes them, not queries alone */                                               \
-  F(int64_t, source)          /* the layer in whose part of the cache they are: this one, or one before it */       \
-  F(int64_t, normed)          /* heads of qkv, from the first on, that have a norm_qk */                            \
+  F(int64_t, has_kv)          /* qkv makes them, not queries alone */                                               \
+  F(int64_t, kv_source)          /* the layer in whose part of the cache they are: this one, or one before it */       \
+  F(int64_t, qk_norm_heads)          /* heads of qkv, from the first on, that have a norm_qk */                            \
   F(const float *, norm_experts)  /* of what experts read, in the place of norm_mlp */                              \
   F(const float *, norm_router)   /* as norm_experts */                                                             \
   F(const float *, after_experts) /* of what experts make, before that of the MLP beside them is added */           \
@@ -189,9 +189,9 @@
   F(int64_t, rotaries)        /* tables of angles */                                                                \
   F(int64_t, activation)                                                                                            \
   F(int64_t, gated)           /* gate_up is a gate and what it multiplies, not the latter alone */                  \
-  F(int64_t, centred)         /* norms of rows are layer norms: weights, and biases behind them */                  \
+  F(int64_t, layer_norm)         /* norms of rows are layer norms: weights, and biases behind them */                  \
   F(int64_t, parallel)        /* the MLP reads what attention read */                                               \
-  F(int64_t, norm_rotated)    /* norm_qk comes behind the rotary embedding */                                       \
+  F(int64_t, norm_after_rope)    /* norm_qk comes behind the rotary embedding */                                       \
   F(int64_t, attn_temp_floor)     /* Llama 4: queries at position p times 1 + scale * log(1 + p / floor) */           \
   F(int64_t, per_layer_size)          /* numbers of a per-layer embedding; 0: there are none */                             \
   F(const T *, per_layer_table)         /* [known, layers, inputs] of them, or null: the rows of ``per_layer_rows`` */            \
@@ -208,7 +208,7 @@
 
 // Adds up ``part`` [rows, hidden], float if it is ``wide`` and else as the rows are, with those of other processes, in
 // float. What it returns is 0, or the call ends.
-using AllReduce = int (*)(const void *part, int64_t wide, float *total, int64_t rows);
+using AllReduce = int (*)(const void *part, int64_t is_float, float *total, int64_t rows);
 
 #define CALL(F)                                                                                                     \
   F(int64_t, rows)                                                                                                  \

@@ -39,12 +39,12 @@ ReplayStruct = namedtuple(
 LayerStruct = namedtuple(
     "LayerStruct",
     "norm_attention norm_qk norm_query norm_key after_attention norm_mlp after_mlp norm_token rotary window experts "
-    "numbers sinks gated mixer latent shared_gate width kv_heads stores source normed norm_experts norm_router "
+    "activation_params sinks gated mixer latent shared_gate width kv_heads has_kv kv_source qk_norm_heads norm_experts norm_router "
     "after_experts after_beside after_inputs scale",
 )
 ModelStruct = namedtuple(
     "ModelStruct",
-    "heads hidden intermediate layers num_embeddings embedding norm rotaries activation gated centred parallel norm_rotated "
+    "heads hidden intermediate layers num_embeddings embedding norm rotaries activation gated layer_norm parallel norm_after_rope "
     "attn_temp_floor per_layer_size per_layer_table per_layer_norm eps scale softcap logits_softcap embedding_scale residual_scale "
     "logits_scale attn_temp_scale per_layer_scale",
 )
