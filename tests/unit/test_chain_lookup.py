@@ -22,7 +22,7 @@ def look_up(text, counts, room):
     out, found = array("q", bytes(8 * max(1, *counts))), array("q", (0, 0))
     kept = array("q", text), array("q", counts), out, found
     at = [numbers.buffer_info()[0] for numbers in kept]
-    kernels.library().look_up(at[0], len(text), at[1], len(counts) - 1, room, at[2], at[3])
+    kernels.library().prompt_lookup(at[0], len(text), at[1], len(counts) - 1, room, at[2], at[3])
     return found[0], out[: found[1]].tolist()
 
 

@@ -101,7 +101,7 @@ SIGNATURES = {
     "choose": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _I),
     "draw": (_P, _N, _N, _P, _P),
     "weigh": (_P, _N, _N, _P, _N, _P, _P, _P, _P, _F, _P, _P, _P, _P, _P),
-    "look_up": (_P, _N, _P, _N, _N, _P, _P),
+    "prompt_lookup": (_P, _N, _P, _N, _N, _P, _P),
     "rank": (_P, _N, _N, _N, _P, _N, _P, _N, _P, _P),
     "restrict_rows": (_P, _N, _N, _P, _P, _P, _I),
     "penalise": (_P, _N, _P, _N, _N, _F, _F, _F),

@@ -400,25 +400,25 @@ template <class T>
 Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, const Chains<T> &d) {
   for (int64_t i = 0; i < m.layers; i++)
     REQUIRE(!layers[i].mixer && (layers[i].has_kv || layers[i].kv_source != i), LAYER_KIND);
-  REQUIRE(within(d.sequences, 1, c.num_logits) && within(d.longest, 1, MOST), CHAIN_RANGE);
+  REQUIRE(within(d.sequences, 1, c.num_logits) && within(d.max_depth, 1, MOST), CHAIN_RANGE);
   REQUIRE(m.head.weight && has_embedding(m) && !c.all_reduce, NULL_POINTER);
   REQUIRE(non_null(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.noise_ids, d.tokens), NULL_POINTER);
-  REQUIRE(!d.feeds || m.hidden <= c.workspace_size, WORKSPACE_SIZE);
+  REQUIRE(!d.feeds_hidden || m.hidden <= c.workspace_size, WORKSPACE_SIZE);
   REQUIRE(d.output_ids || m.head.outputs <= m.num_embeddings, TOKEN_RANGE);  // what is drafted is fed
   for (int64_t i = 0; d.output_ids && i < m.head.outputs; i++) REQUIRE(within(d.output_ids[i], 0, m.num_embeddings - 1), TOKEN_RANGE);
-  REQUIRE(!d.texts || non_null(d.lengths, d.guessed, d.most), NULL_POINTER);
-  REQUIRE(!d.texts || !d.feeds, CHAIN_RANGE);
+  REQUIRE(!d.texts || non_null(d.lengths, d.num_guessed, d.max_guess), NULL_POINTER);
+  REQUIRE(!d.texts || !d.feeds_hidden, CHAIN_RANGE);
   const int64_t *text = d.texts;
   int64_t requested = 0, wide = 0;
-  REQUIRE(!d.texts || within(d.reach, 0, MOST_GUESSED), CHAIN_RANGE);
-  for (int64_t i = 0; d.texts && i <= d.reach; i++) {
-    REQUIRE(within(d.most[i], 0, MOST_GUESSED), CHAIN_RANGE);
-    wide = std::max(wide, d.most[i]);
+  REQUIRE(!d.texts || within(d.max_match, 0, MOST_GUESSED), CHAIN_RANGE);
+  for (int64_t i = 0; d.texts && i <= d.max_match; i++) {
+    REQUIRE(within(d.max_guess[i], 0, MOST_GUESSED), CHAIN_RANGE);
+    wide = std::max(wide, d.max_guess[i]);
   }
   REQUIRE(workspace_needed(m, layers, d.sequences * (1 + wide), d.sequences * (1 + wide)) <= c.workspace_size, WORKSPACE_SIZE);
   for (int64_t i = 0; i < d.sequences; i++) {
-    REQUIRE(within(d.depths[i], 1, d.longest) && within(d.starts[i], 0, MOST), CHAIN_RANGE);
-    const int64_t guessed = text ? d.guessed[i] : 0;
+    REQUIRE(within(d.depths[i], 1, d.max_depth) && within(d.starts[i], 0, MOST), CHAIN_RANGE);
+    const int64_t guessed = text ? d.num_guessed[i] : 0;
     REQUIRE(within(guessed, 0, d.depths[i] - 1), CHAIN_RANGE);
     requested += 1 + guessed;
     REQUIRE(!text || within(d.lengths[i], 1, MOST), CHAIN_RANGE);
@@ -648,12 +648,12 @@ int forerun_weigh(const float *scores, int64_t rows, int64_t size, const int64_t
   });
 }
 
-int forerun_look_up(const int64_t *text, int64_t length, const int64_t *most, int64_t reach, int64_t room,
+int forerun_prompt_lookup(const int64_t *text, int64_t length, const int64_t *max_guess, int64_t max_match, int64_t room,
                     int64_t *out, int64_t *found) {
-  REQUIRE(non_null(text, most, out, found), NULL_POINTER);
-  REQUIRE(within(length, 1, MOST) && within(reach, 0, MOST_GUESSED) && within(room, 0, MOST), SIZE);
-  for (int64_t i = 0; i <= reach; i++) REQUIRE(within(most[i], 0, MOST_GUESSED), SIZE);
-  const Found result = look_up(text, length, most, reach, room, out);
+  REQUIRE(non_null(text, max_guess, out, found), NULL_POINTER);
+  REQUIRE(within(length, 1, MOST) && within(max_match, 0, MOST_GUESSED) && within(room, 0, MOST), SIZE);
+  for (int64_t i = 0; i <= max_match; i++) REQUIRE(within(max_guess[i], 0, MOST_GUESSED), SIZE);
+  const Found result = prompt_lookup(text, length, max_guess, max_match, room, out);
   found[0] = result.match, found[1] = result.count;
   return FINE;
 }

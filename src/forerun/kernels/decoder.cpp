@@ -1,5 +1,5 @@
 // A decoder's layers in one call, from token ids to logits: what models/native.py does with the kernels one by one, with
-// the same bits. For models whose layer takes microseconds, most of the time would go into the calls.
+// the same bits. For models whose layer takes microseconds, max_guess of the time would go into the calls.
 #include "kernels.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 
 int64_t rounded(int64_t numbers) { return (numbers + ROUND_UP - 1) / ROUND_UP * ROUND_UP; }
 
-// Numbers of a row, the most of all layers: of what a layer, or the matrix before the layers, reads; of what its first
+// Numbers of a row, the max_guess of all layers: of what a layer, or the matrix before the layers, reads; of what its first
 // projection makes; of what attention and the mixer make.
 struct Widths {
   int64_t input, made = 0, attended = 0, mixed = 0, latent = 0;
@@ -393,8 +393,8 @@ class Drafting {
  public:
   Drafting(const Model<T> &model, const Layer *layers, const Call<T> &first, const Chains<T> &chains)
       : model(model), layers(layers), first(first), d(chains), size(model.head.outputs), chains(d.sequences),
-        no_hidden(first.num_layer_ids + 2), states(d.feeds ? d.sequences * model.hidden : 0) {
-    std::fill(d.tokens, d.tokens + d.longest * d.sequences, -1);
+        no_hidden(first.num_layer_ids + 2), states(d.feeds_hidden ? d.sequences * model.hidden : 0) {
+    std::fill(d.tokens, d.tokens + d.max_depth * d.sequences, -1);
     const int64_t *text = d.texts;
     for (int64_t i = 0, row = 0; i < d.sequences; i++) {
       Chain &chain = this->chains[i];
@@ -403,9 +403,9 @@ class Drafting {
       if (!text) continue;
       chain.text.assign(text, text + d.lengths[i]);
       text += d.lengths[i];
-      chain.guess.assign(text, text + d.guessed[i]);
-      text += d.guessed[i];
-      row += d.guessed[i];
+      chain.guess.assign(text, text + d.num_guessed[i]);
+      text += d.num_guessed[i];
+      row += d.num_guessed[i];
     }
   }
 
@@ -421,7 +421,7 @@ class Drafting {
       if (pass) {
         const std::chrono::nanoseconds took = std::chrono::steady_clock::now() - begin;
         const Chain &chain = chains[0];
-        *pass++ = {call.rows, took.count(), chain.match, int64_t(chain.guess.size()), chain.right};
+        *pass++ = {call.rows, took.count(), chain.match, int64_t(chain.guess.size()), chain.num_correct};
       }
       if (!lay_out()) return;
     }
@@ -431,27 +431,27 @@ class Drafting {
   struct Chain {
     std::vector<int64_t> text, guess;
     int64_t row = 0;  // of the last call's logits, its first
-    int64_t made = 0, match = 0, right = 0;
-    bool on = true;
+    int64_t made = 0, match = 0, num_correct = 0;
+    bool active = true;
     double confidence = 0;  // the log of the chance that all of it is kept
   };
 
   // Chooses the next tokens of a chain: one, and another for each that was guessed right.
   void extend(int64_t sequence) {
     Chain &chain = chains[sequence];
-    chain.right = 0;
-    for (float *row = first.logits + chain.row * size; chain.on; row += size) {
+    chain.num_correct = 0;
+    for (float *row = first.logits + chain.row * size; chain.active; row += size) {
       const int64_t at = chain.made * d.sequences + sequence, guessed = chain.guess.size();
       const int64_t place = choose_token(chain, sequence, row), token = d.tokens[at];
       chain.made++;
       const bool ends = token < 0 || d.depths[sequence] == chain.made;
-      chain.on = !ends && chain.confidence >= d.min_confidence;
-      if (d.siblings && !ends && !chain.on) d.siblings[sequence] = next_best(at, sequence, row, place);
+      chain.active = !ends && chain.confidence >= d.min_confidence;
+      if (d.siblings && !ends && !chain.active) d.siblings[sequence] = next_best(at, sequence, row, place);
       chain.text.push_back(token);
-      if (chain.right == guessed || chain.guess[chain.right] != token) return;
-      chain.right++;
+      if (chain.num_correct == guessed || chain.guess[chain.num_correct] != token) return;
+      chain.num_correct++;
     }
-    chain.guess.resize(chain.right);  // the rest was not tested
+    chain.guess.resize(chain.num_correct);  // the rest was not tested
   }
 
   // The chance that all of a chain is kept, once its next token is chosen from ``row``.
@@ -504,9 +504,9 @@ class Drafting {
   // What the next call reads behind a chain's last token.
   void guess(Chain &chain, int64_t room) const {
     chain.match = 0;
-    chain.guess.resize(d.texts ? *std::max_element(d.most, d.most + d.reach + 1) : 0);
+    chain.guess.resize(d.texts ? *std::max_element(d.max_guess, d.max_guess + d.max_match + 1) : 0);
     if (chain.guess.empty()) return;
-    const Found found = look_up(chain.text.data(), chain.text.size(), d.most, d.reach, room, chain.guess.data());
+    const Found found = prompt_lookup(chain.text.data(), chain.text.size(), d.max_guess, d.max_match, room, chain.guess.data());
     chain.match = found.match;
     chain.guess.resize(found.count);
   }
@@ -517,12 +517,12 @@ class Drafting {
     ids.clear(), positions.clear(), spans.clear();
     for (size_t i = 0; i < active.size(); i++) {
       Chain &chain = chains[active[i]];
-      if (!chain.on) {
+      if (!chain.active) {
         chain.guess.clear();
-        chain.match = chain.right = 0;
+        chain.match = chain.num_correct = 0;
         continue;
       }
-      if (d.feeds)
+      if (d.feeds_hidden)
         std::memcpy(&states[on.size() * model.hidden], first.workspace + i * model.hidden, model.hidden * sizeof(T));
       guess(chain, d.depths[active[i]] - chain.made - 1);
       chain.row = ids.size();
@@ -545,7 +545,7 @@ class Drafting {
     call.plan = &plan;
     call.rows = call.num_logits = ids.size();
     call.ids = ids.data();
-    call.inputs_embeds = d.feeds ? states.data() : nullptr;
+    call.inputs_embeds = d.feeds_hidden ? states.data() : nullptr;
     call.positions = positions.data();
     call.hidden_out = no_hidden.data();
     return call;
@@ -566,14 +566,14 @@ class Drafting {
 
 }  // namespace
 
-Found look_up(const int64_t *text, int64_t length, const int64_t *most, int64_t reach, int64_t room, int64_t *out) {
+Found prompt_lookup(const int64_t *text, int64_t length, const int64_t *max_guess, int64_t max_match, int64_t room, int64_t *out) {
   int64_t best = 0, after = length;
-  for (int64_t end = length - 1; end > 0 && best < reach; end--) {
+  for (int64_t end = length - 1; end > 0 && best < max_match; end--) {
     int64_t match = 0;
-    while (match < reach && match < end && text[end - 1 - match] == text[length - 1 - match]) match++;
+    while (match < max_match && match < end && text[end - 1 - match] == text[length - 1 - match]) match++;
     if (match > best) best = match, after = end;
   }
-  const int64_t count = std::min({most[best], room, length - after});
+  const int64_t count = std::min({max_guess[best], room, length - after});
   std::copy(text + after, text + after + std::max<int64_t>(count, 0), out);
   return {best, std::max<int64_t>(count, 0)};
 }

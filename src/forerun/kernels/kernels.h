@@ -66,13 +66,13 @@ bool decode(const Model<T> &model, const Layer *layers, const Call<T> &call);
 template <class T>
 void draft(const Model<T> &model, const Layer *layers, const Call<T> &call, const Chains<T> &chains);
 
-// Looks the end of a text up in what is before it. Of the longest match, at most ``reach`` tokens, the last one:
-// ``out`` gets what follows, at most ``room`` tokens and ``most`` of the match's length. Returns the match's length and
+// Looks the end of a text up in what is before it. Of the longest match, at most ``max_match`` tokens, the last one:
+// ``out`` gets what follows, at most ``room`` tokens and ``max_guess`` of the match's length. Returns the match's length and
 // how many tokens these are.
 struct Found {
   int64_t match, count;
 };
-Found look_up(const int64_t *text, int64_t length, const int64_t *most, int64_t reach, int64_t room, int64_t *out);
+Found prompt_lookup(const int64_t *text, int64_t length, const int64_t *max_guess, int64_t max_match, int64_t room, int64_t *out);
 template <class T>
 int64_t workspace_needed(const Model<T> &model, const Layer *layers, int64_t rows, int64_t num_out);
 

@@ -239,12 +239,12 @@ using AllReduce = int (*)(const void *part, int64_t is_float, float *total, int6
   F(int64_t, rows)                                                                                                  \
   F(int64_t, nanoseconds)                                                                                           \
   F(int64_t, match)       /* tokens of the text's end that were found before it */                                  \
-  F(int64_t, guessed)     /* tokens that followed there, and were read */                                           \
-  F(int64_t, right)       /* how many of them were drafted */
+  F(int64_t, num_guessed)     /* tokens that followed there, and were read */                                           \
+  F(int64_t, num_correct)       /* how many of them were drafted */
 
 #define CHAINS(F)                                                                                                   \
-  F(int64_t, sequences)       /* each with a row of the first call's logits, and one for each token ``guessed``, in order */ \
-  F(int64_t, longest)         /* the most tokens of one */                                                          \
+  F(int64_t, sequences)       /* each with a row of the first call's logits, and one for each token ``num_guessed``, in order */ \
+  F(int64_t, max_depth)         /* the most tokens of one */                                                          \
   F(const int64_t *, depths)  /* [sequences] tokens wanted */                                                           \
   F(const int64_t *, starts)  /* [sequences] entries of the cache before the first drafted token's */                   \
   F(const int64_t *, tables)  /* [sequences] where its pages begin in the plan's tables */                              \
@@ -258,13 +258,13 @@ using AllReduce = int (*)(const void *part, int64_t is_float, float *total, int6
   F(int64_t *, tokens)        /* [longest, sequences] what was chosen; -1: nothing, as no id is permitted or one is NaN */ \
   F(float *, q)               /* [longest, sequences, num_ids] softmax of each row with a temperature, or null */       \
   F(int64_t, num_ids)         /* target vocabulary: more than the draft's where there are output_ids */     \
-  F(int64_t, feeds)           /* whether the output before the last norm is the next input, beside the token (EAGLE) */ \
+  F(int64_t, feeds_hidden)           /* whether the output before the last norm is the next input, beside the token (EAGLE) */ \
   F(double, min_confidence)            /* a chain ends once the logs of its likeliest tokens' chances add up to less */          \
-  F(const int64_t *, texts)   /* end to end, each with the tokens ``guessed`` behind it; null: nothing is guessed */      \
+  F(const int64_t *, texts)   /* end to end, each with the tokens ``num_guessed`` behind it; null: nothing is guessed */      \
   F(const int64_t *, lengths) /* [sequences] of the texts */                                                            \
-  F(const int64_t *, guessed) /* [sequences] tokens of the first call behind the one that its chain begins with */      \
-  F(const int64_t *, most)    /* [reach + 1] tokens to guess, by how many tokens the match has */                        \
-  F(int64_t, reach)                                                                                                 \
+  F(const int64_t *, num_guessed) /* [sequences] tokens of the first call behind the one that its chain begins with */      \
+  F(const int64_t *, max_guess)    /* [reach + 1] tokens to guess, by how many tokens the match has */                        \
+  F(int64_t, max_match)                                                                                                 \
   F(Pass *, passes)           /* [longest] of the first sequence; no rows: there was none */                             \
   F(int64_t *, siblings)      /* [sequences] the next best choice beside the token that is below the floor, or -1; or null */
 

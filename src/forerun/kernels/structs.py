@@ -53,11 +53,11 @@ Call = namedtuple(
     "rows threads ids inputs_embeds positions angles num_angles layer_ids num_layer_ids hidden_out logit_rows num_logits workspace "
     "workspace_size logits kv pools plan all_reduce replay states experts",
 )
-PassStruct = namedtuple("PassStruct", "rows nanoseconds match guessed right")
+PassStruct = namedtuple("PassStruct", "rows nanoseconds match num_guessed num_correct")
 Chains = namedtuple(
     "Chains",
-    "sequences longest depths starts tables temperatures thresholds top_ks noise_ids output_ids keys quantiles tokens q "
-    "num_ids feeds min_confidence texts lengths guessed most reach passes siblings",
+    "sequences max_depth depths starts tables temperatures thresholds top_ks noise_ids output_ids keys quantiles tokens q "
+    "num_ids feeds_hidden min_confidence texts lengths num_guessed max_guess max_match passes siblings",
     defaults=(0,) * 7,
 )
 

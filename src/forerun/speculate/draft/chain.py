@@ -79,7 +79,7 @@ class ChainGuess:
         library = kernels.library()
         assert library is not None
         out, found = array("q", bytes(8 * max(1, *self.counts))), array("q", (0, 0))
-        library.look_up(
+        library.prompt_lookup(
             structs.address(text),
             len(text),
             structs.address(self.counts),
@@ -101,7 +101,7 @@ class ChainGuess:
         """The fields of ``structs.Chains`` that describe guesses."""
         return {
             "texts": structs.address(self.texts), "lengths": structs.address(self.lengths),
-            "guessed": structs.address(self.guessed), "most": structs.address(self.counts), "reach": REACH,
+            "num_guessed": structs.address(self.guessed), "max_guess": structs.address(self.counts), "max_match": REACH,
             "passes": structs.address(self.passes),
         }  # fmt: skip
 
@@ -156,7 +156,7 @@ class ChainLookup:
             if not each.rows:
                 break
             match = each.match if start else guess.match
-            self._count(match, each.right, each.right + (each.right < each.guessed))
+            self._count(match, each.num_correct, each.num_correct + (each.num_correct < each.num_guessed))
             if start:
                 self._time(each.rows, each.nanoseconds / 1e9)
 
@@ -259,12 +259,12 @@ class ChainRunner:
         tokens = array("q", bytes(8 * longest * count))
         siblings = array("q", [NO_TOKEN]) * count
         chains = structs.Chains(
-            sequences=count, longest=longest, depths=structs.address(depths), starts=structs.address(starts),
+            sequences=count, max_depth=longest, depths=structs.address(depths), starts=structs.address(starts),
             tables=structs.address(tables), temperatures=structs.address(temperatures),
             thresholds=structs.address(thresholds), top_ks=structs.address(top_ks), noise_ids=self.noise_ids.data_ptr(),
             output_ids=0 if self.output_ids is None else self.output_ids.data_ptr(), keys=structs.address(keys),
             quantiles=structs.address(quantiles), tokens=structs.address(tokens),
-            q=0 if q is None else q.data_ptr(), num_ids=width, feeds=int(self.feeds_hidden),
+            q=0 if q is None else q.data_ptr(), num_ids=width, feeds_hidden=int(self.feeds_hidden),
             min_confidence=structs.number(self.floor), siblings=structs.address(siblings) if self.branches else 0,
         )  # fmt: skip
         call = array("q", chains if guess is None else chains._replace(**guess.fields))
