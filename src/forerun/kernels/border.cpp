@@ -620,21 +620,21 @@ int forerun_gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size) {
   return FINE;
 }
 
-int forerun_choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
+int forerun_gumbel_max(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
                    const int64_t *noisy, float *tops, int64_t *best, float *softmax, int threads) {
   CHECK(rows_fit(scores, rows, size));
   REQUIRE(threads_fit(threads), SIZE);
   REQUIRE(!rows || non_null(ids, keys, noisy, best, tops), NULL_POINTER);
-  return guarded([=] { choose(scores, rows, size, ids, keys, noisy, tops, best, softmax, threads); });
+  return guarded([=] { gumbel_max(scores, rows, size, ids, keys, noisy, tops, best, softmax, threads); });
 }
 
-int forerun_draw(const float *weights, int64_t rows, int64_t size, const double *quantiles, int64_t *out) {
+int forerun_inverse_cdf(const float *weights, int64_t rows, int64_t size, const double *quantiles, int64_t *out) {
   CHECK(rows_fit(weights, rows, size));
   REQUIRE(!rows || non_null(quantiles, out), NULL_POINTER);
-  return guarded([=] { draw(weights, rows, size, quantiles, out); });
+  return guarded([=] { inverse_cdf(weights, rows, size, quantiles, out); });
 }
 
-int forerun_weigh(const float *scores, int64_t rows, int64_t size, const int64_t *greedy, int64_t trials,
+int forerun_acceptance(const float *scores, int64_t rows, int64_t size, const int64_t *greedy, int64_t trials,
                   const int64_t *at, const int64_t *tokens, const float *const *qs, const int64_t *follows,
                   float lenience, float *residual, float *tops, float *weights, float *left, float *shared) {
   CHECK(rows_fit(scores, rows, size));
@@ -644,7 +644,7 @@ int forerun_weigh(const float *scores, int64_t rows, int64_t size, const int64_t
   REQUIRE(!trials || non_null(qs, follows, weights, left, shared), NULL_POINTER);
   REQUIRE(!trials || !follows[0], ROW_RANGE);
   return guarded([=] {
-    weigh(scores, rows, size, greedy, trials, at, tokens, qs, follows, lenience, residual, tops, weights, left, shared);
+    acceptance(scores, rows, size, greedy, trials, at, tokens, qs, follows, lenience, residual, tops, weights, left, shared);
   });
 }
 
@@ -658,14 +658,14 @@ int forerun_prompt_lookup(const int64_t *text, int64_t length, const int64_t *ma
   return FINE;
 }
 
-int forerun_rank(const float *scores, int64_t rows, int64_t size, int64_t trials, const int64_t *at, int64_t count,
+int forerun_top_logprobs(const float *scores, int64_t rows, int64_t size, int64_t trials, const int64_t *at, int64_t count,
                  const int64_t *into, int64_t num_into, int32_t *ids, float *logs) {
   CHECK(rows_fit(scores, rows, size));
   REQUIRE(within(count, 1, MOST), SIZE);
   CHECK(indices_fit(at, trials, rows, ROW_RANGE));
   CHECK(indices_fit(into, trials, num_into, ROW_RANGE));
   REQUIRE(!trials || non_null(ids, logs), NULL_POINTER);
-  rank(scores, size, trials, at, count, into, ids, logs);
+  top_logprobs(scores, size, trials, at, count, into, ids, logs);
   return FINE;
 }
 
@@ -679,20 +679,20 @@ int forerun_overlaps(const float *scores, int64_t rows, int64_t size, int64_t tr
   return guarded([=] { overlaps(scores, size, trials, at, qs, tokens, out, threads); });
 }
 
-int forerun_restrict_rows(float *rows, int64_t count, int64_t size, const float *temperatures, const float *thresholds,
+int forerun_filter_rows(float *rows, int64_t count, int64_t size, const float *temperatures, const float *thresholds,
                           const int64_t *top_ks, int threads) {
   CHECK(rows_fit(rows, count, size));
   REQUIRE(threads_fit(threads), SIZE);
   REQUIRE(!count || non_null(temperatures, thresholds, top_ks), NULL_POINTER);
-  return guarded([=] { restrict_rows(rows, count, size, temperatures, thresholds, top_ks, threads); });
+  return guarded([=] { filter_rows(rows, count, size, temperatures, thresholds, top_ks, threads); });
 }
 
-int forerun_penalise(float *row, int64_t size, const int64_t *text, int64_t length, int64_t output, float repetition,
+int forerun_apply_penalties(float *row, int64_t size, const int64_t *text, int64_t length, int64_t output, float repetition,
                      float frequency, float presence) {
   CHECK(rows_fit(row, 1, size));
   REQUIRE(within(length, 0, MOST) && within(output, 0, MOST), SIZE);
   REQUIRE(!length || text, NULL_POINTER);
   for (int64_t i = 0; i < length; i++) REQUIRE(text[i] >= 0, TOKEN_RANGE);
-  return guarded([=] { penalise(row, size, text, length, output, repetition, frequency, presence); });
+  return guarded([=] { apply_penalties(row, size, text, length, output, repetition, frequency, presence); });
 }
 }

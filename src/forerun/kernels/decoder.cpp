@@ -460,7 +460,7 @@ class Drafting {
     const int64_t first = 0;
     int32_t id;
     float log;
-    rank(row, size, 1, &first, 1, &first, &id, &log);
+    top_logprobs(row, size, 1, &first, 1, &first, &id, &log);
     chain.confidence += log;
   }
 
@@ -473,10 +473,10 @@ class Drafting {
     std::vector<float> own_q(q && d.output_ids ? size : 0);
     float *const softmax_row = own_q.empty() ? q : own_q.data();
     if (temperature != 0)
-      restrict_row(row, size, temperature, d.thresholds[2 * sequence], d.top_ks[sequence], d.thresholds[2 * sequence + 1]);
+      filter_row(row, size, temperature, d.thresholds[2 * sequence], d.top_ks[sequence], d.thresholds[2 * sequence + 1]);
     int64_t place = best(at, temperature, row, softmax_row);
     if (place < 0) return -1;
-    if (softmax_row && d.quantiles) draw(softmax_row, 1, size, d.quantiles + at, &place);
+    if (softmax_row && d.quantiles) inverse_cdf(softmax_row, 1, size, d.quantiles + at, &place);
     d.tokens[at] = d.output_ids ? d.output_ids[place] : place;
     if (own_q.empty()) return place;
     std::memset(q, 0, d.num_ids * sizeof(float));
@@ -490,7 +490,7 @@ class Drafting {
     const uint64_t key = d.keys ? d.keys[at] : 0;
     float top;
     int64_t place;
-    choose(row, 1, size, d.noise_ids, &key, &noisy, &top, &place, softmax_row, 1);
+    gumbel_max(row, 1, size, d.noise_ids, &key, &noisy, &top, &place, softmax_row, 1);
     return top > -std::numeric_limits<float>::infinity() ? place : -1;
   }
 

@@ -79,18 +79,18 @@ int64_t workspace_needed(const Model<T> &model, const Layer *layers, int64_t row
 void advise(char *at, int64_t bytes);
 void softcap(float *numbers, int64_t count, float cap);
 void gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size);
-void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
+void gumbel_max(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
             const int64_t *noisy, float *tops, int64_t *best, float *softmax, int threads);
-void draw(const float *weights, int64_t rows, int64_t size, const double *quantiles, int64_t *out);
-void weigh(const float *scores, int64_t rows, int64_t size, const int64_t *greedy, int64_t trials, const int64_t *at,
+void inverse_cdf(const float *weights, int64_t rows, int64_t size, const double *quantiles, int64_t *out);
+void acceptance(const float *scores, int64_t rows, int64_t size, const int64_t *greedy, int64_t trials, const int64_t *at,
            const int64_t *tokens, const float *const *qs, const int64_t *follows, float lenience, float *residual,
            float *tops, float *weights, float *left, float *shared);
-void rank(const float *scores, int64_t size, int64_t trials, const int64_t *at, int64_t count, const int64_t *into,
+void top_logprobs(const float *scores, int64_t size, int64_t trials, const int64_t *at, int64_t count, const int64_t *into,
           int32_t *ids, float *logs);
 void overlaps(const float *scores, int64_t size, int64_t trials, const int64_t *rows, const float *const *qs,
               const int64_t *tokens, float *out, int threads);
-void restrict_row(float *row, int64_t size, float temperature, float min_p, int64_t top_k, float top_p);
-void restrict_rows(float *rows, int64_t count, int64_t size, const float *temperatures, const float *thresholds,
+void filter_row(float *row, int64_t size, float temperature, float min_p, int64_t top_k, float top_p);
+void filter_rows(float *rows, int64_t count, int64_t size, const float *temperatures, const float *thresholds,
                    const int64_t *top_ks, int threads);
-void penalise(float *row, int64_t size, const int64_t *text, int64_t length, int64_t output, float repetition,
+void apply_penalties(float *row, int64_t size, const int64_t *text, int64_t length, int64_t output, float repetition,
               float frequency, float presence);

@@ -135,7 +135,7 @@ int64_t invert(const float *weights, int64_t size, double quantile) {
 }  // namespace
 
 // Per row of weights, the id at which its share ``quantiles`` of the sum is passed.
-void draw(const float *weights, int64_t rows, int64_t size, const double *quantiles, int64_t *out) {
+void inverse_cdf(const float *weights, int64_t rows, int64_t size, const double *quantiles, int64_t *out) {
   for (int64_t r = 0; r < rows; r++) out[r] = invert(weights + r * size, size, quantiles[r]);
 }
 
@@ -148,7 +148,7 @@ void gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size) {
 }
 
 // Per row, the largest of scores + the noise of its key (where ``noisy``) and its id; and the softmax of the scores.
-void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
+void gumbel_max(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
             const int64_t *noisy, float *tops, int64_t *places, float *softmax, int threads) {
   if (static_cast<double>(rows) * size <= PARALLEL) threads = 1;
   const auto one = [=](int64_t r) {
@@ -177,7 +177,7 @@ void choose(const float *scores, int64_t rows, int64_t size, const int32_t *ids,
 // and in a trial's row max(0, factor * p - q), unless nothing is left. The factor is 1, and where the trial ``follows`` the
 // one before it, that one's weight; a weight is factor * p / (lenience * q) of the trial's token, at most 1. A trial without q
 // has all of it on its token. ``left``: what is left of each trial's row; ``shared``: the sum of min(p, q).
-void weigh(const float *scores, int64_t rows, int64_t size, const int64_t *greedy, int64_t trials, const int64_t *at,
+void acceptance(const float *scores, int64_t rows, int64_t size, const int64_t *greedy, int64_t trials, const int64_t *at,
            const int64_t *tokens, const float *const *qs, const int64_t *follows, float lenience, float *residual,
            float *tops, float *weights, float *left, float *shared) {
   static thread_local std::vector<float> workspace;
@@ -221,7 +221,7 @@ void weigh(const float *scores, int64_t rows, int64_t size, const int64_t *greed
 
 // The ``count`` best ids of some rows of scores, best first and the first of equals, and the logs of their softmax; row
 // at[t] goes to row into[t] of ``ids`` and ``logs``, which result with -1 and -inf where fewer ids are permitted.
-void rank(const float *scores, int64_t size, int64_t trials, const int64_t *at, int64_t count, const int64_t *into,
+void top_logprobs(const float *scores, int64_t size, int64_t trials, const int64_t *at, int64_t count, const int64_t *into,
           int32_t *ids, float *logs) {
   constexpr float NONE = -std::numeric_limits<float>::infinity();
   for (int64_t t = 0; t < trials; t++) {

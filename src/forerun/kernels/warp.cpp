@@ -118,7 +118,7 @@ class Largest {
 
 // Divides a row by its temperature and bans what min-p, then top-k, then top-p leave out; 0, 0 and 1 leave all. Ties with
 // the last entry that stays, stay.
-void restrict_row(float *row, int64_t size, float temperature, float min_p, int64_t top_k, float top_p) {
+void filter_row(float *row, int64_t size, float temperature, float min_p, int64_t top_k, float top_p) {
   const Floats temperatures = broadcast(temperature), banned = broadcast(-INF);
   for (int64_t i = 0; temperature != 1 && i < size; i += 16)
     store(row + i, first(size - i), load(row + i, first(size - i)) / temperatures);
@@ -138,19 +138,19 @@ void restrict_row(float *row, int64_t size, float temperature, float min_p, int6
 }
 
 // The same for rows whose ``temperatures`` are not 0; ``thresholds`` holds min-p and top-p of each.
-void restrict_rows(float *rows, int64_t count, int64_t size, const float *temperatures, const float *thresholds,
+void filter_rows(float *rows, int64_t count, int64_t size, const float *temperatures, const float *thresholds,
                    const int64_t *top_ks, int threads) {
   if (static_cast<double>(count) * size <= PARALLEL) threads = 1;
   parallel_for(count, 1, threads, [=](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; r++)
       if (temperatures[r] != 0)
-        restrict_row(rows + r * size, size, temperatures[r], thresholds[2 * r], top_ks[r], thresholds[2 * r + 1]);
+        filter_row(rows + r * size, size, temperatures[r], thresholds[2 * r], top_ks[r], thresholds[2 * r + 1]);
   });
 }
 
 // Repetition penalty for every token of a text whose output begins at ``output``; frequency and presence penalties for
 // the output's.
-void penalise(float *row, int64_t size, const int64_t *text, int64_t length, int64_t output, float repetition,
+void apply_penalties(float *row, int64_t size, const int64_t *text, int64_t length, int64_t output, float repetition,
               float frequency, float presence) {
   static thread_local std::vector<int32_t> seen;  // 1 + how often it came in the output; all 0 between calls
   if (static_cast<int64_t>(seen.size()) < size) seen.resize(size);

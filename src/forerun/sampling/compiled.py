@@ -14,7 +14,7 @@ from forerun.sampling.params import SamplingParams
 
 
 def can_sample(device: torch.device) -> bool:
-    return device.type == "cpu" and kernels.has("choose")
+    return device.type == "cpu" and kernels.has("gumbel_max")
 
 
 def restrict(
@@ -27,7 +27,7 @@ def restrict(
     ctypes.memmove(rows.data_ptr(), source.data_ptr(), 4 * rows.numel())  # torch's copy waits for all of its threads
     _equally_many(temperatures=temperatures, min_ps=thresholds[::2], top_ps=thresholds[1::2], top_ks=top_ks, rows=rows)
     lists = array("f", temperatures), array("f", thresholds), array("q", top_ks)
-    kernels.library().restrict_rows(  # type: ignore[union-attr]
+    kernels.library().filter_rows(  # type: ignore[union-attr]
         rows.data_ptr(), *rows.shape, *(numbers.buffer_info()[0] for numbers in lists), kernels.threads()
     )
     return rows
@@ -38,7 +38,7 @@ def penalise(row: torch.Tensor, text: Sequence[int], output: int, params: Sampli
     tokens = array("q", text)
     if row.dim() != 1 or row.dtype is not torch.float32 or row.stride(0) != 1:
         raise ValueError(f"penalties are for one row of float32, not {row.dtype} {[*row.shape]}")
-    kernels.library().penalise(  # type: ignore[union-attr]
+    kernels.library().apply_penalties(  # type: ignore[union-attr]
         row.data_ptr(), len(row), tokens.buffer_info()[0], len(tokens), output,
         params.repetition_penalty, params.frequency_penalty, params.presence_penalty,
     )  # fmt: skip
@@ -79,12 +79,12 @@ class CompiledSampling:
         result = kernels.library()
         assert result is not None
         if ids.dtype is not torch.int32 or not ids.is_contiguous() or not ids.is_cpu:
-            raise ValueError(f"words for noise are int32 on cpu, not {ids.dtype} on {ids.device}")
+            raise ValueError(f"hashed ids are int32 on cpu, not {ids.dtype} on {ids.device}")
         self.ids = ids
         self._at = ids.data_ptr()
-        self._gumbel, self._choose = result.gumbel, result.choose
-        self._draw, self._overlaps, self._weigh = result.draw, result.overlaps, result.weigh
-        self._rank = result.rank
+        self._gumbel, self._gumbel_max = result.gumbel, result.gumbel_max
+        self._inverse_cdf, self._overlaps, self._acceptance = result.inverse_cdf, result.overlaps, result.acceptance
+        self._top_logprobs = result.top_logprobs
 
     def noise(self, keys: Sequence[int], size: int) -> torch.Tensor:
         """Gumbel noise, float32 [len(keys), size]."""
@@ -96,7 +96,7 @@ class CompiledSampling:
 
     def _check_size(self, size: int) -> None:
         if size > len(self.ids):
-            raise ValueError(f"noise for {size} ids from words for {len(self.ids)}")
+            raise ValueError(f"noise for {size} ids from hashes of {len(self.ids)}")
 
     def choose(
         self, scores: torch.Tensor, keys: Sequence[int | None], distribution: bool
@@ -112,11 +112,11 @@ class CompiledSampling:
         if len(keys) != count:
             _equally_many(keys=keys, rows=scores)
         noisy = array("q", [key is not None for key in keys])
-        words = array("Q", [key or 0 for key in keys])
+        seeds = array("Q", [key or 0 for key in keys])
         tops, indices = array("f", bytes(4 * count)), array("q", bytes(8 * count))
         softmax = torch.empty_like(scores) if distribution else None
-        self._choose(
-            scores.data_ptr(), count, size, self._at, words.buffer_info()[0], noisy.buffer_info()[0],
+        self._gumbel_max(
+            scores.data_ptr(), count, size, self._at, seeds.buffer_info()[0], noisy.buffer_info()[0],
             tops.buffer_info()[0], indices.buffer_info()[0], None if softmax is None else softmax.data_ptr(),
             kernels.threads(),
         )  # fmt: skip
@@ -150,7 +150,7 @@ class CompiledSampling:
         inputs = [array("q", numbers) for numbers in (greedy, rows, tokens, qs, follows)]
         outputs = [array("f", bytes(4 * length)) for length in (count, trials, trials, trials)]
         greedy_rows, *lists = (numbers.buffer_info()[0] for numbers in inputs)
-        self._weigh(
+        self._acceptance(
             scores.data_ptr(), count, size, greedy_rows, trials, *lists, lenience, residual.data_ptr(),
             *(numbers.buffer_info()[0] for numbers in outputs),
         )  # fmt: skip
@@ -167,7 +167,7 @@ class CompiledSampling:
             raise ValueError(f"room for ids {ids.dtype} {[*ids.shape]} and logs {logs.dtype} {[*logs.shape]}")
         if not (ids.is_contiguous() and logs.is_contiguous()):
             raise ValueError("room for ids and logs must be contiguous")
-        self._rank(
+        self._top_logprobs(
             scores.data_ptr(), *scores.shape, len(rows), sources.buffer_info()[0], ids.shape[1],
             targets.buffer_info()[0], len(ids), ids.data_ptr(), logs.data_ptr(),
         )  # fmt: skip
@@ -179,7 +179,7 @@ class CompiledSampling:
         count, size = weights.shape
         _equally_many(quantiles=quantiles, rows=weights)
         numbers, indices = array("d", quantiles), array("q", bytes(8 * count))
-        self._draw(weights.data_ptr(), count, size, numbers.buffer_info()[0], indices.buffer_info()[0])
+        self._inverse_cdf(weights.data_ptr(), count, size, numbers.buffer_info()[0], indices.buffer_info()[0])
         return indices.tolist()
 
     def overlaps(
