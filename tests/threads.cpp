@@ -41,19 +41,19 @@ int main(int argc, char **argv) {
   fork_once("a fork before the first thread");
   for (int cycle = 0; cycle < cycles; cycle++) {
     check(sums(2 + cycle % 3), "a start");
-    rest_threads();
+    stop_threads();
   }
   check(sums(4), "before a fork");
   fork_once("a fork beside sleeping threads");
   check(sums(4), "after a fork");
-  rest_threads();
+  stop_threads();
   fork_once("a fork after the threads have ended");
   std::vector<std::thread> callers;
   for (int caller = 0; caller < 12; caller++)
     callers.emplace_back([] {
       for (int i = 0; i < 200; i++) check(sums(2 + i % 3), "callers at once");
     });
-  for (int i = 0; i < 20; i++) rest_threads();
+  for (int i = 0; i < 20; i++) stop_threads();
   for (std::thread &caller : callers) caller.join();
   puts("ok");
 }

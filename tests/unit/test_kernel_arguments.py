@@ -48,11 +48,11 @@ def test_rows(kind):
         "linear_quants": ((2, at, at, at, None, None, 2, 3, 4, 3, 1),
                           {0: [-1, 0, 1, KINDS, 1 << 40], 1: [None], 2: [None], 3: [None], 6: sizes,
                            7: [0, 4, *sizes], 8: [0, *sizes], 9: [2, *sizes], 10: threads}),
-        "take_rows": ((2, at, at, at, 2, 3, 4), {0: [-1, 1, KINDS, 1 << 40], 1: [None], 2: [None, *outside],
+        "get_rows": ((2, at, at, at, 2, 3, 4), {0: [-1, 1, KINDS, 1 << 40], 1: [None], 2: [None, *outside],
                                                  3: [None], 4: sizes, 5: [0, *sizes], 6: [0, *sizes]}),
         "norm": ((at, at, at, None, 2, 1, 4, 1e-5, 0),
                  {0: [None], 1: [None], 2: [None], 4: sizes, 5: [0, -1], 6: [0, *sizes]}),
-        "gate": ((1, None, 1, at, at, 2, 4),
+        "apply_activation": ((1, None, 1, at, at, 2, 4),
                  {0: [-1, 2, 3, 6, 1 << 40], 3: [None], 4: [None], 5: sizes, 6: [0, *sizes]}),
         "apply_rotary": ((at, 8, at, 2, 2, 4), {0: [None], 1: [-8], 2: [None], 3: sizes, 4: [0, -1], 5: [0, 3, -2]}),
     }  # fmt: skip
@@ -92,8 +92,8 @@ def test_sampling():
                       6: [None, *outside], 7: [None], 8: threads}),
         "set_prefetch": ((0, 6, 2), {0: [-1, len(structs.KINDS)], 1: [-1, 0, 33],
                                           2: [-1, 4 if kernels.library().tiles else 3]}),
-        "advise": ((at, 8), {0: [None], 1: [-1]}),
-        "rest": ((), {}),
+        "use_huge_pages": ((at, 8), {0: [None], 1: [-1]}),
+        "stop_threads": ((), {}),
         "softcap": ((to, 4, 2.0), {0: [None], 1: [0, *sizes]}),
     }  # fmt: skip
     assert set(cases) == set(kernels.SIGNATURES) - {f"{name}_{kind}" for name in kernels._BY_TYPE for kind in TYPES}

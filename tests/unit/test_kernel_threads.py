@@ -35,7 +35,7 @@ def product(seed=0):
 def rest():
     library = kernels.library()
     assert library is not None
-    library.rest()
+    library.stop_threads()
 
 
 def test_same_bits_on_any_number_of_threads():

@@ -117,7 +117,7 @@ def test_threads_change_no_bit(both, threads):
         made, x = layer("q4_0"), torch.randn(ROWS, INPUTS)
         with kernels.on_threads(count):
             result = [made(x) for _ in range(10)]
-        kernels.library().rest()
+        kernels.library().stop_threads()
         return result
 
     expected, _ = both(lambda: run(1))

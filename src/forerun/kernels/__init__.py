@@ -79,9 +79,9 @@ _BY_TYPE = {
     "linear": (_P, _P, _P, _P, _P, _N, _N, _N, _N, _I),
     "linear_int8": (_P, _P, _P, _P, _P, _P, _P, _N, _N, _N, _N, _I),
     "linear_quants": (_N, _P, _P, _P, _P, _P, _N, _N, _N, _N, _I),
-    "take_rows": (_N, _P, _P, _P, _N, _N, _N),
+    "get_rows": (_N, _P, _P, _P, _N, _N, _N),
     "norm": (_P, _P, _P, _P, _N, _N, _N, _F, _I),
-    "gate": (_N, _P, _I, _P, _P, _N, _N),
+    "apply_activation": (_N, _P, _I, _P, _P, _N, _N),
     "project_each": (_P, _N, _P, _N, _N, _P, _N, _N, _N, _I),
     "moe": (_P, _P, _P, _P, _N, _I, _P),
     "attend": (_P, _P, _P, _P, _P, _P, _P, _P, _P, _N, _F, _F, _I),
@@ -93,9 +93,9 @@ _BY_TYPE = {
 ALL_REDUCE = ctypes.CFUNCTYPE(_I, _P, _N, _P, _N)
 """``AllReduce`` in ``structs.h``."""
 SIGNATURES = {
-    "advise": (_P, _N),
+    "use_huge_pages": (_P, _N),
     "set_prefetch": (_N, _N, _N),
-    "rest": (),
+    "stop_threads": (),
     "softcap": (_P, _N, _F),
     "gumbel": (_U, _P, _P, _N),
     "gumbel_max": (_P, _N, _N, _P, _P, _P, _P, _P, _P, _I),

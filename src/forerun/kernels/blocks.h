@@ -159,12 +159,12 @@ struct Block {
   template <int WIDTH, int COUNT>
   void gather(float *sums, int64_t apart, const float *shrink, const float *weights, int64_t begin, int64_t end,
               const Block *next, int64_t width) const {
-    constexpr int SLICE = slice_of(COUNT), REST = WIDTH % SLICE;
+    constexpr int SLICE = slice_of(COUNT), REMAINDER = WIDTH % SLICE;
     int64_t at = 0;
     for (; at + SLICE <= (WIDTH > 0 ? WIDTH : width); at += SLICE)
       slice<SLICE, COUNT>(at, sums + at, apart, shrink, weights, begin, end, next, SLICE);
-    if constexpr (REST > 0)
-      slice<REST, COUNT>(WIDTH - REST, sums + WIDTH - REST, apart, shrink, weights, begin, end, next, REST);
+    if constexpr (REMAINDER > 0)
+      slice<REMAINDER, COUNT>(WIDTH - REMAINDER, sums + WIDTH - REMAINDER, apart, shrink, weights, begin, end, next, REMAINDER);
     if constexpr (WIDTH == 0)
       for (; at < width; at += N::SIZE)
         slice<0, COUNT>(at, sums + at, apart, shrink, weights, begin, end, next, width - at);

@@ -475,16 +475,16 @@ const char *forerun_layout() {
          "\nMixers" MIXERS_OF(ITEM);
 }
 
-int forerun_advise(char *at, int64_t bytes) {
+int forerun_use_huge_pages(char *at, int64_t bytes) {
   REQUIRE(at && bytes >= 0, NULL_POINTER);
-  advise(at, bytes);
+  use_huge_pages(at, bytes);
   return FINE;
 }
 
 int forerun_tiles() { return tiles_serve(); }
 
-int forerun_rest() {
-  return guarded([] { rest_threads(); });
+int forerun_stop_threads() {
+  return guarded([] { stop_threads(); });
 }
 
 int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
@@ -514,13 +514,13 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     REQUIRE(within(kind, KIND_int8 + 1, KINDS - 1), LAYER_KIND);                                                     \
     return guarded([=] { linear_quants(kind, w, x, y, add, bias, rows, outputs, inputs, stride, threads); });        \
   }                                                                                                                  \
-  int forerun_take_rows_##KIND(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t outputs,\
+  int forerun_get_rows_##KIND(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t outputs,\
                                int64_t inputs) {                                                                     \
     REQUIRE(within(outputs, 1, MOST) && within(inputs, 1, MOST), SIZE);                                              \
     REQUIRE(within(kind, 0, KINDS - 1) && kind != KIND_int8, LAYER_KIND);                                            \
     CHECK(indices_fit(ids, count, outputs, ROW_RANGE));                                                              \
     REQUIRE(!count || non_null(w, y), NULL_POINTER);                                                                    \
-    take_rows(kind, w, ids, y, count, inputs);                                                                       \
+    get_rows(kind, w, ids, y, count, inputs);                                                                       \
     return FINE;                                                                                                     \
   }                                                                                                                  \
   int forerun_norm_##KIND(const T *x, const float *weights, T *y, const T *add, int64_t rows, int64_t kinds,         \
@@ -531,12 +531,12 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     norm(x, weights, y, add, rows, kinds, width, eps, layer_norm != 0);                                                               \
     return FINE;                                                                                                     \
   }                                                                                                                  \
-  int forerun_gate_##KIND(int64_t activation, const float *params, int gated, const T *x, T *y, int64_t rows,       \
+  int forerun_apply_activation_##KIND(int64_t activation, const float *params, int gated, const T *x, T *y, int64_t rows,       \
                           int64_t width) {                                                                           \
     CHECK(rows_fit(x, rows, width));                                                                                 \
     CHECK(activation_fits(activation, params, gated != 0));                                                         \
     REQUIRE(!rows || y, NULL_POINTER);                                                                               \
-    gate(activation, params, gated != 0, x, y, rows, width);                                                                             \
+    apply_activation(activation, params, gated != 0, x, y, rows, width);                                                                             \
     return FINE;                                                                                                     \
   }                                                                                                                  \
   int forerun_project_each_##KIND(const Linear *layers, int64_t count, const T *x, int64_t x_row, int64_t x_part,   \

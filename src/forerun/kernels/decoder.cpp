@@ -104,14 +104,14 @@ class Decoder {
   }
 
  private:
-  void embed(int64_t row, T *to) const { take(m.embedding, m.token_embd, m.embedding_scale, row, to, m.hidden); }
+  void embed(int64_t row, T *to) const { get_row(m.embedding, m.token_embd, m.embedding_scale, row, to, m.hidden); }
 
   // The row of a token, among ``numbers`` or else the rows of a layer, times ``factor``.
-  void take(const T *numbers, const Linear &layer, double factor, int64_t row, T *to, int64_t width) const {
+  void get_row(const T *numbers, const Linear &layer, double factor, int64_t row, T *to, int64_t width) const {
     if (numbers)
       std::memcpy(to, numbers + c.ids[row] * width, width * sizeof(T));
     else
-      take_rows(layer.kind, layer.weight, c.ids + row, to, 1, width);
+      get_rows(layer.kind, layer.weight, c.ids + row, to, 1, width);
     if (factor != 1) scale(to, static_cast<float>(factor), width);
   }
 
@@ -124,7 +124,7 @@ class Decoder {
          m.layer_norm != 0);
     std::vector<T> own(width);
     for (int64_t row = 0; row < c.rows; row++) {
-      take(m.per_layer_table, m.per_layer_rows, m.per_layer_scale, row, own.data(), width);
+      get_row(m.per_layer_table, m.per_layer_rows, m.per_layer_scale, row, own.data(), width);
       T *const at = per_layer + row * width;
       for (int64_t i = 0; i < width; i += 16)
         store(at + i, first(width - i), load(at + i, first(width - i)) + load(&own[i], first(width - i)));
@@ -315,7 +315,7 @@ class Decoder {
       add_experts(layer, in, rows);
     } else {
       if (in) multiply(layer.gate_up, in, up, nullptr, rows);
-      gate(m.activation, layer.activation_params, m.gated != 0, up, activated, rows, layer.down.inputs);
+      apply_activation(m.activation, layer.activation_params, m.gated != 0, up, activated, rows, layer.down.inputs);
       add(layer.down, activated, layer.after_mlp, rows);
     }
     if (m.per_layer_size) add_per_layer(layer, index, rows);
@@ -330,7 +330,7 @@ class Decoder {
       std::memcpy(to, activated + row * m.per_layer_size, bytes);
       std::memcpy(to + m.per_layer_size, per_layer + (row * m.layers + index) * m.per_layer_size, bytes);
     }
-    gate(m.activation, layer.activation_params, true, up, activated, rows, m.per_layer_size);
+    apply_activation(m.activation, layer.activation_params, true, up, activated, rows, m.per_layer_size);
     add(layer.per_layer_out, activated, layer.after_inputs, rows);
   }
 
@@ -362,7 +362,7 @@ class Decoder {
   std::vector<T> shared_expert(const Layer &layer, const T *in, int64_t rows) const {
     std::vector<T> made(rows * m.hidden), gate_logits(rows);
     multiply(layer.gate_up, in, up, nullptr, rows);
-    gate(m.activation, layer.activation_params, m.gated != 0, up, activated, rows, layer.down.inputs);
+    apply_activation(m.activation, layer.activation_params, m.gated != 0, up, activated, rows, layer.down.inputs);
     multiply(layer.down, activated, made.data(), nullptr, rows);
     if (layer.after_beside) normalise(made.data(), layer.after_beside, made.data(), rows);
     if (!layer.shared_gate) return made;

@@ -106,7 +106,7 @@ int64_t moe(const Experts &e, const T *x, const T *scored, float *total, int64_t
     up.resize(count * 2 * down.inputs);
     activated.resize(count * down.inputs);
     project(gate_up, in.data(), up.data(), static_cast<const T *>(nullptr), count, threads);
-    gate(e.activation, e.activation_params, e.gated != 0, up.data(), activated.data(), count, down.inputs);
+    apply_activation(e.activation, e.activation_params, e.gated != 0, up.data(), activated.data(), count, down.inputs);
     project(down, activated.data(), made.data(), static_cast<const T *>(nullptr), count, threads);
     for (int64_t i = 0; i < count; i++) {
       float *const to = total + rows_here[i] * hidden;

@@ -32,9 +32,9 @@ template <class T>
 void project_each(const Linear *layers, int64_t count, const T *x, Apart in, T *y, Apart out, int64_t rows, int threads);
 // Rows of weights, as numbers: of a layer in T, of any kind but KIND_int8.
 template <class T>
-void take_quants(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);
+void get_rows_quants(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);
 template <class T>
-void take_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);
+void get_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);
 // ``add``, which may be y or null, is added to what is normed. ``layer_norm``: a layer norm, its biases behind the weights.
 template <class T>
 void norm(const T *x, const float *weights, T *y, const T *add, int64_t rows, int64_t kinds, int64_t width, float eps,
@@ -42,7 +42,7 @@ void norm(const T *x, const float *weights, T *y, const T *add, int64_t rows, in
 // activation(gate) * up of rows [gate, up]; not ``gated``: activation(up). ``params``: xielu's slope squared and below,
 // slope and eps; clamped's steepness and limit.
 template <class T>
-void gate(int64_t activation, const float *params, bool gated, const T *x, T *y, int64_t rows, int64_t width);
+void apply_activation(int64_t activation, const float *params, bool gated, const T *x, T *y, int64_t rows, int64_t width);
 // Angles of a row are row number ``positions[row]`` of ``angles``, or ``row`` where that is null.
 template <class T>
 void apply_rotary(T *x, int64_t stride, const float *angles, const int64_t *positions, int64_t rows, int64_t heads,
@@ -76,7 +76,7 @@ Found prompt_lookup(const int64_t *text, int64_t length, const int64_t *max_gues
 template <class T>
 int64_t workspace_needed(const Model<T> &model, const Layer *layers, int64_t rows, int64_t num_out);
 
-void advise(char *at, int64_t bytes);
+void use_huge_pages(char *at, int64_t bytes);
 void softcap(float *numbers, int64_t count, float cap);
 void gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size);
 void gumbel_max(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,

@@ -404,7 +404,7 @@ struct KindOf<Bfloat16> {
 
 // A weight's row, one output's.
 template <class T>
-void take_own(const char *w, int64_t row, T *to, int64_t inputs) {
+void get_row_own(const char *w, int64_t row, T *to, int64_t inputs) {
   constexpr int64_t PER_GROUP = 4 / sizeof(T);  // of a group
   const int64_t lane = row % TILE;
   w += row / TILE * ((inputs + PER_GROUP - 1) / PER_GROUP) * GROUP_BYTES;
@@ -472,9 +472,9 @@ void project_each(const Linear *layers, int64_t count, const T *x, Apart in, T *
 }
 
 template <class T>
-void take_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs) {
-  if (kind != KIND_own) return take_quants(kind, w, ids, y, count, inputs);
-  for (int64_t i = 0; i < count; i++) take_own(w, ids[i], y + i * inputs, inputs);
+void get_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs) {
+  if (kind != KIND_own) return get_rows_quants(kind, w, ids, y, count, inputs);
+  for (int64_t i = 0; i < count; i++) get_row_own(w, ids[i], y + i * inputs, inputs);
 }
 
 template <class T>
@@ -508,7 +508,7 @@ void norm(const T *x, const float *weights, T *y, const T *add, int64_t rows, in
 }
 
 template <class T>
-void gate(int64_t activation, const float *params, bool gated, const T *x, T *y, int64_t rows, int64_t width) {
+void apply_activation(int64_t activation, const float *params, bool gated, const T *x, T *y, int64_t rows, int64_t width) {
   const Floats one = broadcast(1.0f);
   for (int64_t r = 0; r < rows; r++, x += gated ? 2 * width : width, y += width)
     for (int64_t i = 0; i < width; i += 16) {
@@ -544,7 +544,7 @@ void softcap(float *numbers, int64_t count, float cap) {
     store(numbers + i, first(count - i), capped(load(numbers + i, first(count - i)), cap));
 }
 
-void advise(char *at, int64_t bytes) {  // large pages: 10 % faster to stream
+void use_huge_pages(char *at, int64_t bytes) {  // large pages: 10 % faster to stream
 #if defined(__linux__)
   const uintptr_t large = 1 << 21, start = (reinterpret_cast<uintptr_t>(at) + large - 1) / large * large;
   const uintptr_t end = (reinterpret_cast<uintptr_t>(at) + bytes) / large * large;
@@ -553,7 +553,7 @@ void advise(char *at, int64_t bytes) {  // large pages: 10 % faster to stream
 }
 
 #define INSTANTIATE(KIND, T)                                                                                       \
-  template void take_rows(int64_t, const char *, const int64_t *, T *, int64_t, int64_t);                           \
+  template void get_rows(int64_t, const char *, const int64_t *, T *, int64_t, int64_t);                           \
   template void linear(const char *, const T *, T *, const T *, const float *, int64_t, int64_t, int64_t, int64_t,  \
                        int);                                                                                        \
   template void linear_int8(const char *, const T *, T *, const T *, const float *, const float *, const int32_t *, \
@@ -561,5 +561,5 @@ void advise(char *at, int64_t bytes) {  // large pages: 10 % faster to stream
   template void project(const Linear &, const T *, T *, const T *, int64_t, int, int64_t);                          \
   template void project_each(const Linear *, int64_t, const T *, Apart, T *, Apart, int64_t, int);                  \
   template void norm(const T *, const float *, T *, const T *, int64_t, int64_t, int64_t, float, bool);             \
-  template void gate(int64_t, const float *, bool, const T *, T *, int64_t, int64_t);
+  template void apply_activation(int64_t, const float *, bool, const T *, T *, int64_t, int64_t);
 FOR_EACH_TYPE(INSTANTIATE)

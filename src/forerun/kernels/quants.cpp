@@ -579,7 +579,7 @@ void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int
 
 // A weight's row, one output's.
 template <class K, class T>
-void take_row(const char *w, int64_t row, T *to, int64_t inputs) {
+void get_row_quants(const char *w, int64_t row, T *to, int64_t inputs) {
   const int64_t records = (inputs + INPUTS * K::BLOCKS - 1) / (INPUTS * K::BLOCKS), lane = row % OUTPUTS;
   w += row / OUTPUTS * records * RECORD<K>;
   for (int64_t from = 0; from < inputs; from += INPUTS * K::BLOCKS, w += RECORD<K>)
@@ -620,10 +620,10 @@ void linear_quants(int64_t kind, const char *w, const T *x, T *y, const T *add, 
 }
 
 template <class T>
-void take_quants(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs) {
+void get_rows_quants(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs) {
   for (int64_t i = 0; i < count; i++, y += inputs) switch (kind) {
 #define CASE(NAME, SIZE, BYTES) \
-  case KIND_##NAME: take_row<NAME>(w, ids[i], y, inputs); break;
+  case KIND_##NAME: get_row_quants<NAME>(w, ids[i], y, inputs); break;
       QUANTS(CASE)
 #undef CASE
     }
@@ -632,5 +632,5 @@ void take_quants(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t 
 #define INSTANTIATE(KIND, T)                                                                                    \
   template void linear_quants(int64_t, const char *, const T *, T *, const T *, const float *, int64_t, int64_t, \
                               int64_t, int64_t, int);                                                           \
-  template void take_quants(int64_t, const char *, const int64_t *, T *, int64_t, int64_t);
+  template void get_rows_quants(int64_t, const char *, const int64_t *, T *, int64_t, int64_t);
 FOR_EACH_TYPE(INSTANTIATE)

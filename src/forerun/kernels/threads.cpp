@@ -139,10 +139,10 @@ class Workers {
     return true;
   }
 
-  void rest() {
+  void stop() {
     for (Job &job : jobs)
       while (job.used.exchange(true, std::memory_order_acquire)) std::this_thread::yield();
-    resting.store(true);
+    stopping.store(true);
     calls.fetch_add(1);
     for (int i = 0; i < started.load(); i++) {
       workers[i]->bell.ring();
@@ -150,7 +150,7 @@ class Workers {
       workers[i].reset();
     }
     started.store(0);
-    resting.store(false);
+    stopping.store(false);
     for (Job &job : jobs) job.used.store(false, std::memory_order_release);
   }
 
@@ -195,7 +195,7 @@ class Workers {
   void live(Worker &self, int number) {
     for (;;) {
       const uint64_t now = calls.load();
-      if (resting.load()) return;
+      if (stopping.load()) return;
       bool any = false;
       for (Job &job : jobs) {
         const int threads = job.threads.load(std::memory_order_relaxed);
@@ -211,7 +211,7 @@ class Workers {
   std::unique_ptr<Worker> workers[MOST_WORKERS];
   std::atomic<int> started{0};
   std::mutex starting;
-  std::atomic<bool> resting{false};
+  std::atomic<bool> stopping{false};
   alignas(64) std::atomic<uint64_t> calls{0};
 };
 
@@ -238,6 +238,6 @@ void run_chunks(int64_t chunks, int threads, void (*body)(const void *context, i
   for (int64_t chunk = 0; chunk < chunks; chunk++) body(context, chunk);
 }
 
-void rest_threads() {
-  if (Workers *const now = here.load()) now->rest();
+void stop_threads() {
+  if (Workers *const now = here.load()) now->stop();
 }

@@ -15,7 +15,7 @@ constexpr int64_t GRAIN = 1 << 15;         // bytes of weights that a chunk read
 void run_chunks(int64_t chunks, int threads, void (*body)(const void *context, int64_t chunk), const void *context);
 
 // Ends the workers; the next call with more than one thread starts them again. Waits for calls under way.
-void rest_threads();
+void stop_threads();
 
 // Calls body(from, to) for chunks that cover [0, count), each of at least ``grain`` but perhaps the last.
 template <class Body>

@@ -169,7 +169,7 @@ class KernelGate:
         self.dtype, self.gated = dtype, gated
         self.params = None if params is None else params.float().contiguous()
         self.pointer = 0 if self.params is None else self.params.data_ptr()
-        self.call = kernel("gate", dtype)
+        self.call = kernel("apply_activation", dtype)
 
     def __call__(self, gate_up: torch.Tensor) -> torch.Tensor:
         if gate_up.dtype is not self.dtype:

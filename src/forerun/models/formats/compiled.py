@@ -29,7 +29,7 @@ class Arena:
             self.free = block[-block.data_ptr() % PAGE :]
             library = kernels.library()
             if library is not None:
-                library.advise(self.free.data_ptr(), len(self.free))
+                library.use_huge_pages(self.free.data_ptr(), len(self.free))
         result, self.free = self.free[:nbytes], self.free[-(-nbytes // LINE) * LINE :]
         return result
 
@@ -111,7 +111,7 @@ class Compiled:
         """Rows of the weights [ids, inputs], exact in float32. Raises KernelError for ids out of range, and for weights
         in 8 bits."""
         ids = ids.reshape(-1).to(torch.int64).contiguous()
-        result, take = torch.empty(len(ids), self.inputs, dtype=dtype), kernel("take_rows", dtype)
+        result, take = torch.empty(len(ids), self.inputs, dtype=dtype), kernel("get_rows", dtype)
         take(self.number, self.pointers[0], ids.data_ptr(), result.data_ptr(), len(ids), self.outputs, self.inputs)
         return result
 
