@@ -259,9 +259,9 @@ def _bind(result: ctypes.CDLL) -> None:
     if (layout := result.forerun_layout().decode()) != structs.LAYOUT:
         raise RuntimeError(f"structs.h and structs.py differ: {layout!r}, {structs.LAYOUT!r}")
 
-    def check(complaint: int) -> None:
-        if complaint:
-            raise KernelError(f"a kernel was called wrongly: {result.forerun_error(complaint).decode()}")
+    def check(error: int) -> None:
+        if error:
+            raise KernelError(f"a kernel was called wrongly: {result.forerun_error(error).decode()}")
 
     for name, arguments in SIGNATURES.items():
         function = getattr(result, f"forerun_{name}")

@@ -1,6 +1,6 @@
 // What Python calls. Every argument is checked here, so that none can reach memory that is not the caller's: numbers and
 // the indices in lists, against the sizes that come with them. That a list has its stated size, and a tensor its type and
-// shape, Python sees to. A function returns 0, or says what is wrong: __init__.py makes an error of it.
+// shape, Python sees to. A function returns 0, or says what is error: __init__.py makes an error of it.
 #include "kernels.h"
 #include "rows.h"
 #include "tiles.h"
@@ -9,8 +9,8 @@
 
 namespace {
 
-enum Complaint : int {
-  FINE, NULL_POINTER, SIZE, HEADS_SIZE, SPAN_RANGE, PAGE_TABLE, PAGE_INDEX, PATH_RANGE, PATH_ENTRY, TOKEN_RANGE,
+enum Error : int {
+  OK, NULL_POINTER, SIZE, HEADS_SIZE, SPAN_RANGE, PAGE_TABLE, PAGE_INDEX, PATH_RANGE, PATH_ENTRY, TOKEN_RANGE,
   POSITION_RANGE, LAYER_RANGE, ROW_RANGE, WORKSPACE_SIZE, CHAIN_RANGE, LAYER_KIND, MEMORY, ALL_REDUCE_FAILED,
   UNKNOWN,
 };
@@ -42,8 +42,8 @@ constexpr int64_t MOST_PARTS = 8;                // of a layer
 constexpr int64_t MOST_GUESSED = 64;             // tokens of a chain
 constexpr int MOST_THREADS = 1 << 12;
 
-#define REQUIRE(CONDITION, COMPLAINT) \
-  if (!(CONDITION)) return COMPLAINT
+#define REQUIRE(CONDITION, ERROR) \
+  if (!(CONDITION)) return ERROR
 
 bool within(int64_t value, int64_t least, int64_t most) { return least <= value && value <= most; }
 bool threads_fit(int64_t threads) { return within(threads, 1, MOST_THREADS); }
@@ -56,33 +56,33 @@ template <class F>
 int guarded(F run) {
   try {
     run();
-    return FINE;
+    return OK;
   } catch (const std::bad_alloc &) {
     return MEMORY;
   }
 }
 
-Complaint pool_fits(const Pool &p) {
+Error pool_fits(const Pool &p) {
   REQUIRE(within(p.pages, 1, MOST) && within(p.page_size, 1, MOST), SIZE);
   REQUIRE(within(p.kv_heads, 1, MOST) && within(p.width, 2, WIDEST) && p.width % 2 == 0, HEADS_SIZE);
   REQUIRE(within(p.value_width, 2, p.width) && p.value_width % 2 == 0, HEADS_SIZE);
   for (int64_t stride : {p.key_page, p.key_head, p.key_slot, p.value_page, p.value_head, p.value_slot})
     REQUIRE(within(stride, 0, int64_t(1) << 48), SIZE);
-  return FINE;
+  return OK;
 }
 
 // Pages [begin, begin + the pages of so many entries) of the tables.
-Complaint pages_fit(const Plan &plan, const Pool &pool, int64_t begin, int64_t entries) {
+Error pages_fit(const Plan &plan, const Pool &pool, int64_t begin, int64_t entries) {
   REQUIRE(within(entries, 0, MOST), SPAN_RANGE);
   const int64_t count = (entries + pool.page_size - 1) / pool.page_size;
   REQUIRE(begin >= 0 && begin <= plan.num_tables && count <= plan.num_tables - begin, PAGE_TABLE);
   REQUIRE(!count || plan.tables, NULL_POINTER);
   for (int64_t i = begin; i < begin + count; i++) REQUIRE(within(plan.tables[i], 0, pool.pages - 1), PAGE_INDEX);
-  return FINE;
+  return OK;
 }
 
-Complaint paths_fit(const Plan &plan, const Span &span, bool stores) {
-  if (span.paths < 0) return stores ? FINE : PATH_RANGE;
+Error paths_fit(const Plan &plan, const Span &span, bool stores) {
+  if (span.paths < 0) return stores ? OK : PATH_RANGE;
   REQUIRE(span.paths <= plan.num_paths && 2 * span.rows <= plan.num_paths - span.paths, PATH_RANGE);
   REQUIRE(plan.paths && (plan.entries || !stores), NULL_POINTER);
   for (int64_t row = 0; row < span.rows; row++) {
@@ -92,11 +92,11 @@ Complaint paths_fit(const Plan &plan, const Span &span, bool stores) {
     for (int64_t i = begin; i < begin + length; i++)
       REQUIRE(within(plan.entries[i], 0, span.before + span.rows - 1), PATH_ENTRY);
   }
-  return FINE;
+  return OK;
 }
 
 // Rows that are not stored see the entries that are there.
-Complaint plan_fits(const Plan &plan, const Pool &pool, int64_t rows, bool stores = true) {
+Error plan_fits(const Plan &plan, const Pool &pool, int64_t rows, bool stores = true) {
   REQUIRE(within(plan.num_spans, 1, MOST), SPAN_RANGE);
   REQUIRE(plan.spans, NULL_POINTER);
   for (int64_t s = 0; s < plan.num_spans; s++) {
@@ -104,22 +104,22 @@ Complaint plan_fits(const Plan &plan, const Pool &pool, int64_t rows, bool store
     REQUIRE(span.first >= 0 && span.rows >= 0 && span.first <= rows && span.rows <= rows - span.first, SPAN_RANGE);
     REQUIRE(span.base >= 0 && span.base <= span.before && span.before < MOST, SPAN_RANGE);
     const int64_t entries = span.before + (stores ? span.rows : 0);
-    if (const Complaint wrong = pages_fit(plan, pool, span.table, entries)) return wrong;
-    if (const Complaint wrong = paths_fit(plan, span, stores)) return wrong;
+    if (const Error error = pages_fit(plan, pool, span.table, entries)) return error;
+    if (const Error error = paths_fit(plan, span, stores)) return error;
   }
-  return FINE;
+  return OK;
 }
 
-Complaint bias_fits(const Plan &plan, const Heads &heads) {
-  if (!heads.bias) return FINE;
+Error bias_fits(const Plan &plan, const Heads &heads) {
+  if (!heads.bias) return OK;
   for (int64_t s = 0; s < plan.num_spans; s++)
     for (int64_t row = 0; row < plan.spans[s].rows; row++)
       REQUIRE(plan.seen(plan.spans[s], row) <= heads.reach, SPAN_RANGE);
-  return FINE;
+  return OK;
 }
 
 // A layer, in parts or whole, of so many inputs and outputs.
-Complaint layer_fits(const Linear &all, int64_t inputs, int64_t outputs) {
+Error layer_fits(const Linear &all, int64_t inputs, int64_t outputs) {
   int64_t left = outputs, parts = 0;
   for (const Linear *l = &all; l; l = l->next, parts++) {
     REQUIRE(parts < MOST_PARTS && within(l->kind, 0, KINDS - 1), LAYER_KIND);
@@ -130,83 +130,83 @@ Complaint layer_fits(const Linear &all, int64_t inputs, int64_t outputs) {
     left -= l->outputs;
   }
   REQUIRE(!left, SIZE);
-  return FINE;
+  return OK;
 }
 
-Complaint activation_fits(int64_t activation, const float *params, bool gated) {
+Error activation_fits(int64_t activation, const float *params, bool gated) {
   REQUIRE(within(activation, 0, ACTIVATIONS - 1) && (gated || activation != ACTIVATION_clamped), LAYER_KIND);
   REQUIRE(params || (activation != ACTIVATION_xielu && activation != ACTIVATION_clamped), NULL_POINTER);
-  return FINE;
+  return OK;
 }
 
 // What comes behind each other, from rows of ``hidden`` numbers to as many.
-Complaint mlp_fits(const Linear &gate_up, const Linear &down, int64_t hidden, bool gated) {
+Error mlp_fits(const Linear &gate_up, const Linear &down, int64_t hidden, bool gated) {
   REQUIRE(within(down.inputs, 1, MOST), SIZE);
-  if (const Complaint wrong = layer_fits(gate_up, hidden, (gated ? 2 : 1) * down.inputs)) return wrong;
+  if (const Error error = layer_fits(gate_up, hidden, (gated ? 2 : 1) * down.inputs)) return error;
   return layer_fits(down, down.inputs, hidden);
 }
 
-Complaint experts_fit(const Experts &e, int64_t hidden) {
+Error experts_fit(const Experts &e, int64_t hidden) {
   REQUIRE(within(e.size, 1, MOST) && within(e.first, 0, e.size) && within(e.num_local, 0, e.size - e.first), SIZE);
   REQUIRE(within(e.top_k, 1, e.size), SIZE);
   REQUIRE(within(e.gated, 0, 1), LAYER_KIND);
-  if (const Complaint wrong = activation_fits(e.activation, e.activation_params, e.gated != 0)) return wrong;
+  if (const Error error = activation_fits(e.activation, e.activation_params, e.gated != 0)) return error;
   REQUIRE(!e.num_local || e.layers, NULL_POINTER);
   REQUIRE(within(e.sigmoid, 0, 1) && (e.sigmoid || !e.score_bias), LAYER_KIND);
   REQUIRE(within(e.groups, 1, e.size) && within(e.top_groups, 1, e.groups) && e.size % e.groups == 0, SIZE);
   const int64_t each = e.size / e.groups;
   REQUIRE(within(e.group_top_k, 1, each) && e.top_k <= e.top_groups * each, SIZE);
-  if (const Complaint wrong = layer_fits(e.router, hidden, e.size)) return wrong;
+  if (const Error error = layer_fits(e.router, hidden, e.size)) return error;
   for (int64_t i = 0; i < e.num_local; i++)
-    if (const Complaint wrong = mlp_fits(e.layers[2 * i], e.layers[2 * i + 1], hidden, e.gated != 0)) return wrong;
-  return FINE;
+    if (const Error error = mlp_fits(e.layers[2 * i], e.layers[2 * i + 1], hidden, e.gated != 0)) return error;
+  return OK;
 }
 
-Complaint mixer_fits(const Mixer &m) {
+Error mixer_fits(const Mixer &m) {
   REQUIRE(within(m.kind, 0, MIXERS - 1), LAYER_KIND);
   REQUIRE(within(m.columns, 1, MOST_TAPS - 1) && within(m.channels, 1, MOST) && m.conv, SIZE);
   if (m.kind == MIXER_conv) {
     REQUIRE(m.d_inner == m.channels && !m.gates, SIZE);
-    return FINE;
+    return OK;
   }
   for (int64_t size : {m.heads, m.groups, m.key_dim, m.value_dim}) REQUIRE(within(size, 1, MOST_INT8), HEADS_SIZE);
   REQUIRE(m.heads % m.groups == 0 && m.d_inner == m.heads * m.value_dim && m.d_inner % m.groups == 0, HEADS_SIZE);
   REQUIRE(m.channels == m.d_inner + 2 * m.groups * m.key_dim, HEADS_SIZE);
   REQUIRE(m.gates == m.heads * (m.kind == MIXER_delta ? 2 : 1), HEADS_SIZE);
   REQUIRE(non_null(m.ssm_a, m.dt_bias) && (m.kind == MIXER_delta ? m.norm : m.ssm_d), NULL_POINTER);
-  return FINE;
+  return OK;
 }
 
-Complaint heads_fit(const Linear *layers, int64_t heads, int64_t inputs, int64_t outputs) {
+Error heads_fit(const Linear *layers, int64_t heads, int64_t inputs, int64_t outputs) {
   REQUIRE(layers, NULL_POINTER);
   for (int64_t head = 0; head < heads; head++) {
     REQUIRE(!layers[head].next, LAYER_KIND);
-    if (const Complaint wrong = layer_fits(layers[head], inputs, outputs)) return wrong;
+    if (const Error error = layer_fits(layers[head], inputs, outputs)) return error;
   }
-  return FINE;
+  return OK;
 }
 
 // Attention to latents; a layer's ``width`` is that of a row of angles.
-Complaint latent_fits(const Layer &l, int64_t heads, int64_t hidden) {
+Error latent_fits(const Layer &l, int64_t heads, int64_t hidden) {
   const Latent &n = *l.latent;
   for (int64_t size : {n.kv_lora_rank, n.nope_dim, n.rope_dim, n.v_dim}) REQUIRE(within(size, 1, WIDEST), HEADS_SIZE);
   REQUIRE(n.rope_dim == l.width && l.kv_heads == 1 && l.has_kv, HEADS_SIZE);
   REQUIRE(n.kv_lora_rank % 2 == 0 && n.entry() <= WIDEST && within(n.q_lora_rank, 0, MOST), HEADS_SIZE);
   REQUIRE(heads <= MOST_INT8 && !l.norm_qk && !l.norm_query && !l.norm_key && !l.gated && !l.norm_token, LAYER_KIND);
   REQUIRE(n.kv_a_norm && (n.q_a_norm || !n.q_lora_rank), NULL_POINTER);
-  if (const Complaint wrong = layer_fits(l.qkv, hidden, n.first(heads) + n.entry())) return wrong;
+  if (const Error error = layer_fits(l.qkv, hidden, n.first(heads) + n.entry())) return error;
   if (n.q_lora_rank)
-    if (const Complaint wrong = layer_fits(n.q_b, n.q_lora_rank, heads * n.query())) return wrong;
-  if (const Complaint wrong = heads_fit(n.k_b, heads, n.nope_dim, n.kv_lora_rank)) return wrong;
-  if (const Complaint wrong = heads_fit(n.v_b, heads, n.kv_lora_rank, n.v_dim)) return wrong;
+    if (const Error error = layer_fits(n.q_b, n.q_lora_rank, heads * n.query())) return error;
+  if (const Error error = heads_fit(n.k_b, heads, n.nope_dim, n.kv_lora_rank)) return error;
+  if (const Error error = heads_fit(n.v_b, heads, n.kv_lora_rank, n.v_dim)) return error;
   return layer_fits(l.out, heads * n.v_dim, hidden);
 }
 
 // Of a token in the cache, in the part that a layer reads.
-Complaint entry_fits(const Pool &p, const Layer &l) {
+Error entry_fits(const Pool &p, const Layer &l) {
   const int64_t width = l.latent ? l.latent->entry() : l.width, value = l.latent ? l.latent->kv_lora_rank : l.width;
   REQUIRE(p.kv_heads == l.kv_heads && p.width == width && p.value_width == value, HEADS_SIZE);
-  return FINE;
+  return OK;
 }
 
 // Numbers of a row of inputs.
@@ -215,26 +215,26 @@ int64_t mixer_inputs(const Mixer &m) {
 }
 
 // Two projections that a layer does not have.
-Complaint absent(const Linear &one, const Linear &other) {
+Error absent(const Linear &one, const Linear &other) {
   for (const Linear *l : {&one, &other}) REQUIRE(!l->weight && !l->next && !l->inputs && !l->outputs, SIZE);
-  return FINE;
+  return OK;
 }
 
-Complaint mixing_fits(const Layer &l, int64_t hidden) {
+Error mixing_fits(const Layer &l, int64_t hidden) {
   if (!l.mixer) return absent(l.mixer_in, l.mixer_out);
-  if (const Complaint wrong = mixer_fits(*l.mixer)) return wrong;
-  if (const Complaint wrong = layer_fits(l.mixer_in, hidden, mixer_inputs(*l.mixer))) return wrong;
+  if (const Error error = mixer_fits(*l.mixer)) return error;
+  if (const Error error = layer_fits(l.mixer_in, hidden, mixer_inputs(*l.mixer))) return error;
   return layer_fits(l.mixer_out, l.mixer->d_inner, hidden);
 }
 
-Complaint list_fits(const int64_t *list, int64_t count, int64_t least, int64_t most, Complaint wrong) {
+Error list_fits(const int64_t *list, int64_t count, int64_t least, int64_t most, Error error) {
   REQUIRE(within(count, 0, MOST), SIZE);
   REQUIRE(!count || list, NULL_POINTER);
-  for (int64_t i = 0; i < count; i++) REQUIRE(within(list[i], least, most), wrong);
-  return FINE;
+  for (int64_t i = 0; i < count; i++) REQUIRE(within(list[i], least, most), error);
+  return OK;
 }
 
-Complaint replay_fits(const Replay &p, int64_t rows) {
+Error replay_fits(const Replay &p, int64_t rows) {
   REQUIRE(within(p.num_runs, 1, MOST) && within(p.columns, 1, MOST_TAPS - 1), SIZE);
   REQUIRE(within(p.slots, 1, MOST) && within(p.records, 1, MOST) && within(p.num_read, 0, MOST), SIZE);
   REQUIRE(p.runs && p.parents, NULL_POINTER);
@@ -248,12 +248,12 @@ Complaint replay_fits(const Replay &p, int64_t rows) {
       REQUIRE(p.parents[node] == -1 || within(p.parents[node], run.first, node - 1), PATH_ENTRY);
   }
   REQUIRE(nodes == p.nodes, SPAN_RANGE);
-  if (const Complaint wrong = list_fits(p.rows, p.nodes, -1, rows - 1, ROW_RANGE)) return wrong;
-  if (const Complaint wrong = list_fits(p.copies, p.nodes, -1, p.slots - 1, PAGE_INDEX)) return wrong;
+  if (const Error error = list_fits(p.rows, p.nodes, -1, rows - 1, ROW_RANGE)) return error;
+  if (const Error error = list_fits(p.copies, p.nodes, -1, p.slots - 1, PAGE_INDEX)) return error;
   const int64_t taps = p.nodes * (p.columns + 1);
-  if (const Complaint wrong = list_fits(p.taps, taps, 0, rows + p.num_read - 1, PATH_ENTRY)) return wrong;
-  if (const Complaint wrong = list_fits(p.read, p.num_read, 0, p.records - 1, PAGE_INDEX)) return wrong;
-  if (const Complaint wrong = list_fits(p.written, p.num_written, 0, p.records - 1, PAGE_INDEX)) return wrong;
+  if (const Error error = list_fits(p.taps, taps, 0, rows + p.num_read - 1, PATH_ENTRY)) return error;
+  if (const Error error = list_fits(p.read, p.num_read, 0, p.records - 1, PAGE_INDEX)) return error;
+  if (const Error error = list_fits(p.written, p.num_written, 0, p.records - 1, PAGE_INDEX)) return error;
   return list_fits(p.written_rows, p.num_written, 0, rows - 1, ROW_RANGE);
 }
 
@@ -263,24 +263,24 @@ bool has_embedding(const Model<T> &m) {
 }
 
 // A layer whose rows of so many numbers are read.
-Complaint rows_of_layer_fit(const Linear &l, int64_t count, int64_t width) {
+Error rows_of_layer_fit(const Linear &l, int64_t count, int64_t width) {
   REQUIRE(within(l.kind, 0, KINDS - 1) && l.kind != KIND_int8 && !l.next, LAYER_KIND);
   return layer_fits(l, width, count);
 }
 
 // Per-layer embeddings.
 template <class T>
-Complaint per_layer_fits(const Model<T> &m) {
+Error per_layer_fits(const Model<T> &m) {
   REQUIRE(within(m.per_layer_size, 0, m.gated ? m.intermediate : 0), SIZE);
   if (!m.per_layer_size) return absent(m.per_layer_rows, m.per_layer_project);
   REQUIRE(m.per_layer_norm, NULL_POINTER);
-  if (const Complaint wrong = layer_fits(m.per_layer_project, m.hidden, m.layers * m.per_layer_size)) return wrong;
-  return m.per_layer_table ? FINE : rows_of_layer_fit(m.per_layer_rows, m.num_embeddings, m.layers * m.per_layer_size);
+  if (const Error error = layer_fits(m.per_layer_project, m.hidden, m.layers * m.per_layer_size)) return error;
+  return m.per_layer_table ? OK : rows_of_layer_fit(m.per_layer_rows, m.num_embeddings, m.layers * m.per_layer_size);
 }
 
 // What attention reads, and how a layer reads its embedding.
 template <class T>
-Complaint attention_fits(const Model<T> &m, const Layer *layers, int64_t index) {
+Error attention_fits(const Model<T> &m, const Layer *layers, int64_t index) {
   const Layer &l = layers[index];
   if (!l.qkv.weight) return absent(l.qkv, l.out);
   REQUIRE(within(l.kv_heads, 1, MOST) && m.heads % l.kv_heads == 0, HEADS_SIZE);
@@ -297,12 +297,12 @@ Complaint attention_fits(const Model<T> &m, const Layer *layers, int64_t index) 
   const int64_t made = l.has_kv * l.kv_heads, queries = m.heads * l.width;
   REQUIRE(!l.norm_qk || within(l.qk_norm_heads, 0, m.heads + 2 * made), HEADS_SIZE);
   const int64_t qkv = queries * (1 + l.gated) + 2 * made * l.width;
-  if (const Complaint wrong = layer_fits(l.qkv, m.hidden * (l.norm_token ? 2 : 1), qkv)) return wrong;
+  if (const Error error = layer_fits(l.qkv, m.hidden * (l.norm_token ? 2 : 1), qkv)) return error;
   return layer_fits(l.out, queries, m.hidden);
 }
 
 template <class T>
-Complaint model_fits(const Model<T> &m, const Layer *layers) {
+Error model_fits(const Model<T> &m, const Layer *layers) {
   REQUIRE(within(m.heads, 1, MOST), HEADS_SIZE);
   REQUIRE(within(m.hidden, 1, MOST) && within(m.intermediate, 0, MOST) && within(m.num_embeddings, 1, MOST), SIZE);
   REQUIRE(within(m.rotaries, 0, m.layers), SIZE);
@@ -311,13 +311,13 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
   REQUIRE(within(m.layers, 1, MOST) && within(m.head.outputs, m.head.weight ? 1 : 0, m.head.weight ? MOST : 0), SIZE);
   REQUIRE(!m.head.next, SIZE);
   if (!m.embedding && has_embedding(m))
-    if (const Complaint wrong = rows_of_layer_fit(m.token_embd, m.num_embeddings, m.hidden)) return wrong;
-  if (const Complaint wrong = per_layer_fits(m)) return wrong;
+    if (const Error error = rows_of_layer_fit(m.token_embd, m.num_embeddings, m.hidden)) return error;
+  if (const Error error = per_layer_fits(m)) return error;
   if (m.head.weight)
-    if (const Complaint wrong = layer_fits(m.head, m.hidden, m.head.outputs)) return wrong;
+    if (const Error error = layer_fits(m.head, m.hidden, m.head.outputs)) return error;
   REQUIRE(!m.mix.weight || has_embedding(m), NULL_POINTER);
   if (m.mix.weight)
-    if (const Complaint wrong = layer_fits(m.mix, 2 * m.hidden, m.hidden)) return wrong;
+    if (const Error error = layer_fits(m.mix, 2 * m.hidden, m.hidden)) return error;
   for (int64_t i = 0; i < m.layers; i++) {
     const Layer &l = layers[i];
     REQUIRE((l.norm_attention && has_embedding(m)) || !l.norm_token, NULL_POINTER);
@@ -325,33 +325,33 @@ Complaint model_fits(const Model<T> &m, const Layer *layers) {
     REQUIRE(l.window >= 0 && within(l.rotary, -1, m.rotaries - 1), SIZE);
     REQUIRE(within(l.gated, 0, 1) && !(!l.qkv.weight && (l.gated || l.norm_token || m.parallel)), LAYER_KIND);
     REQUIRE(!(l.mixer && (l.norm_token || m.parallel)), LAYER_KIND);
-    if (const Complaint wrong = mixing_fits(l, m.hidden)) return wrong;
-    if (const Complaint wrong = attention_fits(m, layers, i)) return wrong;
+    if (const Error error = mixing_fits(l, m.hidden)) return error;
+    if (const Error error = attention_fits(m, layers, i)) return error;
     if (!m.per_layer_size) {
-      if (const Complaint wrong = absent(l.per_layer_gate, l.per_layer_out)) return wrong;
+      if (const Error error = absent(l.per_layer_gate, l.per_layer_out)) return error;
     } else {
-      if (const Complaint wrong = activation_fits(m.activation, l.activation_params, true)) return wrong;
-      if (const Complaint wrong = layer_fits(l.per_layer_gate, m.hidden, m.per_layer_size)) return wrong;
-      if (const Complaint wrong = layer_fits(l.per_layer_out, m.per_layer_size, m.hidden)) return wrong;
+      if (const Error error = activation_fits(m.activation, l.activation_params, true)) return error;
+      if (const Error error = layer_fits(l.per_layer_gate, m.hidden, m.per_layer_size)) return error;
+      if (const Error error = layer_fits(l.per_layer_out, m.per_layer_size, m.hidden)) return error;
     }
     if (l.experts) {
-      if (const Complaint wrong = experts_fit(*l.experts, m.hidden)) return wrong;
+      if (const Error error = experts_fit(*l.experts, m.hidden)) return error;
       if (l.shared_gate)
-        if (const Complaint wrong = layer_fits(*l.shared_gate, m.hidden, 1)) return wrong;
+        if (const Error error = layer_fits(*l.shared_gate, m.hidden, 1)) return error;
     }
     if (!l.gate_up.weight && (l.experts || !m.parallel)) {
-      if (const Complaint wrong = absent(l.gate_up, l.down)) return wrong;
+      if (const Error error = absent(l.gate_up, l.down)) return error;
       continue;
     }
     REQUIRE(l.down.inputs <= m.intermediate, SIZE);
-    if (const Complaint wrong = activation_fits(m.activation, l.activation_params, m.gated)) return wrong;
-    if (const Complaint wrong = mlp_fits(l.gate_up, l.down, m.hidden, m.gated)) return wrong;
+    if (const Error error = activation_fits(m.activation, l.activation_params, m.gated)) return error;
+    if (const Error error = mlp_fits(l.gate_up, l.down, m.hidden, m.gated)) return error;
   }
-  return FINE;
+  return OK;
 }
 
 template <class T>
-Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
+Error call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   REQUIRE(within(c.rows, 1, MOST) && threads_fit(c.threads) && within(c.num_layer_ids, 0, m.layers), SIZE);
   REQUIRE(non_null(c.ids, c.positions, c.angles, c.hidden_out, c.workspace, c.kv, c.pools, c.plan), NULL_POINTER);
   REQUIRE((!m.mix.weight && has_embedding(m)) || c.inputs_embeds, NULL_POINTER);
@@ -378,9 +378,9 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
     const Mixer *const mixer = layer.mixer;
     if (layer.qkv.weight) {
       const Pool &pool = c.pools[layer.kv_source];
-      if (const Complaint wrong = pool_fits(pool)) return wrong;
+      if (const Error error = pool_fits(pool)) return error;
       REQUIRE(pool.pages == c.pools->pages && pool.page_size == c.pools->page_size, SIZE);
-      if (const Complaint wrong = entry_fits(pool, layer)) return wrong;
+      if (const Error error = entry_fits(pool, layer)) return error;
       REQUIRE(non_null(c.kv[2 * layer.kv_source], c.kv[2 * layer.kv_source + 1]), NULL_POINTER);
       (layer.has_kv || layer.kv_source != c.layer_ids[i] ? stores : reads) = true;
     }
@@ -391,13 +391,13 @@ Complaint call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
     keeps = true;
   }
   if (keeps)
-    if (const Complaint wrong = replay_fits(*c.replay, c.rows)) return wrong;
+    if (const Error error = replay_fits(*c.replay, c.rows)) return error;
   REQUIRE(!(stores && reads), LAYER_RANGE);
   return plan_fits(*c.plan, *c.pools, c.rows, !reads);
 }
 
 template <class T>
-Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, const Chains<T> &d) {
+Error chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, const Chains<T> &d) {
   for (int64_t i = 0; i < m.layers; i++)
     REQUIRE(!layers[i].mixer && (layers[i].has_kv || layers[i].kv_source != i), LAYER_KIND);
   REQUIRE(within(d.sequences, 1, c.num_logits) && within(d.max_depth, 1, MOST), CHAIN_RANGE);
@@ -428,42 +428,42 @@ Complaint chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, c
     REQUIRE(d.temperatures[i] == 0 || d.keys || d.q, NULL_POINTER);
     const int64_t fed = d.starts[i] + d.depths[i] - 1;
     REQUIRE(fed <= c.num_angles, POSITION_RANGE);
-    if (const Complaint wrong = pages_fit(*c.plan, *c.pools, d.tables[i], fed)) return wrong;
+    if (const Error error = pages_fit(*c.plan, *c.pools, d.tables[i], fed)) return error;
   }
   REQUIRE(requested == c.num_logits, CHAIN_RANGE);
-  return FINE;
+  return OK;
 }
 
-Complaint rows_fit(const void *rows, int64_t count, int64_t size) {
+Error rows_fit(const void *rows, int64_t count, int64_t size) {
   REQUIRE(within(count, 0, MOST) && within(size, 1, MOST), SIZE);
   REQUIRE(!count || rows, NULL_POINTER);
-  return FINE;
+  return OK;
 }
 
-Complaint indices_fit(const int64_t *indices, int64_t count, int64_t size, Complaint wrong) {
+Error indices_fit(const int64_t *indices, int64_t count, int64_t size, Error error) {
   REQUIRE(within(count, 0, MOST), SIZE);
   REQUIRE(!count || indices, NULL_POINTER);
-  for (int64_t i = 0; i < count; i++) REQUIRE(within(indices[i], 0, size - 1), wrong);
-  return FINE;
+  for (int64_t i = 0; i < count; i++) REQUIRE(within(indices[i], 0, size - 1), error);
+  return OK;
 }
 
 template <class T>
-Complaint linear_fits(const char *w, const T *x, const T *y, int64_t rows, int64_t outputs, int64_t inputs,
+Error linear_fits(const char *w, const T *x, const T *y, int64_t rows, int64_t outputs, int64_t inputs,
                       int64_t stride, int threads) {
   REQUIRE(within(rows, 0, MOST) && within(outputs, 1, MOST) && within(inputs, 1, MOST) && threads_fit(threads), SIZE);
   REQUIRE(within(stride, outputs, MOST), SIZE);
   REQUIRE(!rows || non_null(w, x, y), NULL_POINTER);
-  return FINE;
+  return OK;
 }
 
 }  // namespace
 
 #define CHECK(...) \
-  if (const Complaint wrong = __VA_ARGS__) return wrong
+  if (const Error error = __VA_ARGS__) return error
 
 extern "C" {
 
-const char *forerun_error(int complaint) { return MESSAGES[within(complaint, 0, UNKNOWN) ? complaint : UNKNOWN]; }
+const char *forerun_error(int error) { return MESSAGES[within(error, 0, UNKNOWN) ? error : UNKNOWN]; }
 
 #define FIELD_NAMES(TYPE, NAME) " " #NAME
 #define FORM(NAME, SIZE, BYTES) " " #NAME " " #SIZE " " #BYTES
@@ -478,7 +478,7 @@ const char *forerun_layout() {
 int forerun_use_huge_pages(char *at, int64_t bytes) {
   REQUIRE(at && bytes >= 0, NULL_POINTER);
   use_huge_pages(at, bytes);
-  return FINE;
+  return OK;
 }
 
 int forerun_tiles() { return tiles_serve(); }
@@ -491,7 +491,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
   REQUIRE(within(kind, 0, KINDS - 1), LAYER_KIND);
   REQUIRE(within(rows, 1, MAX_PREFETCH_ROWS) && within(how, NOTHING, tiles_serve() ? TILED : FAR), SIZE);
   habits.by_rows[kind][rows] = static_cast<Prefetch>(how);
-  return FINE;
+  return OK;
 }
 
 #define ENTRIES(KIND, T)                                                                                             \
@@ -521,7 +521,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     CHECK(indices_fit(ids, count, outputs, ROW_RANGE));                                                              \
     REQUIRE(!count || non_null(w, y), NULL_POINTER);                                                                    \
     get_rows(kind, w, ids, y, count, inputs);                                                                       \
-    return FINE;                                                                                                     \
+    return OK;                                                                                                     \
   }                                                                                                                  \
   int forerun_norm_##KIND(const T *x, const float *weights, T *y, const T *add, int64_t rows, int64_t kinds,         \
                           int64_t width, float eps, int layer_norm) {                                                   \
@@ -529,7 +529,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     REQUIRE(within(kinds, 1, MOST), SIZE);                                                                           \
     REQUIRE(!rows || non_null(weights, y), NULL_POINTER);                                                               \
     norm(x, weights, y, add, rows, kinds, width, eps, layer_norm != 0);                                                               \
-    return FINE;                                                                                                     \
+    return OK;                                                                                                     \
   }                                                                                                                  \
   int forerun_apply_activation_##KIND(int64_t activation, const float *params, int gated, const T *x, T *y, int64_t rows,       \
                           int64_t width) {                                                                           \
@@ -537,7 +537,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     CHECK(activation_fits(activation, params, gated != 0));                                                         \
     REQUIRE(!rows || y, NULL_POINTER);                                                                               \
     apply_activation(activation, params, gated != 0, x, y, rows, width);                                                                             \
-    return FINE;                                                                                                     \
+    return OK;                                                                                                     \
   }                                                                                                                  \
   int forerun_project_each_##KIND(const Linear *layers, int64_t count, const T *x, int64_t x_row, int64_t x_part,   \
                                   T *y, int64_t y_row, int64_t y_part, int64_t rows, int threads) {                 \
@@ -565,7 +565,7 @@ int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
     REQUIRE(width % 2 == 0 && within(heads, 1, MOST) && stride >= 0, HEADS_SIZE);                                    \
     REQUIRE(!rows || angles, NULL_POINTER);                                                                          \
     apply_rotary(x, stride, angles, nullptr, rows, heads, width);                                                    \
-    return FINE;                                                                                                     \
+    return OK;                                                                                                     \
   }                                                                                                                  \
   int forerun_attend_##KIND(const T *q, const T *k, const T *v, T *out, T *keys, T *values, const Pool *pool,        \
                             const Heads *heads, const Plan *plan, int64_t rows, float scale, float softcap,          \
@@ -610,14 +610,14 @@ FOR_EACH_TYPE(ENTRIES)
 int forerun_softcap(float *numbers, int64_t count, float cap) {
   CHECK(rows_fit(numbers, 1, count));
   softcap(numbers, count, cap);
-  return FINE;
+  return OK;
 }
 
 int forerun_gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size) {
   CHECK(rows_fit(out, 1, size));
   REQUIRE(ids, NULL_POINTER);
   gumbel(key, ids, out, size);
-  return FINE;
+  return OK;
 }
 
 int forerun_gumbel_max(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
@@ -655,7 +655,7 @@ int forerun_prompt_lookup(const int64_t *text, int64_t length, const int64_t *ma
   for (int64_t i = 0; i <= max_match; i++) REQUIRE(within(max_guess[i], 0, MOST_GUESSED), SIZE);
   const Found result = prompt_lookup(text, length, max_guess, max_match, room, out);
   found[0] = result.match, found[1] = result.count;
-  return FINE;
+  return OK;
 }
 
 int forerun_top_logprobs(const float *scores, int64_t rows, int64_t size, int64_t trials, const int64_t *at, int64_t count,
@@ -666,7 +666,7 @@ int forerun_top_logprobs(const float *scores, int64_t rows, int64_t size, int64_
   CHECK(indices_fit(into, trials, num_into, ROW_RANGE));
   REQUIRE(!trials || non_null(ids, logs), NULL_POINTER);
   top_logprobs(scores, size, trials, at, count, into, ids, logs);
-  return FINE;
+  return OK;
 }
 
 int forerun_overlaps(const float *scores, int64_t rows, int64_t size, int64_t trials, const int64_t *at,
