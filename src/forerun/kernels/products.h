@@ -8,9 +8,9 @@ namespace {
 
 // Sums over a block of weights' levels times inputs' levels.
 #if defined(HAS_BYTE_PRODUCTS)
-template <int MOST>
+template <int MAX_QUANT>
 struct Sum {
-  static constexpr bool SIGNED = BYTES_ARE_SIGNED && MOST > 127;  // whether weights' levels lose their zero here
+  static constexpr bool SIGNED = BYTES_ARE_SIGNED && MAX_QUANT > 127;  // whether weights' levels lose their zero here
   Ints v;
   static Ints bytes(Ints w) { return SIGNED ? bit_xor(w, broadcast_int(static_cast<int32_t>(0x80808080))) : w; }
   void begin(int32_t start) { v = broadcast_int(start); }
@@ -20,10 +20,10 @@ struct Sum {
   Ints scaled(Ints scale) const { return multiply(v, scale); }
 };
 #else
-template <int MOST>
+template <int MAX_QUANT>
 struct Sum {
-  static constexpr bool SIGNED = MOST > 127;
-  static constexpr bool SHORT = 16 * 127 * MOST < 1 << 15;  // all eight pairs of a block add up in 16 bits
+  static constexpr bool SIGNED = MAX_QUANT > 127;
+  static constexpr bool SHORT = 16 * 127 * MAX_QUANT < 1 << 15;  // all eight pairs of a block add up in 16 bits
   Ints v;
   int32_t start;
   void begin(int32_t from) {
@@ -56,7 +56,7 @@ LANES_INLINE Ints four(const int8_t *at) {
 #if defined(HAS_ROW_PAIRS)
 // Of the first so many pairs of rows.
 template <class K, int PAIRS>
-LANES_INLINE void add_pair_products(const Ints *levels, const int8_t *x, Sum<K::MOST> (*products)[K::PARTS]) {
+LANES_INLINE void add_pair_products(const Ints *levels, const int8_t *x, Sum<K::MAX_QUANT> (*products)[K::PARTS]) {
   Pair sums[PAIRS][K::PARTS];
 #pragma GCC unroll 4
   for (int i = 0; i < PAIRS; i++)
@@ -64,7 +64,7 @@ LANES_INLINE void add_pair_products(const Ints *levels, const int8_t *x, Sum<K::
     for (int p = 0; p < K::PARTS; p++) sums[i][p] = side_by_side(products[2 * i][p].v, products[2 * i + 1][p].v);
 #pragma GCC unroll 4
   for (int j = 0; j < 8; j += 2) {
-    const Pair w = eights(Sum<K::MOST>::bytes(levels[j]), Sum<K::MOST>::bytes(levels[j + 1]));
+    const Pair w = eights(Sum<K::MAX_QUANT>::bytes(levels[j]), Sum<K::MAX_QUANT>::bytes(levels[j + 1]));
 #pragma GCC unroll 4
     for (int i = 0; i < PAIRS; i++)
       add_byte_products(sums[i][j * K::PARTS / 8], w, x + 4 * INPUTS * i + 4 * j, 2 * INPUTS);
@@ -82,7 +82,7 @@ LANES_INLINE void add_pair_products(const Ints *levels, const int8_t *x, Sum<K::
 
 // Products of one block and some rows.
 template <class K, int ROWS>
-LANES_INLINE void add_products(const Ints *levels, const int8_t *x, Sum<K::MOST> (*products)[K::PARTS]) {
+LANES_INLINE void add_products(const Ints *levels, const int8_t *x, Sum<K::MAX_QUANT> (*products)[K::PARTS]) {
   constexpr int ALONE = BESIDE == 2 ? ROWS / 2 * 2 : 0;
 #if defined(HAS_ROW_PAIRS)
   if constexpr (ALONE > 0) add_pair_products<K, ALONE / 2>(levels, x, products);

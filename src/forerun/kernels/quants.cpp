@@ -56,7 +56,7 @@ struct Rows {
 };
 
 template <class K>
-constexpr int ZERO = Sum<K::MOST>::SIGNED ? 0 : K::ZERO;
+constexpr int ZERO = Sum<K::MAX_QUANT>::SIGNED ? 0 : K::ZERO;
 
 // A block's sum of products of whole numbers, from ``start``, and what its minima make.
 template <class K>
@@ -73,7 +73,7 @@ LANES_INLINE Floats add_scaled(Floats sum, const Ints *whole, const Scales<K::PA
 template <class K, int ROWS>
 LANES_INLINE void add_block(const Ints *levels, const Scales<K::PARTS> &scales, const int8_t *x, const Block *sides,
                             Floats *sums) {
-  Sum<K::MOST> products[ROWS][K::PARTS];
+  Sum<K::MAX_QUANT> products[ROWS][K::PARTS];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
@@ -90,7 +90,7 @@ LANES_INLINE void add_block(const Ints *levels, const Scales<K::PARTS> &scales, 
 
 template <class K, int ROWS>
 LANES_INLINE void add_block(const Ints *levels, const Ints &scale, const int8_t *x, const Blocks *, Ints *totals) {
-  Sum<K::MOST> products[ROWS][1];
+  Sum<K::MAX_QUANT> products[ROWS][1];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) products[r][0].begin(0);
   add_products<K, ROWS>(levels, x, products);
@@ -169,7 +169,7 @@ void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Prefetch
       Ints levels[8];
       K::get(head, w, levels);
       if constexpr (K::WHOLE)
-        add_blocks<K, ROWS, 0>(levels, Sum<K::MOST>::scale(K::scale(w)), at, sides, sums);
+        add_blocks<K, ROWS, 0>(levels, Sum<K::MAX_QUANT>::scale(K::scale(w)), at, sides, sums);
       else
         add_blocks<K, ROWS, 0>(levels, K::scales(head, w), at, sides, sums);
       at += block & 1 ? (2 * x.count - 1) * INPUTS : INPUTS;

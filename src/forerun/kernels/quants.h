@@ -15,10 +15,10 @@ constexpr int64_t OUTPUTS = 16, INPUTS = 32;  // of a block
 
 // ``get``: the levels of a block ``at``, of a record ``head``, in eight vectors: four of the first half's inputs, then four
 // of the second's. EACH: whether there is code for each number of rows, which takes seconds to compile.
-template <int MOST_LEVEL>
-struct Nibbles {
+template <int MAX>
+struct Bits4 {
   static constexpr bool EACH = true;
-  static constexpr int MOST = MOST_LEVEL;
+  static constexpr int MAX_QUANT = MAX;
   static constexpr int64_t LEVELS = 256;  // bytes
   static void get(const char *, const char *at, Ints *levels) {
     const Ints mask = broadcast_int(0x0f0f0f0f);
@@ -31,10 +31,10 @@ struct Nibbles {
   }
 };
 
-template <int MOST_LEVEL>
-struct Bytes {
+template <int MAX>
+struct Bits8 {
   static constexpr bool EACH = true;
-  static constexpr int MOST = MOST_LEVEL;
+  static constexpr int MAX_QUANT = MAX;
   static constexpr int64_t LEVELS = 512;
   static void get(const char *, const char *at, Ints *levels) {
 #pragma GCC unroll 8
@@ -43,9 +43,9 @@ struct Bytes {
 };
 
 // Two bits: a vector for each half.
-struct Twos {
+struct Bits2 {
   static constexpr bool EACH = false;
-  static constexpr int MOST = 3;
+  static constexpr int MAX_QUANT = 3;
   static constexpr int64_t LEVELS = 128;
   static void get(const char *, const char *at, Ints *levels) {
     const Ints mask = broadcast_int(0x03030303);
@@ -61,34 +61,34 @@ struct Twos {
 };
 
 // Three: the third ones in a vector behind them.
-struct Threes {
+struct Bits3 {
   static constexpr bool EACH = false;
-  static constexpr int MOST = 7;
+  static constexpr int MAX_QUANT = 7;
   static constexpr int64_t LEVELS = 192;
   static void get(const char *head, const char *at, Ints *levels) {
-    Twos::get(head, at, levels);
+    Bits2::get(head, at, levels);
     const Ints v = load_ints(at + 128), mask = broadcast_int(0x04040404);
-    const Ints thirds[8] = {shift_left<2>(v),  shift_left<1>(v),  v,
+    const Ints high_bits[8] = {shift_left<2>(v),  shift_left<1>(v),  v,
                             shift_right<1>(v), shift_right<2>(v), shift_right<3>(v),
                             shift_right<4>(v), shift_right<5>(v)};
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) levels[j] = bit_xor(levels[j], bit_and(thirds[j], mask));
+    for (int j = 0; j < 8; j++) levels[j] = bit_xor(levels[j], bit_and(high_bits[j], mask));
   }
 };
 
 // Four bits that stand for levels of a table.
-LANES_INLINE void get_codes(const void *table, const char *at, Ints *levels) {
-  Nibbles<15>::get(nullptr, at, levels);
+LANES_INLINE void get_codebook(const void *table, const char *at, Ints *levels) {
+  Bits4<15>::get(nullptr, at, levels);
 #pragma GCC unroll 8
   for (int j = 0; j < 8; j++) levels[j] = look_up(table, levels[j]);
 }
 
-template <const uint8_t *TABLE, int MOST_LEVEL>
-struct Codes {
+template <const uint8_t *TABLE, int MAX>
+struct Codebook {
   static constexpr bool EACH = false;
-  static constexpr int MOST = MOST_LEVEL;
+  static constexpr int MAX_QUANT = MAX;
   static constexpr int64_t LEVELS = 256;
-  static void get(const char *, const char *at, Ints *levels) { get_codes(TABLE, at, levels); }
+  static void get(const char *, const char *at, Ints *levels) { get_codebook(TABLE, at, levels); }
 };
 
 // Scales of a block: one for its 32 inputs, or (PARTS = 2) one for each half.
@@ -109,9 +109,9 @@ LANES_INLINE Scales<PARTS> times(Floats step, const char *at) {
   return result;
 }
 
-template <class L, int ZERO_LEVEL>
+template <class L, int ZERO_>
 struct Scaled : L {
-  static constexpr int PARTS = 1, ZERO = ZERO_LEVEL;
+  static constexpr int PARTS = 1, ZERO = ZERO_;
   static constexpr bool MINIMA = false, WHOLE = false;
   static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 32;
   static Scales<1> scales(const char *, const char *at) { return {{halves(at + L::LEVELS)}, {}}; }
@@ -141,9 +141,9 @@ struct TwiceScaledAndMoved : L {
 };
 
 // Eight blocks, or (PARTS = 2) sixteen halves of them, share a scale of their scales, which are whole numbers.
-template <class L, int ZERO_LEVEL, int PARTS_OF_BLOCK>
+template <class L, int ZERO_, int NUM_SCALES_>
 struct TwiceScaled : L {
-  static constexpr int PARTS = PARTS_OF_BLOCK, ZERO = ZERO_LEVEL;
+  static constexpr int PARTS = NUM_SCALES_, ZERO = ZERO_;
   static constexpr bool MINIMA = false, WHOLE = false;
   static constexpr int64_t HEAD = 32, BLOCKS = 8, BLOCK = L::LEVELS + 16 * PARTS;
   static Scales<PARTS> scales(const char *head, const char *at) {
@@ -167,9 +167,9 @@ struct TwiceScaledAndMovedHalves : L {
 };
 
 // Scales are powers of two: 2^(byte - 128), which may be denormal, as a product of two that are not.
-template <class L, int ZERO_LEVEL>
+template <class L, int ZERO_>
 struct ScaledByPowers : L {
-  static constexpr int PARTS = 1, ZERO = ZERO_LEVEL;
+  static constexpr int PARTS = 1, ZERO = ZERO_;
   static constexpr bool MINIMA = false, WHOLE = false;
   static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 16;
   static Floats power(Ints exponent) { return as_floats(shift_left<23>(add(exponent, broadcast_int(63)))); }
@@ -183,10 +183,10 @@ struct ScaledByPowers : L {
 // levels.
 struct codes {
   static constexpr bool EACH = false;
-  static constexpr int MOST = 127, PARTS = 2, ZERO = 64;
+  static constexpr int MAX_QUANT = 127, PARTS = 2, ZERO = 64;
   static constexpr bool MINIMA = false, WHOLE = false;
   static constexpr int64_t LEVELS = 256, TABLE = 16, HEAD = TABLE + 64, BLOCKS = 8, BLOCK = LEVELS + 32;
-  static void get(const char *head, const char *at, Ints *levels) { get_codes(head, at, levels); }
+  static void get(const char *head, const char *at, Ints *levels) { get_codebook(head, at, levels); }
   static Scales<2> scales(const char *head, const char *at) {
     return times<2>(load(reinterpret_cast<const float *>(head + TABLE)), at + LEVELS);
   }
@@ -195,19 +195,19 @@ struct codes {
 constexpr uint8_t IQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // 128 is 0
 constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};               // twice; 12 is 0
 
-using q4_0 = Scaled<Nibbles<15>, 8>;
-using q4_1 = ScaledAndMoved<Nibbles<15>>;
-using q4_k = TwiceScaledAndMoved<Nibbles<15>>;
-using q5_0 = Scaled<Bytes<31>, 16>;
-using q5_1 = ScaledAndMoved<Bytes<31>>;
-using q5_k = TwiceScaledAndMoved<Bytes<31>>;
-using q6_k = TwiceScaled<Bytes<63>, 32, 2>;
-using q8_0 = Scaled<Bytes<255>, 128>;
-using iq4_nl = Scaled<Codes<IQ4, 255>, 128>;
-using iq4_xs = TwiceScaled<Codes<IQ4, 255>, 128, 1>;
-using mxfp4 = ScaledByPowers<Codes<E2M1, 24>, 12>;
-using q2_k = TwiceScaledAndMovedHalves<Twos>;
-using q3_k = TwiceScaled<Threes, 4, 2>;
+using q4_0 = Scaled<Bits4<15>, 8>;
+using q4_1 = ScaledAndMoved<Bits4<15>>;
+using q4_k = TwiceScaledAndMoved<Bits4<15>>;
+using q5_0 = Scaled<Bits8<31>, 16>;
+using q5_1 = ScaledAndMoved<Bits8<31>>;
+using q5_k = TwiceScaledAndMoved<Bits8<31>>;
+using q6_k = TwiceScaled<Bits8<63>, 32, 2>;
+using q8_0 = Scaled<Bits8<255>, 128>;
+using iq4_nl = Scaled<Codebook<IQ4, 255>, 128>;
+using iq4_xs = TwiceScaled<Codebook<IQ4, 255>, 128, 1>;
+using mxfp4 = ScaledByPowers<Codebook<E2M1, 24>, 12>;
+using q2_k = TwiceScaledAndMovedHalves<Bits2>;
+using q3_k = TwiceScaled<Bits3, 4, 2>;
 
 template <class K>
 constexpr int64_t RECORD = K::HEAD + K::BLOCKS * K::BLOCK;  // bytes
