@@ -110,7 +110,7 @@ LANES_INLINE Scales<PARTS> times(Floats step, const char *at) {
 }
 
 template <class L, int ZERO_>
-struct Scaled : L {
+struct Scale : L {
   static constexpr int PARTS = 1, ZERO = ZERO_;
   static constexpr bool MINIMA = false, WHOLE = false;
   static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 32;
@@ -118,7 +118,7 @@ struct Scaled : L {
 };
 
 template <class L>
-struct ScaledAndMoved : L {
+struct ScaleMin : L {
   static constexpr int PARTS = 1, ZERO = 0;
   static constexpr bool MINIMA = true, WHOLE = false;
   static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 64;
@@ -129,7 +129,7 @@ struct ScaledAndMoved : L {
 
 // Eight blocks share a scale of their scales and one of their minima, which are whole numbers of 6 bits.
 template <class L>
-struct TwiceScaledAndMoved : L {
+struct SuperScaleMin : L {
   static constexpr int PARTS = 1, ZERO = 0;
   static constexpr bool MINIMA = true, WHOLE = true;
   static constexpr int64_t HEAD = 64, BLOCKS = 8, BLOCK = L::LEVELS + 32;
@@ -142,7 +142,7 @@ struct TwiceScaledAndMoved : L {
 
 // Eight blocks, or (PARTS = 2) sixteen halves of them, share a scale of their scales, which are whole numbers.
 template <class L, int ZERO_, int NUM_SCALES_>
-struct TwiceScaled : L {
+struct SuperScale : L {
   static constexpr int PARTS = NUM_SCALES_, ZERO = ZERO_;
   static constexpr bool MINIMA = false, WHOLE = false;
   static constexpr int64_t HEAD = 32, BLOCKS = 8, BLOCK = L::LEVELS + 16 * PARTS;
@@ -153,7 +153,7 @@ struct TwiceScaled : L {
 
 // So do sixteen halves of blocks and their minima, in 4 bits of a byte each.
 template <class L>
-struct TwiceScaledAndMovedHalves : L {
+struct SuperScaleMinHalves : L {
   static constexpr int PARTS = 2, ZERO = 0;
   static constexpr bool MINIMA = true, WHOLE = false;
   static constexpr int64_t HEAD = 64, BLOCKS = 8, BLOCK = L::LEVELS + 32;
@@ -168,7 +168,7 @@ struct TwiceScaledAndMovedHalves : L {
 
 // Scales are powers of two: 2^(byte - 128), which may be denormal, as a product of two that are not.
 template <class L, int ZERO_>
-struct ScaledByPowers : L {
+struct ScaleE8M0 : L {
   static constexpr int PARTS = 1, ZERO = ZERO_;
   static constexpr bool MINIMA = false, WHOLE = false;
   static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 16;
@@ -195,19 +195,19 @@ struct codes {
 constexpr uint8_t IQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // 128 is 0
 constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};               // twice; 12 is 0
 
-using q4_0 = Scaled<Bits4<15>, 8>;
-using q4_1 = ScaledAndMoved<Bits4<15>>;
-using q4_k = TwiceScaledAndMoved<Bits4<15>>;
-using q5_0 = Scaled<Bits8<31>, 16>;
-using q5_1 = ScaledAndMoved<Bits8<31>>;
-using q5_k = TwiceScaledAndMoved<Bits8<31>>;
-using q6_k = TwiceScaled<Bits8<63>, 32, 2>;
-using q8_0 = Scaled<Bits8<255>, 128>;
-using iq4_nl = Scaled<Codebook<IQ4, 255>, 128>;
-using iq4_xs = TwiceScaled<Codebook<IQ4, 255>, 128, 1>;
-using mxfp4 = ScaledByPowers<Codebook<E2M1, 24>, 12>;
-using q2_k = TwiceScaledAndMovedHalves<Bits2>;
-using q3_k = TwiceScaled<Bits3, 4, 2>;
+using q4_0 = Scale<Bits4<15>, 8>;
+using q4_1 = ScaleMin<Bits4<15>>;
+using q4_k = SuperScaleMin<Bits4<15>>;
+using q5_0 = Scale<Bits8<31>, 16>;
+using q5_1 = ScaleMin<Bits8<31>>;
+using q5_k = SuperScaleMin<Bits8<31>>;
+using q6_k = SuperScale<Bits8<63>, 32, 2>;
+using q8_0 = Scale<Bits8<255>, 128>;
+using iq4_nl = Scale<Codebook<IQ4, 255>, 128>;
+using iq4_xs = SuperScale<Codebook<IQ4, 255>, 128, 1>;
+using mxfp4 = ScaleE8M0<Codebook<E2M1, 24>, 12>;
+using q2_k = SuperScaleMinHalves<Bits2>;
+using q3_k = SuperScale<Bits3, 4, 2>;
 
 template <class K>
 constexpr int64_t RECORD = K::HEAD + K::BLOCKS * K::BLOCK;  // bytes
