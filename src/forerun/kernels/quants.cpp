@@ -41,9 +41,9 @@ struct alignas(64) Blocks {
 };
 
 template <class K>
-using Side = std::conditional_t<K::WHOLE, Blocks, Block>;
+using Side = std::conditional_t<K::INT_SCALES, Blocks, Block>;
 template <class K>
-constexpr int64_t SPAN = K::WHOLE ? INPUTS * K::BLOCKS : INPUTS;
+constexpr int64_t SPAN = K::INT_SCALES ? INPUTS * K::BLOCKS : INPUTS;
 
 // Rows that share a reading of the weights. Of two blocks a row's levels share a line, and rows lie side by side.
 template <class K>
@@ -58,15 +58,15 @@ struct Rows {
 template <class K>
 constexpr int ZERO = Sum<K::MAX_QUANT>::SIGNED ? 0 : K::ZERO;
 
-// A block's sum of products of whole numbers, from ``start``, and what its minima make.
+// A block's sum of products of whole numbers, from ``start``, and what its mins make.
 template <class K>
 LANES_INLINE Floats add_scaled(Floats sum, const Ints *whole, const Scales<K::PARTS> &scales, const Block &side) {
   const Floats step = broadcast(side.step);
 #pragma GCC unroll 2
-  for (int p = 0; p < K::PARTS; p++) sum = fma(to_floats(whole[p]), scales.part[p] * step, sum);
-  if constexpr (K::MINIMA)
+  for (int p = 0; p < K::PARTS; p++) sum = fma(to_floats(whole[p]), scales.d[p] * step, sum);
+  if constexpr (K::HAS_MINS)
 #pragma GCC unroll 2
-    for (int p = 0; p < K::PARTS; p++) sum = fma(scales.minima[p], broadcast(side.sums[p]), sum);
+    for (int p = 0; p < K::PARTS; p++) sum = fma(scales.m[p], broadcast(side.sums[p]), sum);
   return sum;
 }
 
@@ -107,11 +107,11 @@ LANES_INLINE void add_blocks(const Ints *levels, const S &scales, const int8_t *
   if constexpr (PART + 1 < PARTS) add_blocks<K, ROWS, PART + 1>(levels, scales, x, sides, sums);
 }
 
-// A record of whole scales: sums of products times them, and of minima, come to what the records before it made.
-LANES_INLINE void add_record(const char *head, int64_t record, float step, Ints total, Floats minima, float *out) {
+// A record of whole scales: sums of products times them, and of mins, come to what the records before it made.
+LANES_INLINE void add_record(const char *head, int64_t record, float step, Ints total, Floats mins, float *out) {
   const Floats before = record ? load(out) : zeros(), scale = halves(head), least = halves(head + 32);
   const Floats sum = fma(to_floats(total), scale * broadcast(step), before);
-  store(out, fnma(minima, least * broadcast(step), sum));
+  store(out, fnma(mins, least * broadcast(step), sum));
 }
 
 template <class K, int ROWS>
@@ -123,22 +123,22 @@ LANES_INLINE void add_records(const char *head, int64_t record, const Blocks *si
     totals[r] = zero_ints();
   }
   const char *const at = head + K::HEAD;
-  Ints minima[K::BLOCKS / 2];
+  Ints mins[K::BLOCKS / 2];
 #pragma GCC unroll 4
   for (int b = 0; b < K::BLOCKS / 2; b++)
-    minima[b] = add(K::minimum(at + 2 * b * K::BLOCK), shift_left<16>(K::minimum(at + (2 * b + 1) * K::BLOCK)));
+    mins[b] = add(K::mins(at + 2 * b * K::BLOCK), shift_left<16>(K::mins(at + (2 * b + 1) * K::BLOCK)));
 #pragma GCC unroll 1
   for (int r = 0; r < ROWS; r++) {
     Ints whole = zero_ints();
 #pragma GCC unroll 4
     for (int b = 0; b < K::BLOCKS / 2; b++)
-      whole = add(whole, short_products(minima[b], four(reinterpret_cast<const int8_t *>(sides[r].sums + 2 * b))));
+      whole = add(whole, short_products(mins[b], four(reinterpret_cast<const int8_t *>(sides[r].sums + 2 * b))));
     add_record(head, record, sides[r].step, load_ints(kept + OUTPUTS * r), to_floats(whole), out + OUTPUTS * r);
   }
 }
 
 // What adds up in registers: all blocks, or those of a record with whole scales.
-template <bool WHOLE>
+template <bool INT_SCALES>
 struct Total {
   using Number = Floats;
   static Number zero() { return zeros(); }
@@ -154,9 +154,9 @@ template <class K, int ROWS>
 void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Prefetcher prefetcher) {
   const int8_t *at = x.levels;
   const Side<K> *sides = x.sides;
-  typename Total<K::WHOLE>::Number sums[ROWS];
+  typename Total<K::INT_SCALES>::Number sums[ROWS];
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++) sums[r] = Total<K::WHOLE>::zero();
+  for (int r = 0; r < ROWS; r++) sums[r] = Total<K::INT_SCALES>::zero();
   for (int64_t record = 0; record < records; record++) {
     const char *const head = w;
     w += K::HEAD;
@@ -168,19 +168,19 @@ void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Prefetch
       }
       Ints levels[8];
       K::get(head, w, levels);
-      if constexpr (K::WHOLE)
+      if constexpr (K::INT_SCALES)
         add_blocks<K, ROWS, 0>(levels, Sum<K::MAX_QUANT>::scale(K::scale(w)), at, sides, sums);
       else
         add_blocks<K, ROWS, 0>(levels, K::scales(head, w), at, sides, sums);
       at += block & 1 ? (2 * x.count - 1) * INPUTS : INPUTS;
-      if (!K::WHOLE) sides += x.count;
+      if (!K::INT_SCALES) sides += x.count;
     }
-    if constexpr (K::WHOLE) {
+    if constexpr (K::INT_SCALES) {
       add_records<K, ROWS>(head, record, sides, sums, out);
       sides += x.count;
     }
   }
-  if constexpr (!K::WHOLE)
+  if constexpr (!K::INT_SCALES)
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) store(out + OUTPUTS * r, sums[r]);
 }
@@ -199,7 +199,7 @@ void passes(int64_t rows, const char *w, const Rows<K> &x, int64_t records, floa
 // Bytes of a row's levels that the matrix unit takes at a time: half a block, a block, or two.
 template <class K>
 constexpr int64_t wide(int64_t rows) {
-  return K::WHOLE && rows > FEW ? 2 * INPUTS : INPUTS / K::PARTS;
+  return K::INT_SCALES && rows > FEW ? 2 * INPUTS : INPUTS / K::PARTS;
 }
 
 // A whole number of up to 8 bits before its last zeros, exactly.
@@ -214,8 +214,8 @@ inline Bfloat16 short_float(int32_t whole) {
 // and so is or becomes every output. ``zero``: the level that stands for 0; ``parts``: of a block that have a scale.
 template <class S, class T>
 void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *levels, S *to, int64_t count, int zero, int parts) {
-  constexpr bool WHOLE = std::is_same<S, Blocks>::value;
-  constexpr int64_t SIZE = INPUTS * (WHOLE ? 8 : 1), VECTORS = SIZE / 16;
+  constexpr bool INT_SCALES = std::is_same<S, Blocks>::value;
+  constexpr int64_t SIZE = INPUTS * (INT_SCALES ? 8 : 1), VECTORS = SIZE / 16;
   for (int64_t from = 0, end = SIZE * spans, block = 0; from < end; from += SIZE, to += count) {
     const auto get = [=](int64_t v) {
       const int64_t at = from + 16 * v;
@@ -231,7 +231,7 @@ void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *levels, S *to, 
     const float step = largest <= LEAST ? 1 : largest / 127;
     const Floats scale = broadcast(1 / step);
     to->step = step;
-    if constexpr (WHOLE) std::memset(to->parts, 0, sizeof to->parts);
+    if constexpr (INT_SCALES) std::memset(to->parts, 0, sizeof to->parts);
     for (int64_t v = 0; v < VECTORS; v += 2, block++) {
       int8_t *const at = levels + (block >> 1) * count * 2 * INPUTS + (block & 1) * INPUTS;
       const Ints low = to_nearest(get(v) * scale), high = to_nearest(get(v + 1) * scale);
@@ -240,7 +240,7 @@ void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *levels, S *to, 
       const auto sum = [=](Ints of) {
         return std::isfinite(step) ? static_cast<int32_t>(reduce_sum(to_floats(of))) : 0;
       };
-      if constexpr (WHOLE) {
+      if constexpr (INT_SCALES) {
         const int32_t whole = sum(add(low, high)), top = whole & ~63;
         to->sums[v / 2] = static_cast<int16_t>(whole);
         to->parts[v] = short_float(top);
@@ -338,11 +338,11 @@ template <class K, int ROWS>
 void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, char (*unpacked)[UNPACKED], int64_t kept,
                     bool fresh, float *out) {
   alignas(64) Products products[2][K::PARTS];
-  typename Total<K::WHOLE>::Number sums[ROWS];
+  typename Total<K::INT_SCALES>::Number sums[ROWS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++) {
-    sums[r] = Total<K::WHOLE>::zero();
-    if constexpr (!K::WHOLE)
+    sums[r] = Total<K::INT_SCALES>::zero();
+    if constexpr (!K::INT_SCALES)
       if (from) sums[r] = load(out + OUTPUTS * r);
   }
   const auto unpack = [&](int64_t block) HERE {
@@ -376,7 +376,7 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
   };
   const auto scale = [&](int64_t block, int buffer) HERE {
     const char *const head = head_of<K>(w, block), *const at = block_at<K>(w, block);
-    if constexpr (K::WHOLE) {
+    if constexpr (K::INT_SCALES) {
       const Ints scale = K::scale(at);
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++)
@@ -411,7 +411,7 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
     multiply(block + 2, Number<0>());
     scale(block + 1, 1);
   }
-  if constexpr (!K::WHOLE)
+  if constexpr (!K::INT_SCALES)
 #pragma GCC unroll 16
     for (int r = 0; r < ROWS; r++) store(out + OUTPUTS * r, sums[r]);
 }
@@ -430,8 +430,8 @@ void passes_by_blocks(int64_t rows, More... more) {
 template <class K>
 struct ByRecords {
   static constexpr int STEPS = K::BLOCKS / 2, LOW = 3;  // of two blocks; bits
-  alignas(64) char weights[2][STEPS][2][2 * UNPACKED], minima[2][TILE_ROWS * TILE_BYTES] = {};
-  alignas(64) Products products[2][2][3];  // in buffer, of two groups: with low parts, with high ones, and of minima
+  alignas(64) char weights[2][STEPS][2][2 * UNPACKED], mins[2][TILE_ROWS * TILE_BYTES] = {};
+  alignas(64) Products products[2][2][3];  // in buffer, of two groups: with low parts, with high ones, and of mins
   const char *w;
   const Kept<K> &kept;
   float *out;
@@ -453,8 +453,8 @@ struct ByRecords {
         for (int p = 0; p < 2; p++)
           store(reinterpret_cast<int32_t *>(weights[record & 1][step][p] + UNPACKED * i + TILE_BYTES * j),
                 multiply_shorts(levels[j], parts[p]));
-      const Ints top = as_ints(to_floats(K::minimum(at)));  // a Bfloat16 in the high half
-      store(reinterpret_cast<int32_t *>(minima[record & 1] + TILE_BYTES * block), add(top, shift_right<16>(top)));
+      const Ints top = as_ints(to_floats(K::mins(at)));  // a Bfloat16 in the high half
+      store(reinterpret_cast<int32_t *>(mins[record & 1] + TILE_BYTES * block), add(top, shift_right<16>(top)));
     }
   }
 
@@ -498,7 +498,7 @@ struct ByRecords {
     if constexpr (TWO) store_tile<3>(products[buffer][1][1], TILE_BYTES);
     load_tile<4>(x.sides[record * x.count].parts, sizeof(Blocks));
     if constexpr (TWO) load_tile<5>(next.sides[record * x.count].parts, sizeof(Blocks));
-    load_tile<6>(minima[record & 1], TILE_BYTES);
+    load_tile<6>(mins[record & 1], TILE_BYTES);
     clear_tile<0>();
     add_bfloats<0>();
     store_tile<0>(products[buffer][0][2], TILE_BYTES);
@@ -534,14 +534,14 @@ struct ByRecords {
 
 template <class K>
 void pass_by_tiles(const char *w, const Kept<K> &kept, int64_t records, float *out) {
-  if constexpr (K::WHOLE)
+  if constexpr (K::INT_SCALES)
     if (kept.count > FEW) return ByRecords<K>(w, kept, out).run(records);
   const int64_t blocks = records * K::BLOCKS, groups = kept.groups.count;
   const int64_t places = groups > 1 ? PIECE : RING, piece = groups > 1 ? PIECE : blocks;
   alignas(64) char unpacked[PIECE][UNPACKED];
   for (int64_t from = 0; from < blocks; from += piece)
     for (int64_t g = 0; g < groups; g++)
-      passes_by_blocks<K, K::WHOLE ? FEW : TOGETHER>(kept.count, w, kept.rows(g), from, std::min(blocks, from + piece),
+      passes_by_blocks<K, K::INT_SCALES ? FEW : TOGETHER>(kept.count, w, kept.rows(g), from, std::min(blocks, from + piece),
                                                      unpacked, places, g == 0, out + g * kept.count * OUTPUTS);
 }
 
@@ -586,9 +586,9 @@ void get_row_quants(const char *w, int64_t row, T *to, int64_t inputs) {
     for (int64_t b = 0; b < K::BLOCKS && from + INPUTS * b < inputs; b++) {
       const char *const at = w + K::HEAD + b * K::BLOCK;
       const auto scales = K::scales(w, at);
-      float parts[K::PARTS][16], minima[K::PARTS][16], values[INPUTS];
-      for (int p = 0; p < K::PARTS; p++) store(parts[p], scales.part[p]);
-      for (int p = 0; p < K::PARTS; p++) store(minima[p], scales.minima[p]);
+      float parts[K::PARTS][16], mins[K::PARTS][16], values[INPUTS];
+      for (int p = 0; p < K::PARTS; p++) store(parts[p], scales.d[p]);
+      for (int p = 0; p < K::PARTS; p++) store(mins[p], scales.m[p]);
       Ints vectors[8];
       K::get(w, at, vectors);
       for (int j = 0; j < 8; j++) {
@@ -598,7 +598,7 @@ void get_row_quants(const char *w, int64_t row, T *to, int64_t inputs) {
         std::memcpy(levels, bytes + lane, 4);
         const int part = j * K::PARTS / 8;
         for (int i = 0; i < 4; i++)
-          values[4 * j + i] = parts[part][lane] * static_cast<float>(levels[i] - K::ZERO) + minima[part][lane];
+          values[4 * j + i] = parts[part][lane] * static_cast<float>(levels[i] - K::ZERO) + mins[part][lane];
       }
       for (int64_t i = from + INPUTS * b; i < from + INPUTS * (b + 1) && i < inputs; i += 16)
         store(to + i, first(inputs - i), load(values + i - from - INPUTS * b));

@@ -3,7 +3,7 @@
 // A record holds 16 outputs of one block of 32 inputs, or of 8 blocks with common scales before them. Of a block first
 // come the levels, in vectors of four bytes of each output side by side: those of inputs 4 j to 4 j + 3 are vector j, or
 // the j-th bits of vectors that hold several; those of inputs 16 + 4 j on follow, or lie in higher bits. Then the scales
-// and minima of the 16 outputs. A weight is scale (level - ZERO) + minimum. WHOLE: scales and minima of a record's blocks
+// and mins of the 16 outputs. A weight is scale (level - ZERO) + minimum. INT_SCALES: scales and mins of a record's blocks
 // are whole numbers by which sums of levels are multiplied as such; the record's own come in once for 256 inputs.
 #pragma once
 #include "lanes.h"
@@ -94,7 +94,7 @@ struct Codebook {
 // Scales of a block: one for its 32 inputs, or (PARTS = 2) one for each half.
 template <int PARTS>
 struct Scales {
-  Floats part[PARTS], minima[PARTS];
+  Floats d[PARTS], m[PARTS];
 };
 
 LANES_INLINE Floats halves(const char *at) { return load_half(reinterpret_cast<const uint16_t *>(at), first(16)); }
@@ -105,14 +105,14 @@ LANES_INLINE Scales<PARTS> times(Floats step, const char *at) {
   const auto numbers = reinterpret_cast<const int8_t *>(at);
   Scales<PARTS> result{};
 #pragma GCC unroll 2
-  for (int p = 0; p < PARTS; p++) result.part[p] = step * to_floats(load_bytes(numbers + 16 * p));
+  for (int p = 0; p < PARTS; p++) result.d[p] = step * to_floats(load_bytes(numbers + 16 * p));
   return result;
 }
 
 template <class L, int ZERO_>
 struct Scale : L {
   static constexpr int PARTS = 1, ZERO = ZERO_;
-  static constexpr bool MINIMA = false, WHOLE = false;
+  static constexpr bool HAS_MINS = false, INT_SCALES = false;
   static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 32;
   static Scales<1> scales(const char *, const char *at) { return {{halves(at + L::LEVELS)}, {}}; }
 };
@@ -120,23 +120,23 @@ struct Scale : L {
 template <class L>
 struct ScaleMin : L {
   static constexpr int PARTS = 1, ZERO = 0;
-  static constexpr bool MINIMA = true, WHOLE = false;
+  static constexpr bool HAS_MINS = true, INT_SCALES = false;
   static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 64;
   static Scales<1> scales(const char *, const char *at) {
     return {{halves(at + L::LEVELS)}, {halves(at + L::LEVELS + 32)}};
   }
 };
 
-// Eight blocks share a scale of their scales and one of their minima, which are whole numbers of 6 bits.
+// Eight blocks share a scale of their scales and one of their mins, which are whole numbers of 6 bits.
 template <class L>
 struct SuperScaleMin : L {
   static constexpr int PARTS = 1, ZERO = 0;
-  static constexpr bool MINIMA = true, WHOLE = true;
+  static constexpr bool HAS_MINS = true, INT_SCALES = true;
   static constexpr int64_t HEAD = 64, BLOCKS = 8, BLOCK = L::LEVELS + 32;
   static Ints scale(const char *at) { return load_bytes(reinterpret_cast<const uint8_t *>(at + L::LEVELS)); }
-  static Ints minimum(const char *at) { return load_bytes(reinterpret_cast<const uint8_t *>(at + L::LEVELS + 16)); }
+  static Ints mins(const char *at) { return load_bytes(reinterpret_cast<const uint8_t *>(at + L::LEVELS + 16)); }
   static Scales<1> scales(const char *head, const char *at) {
-    return {{halves(head) * to_floats(scale(at))}, {zeros() - halves(head + 32) * to_floats(minimum(at))}};
+    return {{halves(head) * to_floats(scale(at))}, {zeros() - halves(head + 32) * to_floats(mins(at))}};
   }
 };
 
@@ -144,18 +144,18 @@ struct SuperScaleMin : L {
 template <class L, int ZERO_, int NUM_SCALES_>
 struct SuperScale : L {
   static constexpr int PARTS = NUM_SCALES_, ZERO = ZERO_;
-  static constexpr bool MINIMA = false, WHOLE = false;
+  static constexpr bool HAS_MINS = false, INT_SCALES = false;
   static constexpr int64_t HEAD = 32, BLOCKS = 8, BLOCK = L::LEVELS + 16 * PARTS;
   static Scales<PARTS> scales(const char *head, const char *at) {
     return times<PARTS>(halves(head), at + L::LEVELS);
   }
 };
 
-// So do sixteen halves of blocks and their minima, in 4 bits of a byte each.
+// So do sixteen halves of blocks and their mins, in 4 bits of a byte each.
 template <class L>
 struct SuperScaleMinHalves : L {
   static constexpr int PARTS = 2, ZERO = 0;
-  static constexpr bool MINIMA = true, WHOLE = false;
+  static constexpr bool HAS_MINS = true, INT_SCALES = false;
   static constexpr int64_t HEAD = 64, BLOCKS = 8, BLOCK = L::LEVELS + 32;
   static Scales<2> scales(const char *head, const char *at) {
     const Floats scale = halves(head), least = zeros() - halves(head + 32);
@@ -170,7 +170,7 @@ struct SuperScaleMinHalves : L {
 template <class L, int ZERO_>
 struct ScaleE8M0 : L {
   static constexpr int PARTS = 1, ZERO = ZERO_;
-  static constexpr bool MINIMA = false, WHOLE = false;
+  static constexpr bool HAS_MINS = false, INT_SCALES = false;
   static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 16;
   static Floats power(Ints exponent) { return as_floats(shift_left<23>(add(exponent, broadcast_int(63)))); }
   static Scales<1> scales(const char *, const char *at) {
@@ -184,7 +184,7 @@ struct ScaleE8M0 : L {
 struct codes {
   static constexpr bool EACH = false;
   static constexpr int MAX_QUANT = 127, PARTS = 2, ZERO = 64;
-  static constexpr bool MINIMA = false, WHOLE = false;
+  static constexpr bool HAS_MINS = false, INT_SCALES = false;
   static constexpr int64_t LEVELS = 256, TABLE = 16, HEAD = TABLE + 64, BLOCKS = 8, BLOCK = LEVELS + 32;
   static void get(const char *head, const char *at, Ints *levels) { get_codebook(head, at, levels); }
   static Scales<2> scales(const char *head, const char *at) {
