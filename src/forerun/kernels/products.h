@@ -1,4 +1,4 @@
-// Products of a block's levels and rows' levels, which add up in whole numbers.
+// Products of a block's quants and rows' quants, which add up in whole numbers.
 #pragma once
 #include <cstring>
 
@@ -6,11 +6,11 @@
 
 namespace {
 
-// Sums over a block of weights' levels times inputs' levels.
+// Sums over a block of weights' quants times inputs' quants.
 #if defined(HAS_BYTE_PRODUCTS)
 template <int MAX_QUANT>
 struct Sum {
-  static constexpr bool SIGNED = BYTES_ARE_SIGNED && MAX_QUANT > 127;  // whether weights' levels lose their zero here
+  static constexpr bool SIGNED = BYTES_ARE_SIGNED && MAX_QUANT > 127;  // whether weights' quants lose their zero here
   Ints v;
   static Ints bytes(Ints w) { return SIGNED ? bit_xor(w, broadcast_int(static_cast<int32_t>(0x80808080))) : w; }
   void begin(int32_t start) { v = broadcast_int(start); }
@@ -32,8 +32,8 @@ struct Sum {
   }
   void add(Ints w, Ints x) {
     if constexpr (SIGNED) {  // |w| to 128, |x| to 127: pairs to 32,512
-      const Ints levels = bit_xor(w, broadcast_int(static_cast<int32_t>(0x80808080)));
-      v = ::add(v, short_pairs(byte_pairs(byte_sizes(levels), with_sign_of(x, levels))));
+      const Ints quants = bit_xor(w, broadcast_int(static_cast<int32_t>(0x80808080)));
+      v = ::add(v, short_pairs(byte_pairs(byte_sizes(quants), with_sign_of(x, quants))));
     } else if constexpr (SHORT) {
       v = add_shorts(v, byte_pairs(w, x));
     } else {
@@ -56,23 +56,23 @@ LANES_INLINE Ints four(const int8_t *at) {
 #if defined(HAS_ROW_PAIRS)
 // Of the first so many pairs of rows.
 template <class K, int PAIRS>
-LANES_INLINE void add_pair_products(const Ints *levels, const int8_t *x, Sum<K::MAX_QUANT> (*products)[K::PARTS]) {
-  Pair sums[PAIRS][K::PARTS];
+LANES_INLINE void add_pair_products(const Ints *quants, const int8_t *x, Sum<K::MAX_QUANT> (*products)[K::NUM_SCALES]) {
+  Pair sums[PAIRS][K::NUM_SCALES];
 #pragma GCC unroll 4
   for (int i = 0; i < PAIRS; i++)
 #pragma GCC unroll 2
-    for (int p = 0; p < K::PARTS; p++) sums[i][p] = side_by_side(products[2 * i][p].v, products[2 * i + 1][p].v);
+    for (int p = 0; p < K::NUM_SCALES; p++) sums[i][p] = side_by_side(products[2 * i][p].v, products[2 * i + 1][p].v);
 #pragma GCC unroll 4
   for (int j = 0; j < 8; j += 2) {
-    const Pair w = eights(Sum<K::MAX_QUANT>::bytes(levels[j]), Sum<K::MAX_QUANT>::bytes(levels[j + 1]));
+    const Pair w = eights(Sum<K::MAX_QUANT>::bytes(quants[j]), Sum<K::MAX_QUANT>::bytes(quants[j + 1]));
 #pragma GCC unroll 4
     for (int i = 0; i < PAIRS; i++)
-      add_byte_products(sums[i][j * K::PARTS / 8], w, x + 4 * INPUTS * i + 4 * j, 2 * INPUTS);
+      add_byte_products(sums[i][j * K::NUM_SCALES / 8], w, x + 4 * INPUTS * i + 4 * j, 2 * INPUTS);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < PAIRS; i++)
 #pragma GCC unroll 2
-    for (int p = 0; p < K::PARTS; p++) {
+    for (int p = 0; p < K::NUM_SCALES; p++) {
       const Pair rows = side_by_side(sums[i][p].low, sums[i][p].high);
       products[2 * i][p].v = rows.low;
       products[2 * i + 1][p].v = rows.high;
@@ -82,17 +82,17 @@ LANES_INLINE void add_pair_products(const Ints *levels, const int8_t *x, Sum<K::
 
 // Products of one block and some rows.
 template <class K, int ROWS>
-LANES_INLINE void add_products(const Ints *levels, const int8_t *x, Sum<K::MAX_QUANT> (*products)[K::PARTS]) {
+LANES_INLINE void add_products(const Ints *quants, const int8_t *x, Sum<K::MAX_QUANT> (*products)[K::NUM_SCALES]) {
   constexpr int ALONE = BESIDE == 2 ? ROWS / 2 * 2 : 0;
 #if defined(HAS_ROW_PAIRS)
-  if constexpr (ALONE > 0) add_pair_products<K, ALONE / 2>(levels, x, products);
+  if constexpr (ALONE > 0) add_pair_products<K, ALONE / 2>(quants, x, products);
 #endif
 #pragma GCC unroll 4
   for (int j = 0; j < 4; j++)
 #pragma GCC unroll 8
     for (int r = ALONE; r < ROWS; r++) {
-      products[r][0].add(levels[j], four(x + 2 * INPUTS * r + 4 * j));
-      products[r][K::PARTS - 1].add(levels[4 + j], four(x + 2 * INPUTS * r + 16 + 4 * j));
+      products[r][0].add(quants[j], four(x + 2 * INPUTS * r + 4 * j));
+      products[r][K::NUM_SCALES - 1].add(quants[4 + j], four(x + 2 * INPUTS * r + 16 + 4 * j));
     }
 }
 

@@ -1,7 +1,7 @@
 // Linear layers whose weights have 2 to 8 bits and scales by blocks of inputs, as GGUF files have them.
 //
-// A row's inputs are brought to 255 levels, each block of 32 with a step of its own, or each 256 where a record's blocks
-// have whole scales, as ggml has them but for the step, which stays in float32. Products of levels, and those with whole
+// A row's inputs are brought to 255 quants, each block of 32 with a step of its own, or each 256 where a record's blocks
+// have whole scales, as ggml has them but for the step, which stays in float32. Products of quants, and those with whole
 // scales, add up in 32 bits exactly; then scales and sums over blocks are float32, in the order of the inputs. So a
 // row's bits depend neither on the rows beside it nor on the processor.
 #include "quants.h"
@@ -22,20 +22,20 @@ namespace {
 constexpr int64_t AHEAD = 1 << 12;   // bytes from a weight that is used to the one asked for
 constexpr int64_t CACHED = 1 << 18;  // bytes of rows over which each tile of weights passes
 constexpr int TOGETHER = 16;        // rows that share one reading of the weights
-constexpr int64_t LEAST_GROUPS = 4, MOST_GROUPS = 16;  // that are brought to levels at a time, if there are so many
+constexpr int64_t LEAST_GROUPS = 4, MOST_GROUPS = 16;  // that are brought to quants at a time, if there are so many
 constexpr int FEW = 8;              // rows whose blocks of whole scales the matrix unit multiplies one by one
 constexpr int AT_ONCE = 4;          // of them whose sums of products are in registers, a multiple of BESIDE
 
 // What is known of a row's inputs that share a step.
 struct Block {
   float step;
-  float sums[2];     // of its inputs, as the levels give them: of both halves, or of all
-  int32_t start[2];  // where sums of products begin, such that a level's zero counts as 0: for both halves, or for all
+  float sums[2];     // of its inputs, as the quants give them: of both halves, or of all
+  int32_t start[2];  // where sums of products begin, such that a quant's zero counts as 0: for both halves, or for all
 };
 
 // The same of 256 inputs, where scales are whole.
 struct alignas(64) Blocks {
-  Bfloat16 parts[32];  // of the sum of each block's levels two that are exact, then zeros
+  Bfloat16 parts[32];  // of the sum of each block's quants two that are exact, then zeros
   float step;
   int16_t sums[8];
 };
@@ -45,14 +45,14 @@ using Side = std::conditional_t<K::INT_SCALES, Blocks, Block>;
 template <class K>
 constexpr int64_t SPAN = K::INT_SCALES ? INPUTS * K::BLOCKS : INPUTS;
 
-// Rows that share a reading of the weights. Of two blocks a row's levels share a line, and rows lie side by side.
+// Rows that share a reading of the weights. Of two blocks a row's quants share a line, and rows lie side by side.
 template <class K>
 struct Rows {
-  const int8_t *levels;
+  const int8_t *quants;
   const Side<K> *sides;  // for each span, rows side by side
   int64_t count;         // of those that have a place
 
-  const int8_t *at(int64_t block) const { return levels + (block >> 1) * count * 2 * INPUTS + (block & 1) * INPUTS; }
+  const int8_t *at(int64_t block) const { return quants + (block >> 1) * count * 2 * INPUTS + (block & 1) * INPUTS; }
 };
 
 template <class K>
@@ -60,51 +60,51 @@ constexpr int ZERO = Sum<K::MAX_QUANT>::SIGNED ? 0 : K::ZERO;
 
 // A block's sum of products of whole numbers, from ``start``, and what its mins make.
 template <class K>
-LANES_INLINE Floats add_scaled(Floats sum, const Ints *whole, const Scales<K::PARTS> &scales, const Block &side) {
+LANES_INLINE Floats add_scaled(Floats sum, const Ints *whole, const Scales<K::NUM_SCALES> &scales, const Block &side) {
   const Floats step = broadcast(side.step);
 #pragma GCC unroll 2
-  for (int p = 0; p < K::PARTS; p++) sum = fma(to_floats(whole[p]), scales.d[p] * step, sum);
+  for (int p = 0; p < K::NUM_SCALES; p++) sum = fma(to_floats(whole[p]), scales.d[p] * step, sum);
   if constexpr (K::HAS_MINS)
 #pragma GCC unroll 2
-    for (int p = 0; p < K::PARTS; p++) sum = fma(scales.m[p], broadcast(side.sums[p]), sum);
+    for (int p = 0; p < K::NUM_SCALES; p++) sum = fma(scales.m[p], broadcast(side.sums[p]), sum);
   return sum;
 }
 
 template <class K, int ROWS>
-LANES_INLINE void add_block(const Ints *levels, const Scales<K::PARTS> &scales, const int8_t *x, const Block *sides,
+LANES_INLINE void add_block(const Ints *quants, const Scales<K::NUM_SCALES> &scales, const int8_t *x, const Block *sides,
                             Floats *sums) {
-  Sum<K::MAX_QUANT> products[ROWS][K::PARTS];
+  Sum<K::MAX_QUANT> products[ROWS][K::NUM_SCALES];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
-    for (int p = 0; p < K::PARTS; p++) products[r][p].begin(sides[r].start[p]);
-  add_products<K, ROWS>(levels, x, products);
+    for (int p = 0; p < K::NUM_SCALES; p++) products[r][p].begin(sides[r].start[p]);
+  add_products<K, ROWS>(quants, x, products);
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) {
-    Ints whole[K::PARTS];
+    Ints whole[K::NUM_SCALES];
 #pragma GCC unroll 2
-    for (int p = 0; p < K::PARTS; p++) whole[p] = products[r][p].end();
+    for (int p = 0; p < K::NUM_SCALES; p++) whole[p] = products[r][p].end();
     sums[r] = add_scaled<K>(sums[r], whole, scales, sides[r]);
   }
 }
 
 template <class K, int ROWS>
-LANES_INLINE void add_block(const Ints *levels, const Ints &scale, const int8_t *x, const Blocks *, Ints *totals) {
+LANES_INLINE void add_block(const Ints *quants, const Ints &scale, const int8_t *x, const Blocks *, Ints *totals) {
   Sum<K::MAX_QUANT> products[ROWS][1];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) products[r][0].begin(0);
-  add_products<K, ROWS>(levels, x, products);
+  add_products<K, ROWS>(quants, x, products);
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) totals[r] = add(totals[r], products[r][0].scaled(scale));
 }
 
 // One block of all rows, in parts as even as can be, which leave no row alone but the last.
 template <class K, int ROWS, int PART, class S, class N>
-LANES_INLINE void add_blocks(const Ints *levels, const S &scales, const int8_t *x, const Side<K> *sides, N *sums) {
+LANES_INLINE void add_blocks(const Ints *quants, const S &scales, const int8_t *x, const Side<K> *sides, N *sums) {
   constexpr int PARTS = (ROWS + AT_ONCE - 1) / AT_ONCE, UNITS = (ROWS + BESIDE - 1) / BESIDE;
   constexpr int FIRST = UNITS * PART / PARTS * BESIDE, END = std::min(ROWS, UNITS * (PART + 1) / PARTS * BESIDE);
-  add_block<K, END - FIRST>(levels, scales, x + 2 * INPUTS * FIRST, sides + FIRST, sums + FIRST);
-  if constexpr (PART + 1 < PARTS) add_blocks<K, ROWS, PART + 1>(levels, scales, x, sides, sums);
+  add_block<K, END - FIRST>(quants, scales, x + 2 * INPUTS * FIRST, sides + FIRST, sums + FIRST);
+  if constexpr (PART + 1 < PARTS) add_blocks<K, ROWS, PART + 1>(quants, scales, x, sides, sums);
 }
 
 // A record of whole scales: sums of products times them, and of mins, come to what the records before it made.
@@ -152,7 +152,7 @@ struct Total<true> {
 // Outputs of one tile for so many rows.
 template <class K, int ROWS>
 void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Prefetcher prefetcher) {
-  const int8_t *at = x.levels;
+  const int8_t *at = x.quants;
   const Side<K> *sides = x.sides;
   typename Total<K::INT_SCALES>::Number sums[ROWS];
 #pragma GCC unroll 16
@@ -166,12 +166,12 @@ void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Prefetch
         for (int64_t i = 0; i < K::BLOCK; i += 64) prefetcher.line(i);
         prefetcher.at += prefetcher.step;
       }
-      Ints levels[8];
-      K::get(head, w, levels);
+      Ints quants[8];
+      K::get(head, w, quants);
       if constexpr (K::INT_SCALES)
-        add_blocks<K, ROWS, 0>(levels, Sum<K::MAX_QUANT>::scale(K::scale(w)), at, sides, sums);
+        add_blocks<K, ROWS, 0>(quants, Sum<K::MAX_QUANT>::scale(K::scale(w)), at, sides, sums);
       else
-        add_blocks<K, ROWS, 0>(levels, K::scales(head, w), at, sides, sums);
+        add_blocks<K, ROWS, 0>(quants, K::scales(head, w), at, sides, sums);
       at += block & 1 ? (2 * x.count - 1) * INPUTS : INPUTS;
       if (!K::INT_SCALES) sides += x.count;
     }
@@ -187,7 +187,7 @@ void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Prefetch
 
 // Rows that are multiplied where so many are there; what becomes of one that is added does not matter.
 template <class K>
-constexpr int64_t taken(int64_t rows) { return K::EACH || rows <= 6 ? rows : rows + rows % 2; }
+constexpr int64_t taken(int64_t rows) { return K::EVERY_ROW_COUNT || rows <= 6 ? rows : rows + rows % 2; }
 
 template <class K, int ROWS>
 void passes(int64_t rows, const char *w, const Rows<K> &x, int64_t records, float *out, Prefetcher prefetcher) {
@@ -196,10 +196,10 @@ void passes(int64_t rows, const char *w, const Rows<K> &x, int64_t records, floa
   if constexpr (ROWS > 1) passes<K, ROWS - 1>(rows, w, x, records, out, prefetcher);
 }
 
-// Bytes of a row's levels that the matrix unit takes at a time: half a block, a block, or two.
+// Bytes of a row's quants that the matrix unit takes at a time: half a block, a block, or two.
 template <class K>
 constexpr int64_t wide(int64_t rows) {
-  return K::INT_SCALES && rows > FEW ? 2 * INPUTS : INPUTS / K::PARTS;
+  return K::INT_SCALES && rows > FEW ? 2 * INPUTS : INPUTS / K::NUM_SCALES;
 }
 
 // A whole number of up to 8 bits before its last zeros, exactly.
@@ -211,9 +211,9 @@ inline Bfloat16 short_float(int32_t whole) {
 }
 
 // A row, as one of those that have a place side by side. Steps are NaN if an input is NaN, infinite if one is infinite,
-// and so is or becomes every output. ``zero``: the level that stands for 0; ``parts``: of a block that have a scale.
+// and so is or becomes every output. ``zero``: the quant that stands for 0; ``parts``: of a block that have a scale.
 template <class S, class T>
-void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *levels, S *to, int64_t count, int zero, int parts) {
+void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *quants, S *to, int64_t count, int zero, int parts) {
   constexpr bool INT_SCALES = std::is_same<S, Blocks>::value;
   constexpr int64_t SIZE = INPUTS * (INT_SCALES ? 8 : 1), VECTORS = SIZE / 16;
   for (int64_t from = 0, end = SIZE * spans, block = 0; from < end; from += SIZE, to += count) {
@@ -233,7 +233,7 @@ void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *levels, S *to, 
     to->step = step;
     if constexpr (INT_SCALES) std::memset(to->parts, 0, sizeof to->parts);
     for (int64_t v = 0; v < VECTORS; v += 2, block++) {
-      int8_t *const at = levels + (block >> 1) * count * 2 * INPUTS + (block & 1) * INPUTS;
+      int8_t *const at = quants + (block >> 1) * count * 2 * INPUTS + (block & 1) * INPUTS;
       const Ints low = to_nearest(get(v) * scale), high = to_nearest(get(v + 1) * scale);
       store_bytes(reinterpret_cast<uint8_t *>(at), first(16), low);
       store_bytes(reinterpret_cast<uint8_t *>(at + 16), first(16), high);
@@ -295,17 +295,17 @@ struct Kept {
   static int64_t place(int64_t blocks) {
     return (blocks + 1) / 2 * 2 * INPUTS + blocks * INPUTS / SPAN<K> * static_cast<int64_t>(sizeof(Side<K>));
   }
-  int8_t *levels(int64_t group) const { return at + group * count * lines * 2 * INPUTS; }
+  int8_t *quants(int64_t group) const { return at + group * count * lines * 2 * INPUTS; }
   Side<K> *beside(int64_t group) const {
-    return reinterpret_cast<Side<K> *>(levels(groups.count)) + group * count * sides;
+    return reinterpret_cast<Side<K> *>(quants(groups.count)) + group * count * sides;
   }
-  Rows<K> rows(int64_t group) const { return {levels(group), beside(group), count}; }
+  Rows<K> rows(int64_t group) const { return {quants(group), beside(group), count}; }
 
   template <class T>
   void fill(const T *x, int64_t inputs, int64_t group) const {
     for (int64_t first = groups.begin(group), r = first; r < groups.begin(group + 1); r++)
-      quantize(x + r * inputs, inputs, sides, levels(group) + (r - first) * 2 * INPUTS, beside(group) + r - first,
-               count, ZERO<K>, K::PARTS);
+      quantize(x + r * inputs, inputs, sides, quants(group) + (r - first) * 2 * INPUTS, beside(group) + r - first,
+               count, ZERO<K>, K::NUM_SCALES);
   }
 };
 
@@ -337,7 +337,7 @@ const char *block_at(const char *w, int64_t block) {
 template <class K, int ROWS>
 void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, char (*unpacked)[UNPACKED], int64_t kept,
                     bool fresh, float *out) {
-  alignas(64) Products products[2][K::PARTS];
+  alignas(64) Products products[2][K::NUM_SCALES];
   typename Total<K::INT_SCALES>::Number sums[ROWS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++) {
@@ -350,24 +350,24 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
     const char *const at = block_at<K>(w, block);
     const Prefetcher prefetcher{at, TILES_AHEAD, K::BLOCK, FAR, TILES_AHEAD};
     for (int64_t line = 0; line < K::BLOCK; line += 64) prefetcher.line(line);
-    if constexpr (K::LEVELS != UNPACKED) {
-      Ints levels[8];
-      K::get(head_of<K>(w, block), at, levels);
+    if constexpr (K::QUANT_BYTES != UNPACKED) {
+      Ints quants[8];
+      K::get(head_of<K>(w, block), at, quants);
 #pragma GCC unroll 8
-      for (int j = 0; j < 8; j++) store(reinterpret_cast<int32_t *>(unpacked[block % kept] + TILE_BYTES * j), levels[j]);
+      for (int j = 0; j < 8; j++) store(reinterpret_cast<int32_t *>(unpacked[block % kept] + TILE_BYTES * j), quants[j]);
     }
   };
   const auto multiply = [&](int64_t block, auto buffer) HERE {
     if (block >= to) return;
-    const char *const levels = K::LEVELS == UNPACKED ? block_at<K>(w, block) : unpacked[block % kept];
+    const char *const quants = K::QUANT_BYTES == UNPACKED ? block_at<K>(w, block) : unpacked[block % kept];
     const auto part = [&](auto p, auto sum) HERE {
       clear_tile<sum>();
       load_tile<4 + sum / 2>(x.at(block) + 16 * p, 2 * INPUTS);
-      load_tile<6 + sum % 2>(levels + 4 * TILE_BYTES * p, TILE_BYTES);
+      load_tile<6 + sum % 2>(quants + 4 * TILE_BYTES * p, TILE_BYTES);
       add_signed_unsigned<sum>();
       store_tile<sum>(products[buffer][p], TILE_BYTES);
     };
-    if constexpr (K::PARTS == 2) {
+    if constexpr (K::NUM_SCALES == 2) {
       part(Number<0>(), Number<0>());
       part(Number<1>(), Number<3>());
     } else {
@@ -390,9 +390,9 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
       const Block *const sides = x.sides + block * x.count;
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) {
-        Ints whole[K::PARTS];
+        Ints whole[K::NUM_SCALES];
 #pragma GCC unroll 2
-        for (int p = 0; p < K::PARTS; p++) {
+        for (int p = 0; p < K::NUM_SCALES; p++) {
           whole[p] = load_ints(products[buffer][p] + OUTPUTS * r);
           if (K::ZERO) whole[p] = add(whole[p], broadcast_int(sides[r].start[p]));
         }
@@ -425,8 +425,8 @@ void passes_by_blocks(int64_t rows, More... more) {
   if constexpr (ROWS > 1) passes_by_blocks<K, ROWS - 1>(rows, more...);
 }
 
-// Records of whole scales: levels times a part of three bits of their scale are bytes too, and their products with a
-// row's levels add up over a record in the unit. Each record is unpacked while the one before it is multiplied.
+// Records of whole scales: quants times a part of three bits of their scale are bytes too, and their products with a
+// row's quants add up over a record in the unit. Each record is unpacked while the one before it is multiplied.
 template <class K>
 struct ByRecords {
   static constexpr int STEPS = K::BLOCKS / 2, LOW = 3;  // of two blocks; bits
@@ -446,13 +446,13 @@ struct ByRecords {
       for (int64_t line = 0; line < K::BLOCK; line += 64) prefetcher.line(line);
       const Ints part = broadcast_int(0x00070007), scale = twice(K::scale(at));
       const Ints parts[2] = {bit_and(scale, part), bit_and(shift_right<LOW>(scale), part)};
-      Ints levels[8];
-      K::get(nullptr, at, levels);
+      Ints quants[8];
+      K::get(nullptr, at, quants);
 #pragma GCC unroll 8
       for (int j = 0; j < 8; j++)
         for (int p = 0; p < 2; p++)
           store(reinterpret_cast<int32_t *>(weights[record & 1][step][p] + UNPACKED * i + TILE_BYTES * j),
-                multiply_shorts(levels[j], parts[p]));
+                multiply_shorts(quants[j], parts[p]));
       const Ints top = as_ints(to_floats(K::mins(at)));  // a Bfloat16 in the high half
       store(reinterpret_cast<int32_t *>(mins[record & 1] + TILE_BYTES * block), add(top, shift_right<16>(top)));
     }
@@ -586,19 +586,19 @@ void get_row_quants(const char *w, int64_t row, T *to, int64_t inputs) {
     for (int64_t b = 0; b < K::BLOCKS && from + INPUTS * b < inputs; b++) {
       const char *const at = w + K::HEAD + b * K::BLOCK;
       const auto scales = K::scales(w, at);
-      float parts[K::PARTS][16], mins[K::PARTS][16], values[INPUTS];
-      for (int p = 0; p < K::PARTS; p++) store(parts[p], scales.d[p]);
-      for (int p = 0; p < K::PARTS; p++) store(mins[p], scales.m[p]);
+      float parts[K::NUM_SCALES][16], mins[K::NUM_SCALES][16], values[INPUTS];
+      for (int p = 0; p < K::NUM_SCALES; p++) store(parts[p], scales.d[p]);
+      for (int p = 0; p < K::NUM_SCALES; p++) store(mins[p], scales.m[p]);
       Ints vectors[8];
       K::get(w, at, vectors);
       for (int j = 0; j < 8; j++) {
         alignas(64) int32_t bytes[16];
         store(bytes, vectors[j]);
-        uint8_t levels[4];
-        std::memcpy(levels, bytes + lane, 4);
-        const int part = j * K::PARTS / 8;
+        uint8_t quants[4];
+        std::memcpy(quants, bytes + lane, 4);
+        const int part = j * K::NUM_SCALES / 8;
         for (int i = 0; i < 4; i++)
-          values[4 * j + i] = parts[part][lane] * static_cast<float>(levels[i] - K::ZERO) + mins[part][lane];
+          values[4 * j + i] = parts[part][lane] * static_cast<float>(quants[i] - K::ZERO) + mins[part][lane];
       }
       for (int64_t i = from + INPUTS * b; i < from + INPUTS * (b + 1) && i < inputs; i += 16)
         store(to + i, first(inputs - i), load(values + i - from - INPUTS * b));

@@ -1,10 +1,10 @@
-// How blocks of weights in 2 to 8 bits lie, and what their levels stand for.
+// How blocks of weights in 2 to 8 bits lie, and what their quants stand for.
 //
 // A record holds 16 outputs of one block of 32 inputs, or of 8 blocks with common scales before them. Of a block first
-// come the levels, in vectors of four bytes of each output side by side: those of inputs 4 j to 4 j + 3 are vector j, or
+// come the quants, in vectors of four bytes of each output side by side: those of inputs 4 j to 4 j + 3 are vector j, or
 // the j-th bits of vectors that hold several; those of inputs 16 + 4 j on follow, or lie in higher bits. Then the scales
-// and mins of the 16 outputs. A weight is scale (level - ZERO) + minimum. INT_SCALES: scales and mins of a record's blocks
-// are whole numbers by which sums of levels are multiplied as such; the record's own come in once for 256 inputs.
+// and mins of the 16 outputs. A weight is scale (quant - ZERO) + minimum. INT_SCALES: scales and mins of a record's blocks
+// are whole numbers by which sums of quants are multiplied as such; the record's own come in once for 256 inputs.
 #pragma once
 #include "lanes.h"
 #include "structs.h"
@@ -13,153 +13,153 @@ namespace {
 
 constexpr int64_t OUTPUTS = 16, INPUTS = 32;  // of a block
 
-// ``get``: the levels of a block ``at``, of a record ``head``, in eight vectors: four of the first half's inputs, then four
-// of the second's. EACH: whether there is code for each number of rows, which takes seconds to compile.
+// ``get``: the quants of a block ``at``, of a record ``head``, in eight vectors: four of the first half's inputs, then four
+// of the second's. EVERY_ROW_COUNT: whether there is code for each number of rows, which takes seconds to compile.
 template <int MAX>
 struct Bits4 {
-  static constexpr bool EACH = true;
+  static constexpr bool EVERY_ROW_COUNT = true;
   static constexpr int MAX_QUANT = MAX;
-  static constexpr int64_t LEVELS = 256;  // bytes
-  static void get(const char *, const char *at, Ints *levels) {
+  static constexpr int64_t QUANT_BYTES = 256;  // bytes
+  static void get(const char *, const char *at, Ints *quants) {
     const Ints mask = broadcast_int(0x0f0f0f0f);
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++) {
       const Ints v = load_ints(at + 64 * j);
-      levels[j] = bit_and(v, mask);
-      levels[4 + j] = bit_and(shift_right<4>(v), mask);
+      quants[j] = bit_and(v, mask);
+      quants[4 + j] = bit_and(shift_right<4>(v), mask);
     }
   }
 };
 
 template <int MAX>
 struct Bits8 {
-  static constexpr bool EACH = true;
+  static constexpr bool EVERY_ROW_COUNT = true;
   static constexpr int MAX_QUANT = MAX;
-  static constexpr int64_t LEVELS = 512;
-  static void get(const char *, const char *at, Ints *levels) {
+  static constexpr int64_t QUANT_BYTES = 512;
+  static void get(const char *, const char *at, Ints *quants) {
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) levels[j] = load_ints(at + 64 * j);
+    for (int j = 0; j < 8; j++) quants[j] = load_ints(at + 64 * j);
   }
 };
 
 // Two bits: a vector for each half.
 struct Bits2 {
-  static constexpr bool EACH = false;
+  static constexpr bool EVERY_ROW_COUNT = false;
   static constexpr int MAX_QUANT = 3;
-  static constexpr int64_t LEVELS = 128;
-  static void get(const char *, const char *at, Ints *levels) {
+  static constexpr int64_t QUANT_BYTES = 128;
+  static void get(const char *, const char *at, Ints *quants) {
     const Ints mask = broadcast_int(0x03030303);
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
       const Ints v = load_ints(at + 64 * half);
-      levels[4 * half] = bit_and(v, mask);
-      levels[4 * half + 1] = bit_and(shift_right<2>(v), mask);
-      levels[4 * half + 2] = bit_and(shift_right<4>(v), mask);
-      levels[4 * half + 3] = bit_and(shift_right<6>(v), mask);
+      quants[4 * half] = bit_and(v, mask);
+      quants[4 * half + 1] = bit_and(shift_right<2>(v), mask);
+      quants[4 * half + 2] = bit_and(shift_right<4>(v), mask);
+      quants[4 * half + 3] = bit_and(shift_right<6>(v), mask);
     }
   }
 };
 
 // Three: the third ones in a vector behind them.
 struct Bits3 {
-  static constexpr bool EACH = false;
+  static constexpr bool EVERY_ROW_COUNT = false;
   static constexpr int MAX_QUANT = 7;
-  static constexpr int64_t LEVELS = 192;
-  static void get(const char *head, const char *at, Ints *levels) {
-    Bits2::get(head, at, levels);
+  static constexpr int64_t QUANT_BYTES = 192;
+  static void get(const char *head, const char *at, Ints *quants) {
+    Bits2::get(head, at, quants);
     const Ints v = load_ints(at + 128), mask = broadcast_int(0x04040404);
     const Ints high_bits[8] = {shift_left<2>(v),  shift_left<1>(v),  v,
                             shift_right<1>(v), shift_right<2>(v), shift_right<3>(v),
                             shift_right<4>(v), shift_right<5>(v)};
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) levels[j] = bit_xor(levels[j], bit_and(high_bits[j], mask));
+    for (int j = 0; j < 8; j++) quants[j] = bit_xor(quants[j], bit_and(high_bits[j], mask));
   }
 };
 
-// Four bits that stand for levels of a table.
-LANES_INLINE void get_codebook(const void *table, const char *at, Ints *levels) {
-  Bits4<15>::get(nullptr, at, levels);
+// Four bits that stand for quants of a table.
+LANES_INLINE void get_codebook(const void *table, const char *at, Ints *quants) {
+  Bits4<15>::get(nullptr, at, quants);
 #pragma GCC unroll 8
-  for (int j = 0; j < 8; j++) levels[j] = look_up(table, levels[j]);
+  for (int j = 0; j < 8; j++) quants[j] = look_up(table, quants[j]);
 }
 
 template <const uint8_t *TABLE, int MAX>
 struct Codebook {
-  static constexpr bool EACH = false;
+  static constexpr bool EVERY_ROW_COUNT = false;
   static constexpr int MAX_QUANT = MAX;
-  static constexpr int64_t LEVELS = 256;
-  static void get(const char *, const char *at, Ints *levels) { get_codebook(TABLE, at, levels); }
+  static constexpr int64_t QUANT_BYTES = 256;
+  static void get(const char *, const char *at, Ints *quants) { get_codebook(TABLE, at, quants); }
 };
 
-// Scales of a block: one for its 32 inputs, or (PARTS = 2) one for each half.
-template <int PARTS>
+// Scales of a block: one for its 32 inputs, or (NUM_SCALES = 2) one for each half.
+template <int NUM_SCALES>
 struct Scales {
-  Floats d[PARTS], m[PARTS];
+  Floats d[NUM_SCALES], m[NUM_SCALES];
 };
 
 LANES_INLINE Floats halves(const char *at) { return load_half(reinterpret_cast<const uint16_t *>(at), first(16)); }
 
 // A step times whole numbers of each part of a block.
-template <int PARTS>
-LANES_INLINE Scales<PARTS> times(Floats step, const char *at) {
+template <int NUM_SCALES>
+LANES_INLINE Scales<NUM_SCALES> times(Floats step, const char *at) {
   const auto numbers = reinterpret_cast<const int8_t *>(at);
-  Scales<PARTS> result{};
+  Scales<NUM_SCALES> result{};
 #pragma GCC unroll 2
-  for (int p = 0; p < PARTS; p++) result.d[p] = step * to_floats(load_bytes(numbers + 16 * p));
+  for (int p = 0; p < NUM_SCALES; p++) result.d[p] = step * to_floats(load_bytes(numbers + 16 * p));
   return result;
 }
 
 template <class L, int ZERO_>
 struct Scale : L {
-  static constexpr int PARTS = 1, ZERO = ZERO_;
+  static constexpr int NUM_SCALES = 1, ZERO = ZERO_;
   static constexpr bool HAS_MINS = false, INT_SCALES = false;
-  static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 32;
-  static Scales<1> scales(const char *, const char *at) { return {{halves(at + L::LEVELS)}, {}}; }
+  static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::QUANT_BYTES + 32;
+  static Scales<1> scales(const char *, const char *at) { return {{halves(at + L::QUANT_BYTES)}, {}}; }
 };
 
 template <class L>
 struct ScaleMin : L {
-  static constexpr int PARTS = 1, ZERO = 0;
+  static constexpr int NUM_SCALES = 1, ZERO = 0;
   static constexpr bool HAS_MINS = true, INT_SCALES = false;
-  static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 64;
+  static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::QUANT_BYTES + 64;
   static Scales<1> scales(const char *, const char *at) {
-    return {{halves(at + L::LEVELS)}, {halves(at + L::LEVELS + 32)}};
+    return {{halves(at + L::QUANT_BYTES)}, {halves(at + L::QUANT_BYTES + 32)}};
   }
 };
 
 // Eight blocks share a scale of their scales and one of their mins, which are whole numbers of 6 bits.
 template <class L>
 struct SuperScaleMin : L {
-  static constexpr int PARTS = 1, ZERO = 0;
+  static constexpr int NUM_SCALES = 1, ZERO = 0;
   static constexpr bool HAS_MINS = true, INT_SCALES = true;
-  static constexpr int64_t HEAD = 64, BLOCKS = 8, BLOCK = L::LEVELS + 32;
-  static Ints scale(const char *at) { return load_bytes(reinterpret_cast<const uint8_t *>(at + L::LEVELS)); }
-  static Ints mins(const char *at) { return load_bytes(reinterpret_cast<const uint8_t *>(at + L::LEVELS + 16)); }
+  static constexpr int64_t HEAD = 64, BLOCKS = 8, BLOCK = L::QUANT_BYTES + 32;
+  static Ints scale(const char *at) { return load_bytes(reinterpret_cast<const uint8_t *>(at + L::QUANT_BYTES)); }
+  static Ints mins(const char *at) { return load_bytes(reinterpret_cast<const uint8_t *>(at + L::QUANT_BYTES + 16)); }
   static Scales<1> scales(const char *head, const char *at) {
     return {{halves(head) * to_floats(scale(at))}, {zeros() - halves(head + 32) * to_floats(mins(at))}};
   }
 };
 
-// Eight blocks, or (PARTS = 2) sixteen halves of them, share a scale of their scales, which are whole numbers.
+// Eight blocks, or (NUM_SCALES = 2) sixteen halves of them, share a scale of their scales, which are whole numbers.
 template <class L, int ZERO_, int NUM_SCALES_>
 struct SuperScale : L {
-  static constexpr int PARTS = NUM_SCALES_, ZERO = ZERO_;
+  static constexpr int NUM_SCALES = NUM_SCALES_, ZERO = ZERO_;
   static constexpr bool HAS_MINS = false, INT_SCALES = false;
-  static constexpr int64_t HEAD = 32, BLOCKS = 8, BLOCK = L::LEVELS + 16 * PARTS;
-  static Scales<PARTS> scales(const char *head, const char *at) {
-    return times<PARTS>(halves(head), at + L::LEVELS);
+  static constexpr int64_t HEAD = 32, BLOCKS = 8, BLOCK = L::QUANT_BYTES + 16 * NUM_SCALES;
+  static Scales<NUM_SCALES> scales(const char *head, const char *at) {
+    return times<NUM_SCALES>(halves(head), at + L::QUANT_BYTES);
   }
 };
 
 // So do sixteen halves of blocks and their mins, in 4 bits of a byte each.
 template <class L>
 struct SuperScaleMinHalves : L {
-  static constexpr int PARTS = 2, ZERO = 0;
+  static constexpr int NUM_SCALES = 2, ZERO = 0;
   static constexpr bool HAS_MINS = true, INT_SCALES = false;
-  static constexpr int64_t HEAD = 64, BLOCKS = 8, BLOCK = L::LEVELS + 32;
+  static constexpr int64_t HEAD = 64, BLOCKS = 8, BLOCK = L::QUANT_BYTES + 32;
   static Scales<2> scales(const char *head, const char *at) {
     const Floats scale = halves(head), least = zeros() - halves(head + 32);
-    const auto both = reinterpret_cast<const uint8_t *>(at + L::LEVELS);
+    const auto both = reinterpret_cast<const uint8_t *>(at + L::QUANT_BYTES);
     const Ints low = load_bytes(both), high = load_bytes(both + 16), mask = broadcast_int(15);
     return {{scale * to_floats(bit_and(low, mask)), scale * to_floats(bit_and(high, mask))},
             {least * to_floats(shift_right<4>(low)), least * to_floats(shift_right<4>(high))}};
@@ -169,26 +169,26 @@ struct SuperScaleMinHalves : L {
 // Scales are powers of two: 2^(byte - 128), which may be denormal, as a product of two that are not.
 template <class L, int ZERO_>
 struct ScaleE8M0 : L {
-  static constexpr int PARTS = 1, ZERO = ZERO_;
+  static constexpr int NUM_SCALES = 1, ZERO = ZERO_;
   static constexpr bool HAS_MINS = false, INT_SCALES = false;
-  static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::LEVELS + 16;
+  static constexpr int64_t HEAD = 0, BLOCKS = 1, BLOCK = L::QUANT_BYTES + 16;
   static Floats power(Ints exponent) { return as_floats(shift_left<23>(add(exponent, broadcast_int(63)))); }
   static Scales<1> scales(const char *, const char *at) {
-    const Ints byte = load_bytes(reinterpret_cast<const uint8_t *>(at + L::LEVELS)), half = shift_right<1>(byte);
+    const Ints byte = load_bytes(reinterpret_cast<const uint8_t *>(at + L::QUANT_BYTES)), half = shift_right<1>(byte);
     return {{power(half) * power(subtract(byte, half))}, {}};
   }
 };
 
-// Whatever has at most 16 levels, from -64 to 63, and whole scales of half blocks: a record begins with its table of
-// levels.
+// Whatever has at most 16 quants, from -64 to 63, and whole scales of half blocks: a record begins with its table of
+// quants.
 struct codes {
-  static constexpr bool EACH = false;
-  static constexpr int MAX_QUANT = 127, PARTS = 2, ZERO = 64;
+  static constexpr bool EVERY_ROW_COUNT = false;
+  static constexpr int MAX_QUANT = 127, NUM_SCALES = 2, ZERO = 64;
   static constexpr bool HAS_MINS = false, INT_SCALES = false;
-  static constexpr int64_t LEVELS = 256, TABLE = 16, HEAD = TABLE + 64, BLOCKS = 8, BLOCK = LEVELS + 32;
-  static void get(const char *head, const char *at, Ints *levels) { get_codebook(head, at, levels); }
+  static constexpr int64_t QUANT_BYTES = 256, TABLE = 16, HEAD = TABLE + 64, BLOCKS = 8, BLOCK = QUANT_BYTES + 32;
+  static void get(const char *head, const char *at, Ints *quants) { get_codebook(head, at, quants); }
   static Scales<2> scales(const char *head, const char *at) {
-    return times<2>(load(reinterpret_cast<const float *>(head + TABLE)), at + LEVELS);
+    return times<2>(load(reinterpret_cast<const float *>(head + TABLE)), at + QUANT_BYTES);
   }
 };
 
