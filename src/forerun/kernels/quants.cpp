@@ -27,29 +27,29 @@ constexpr int FEW = 8;              // rows whose blocks of whole scales the mat
 constexpr int AT_ONCE = 4;          // of them whose sums of products are in registers, a multiple of BESIDE
 
 // What is known of a row's inputs that share a step.
-struct Block {
-  float step;
+struct BlockQ8 {
+  float d;
   float sums[2];     // of its inputs, as the quants give them: of both halves, or of all
   int32_t start[2];  // where sums of products begin, such that a quant's zero counts as 0: for both halves, or for all
 };
 
 // The same of 256 inputs, where scales are whole.
-struct alignas(64) Blocks {
-  Bfloat16 parts[32];  // of the sum of each block's quants two that are exact, then zeros
-  float step;
-  int16_t sums[8];
+struct alignas(64) BlockQ8K {
+  Bfloat16 bsum_parts[32];  // of the sum of each block's quants two that are exact, then zeros
+  float d;
+  int16_t bsums[8];
 };
 
 template <class K>
-using Side = std::conditional_t<K::INT_SCALES, Blocks, Block>;
+using RowBlock = std::conditional_t<K::INT_SCALES, BlockQ8K, BlockQ8>;
 template <class K>
 constexpr int64_t SPAN = K::INT_SCALES ? INPUTS * K::BLOCKS : INPUTS;
 
-// Rows that share a reading of the weights. Of two blocks a row's quants share a line, and rows lie side by side.
+// Rows that share a reading of the weights. Of two blocks a row's quants share a line, and rows lie side by row_block.
 template <class K>
 struct Rows {
   const int8_t *quants;
-  const Side<K> *sides;  // for each span, rows side by side
+  const RowBlock<K> *row_blocks;  // for each span, rows side by side
   int64_t count;         // of those that have a place
 
   const int8_t *at(int64_t block) const { return quants + (block >> 1) * count * 2 * INPUTS + (block & 1) * INPUTS; }
@@ -60,36 +60,36 @@ constexpr int ZERO = Sum<K::MAX_QUANT>::SIGNED ? 0 : K::ZERO;
 
 // A block's sum of products of whole numbers, from ``start``, and what its mins make.
 template <class K>
-LANES_INLINE Floats add_scaled(Floats sum, const Ints *whole, const Scales<K::NUM_SCALES> &scales, const Block &side) {
-  const Floats step = broadcast(side.step);
+LANES_INLINE Floats add_scaled(Floats sum, const Ints *whole, const Scales<K::NUM_SCALES> &scales, const BlockQ8 &row_block) {
+  const Floats d = broadcast(row_block.d);
 #pragma GCC unroll 2
-  for (int p = 0; p < K::NUM_SCALES; p++) sum = fma(to_floats(whole[p]), scales.d[p] * step, sum);
+  for (int p = 0; p < K::NUM_SCALES; p++) sum = fma(to_floats(whole[p]), scales.d[p] * d, sum);
   if constexpr (K::HAS_MINS)
 #pragma GCC unroll 2
-    for (int p = 0; p < K::NUM_SCALES; p++) sum = fma(scales.m[p], broadcast(side.sums[p]), sum);
+    for (int p = 0; p < K::NUM_SCALES; p++) sum = fma(scales.m[p], broadcast(row_block.sums[p]), sum);
   return sum;
 }
 
 template <class K, int ROWS>
-LANES_INLINE void add_block(const Ints *quants, const Scales<K::NUM_SCALES> &scales, const int8_t *x, const Block *sides,
+LANES_INLINE void add_block(const Ints *quants, const Scales<K::NUM_SCALES> &scales, const int8_t *x, const BlockQ8 *row_blocks,
                             Floats *sums) {
   Sum<K::MAX_QUANT> products[ROWS][K::NUM_SCALES];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
-    for (int p = 0; p < K::NUM_SCALES; p++) products[r][p].begin(sides[r].start[p]);
+    for (int p = 0; p < K::NUM_SCALES; p++) products[r][p].begin(row_blocks[r].start[p]);
   add_products<K, ROWS>(quants, x, products);
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) {
     Ints whole[K::NUM_SCALES];
 #pragma GCC unroll 2
     for (int p = 0; p < K::NUM_SCALES; p++) whole[p] = products[r][p].end();
-    sums[r] = add_scaled<K>(sums[r], whole, scales, sides[r]);
+    sums[r] = add_scaled<K>(sums[r], whole, scales, row_blocks[r]);
   }
 }
 
 template <class K, int ROWS>
-LANES_INLINE void add_block(const Ints *quants, const Ints &scale, const int8_t *x, const Blocks *, Ints *totals) {
+LANES_INLINE void add_block(const Ints *quants, const Ints &scale, const int8_t *x, const BlockQ8K *, Ints *totals) {
   Sum<K::MAX_QUANT> products[ROWS][1];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; r++) products[r][0].begin(0);
@@ -100,22 +100,22 @@ LANES_INLINE void add_block(const Ints *quants, const Ints &scale, const int8_t 
 
 // One block of all rows, in parts as even as can be, which leave no row alone but the last.
 template <class K, int ROWS, int PART, class S, class N>
-LANES_INLINE void add_blocks(const Ints *quants, const S &scales, const int8_t *x, const Side<K> *sides, N *sums) {
+LANES_INLINE void add_blocks(const Ints *quants, const S &scales, const int8_t *x, const RowBlock<K> *row_blocks, N *sums) {
   constexpr int PARTS = (ROWS + AT_ONCE - 1) / AT_ONCE, UNITS = (ROWS + BESIDE - 1) / BESIDE;
   constexpr int FIRST = UNITS * PART / PARTS * BESIDE, END = std::min(ROWS, UNITS * (PART + 1) / PARTS * BESIDE);
-  add_block<K, END - FIRST>(quants, scales, x + 2 * INPUTS * FIRST, sides + FIRST, sums + FIRST);
-  if constexpr (PART + 1 < PARTS) add_blocks<K, ROWS, PART + 1>(quants, scales, x, sides, sums);
+  add_block<K, END - FIRST>(quants, scales, x + 2 * INPUTS * FIRST, row_blocks + FIRST, sums + FIRST);
+  if constexpr (PART + 1 < PARTS) add_blocks<K, ROWS, PART + 1>(quants, scales, x, row_blocks, sums);
 }
 
 // A record of whole scales: sums of products times them, and of mins, come to what the records before it made.
-LANES_INLINE void add_record(const char *head, int64_t record, float step, Ints total, Floats mins, float *out) {
+LANES_INLINE void add_record(const char *head, int64_t record, float d, Ints total, Floats mins, float *out) {
   const Floats before = record ? load(out) : zeros(), scale = halves(head), least = halves(head + 32);
-  const Floats sum = fma(to_floats(total), scale * broadcast(step), before);
-  store(out, fnma(mins, least * broadcast(step), sum));
+  const Floats sum = fma(to_floats(total), scale * broadcast(d), before);
+  store(out, fnma(mins, least * broadcast(d), sum));
 }
 
 template <class K, int ROWS>
-LANES_INLINE void add_records(const char *head, int64_t record, const Blocks *sides, Ints *totals, float *out) {
+LANES_INLINE void add_records(const char *head, int64_t record, const BlockQ8K *row_blocks, Ints *totals, float *out) {
   int32_t kept[OUTPUTS * ROWS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++) {
@@ -132,8 +132,8 @@ LANES_INLINE void add_records(const char *head, int64_t record, const Blocks *si
     Ints whole = zero_ints();
 #pragma GCC unroll 4
     for (int b = 0; b < K::BLOCKS / 2; b++)
-      whole = add(whole, short_products(mins[b], four(reinterpret_cast<const int8_t *>(sides[r].sums + 2 * b))));
-    add_record(head, record, sides[r].step, load_ints(kept + OUTPUTS * r), to_floats(whole), out + OUTPUTS * r);
+      whole = add(whole, short_products(mins[b], four(reinterpret_cast<const int8_t *>(row_blocks[r].bsums + 2 * b))));
+    add_record(head, record, row_blocks[r].d, load_ints(kept + OUTPUTS * r), to_floats(whole), out + OUTPUTS * r);
   }
 }
 
@@ -153,7 +153,7 @@ struct Total<true> {
 template <class K, int ROWS>
 void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Prefetcher prefetcher) {
   const int8_t *at = x.quants;
-  const Side<K> *sides = x.sides;
+  const RowBlock<K> *row_blocks = x.row_blocks;
   typename Total<K::INT_SCALES>::Number sums[ROWS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++) sums[r] = Total<K::INT_SCALES>::zero();
@@ -169,15 +169,15 @@ void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Prefetch
       Ints quants[8];
       K::get(head, w, quants);
       if constexpr (K::INT_SCALES)
-        add_blocks<K, ROWS, 0>(quants, Sum<K::MAX_QUANT>::scale(K::scale(w)), at, sides, sums);
+        add_blocks<K, ROWS, 0>(quants, Sum<K::MAX_QUANT>::scale(K::scale(w)), at, row_blocks, sums);
       else
-        add_blocks<K, ROWS, 0>(quants, K::scales(head, w), at, sides, sums);
+        add_blocks<K, ROWS, 0>(quants, K::scales(head, w), at, row_blocks, sums);
       at += block & 1 ? (2 * x.count - 1) * INPUTS : INPUTS;
-      if (!K::INT_SCALES) sides += x.count;
+      if (!K::INT_SCALES) row_blocks += x.count;
     }
     if constexpr (K::INT_SCALES) {
-      add_records<K, ROWS>(head, record, sides, sums, out);
-      sides += x.count;
+      add_records<K, ROWS>(head, record, row_blocks, sums, out);
+      row_blocks += x.count;
     }
   }
   if constexpr (!K::INT_SCALES)
@@ -210,11 +210,11 @@ inline Bfloat16 short_float(int32_t whole) {
   return {static_cast<uint16_t>(bits >> 16)};
 }
 
-// A row, as one of those that have a place side by side. Steps are NaN if an input is NaN, infinite if one is infinite,
+// A row, as one of those that have a place side by row_block. Steps are NaN if an input is NaN, infinite if one is infinite,
 // and so is or becomes every output. ``zero``: the quant that stands for 0; ``parts``: of a block that have a scale.
 template <class S, class T>
 void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *quants, S *to, int64_t count, int zero, int parts) {
-  constexpr bool INT_SCALES = std::is_same<S, Blocks>::value;
+  constexpr bool INT_SCALES = std::is_same<S, BlockQ8K>::value;
   constexpr int64_t SIZE = INPUTS * (INT_SCALES ? 8 : 1), VECTORS = SIZE / 16;
   for (int64_t from = 0, end = SIZE * spans, block = 0; from < end; from += SIZE, to += count) {
     const auto get = [=](int64_t v) {
@@ -228,27 +228,27 @@ void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *quants, S *to, 
       top = max(top, abs(get(v)));
     }
     const float largest = bits(broken) ? std::numeric_limits<float>::quiet_NaN() : reduce_max(top);
-    const float step = largest <= LEAST ? 1 : largest / 127;
-    const Floats scale = broadcast(1 / step);
-    to->step = step;
-    if constexpr (INT_SCALES) std::memset(to->parts, 0, sizeof to->parts);
+    const float d = largest <= LEAST ? 1 : largest / 127;
+    const Floats scale = broadcast(1 / d);
+    to->d = d;
+    if constexpr (INT_SCALES) std::memset(to->bsum_parts, 0, sizeof to->bsum_parts);
     for (int64_t v = 0; v < VECTORS; v += 2, block++) {
       int8_t *const at = quants + (block >> 1) * count * 2 * INPUTS + (block & 1) * INPUTS;
       const Ints low = to_nearest(get(v) * scale), high = to_nearest(get(v + 1) * scale);
       store_bytes(reinterpret_cast<uint8_t *>(at), first(16), low);
       store_bytes(reinterpret_cast<uint8_t *>(at + 16), first(16), high);
       const auto sum = [=](Ints of) {
-        return std::isfinite(step) ? static_cast<int32_t>(reduce_sum(to_floats(of))) : 0;
+        return std::isfinite(d) ? static_cast<int32_t>(reduce_sum(to_floats(of))) : 0;
       };
       if constexpr (INT_SCALES) {
         const int32_t whole = sum(add(low, high)), top = whole & ~63;
-        to->sums[v / 2] = static_cast<int16_t>(whole);
-        to->parts[v] = short_float(top);
-        to->parts[v + 1] = short_float(whole - top);
+        to->bsums[v / 2] = static_cast<int16_t>(whole);
+        to->bsum_parts[v] = short_float(top);
+        to->bsum_parts[v + 1] = short_float(whole - top);
       } else {
         const int32_t second = sum(high), first = parts == 2 ? sum(low) : sum(low) + second;
-        to->sums[0] = step * static_cast<float>(first);
-        to->sums[1] = step * static_cast<float>(second);
+        to->sums[0] = d * static_cast<float>(first);
+        to->sums[1] = d * static_cast<float>(second);
         to->start[0] = -zero * first;
         to->start[1] = -zero * second;
       }
@@ -285,26 +285,26 @@ struct Groups {
 template <class K>
 struct Kept {
   Groups groups;
-  int64_t lines, sides, count;  // of a place, and places in a group
+  int64_t lines, blocks_per_row, count;  // of a place, and places in a group
   int8_t *at;
 
   Kept(int64_t rows, int64_t blocks)
-      : groups(rows), lines((blocks + 1) / 2), sides(blocks * INPUTS / SPAN<K>), count(taken<K>(groups.most())),
+      : groups(rows), lines((blocks + 1) / 2), blocks_per_row(blocks * INPUTS / SPAN<K>), count(taken<K>(groups.most())),
         at(reinterpret_cast<int8_t *>(aligned(workspace(groups.count * count * place(blocks) + 63)))) {}
   static char *aligned(char *workspace) { return workspace + -reinterpret_cast<uintptr_t>(workspace) % 64; }
   static int64_t place(int64_t blocks) {
-    return (blocks + 1) / 2 * 2 * INPUTS + blocks * INPUTS / SPAN<K> * static_cast<int64_t>(sizeof(Side<K>));
+    return (blocks + 1) / 2 * 2 * INPUTS + blocks * INPUTS / SPAN<K> * static_cast<int64_t>(sizeof(RowBlock<K>));
   }
   int8_t *quants(int64_t group) const { return at + group * count * lines * 2 * INPUTS; }
-  Side<K> *beside(int64_t group) const {
-    return reinterpret_cast<Side<K> *>(quants(groups.count)) + group * count * sides;
+  RowBlock<K> *row_blocks_of(int64_t group) const {
+    return reinterpret_cast<RowBlock<K> *>(quants(groups.count)) + group * count * blocks_per_row;
   }
-  Rows<K> rows(int64_t group) const { return {quants(group), beside(group), count}; }
+  Rows<K> rows(int64_t group) const { return {quants(group), row_blocks_of(group), count}; }
 
   template <class T>
   void fill(const T *x, int64_t inputs, int64_t group) const {
     for (int64_t first = groups.begin(group), r = first; r < groups.begin(group + 1); r++)
-      quantize(x + r * inputs, inputs, sides, quants(group) + (r - first) * 2 * INPUTS, beside(group) + r - first,
+      quantize(x + r * inputs, inputs, blocks_per_row, quants(group) + (r - first) * 2 * INPUTS, row_blocks_of(group) + r - first,
                count, ZERO<K>, K::NUM_SCALES);
   }
 };
@@ -333,7 +333,7 @@ const char *block_at(const char *w, int64_t block) {
 #define HERE __attribute__((always_inline))  // or sums lie in memory
 #endif
 
-// Blocks [from, to) of so many rows. ``unpacked`` has places for ``kept`` blocks; ``fresh``: they are to be filled.
+// BlockQ8K [from, to) of so many rows. ``unpacked`` has places for ``kept`` blocks; ``fresh``: they are to be filled.
 template <class K, int ROWS>
 void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, char (*unpacked)[UNPACKED], int64_t kept,
                     bool fresh, float *out) {
@@ -383,20 +383,20 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
         sums[r] = add(sums[r], ::multiply(load_ints(products[buffer][0] + OUTPUTS * r), scale));
       if (block % K::BLOCKS == K::BLOCKS - 1) {
         const int64_t record = block / K::BLOCKS;
-        add_records<K, ROWS>(head, record, x.sides + record * x.count, sums, out);
+        add_records<K, ROWS>(head, record, x.row_blocks + record * x.count, sums, out);
       }
     } else {
       const auto scales = K::scales(head, at);
-      const Block *const sides = x.sides + block * x.count;
+      const BlockQ8 *const row_blocks = x.row_blocks + block * x.count;
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; r++) {
         Ints whole[K::NUM_SCALES];
 #pragma GCC unroll 2
         for (int p = 0; p < K::NUM_SCALES; p++) {
           whole[p] = load_ints(products[buffer][p] + OUTPUTS * r);
-          if (K::ZERO) whole[p] = add(whole[p], broadcast_int(sides[r].start[p]));
+          if (K::ZERO) whole[p] = add(whole[p], broadcast_int(row_blocks[r].start[p]));
         }
-        sums[r] = add_scaled<K>(sums[r], whole, scales, sides[r]);
+        sums[r] = add_scaled<K>(sums[r], whole, scales, row_blocks[r]);
       }
     }
   };
@@ -465,7 +465,7 @@ struct ByRecords {
       const Rows<K> x = kept.rows(group + g);
       for (int64_t r = 0; r < kept.count; r++) {
         const auto part = [&](int p) { return load_ints(parts[p] + OUTPUTS * r); };
-        add_record(w + record * RECORD<K>, record, x.sides[record * x.count + r].step,
+        add_record(w + record * RECORD<K>, record, x.row_blocks[record * x.count + r].d,
                    add(part(0), shift_left<LOW>(part(1))), as_floats(part(2)),
                    out + ((group + g) * kept.count + r) * OUTPUTS);
       }
@@ -496,8 +496,8 @@ struct ByRecords {
     store_tile<1>(products[buffer][0][1], TILE_BYTES);
     if constexpr (TWO) store_tile<2>(products[buffer][1][0], TILE_BYTES);
     if constexpr (TWO) store_tile<3>(products[buffer][1][1], TILE_BYTES);
-    load_tile<4>(x.sides[record * x.count].parts, sizeof(Blocks));
-    if constexpr (TWO) load_tile<5>(next.sides[record * x.count].parts, sizeof(Blocks));
+    load_tile<4>(x.row_blocks[record * x.count].bsum_parts, sizeof(BlockQ8K));
+    if constexpr (TWO) load_tile<5>(next.row_blocks[record * x.count].bsum_parts, sizeof(BlockQ8K));
     load_tile<6>(mins[record & 1], TILE_BYTES);
     clear_tile<0>();
     add_bfloats<0>();
