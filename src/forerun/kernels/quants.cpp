@@ -116,10 +116,10 @@ LANES_INLINE void add_record(const char *head, int64_t record, float d, Ints tot
 
 template <class K, int ROWS>
 LANES_INLINE void add_records(const char *head, int64_t record, const BlockQ8K *row_blocks, Ints *totals, float *out) {
-  int32_t kept[OUTPUTS * ROWS];
+  int32_t saved[OUTPUTS * ROWS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++) {
-    store(kept + OUTPUTS * r, totals[r]);
+    store(saved + OUTPUTS * r, totals[r]);
     totals[r] = zero_ints();
   }
   const char *const at = head + K::HEAD;
@@ -133,7 +133,7 @@ LANES_INLINE void add_records(const char *head, int64_t record, const BlockQ8K *
 #pragma GCC unroll 4
     for (int b = 0; b < K::BLOCKS / 2; b++)
       whole = add(whole, short_products(mins[b], four(reinterpret_cast<const int8_t *>(row_blocks[r].bsums + 2 * b))));
-    add_record(head, record, row_blocks[r].d, load_ints(kept + OUTPUTS * r), to_floats(whole), out + OUTPUTS * r);
+    add_record(head, record, row_blocks[r].d, load_ints(saved + OUTPUTS * r), to_floats(whole), out + OUTPUTS * r);
   }
 }
 
@@ -280,15 +280,15 @@ struct Groups {
   int64_t begin(int64_t group) const { return group * (rows / count) + std::min(group, rows % count); }
 };
 
-// Rows as they are kept while weights pass over them, group after group, each with places for as many as the largest
+// Rows as they are rows_q8 while weights pass over them, group after group, each with places for as many as the largest
 // has: what lies in a place that is left over does not matter.
 template <class K>
-struct Kept {
+struct QuantizedRows {
   Groups groups;
   int64_t lines, blocks_per_row, count;  // of a place, and places in a group
   int8_t *at;
 
-  Kept(int64_t rows, int64_t blocks)
+  QuantizedRows(int64_t rows, int64_t blocks)
       : groups(rows), lines((blocks + 1) / 2), blocks_per_row(blocks * INPUTS / SPAN<K>), count(taken<K>(groups.most())),
         at(reinterpret_cast<int8_t *>(aligned(workspace(groups.count * count * place(blocks) + 63)))) {}
   static char *aligned(char *workspace) { return workspace + -reinterpret_cast<uintptr_t>(workspace) % 64; }
@@ -333,9 +333,9 @@ const char *block_at(const char *w, int64_t block) {
 #define HERE __attribute__((always_inline))  // or sums lie in memory
 #endif
 
-// BlockQ8K [from, to) of so many rows. ``unpacked`` has places for ``kept`` blocks; ``fresh``: they are to be filled.
+// BlockQ8K [from, to) of so many rows. ``unpacked`` has places for ``places`` blocks; ``fresh``: they are to be filled.
 template <class K, int ROWS>
-void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, char (*unpacked)[UNPACKED], int64_t kept,
+void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, char (*unpacked)[UNPACKED], int64_t places,
                     bool fresh, float *out) {
   alignas(64) Products products[2][K::NUM_SCALES];
   typename Total<K::INT_SCALES>::Number sums[ROWS];
@@ -354,12 +354,12 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
       Ints quants[8];
       K::get(head_of<K>(w, block), at, quants);
 #pragma GCC unroll 8
-      for (int j = 0; j < 8; j++) store(reinterpret_cast<int32_t *>(unpacked[block % kept] + TILE_BYTES * j), quants[j]);
+      for (int j = 0; j < 8; j++) store(reinterpret_cast<int32_t *>(unpacked[block % places] + TILE_BYTES * j), quants[j]);
     }
   };
   const auto multiply = [&](int64_t block, auto buffer) HERE {
     if (block >= to) return;
-    const char *const quants = K::QUANT_BYTES == UNPACKED ? block_at<K>(w, block) : unpacked[block % kept];
+    const char *const quants = K::QUANT_BYTES == UNPACKED ? block_at<K>(w, block) : unpacked[block % places];
     const auto part = [&](auto p, auto sum) HERE {
       clear_tile<sum>();
       load_tile<4 + sum / 2>(x.at(block) + 16 * p, 2 * INPUTS);
@@ -433,10 +433,10 @@ struct ByRecords {
   alignas(64) char weights[2][STEPS][2][2 * UNPACKED], mins[2][TILE_ROWS * TILE_BYTES] = {};
   alignas(64) Products products[2][2][3];  // in buffer, of two groups: with low parts, with high ones, and of mins
   const char *w;
-  const Kept<K> &kept;
+  const QuantizedRows<K> &rows_q8;
   float *out;
 
-  ByRecords(const char *w, const Kept<K> &kept, float *out) : w(w), kept(kept), out(out) {}
+  ByRecords(const char *w, const QuantizedRows<K> &rows_q8, float *out) : w(w), rows_q8(rows_q8), out(out) {}
 
   void unpack(int64_t record, int step) {
     for (int i = 0; i < 2; i++) {
@@ -462,12 +462,12 @@ struct ByRecords {
   void finish(int64_t record, int64_t group, int buffer) const {
     for (int64_t g = 0; g < (TWO ? 2 : 1); g++) {
       const Products *const parts = products[buffer][g];
-      const Rows<K> x = kept.rows(group + g);
-      for (int64_t r = 0; r < kept.count; r++) {
+      const Rows<K> x = rows_q8.rows(group + g);
+      for (int64_t r = 0; r < rows_q8.count; r++) {
         const auto part = [&](int p) { return load_ints(parts[p] + OUTPUTS * r); };
         add_record(w + record * RECORD<K>, record, x.row_blocks[record * x.count + r].d,
                    add(part(0), shift_left<LOW>(part(1))), as_floats(part(2)),
-                   out + ((group + g) * kept.count + r) * OUTPUTS);
+                   out + ((group + g) * rows_q8.count + r) * OUTPUTS);
       }
     }
   }
@@ -475,7 +475,7 @@ struct ByRecords {
   // One record of one or two groups, and what lanes have to do beside it.
   template <bool TWO, class Lanes>
   void multiply(int64_t record, int64_t group, int buffer, Lanes lanes) {
-    const Rows<K> x = kept.rows(group), next = kept.rows(group + TWO);
+    const Rows<K> x = rows_q8.rows(group), next = rows_q8.rows(group + TWO);
     clear_tile<0>();
     clear_tile<1>();
     if constexpr (TWO) clear_tile<2>();
@@ -508,10 +508,10 @@ struct ByRecords {
   }
 
   void run(int64_t records) {
-    const int64_t pairs = (kept.groups.count + 1) / 2, units = records * pairs;
+    const int64_t pairs = (rows_q8.groups.count + 1) / 2, units = records * pairs;
     const auto finish = [&](int64_t unit) {
       const int64_t group = unit % pairs * 2;
-      if (group + 1 < kept.groups.count)
+      if (group + 1 < rows_q8.groups.count)
         this->template finish<true>(unit / pairs, group, unit & 1);
       else
         this->template finish<false>(unit / pairs, group, unit & 1);
@@ -523,7 +523,7 @@ struct ByRecords {
         if (group == 0 && record + 1 < records) unpack(record + 1, step);
         if (step == 1 && unit) finish(unit - 1);
       };
-      if (group + 1 < kept.groups.count)
+      if (group + 1 < rows_q8.groups.count)
         multiply<true>(record, group, unit & 1, lanes);
       else
         multiply<false>(record, group, unit & 1, lanes);
@@ -533,45 +533,45 @@ struct ByRecords {
 };
 
 template <class K>
-void pass_by_tiles(const char *w, const Kept<K> &kept, int64_t records, float *out) {
+void pass_by_tiles(const char *w, const QuantizedRows<K> &rows_q8, int64_t records, float *out) {
   if constexpr (K::INT_SCALES)
-    if (kept.count > FEW) return ByRecords<K>(w, kept, out).run(records);
-  const int64_t blocks = records * K::BLOCKS, groups = kept.groups.count;
+    if (rows_q8.count > FEW) return ByRecords<K>(w, rows_q8, out).run(records);
+  const int64_t blocks = records * K::BLOCKS, groups = rows_q8.groups.count;
   const int64_t places = groups > 1 ? PIECE : RING, piece = groups > 1 ? PIECE : blocks;
   alignas(64) char unpacked[PIECE][UNPACKED];
   for (int64_t from = 0; from < blocks; from += piece)
     for (int64_t g = 0; g < groups; g++)
-      passes_by_blocks<K, K::INT_SCALES ? FEW : TOGETHER>(kept.count, w, kept.rows(g), from, std::min(blocks, from + piece),
-                                                     unpacked, places, g == 0, out + g * kept.count * OUTPUTS);
+      passes_by_blocks<K, K::INT_SCALES ? FEW : TOGETHER>(rows_q8.count, w, rows_q8.rows(g), from, std::min(blocks, from + piece),
+                                                     unpacked, places, g == 0, out + g * rows_q8.count * OUTPUTS);
 }
 
 template <class K, class T>
 void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int64_t inputs, int threads, Prefetch how) {
   const int64_t records = (inputs + INPUTS * K::BLOCKS - 1) / (INPUTS * K::BLOCKS), blocks = records * K::BLOCKS;
   const int64_t tiles = (out.outputs + OUTPUTS - 1) / OUTPUTS;
-  const int64_t fit = CACHED / Kept<K>::place(blocks) / TOGETHER;
+  const int64_t fit = CACHED / QuantizedRows<K>::place(blocks) / TOGETHER;
   const int64_t most = std::clamp(fit, LEAST_GROUPS, MOST_GROUPS) * TOGETHER;
   const bool tiled = MAY_TILE && how == TILED && tiles_serve();
   for (int64_t from = 0; from < rows; from += most) {
-    const Kept<K> kept(std::min(rows - from, most), blocks);
-    const Groups &groups = kept.groups;
+    const QuantizedRows<K> rows_q8(std::min(rows - from, most), blocks);
+    const Groups &groups = rows_q8.groups;
     parallel_for(groups.count, 1, groups.count > 2 ? threads : 1, [&](int64_t begin, int64_t end) {
-      for (int64_t g = begin; g < end; g++) kept.fill(x + from * inputs, inputs, g);
+      for (int64_t g = begin; g < end; g++) rows_q8.fill(x + from * inputs, inputs, g);
     });
     const int64_t grain = std::max<int64_t>(1, GRAIN / (records * RECORD<K>));
     parallel_for(tiles, grain, threads, [&](int64_t begin, int64_t end) {
-      const Shaped shaped(tiled, kept.count, wide<K>(kept.count));
+      const Shaped shaped(tiled, rows_q8.count, wide<K>(rows_q8.count));
       for (int64_t t = begin; t < end; t++) {
         float sums[OUTPUTS * TOGETHER * MOST_GROUPS];
         const char *const tile = w + t * records * RECORD<K>;
         if constexpr (MAY_TILE)
-          if (tiled) pass_by_tiles<K>(tile, kept, records, sums);
+          if (tiled) pass_by_tiles<K>(tile, rows_q8, records, sums);
         for (int64_t g = 0; g < groups.count && !tiled; g++)
-          passes<K, TOGETHER>(taken<K>(groups.begin(g + 1) - groups.begin(g)), tile, kept.rows(g), records,
-                              sums + g * kept.count * OUTPUTS, {tile, AHEAD, K::BLOCK, g ? NOTHING : how});
+          passes<K, TOGETHER>(taken<K>(groups.begin(g + 1) - groups.begin(g)), tile, rows_q8.rows(g), records,
+                              sums + g * rows_q8.count * OUTPUTS, {tile, AHEAD, K::BLOCK, g ? NOTHING : how});
         for (int64_t g = 0; g < groups.count; g++)
           for (int64_t first = groups.begin(g), r = first; r < groups.begin(g + 1); r++)
-            out.put(from + r, t * OUTPUTS, sums + (g * kept.count + r - first) * OUTPUTS);
+            out.put(from + r, t * OUTPUTS, sums + (g * rows_q8.count + r - first) * OUTPUTS);
       }
     });
   }
