@@ -23,9 +23,9 @@
 #include <initializer_list>
 
 #if defined(HAS_ROW_PAIRS)
-constexpr int BESIDE = 2;  // rows whose products one instruction makes
+constexpr int ROWS_PER_INSTRUCTION = 2;  // rows whose products one instruction makes
 #else
-constexpr int BESIDE = 1;
+constexpr int ROWS_PER_INSTRUCTION = 1;
 #endif
 
 LANES_INLINE Ints short_pairs(Ints v) { return short_products(v, broadcast_int(0x00010001)); }

@@ -83,7 +83,7 @@ LANES_INLINE void add_pair_products(const Ints *quants, const int8_t *x, Sum<K::
 // Products of one block and some rows.
 template <class K, int ROWS>
 LANES_INLINE void add_products(const Ints *quants, const int8_t *x, Sum<K::MAX_QUANT> (*products)[K::NUM_SCALES]) {
-  constexpr int ALONE = BESIDE == 2 ? ROWS / 2 * 2 : 0;
+  constexpr int ALONE = ROWS_PER_INSTRUCTION == 2 ? ROWS / 2 * 2 : 0;
 #if defined(HAS_ROW_PAIRS)
   if constexpr (ALONE > 0) add_pair_products<K, ALONE / 2>(quants, x, products);
 #endif

@@ -21,10 +21,10 @@ namespace {
 
 constexpr int64_t AHEAD = 1 << 12;   // bytes from a weight that is used to the one asked for
 constexpr int64_t CACHED = 1 << 18;  // bytes of rows over which each tile of weights passes
-constexpr int TOGETHER = 16;        // rows that share one reading of the weights
+constexpr int ROWS_PER_PASS = 16;        // rows that share one reading of the weights
 constexpr int64_t LEAST_GROUPS = 4, MOST_GROUPS = 16;  // that are brought to quants at a time, if there are so many
-constexpr int FEW = 8;              // rows whose blocks of whole scales the matrix unit multiplies one by one
-constexpr int AT_ONCE = 4;          // of them whose sums of products are in registers, a multiple of BESIDE
+constexpr int FEW_ROWS = 8;              // rows whose blocks of whole scales the matrix unit multiplies one by one
+constexpr int ROWS_IN_REGISTERS = 4;          // of them whose sums of products are in registers, a multiple of ROWS_PER_INSTRUCTION
 
 // What is known of a row's inputs that share a step.
 struct BlockQ8 {
@@ -101,8 +101,8 @@ LANES_INLINE void add_block(const Ints *quants, const Ints &scale, const int8_t 
 // One block of all rows, in parts as even as can be, which leave no row alone but the last.
 template <class K, int ROWS, int PART, class S, class N>
 LANES_INLINE void add_blocks(const Ints *quants, const S &scales, const int8_t *x, const RowBlock<K> *row_blocks, N *sums) {
-  constexpr int PARTS = (ROWS + AT_ONCE - 1) / AT_ONCE, UNITS = (ROWS + BESIDE - 1) / BESIDE;
-  constexpr int FIRST = UNITS * PART / PARTS * BESIDE, END = std::min(ROWS, UNITS * (PART + 1) / PARTS * BESIDE);
+  constexpr int PARTS = (ROWS + ROWS_IN_REGISTERS - 1) / ROWS_IN_REGISTERS, UNITS = (ROWS + ROWS_PER_INSTRUCTION - 1) / ROWS_PER_INSTRUCTION;
+  constexpr int FIRST = UNITS * PART / PARTS * ROWS_PER_INSTRUCTION, END = std::min(ROWS, UNITS * (PART + 1) / PARTS * ROWS_PER_INSTRUCTION);
   add_block<K, END - FIRST>(quants, scales, x + 2 * INPUTS * FIRST, row_blocks + FIRST, sums + FIRST);
   if constexpr (PART + 1 < PARTS) add_blocks<K, ROWS, PART + 1>(quants, scales, x, row_blocks, sums);
 }
@@ -139,12 +139,12 @@ LANES_INLINE void add_records(const char *head, int64_t record, const BlockQ8K *
 
 // What adds up in registers: all blocks, or those of a record with whole scales.
 template <bool INT_SCALES>
-struct Total {
+struct Accumulator {
   using Number = Floats;
   static Number zero() { return zeros(); }
 };
 template <>
-struct Total<true> {
+struct Accumulator<true> {
   using Number = Ints;
   static Number zero() { return zero_ints(); }
 };
@@ -154,9 +154,9 @@ template <class K, int ROWS>
 void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Prefetcher prefetcher) {
   const int8_t *at = x.quants;
   const RowBlock<K> *row_blocks = x.row_blocks;
-  typename Total<K::INT_SCALES>::Number sums[ROWS];
+  typename Accumulator<K::INT_SCALES>::Number sums[ROWS];
 #pragma GCC unroll 16
-  for (int r = 0; r < ROWS; r++) sums[r] = Total<K::INT_SCALES>::zero();
+  for (int r = 0; r < ROWS; r++) sums[r] = Accumulator<K::INT_SCALES>::zero();
   for (int64_t record = 0; record < records; record++) {
     const char *const head = w;
     w += K::HEAD;
@@ -187,23 +187,23 @@ void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Prefetch
 
 // Rows that are multiplied where so many are there; what becomes of one that is added does not matter.
 template <class K>
-constexpr int64_t taken(int64_t rows) { return K::EVERY_ROW_COUNT || rows <= 6 ? rows : rows + rows % 2; }
+constexpr int64_t padded_rows(int64_t rows) { return K::EVERY_ROW_COUNT || rows <= 6 ? rows : rows + rows % 2; }
 
 template <class K, int ROWS>
 void passes(int64_t rows, const char *w, const Rows<K> &x, int64_t records, float *out, Prefetcher prefetcher) {
-  if constexpr (taken<K>(ROWS) == ROWS)
+  if constexpr (padded_rows<K>(ROWS) == ROWS)
     if (rows == ROWS) return pass<K, ROWS>(w, x, records, out, prefetcher);
   if constexpr (ROWS > 1) passes<K, ROWS - 1>(rows, w, x, records, out, prefetcher);
 }
 
 // Bytes of a row's quants that the matrix unit takes at a time: half a block, a block, or two.
 template <class K>
-constexpr int64_t wide(int64_t rows) {
-  return K::INT_SCALES && rows > FEW ? 2 * INPUTS : INPUTS / K::NUM_SCALES;
+constexpr int64_t tile_row_bytes(int64_t rows) {
+  return K::INT_SCALES && rows > FEW_ROWS ? 2 * INPUTS : INPUTS / K::NUM_SCALES;
 }
 
 // A whole number of up to 8 bits before its last zeros, exactly.
-inline Bfloat16 short_float(int32_t whole) {
+inline Bfloat16 as_bfloat16(int32_t whole) {
   const auto value = static_cast<float>(whole);
   uint32_t bits;
   std::memcpy(&bits, &value, 4);
@@ -243,8 +243,8 @@ void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *quants, S *to, 
       if constexpr (INT_SCALES) {
         const int32_t whole = sum(add(low, high)), top = whole & ~63;
         to->bsums[v / 2] = static_cast<int16_t>(whole);
-        to->bsum_parts[v] = short_float(top);
-        to->bsum_parts[v + 1] = short_float(whole - top);
+        to->bsum_parts[v] = as_bfloat16(top);
+        to->bsum_parts[v + 1] = as_bfloat16(whole - top);
       } else {
         const int32_t second = sum(high), first = parts == 2 ? sum(low) : sum(low) + second;
         to->sums[0] = d * static_cast<float>(first);
@@ -275,7 +275,7 @@ struct Output {
 // Rows in groups that share a reading of the weights, as even as can be.
 struct Groups {
   int64_t rows, count;
-  explicit Groups(int64_t rows) : rows(rows), count((rows + TOGETHER - 1) / TOGETHER) {}
+  explicit Groups(int64_t rows) : rows(rows), count((rows + ROWS_PER_PASS - 1) / ROWS_PER_PASS) {}
   int64_t most() const { return (rows + count - 1) / count; }
   int64_t begin(int64_t group) const { return group * (rows / count) + std::min(group, rows % count); }
 };
@@ -289,7 +289,7 @@ struct QuantizedRows {
   int8_t *at;
 
   QuantizedRows(int64_t rows, int64_t blocks)
-      : groups(rows), lines((blocks + 1) / 2), blocks_per_row(blocks * INPUTS / SPAN<K>), count(taken<K>(groups.most())),
+      : groups(rows), lines((blocks + 1) / 2), blocks_per_row(blocks * INPUTS / SPAN<K>), count(padded_rows<K>(groups.most())),
         at(reinterpret_cast<int8_t *>(aligned(workspace(groups.count * count * place(blocks) + 63)))) {}
   static char *aligned(char *workspace) { return workspace + -reinterpret_cast<uintptr_t>(workspace) % 64; }
   static int64_t place(int64_t blocks) {
@@ -311,7 +311,7 @@ struct QuantizedRows {
 
 // What the matrix unit makes of one output tile. It and the lanes work at the same time if neither reads what the other
 // has just written: blocks are unpacked four ahead of the product, and products made one block ahead of their scaling.
-constexpr int64_t BEFORE = 4, RING = 8, PIECE = 32;  // blocks
+constexpr int64_t UNPACK_AHEAD = 4, RING = 8, PIECE = 32;  // blocks
 constexpr int64_t TILES_AHEAD = 1 << 14;             // bytes
 constexpr int64_t UNPACKED = 8 * TILE_BYTES;         // of a block
 using Products = int32_t[OUTPUTS * TILE_ROWS];
@@ -338,10 +338,10 @@ template <class K, int ROWS>
 void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, char (*unpacked)[UNPACKED], int64_t places,
                     bool fresh, float *out) {
   alignas(64) Products products[2][K::NUM_SCALES];
-  typename Total<K::INT_SCALES>::Number sums[ROWS];
+  typename Accumulator<K::INT_SCALES>::Number sums[ROWS];
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; r++) {
-    sums[r] = Total<K::INT_SCALES>::zero();
+    sums[r] = Accumulator<K::INT_SCALES>::zero();
     if constexpr (!K::INT_SCALES)
       if (from) sums[r] = load(out + OUTPUTS * r);
   }
@@ -400,14 +400,14 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
       }
     }
   };
-  for (int64_t block = from; block < from + BEFORE; block++) unpack(block);
+  for (int64_t block = from; block < from + UNPACK_AHEAD; block++) unpack(block);
   multiply(from, Number<0>());
   for (int64_t block = from; block < to; block += 2) {
-    unpack(block + BEFORE);
+    unpack(block + UNPACK_AHEAD);
     multiply(block + 1, Number<1>());
     scale(block, 0);
     if (block + 1 == to) break;
-    unpack(block + 1 + BEFORE);
+    unpack(block + 1 + UNPACK_AHEAD);
     multiply(block + 2, Number<0>());
     scale(block + 1, 1);
   }
@@ -420,7 +420,7 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
 
 template <class K, int ROWS, class... More>
 void passes_by_blocks(int64_t rows, More... more) {
-  if constexpr (taken<K>(ROWS) == ROWS)
+  if constexpr (padded_rows<K>(ROWS) == ROWS)
     if (rows == ROWS) return pass_by_blocks<K, ROWS>(more...);
   if constexpr (ROWS > 1) passes_by_blocks<K, ROWS - 1>(rows, more...);
 }
@@ -535,13 +535,13 @@ struct ByRecords {
 template <class K>
 void pass_by_tiles(const char *w, const QuantizedRows<K> &rows_q8, int64_t records, float *out) {
   if constexpr (K::INT_SCALES)
-    if (rows_q8.count > FEW) return ByRecords<K>(w, rows_q8, out).run(records);
+    if (rows_q8.count > FEW_ROWS) return ByRecords<K>(w, rows_q8, out).run(records);
   const int64_t blocks = records * K::BLOCKS, groups = rows_q8.groups.count;
   const int64_t places = groups > 1 ? PIECE : RING, piece = groups > 1 ? PIECE : blocks;
   alignas(64) char unpacked[PIECE][UNPACKED];
   for (int64_t from = 0; from < blocks; from += piece)
     for (int64_t g = 0; g < groups; g++)
-      passes_by_blocks<K, K::INT_SCALES ? FEW : TOGETHER>(rows_q8.count, w, rows_q8.rows(g), from, std::min(blocks, from + piece),
+      passes_by_blocks<K, K::INT_SCALES ? FEW_ROWS : ROWS_PER_PASS>(rows_q8.count, w, rows_q8.rows(g), from, std::min(blocks, from + piece),
                                                      unpacked, places, g == 0, out + g * rows_q8.count * OUTPUTS);
 }
 
@@ -549,8 +549,8 @@ template <class K, class T>
 void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int64_t inputs, int threads, Prefetch how) {
   const int64_t records = (inputs + INPUTS * K::BLOCKS - 1) / (INPUTS * K::BLOCKS), blocks = records * K::BLOCKS;
   const int64_t tiles = (out.outputs + OUTPUTS - 1) / OUTPUTS;
-  const int64_t fit = CACHED / QuantizedRows<K>::place(blocks) / TOGETHER;
-  const int64_t most = std::clamp(fit, LEAST_GROUPS, MOST_GROUPS) * TOGETHER;
+  const int64_t fit = CACHED / QuantizedRows<K>::place(blocks) / ROWS_PER_PASS;
+  const int64_t most = std::clamp(fit, LEAST_GROUPS, MOST_GROUPS) * ROWS_PER_PASS;
   const bool tiled = MAY_TILE && how == TILED && tiles_serve();
   for (int64_t from = 0; from < rows; from += most) {
     const QuantizedRows<K> rows_q8(std::min(rows - from, most), blocks);
@@ -560,14 +560,14 @@ void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int
     });
     const int64_t grain = std::max<int64_t>(1, GRAIN / (records * RECORD<K>));
     parallel_for(tiles, grain, threads, [&](int64_t begin, int64_t end) {
-      const Shaped shaped(tiled, rows_q8.count, wide<K>(rows_q8.count));
+      const Shaped shaped(tiled, rows_q8.count, tile_row_bytes<K>(rows_q8.count));
       for (int64_t t = begin; t < end; t++) {
-        float sums[OUTPUTS * TOGETHER * MOST_GROUPS];
+        float sums[OUTPUTS * ROWS_PER_PASS * MOST_GROUPS];
         const char *const tile = w + t * records * RECORD<K>;
         if constexpr (MAY_TILE)
           if (tiled) pass_by_tiles<K>(tile, rows_q8, records, sums);
         for (int64_t g = 0; g < groups.count && !tiled; g++)
-          passes<K, TOGETHER>(taken<K>(groups.begin(g + 1) - groups.begin(g)), tile, rows_q8.rows(g), records,
+          passes<K, ROWS_PER_PASS>(padded_rows<K>(groups.begin(g + 1) - groups.begin(g)), tile, rows_q8.rows(g), records,
                               sums + g * rows_q8.count * OUTPUTS, {tile, AHEAD, K::BLOCK, g ? NOTHING : how});
         for (int64_t g = 0; g < groups.count; g++)
           for (int64_t first = groups.begin(g), r = first; r < groups.begin(g + 1); r++)
