@@ -490,7 +490,7 @@ int forerun_stop_threads() {
 int forerun_set_prefetch(int64_t kind, int64_t rows, int64_t how) {
   REQUIRE(within(kind, 0, KINDS - 1), LAYER_KIND);
   REQUIRE(within(rows, 1, MAX_PREFETCH_ROWS) && within(how, NOTHING, tiles_serve() ? TILED : FAR), SIZE);
-  habits.by_rows[kind][rows] = static_cast<Prefetch>(how);
+  prefetch_settings.by_rows[kind][rows] = static_cast<Prefetch>(how);
   return OK;
 }
 

@@ -38,8 +38,8 @@ struct Float {
   using Sum = Floats;
   using Weights = Floats;
   static constexpr Kind KIND = KIND_own;
-  static constexpr int64_t STEP = 4, TOGETHER = NARROW ? 6 : 12;  // rows in one pass
-  static constexpr int64_t WHOLE = NARROW ? 5 : 12;               // and in one over a whole tile
+  static constexpr int64_t STEP = 4, ROWS_PER_PASS = NARROW ? 6 : 12;  // rows in one pass
+  static constexpr int64_t WHOLE_TILE_ROWS = NARROW ? 5 : 12;               // and in one over a whole tile
   static Sum zero() { return zeros(); }
   static Weights get(const char *w) { return as_floats(load_ints(w)); }
   static void add(Sum &sum, const Weights &w, const char *x) {
@@ -57,7 +57,7 @@ struct Widened {
     Floats even, odd;
   };
   static constexpr Kind KIND = KIND_own;
-  static constexpr int64_t STEP = 8, TOGETHER = NARROW ? 5 : 12, WHOLE = NARROW ? 3 : 12;
+  static constexpr int64_t STEP = 8, ROWS_PER_PASS = NARROW ? 5 : 12, WHOLE_TILE_ROWS = NARROW ? 3 : 12;
   static Sum zero() { return zeros(); }
   static Weights get(const char *w);
   static void add(Sum &sum, const Weights &w, const char *x) {
@@ -85,7 +85,7 @@ struct Bfloat {
   using Sum = Floats;
   using Weights = Ints;
   static constexpr Kind KIND = KIND_own;
-  static constexpr int64_t STEP = 4, TOGETHER = 12, WHOLE = 12;
+  static constexpr int64_t STEP = 4, ROWS_PER_PASS = 12, WHOLE_TILE_ROWS = 12;
   static Sum zero() { return zeros(); }
   static Weights get(const char *w) { return in_register(load_ints(w)); }
   static void add(Sum &sum, const Weights &w, const char *x) {
@@ -103,7 +103,7 @@ struct Int8 {
   using Sum = Ints;
   using Weights = Ints;
   static constexpr Kind KIND = KIND_int8;
-  static constexpr int64_t STEP = 4, TOGETHER = NARROW ? 6 : 8, WHOLE = NARROW ? 3 : 8;
+  static constexpr int64_t STEP = 4, ROWS_PER_PASS = NARROW ? 6 : 8, WHOLE_TILE_ROWS = NARROW ? 3 : 8;
   static constexpr int32_t ZERO = BYTES_ARE_SIGNED ? 0 : 128;  // the byte that stands for 0
   static Sum zero() { return zero_ints(); }
   static Weights get(const char *w) { return in_register(load_ints(w)); }
@@ -122,12 +122,12 @@ struct Int8 {
     Ints signs, sizes;
   };
   static constexpr Kind KIND = KIND_int8;
-  static constexpr int64_t STEP = 4, TOGETHER = NARROW ? 4 : 8, WHOLE = NARROW ? 4 : 8;
+  static constexpr int64_t STEP = 4, ROWS_PER_PASS = NARROW ? 4 : 8, WHOLE_TILE_ROWS = NARROW ? 4 : 8;
   static constexpr int32_t ZERO = 0;
   static Sum zero() { return zero_ints(); }
   static Weights get(const char *w) {
-    const Ints levels = load_ints(w);
-    return {levels, byte_sizes(levels)};
+    const Ints quants = load_ints(w);
+    return {quants, byte_sizes(quants)};
   }
   static void add(Sum &sum, const Weights &w, const char *x) {
     int32_t four;
@@ -211,10 +211,10 @@ void passes(int64_t rows, const char *w, const char *x, int64_t stride, int64_t 
 
 template <class K>
 void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t groups, typename K::Sum *sums, Prefetch how) {
-  if (rows <= K::WHOLE)
-    return passes<K, 2, K::WHOLE>(rows, w, x, stride, groups, sums, true, {w, AHEAD, GROUP_BYTES, how});
+  if (rows <= K::WHOLE_TILE_ROWS)
+    return passes<K, 2, K::WHOLE_TILE_ROWS>(rows, w, x, stride, groups, sums, true, {w, AHEAD, GROUP_BYTES, how});
   constexpr int HALVES = NARROW ? 1 : 2;
-  const int64_t batches = (rows + K::TOGETHER - 1) / K::TOGETHER, parts = NARROW ? 2 * batches : 1;
+  const int64_t batches = (rows + K::ROWS_PER_PASS - 1) / K::ROWS_PER_PASS, parts = NARROW ? 2 * batches : 1;
   const int64_t chunks = (groups + CHUNK - 1) / CHUNK, even = (groups + chunks - 1) / chunks;
   for (int64_t at = 0; at < groups; at += even, w += even * GROUP_BYTES) {
     const int64_t some = groups - at < even ? groups - at : even;
@@ -223,7 +223,7 @@ void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t gr
       const char *const from = x + row * stride + at * K::STEP;
       for (int64_t h = 0; h < 2; h += HALVES, part++) {
         const Prefetcher ahead{w + part * some * GROUP_BYTES / parts, AHEAD, GROUP_BYTES / parts, part < parts ? how : NOTHING};
-        passes<K, HALVES, K::TOGETHER>(count, w + HALF * h, from, stride, some, sums + 2 * row + h, at == 0, ahead);
+        passes<K, HALVES, K::ROWS_PER_PASS>(count, w + HALF * h, from, stride, some, sums + 2 * row + h, at == 0, ahead);
       }
       row += count;
     }
@@ -298,7 +298,7 @@ void multiply(const char *w, const char *x, int64_t stride, int64_t rows, int64_
               Write write) {
   if (!rows) return;
   const int64_t tiles = (outputs + TILE - 1) / TILE;
-  const Prefetch how = habits.of(K::KIND, rows);
+  const Prefetch how = prefetch_settings.of(K::KIND, rows);
   const Matrices matrices(rows);
   const bool tiled = BY_TILES<K> && (how == TILED || K::KIND == KIND_own) && tiles_serve();
   const int64_t block = tiled ? 2 * matrices.rows : BLOCK;
@@ -334,7 +334,7 @@ void multiply(const char *w, const char *x, int64_t stride, int64_t rows, int64_
 
 // A row as a kind of multiplication wants it: as it is, or widened to float32. What fills the last group is zero.
 template <bool WIDEN, class T>
-void bring(const T *x, char *to, int64_t inputs, int64_t padded) {
+void convert_row(const T *x, char *to, int64_t inputs, int64_t padded) {
   if constexpr (WIDEN) {
     const auto floats = reinterpret_cast<float *>(to);
     for (int64_t i = 0; i < padded; i += 16) {
@@ -349,29 +349,29 @@ void bring(const T *x, char *to, int64_t inputs, int64_t padded) {
 
 template <class K, class T>
 void multiply_rows(const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows, int64_t outputs,
-            int64_t inputs, int64_t apart_by, int threads) {
+            int64_t inputs, int64_t y_stride, int threads) {
   constexpr int64_t GROUP = 4 / sizeof(T);
   constexpr bool WIDEN = K::STEP > 4;
   const int64_t groups = (inputs + GROUP - 1) / GROUP;
   const char *from = reinterpret_cast<const char *>(x);
   int64_t stride = groups * K::STEP;
   if (WIDEN || rows > 2 || inputs % GROUP) {
-    stride = apart(stride);
+    stride = row_stride(stride);
     char *to = workspace(with_added(rows) * stride);
-    for (int64_t r = 0; r < rows; r++) bring<WIDEN>(x + r * inputs, to + r * stride, inputs, groups * GROUP);
+    for (int64_t r = 0; r < rows; r++) convert_row<WIDEN>(x + r * inputs, to + r * stride, inputs, groups * GROUP);
     from = to;
   }
   multiply<K>(w, from, stride, rows, outputs, groups, threads, [=](int64_t row, int64_t out, First lanes, Floats sum) {
     if (bias) sum = sum + load(bias + out, lanes);
-    if (add) sum = sum + load(add + row * apart_by + out, lanes);
-    store(y + row * apart_by + out, lanes, sum);
+    if (add) sum = sum + load(add + row * y_stride + out, lanes);
+    store(y + row * y_stride + out, lanes, sum);
   });
 }
 
-// A row in 255 levels of its own, a byte each. Returns the step between levels: NaN if there is a NaN, infinite if one
+// A row in 255 quants of its own, a byte each. Returns the step between quants: NaN if there is a NaN, infinite if one
 // is infinite, and so is or becomes every output.
 template <class T>
-float quantize(const T *x, int64_t inputs, uint8_t *levels, int64_t padded) {
+float quantize(const T *x, int64_t inputs, uint8_t *quants, int64_t padded) {
   Floats top = zeros();
   Mask broken{};
   for (int64_t i = 0; i < inputs; i += 16) {
@@ -380,13 +380,13 @@ float quantize(const T *x, int64_t inputs, uint8_t *levels, int64_t padded) {
     broken |= is_nan(v);
   }
   const float largest = bits(broken) ? std::numeric_limits<float>::quiet_NaN() : reduce_max(top);
-  const float step = largest <= LEAST ? 1 : largest / 127;
-  const Floats scale = broadcast(1 / step);
+  const float d = largest <= MIN_ABSMAX ? 1 : largest / 127;
+  const Floats scale = broadcast(1 / d);
   for (int64_t i = 0; i < padded; i += 16) {
     const Floats v = i < inputs ? load(x + i, first(inputs - i)) : zeros();
-    store_bytes(levels + i, first(padded - i), add(to_nearest(v * scale), broadcast_int(Int8::ZERO)));
+    store_bytes(quants + i, first(padded - i), add(to_nearest(v * scale), broadcast_int(Int8::ZERO)));
   }
-  return step;
+  return d;
 }
 
 template <class T>
@@ -425,14 +425,14 @@ void linear(const char *w, const T *x, T *y, const T *add, const float *bias, in
 template <class T>
 void linear_int8(const char *w, const T *x, T *y, const T *add, const float *bias, const float *scales,
                  const int32_t *offsets, int64_t rows, int64_t outputs, int64_t inputs, int64_t stride, int threads) {
-  const int64_t groups = (inputs + 3) / 4, bytes = apart(4 * groups);
+  const int64_t groups = (inputs + 3) / 4, bytes = row_stride(4 * groups);
   char *kept = workspace(with_added(rows) * bytes + 4 * rows);
-  auto levels = reinterpret_cast<uint8_t *>(kept);
-  auto steps = reinterpret_cast<float *>(kept + with_added(rows) * bytes);
-  for (int64_t r = 0; r < rows; r++) steps[r] = quantize(x + r * inputs, inputs, levels + r * bytes, 4 * groups);
+  auto quants = reinterpret_cast<uint8_t *>(kept);
+  auto row_scales = reinterpret_cast<float *>(kept + with_added(rows) * bytes);
+  for (int64_t r = 0; r < rows; r++) row_scales[r] = quantize(x + r * inputs, inputs, quants + r * bytes, 4 * groups);
   multiply<Int8>(w, kept, bytes, rows, outputs, groups, threads, [=](int64_t row, int64_t out, First lanes, Ints sum) {
     if (Int8::ZERO) sum = subtract(sum, load_ints(offsets + out, lanes));
-    const Floats scale = load(scales + out, lanes) * broadcast(steps[row]);
+    const Floats scale = load(scales + out, lanes) * broadcast(row_scales[row]);
     Floats v = to_floats(sum) * scale;
     if (bias) v = v + load(bias + out, lanes);
     if (add) v = v + load(add + row * stride + out, lanes);

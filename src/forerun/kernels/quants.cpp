@@ -228,7 +228,7 @@ void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *quants, S *to, 
       top = max(top, abs(get(v)));
     }
     const float largest = bits(broken) ? std::numeric_limits<float>::quiet_NaN() : reduce_max(top);
-    const float d = largest <= LEAST ? 1 : largest / 127;
+    const float d = largest <= MIN_ABSMAX ? 1 : largest / 127;
     const Floats scale = broadcast(1 / d);
     to->d = d;
     if constexpr (INT_SCALES) std::memset(to->bsum_parts, 0, sizeof to->bsum_parts);
@@ -613,7 +613,7 @@ void linear_quants(int64_t kind, const char *w, const T *x, T *y, const T *add, 
   const Output<T> out{y, add, bias, stride, outputs};
   switch (kind) {
 #define CASE(NAME, SIZE, BYTES) \
-  case KIND_##NAME: return multiply<NAME>(w, x, out, rows, inputs, threads, habits.of(kind, rows));
+  case KIND_##NAME: return multiply<NAME>(w, x, out, rows, inputs, threads, prefetch_settings.of(kind, rows));
     QUANTS(CASE)
 #undef CASE
   }

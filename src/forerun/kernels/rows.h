@@ -5,10 +5,10 @@
 
 #include "structs.h"
 
-constexpr float LEAST = 1e-30f;  // what is smaller counts as 0 in 8 bits: steps between levels stay normal
+constexpr float MIN_ABSMAX = 1e-30f;  // what is smaller counts as 0 in 8 bits: steps between levels stay normal
 
 // Rows an odd number of cache lines apart: at a power of two they would push each other out of the cache.
-inline int64_t apart(int64_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
+inline int64_t row_stride(int64_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
 
 inline char *workspace(int64_t bytes) {
   static thread_local std::vector<char> kept;
@@ -23,15 +23,15 @@ enum Prefetch : uint8_t { NOTHING, NEAR, FAR, TILED };
 constexpr int64_t MAX_PREFETCH_ROWS = 32;  // more rows ask as these do
 constexpr int64_t FAR_AHEAD = 1 << 15;  // bytes from a weight that is used to the one asked for
 
-struct Habits {
+struct PrefetchSettings {
   Prefetch by_rows[KINDS][MAX_PREFETCH_ROWS + 1];
-  constexpr Habits() : by_rows() {  // as measured on AMD Zen 4
+  constexpr PrefetchSettings() : by_rows() {  // as measured on AMD Zen 4
     for (int64_t kind = 0; kind < KINDS; kind++)
       for (int64_t rows = 1; rows <= MAX_PREFETCH_ROWS; rows++) by_rows[kind][rows] = rows > 5 ? FAR : NEAR;
   }
   Prefetch of(int64_t kind, int64_t rows) const { return by_rows[kind][rows < MAX_PREFETCH_ROWS ? rows : MAX_PREFETCH_ROWS]; }
 };
-inline Habits habits;
+inline PrefetchSettings prefetch_settings;
 
 struct Prefetcher {
   const char *at;
