@@ -7,7 +7,7 @@
 // ``mantissa`` are for positive numbers, neither 0 nor denormal; ``times_power`` for whole powers and normal results.
 // ``compress`` moves the lanes of a mask to the front, with zeros behind them. ``short_products``: of numbers of 16 bits,
 // added up in pairs. ``add_byte_products``, where there are some: of four bytes in each lane, the second factor's with a
-// sign, the first one's if BYTES_ARE_SIGNED. ``look_up``: for each byte, below 16, the byte there in a table.
+// sign, the first one's if BYTES_ARE_SIGNED. ``table_lookup``: for each byte, below 16, the byte there in a table.
 //
 // HAS_ROW_PAIRS: one instruction makes products of two rows. ``side_by_side`` brings their sums into a ``Pair``, and the
 // two halves of one back into two rows' sums. ``eights`` makes eight bytes of each lane of two vectors with four.

@@ -31,7 +31,7 @@ struct First {
 };
 
 LANES_INLINE First first(int64_t count) { return {count}; }
-LANES_INLINE Ints places() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}; }
+LANES_INLINE Ints lane_ids() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}; }
 
 struct Mask {  // all ones or all zeros in a lane
   __m256i a, b;
@@ -40,8 +40,8 @@ struct Mask {  // all ones or all zeros in a lane
   Mask(__m256 a, __m256 b) : a(_mm256_castps_si256(a)), b(_mm256_castps_si256(b)) {}
   Mask(First lanes) {
     const __m256i count = _mm256_set1_epi32(static_cast<int32_t>(lanes.count > 16 ? 16 : lanes.count));
-    a = _mm256_cmpgt_epi32(count, places().a);
-    b = _mm256_cmpgt_epi32(count, places().b);
+    a = _mm256_cmpgt_epi32(count, lane_ids().a);
+    b = _mm256_cmpgt_epi32(count, lane_ids().b);
   }
 };
 LANES_INLINE Mask operator&(Mask x, Mask y) { return {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; }
@@ -201,7 +201,7 @@ LANES_INLINE Floats compress(Mask mask, Floats v) {
   const int below = __builtin_popcount(low);
   const auto half = [](uint32_t mask, __m256 of, int count) {
     const __m256i order = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128(static_cast<int64_t>(LANES_IN[mask])));
-    const __m256i inside = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), places().a);
+    const __m256i inside = _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lane_ids().a);
     return _mm256_and_ps(_mm256_permutevar8x32_ps(of, order), _mm256_castsi256_ps(inside));
   };
   _mm256_storeu_ps(kept, half(low, v.a, below));
@@ -213,7 +213,7 @@ LANES_INLINE Floats compress(Mask mask, Floats v) {
 LANES_INLINE __m256i load_some(const uint16_t *at, First lanes) {
   if (lanes.count >= 16) return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at));
   const int32_t pairs = static_cast<int32_t>(lanes.count / 2);
-  const __m256i count = _mm256_set1_epi32(pairs), index = places().a;
+  const __m256i count = _mm256_set1_epi32(pairs), index = lane_ids().a;
   const __m256i result = _mm256_maskload_epi32(reinterpret_cast<const int *>(at), _mm256_cmpgt_epi32(count, index));
   if (lanes.count % 2 == 0) return result;
   const __m256i last = _mm256_set1_epi32(at[lanes.count - 1]);
@@ -320,7 +320,7 @@ LANES_INLINE Ints add_byte_products(Ints sum, Ints x, Ints w) {
 LANES_INLINE Ints in_register(Ints v) { return v; }  // there are too few
 LANES_INLINE void stay(Ints &v) { asm("" : "+x"(v.a), "+x"(v.b)); }
 LANES_INLINE Ints byte_sizes(Ints v) { return {_mm256_abs_epi8(v.a), _mm256_abs_epi8(v.b)}; }
-LANES_INLINE Ints look_up(const void *table, Ints places) {
+LANES_INLINE Ints table_lookup(const void *table, Ints places) {
   const __m256i twice = _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i *>(table)));
   return {_mm256_shuffle_epi8(twice, places.a), _mm256_shuffle_epi8(twice, places.b)};
 }

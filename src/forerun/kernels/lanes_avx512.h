@@ -49,7 +49,7 @@ LANES_INLINE Mask is_nan(Floats v) { return _mm512_cmp_ps_mask(v, v, _CMP_UNORD_
 
 LANES_INLINE Ints zero_ints() { return _mm512_setzero_si512(); }
 LANES_INLINE Ints broadcast_int(int32_t x) { return _mm512_set1_epi32(x); }
-LANES_INLINE Ints places() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+LANES_INLINE Ints lane_ids() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 LANES_INLINE Ints load_ints(const void *at) { return _mm512_loadu_si512(at); }
 LANES_INLINE Ints load_ints(const int32_t *at, First lanes) { return _mm512_maskz_loadu_epi32(lanes, at); }
 LANES_INLINE void store(int32_t *at, Ints v) { _mm512_storeu_si512(at, v); }
@@ -137,6 +137,6 @@ LANES_INLINE Ints with_sign_of(Ints v, Ints of) {
 LANES_INLINE Ints byte_pairs(Ints a, Ints b) { return _mm512_maddubs_epi16(a, b); }
 LANES_INLINE Ints multiply_shorts(Ints a, Ints b) { return _mm512_mullo_epi16(a, b); }
 LANES_INLINE Ints short_products(Ints a, Ints b) { return _mm512_madd_epi16(a, b); }
-LANES_INLINE Ints look_up(const void *table, Ints places) {
+LANES_INLINE Ints table_lookup(const void *table, Ints places) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i *>(table))), places);
 }

@@ -40,7 +40,7 @@ struct First {
   }
 
 LANES_INLINE First first(int64_t count) { return {count}; }
-LANES_INLINE Ints places() {
+LANES_INLINE Ints lane_ids() {
   constexpr int32_t NUMBERS[16] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return {vld1q_s32(NUMBERS), vld1q_s32(NUMBERS + 4), vld1q_s32(NUMBERS + 8), vld1q_s32(NUMBERS + 12)};
 }
@@ -51,7 +51,7 @@ struct Mask {  // all ones or all zeros in a lane
   Mask(uint32x4_t a, uint32x4_t b, uint32x4_t c, uint32x4_t d) : a(a), b(b), c(c), d(d) {}
   Mask(First lanes) {
     const int32x4_t count = vdupq_n_s32(static_cast<int32_t>(lanes.count > 16 ? 16 : lanes.count));
-    const Ints at = places();
+    const Ints at = lane_ids();
     a = vcgtq_s32(count, at.a), b = vcgtq_s32(count, at.b), c = vcgtq_s32(count, at.c), d = vcgtq_s32(count, at.d);
   }
 };
@@ -162,7 +162,7 @@ LANES_INLINE int32x4_t short_products(int32x4_t x, int32x4_t y) {
   return vpaddq_s32(vmull_s16(vget_low_s16(v), vget_low_s16(w)), vmull_high_s16(v, w));
 }
 EACH_PAIR(Ints, short_products, short_products, Ints)
-LANES_INLINE Ints look_up(const void *table, Ints places) {
+LANES_INLINE Ints table_lookup(const void *table, Ints places) {
   const uint8x16_t all = vld1q_u8(static_cast<const uint8_t *>(table));
   const auto of = [all](int32x4_t v) { return vreinterpretq_s32_u8(vqtbl1q_u8(all, vreinterpretq_u8_s32(v))); };
   return {of(places.a), of(places.b), of(places.c), of(places.d)};

@@ -80,7 +80,7 @@ struct Bits3 {
 LANES_INLINE void get_codebook(const void *table, const char *at, Ints *quants) {
   Bits4<15>::get(nullptr, at, quants);
 #pragma GCC unroll 8
-  for (int j = 0; j < 8; j++) quants[j] = look_up(table, quants[j]);
+  for (int j = 0; j < 8; j++) quants[j] = table_lookup(table, quants[j]);
 }
 
 template <const uint8_t *TABLE, int MAX>

@@ -45,15 +45,15 @@ struct Key {
 struct Best {
   Floats floor = broadcast(-std::numeric_limits<float>::infinity());  // the largest of all lanes
   Floats top = broadcast(-std::numeric_limits<float>::infinity());
-  Ints place = places();
+  Ints index = lane_ids();
   Mask broken{};
 
   void update(Floats v, First mask, int64_t at) {
-    const Ints lanes = places();
+    const Ints lanes = lane_ids();
     const Mask more = mask & greater(v, top);
     broken |= mask & is_nan(v);
     top = select(more, v, top);
-    place = select(more, add(lanes, broadcast_int(static_cast<int32_t>(at))), place);
+    index = select(more, add(lanes, broadcast_int(static_cast<int32_t>(at))), index);
   }
 
   // The same for v + noise, which is computed only where it may be the largest so far.
@@ -68,7 +68,7 @@ struct Best {
   void result(float *value, int64_t *id) const {
     *value = bits(broken) ? std::numeric_limits<float>::quiet_NaN() : reduce_max(top);
     const Mask at = equal(top, broadcast(reduce_max(top)));
-    *id = reduce_min(at, place);
+    *id = reduce_min(at, index);
   }
 };
 
@@ -149,7 +149,7 @@ void gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size) {
 
 // Per row, the largest of scores + the noise of its key (where ``noisy``) and its id; and the softmax of the scores.
 void gumbel_max(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
-            const int64_t *noisy, float *tops, int64_t *places, float *softmax, int threads) {
+            const int64_t *noisy, float *tops, int64_t *ids_out, float *softmax, int threads) {
   if (static_cast<double>(rows) * size <= PARALLEL) threads = 1;
   const auto one = [=](int64_t r) {
     const float *row = scores + r * size;
@@ -163,7 +163,7 @@ void gumbel_max(const float *scores, int64_t rows, int64_t size, const int32_t *
       else
         best.update(v, mask, i);
     }
-    best.result(tops + r, places + r);
+    best.result(tops + r, ids_out + r);
     if (!softmax) return;
     const Softmax softmax_row(row, size, softmax + r * size);
     for (int64_t i = 0; i < size; i += 16) store(softmax_row.powers + i, first(size - i), softmax_row(i, first(size - i)));
