@@ -195,20 +195,20 @@ struct Attention {
     const int64_t to = std::min(from + TILE, span.rows), end = std::min(group + size, heads / kv_heads);
     Item result{span, from, to, head, group, end, std::numeric_limits<int64_t>::max(), 0};
     for (int64_t row = from; row < result.to; row++) {
-      result.low = std::min(result.low, first_seen(span, row));
-      result.high = std::max(result.high, plan.seen(span, row));
+      result.low = std::min(result.low, first_key(span, row));
+      result.high = std::max(result.high, plan.kv_len(span, row));
     }
     return result;
   }
 
-  int64_t first_seen(const Span &span, int64_t row) const {
-    const int64_t seen = plan.seen(span, row);
-    return window > 0 && seen > window ? seen - window : 0;
+  int64_t first_key(const Span &span, int64_t row) const {
+    const int64_t len = plan.kv_len(span, row);
+    return window > 0 && len > window ? len - window : 0;
   }
 
   // What is added to the score of a row's key at ``at``, and behind it of the following keys.
   const float *biased(const Span &span, int64_t row, int64_t query_head, int64_t at) const {
-    return bias ? bias + (query_head + 1) * reach - plan.seen(span, row) + at : nullptr;
+    return bias ? bias + (query_head + 1) * reach - plan.kv_len(span, row) + at : nullptr;
   }
 
   // ``after``: what comes next, or null; its first keys are asked for.
@@ -238,7 +238,7 @@ struct Attention {
         next = find(*after, after->low / BLOCK * BLOCK);
       }
       for (int64_t row = from; row < to; row++) {
-        const int64_t begin = std::max(first_seen(span, row), at), end = std::min(plan.seen(span, row), at + BLOCK);
+        const int64_t begin = std::max(first_key(span, row), at), end = std::min(plan.kv_len(span, row), at + BLOCK);
         if (begin >= end) continue;
         for (int64_t group = 0; group < groups; group++)
           queries.tasks.push_back({(row - from) * groups + group, begin - at, end - at,

@@ -114,7 +114,7 @@ Error bias_fits(const Plan &plan, const Heads &heads) {
   if (!heads.bias) return OK;
   for (int64_t s = 0; s < plan.num_spans; s++)
     for (int64_t row = 0; row < plan.spans[s].rows; row++)
-      REQUIRE(plan.seen(plan.spans[s], row) <= heads.reach, SPAN_RANGE);
+      REQUIRE(plan.kv_len(plan.spans[s], row) <= heads.reach, SPAN_RANGE);
   return OK;
 }
 
@@ -315,9 +315,9 @@ Error model_fits(const Model<T> &m, const Layer *layers) {
   if (const Error error = per_layer_fits(m)) return error;
   if (m.head.weight)
     if (const Error error = layer_fits(m.head, m.hidden, m.head.outputs)) return error;
-  REQUIRE(!m.mix.weight || has_embedding(m), NULL_POINTER);
-  if (m.mix.weight)
-    if (const Error error = layer_fits(m.mix, 2 * m.hidden, m.hidden)) return error;
+  REQUIRE(!m.fc.weight || has_embedding(m), NULL_POINTER);
+  if (m.fc.weight)
+    if (const Error error = layer_fits(m.fc, 2 * m.hidden, m.hidden)) return error;
   for (int64_t i = 0; i < m.layers; i++) {
     const Layer &l = layers[i];
     REQUIRE((l.norm_attention && has_embedding(m)) || !l.norm_token, NULL_POINTER);
@@ -354,7 +354,7 @@ template <class T>
 Error call_fits(const Model<T> &m, const Layer *layers, const Call<T> &c) {
   REQUIRE(within(c.rows, 1, MOST) && threads_fit(c.threads) && within(c.num_layer_ids, 0, m.layers), SIZE);
   REQUIRE(non_null(c.ids, c.positions, c.angles, c.hidden_out, c.workspace, c.kv, c.pools, c.plan), NULL_POINTER);
-  REQUIRE((!m.mix.weight && has_embedding(m)) || c.inputs_embeds, NULL_POINTER);
+  REQUIRE((!m.fc.weight && has_embedding(m)) || c.inputs_embeds, NULL_POINTER);
   for (int64_t table = 0; table < m.rotaries; table++) REQUIRE(c.angles[table], NULL_POINTER);
   REQUIRE(within(c.num_logits, 0, c.rows), ROW_RANGE);
   REQUIRE(workspace_needed(m, layers, c.rows, c.num_logits) <= c.workspace_size, WORKSPACE_SIZE);

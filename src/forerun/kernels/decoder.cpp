@@ -19,7 +19,7 @@ struct Widths {
   int64_t input, made = 0, attended = 0, mixed = 0, latent = 0;
 
   template <class T>
-  Widths(const Model<T> &m, const Layer *layers) : input(m.mix.weight ? 2 * m.hidden : m.hidden) {
+  Widths(const Model<T> &m, const Layer *layers) : input(m.fc.weight ? 2 * m.hidden : m.hidden) {
     for (int64_t i = 0; i < m.layers; i++) {
       const Layer &layer = layers[i];
       input = std::max(input, layer.qkv.inputs);
@@ -58,7 +58,7 @@ class Decoder {
   // False where a sum failed.
   bool run() {
     for (int64_t row = 0; row < c.rows; row++) {
-      if (m.mix.weight) {
+      if (m.fc.weight) {
         T *const to = normed + row * 2 * m.hidden;
         embed(row, to);
         std::memcpy(to + m.hidden, c.inputs_embeds + row * m.hidden, m.hidden * sizeof(T));
@@ -68,7 +68,7 @@ class Decoder {
         embed(row, x + row * m.hidden);
       }
     }
-    if (m.mix.weight) multiply(m.mix, normed, x, nullptr, c.rows);
+    if (m.fc.weight) multiply(m.fc, normed, x, nullptr, c.rows);
     if (m.per_layer_size) embed_per_layer();
     int64_t rows = c.rows;  // that go on
     T *const output = c.hidden_out[c.num_layer_ids];

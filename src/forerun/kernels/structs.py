@@ -4,7 +4,7 @@
 are addresses, 0 for null; doubles go through ``number``. Some structs are followed by others in memory: a
 ``LayerStruct`` by the ``LinearStruct`` of qkv, out, mixer_in, mixer_out, gate_up, down, per_layer_gate and per_layer_out; an
 ``ExpertsStruct`` by the router's; a ``LatentStruct`` by the queries'; a ``ModelStruct`` by those of the head, the
-embedding, the mix, the table and the projection to its rows.
+embedding, fc, and the per-layer table and projection.
 """
 
 from __future__ import annotations
