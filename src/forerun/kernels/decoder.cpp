@@ -1,5 +1,5 @@
-// A decoder's layers in one call, from token ids to logits: what models/native.py does with the kernels one by one, with
-// the same bits. For models whose layer takes microseconds, max_guess of the time would go into the calls.
+// All layers of a decoder in one call, from token ids to logits. It runs the same kernels as models/native.py, with the
+// same bits; per-layer Python calls would dominate for small models. ``Drafting`` drafts whole chains in one call.
 #include "kernels.h"
 
 #include <algorithm>
@@ -13,8 +13,7 @@ namespace {
 
 int64_t rounded(int64_t numbers) { return (numbers + ROUND_UP - 1) / ROUND_UP * ROUND_UP; }
 
-// Numbers of a row, the max_guess of all layers: of what a layer, or the matrix before the layers, reads; of what its first
-// projection makes; of what attention and the mixer make.
+// Widths of the workspace's buffers: the largest of all layers.
 struct Widths {
   int64_t input, made = 0, attended = 0, mixed = 0, latent = 0;
 
@@ -55,7 +54,7 @@ class Decoder {
     scores = take(c.num_logits * m.head.outputs);
   }
 
-  // False where a sum failed.
+  // False if an all-reduce failed.
   bool run() {
     for (int64_t row = 0; row < c.rows; row++) {
       if (m.fc.weight) {
@@ -70,7 +69,7 @@ class Decoder {
     }
     if (m.fc.weight) multiply(m.fc, normed, x, nullptr, c.rows);
     if (m.per_layer_size) embed_per_layer();
-    int64_t rows = c.rows;  // that go on
+    int64_t rows = c.rows;  // the last layer's MLP needs only rows with logits
     T *const output = c.hidden_out[c.num_layer_ids];
     for (int64_t i = 0; i < c.num_layer_ids && rows; i++) {
       const Layer &layer = layers[c.layer_ids[i]];
@@ -106,7 +105,7 @@ class Decoder {
  private:
   void embed(int64_t row, T *to) const { get_row(m.embedding, m.token_embd, m.embedding_scale, row, to, m.hidden); }
 
-  // The row of a token, among ``numbers`` or else the rows of a layer, times ``factor``.
+  // The embedding of a row's token, from ``numbers`` or, if null, from ``layer``; times ``factor``.
   void get_row(const T *numbers, const Linear &layer, double factor, int64_t row, T *to, int64_t width) const {
     if (numbers)
       std::memcpy(to, numbers + c.ids[row] * width, width * sizeof(T));
@@ -115,7 +114,7 @@ class Decoder {
     if (factor != 1) scale(to, static_cast<float>(factor), width);
   }
 
-  // What layers read shared x: (norm of a projection of it + a row of the table) / sqrt(2), for each of them.
+  // Gemma's per-layer inputs: (norm(project(x)) + per-layer embedding) / sqrt(2).
   void embed_per_layer() const {
     const int64_t width = m.layers * m.per_layer_size;
     multiply(m.per_layer_project, x, per_layer, nullptr, c.rows);
@@ -132,7 +131,7 @@ class Decoder {
     scale(per_layer, 0.70710678f, c.rows * width);
   }
 
-  // The rows whose logits are wanted, to the front.
+  // Moves the rows that get logits to the front.
   void pick(T *from, int64_t width) const {
     for (int64_t i = 0; i < c.num_logits; i++)
       if (c.logit_rows[i] != i) std::memcpy(from + i * width, from + c.logit_rows[i] * width, width * sizeof(T));
@@ -142,7 +141,7 @@ class Decoder {
     project(layer, in, out, add, rows, threads);
   }
 
-  // Rows of the hidden size.
+  // RMS norm or layer norm of rows of the hidden size.
   void normalise(const T *in, const float *weights, T *out, int64_t rows) const {
     norm(in, weights, out, static_cast<const T *>(nullptr), rows, 1, m.hidden, eps, m.layer_norm != 0);
   }
@@ -151,13 +150,13 @@ class Decoder {
     if (weights) norm(at, weights, at, static_cast<const T *>(nullptr), count, count, width, eps, false);
   }
 
-  // What a layer reads of x.
+  // x, normed if there are weights.
   const T *read(const float *weights, int64_t rows) const {
     if (weights) normalise(x, weights, normed, rows);
     return weights ? normed : x;
   }
 
-  // x += what ``layer`` makes, here and in other processes, normed by ``after`` if that is there.
+  // x += after(all_reduce(layer(in))) * residual_scale; ``after`` is a post-norm, or null.
   void add(const Linear &layer, const T *in, const float *after, int64_t rows) {
     if (!after && !c.all_reduce && m.residual_scale == 1) return multiply(layer, in, x, x, rows);
     multiply(layer, in, normed, nullptr, rows);
@@ -175,7 +174,7 @@ class Decoder {
     else if (m.residual_scale != 1) add_scaled(rows);
   }
 
-  // x += normed times the model's factor.
+  // x += normed * residual_scale
   void add_scaled(int64_t rows) {
     const int64_t all = rows * m.hidden;
     if (m.residual_scale != 1) scale(normed, static_cast<float>(m.residual_scale), all);
@@ -217,8 +216,8 @@ class Decoder {
       apply_rotary(at, stride, c.angles[layer.rotary], c.positions, c.rows, heads, layer.width);
   }
 
-  // Attention with one key head, of latents: a head's projections of them are applied to its queries and to what attention
-  // makes. In the workspace: latents of queries, queries, those with their keys' projections, and attention's rows.
+  // MLA with absorbed projections: k_b is applied to queries and v_b to attention's output, so attention runs over the
+  // latents as over one key head. Workspace: [query latents | queries | absorbed queries | attention output].
   void latent_attention(const Layer &layer, const Latent &n) const {
     const int64_t made = layer.qkv.all_outputs(), query = n.query(), entry = n.entry(), wide_query = m.heads * entry;
     T *const asked = latent + c.rows * n.q_lora_rank, *const q = asked + c.rows * m.heads * query;
@@ -255,7 +254,7 @@ class Decoder {
            static_cast<float>(m.softcap), threads);
   }
 
-  // What attention makes of qkv.
+  // QK norm, RoPE, query scaling, attention and its output gate.
   void self_attention(const Layer &layer) const {
     const int64_t qkv_width = layer.qkv.all_outputs(), width = layer.width;
     const int64_t keys = layer.has_kv ? layer.kv_heads : 0, rotated = m.heads + keys;
@@ -277,7 +276,7 @@ class Decoder {
       sigmoid_gate(qkv + row * qkv_width + queries + 2 * shared, attended + row * queries, queries);
   }
 
-  // What attention made, times the sigmoid of its gate.
+  // at *= sigmoid(gate)
   static void sigmoid_gate(const T *gate, T *at, int64_t count) {
     const Floats one = broadcast(1);
     for (int64_t i = 0; i < count; i += 16) {
@@ -286,7 +285,7 @@ class Decoder {
     }
   }
 
-  // Queries of all rows, so many numbers each, ``stride`` apart.
+  // Llama 4's attention temperature: scales queries at long positions, ``count`` numbers in each row.
   void scale_queries(T *queries, int64_t stride, int64_t count) const {
     for (int64_t row = 0; m.attn_temp_scale != 0 && row < c.rows; row++)
       if (c.positions[row] >= m.attn_temp_floor) scale_query(queries + row * stride, c.positions[row], count);
@@ -358,7 +357,7 @@ class Decoder {
     else add_scaled(rows);
   }
 
-  // What the MLP shared experts makes.
+  // The shared expert's output, with its sigmoid gate if it has one.
   std::vector<T> shared_expert(const Layer &layer, const T *in, int64_t rows) const {
     std::vector<T> made(rows * m.hidden), gate_logits(rows);
     multiply(layer.gate_up, in, up, nullptr, rows);
@@ -430,13 +429,13 @@ class Drafting {
  private:
   struct Chain {
     std::vector<int64_t> text, guess;
-    int64_t row = 0;  // of the last call's logits, its first
+    int64_t row = 0;  // its first row of the last call's logits
     int64_t made = 0, match = 0, num_correct = 0;
     bool active = true;
-    double confidence = 0;  // the log of the chance that all of it is kept
+    double confidence = 0;  // sum of top-1 log probabilities
   };
 
-  // Chooses the next tokens of a chain: one, and another for each that was guessed right.
+  // Samples a chain's next token, and one more for each correct guess.
   void extend(int64_t sequence) {
     Chain &chain = chains[sequence];
     chain.num_correct = 0;
@@ -451,10 +450,10 @@ class Drafting {
       if (chain.num_correct == guessed || chain.guess[chain.num_correct] != token) return;
       chain.num_correct++;
     }
-    chain.guess.resize(chain.num_correct);  // the rest was not tested
+    chain.guess.resize(chain.num_correct);  // later guesses were not verified
   }
 
-  // The chance that all of a chain is kept, once its next token is chosen from ``row``.
+  // Adds the top-1 log probability of ``row``.
   void update_confidence(Chain &chain, const float *row) const {
     if (d.min_confidence == -std::numeric_limits<double>::infinity()) return;
     const int64_t first = 0;
@@ -464,7 +463,7 @@ class Drafting {
     chain.confidence += log;
   }
 
-  // Returns the chosen entry of the row, or -1.
+  // Samples from a row of logits. Returns the index in the row, or -1.
   int64_t choose_token(Chain &chain, int64_t sequence, float *row) const {
     update_confidence(chain, row);
     const int64_t at = chain.made * d.sequences + sequence;
@@ -484,7 +483,7 @@ class Drafting {
     return place;
   }
 
-  // The row's best entry with the noise of its place, or -1.
+  // Argmax of the row, with Gumbel noise where it samples; or -1.
   int64_t best(int64_t at, float temperature, const float *row, float *softmax_row) const {
     const int64_t noisy = temperature != 0 && d.keys;
     const uint64_t key = d.keys ? d.keys[at] : 0;
@@ -494,14 +493,14 @@ class Drafting {
     return top > -std::numeric_limits<float>::infinity() ? place : -1;
   }
 
-  // The token that would have been chosen without the row's entry at ``place``.
+  // The token that would have been sampled if that at ``place`` were banned.
   int64_t next_best(int64_t at, int64_t sequence, float *row, int64_t place) const {
     row[place] = -std::numeric_limits<float>::infinity();
     const int64_t next = best(at, d.temperatures[sequence], row, nullptr);
     return next < 0 || !d.output_ids ? next : d.output_ids[next];
   }
 
-  // What the next call reads behind a chain's last token.
+  // Prompt lookup: guesses what follows a chain's last token. The next call reads and verifies the guess.
   void guess(Chain &chain, int64_t room) const {
     chain.match = 0;
     chain.guess.resize(d.texts ? *std::max_element(d.max_guess, d.max_guess + d.max_match + 1) : 0);
@@ -511,7 +510,7 @@ class Drafting {
     chain.guess.resize(found.count);
   }
 
-  // The next call's rows; whether there are any.
+  // Builds the next call's rows. False if there are none.
   bool lay_out() {
     std::vector<int64_t> on;
     ids.clear(), positions.clear(), spans.clear();
