@@ -1,8 +1,8 @@
-// Attention of ragged rows over paged keys and values, and rotary positions.
+// Paged attention over ragged rows (flash attention with an online softmax), and RoPE.
 //
-// A row's keys are a list: the entries of its sequence from the first on, and for a node of a tree, behind the
-// committed entries, its own path. They are taken in that order, a block at a time, whatever lies beside the row, so a
-// row of a tree gets the bits of the same row decoded alone.
+// A row attends to a list of cache entries: those of its sequence, or for a row of a draft tree the committed entries
+// and then its own path. It reads them in that order, block by block, whatever else is in the batch. So a row of a tree
+// has the same bits as if it were decoded alone.
 #include "blocks.h"
 
 #include <algorithm>
@@ -14,18 +14,17 @@
 
 namespace {
 
-constexpr int64_t TILE = 16;      // rows that share the keys brought in
-constexpr int64_t GROUP = 8;      // query heads of a key head that one thread takes, where there are no more; else twice
-constexpr double PARALLEL = 2e5;  // products worth a second thread
+constexpr int64_t TILE = 16;      // rows that share a block of keys
+constexpr int64_t GROUP = 8;      // query heads of one key head per thread; up to twice as many if there are more
+constexpr double PARALLEL = 2e5;  // multiplications from which a second thread pays
 
-// A query's running softmax: its largest score and, by lanes, the sum of e^(score - largest); with it goes that sum
-// weighted by values.
+// A query's online softmax: the largest score so far and, per lane, the sum of e^(score - largest).
 struct State {
   Floats total = zeros();
   float top = -std::numeric_limits<float>::infinity();
 
-  // From the scores of lanes [begin, end) to weights of the values; returns by how much the sums so far shrink. ``bias``
-  // is added to the lanes' scores, if there is one.
+  // Turns the scores of lanes [begin, end) into weights of the values. Returns the factor for the sums so far. ``bias``
+  // of the first lane, or null.
   float weigh(float *scores, int64_t begin, int64_t end, float scale, float softcap, const float *bias) {
     const int64_t low = begin / LANES * LANES;
     const auto used = [&](int64_t lane) -> Mask {
@@ -38,7 +37,7 @@ struct State {
       if (softcap > 0) scaled = capped(scaled, softcap);
       if (bias) scaled = scaled + load(bias + lane, first(end - lane));
       store(scores + lane, scaled);
-      most = select(used(lane), max(scaled, most), most);  // of a NaN and another number the latter
+      most = select(used(lane), max(scaled, most), most);  // max ignores a NaN in its first argument
     }
     float shrink = 1;
     Floats sum = total;
@@ -59,20 +58,21 @@ struct State {
   }
 };
 
-// A query of a tile and the keys [begin, end) of a block that it takes; ``bias`` of the block's first key, or null.
+// A query of a tile and the keys [begin, end) of a block that it attends to; ``bias`` of the block's first key, or
+// null.
 struct Task {
   int64_t query, begin, end;
   const float *bias;
 };
 
-// The queries of a tile, their sums and states. A block is taken in three turns over all queries, because the steps of
-// one query's softmax wait for each other.
+// The queries of a tile, their sums and states. Each step (scores, softmax, weighted values) runs over all queries
+// before the next step: within one query the steps depend on each other and would stall.
 template <class T, int WIDTH>
 struct Queries {
   using N = Numbers<T>;
   using Asked = typename N::Asked;
   static constexpr bool AS_THEY_ARE = std::is_same_v<T, Asked>;
-  int64_t width, padded, value_width, value_padded;  // a head's numbers, and whole vectors of them
+  int64_t width, padded, value_width, value_padded;  // head sizes, and rounded up to whole vectors
   std::vector<const Asked *> queries;
   std::vector<Asked> converted;
   std::vector<float> sums, scores, shrink;
@@ -103,8 +103,8 @@ struct Queries {
     }
   }
 
-  // f(tasks, count): tasks of neighbouring queries whose keys begin alike, at most COUNT at a time. Their keys end alike
-  // or later from row to row.
+  // Calls f(tasks, count) for neighbouring queries with the same first key, at most COUNT at a time. Later queries have
+  // the same last key or a later one.
   template <int COUNT, class F>
   void runs(F f) const {
     for (size_t i = 0, count; i < tasks.size(); i += count) {
@@ -122,7 +122,7 @@ struct Queries {
     if constexpr (COUNT > 1) some<COUNT - 1>(f, first, count);
   }
 
-  // Asks for the keys of ``next``, if there is one, meanwhile.
+  // Attends to a block. Prefetches the keys of ``next``, if there is one.
   void take(const Block<T> &block, float scale, float softcap, const Block<T> *next) {
     bool fresh = true;
     runs<Block<T>::together(WIDTH > 0 ? (WIDTH + N::SIZE - 1) / N::SIZE : 4)>([&](const Task *task, auto count) {
@@ -153,12 +153,12 @@ struct Queries {
 // Rows [from, to) of a span, query heads [group, end) of one key head.
 struct Item {
   const Span &span;
-  int64_t from, to, head, group, end, low, high;  // some row sees keys from low on, and none from high on
+  int64_t from, to, head, group, end, low, high;  // its rows attend to keys in [low, high)
 
   bool has_same_keys(int64_t at) const { return span.paths < 0 || at + BLOCK <= span.base; }
 };
 
-// The block at hand, the one after it, whose keys are asked for meanwhile, and one that a row of a tree has alone.
+// The current block, the next one, whose keys are prefetched, and one for a tree row's own path.
 template <class T>
 struct Ahead {
   Block<T> blocks[2], own;
@@ -176,7 +176,7 @@ struct Ahead {
 template <class T>
 struct Attention {
 #if defined(__AVX512F__)
-  static constexpr bool MANY = !std::is_same_v<T, Float16>;  // widths with code of their own: more to compile
+  static constexpr bool MANY = !std::is_same_v<T, Float16>;  // head sizes with code of their own
 #else
   static constexpr bool MANY = false;
 #endif
@@ -206,12 +206,12 @@ struct Attention {
     return window > 0 && len > window ? len - window : 0;
   }
 
-  // What is added to the score of a row's key at ``at``, and behind it of the following keys.
+  // The position bias of a row's key ``at`` and those after it.
   const float *biased(const Span &span, int64_t row, int64_t query_head, int64_t at) const {
     return bias ? bias + (query_head + 1) * reach - plan.kv_len(span, row) + at : nullptr;
   }
 
-  // ``after``: what comes next, or null; its first keys are asked for.
+  // ``after``: the next item, or null; its first keys are prefetched.
   template <int WIDTH>
   void tile(const Item &item, const Item *after, Ahead<T> &ahead) const {
     const auto &[span, from, to, head, group_from, group_to, low, high] = item;
@@ -289,7 +289,7 @@ struct Attention {
           const T *from_k = k + (span.first + row) * k_stride + head * pool.width;
           const T *from_v = v + (span.first + row) * v_stride + head * pool.value_width;
           std::memcpy(keys.at(page, head, entry % pool.page_size), from_k, pool.width * sizeof(T));
-          if (values.base != keys.base)  // else they are parts of keys
+          if (values.base != keys.base)  // else MLA: values are a part of the keys
             std::memcpy(values.at(page, head, entry % pool.page_size), from_v, pool.value_width * sizeof(T));
         }
       }
@@ -301,7 +301,7 @@ struct Attention {
     return own;
   }
 
-  // Query heads of a key head that a thread takes: many are dealt evenly, for each deal reads all keys again.
+  // Query heads of one key head per item. Few items, since each reads all keys; as many as threads, for balance.
   int64_t dealt(int64_t threads) const {
     const int64_t all = heads / kv_heads, least = (all + 2 * GROUP - 1) / (2 * GROUP);
     const int64_t deals = (least + threads - 1) / threads * threads;
