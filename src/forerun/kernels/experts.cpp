@@ -1,5 +1,5 @@
-// Mixtures of experts. An expert takes the rows that chose it in one call, and their bits do not depend on how many those
-// are; a row's results are added up in the order of the experts' numbers.
+// Mixture of experts. Each expert runs once, over all rows routed to it; a row's bits do not depend on their number. A
+// row's outputs are added in the order of the experts' indices.
 #include "kernels.h"
 
 #include <algorithm>
@@ -11,19 +11,19 @@
 
 namespace {
 
-// Which rows go to an expert, and with which weights.
+// The rows routed to an expert, and their weights.
 struct Taken {
   std::vector<int64_t> rows;
   std::vector<float> weights;
 };
 
-// A NaN is higher than any number.
+// NaN ranks above all numbers.
 bool higher(float x, float y) {
   if (std::isnan(x) != std::isnan(y)) return std::isnan(x);
   return x > y;
 }
 
-// Those with the highest ranks, of equal ones those with lower numbers.
+// The experts with the highest ranks; of equal ones those with the lower index.
 void choose_experts(const std::vector<float> &ranks, int64_t k, std::vector<int64_t> &order) {
   std::iota(order.begin(), order.end(), 0);
   std::partial_sort(order.begin(), order.begin() + k, order.end(), [&](int64_t a, int64_t b) {
@@ -31,8 +31,7 @@ void choose_experts(const std::vector<float> &ranks, int64_t k, std::vector<int6
   });
 }
 
-// Leaves out the experts of all but the best groups, of equal ones those with lower numbers: their ranks become the
-// lowest.
+// Group-limited routing (DeepSeek-V3): experts outside of the best groups get the rank -inf.
 void mask_groups(const Experts &e, std::vector<float> &ranks) {
   const int64_t each = e.size / e.groups;
   std::vector<float> sums(e.groups), highest(e.group_top_k);
