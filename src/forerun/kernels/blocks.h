@@ -1,15 +1,15 @@
-// Where the keys and values of a row lie, and a block of them as scores and sums want them.
+// Blocks of paged keys and values: scores of queries, and weighted sums of values.
 //
-// WIDTH is a head's numbers, or 0 where they are known when called alone: then loops run to ``width``.
+// WIDTH is the head size if it is known at compile time; 0: loops run to ``width``.
 #pragma once
 #include "kernels.h"
 
 constexpr int64_t LANES = 16;
-constexpr int64_t BLOCK = 128;  // keys between two looks at the largest score: after each all wait, and L1 holds one block
+constexpr int64_t BLOCK = 128;  // keys per step of the online softmax; fits the L1 cache
 
 namespace {
 
-// One layer's side of the pool.
+// Keys or values of one layer in the pool.
 template <class T>
 struct PagedRows {
   T *base;
@@ -19,7 +19,7 @@ struct PagedRows {
   }
 };
 
-// A head's numbers in registers: as float32, in ``Asked`` where a query lies. A vector makes PARTS vectors of float32.
+// A vector of a head's numbers. Queries are stored as ``Asked``. A vector converts to PARTS vectors of float32.
 template <class T>
 struct Numbers {
   using Vector = Floats;
@@ -39,7 +39,7 @@ template <>
 struct Numbers<Bfloat16> {
   using Vector = __m512i;
   using Asked = Bfloat16;
-  static constexpr int PARTS = 2, SIZE = 2 * LANES;  // part 0: the numbers of even index, part 1: those between
+  static constexpr int PARTS = 2, SIZE = 2 * LANES;  // part 0: even indices, part 1: odd ones
 
   static Vector get(const Bfloat16 *at, int64_t left) {
     return left >= SIZE ? _mm512_loadu_si512(at) : _mm512_maskz_loadu_epi16((1u << left) - 1, at);
@@ -59,21 +59,21 @@ struct Numbers<Bfloat16> {
 };
 #endif
 
-// Where the keys and values of one block lie. A path that ends in the block leaves its last lanes empty.
+// Addresses of the keys and values of a block. The last lanes are empty if the list of entries ends in it.
 template <class T>
 struct Block {
   using N = Numbers<T>;
   using Asked = typename N::Asked;
   const T *keys[BLOCK], *values[BLOCK];
 
-  // The entries [from, to) of a row's list. Empty lanes beside them show the first one's key, which may be read.
+  // Entries [from, to) of a row's list. Empty lanes get the first key's address, so that they can be read.
   void find(const Plan &plan, const Span &span, int64_t row, int64_t from, int64_t to, int64_t page_size,
             const PagedRows<T> &k, const PagedRows<T> &v, int64_t head) {
     const int64_t begin = from % BLOCK, end = begin + to - from;
     for (int64_t lane = begin, run; lane < end; lane += run) {
       const int64_t index = from + lane - begin, entry = plan.entry(span, row, index);
       const int64_t page = plan.tables[span.table + entry / page_size], offset = entry % page_size;
-      run = 1;  // entries side by side
+      run = 1;  // contiguous entries
       if (span.paths < 0 || index < span.base) {
         run = end - lane < page_size - offset ? end - lane : page_size - offset;
         if (span.paths >= 0 && run > span.base - index) run = span.base - index;
@@ -89,17 +89,17 @@ struct Block {
   }
 
 #if defined(__AVX512F__)
-  static constexpr int QUARTERS = 4;  // of sixteen keys in one piece of code
+  static constexpr int QUARTERS = 4;  // of sixteen keys, unrolled
 #else
   static constexpr int QUARTERS = 1;
 #endif
 
-  // Queries of so many vectors that are scored at a time: more share the keys read, but leave the registers.
+  // Queries scored at a time: more of them share the loaded keys, but run out of registers.
   static constexpr int together([[maybe_unused]] int64_t vectors) {
 #if defined(__AVX512F__)
     return vectors > 11 ? 1 : vectors > 6 ? 2 : vectors > 3 ? 3 : 4;
 #else
-    return 4;  // which are read from memory
+    return 4;  // they are read from memory anyway
 #endif
   }
 
@@ -114,8 +114,7 @@ struct Block {
     }
   }
 
-  // Products of queries and keys, in all lanes of a sixteen of which one is wanted. ``fresh``: asks for the values, which
-  // come in while the scores are made.
+  // Dot products of queries and keys, for all lanes of each sixteen. ``fresh``: prefetches the values.
   template <int WIDTH, int COUNT>
   void score(const Asked *const *queries, float *scores, int64_t begin, int64_t end, bool fresh, int64_t width) const {
     for (int64_t lane = begin / LANES * LANES; lane < end; lane += LANES) {
@@ -154,7 +153,7 @@ struct Block {
     }
   }
 
-  // Sums that shrink, and weighted values; a query's sums, ``apart`` numbers, lie part by part. Asks for the keys of
+  // sums = shrink * sums + weights * values. A query has ``apart`` sums, in the order of PARTS. Prefetches the keys of
   // ``next``.
   template <int WIDTH, int COUNT>
   void gather(float *sums, int64_t apart, const float *shrink, const float *weights, int64_t begin, int64_t end,
@@ -171,7 +170,7 @@ struct Block {
   }
 
  private:
-  // Numbers whose sums stay in registers, for so many queries.
+  // Numbers of a head whose sums stay in registers for ``count`` queries.
   static constexpr int slice_of(int count) {
 #if defined(__AVX512F__)
     return 4 * LANES;
@@ -180,7 +179,7 @@ struct Block {
 #endif
   }
 
-  // WIDTH 0: one vector, of which ``left`` numbers are there.
+  // WIDTH 0: one vector, of which ``left`` numbers are valid.
   template <int WIDTH, int COUNT>
   void slice(int64_t from, float *sums, int64_t apart, const float *shrink, const float *weights, int64_t begin,
              int64_t end, const Block *next, int64_t left) const {
