@@ -1,6 +1,6 @@
-// What Python calls. Every argument is checked here, so that none can reach memory that is not the caller's: numbers and
-// the indices in lists, against the sizes that come with them. That a list has its stated size, and a tensor its type and
-// shape, Python sees to. A function returns 0, or says what is error: __init__.py makes an error of it.
+// What Python calls. Every argument is checked here, so that none can reach memory that is not the caller's: numbers
+// and the indices in lists, against the sizes that come with them. That a list has its stated size, and a tensor its
+// type and shape, Python sees to. A function returns 0, or says what is error: __init__.py makes an error of it.
 #include "kernels.h"
 #include "rows.h"
 #include "tiles.h"

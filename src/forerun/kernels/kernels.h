@@ -6,11 +6,11 @@
 
 #define FOR_EACH_TYPE(F) F(float32, float) F(bfloat16, Bfloat16) F(float16, Float16)
 
-constexpr int64_t WIDEST = 1024;    // numbers in a head
-constexpr int64_t MOST_TAPS = 16;   // rows that a convolution reads
-constexpr int64_t ROUND_UP = 32;    // numbers to which a piece of a decoder's workspace is rounded up
+constexpr int64_t WIDEST = 1024;    // largest head size
+constexpr int64_t MOST_TAPS = 16;   // most taps of a short convolution
+constexpr int64_t ROUND_UP = 32;    // numbers; alignment of the workspace's buffers
 
-// Rows of y and ``add`` are ``stride`` numbers apart.
+// y = x W^T + bias + add. Rows of y and ``add`` are ``stride`` numbers apart.
 template <class T>
 void linear(const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows, int64_t outputs,
             int64_t inputs, int64_t stride, int threads);
@@ -20,55 +20,56 @@ void linear_int8(const char *w, const T *x, T *y, const T *add, const float *bia
 template <class T>
 void linear_quants(int64_t kind, const char *w, const T *x, T *y, const T *add, const float *bias, int64_t rows,
                    int64_t outputs, int64_t inputs, int64_t stride, int threads);
-// A layer of any kind and its parts. Rows of y and ``add`` are ``stride`` numbers apart; 0: end to end.
+// A linear layer of any kind, and those that follow it. ``stride`` 0: rows of y and ``add`` are contiguous.
 template <class T>
 void project(const Linear &layer, const T *x, T *y, const T *add, int64_t rows, int threads, int64_t stride = 0);
-// Numbers from row to row, and in a row from one layer's part to the next one's.
+// Strides in numbers: from row to row, and within a row from one layer's part to the next.
 struct Apart {
   int64_t row, part;
 };
-// Several layers of one size, each for its own part of every row.
+// Batched layers of one size (MLA's heads): each multiplies its own part of every row.
 template <class T>
 void project_each(const Linear *layers, int64_t count, const T *x, Apart in, T *y, Apart out, int64_t rows, int threads);
-// Rows of weights, as numbers: of a layer in T, of any kind but KIND_int8.
+// Rows of weights in T, dequantized, as ggml_get_rows. Any kind but KIND_int8.
 template <class T>
 void get_rows_quants(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);
 template <class T>
 void get_rows(int64_t kind, const char *w, const int64_t *ids, T *y, int64_t count, int64_t inputs);
-// ``add``, which may be y or null, is added to what is normed. ``layer_norm``: a layer norm, its biases behind the weights.
+// y = norm(x) + add; ``add`` may be y or null. RMS norm, or a layer norm whose biases follow the weights. Row r has the
+// weights r % kinds.
 template <class T>
 void norm(const T *x, const float *weights, T *y, const T *add, int64_t rows, int64_t kinds, int64_t width, float eps,
           bool layer_norm);
-// activation(gate) * up of rows [gate, up]; not ``gated``: activation(up). ``params``: xielu's slope squared and below,
-// slope and eps; clamped's steepness and limit.
+// y = activation(gate) * up of rows [gate | up]; not ``gated``: activation(x). ``params``: xIELU's alpha_p, alpha_n,
+// beta and eps; of clamped (gpt-oss) alpha and limit.
 template <class T>
 void apply_activation(int64_t activation, const float *params, bool gated, const T *x, T *y, int64_t rows, int64_t width);
-// Angles of a row are row number ``positions[row]`` of ``angles``, or ``row`` where that is null.
+// RoPE in place, of pairs (x[2 i], x[2 i + 1]). A row's (cos, sin) pairs are ``angles[positions[row]]``; null: of
+// ``row``.
 template <class T>
 void apply_rotary(T *x, int64_t stride, const float *angles, const int64_t *positions, int64_t rows, int64_t heads,
                   int64_t width);
-// Stores k and v of the plan's rows, unless they are null, and attends.
+// Writes k and v of the plan's rows to the cache, unless they are null, then attends.
 template <class T>
 void attend(const T *q, const T *k, const T *v, T *out, T *keys, T *values, const Pool &pool, const Heads &heads,
             const Plan &plan, float scale, float softcap, int threads);
-// What a row's experts make of it, added up in the order of their numbers: of those that are here. The router reads
-// ``scored`` in the place of x. Returns how many experts were read.
+// Sums the weighted outputs of each row's local experts. The router reads ``scored`` instead of x. Returns how many
+// experts were read.
 template <class T>
 int64_t moe(const Experts &experts, const T *x, const T *scored, float *total, int64_t rows, int threads);
-// Rows of a layer that keeps a state, from the inputs that its projection made, which change, to what the projection
-// behind it reads. ``records`` and ``numbers`` are the layer's, of all sequences.
+// A recurrent mixer, from mixer_in's output to mixer_out's input. ``inputs`` are overwritten. ``records`` (convolution
+// inputs) and ``numbers`` (states) are the layer's caches, of all sequences.
 template <class T>
 void recur(const Mixer &mixer, const Replay &replay, T *inputs, T *records, float *numbers, T *out, int64_t rows,
            int threads);
-// Whether every sum was had.
+// False if an all-reduce failed.
 template <class T>
 bool decode(const Model<T> &model, const Layer *layers, const Call<T> &call);
 template <class T>
 void draft(const Model<T> &model, const Layer *layers, const Call<T> &call, const Chains<T> &chains);
 
-// Looks the end of a text up in what is before it. Of the longest match, at most ``max_match`` tokens, the last one:
-// ``out`` gets what follows, at most ``room`` tokens and ``max_guess`` of the match's length. Returns the match's length and
-// how many tokens these are.
+// Prompt lookup: finds the longest earlier match of a text's last tokens, at most ``max_match``; of equal ones the
+// last. ``out`` gets the tokens that follow it, at most ``room`` and ``max_guess[match]``.
 struct Found {
   int64_t match, count;
 };

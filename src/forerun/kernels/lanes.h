@@ -1,16 +1,17 @@
 // Sixteen lanes: the words in which the kernels are written, and numbers in and out of them.
 //
-// ``Floats`` and ``Ints`` are 16 numbers of 32 bits, ``Mask`` says yes or no for each, ``First`` is the mask of the first
-// so many. There are three forms, one register of AVX-512, two of AVX2 or four of NEON. All give the same bits: a lane
-// depends on nothing beside it, and a sum of lanes adds halves, quarters, and so on. Of a NaN and another number, ``max``
-// and ``min`` give the second argument. ``fma``: a b + c; ``fnma``: c - a b; ``fms``: a b - c. ``exponent`` and
+// ``Floats`` and ``Ints`` are 16 numbers of 32 bits, ``Mask`` says yes or no for each, ``First`` is the mask of the
+// first so many. There are three forms, one register of AVX-512, two of AVX2 or four of NEON. All give the same bits: a
+// lane depends on nothing beside it, and a sum of lanes adds halves, quarters, and so on. Of a NaN and another number,
+// ``max`` and ``min`` give the second argument. ``fma``: a b + c; ``fnma``: c - a b; ``fms``: a b - c. ``exponent`` and
 // ``mantissa`` are for positive numbers, neither 0 nor denormal; ``times_power`` for whole powers and normal results.
-// ``compress`` moves the lanes of a mask to the front, with zeros behind them. ``short_products``: of numbers of 16 bits,
-// added up in pairs. ``add_byte_products``, where there are some: of four bytes in each lane, the second factor's with a
-// sign, the first one's if BYTES_ARE_SIGNED. ``table_lookup``: for each byte, below 16, the byte there in a table.
+// ``compress`` moves the lanes of a mask to the front, with zeros behind them. ``short_products``: of numbers of 16
+// bits, added up in pairs. ``add_byte_products``, where there are some: of four bytes in each lane, the second factor's
+// with a sign, the first one's if BYTES_ARE_SIGNED. ``table_lookup``: for each byte, below 16, the byte there in a
+// table.
 //
-// HAS_ROW_PAIRS: one instruction makes products of two rows. ``side_by_side`` brings their sums into a ``Pair``, and the
-// two halves of one back into two rows' sums. ``eights`` makes eight bytes of each lane of two vectors with four.
+// HAS_ROW_PAIRS: one instruction makes products of two rows. ``side_by_side`` brings their sums into a ``Pair``, and
+// the two halves of one back into two rows' sums. ``eights`` makes eight bytes of each lane of two vectors with four.
 #pragma once
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include "lanes_avx512.h"

@@ -1,9 +1,9 @@
 // Linear layers whose weights have 2 to 8 bits and scales by blocks of inputs, as GGUF files have them.
 //
-// A row's inputs are brought to 255 quants, each block of 32 with a step of its own, or each 256 where a record's blocks
-// have whole scales, as ggml has them but for the step, which stays in float32. Products of quants, and those with whole
-// scales, add up in 32 bits exactly; then scales and sums over blocks are float32, in the order of the inputs. So a
-// row's bits depend neither on the rows beside it nor on the processor.
+// A row's inputs are brought to 255 quants, each block of 32 with a step of its own, or each 256 where a record's
+// blocks have whole scales, as ggml has them but for the step, which stays in float32. Products of quants, and those
+// with whole scales, add up in 32 bits exactly; then scales and sums over blocks are float32, in the order of the
+// inputs. So a row's bits depend neither on the rows beside it nor on the processor.
 #include "quants.h"
 
 #include <algorithm>
@@ -210,8 +210,9 @@ inline Bfloat16 as_bfloat16(int32_t whole) {
   return {static_cast<uint16_t>(bits >> 16)};
 }
 
-// A row, as one of those that have a place side by row_block. Steps are NaN if an input is NaN, infinite if one is infinite,
-// and so is or becomes every output. ``zero``: the quant that stands for 0; ``parts``: of a block that have a scale.
+// A row, as one of those that have a place side by row_block. Steps are NaN if an input is NaN, infinite if one is
+// infinite, and so is or becomes every output. ``zero``: the quant that stands for 0; ``parts``: of a block that have a
+// scale.
 template <class S, class T>
 void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *quants, S *to, int64_t count, int zero, int parts) {
   constexpr bool INT_SCALES = std::is_same<S, BlockQ8K>::value;

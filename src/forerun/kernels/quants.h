@@ -1,10 +1,11 @@
 // How blocks of weights in 2 to 8 bits lie, and what their quants stand for.
 //
 // A record holds 16 outputs of one block of 32 inputs, or of 8 blocks with common scales before them. Of a block first
-// come the quants, in vectors of four bytes of each output side by side: those of inputs 4 j to 4 j + 3 are vector j, or
-// the j-th bits of vectors that hold several; those of inputs 16 + 4 j on follow, or lie in higher bits. Then the scales
-// and mins of the 16 outputs. A weight is scale (quant - ZERO) + minimum. INT_SCALES: scales and mins of a record's blocks
-// are whole numbers by which sums of quants are multiplied as such; the record's own come in once for 256 inputs.
+// come the quants, in vectors of four bytes of each output side by side: those of inputs 4 j to 4 j + 3 are vector j,
+// or the j-th bits of vectors that hold several; those of inputs 16 + 4 j on follow, or lie in higher bits. Then the
+// scales and mins of the 16 outputs. A weight is scale (quant - ZERO) + minimum. INT_SCALES: scales and mins of a
+// record's blocks are whole numbers by which sums of quants are multiplied as such; the record's own come in once for
+// 256 inputs.
 #pragma once
 #include "lanes.h"
 #include "structs.h"
@@ -13,8 +14,8 @@ namespace {
 
 constexpr int64_t OUTPUTS = 16, INPUTS = 32;  // of a block
 
-// ``get``: the quants of a block ``at``, of a record ``head``, in eight vectors: four of the first half's inputs, then four
-// of the second's. EVERY_ROW_COUNT: whether there is code for each number of rows, which takes seconds to compile.
+// ``get``: the quants of a block ``at``, of a record ``head``, in eight vectors: four of the first half's inputs, then
+// four of the second's. EVERY_ROW_COUNT: whether there is code for each number of rows, which takes seconds to compile.
 template <int MAX>
 struct Bits4 {
   static constexpr bool EVERY_ROW_COUNT = true;

@@ -1,6 +1,6 @@
-// Layers that keep a state: a gated delta net, Mamba-2, a short convolution. A call reads a sequence's state once for all
-// of its rows, and stores it once: a block of its columns stays in the cache while the rows change it one after another.
-// Every sum has one order, whatever is fed together, and a column depends on nothing beside it.
+// Layers that keep a state: a gated delta net, Mamba-2, a short convolution. A call reads a sequence's state once for
+// all of its rows, and stores it once: a block of its columns stays in the cache while the rows change it one after
+// another. Every sum has one order, whatever is fed together, and a column depends on nothing beside it.
 #include "kernels.h"
 
 #include <algorithm>

@@ -1,13 +1,13 @@
-// Where layers keep rows that they have brought into another form, and how they ask for weights ahead of their use.
+// Buffers for converted rows, and prefetch of weights.
 #pragma once
 #include <cstdint>
 #include <vector>
 
 #include "structs.h"
 
-constexpr float MIN_ABSMAX = 1e-30f;  // what is smaller counts as 0 in 8 bits: steps between levels stay normal
+constexpr float MIN_ABSMAX = 1e-30f;  // smaller inputs quantize to 0, so that scales are never denormal
 
-// Rows an odd number of cache lines apart: at a power of two they would push each other out of the cache.
+// Bytes from row to row: an odd number of cache lines. At a power of two, rows would evict each other from the cache.
 inline int64_t row_stride(int64_t bytes) { return ((bytes + 63) / 64 | 1) * 64; }
 
 inline char *workspace(int64_t bytes) {
@@ -16,12 +16,12 @@ inline char *workspace(int64_t bytes) {
   return kept.data();
 }
 
-// How a kind of weights is asked for ahead of its use, by rows. NEAR: into the L1 cache; what is on its way there holds up
-// what is in use, where arithmetic takes longer than memory. FAR: into the L2 cache; of that a processor forgets some
-// where memory takes longer. TILED: NEAR, for rows that the matrix unit multiplies, if there is one and no bits change.
+// How weights are prefetched, by kind and number of rows. NEAR: into the L1 cache, where pending lines delay other
+// loads if arithmetic is the bottleneck. FAR: into the L2 cache, but processors drop some of these if memory is the
+// bottleneck. TILED: the matrix unit multiplies, if there is one and no bits change; prefetch as NEAR.
 enum Prefetch : uint8_t { NOTHING, NEAR, FAR, TILED };
-constexpr int64_t MAX_PREFETCH_ROWS = 32;  // more rows ask as these do
-constexpr int64_t FAR_AHEAD = 1 << 15;  // bytes from a weight that is used to the one asked for
+constexpr int64_t MAX_PREFETCH_ROWS = 32;  // more rows use the same setting
+constexpr int64_t FAR_AHEAD = 1 << 15;  // bytes from the weight in use to the prefetched one
 
 struct PrefetchSettings {
   Prefetch by_rows[KINDS][MAX_PREFETCH_ROWS + 1];
@@ -35,7 +35,7 @@ inline PrefetchSettings prefetch_settings;
 
 struct Prefetcher {
   const char *at;
-  int64_t step;  // bytes for each group of weights that is used; 0: nothing is asked for
+  int64_t step;  // bytes per group of weights in use; 0: no prefetch
   bool far;
   Prefetcher(const char *used, int64_t near, int64_t step, Prefetch how, int64_t distance = FAR_AHEAD)
       : at(used + (how == FAR ? distance : near)), step(how == NOTHING ? 0 : step), far(how == FAR) {}

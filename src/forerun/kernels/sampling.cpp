@@ -1,6 +1,7 @@
 // Keyed Gumbel noise, the best id of perturbed rows, and what two distributions share.
 //
-// Rows are float32 [rows, size], contiguous; -inf is a banned id. Entry i of a key's noise depends on the key and i alone.
+// Rows are float32 [rows, size], contiguous; -inf is a banned id. Entry i of a key's noise depends on the key and i
+// alone.
 #include "kernels.h"
 
 #include <algorithm>
@@ -101,8 +102,8 @@ struct Softmax {
   }
 };
 
-// The first id whose cumulative weight exceeds its share of the sum; never one of weight 0, unless all are. The sum runs
-// over blocks in double precision, so that rounding can at most leave the search at the result of the right block.
+// The first id whose cumulative weight exceeds its share of the sum; never one of weight 0, unless all are. The sum
+// runs over blocks in double precision, so that rounding can at most leave the search at the result of the right block.
 int64_t invert(const float *weights, int64_t size, double quantile) {
   constexpr int64_t STEP = 128;
   static thread_local std::vector<double> reach;
@@ -173,10 +174,11 @@ void gumbel_max(const float *scores, int64_t rows, int64_t size, const int32_t *
   });
 }
 
-// What chains of drafted tokens come to. ``residual``: per row, softmax of its scores, or for a greedy row all on its best id;
-// and in a trial's row max(0, factor * p - q), unless nothing is left. The factor is 1, and where the trial ``follows`` the
-// one before it, that one's weight; a weight is factor * p / (lenience * q) of the trial's token, at most 1. A trial without q
-// has all of it on its token. ``left``: what is left of each trial's row; ``shared``: the sum of min(p, q).
+// What chains of drafted tokens come to. ``residual``: per row, softmax of its scores, or for a greedy row all on its
+// best id; and in a trial's row max(0, factor * p - q), unless nothing is left. The factor is 1, and where the trial
+// ``follows`` the one before it, that one's weight; a weight is factor * p / (lenience * q) of the trial's token, at
+// most 1. A trial without q has all of it on its token. ``left``: what is left of each trial's row; ``shared``: the sum
+// of min(p, q).
 void acceptance(const float *scores, int64_t rows, int64_t size, const int64_t *greedy, int64_t trials, const int64_t *at,
            const int64_t *tokens, const float *const *qs, const int64_t *follows, float lenience, float *residual,
            float *tops, float *weights, float *left, float *shared) {

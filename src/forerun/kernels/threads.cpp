@@ -42,8 +42,8 @@ bool spin(std::chrono::microseconds longest, const Ready &ready) {
   return ready();
 }
 
-// Where one thread sleeps. What ``ready`` reads and what is written before ``ring`` must be sequentially consistent: then
-// either the sleeper sees what was written, or the ringer sees that it sleeps.
+// Where one thread sleeps. What ``ready`` reads and what is written before ``ring`` must be sequentially consistent:
+// then either the sleeper sees what was written, or the ringer sees that it sleeps.
 class Bell {
  public:
   template <class Ready>
@@ -66,8 +66,8 @@ class Bell {
   std::atomic<bool> asleep{false};
 };
 
-// Chunks that nobody has taken: the next one, and above 32 bits the end. A thread that has taken one may read what its job
-// says, which stays until the chunk is done; without one it must not.
+// Chunks that nobody has taken: the next one, and above 32 bits the end. A thread that has taken one may read what its
+// job says, which stays until the chunk is done; without one it must not.
 struct alignas(64) Segment {
   std::atomic<uint64_t> range{0};
 
@@ -215,8 +215,8 @@ class Workers {
   alignas(64) std::atomic<uint64_t> calls{0};
 };
 
-// Never destroyed: workers may sleep in it while the process ends. A child process after fork has none of the workers, and
-// locks that may be held by nobody, so it begins anew.
+// Never destroyed: workers may sleep in it while the process ends. A child process after fork has none of the workers,
+// and locks that may be held by nobody, so it begins anew.
 std::atomic<Workers *> here{nullptr};
 
 Workers &workers() {

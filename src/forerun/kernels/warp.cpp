@@ -30,8 +30,8 @@ class Largest {
     return find(count, -INF);
   }
 
-  // The entry at which, from the largest down, the probabilities of those that are not below ``floor`` reach ``top_p`` of
-  // their sum.
+  // The entry at which, from the largest down, the probabilities of those that are not below ``floor`` reach ``top_p``
+  // of their sum.
   float top_p_threshold(float top_p, float floor) {
     if (static_cast<int64_t>(weights.size()) < size) weights.resize(size);
     Doubles sum = zero_doubles();
@@ -116,8 +116,8 @@ class Largest {
 
 }  // namespace
 
-// Divides a row by its temperature and bans what min-p, then top-k, then top-p leave out; 0, 0 and 1 leave all. Ties with
-// the last entry that stays, stay.
+// Divides a row by its temperature and bans what min-p, then top-k, then top-p leave out; 0, 0 and 1 leave all. Ties
+// with the last entry that stays, stay.
 void filter_row(float *row, int64_t size, float temperature, float min_p, int64_t top_k, float top_p) {
   const Floats temperatures = broadcast(temperature), banned = broadcast(-INF);
   for (int64_t i = 0; temperature != 1 && i < size; i += 16)
