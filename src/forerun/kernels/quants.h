@@ -1,26 +1,27 @@
-// How blocks of weights in 2 to 8 bits lie, and what their quants stand for.
+// Layout of block-quantized weights (ggml's types), repacked: a record interleaves the blocks of 16 rows (outputs), as
+// ggml's block_q4_Kx8 does with 8. A record of a K type has 8 blocks of 32 inputs and a head with d and dmin.
 //
-// A record holds 16 outputs of one block of 32 inputs, or of 8 blocks with common scales before them. Of a block first
-// come the quants, in vectors of four bytes of each output side by side: those of inputs 4 j to 4 j + 3 are vector j,
-// or the j-th bits of vectors that hold several; those of inputs 16 + 4 j on follow, or lie in higher bits. Then the
-// scales and mins of the 16 outputs. A weight is scale (quant - ZERO) + minimum. INT_SCALES: scales and mins of a
-// record's blocks are whole numbers by which sums of quants are multiplied as such; the record's own come in once for
-// 256 inputs.
+// A block has the quants first, then the scales and mins of its 16 rows. Quants are vectors of 16 x 4 bytes: vector j
+// has inputs 4 j to 4 j + 3 of every row. Types with less than 8 bits pack several vectors into one; inputs 16 to 31
+// are in the higher bits. A weight is d (quant - ZERO) + m.
+//
+// INT_SCALES: scales and mins of the 8 blocks are integers. They multiply the integer sums; d and dmin multiply once
+// per 256 inputs, as in ggml's vec_dot_q4_K_q8_K.
 #pragma once
 #include "lanes.h"
 #include "structs.h"
 
 namespace {
 
-constexpr int64_t OUTPUTS = 16, INPUTS = 32;  // of a block
+constexpr int64_t OUTPUTS = 16, INPUTS = 32;  // rows and inputs of a block
 
-// ``get``: the quants of a block ``at``, of a record ``head``, in eight vectors: four of the first half's inputs, then
-// four of the second's. EVERY_ROW_COUNT: whether there is code for each number of rows, which takes seconds to compile.
+// ``get`` unpacks the quants of block ``at`` of record ``head`` into eight vectors, inputs in order. EVERY_ROW_COUNT:
+// code for each number of rows; it takes long to compile.
 template <int MAX>
 struct Bits4 {
   static constexpr bool EVERY_ROW_COUNT = true;
   static constexpr int MAX_QUANT = MAX;
-  static constexpr int64_t QUANT_BYTES = 256;  // bytes
+  static constexpr int64_t QUANT_BYTES = 256;  // of a block
   static void get(const char *, const char *at, Ints *quants) {
     const Ints mask = broadcast_int(0x0f0f0f0f);
 #pragma GCC unroll 4
@@ -43,7 +44,7 @@ struct Bits8 {
   }
 };
 
-// Two bits: a vector for each half.
+// Two bits: each vector holds half of the inputs.
 struct Bits2 {
   static constexpr bool EVERY_ROW_COUNT = false;
   static constexpr int MAX_QUANT = 3;
@@ -61,7 +62,7 @@ struct Bits2 {
   }
 };
 
-// Three: the third ones in a vector behind them.
+// Three bits: as two, and a vector with the high bits.
 struct Bits3 {
   static constexpr bool EVERY_ROW_COUNT = false;
   static constexpr int MAX_QUANT = 7;
@@ -77,7 +78,7 @@ struct Bits3 {
   }
 };
 
-// Four bits that stand for quants of a table.
+// Four bits that index a codebook.
 LANES_INLINE void get_codebook(const void *table, const char *at, Ints *quants) {
   Bits4<15>::get(nullptr, at, quants);
 #pragma GCC unroll 8
@@ -92,7 +93,7 @@ struct Codebook {
   static void get(const char *, const char *at, Ints *quants) { get_codebook(TABLE, at, quants); }
 };
 
-// Scales of a block: one for its 32 inputs, or (NUM_SCALES = 2) one for each half.
+// Scales and mins of a block: one for its 32 inputs, or (NUM_SCALES = 2) one for each 16.
 template <int NUM_SCALES>
 struct Scales {
   Floats d[NUM_SCALES], m[NUM_SCALES];
@@ -100,7 +101,7 @@ struct Scales {
 
 LANES_INLINE Floats halves(const char *at) { return load_half(reinterpret_cast<const uint16_t *>(at), first(16)); }
 
-// A step times whole numbers of each part of a block.
+// d times the integer scales of a block.
 template <int NUM_SCALES>
 LANES_INLINE Scales<NUM_SCALES> times(Floats step, const char *at) {
   const auto numbers = reinterpret_cast<const int8_t *>(at);
@@ -128,7 +129,7 @@ struct ScaleMin : L {
   }
 };
 
-// Eight blocks share a scale of their scales and one of their mins, which are whole numbers of 6 bits.
+// block_q4_K, block_q5_K: d, dmin, 6-bit scales and mins. dmin is subtracted, so m = -dmin * min.
 template <class L>
 struct SuperScaleMin : L {
   static constexpr int NUM_SCALES = 1, ZERO = 0;
@@ -141,7 +142,7 @@ struct SuperScaleMin : L {
   }
 };
 
-// Eight blocks, or (NUM_SCALES = 2) sixteen halves of them, share a scale of their scales, which are whole numbers.
+// block_q6_K, block_q3_K (NUM_SCALES = 2), block_iq4_xs: d and integer scales.
 template <class L, int ZERO_, int NUM_SCALES_>
 struct SuperScale : L {
   static constexpr int NUM_SCALES = NUM_SCALES_, ZERO = ZERO_;
@@ -152,7 +153,7 @@ struct SuperScale : L {
   }
 };
 
-// So do sixteen halves of blocks and their mins, in 4 bits of a byte each.
+// block_q2_K: d, dmin, 4-bit scales (low) and mins (high bits of a byte), for each 16 inputs.
 template <class L>
 struct SuperScaleMinHalves : L {
   static constexpr int NUM_SCALES = 2, ZERO = 0;
@@ -167,7 +168,7 @@ struct SuperScaleMinHalves : L {
   }
 };
 
-// Scales are powers of two: 2^(byte - 128), which may be denormal, as a product of two that are not.
+// block_mxfp4: an E8M0 scale, as GGML_E8M0_TO_FP32_HALF: 2^(e - 128). It may be denormal, so it is a product of two.
 template <class L, int ZERO_>
 struct ScaleE8M0 : L {
   static constexpr int NUM_SCALES = 1, ZERO = ZERO_;
@@ -180,8 +181,8 @@ struct ScaleE8M0 : L {
   }
 };
 
-// Whatever has at most 16 quants, from -64 to 63, and whole scales of half blocks: a record begins with its table of
-// quants.
+// Other types with at most 16 values, from -64 to 63, and integer scales for each 16 inputs. The codebook and a float32
+// d come first in the record.
 struct codes {
   static constexpr bool EVERY_ROW_COUNT = false;
   static constexpr int MAX_QUANT = 127, NUM_SCALES = 2, ZERO = 64;
@@ -193,22 +194,24 @@ struct codes {
   }
 };
 
-constexpr uint8_t IQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};  // 128 is 0
-constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};               // twice; 12 is 0
+// ggml's kvalues_iq4nl + 128 and kvalues_mxfp4 + 12.
+constexpr uint8_t IQ4[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr uint8_t E2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-using q4_0 = Scale<Bits4<15>, 8>;
-using q4_1 = ScaleMin<Bits4<15>>;
-using q4_k = SuperScaleMin<Bits4<15>>;
-using q5_0 = Scale<Bits8<31>, 16>;
-using q5_1 = ScaleMin<Bits8<31>>;
-using q5_k = SuperScaleMin<Bits8<31>>;
-using q6_k = SuperScale<Bits8<63>, 32, 2>;
-using q8_0 = Scale<Bits8<255>, 128>;
-using iq4_nl = Scale<Codebook<IQ4, 255>, 128>;
-using iq4_xs = SuperScale<Codebook<IQ4, 255>, 128, 1>;
-using mxfp4 = ScaleE8M0<Codebook<E2M1, 24>, 12>;
-using q2_k = SuperScaleMinHalves<Bits2>;
-using q3_k = SuperScale<Bits3, 4, 2>;
+// ggml's block and dot product. The dot products of all types are ``add_block`` in quants.cpp.
+using q4_0 = Scale<Bits4<15>, 8>;                // block_q4_0: d; vec_dot_q4_0_q8_0
+using q4_1 = ScaleMin<Bits4<15>>;                // block_q4_1: d, m; vec_dot_q4_1_q8_1
+using q4_k = SuperScaleMin<Bits4<15>>;           // block_q4_K: d, dmin, 6-bit scales and mins; vec_dot_q4_K_q8_K
+using q5_0 = Scale<Bits8<31>, 16>;               // block_q5_0: d; vec_dot_q5_0_q8_0
+using q5_1 = ScaleMin<Bits8<31>>;                // block_q5_1: d, m; vec_dot_q5_1_q8_1
+using q5_k = SuperScaleMin<Bits8<31>>;           // block_q5_K: d, dmin, 6-bit scales and mins; vec_dot_q5_K_q8_K
+using q6_k = SuperScale<Bits8<63>, 32, 2>;       // block_q6_K: d, 8-bit scales; vec_dot_q6_K_q8_K
+using q8_0 = Scale<Bits8<255>, 128>;             // block_q8_0: d; vec_dot_q8_0_q8_0
+using iq4_nl = Scale<Codebook<IQ4, 255>, 128>;   // block_iq4_nl: d, codebook; vec_dot_iq4_nl_q8_0
+using iq4_xs = SuperScale<Codebook<IQ4, 255>, 128, 1>; // block_iq4_xs: d, 6-bit scales, codebook; vec_dot_iq4_xs_q8_K
+using mxfp4 = ScaleE8M0<Codebook<E2M1, 24>, 12>; // block_mxfp4: e, codebook; vec_dot_mxfp4_q8_0
+using q2_k = SuperScaleMinHalves<Bits2>;         // block_q2_K: d, dmin, 4-bit scales and mins; vec_dot_q2_K_q8_K
+using q3_k = SuperScale<Bits3, 4, 2>;            // block_q3_K: d, 6-bit scales; vec_dot_q3_K_q8_K
 
 template <class K>
 constexpr int64_t RECORD = K::HEAD + K::BLOCKS * K::BLOCK;  // bytes
