@@ -1,9 +1,8 @@
-// Linear layers whose weights have 2 to 8 bits and scales by blocks of inputs, as GGUF files have them.
+// Linear layers of block-quantized weights, as GGUF files have them (ggml's mul_mat and vec_dot_*).
 //
-// A row's inputs are brought to 255 quants, each block of 32 with a step of its own, or each 256 where a record's
-// blocks have whole scales, as ggml has them but for the step, which stays in float32. Products of quants, and those
-// with whole scales, add up in 32 bits exactly; then scales and sums over blocks are float32, in the order of the
-// inputs. So a row's bits depend neither on the rows beside it nor on the processor.
+// Rows are quantized to 8 bits with a d for each 32 inputs (as ggml's q8_0 and q8_1), or for each 256 where INT_SCALES
+// (as q8_K); d is float32. Integer sums are exact in 32 bits. Float sums run over the inputs in one order. So a row's
+// bits depend neither on the other rows nor on the processor.
 #include "quants.h"
 
 #include <algorithm>
@@ -19,23 +18,23 @@
 
 namespace {
 
-constexpr int64_t AHEAD = 1 << 12;   // bytes from a weight that is used to the one asked for
-constexpr int64_t CACHED = 1 << 18;  // bytes of rows over which each tile of weights passes
-constexpr int ROWS_PER_PASS = 16;        // rows that share one reading of the weights
-constexpr int64_t LEAST_GROUPS = 4, MOST_GROUPS = 16;  // that are brought to quants at a time, if there are so many
-constexpr int FEW_ROWS = 8;              // rows whose blocks of whole scales the matrix unit multiplies one by one
-constexpr int ROWS_IN_REGISTERS = 4;          // of them whose sums of products are in registers, a multiple of ROWS_PER_INSTRUCTION
+constexpr int64_t AHEAD = 1 << 12;   // bytes from the weight in use to the prefetched one
+constexpr int64_t CACHED = 1 << 18;  // bytes of quantized rows that each tile of weights is multiplied by
+constexpr int ROWS_PER_PASS = 16;    // rows that share one read of the weights
+constexpr int64_t LEAST_GROUPS = 4, MOST_GROUPS = 16;  // groups of rows quantized at a time
+constexpr int FEW_ROWS = 8;          // INT_SCALES: up to so many rows the matrix unit multiplies block by block
+constexpr int ROWS_IN_REGISTERS = 4; // a multiple of ROWS_PER_INSTRUCTION
 
-// What is known of a row's inputs that share a step.
+// 32 inputs of a row, without their quants: as ggml's block_q8_1.
 struct BlockQ8 {
   float d;
-  float sums[2];     // of its inputs, as the quants give them: of both halves, or of all
-  int32_t start[2];  // where sums of products begin, such that a quant's zero counts as 0: for both halves, or for all
+  float sums[2];     // d * sum of quants: of each half, or sums[0] of all
+  int32_t start[2];  // -ZERO * sum of quants, from which integer sums begin
 };
 
-// The same of 256 inputs, where scales are whole.
+// 256 inputs of a row: as ggml's block_q8_K, a bsum for each 32.
 struct alignas(64) BlockQ8K {
-  Bfloat16 bsum_parts[32];  // of the sum of each block's quants two that are exact, then zeros
+  Bfloat16 bsum_parts[32];  // each bsum as two exact terms, for the matrix unit; then zeros
   float d;
   int16_t bsums[8];
 };
@@ -45,12 +44,12 @@ using RowBlock = std::conditional_t<K::INT_SCALES, BlockQ8K, BlockQ8>;
 template <class K>
 constexpr int64_t SPAN = K::INT_SCALES ? INPUTS * K::BLOCKS : INPUTS;
 
-// Rows that share a reading of the weights. Of two blocks a row's quants share a line, and rows lie side by row_block.
+// A group of quantized rows. Two blocks of a row share a cache line; the same blocks of all rows are contiguous.
 template <class K>
 struct Rows {
   const int8_t *quants;
-  const RowBlock<K> *row_blocks;  // for each span, rows side by side
-  int64_t count;         // of those that have a place
+  const RowBlock<K> *row_blocks;  // [blocks, count]
+  int64_t count;         // rows, with padding
 
   const int8_t *at(int64_t block) const { return quants + (block >> 1) * count * 2 * INPUTS + (block & 1) * INPUTS; }
 };
@@ -58,7 +57,7 @@ struct Rows {
 template <class K>
 constexpr int ZERO = Sum<K::MAX_QUANT>::SIGNED ? 0 : K::ZERO;
 
-// A block's sum of products of whole numbers, from ``start``, and what its mins make.
+// sum += d_w * d_x * integer sum + m * d_x * sum of the row's quants
 template <class K>
 LANES_INLINE Floats add_scaled(Floats sum, const Ints *whole, const Scales<K::NUM_SCALES> &scales, const BlockQ8 &row_block) {
   const Floats d = broadcast(row_block.d);
@@ -70,6 +69,8 @@ LANES_INLINE Floats add_scaled(Floats sum, const Ints *whole, const Scales<K::NU
   return sum;
 }
 
+// The dot product of one block: vec_dot_q4_0_q8_0, vec_dot_q6_K_q8_K and so on, for 16 outputs and ROWS rows.
+// ``quants`` are the unpacked weights, ``x`` the rows' quants.
 template <class K, int ROWS>
 LANES_INLINE void add_block(const Ints *quants, const Scales<K::NUM_SCALES> &scales, const int8_t *x, const BlockQ8 *row_blocks,
                             Floats *sums) {
@@ -88,6 +89,8 @@ LANES_INLINE void add_block(const Ints *quants, const Scales<K::NUM_SCALES> &sca
   }
 }
 
+// The same with INT_SCALES: vec_dot_q4_K_q8_K and vec_dot_q5_K_q8_K. Totals are scale * sum, of 256 inputs in the end;
+// ``add_record`` multiplies them by d and adds the mins.
 template <class K, int ROWS>
 LANES_INLINE void add_block(const Ints *quants, const Ints &scale, const int8_t *x, const BlockQ8K *, Ints *totals) {
   Sum<K::MAX_QUANT> products[ROWS][1];
@@ -98,7 +101,7 @@ LANES_INLINE void add_block(const Ints *quants, const Ints &scale, const int8_t 
   for (int r = 0; r < ROWS; r++) totals[r] = add(totals[r], products[r][0].scaled(scale));
 }
 
-// One block of all rows, in parts as even as can be, which leave no row alone but the last.
+// ``add_block`` for ROWS rows, at most ROWS_IN_REGISTERS at a time, in parts as even as possible.
 template <class K, int ROWS, int PART, class S, class N>
 LANES_INLINE void add_blocks(const Ints *quants, const S &scales, const int8_t *x, const RowBlock<K> *row_blocks, N *sums) {
   constexpr int PARTS = (ROWS + ROWS_IN_REGISTERS - 1) / ROWS_IN_REGISTERS, UNITS = (ROWS + ROWS_PER_INSTRUCTION - 1) / ROWS_PER_INSTRUCTION;
@@ -107,13 +110,14 @@ LANES_INLINE void add_blocks(const Ints *quants, const S &scales, const int8_t *
   if constexpr (PART + 1 < PARTS) add_blocks<K, ROWS, PART + 1>(quants, scales, x, row_blocks, sums);
 }
 
-// A record of whole scales: sums of products times them, and of mins, come to what the records before it made.
+// out += d * d_x * total - dmin * d_x * mins
 LANES_INLINE void add_record(const char *head, int64_t record, float d, Ints total, Floats mins, float *out) {
   const Floats before = record ? load(out) : zeros(), scale = halves(head), least = halves(head + 32);
   const Floats sum = fma(to_floats(total), scale * broadcast(d), before);
   store(out, fnma(mins, least * broadcast(d), sum));
 }
 
+// The mins times bsums of each row, then ``add_record``; clears the totals.
 template <class K, int ROWS>
 LANES_INLINE void add_records(const char *head, int64_t record, const BlockQ8K *row_blocks, Ints *totals, float *out) {
   int32_t saved[OUTPUTS * ROWS];
@@ -137,7 +141,7 @@ LANES_INLINE void add_records(const char *head, int64_t record, const BlockQ8K *
   }
 }
 
-// What adds up in registers: all blocks, or those of a record with whole scales.
+// Sums in registers: floats of all blocks, or integers of one record.
 template <bool INT_SCALES>
 struct Accumulator {
   using Number = Floats;
@@ -149,7 +153,7 @@ struct Accumulator<true> {
   static Number zero() { return zero_ints(); }
 };
 
-// Outputs of one tile for so many rows.
+// 16 outputs of ROWS rows.
 template <class K, int ROWS>
 void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Prefetcher prefetcher) {
   const int8_t *at = x.quants;
@@ -185,7 +189,7 @@ void pass(const char *w, const Rows<K> &x, int64_t records, float *out, Prefetch
     for (int r = 0; r < ROWS; r++) store(out + OUTPUTS * r, sums[r]);
 }
 
-// Rows that are multiplied where so many are there; what becomes of one that is added does not matter.
+// The number of rows with padding, for which there is code. Results of a padding row are ignored.
 template <class K>
 constexpr int64_t padded_rows(int64_t rows) { return K::EVERY_ROW_COUNT || rows <= 6 ? rows : rows + rows % 2; }
 
@@ -196,13 +200,13 @@ void passes(int64_t rows, const char *w, const Rows<K> &x, int64_t records, floa
   if constexpr (ROWS > 1) passes<K, ROWS - 1>(rows, w, x, records, out, prefetcher);
 }
 
-// Bytes of a row's quants that the matrix unit takes at a time: half a block, a block, or two.
+// Bytes of a row in a tile: half a block, a block, or two.
 template <class K>
 constexpr int64_t tile_row_bytes(int64_t rows) {
   return K::INT_SCALES && rows > FEW_ROWS ? 2 * INPUTS : INPUTS / K::NUM_SCALES;
 }
 
-// A whole number of up to 8 bits before its last zeros, exactly.
+// Exact for integers with at most 8 significant bits.
 inline Bfloat16 as_bfloat16(int32_t whole) {
   const auto value = static_cast<float>(whole);
   uint32_t bits;
@@ -210,9 +214,8 @@ inline Bfloat16 as_bfloat16(int32_t whole) {
   return {static_cast<uint16_t>(bits >> 16)};
 }
 
-// A row, as one of those that have a place side by row_block. Steps are NaN if an input is NaN, infinite if one is
-// infinite, and so is or becomes every output. ``zero``: the quant that stands for 0; ``parts``: of a block that have a
-// scale.
+// Quantizes a row (quantize_row_q8_1, quantize_row_q8_K) into every ``count``-th block of ``to``. d is NaN or infinite
+// if an input is, and then so is every output. ``zero``: the weights' ZERO; ``parts``: their NUM_SCALES.
 template <class S, class T>
 void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *quants, S *to, int64_t count, int zero, int parts) {
   constexpr bool INT_SCALES = std::is_same<S, BlockQ8K>::value;
@@ -262,7 +265,7 @@ struct Output {
   T *y;
   const T *add;
   const float *bias;
-  int64_t stride, outputs;  // numbers from row to row
+  int64_t stride, outputs;  // stride in numbers
 
   void put(int64_t row, int64_t from, const float *sums) const {
     const First lanes = first(outputs - from);
@@ -273,7 +276,7 @@ struct Output {
   }
 };
 
-// Rows in groups that share a reading of the weights, as even as can be.
+// Groups of at most ROWS_PER_PASS rows, as even as possible.
 struct Groups {
   int64_t rows, count;
   explicit Groups(int64_t rows) : rows(rows), count((rows + ROWS_PER_PASS - 1) / ROWS_PER_PASS) {}
@@ -281,12 +284,11 @@ struct Groups {
   int64_t begin(int64_t group) const { return group * (rows / count) + std::min(group, rows % count); }
 };
 
-// Rows as they are rows_q8 while weights pass over them, group after group, each with places for as many as the largest
-// has: what lies in a place that is left over does not matter.
+// All groups of quantized rows, each with room for as many rows as the largest. The content of unused room is ignored.
 template <class K>
 struct QuantizedRows {
   Groups groups;
-  int64_t lines, blocks_per_row, count;  // of a place, and places in a group
+  int64_t lines, blocks_per_row, count;  // count: rows of a group, with padding
   int8_t *at;
 
   QuantizedRows(int64_t rows, int64_t blocks)
@@ -310,11 +312,12 @@ struct QuantizedRows {
   }
 };
 
-// What the matrix unit makes of one output tile. It and the lanes work at the same time if neither reads what the other
-// has just written: blocks are unpacked four ahead of the product, and products made one block ahead of their scaling.
+// By the matrix unit (AMX), 16 outputs. It works at the same time as the vector units if neither reads what the other
+// has just written: blocks are unpacked four ahead of the product, and products are made one block ahead of their
+// scaling.
 constexpr int64_t UNPACK_AHEAD = 4, RING = 8, PIECE = 32;  // blocks
-constexpr int64_t TILES_AHEAD = 1 << 14;             // bytes
-constexpr int64_t UNPACKED = 8 * TILE_BYTES;         // of a block
+constexpr int64_t TILES_AHEAD = 1 << 14;                    // bytes of prefetch
+constexpr int64_t UNPACKED = 8 * TILE_BYTES;                // bytes of a block's quants
 using Products = int32_t[OUTPUTS * TILE_ROWS];
 template <int N>
 using Number = std::integral_constant<int, N>;
@@ -329,12 +332,12 @@ const char *block_at(const char *w, int64_t block) {
 }
 
 #if defined(TILES_WRITTEN_OUT)
-#define HERE  // tests compile soon
+#define HERE  // compiles sooner, in tests
 #else
-#define HERE __attribute__((always_inline))  // or sums lie in memory
+#define HERE __attribute__((always_inline))  // else sums are in memory
 #endif
 
-// BlockQ8K [from, to) of so many rows. ``unpacked`` has places for ``places`` blocks; ``fresh``: they are to be filled.
+// Blocks [from, to) of ROWS rows. ``unpacked`` has room for ``places`` blocks; ``fresh``: they have to be unpacked.
 template <class K, int ROWS>
 void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, char (*unpacked)[UNPACKED], int64_t places,
                     bool fresh, float *out) {
@@ -372,7 +375,7 @@ void pass_by_blocks(const char *w, const Rows<K> &x, int64_t from, int64_t to, c
       part(Number<0>(), Number<0>());
       part(Number<1>(), Number<3>());
     } else {
-      part(Number<0>(), Number<3 * buffer>());  // sums 0 and 3 share no tile
+      part(Number<0>(), Number<3 * buffer>());  // sums 0 and 3 have no tile in common
     }
   };
   const auto scale = [&](int64_t block, int buffer) HERE {
@@ -426,13 +429,13 @@ void passes_by_blocks(int64_t rows, More... more) {
   if constexpr (ROWS > 1) passes_by_blocks<K, ROWS - 1>(rows, more...);
 }
 
-// Records of whole scales: quants times a part of three bits of their scale are bytes too, and their products with a
-// row's quants add up over a record in the unit. Each record is unpacked while the one before it is multiplied.
+// INT_SCALES and many rows: quants times 3 of the 6 bits of their scale still fit a byte, so the unit can sum the
+// products over a whole record. Each record is unpacked while the unit multiplies the one before.
 template <class K>
 struct ByRecords {
-  static constexpr int STEPS = K::BLOCKS / 2, LOW = 3;  // of two blocks; bits
+  static constexpr int STEPS = K::BLOCKS / 2, LOW = 3;  // steps of two blocks; low bits of a scale
   alignas(64) char weights[2][STEPS][2][2 * UNPACKED], mins[2][TILE_ROWS * TILE_BYTES] = {};
-  alignas(64) Products products[2][2][3];  // in buffer, of two groups: with low parts, with high ones, and of mins
+  alignas(64) Products products[2][2][3];  // double buffer, of two groups: low bits, high bits, mins
   const char *w;
   const QuantizedRows<K> &rows_q8;
   float *out;
@@ -454,7 +457,7 @@ struct ByRecords {
         for (int p = 0; p < 2; p++)
           store(reinterpret_cast<int32_t *>(weights[record & 1][step][p] + UNPACKED * i + TILE_BYTES * j),
                 multiply_shorts(quants[j], parts[p]));
-      const Ints top = as_ints(to_floats(K::mins(at)));  // a Bfloat16 in the high half
+      const Ints top = as_ints(to_floats(K::mins(at)));  // Bfloat16 in the high half
       store(reinterpret_cast<int32_t *>(mins[record & 1] + TILE_BYTES * block), add(top, shift_right<16>(top)));
     }
   }
@@ -473,7 +476,7 @@ struct ByRecords {
     }
   }
 
-  // One record of one or two groups, and what lanes have to do beside it.
+  // One record of one or two groups. ``lanes`` is the vector units' work meanwhile.
   template <bool TWO, class Lanes>
   void multiply(int64_t record, int64_t group, int buffer, Lanes lanes) {
     const Rows<K> x = rows_q8.rows(group), next = rows_q8.rows(group + TWO);
@@ -578,7 +581,7 @@ void multiply(const char *w, const T *x, const Output<T> &out, int64_t rows, int
   }
 }
 
-// A weight's row, one output's.
+// Dequantizes one row of the weights (dequantize_row_*).
 template <class K, class T>
 void get_row_quants(const char *w, int64_t row, T *to, int64_t inputs) {
   const int64_t records = (inputs + INPUTS * K::BLOCKS - 1) / (INPUTS * K::BLOCKS), lane = row % OUTPUTS;
