@@ -1,4 +1,4 @@
-// Products of a block's quants and rows' quants, which add up in whole numbers.
+// Integer dot products of weights' quants and rows' quants.
 #pragma once
 #include <cstring>
 
@@ -6,11 +6,11 @@
 
 namespace {
 
-// Sums over a block of weights' quants times inputs' quants.
+// A block's integer sums for 16 outputs and one row: AVX-VNNI, AVX-512 VNNI or NEON dot products, or else maddubs.
 #if defined(HAS_BYTE_PRODUCTS)
 template <int MAX_QUANT>
 struct Sum {
-  static constexpr bool SIGNED = BYTES_ARE_SIGNED && MAX_QUANT > 127;  // whether weights' quants lose their zero here
+  static constexpr bool SIGNED = BYTES_ARE_SIGNED && MAX_QUANT > 127;  // subtract 128: the operands are signed
   Ints v;
   static Ints bytes(Ints w) { return SIGNED ? bit_xor(w, broadcast_int(static_cast<int32_t>(0x80808080))) : w; }
   void begin(int32_t start) { v = broadcast_int(start); }
@@ -23,7 +23,7 @@ struct Sum {
 template <int MAX_QUANT>
 struct Sum {
   static constexpr bool SIGNED = MAX_QUANT > 127;
-  static constexpr bool SHORT = 16 * 127 * MAX_QUANT < 1 << 15;  // all eight pairs of a block add up in 16 bits
+  static constexpr bool SHORT = 16 * 127 * MAX_QUANT < 1 << 15;  // a block's sums fit 16 bits
   Ints v;
   int32_t start;
   void begin(int32_t from) {
@@ -31,7 +31,7 @@ struct Sum {
     start = from;
   }
   void add(Ints w, Ints x) {
-    if constexpr (SIGNED) {  // |w| to 128, |x| to 127: pairs to 32,512
+    if constexpr (SIGNED) {  // |w| <= 128, |x| <= 127: pairs <= 32,512
       const Ints quants = bit_xor(w, broadcast_int(static_cast<int32_t>(0x80808080)));
       v = ::add(v, short_pairs(byte_pairs(byte_sizes(quants), with_sign_of(x, quants))));
     } else if constexpr (SHORT) {
@@ -54,7 +54,7 @@ LANES_INLINE Ints four(const int8_t *at) {
 }
 
 #if defined(HAS_ROW_PAIRS)
-// Of the first so many pairs of rows.
+// The first PAIRS pairs of rows, by ARM's i8mm.
 template <class K, int PAIRS>
 LANES_INLINE void add_pair_products(const Ints *quants, const int8_t *x, Sum<K::MAX_QUANT> (*products)[K::NUM_SCALES]) {
   Pair sums[PAIRS][K::NUM_SCALES];
@@ -80,7 +80,7 @@ LANES_INLINE void add_pair_products(const Ints *quants, const int8_t *x, Sum<K::
 }
 #endif
 
-// Products of one block and some rows.
+// Adds the products of one block and ROWS rows.
 template <class K, int ROWS>
 LANES_INLINE void add_products(const Ints *quants, const int8_t *x, Sum<K::MAX_QUANT> (*products)[K::NUM_SCALES]) {
   constexpr int ALONE = ROWS_PER_INSTRUCTION == 2 ? ROWS / 2 * 2 : 0;
