@@ -1,13 +1,10 @@
-// Linear layers, norms and activations for few rows, bound by reading the weights.
+// Linear layers in float32, 16 bits and int8, norms and activations. For few rows they are bound by memory bandwidth.
 //
-// Weights lie in the order in which they are read, one stream: tiles of 32 outputs; within a tile, inputs in groups of
-// four bytes (one float32, two of 16 bits or four int8), each group's 32 outputs side by side. They are asked for ahead
-// of their use, even beyond the layer's end, where the next layer's lie: beside the arithmetic of several rows the
-// processor does not look far enough ahead. A few rows share one pass; more rows share chunks of a tile that stay
-// cached. An output's sum runs over the inputs in one order whatever the number of rows, so a row's bits do not depend
-// on the rows beside it.
-//
-// Pointers are contiguous row-major arrays.
+// Weights are repacked in the order in which they are read: tiles of 32 outputs; in a tile, groups of four bytes of
+// input (one float32, two of 16 bits or four int8), 32 outputs each. They are prefetched, even beyond the layer's end,
+// where the next layer's weights are: with several rows, the hardware prefetcher does not run far enough ahead. Few
+// rows share one pass over the weights; more rows share chunks of a tile that stay in the cache. An output's sum runs
+// over the inputs in one order whatever the number of rows, so a row's bits do not depend on the other rows.
 #include "kernels.h"
 #include "rows.h"
 #include "tiles.h"
@@ -23,23 +20,23 @@
 namespace {
 
 constexpr int64_t TILE = 32, GROUP_BYTES = 4 * TILE, HALF = GROUP_BYTES / 2;
-constexpr int64_t BLOCK = 48;       // rows whose sums are kept at a time
-constexpr int64_t AHEAD = 1 << 14;  // bytes from a weight that is used to the one asked for: a third of the L1 cache
+constexpr int64_t BLOCK = 48;       // rows whose sums are in memory at a time
+constexpr int64_t AHEAD = 1 << 14;  // bytes from the weight in use to the prefetched one: a third of the L1 cache
 #if defined(__AVX512F__)
 constexpr bool NARROW = false;
-constexpr int64_t CHUNK = 192;  // most groups of inputs, 24 KiB of weights, that a block's rows pass over one after another
+constexpr int64_t CHUNK = 192;  // groups of inputs (24 KiB of weights) that all rows of a block use in turn
 #else
-constexpr bool NARROW = true;  // registers hold the sums of more rows if a pass takes half a tile
+constexpr bool NARROW = true;  // half a tile per pass: registers hold the sums of more rows
 constexpr int64_t CHUNK = 128;
 #endif
 
-// How 16 outputs of a group are multiplied. ``Row``: what a row's inputs of a group are brought to, STEP bytes.
+// How a group is multiplied, for 16 outputs. STEP: bytes of a row's converted inputs of a group.
 struct Float {
   using Sum = Floats;
   using Weights = Floats;
   static constexpr Kind KIND = KIND_own;
-  static constexpr int64_t STEP = 4, ROWS_PER_PASS = NARROW ? 6 : 12;  // rows in one pass
-  static constexpr int64_t WHOLE_TILE_ROWS = NARROW ? 5 : 12;               // and in one over a whole tile
+  static constexpr int64_t STEP = 4, ROWS_PER_PASS = NARROW ? 6 : 12;  // rows in one pass over half a tile
+  static constexpr int64_t WHOLE_TILE_ROWS = NARROW ? 5 : 12;     // and over a whole tile
   static Sum zero() { return zeros(); }
   static Weights get(const char *w) { return as_floats(load_ints(w)); }
   static void add(Sum &sum, const Weights &w, const char *x) {
@@ -49,7 +46,7 @@ struct Float {
   }
 };
 
-// Two inputs of 16 bits as float32.
+// Two inputs of 16 bits, converted to float32.
 template <class T>
 struct Widened {
   using Sum = Floats;
@@ -75,7 +72,7 @@ Widened<Bfloat16>::Weights Widened<Bfloat16>::get(const char *w) {
 }
 
 template <>
-Widened<Float16>::Weights Widened<Float16>::get(const char *w) {  // the first inputs of 16 outputs, then the second
+Widened<Float16>::Weights Widened<Float16>::get(const char *w) {  // first inputs of 16 outputs, then second inputs
   const auto at = reinterpret_cast<const Float16 *>(w);
   return {load(at, first(16)), load(at + 16, first(16))};
 }
@@ -104,7 +101,7 @@ struct Int8 {
   using Weights = Ints;
   static constexpr Kind KIND = KIND_int8;
   static constexpr int64_t STEP = 4, ROWS_PER_PASS = NARROW ? 6 : 8, WHOLE_TILE_ROWS = NARROW ? 3 : 8;
-  static constexpr int32_t ZERO = BYTES_ARE_SIGNED ? 0 : 128;  // the byte that stands for 0
+  static constexpr int32_t ZERO = BYTES_ARE_SIGNED ? 0 : 128;  // zero point of rows
   static Sum zero() { return zero_ints(); }
   static Weights get(const char *w) { return in_register(load_ints(w)); }
   static void add(Sum &sum, const Weights &w, const char *x) {
@@ -114,7 +111,7 @@ struct Int8 {
   }
 };
 #else
-// Products of pairs add up in 16 bits: |w| x with the sign of w, w and x from -127 to 127, so that a pair is within
+// maddubs adds pairs in 16 bits: |w| * (x with the sign of w). w and x are from -127 to 127, so a pair is at most
 // 2 * 127 * 127 = 32,258 and nothing saturates.
 struct Int8 {
   using Sum = Ints;
@@ -138,7 +135,7 @@ struct Int8 {
 #endif
 
 #if defined(HAS_ROW_PAIRS)
-// As ``pass``, two groups and two rows at a time, as long as there are two groups; returns how many it took.
+// ``pass`` by ARM's i8mm, two groups and two rows at a time. Returns how many groups it took.
 template <int ROWS, int HALVES>
 LANES_INLINE int64_t pass_pairs(const char *w, const char *x, int64_t stride, int64_t groups, Ints (*s)[HALVES], Prefetcher &prefetcher) {
   constexpr int PAIRS = ROWS / 2;
@@ -173,7 +170,7 @@ LANES_INLINE int64_t pass_pairs(const char *w, const char *x, int64_t stride, in
 }
 #endif
 
-// HALVES: of a tile.
+// A whole tile (HALVES = 2) or half of one, for ROWS rows.
 template <class K, int ROWS, int HALVES>
 void pass(const char *w, const char *x, int64_t stride, int64_t groups, typename K::Sum *sums, bool fresh, Prefetcher prefetcher) {
   typename K::Sum s[ROWS][HALVES];
@@ -230,7 +227,7 @@ void tile(const char *w, const char *x, int64_t stride, int64_t rows, int64_t gr
   }
 }
 
-// Rows in matrices for the matrix unit, as even as can be: up to a row in 16 is added, whose numbers do not matter.
+// Rows as matrices of at most 16 rows for the matrix unit, as even as possible. The content of padding rows is ignored.
 struct Matrices {
   int64_t count, rows;  // in each
   explicit Matrices(int64_t all) : count((all + TILE_ROWS - 1) / TILE_ROWS), rows((all + count - 1) / count) {}
@@ -246,7 +243,7 @@ template <>
 constexpr bool BY_TILES<Bfloat> = MAY_TILE;
 #endif
 
-// Sixteen groups of one or two matrices.
+// Sixteen groups, with one or two matrices.
 template <class K, bool TWO>
 void add_groups(const char *w, const char *x, int64_t stride, int64_t rows) {
   const auto add = [](auto sum) {
@@ -280,7 +277,7 @@ void tile_by_tiles(const char *w, const char *x, int64_t stride, int64_t rows, i
       }
     add_groups<K, TWO>(w, x, stride, rows);
   }
-  if (groups) {  // what fills them up is zero
+  if (groups) {  // padded with zeros
     alignas(64) char weights[TILE_ROWS * GROUP_BYTES] = {}, inputs[2 * TILE_ROWS * TILE_BYTES] = {};
     std::memcpy(weights, w, groups * GROUP_BYTES);
     for (int64_t r = 0; r < (TWO ? 2 : 1) * rows; r++) std::memcpy(inputs + r * TILE_BYTES, x + r * stride, 4 * groups);
@@ -332,7 +329,7 @@ void multiply(const char *w, const char *x, int64_t stride, int64_t rows, int64_
   });
 }
 
-// A row as a kind of multiplication wants it: as it is, or widened to float32. What fills the last group is zero.
+// Copies a row, or converts it to float32. The last group is padded with zeros.
 template <bool WIDEN, class T>
 void convert_row(const T *x, char *to, int64_t inputs, int64_t padded) {
   if constexpr (WIDEN) {
@@ -368,8 +365,7 @@ void multiply_rows(const char *w, const T *x, T *y, const T *add, const float *b
   });
 }
 
-// A row in 255 quants of its own, a byte each. Returns the step between quants: NaN if there is a NaN, infinite if one
-// is infinite, and so is or becomes every output.
+// Quantizes a row to int8. Returns d: NaN or infinite if an input is, and then so is every output.
 template <class T>
 float quantize(const T *x, int64_t inputs, uint8_t *quants, int64_t padded) {
   Floats top = zeros();
@@ -402,13 +398,13 @@ struct KindOf<Bfloat16> {
   using Kind = Bfloat;
 };
 
-// A weight's row, one output's.
+// One row of the weights.
 template <class T>
 void get_row_own(const char *w, int64_t row, T *to, int64_t inputs) {
-  constexpr int64_t PER_GROUP = 4 / sizeof(T);  // of a group
+  constexpr int64_t PER_GROUP = 4 / sizeof(T);  // inputs of a group
   const int64_t lane = row % TILE;
   w += row / TILE * ((inputs + PER_GROUP - 1) / PER_GROUP) * GROUP_BYTES;
-  int64_t first = 4 * lane, step = sizeof(T);  // in a group, from input to input
+  int64_t first = 4 * lane, step = sizeof(T);  // offset and stride in a group
   if (std::is_same<T, Float16>::value) first = lane / 16 * HALF + lane % 16 * sizeof(T), step = HALF / 2;
   for (int64_t i = 0; i < inputs; i++)
     std::memcpy(to + i, w + i / PER_GROUP * GROUP_BYTES + first + i % PER_GROUP * step, sizeof(T));
@@ -544,7 +540,7 @@ void softcap(float *numbers, int64_t count, float cap) {
     store(numbers + i, first(count - i), capped(load(numbers + i, first(count - i)), cap));
 }
 
-void use_huge_pages(char *at, int64_t bytes) {  // large pages: 10 % faster to stream
+void use_huge_pages(char *at, int64_t bytes) {  // 10 % faster to stream
 #if defined(__linux__)
   const uintptr_t large = 1 << 21, start = (reinterpret_cast<uintptr_t>(at) + large - 1) / large * large;
   const uintptr_t end = (reinterpret_cast<uintptr_t>(at) + bytes) / large * large;
