@@ -1,6 +1,6 @@
-// Layers that keep a state: a gated delta net, Mamba-2, a short convolution. A call reads a sequence's state once for
-// all of its rows, and stores it once: a block of its columns stays in the cache while the rows change it one after
-// another. Every sum has one order, whatever is fed together, and a column depends on nothing beside it.
+// Recurrent mixers: gated delta net, Mamba-2, short convolution. A call loads and stores a sequence's state once for
+// all of its rows: a block of its columns stays in the cache while row after row updates it. Every sum has one order,
+// whatever the batch, and columns are independent.
 #include "kernels.h"
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 namespace {
 
 constexpr int64_t NONE = -1;
-constexpr int WIDE = 2;  // registers side by side: a block's columns
+constexpr int WIDE = 2;  // vectors in a block's row
 constexpr int64_t ACROSS = 16 * WIDE;
-constexpr float UNIT_EPS = 1e-6f;  // added to the squares of keys and queries
+constexpr float UNIT_EPS = 1e-6f;  // of the L2 norm of keys and queries
 
 Floats sigmoid(Floats v) { return broadcast(1) / (broadcast(1) + exponential(zeros() - v)); }
 Floats silu(Floats v) { return v / (broadcast(1) + exponential(zeros() - v)); }
@@ -22,13 +22,13 @@ Floats softplus(Floats v) {
   return max(v, zeros()) + (logarithm(w) - lost / w);
 }
 
-// A block of a state's columns: row after row, ``step`` numbers apart.
+// A block of a state's columns; ``step`` numbers from row to row.
 struct Side {
   float *at;
   int64_t step;
 };
 
-// Which columns of a block there are.
+// The columns of a block: all of them (WHOLE), or a mask.
 template <bool WHOLE>
 struct Columns {
   First lanes[WIDE];
@@ -46,13 +46,13 @@ struct Columns {
   }
 };
 
-// One node of one head: what it reads, where its state and its output go; either may be null.
+// One node of one head. ``to`` (the new state) and ``made`` (the output) may be null.
 template <class T>
 struct Step {
   Side from, to;
   const float *key, *query, *value;
   float decay, gate, skip;
-  int64_t keys, ahead;  // rows of the state; from a row to one that is asked for, 0: nothing is
+  int64_t keys, ahead;  // rows of the state; prefetch distance, 0: none
   T *made;
 
   void ask(const float *row) const {
@@ -61,7 +61,7 @@ struct Step {
   }
 };
 
-// S <- decay S + key added^T, and S^T query, rows by turns in two sums.
+// S = decay S + key added^T; sums = S^T query. Even and odd rows have sums of their own.
 template <bool WHOLE, bool ASKS, class T>
 void change(const Columns<WHOLE> &columns, const Step<T> &s, const Floats *added, Floats *sums) {
   const Floats decay = broadcast(s.decay);
@@ -111,9 +111,9 @@ void mamba_step(const Columns<WHOLE> &columns, const Step<T> &s) {
     columns.make(s.made, w, fma(broadcast(s.skip), columns.get(s.value, w), sums[w]));
 }
 
-// A buffer for every state that is neither the checkpoint nor read by nobody, and one may take its parent's.
+// Buffers for states that are read again and are not the checkpoint. A node may reuse its parent's buffer.
 struct Places {
-  std::vector<int64_t> of;  // each node's; NONE: its state is not kept here
+  std::vector<int64_t> of;  // the buffer of each node; NONE: none
   int64_t count = 0;
 
   explicit Places(const Replay &p) : of(p.nodes, NONE) {
@@ -170,7 +170,7 @@ class Recurring {
   }
 
  private:
-  // What a short convolution reads: B x, in the place of B.
+  // The convolution's input B * x, in place of B.
   void open(T *row) const {
     for (int64_t i = 0; i < m.channels; i += 16) {
       const First lanes = first(m.channels - i);
@@ -204,7 +204,7 @@ class Recurring {
     });
   }
 
-  // What the heads read of a node: the channels behind the convolution, and behind them a gate and a decay of each.
+  // Convolution, then the gates: [conv channels | gate (beta or dt) | decay] of a node.
   void prepare(int64_t node, float *to) const {
     convolve(node, [&](int64_t i, First lanes, Floats sum) { store(to + i, lanes, rounded<T>(silu(sum))); });
     const bool delta = m.kind == MIXER_delta;
@@ -216,7 +216,7 @@ class Recurring {
       store(gates + h, lanes, delta ? sigmoid(load(own + h, lanes)) : step);
       store(decays + h, lanes, exponential(step * load(m.ssm_a + h, lanes)));
     }
-    for (int64_t group = 0; delta && group < 2 * m.groups; group++)  // queries, then keys
+    for (int64_t group = 0; delta && group < 2 * m.groups; group++)  // queries, then keys: L2 norm
       make_unit(to + group * m.key_dim, group < m.groups ? 1 / std::sqrt(static_cast<float>(m.key_dim)) : 1);
   }
 
@@ -258,7 +258,7 @@ class Recurring {
     for (int64_t node = run.first; node < run.first + run.nodes; node++) {
       const int64_t parent = p.parents[node], row = p.rows[node];
       const float *const own = mixed + node * wide, *const gates = own + m.channels;
-      const float *const keys = own + (delta ? 0 : m.d_inner);  // queries and keys of a delta net, B and C of Mamba-2
+      const float *const keys = own + (delta ? 0 : m.d_inner);  // delta net: queries and keys; Mamba-2: B and C
       Step<T> s;
       s.from = parent == NONE || parent == run.checkpoint ? checkpoint : buffer(places.of[parent]);
       s.to = node == run.checkpoint ? checkpoint : places.of[node] == NONE ? Side{nullptr, 0} : buffer(places.of[node]);
@@ -308,7 +308,7 @@ class Recurring {
   T *const out;
   const int64_t rows;
   const int threads;
-  const int64_t record, wide, stride;  // numbers of a record, of what heads read of a node, of a row of inputs
+  const int64_t record, wide, stride;  // numbers of a record, of ``prepare``'s result, of an input row
   float *mixed = nullptr;
 };
 
