@@ -1,6 +1,6 @@
-// Keyed Gumbel noise, the best id of perturbed rows, and what two distributions share.
+// Gumbel-max sampling with keyed noise, acceptance of drafted tokens, and log probabilities.
 //
-// Rows are float32 [rows, size], contiguous; -inf is a banned id. Entry i of a key's noise depends on the key and i
+// Rows are float32 [rows, size], contiguous; -inf is a banned token. Entry i of a key's noise depends on the key and i
 // alone.
 #include "kernels.h"
 
@@ -12,14 +12,14 @@
 
 namespace {
 
-constexpr double PARALLEL = 1e6;  // entries worth a second thread
+constexpr double PARALLEL = 1e6;  // entries from which a second thread pays
 
 struct Key {
   Ints odd, plus;
   explicit Key(uint64_t key)
       : odd(broadcast_int(static_cast<int32_t>(key | 1))), plus(broadcast_int(static_cast<int32_t>(key >> 32))) {}
 
-  // One of 2^31 numbers in (0, 1) each; ``ids`` are hashed ids, one for each entry.
+  // A uniform number in (0, 1) for each of the hashed ``ids``.
   Floats uniform(Ints ids) const {
     const auto fold = [](Ints x) { return bit_xor(x, shift_right<16>(x)); };
     Ints x = fold(add(multiply(ids, odd), plus));
@@ -31,20 +31,20 @@ struct Key {
   // -ln(-ln(1 - u))
   static Floats noise(Floats u) {
     const Floats one = broadcast(1);
-    const Floats w = one - u, lost = one - w - u;  // of u, in w
+    const Floats w = one - u, lost = one - w - u;  // rounding error of w
     const Floats wait = zeros() - (logarithm(w) + lost / w);
     return zeros() - logarithm(wait);
   }
 
-  // What the noise does not exceed, from the exponent alone: -ln u, rounded up.
+  // A cheap upper bound of the noise: -ln u, rounded up, from the exponent alone.
   static Floats bound(Floats u) {
     return fnma(exponent(u), broadcast(0.69314718f), broadcast(0.001f));
   }
 };
 
-// Where a row's largest number is.
+// A running argmax.
 struct Best {
-  Floats floor = broadcast(-std::numeric_limits<float>::infinity());  // the largest of all lanes
+  Floats floor = broadcast(-std::numeric_limits<float>::infinity());  // largest of all lanes
   Floats top = broadcast(-std::numeric_limits<float>::infinity());
   Ints index = lane_ids();
   Mask broken{};
@@ -57,7 +57,7 @@ struct Best {
     index = select(more, add(lanes, broadcast_int(static_cast<int32_t>(at))), index);
   }
 
-  // The same for v + noise, which is computed only where it may be the largest so far.
+  // The same for v + noise. The noise is computed only where it may give a new maximum.
   void update(Floats v, First mask, int64_t at, const Key &key, const int32_t *ids) {
     const Floats u = key.uniform(load_ints(ids + at, mask));
     if (!bits(mask & not_less(v + Key::bound(u), floor))) return;
@@ -65,7 +65,7 @@ struct Best {
     floor = broadcast(reduce_max(top));
   }
 
-  // The first of equals; NaN if one was seen.
+  // The first of equal maxima; NaN if there was one.
   void result(float *value, int64_t *id) const {
     *value = bits(broken) ? std::numeric_limits<float>::quiet_NaN() : reduce_max(top);
     const Mask at = equal(top, broadcast(reduce_max(top)));
@@ -73,7 +73,7 @@ struct Best {
   }
 };
 
-// Softmax of a row: ``powers``, e^(v - top), times ``inverse_sum``, one over their sum.
+// Softmax of a row: ``powers`` e^(v - top), times ``inverse_sum``.
 struct Softmax {
   float *const powers;
   float inverse_sum;
@@ -102,8 +102,8 @@ struct Softmax {
   }
 };
 
-// The first id whose cumulative weight exceeds its share of the sum; never one of weight 0, unless all are. The sum
-// runs over blocks in double precision, so that rounding can at most leave the search at the result of the right block.
+// Inverse CDF: the first id whose cumulative weight exceeds ``quantile`` of the sum; never one of weight 0, unless all
+// are. Sums over blocks are doubles, so that rounding can at most end the search at the last id of the right block.
 int64_t invert(const float *weights, int64_t size, double quantile) {
   constexpr int64_t STEP = 128;
   static thread_local std::vector<double> reach;
@@ -121,7 +121,7 @@ int64_t invert(const float *weights, int64_t size, double quantile) {
   const double goal = total * (quantile < 1 - 0x1p-40 ? quantile : 1 - 0x1p-40);
   size_t block = 0;
   while (block < reach.size() && !(reach[block] > goal)) block++;
-  if (block == reach.size()) return size - 1;  // nothing, or NaN
+  if (block == reach.size()) return size - 1;  // all 0, or NaN
   double sum = block ? reach[block - 1] : 0;
   int64_t result = size - 1;
   for (int64_t i = block * STEP; i < (static_cast<int64_t>(block) + 1) * STEP && i < size; i++)
@@ -135,7 +135,7 @@ int64_t invert(const float *weights, int64_t size, double quantile) {
 
 }  // namespace
 
-// Per row of weights, the id at which its share ``quantiles`` of the sum is passed.
+// Samples an id from each row of weights.
 void inverse_cdf(const float *weights, int64_t rows, int64_t size, const double *quantiles, int64_t *out) {
   for (int64_t r = 0; r < rows; r++) out[r] = invert(weights + r * size, size, quantiles[r]);
 }
@@ -148,7 +148,7 @@ void gumbel(uint64_t key, const int32_t *ids, float *out, int64_t size) {
   }
 }
 
-// Per row, the largest of scores + the noise of its key (where ``noisy``) and its id; and the softmax of the scores.
+// Per row, the maximum of scores + Gumbel noise (where ``noisy``) and its id; and the softmax of the scores.
 void gumbel_max(const float *scores, int64_t rows, int64_t size, const int32_t *ids, const uint64_t *keys,
             const int64_t *noisy, float *tops, int64_t *ids_out, float *softmax, int threads) {
   if (static_cast<double>(rows) * size <= PARALLEL) threads = 1;
@@ -174,11 +174,11 @@ void gumbel_max(const float *scores, int64_t rows, int64_t size, const int32_t *
   });
 }
 
-// What chains of drafted tokens come to. ``residual``: per row, softmax of its scores, or for a greedy row all on its
-// best id; and in a trial's row max(0, factor * p - q), unless nothing is left. The factor is 1, and where the trial
-// ``follows`` the one before it, that one's weight; a weight is factor * p / (lenience * q) of the trial's token, at
-// most 1. A trial without q has all of it on its token. ``left``: what is left of each trial's row; ``shared``: the sum
-// of min(p, q).
+// Acceptance of drafted chains (Leviathan et al. 2023). A trial is a drafted token with its p (a row of ``scores``) and
+// q (null: a point mass). Its factor is 1, or the weight of the trial before if it ``follows`` that.
+//
+// weights: min(1, factor * p / (lenience * q)) of the token. residual: per row, p (greedy: a point mass at the argmax);
+// in a trial's row max(0, factor * p - q), unless it is all 0. left: the residual's sum. shared: sum of min(p, q).
 void acceptance(const float *scores, int64_t rows, int64_t size, const int64_t *greedy, int64_t trials, const int64_t *at,
            const int64_t *tokens, const float *const *qs, const int64_t *follows, float lenience, float *residual,
            float *tops, float *weights, float *left, float *shared) {
@@ -221,8 +221,8 @@ void acceptance(const float *scores, int64_t rows, int64_t size, const int64_t *
   }
 }
 
-// The ``count`` best ids of some rows of scores, best first and the first of equals, and the logs of their softmax; row
-// at[t] goes to row into[t] of ``ids`` and ``logs``, which result with -1 and -inf where fewer ids are permitted.
+// The ``count`` best ids of rows ``at`` and their log probabilities, best first, into rows ``into`` of ``ids`` and
+// ``logs``. Rows end with -1 and -inf if fewer ids are permitted.
 void top_logprobs(const float *scores, int64_t size, int64_t trials, const int64_t *at, int64_t count, const int64_t *into,
           int32_t *ids, float *logs) {
   constexpr float NONE = -std::numeric_limits<float>::infinity();
@@ -232,7 +232,7 @@ void top_logprobs(const float *scores, int64_t size, int64_t trials, const int64
     float *const value = logs + into[t] * count;
     std::fill(id, id + count, -1);
     std::fill(value, value + count, NONE);
-    // The sum of e^(v - base): a new largest number seldom comes, and then all before it counts for less.
+    // The sum of e^(v - base). A new maximum is rare; then the sum is rescaled.
     Floats sum = zeros(), base = broadcast(NONE), floor = base;
     for (int64_t i = 0; i < size; i += 16) {
       const First mask = first(size - i);
@@ -262,7 +262,7 @@ void top_logprobs(const float *scores, int64_t size, int64_t trials, const int64
   }
 }
 
-// Per trial, the sum of min(p, q), p being the softmax of its row of scores; without q, p of its token.
+// Per trial, the sum of min(p, q), p = softmax of its row of scores; without q, p of its token.
 void overlaps(const float *scores, int64_t size, int64_t trials, const int64_t *rows, const float *const *qs,
               const int64_t *tokens, float *out, int threads) {
   if (static_cast<double>(trials) * size <= PARALLEL) threads = 1;
