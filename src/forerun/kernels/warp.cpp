@@ -1,5 +1,4 @@
-// From logits to the distribution that is sampled: temperature, min-p, top-k and top-p, and penalties. A row's result
-// depends on the row alone.
+// Temperature, min-p, top-k, top-p and penalties. Each row is independent.
 #include "kernels.h"
 
 #include <algorithm>
@@ -9,29 +8,29 @@
 
 namespace {
 
-constexpr double PARALLEL = 1e5;  // entries worth a second thread
+constexpr double PARALLEL = 1e5;  // entries from which a second thread pays
 constexpr int BINS = 512, WAYS = 4;
 constexpr float PER_NAT = 32;
 constexpr float INF = std::numeric_limits<float>::infinity();
 
-// The largest entries of a row, found by how far they lie below the very largest.
+// Finds the largest entries of a row by a histogram of their distance to the maximum.
 class Largest {
  public:
   Largest(const float *row, int64_t size) : row(row), size(size) {
     Floats most = broadcast(-INF);
     for (int64_t i = 0; i < size; i += 16)
-      most = select(first(size - i), max(load(row + i, first(size - i)), most), most);  // passes over NaN
+      most = select(first(size - i), max(load(row + i, first(size - i)), most), most);  // skips NaN
     top = reduce_max(most);
   }
 
-  // The entry at which as many are counted, from the largest down.
+  // The ``count``-th largest entry.
   float top_k_threshold(int64_t count) {
     weights.assign(size, 1);
     return find(count, -INF);
   }
 
-  // The entry at which, from the largest down, the probabilities of those that are not below ``floor`` reach ``top_p``
-  // of their sum.
+  // The smallest entry of the nucleus: entries that are at least ``floor`` and add up to ``top_p`` of their
+  // probability.
   float top_p_threshold(float top_p, float floor) {
     if (static_cast<int64_t>(weights.size()) < size) weights.resize(size);
     Doubles sum = zero_doubles();
@@ -49,14 +48,15 @@ class Largest {
   float top;
 
  private:
-  // The entry at which the weights of those that are not below ``floor`` reach ``goal``; the last one if none does.
+  // The entry at which the weights of entries that are at least ``floor``, largest first, reach ``goal``; or the last
+  // one.
   float find(double goal, float floor) {
     for (float depth : {2.0f, 6.0f, 18.0f, INF})
       if (gather(std::max(floor, top - depth)) >= goal) break;
     const int32_t *const at = bins.data();
     const float *const value = values.data(), *const weight = probabilities.data();
     for (auto &way : sums) std::fill(way, way + BINS, 0.0);
-    for (int64_t i = 0; i < near; i++) sums[i % WAYS][at[i]] += weight[i];  // one way would wait for its own sums
+    for (int64_t i = 0; i < near; i++) sums[i % WAYS][at[i]] += weight[i];  // shorter chains
     double before = 0;
     int reaching = 0;
     for (; reaching < BINS - 1; reaching++) {
@@ -78,7 +78,7 @@ class Largest {
     return result;
   }
 
-  // Collects the entries that are not below ``least``, and returns the sum of their weights.
+  // Collects the entries that are at least ``least``. Returns the sum of their weights.
   double gather(float least) {
     if (static_cast<int64_t>(values.size()) < size + 16)
       values.resize(size + 16), probabilities.resize(size + 16), bins.resize(size + 16);
@@ -107,7 +107,7 @@ class Largest {
 
   const float *const row;
   const int64_t size;
-  int64_t near = 0;  // entries in values and shares
+  int64_t near = 0;  // entries in values, probabilities and bins
   inline static thread_local std::vector<float> weights, values, probabilities;
   inline static thread_local std::vector<int32_t> bins;
   inline static thread_local std::vector<Entry> inside;
@@ -116,8 +116,7 @@ class Largest {
 
 }  // namespace
 
-// Divides a row by its temperature and bans what min-p, then top-k, then top-p leave out; 0, 0 and 1 leave all. Ties
-// with the last entry that stays, stay.
+// Temperature, then min-p, top-k and top-p; 0, 0 and 1 are off. Ties with the last entry that stays, stay.
 void filter_row(float *row, int64_t size, float temperature, float min_p, int64_t top_k, float top_p) {
   const Floats temperatures = broadcast(temperature), banned = broadcast(-INF);
   for (int64_t i = 0; temperature != 1 && i < size; i += 16)
@@ -125,7 +124,7 @@ void filter_row(float *row, int64_t size, float temperature, float min_p, int64_
   const bool counts = top_k > 0 && top_k < size;
   if (!(min_p > 0) && !counts && !(top_p < 1)) return;
   Largest largest(row, size);
-  if (!(largest.top > -INF)) return;  // nothing is permitted
+  if (!(largest.top > -INF)) return;  // all banned
   float floor = min_p > 0 ? largest.top + std::log(min_p) : -INF;
   if (counts) floor = std::max(floor, largest.top_k_threshold(top_k));
   if (top_p < 1) floor = std::max(floor, largest.top_p_threshold(top_p, floor));
@@ -137,7 +136,7 @@ void filter_row(float *row, int64_t size, float temperature, float min_p, int64_
   }
 }
 
-// The same for rows whose ``temperatures`` are not 0; ``thresholds`` holds min-p and top-p of each.
+// The same for rows whose temperature is not 0; ``thresholds`` alternates min-p and top-p.
 void filter_rows(float *rows, int64_t count, int64_t size, const float *temperatures, const float *thresholds,
                    const int64_t *top_ks, int threads) {
   if (static_cast<double>(count) * size <= PARALLEL) threads = 1;
@@ -148,11 +147,10 @@ void filter_rows(float *rows, int64_t count, int64_t size, const float *temperat
   });
 }
 
-// Repetition penalty for every token of a text whose output begins at ``output``; frequency and presence penalties for
-// the output's.
+// Repetition penalty for all tokens of ``text``; frequency and presence penalties for those from ``output`` on.
 void apply_penalties(float *row, int64_t size, const int64_t *text, int64_t length, int64_t output, float repetition,
               float frequency, float presence) {
-  static thread_local std::vector<int32_t> seen;  // 1 + how often it came in the output; all 0 between calls
+  static thread_local std::vector<int32_t> seen;  // 1 + count in the output; all 0 between calls
   if (static_cast<int64_t>(seen.size()) < size) seen.resize(size);
   for (int64_t i = 0; i < length; i++)
     if (text[i] < size) seen[text[i]] = i < output ? 1 : std::max(seen[text[i]], 1) + 1;
