@@ -1,6 +1,6 @@
-// What Python calls. Every argument is checked here, so that none can reach memory that is not the caller's: numbers
-// and the indices in lists, against the sizes that come with them. That a list has its stated size, and a tensor its
-// type and shape, Python sees to. A function returns 0, or says what is error: __init__.py makes an error of it.
+// The C API that Python calls. It checks every size, and every index in a list, against the sizes that come with it, so
+// that no call reads or writes outside of the caller's memory. Python guarantees that lists have their stated length,
+// and tensors their type and shape. Functions return 0 or an ``Error``, which __init__.py raises.
 #include "kernels.h"
 #include "rows.h"
 #include "tiles.h"
@@ -37,9 +37,9 @@ const char *const MESSAGES[] = {
 };
 
 constexpr int64_t MOST = int64_t(1) << 31;       // rows, columns, ids
-constexpr int64_t MOST_INT8 = int64_t(1) << 16;  // inputs whose products add up in 32 bits
-constexpr int64_t MOST_PARTS = 8;                // of a layer
-constexpr int64_t MOST_GUESSED = 64;             // tokens of a chain
+constexpr int64_t MOST_INT8 = int64_t(1) << 16;  // inputs: integer sums fit 32 bits
+constexpr int64_t MOST_PARTS = 8;                // of a joined layer
+constexpr int64_t MOST_GUESSED = 64;             // tokens of prompt lookup
 constexpr int MOST_THREADS = 1 << 12;
 
 #define REQUIRE(CONDITION, ERROR) \
@@ -71,7 +71,7 @@ Error pool_fits(const Pool &p) {
   return OK;
 }
 
-// Pages [begin, begin + the pages of so many entries) of the tables.
+// The block table of ``entries`` entries that begins at ``begin``.
 Error pages_fit(const Plan &plan, const Pool &pool, int64_t begin, int64_t entries) {
   REQUIRE(within(entries, 0, MOST), SPAN_RANGE);
   const int64_t count = (entries + pool.page_size - 1) / pool.page_size;
@@ -95,7 +95,7 @@ Error paths_fit(const Plan &plan, const Span &span, bool stores) {
   return OK;
 }
 
-// Rows that are not stored see the entries that are there.
+// With ``stores`` false (cross-attention) rows attend to entries that exist already.
 Error plan_fits(const Plan &plan, const Pool &pool, int64_t rows, bool stores = true) {
   REQUIRE(within(plan.num_spans, 1, MOST), SPAN_RANGE);
   REQUIRE(plan.spans, NULL_POINTER);
@@ -118,7 +118,7 @@ Error bias_fits(const Plan &plan, const Heads &heads) {
   return OK;
 }
 
-// A layer, in parts or whole, of so many inputs and outputs.
+// A layer and its parts.
 Error layer_fits(const Linear &all, int64_t inputs, int64_t outputs) {
   int64_t left = outputs, parts = 0;
   for (const Linear *l = &all; l; l = l->next, parts++) {
@@ -139,7 +139,7 @@ Error activation_fits(int64_t activation, const float *params, bool gated) {
   return OK;
 }
 
-// What comes behind each other, from rows of ``hidden`` numbers to as many.
+// gate_up and down.
 Error mlp_fits(const Linear &gate_up, const Linear &down, int64_t hidden, bool gated) {
   REQUIRE(within(down.inputs, 1, MOST), SIZE);
   if (const Error error = layer_fits(gate_up, hidden, (gated ? 2 : 1) * down.inputs)) return error;
@@ -186,7 +186,7 @@ Error heads_fit(const Linear *layers, int64_t heads, int64_t inputs, int64_t out
   return OK;
 }
 
-// Attention to latents; a layer's ``width`` is that of a row of angles.
+// MLA. The layer's ``width`` is that of a RoPE table's row.
 Error latent_fits(const Layer &l, int64_t heads, int64_t hidden) {
   const Latent &n = *l.latent;
   for (int64_t size : {n.kv_lora_rank, n.nope_dim, n.rope_dim, n.v_dim}) REQUIRE(within(size, 1, WIDEST), HEADS_SIZE);
@@ -202,19 +202,19 @@ Error latent_fits(const Layer &l, int64_t heads, int64_t hidden) {
   return layer_fits(l.out, heads * n.v_dim, hidden);
 }
 
-// Of a token in the cache, in the part that a layer reads.
+// The pool's entries are as wide as the layer's.
 Error entry_fits(const Pool &p, const Layer &l) {
   const int64_t width = l.latent ? l.latent->entry() : l.width, value = l.latent ? l.latent->kv_lora_rank : l.width;
   REQUIRE(p.kv_heads == l.kv_heads && p.width == width && p.value_width == value, HEADS_SIZE);
   return OK;
 }
 
-// Numbers of a row of inputs.
+// Width of mixer_in's output.
 int64_t mixer_inputs(const Mixer &m) {
   return m.kind == MIXER_conv ? 3 * m.channels : m.channels + m.gates + m.d_inner;
 }
 
-// Two projections that a layer does not have.
+// Two absent projections.
 Error absent(const Linear &one, const Linear &other) {
   for (const Linear *l : {&one, &other}) REQUIRE(!l->weight && !l->next && !l->inputs && !l->outputs, SIZE);
   return OK;
@@ -262,13 +262,13 @@ bool has_embedding(const Model<T> &m) {
   return m.embedding || m.token_embd.weight;
 }
 
-// A layer whose rows of so many numbers are read.
+// An embedding stored as a linear layer.
 Error rows_of_layer_fit(const Linear &l, int64_t count, int64_t width) {
   REQUIRE(within(l.kind, 0, KINDS - 1) && l.kind != KIND_int8 && !l.next, LAYER_KIND);
   return layer_fits(l, width, count);
 }
 
-// Per-layer embeddings.
+// Gemma's per-layer embeddings.
 template <class T>
 Error per_layer_fits(const Model<T> &m) {
   REQUIRE(within(m.per_layer_size, 0, m.gated ? m.intermediate : 0), SIZE);
@@ -278,7 +278,7 @@ Error per_layer_fits(const Model<T> &m) {
   return m.per_layer_table ? OK : rows_of_layer_fit(m.per_layer_rows, m.num_embeddings, m.layers * m.per_layer_size);
 }
 
-// What attention reads, and how a layer reads its embedding.
+// Attention's projections, and the layer whose KV cache it reads.
 template <class T>
 Error attention_fits(const Model<T> &m, const Layer *layers, int64_t index) {
   const Layer &l = layers[index];
@@ -404,7 +404,7 @@ Error chains_fit(const Model<T> &m, const Layer *layers, const Call<T> &c, const
   REQUIRE(m.head.weight && has_embedding(m) && !c.all_reduce, NULL_POINTER);
   REQUIRE(non_null(d.depths, d.starts, d.tables, d.temperatures, d.thresholds, d.top_ks, d.noise_ids, d.tokens), NULL_POINTER);
   REQUIRE(!d.feeds_hidden || m.hidden <= c.workspace_size, WORKSPACE_SIZE);
-  REQUIRE(d.output_ids || m.head.outputs <= m.num_embeddings, TOKEN_RANGE);  // what is drafted is fed
+  REQUIRE(d.output_ids || m.head.outputs <= m.num_embeddings, TOKEN_RANGE);  // drafted tokens are fed
   for (int64_t i = 0; d.output_ids && i < m.head.outputs; i++) REQUIRE(within(d.output_ids[i], 0, m.num_embeddings - 1), TOKEN_RANGE);
   REQUIRE(!d.texts || non_null(d.lengths, d.num_guessed, d.max_guess), NULL_POINTER);
   REQUIRE(!d.texts || !d.feeds_hidden, CHAIN_RANGE);
