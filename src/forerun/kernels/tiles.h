@@ -1,9 +1,9 @@
-// The processor's matrix unit, Intel's AMX, where the kernels are compiled for one: eight tiles of up to 16 rows of 64
-// bytes, a thread's own. Tiles 0 to 3 hold sums, tile s those of tile 4 + s / 2 (rows of a layer's input) times tile
-// 6 + s % 2 (weights: in each row four bytes, or two Bfloat16, of 16 outputs). Whole numbers add up exactly, as in
-// lanes; sums of Bfloat16 round in another way than those of lanes, a row's the same whatever rows are beside it.
+// Intel's AMX, if the kernels are compiled for it: eight tiles per thread, of up to 16 rows of 64 bytes. Tiles 0 to 3
+// are sums: tile s is tile 4 + s / 2 (rows of a layer's input) times tile 6 + s % 2 (weights: each row has four bytes,
+// or two Bfloat16, of 16 outputs). Integer sums are exact, as with vectors. Bfloat16 sums round in another way than
+// with vectors, the same for a row whatever the other rows.
 //
-// With TILES_WRITTEN_OUT they are plain code after Intel's manual, in which tests run what uses them anywhere.
+// TILES_WRITTEN_OUT: plain code after Intel's manual, so that tests run the callers on any machine.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -27,9 +27,9 @@ constexpr bool MAY_TILE = true;
 constexpr bool MAY_TILE = false;
 #endif
 #if defined(TILES_WRITTEN_OUT)
-extern "C" inline int64_t tile_products = 0;  // made so far, for tests
+extern "C" inline int64_t tile_products = 0;  // counts, for tests
 #endif
-constexpr int64_t TILE_ROWS = 16, TILE_BYTES = 64;  // and bytes in a row
+constexpr int64_t TILE_ROWS = 16, TILE_BYTES = 64;  // bytes of a row
 
 namespace {
 
@@ -38,7 +38,7 @@ struct TileShapes {
   uint16_t bytes[16] = {};
   uint8_t rows[16] = {};
 
-  // Sums of so many rows, whose inputs have so many bytes.
+  // For ``count`` rows with ``wide`` bytes each.
   TileShapes(int64_t count, int64_t wide) {
     for (int t = 0; t < 8; t++) {
       const bool inputs = t == 4 || t == 5;
@@ -95,7 +95,7 @@ void add_bytes() {
     }
 }
 
-// Denormal numbers are zero for the unit, in what it reads and in what it makes.
+// The unit flushes denormal inputs and outputs to zero.
 inline float flushed(float value) { return std::fpclassify(value) == FP_SUBNORMAL ? std::copysign(0.0f, value) : value; }
 
 inline float of_bfloat16(const Tile &tile, int64_t row, int64_t index) {
@@ -126,7 +126,7 @@ void add_signed_unsigned() { add_bytes<int8_t, uint8_t, S>(); }
 
 #elif defined(HAS_TILES)
 
-// GCC does not know that these read and write memory.
+// GCC does not know that the intrinsics read and write memory.
 inline void memory_is_as_written() { asm volatile("" ::: "memory"); }
 
 inline void shape_tiles(const TileShapes &shapes) {
@@ -169,7 +169,7 @@ void add_unsigned_signed() { EACH_SUM(ADD_US) }
 template <int S>
 void add_signed_unsigned() { EACH_SUM(ADD_SU) }
 
-// Linux wants to be asked for the room that tiles take in a thread's state.
+// Linux gives a process tile state only on request.
 inline bool have_tiles() {
   constexpr long ASK_FOR_STATE = 0x1023, TILE_DATA = 18;
   return syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA) == 0;
@@ -193,7 +193,7 @@ template <int S>
 void add_signed_unsigned();
 #endif
 
-// A thread's tiles, of one shape while it lives, if they are wanted.
+// Configures a thread's tiles for as long as it lives, if ``wanted``.
 struct Shaped {
   bool wanted;
   Shaped(bool wanted, int64_t rows, int64_t wide) : wanted(wanted) {
@@ -207,8 +207,8 @@ struct Shaped {
 
 }  // namespace
 
-// Whether there are tiles, and FORERUN_TILES is not 0: the same for as long as a process lives. Hidden, or a library
-// would answer with what another one found.
+// Whether there are tiles and FORERUN_TILES is not 0; constant within a process. Hidden, or a library would use the
+// answer of another one.
 __attribute__((visibility("hidden"))) inline bool tiles_serve() {
   static const bool yes = [] {
     const char *const said = std::getenv("FORERUN_TILES");
