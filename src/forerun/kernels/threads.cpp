@@ -1,4 +1,4 @@
-// The workers behind ``parallel_for``. A worker spins for a moment, then sleeps until it is rung for.
+// The thread pool of ``parallel_for``. A worker spins for a moment, then sleeps until it is woken.
 #include "threads.h"
 
 #include <atomic>
@@ -17,8 +17,8 @@
 
 namespace {
 
-constexpr int JOBS = 8;  // calls that share the workers at once; a further call runs on its own thread alone
-// A worker that spins through a small model's host work between two forwards is not asleep when the next one begins.
+constexpr int JOBS = 8;  // concurrent calls that use the workers; another call runs on its own thread
+// Workers should not fall asleep during a small model's host work between two forwards.
 constexpr std::chrono::microseconds WORKER_SPINS{300}, CALLER_SPINS{30};
 
 void pause() {
@@ -29,7 +29,7 @@ void pause() {
 #endif
 }
 
-// Whether ``ready`` came true before the time was over.
+// Spins until ``ready``; false on timeout.
 template <class Ready>
 bool spin(std::chrono::microseconds longest, const Ready &ready) {
   const auto end = std::chrono::steady_clock::now() + longest;
@@ -42,8 +42,8 @@ bool spin(std::chrono::microseconds longest, const Ready &ready) {
   return ready();
 }
 
-// Where one thread sleeps. What ``ready`` reads and what is written before ``ring`` must be sequentially consistent:
-// then either the sleeper sees what was written, or the ringer sees that it sleeps.
+// Wakes one thread. What ``ready`` reads and what is written before ``ring`` must be sequentially consistent: then
+// either the sleeper sees the write, or the ringer sees that it sleeps.
 class Bell {
  public:
   template <class Ready>
@@ -66,14 +66,14 @@ class Bell {
   std::atomic<bool> asleep{false};
 };
 
-// Chunks that nobody has taken: the next one, and above 32 bits the end. A thread that has taken one may read what its
-// job says, which stays until the chunk is done; without one it must not.
+// Untaken chunks: the low 32 bits are the next one, the high 32 bits the end. A thread with a chunk may read its job,
+// which stays until the chunk is done; a thread without one must not.
 struct alignas(64) Segment {
   std::atomic<uint64_t> range{0};
 
   void fill(uint64_t next, uint64_t end) { range.store(end << 32 | next, std::memory_order_release); }
 
-  // Its owner takes from the front, others from the back.
+  // The owner takes from the front, others steal from the back.
   bool take(bool owner, int64_t &chunk) {
     uint64_t now = range.load(std::memory_order_relaxed);
     for (;;) {
@@ -88,15 +88,15 @@ struct alignas(64) Segment {
 
 struct alignas(64) Job {
   std::atomic<bool> used{false};
-  std::atomic<int> threads{0};  // that may help; 0 between calls
+  std::atomic<int> threads{0};  // that may take chunks; 0 between calls
   void (*body)(const void *, int64_t) = nullptr;
   const void *context = nullptr;
   std::atomic<bool> failed{false};
-  alignas(64) std::atomic<int64_t> left{0};  // chunks that are not done
+  alignas(64) std::atomic<int64_t> left{0};  // unfinished chunks
   Bell caller;
   Segment segments[MOST_WORKERS + 1];
 
-  // Takes chunks while there are any; whether there was one.
+  // Runs chunks while there are any. Returns whether there was one.
   bool help(int thread, int of) {
     bool any = false;
     int64_t chunk;
@@ -116,7 +116,7 @@ struct alignas(64) Job {
 
 class Workers {
  public:
-  // False where no job is free.
+  // False if no job is free.
   bool run(int64_t chunks, int threads, void (*body)(const void *, int64_t), const void *context) {
     Job *const job = claim();
     if (!job) return false;
@@ -166,12 +166,12 @@ class Workers {
     return nullptr;
   }
 
-  // How many of ``count`` workers there are: fewer where the system gives no more threads.
+  // Starts up to ``count`` workers. Returns how many run: the system may refuse threads.
   int start(int count) {
     if (started.load() >= count) return count;
     const std::lock_guard<std::mutex> lock(starting);
 #ifndef _WIN32
-    sigset_t all, before;  // signals are for the threads of the process, not for ours, but for those of a thread's own faults
+    sigset_t all, before;  // workers block signals, except for their own faults
     sigfillset(&all);
     for (const int fault : {SIGSEGV, SIGBUS, SIGFPE, SIGILL}) sigdelset(&all, fault);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -215,8 +215,8 @@ class Workers {
   alignas(64) std::atomic<uint64_t> calls{0};
 };
 
-// Never destroyed: workers may sleep in it while the process ends. A child process after fork has none of the workers,
-// and locks that may be held by nobody, so it begins anew.
+// Never destroyed: workers may sleep in it when the process ends. A forked child has no workers, and mutexes may be
+// locked forever, so it starts anew.
 std::atomic<Workers *> here{nullptr};
 
 Workers &workers() {

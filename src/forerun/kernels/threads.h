@@ -1,23 +1,23 @@
-// Threads of our own. ``parallel_for`` cuts a range into chunks; the calling thread begins at once, workers help. A
-// thread takes the chunks of its own segment first, the same in every call, so that weights stay in its cache; then
-// what others have not begun. No call waits for a thread that has taken nothing, so a busy machine delays a call by a
-// chunk at most. What a chunk computes must not depend on the thread that takes it, nor on the chunks' size.
+// A thread pool. ``parallel_for`` splits a range into chunks; the caller starts at once and workers help. A thread
+// takes the chunks of its own segment first, the same in every call, so that weights stay in its cache; then it steals.
+// No call waits for a worker that has not started, so a busy machine delays a call by at most a chunk. Results must not
+// depend on the thread or on the size of chunks.
 #pragma once
 #include <algorithm>
 #include <cstdint>
 
-constexpr int MOST_WORKERS = 255;          // beside the calling thread
-constexpr int64_t CHUNKS_PER_THREAD = 16;  // at most, in a segment
-constexpr int64_t GRAIN = 1 << 15;         // bytes of weights that a chunk reads at least
+constexpr int MOST_WORKERS = 255;          // besides the caller
+constexpr int64_t CHUNKS_PER_THREAD = 16;  // at most
+constexpr int64_t GRAIN = 1 << 15;         // minimum bytes of weights per chunk
 
-// Calls body(context, chunk) once for each chunk of [0, chunks), on at most ``threads`` threads. Throws std::bad_alloc
-// if a body threw anything.
+// Calls body(context, chunk) for each chunk of [0, chunks) on at most ``threads`` threads. Throws std::bad_alloc if a
+// body threw.
 void run_chunks(int64_t chunks, int threads, void (*body)(const void *context, int64_t chunk), const void *context);
 
-// Ends the workers; the next call with more than one thread starts them again. Waits for calls under way.
+// Ends the workers after running calls. The next call with more than one thread starts them again.
 void stop_threads();
 
-// Calls body(from, to) for chunks that cover [0, count), each of at least ``grain`` but perhaps the last.
+// Calls body(from, to) for chunks of at least ``grain`` (except the last) that cover [0, count).
 template <class Body>
 void parallel_for(int64_t count, int64_t grain, int threads, const Body &body) {
   if (threads <= 1 || count <= grain) {
