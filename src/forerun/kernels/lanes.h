@@ -1,17 +1,16 @@
-// Sixteen lanes: the words in which the kernels are written, and numbers in and out of them.
+// A vector of sixteen lanes: one register of AVX-512, two of AVX2 or four of NEON. All give the same bits: lanes are
+// independent, and reductions add halves, then quarters, and so on.
 //
-// ``Floats`` and ``Ints`` are 16 numbers of 32 bits, ``Mask`` says yes or no for each, ``First`` is the mask of the
-// first so many. There are three forms, one register of AVX-512, two of AVX2 or four of NEON. All give the same bits: a
-// lane depends on nothing beside it, and a sum of lanes adds halves, quarters, and so on. Of a NaN and another number,
-// ``max`` and ``min`` give the second argument. ``fma``: a b + c; ``fnma``: c - a b; ``fms``: a b - c. ``exponent`` and
-// ``mantissa`` are for positive numbers, neither 0 nor denormal; ``times_power`` for whole powers and normal results.
-// ``compress`` moves the lanes of a mask to the front, with zeros behind them. ``short_products``: of numbers of 16
-// bits, added up in pairs. ``add_byte_products``, where there are some: of four bytes in each lane, the second factor's
-// with a sign, the first one's if BYTES_ARE_SIGNED. ``table_lookup``: for each byte, below 16, the byte there in a
-// table.
+// ``Floats`` and ``Ints`` are 16 numbers of 32 bits, ``Mask`` is a bool for each, ``First`` the mask of the first n
+// lanes. ``max`` and ``min`` return the second argument if one is NaN. ``fma``: a b + c; ``fnma``: c - a b; ``fms``: a
+// b - c. ``exponent`` and ``mantissa`` take positive normal numbers; ``times_power`` whole powers with normal results.
+// ``compress`` moves the lanes of a mask to the front and zeros the others. ``short_products``: 16-bit products, pairs
+// added. ``add_byte_products``, if there is one: dot products of four bytes per lane, the second operand signed, the
+// first one if BYTES_ARE_SIGNED. ``table_lookup``: a table of 16 bytes, indexed by each byte.
 //
-// HAS_ROW_PAIRS: one instruction makes products of two rows. ``side_by_side`` brings their sums into a ``Pair``, and
-// the two halves of one back into two rows' sums. ``eights`` makes eight bytes of each lane of two vectors with four.
+// HAS_ROW_PAIRS: one instruction multiplies two rows. ``side_by_side`` interleaves their sums into a ``Pair``, and the
+// two halves of a pair back into rows. ``eights`` interleaves two vectors with four bytes per lane to eight bytes per
+// lane.
 #pragma once
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #include "lanes_avx512.h"
@@ -24,15 +23,15 @@
 #include <initializer_list>
 
 #if defined(HAS_ROW_PAIRS)
-constexpr int ROWS_PER_INSTRUCTION = 2;  // rows whose products one instruction makes
+constexpr int ROWS_PER_INSTRUCTION = 2;
 #else
 constexpr int ROWS_PER_INSTRUCTION = 1;
 #endif
 
 LANES_INLINE Ints short_pairs(Ints v) { return short_products(v, broadcast_int(0x00010001)); }
-LANES_INLINE Ints twice(Ints v) { return add(v, shift_left<16>(v)); }  // numbers of 16 bits as pairs
+LANES_INLINE Ints twice(Ints v) { return add(v, shift_left<16>(v)); }  // each 16 bits twice
 
-// Numbers in memory beside float, which converts to and from them.
+// 16-bit types in memory.
 struct Bfloat16 {
   uint16_t bits;
 };
@@ -44,7 +43,7 @@ LANES_INLINE Floats load(const Bfloat16 *at, First lanes) {
   return as_floats(shift_left<16>(load_shorts(&at->bits, lanes)));
 }
 LANES_INLINE Ints to_bfloat16(Floats v) {
-  const Ints odd = bit_and(shift_right<16>(as_ints(v)), broadcast_int(1));  // to the nearest, ties to even
+  const Ints odd = bit_and(shift_right<16>(as_ints(v)), broadcast_int(1));  // round to nearest even
   const Ints top = shift_right<16>(add(add(as_ints(v), odd), broadcast_int(0x7fff)));
   return select(is_nan(v), broadcast_int(0x7fc0), top);
 }
@@ -52,7 +51,7 @@ LANES_INLINE void store(Bfloat16 *at, First lanes, Floats v) { store_shorts(&at-
 LANES_INLINE Floats load(const Float16 *at, First lanes) { return load_half(&at->bits, lanes); }
 LANES_INLINE void store(Float16 *at, First lanes, Floats v) { store_half(&at->bits, lanes, v); }
 
-// As it is behind a store and a load in T.
+// Rounded to T and back.
 template <class T>
 Floats rounded(Floats v);
 template <>
@@ -62,7 +61,7 @@ LANES_INLINE Floats rounded<Bfloat16>(Floats v) { return as_floats(shift_left<16
 template <>
 LANES_INLINE Floats rounded<Float16>(Floats v) { return round_half(v); }
 
-// e^x to about one unit in the last place: 2^n times a polynomial in what is left of x.
+// e^x to about one ulp: 2^n times a polynomial of the remainder.
 LANES_INLINE Floats exponential(Floats x) {
   x = min(broadcast(88.0f), max(broadcast(-87.0f), x));  // NaN stays NaN
   const Floats n = round_nearest(x * broadcast(1.44269504f));

@@ -1,4 +1,4 @@
-// Sixteen lanes in two registers of AVX2, with FMA and F16C; lanes.h says what each word means.
+// Sixteen lanes in two registers of AVX2, with FMA and F16C; lanes.h describes the functions.
 //
 // Whole vectors are loaded and stored without a mask: masked stores are slow on some processors.
 #pragma once
@@ -10,7 +10,7 @@
 
 #define LANES_INLINE inline __attribute__((always_inline))
 
-// Two registers. Its copies are written out, or compilers copy through memory and leave sums there.
+// Two registers. Copies are explicit, or compilers copy through memory and leave sums there.
 #define TWO(NAME, REGISTER)                                                 \
   struct NAME {                                                             \
     REGISTER a, b;                                                          \
@@ -24,7 +24,7 @@
   };
 TWO(Floats, __m256)
 TWO(Ints, __m256i)
-TWO(Doubles, __m256d)  // eight of them
+TWO(Doubles, __m256d)  // eight numbers
 #undef TWO
 struct First {
   int64_t count;
@@ -33,7 +33,7 @@ struct First {
 LANES_INLINE First first(int64_t count) { return {count}; }
 LANES_INLINE Ints lane_ids() { return {_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_setr_epi32(8, 9, 10, 11, 12, 13, 14, 15)}; }
 
-struct Mask {  // all ones or all zeros in a lane
+struct Mask {  // all ones or all zeros per lane
   __m256i a, b;
   Mask() : a(_mm256_setzero_si256()), b(_mm256_setzero_si256()) {}
   Mask(__m256i a, __m256i b) : a(a), b(b) {}
@@ -183,7 +183,7 @@ LANES_INLINE Floats mantissa(Floats v) {
   return as_floats(bit_xor(bit_and(as_ints(v), broadcast_int(0x007fffff)), broadcast_int(0x3f800000)));
 }
 
-// For each mask of eight lanes, the lanes in it, a byte each.
+// For each mask of eight lanes, the indices of its lanes, a byte each.
 constexpr std::array<uint64_t, 256> lanes_in_masks() {
   std::array<uint64_t, 256> result{};
   for (unsigned mask = 0; mask < 256; mask++) {
@@ -209,7 +209,7 @@ LANES_INLINE Floats compress(Mask mask, Floats v) {
   return load(kept);
 }
 
-// 16 numbers of 16 bits; of fewer, the pairs and then the last one.
+// Up to 16 numbers of 16 bits: pairs, then the last one.
 LANES_INLINE __m256i load_some(const uint16_t *at, First lanes) {
   if (lanes.count >= 16) return _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at));
   const int32_t pairs = static_cast<int32_t>(lanes.count / 2);
@@ -303,7 +303,7 @@ constexpr bool BYTES_ARE_SIGNED = false;
 LANES_INLINE Ints add_byte_products(Ints sum, Ints x, Ints w) {
   return {_mm256_dpbusd_avx_epi32(sum.a, x.a, w.a), _mm256_dpbusd_avx_epi32(sum.b, x.b, w.b)};
 }
-#elif defined(TILES_WRITTEN_OUT)  // and so are these, in mask tests run what uses them anywhere
+#elif defined(TILES_WRITTEN_OUT)  // for tests on any machine
 #define HAS_BYTE_PRODUCTS 1
 constexpr bool BYTES_ARE_SIGNED = false;
 LANES_INLINE __m256i add_byte_products(__m256i sum, __m256i x, __m256i w) {
@@ -316,8 +316,8 @@ LANES_INLINE Ints add_byte_products(Ints sum, Ints x, Ints w) {
   return {add_byte_products(sum.a, x.a, w.a), add_byte_products(sum.b, x.b, w.b)};
 }
 #endif
-// Compilers add up as they come; they like to form all terms of a sum first, and have no room for them.
-LANES_INLINE Ints in_register(Ints v) { return v; }  // there are too few
+// ``stay`` keeps a sum's order: compilers would form all terms first, and spill them.
+LANES_INLINE Ints in_register(Ints v) { return v; }  // too few registers
 LANES_INLINE void stay(Ints &v) { asm("" : "+x"(v.a), "+x"(v.b)); }
 LANES_INLINE Ints byte_sizes(Ints v) { return {_mm256_abs_epi8(v.a), _mm256_abs_epi8(v.b)}; }
 LANES_INLINE Ints table_lookup(const void *table, Ints places) {

@@ -1,4 +1,4 @@
-// Sixteen lanes in one register of AVX-512; lanes.h says what each word means.
+// Sixteen lanes in one register of AVX-512; lanes.h describes the functions.
 #pragma once
 #include <immintrin.h>
 
@@ -8,7 +8,7 @@
 
 using Floats = __m512;
 using Ints = __m512i;
-using Doubles = __m512d;  // eight of them
+using Doubles = __m512d;  // eight numbers
 using Mask = __mmask16;
 using First = __mmask16;
 
@@ -125,7 +125,7 @@ LANES_INLINE Floats whole(const Floats *four) {
 constexpr bool BYTES_ARE_SIGNED = false;
 LANES_INLINE Ints add_byte_products(Ints sum, Ints x, Ints w) { return _mm512_dpbusd_epi32(sum, x, w); }
 #endif
-LANES_INLINE Ints in_register(Ints v) {  // or GCC reads it anew for every use
+LANES_INLINE Ints in_register(Ints v) {  // or GCC reloads it for every use
   asm("" : "+v"(v));
   return v;
 }

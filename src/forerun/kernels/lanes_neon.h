@@ -1,4 +1,4 @@
-// Sixteen lanes in four registers of NEON; lanes.h says what each word means.
+// Sixteen lanes in four registers of NEON; lanes.h describes the functions.
 #pragma once
 #include <arm_neon.h>
 
@@ -7,7 +7,7 @@
 
 #define LANES_INLINE inline __attribute__((always_inline))
 
-// Four registers. Copies are written out, or compilers copy through memory and leave sums there.
+// Four registers. Copies are explicit, or compilers copy through memory and leave sums there.
 #define FOUR(NAME, REGISTER)                                                                              \
   struct NAME {                                                                                           \
     REGISTER a, b, c, d;                                                                                  \
@@ -21,13 +21,13 @@
   };
 FOUR(Floats, float32x4_t)
 FOUR(Ints, int32x4_t)
-FOUR(Doubles, float64x2_t)  // eight of them
+FOUR(Doubles, float64x2_t)  // eight numbers
 #undef FOUR
 struct First {
   int64_t count;
 };
 
-// A word that does the same with each register, of one, two or three arguments.
+// A function that applies OPERATION to each register, with one, two or three arguments.
 #define EACH(RESULT, NAME, OPERATION, OF) \
   LANES_INLINE RESULT NAME(OF x) { return {OPERATION(x.a), OPERATION(x.b), OPERATION(x.c), OPERATION(x.d)}; }
 #define EACH_PAIR(RESULT, NAME, OPERATION, OF)                                                 \
@@ -45,7 +45,7 @@ LANES_INLINE Ints lane_ids() {
   return {vld1q_s32(NUMBERS), vld1q_s32(NUMBERS + 4), vld1q_s32(NUMBERS + 8), vld1q_s32(NUMBERS + 12)};
 }
 
-struct Mask {  // all ones or all zeros in a lane
+struct Mask {  // all ones or all zeros per lane
   uint32x4_t a, b, c, d;
   Mask() : a(vdupq_n_u32(0)), b(a), c(a), d(a) {}
   Mask(uint32x4_t a, uint32x4_t b, uint32x4_t c, uint32x4_t d) : a(a), b(b), c(c), d(d) {}
@@ -113,7 +113,7 @@ LANES_INLINE Mask not_less(Floats x, Floats y) { return !less(x, y); }
 LANES_INLINE Mask not_equal(Floats x, Floats y) { return !equal(x, y); }
 LANES_INLINE Mask is_nan(Floats v) { return not_equal(v, v); }
 
-// Not the processor's own: of NaN and a number those make NaN.
+// Not the instructions: those return NaN if one operand is NaN.
 LANES_INLINE float32x4_t larger(float32x4_t x, float32x4_t y) { return vbslq_f32(vcgtq_f32(x, y), x, y); }
 LANES_INLINE float32x4_t smaller(float32x4_t x, float32x4_t y) { return vbslq_f32(vcltq_f32(x, y), x, y); }
 EACH_PAIR(Floats, max, larger, Floats)
@@ -136,7 +136,7 @@ LANES_INLINE Ints broadcast_int(int32_t x) {
 }
 LANES_INLINE Ints zero_ints() { return broadcast_int(0); }
 LANES_INLINE Ints load_ints(const void *at) {
-  const auto from = static_cast<const uint8_t *>(at);  // it need not be aligned to a number
+  const auto from = static_cast<const uint8_t *>(at);  // may be unaligned
   return {vreinterpretq_s32_u8(vld1q_u8(from)), vreinterpretq_s32_u8(vld1q_u8(from + 16)),
           vreinterpretq_s32_u8(vld1q_u8(from + 32)), vreinterpretq_s32_u8(vld1q_u8(from + 48))};
 }
@@ -227,7 +227,7 @@ LANES_INLINE Ints load_bytes(const int8_t *at) {
   return {vmovl_s16(vget_low_s16(low)), vmovl_high_s16(low), vmovl_s16(vget_low_s16(high)), vmovl_high_s16(high)};
 }
 
-// Calls f with 16 numbers of 16 bits, those beyond ``lanes`` zero.
+// Calls f with 16 numbers of 16 bits, zeros beyond ``lanes``.
 template <class F>
 LANES_INLINE auto with_shorts(const uint16_t *at, First lanes, F f) {
   uint16_t all[16] = {};
@@ -281,7 +281,7 @@ LANES_INLINE Floats even_twice(Floats v) { return first_of_pairs(v, v); }
 LANES_INLINE Floats odd_twice(Floats v) { return second_of_pairs(v, v); }
 LANES_INLINE Floats fma_subadd(Floats x, Floats y, Floats z) { return fma(x, y, first_of_pairs(negative(z), swap_pairs(z))); }
 
-// Sums of each quarter's lanes, of four vectors side by side; and of the quarters.
+// ``quarters``: per quarter, the sums of four vectors; ``whole`` adds the quarters.
 LANES_INLINE float32x4_t quarter(float32x4_t s, float32x4_t t, float32x4_t u, float32x4_t v) {
   const float64x2_t x = vreinterpretq_f64_f32(vaddq_f32(vzip1q_f32(s, t), vzip2q_f32(s, t)));
   const float64x2_t y = vreinterpretq_f64_f32(vaddq_f32(vzip1q_f32(u, v), vzip2q_f32(u, v)));
@@ -311,7 +311,7 @@ LANES_INLINE Ints in_register(Ints v) { return v; }
 #if defined(__ARM_FEATURE_MATMUL_INT8)
 #define HAS_ROW_PAIRS 1
 struct Pair {
-  Ints low, high;  // of every four lanes, the first two's and the last two's
+  Ints low, high;  // of every four lanes, the first two and the last two
 };
 LANES_INLINE int32x4_t firsts(int32x4_t x, int32x4_t y) {
   return vreinterpretq_s32_s64(vzip1q_s64(vreinterpretq_s64_s32(x), vreinterpretq_s64_s32(y)));
@@ -329,7 +329,7 @@ LANES_INLINE int32x4_t add_eights(int32x4_t sums, int32x4_t rows, int32x4_t w) {
   return vmmlaq_s32(sums, vreinterpretq_s8_s32(rows), vreinterpretq_s8_s32(w));
 }
 EACH_TRIPLE(Ints, add_eights, add_eights, Ints, Ints)
-// Of eight bytes of two rows, which lie so many bytes apart.
+// Eight bytes of two rows, ``apart`` bytes from each other.
 LANES_INLINE void add_byte_products(Pair &sums, const Pair &w, const void *row, int64_t apart) {
   const auto at = static_cast<const uint8_t *>(row);
   const int32x4_t both = vreinterpretq_s32_u8(vcombine_u8(vld1_u8(at), vld1_u8(at + apart)));
