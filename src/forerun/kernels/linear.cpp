@@ -24,7 +24,7 @@ constexpr int64_t BLOCK = 48;       // rows whose sums are in memory at a time
 constexpr int64_t AHEAD = 1 << 14;  // bytes from the weight in use to the prefetched one: a third of the L1 cache
 #if defined(__AVX512F__)
 constexpr bool NARROW = false;
-constexpr int64_t CHUNK = 192;  // groups of inputs (24 KiB of weights) that all rows of a block use in turn
+constexpr int64_t CHUNK = 192;  // groups of inputs, 24 KiB of weights, that stay in L1
 #else
 constexpr bool NARROW = true;  // half a tile per pass: registers hold the sums of more rows
 constexpr int64_t CHUNK = 128;
