@@ -37,9 +37,9 @@ def decoding(model, **changes):
 
 BAD_CALLS = [
     {"rows": 0}, {"rows": -1}, {"rows": 4}, {"threads": 0}, {"ids": 0}, {"positions": 0}, {"angles": 0},
-    {"num_angles": 2}, {"layer_ids": 0}, {"num_layer_ids": -1}, {"num_layer_ids": 1 << 40}, {"hidden_out": 0}, {"logit_rows": 0},
-    {"num_logits": -1}, {"num_logits": 4}, {"workspace": 0}, {"workspace_size": 10}, {"logits": 0}, {"kv": 0},
-    {"pools": 0}, {"plan": 0},
+    {"num_angles": 2}, {"layer_ids": 0}, {"num_layer_ids": -1}, {"num_layer_ids": 1 << 40}, {"hidden_out": 0},
+    {"logit_rows": 0}, {"num_logits": -1}, {"num_logits": 4}, {"workspace": 0}, {"workspace_size": 10}, {"logits": 0},
+    {"kv": 0}, {"pools": 0}, {"plan": 0},
 ]  # fmt: skip
 
 
@@ -102,10 +102,17 @@ def test_a_model_whose_parts_do_not_fit(model):
 
 
 BAD_LAYERS = [
-    {"rotary": -2}, {"rotary": 1}, {"window": -1}, {"norm_attention": 0, "norm_token": 1}, {"width": 15}, {"width": 0},
-    {"kv_heads": 0}, {"kv_heads": 3}, {"has_kv": 2}, {"has_kv": 0}, {"kv_source": -1}, {"kv_source": 1},
+    {"rotary": -2}, {"rotary": 1}, {"window": -1}, {"norm_attention": 0, "norm_token": 1}, {"width": 15},
+    {"width": 0}, {"kv_heads": 0}, {"kv_heads": 3}, {"has_kv": 2}, {"has_kv": 0}, {"kv_source": -1}, {"kv_source": 1},
 ]  # fmt: skip
-BAD_MODELS = [{"rotaries": -1}, {"rotaries": 0}, {"rotaries": 99}, {"activation": -1}, {"activation": 2}, {"intermediate": 63}]
+BAD_MODELS = [
+    {"rotaries": -1},
+    {"rotaries": 0},
+    {"rotaries": 99},
+    {"activation": -1},
+    {"activation": 2},
+    {"intermediate": 63},
+]
 
 
 def test_a_layer_whose_parts_do_not_fit(model):
@@ -131,8 +138,8 @@ BAD_PER_LAYER = [
     {"per_layer_table": NOWHERE},
 ]  # fmt: skip
 BAD_SHARES = [
-    {"kv_source": 6}, {"kv_source": 2}, {"kv_source": -1}, {"has_kv": 1}, {"width": 16}, {"kv_heads": 1}, {"norm_key": 1},
-    {"qk_norm_heads": 5}, {"qk_norm_heads": -1},
+    {"kv_source": 6}, {"kv_source": 2}, {"kv_source": -1}, {"has_kv": 1}, {"width": 16}, {"kv_heads": 1},
+    {"norm_key": 1}, {"qk_norm_heads": 5}, {"qk_norm_heads": -1},
 ]  # fmt: skip
 
 
@@ -189,10 +196,10 @@ def test_a_model_without_ends(model):
 
 
 BAD_EXPERTS = [
-    {"size": 0}, {"size": 4}, {"size": 6}, {"size": -1}, {"first": -1}, {"first": 1}, {"first": 1 << 62}, {"num_local": -1},
-    {"num_local": 6}, {"num_local": 1 << 62}, {"top_k": 0}, {"top_k": 6}, {"activation": -1}, {"activation": 2}, {"layers": 0},
-    {"sigmoid": 2}, {"sigmoid": -1}, {"score_bias": 64}, {"groups": 0}, {"groups": 2}, {"top_groups": 0}, {"top_groups": 2},
-    {"group_top_k": 0}, {"group_top_k": 6},
+    {"size": 0}, {"size": 4}, {"size": 6}, {"size": -1}, {"first": -1}, {"first": 1}, {"first": 1 << 62},
+    {"num_local": -1}, {"num_local": 6}, {"num_local": 1 << 62}, {"top_k": 0}, {"top_k": 6}, {"activation": -1},
+    {"activation": 2}, {"layers": 0}, {"sigmoid": 2}, {"sigmoid": -1}, {"score_bias": 64}, {"groups": 0},
+    {"groups": 2}, {"top_groups": 0}, {"top_groups": 2}, {"group_top_k": 0}, {"group_top_k": 6},
 ]  # fmt: skip
 
 
@@ -255,8 +262,9 @@ def test_layers_of_heads_that_do_not_fit():
 
 
 BAD_LATENTS = [
-    {"kv_lora_rank": 22}, {"kv_lora_rank": 0}, {"kv_lora_rank": 1 << 40}, {"q_lora_rank": 19}, {"q_lora_rank": -1}, {"q_lora_rank": 0},
-    {"nope_dim": 13}, {"rope_dim": 6}, {"v_dim": 11}, {"kv_a_norm": 0}, {"q_a_norm": 0}, {"k_b": 0}, {"v_b": 0},
+    {"kv_lora_rank": 22}, {"kv_lora_rank": 0}, {"kv_lora_rank": 1 << 40}, {"q_lora_rank": 19}, {"q_lora_rank": -1},
+    {"q_lora_rank": 0}, {"nope_dim": 13}, {"rope_dim": 6}, {"v_dim": 11}, {"kv_a_norm": 0}, {"q_a_norm": 0},
+    {"k_b": 0}, {"v_b": 0},
 ]  # fmt: skip
 
 

@@ -71,8 +71,9 @@ def test_sampling():
     outside = [low.buffer_info()[0], high.buffer_info()[0]]
     cases = {
         "gumbel": ((1, at, to, 4), {1: [None], 2: [None], 3: [0, *sizes]}),
-        "gumbel_max": ((at, 2, 4, at, at, at, to, to, None, 1), {0: [None], 1: sizes, 2: [0, *sizes], 3: [None], 4: [None],
-                                                            5: [None], 6: [None], 7: [None], 9: threads}),
+        "gumbel_max": ((at, 2, 4, at, at, at, to, to, None, 1),
+                       {0: [None], 1: sizes, 2: [0, *sizes], 3: [None], 4: [None], 5: [None], 6: [None], 7: [None],
+                        9: threads}),
         "inverse_cdf": ((at, 2, 4, at, to), {0: [None], 1: sizes, 2: [0, *sizes], 3: [None], 4: [None]}),
         "acceptance": ((at, 2, 4, at, 1, at, at, at, at, 1.0, to, to, to, to, to),
                   {0: [None], 1: [0, *sizes], 2: [0, *sizes], 3: [None], 4: sizes, 5: [None, *outside],
@@ -85,8 +86,8 @@ def test_sampling():
                   6: [None, *outside], 7: [0], 8: [None], 9: [None]}),
         "filter_rows": ((to, 2, 4, at, at, at, 1), {0: [None], 1: sizes, 2: [0, *sizes], 3: [None], 4: [None],
                                                       5: [None], 6: threads}),
-        "apply_penalties": ((to, 4, at, 1, 0, 1.0, 0.0, 0.0), {0: [None], 1: [0, *sizes], 2: [None, outside[0]], 3: sizes,
-                                                        4: sizes}),
+        "apply_penalties": ((to, 4, at, 1, 0, 1.0, 0.0, 0.0),
+                            {0: [None], 1: [0, *sizes], 2: [None, outside[0]], 3: sizes, 4: sizes}),
         "overlaps": ((at, 2, 4, 1, at, at, at, to, 1),
                      {0: [None], 1: [0, *sizes], 2: [0, *sizes], 3: sizes, 4: [None, *outside], 5: [None],
                       6: [None, *outside], 7: [None], 8: threads}),

@@ -2,9 +2,9 @@
 
 ``structs.h`` names the same fields in the same order and says what they mean; ``library`` compares the names. Pointers
 are addresses, 0 for null; doubles go through ``number``. Some structs are followed by others in memory: a
-``LayerStruct`` by the ``LinearStruct`` of qkv, out, mixer_in, mixer_out, gate_up, down, per_layer_gate and per_layer_out; an
-``ExpertsStruct`` by the router's; a ``LatentStruct`` by the queries'; a ``ModelStruct`` by those of the head, the
-embedding, fc, and the per-layer table and projection.
+``LayerStruct`` by the ``LinearStruct`` of qkv, out, mixer_in, mixer_out, gate_up, down, per_layer_gate and
+per_layer_out; an ``ExpertsStruct`` by the router's; a ``LatentStruct`` by that of q_b; a ``ModelStruct`` by those of
+head, token_embd, fc, per_layer_rows and per_layer_project.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ Heads = namedtuple("Heads", "heads window q_stride k_stride v_stride bias reach 
 LinearStruct = namedtuple("LinearStruct", "kind weight bias scales offsets outputs inputs next")
 ExpertsStruct = namedtuple(
     "ExpertsStruct",
-    "size first num_local top_k normalize sigmoid score_bias scaling_factor eps groups top_groups group_top_k activation gated activation_params layers "
-    "scales",
+    "size first num_local top_k normalize sigmoid score_bias scaling_factor eps groups top_groups group_top_k "
+    "activation gated activation_params layers scales",
 )
-LatentStruct = namedtuple("LatentStruct", "kv_lora_rank q_lora_rank nope_dim rope_dim v_dim q_a_norm kv_a_norm eps k_b v_b")
+LatentStruct = namedtuple(
+    "LatentStruct", "kv_lora_rank q_lora_rank nope_dim rope_dim v_dim q_a_norm kv_a_norm eps k_b v_b"
+)
 MixerStruct = namedtuple(
     "MixerStruct",
     "kind channels columns d_inner gates heads groups key_dim value_dim tiled conv bias ssm_a dt_bias ssm_d norm eps",
@@ -39,25 +41,25 @@ ReplayStruct = namedtuple(
 LayerStruct = namedtuple(
     "LayerStruct",
     "norm_attention norm_qk norm_query norm_key after_attention norm_mlp after_mlp norm_token rotary window experts "
-    "activation_params sinks gated mixer latent shared_gate width kv_heads has_kv kv_source qk_norm_heads norm_experts norm_router "
-    "after_experts after_beside after_inputs scale",
+    "activation_params sinks gated mixer latent shared_gate width kv_heads has_kv kv_source qk_norm_heads "
+    "norm_experts norm_router after_experts after_beside after_inputs scale",
 )
 ModelStruct = namedtuple(
     "ModelStruct",
-    "heads hidden intermediate layers num_embeddings embedding norm rotaries activation gated layer_norm parallel norm_after_rope "
-    "attn_temp_floor per_layer_size per_layer_table per_layer_norm eps scale softcap logits_softcap embedding_scale residual_scale "
-    "logits_scale attn_temp_scale per_layer_scale",
+    "heads hidden intermediate layers num_embeddings embedding norm rotaries activation gated layer_norm parallel "
+    "norm_after_rope attn_temp_floor per_layer_size per_layer_table per_layer_norm eps scale softcap logits_softcap "
+    "embedding_scale residual_scale logits_scale attn_temp_scale per_layer_scale",
 )
 Call = namedtuple(
     "Call",
-    "rows threads ids inputs_embeds positions angles num_angles layer_ids num_layer_ids hidden_out logit_rows num_logits workspace "
-    "workspace_size logits kv pools plan all_reduce replay states experts",
+    "rows threads ids inputs_embeds positions angles num_angles layer_ids num_layer_ids hidden_out logit_rows "
+    "num_logits workspace workspace_size logits kv pools plan all_reduce replay states experts",
 )
 PassStruct = namedtuple("PassStruct", "rows nanoseconds match num_guessed num_correct")
 Chains = namedtuple(
     "Chains",
-    "sequences max_depth depths starts tables temperatures thresholds top_ks noise_ids output_ids keys quantiles tokens q "
-    "num_ids feeds_hidden min_confidence texts lengths num_guessed max_guess max_match passes siblings",
+    "sequences max_depth depths starts tables temperatures thresholds top_ks noise_ids output_ids keys quantiles "
+    "tokens q num_ids feeds_hidden min_confidence texts lengths num_guessed max_guess max_match passes siblings",
     defaults=(0,) * 7,
 )
 

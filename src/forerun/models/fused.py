@@ -230,8 +230,9 @@ class Fused:
             "per_layer_scale": 1 if table is None else table.table.scale,
         }  # fmt: skip
         model = structs.ModelStruct(
-            heads=spec.heads, hidden=self.hidden, intermediate=inner, layers=len(decoder.layers), num_embeddings=embedding.count,
-            embedding=numbers, norm=decoder.norm.pointer, rotaries=len(decoder.rotaries),
+            heads=spec.heads, hidden=self.hidden, intermediate=inner, layers=len(decoder.layers),
+            num_embeddings=embedding.count, embedding=numbers, norm=decoder.norm.pointer,
+            rotaries=len(decoder.rotaries),
             activation=structs.ACTIVATIONS.index(spec.activation), gated=of.mlp.gated,
             layer_norm=decoder.norm.subtracts, parallel=of.parallel, norm_after_rope=of.norms.after_rotary,
             attn_temp_floor=1 if scaling is None else scaling.reach, per_layer_size=0 if table is None else table.width,
