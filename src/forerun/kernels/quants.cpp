@@ -250,7 +250,7 @@ void quantize(const T *x, int64_t inputs, int64_t spans, int8_t *quants, S *to, 
         to->bsum_parts[v] = as_bfloat16(top);
         to->bsum_parts[v + 1] = as_bfloat16(whole - top);
       } else {
-        const int32_t second = sum(high), first = parts == 2 ? sum(low) : sum(low) + second;
+        const int32_t second = parts == 2 ? sum(high) : 0, first = parts == 2 ? sum(low) : sum(add(low, high));
         to->sums[0] = d * static_cast<float>(first);
         to->sums[1] = d * static_cast<float>(second);
         to->start[0] = -zero * first;
