@@ -1,4 +1,4 @@
-"""How weights are asked for ahead of their use: measured once, and of no consequence for any bit."""
+"""How weights are prefetched, and whether the matrix unit multiplies: measured once, and no bits change."""
 
 import random
 
@@ -74,7 +74,60 @@ def test_the_fastest_way_is_taken_for_each_count(form, monkeypatch):
     assert prefetch._measure(kind_of(made), [made], torch.bfloat16) == [rows % 3 for rows in prefetch.COUNTS]
     prefetch.set_prefetch(kind_of(made), range(len(prefetch.COUNTS)))
     assert sorted(asked) == list(range(1, 33))
-    assert [asked[rows] for rows in (1, 8, 9, 11, 12, 15, 16, 31, 32)] == [0, 7, 7, 7, 8, 8, 9, 9, 10]
+    assert [asked[rows] for rows in (1, 8, 9, 11, 12, 15, 16, 17, 31, 32)] == [0, 7, 7, 7, 8, 8, 9, 10, 10, 11]
+
+
+def timed(monkeypatch, made, seconds, *, tiled=False):
+    """Kernels that take ``seconds(rows, way)`` of a clock of their own."""
+    now, asked = [0.0], {}
+
+    class Library:
+        tiles = tiled
+
+        @staticmethod
+        def set_prefetch(kind, rows, way):
+            asked[rows] = way
+
+    def run(self, x, y, add, rows, stride):
+        now[0] += seconds(rows, asked[rows])
+
+    monkeypatch.setattr(kernels, "library", Library)
+    monkeypatch.setattr(type(made), "run", run)
+    monkeypatch.setattr(prefetch, "perf_counter", lambda: now[0])
+
+
+@pytest.mark.parametrize(("many", "ways"), [(0.9, [prefetch.TILED] * 4), (0.98, [prefetch.NEAR] * 4)])
+@pytest.mark.parametrize("form", COMPILED[1:2])
+def test_a_matrix_unit_that_gains_at_32_rows_is_taken_in_a_tie_from_12_on(form, many, ways, monkeypatch):
+    made = layer(form)
+    timed(
+        monkeypatch,
+        made,
+        lambda rows, way: (many if rows == 32 else 1.02) if way == prefetch.TILED else 1.0,
+        tiled=True,
+    )
+    assert prefetch._measure(kind_of(made), [made], torch.bfloat16) == [prefetch.NEAR] * 8 + ways
+
+
+@pytest.mark.parametrize("form", COMPILED[:1])
+def test_what_a_busy_machine_decided_is_used_but_not_kept(form, monkeypatch, tmp_path):
+    """One way was fast once, and is slow usually."""
+    made, calls, told = layer(form), {}, []
+
+    def seconds(rows, way):
+        calls[rows, way] = calls.get((rows, way), 0) + 1
+        return (0.5 if calls[rows, way] % 3 == 1 else 1.3) if way == prefetch.FAR and rows == 4 else 1.0
+
+    timed(monkeypatch, made, seconds)
+    monkeypatch.setattr(prefetch, "ENOUGH", 1)
+    monkeypatch.setattr(prefetch, "set_prefetch", lambda kind, ways: told.append(list(ways)))
+    for _ in range(2):
+        prefetch.autotune([made], torch.bfloat16)
+    assert told == [[prefetch.FAR if rows == 4 else prefetch.NEAR for rows in prefetch.COUNTS]] * 2
+    assert not list(tmp_path.glob("tiles/*"))
+    timed(monkeypatch, made, lambda rows, way: 1.0)
+    prefetch.autotune([made], torch.bfloat16)
+    assert list(tmp_path.glob("tiles/*"))
 
 
 @pytest.mark.parametrize(("far", "way"), [(0.98, prefetch.NEAR), (0.9, prefetch.FAR)])

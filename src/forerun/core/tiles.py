@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -78,8 +78,13 @@ def environment() -> list[str]:
     return [kernels.processor(), torch.__version__, torch.__config__.show(), threads, *settings]
 
 
+class Provisional(list[Any]):
+    """A measurement to use but not to keep."""
+
+
 def measured_once(what: str, measure: Callable[[], T], validate: Callable[[object], T | None]) -> T:
-    """Returns ``measure()``, or its result from an earlier run in the same ``environment``, kept in the cache folder.
+    """Returns ``measure()``, or its result from an earlier run in the same ``environment``, kept in the cache folder
+    unless it was ``Provisional``.
 
     ``validate`` returns a kept value, or None if ``measure`` cannot have returned it.
     """
@@ -87,7 +92,8 @@ def measured_once(what: str, measure: Callable[[], T], validate: Callable[[objec
     result = validate(record.read())
     if result is None:
         result = measure()
-        record.write(result)
+        if not isinstance(result, Provisional):
+            record.write(result)
     return result
 
 

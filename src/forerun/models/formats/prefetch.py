@@ -1,4 +1,4 @@
-"""How far ahead the kernels prefetch weights, and whether a matrix unit multiplies them (``Asking`` in
+"""How far ahead the kernels prefetch weights, and whether a matrix unit multiplies them (``Prefetch`` in
 ``kernels/rows.h``). Measured once per processor, for each kind of weights and number of rows: it depends on how fast
 the processor multiplies and reads memory. No bits depend on it."""
 
@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise, product
+from statistics import median
 from time import perf_counter
 
 import torch
@@ -23,12 +24,17 @@ ENOUGH = 1 << 23
 """Bytes of one kind from which it is measured: fewer may stay in a core's own cache."""
 READ = 1 << 27
 """Bytes, about, that a measurement reads: more than caches hold, as a model's weights are."""
-COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 32)
-"""Row counts that are measured; those between use the next smaller one's result."""
+COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 17, 32)
+"""Row counts that are measured; those between use the next smaller one's result. Without the matrix unit, more than 16
+rows read the weights twice."""
 MIN_ROUNDS, SECONDS = 3, 0.5
 """Rounds of measurement: at least so many, and for so long."""
 MARGIN = 0.03
-"""A smaller gain over ``NEAR`` may be noise. Times are minima: other programs only make them longer."""
+"""A smaller gain over the default way may be noise. Times are minima: other programs only make them longer."""
+TILED_FROM = 12
+"""Rows from which ``TILED`` is the default, for kinds that it makes faster at the largest count."""
+UNSTEADY = 3 * MARGIN
+"""The result is not kept if, by medians, some way is faster than the chosen one by more: the machine was busy."""
 NOTHING, NEAR, FAR, TILED = range(4)
 MOST = 32
 """The largest row count that has a setting of its own."""
@@ -115,10 +121,19 @@ def _measure(kind: int, parts: Sequence[Compiled], dtype: torch.dtype) -> list[i
             for part in sample:
                 run(part, count)
             result[count][way].append(perf_counter() - began)
-    return [_fastest({way: min(times) for way, times in by_way.items()}) for by_way in result.values()]
+    least, typical = (
+        {count: {way: over(times) for way, times in by_way.items()} for count, by_way in result.items()}
+        for over in (min, median)
+    )
+    many = _fastest(least[COUNTS[-1]], NEAR)
+    default = {count: TILED if many == TILED and count >= TILED_FROM else NEAR for count in COUNTS}
+    chosen = {count: _fastest(least[count], default[count]) for count in COUNTS}
+    if any(times[chosen[count]] * (1 - UNSTEADY) > min(times.values()) for count, times in typical.items()):
+        return tiles.Provisional(chosen.values())
+    return list(chosen.values())
 
 
-def _fastest(seconds: dict[int, float]) -> int:
-    """The way with the least time, but ``NEAR`` unless another is faster than it by more than ``MARGIN``."""
+def _fastest(seconds: dict[int, float], default: int) -> int:
+    """The way with the least time, but the default unless another is faster than it by more than ``MARGIN``."""
     way = min(seconds, key=lambda each: seconds[each])
-    return way if seconds[way] < (1 - MARGIN) * seconds[NEAR] else NEAR
+    return way if seconds[way] < (1 - MARGIN) * seconds[default] else default
