@@ -183,13 +183,13 @@ def test_a_state_is_stored_behind_an_entry_as_well(name):
 
 BAD_MIXERS = [
     {"kind": -1}, {"kind": 3}, {"columns": 0}, {"columns": 16}, {"columns": 2}, {"channels": 0}, {"channels": 1 << 40},
-    {"conv": 0}, {"inner": 1}, {"heads": 0}, {"heads": 3}, {"groups": 0}, {"groups": 3}, {"key_dim": 0}, {"key_dim": 6},
-    {"value_dim": -1}, {"gates": 1}, {"decay": 0}, {"step": 0}, {"norm": 0},
+    {"conv": 0}, {"d_inner": 1}, {"heads": 0}, {"heads": 3}, {"groups": 0}, {"groups": 3}, {"key_dim": 0},
+    {"key_dim": 6}, {"value_dim": -1}, {"gates": 1}, {"ssm_a": 0}, {"dt_bias": 0}, {"norm": 0},
 ]  # fmt: skip
 BAD_REPLAYS = [
-    {"runs": 0}, {"num_runs": 0}, {"num_runs": 1 << 40}, {"nodes": 2}, {"nodes": 4}, {"before": 0}, {"rows": 0},
+    {"runs": 0}, {"num_runs": 0}, {"num_runs": 1 << 40}, {"nodes": 2}, {"nodes": 4}, {"parents": 0}, {"rows": 0},
     {"copies": 0}, {"taps": 0}, {"columns": 2}, {"num_read": 0}, {"read": 0}, {"num_written": -1}, {"written": 0},
-    {"kept": 0}, {"slots": 0}, {"records": 0}, {"records": 5},
+    {"written_rows": 0}, {"slots": 0}, {"records": 0}, {"records": 5},
 ]  # fmt: skip
 BAD_LISTS = [
     (1, 0, 3), (1, 0, -1), (1, 1, 1), (1, 2, 4), (1, 2, -1), (1, 3, 3), (1, 3, -2), (2, 0, 0), (2, 1, -2), (2, 2, 2),
