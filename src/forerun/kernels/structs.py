@@ -60,7 +60,7 @@ Chains = namedtuple(
     "Chains",
     "sequences max_depth depths starts tables temperatures thresholds top_ks noise_ids output_ids keys quantiles "
     "tokens q num_ids feeds_hidden min_confidence texts lengths num_guessed max_guess max_match passes siblings",
-    defaults=(0,) * 7,
+    defaults=(0, 0, 0, 0, 0, 0, 0),
 )
 
 QUANTS = {
