@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,6 +86,8 @@ class LLM:
 
     ``with LLM(...) as llm:`` closes it at the end. Without ``close``, memory is free once nobody refers to it.
 
+    A child process may use its parent's ``LLM``, unless another thread was using that when it was forked.
+
     Threads may share one ``LLM``: a call has the engine to itself, and others wait. Give prompts that are to be decoded
     together to one call. For requests that come and go, use ``AsyncEngine``; it must not run the engine of an ``LLM``
     that is in use.
@@ -130,12 +134,14 @@ class LLM:
         self._lock = threading.Lock()
         self._owner: int | None = None
         """The thread that holds the lock."""
+        self._closed = "this LLM is closed"
+        _all.add(self)
 
     @property
     def engine(self) -> Engine:
         """Raises ConfigError after ``close``."""
         if self._engine is None:
-            raise ConfigError("this LLM is closed: make another one")
+            raise ConfigError(f"{self._closed}: make another one")
         return self._engine
 
     @property
@@ -373,6 +379,21 @@ class LLM:
             prompt_logprobs = [None, *by_token(known, self.tokenizer, sequence.prompt[:1])]
         metrics = RequestMetrics.merged([job.metrics for job in jobs])
         return RequestOutput(text, sequence.prompt, outputs, metrics, prompt_logprobs, str(sequence.id))
+
+
+_all: weakref.WeakSet[LLM] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """A child process has none of the parent's other threads, so nobody would end their calls."""
+    for llm in list(_all):
+        if llm._lock.locked() and llm._owner != threading.get_ident():
+            llm._lock, llm._owner, llm._engine = threading.Lock(), None, None
+            llm._closed = "another thread was using this LLM when this process was forked"
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _priorities(given: Sequence[int] | None, count: int) -> list[int]:

@@ -313,6 +313,15 @@ def library() -> ctypes.CDLL | None:
     return result
 
 
+def _end_threads_of_openmp() -> None:
+    """In a child, GNU's OpenMP would wait for threads that stayed with the parent. They start again when used."""
+    pause = getattr(ctypes.CDLL(torch._C.__file__), "omp_pause_resource_all", None)
+    if pause is not None:
+        pause(_I(1))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_end_threads_of_openmp)
 _local = threading.local()
 
 

@@ -6,6 +6,7 @@ import asyncio
 import copy
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -42,7 +43,14 @@ class Lane:
 
     def __init__(self, tokenizer: Any, name: str) -> None:
         self.tokenizer = copy.deepcopy(tokenizer)
-        self.thread = ThreadPoolExecutor(1, thread_name_prefix=f"forerun-{name}")
+        self._new = partial(ThreadPoolExecutor, 1, thread_name_prefix=f"forerun-{name}")
+        self._thread, self._process = self._new(), os.getpid()
+
+    @property
+    def thread(self) -> ThreadPoolExecutor:
+        if self._process != os.getpid():  # a child process does not have it
+            self._thread, self._process = self._new(), os.getpid()
+        return self._thread
 
 
 class TextService:

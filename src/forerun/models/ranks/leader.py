@@ -31,6 +31,7 @@ START = 600.0
 """Seconds that the others have to start, and again to load their shards."""
 LAST_WORDS = 2.0
 """Seconds to wait until a process ends that has closed its connection."""
+_kept: list[object] = []
 COMMAND = "from forerun.models.ranks.worker import main; main()"
 
 
@@ -73,12 +74,17 @@ class Leader(Team):
         self._count = itertools.count()
         folder = Path(tempfile.mkdtemp(prefix="forerun-ranks-"))
         self.others: list[Rank] = []
-        self._end = weakref.finalize(self, _end, self.others, folder)
+        self._process = os.getpid()
+        self._end = weakref.finalize(self, _end, self.others, folder, self._process)
         self.others.extend(Rank(rank) for rank in range(1, size))
         for other in self.others:
             self._send(pickle.dumps(Hello(other.rank, size, folder, requested)), other)
         self._await(UP)
         self.connect(folder, device)
+
+    def __del__(self) -> None:
+        if self._process != os.getpid():
+            _kept.append(self._group)  # a child process would wait for its threads, which stayed with the parent
 
     def ready(self) -> None:
         """Wait until the others have loaded their shards. Raises RankError."""
@@ -121,6 +127,8 @@ class Leader(Team):
     @contextmanager
     def _running(self, message: Feed | RankCall) -> Iterator[None]:
         """Sends a message to the others; a failure of this rank while they run it ends them."""
+        if self._process != os.getpid():
+            raise RankError("the other ranks belong to the process that this one was forked from: load the model again")
         if self._broken is not None:
             raise RankError(self._broken)
         data = pickle.dumps(message)
@@ -174,10 +182,13 @@ class Leader(Team):
         self._end()
 
 
-def _end(others: list[Rank], folder: Path) -> None:
-    """Close the connections, so that the others end; kill those that are inside a forward."""
+def _end(others: list[Rank], folder: Path, process: int) -> None:
+    """Close the connections, so that the others end; kill those that are inside a forward. In a child of ``process``
+    they stay."""
     for other in others:
         other.pipe.close()
+    if process != os.getpid():
+        return
     for other in others:
         if other.ended(LAST_WORDS) is None:
             other.process.kill()
