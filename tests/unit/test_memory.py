@@ -1,5 +1,8 @@
 """One memory budget for all KV caches, and the engine options about them."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -59,6 +62,72 @@ def test_without_a_budget_the_caches_take_what_is_spare(llm, monkeypatch):
     engine = llm(page_size=8, max_num_seqs=6).engine
     assert 45_000 < sum(t.nbytes for pool in engine.pools for t in (*pool.keys, *pool.values)) <= 50_000
     assert engine.max_model_len == engine.kv_cache_tokens
+
+
+V1 = {"memory.limit_in_bytes": "600000\n", "memory.usage_in_bytes": "300000\n"}
+V2 = {"memory.max": "600000\n", "memory.high": "max\n", "memory.current": "300000\n"}
+CACHED = {"memory.stat": "anon 5\ninactive_file 100000\nactive_file 7\n"}
+CACHED_V1 = {"memory.stat": "inactive_file 3\ntotal_inactive_file 100000\n"}
+UNLIMITED = {"memory.limit_in_bytes": "9223372036854771712\n", "memory.usage_in_bytes": "300000\n"}
+
+
+@pytest.mark.parametrize(("own", "files", "expected"), [
+    ("0::/a/b", {"a/b": V2}, 150_000),
+    ("0::/a/b", {"a/b": V2 | CACHED}, 200_000),
+    ("0::/a/b", {"a/b": V2 | {"memory.high": "500000\n"}}, 100_000),
+    ("0::/a/b", {"a/b": V2, "a": V2 | {"memory.max": "400000\n"}}, 50_000),
+    ("0::/a/b", {"a/b": {"memory.max": "max\n"}, "a": V2}, 150_000),
+    ("0::/a/b", {"": V2}, 150_000),  # a container that does not see its own path
+    ("0::/", {"": V2 | {"memory.current": "700000\n"}}, 0),
+    ("4:memory:/a", {"memory/a": V1}, 150_000),
+    ("4:cpu:/a\n5:memory,hugetlb:/docker/x", {"memory": V1 | CACHED_V1}, 200_000),
+    ("4:memory:/a", {"memory/a": UNLIMITED, "memory": V1}, 150_000),
+])  # fmt: skip
+def test_control_groups_limit_the_caches(own, files, expected, tmp_path):
+    for folder, contents in files.items():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name, text in contents.items():
+            (tmp_path / folder / name).write_text(text)
+    (tmp_path / "own").write_text(own + "\n")
+    assert spare_bytes(torch.device("cpu"), tmp_path, tmp_path / "own") == expected
+
+
+@pytest.mark.parametrize("own", ["0::/a/b", "4:memory:/a", "nonsense", ""])
+def test_groups_without_a_limit_change_nothing(own, tmp_path):
+    (tmp_path / "memory").mkdir()
+    for name, text in UNLIMITED.items():
+        (tmp_path / "memory" / name).write_text(text)
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "own").write_text(own + "\n")
+    assert spare_bytes(torch.device("cpu"), tmp_path, tmp_path / "own") > 1 << 20
+
+
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from forerun import LLM, ForerunError, SamplingParams
+import torch
+pages = int(Path("/proc/self/statm").read_text().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (1 << 29),) * 2)
+def tokens(**options):
+    llm = LLM(sys.argv[1], speculative_config=None, threads=1, **options)
+    return len(llm.generate(["abab"], SamplingParams(max_tokens=5, ignore_eos=True))[0].outputs[0].token_ids)
+print(tokens(max_num_seqs=100_000, max_num_batched_tokens=100_000))
+try:
+    tokens(max_num_seqs=100_000, max_num_batched_tokens=100_000, kv_cache_memory="4GiB")
+except ForerunError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_a_limit_of_address_space_means_smaller_caches_or_one_line(tiny_target):
+    """``ulimit -v`` half a GiB above what is mapped; that many sequences could use 10 GB."""
+    ended = subprocess.run([sys.executable, "-c", LIMITED, tiny_target], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    answered, refusal = ended.stdout.splitlines()
+    assert answered == "5"
+    assert refusal.startswith("the system does not give 4,295 MB for KV caches: lower kv_cache_memory")
 
 
 def test_a_pool_too_small_for_a_request_says_so(llm):

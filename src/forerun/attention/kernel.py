@@ -48,7 +48,7 @@ class KernelAttention(Backend[AttentionPlan]):
     def __init__(self, pool: Pool) -> None:
         super().__init__(pool)
         self.call = getattr(kernels.library(), f"attend_{kernels.dtype_name(pool.dtype)}")
-        self.layers: Sequence[int] = range(len(pool.keys))
+        self.layers: Sequence[int] = range(len(pool.layers))
         """The pool's layers that are read."""
         self._keys: list[torch.Tensor] = []
         self._kv = self._shapes = array("q")

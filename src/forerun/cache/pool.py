@@ -336,6 +336,10 @@ class Pool(Pages):
         sparse = self.num_pages > 1 and self.page_size * width * self.dtype.itemsize > SPARSE_BYTES
         return zeros(shape, self.dtype, self.device, sparse)
 
+    def allocate(self) -> None:
+        """Makes the tensors now, not when they are first used. Raises OSError or MemoryError."""
+        assert len(self.keys) == len(self.values)
+
     def scrub(self) -> None:
         """Zeroes every page that no sequence uses, after a model returned NaN: an additive mask does not stop a NaN
         that a page's last owner left."""

@@ -31,46 +31,68 @@ WINDOW, STALE = 0.1, 1.0
 """Seconds over which processor time is counted, and the longest window that still says something about now."""
 LEEWAY = 1.25
 """Threads for each core that others leave."""
+ROOM, IDLE = 0.25, 0.3
+"""Cores that others of any priority may take of a quiet machine, and the weight of a window in their mean."""
 
 
-def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
-    """Cores that the affinity mask and the quotas of control groups (version 2) leave to this process; at least 1.
+GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+"""Where control groups are mounted, and the file that names this process's groups."""
 
-    ``groups`` is where control groups are mounted, ``own`` the file that names this process's group.
-    """
+
+def control_groups(controller: str, groups: Path = GROUPS, own: Path = OWN_GROUPS) -> list[Path]:
+    """Folders of this process's control groups (versions 1 and 2) that may limit ``controller``, each before those
+    around it."""
+    try:
+        lines = [line.split(":", 2) for line in own.read_text(encoding="utf-8").splitlines() if line.count(":") > 1]
+    except (OSError, UnicodeDecodeError):
+        return []
+    result = []
+    for _, controllers, name in lines:
+        if controllers and controller not in controllers.split(","):
+            continue
+        root = groups / controller if controllers else groups
+        folder = root / name.strip().lstrip("/")
+        result += [group for group in (folder, *folder.parents) if group.is_relative_to(root)]
+    return result
+
+
+def group_numbers(group: Path, *files: str) -> list[int] | None:
+    """The numbers in files of a control group; None if one is missing or says "max", which is no limit."""
+    try:
+        return [int(word) for file in files for word in (group / file).read_text(encoding="utf-8").split()]
+    except (OSError, ValueError):
+        return None
+
+
+def usable_cores(groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int:
+    """Cores that the affinity mask and the quotas of control groups leave to this process; at least 1."""
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
-    try:
-        name = next(line[3:] for line in own.read_text(encoding="utf-8").splitlines() if line.startswith("0::"))
-    except (OSError, UnicodeDecodeError, StopIteration):
-        return cores
-    folder = groups / name.strip().lstrip("/")
-    for group in (folder, *folder.parents):
-        if not group.is_relative_to(groups):
-            break
-        try:
-            quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
-            cores = min(cores, -(-int(quota) // int(period)))
-        except (OSError, ValueError):  # no limit: there is no such file, or it says "max"
-            continue
+    for group in control_groups("cpu", groups, own):
+        for files in (["cpu.max"], ["cpu.cfs_quota_us", "cpu.cfs_period_us"]):
+            quota, period = group_numbers(group, *files) or (-1, 1)
+            if quota > 0:
+                cores = min(cores, -(-quota // period))
     return max(1, cores)
 
 
 class CoresLeft:
     """How many of this process's cores other programs leave free, from ``/proc/stat`` (Linux).
 
-    Programs of lower priority (a positive niceness) do not count, unless this process has a positive niceness, too.
+    Programs of lower priority (a positive niceness) do not count in the first number, unless this process has a
+    positive niceness, too. They count in the second one.
     """
 
     def __init__(self, stat: Path = Path("/proc/stat"), clock: Callable[[], float] = time.monotonic) -> None:
         self.stat, self.clock = stat, clock
-        self.before: tuple[float, float, float] | None = None
-        """The last call's time, and the processor seconds of all programs and of this process until then."""
+        self.before: tuple[float, float, float, float] | None = None
+        """The last call's time, and processor seconds until then: of all programs, of those without lower priority, and
+        of this process."""
         self.next = 0.0
         self.cores: set[int] = set()
 
-    def __call__(self) -> float | None:
-        """Returns the mean of the last window, once in ``WINDOW`` seconds; else, and where it is unknown, None."""
+    def __call__(self) -> tuple[float, float] | None:
+        """Returns means of the last window, once in ``WINDOW`` seconds; else, and where they are unknown, None."""
         now = self.clock()
         if now < self.next:
             return None
@@ -79,19 +101,22 @@ class CoresLeft:
             self.next = float("inf")
             return None
         own, before = time.process_time(), self.before
-        self.before = now, used, own
+        self.before = now, *used, own
         if before is None or now - before[0] > STALE:
             return None
-        return len(self.cores) - max(0.0, (used - before[1]) - (own - before[2])) / (now - before[0])
+        seconds, every, usual, own = (now - then for now, then in zip(self.before, before))
+        left, idle = (len(self.cores) - max(0.0, others - own) / seconds for others in (usual, every))
+        return left, idle
 
-    def _used(self) -> float | None:
+    def _used(self) -> tuple[float, float] | None:
         try:
             self.cores = os.sched_getaffinity(0)
             lines = [line.split() for line in self.stat.read_text("ascii").splitlines() if line.startswith("cpu")]
             counts = [[int(n) for n in line[1:]] for line in lines if line[0][3:] and int(line[0][3:]) in self.cores]
             user, nice, system, _, _, irq, softirq, steal = (sum(column) for column in list(zip(*counts))[:8])
-            lower = nice if os.getpriority(os.PRIO_PROCESS, 0) > 0 else 0
-            return (user + lower + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+            lower = 0 if os.getpriority(os.PRIO_PROCESS, 0) > 0 else nice
+            every, second = user + nice + system + irq + softirq + steal, os.sysconf("SC_CLK_TCK")
+            return every / second, (every - lower) / second
         except (OSError, ValueError, AttributeError):  # another system
             return None
 
@@ -110,15 +135,24 @@ class Threads:
 
     A round's cost is its time over the usual time of its size at the present count (``home``). Now and then a few
     rounds probe a neighbouring count, and the cheaper one becomes home. A round that takes several times the usual
-    starts a probe of fewer threads at once. When ``cores_left`` changes, as many threads become home. Tokens do not
-    depend on the choice.
+    starts a probe of fewer threads at once; where that wins, a probe of more follows at once, since a start has slow
+    rounds of its own. When ``cores_left`` changes, or others of any priority stop, as many threads become home. Tokens
+    do not depend on the choice.
     """
 
     def __init__(
-        self, most: int, *, fixed: bool = False, cores_left: Callable[[], float | None] = lambda: None
+        self,
+        most: int,
+        *,
+        fixed: bool = False,
+        cores_left: Callable[[], tuple[float, float] | None] = lambda: None,
     ) -> None:
         self.counts = [most] if fixed else sorted({most, *(1 << i for i in range(most.bit_length()) if 1 << i < most)})
         self.home = self.fitting = len(self.counts) - 1
+        self.idle, self.crowded = float(most), False
+        """Mean of the cores that others of any priority leave, and whether that is too few for all threads."""
+        self.hurried = False
+        """Whether a slow round began the probe."""
         self.cores_left = cores_left
         self.usual: dict[int, float] = {}
         """Seconds by the bit length of the number of rows, outliers clipped."""
@@ -139,7 +173,7 @@ class Threads:
         """Learns the time of a round of ``rows`` rows at ``count`` threads."""
         if len(self.counts) == 1 or seconds <= 0.0:
             return
-        if (left := self.cores_left()) is not None and self._follow(left):
+        if (left := self.cores_left()) is not None and self._follow(*left):
             return
         kind = rows.bit_length()
         usual = self.usual.get(kind)
@@ -156,17 +190,21 @@ class Threads:
         for side in self.waits:
             self.waits[side] -= cost
         if cost > SPIKE and self.home > 0:
-            self._begin(-1)
+            self._begin(-1, hurried=True)
             return
         for side, wait in self.waits.items():
             if wait <= 0 and 0 <= self.home + side < len(self.counts):
                 self._begin(side)
                 return
 
-    def _follow(self, left: float) -> bool:
-        """Makes another count home if the number of free cores fits another one than before; returns whether it did."""
+    def _follow(self, left: float, idle: float) -> bool:
+        """Makes another count home if the number of free cores fits another one than before, or if other programs have
+        stopped that made fewer threads the better choice; returns whether it did."""
         before, self.fitting = self.fitting, max(0, sum(count <= LEEWAY * left for count in self.counts) - 1)
-        if self.fitting in (before, self.home):
+        self.idle += IDLE * (idle - self.idle)
+        was, self.crowded = self.crowded, self.counts[-1] > self.idle + ROOM
+        stopped = was and not self.crowded and self.fitting > self.home
+        if self.fitting == self.home or (self.fitting == before and not stopped):
             return False
         counts = self.counts[self.fitting], self.counts[self.home]
         log.info("%d threads instead of %d: other programs leave %.1f cores", *counts, left)
@@ -174,8 +212,8 @@ class Threads:
         self.waits = {-1: FIRST, 1: FIRST}
         return True
 
-    def _begin(self, side: int) -> None:
-        self.probing, self.costs = self.home + side, []
+    def _begin(self, side: int, *, hurried: bool = False) -> None:
+        self.probing, self.costs, self.hurried = self.home + side, [], hurried
 
     def _probe(self, cost: float) -> None:
         assert self.probing is not None
@@ -189,7 +227,7 @@ class Threads:
             before, self.home = self.counts[self.home], self.probing
             log.info("%d threads instead of %d: rounds take %.2f of the time", self.count, before, mean / self.cost)
             self.usual = {kind: seconds * mean for kind, seconds in self.usual.items()}
-            self.cost, self.waits = 1.0, {-1: FIRST, 1: FIRST}
+            self.cost, self.waits = 1.0, {-1: FIRST, 1: 0 if self.hurried else FIRST}
         else:
             self.waits[self.probing - self.home] = max(FIRST, PRICE * lost)
         self.probing = None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from forerun.core.errors import ConfigError
+from forerun.core.threads import GROUPS, OWN_GROUPS, control_groups, group_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -34,18 +35,46 @@ def megabytes(count: int) -> str:
     return f"{count / 1e6:.1f} MB" if count < 1e8 else f"{count / 1e6:,.0f} MB"
 
 
-def spare_bytes(device: torch.device) -> int | None:
-    """Bytes that the KV caches may take by default: most of the free GPU memory, or half of the available main memory.
-    None if that is unknown."""
+def spare_bytes(device: torch.device, groups: Path = GROUPS, own: Path = OWN_GROUPS) -> int | None:
+    """Bytes that the KV caches may take by default: most of the free GPU memory, or half of the main memory that the
+    machine, this process's control groups and its limit of address space (``ulimit -v``) leave. None if unknown."""
     if device.type == "cuda":
         import torch
 
         return int(0.8 * torch.cuda.mem_get_info(device)[0])
+    left = []
     try:
         match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii"))
+        left += [int(match[1]) * 1024] if match is not None else []
+        import resource
+
+        most = resource.getrlimit(resource.RLIMIT_AS)[0]
+        mapped = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+        left += [most - mapped] if most != resource.RLIM_INFINITY else []
+    except (OSError, ImportError):
+        pass
+    for group in control_groups("memory", groups, own):
+        for used, inactive, *limits in MEMORY_FILES:
+            present = [number for file in limits for number in group_numbers(group, file) or ()]
+            if present:
+                left.append(min(present) - sum(group_numbers(group, used) or ()) + _statistic(group, inactive))
+    return max(0, min(left)) // 2 if left else None
+
+
+MEMORY_FILES = (
+    ("memory.current", "inactive_file", "memory.max", "memory.high"),
+    ("memory.usage_in_bytes", "total_inactive_file", "memory.limit_in_bytes"),
+)
+"""Of control groups of versions 2 and 1: the file of the bytes in use, the name in ``memory.stat`` of those that the
+system takes back, and the files of the limits."""
+
+
+def _statistic(group: Path, name: str) -> int:
+    try:
+        match = re.search(rf"^{name} (\d+)$", (group / "memory.stat").read_text(encoding="ascii"), re.MULTILINE)
     except OSError:
-        return None
-    return int(match[1]) * 1024 // 2 if match is not None else None
+        return 0
+    return int(match[1]) if match is not None else 0
 
 
 def budget(given: int | None, utilization: float | None, device: torch.device) -> int | None:
@@ -75,7 +104,7 @@ def share(pools: Sequence[Pool], budget: int | None, num_pages: int | None, proc
         processes: how many processes hold the target's pool.
 
     Raises:
-        ConfigError: the budget does not pay for one page.
+        ConfigError: the budget does not pay for one page, or the system does not give it.
     """
     each = sum(pool.page_bytes for pool in pools)
     if pools[0].device.type == "cpu":  # they share its memory
@@ -95,6 +124,14 @@ def share(pools: Sequence[Pool], budget: int | None, num_pages: int | None, proc
     for pool in pools:
         if num_pages is not None and num_pages < pool.num_pages:
             pool.resize(num_pages)
+        try:
+            pool.allocate()
+        except (OSError, MemoryError) as error:
+            size = megabytes(pool.num_pages * pool.page_bytes)
+            raise ConfigError(
+                f"the system does not give {size} for KV caches: lower kv_cache_memory or max_model_len, or raise the "
+                "limit of address space (ulimit -v)"
+            ) from error
 
 
 def _share_states(pools: Sequence[Pool], budget: int | None, page: int) -> int:
