@@ -396,3 +396,109 @@ def test_where_prompt_tokens_are_dear_the_fewer_wait_for_the_more(decoding, prom
         scheduler.add(sequence(key, 60, output=4))
     rounds.step()  # nothing is known of the price yet
     assert sum(one.scheduled for one in rounds.step() if one.id >= decoding) == tokens
+
+
+MACHINES = {"1.5B": (0.06, 0.005, 1e-6), "135M": (0.0032, 0.0007, 1e-7)}
+
+
+class Timed:
+    """A server whose rounds take as long as on a machine with these prices, in seconds: a plain round, a prompt token,
+    and what a token of depth adds to one."""
+
+    def __init__(self, machine, bounded=True):
+        self.plain, self.token, self.deep = MACHINES[machine]
+        self.scheduler, _ = make(4000, 16, max_num_seqs=16, max_num_batched_tokens=2048)
+        self.scheduler.prefill_budget = PrefillBudget()
+        self.scheduler.prefill_budget.bounded = bounded
+        self.now, self.came, self.first, self.ended = 0.0, {}, {}, {}
+
+    def add(self, key, prompt, output=8):
+        self.came[key] = self.now
+        self.scheduler.add(sequence(key, prompt, output))
+
+    def step(self):
+        chosen = self.scheduler.schedule()
+        rows = sum(one.scheduled for one in chosen)
+        depths = sum(one.scheduled * (one.num_computed_tokens + one.scheduled / 2) for one in chosen)
+        seconds = max(self.plain, self.token * rows) + 0.2 * self.token * min(rows, 8) + self.deep * depths
+        self.now += seconds
+        self.scheduler.observe(seconds)
+        for one in chosen:
+            one.num_computed_tokens += one.scheduled
+            self.scheduler.pool.advance(one.id, one.num_computed_tokens)
+            if one.num_computed_tokens == len(one.tokens):
+                one.tokens.append(1)
+                self.first.setdefault(one.id, self.now - self.came[one.id])
+            if one.remaining == 0:
+                self.ended[one.id] = self.now - self.came[one.id]
+                self.scheduler.remove(one)
+        return seconds
+
+    def finish(self):
+        while self.scheduler.busy:
+            self.step()
+        return self
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("prompt", [500, 1500, 8000])
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_short_prompt_beside_a_long_one(machine, prompt, warm):
+    """It comes just after a round has begun. Its first token comes after three times its time alone at most, the long
+    one loses a tenth at most, and long ones alone take no more than a twentieth longer than in one piece."""
+
+    def server(bounded=True):
+        timed = Timed(machine, bounded)
+        if warm:
+            timed.add(9, 300)
+            timed.finish()
+        return timed
+
+    def together():
+        timed = server()
+        timed.add(1, prompt, 30)
+        began = timed.now
+        timed.step()
+        timed.add(2, 30)
+        timed.came[2] = began
+        return timed.finish()
+
+    alone, long, piece = server(), server(), server(bounded=False)
+    alone.add(2, 30)
+    for timed in (long, piece):
+        timed.add(1, prompt, 30)
+        timed.finish()
+    both = together()
+    assert both.first[2] <= 3 * alone.finish().first[2]
+    assert both.ended[1] <= 1.1 * long.ended[1]
+    assert long.ended[1] <= piece.ended[1] / 0.95
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_long_prompts_finish_although_short_ones_keep_coming(machine):
+    alone = Timed(machine)
+    alone.add(0, 2000)
+    alone.finish()
+    timed = Timed(machine)
+    for key in (0, 1):
+        timed.add(key, 2000)
+    for key in range(2, 100_000):
+        if len(timed.scheduler.running) < 12:
+            timed.add(key, 20, 4)
+        timed.step()
+        if {0, 1} <= set(timed.ended):
+            break
+    assert timed.first[0] <= 16 * alone.first[0]
+    assert {0, 1} <= set(timed.ended)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("count", "prompt"), [(16, 50), (16, 300), (8, 1000)])
+def test_prompts_that_come_together_keep_the_throughput(machine, count, prompt):
+    totals = []
+    for bounded in (False, True):
+        timed = Timed(machine, bounded)
+        for key in range(count):
+            timed.add(key, prompt, 64)
+        totals.append(timed.finish().now)
+    assert totals[0] / totals[1] >= 0.95

@@ -74,6 +74,7 @@ class AsyncEngine(EngineClient):
         self._ending = False
         # Readers that wake up between two forwards would take the GIL from the engine thread.
         engine.target.before = self._deliver_if_due
+        engine.scheduler.prefill_budget.bounded = engine.model.invariant  # others may come while a prompt is read
         self._thread = threading.Thread(target=self._run, name="forerun-engine", daemon=True)
         self._thread.start()
 
@@ -106,6 +107,8 @@ class AsyncEngine(EngineClient):
         self, stream: Stream, prompt: Sequence[int], params: Params, session: str | None, choices: Mapping[str, Any]
     ) -> None:
         """``session`` makes no difference to a single engine."""
+        if not self._thread.is_alive():
+            raise ClosedError("the engine's thread is not in this process: make the AsyncEngine after the fork")
         self.post(lambda: self._add(stream, prompt, params, choices))
         await stream.admitted
 

@@ -17,6 +17,8 @@ LONGEST_WAIT = 1024
 """The limit of that delay, in rounds."""
 SMALLEST_CHUNK = 16
 """Prompt tokens that are prefilled in every round in any case, if at least as many prompts wait as sequences decode."""
+FIRST_CHUNK = 32
+"""The least chunk of a prompt that is read alone, and the first one, which measures the pace."""
 FEWEST_TOKENS = 4
 """The same for one prompt among many decoding sequences, all of which wait for it."""
 DEPTH_SPREAD = 30.0
@@ -41,11 +43,15 @@ class PrefillBudget:
     """Factor of a round's weight in the fit, a round later."""
     LEAST_BASE = 0.2
     """Least base price, as a fraction of the mean price."""
+    STEP = 0.03
+    """Seconds of a round of prompts alone, if two plain rounds take less."""
     STALE = 256
     """Rounds with prompt tokens after which one decodes alone, for comparison."""
 
     def __init__(self, fixed: int | None = None) -> None:
-        self.fixed = fixed
+        self.fixed, self.bounded = fixed, False
+        self.pace: float | None = None
+        """Prompt tokens per second of rounds without decoding sequences."""
         self.rounds = 0
         self.plain: dict[int, tuple[float, int]] = {}
         """By number of decoding sequences: mean seconds of rounds without prompt tokens, and the last such round."""
@@ -70,6 +76,13 @@ class PrefillBudget:
         self._last_allowance = max(least, min(affordable, 2 * self._last_allowance))
         return self._last_allowance
 
+    def alone(self, rows: int) -> int:
+        """How many of ``rows`` prompt tokens a round without decoding sequences may have."""
+        if not self.bounded:
+            return rows
+        seconds = max(self.STEP, 2 * (self._plain(1) or 0.0))
+        return min(rows, max(FIRST_CHUNK, int(seconds * (self.pace or 0.0)) // SMALLEST_CHUNK * SMALLEST_CHUNK))
+
     def price(self, depth: float) -> float | None:
         """Seconds that a prompt token adds to a round; None before the first prompt."""
         tokens, mixed, deep, seconds, weighted = self._moments
@@ -90,6 +103,9 @@ class PrefillBudget:
 
     def observe(self, decoding: int, prompt_tokens: int, seconds: float, depth: float = 0.0) -> None:
         """Learns from a round of ``seconds``; ``depth`` is the mean depth of its prompt tokens."""
+        if not decoding and prompt_tokens >= FIRST_CHUNK:  # fewer say little about many
+            pace = prompt_tokens / max(seconds, 1e-9)
+            self.pace = pace if self.pace is None else (self.pace + pace) / 2
         if not decoding or self.fixed is not None:
             return
         plain = self._plain(decoding) if prompt_tokens else None
@@ -117,8 +133,9 @@ class Scheduler:
     A sequence's rank is its arrival, moved by its ``priority`` by less than ``LONGEST_WAIT`` rounds; lower ranks go
     first. So nobody waits for requests that arrive more than twice as many rounds later. In every round, each running
     sequence that decodes gets its row. Prompts are prefilled in rank order, as many tokens as ``prefill_budget``
-    allows, and drafts get the rows and pages that are left. A sequence is admitted when there are pages for all its
-    tokens. If pages run out later, the last-ranked sequence is preempted and recomputed, which changes no token.
+    allows; three quarters of them go to prompts that are shorter than the rest of the first one. Drafts get the rows
+    and pages that are left. A sequence is admitted when there are pages for all its tokens. If pages run out later, the
+    last-ranked sequence is preempted and recomputed, which changes no token.
 
     Args:
         draft_rows: how many rows a decoding sequence's draft may add.
@@ -201,7 +218,7 @@ class Scheduler:
         prompts: list[RequestState] = []
         self._decoding, self._prompt_tokens, self._depth = len(decoding), 0, 0.0
         if any(map(_prefills, self.running)) or self._has_seats():
-            prompts = self._schedule_prompts(self._prefill_allowance(decoding, rows) if decoding else rows)
+            prompts = self._schedule_prompts(self._prefill_allowance(decoding, rows))
             if self.tree is not None:
                 for sequence in prompts:
                     end = sequence.num_computed_tokens + sequence.scheduled
@@ -222,7 +239,11 @@ class Scheduler:
                 self._commit(sequence)
 
     def _prefill_allowance(self, decoding: list[RequestState], rows: int) -> int:
-        """Prompt tokens beside decoding sequences: not at the cost of drafts, but always some."""
+        """Prompt tokens beside decoding sequences, if there are any: not at the cost of drafts, but always some."""
+        if not decoding:
+            limit = self.prefill_budget.alone(rows)
+            left = [_uncomputed(one) for one in [*filter(_prefills, self.running), *self.waiting]]
+            return min(rows, max(limit, sum(each for each in left if each <= 4 * limit)))  # short ones go together
         drafts = sum(self.draft_rows(sequence) for sequence in decoding)
         prefilling = [sequence for sequence in self.running if _prefills(sequence)]
         least = least_prefill(len(prefilling) + len(self.waiting), len(decoding))
@@ -241,8 +262,11 @@ class Scheduler:
     def _schedule_prompts(self, rows: int) -> list[RequestState]:
         """Chunks for running sequences that prefill, then for as many of the waiting as fit."""
         chosen: list[RequestState] = []
+        share = -(-rows // 4)
+        if self._schedule_short(rows - share, chosen):
+            rows = share  # a short prompt does not wait for more of a long one than that
         for sequence in self.running:
-            if _prefills(sequence):
+            if _prefills(sequence) and not sequence.scheduled:
                 rows -= self._schedule_chunk(sequence, rows, chosen)
         while rows > 0 and self._has_seats():
             sequence = self.waiting[0]
@@ -250,6 +274,23 @@ class Scheduler:
                 break
             rows -= self._schedule_chunk(sequence, rows, chosen)
         return chosen
+
+    def _schedule_short(self, rows: int, chosen: list[RequestState]) -> int:
+        """At most ``rows`` for prompts with less left than the first-ranked one that is being read, the shortest first;
+        returns how many. The rest of the round is the first one's, so that it never waits for ever."""
+        first = next(filter(_prefills, self.running), None)
+        if first is None:
+            return 0
+        left, most = rows, _uncomputed(first)
+        short = [one for one in self.running if _prefills(one) and _uncomputed(one) < most]
+        while sum(map(_uncomputed, short)) < rows and self._has_seats():
+            sequence = self.waiting[0]
+            if len(sequence.tokens) >= most or sequence.priority > first.priority or not self._admit(sequence):
+                break
+            short.append(sequence)
+        for sequence in sorted(short, key=_uncomputed):
+            left -= self._schedule_chunk(sequence, left, chosen)
+        return rows - left
 
     def _has_seats(self) -> bool:
         """Whether the first waiting sequence fits into ``max_num_seqs`` beside the running ones."""
