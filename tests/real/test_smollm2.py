@@ -11,9 +11,9 @@ from forerun.engine import tuned
 from forerun.models.hf import read_module
 from forerun.models.open import read_config
 from forerun.models.tokenizer import load_tokenizer
-from forerun.serve.parsers import ToolParser
 from forerun.serve.schema import ChatRequest
-from forerun.serve.tool_formats import HERMES, tool_grammar
+from forerun.serve.tools import formats, tool_grammar
+from forerun.serve.tools.base import ToolParser
 
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 CAPITAL = [{"role": "user", "content": "What is the capital of Japan?"}]
@@ -63,7 +63,7 @@ def test_it_knows_the_capital_of_japan_and_stops(assistant):
 def test_it_calls_a_tool_where_it_must_and_says_what_came_of_it(assistant):
     body = ChatRequest.model_validate({"messages": WEATHER, "tools": [TOOL], "tool_choice": "required",
                                        "parallel_tool_calls": False})  # fmt: skip
-    params = SamplingParams(temperature=0, max_tokens=64, structured_outputs=tool_grammar(body, HERMES))
+    params = SamplingParams(temperature=0, max_tokens=64, structured_outputs=tool_grammar(body, formats["hermes"]()))
     for speculate in (True, False):
         answer = assistant.chat(WEATHER, params, tools=[TOOL], speculate=speculate)[0].outputs[0]
         parser = ToolParser({"weather": {}})

@@ -8,6 +8,7 @@ import random
 import jsonschema_rs
 import numpy as np
 import pytest
+from forms import FORMATS, GEMMA, HARMONY, HERMES, LFM2, LLAMA, MISTRAL, MISTRAL_LIST, PYTHONIC, QWEN
 from running import run_server
 from test_reasoning import ANSWER, THINK, one, read
 from test_reasoning import thinking as thinking_llm  # noqa: F401
@@ -22,19 +23,7 @@ from forerun.core.request import RequestState
 from forerun.engine.grammar import GrammarCompiler
 from forerun.serve.app import ServerOptions
 from forerun.serve.schema import ChatRequest
-from forerun.serve.tool_formats import (
-    FORMATS,
-    GEMMA,
-    HARMONY,
-    HERMES,
-    LFM2,
-    LLAMA,
-    MISTRAL,
-    MISTRAL_LIST,
-    PYTHONIC,
-    QWEN,
-    tool_grammar,
-)
+from forerun.serve.tools import tool_grammar
 from refusals import refused
 
 NAMED = {form: type(form).__name__.removesuffix("Format").lower() for form in FORMATS}
@@ -297,8 +286,8 @@ def test_thoughts_of_gpt_oss_belong_to_the_grammar_of_its_calls(tokenizer):
 
 
 WRONG = [
-    (PYTHONIC, "a-b", {"properties": {"if": {}}, "required": ["if"]}, 'with a parameter called "if"'),
-    (PYTHONIC, "not", {}, "of the function not"),
+    (PYTHONIC, "a-b", {"properties": {"a b": {}}, "required": ["a b"]}, 'with a parameter called "a b"'),
+    (PYTHONIC, "1a", {}, "of the function 1a"),
     (GEMMA, "f", {"properties": {"a b": {"type": "string"}}}, 'with a parameter called "a b"'),
     (GEMMA, "f", {"properties": {"a": {"type": "string", "contentEncoding": "base64"}}}, "beside contentEncoding"),
     (GEMMA, "f", {"properties": {"a": {"const": Q}}}, "with the value"),
@@ -309,6 +298,11 @@ WRONG = [
     (LFM2, "f", {"properties": {"a": {"$ref": "#/$defs/none"}}}, "none of the root's $defs"),
     (GEMMA, "f", {"properties": {"a": {"$ref": {}}}}, "none of the root's $defs"),
     (QWEN, "f", {"$ref": {}}, "beside $ref"),
+    *[
+        (form, "f", {"properties": {"a": {"items": {"oneOf": choices}, "type": "array"}}}, "with a oneOf of which two")
+        for form in (GEMMA, QWEN, PYTHONIC, LFM2)
+        for choices in ([{"type": "integer"}, {"type": "number"}], [{"enum": [1, "a"]}, {"const": "a"}])
+    ],
 ]
 
 
@@ -318,6 +312,26 @@ def test_schemas_that_a_form_cannot_write_are_refused_by_name(form, name, schema
     error = refused(RequestError, None, tool_grammar, body(tools=tools), form)
     assert message in str(error)
     assert error.param == "tools"
+
+
+APART = {
+    "properties": {
+        "a": {"oneOf": [{"$ref": "#/$defs/b"}, {"type": "boolean"}]},
+        "c": {"oneOf": [{"type": "integer"}, {"type": "null"}]},
+    },
+    "$defs": {"b": {"type": "object", "properties": {"d": {"oneOf": [{"const": 1}, {"const": 2}]}}}},
+}
+
+
+@pytest.mark.parametrize("form", [QWEN, GEMMA, PYTHONIC], ids=NAMED.get)
+def test_one_of_is_kept_where_no_value_meets_two(tokenizer, closing, form):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": APART}}]
+    start = grammars(tokenizer, form, True, tools=tools)
+    texts = [text for seed in range(8) if (text := walk(start(), tokenizer, closing, seed)) is not None]
+    assert texts
+    for text in texts:
+        for _, arguments in read(form.parser({"f": APART}, calls_only=True), [text])[2]:
+            jsonschema_rs.validator_for(APART).validate(json.loads(arguments, parse_float=finite))
 
 
 @pytest.mark.parametrize("form", [QWEN, GEMMA, PYTHONIC], ids=NAMED.get)

@@ -11,6 +11,7 @@ from dataclasses import replace
 import jsonschema_rs
 import pytest
 import torch
+from forms import HERMES
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from running import closed
@@ -21,7 +22,7 @@ from forerun import LLM, ConfigError, RequestError, SamplingParams, StructuredOu
 from forerun.core.request import RequestState
 from forerun.engine.grammar import GrammarCompiler
 from forerun.serve.schema import ChatRequest
-from forerun.serve.tool_formats import HERMES, tool_grammar
+from forerun.serve.tools import tool_grammar
 from gguf_files import write_model
 from refusals import refused
 

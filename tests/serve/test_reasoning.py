@@ -1,8 +1,10 @@
 """Thoughts before an answer: grammars that begin behind them, and texts told apart, whole and in pieces."""
 
 import json
+import sys
 
 import pytest
+from forms import FORMATS, GEMMA, HARMONY, HERMES, MISTRAL, PYTHONIC, QWEN
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from running import TEMPLATE, run_server
@@ -12,8 +14,8 @@ from forerun import LLM, ConfigError, SamplingParams, StructuredOutputsParams
 from forerun.core.request import RequestState
 from forerun.models.reasoning import PARSERS, Boundary, Markers
 from forerun.serve.app import ServerOptions
-from forerun.serve.parsers import ReasoningParser, ToolParser
-from forerun.serve.tool_formats import FORMATS, GEMMA, HARMONY, HERMES, MISTRAL, PYTHONIC, QWEN, HarmonyParser
+from forerun.serve.reasoning import ReasoningParser
+from forerun.serve.tools.base import ToolParser
 
 CHAT = "/v1/chat/completions"
 THINK, ANSWER = "def", "return"
@@ -197,7 +199,13 @@ MESSAGES = [
     ("<|channel|>commentary to=browser.open<|message|>{}<|call|>", "", "{}", []),
     ("plain text", "", "plain text", []),
     ("<|channel|>final<|message|>a <| b", "", "a <| b", []),
-    ("<|channel|>ana", "", "<|channel|>ana", []),
+    ("<|channel|>ana", "", "", []),
+    ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary to=functions.ad", "Hm.", "", []),
+    (" to=functions.add", "", "", []),
+    ("<|channel|>final<|message|>Hi.<|end|><|start|>", "", "Hi.", []),
+    ("a", "", "a", []),
+    ('<|channel|>commentary to=functions.add<|message|>{"a": "<|call|>{<|end|>\\""}<|call|>', "", "",
+     [("add", '{"a": "<|call|>{<|end|>\\""}')]),
 ]  # fmt: skip
 
 
@@ -241,10 +249,12 @@ def test_a_label_is_no_thought_and_calls_come_behind_thoughts():
 @pytest.mark.parametrize(("text", "thoughts", "content", "calls"), MESSAGES)
 def test_messages_of_gpt_oss(text, thoughts, content, calls):
     for pieces in ([text], [*text, ""]):
-        assert read(HarmonyParser({"add": {}}), pieces) == (thoughts, content, calls)
+        assert read(HARMONY.parser({"add": {}}), pieces) == (thoughts, content, calls)
 
 
 Q = '<|"|>'
+QUOTED = "<tool_call>\n<function=add>\n<parameter=a>\n3\n</parameter>\n</function>\n</tool_call>"
+LARGEST = sys.float_info.max
 SCHEMAS = {
     "add": {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}, "l": {"type": ["array", "null"]}}},
     "get_weather": {},
@@ -263,6 +273,33 @@ CALLED = [
      "Well.", [("add", {"a": 3, "s": "x, y}", "l": [1, {"b": True}, None, ""]})]),
     (GEMMA, "<|tool_call>call:f{}<tool_call|><|tool_call>call:g{ a : -1.5 }<tool_call|>", "",
      [("f", {}), ("g", {"a": -1.5})]),
+    (QWEN, "So:\n<function=add>\n<parameter=s>\nx\n</parameter>\n</function>\n</tool_call>", "So:",
+     [("add", {"s": "x"})]),
+    (QWEN, "<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\nDone.", "Done.", [("add", {"a": 1})]),
+    (QWEN, "<function=add>\n</function>\n<function=get_weather>\n</function>", "", [("add", {}), ("get_weather", {})]),
+    (QWEN, "Use <function=add> or <function=b>\n</function>.", "Use <function=add> or <function=b>\n</function>.", []),
+    (QWEN, f"<tool_call>\n<function=add>\n<parameter=s>\nAs in\n{QUOTED}\n\n</parameter>\n</function>\n</tool_call>\n"
+     f"{QUOTED}", "", [("add", {"s": f"As in\n{QUOTED}\n"}), ("add", {"a": 3})]),
+    (QWEN, "<tool_call>\n<function=add>\n<parameter=s>\nx</parameter></function></tool_call>\n</parameter>\n"
+     "</function>\n</tool_call>", "", [("add", {"s": "x</parameter></function></tool_call>"})]),
+    (QWEN, f"<tool_call><function=add><parameter=s>\nx</parameter></function></tool_call>{QUOTED}", "",
+     [("add", {"s": "x"}), ("add", {"a": 3})]),
+    (QWEN, "<tool_call>\n<function=add>\n<parameter=s>\nx\n<parameter=a>\n1\n</function>\n</tool_call>", "",
+     [("add", {"s": "x", "a": 1})]),
+    (QWEN, "<tool_call>\n<function=add>\n<parameter=a>\n1e999\n</parameter>\n</function>", "",
+     [("add", {"a": LARGEST})]),
+    (GEMMA, '<|tool_call>call:add{"a":1,"s":"it\'s None, [\'a\'] and {x: 1}, a: \\"b\\"",l:["x",]}<tool_call|>', "",
+     [("add", {"a": 1, "s": "it's None, ['a'] and {x: 1}, a: \"b\"", "l": ["x"]})]),
+    (GEMMA, f"<|tool_call>call:add{{s:{Q}a<tool_call|>b{Q},l:[None,1e999]}}<tool_call|>", "",
+     [("add", {"s": "a<tool_call|>b", "l": [None, LARGEST]})]),
+    (GEMMA, f"<|tool_call>call:f{{{Q}a b{Q}:{Q}c{Q},http://x:{{d e:1}}}}<tool_call|>", "",
+     [("f", {"a b": "c", "http://x": {"d e": 1}})]),
+    (HERMES, '<tool_call>{"arguments": {"a": 1e999, "s": "\\ud800"}, "name": "add"}</tool_call>', "",
+     [("add", {"a": LARGEST, "s": "\ud800"})]),
+    (HERMES, '<tool_call>{"arguments": {}, "name": "\\ud800"}</tool_call>',
+     '<tool_call>{"arguments": {}, "name": "\\ud800"}</tool_call>', []),
+    (HERMES, '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>',
+     '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', []),
     (GEMMA, "<|tool_call>call:f{a<tool_call|> x", "<|tool_call>call:f{a<tool_call|> x", []),
     (GEMMA, "<|tool_call>call:f{a:1", "<|tool_call>call:f{a:1", []),
     (MISTRAL, '[TOOL_CALLS]add[ARGS]{"a": {"b": "}"}}[TOOL_CALLS]f{"c": 1}', "",
@@ -275,6 +312,12 @@ CALLED = [
      [("add", {"a": 3, "s": "x)]", "l": [1, {"b": True}]}), ("get_weather", {})]),
     (PYTHONIC, '<|python_start|>[add(s="\\"q\\"", a=None)]<|python_end|>', "",
      [("add", {"s": '"q"', "a": None})]),
+    (PYTHONIC, "[add(a=1e999, s='it's, [1]' 'x', l=(8, -2.5,), from=r'\\d'), "
+     "get_weather(a=(1), in=\"\"\"a\n'b'\"\"\")]", "",
+     [("add", {"a": LARGEST, "s": "it's, [1]x", "l": [8, -2.5], "from": "\\d"}),
+      ("get_weather", {"a": 1, "in": "a\n'b'"})]),
+    (PYTHONIC, "[add(s='\\ud83d\\ude00 \\x41\\'\\/')]", "", [("add", {"s": "\U0001f600 A'/"})]),
+    (PYTHONIC, "[add(s='\\ud83d')]", "[add(s='\\ud83d')]", []),
     (PYTHONIC, "[1, 2, 3]", "[1, 2, 3]", []),
     (PYTHONIC, "[other(a=1)]", "[other(a=1)]", []),
     (PYTHONIC, "[add(a=open('x'))]", "[add(a=open('x'))]", []),

@@ -10,7 +10,7 @@ from forerun import SamplingParams
 from forerun.core.errors import RequestError
 from forerun.models.chat import conversations, render_chat
 from forerun.models.tokenizer import load_tokenizer
-from forerun.serve.tool_formats import HERMES, LLAMA, tool_format
+from forerun.serve.tools import format_of, formats
 from refusals import refused
 
 TEMPLATE = (
@@ -222,16 +222,16 @@ def test_a_model_of_several_templates_uses_the_one_for_tools(llm, monkeypatch):
 
 
 @pytest.mark.parametrize(("template", "form"), [
-    (PLAIN, HERMES),
-    (KNOWING, HERMES),
-    ("{{ tools }} write <tool_call>{\"name\": n, \"parameters\": p}", HERMES),
-    ("{{ tools }} {{- 'Respond with {\"name\": function name, \"parameters\": dictionary}.' }}", LLAMA),
-    ('{{ tools }} {{- "{\\"name\\": function name, \\"parameters\\": dictionary}." }}', LLAMA),
-    ("{{ tools }} {{ '<|python_tag|>' }}", LLAMA),
-    ("{\"name\": n, \"parameters\": p}", HERMES),
+    (PLAIN, "hermes"),
+    (KNOWING, "hermes"),
+    ("{{ tools }} write <tool_call>{\"name\": n, \"parameters\": p}", "hermes"),
+    ("{{ tools }} {{- 'Respond with {\"name\": function name, \"parameters\": dictionary}.' }}", "llama3"),
+    ('{{ tools }} {{- "{\\"name\\": function name, \\"parameters\\": dictionary}." }}', "llama3"),
+    ("{{ tools }} {{ '<|python_tag|>' }}", "llama3"),
+    ("{\"name\": n, \"parameters\": p}", "hermes"),
 ])  # fmt: skip
 def test_the_form_that_a_template_asks_for(llm, template, form):
-    assert tool_format(llm().tokenizer, template) is form
+    assert type(format_of(llm().tokenizer, template)) is formats[form]
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from llguidance import LLMatcher
+
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """llguidance's options for JSON as ``json.dumps`` writes it, unless the schema's ``x-guidance`` says otherwise. A model
 that may put any white space between tokens may never stop."""
@@ -300,6 +302,8 @@ class SpelledRules(SchemaRules):
     def arguments(self) -> str:
         """The expression of a call's arguments, without brackets. Fills ``rules`` and ``parts``, which it refers to."""
         try:
+            for choices in _one_ofs(self.schema):
+                self._check_apart(choices)
             return self._arguments(self.schema)
         except RecursionError:
             raise ValueError("the schema is nested too deeply") from None
@@ -314,6 +318,15 @@ class SpelledRules(SchemaRules):
         if isinstance(schema.get("additionalProperties"), dict) and not schema.get("properties"):
             raise self._refused("with parameters that have no names")
         return self._pairs(schema, self._name)
+
+    def _check_apart(self, choices: Sequence[Any]) -> None:
+        """Refuses the schemas of a ``oneOf`` unless no value can meet two of them, in llguidance's judgement."""
+        refs = [each.get("$ref") if isinstance(each, dict) else None for each in choices]
+        plain = [self.defined.get(ref, each) if isinstance(ref, str) else each for ref, each in zip(refs, choices)]
+        homes = {home: self.schema[home] for home in HOMES if home in self.schema}
+        schema = LLMatcher.grammar_from_json_schema({**homes, "oneOf": plain})
+        if "oneOf" in LLMatcher.validate_grammar(schema):
+            raise self._refused("with a oneOf of which two schemas may permit the same value")
 
     def _name(self, key: str) -> str:
         """A parameter's name with what separates it from the value."""
@@ -397,6 +410,18 @@ def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _leaves(each, key)
     else:
         yield key, value
+
+
+def _one_ofs(schema: Any) -> Iterator[list[Any]]:
+    """Yields all lists under ``oneOf`` in a schema."""
+    if isinstance(schema, dict):
+        for key, each in schema.items():
+            if key == "oneOf" and isinstance(each, list):
+                yield each
+            yield from _one_ofs(each)
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from _one_ofs(each)
 
 
 def _large(key: str, value: Any) -> bool:

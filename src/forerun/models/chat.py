@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -77,7 +78,17 @@ def render_chat(
             continue_final_message=continue_final_message,
             **(chat_template_kwargs or {}),
         )
-        text = render(messages)
+        broken = [text for message in messages for text in _broken_arguments(message)]
+        try:
+            with library("the chat template refuses these messages", refused):
+                text = render(messages)
+        except RequestError:
+            if not broken:
+                raise
+            text = ""
+        if not all(each in text or json.dumps(each)[1:-1] in text or _dumps(each)[1:-1] in text for each in broken):
+            messages = _with_mapped_arguments(messages)  # the template lists parameters
+            text = render(messages)
         _check_nothing_omitted(messages, text, render)
         return text
 
@@ -146,14 +157,15 @@ def _check_depth(value: Any, param: str) -> None:
 
 def _with_parsed_calls(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """The messages as templates expect them: arguments as mappings, content that is text, a tool's name with its
-    result. Raises RequestError for arguments that are not a JSON object."""
+    result."""
     names: dict[Any, Any] = {}
     result = []
     for index, original in enumerate(messages):
         message = dict(original)
+        if message["role"] == "assistant":
+            message["content"] = message.get("content") or ""
         if message.get("tool_calls"):
             message["tool_calls"] = _parsed_calls(message["tool_calls"], f"messages.{index}.tool_calls")
-            message["content"] = message.get("content") or ""
             names |= {call.get("id"): call["function"]["name"] for call in message["tool_calls"]}
         if message["role"] == "tool" and message.get("tool_call_id") in names:
             message.setdefault("name", names[message["tool_call_id"]])
@@ -168,19 +180,59 @@ def _parsed_calls(calls: Any, param: str) -> list[dict[str, Any]]:
         function = _function(call, "a tool call", path)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}", parse_constant=_refuse_constant)
-            except (ValueError, RecursionError):
-                arguments = None
-        if not isinstance(arguments, Mapping):
+            arguments = _parsed_arguments(arguments)
+        elif isinstance(arguments, Mapping):
+            _check_depth(arguments, f"{path}.arguments")
+        else:
             raise RequestError(f"{path}.arguments: must be a JSON object, as text", param=f"{path}.arguments")
-        _check_depth(arguments, f"{path}.arguments")
         result.append({**call, "function": {**function, "arguments": arguments}})
     return result
 
 
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
+def _parsed_arguments(text: str) -> Any:
+    """A call's arguments, or the text itself if it is no JSON object that a template can write. A model's call may be
+    cut off or badly written, and the conversation must go on."""
+    try:
+        arguments = loads(text or "{}")
+        _dumps(arguments).encode()  # raises for half a surrogate pair
+        _check_depth(arguments, "arguments")
+    except (ValueError, RecursionError, RequestError):
+        return text
+    return arguments if isinstance(arguments, Mapping) else text
+
+
+def _broken_arguments(message: Mapping[str, Any]) -> list[str]:
+    """The arguments of a message's calls that are no JSON object."""
+    given = [call["function"]["arguments"] for call in message.get("tool_calls") or ()]
+    return [arguments for arguments in given if isinstance(arguments, str)]
+
+
+def _with_mapped_arguments(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with arguments that are no JSON object as one parameter."""
+
+    def mapped(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        arguments = {"arguments": arguments} if isinstance(arguments, str) else arguments
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    return [
+        {**each, "tool_calls": [mapped(call) for call in each["tool_calls"]]} if _broken_arguments(each) else each
+        for each in messages
+    ]
+
+
+def loads(text: str) -> Any:
+    """A JSON value, with numbers beyond float64 as its largest one: JSON has no infinity. Strings may have raw line
+    ends. Raises ValueError."""
+    return json.loads(text, strict=False, parse_constant=_refuse, parse_float=lambda each: finite_float(float(each)))
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def finite_float(number: float) -> float:
+    return max(-sys.float_info.max, min(sys.float_info.max, number))
 
 
 def _calls_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -205,9 +257,14 @@ def _calls_as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _call_as_text(function: Mapping[str, Any]) -> str:
-    """A call in the Hermes format."""
-    call = {"name": function["name"], "arguments": function["arguments"]}
-    return f"{OPENING}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSING}"
+    """A call in the Hermes format, with arguments that are no JSON as they are."""
+    arguments = function["arguments"]
+    written = arguments if isinstance(arguments, str) else _dumps(arguments)
+    return f'{OPENING}\n{{"name": {_dumps(function["name"])}, "arguments": {written}}}\n{CLOSING}'
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _with_explanation(messages: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -261,7 +318,8 @@ def conversations(messages: Any) -> list[list[Message]]:
             raise RequestError(f"a conversation is a list of at least one message, not {_kind(conversation)}")
         for message in conversation:
             known = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-            if not known or ("content" not in message and not message.get("tool_calls")):
+            alone = known and message["role"] == "assistant"  # reasoning or calls without content
+            if not known or ("content" not in message and not alone):
                 raise RequestError(f"a message is a mapping with role and content, not {_kind(message)}")
     return [list(conversation) for conversation in result]
 

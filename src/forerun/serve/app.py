@@ -38,7 +38,7 @@ from forerun.serve.schema import (
 )
 from forerun.serve.stream import ChatReply, CompletionReply, Echo, Reply
 from forerun.serve.text import TextService
-from forerun.serve.tool_formats import tool_grammar
+from forerun.serve.tools import tool_grammar
 
 
 class Server:

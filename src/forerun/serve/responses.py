@@ -15,7 +15,6 @@ from pydantic import Field, Tag, TypeAdapter, ValidationError, model_validator
 from forerun.engine.stop import LENGTH
 from forerun.serve import answers
 from forerun.serve.errors import ApiError
-from forerun.serve.parsers import ParsedCall, Piece
 from forerun.serve.schema import (
     IGNORED,
     MAX_LOGPROBS,
@@ -36,6 +35,7 @@ from forerun.serve.schema import (
     plain_text,
 )
 from forerun.serve.stream import ChatReply, Choice
+from forerun.serve.tools.base import ParsedCall, Piece
 
 LOGPROBS = "message.output_text.logprobs"
 REPEATED = (

@@ -18,9 +18,9 @@ from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.stop import ABORT, ERROR, LENGTH, STOP, Finish
 from forerun.serve import answers
 from forerun.serve.errors import ApiError, as_api_error
-from forerun.serve.parsers import ParsedCall, Piece
 from forerun.serve.schema import ChatRequest, Generation
 from forerun.serve.text import PendingLogprobs, PlacedToken, top_by_name
+from forerun.serve.tools.base import ParsedCall, Piece
 from forerun.speculate.accept.base import NO_TOKEN
 
 if TYPE_CHECKING:

@@ -20,9 +20,9 @@ from forerun.engine.jobs import TokenLogprobs, finite
 from forerun.models.chat import Message, knows_tools, render_chat
 from forerun.models.reasoning import HARMONY, PARSERS, Boundary
 from forerun.models.tokenizer import BYTE_LETTERS, REPLACEMENT, Detokenizer, encode, token_text
-from forerun.serve import tool_formats
-from forerun.serve.parsers import AnswerParser, ReasoningParser
+from forerun.serve.reasoning import AnswerParser, ReasoningParser
 from forerun.serve.schema import ChatRequest
+from forerun.serve.tools import ToolFormat, format_of, formats
 
 T = TypeVar("T")
 
@@ -150,8 +150,8 @@ class TextService:
             raise
 
     @cached_property
-    def tool_format(self) -> tool_formats.ToolFormat:
-        return tool_formats.tool_format(self.tokenizer, self.own_template)
+    def tool_format(self) -> ToolFormat:
+        return format_of(self.tokenizer, self.own_template)
 
     @cached_property
     def knows_tools(self) -> bool:
@@ -163,9 +163,9 @@ class TextService:
         leave special tokens out unless told otherwise."""
         markers: set[str] = set()
         if tools:
-            markers |= {*tool_formats.HERMES.markers, *tool_formats.LLAMA.markers, *self.tool_format.markers}
+            markers |= {*formats["hermes"].markers, *formats["llama3"].markers, *self.tool_format.markers}
         if self.reasoning_parser == HARMONY:
-            markers |= set(tool_formats.HARMONY.markers)
+            markers |= set(formats["harmony"].markers)
         elif self.reasoning_parser is not None:
             markers |= {PARSERS[self.reasoning_parser].start, PARSERS[self.reasoning_parser].end}
         return {marker: id for marker, id in self._special.items() if marker in markers}
@@ -179,13 +179,13 @@ class TextService:
         tools, parser = body.offered(), None
         harmony = self.reasoning_parser == HARMONY  # whose parser of calls separates the reasoning, too
         if tools or harmony:
-            parser = (tool_formats.HARMONY if harmony else self.tool_format).parser(
+            parser = (formats["harmony"] if harmony else self.tool_format).parser(
                 {tool.function.name: tool.function.parameters for tool in tools},
                 parallel=body.parallel_tool_calls,
                 calls_only=body.must_call,
                 fenced=bool(tools) and self.knows_tools,
             )
-        if self.reasoning_parser is None or harmony or (tools and self.tool_format is tool_formats.HARMONY):
+        if self.reasoning_parser is None or harmony or (tools and self.tool_format.grammar_has_reasoning):
             return parser
         assert self.boundary is not None
         return ReasoningParser(PARSERS[self.reasoning_parser], self.boundary.opened(prompt), parser)

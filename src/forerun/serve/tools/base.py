@@ -1,26 +1,25 @@
-"""Parsers of answers: they separate reasoning, text and tool calls while the answer is still growing.
+"""What the parsers of tool calls share: they separate text and calls while the answer is still growing.
 
-Two formats of calls are read for every model: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of Hermes
-models, and ``{"name": ..., "parameters": {...}}`` of Llama 3 at the beginning of the answer, with or without
-``<|python_tag|>``. Small models also write a call as a Markdown code block, which counts if the answer is nothing else.
-``tool_formats.py`` has the parsers of other formats.
+Two formats are read for every model: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of Hermes models, and
+``{"name": ..., "parameters": {...}}`` of Llama 3 at the beginning of the answer, with or without ``<|python_tag|>``.
+Small models also write a call as a Markdown code block, which counts if the answer is nothing else.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import sys
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import regex
 
-from forerun.engine.schemas import of_each_type
-from forerun.models.chat import CLOSING, OPENING, PYTHON_TAG
-from forerun.models.reasoning import Markers
+from forerun.models.chat import CLOSING, OPENING, PYTHON_TAG, finite_float, loads
+
+T = TypeVar("T")
 
 STRING = r'"((?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))+)"'
 HEAD = regex.compile(
@@ -55,19 +54,16 @@ class Piece:
     reasoning: bool = False
 
 
-ParseCalls = Callable[[str], list[tuple[str, str]] | None]
-"""Returns the names and arguments (JSON) of the calls in a text; None if it holds anything else."""
+Calls = list[tuple[str, str]]
+"""Names and arguments, which are JSON."""
 
 
 class Brackets:
-    """Finds the end of a JSON object or list in text that comes in pieces. Other ``brackets`` and ``quotes`` may be
-    given."""
+    """Finds the end of a JSON object or list in text that comes in pieces."""
 
-    def __init__(self, depth: int = 0, brackets: tuple[str, str] = ("{[", "}]"), quotes: str = '"') -> None:
+    def __init__(self, depth: int = 0) -> None:
         self._depth = depth
-        self._opening, self._closing = brackets
-        self._quotes = quotes
-        self._quoted = ""
+        self._quoted = False
         self._escaped = False
 
     def end(self, text: str) -> int | None:
@@ -75,13 +71,13 @@ class Brackets:
         for index, letter in enumerate(text):
             if self._escaped:
                 self._escaped = False
+            elif letter == '"':
+                self._quoted = not self._quoted
             elif self._quoted:
-                self._escaped, self._quoted = letter == "\\", "" if letter == self._quoted else self._quoted
-            elif letter in self._quotes:
-                self._quoted = letter
-            elif letter in self._opening:
+                self._escaped = letter == "\\"
+            elif letter in "{[":
                 self._depth += 1
-            elif letter in self._closing:
+            elif letter in "}]":
                 self._depth -= 1
                 if self._depth <= 0:
                     return index + 1
@@ -125,7 +121,6 @@ class ToolParser:
         """Characters of the buffer in which the end of the call was not found."""
         self._enclosed = True
         """Whether an object encloses the arguments, as in JSON."""
-        self._parse_whole: ParseCalls = json_calls
         self._pieces: list[Piece] = []
         self._state: Callable[[], bool] = self._read_text
 
@@ -174,13 +169,15 @@ class ToolParser:
         marked, fenced = bool(self._marker.strip()), FENCE in self._marker
         if (fenced or not marked) and not self._may_name_function(head):
             return self._reject(0)
-        if head is not None and not head.partial and not fenced:
+        name = json.loads(f'"{head[1]}"') if head is not None and not head.partial else ""
+        if head is not None and name and is_text(name) and not fenced:
             self._buffer = self._buffer[head.end() - 1 :]
-            return self._begin_arguments(json.loads(f'"{head[1]}"'), enclosed=True)
+            return self._begin_arguments(name, enclosed=True)
         if head is not None and head.partial and not self._last:
             return False
         if marked and self._buffer.lstrip().startswith(("{", "[")):
-            return self._begin_whole(Brackets(), json_calls)
+            self._brackets, self._scanned, self._state = Brackets(), 0, self._read_whole
+            return True
         return self._reject(0)
 
     def _may_name_function(self, head: regex.Match[str] | None) -> bool:
@@ -216,12 +213,8 @@ class ToolParser:
             self._state = self._read_end
         return end is not None
 
-    def _begin_whole(self, brackets: Brackets, parse: ParseCalls) -> bool:
-        """Begin calls that can only be parsed whole: their names do not come first, or they are not JSON."""
-        self._brackets, self._parse_whole, self._scanned, self._state = brackets, parse, 0, self._read_whole
-        return True
-
     def _read_whole(self) -> bool:
+        """Read JSON that can only be parsed whole, since names do not come first."""
         end = self._brackets.end(self._buffer[self._scanned :])
         if end is None:
             self._scanned = len(self._buffer)
@@ -241,13 +234,13 @@ class ToolParser:
 
     def _emit_whole(self, state: Callable[[], bool]) -> bool:
         """Emit the calls of the text that was scanned."""
-        calls = self._parse_whole(self._buffer[: self._scanned])
+        calls = json_calls(self._buffer[: self._scanned])
         if calls is None:
             return self._reject(self._scanned)
         self._buffer = self._buffer[self._scanned :]
         return self._emit_calls(calls, state)
 
-    def _emit_calls(self, calls: list[tuple[str, str]], state: Callable[[], bool]) -> bool:
+    def _emit_calls(self, calls: Calls, state: Callable[[], bool]) -> bool:
         for name, arguments in calls if self.parallel else calls[:1]:
             self._start_call(name)
             self._emit_arguments(arguments)
@@ -299,54 +292,151 @@ class ToolParser:
             self._pieces.append(Piece(arguments, call))
 
 
-class ReasoningParser:
-    """Splits off the reasoning between ``markers`` at the beginning of an answer, whose rest ``parser`` reads.
-
-    ``opened`` says whether the prompt has opened the reasoning already; None: the answer may open it.
-    """
-
-    def __init__(self, markers: Markers, opened: bool | None, parser: ToolParser | None) -> None:
-        self.markers = markers
-        self.parser = parser
-        self.calls: list[ParsedCall] = parser.calls if parser is not None else []
-        self._opened = opened
-        self._prefixes = [markers.start, markers.label] if opened is not False else []
-        self._buffer = ""
-
-    def push(self, text: str, *, last: bool = False) -> list[Piece]:
-        """As ``ToolParser.push``."""
-        self._buffer += text
-        pieces = self._read_reasoning(last) if self._opened is not False else []
-        if self._opened is False:
-            text, self._buffer = self._buffer, ""
-            if self.parser is not None:
-                return [*pieces, *self.parser.push(text, last=last)]
-            if text:
-                pieces.append(Piece(text))
-        return pieces
-
-    def _read_reasoning(self, last: bool) -> list[Piece]:
-        while self._prefixes:
-            prefix, buffer = self._prefixes[0], self._buffer
-            if prefix and prefix.startswith(buffer) and buffer != prefix and not last:
-                return []
-            self._prefixes.pop(0)
-            if buffer.startswith(prefix):
-                self._buffer = buffer.removeprefix(prefix)
-                self._opened = True
-            elif self._opened is None:
-                self._opened = False
-                return []
-        reasoning, end, after = self._buffer.partition(self.markers.end)
-        if end:
-            self._opened, self._buffer = False, after
-        else:
-            count = len(reasoning) if last else length_without_marker(reasoning, (self.markers.end,))
-            reasoning, self._buffer = reasoning[:count], reasoning[count:]
-        return [Piece(reasoning, reasoning=True)] if reasoning else []
+class Unfinished(ValueError):
+    """The text ends before the calls do."""
 
 
-AnswerParser = ToolParser | ReasoningParser
+class WholeParser(ToolParser, ABC):
+    """Parses calls once they are whole: whenever there is a new ``closing``, which may end them, and at the end of the
+    answer. The closing may also stand in a string."""
+
+    closing = CLOSING
+    _tries = 0
+
+    @abstractmethod
+    def parse_calls(self, text: str) -> tuple[Calls, int]:
+        """Returns the calls that ``text`` begins with, and where they end. More text would not change them.
+
+        Raises:
+            Unfinished: the text ends before they do.
+            ValueError: they are not in this format.
+            RecursionError: they are nested too deeply.
+        """
+
+    def _begin_calls(self) -> bool:
+        self._scanned, self._tries, self._state = 0, 0, self._read_calls
+        return True
+
+    def _read_calls(self) -> bool:
+        closed = self._tries < MOST_TRIES and self._buffer.find(self.closing, self._scanned) >= 0
+        self._scanned = max(0, len(self._buffer) - len(self.closing) + 1)
+        if not closed and not self._last:
+            return False
+        self._tries += 1
+        try:
+            calls, end = self.parse_calls(self._buffer)
+        except (ValueError, RecursionError) as error:
+            wait = isinstance(error, Unfinished) and not self._last
+            return False if wait else self._reject(0)
+        self._buffer = self._buffer[end:]
+        return self._emit_calls(calls, self._read_end)
+
+
+MOST_TRIES = 100
+"""Times that the parser tries whether calls are whole before the end of the answer: each try reads all of them, and
+only a text made for it has more closings in its strings."""
+STRING = re.compile(
+    r"""([rR]?)('''|\"""|'|")((?:\\.|(?!\2(?=\s*[,)\]}:'"]))[^\\])*+)\2(?=\s*[,)\]}:'"])""", re.S
+)  # fmt: skip
+"""A string up to the quote after which a value may end. Models leave out the backslash before an apostrophe."""
+NUMBER = re.compile(r"[+-]?(?:0[xX][0-9a-fA-F]+|(?:\d[\d_]*\.?[\d_]*|\.\d+)(?:[eE][+-]?\d+)?)")
+WORD = re.compile(r"\w+")
+CONSTANTS = {"true": True, "True": True, "false": False, "False": False, "null": None, "None": None}
+ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|x([0-9a-fA-F]{2})|([0-7]{1,3})|(.))", re.S)
+ESCAPED = {
+    "n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v",
+    "\\": "\\", "/": "/", "'": "'", '"': '"', "\n": "",
+}  # fmt: skip
+
+
+class Reader:
+    """Reads values from a text, from left to right: strings in quotes, numbers, constants, lists and objects."""
+
+    def __init__(self, text: str, position: int = 0) -> None:
+        self.text = text
+        self.position = position
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Moves behind white space and ``pattern``, if that comes next."""
+        while self.position < len(self.text) and self.text[self.position].isspace():
+            self.position += 1
+        found = pattern.match(self.text, self.position)
+        if found is not None:
+            self.position = found.end()
+        return found
+
+    def take(self, token: str) -> bool:
+        """Moves behind white space and ``token``, if that comes next, and says whether it does."""
+        return self.match(re.compile(re.escape(token))) is not None
+
+    def expect(self, token: str) -> None:
+        if not self.take(token):
+            self.fail()
+
+    def fail(self) -> NoReturn:
+        """Raises Unfinished if the text may go on with what is expected, else ValueError."""
+        if re.search(r"[,(){}\[\]]", self.text[self.position + 1 :]):
+            raise ValueError(f"unexpected text at {self.position}")
+        raise Unfinished
+
+    def items(self, closing: str, read: Callable[[], T]) -> list[T]:
+        """Returns what ``read`` returns for each item up to ``closing``. A comma may follow the last."""
+        result: list[T] = []
+        while not self.take(closing):
+            if result:
+                self.expect(",")
+                if self.take(closing):
+                    break
+            result.append(read())
+        return result
+
+    def string(self) -> str | None:
+        """Returns the string that comes next, if one does. Several in a row are one."""
+        parts = []
+        while (found := self.match(STRING)) is not None:
+            parts.append(found[3] if found[1] else unescaped(found[3]))
+        if self.text.startswith(("'", '"'), self.position):
+            raise Unfinished
+        return "".join(parts) if parts else None
+
+    def value(self) -> Any:
+        if (text := self.string()) is not None:
+            return text
+        if self.take("["):
+            return self.items("]", self.value)
+        if self.take("{"):
+            return dict(self.items("}", self.pair))
+        if (number := self.match(NUMBER)) is not None:
+            whole = not re.search(r"[.eE]", number[0]) or "x" in number[0].lower()
+            return int(number[0], 0) if whole else finite_float(float(number[0]))
+        start = self.position
+        if (word := self.match(WORD)) is not None and word[0] in CONSTANTS:
+            return CONSTANTS[word[0]]
+        self.position = start
+        return self.fail()
+
+    def pair(self) -> tuple[Any, Any]:
+        """A key and its value."""
+        key = self.value()
+        self.expect(":")
+        if isinstance(key, (list, dict)):
+            raise ValueError("an object's key is a list or an object")
+        return key, self.value()
+
+
+def unescaped(text: str) -> str:
+    """Returns the text of a string with backslashes, which JSON and Python understand alike. Raises ValueError for half
+    a surrogate pair."""
+
+    def letter(found: re.Match[str]) -> str:
+        code, octal, other = found[1] or found[2] or found[3], found[4], found[5]
+        if code or octal:
+            return chr(int(code, 16) if code else int(octal, 8))
+        return ESCAPED.get(other, found[0])
+
+    if "\\" not in text:
+        return text
+    return ESCAPE.sub(letter, text).encode("utf-16", "surrogatepass").decode("utf-16")
 
 
 def length_without_marker(text: str, markers: Sequence[str]) -> int:
@@ -358,85 +448,30 @@ def length_without_marker(text: str, markers: Sequence[str]) -> int:
     return len(text)
 
 
-def json_calls(text: str) -> list[tuple[str, str]] | None:
-    """``ParseCalls`` for JSON."""
+def json_calls(text: str) -> Calls | None:
+    """Returns the calls in JSON; None if it holds anything else."""
     try:
-        value = json.loads(text)
+        value = loads(text)
     except (ValueError, RecursionError):
         return None
     calls = []
     for call in value if isinstance(value, list) else [value]:
         name = call.get("name") if isinstance(call, dict) else None
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str) or not name or not is_text(name):
             return None
         arguments = call.get("arguments", call.get("parameters"))
         calls.append((name, as_text({} if arguments is None else arguments)))
     return calls or None
 
 
+def is_text(text: str) -> bool:
+    """Whether it has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
+    return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
 def as_text(value: Any) -> str:
     """A string as it is, any other value as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    (simple, *_) = alternatives(schema, schema)
-    properties = simple.get("properties")
-    return properties if isinstance(properties, Mapping) else {}
-
-
-def alternatives(schema: Any, root: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the schemas of a single type that a schema permits; {} stands for anything."""
-    return _alternatives(schema, root, set()) or [{}]
-
-
-def _alternatives(schema: Any, root: Mapping[str, Any], seen: set[str]) -> list[dict[str, Any]]:
-    """As above, without references that were ``seen``: a second time they add nothing."""
-    if not isinstance(schema, Mapping):
-        return [{}]
-    if isinstance(ref := schema.get("$ref"), str):
-        if ref in seen:
-            return []
-        seen.add(ref)
-        section, _, name = ref.removeprefix("#/").partition("/")
-        definitions = root.get(section)
-        return _alternatives(definitions.get(name) if isinstance(definitions, Mapping) else None, root, seen)
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(each := schema.get(key), list) and (key != "allOf" or len(each) == 1):
-            return [simple for one in each for simple in _alternatives(one, root, seen)]
-    if isinstance(types := schema.get("type"), list):
-        return of_each_type(dict(schema), types)
-    return [dict(schema)]
-
-
-def literals_of(schema: Mapping[str, Any]) -> list[Any] | None:
-    """Returns the values of an enum or a constant; None if the schema is neither."""
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    return values if isinstance(values, list) else None
-
-
-def typed(text: str, schemas: Sequence[Mapping[str, Any]]) -> Any:
-    """Returns the value of a parameter with these ``alternatives``: a string if one permits strings, else JSON."""
-    for value in (value for schema in schemas for value in literals_of(schema) or ()):
-        if text == as_text(value):
-            return value
-    types = [schema.get("type") for schema in schemas if literals_of(schema) is None]
-    if "string" in types and not ("null" in types and text in ("null", "None")):
-        return text
-    try:
-        return loads(text)
-    except (ValueError, RecursionError):
-        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
-
-
-def loads(text: str) -> Any:
-    """Returns a JSON value, with numbers beyond float64 as its largest one: JSON has no infinity."""
-    return json.loads(text, parse_constant=_refuse, parse_float=lambda number: finite_float(float(number)))
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def finite_float(number: float) -> float:
-    return max(-sys.float_info.max, min(sys.float_info.max, number))
+    if isinstance(value, str) and is_text(value):
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    return text if is_text(text) else json.dumps(value)
