@@ -129,6 +129,22 @@ def test_null_is_the_default(server, expected):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_a_seed_of_minus_one_is_a_fresh_one(server, path):
+    given = {"prompt": PROMPT, "messages": [{"role": "user", "content": "hi"}], "input": "hi"}
+    field = {"/v1/completions": "prompt", "/v1/responses": "input"}.get(path, "messages")
+
+    def answers(seed):
+        limit = {"max_output_tokens" if field == "input" else "max_tokens": 24}
+        body = {field: given[field], "temperature": 1, "seed": seed, **limit}
+        answers = [server.post(path, body).json() for _ in range(3)]
+        said = [each["output"][0]["content"] if field == "input" else each["choices"] for each in answers]
+        return len(set(map(json.dumps, said)))
+
+    assert answers(-1) > 1
+    assert answers(-2) == 1
+
+
 def test_what_asks_for_nothing_is_accepted(server):
     hello = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
     for extra in (

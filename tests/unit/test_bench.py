@@ -14,7 +14,7 @@ from forerun.cli.options import split
 from forerun.core.errors import ConfigError
 from forerun.measure import environment
 from forerun.measure.bench import acceptance_by_position, run_interleaved
-from forerun.measure.config import BenchConfig
+from forerun.measure.config import BenchConfig, CheckConfig, PlanConfig
 from forerun.measure.methods import method_configs, runnable, shape, with_trees
 from forerun.measure.planner import CostCurve, Estimate, predict, recommend
 from forerun.measure.prompts import make_prompts, repetition_rate
@@ -133,6 +133,12 @@ def test_synthetic_options_of_one_method_are_reported(bench):
 
 def sample(depths, rows, draft, verify, tokens=1, total=None):
     return Sample(tuple(depths), rows, tokens, draft, verify, 0.1, total or draft + verify + 0.2)
+
+
+@pytest.mark.parametrize("kind", [BenchConfig, CheckConfig, PlanConfig])
+def test_a_seed_of_minus_one_is_one_random_seed(kind):
+    assert kind(seed=-1).seed != kind(seed=-1).seed
+    assert (kind(seed=-2).seed, kind(seed=0).seed) == (-2, 0)
 
 
 def test_every_request_gets_the_sampling_options():

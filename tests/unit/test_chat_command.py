@@ -299,6 +299,8 @@ def test_retry_takes_the_next_seed_where_one_matters(chat, told):
     reply = commands.run("/retry")
     assert (reply.ask, commands.conversation.params.seed, len(commands.conversation.turns)) == (True, 0, 1)
     assert "temperature 0" in reply.text
+    commands.conversation.params = SamplingParams(temperature=0.9, seed=-1)
+    assert (commands.run("/retry").text, commands.conversation.params.seed) == ("", -1)
     hot = {"temperature": 0.9}
     expected = [told("u:hello;a:", **hot), told("u:hello;a:", **hot, seed=1)]
     assert chat("hello\n/retry\n", "--temperature", "0.9")[1].splitlines() == expected

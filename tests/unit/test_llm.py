@@ -52,6 +52,19 @@ def test_arrays_of_ids_are_prompts(llm, made):
     assert {type(token) for token in answer.prompt_token_ids} == {int}
 
 
+def test_a_seed_of_minus_one_is_a_fresh_one(llm):
+    """As in vLLM and llama.cpp, whatever the engine's own seed is; the engine's may be -1, too."""
+
+    def answers(model, seed):
+        params = SamplingParams(temperature=1.0, seed=seed, max_tokens=24, ignore_eos=True)
+        return len({tuple(tokens(model.generate("the cat", params))[0]) for _ in range(4)})
+
+    fixed, free = llm(seed=3), llm(seed=-1)
+    assert [answers(fixed, seed) for seed in (None, 5, -2, 2**64 - 1)] == [1] * 4
+    assert min(answers(fixed, -1), answers(free, None), answers(free, -1)) > 1
+    assert answers(free, 5) == 1
+
+
 def test_options_may_be_numbers_of_numpy(llm):
     given = {"seed": 7, "max_tokens": 5, "min_tokens": 2, "n": 2, "top_k": 9, "temperature": 0.5, "logprobs": 1}
     plain = SamplingParams(**given, stop_token_ids=[3, 4], allowed_token_ids=[3, 5, 6], bad_words_ids=[[8, 9]])

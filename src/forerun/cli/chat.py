@@ -175,14 +175,15 @@ class ChatCommands:
         conversation, params = self.conversation, self.conversation.params
         if not conversation.turns:
             raise RequestError("nothing to answer again")
-        if not params.greedy and params.seed is not None:
+        random = params.seed in (None, -1)
+        if not params.greedy and not random:
             params = replace(params, seed=params.seed + 1)
         if conversation.turns[-1]["role"] == ASSISTANT:
             conversation.turns.pop()
         conversation.params = params
         if params.greedy:
             return ReplyText("temperature 0 repeats the answer: try /set temperature 0.7", ask=True)
-        return ReplyText("" if params.seed is None else f"seed is {params.seed}", ask=True)
+        return ReplyText("" if random else f"seed is {params.seed}", ask=True)
 
     def save(self, argument: str) -> ReplyText:
         path, messages = _path("save", argument), self.conversation.messages()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
@@ -90,6 +91,11 @@ def check_seed(seed: Any) -> None:
         return
     if not isinstance(seed, int) or isinstance(seed, bool) or not -(1 << 63) <= seed < 1 << 64:
         raise ConfigError(f"seed must be an integer from -2^63 to 2^64 - 1, not {shown(seed)}")
+
+
+def drawn(seed: int | None, bits: int = 63) -> int:
+    """The seed itself, or a fresh one of ``bits`` bits for None and, as in vLLM and llama.cpp, for -1."""
+    return secrets.randbits(bits) if seed in (None, -1) else seed
 
 
 def check_types(kind: type, options: Mapping[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import secrets
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -16,6 +15,7 @@ from forerun import kernels
 from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
 from forerun.cache.prefix import PrefixTree
+from forerun.core.config import drawn
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
@@ -189,8 +189,7 @@ class Engine:
         source, prompt, committed, params = self.validator.admit(prompt, decoder_prompt, params, committed)
         drafter = self._choose_drafter(method, max_draft) if speculate else None
         grammar = params.grammar
-        seed = params.seed if params.seed is not None else self.config.seed
-        seed = seed if seed is not None else secrets.randbits(63)
+        seed = drawn(params.seed if params.seed is not None else self.config.seed)
         limit = min(self.max_model_len, len(prompt) + (params.max_tokens or self.max_model_len))
         jobs: list[Job] = []
         for index in range(params.n if search is None else search.n):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from forerun.core.config import COUNT, NOT_NEGATIVE, check_within, option
+from forerun.core.config import COUNT, NOT_NEGATIVE, check_within, drawn, option
 from forerun.core.errors import ConfigError
 from forerun.engine.config import NONE, SpeculativeConfig
 from forerun.sampling.params import SamplingParams
@@ -75,7 +75,7 @@ class BenchConfig:
         False,
         "run humaneval's tests on the answers, in child processes with limits: generated code is run only with this",
     )
-    seed: int = option(0, "seed of prompts and sampling")
+    seed: int = option(0, "seed of prompts and sampling; -1: a random one")
     random_shape: str | None = option(
         None, f"measure random weights of this shape instead of a model: {', '.join(SHAPES)}"
     )
@@ -88,6 +88,7 @@ class BenchConfig:
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", drawn(self.seed, 31))
         if self.trees is None:
             object.__setattr__(self, "trees", TREE_NODES if ALL in self.methods else 0)
         check_within(self, {
@@ -137,9 +138,10 @@ class CheckConfig:
     samples: int = option(SAMPLES, "answers per test of the output's distribution; 0: no such test")
     concurrency: int = option(16, "requests decoded together")
     prompt_set: str = option(HELD_OUT, f"prompts: {', '.join(SETS)}")
-    seed: int = option(0, "seed of prompts and sampling")
+    seed: int = option(0, "seed of prompts and sampling; -1: a random one")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", drawn(self.seed, 31))
         object.__setattr__(self, "methods", [method for method in self.methods if method != NONE])
         if ALL in self.accepts:
             object.__setattr__(self, "accepts", [name for name in rules if rules[name].lossless])
@@ -172,9 +174,10 @@ class PlanConfig:
     max_tokens: int = option(48, "tokens of an answer")
     prompt_set: str = option(HELD_OUT, f"prompts: {', '.join(SETS)}")
     prompts_file: Path | None = option(None, "take prompts from this file, one per line")
-    seed: int = option(0, "seed of prompts and sampling")
+    seed: int = option(0, "seed of prompts and sampling; -1: a random one")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "seed", drawn(self.seed, 31))
         check_within(self, {
             "longest concurrency prompts prompt_tokens max_tokens": COUNT, "layer_trials trees": NOT_NEGATIVE,
         })  # fmt: skip

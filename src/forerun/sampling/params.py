@@ -178,7 +178,7 @@ class SamplingParams:
         top_k: likeliest tokens that are kept; 0 or -1: all.
         top_p: share of the probability that is kept, in (0, 1].
         min_p: least probability of a token over the likeliest one's, in [0, 1].
-        seed: 64 bits, from -2^63 to 2^64 - 1; a negative one stands for itself plus 2^64. None draws a fresh one.
+        seed: 64 bits, from -2^63 to 2^64 - 1; a negative one stands for itself plus 2^64. None and -1 draw a fresh one.
         max_tokens: most tokens of an answer; None: up to ``max_model_len``.
         logprobs: how many of the likeliest tokens are listed beside each; natural logarithms.
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from forerun.core.config import drawn
 from forerun.core.errors import ForerunError
 from forerun.core.request import RequestState
 from forerun.engine.client import ClosedError, EngineClient, Stream, StreamedText
@@ -114,7 +114,7 @@ class ReplicaPool(EngineClient):
         if isinstance(params, BeamSearchParams):
             jobs = [self._job(stream, request, params.each, 0, index) for index in range(params.n)]
             return [_Answer(stream, jobs, request)]
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = drawn(params.seed)
         answers = []
         for index in range(params.n):
             alone = params.clone(n=1, seed=seed if index == 0 else fold(seed, index))
