@@ -51,7 +51,7 @@ WRONG = [
      "stream_options.include_obfuscation", "False"),
     (COMPLETIONS, {**GOOD, "temperature": "hot"}, "temperature", "valid number"),
     (COMPLETIONS, {**GOOD, "temperature": -1}, "temperature", "greater than or equal to 0"),
-    (COMPLETIONS, {**GOOD, "top_p": 0}, "top_p", "greater than 0"),
+    (COMPLETIONS, {**GOOD, "top_p": -0.1}, "top_p", "greater than or equal to 0"),
     (COMPLETIONS, {**GOOD, "max_tokens": -1}, "max_tokens", "greater than or equal to 0"),
     (COMPLETIONS, {**GOOD, "max_tokens": 0}, "max_tokens", "the prompt alone with echo: true"),
     (COMPLETIONS, {**GOOD, "max_tokens": 0, "echo": True, "min_tokens": 1}, "min_tokens", "exceeds max_tokens (0)"),

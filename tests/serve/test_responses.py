@@ -322,11 +322,13 @@ WRONG = [
      "input.0.content.0.type", "Input should be 'input_text' or 'output_text'"),
     ({**ASK, "input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input",
      "answers the call 'x', which no message before made"),
-    ({**ASK, "input": [{"type": "function_call", "call_id": "x", "name": "f", "arguments": "[]"}]}, "input",
-     "must be a JSON object"),
     ({**ASK, "background": True}, "background", "Input should be False"),
     ({**ASK, "conversation": "conv_1"}, "conversation", "does not support it"),
-    ({**ASK, "tools": [{"type": "web_search"}]}, "tools.0.name", "Field required"),
+    ({**ASK, "tools": [{"type": "function"}]}, "tools.0.name", "Field required"),
+    ({**ASK, "tools": [{"name": "f"}]}, "tools.0", "must be a tool with a type"),
+    ({**ASK, "tools": [{"type": "a\r\nb: c"}]}, "tools.0.type", "match pattern"),
+    ({**ASK, "include": ["a\nb"]}, "include.0", "match pattern"),
+    ({**ASK, "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({**ASK, "tools": [FLAT[0], FLAT[0]]}, "tools", "two tools are called"),
     ({**ASK, "tools": FLAT, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "there is no tool 'x'"),
     ({**ASK, "tools": FLAT, **LOGPROBS}, None, "log-probabilities come without tools"),
@@ -361,8 +363,59 @@ def test_another_model_is_not_found(server):
 
 def test_what_makes_no_difference_is_said(server):
     answer = server.post(PATH, {**ASK, "reasoning": {"effort": "low"}, "include": ["reasoning.encrypted_content"]})
-    assert answer.headers["forerun-ignored"] == "reasoning"
+    assert answer.headers["forerun-ignored"] == "reasoning, include.reasoning.encrypted_content"
     assert "forerun-ignored" not in server.post(PATH, {**ASK, "reasoning": {"effort": None}}).headers
+
+
+def test_requests_of_coding_agents_are_answered(hermes, caplog):
+    """As Codex sends them: what has no counterpart here is named in a header, and once in the log."""
+    inner = {"type": "function", "name": "search", "parameters": {"type": "object", "properties": {}}}
+    body = {
+        **ASK, "store": False, "parallel_tool_calls": False, "tool_choice": "auto", "prompt_cache_key": "a",
+        "instructions": "You are a coding agent.", "client_metadata": {"x-codex-installation-id": "1"},
+        "tools": [FLAT[0], {"type": "web_search", "external_web_access": False},
+                  {"type": "namespace", "name": "mcp__a", "description": "", "tools": [inner]},
+                  {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}}],
+        "text": {"verbosity": "low"}, "reasoning": {"effort": "medium", "summary": "auto"},
+        "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
+    }  # fmt: skip
+    named = [
+        "reasoning", "client_metadata", "text.verbosity", "tools.web_search", "tools.namespace", "tools.custom",
+        "include.reasoning.encrypted_content", "include.web_search_call.action.sources",
+    ]  # fmt: skip
+    for stream in (True, False):
+        answer = hermes.post(PATH, {**body, "stream": stream})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["forerun-ignored"].split(", ") == named
+    assert [tool["name"] for tool in answer.json()["tools"]] == [FLAT[0]["name"]]
+    assert text_of(chat(hermes, [{"role": "system", "content": body["instructions"]}, *ASK_CHAT["messages"]],
+                        tools=TOOLS[:1])) == answer.json()["output"][0]["content"][0]["text"]  # fmt: skip
+    lines = [record.getMessage() for record in caplog.records if "is ignored" in record.getMessage()]
+    assert sorted(line.partition(" of ")[0] for line in lines) == sorted(named)
+
+
+def test_reasoning_is_part_of_the_message_after_it(server):
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]}
+    answered = {"type": "message", "role": "assistant", "content": "Yes."}
+    before, after = {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
+    for items, content in (([thought], ""), ([thought, answered], "Yes.")):
+        answer = server.post(PATH, {**ASK, "input": [before, *items, after]})
+        messages = [before, {"role": "assistant", "content": content, "reasoning_content": "Hm"}, after]
+        assert answer.json()["output"][0]["content"][0]["text"] == text_of(chat(server, messages))
+
+
+@pytest.mark.parametrize("path", [PATH, CHAT, "/v1/completions"])
+def test_top_p_0_is_greedy(server, path):
+    about = {PATH: ASK, CHAT: ASK_CHAT}.get(path, {"prompt": "hi", "max_tokens": 12, "seed": 7})
+
+    def said(**options):
+        answer = server.post(path, {**about, **options})
+        assert answer.status_code == 200, answer.text
+        body = answer.json()
+        return body["output"][0]["content"] if path == PATH else body["choices"][0]
+
+    assert said(top_p=0, temperature=5) == said(temperature=0)
+    assert said(temperature=5) != said(temperature=0)
 
 
 def test_a_failure_within_a_stream_is_its_last_event(served, slow_rounds, monkeypatch):

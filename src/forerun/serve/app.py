@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
@@ -40,6 +41,8 @@ from forerun.serve.stream import ChatReply, CompletionReply, Echo, Reply
 from forerun.serve.text import TextService
 from forerun.serve.tools import tool_grammar
 
+log = logging.getLogger("forerun")
+
 
 class Server:
     """The state behind the routes, and what makes a ``Reply`` of a request."""
@@ -55,6 +58,8 @@ class Server:
         self.recorder = Recorder(engine, self.name, options.metrics_names)
         self.stored = ResponseStore(options.response_memory)
         self.started = int(time.time())
+        self.ignored: set[str] = set()
+        """Names of request fields that were ignored, which the log has named."""
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in (self.name, *self.aliases):
@@ -184,8 +189,12 @@ class Server:
         except RequestError as error:
             error.param = body.field_of(error.param)
             raise
-        ignored = ", ".join(body.ignored())
-        headers = {"Forerun-Ignored": ignored} if ignored else {}
+        ignored = body.ignored()
+        for name in ignored:
+            if name not in self.ignored:
+                log.warning("%s of %s is ignored: it makes no difference here", name, request.url.path)
+        self.ignored.update(ignored)
+        headers = {"Forerun-Ignored": ", ".join(ignored)} if ignored else {}
         if body.stream:
             return EventStream(reply.events(), headers={"Cache-Control": "no-cache", **headers})
         answer = await unless_gone(request, reply.collect())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, Tag, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Tag, TypeAdapter, ValidationError, model_validator
 
 from forerun.engine.stop import LENGTH
 from forerun.serve import answers
@@ -19,6 +19,7 @@ from forerun.serve.schema import (
     IGNORED,
     MAX_LOGPROBS,
     MAX_TOOLS,
+    NAMED,
     SESSION,
     TOOL_CHOICES,
     Absent,
@@ -74,9 +75,9 @@ class InputCall(Item):
 
     type: Literal["function_call"]
     call_id: CallId
-    name: Annotated[Text, Field(min_length=1, max_length=256)]
-    arguments: Text = Field(description="a JSON object, as text")
-    namespace: Absent = None
+    name: Annotated[Text, Field(min_length=1)]
+    arguments: Text = Field(description="a JSON object, as text; another text is shown to the model as it is")
+    namespace: str | None = Field(None, description=IGNORED)
     caller: Absent = None
 
 
@@ -87,16 +88,21 @@ class InputCallOutput(Item):
     call_id: CallId
     output: Parts
     name: str | None = Field(None, description=IGNORED)
-    namespace: Absent = None
+    namespace: str | None = Field(None, description=IGNORED)
     caller: Absent = None
 
 
+class ReasoningPart(Body):
+    type: Literal["reasoning_text"]
+    text: Text
+
+
 class InputReasoning(Item):
-    """Reasoning of an earlier answer; the next one does not see it."""
+    """Reasoning of an earlier answer, for templates that show it."""
 
     type: Literal["reasoning"]
     summary: list[Any] | None = Field(None, description=IGNORED)
-    content: list[Any] | None = Field(None, description=IGNORED)
+    content: list[ReasoningPart] | None = None
     encrypted_content: str | None = Field(None, description=IGNORED)
 
 
@@ -117,11 +123,17 @@ InputItems = Annotated[list[InputItem], Field(max_length=4096), Tag("list")]
 
 
 def _messages(items: list[Any]) -> list[dict[str, Any]]:
-    """Returns the items as messages of a chat. An assistant's text and the calls after it are one message."""
+    """Returns the items as messages of a chat. An assistant's reasoning, text and calls are one message."""
     result: list[dict[str, Any]] = []
     for item in items:
-        if isinstance(item, InputMessage):
-            result.append({"role": item.role, "content": plain_text(item.content)})
+        if isinstance(item, InputReasoning) and item.content:
+            result.append({"role": "assistant", "content": "", "reasoning_content": plain_text(item.content)})
+        elif isinstance(item, InputMessage):
+            thought = item.role == "assistant" and bool(result) and "reasoning_content" in result[-1]
+            if thought and not result[-1]["content"] and not result[-1].get("tool_calls"):
+                result[-1]["content"] = plain_text(item.content)
+            else:
+                result.append({"role": item.role, "content": plain_text(item.content)})
         elif isinstance(item, InputCallOutput):
             result.append({"role": "tool", "tool_call_id": item.call_id, "content": plain_text(item.output)})
         elif isinstance(item, InputCall):
@@ -157,11 +169,29 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat | None = None
-    verbosity: Absent = None
+    verbosity: Annotated[str, Field(max_length=64)] | None = Field(None, description=NAMED)
 
 
 class ResponseTool(Function):
     type: Literal["function"]
+
+
+class OtherTool(BaseModel):
+    """A tool that OpenAI's servers run, or that is no function; the model is not told of it."""
+
+    model_config = ConfigDict(extra="allow")
+    type: str = Field(pattern="^[a-z0-9_]{1,64}$", description=NAMED, json_schema_extra={"not": {"const": "function"}})
+
+
+def _tool_kind(tool: Any) -> str | None:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return None if kind is None else "function" if kind == "function" else "other"
+
+
+AnyTool = Annotated[
+    Annotated[ResponseTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
+    one_of("a tool with a type", _tool_kind),
+]
 
 
 class ResponseChosen(Body):
@@ -196,16 +226,17 @@ class ResponseRequest(Sampled):
     previous_response_id: str | None = Field(None, description="continues this one, while it is kept in memory")
     max_output_tokens: Int | None = Field(None, ge=1)
     text: TextOptions | None = None
-    tools: list[ResponseTool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: list[AnyTool] | None = Field(None, max_length=MAX_TOOLS, description="those that are no functions: ignored")
     tool_choice: ResponseToolChoice | None = Field(None, description="default: auto")
     parallel_tool_calls: bool = Field(True, description="false: at most one call")
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: list[Annotated[str, Field(pattern="^[a-z0-9_.]{1,64}$")]] | None = Field(
+        None, description=f"{LOGPROBS}; others are ignored, which the header Forerun-Ignored says"
+    )
     top_logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     store: bool = Field(True, description="false: the answer is not kept")
     stream_options: ResponseStreamOptions | None = None
-    reasoning: dict[str, Any] | None = Field(
-        None, description="accepted; makes no difference, which the header Forerun-Ignored says"
-    )
+    reasoning: dict[str, Any] | None = Field(None, description=NAMED)
+    client_metadata: dict[str, Any] | None = Field(None, description=NAMED)
     truncation: Literal["disabled"] = Field("disabled", description="what does not fit is refused")
     background: Literal[False] = Field(False, description="answers are not made in the background")
     max_tool_calls: Int | None = Field(None, ge=1, description="of tools that a server runs: there are none here")
@@ -224,9 +255,13 @@ class ResponseRequest(Sampled):
             raise ValueError("stream_options goes with stream: true")
         if self.top_logprobs is not None and not self.wants_logprobs:
             raise ValueError(f"top_logprobs goes with include: ['{LOGPROBS}']")
-        if self.wants_logprobs and self.tools and self.tool_choice != "none":
+        if self.wants_logprobs and self.functions and self.tool_choice != "none":
             raise ValueError("log-probabilities come without tools: leave one of them out")
         return self
+
+    @property
+    def functions(self) -> list[ResponseTool]:
+        return [tool for tool in self.tools or () if isinstance(tool, ResponseTool)]
 
     @property
     def wants_logprobs(self) -> bool:
@@ -245,7 +280,12 @@ class ResponseRequest(Sampled):
         return field and field.replace(".function.", ".")
 
     def ignored(self) -> list[str]:
-        return ["reasoning"] if any(self.reasoning.values() if self.reasoning else ()) else []
+        names = ["reasoning"] if any(self.reasoning.values() if self.reasoning else ()) else []
+        names += ["client_metadata"] if self.client_metadata else []
+        names += ["text.verbosity"] if self.text is not None and self.text.verbosity is not None else []
+        names += [f"tools.{tool.type}" for tool in self.tools or () if isinstance(tool, OtherTool)]
+        names += [f"include.{name}" for name in self.include or () if name != LOGPROBS]
+        return list(dict.fromkeys(names))
 
     def chat(self, before: list[Any]) -> ResponseAsChat:
         """Returns the request as one for a chat that continues the items ``before``. Raises ApiError."""
@@ -253,7 +293,7 @@ class ResponseRequest(Sampled):
         choice: Any = self.tool_choice
         if isinstance(choice, ResponseChosen):
             choice = {"type": "function", "function": {"name": choice.name}}
-        tools = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools or ()]
+        tools = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.functions]
         given = {
             **{name: getattr(self, name) for name in Sampled.model_fields if name in self.model_fields_set},
             "messages": system + _messages([*before, *self.items]),
@@ -420,8 +460,8 @@ class ResponseReply(ChatReply):
 
     def _response(self, status: Any, error: ApiError | None = None) -> answers.Response:
         request, ended = self.request, status != "in_progress"
-        fields = request.model_dump(include={*REPEATED, "tools"})
-        fields["tools"] = fields["tools"] or []
+        fields = request.model_dump(include=set(REPEATED))
+        fields["tools"] = [tool.model_dump() for tool in request.functions]
         if ended:
             fields["metrics"] = self.metrics()
         if ended and self.traced:

@@ -81,6 +81,7 @@ Replaced = Annotated[
 ]  # fmt: skip
 """A field of OpenAI's that came before tools."""
 IGNORED = "accepted; makes no difference"
+NAMED = f"{IGNORED}, which the header Forerun-Ignored says"
 
 
 class Body(BaseModel):
@@ -173,8 +174,8 @@ ToolChoice = Annotated[ToolMode | Annotated[Chosen, Tag("object")], TOOL_CHOICES
 
 
 class GivenFunction(Body):
-    name: Annotated[str, Field(min_length=1, max_length=256), Encodable]
-    arguments: Text = Field(description="a JSON object, as text")
+    name: Annotated[str, Field(min_length=1), Encodable]
+    arguments: Text = Field(description="a JSON object, as text; another text is shown to the model as it is")
 
 
 class GivenToolCall(Body):
@@ -203,7 +204,7 @@ class Message(Body):
     """One message. An answer's own message may be sent back: what clients add to it may stay if it is empty."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: list[GivenToolCall] | None = Field(None, max_length=1024, description="an assistant's")
+    tool_calls: list[GivenToolCall] | None = Field(None, description="an assistant's")
     tool_call_id: CallId | None = Field(None, description="the call that a tool's message answers")
     function_call: Replaced = None
     refusal: Absent = None
@@ -211,13 +212,13 @@ class Message(Body):
     audio: Absent = None
     provider_specific_fields: dict[str, Any] | None = Field(None, description=f"litellm's; {IGNORED}")
     reasoning_content: Text | None = Field(None, description="an assistant's thoughts, for templates that show them")
-    content: Content = Field(description="may be null or left out beside tool_calls")
+    content: Content = Field(description="an assistant's may be null or left out")
     name: Annotated[str, Field(max_length=256), Encodable] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _allow_missing_content(cls, given: Any) -> Any:
-        if isinstance(given, dict) and given.get("tool_calls") and given.get("content") is None:
+        if isinstance(given, dict) and given.get("role") == "assistant" and given.get("content") is None:
             return {**given, "content": ""}
         return given
 
@@ -343,10 +344,10 @@ class Sampled(Body):
     model: str | None = None
     min_tokens: Int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=100, description=f"below {COLDEST:g}: the likeliest token")
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(1.0, ge=0, le=1, description="0: the likeliest token")
     top_k: Int = Field(0, ge=-1, lt=1 << 31)
     min_p: float = Field(0.0, ge=0, le=1)
-    seed: Int | None = Field(None, ge=-(1 << 63), lt=1 << 63)
+    seed: Int | None = Field(None, ge=-(1 << 63), lt=1 << 63, description="-1: a random one")
     stop: Stop | None = None
     stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOPS)
     include_stop_str_in_output: bool = False
@@ -458,6 +459,8 @@ class Generation(Sampled):
         given = {name: getattr(self, name) for name in SamplingParams.names() if name in Generation.model_fields}
         given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
         given["structured_outputs"] = self.structured()
+        if self.top_p == 0:
+            given |= {"top_p": 1.0, "temperature": 0.0}
         return SamplingParams(**given)
 
 
@@ -490,10 +493,8 @@ class ChatRequest(Generation):
     audio: Absent = None
     prediction: Absent = None
     web_search_options: Absent = None
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(
-        None, description="accepted; makes no difference, which the header Forerun-Ignored says"
-    )
-    verbosity: Absent = None
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(None, description=NAMED)
+    verbosity: Annotated[str, Field(max_length=64)] | None = Field(None, description=NAMED)
     service_tier: str | None = Field(None, description=IGNORED)
     safety_identifier: str | None = Field(None, description=IGNORED)
     prompt_cache_key: str | None = Field(None, description=SESSION)
@@ -522,7 +523,7 @@ class ChatRequest(Generation):
         return self.prompt_cache_key or self.user
 
     def ignored(self) -> list[str]:
-        return [] if self.reasoning_effort is None else ["reasoning_effort"]
+        return [name for name in ("reasoning_effort", "verbosity") if getattr(self, name) is not None]
 
     def field_of(self, param: str | None) -> str | None:
         return "messages" if param == "prompt" else super().field_of(param)
