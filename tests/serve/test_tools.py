@@ -311,7 +311,7 @@ WRONG = [
 ]  # fmt: skip
 
 
-BROKEN = ["{", '{"a": "b', '{"a": 1}{"b": 2}', "[]", '{"a": NaN}', '{"a": "\\ud800"}', '{"a":' * 70 + "1" + "}" * 70]
+BROKEN = ['{"', '{"a": "b', '{"a": 1}{"b": 2}', "[]", '{"a": NaN}', '{"a": "\\ud800"}', '{"a":' * 70 + "1" + "}" * 70]
 LISTING = (  # as Qwen3-Coder's lists parameters
     "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
     "{% for key, value in c.function.arguments | items %}({{ key }}: {{ value }}){% endfor %}{% endfor %}/{% endfor %}"
