@@ -77,8 +77,8 @@ def test_the_engine_alone_takes_requests_when_they_came(llm):
 
 
 def test_a_refused_request_is_an_error(llm):
-    with pytest.raises(ForerunError, match=r"load client failed: RuntimeError: status 400: .*unknown field"):
-        overhead.served(llm(max_num_seqs=2).engine, [{"prompt": [5], "foo": 1}], 1)
+    with pytest.raises(ForerunError, match=r"load client failed: RuntimeError: status 400: .*top_p"):
+        overhead.served(llm(max_num_seqs=2).engine, [{"prompt": [5], "top_p": 2}], 1)
 
 
 def test_rounds_count_where_everybody_decodes(llm, monkeypatch):

@@ -18,7 +18,7 @@ HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 WRONG = [
     (COMPLETIONS, {"max_tokens": 4}, "prompt", "Field required"),
-    (COMPLETIONS, {**GOOD, "foo": 1}, "foo", "unknown field 'foo'"),
+    (COMPLETIONS, {**GOOD, "n_predict": 3, "max_tokens": 3}, None, "n_predict and max_tokens are the same"),
     (COMPLETIONS, {**GOOD, "speculative": {"k": 1}}, "speculative.k", "unknown field 'speculative.k'"),
     (COMPLETIONS, {**GOOD, "suffix": "x"}, "suffix", "does not support it"),
     (COMPLETIONS, {"prompt": None}, "prompt", "must be a text, a list of texts, a list of token ids"),
@@ -104,7 +104,9 @@ WRONG = [
     (CHAT, {"messages": [{"role": "user", "content": None}]}, "messages.0.content", "a text or a list of text parts"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content.0.type", "'text'"),
     (CHAT, {"messages": [{"role": "assistant", "content": "", "refusal": "no"}]}, "messages.0.refusal", "not support"),
-    (CHAT, {**HI, "chat_template": "x"}, "chat_template", "unknown field"),
+    (CHAT, {**HI, "chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize is no variable"),
+    (CHAT, {**HI, "continue_final_message": True, "add_generation_prompt": True}, None,
+     "set add_generation_prompt=False"),
     (CHAT, {**HI, "top_logprobs": 2}, None, "goes with logprobs"),
     (CHAT, {**HI, "response_format": {"type": "json_schema"}}, "response_format", "goes with type"),
     ("/detokenize", {"tokens": [70000]}, "tokens", "outside the tokenizer's 4096"),

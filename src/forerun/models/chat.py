@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import re
@@ -58,6 +59,10 @@ def render_chat(
         raise RequestError("this model has no chat template: give chat_template, or call generate with a prompt")
     if add_generation_prompt and continue_final_message:
         raise RequestError("continue_final_message continues the last message: set add_generation_prompt=False with it")
+    taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(chat_template_kwargs or ())
+    if taken - {"documents"}:
+        name = min(taken - {"documents"})
+        raise RequestError(f"chat_template_kwargs: {name} is no variable of a template", param="chat_template_kwargs")
     tools = _checked_tools(tools or ())
     messages = _with_parsed_calls(messages)
     refused = partial(RequestError, param="messages")

@@ -43,6 +43,9 @@ from forerun.serve.tools import tool_grammar
 
 log = logging.getLogger("forerun")
 
+MOST_IGNORED = 1000
+"""Names of ignored fields that the log tells apart."""
+
 
 class Server:
     """The state behind the routes, and what makes a ``Reply`` of a request."""
@@ -51,6 +54,7 @@ class Server:
         self.engine = engine
         self.name, self.aliases = options.served_model_name, options.aliases
         self.request_timeout = options.request_timeout
+        self.strict, self.any_model_name = options.strict, options.any_model_name
         self.max_model_len = engine.facts.max_model_len
         self.text = TextService(
             engine.tokenizer, self.max_model_len, options.chat_template, engine.facts.reasoning_parser
@@ -62,7 +66,7 @@ class Server:
         """Names of request fields that were ignored, which the log has named."""
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and name not in (self.name, *self.aliases):
+        if name is not None and not self.any_model_name and name not in (self.name, *self.aliases):
             message = f"there is no model {name!r} here; there is {self.name!r}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
@@ -155,7 +159,8 @@ class Server:
         """``options`` are those of the class ``reply``."""
         tools = body.offered()
         messages = [message.plain() for message in body.messages]
-        ids = await self.text.encode_chat(messages, [tool.plain() for tool in tools])
+        options_of_template = body.template_options(self.text.has_variable)
+        ids = await self.text.encode_chat(messages, [tool.plain() for tool in tools], **options_of_template)
         limit = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = body.sampling(logprobs=logprobs, max_tokens=limit, prompt_logprobs=None)
@@ -184,16 +189,19 @@ class Server:
     async def answer(self, request: Request, body: Any, make: Callable[[Any, str], Awaitable[Reply]]) -> Response:
         """Answers a request for text with the reply that ``make`` returns for it."""
         self.check_model(body.model)
+        if self.strict and body.model_extra:
+            name = next(iter(body.model_extra))
+            raise ApiError(400, f"unknown field {name!r}: remove it", param=name, code="unknown_field")
         try:
             reply = request.state.reply = await make(body, request.state.request_id)
         except RequestError as error:
             error.param = body.field_of(error.param)
             raise
-        ignored = body.ignored()
+        ignored = body.ignored(self.text.has_variable)
         for name in ignored:
-            if name not in self.ignored:
+            if name not in self.ignored and len(self.ignored) < MOST_IGNORED:
                 log.warning("%s of %s is ignored: it makes no difference here", name, request.url.path)
-        self.ignored.update(ignored)
+        self.ignored.update(ignored[: MOST_IGNORED - len(self.ignored)])
         headers = {"Forerun-Ignored": ", ".join(ignored)} if ignored else {}
         if body.stream:
             return EventStream(reply.events(), headers={"Cache-Control": "no-cache", **headers})

@@ -42,6 +42,10 @@ class ServerOptions:
     """seconds from arrival to the last token"""
     response_memory: int = 64 << 20
     """bytes of answers of /v1/responses to keep"""
+    strict: bool = False
+    """refuse requests with unknown fields, which are otherwise ignored, and named in the header Forerun-Ignored"""
+    any_model_name: bool = False
+    """serve requests whatever model they name"""
     metrics_names: str = "forerun"
     """forerun or vllm: the latter adds vLLM's metric names, for gateways that read them"""
 

@@ -279,13 +279,14 @@ class ResponseRequest(Sampled):
         field = super().field_of(param)
         return field and field.replace(".function.", ".")
 
-    def ignored(self) -> list[str]:
-        names = ["reasoning"] if any(self.reasoning.values() if self.reasoning else ()) else []
+    def ignored(self, known: Callable[[str], bool]) -> list[str]:
+        asked = {name for name, value in (self.reasoning or {}).items() if value is not None}
+        names = ["reasoning"] if asked - ({"effort"} if known("reasoning_effort") else set()) else []
         names += ["client_metadata"] if self.client_metadata else []
         names += ["text.verbosity"] if self.text is not None and self.text.verbosity is not None else []
         names += [f"tools.{tool.type}" for tool in self.tools or () if isinstance(tool, OtherTool)]
         names += [f"include.{name}" for name in self.include or () if name != LOGPROBS]
-        return list(dict.fromkeys(names))
+        return list(dict.fromkeys([*names, *super().ignored(known)]))
 
     def chat(self, before: list[Any]) -> ResponseAsChat:
         """Returns the request as one for a chat that continues the items ``before``. Raises ApiError."""
@@ -305,6 +306,7 @@ class ResponseRequest(Sampled):
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs,
             "prompt_cache_key": self.prompt_cache_key,
+            "reasoning_effort": (self.reasoning or {}).get("effort"),
         }
         try:
             return ResponseAsChat.model_validate(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Annotated, Any, Literal
@@ -81,6 +82,10 @@ Replaced = Annotated[
 ]  # fmt: skip
 """A field of OpenAI's that came before tools."""
 IGNORED = "accepted; makes no difference"
+VARIABLES = ("reasoning_effort", "enable_thinking")
+VARIABLE = "for templates that know it; others make no difference, which the header Forerun-Ignored says"
+MAX_NAMED = 32
+"""Unknown fields of a request that are named."""
 NAMED = f"{IGNORED}, which the header Forerun-Ignored says"
 
 
@@ -100,7 +105,12 @@ class Body(BaseModel):
         if not isinstance(given, dict):
             return given
         optional = cls._optional()
-        return {name: value for name, value in given.items() if value is not None or name not in optional}
+        return cls._renamed({name: value for name, value in given.items() if value is not None or name not in optional})
+
+    @classmethod
+    def _renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        """Gives fields that have several names the name that they have here."""
+        return given
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -339,7 +349,9 @@ class StructuredOutputs(Body):
 
 
 class Sampled(Body):
-    """The fields of all requests for texts."""
+    """The fields of all requests for texts. Unknown ones are ignored and named, or refused by ``--strict``."""
+
+    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     min_tokens: Int = Field(0, ge=0)
@@ -370,9 +382,17 @@ class Sampled(Body):
         """Returns the field of this body for what the engine or the chat calls ``param``."""
         return f"speculative.{param}" if param in Speculative.model_fields else param
 
-    def ignored(self) -> list[str]:
-        """Returns the fields that ask for something and change nothing; the answer's headers name them."""
-        return []
+    def ignored(self, known: Callable[[str], bool]) -> list[str]:
+        """Returns the fields that ask for something and change nothing; the answer's headers name them.
+
+        Args:
+            known: says whether the chat template has a variable of this name.
+        """
+        return [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:64] for name in self.model_extra or ()][:MAX_NAMED]
+
+
+SYNONYMS = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+"""llama.cpp's names of fields. Its ``n_predict`` may be -1: no limit."""
 
 
 class Generation(Sampled):
@@ -391,6 +411,16 @@ class Generation(Sampled):
     guided_choice: list[Text] | None = None
     guided_grammar: Text | None = None
     store: bool | None = Field(None, description="accepted; nothing is stored")
+
+    @classmethod
+    def _renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
+        for name, ours in SYNONYMS.items():
+            if name in given and ours in given:
+                raise ValueError(f"{name} and {ours} are the same: give one of them")
+        given = {name: value for name, value in given.items() if value is not None or name not in SYNONYMS}
+        if given.get("n_predict") == -1:
+            given["n_predict"] = None
+        return {SYNONYMS.get(name, name): value for name, value in given.items()}
 
     @model_validator(mode="after")
     def _check_options(self) -> Generation:
@@ -493,7 +523,11 @@ class ChatRequest(Generation):
     audio: Absent = None
     prediction: Absent = None
     web_search_options: Absent = None
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(None, description=NAMED)
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(None, description=VARIABLE)
+    enable_thinking: bool | None = Field(None, description=VARIABLE)
+    add_generation_prompt: bool | None = Field(None, description="default: unless continue_final_message is true")
+    continue_final_message: bool = Field(False, description="the answer goes on with the last message")
     verbosity: Annotated[str, Field(max_length=64)] | None = Field(None, description=NAMED)
     service_tier: str | None = Field(None, description=IGNORED)
     safety_identifier: str | None = Field(None, description=IGNORED)
@@ -522,8 +556,19 @@ class ChatRequest(Generation):
     def session(self) -> str | None:
         return self.prompt_cache_key or self.user
 
-    def ignored(self) -> list[str]:
-        return [name for name in ("reasoning_effort", "verbosity") if getattr(self, name) is not None]
+    def template_options(self, known: Callable[[str], bool]) -> dict[str, Any]:
+        """Returns the options of ``render_chat``. ``known`` is as in ``ignored``."""
+        given = {name: getattr(self, name) for name in VARIABLES if getattr(self, name) is not None and known(name)}
+        begins = self.add_generation_prompt
+        return {
+            "chat_template_kwargs": {**given, **(self.chat_template_kwargs or {})},
+            "continue_final_message": self.continue_final_message,
+            "add_generation_prompt": not self.continue_final_message if begins is None else begins,
+        }
+
+    def ignored(self, known: Callable[[str], bool]) -> list[str]:
+        names = [name for name in (*VARIABLES, "verbosity") if getattr(self, name) is not None]
+        return [*(name for name in names if name == "verbosity" or not known(name)), *super().ignored(known)]
 
     def field_of(self, param: str | None) -> str | None:
         return "messages" if param == "prompt" else super().field_of(param)

@@ -7,6 +7,7 @@ import copy
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -130,19 +131,25 @@ class TextService:
         return [min(max(0, offset - before), len(text)) for offset in offsets]
 
     async def encode_chat(
-        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, counted: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] = (),
+        *,
+        counted: bool = False,
+        **options: Any,
     ) -> list[int]:
-        """Returns a conversation's tokens, as ``encode`` does. Raises RequestError also without a chat template, or
-        if it refuses the messages."""
+        """Returns a conversation's tokens, as ``encode`` does; ``options`` are those of ``render_chat``. Raises
+        RequestError also without a chat template, or if it refuses the messages."""
         if self.chat_template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
             )
         size = sum(len(message["content"]) + _json_length(message.get("tool_calls")) for message in messages)
-        return await self.run(size + _json_length(tools), self._encode_chat, list(messages), tools, counted)
+        render = partial(render_chat, messages=list(messages), tools=tools, chat_template=self.own_template, **options)
+        return await self.run(size + _json_length(tools), self._encode_chat, render, counted)
 
-    def _encode_chat(self, tokenizer: Any, messages: list[Message], tools: Sequence[Any], counted: bool) -> list[int]:
-        text = render_chat(tokenizer, messages, tools=tools, chat_template=self.own_template)
+    def _encode_chat(self, tokenizer: Any, render: Callable[..., str], counted: bool) -> list[int]:
+        text = render(tokenizer)
         try:
             return self._encode(tokenizer, text, False, counted)
         except RequestError as error:
@@ -157,6 +164,10 @@ class TextService:
     def knows_tools(self) -> bool:
         """Whether the template describes tools itself."""
         return knows_tools(self.tokenizer.get_chat_template(self.own_template, [{}]))
+
+    def has_variable(self, name: str) -> bool:
+        """Whether the chat template mentions ``name``."""
+        return isinstance(self.chat_template, str) and re.search(rf"\b{name}\b", self.chat_template) is not None
 
     def special_markers(self, *, tools: bool) -> dict[str, int]:
         """Returns the ids of markers of reasoning and, with ``tools``, of calls that are special tokens here. Texts

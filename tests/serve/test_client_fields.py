@@ -1,0 +1,128 @@
+"""Fields that clients send beside OpenAI's: taken, or ignored and named, or refused by a strict server."""
+
+import pytest
+from running import run_server
+
+from forerun.models.chat import render_chat
+from forerun.serve.app import ServerOptions
+
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+BODIES = {
+    COMPLETIONS: {"prompt": "a = ", "max_tokens": 3, "seed": 1},
+    CHAT: {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3, "seed": 1},
+    RESPONSES: {"input": "hi", "max_output_tokens": 3, "seed": 1},
+}
+THINKING = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>"
+    "{{ '<think></think>' if enable_thinking is defined and not enable_thinking }}{{ reasoning_effort }}{{ who }}"
+    "{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinking(served):
+    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=THINKING)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def strict(served):
+    options = ServerOptions(served_model_name="tiny", chat_template=THINKING, strict=True, any_model_name=True)
+    with run_server(served, options) as running:
+        yield running
+
+
+def said(answer):
+    assert answer.status_code == 200, answer.text
+    body = answer.json()
+    return body["output"][0]["content"][0]["text"] if "output" in body else texts(body["choices"][0])
+
+
+def texts(choice):
+    return choice["message"]["content"] if "message" in choice else choice["text"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_unknown_fields_are_ignored_and_named(server, strict, caplog, path):
+    odd = {"keep_alive": "5m", "cache_prompt": True, "options": {"a": 1}, "a\r\nb: \u00e9" + "c" * 90: 0}
+    for stream in (False, True):
+        answer = server.post(path, {**BODIES[path], **odd, "stream": stream})
+        assert answer.status_code == 200, answer.text
+        names = answer.headers["forerun-ignored"].split(", ")
+        assert names == ["keep_alive", "cache_prompt", "options", ("a??b???" + "c" * 90)[:64]]
+        if not stream:
+            assert said(answer) == said(server.post(path, BODIES[path]))
+    lines = [record.getMessage() for record in caplog.records if f"of {path} is ignored" in record.getMessage()]
+    assert len(lines) == len(set(lines))
+    many = server.post(path, {**BODIES[path], **{f"f{index}": 1 for index in range(2000)}})
+    assert len(many.headers["forerun-ignored"].split(", ")) == 32
+    for name, value in odd.items():
+        answer = strict.post(path, {**BODIES[path], name: value})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (400, "unknown_field", name)
+        assert "\n" not in error["message"]
+    assert strict.post(path, BODIES[path]).status_code == 200
+
+
+def test_any_name_of_a_model_is_served_where_that_is_wanted(server, strict):
+    for path, body in BODIES.items():
+        assert server.post(path, {**body, "model": "gpt-4o"}).status_code == 404
+        answer = strict.post(path, {**body, "model": "gpt-4o"})
+        assert (answer.status_code, answer.json()["model"]) == (200, "tiny")
+    assert strict.http.get("/v1/models/gpt-4o").json()["id"] == "tiny"
+
+
+OFF, EFFORT = {"enable_thinking": False}, {"reasoning_effort": "low"}
+
+
+@pytest.mark.parametrize(("options", "variables"), [
+    (OFF, OFF),
+    ({"chat_template_kwargs": {**OFF, "who": "me"}}, {**OFF, "who": "me"}),
+    ({**EFFORT, "enable_thinking": True}, EFFORT),
+    ({**EFFORT, "chat_template_kwargs": {"reasoning_effort": "high"}}, {"reasoning_effort": "high"}),
+])  # fmt: skip
+def test_variables_reach_the_template(served, thinking, options, variables):
+    messages = BODIES[CHAT]["messages"]
+    text = render_chat(served.tokenizer, messages, chat_template=THINKING, chat_template_kwargs=variables)
+    assert text != render_chat(served.tokenizer, messages, chat_template=THINKING)
+    answer = thinking.post(CHAT, {**BODIES[CHAT], **options})
+    assert "forerun-ignored" not in answer.headers
+    assert said(answer) == said(thinking.post(COMPLETIONS, {**BODIES[COMPLETIONS], "prompt": text}))
+
+
+def test_an_effort_of_a_response_reaches_the_template(thinking):
+    chat = thinking.post(CHAT, {**BODIES[CHAT], "reasoning_effort": "high"})
+    answer = thinking.post(RESPONSES, {**BODIES[RESPONSES], "reasoning": {"effort": "high"}})
+    assert said(answer) == said(chat)
+    assert answer.json()["usage"]["input_tokens"] == chat.json()["usage"]["prompt_tokens"]
+    assert "forerun-ignored" not in answer.headers
+    named = thinking.post(RESPONSES, {**BODIES[RESPONSES], "reasoning": {"effort": "high", "summary": "auto"}})
+    assert named.headers["forerun-ignored"] == "reasoning"
+
+
+def test_variables_that_a_template_does_not_have_are_named(server):
+    answer = server.post(CHAT, {**BODIES[CHAT], **OFF, **EFFORT})
+    assert answer.headers["forerun-ignored"] == "reasoning_effort, enable_thinking"
+
+
+def test_the_last_message_goes_on(thinking):
+    begun = [*BODIES[CHAT]["messages"], {"role": "assistant", "content": "def parse("}]
+    plain = thinking.post(COMPLETIONS, {**BODIES[COMPLETIONS], "prompt": "<user>hi\n<assistant>def parse("})
+    for options in ({}, {"add_generation_prompt": False}):
+        answer = thinking.post(CHAT, {**BODIES[CHAT], "messages": begun, "continue_final_message": True, **options})
+        assert said(answer) == said(plain)
+    counts = [
+        thinking.post(CHAT, {**BODIES[CHAT], "add_generation_prompt": begins}).json()["usage"]["prompt_tokens"]
+        for begins in (False, True, None)
+    ]
+    assert counts[0] < counts[1] == counts[2]
+
+
+def test_llama_cpps_names_of_fields(server):
+    about = {"prompt": "a = ", "seed": 1}
+    ours = server.post(COMPLETIONS, {**about, "max_tokens": 5, "repetition_penalty": 1.3})
+    theirs = server.post(COMPLETIONS, {**about, "n_predict": 5, "repeat_penalty": 1.3})
+    assert said(ours) == said(theirs)
+    assert "forerun-ignored" not in theirs.headers
+    endless = server.post(COMPLETIONS, {**about, "n_predict": -1, "ignore_eos": True}).json()
+    assert endless["usage"]["total_tokens"] == 512
