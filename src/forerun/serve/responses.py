@@ -19,6 +19,7 @@ from forerun.serve.schema import (
     IGNORED,
     MAX_LOGPROBS,
     MAX_TOOLS,
+    MAX_WORD,
     NAMED,
     SESSION,
     TOOL_CHOICES,
@@ -32,6 +33,7 @@ from forerun.serve.schema import (
     Schema,
     Text,
     ToolMode,
+    Word,
     one_of,
     plain_text,
 )
@@ -169,7 +171,7 @@ class TextFormat(Body):
 
 class TextOptions(Body):
     format: TextFormat | None = None
-    verbosity: Annotated[str, Field(max_length=64)] | None = Field(None, description=NAMED)
+    verbosity: Word | None = Field(None, description=NAMED)
 
 
 class ResponseTool(Function):
@@ -264,6 +266,11 @@ class ResponseRequest(Sampled):
         return [tool for tool in self.tools or () if isinstance(tool, ResponseTool)]
 
     @property
+    def effort(self) -> str | None:
+        effort = (self.reasoning or {}).get("effort")
+        return effort if isinstance(effort, str) and len(effort) <= MAX_WORD else None
+
+    @property
     def wants_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ())
 
@@ -281,7 +288,8 @@ class ResponseRequest(Sampled):
 
     def ignored(self, known: Callable[[str], bool]) -> list[str]:
         asked = {name for name, value in (self.reasoning or {}).items() if value is not None}
-        names = ["reasoning"] if asked - ({"effort"} if known("reasoning_effort") else set()) else []
+        used = {"effort"} if self.effort is not None and known("reasoning_effort") else set()
+        names = ["reasoning"] if asked - used else []
         names += ["client_metadata"] if self.client_metadata else []
         names += ["text.verbosity"] if self.text is not None and self.text.verbosity is not None else []
         names += [f"tools.{tool.type}" for tool in self.tools or () if isinstance(tool, OtherTool)]
@@ -306,7 +314,7 @@ class ResponseRequest(Sampled):
             "logprobs": self.wants_logprobs,
             "top_logprobs": self.top_logprobs,
             "prompt_cache_key": self.prompt_cache_key,
-            "reasoning_effort": (self.reasoning or {}).get("effort"),
+            "reasoning_effort": self.effort,
         }
         try:
             return ResponseAsChat.model_validate(given)

@@ -82,6 +82,8 @@ Replaced = Annotated[
 ]  # fmt: skip
 """A field of OpenAI's that came before tools."""
 IGNORED = "accepted; makes no difference"
+MAX_WORD = 64
+Word = Annotated[str, Field(max_length=MAX_WORD)]
 VARIABLES = ("reasoning_effort", "enable_thinking")
 VARIABLE = "for templates that know it; others make no difference, which the header Forerun-Ignored says"
 MAX_NAMED = 32
@@ -524,11 +526,11 @@ class ChatRequest(Generation):
     prediction: Absent = None
     web_search_options: Absent = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
-    reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(None, description=VARIABLE)
+    reasoning_effort: Word | None = Field(None, description=VARIABLE)
     enable_thinking: bool | None = Field(None, description=VARIABLE)
     add_generation_prompt: bool | None = Field(None, description="default: unless continue_final_message is true")
     continue_final_message: bool = Field(False, description="the answer goes on with the last message")
-    verbosity: Annotated[str, Field(max_length=64)] | None = Field(None, description=NAMED)
+    verbosity: Word | None = Field(None, description=NAMED)
     service_tier: str | None = Field(None, description=IGNORED)
     safety_identifier: str | None = Field(None, description=IGNORED)
     prompt_cache_key: str | None = Field(None, description=SESSION)
