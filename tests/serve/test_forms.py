@@ -319,7 +319,7 @@ APART = {
         "a": {"oneOf": [{"$ref": "#/$defs/b"}, {"type": "boolean"}]},
         "c": {"oneOf": [{"type": "integer"}, {"type": "null"}]},
     },
-    "$defs": {"b": {"type": "object", "properties": {"d": {"oneOf": [{"const": 1}, {"const": 2}]}}}},
+    "$defs": {"b": {"type": "object", "properties": {"d": {"oneOf": [{"const": "x"}, {"const": "y"}]}}}},
 }
 
 

@@ -252,7 +252,9 @@ def test_what_is_no_tool_is_refused_in_one_line(llm, options, message):
     refused(RequestError, message, prompt, llm, given["messages"], PLAIN, tools=given["tools"])
 
 
-def test_a_message_without_content_has_calls():
-    assert conversations([ASK, CALLED[1]]) == [[ASK, CALLED[1]]]
+def test_an_assistants_message_may_have_no_content():
+    """It has calls, or reasoning alone, or an answer that ended before it began."""
+    for message in (CALLED[1], {"role": "assistant", "reasoning_content": "Hm."}, {"role": "assistant"}):
+        assert conversations([ASK, message]) == [[ASK, message]]
     with pytest.raises(RequestError, match="a message is a mapping with role and content"):
-        conversations([ASK, {"role": "assistant", "tool_calls": []}])
+        conversations([ASK, {"role": "user", "tool_calls": []}])
