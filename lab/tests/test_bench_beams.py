@@ -55,7 +55,7 @@ def test_ctranslate2_searches_in_a_python_of_its_own(seq2seq, llm, tmp_path, mon
     worker.end()
     assert (result.beams, result.scores, result.steps) == ([[START, 9]] * 2, [-1.5] * 2, 1)
     assert result.rounds is None
-    with pytest.raises(beams.ConfigError, match="leave it out"):
+    with pytest.raises(beams.ConfigError, match="encoder-decoders only: remove it"):
         beams.ctranslate2_search(llm(), sys.executable)
 
 

@@ -171,7 +171,7 @@ def test_costs_are_of_one_engine(costs_file, capsys, asked):
     given = ["--costs", str(costs_file), "--rate", "6", "--ttft-p95", "1", *asked.split()]
     assert run(["plan", *given]) == 2
     error = capsys.readouterr().err
-    assert f"--costs says what runs: leave {asked.split()[0]} out" in error
+    assert f"--costs conflicts with {asked.split()[0]}: remove one" in error
     assert error.count("\n") == 1
 
 

@@ -113,9 +113,9 @@ def test_one_request_by_hand():
     assert (result.requests, result.utilisation, result.hit_rate) == (1, pytest.approx(1.0), 0.0)
 
 
-def test_telling_takes_time_for_each():
+def test_request_overhead_takes_time_for_each():
     arrivals = [Arrival(0.0, 1, 11), Arrival(0.0, 1, 11)]
-    price = costs({1: 1.0}, telling=0.25)
+    price = costs({1: 1.0}, request_overhead=0.25)
     jobs, _ = simulate(price, Limits(seats=1), arrivals[:1], 1, at_random(0))
     assert jobs[0].done == pytest.approx(10 * 1.25)
     jobs, _ = simulate(price, Limits(chunk=9), arrivals, 1, at_random(0))

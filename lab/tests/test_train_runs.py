@@ -258,7 +258,7 @@ def test_a_command_that_is_stopped_says_how_to_go_on(tiny_target, corpus, tmp_pa
     assert out == ""
     assert "loss: cross entropy of the guesses for tokens 1 to 2 ahead" in err
     assert "training, tokens: 512 of 5,000,000 (0%), loss " in err
-    assert f"all of them saved in {folder}: the same command goes on from there" in err
+    assert f"saved in {folder}: the same command resumes" in err
     state = torch.load(folder / "checkpoint.pt", weights_only=True)["state"]
     assert state["tokens"] == 512 * len((folder / "log.jsonl").read_text().splitlines())
 
@@ -315,7 +315,7 @@ def test_a_corpus_may_be_one_file(tmp_path, tiny_target):
         out=tmp_path / "h", target=target, corpus=path, tokens=512, depth=2, **{**SMALL, "length": 16}
     )
     train_head(config)
-    with pytest.raises(ConfigError, match="its last tenth is held out"):
+    with pytest.raises(ConfigError, match="the last tenth is held out"):
         split_files([path], 1, seed=0)
     (tmp_path / "empty.txt").write_text("")
     with pytest.raises(ConfigError, match="too short"):

@@ -264,8 +264,8 @@ def test_synthetic_profiles_are_marked_everywhere(capsys, chat_model, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--prompt-set", "categories", "--prompt-tokens", "9"], "leave --prompt-tokens out"),
-        (["--prompt-set", "categories", "--random-shape", "tiny"], "random weights know no text"),
+        (["--prompt-set", "categories", "--prompt-tokens", "9"], "remove --prompt-tokens"),
+        (["--prompt-set", "categories", "--random-shape", "tiny"], "needs a real model: remove random_shape"),
         (["--execute"], "execute runs the tests of humaneval"),
         (["--prompt-set", "humaneval"], "pip install './lab[humaneval]'"),
         (["--prompt-set", "categories", "--prompts-file", "nowhere.jsonl"], "cannot read prompts from nowhere.jsonl"),

@@ -149,12 +149,12 @@ def _build(
     if (module := rest.pop("module", None)) is not None:
         importlib.import_module(module)
     if rest.get("num_speculative_tokens", budget) != budget:
-        raise ConfigError(f"num_speculative_tokens is {budget} in vLLM's speculative_config: leave it out of {KEY!r}")
+        raise ConfigError(f"num_speculative_tokens is {budget} in vLLM's speculative_config: remove it from {KEY!r}")
     method = rest.pop("method", DEFAULT)
     kind = drafters[method]
     config = kind.config_class.from_dict(method, {**rest, "num_speculative_tokens": budget})
     if config.branches:
-        raise ConfigError("vLLM takes chains: leave 'tree' and 'tree_nodes' out")
+        raise ConfigError("vLLM takes chains only: remove 'tree' and 'tree_nodes'")
     needs = kind.needs
     if needs.hidden or needs.model or needs.grammar or "model" in {*vars(config)}:
         raise ConfigError(f"method {method!r} needs more than token ids, which is all that vLLM shows a proposer")

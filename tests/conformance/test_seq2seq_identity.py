@@ -264,7 +264,7 @@ def test_a_bad_request_costs_nobody_else_anything(engine, plain, bad):
     jobs = [job for text, params in REQUESTS for job in one.add(one.tokenizer.encode(text), params)]
     one.step()
     refused(kind, message, one.add, ids, options(), **how)
-    refused(RequestError, "an encoder reads its prompt at once", one.add, [5], options(prompt_logprobs=1))
+    refused(RequestError, "encoder-decoders do not support prompt_logprobs", one.add, [5], options(prompt_logprobs=1))
     while one.busy:
         one.step()
     assert answers(jobs) == plain("t5")

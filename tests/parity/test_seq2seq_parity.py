@@ -144,7 +144,7 @@ def test_half_precision(folder):
 
 
 def test_equal_bits_are_promised_only_where_our_kernels_compute_them(folder):
-    refused(ConfigError, "leave invariant out", load_model, folder, weights="plain", invariant=True)
+    refused(ConfigError, "remove invariant", load_model, folder, weights="plain", invariant=True)
     with pytest.warns(RuntimeWarning, match="invariant mode is off"):
         model = load_model(folder, weights="plain", invariant=None)
     assert not model.invariant

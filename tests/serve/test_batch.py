@@ -112,7 +112,10 @@ def test_it_goes_on_behind_what_is_whole(ask, tmp_path):
 def test_answers_to_another_file_are_kept(tmp_path):
     source = written(tmp_path / "in.jsonl", [request("a")])
     out = tmp_path / "out.jsonl"
-    for content, message in ((b'{"id": "batch_req_1_x"}\n', "1 answers to lines"), (b"hello\n", "something else")):
+    for content, message in (
+        (b'{"id": "batch_req_1_x"}\n', "1 answers to lines"),
+        (b"hello\n", "does not contain batch answers"),
+    ):
         out.write_bytes(content)
         refused(ConfigError, message, Answers, out, source)
         assert out.read_bytes() == content

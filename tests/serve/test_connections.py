@@ -333,4 +333,4 @@ def test_the_name_that_a_request_is_sent_to(patient, head, status):
 @pytest.mark.parametrize("name", ["", "a b", "http://localhost", "b\xfccher.example", "a@b", "[::1", "fe80::1%eth0"])
 def test_a_name_that_no_request_can_have_is_refused(name):
     assert host_name(name) is None
-    refused(ConfigError, "is no name that a request may be sent to", ServerOptions, allowed_host=[name])
+    refused(ConfigError, "is not a host name or an IP address", ServerOptions, allowed_host=[name])

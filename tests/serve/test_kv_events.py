@@ -106,19 +106,19 @@ def late(socket, number):
 def test_endpoints_that_cannot_be_had_are_one_line(tiny_target, monkeypatch, capsys):
     llm = LLM(tiny_target, dtype="float32")
     events = KVEvents("tcp://127.0.0.1:*")
-    refused(ConfigError, "no cached prefixes", events.publish, llm.engine.scheduler.tree)
+    refused(ConfigError, "KV events need prefix caching", events.publish, llm.engine.scheduler.tree)
     events.close()
     refused(ConfigError, "cannot be published at 'nonsense'", KVEvents, "nonsense")
     threads = set(threading.enumerate())
     told = ["serve", "--port", "0", "--model", tiny_target, "--kv-events", "tcp://127.0.0.1:*"]
     assert run([*told, "--no-prefix-caching"]) == 2
-    assert "no cached prefixes" in capsys.readouterr().err
+    assert "KV events need prefix caching" in capsys.readouterr().err
     assert {thread for thread in threading.enumerate() if thread.name == "forerun-engine"} <= threads
     monkeypatch.setattr("forerun.engine.llm.LLM.__init__", lambda *given, **options: pytest.fail("a model was loaded"))
     assert run(["serve", "--port", "0", "--model", tiny_target, "--kv-events", "nonsense"]) == 2
     assert "cannot be published at 'nonsense'" in capsys.readouterr().err
     assert run(["serve", "--port", "0", "--model", tiny_target, "--kv-events", "x", "--replicas", "2"]) == 2
-    assert "not with --replicas" in capsys.readouterr().err
+    assert "does not support --replicas" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ConfigError, match=r"zmq: pip install 'forerun\[kv-events\]'"):
         KVEvents("tcp://127.0.0.1:*")

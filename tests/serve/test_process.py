@@ -205,7 +205,7 @@ def test_a_key_that_protects_nothing_is_refused(capsys):
     assert run(["serve", "--port", "0", "--model", "/nonexistent", "--api-key", ""]) == 2
     shown = capsys.readouterr()
     assert shown.out == ""
-    assert shown.err.startswith("error: the API key is empty, or begins or ends with white space")
+    assert shown.err.startswith("error: the API key must not be empty, nor begin or end with white space")
 
 
 @pytest.mark.parametrize("variable", ["", "s3cret\n"])
@@ -213,7 +213,7 @@ def test_a_variable_that_protects_nothing_is_refused(monkeypatch, capsys, variab
     """``Authorization: Bearer`` alone would be enough, or nothing would."""
     monkeypatch.setenv("FORERUN_API_KEY", variable)
     assert run(["serve", "--port", "0"]) == 2
-    assert "the API key is empty, or begins or ends" in capsys.readouterr().err
+    assert "the API key must not be empty, nor begin or end" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("given", "length"), [

@@ -330,7 +330,7 @@ WRONG = [
     ({**ASK, "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "there are no tools"),
     ({**ASK, "tools": [FLAT[0], FLAT[0]]}, "tools", "two tools are called"),
     ({**ASK, "tools": FLAT, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "there is no tool 'x'"),
-    ({**ASK, "tools": FLAT, **LOGPROBS}, None, "log-probabilities come without tools"),
+    ({**ASK, "tools": FLAT, **LOGPROBS}, None, "tools do not support log-probabilities"),
     ({**ASK, "top_logprobs": 2}, None, "top_logprobs goes with include"),
     ({**ASK, "max_output_tokens": 900}, "max_output_tokens", "max_output_tokens is 900: together"),
     ({"input": "x " * 600}, "input", "leaves no room"),

@@ -65,13 +65,13 @@ def test_chat_streams_every_beam_once_the_search_is_over(client, server, expecte
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({"top_p": 0.5}, "beams are not sampled: leave top_p out"),
-    ({"temperature": 0.7}, "temperature must be 0 or left out, not 0.7"),
-    ({"logprobs": 1}, "beams come without log-probabilities"),
-    ({"response_format": {"type": "json_object"}}, "beams follow no grammar: leave response_format out"),
-    ({"stop": ["x"]}, "beams are not sampled: leave stop out"),
+    ({"top_p": 0.5}, "beam search does not sample: remove top_p"),
+    ({"temperature": 0.7}, "temperature must be 0 or unset, not 0.7"),
+    ({"logprobs": 1}, "beam search does not return log-probabilities"),
+    ({"response_format": {"type": "json_object"}}, "beam search does not support grammars: remove response_format"),
+    ({"stop": ["x"]}, "beam search does not sample: remove stop"),
     ({"n": 5}, "5 beams are more than the 4 sequences decoded together"),
-    ({"speculative": {"trace": True}}, "a trace shows one sequence's rounds"),
+    ({"speculative": {"trace": True}}, "beam search has no trace"),
     ({"use_beam_search": False}, "go with use_beam_search: true"),
     ({"early_stopping": "soon"}, "never"),
     ({"length_penalty": 99.0}, "less than or equal to 10"),

@@ -51,7 +51,7 @@ def test_completions(server, expected):
     ({"prompt": ""}, "the source is empty"),
     ({"prompt": []}, ""),
     ({"prompt": "x" * (POSITIONS + 1)}, f"the encoder reads at most {POSITIONS}"),
-    ({"prompt": "x", "echo": True, "logprobs": 1}, "no prompt_logprobs"),
+    ({"prompt": "x", "echo": True, "logprobs": 1}, "do not support prompt_logprobs"),
 ])  # fmt: skip
 def test_bad_requests(server, expected, body, message):
     answer = post(server, **body)

@@ -154,7 +154,7 @@ def test_nan_ends_the_search_and_nobody_else(drafting, monkeypatch, plain):
     assert {(one.finish_reason, one.stop_reason) for one in answers[1].outputs} == {
         ("error", "the model returned NaN logits")
     }
-    with pytest.raises(ForerunError, match="the beam search failed: the model returned NaN logits"):
+    with pytest.raises(ForerunError, match="beam search failed: the model returned NaN logits"):
         model.beam_search({"prompt_token_ids": [5, 40]}, SEARCH)
     engine.check()
 
@@ -203,14 +203,14 @@ def test_a_policy_learns_how_far_a_group_came(drafting, plain, monkeypatch):
     ({"beam_width": True}, "beam_width must be an integer"),
     ({"max_tokens": 0}, "max_tokens must be an integer of at least 1, not 0"),
     ({"max_tokens": None}, "max_tokens must be an integer of at least 1, not None"),
-    ({"temperature": 0.5}, "beams are not sampled: temperature must be 0, not 0.5"),
+    ({"temperature": 0.5}, "beam search does not sample: temperature must be 0, not 0.5"),
     ({"length_penalty": float("nan")}, "length_penalty must be a number from -10 to 10, not nan"),
     ({"length_penalty": 11}, "length_penalty must be a number from -10 to 10, not 11"),
     ({"early_stopping": "always"}, "early_stopping must be true, false or 'never', not 'always'"),
-    ({"num_return_sequences": 5}, "num_return_sequences is 5; there are 4 beams"),
+    ({"num_return_sequences": 5}, "num_return_sequences 5 exceeds beam_width 4"),
     ({"num_return_sequences": 0}, "num_return_sequences must be an integer of at least 1, not 0"),
     ({"ignore_eos": 1}, "ignore_eos must be true or false, not 1"),
-    ({"beam_width": 98}, "98 beams are more than the 97 tokens of the vocabulary that a text goes on with"),
+    ({"beam_width": 98}, "beam_width 98 exceeds the 97 tokens that may follow"),
     ({"beam_width": 9}, "9 beams are more than the 8 sequences decoded together"),
     ({"max_tokens": 200}, "may need 203 tokens of KV cache for each of 4 beams; the pool holds 256"),
 ])  # fmt: skip
@@ -292,11 +292,11 @@ def test_the_command_shows_every_beam(tiny_target, tiny_draft, plain, capsys):
 
 
 @pytest.mark.parametrize(("flags", "message"), [
-    (["--beams", "2", "--top-p", "0.5"], "beams are not sampled: leave --top-p out, or --beams"),
-    (["--beams", "2", "--logprobs", "1"], "beams are not sampled: leave --logprobs out, or --beams"),
-    (["--beams", "2", "--trace"], "a trace shows one answer's rounds"),
+    (["--beams", "2", "--top-p", "0.5"], "beam search does not sample: remove --top-p or --beams"),
+    (["--beams", "2", "--logprobs", "1"], "beam search does not sample: remove --logprobs or --beams"),
+    (["--beams", "2", "--trace"], "beam search has no trace"),
     (["--beams", "2", "--early-stopping", "soon"], "--early-stopping is true, false or never, not 'soon'"),
-    (["--length-penalty", "2"], "--length-penalty and --early-stopping are options of --beams"),
+    (["--length-penalty", "2"], "--length-penalty and --early-stopping need --beams"),
 ])  # fmt: skip
 def test_flags_that_beams_do_not_have(flags, message, capsys):
     from forerun.cli.main import run

@@ -69,7 +69,7 @@ def test_special_tokens_are_written_by_the_template_alone(llm, monkeypatch):
 
 
 @pytest.mark.parametrize(("messages", "options", "message"), [
-    (FIRST, {"chat_template": None}, "this model has no chat template: give chat_template"),
+    (FIRST, {"chat_template": None}, "this model has no chat template: pass chat_template"),
     (FIRST, {"continue_final_message": True}, "set add_generation_prompt=False"),
     (FIRST, {"chat_template": "{{ raise_exception('no system here') }}"}, "refuses these messages: no system here"),
     (FIRST, {"chat_template": "{% for %}"}, "refuses these messages: "),

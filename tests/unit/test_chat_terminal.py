@@ -1,8 +1,6 @@
 """``forerun chat`` and ``forerun run`` on a terminal."""
 
-import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -153,13 +151,3 @@ def test_run_answers_once(xterm, chat_model):
     chatting.wait(READY)
     chatting.type("/bye\r")
     assert chatting.ended() == 0
-
-
-def test_help_is_quick_without_the_editor():
-    """Neither the editor nor torch is imported for help."""
-    code = (
-        "import sys; from forerun.cli.main import run; run(['chat', '--help']);"
-        "print(sys.modules.keys() & {'torch', 'prompt_toolkit'})"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
-    assert printed.stdout.splitlines()[-1] == "set()"

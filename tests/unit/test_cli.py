@@ -5,20 +5,21 @@ import json
 import re
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from html.parser import HTMLParser
+from importlib import metadata
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forerun import EngineConfig, SamplingParams, drafters
-from forerun.cli.main import load, run
-from forerun.cli.options import field_comments, speculative_config
+from forerun.cli.main import COMMANDS, GROUP, load, run
+from forerun.cli.options import flags_of, speculative_config
 from forerun.cli.trace import KINDS
+from forerun.core.config import option
 from forerun.core.errors import ConfigError
 from forerun.speculate.draft import Drafter
-from forerun_lab.train.config import RunConfig
 
 PROMPT = "the cat sat on the mat; the cat"
 CONTRACT = {
@@ -246,7 +247,7 @@ def test_a_failing_drafter_is_one_warning_and_the_text_stays(forerun, pair):
     finally:
         drafters.remove("broken")
     assert code == 0
-    assert re.fullmatch(r"warning: the drafter failed, .*no idea at all\n", err)
+    assert re.fullmatch(r"warning: drafter failed, .*no idea at all\n", err)
     assert "no idea" in json.loads(out)["metrics"]["draft_error"]
     plain = forerun("generate", PROMPT, *pair[:2], "--max-tokens", "24", "--json")[1]
     assert json.loads(out)["token_ids"] == json.loads(plain)["token_ids"]
@@ -265,16 +266,32 @@ def test_a_rule_that_is_not_lossless_says_so(forerun, pair):
     assert forerun("generate", PROMPT, *pair, "--accept", "token", "--json")[2] == ""
 
 
-def test_help_is_plain_text(forerun, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    for command in ("generate", "bench", "plan", "check", "serve"):
-        assert "``" not in forerun(command, "--help")[1]
+def every_command():
+    """The words of each command, subcommands included."""
+    names = [*COMMANDS, *metadata.entry_points(group=GROUP).names]
+    return [[name, *rest] for name in names for rest in [[], *([sub] for sub in getattr(load(name), "commands", ()))]]
 
 
-COMMANDS = ["generate", "chat", "bench", "plan", "check", "serve", "batch", "train target", "train eagle"]
+@pytest.mark.parametrize("command", every_command(), ids=" ".join)
+def test_help_is_plain_text(forerun, monkeypatch, command):
+    """No source text, and a sentence for each option: a capital letter first, a full stop at its end."""
+    monkeypatch.setenv("COLUMNS", "2000")
+    _, shown, _ = forerun(*command, "--help")
+    for source in ("``", '"""', "#", "None", "0x"):
+        assert source not in shown
+    result = load(command[0])
+    for name in command[1:]:
+        result = result.commands[name]
+    texts = [result.help.split("\n")[0], *(parameter.help for parameter in result.params)]
+    if command[0] not in ("fetch", "ls", "show", "rm"):
+        wrong = [text for text in texts if not re.fullmatch(r"[A-Z].*[.]", text or "", re.DOTALL)]
+        assert wrong == []
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+LONG = ["generate", "chat", "bench", "plan", "check", "serve", "batch", "train target", "train eagle"]
+
+
+@pytest.mark.parametrize("command", LONG)
 def test_help_cuts_no_name_in_80_columns(forerun, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
     code, out, _ = forerun(*command.split(), "--help")
@@ -365,10 +382,23 @@ def test_fewer_tokens_than_were_asked_for_are_reported(forerun, pair):
     assert forerun(*short, "--max-tokens", "20")[2] == ""
 
 
-def test_help_texts_come_from_the_fields_comments():
-    comments = field_comments(RunConfig)
-    assert comments["held_out"].startswith("files that are not trained on; ")
-    assert field_comments(drafters["ngram"].config_class)["max_order"].startswith("Longest n-gram")
+@dataclass(kw_only=True)
+class Base:
+    size: int = option(1, "How large.")
+
+
+@dataclass(kw_only=True)
+class Changed(Base):
+    size: int = 2
+    names: tuple[str, ...] = option((), "Names.", commas="name")
+    must: str = option(MISSING, "Needed.")
+
+
+def test_help_comes_from_the_fields_also_of_a_base():
+    size, names, must = flags_of(Changed)
+    assert (size.help, size.default) == ("How large.", "2")
+    assert (names.name, names.field, names.help, names.parse("a,b")) == ("name", "names", "Names.", ["a", "b"])
+    assert (must.help, must.default) == ("Needed.", None)
 
 
 def test_train_target_makes_a_model_that_generates(forerun, tmp_path):

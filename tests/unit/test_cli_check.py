@@ -126,7 +126,7 @@ def test_a_context_without_two_rows_to_compare_is_not_tested():
 @pytest.mark.parametrize("option", ["temperature", "accept", "layout"])
 def test_an_empty_list_checks_nothing(capsys, tiny_target, option):
     assert run(["check", "--model", tiny_target, f"--{option}", ","]) == 2
-    assert "is empty: name at least one" in capsys.readouterr().err
+    assert "must name at least one" in capsys.readouterr().err
 
 
 def test_a_failure_without_a_draft_is_a_failure(llm, monkeypatch):

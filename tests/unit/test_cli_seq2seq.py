@@ -24,10 +24,10 @@ def test_an_encoder_decoder(forerun, seq2seq, tmp_path, capsys):
     assert out.startswith(f"{answer['text']}\n")
     assert "drafted tokens (100%)" in out
     for wrong, message in (
-        (["--spec-method", "eagle"], "is an encoder-decoder: use draft_model"),
+        (["--spec-method", "eagle"], "use draft_model"),
         (["--max-model-len", "8"], "the encoder reads at most 8"),
-        (["--model-path", "hf"], "the native path alone runs"),
-        (["--prompt-logprobs", "1"], "it has no prompt_logprobs"),
+        (["--model-path", "hf"], "only the native path supports"),
+        (["--prompt-logprobs", "1"], "do not support prompt_logprobs"),
         (["--dtype", "float16"], "t5 overflows float16"),
     ):
         code, out, err = forerun("generate", PROMPT, *pair, *wrong)
@@ -37,7 +37,7 @@ def test_an_encoder_decoder(forerun, seq2seq, tmp_path, capsys):
     for command in (["tune", folder, "--out", unused], ["train", "medusa", "--target", folder, "--out", unused]):
         code, _, err = forerun(*command)
         assert code == 2
-        assert "is an encoder-decoder, and forerun" in err
+        assert "is an encoder-decoder, but forerun" in err
 
 
 def test_check(forerun, seq2seq):

@@ -138,7 +138,7 @@ def test_a_rule_for_chains_says_who_sent_a_tree():
     drafts = [Draft.chain([1]), Draft.tree([1, 2], [-1, -1])]
     drafts[0].method, drafts[1].method = "ngram", "suffix"
     sequences = [RequestState(index, [1], 1, SamplingParams(temperature=1.0), seed=index) for index in range(2)]
-    with pytest.raises(ConfigError, match="accept='token' works on chains, but suffix sent a tree"):
+    with pytest.raises(ConfigError, match="accept='token' supports chains only, but suffix drafted a tree"):
         Token().accept(Scores(sequences, drafts, [0, 2], torch.zeros(5, 3)), Sampler(3))
 
 

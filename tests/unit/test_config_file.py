@@ -93,7 +93,7 @@ BAD = {
     "speculative-config: {method: 2020-01-01}": "speculative-config must be JSON's types",
     "port: 1\nhost: x\nport: 2": "port is there twice",
     "speculative-config: {method: a, method: b}": "method is there twice",
-    "- port": "must hold options, as lines of the form name: value",
+    "- port": "must be a YAML mapping, with lines of the form name: value",
     "port: [1": "is not valid YAML",
     "served-model-name: 2026-13-45": "is not valid YAML",
     "!!python/object/apply:os.system ['true']": "is not valid YAML",

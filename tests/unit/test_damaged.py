@@ -54,7 +54,7 @@ def test_quantized_weights_are_refused_by_their_scheme(folder, scheme):
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("a LoRA adapter", "holds a LoRA adapter, no model: name some/base as the model, and this folder as its lora"),
+    ("a LoRA adapter", "is a LoRA adapter, not a model: use some/base as the model and this folder as --lora"),
     ("only a GGUF file", "model-Q4.gguf is not a GGUF file that can be used: it is truncated or damaged"),
     ("two GGUF files", "holds 2 GGUF files: name one, such as .*model-Q4.gguf"),
     ("a tokenizer with code", "it needs code of its own \\(auto_map\\), which is never run"),

@@ -106,7 +106,7 @@ def test_files_that_are_none(tmp_path):
     refused(ConfigError, "cannot read the datastore", Datastore.load, path, 10, None)
     tokens, lengths = np.array([1, 2, 3], np.int32), np.array([3], np.int32)
     save_file({"tokens": tokens, "lengths": lengths}, path)
-    refused(ConfigError, "is no datastore", Datastore.load, path, 10, None)
+    refused(ConfigError, "is not a datastore", Datastore.load, path, 10, None)
     about = {"format": datastore.FORMAT}
     save_file({"tokens": tokens}, path, metadata=about)
     refused(ConfigError, "cannot read the datastore", Datastore.load, path, 10, None)
@@ -163,4 +163,4 @@ def test_a_tuned_folder_places_it(tiny_target, tmp_path):
     content = json.loads((tmp_path / tuned.FILE).read_text("utf-8"))
     assert content["speculative_config"] == config
     datastore.save(tmp_path / "text.safetensors", [[1, 2, 4]])
-    refused(ConfigError, "was changed after", tuned.load, tmp_path, tiny_target)
+    refused(ConfigError, "has changed since", tuned.load, tmp_path, tiny_target)

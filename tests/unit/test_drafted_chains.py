@@ -286,7 +286,7 @@ def test_its_logits_are_the_whole_layers_rows(quantization):
 def test_more_than_there_are_is_refused():
     refused(ConfigError, r"draft_vocab_size is 5000000, and .* has \d+ tokens", speculating, draft_vocab_size=5_000_000)
     refused(ConfigError, "at least 1", speculating, draft_vocab_size=0)
-    refused(ConfigError, "leave it out", speculating, draft_vocab_size=10, use_heterogeneous_vocab=True)
+    refused(ConfigError, "remove it", speculating, draft_vocab_size=10, use_heterogeneous_vocab=True)
 
 
 ROWS = len(ALPHABET) + 8

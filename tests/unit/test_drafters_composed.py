@@ -160,7 +160,7 @@ def test_options_of_drafters_inside_drafters():
     assert config.nodes_by_depth() == [0, 1 + 2, 2 + 6, 2 + 10]
     with pytest.raises(ConfigError, match="'ngram' has no option 'tree_nodes'"):
         parse({"method": "merged", "drafters": [{"method": "ngram", "tree_nodes": 3}, {"method": "suffix"}]})
-    with pytest.raises(ConfigError, match="works on chains, but this 'merged' makes trees"):
+    with pytest.raises(ConfigError, match="supports chains only, but 'merged' drafts trees"):
         parse({"method": "merged", "accept": "token"})
     refused(ConfigError, "works on chains", parse, {"method": "suffix", "tree_nodes": 5, "accept": "token"})
     with pytest.raises(ConfigError, match="must list the options of 2 to 15"):
@@ -169,7 +169,12 @@ def test_options_of_drafters_inside_drafters():
         parse({"method": "staged", "drafter": {"num_speculative_tokens": 2}})
     for method in ("prompt_lookup", "suffix", "token_recycling", "random", "ngram", "merged"):
         refused(ConfigError, "draft_temperature", parse, {"method": method, "draft_temperature": 0.5})
-    refused(ConfigError, "remove one of them", parse, {"method": "suffix", "tree": [2, 1], "tree_nodes": 4})
+    refused(
+        ConfigError,
+        "'tree' conflicts with 'tree_nodes': remove one",
+        parse,
+        {"method": "suffix", "tree": [2, 1], "tree_nodes": 4},
+    )
 
 
 @pytest.mark.parametrize(("options", "said"), [

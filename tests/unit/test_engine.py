@@ -82,7 +82,7 @@ def test_bad_words_are_banned_with_and_without_a_space_before_them():
     ({"logprobs_mode": "logits"}, "logprobs_mode must be"),
     ({"device": "warp"}, "device 'warp' cannot be used"),
     ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
-    ({"max_model_len": 512}, "max_model_len is 512; the model's context has 256 tokens"),
+    ({"max_model_len": 512}, "max_model_len 512 exceeds the model's context of 256 tokens"),
     ({"seed": "one"}, "seed must be an integer, not 'one'"),
     ({"invariant": "yes"}, "invariant must be true or false, not 'yes'"),
     ({"speculative_config": {"method": "ngram", "draft_temperature": "hot"}}, "draft_temperature must be a number"),

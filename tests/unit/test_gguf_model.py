@@ -108,7 +108,7 @@ def test_a_dtype_as_quantization_is_that_dtype(tmp_path):
         assert str(llm.model.info.dtype) == f"torch.{name}"
         assert llm.model.info.quantization is None
         assert llm.model.info.path.endswith(name)
-    with pytest.raises(ConfigError, match="leave dtype out"):
+    with pytest.raises(ConfigError, match="remove dtype or set it to"):
         LLM(str(path), quantization="bfloat16", dtype="float32")
     drafted = LLM(str(path), speculative_config={"model": str(path), "num_speculative_tokens": 2,
                                                  "quantization": "float32"})  # fmt: skip

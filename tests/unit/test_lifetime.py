@@ -139,7 +139,7 @@ def test_close_waits_for_a_call_of_another_thread(tiny_target):
     llm.close()
     thread.join()
     assert [len(output.outputs[0].token_ids) for output in results] == [12, 12]
-    refused(ConfigError, "on_update cannot use", _close_within, tiny_target)
+    refused(ConfigError, "on_update must not call its own", _close_within, tiny_target)
 
 
 def _close_within(folder):

@@ -84,7 +84,7 @@ def test_the_lean_path_on_another_family(tiny_target, folder):
     assert load_model(tiny_target).info.path.startswith("native")
     assert load_model(tiny_target, model_path="hf").info.path.startswith("hf")
     edit(CONFIG, hidden_act="gelu")(folder)
-    refuse(folder, "the native path does not run .*: activation 'gelu'", ConfigError, model_path="native")
+    refuse(folder, "the native path does not support .*: activation 'gelu'", ConfigError, model_path="native")
     assert load_model(folder).info.path.startswith("hf")
 
 

@@ -183,7 +183,7 @@ def test_the_command_line(tiny_target, tmp_path, capsys):
         texts.append(json.loads(capsys.readouterr().out)["token_ids"])
     assert texts[0] == texts[2] != texts[1]
     assert run([*common, "--lora", str(tmp_path / "nowhere")]) == 2
-    assert "is no LoRA adapter" in capsys.readouterr().err
+    assert "is not a LoRA adapter" in capsys.readouterr().err
 
 
 def test_fingerprints_tell_adapters_apart(tiny_target, tmp_path):

@@ -54,7 +54,7 @@ def test_out_of_range(name, value):
 
 def test_options_that_contradict():
     refused(ConfigError, r"min_tokens \(5\) exceeds max_tokens \(4\)", SamplingParams, min_tokens=5, max_tokens=4)
-    refused(ConfigError, "allowed_token_ids is empty", SamplingParams, allowed_token_ids=[])
+    refused(ConfigError, "allowed_token_ids must not be empty", SamplingParams, allowed_token_ids=[])
 
 
 def test_seeds_have_64_bits():

@@ -56,9 +56,9 @@ def test_the_recommendation_is_a_configuration_that_was_measured(plan, tiny_draf
 
 
 @pytest.mark.parametrize(("methods", "options", "told"), [
-    ("draft_model", {"tree": [2, 2]}, "leave 'tree' out"),
-    ("ngram", {"num_speculative_tokens": 2}, "leave 'num_speculative_tokens' out"),
-    ("ngram,draft_model", {"draft_model": {"tree": [2, 2]}}, "leave 'tree' out"),
+    ("draft_model", {"tree": [2, 2]}, "remove 'tree'"),
+    ("ngram", {"num_speculative_tokens": 2}, "remove 'num_speculative_tokens'"),
+    ("ngram,draft_model", {"draft_model": {"tree": [2, 2]}}, "remove 'tree'"),
     ("merged", {"drafters": [{"method": "ngram", "num_speculative_tokens": 2}, {"method": "suffix"}]}, "'merged'"),
 ])  # fmt: skip
 def test_a_plan_refuses_what_it_is_to_find_out(capsys, tiny_target, methods, options, told):

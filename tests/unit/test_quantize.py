@@ -134,7 +134,7 @@ def test_without_fbgemm_a_wish_for_8_bits_names_the_dtype(monkeypatch):
 
 def test_without_our_kernels_blocks_are_refused(monkeypatch):
     monkeypatch.setattr(blocks, "can_run", lambda: False)
-    refused(ConfigError, r"'q4_0' in float32 needs kernels of ours .* leave it out", model, "q4_0")
+    refused(ConfigError, r"'q4_0' in float32 needs kernels of ours .*: remove it", model, "q4_0")
 
 
 def test_none_leaves_a_target_as_it_is():

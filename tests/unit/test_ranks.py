@@ -315,7 +315,7 @@ def test_states_that_ranks_do_not_divide(hybrid, kind, changed, reason):
 
 @pytest.mark.parametrize(
     ("options", "reason"),
-    [({"model_path": "hf"}, "needs the native path"), ({"quantization": "int8"}, "leave int8 out")],
+    [({"model_path": "hf"}, "needs the native path"), ({"quantization": "int8"}, "remove quantization=int8")],
 )
 def test_what_is_not_split(checkpoint, options, reason):
     refused(ConfigError, reason, load_model, checkpoint("llama"), tensor_parallel_size=2, **options)

@@ -18,7 +18,7 @@ from refusals import refused
 
 pytestmark = pytest.mark.slow
 
-HEAVY = ("torch", "transformers", "numpy", "tokenizers", "huggingface_hub")
+HEAVY = ("torch", "transformers", "numpy", "tokenizers", "huggingface_hub", "prompt_toolkit")
 CHILD = """
 import json, sys
 {}

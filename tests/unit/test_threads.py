@@ -69,7 +69,7 @@ def test_a_call_from_within_on_update_is_refused(model):
     def nested(update):
         model.generate("abc")
 
-    with pytest.raises(ConfigError, match="on_update cannot use the LLM whose generate calls it"):
+    with pytest.raises(ConfigError, match="on_update must not call its own LLM"):
         model.generate("the cat", on_update=nested)
     clean(model)
     assert answers(model, 1) == answers(model, 1)

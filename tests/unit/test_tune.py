@@ -71,7 +71,7 @@ def test_text_alone(tuned_target, tmp_path):
     assert str(own / "text.safetensors") in {row["config"].get("datastore") for row in result["figures"]}
     assert (own / "text.safetensors").stat().st_size > 1000
     assert not (own / "run" / "held").exists() or not any((own / "run" / "held").iterdir())
-    with pytest.raises(ConfigError, match="holds a tuning with another training: none, not some"):
+    with pytest.raises(ConfigError, match="has a tuning with another training: none, not some"):
         stages.tune(TuneConfig(model=tuned_target, out=own, **QUICK))
     refused(ConfigError, "nothing learns", TuneConfig, model=tuned_target, out=own, train=("none",), cpu_minutes=1.0)
     refused(ConfigError, "or none alone", TuneConfig, model=tuned_target, out=own, train=("none", "eagle"))
@@ -104,8 +104,8 @@ def flipped(content):
         ("tuned.json", flipped, None),
         ("eagle/config.json", flipped, None),
         ("eagle/model.safetensors", flipped, None),
-        ("tuned.json", lambda content: content.replace(b'_tokens": 3', b'_tokens": 4'), "was changed after"),
-        ("tuned.json", lambda content: content.replace(b'"forerun_tuned": 1', b'"forerun_tuned": 0'), "not of version"),
+        ("tuned.json", lambda content: content.replace(b'_tokens": 3', b'_tokens": 4'), "has changed since"),
+        ("tuned.json", lambda content: content.replace(b'"forerun_tuned": 1', b'"forerun_tuned": 0'), "not version"),
     ],
 )
 def test_a_changed_folder_is_refused(tuned_folder, tuned_target, tmp_path, part, change, message):
@@ -117,9 +117,9 @@ def test_a_changed_folder_is_refused(tuned_folder, tuned_target, tmp_path, part,
 
 
 def test_what_is_no_tuned_folder(tuned_target, tmp_path):
-    refused(ConfigError, "no tuned folder", LLM, tuned_target, tuned=tmp_path)
-    refused(ConfigError, "nothing tuned for", LLM, tuned_target, tuned=True)
-    with pytest.raises(ConfigError, match="leave speculative_config out"):
+    refused(ConfigError, "not a tuned folder", LLM, tuned_target, tuned=tmp_path)
+    refused(ConfigError, "no bundled tuning for", LLM, tuned_target, tuned=True)
+    with pytest.raises(ConfigError, match="conflicts with speculative_config"):
         LLM(tuned_target, tuned=tmp_path, speculative_config={"method": "ngram"})
 
 
@@ -133,9 +133,9 @@ def test_the_commands_take_it(tuned_folder, tuned_target, tmp_path, capsys):
         result.append(json.loads(capsys.readouterr().out))
     assert result[0]["text"] == result[1]["text"]
     assert main.run([*words, "--tuned", str(own), "--spec-method", "ngram"]) == 2
-    assert "--tuned chooses the drafter" in capsys.readouterr().err
+    assert "--tuned conflicts with" in capsys.readouterr().err
     assert main.run([*words, "--tuned", str(tmp_path)]) == 2
-    assert "no tuned folder" in capsys.readouterr().err
+    assert "not a tuned folder" in capsys.readouterr().err
 
 
 def test_bench_measures_it(tuned_folder, tuned_target, tmp_path):
@@ -145,7 +145,7 @@ def test_bench_measures_it(tuned_folder, tuned_target, tmp_path):
     assert methods == ["none", "eagle"]
     assert options["max_order"] == 3
     assert options["eagle"] == {"model": str(own / "eagle"), "num_speculative_tokens": 3}
-    with pytest.raises(ConfigError, match="options of 'eagle' are given twice"):
+    with pytest.raises(ConfigError, match="conflicts with the tuned folder over 'eagle'"):
         with_tuned(str(own), {"model": tuned_target}, ["none"], {"eagle": [{"num_speculative_tokens": 2}]})
 
 
@@ -212,7 +212,7 @@ def test_a_draft_that_cannot_start_is_refused():
 
 
 def test_what_is_not_trained_is_refused(tuned_target, tmp_path):
-    with pytest.raises(ConfigError, match="nothing called 'ngram' is trained: choose among eagle, medusa"):
+    with pytest.raises(ConfigError, match="unknown head 'ngram' in --train: choose from eagle, medusa"):
         TuneConfig(model=tuned_target, out=tmp_path, train=("ngram",))
 
 

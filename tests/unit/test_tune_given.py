@@ -61,10 +61,10 @@ def test_what_was_refused_leaves_nothing_in_the_way(tuned_folder, tuned_target, 
     stages.tune(TuneConfig(model=tuned_target, out=out, text=text, **QUICK))
     datastore.save(tmp_path / "other", [[5, 6, 7, 8, 9]])
     for other in (tmp_path / "other", None):
-        with pytest.raises(ConfigError, match="holds a tuning with another text; name another --out"):
+        with pytest.raises(ConfigError, match="has a tuning with another text: choose another --out"):
             stages.tune(TuneConfig(model=tuned_target, out=out, text=other, **QUICK))
     shutil.copytree(tuned_folder, tmp_path / "written")
-    with pytest.raises(ConfigError, match="holds a tuning with no text; name another --out"):
+    with pytest.raises(ConfigError, match="has a tuning with no text: choose another --out"):
         stages.tune(TuneConfig(model=tuned_target, out=tmp_path / "written", text=text, **QUICK))
 
 
@@ -72,7 +72,7 @@ REFUSED = {
     "absent": "there is no text in", "foreign": "with tokens it has not", "empty": "none of at least 4 tokens",
     "short": "none of at least 4 tokens", "bfloat16": "cannot read",
     "few": r"makes [\d,]+ tokens to read, and from fewer than 1,000,000 \(--min-tokens\)",
-    "untrained": "nothing learns", "both": "no use", "own": "choose another --out, or copy it",
+    "untrained": "--text has no effect", "both": "--data has no effect", "own": "choose another --out",
 }  # fmt: skip
 
 

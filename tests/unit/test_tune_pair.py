@@ -153,7 +153,7 @@ def test_another_draft_is_refused(tmp_path):
     shutil.rmtree(draft)
     refused(ConfigError, r"was tuned with the draft .*: no model is called", LLM, tuned=own)
     tiny_llama().save_pretrained(draft)
-    refused(ConfigError, r"was tuned with the draft .* is another \(\w+\): tune it anew", LLM, tuned=own)
+    refused(ConfigError, r"was tuned with the draft .* differs \(\w+\): run forerun tune again", LLM, tuned=own)
     shutil.rmtree(own)
     own.mkdir()
     tuned.save(own, "forerun:target", {"method": "none"}, [], draft=str(draft))
@@ -184,12 +184,12 @@ def test_bad_input_is_one_line(tmp_path, capsys):
     for more, said in (
         (["--draft", str(other)], "tokenizer differs from the target's"),
         (["--draft", str(tmp_path / "nowhere")], "no model is called"),
-        (["--draft", DRAFT, "--train", "eagle"], "--train is for tuning that trains"),
+        (["--draft", DRAFT, "--train", "eagle"], "--train has no effect with --draft"),
         (["--draft", DRAFT, "--temperature", "warm"], "--temperature must be a comma-separated list"),
         (["--draft", DRAFT, "--temperature", "-1"], "each of temperatures must be a number of at least 0"),
         (["--draft", DRAFT, "--concurrency", "0"], "each of concurrency must be an integer of at least 1"),
         (["--draft", DRAFT, "--minutes", "0"], "minutes must be a number above 0"),
-        (["--minutes", "3"], "--minutes is for tuning with a draft model"),
+        (["--minutes", "3"], "--minutes needs --draft"),
     ):
         assert main.run([*asked, *more]) != 0
         errors = capsys.readouterr().err.strip().splitlines()
@@ -197,7 +197,7 @@ def test_bad_input_is_one_line(tmp_path, capsys):
         assert len(errors) == 1
     assert not (tmp_path / "out").exists()
     (tmp_path / "out" / "run").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="holds another tuning"):
+    with pytest.raises(ConfigError, match="has another tuning"):
         tune_pair(PairConfig(model="forerun:target", draft=DRAFT, **QUICK), tmp_path / "out")
 
 
@@ -221,14 +221,14 @@ def test_a_plan_searches_as_well_and_writes_nothing(tmp_path, capsys):
     assert "simulated" in page.read_text("utf-8")
     assert list(tmp_path.iterdir()) == [page]
     for more, said in (
-        (["--trees", "8"], "leave --trees out"),
-        (["--page-size", "16"], "leave --page-size out"),
-        (["--prompts", "9"], "leave --prompts out"),
+        (["--trees", "8"], "--trees has no effect with --minutes"),
+        (["--page-size", "16"], "--page-size has no effect with --minutes"),
+        (["--prompts", "9"], "--prompts has no effect with --minutes"),
     ):
         assert main.run([*asked, *more]) != 0
         assert said in capsys.readouterr().err
     assert main.run(["plan", "--minutes", "1"]) != 0
-    assert "name it with --spec-model" in capsys.readouterr().err
+    assert "add --spec-model" in capsys.readouterr().err
 
 
 TARGET = "forerun:target"

@@ -160,7 +160,7 @@ def test_a_drafter_of_ones_own(tiny_target, tmp_path, monkeypatch):
     ({"method": "pattern"}, "needs more than token ids"),
     ({"method": "suffix", "tree_nodes": 8}, "vLLM takes chains"),
     ({"method": "ngram", "prompt_lookup_max": 3}, "has no option 'prompt_lookup_max'"),
-    ({"method": "ngram", "num_speculative_tokens": 9}, "leave it out"),
+    ({"method": "ngram", "num_speculative_tokens": 9}, "remove it from"),
     ({"method": "nothing"}, "nothing"),
 ])  # fmt: skip
 def test_what_vllm_cannot_serve_is_refused(tiny_target, options, message):

@@ -65,7 +65,7 @@ def test_other_names_of_our_options():
         "num_pages": 9,
         "kv_cache_memory": 5,
     }
-    refused(ConfigError, "page_size is given twice", engine_options, {"block_size": 32, "page_size": 16})
+    refused(ConfigError, "page_size is set twice", engine_options, {"block_size": 32, "page_size": 16})
 
 
 def test_prefix_caching_by_its_name_there(tiny_target):
@@ -87,7 +87,7 @@ def test_a_revision_and_a_folder_reach_the_download(monkeypatch, tiny_target, tm
     assert result == {"model": tiny_target}
     assert asked == [("someone/something", "v2", str(tmp_path))]
     for here in (tiny_target, "forerun:target"):
-        refused(ConfigError, "leave them out", LLM, here, revision="main")
+        refused(ConfigError, "remove them", LLM, here, revision="main")
     refused(ModelError, "no checkpoint folder", resolve, "/no/such/folder", revision="main")
 
 
@@ -121,7 +121,7 @@ def test_methods_and_keys_of_speculation():
     ({"method": "ngram", "prompt_lookup_max": 4, "max_order": 3}, "'max_order' (it belongs to ngram"),
     ({"method": "draft_model", "speculative_token_tree": "[(0,)]"}, "'tree'"),
     ({"method": "ngram", "disable_by_batch_size": 8}, "'adaptive'"),
-    ({"method": "draft_model", "draft_tensor_parallel_size": 2}, "leave it out"),
+    ({"method": "draft_model", "draft_tensor_parallel_size": 2}, "remove it: rank 0"),
 ])  # fmt: skip
 def test_keys_of_speculation_that_are_answered(config, words):
     refused(ConfigError, re.escape(words), SpeculativeConfig.parse, config)

@@ -76,12 +76,13 @@ MoreOptions = Annotated[
     str | None,
     typer.Option(
         metavar="JSON",
-        help="more options, for the methods that know them; {METHOD: {...}}: for that one, "
-        "{METHOD: [{...}, ...]}: a row each",
+        help="Further options for all methods that have them. {METHOD: {...}}: for one method; "
+        "{METHOD: [{...}, ...]}: a row each.",
     ),
 ]
 Plots = Annotated[
-    Path | None, typer.Option("--plots", metavar="FOLDER", help="draw the result as .svg files, with forerun-lab")
+    Path | None,
+    typer.Option("--plots", metavar="FOLDER", help="Plot the result to .svg files in this folder. Needs forerun-lab."),
 ]
 
 
@@ -89,22 +90,22 @@ Plots = Annotated[
 def bench(
     speculative_config: MoreOptions = None,
     tuned: Annotated[str | None, typer.Option(metavar="FOLDER", help=TUNED_HELP)] = None,
-    threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
     plot_folder: Plots = None,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="print the table as markdown")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     as_json: AsJson = False,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
     measured: Mapping[str, Any],
 ) -> None:
-    """Measure methods against plain decoding, predicted beside measured.
+    """Benchmark drafting methods against plain decoding.
 
-    Contenders take turns on every prompt; figures are medians, decoding only unless --whole; ± is the standard error of
-    the mean speed-up. Every losing row stays.
+    Runs are interleaved per prompt; figures are medians of decoding time (--whole adds prompts); ± is the standard
+    error of the mean speed-up. Slower methods are listed too.
     """
     if "max_num_seqs" in engine:
-        raise ConfigError("bench decodes --concurrency requests together: use that instead of --max-num-seqs")
+        raise ConfigError("bench does not support --max-num-seqs: use --concurrency")
     shared = shared_options(speculative_config, speculative)
     options = with_methods(_measured(measured), engine, shared)
     if tuned is not None:
@@ -131,7 +132,7 @@ def _measured(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of BenchConfig, with the defaults of a set of written prompts. Raises ConfigError."""
     defaults = WRITTEN.get(given.get("prompt_set", HELD_OUT))
     if defaults is not None and "prompt_tokens" in given:
-        raise ConfigError(f"the prompts of {given['prompt_set']} have their own lengths: leave --prompt-tokens out")
+        raise ConfigError(f"prompts of {given['prompt_set']} have their own lengths: remove --prompt-tokens")
     return {**(defaults or {}), **given}
 
 
@@ -159,7 +160,7 @@ def with_tuned(
     method = result.pop("method")
     own = {key: value for key, value in result.items() if key not in ("accept", "length")}
     if method in options:
-        raise ConfigError(f"options of {method!r} are given twice: in --speculative-config and in the tuned folder")
+        raise ConfigError(f"--speculative-config conflicts with the tuned folder over {method!r}: remove one")
     return [*methods, *([] if method in methods else [method])], {**options, **({method: own} if own else {})}
 
 
@@ -167,7 +168,7 @@ def shared_options(speculative_config: str | None, speculative: Mapping[str, Any
     """Options of speculation for all methods of a run that know them."""
     shared = parse_json("speculative_config", speculative_config) if speculative_config else {}
     if RATES in shared and RATES in speculative:
-        raise ConfigError(f"{RATES} is given twice: in --speculative-config and in --synthetic")
+        raise ConfigError(f"{RATES} is in --speculative-config and in --synthetic: remove one")
     return {**shared, **speculative}
 
 
@@ -240,24 +241,24 @@ LAYOUTS = {"slotted": None, "paged": 16}
 
 @takes(ENGINE, MODEL_ONLY, CHECKED.showing(methods=USUAL))
 def check(
-    layout: Annotated[str, typer.Option(help="cache layouts")] = ",".join(LAYOUTS),
+    layout: Annotated[str, typer.Option(help="Cache layouts, comma-separated.")] = ",".join(LAYOUTS),
     speculative_config: MoreOptions = None,
-    threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="print the table as markdown")] = False,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
     as_json: AsJson = False,
     *,
     engine: Mapping[str, Any],
     speculative: Mapping[str, Any],
     checked: Mapping[str, Any],
 ) -> int:
-    """Prove, on this machine and model, that speculation changes nothing.
+    """Verify that speculation is lossless on this machine and model.
 
-    Same seed, same tokens as plain decoding; logits of a verification bit-equal to those of decoding; frequencies
-    of sampled answers as the target's probabilities say. A check that found nothing to test (no draft, too few samples)
-    is "not tested", with its reason, and has not passed. Exit status 0 if all were tested and hold, else 1.
+    Compares tokens with plain decoding for the same seeds, logits of verification with those of decoding bit by bit,
+    and the distribution of sampled answers with the target's. A check without anything to test (no drafts, too few
+    samples) is reported as not tested and does not pass. Exit status 0 if every check passes, else 1.
     """
     if "max_num_seqs" in engine or "page_size" in engine:
-        raise ConfigError("check chooses batches and layouts itself: use --concurrency and --layout")
+        raise ConfigError("check does not support --max-num-seqs and --page-size: use --concurrency and --layout")
     from forerun.measure.check import run_checks, steps
 
     layouts = split("layout", layout, str)

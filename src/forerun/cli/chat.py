@@ -349,20 +349,19 @@ class Options:
         options = {"threads": set_threads(self.threads), **fixed}
         if terminal:
             out().print(Text(f"loading {options['model']}", style="dim"))
-        llm = LLM(**options, speculative_config=speculative_config(self.speculative, options))
-        warn_synthetic(llm)
-        if template is None and not getattr(llm.tokenizer, "chat_template", None):
-            raise ConfigError(
-                f"{llm.model.info.name} has no chat template: add --chat-template FILE, or continue texts with "
-                "forerun generate"
-            )
-        defaults, source = self.defaults(llm.config.model)
-        params = replace(defaults, **self.sampling)
-        conversation = Conversation(params, defaults, system=self.system, trace=self.trace)
-        facts = model_facts(llm, named=names_method(self.speculative))
-        facts["sampling"] = f"{sampling_line(params)} ({source})"
-        yield (Terminal if terminal else ChatSession)(llm, conversation, template, facts)
-        llm.close()
+        with LLM(**options, speculative_config=speculative_config(self.speculative, options)) as llm:
+            warn_synthetic(llm)
+            if template is None and not getattr(llm.tokenizer, "chat_template", None):
+                raise ConfigError(
+                    f"{llm.model.info.name} has no chat template: add --chat-template FILE, or continue texts with "
+                    "forerun generate"
+                )
+            defaults, source = self.defaults(llm.config.model)
+            params = replace(defaults, **self.sampling)
+            conversation = Conversation(params, defaults, system=self.system, trace=self.trace)
+            facts = model_facts(llm, named=names_method(self.speculative))
+            facts["sampling"] = f"{sampling_line(params)} ({source})"
+            yield (Terminal if terminal else ChatSession)(llm, conversation, template, facts)
 
     def defaults(self, model: str) -> tuple[SamplingParams, str]:
         """The sampling options of a conversation with ``model`` where none are given, and where they come from."""

@@ -99,13 +99,13 @@ class ChatSession:
                 job = answer(engine, prompt, conversation.params, self.view, trace=conversation.trace, stopped=stopped)
             assert job.finish is not None
             if job.finish.reason == ERROR:
-                raise RequestError(f"the generation failed: {job.finish.stopped_by}")
+                raise RequestError(f"generation failed: {job.finish.stopped_by}")
         except BaseException:
             conversation.turns = before
             raise
         conversation.say(ASSISTANT, job.text)
         if job.metrics.draft_error is not None:
-            warn(f"the drafter failed, decoding went on without it: {job.metrics.draft_error}")
+            warn(f"drafter failed, decoding continued without it: {job.metrics.draft_error}")
         summary = figures(job, self.llm.speculative.method, engine.max_model_len)
         self.note(summary + (" · stopped" if job.finish.reason == ABORT else ""))
 

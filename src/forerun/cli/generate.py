@@ -37,18 +37,18 @@ METRICS = (
 
 @takes(ENGINE, SPECULATIVE, SAMPLING)
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="the text to continue; - reads it from standard input")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue. - reads standard input.")] = None,
     as_json: AsJson = False,
-    trace: Annotated[bool, typer.Option("--trace", help="show every round, and what became of its tokens")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Show every round and the outcome of its tokens.")] = False,
     trace_html: Annotated[
-        Path | None, typer.Option(help="write the traced rounds to this page, with forerun-lab")
+        Path | None, typer.Option(help="Write the rounds to this HTML file. Needs forerun-lab.")
     ] = None,
-    beams: Annotated[int | None, typer.Option(help="search with this many beams instead of sampling")] = None,
+    beams: Annotated[int | None, typer.Option(help="Beam search with this many beams instead of sampling.")] = None,
     length_penalty: Annotated[
-        float | None, typer.Option(help="with --beams: above 0 favours long answers", show_default="1.0")
+        float | None, typer.Option(help="With --beams: above 0 favours long answers.", show_default="1.0")
     ] = None,
     early_stopping: Annotated[
-        str | None, typer.Option(help="with --beams, as in transformers: true, false or never", show_default="false")
+        str | None, typer.Option(help="With --beams, as in transformers: true, false or never.", show_default="false")
     ] = None,
     threads: Threads = None,
     *,
@@ -58,19 +58,19 @@ def generate(
 ) -> None:
     """Continue a text.
 
-    Without --model the bundled pair of Python-code models answers, its draft model speculating for it.
+    Without --model, the bundled model for Python code is used, with its draft model.
     """
     params = request_params(beams, length_penalty, early_stopping, sampling)
     if beams is not None:
         if trace or trace_html is not None:
-            raise ConfigError("a trace shows one answer's rounds: leave --trace and --trace-html out, or --beams")
+            raise ConfigError("beam search has no trace: remove --trace and --trace-html, or --beams")
         engine = {"page_size": PAGE_SIZE, "max_num_seqs": max(8, beams), **engine}  # beams run together and share pages
     if trace_html is not None and params.n > 1:
-        raise ConfigError("--trace-html shows one answer: leave --n out")
+        raise ConfigError("--trace-html shows one answer: remove --n")
     if "logprobs_mode" in engine and sampling.get("logprobs") is None:
-        raise ConfigError("--logprobs-mode says which log-probabilities --logprobs shows: add that")
+        raise ConfigError("--logprobs-mode has no effect without --logprobs: add that")
     if as_json and trace:
-        raise ConfigError("--json prints one object only: drop --trace, or use --trace-html")
+        raise ConfigError("--json conflicts with --trace: remove one, or use --trace-html")
     traces = None
     if trace_html is not None:
         check_file(trace_html)
@@ -84,7 +84,7 @@ def generate(
         answer = llm.generate([text], params, use_tqdm=False)[0]
         for output in answer.outputs:
             if output.finish_reason == "error":
-                raise RequestError(f"the generation failed: {output.stop_reason}")
+                raise RequestError(f"generation failed: {output.stop_reason}")
         for message in remarks(llm, answer, params):
             warn(message)
         if trace_html is not None and traces is not None:
@@ -105,7 +105,7 @@ def request_params(
     if beams is not None:
         return search_params(beams, length_penalty, early_stopping, sampling)
     if length_penalty is not None or early_stopping is not None:
-        raise ConfigError("--length-penalty and --early-stopping are options of --beams: add that")
+        raise ConfigError("--length-penalty and --early-stopping need --beams")
     return SamplingParams(**{**DEFAULTS, **sampling})
 
 
@@ -113,7 +113,7 @@ def remarks(llm: LLM, answer: RequestOutput, params: Params) -> Iterator[str]:
     """Yields warnings about the answer."""
     metrics, config = answer.metrics, llm.speculative
     if metrics.draft_error is not None:
-        yield f"the drafter failed, decoding went on without it: {metrics.draft_error}"
+        yield f"drafter failed, decoding continued without it: {metrics.draft_error}"
     if isinstance(params, SamplingParams):  # beams are decided by no rule
         if llm.engine.rule.lossless is False and config.drafter is not None and config.synthetic is None:
             yield f"rule {config.accept} is not lossless: drafts may change what the model says"
@@ -135,7 +135,7 @@ def remarks(llm: LLM, answer: RequestOutput, params: Params) -> Iterator[str]:
 def read_prompt(prompt: str | None) -> str:
     """The prompt argument or, for ``-``, standard input. Raises RequestError where there is none."""
     if prompt is None:
-        raise RequestError("give a prompt, or - to read it from standard input")
+        raise RequestError("no prompt: add one, or - to read standard input")
     text = read_input() if prompt == "-" else prompt
     if not text:
         raise RequestError("the prompt is empty")
@@ -257,7 +257,7 @@ def search_params(
     given.pop("seed", None)
     for name in given:
         if name not in BEAM_OPTIONS:
-            raise ConfigError(f"beams are not sampled: leave --{name.replace('_', '-')} out, or --beams")
+            raise ConfigError(f"beam search does not sample: remove --{name.replace('_', '-')} or --beams")
     if early_stopping is not None and early_stopping not in EARLY:
         raise ConfigError(f"--early-stopping is true, false or never, not {early_stopping!r}")
     return BeamSearchParams(

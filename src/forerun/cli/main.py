@@ -1,22 +1,20 @@
 """The command line. Every error is one line on stderr and exit code 2.
 
-A command's module is imported when it is called, and torch when it runs: help and mistakes answer at once.
+A command's module is imported when it is called or listed, and torch when it runs: help and mistakes answer at once.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import re
 import sys
 from collections.abc import Sequence
 from functools import cached_property
 from importlib import import_module, metadata
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 
 import forerun
 from forerun.cli.console import PlainHelp, one_line, quiet, watch_loading
@@ -78,16 +76,8 @@ def load(name: str) -> Any:
     return typer.main.get_command(single)
 
 
-def summary(name: str) -> str:
-    """The first line of a command's docstring, from the source: importing every module to list it takes 0.1 s."""
-    module, attribute = COMMANDS[name].split(":")
-    source = Path(__file__).with_name(f"{module}.py").read_text(encoding="utf-8")
-    (line,) = re.findall(rf'^def {attribute}\(.*?^    """(.*?)(?:"""|\n)', source, re.M | re.S)
-    return line
-
-
 class Commands(TyperGroup):
-    """Our commands, and those that other distributions add. Ours are imported when they are called."""
+    """Our commands, and those that other distributions add."""
 
     @cached_property
     def added(self) -> frozenset[str]:
@@ -98,22 +88,19 @@ class Commands(TyperGroup):
         return [*COMMANDS, *sorted(self.added)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """What the list shows of a command; ``resolve_command`` gives the command that runs."""
-        if cmd_name in COMMANDS:
-            return TyperCommand(cmd_name, help=summary(cmd_name))
-        return load(cmd_name) if cmd_name in self.added else None
+        return load(cmd_name) if cmd_name in COMMANDS or cmd_name in self.added else None
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         if args[0] in LAB and args[0] not in self.added:
             raise ConfigError(f"forerun {args[0]} is part of forerun-lab: pip install ./lab")
-        name, command, rest = super().resolve_command(ctx, args)
-        return name, load(name) if name in COMMANDS else command, rest
+        result: tuple[Any, Any, list[str]] = super().resolve_command(ctx, args)
+        return result
 
 
 app = typer.Typer(
     name="forerun",
     cls=Commands,
-    help="Lossless speculative decoding: the same tokens, sooner.",
+    help="Lossless speculative decoding: the same tokens, faster.",
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -122,7 +109,7 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def start(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="print the version")] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
 ) -> None:
     if version:
         print(f"forerun {forerun.__version__}")

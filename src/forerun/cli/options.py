@@ -9,11 +9,10 @@ import functools
 import inspect
 import json
 import operator
-import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -28,10 +27,10 @@ from forerun.speculate.names import KEYS, PROFILES, SHARED_KEYS, drafters, polic
 T = TypeVar("T")
 Threads = Annotated[
     int | None,
-    typer.Option(help="CPU threads", show_default="auto: the cores it may use, fewer while others need them"),
+    typer.Option(help="CPU threads.", show_default="auto: all usable cores, fewer while others need them"),
 ]
-ChatTemplate = Annotated[Path | None, typer.Option(help="Jinja file that replaces the checkpoint's")]
-AsJson = Annotated[bool, typer.Option("--json", help="print one JSON object and nothing else")]
+ChatTemplate = Annotated[Path | None, typer.Option(help="Jinja file to use instead of the checkpoint's template.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object only.")]
 
 
 @dataclass(frozen=True)
@@ -139,18 +138,18 @@ def takes(*groups: Flags) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 def flags_of(
     kind: type, panel: str | None = None, *, skip: Sequence[str] = (), defaults: Mapping[str, Any] = {}
 ) -> list[Flag]:
-    """One flag per field of the dataclass ``kind``. Help comes from the field's metadata or its comment. A field whose
-    metadata has ``commas`` is a comma-separated list in the option of that name."""
-    hints, comments = typing.get_type_hints(kind), field_comments(kind)
+    """One flag per field of the dataclass ``kind``, each a ``core.config.option``, here or in a base."""
+    hints, bases = typing.get_type_hints(kind), [owner for owner in reversed(kind.__mro__) if is_dataclass(owner)]
+    help_texts = {item.name: item.metadata["help"] for base in bases for item in fields(base) if item.metadata}
     result = []
     for item in fields(kind):
         if item.name in skip:
             continue
         value, is_json = option_type(hints[item.name])
         commas = item.metadata.get("commas")
-        text = item.metadata.get("help") or comments.get(item.name, "")
+        text = help_texts[item.name]
         if typing.get_origin(value) is list and commas is None:
-            text += " (repeatable)"
+            text += " Repeatable."
         default = item.default_factory() if item.default_factory is not MISSING else item.default
         default = defaults.get(item.name, default)
         printed = None if default in (None, (), {}, MISSING) else str(default)
@@ -176,23 +175,10 @@ def option_type(hint: Any) -> tuple[Any, bool]:
     return kinds[0], False
 
 
-def field_comments(kind: type) -> dict[str, str]:
-    """The comment or docstring of each field of a dataclass, inherited ones included, from its source."""
-    result: dict[str, str] = {}
-    for owner in reversed(kind.__mro__[:-1]):
-        lines = inspect.getsource(owner).splitlines()
-        for line, below in zip(lines, [*lines[1:], ""]):
-            named = re.match(r"    (\w+): [^#]*?(?:\s+# (.*))?$", line)
-            text = re.fullmatch(r'    """(.+?)(?:""")?', below)
-            if named and (named[2] or text):
-                result[named[1]] = named[2] or text[1]  # type: ignore[index]
-    return result
-
-
 def method_options() -> str:
     """Help on each method's own keys of ``speculative_config``, a line each."""
-    own = {name: ", ".join(keys.split()) or "nothing of its own" for name, keys in KEYS.items()}
-    lines = [f"{name}: {own.get(name, 'as the package that brings it says')}" for name in drafters]
+    own = {name: ", ".join(keys.split()) or "none" for name, keys in KEYS.items()}
+    lines = [f"{name}: {own.get(name, 'see the package that adds it')}" for name in drafters]
     return "\n\n".join([f"every method: {', '.join(SHARED_KEYS.split())}", *lines])
 
 
@@ -201,31 +187,35 @@ SERVED = Flags("engine", flags_of(EngineConfig, "Engine", skip=("trace", "thread
 """For commands that have no other seed."""
 GREEDY = {"temperature": 0, "max_tokens": 128, "seed": 0}
 SAMPLING = Flags("sampling", flags_of(SamplingParams, "Sampling", skip=("bad_words_ids",), defaults=GREEDY))
-METHOD_DEFAULT = "auto: a known draft of the model that is on disk, else suffix"
+METHOD_DEFAULT = "auto"
+METHOD_HELP = (
+    f"Drafting method: {', '.join([NONE, *drafters])}. By default auto takes the first that applies: a bundled result "
+    "of forerun tune, a known draft model on disk, the model's own MTP layer, suffix."
+)
 SYNTHETIC_HELP = (
-    "accept drafts as often as was published for Llama-3.2-1B, whatever their tokens, to measure speed: "
-    f"{', '.join(PROFILES)}; the text is not the model's"
+    "Benchmark only: accept drafts at published Llama-3.2-1B rates. The text is meaningless. "
+    f"One of {', '.join(PROFILES)}."
 )
 BUNDLED = "bundled"
 """The value of ``--tuned`` for the folder that comes with the package."""
-TUNED_HELP = f"result of forerun tune for the model: its folder, or {BUNDLED}"
+TUNED_HELP = f"Result of forerun tune for this model: a folder, or {BUNDLED}."
 SPECULATIVE = Flags(
     "speculative",
     [
-        Flag("speculative_config", str, "all options of speculation as JSON, vLLM's keys", None, "Speculation", True),
+        Flag("speculative_config", str, "All options of speculation as JSON: vLLM's keys.", None, "Speculation", True),
         Flag("tuned", str, TUNED_HELP, None, "Speculation"),
-        Flag("spec_method", str, f"drafting method: {', '.join([NONE, *drafters])}", METHOD_DEFAULT, "Speculation",
+        Flag("spec_method", str, METHOD_HELP, METHOD_DEFAULT, "Speculation",
              field="method"),
-        Flag("spec_model", str, "the drafter's checkpoint, folder or hub id", "the bundled one", "Speculation",
+        Flag("spec_model", str, "Draft model or head: checkpoint folder, GGUF file or hub name.", None, "Speculation",
              field="model"),
-        Flag("spec_tokens", int, "tokens drafted per round", "the method's", "Speculation",
+        Flag("spec_tokens", int, "Number of draft tokens per round.", "the method's", "Speculation",
              field="num_speculative_tokens"),
-        Flag("accept", str, f"acceptance rule: {', '.join(rules)}", "coupled", "Speculation"),
+        Flag("accept", str, f"Acceptance rule: {', '.join(rules)}.", "coupled", "Speculation"),
         Flag(
             "length",
             str,
-            f"how far to draft: {', '.join(policies)}",
-            "adaptive where nobody names a drafter, else fixed",
+            f"Draft length policy: {', '.join(policies)}.",
+            "adaptive without --spec-method, else fixed",
             "Speculation",
         ),
         Flag("synthetic", str, SYNTHETIC_HELP, None, "Speculation", field="synthetic_acceptance_rates"),
@@ -241,7 +231,7 @@ def speculative_config(given: Mapping[str, Any], engine: Mapping[str, Any]) -> d
     config = dict(given.get("speculative_config") or {})
     if "tuned" in given:
         if names_method(given):
-            raise ConfigError("--tuned chooses the drafter: leave out the method and its model, or --tuned")
+            raise ConfigError("--tuned conflicts with --spec-method and --spec-model: remove one")
         config = {**read_tuned(given["tuned"], engine), **config}
     for flag in SPECULATIVE.flags:
         key = flag.field or flag.name
@@ -301,7 +291,7 @@ Config = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE",
-        help="YAML file with these options, named without dashes; the command line wins",
+        help="YAML file of these options, without dashes. The command line overrides it.",
         callback=read_config,
         is_eager=True,
     ),
@@ -315,7 +305,7 @@ def _load_yaml(file: Path) -> dict[Any, Any]:
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             names = [str(key.value) for key, _ in node.value]
             if repeated := [name for name in names if names.count(name) > 1]:
-                raise ConfigError(f"{file}: {repeated[0]} is there twice")
+                raise ConfigError(f"{file}: duplicate option {repeated[0]}")
             return super().construct_mapping(node, deep)
 
     try:
@@ -327,7 +317,7 @@ def _load_yaml(file: Path) -> dict[Any, Any]:
     if result is None:
         return {}
     if not isinstance(result, dict):
-        raise ConfigError(f"{file} must hold options, as lines of the form name: value")
+        raise ConfigError(f"{file} must be a YAML mapping, with lines of the form name: value")
     return result
 
 

@@ -33,7 +33,8 @@ def _load_flags() -> Flags:
     if has_lab(FLEETS):
         return from_lab(FLEETS, "plan --load").LOAD
     return Flags(
-        "load", [Flag(name, str, "how many replicas a load takes; needs forerun-lab") for name in ("load", "rate")]
+        "load",
+        [Flag(name, str, "Predict how many replicas a load needs. Needs forerun-lab.") for name in ("load", "rate")],
     )
 
 
@@ -43,12 +44,14 @@ LOAD = _load_flags()
 @takes(ENGINE, MODEL_ONLY, PLANNED.showing(methods=USUAL), LOAD)
 def plan(
     speculative_config: MoreOptions = None,
-    threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
     minutes: Annotated[
         float | None,
-        typer.Option(help="search for this long, as tune --draft does, but write nothing; needs --spec-model"),
+        typer.Option(help="Search for this long, as tune --draft does, but write nothing. Needs --spec-model."),
     ] = None,
-    page: Annotated[Path | None, typer.Option("--html", help="write a page with plots, with forerun-lab")] = None,
+    page: Annotated[
+        Path | None, typer.Option("--html", help="Write an HTML page with plots. Needs forerun-lab.")
+    ] = None,
     as_json: AsJson = False,
     *,
     engine: Mapping[str, Any],
@@ -56,20 +59,20 @@ def plan(
     planned: Mapping[str, Any],
     load: Mapping[str, Any],
 ) -> None:
-    """Measure acceptance and costs on your models and prompts, predict every method, recommend one.
+    """Measure acceptance and costs, predict the speed of every method and recommend one.
 
-    With --load or --rate: how many replicas a load takes."""
+    With --load or --rate, predict how many replicas a load needs."""
     if page is not None:
         check_file(page)
     if "max_num_seqs" in engine and not load:
-        raise ConfigError("plan decodes --concurrency requests together: use that instead of --max-num-seqs")
+        raise ConfigError("plan does not support --max-num-seqs: use --concurrency")
     shared = shared_options(speculative_config, speculative)
     config = PlanConfig(**with_methods(planned, engine, shared))
     given = [*planned, *(["speculative_config"] if speculative_config else [])]
     if minutes is not None:
         for name in (*given, *load, *engine):
             if name not in SEARCHED:
-                raise ConfigError(f"--minutes searches as tune --draft does: leave --{name.replace('_', '-')} out")
+                raise ConfigError(f"--{name.replace('_', '-')} has no effect with --minutes: remove one")
         workload = {"temperatures": (config.temperature,), "concurrency": config.concurrency, "seed": config.seed}
         draft = speculative.get("model")
         _search({**engine, **workload, "draft": draft, "minutes": minutes, "threads": threads}, page, as_json)
@@ -98,7 +101,7 @@ def _search(settings: dict[str, Any], page: Path | None, as_json: bool) -> None:
     from forerun.tune.pair import search, verdict
 
     if settings["draft"] is None:
-        raise ConfigError("--minutes searches for one draft model: name it with --spec-model")
+        raise ConfigError("--minutes needs a draft model: add --spec-model")
     config = PairConfig(**{"model": EngineConfig.model, **settings, "progress": not as_json})
     set_threads(config.threads)
     result = search(config, (lambda line: None) if as_json else print)

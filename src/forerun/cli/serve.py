@@ -39,23 +39,23 @@ if TYPE_CHECKING:
 SERVER = Flags("server", flags_of(ServerOptions, skip=("aliases", "chat_template", "body_timeout")))
 CONNECTIONS = Flags("connections", flags_of(ConnectionLimits, skip=("write_timeout",)))
 MODEL_NAME = "--model's, or its file's name"
-ServedName = Annotated[
-    str | None, typer.Option(help="the model's name in requests and answers", show_default=MODEL_NAME)
-]
-NoRequestLog = Annotated[bool, typer.Option("--no-request-log", help="do not log each request")]
+ServedName = Annotated[str | None, typer.Option(help="Model name in requests and responses.", show_default=MODEL_NAME)]
+NoRequestLog = Annotated[bool, typer.Option("--no-request-log", help="Do not log requests.")]
 Replicated = Annotated[
-    int | None, typer.Option(help="engines behind this server, on Ray Serve, each with --threads", min=1)
+    int | None, typer.Option(help="Number of engines behind this server, on Ray Serve, with --threads each.", min=1)
 ]
-MaxReplicas = Annotated[int | None, typer.Option(help="most replicas; their number follows the load", min=1)]
+MaxReplicas = Annotated[
+    int | None, typer.Option(help="Maximum number of replicas. Their number follows the load.", min=1)
+]
 ServerThreads = Annotated[
-    int | None, typer.Option(help="CPU threads", show_default="the cores it may use, but one for HTTP")
+    int | None, typer.Option(help="CPU threads.", show_default="all usable cores but one, for HTTP")
 ]
 Events = Annotated[
-    str | None, typer.Option(metavar="ENDPOINT", help="publish cached prefixes over ZeroMQ, as vLLM does")
+    str | None, typer.Option(metavar="ENDPOINT", help="Publish KV cache events over ZeroMQ, in vLLM's format.")
 ]
 AlsoDraft = Annotated[
     list[str] | None,
-    typer.Option(metavar="JSON", help="another drafter, which requests may choose by method (repeatable)"),
+    typer.Option(metavar="JSON", help="Another drafter, which requests may select by its method. Repeatable."),
 ]
 
 PAGE_SIZE = 64
@@ -66,18 +66,22 @@ Opening = Callable[[], Awaitable[Any]]
 
 @takes(
     SERVED.showing(page_size=str(PAGE_SIZE)),
-    SPECULATIVE.showing(length="adaptive, or fixed where the rule does not keep tokens"),
+    SPECULATIVE.showing(length="adaptive if the rule keeps tokens, else fixed"),
     SERVER.showing(served_model_name=MODEL_NAME, allowed_host="--host if that is a loopback address, else any"),
     CONNECTIONS,
 )
 def serve(
-    host: Annotated[str, typer.Option(help="address to listen on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="0 takes any free port", min=0, max=65535)] = 8000,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port. 0: any free one.", min=0, max=65535)] = 8000,
     also_draft: AlsoDraft = None,
     chat_template: ChatTemplate = None,
-    max_queue: Annotated[int, typer.Option(help="sequences that may wait before 429", min=1)] = 1024,
-    max_delay: Annotated[float, typer.Option(help="seconds to gather tokens that are sent together", min=0)] = 0.01,
-    drain_timeout: Annotated[float, typer.Option(help="seconds for running requests when asked to stop", min=0)] = 30.0,
+    max_queue: Annotated[
+        int, typer.Option(help="Maximum number of waiting sequences. Beyond it, status 429.", min=1)
+    ] = 1024,
+    max_delay: Annotated[float, typer.Option(help="Seconds to gather tokens that are sent together.", min=0)] = 0.01,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds that running requests have to finish on shutdown.", min=0)
+    ] = 30.0,
     threads: ServerThreads = None,
     no_request_log: NoRequestLog = False,
     kv_events: Events = None,
@@ -90,10 +94,10 @@ def serve(
     server: Mapping[str, Any],
     connections: Mapping[str, Any],
 ) -> None:
-    """Answer OpenAI's API over HTTP; the playground is at /.
+    """Serve OpenAI's API over HTTP, with a playground at /.
 
-    Listens on the loopback address unless told otherwise. Stops on the first signal, once what runs is done; on a
-    second one at once."""
+    The first signal drains running requests and exits; a second exits immediately.
+    """
     _check_installed("serve")
     from forerun.serve.app import create_app
     from forerun.serve.kv_events import KVEvents
@@ -104,7 +108,7 @@ def serve(
     _set_up(limits.max_connections, log_requests=not no_request_log)
     number = (replicas or 1) if replicas or max_replicas else None
     if kv_events is not None and number is not None:
-        raise ConfigError("--kv-events publishes one engine's prefixes: not with --replicas, which routes by itself")
+        raise ConfigError("--kv-events does not support --replicas: remove one")
     with contextlib.ExitStack() as resources:
         listener = resources.enter_context(contextlib.closing(open_socket(host, port)))
         local = is_loopback(listener.getsockname()[0])
@@ -227,18 +231,19 @@ NO_LIMIT = 10.0**9
 
 @takes(
     SERVED.showing(page_size=str(PAGE_SIZE)),
-    SPECULATIVE.showing(length="adaptive, or fixed where the rule does not keep tokens"),
+    SPECULATIVE.showing(length="adaptive if the rule keeps tokens, else fixed"),
 )
 def batch(
-    file: Annotated[Path, typer.Argument(help="requests, one on each line, in OpenAI's batch format")],
+    file: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, one per line.")],
     answers: Annotated[
-        Path | None, typer.Option("--out", help="file for the answers", show_default="FILE.answers.jsonl")
+        Path | None, typer.Option("--out", help="Output file.", show_default="FILE.answers.jsonl")
     ] = None,
     served_model_name: ServedName = None,
     chat_template: ChatTemplate = None,
     threads: Threads = None,
     replicas: Annotated[
-        int | None, typer.Option(help="engines that share the work, on Ray Serve, each with --threads", min=1)
+        int | None,
+        typer.Option(help="Number of engines that share the work, on Ray Serve, with --threads each.", min=1),
     ] = None,
     *,
     engine: Mapping[str, Any],
@@ -246,8 +251,8 @@ def batch(
 ) -> int:
     """Answer a file of requests in OpenAI's batch format.
 
-    Each line gets exactly one answer, in the order in which they are done. A line that is no request gets an error, and
-    the others go on. Ctrl-C stops it; the same command goes on with what is not answered.
+    Each line gets one response, in order of completion; an invalid line gets an error. Ctrl-C stops; the same command
+    answers the rest.
     """
     _check_installed("batch")
     from forerun.serve.batch import Answers
@@ -287,9 +292,9 @@ def work(file: Path, out: Path, written: Answers, opening: Opening, options: Ser
 
     tally = asyncio.run(until_stopped())
     if tally is None:
-        print(f"stopped: what is in {out} is kept, the same command goes on from there", file=sys.stderr)
+        print(f"stopped: {out} is kept; the same command resumes", file=sys.stderr)
         return 130
     failed = f", {tally.failed} of them with an error" if tally.failed else ""
-    before = f"; {tally.before} were there before" if tally.before else ""
+    before = f"; {tally.before} from earlier runs" if tally.before else ""
     print(f"{tally.answered} answers in {out}{failed}{before}", file=sys.stderr)
     return 0

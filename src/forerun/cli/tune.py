@@ -23,26 +23,30 @@ PAIR = Flags("pair", flags_of(PairConfig, "With --draft", skip=("model", "draft"
 @takes(PAIR, TUNE)
 def tune(
     model: Annotated[
-        str, typer.Argument(help="checkpoint folder, GGUF file, hf:OWNER/NAME, or a name that forerun ls gives")
+        str, typer.Argument(help="Checkpoint folder, GGUF file, hf:OWNER/NAME, or a name listed by forerun ls.")
     ],
-    out_folder: Annotated[Path, typer.Option("--out", help="folder for the result; the same command continues there")],
+    out_folder: Annotated[
+        Path, typer.Option("--out", help="Folder for the result. The same command resumes a run there.")
+    ],
     draft: Annotated[
         str | None,
-        typer.Option(help="train nothing; find the fastest settings of this draft", rich_help_panel="With --draft"),
+        typer.Option(
+            help="Find the fastest settings of this draft model. Nothing is trained.", rich_help_panel="With --draft"
+        ),
     ] = None,
     *,
     pair: Mapping[str, Any],
     options: Mapping[str, Any],
 ) -> int:
-    """Train and choose what drafts for a model, on this machine: the same tokens, sooner.
+    """Train and select the fastest drafter for a model on this machine.
 
-    The model writes text, a head learns from it, every way of drafting is measured, and the quickest is checked and
-    kept. With --draft nothing is trained: that model's format, depth and so on are measured. Ctrl-C stops it; the
-    same command goes on. Use the folder with --tuned.
+    Generates text with the model, trains a head on it, measures every drafting method, and checks and saves the
+    fastest. With --draft nothing is trained: the quantization, depth and other settings of that draft model are
+    measured. Ctrl-C stops; the same command resumes. Use the result with --tuned FOLDER.
     """
     if draft is None and pair:
         given = next(flag.name for flag in PAIR.flags if (flag.field or flag.name) in pair)
-        raise ConfigError(f"--{given} is for tuning with a draft model: give --draft, or leave it out")
+        raise ConfigError(f"--{given} needs --draft: add that or remove --{given}")
     if draft is not None:
         return _tune_pair(model, draft, out_folder, pair, options)
     config = TuneConfig(model=model, out=out_folder, **options)
@@ -65,7 +69,7 @@ def _tune_pair(model: str, draft: str, folder: Path, given: Mapping[str, Any], o
     """``forerun tune --draft``; the exit code. Raises ConfigError for options of training."""
     for name in options:
         if name not in SHARED:
-            raise ConfigError(f"--{name.replace('_', '-')} is for tuning that trains: leave it out, or --draft")
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect with --draft: remove one")
     from forerun.tune.pair import tune_pair
 
     config = PairConfig(model=model, draft=draft, **given, **options)
@@ -83,15 +87,14 @@ def _say(line: str) -> None:
 
 
 def export(
-    head: Annotated[str, typer.Argument(help="folder of an eagle head, or forerun:eagle")],
-    out: Annotated[Path, typer.Option("--out", help="folder to write")],
-    target: Annotated[str, typer.Option(help="checkpoint folder of the model it drafts for")] = "forerun:target",
-    form: Annotated[str, typer.Option("--as", metavar="speculators|sglang", help="the format")] = "speculators",
+    head: Annotated[str, typer.Argument(help="Folder of an eagle head, or forerun:eagle.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder to write.")],
+    target: Annotated[str, typer.Option(help="Checkpoint folder of the target.")] = "forerun:target",
+    form: Annotated[str, typer.Option("--as", metavar="speculators|sglang", help="Format.")] = "speculators",
 ) -> None:
-    """Write a trained eagle head as other engines read it.
+    """Export a trained eagle head for another engine.
 
-    speculators is the form that vLLM serves, sglang is SGLang's. The command that serves the model with the head there
-    is printed.
+    speculators is vLLM's format, sglang is SGLang's. Prints the command that serves the model with the head there.
     """
     from forerun.tune.export import export_head
 

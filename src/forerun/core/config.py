@@ -21,9 +21,12 @@ _NOT_TEXT = (int, float, list, tuple, dict)
 """JSON's other types. From Python, a path, a dtype or a device may stand for its name."""
 
 
-def option(default: Any, help: str) -> Any:
-    """A config field with the help of its command-line flag."""
-    return field(default=default, metadata={"help": help})
+def option(default: Any, help: str, *, commas: str | None = None) -> Any:
+    """A config field with the help of its command-line flag; MISSING: it has no default.
+
+    ``commas``: on the command line it is a comma-separated list, in the option of this name.
+    """
+    return field(default=default, metadata={"help": help} | ({"commas": commas} if commas else {}))
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Registry(Generic[T]):
             for name in names:
                 taken = name in self._names and not item.__module__.startswith(self._home)
                 if taken or self._items.get(name, item) is not item:
-                    raise ConfigError(f"two {self.kind}s are called {name!r}")
+                    raise ConfigError(f"duplicate {self.kind} {name!r}")
                 self._items[name] = item
             return item
 

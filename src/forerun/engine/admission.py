@@ -57,12 +57,12 @@ class Validator:
         if self.info.encoder is not None:
             if params.prompt_logprobs is not None:
                 raise RequestError(
-                    "an encoder reads its prompt at once: it has no prompt_logprobs", param="prompt_logprobs"
+                    "encoder-decoders do not support prompt_logprobs: remove it", param="prompt_logprobs"
                 )
             check_length(prompt, self.max_model_len, self.longest_source)
             source, prompt = tuple(prompt), self._decoder_prompt(decoder_prompt, self.info.encoder.start)
         elif decoder_prompt is not None:
-            raise RequestError(f"{self.info.name} is a decoder: it has no decoder_prompt", param="prompt")
+            raise RequestError(f"{self.info.name} is decoder-only: remove decoder_prompt", param="prompt")
         check_length([*prompt, *committed], self.max_model_len)
         return source, prompt, committed, self._resolve(params)
 
@@ -77,7 +77,7 @@ class Validator:
         if self.info.encoder is not None:
             name, empty = "source", {*prompt} <= {getattr(self.tokenizer, name, None) for name in SURROUNDING}
         if empty:
-            raise RequestError(f"the {name} is empty: give at least one token", param="prompt")
+            raise RequestError(f"the {name} must have at least one token", param="prompt")
         self._check_ids(prompt)
 
     def _check_ids(self, tokens: Sequence[int]) -> None:

@@ -50,11 +50,10 @@ def admit(params: BeamSearchParams, info: ModelInfo, trace: bool) -> SamplingPar
     words = info.vocab_size - (0 if params.ignore_eos else len(info.eos_ids))
     if params.beam_width > words:
         raise RequestError(
-            f"{params.beam_width} beams are more than the {words} tokens of the vocabulary that a text goes on with: "
-            "lower beam_width", param="beam_width",
+            f"beam_width {params.beam_width} exceeds the {words} tokens that may follow: lower it", param="beam_width",
         )  # fmt: skip
     if trace:
-        raise RequestError("a trace shows one sequence's rounds; beams have none", param="trace")
+        raise RequestError("beam search has no trace: remove trace", param="trace")
     return params.each
 
 
@@ -130,7 +129,7 @@ def output(tokenizer: Any, jobs: list[Job]) -> BeamSearchOutput:
     for job in jobs:
         assert job.finish is not None
         if job.beam is None:
-            raise RequestError(f"the beam search failed: {job.finish.stopped_by}")
+            raise RequestError(f"beam search failed: {job.finish.stopped_by}")
         tokens = [*job.sequence.tokens[: job.sequence.num_prompt], *job.finish.text_tokens(job.output_ids)]
         text = "" if tokenizer is None else tokenizer.decode(tokens, skip_special_tokens=True)
         beams.append(BeamSearchSequence(tokens, job.beam.logprob, text, job.finish.reason, job.beam.score))

@@ -359,11 +359,11 @@ class EngineClient(ABC):
             ClosedError: the engine is draining or has ended.
         """
         if self.draining:
-            raise ClosedError("the server is shutting down and takes no new requests")
+            raise ClosedError("the server is shutting down and accepts no new requests")
         ahead, slots = sum(stream.unfinished for stream in list(self.streams)), self.capacity()
         if ahead and ahead + params.n > slots + self.max_queue:
             waiting = max(0, ahead - slots)
-            raise QueueFullError(f"{waiting} sequences wait already; at most {self.max_queue} may: try again later")
+            raise QueueFullError(f"the queue is full ({waiting} waiting, limit {self.max_queue}): try again later")
         loop = asyncio.get_running_loop()
         stream = Stream(self, loop, params.n)
         if timeout is not None:

@@ -29,14 +29,14 @@ INSTEAD = {
     "rejection_sample_method": "'accept', the rule: 'token' is Leviathan et al.'s",
     "draft_sample_method": "'draft_temperature'",
     "parallel_drafting": "'method': 'parallel'",
-    "draft_tensor_parallel_size": "leave it out: rank 0 drafts alone",
-    "disable_padded_drafter_batch": "leave it out: batches are ragged",
+    "draft_tensor_parallel_size": "remove it: rank 0 drafts alone",
+    "disable_padded_drafter_batch": "remove it: batches are ragged",
     "revision": "the folder of that revision as 'model'",
 }
 """What to use in place of vLLM's other keys."""
 QUANTIZATION_HELP = (
-    f"quantization of the target's weights: {', '.join(CPU_KINDS)} on CPU (int8 is not invariant), "
-    f"{', '.join(GPU_KINDS)} on GPU; {', '.join(FLOATS)}: as numbers; {UNQUANTIZED}: as they are"
+    f"Quantize the target's weights. On CPU: {', '.join(CPU_KINDS)} (int8 is not invariant). On GPU: "
+    f"{', '.join(GPU_KINDS)}. {', '.join(FLOATS)}: convert to this type. {UNQUANTIZED}: keep the checkpoint's format."
 )
 
 
@@ -118,7 +118,7 @@ class SpeculativeConfig:
         config = drafters[method].config_class.from_dict(method, remaining)
         if config.branches and not rule.trees:
             raise ConfigError(
-                f"accept={accept!r} works on chains, but this {method!r} makes trees; choose another rule, or remove "
+                f"accept={accept!r} supports chains only, but {method!r} drafts trees: choose another rule, or remove "
                 "'tree' or 'tree_nodes' if they are set"
             )
         rates = take_rates(synthetic, config.num_speculative_tokens)
@@ -147,7 +147,7 @@ class SpeculativeConfig:
             return (cls(),)
         methods = [config.method for config in configs]
         if len(set(methods)) < len(methods):
-            raise ConfigError(f"each method can be loaded once, not {', '.join(methods)}")
+            raise ConfigError(f"each method can be loaded once only: {', '.join(methods)}")
         for config in configs[1:]:
             for key in ("accept", "length", "rule", "synthetic"):
                 if getattr(config, key) != getattr(configs[0], key):
@@ -167,44 +167,48 @@ class EngineConfig:
     """
 
     model: str = option(
-        "forerun:target", "checkpoint folder, GGUF file, hf:OWNER/NAME[:QUANTIZATION], or a name that forerun ls gives"
+        "forerun:target", "Checkpoint folder, GGUF file, hf:OWNER/NAME[:QUANTIZATION], or a name listed by forerun ls."
     )
-    tokenizer: str | None = option(None, "another checkpoint's tokenizer")
-    dtype: str = option("auto", "auto (the checkpoint's), float32, bfloat16 or float16")
-    device: str | None = option(None, "cpu or cuda; the GPU if there is one")
-    invariant: bool | None = option(None, "bit-equal logits with and without speculation; on by default on CPU")
-    model_path: str = option("auto", "code that runs the model: auto, native or hf")
-    weights: str = option("auto", "weight layout on CPU: auto, streamed, packed or plain")
+    tokenizer: str | None = option(None, "Take the tokenizer from this checkpoint instead of the model's.")
+    dtype: str = option("auto", "Data type: auto (the checkpoint's), float32, bfloat16 or float16.")
+    device: str | None = option(None, "Device: cpu or cuda. Default: the GPU, if there is one.")
+    invariant: bool | None = option(
+        None, "Compute logits that are bit-equal with and without speculation. Default on CPU."
+    )
+    model_path: str = option("auto", "Model implementation: auto, native or hf (transformers).")
+    weights: str = option("auto", "CPU weight layout: auto, streamed, packed or plain.")
     quantization: str | None = option(None, QUANTIZATION_HELP)
-    tensor_parallel_size: int = option(1, "processes over which each layer of the target is split (see docs/scale.md)")
-    lora: Sequence[str] | str | None = option(None, "LoRA adapter to merge into the target: FOLDER or FOLDER=WEIGHT")
-    max_model_len: int | None = option(None, "longest prompt plus output, in tokens")
-    max_num_seqs: int = option(8, "requests decoded together")
-    max_num_batched_tokens: int = option(2048, "rows of one forward")
-    page_size: int | None = option(None, "tokens per KV page; none: one slot per request")
-    num_pages: int | None = option(None, "pages of each KV cache; none: enough for all")
+    tensor_parallel_size: int = option(1, "Number of processes that split each layer of the target.")
+    lora: Sequence[str] | str | None = option(None, "LoRA adapter to merge into the target: FOLDER or FOLDER=WEIGHT.")
+    max_model_len: int | None = option(None, "Maximum length of prompt plus output, in tokens. Default: the model's.")
+    max_num_seqs: int = option(8, "Maximum number of requests decoded together.")
+    max_num_batched_tokens: int = option(2048, "Maximum number of tokens per forward pass.")
+    page_size: int | None = option(None, "Tokens per KV cache page. Default: one contiguous slot per request.")
+    num_pages: int | None = option(None, "Pages of each KV cache. Default: enough for all requests.")
     kv_cache_memory: str | int | None = option(
-        None, "bytes (or 2GiB) of all KV caches together; none: enough for all, if memory permits"
+        None, "Memory of all KV caches together, such as 2GiB. Default: enough for all requests, up to half of memory."
     )
     gpu_memory_utilization: float | None = option(
-        None, "fraction of a GPU's memory for weights and KV caches, above 0 and at most 1"
+        None, "Fraction of GPU memory for weights and KV caches, above 0 and at most 1."
     )
     prefix_caching: bool | None = option(
-        None, "reuse the KV cache of shared prompt prefixes; on by default with page_size"
+        None, "Reuse the KV cache of shared prompt prefixes. Default with --page-size."
     )
     max_prefill_tokens: int | None = option(
-        None, "prompt tokens read per round beside decoding requests; none: as many as double its time"
+        None, "Prompt tokens per step while others decode. Default: as long as a step stays under twice its usual time."
     )
-    max_grammar_bytes: int = option(65536, "longest schema, regex, list of choices or grammar of a structured output")
-    grammar_memory: str | int = option("512MiB", "bytes (or 512MiB) of grammars kept for further requests")
+    max_grammar_bytes: int = option(65536, "Maximum size of a schema, regex, choice list or grammar, in bytes.")
+    grammar_memory: str | int = option("512MiB", "Memory for compiled grammars, such as 512MiB.")
     reasoning_parser: str | None = option(
-        None, f"the model thinks before it answers, and grammars begin after the thoughts: {', '.join(PARSERS)}"
+        None, f"Reasoning format. Grammars start after the reasoning. One of {', '.join(PARSERS)}."
     )
     threads: str | int = AUTO
     """Threads of the CPU kernels; "auto": torch's, but at most one per core, and fewer while others need them."""
-    seed: int | None = option(None, "seed of requests that have none")
-    logprobs_mode: str = option("raw_logprobs", "raw_logprobs (the model's) or processed_logprobs (as sampled)")
-    trace: bool = option(False, "record every round of every request")
+    seed: int | None = option(None, "Seed of requests without one.")
+    logprobs_mode: str = option(
+        "raw_logprobs", "Log-probabilities to return: raw_logprobs (the model's) or processed_logprobs (as sampled)."
+    )
+    trace: bool = option(False, "Record every round of every request.")
 
     def __post_init__(self) -> None:
         check_within(self, {
@@ -214,14 +218,14 @@ class EngineConfig:
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs "
-                f"({self.max_num_seqs}): every running request needs a row"
+                f"({self.max_num_seqs}): every running request needs one token per step"
             )
         if self.kv_cache_memory is not None and self.num_pages is not None:
-            raise ConfigError("kv_cache_memory and num_pages both size the KV caches: give one of them")
+            raise ConfigError("kv_cache_memory conflicts with num_pages: remove one")
         if self.gpu_memory_utilization is not None and (self.kv_cache_memory is not None or self.num_pages is not None):
-            raise ConfigError("gpu_memory_utilization sizes the KV caches, as kv_cache_memory or num_pages: give one")
+            raise ConfigError("gpu_memory_utilization conflicts with kv_cache_memory and num_pages: remove one")
         if self.prefix_caching and self.page_size is None:
-            raise ConfigError("prefix_caching shares pages: set page_size, to 16 for example")
+            raise ConfigError("prefix_caching needs page_size: set it to 16, for example")
         _ = self.kv_cache_bytes, self.grammar_bytes
         if self.reasoning_parser is not None:
             check_parser(self.reasoning_parser)
@@ -247,6 +251,6 @@ class EngineConfig:
         known = {f.name for f in fields(cls)}
         for name in options:
             if name not in known:
-                raise ConfigError(f"unknown engine option {name!r}; there are {', '.join(sorted(known))}")
+                raise ConfigError(f"unknown engine option {name!r}: choose one of {', '.join(sorted(known))}")
         check_types(cls, options)
         return cls(**options)

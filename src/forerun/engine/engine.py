@@ -71,7 +71,7 @@ class Engine:
         self.max_model_len = self.config.max_model_len or model.info.max_len
         if self.max_model_len > model.info.max_len:
             raise ConfigError(
-                f"max_model_len is {self.max_model_len}; the model's context has {model.info.max_len} tokens"
+                f"max_model_len {self.max_model_len} exceeds the model's context of {model.info.max_len} tokens"
             )
         self.sampler = Sampler(model.info.vocab_size, model.info.device)
         self.rule = self.speculative.make_rule()
@@ -235,7 +235,7 @@ class Engine:
         if method is None:
             method = next(iter(loaded), None)
         elif method not in loaded:
-            raise RequestError(f"method {method!r} is not loaded; there is {', '.join(loaded) or NONE}", param="method")
+            raise RequestError(f"method {method!r} is not loaded; loaded: {', '.join(loaded) or NONE}", param="method")
         limit = loaded[method].config.num_speculative_tokens if method is not None else 0
         if max_draft is not None and not 0 <= max_draft <= limit:
             raise RequestError(

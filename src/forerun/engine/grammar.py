@@ -367,9 +367,7 @@ class GrammarCompiler:
                 return self._cache[key][0]
         size = len(key[1].encode())
         if size > self.longest:
-            raise RequestError(
-                f"structured output, {key[0]}: {size} bytes are more than the {self.longest} that a grammar may have"
-            )
+            raise RequestError(f"structured output, {key[0]}: {size} bytes exceed max_grammar_bytes {self.longest}")
         cost = GrammarCost.of(size)
         matcher = self._compile(*key, cost)
         with self._lock:
@@ -422,7 +420,7 @@ def _with_schemas(start: dict[str, Any], schemas: dict[str, Any]) -> str:
 def _as_object(schema: str) -> str:
     """Replaces a schema that is ``true``, which llguidance does not take. Raises RequestError for ``false``."""
     if schema.strip() == "false":
-        raise RequestError("structured output, json: the schema is false, which no answer can meet")
+        raise RequestError("structured output, json: no answer can match the schema false")
     return "{}" if schema.strip() == "true" else schema
 
 

@@ -107,7 +107,7 @@ class LLM:
     ) -> None:
         if tuned is not None and tuned is not False:
             if speculative_config != auto.AUTO:
-                raise ConfigError("tuned says how to speculate: leave speculative_config out, or tuned")
+                raise ConfigError("tuned conflicts with speculative_config: remove one")
             speculative_config = load_tuned(tuned, str(model), options.get("lora"))
         elif speculative_config == auto.AUTO:
             speculative_config = auto.choose(str(model), lora=options.get("lora"))
@@ -334,7 +334,7 @@ class LLM:
     def _exclusive(self) -> Iterator[None]:
         """Gives this thread the engine, once other threads' calls are done."""
         if self._owner == threading.get_ident():
-            raise ConfigError("on_update cannot use the LLM whose generate calls it: wait until that has returned")
+            raise ConfigError("on_update must not call its own LLM: call it after generate has returned")
         with self._lock:
             self._owner = threading.get_ident()
             try:
@@ -352,7 +352,7 @@ class LLM:
             if not isinstance(item, Params):
                 raise ConfigError(f"sampling_params must be SamplingParams, or one each, not {type(item).__name__}")
         if len(several) != count:
-            raise ConfigError(f"{len(several)} sampling_params for {count} prompts: give one, or one each")
+            raise ConfigError(f"{len(several)} sampling_params for {count} prompts: pass one, or one per prompt")
         return several
 
     def _output(self, text: str | None, jobs: list[Job]) -> RequestOutput:
@@ -409,7 +409,7 @@ def _prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
         return [cast(Prompt, prompts)]
     prompts = to_python(prompts)
     if not isinstance(prompts, Iterable):
-        raise RequestError(f"give a prompt or a list of prompts, not {type(prompts).__name__}")
+        raise RequestError(f"prompts must be a prompt or a list of prompts, not {type(prompts).__name__}")
     batch = [to_python(prompt) for prompt in prompts]
     single = bool(batch) and isinstance(batch[0], int)
     return [cast(Sequence[int], batch)] if single else cast(list[Prompt], batch)
@@ -470,13 +470,13 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
 INSTEAD = {
     "speculative_model": "speculative_config={'model': ..., 'num_speculative_tokens': ...}",
     "num_speculative_tokens": "speculative_config={'method': ..., 'num_speculative_tokens': ...}",
-    "max_seq_len_to_capture": "leave it out: nothing is captured",
-    "compilation_config": "leave it out: kernels are compiled when they are needed",
-    "distributed_executor_backend": "leave it out: tensor_parallel_size starts processes of its own",
-    "guided_decoding_backend": "leave it out: llguidance compiles grammars",
-    "max_logprobs": "leave it out: logprobs may be any number",
+    "max_seq_len_to_capture": "remove it: no graphs are captured",
+    "compilation_config": "remove it: kernels are compiled on demand",
+    "distributed_executor_backend": "remove it: tensor_parallel_size starts its own processes",
+    "guided_decoding_backend": "remove it: the backend is llguidance",
+    "max_logprobs": "remove it: logprobs has no limit",
     "hf_overrides": "change config.json in a copy of the checkpoint",
-    "limit_mm_per_prompt": "leave it out: prompts are text",
+    "limit_mm_per_prompt": "remove it: prompts are text",
     "served_model_name": "forerun serve --served-model-name",
     "chat_template": "forerun serve --chat-template",
 }
@@ -493,13 +493,13 @@ def engine_options(options: Mapping[str, Any]) -> dict[str, Any]:
         if name in WITHOUT_EFFECT:
             accepted, instead = WITHOUT_EFFECT[name]
             if not any(value is each or (value == each and type(value) is type(each)) for each in accepted):
-                raise ConfigError(f"{name}={value!r} cannot be honoured: {instead}")
+                raise ConfigError(f"{name}={value!r} is not supported: {instead}")
             continue
         if name in INSTEAD:
-            raise ConfigError(f"{name} is not an option here; instead: {INSTEAD[name]}")
+            raise ConfigError(f"{name} is not supported; use instead: {INSTEAD[name]}")
         name = RENAMED.get(name, name)
         if name in result:
-            raise ConfigError(f"{name} is given twice, once by vLLM's name: {result[name]!r} and {value!r}")
+            raise ConfigError(f"{name} is set twice, once by vLLM's name: {result[name]!r} and {value!r}")
         result[name] = value
     if result.get("prefix_caching") is True and "enable_prefix_caching" in options:
         result.setdefault("page_size", BLOCK_SIZE)

@@ -69,30 +69,28 @@ def load(tuned: str | Path | bool, model: str, lora: Sequence[str] | str | None 
     Raises ConfigError for a folder that was made for other weights (``lora`` included), or was changed since.
     """
     if tuned is True and not has_bundled(model):
-        raise ConfigError(
-            f"nothing tuned for {model} comes with forerun: make it with forerun tune {model} --out FOLDER"
-        )
+        raise ConfigError(f"no bundled tuning for {model}: run forerun tune {model} --out FOLDER")
     folder = Path(pretrained.__file__).parent / model if tuned is True else expanded(str(tuned))
     if not (folder / FILE).is_file():
-        raise ConfigError(f"{folder} is no tuned folder: it has no {FILE}; forerun tune MODEL --out FOLDER makes one")
+        raise ConfigError(f"{folder} is not a tuned folder: it has no {FILE}; run forerun tune MODEL --out FOLDER")
     try:
         content = read_object(folder / FILE)
     except ModelError as error:
-        raise ConfigError(f"{folder} is no tuned folder: {error}") from error
+        raise ConfigError(f"{folder} is not a tuned folder: {error}") from error
     if content.get(FORMAT) != VERSION:
-        raise ConfigError(f"{folder / FILE} is not of version {VERSION}: make it anew with forerun tune")
+        raise ConfigError(f"{folder / FILE} is not version {VERSION}: run forerun tune again")
     for name, kind in FIELDS.items():
         if not isinstance(content.get(name), kind):
-            raise ConfigError(f"{folder / FILE} lacks {name}: make it anew with forerun tune")
+            raise ConfigError(f"{folder / FILE} lacks {name}: run forerun tune again")
     if content["seal"] != _seal(folder, content):
         raise ConfigError(
-            f"{folder}: {FILE} or a file that it names was changed after forerun tune wrote it; make it anew"
+            f"{folder}: {FILE} or a file that it names has changed since forerun tune wrote it: run forerun tune again"
         )
     actual = fingerprint(resolve(model), lora)
     if content["fingerprint"] != actual:
         raise ConfigError(
-            f"{folder} was tuned for {content['target']} (fingerprint {content['fingerprint']}), and the weights of "
-            f"{model} are others ({actual}): tune it for them"
+            f"{folder} was tuned for {content['target']} (fingerprint {content['fingerprint']}), but the weights "
+            f"of {model} differ ({actual}): run forerun tune for them"
         )
     return placed(content["speculative_config"], folder, _draft(content, folder, model))
 
@@ -107,7 +105,7 @@ def _draft(content: Mapping[str, Any], folder: Path, model: str) -> dict[str, st
     if draft is None:
         return {}
     if not isinstance(draft, Mapping) or not all(isinstance(draft.get(key), str) for key in ("model", "fingerprint")):
-        raise ConfigError(f"{folder / FILE} has a draft without a name: make it anew with forerun tune")
+        raise ConfigError(f"{folder / FILE} has a draft without a name: run forerun tune again")
     name = draft["model"]
     if json.dumps(name) not in json.dumps(content["speculative_config"]):
         return {}  # it did not pay
@@ -121,8 +119,8 @@ def _draft(content: Mapping[str, Any], folder: Path, model: str) -> dict[str, st
     actual = fingerprint(path)
     if actual != draft["fingerprint"]:
         raise ConfigError(
-            f"{folder} was tuned with the draft {shown(name)} (fingerprint {draft['fingerprint']}), and {path} is "
-            f"another ({actual}): tune it anew"
+            f"{folder} was tuned with the draft {shown(name)} (fingerprint {draft['fingerprint']}), but {path} "
+            f"differs ({actual}): run forerun tune again"
         )
     return {name: str(path)}
 

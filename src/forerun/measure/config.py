@@ -34,57 +34,57 @@ SAMPLES = 1000
 max(0, p - q): on a weak pair its p-value was below 1e-11 in each of four runs; with 200 samples it was 4e-5 to 1e-2."""
 
 
-def _listed(name: str, default: tuple[Any, ...], text: str) -> Any:
-    """A field that is a comma-separated list on the command line, in the option ``name``."""
-    return field(default=default, metadata={"commas": name, "help": text})
-
-
 @dataclass(frozen=True)
 class BenchConfig:
     """One benchmark. Every combination of the lists is measured."""
 
     engine: dict[str, Any] = field(default_factory=dict)
     speculative: dict[str, Any] = field(default_factory=dict)
-    methods: Sequence[str] = _listed(
-        "methods",
+    methods: Sequence[str] = option(
         (NONE, "draft_model", "ngram"),
-        f"methods, comma-separated, or {ALL} (name none twice to see the noise): {', '.join([NONE, *drafters])}",
+        f"Methods, comma-separated, or {ALL}; {NONE} twice shows the noise: {', '.join([NONE, *drafters])}.",
+        commas="methods",
     )
-    accepts: Sequence[str] = _listed("accept", ("coupled",), f"acceptance rules: {', '.join(rules)}")
-    lengths: Sequence[str] = _listed("length", ("fixed",), f"length policies: {', '.join(policies)}")
-    counts: Sequence[int] = _listed("spec_tokens", (), "numbers of drafted tokens")
-    concurrency: Sequence[int] = _listed("concurrency", (1,), "requests decoded together")
-    temperatures: Sequence[float] = _listed("temperature", (0.0, 1.0), "temperatures")
-    peers: Sequence[str] = _listed(
-        "peers", (), f"engines: NAME, NAME=PYTHON or llama-server=COMMAND: {', '.join(PEERS)}"
+    accepts: Sequence[str] = option(
+        ("coupled",), f"Acceptance rules, comma-separated: {', '.join(rules)}.", commas="accept"
     )
-    sampling: dict[str, Any] = field(default_factory=dict)
-    """sampling options of every request, beside its temperature, length and seed"""
-    prompts: int = option(8, "number of prompts; by default all of a written set")
-    prompt_tokens: int = option(64, "tokens of a drawn prompt")
-    max_tokens: int = option(64, "most tokens of an answer; categories 128, humaneval 256")
-    repeats: int = option(3, "how often everything is run; medians are reported; categories and humaneval 1")
+    lengths: Sequence[str] = option(
+        ("fixed",), f"Draft length policies, comma-separated: {', '.join(policies)}.", commas="length"
+    )
+    counts: Sequence[int] = option((), "Numbers of draft tokens, comma-separated.", commas="spec_tokens")
+    concurrency: Sequence[int] = option(
+        (1,), "Numbers of requests decoded together, comma-separated.", commas="concurrency"
+    )
+    temperatures: Sequence[float] = option((0.0, 1.0), "Temperatures, comma-separated.", commas="temperature")
+    peers: Sequence[str] = option(
+        (),
+        f"Other engines to measure, comma-separated: {', '.join(PEERS)}; NAME=PYTHON or llama-server=COMMAND.",
+        commas="peers",
+    )
+    sampling: dict[str, Any] = field(
+        default_factory=dict, metadata={"help": "Further sampling options of every request."}
+    )
+    prompts: int = option(8, "Number of prompts. Default of written sets: all.")
+    prompt_tokens: int = option(64, "Tokens per prompt of a drawn set.")
+    max_tokens: int = option(64, "Maximum tokens per answer. Default of categories: 128, humaneval: 256.")
+    repeats: int = option(3, "Number of runs, of which medians are shown. Default of categories and humaneval: 1.")
     prompt_set: str = option(
-        HELD_OUT,
-        f"prompts, drawn ({', '.join(SETS)}) or, with forerun-lab, written ({', '.join(WRITTEN)}): see docs/bench.md",
+        HELD_OUT, f"Prompt set, drawn ({', '.join(SETS)}) or, with forerun-lab, written ({', '.join(WRITTEN)})."
     )
     prompts_file: Path | None = option(
-        None, "take prompts from this file, one per line; for categories lines of JSON, for humaneval its wheel"
+        None, "Read prompts from this file, one per line. For categories JSON lines, for humaneval its wheel."
     )
-    execute: bool = option(
-        False,
-        "run humaneval's tests on the answers, in child processes with limits: generated code is run only with this",
-    )
-    seed: int = option(0, "seed of prompts and sampling; -1: a random one")
+    execute: bool = option(False, "Run humaneval's tests on generated code, in limited child processes.")
+    seed: int = option(0, "Seed of prompts and sampling. -1: a random one.")
     random_shape: str | None = option(
-        None, f"measure random weights of this shape instead of a model: {', '.join(SHAPES)}"
+        None, f"Measure random weights of this shape instead of a model: {', '.join(SHAPES)}."
     )
-    random_draft_shape: str | None = option(None, "add a draft model of this shape, with random weights")
-    whole: bool = option(False, "count rounds that read prompts, too, as for requests that come and go")
-    fresh: bool = option(False, "forget after every repeat what the length policy has measured")
-    fastest: bool = option(True, "measure plain decoding without bit-equal logits too")
+    random_draft_shape: str | None = option(None, "Add a draft model with random weights of this shape.")
+    whole: bool = option(False, "Include prompt processing, as for requests that come and go.")
+    fresh: bool = option(False, "Reset the length policy's measurements after every run.")
+    fastest: bool = option(True, "Also measure plain decoding without bit-equal logits.")
     trees: int | None = option(
-        None, "also measure each method's trees of about this many nodes; 0: none; by default only with all methods"
+        None, "Also measure trees of about this many nodes. Default: 8 with all methods, else none."
     )
 
     def __post_init__(self) -> None:
@@ -100,9 +100,9 @@ class BenchConfig:
         if self.prompt_set not in SETS and self.prompt_set not in WRITTEN:
             raise ConfigError(f"unknown prompt set {self.prompt_set!r}: choose one of {', '.join([*SETS, *WRITTEN])}")
         if self.prompt_set in WRITTEN and self.random_shape is not None:
-            raise ConfigError("random weights know no text: leave prompt_set out, or random_shape")
+            raise ConfigError("prompt_set {self.prompt_set} needs a real model: remove random_shape")
         if self.execute and self.prompt_set != HUMANEVAL:
-            raise ConfigError(f"execute runs the tests of {HUMANEVAL}: name that as prompt_set")
+            raise ConfigError(f"execute needs prompt_set {HUMANEVAL}")
         own = {"temperature", "max_tokens", "seed", "n"} & set(self.sampling)
         if own:
             raise ConfigError(f"sampling must not set {', '.join(sorted(own))}")
@@ -110,11 +110,11 @@ class BenchConfig:
         if unknown:
             raise ConfigError(f"sampling has unknown options {', '.join(sorted(unknown))}")
         if self.fresh and set(self.lengths) <= {"fixed"}:
-            raise ConfigError("fresh forgets what a length policy has measured, and fixed measures nothing")
+            raise ConfigError("fresh has no effect with length fixed: remove it")
         if self.sampling and self.peers:
-            raise ConfigError("sampling options are not passed on to peers: leave one of the two out")
+            raise ConfigError("peers do not support sampling options: remove sampling or peers")
         if self.whole and self.peers:
-            raise ConfigError("only decoding is timed where peers take part: leave whole or peers out")
+            raise ConfigError("whole does not support peers: remove one")
 
 
 @dataclass(frozen=True)
@@ -123,22 +123,24 @@ class CheckConfig:
 
     engine: dict[str, Any] = field(default_factory=dict)
     speculative: dict[str, Any] = field(default_factory=dict)
-    methods: Sequence[str] = _listed(
-        "methods", ("ngram", "draft_model"), f"methods, comma-separated, or all: {', '.join(drafters)}"
+    methods: Sequence[str] = option(
+        ("ngram", "draft_model"), f"Methods, comma-separated, or all: {', '.join(drafters)}.", commas="methods"
     )
-    trees: bool = option(True, "check hand-made trees too")
-    prompts: int = option(22, "prompts: sampling options and layouts take turns over them")
-    prompt_tokens: int = option(32, "tokens of a prompt")
-    max_tokens: int = option(24, "tokens of an answer")
-    temperatures: Sequence[float] = _listed("temperature", (0.0, 0.8), "temperatures")
+    trees: bool = option(True, "Also check hand-made trees.")
+    prompts: int = option(22, "Number of prompts. Sampling options and layouts rotate over them.")
+    prompt_tokens: int = option(32, "Tokens per prompt.")
+    max_tokens: int = option(24, "Tokens per answer.")
+    temperatures: Sequence[float] = option((0.0, 0.8), "Temperatures, comma-separated.", commas="temperature")
     page_sizes: Sequence[int | None] = (None, 16)
-    accepts: Sequence[str] = _listed(
-        "accept", ("coupled", "token"), "lossless rules whose distribution is tested, or all"
+    accepts: Sequence[str] = option(
+        ("coupled", "token"),
+        "Lossless rules whose output distribution is tested, comma-separated, or all.",
+        commas="accept",
     )
-    samples: int = option(SAMPLES, "answers per test of the output's distribution; 0: no such test")
-    concurrency: int = option(16, "requests decoded together")
-    prompt_set: str = option(HELD_OUT, f"prompts: {', '.join(SETS)}")
-    seed: int = option(0, "seed of prompts and sampling; -1: a random one")
+    samples: int = option(SAMPLES, "Answers per distribution test. 0: skip these tests.")
+    concurrency: int = option(16, "Number of requests decoded together.")
+    prompt_set: str = option(HELD_OUT, f"Prompt set: {', '.join(SETS)}.")
+    seed: int = option(0, "Seed of prompts and sampling. -1: a random one.")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", drawn(self.seed, 31))
@@ -148,33 +150,37 @@ class CheckConfig:
         check_within(self, {"prompts prompt_tokens max_tokens concurrency": COUNT, "samples": NOT_NEGATIVE})
         for name in ("temperatures", "page_sizes", *(("accepts",) if self.samples else ())):
             if not getattr(self, name):
-                raise ConfigError(f"{name} is empty: name at least one, or nothing is checked")
+                raise ConfigError(f"{name} must name at least one")
         if self.prompts < len(self.page_sizes):
-            raise ConfigError(f"layouts take turns over the prompts: {len(self.page_sizes)} prompts at least")
+            raise ConfigError(f"--prompts must be at least {len(self.page_sizes)}, one per layout")
         for rule in self.accepts:
             if not rules[rule].lossless:
-                raise ConfigError(f"rule {rule!r} is not lossless by design: there is nothing to check")
+                raise ConfigError(f"rule {rule!r} is not lossless: remove it")
         if not self.methods and not self.trees:
-            raise ConfigError("nothing to check: name at least one method, or leave the trees in")
+            raise ConfigError("nothing to check: add a method, or trees")
 
 
 @dataclass(frozen=True)
 class PlanConfig:
     """One plan."""
 
-    methods: Sequence[str] = _listed("methods", ("draft_model", "ngram"), f"candidates: {', '.join(drafters)}")
-    accept: str = option(SpeculativeConfig.accept, f"acceptance rule: {', '.join(rules)}")
-    temperature: float = option(0.0, "temperature of your requests")
-    concurrency: Sequence[int] = _listed("concurrency", (1,), "requests decoded together; several: a plan for each")
-    longest: int = option(8, "longest draft to consider, in tokens")
-    layer_trials: int = option(0, "how many subsets of the target's layers to try for layerskip, with forerun-lab")
-    trees: int = option(0, "plan trees of up to this many tokens, with forerun-lab")
-    prompts: int = option(4, "number of prompts")
-    prompt_tokens: int = option(64, "tokens of a prompt")
-    max_tokens: int = option(48, "tokens of an answer")
-    prompt_set: str = option(HELD_OUT, f"prompts: {', '.join(SETS)}")
-    prompts_file: Path | None = option(None, "take prompts from this file, one per line")
-    seed: int = option(0, "seed of prompts and sampling; -1: a random one")
+    methods: Sequence[str] = option(
+        ("draft_model", "ngram"), f"Methods to consider, comma-separated: {', '.join(drafters)}.", commas="methods"
+    )
+    accept: str = option(SpeculativeConfig.accept, f"Acceptance rule: {', '.join(rules)}.")
+    temperature: float = option(0.0, "Temperature of your requests.")
+    concurrency: Sequence[int] = option(
+        (1,), "Numbers of requests decoded together, comma-separated; a plan for each.", commas="concurrency"
+    )
+    longest: int = option(8, "Longest draft to consider, in tokens.")
+    layer_trials: int = option(0, "Number of layer subsets to try for layerskip. Needs forerun-lab.")
+    trees: int = option(0, "Plan trees of up to this many tokens. Needs forerun-lab.")
+    prompts: int = option(4, "Number of prompts.")
+    prompt_tokens: int = option(64, "Tokens per prompt.")
+    max_tokens: int = option(48, "Tokens per answer.")
+    prompt_set: str = option(HELD_OUT, f"Prompt set: {', '.join(SETS)}.")
+    prompts_file: Path | None = option(None, "Read prompts from this file, one per line.")
+    seed: int = option(0, "Seed of prompts and sampling. -1: a random one.")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "seed", drawn(self.seed, 31))

@@ -53,7 +53,7 @@ def method_configs(
             if count is not None:
                 if "num_speculative_tokens" in config:
                     raise ConfigError(
-                        f"num_speculative_tokens of {method!r} is given twice: as an option and in --spec-tokens"
+                        f"num_speculative_tokens of {method!r} is set twice: as an option and in --spec-tokens"
                     )
                 config["num_speculative_tokens"] = count
             if not every:
@@ -61,7 +61,7 @@ def method_configs(
             configs.append(config)
     for key in shared:
         if key not in used:
-            raise ConfigError(f"none of the methods {', '.join(methods)} has an option {key!r}")
+            raise ConfigError(f"no method of {', '.join(methods)} has an option {key!r}")
     return configs
 
 
@@ -82,7 +82,7 @@ def _options_of(method: str, options: Any) -> dict[str, Any]:
         raise ConfigError(f"the options of {method!r} must be a mapping, or some in a list, not {options!r}")
     for key in ("method", "accept", "length"):
         if key in options:
-            raise ConfigError(f"{key!r} is chosen for all methods alike: leave it out of the options of {method!r}")
+            raise ConfigError(f"{key!r} applies to all methods: remove it from the options of {method!r}")
     return dict(options)
 
 

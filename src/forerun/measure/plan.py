@@ -105,7 +105,7 @@ def check_options(options: Sequence[Mapping[str, Any]]) -> None:
     for item in options:
         for key in ("num_speculative_tokens", "tree"):
             if key in item:
-                raise ConfigError(f"plan finds out how many tokens to draft: leave {key!r} out")
+                raise ConfigError(f"plan chooses the number of draft tokens: remove {key!r}")
         if _parse(item, 1).num_speculative_tokens != 1:
             raise ConfigError(
                 f"plan finds out how many tokens to draft: the drafters of {item['method']!r} must not have "

@@ -80,7 +80,9 @@ def _windows(tokenizer: Any, count: int, length: int, source: random.Random) -> 
             result.append(tokens)
         if len(result) == count:
             return result
-    raise ConfigError(f"the held-out files give only {len(result)} prompts of {length} tokens: ask for shorter ones")
+    raise ConfigError(
+        f"the held-out files have only {len(result)} prompts of {length} tokens: lower --prompts or --prompt-tokens"
+    )
 
 
 def _repetitive(tokenizer: Any, count: int, length: int, source: random.Random) -> list[list[int]]:

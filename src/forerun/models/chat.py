@@ -56,7 +56,7 @@ def render_chat(
     messages, and for malformed calls and tools.
     """
     if chat_template is None and getattr(tokenizer, "chat_template", None) is None:
-        raise RequestError("this model has no chat template: give chat_template, or call generate with a prompt")
+        raise RequestError("this model has no chat template: pass chat_template, or use generate")
     if add_generation_prompt and continue_final_message:
         raise RequestError("continue_final_message continues the last message: set add_generation_prompt=False with it")
     taken = set(inspect.signature(tokenizer.apply_chat_template).parameters) & set(chat_template_kwargs or ())

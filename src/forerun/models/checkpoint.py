@@ -95,8 +95,8 @@ def find(folder: Path) -> Path:
     if (folder / ADAPTER).is_file():
         base = read_object(folder / ADAPTER).get("base_model_name_or_path")
         raise ModelError(
-            f"{folder} holds a LoRA adapter, no model: name {base or 'its base model'} as the model, and this folder "
-            "as its lora (--lora)"
+            f"{folder} is a LoRA adapter, not a model: use {base or 'its base model'} as the model and this "
+            "folder as --lora"
         )
     if (folder / CONFIG).is_file():
         return folder

@@ -149,7 +149,7 @@ class EncoderDecoder:
         if invariant and not self.invariant:
             raise ConfigError(
                 "an encoder-decoder's logits are bit-equal only where our kernels compute all of its layers (a CPU "
-                "with AVX2 or ARM64, and a C++ compiler): leave invariant out"
+                "with AVX2 or ARM64, and a C++ compiler): remove invariant"
             )
 
     def _exact(self) -> bool:
@@ -327,7 +327,7 @@ def load_encoder_decoder(requested: LoadRequest, config: Any, *, model_path: str
     says so; True raises ConfigError instead. Raises ConfigError for options that do not apply, and ModelError."""
     folder, on_cpu = requested.folder, requested.device.type == "cpu"
     if model_path == "hf":
-        raise ConfigError(f"{folder} is an encoder-decoder, which the native path alone runs: leave model_path out")
+        raise ConfigError(f"{folder} is an encoder-decoder, which only the native path supports: remove model_path")
     if requested.lora:
         raise ConfigError(f"{folder} is an encoder-decoder: adapters (lora) are merged into decoders")
     if ranks != 1:

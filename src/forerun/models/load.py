@@ -99,7 +99,9 @@ def _parse_quantization(
         return None if quantization == UNQUANTIZED else quantization, dtype, False
     requested = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if dtype not in (None, "auto") and requested is not DTYPES[quantization]:
-        raise ConfigError(f"quantization {quantization!r} is weights in {quantization}: leave dtype out, or set it so")
+        raise ConfigError(
+            f"quantization={quantization} conflicts with dtype={dtype}: remove dtype or set it to {quantization}"
+        )
     return None, quantization, True
 
 
@@ -109,7 +111,7 @@ def _uses_native(config: Any, folder: Path, model_path: str, feature: str | None
         raise ConfigError(f"unknown model_path {model_path!r}: choose one of {', '.join(PATHS)}")
     reason = refusal(config)
     if model_path == "native" and reason is not None:
-        raise ConfigError(f"the native path does not run {folder}: {reason}")
+        raise ConfigError(f"the native path does not support {folder}: {reason}")
     if reason is not None and config.model_type in ARCHITECTURES:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -260,7 +262,9 @@ def _load_ranks(requested: LoadRequest, config: Any, size: int) -> NativeModel:
     if size == 1:
         return load_shard(requested, config)
     if requested.quantization is not None:
-        raise ConfigError(f"tensor_parallel_size splits weights that are numbers: leave {requested.quantization} out")
+        raise ConfigError(
+            f"tensor parallelism does not support quantized weights: remove quantization={requested.quantization}"
+        )
     if requested.device.type == "cuda" and torch.cuda.device_count() < size:
         raise ConfigError(f"tensor_parallel_size {size} needs as many GPUs; there are {torch.cuda.device_count()}")
     split.check(bind(config), config, size)

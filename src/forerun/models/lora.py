@@ -102,7 +102,7 @@ def read(given: Sequence[str | Path] | str | Path | None) -> list[Adapter]:
 
 def _read(folder: Path, weight: float) -> Adapter:
     if not (folder / ADAPTER).is_file():
-        raise ModelError(f"{folder} is no LoRA adapter: it has no {ADAPTER}")
+        raise ModelError(f"{folder} is not a LoRA adapter: it has no {ADAPTER}")
     config = checkpoint.read_object(folder / ADAPTER)
     _check(folder, config)
     if not (folder / WEIGHTS).is_file():

@@ -42,13 +42,13 @@ def resolve(path_or_id: str | Path, *, revision: str | None = None, download_dir
     """
     text = str(path_or_id)
     if "\0" in text:
-        raise ModelError(f"{text!r} is not the name of a folder")
+        raise ModelError(f"{text!r} is not a folder name")
     if text.startswith(hub.PREFIX):
         return checkpoint.find(hub.download(hub.parse(text), revision, download_dir))
     path = expanded(text)
     local = text.startswith(BUNDLED) or text in KNOWN or gguf.is_gguf(path) or path.is_dir()
     if local and (revision or download_dir):
-        raise ConfigError(f"revision and download_dir are for models of the hub; {text} is here: leave them out")
+        raise ConfigError(f"revision and download_dir apply to hub models, but {text} is local: remove them")
     if text.startswith(BUNDLED):
         return pretrained.path(text.removeprefix(BUNDLED))
     if text in KNOWN:

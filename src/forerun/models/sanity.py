@@ -141,7 +141,7 @@ def has_encoder(config: Any) -> bool:
 def require_decoder(config: Any, folder: Path, command: str) -> None:
     """Raise ModelError if a command that works on decoders gets an encoder-decoder."""
     if has_encoder(config):
-        raise ModelError(f"{folder} is an encoder-decoder, and {command} works on decoders")
+        raise ModelError(f"{folder} is an encoder-decoder, but {command} supports decoders only")
 
 
 def check_config(config: Any, path: Path) -> None:
@@ -299,7 +299,7 @@ def check_ids(result: Any, vocabulary: int, path: Path) -> frozenset[int]:
     ids = result if isinstance(result, list) else [result]
     for token in ids:
         if not _is_integer(token) or token < 0:
-            raise ModelError(f"{path} cannot be used: eos_token_id {shown(token)} is no token id")
+            raise ModelError(f"{path} cannot be used: eos_token_id {shown(token)} is not a token id")
     return frozenset(token for token in ids if token < vocabulary)
 
 

@@ -19,6 +19,7 @@ from forerun.core.config import (
     check_types,
     check_within,
     convert_fields,
+    option,
     to_python,
 )
 from forerun.core.errors import ConfigError, shown
@@ -186,35 +187,43 @@ class SamplingParams:
         ConfigError: a value is out of range.
     """
 
-    n: int = 1  # number of answers, each with its own seed
-    temperature: float = 1.0  # 0, or less than 1e-05, takes the likeliest token; above, tokens are sampled
-    top_k: int = 0  # sample among the k likeliest tokens (0: all)
-    top_p: float = 1.0  # sample among the likeliest tokens that together have this probability
-    min_p: float = 0.0  # drop tokens less likely than this share of the likeliest one
-    seed: int | None = None  # the same seed gives the same text, with and without speculation, under the rule coupled
-    max_tokens: int | None = 16  # longest answer, in tokens
-    min_tokens: int = 0  # least length of an answer, in tokens
-    stop: str | Sequence[str] | None = None  # text that ends the answer
-    stop_token_ids: Sequence[int] | None = None  # token id that ends the answer
-    include_stop_str_in_output: bool = False  # keep the stop text
-    ignore_eos: bool = False  # go on after the end-of-text token
-    repetition_penalty: float = 1.0  # above 1: tokens of prompt and answer become less likely
-    presence_penalty: float = 0.0  # subtracted once from tokens of the answer
-    frequency_penalty: float = 0.0  # subtracted per occurrence in the answer
-    logit_bias: Mapping[int, float] | None = None  # added to logits: {token id: value}
-    allowed_token_ids: Sequence[int] | None = None
-    """the only token ids that may come; the end of the text is not among them unless it is named"""
-    bad_words: Sequence[str] | None = None  # text that must not appear, with or without a space before it
+    n: int = option(1, "Number of answers, each with its own seed.")
+    temperature: float = option(1.0, "Sampling temperature. 0, or less than 1e-05, is greedy.")
+    top_k: int = option(0, "Sample from the k likeliest tokens. 0: all.")
+    top_p: float = option(1.0, "Sample from the likeliest tokens whose probabilities add up to this.")
+    min_p: float = option(0.0, "Minimum probability of a token, relative to the likeliest one.")
+    seed: int | None = option(
+        None, "Random seed. The same seed gives the same text with and without speculation (rule coupled)."
+    )
+    max_tokens: int | None = option(16, "Maximum number of tokens in the answer.")
+    min_tokens: int = option(0, "Minimum number of tokens in the answer.")
+    stop: str | Sequence[str] | None = option(None, "Stop string.")
+    stop_token_ids: Sequence[int] | None = option(None, "Token id that stops the answer.")
+    include_stop_str_in_output: bool = option(False, "Keep the stop string in the answer.")
+    ignore_eos: bool = option(False, "Continue after the end-of-text token.")
+    repetition_penalty: float = option(
+        1.0, "Penalty for tokens of the prompt and answer. Above 1, they become less likely."
+    )
+    presence_penalty: float = option(0.0, "Subtracted once from logits of tokens that the answer already has.")
+    frequency_penalty: float = option(0.0, "Subtracted from logits for each occurrence in the answer.")
+    logit_bias: Mapping[int, float] | None = option(None, "Added to logits: {token id: value}.")
+    allowed_token_ids: Sequence[int] | None = option(
+        None, "Only these token ids may be generated. Include the EOS id if the answer may end."
+    )
+    bad_words: Sequence[str] | None = option(None, "Text that must not be generated, with or without a leading space.")
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not appear; the engine, which has the tokenizer, adds those of ``bad_words``."""
-    logprobs: int | None = None
-    """show each token's log-probability, and those of this many of the likeliest (see logprobs_mode)"""
-    prompt_logprobs: int | None = None  # the same for the prompt's tokens, always raw
-    truncate_prompt_tokens: int | None = None
-    """read only this many last tokens of the prompt; -1: as many as leave room for max_tokens (None: for one)"""
-    skip_special_tokens: bool = True  # leave special tokens out of the text
-    structured_outputs: Mapping[str, Any] | StructuredOutputsParams | None = None
-    """what the answer must look like: one of json, regex, choice, grammar, json_object"""
+    logprobs: int | None = option(
+        None, "Return log-probabilities of each token and of this many of the likeliest (see --logprobs-mode)."
+    )
+    prompt_logprobs: int | None = option(None, "Return the same for prompt tokens, always raw.")
+    truncate_prompt_tokens: int | None = option(
+        None, "Keep only this many tokens at the end of the prompt. -1: what leaves room for max_tokens."
+    )
+    skip_special_tokens: bool = option(True, "Remove special tokens from the text.")
+    structured_outputs: Mapping[str, Any] | StructuredOutputsParams | None = option(
+        None, "Constrain the answer: one of json, regex, choice, grammar, json_object."
+    )
 
     def __post_init__(self) -> None:
         convert_fields(self)
@@ -234,7 +243,7 @@ class SamplingParams:
         if allowed is not None:
             allowed = tuple(dict.fromkeys(_ids("allowed_token_ids", allowed)))
             if not allowed:
-                raise ConfigError("allowed_token_ids is empty, so that no token may come: name some, or leave it out")
+                raise ConfigError("allowed_token_ids must not be empty: add ids or remove it")
         object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
         banned = tuple(_ids("bad_words_ids", word) for word in _tuple("bad_words_ids", self.bad_words_ids))
         if not all(banned):
@@ -282,7 +291,7 @@ class SamplingParams:
         unknown = set(changes) - set(self.names())
         if unknown:
             raise ConfigError(
-                f"SamplingParams has no field {sorted(unknown)[0]!r}: there are {', '.join(self.names())}"
+                f"SamplingParams has no field {sorted(unknown)[0]!r}: choose one of {', '.join(self.names())}"
             )
         return replace(self, **changes)
 
@@ -317,9 +326,9 @@ class BeamSearchParams:
         check_within(self, BEAM_LIMITS)
         check_types(BeamSearchParams, vars(self))
         if self.n > self.beam_width:
-            raise ConfigError(f"num_return_sequences is {self.n}; there are {self.beam_width} beams")
+            raise ConfigError(f"num_return_sequences {self.n} exceeds beam_width {self.beam_width}")
         if isinstance(self.temperature, bool) or self.temperature != 0:
-            raise ConfigError(f"beams are not sampled: temperature must be 0, not {shown(self.temperature)}")
+            raise ConfigError(f"beam search does not sample: temperature must be 0, not {shown(self.temperature)}")
         if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
             raise ConfigError(f"early_stopping must be true, false or 'never', not {shown(self.early_stopping)}")
 

@@ -121,7 +121,7 @@ class Server:
     async def completion(self, body: CompletionRequest, request_id: str) -> Reply:
         prompt_only = body.max_tokens == 0
         if body.echo and body.stream and body.logprobs is not None:
-            raise ApiError(400, "echo with logprobs does not stream: remove stream, echo or logprobs", param="echo")
+            raise ApiError(400, "streaming does not support echo with logprobs: remove one", param="echo")
         if prompt_only and not body.echo:
             message = "max_tokens is 0: ask for a token, or for the prompt alone with echo: true"
             raise ApiError(400, message, param="max_tokens")
@@ -165,7 +165,7 @@ class Server:
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = body.sampling(logprobs=logprobs, max_tokens=limit, prompt_logprobs=None)
         if tools and isinstance(params, BeamSearchParams):
-            raise ConfigError("beams call no tools: leave tools out, or use_beam_search")
+            raise ConfigError("beam search cannot call tools: remove tools or use_beam_search")
         special = self.text.special_markers(tools=bool(tools))
         if isinstance(params, SamplingParams):
             grammar = tool_grammar(body, self.text.tool_format, special) if tools else None
@@ -333,7 +333,7 @@ def _generation_routes(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/embeddings", responses=responses(404))
     async def embeddings() -> None:
-        raise ApiError(404, "there are no embeddings here: this server's model generates text", code="no_embeddings")
+        raise ApiError(404, "embeddings are not supported: the model generates text", code="no_embeddings")
 
     @app.post("/tokenize", responses=responses(*BODY, answer=answers.Tokens))
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:

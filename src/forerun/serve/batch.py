@@ -109,7 +109,7 @@ class Answers:
         if not source.is_file():
             raise ConfigError(f"cannot read {source}: there is no such file")
         if path.exists() and path.samefile(source):
-            raise ConfigError(f"{path} is the file of requests: give another --out")
+            raise ConfigError(f"{path} is the input file: choose another --out")
         try:
             self.file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | BINARY, 0o644), "r+b")
         except OSError as error:
@@ -138,12 +138,14 @@ class Answers:
             except (ValueError, KeyError, TypeError):
                 name = None
             if not isinstance(name, str):
-                raise ConfigError(f"{path} holds something else than answers: give another --out")
+                raise ConfigError(f"{path} does not contain batch answers: choose another --out")
             self.answered.add(name)
             end += len(raw)
         others = self.answered - {line.id for line in lines(source)}
         if others:
-            raise ConfigError(f"{path} has {len(others)} answers to lines that are not in {source}: give another --out")
+            raise ConfigError(
+                f"{path} has {len(others)} answers to lines that are not in {source}: choose another --out"
+            )
         self.file.seek(end)
         self.file.truncate()
 
@@ -158,7 +160,7 @@ class Answers:
             self.file.write(json.dumps(answer, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
             self.file.flush()
         except OSError as error:
-            raise ConfigError(f"cannot write {self.path}: {error.strerror}; the same command goes on") from error
+            raise ConfigError(f"cannot write {self.path}: {error.strerror}; the same command resumes") from error
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # ``write`` has reported it

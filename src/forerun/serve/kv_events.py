@@ -50,7 +50,7 @@ class KVEvents:
     def publish(self, tree: PrefixTree | None) -> None:
         """Publish from now on what enters and leaves ``tree``. Raises ConfigError if prefixes are not cached."""
         if tree is None:
-            raise ConfigError("there are no cached prefixes to publish: leave prefix_caching on")
+            raise ConfigError("KV events need prefix caching: remove --no-prefix-caching")
         self.block_size = tree.pages.page_size
         tree.listener = self
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from forerun.core.config import COUNT, Within, check_within
+from forerun.core.config import COUNT, Within, check_within, option
 from forerun.core.errors import ConfigError
 from forerun.core.folders import expanded
 
@@ -22,32 +22,23 @@ API_KEY_VARIABLE = "FORERUN_API_KEY"
 class ServerOptions:
     """How the server treats its clients. Sizes are in bytes, times in seconds."""
 
-    served_model_name: str = "forerun"
-    """the model's name in requests and answers"""
-    aliases: Sequence[str] = ()
-    """other names that requests may call it by"""
-    api_key: str | None = None
-    """bearer token of clients (or the variable FORERUN_API_KEY)"""
-    allowed_host: Sequence[str] | None = ()
-    """host name under which the server may be reached, beside loopback names"""
-    allowed_origin: Sequence[str] = ()
-    """origin whose web pages may use the API, or *"""
-    chat_template: str | None = None
-    """Jinja template that replaces the checkpoint's"""
-    max_body_bytes: int = 4 << 20
-    """largest request"""
-    body_timeout: float = 60.0
-    """seconds for a request's body to arrive"""
-    request_timeout: float = 600.0
-    """seconds from arrival to the last token"""
-    response_memory: int = 64 << 20
-    """bytes of answers of /v1/responses to keep"""
-    strict: bool = False
-    """refuse requests with unknown fields, which are otherwise ignored, and named in the header Forerun-Ignored"""
-    any_model_name: bool = False
-    """serve requests whatever model they name"""
-    metrics_names: str = "forerun"
-    """forerun or vllm: the latter adds vLLM's metric names, for gateways that read them"""
+    served_model_name: str = option("forerun", "Model name in requests and responses.")
+    aliases: Sequence[str] = option((), "Further names of the model in requests.")
+    api_key: str | None = option(None, "Bearer token that clients must send (or set FORERUN_API_KEY).")
+    allowed_host: Sequence[str] | None = option(
+        (), "Host name by which clients may reach the server, besides loopback names."
+    )
+    allowed_origin: Sequence[str] = option((), "Origin whose web pages may use the API, or *.")
+    chat_template: str | None = option(None, "Jinja template to use instead of the checkpoint's.")
+    max_body_bytes: int = option(4 << 20, "Maximum size of a request body, in bytes.")
+    body_timeout: float = option(60.0, "Seconds to wait for a request body.")
+    request_timeout: float = option(600.0, "Maximum seconds per request, from arrival to its last token.")
+    response_memory: int = option(64 << 20, "Memory for stored answers of /v1/responses, in bytes.")
+    strict: bool = option(
+        False, "Refuse requests with unknown fields. Default: ignore them and name them in the header Forerun-Ignored."
+    )
+    any_model_name: bool = option(False, "Serve requests whatever model they name.")
+    metrics_names: str = option("forerun", "Metric names: forerun, or vllm to add vLLM's for gateways that read them.")
 
     def __post_init__(self) -> None:
         check_within(self, {
@@ -61,10 +52,7 @@ class ServerOptions:
         for origin in self.allowed_origin:
             checked_origin(origin)
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
-            raise ConfigError(
-                "the API key is empty, or begins or ends with white space, which clients cannot send: "
-                "give another, or none to serve without"
-            )
+            raise ConfigError("the API key must not be empty, nor begin or end with white space: change or remove it")
 
     def named_after(self, model: str) -> ServerOptions:
         """Returns the options with names made of a model's name or path, unless a name was given."""
@@ -78,14 +66,10 @@ class ServerOptions:
 class ConnectionLimits:
     """What clients may keep open, and for how long. Sizes are in bytes, times in seconds."""
 
-    max_header_bytes: int = 32768
-    """largest request line and headers together"""  # and trailers; twice as many are always refused
-    header_timeout: float = 10.0
-    """seconds for the headers to arrive"""
-    max_connections: int = 1024
-    """open connections; then idle ones are closed"""
-    write_timeout: float = 600.0
-    """seconds in which a client must take something of an answer"""
+    max_header_bytes: int = option(32768, "Maximum size of the request line and headers, in bytes.")
+    header_timeout: float = option(10.0, "Seconds to wait for request headers.")
+    max_connections: int = option(1024, "Maximum number of open connections. Beyond it, idle ones are closed.")
+    write_timeout: float = option(600.0, "Seconds after which a client that reads nothing is disconnected.")
 
     def __post_init__(self) -> None:
         check_within(self, {
@@ -111,7 +95,7 @@ def checked_host(given: str) -> str:
     """Returns the ``host_name`` of an option. Raises ConfigError if it is none."""
     name = host_name(given)
     if name is None:
-        raise ConfigError(f"{given!r} is no name that a request may be sent to: give a host name or an IP address")
+        raise ConfigError(f"{given!r} is not a host name or an IP address")
     return name
 
 
@@ -152,5 +136,5 @@ def checked_origin(given: str) -> str:
     """Returns an origin as browsers write it. Raises ConfigError if it is none."""
     origin = given.strip().rstrip("/").lower()
     if origin != "*" and not ORIGIN.fullmatch(origin):
-        raise ConfigError(f"{given!r} is no origin: give one such as https://app.example.com, or * for any")
+        raise ConfigError(f"{given!r} is not an origin: use one like https://app.example.com, or * for any")
     return origin

@@ -258,7 +258,7 @@ class ResponseRequest(Sampled):
         if self.top_logprobs is not None and not self.wants_logprobs:
             raise ValueError(f"top_logprobs goes with include: ['{LOGPROBS}']")
         if self.wants_logprobs and self.functions and self.tool_choice != "none":
-            raise ValueError("log-probabilities come without tools: leave one of them out")
+            raise ValueError("tools do not support log-probabilities: remove one")
         return self
 
     @property

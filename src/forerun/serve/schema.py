@@ -74,7 +74,7 @@ def _absent(why: str, value: Any) -> None:
 
 
 NOTHING = WithJsonSchema({"enum": [None, "", [], {}]})
-Absent = Annotated[None, BeforeValidator(partial(_absent, "this server does not support it: leave it out")), NOTHING]
+Absent = Annotated[None, BeforeValidator(partial(_absent, "this server does not support it: remove it")), NOTHING]
 """A field of OpenAI's that is not supported: it may only be empty."""
 Replaced = Annotated[
     None, BeforeValidator(partial(_absent, "functions are called tools now: send tools, tool_choice and tool_calls")),
@@ -461,18 +461,18 @@ class Generation(Sampled):
         if guided:
             sources.append(guided)
         if len(sources) > 1:
-            raise ConfigError("response_format, structured_outputs and guided_* exclude each other: give one of them")
+            raise ConfigError("response_format, structured_outputs and guided_* conflict: remove all but one")
         return StructuredOutputsParams(**sources[0]) if sources else None
 
     def beam_search(self, max_tokens: int | None) -> BeamSearchParams:
         """Returns the engine's options for beam search. Raises ConfigError for those of sampling."""
         for name in self.model_fields_set & SAMPLED:
             if getattr(self, name) != Generation.model_fields[name].get_default(call_default_factory=True):
-                raise ConfigError(f"beams are not sampled: leave {name} out, or use_beam_search")
+                raise ConfigError(f"beam search does not sample: remove {name} or use_beam_search")
         if "temperature" in self.model_fields_set and self.temperature != 0:
-            raise ConfigError(f"beams are not sampled: temperature must be 0 or left out, not {self.temperature:g}")
+            raise ConfigError(f"beam search does not sample: temperature must be 0 or unset, not {self.temperature:g}")
         if self.structured() is not None:
-            raise ConfigError(f"beams follow no grammar: leave {self.shape_field} out, or use_beam_search")
+            raise ConfigError(f"beam search does not support grammars: remove {self.shape_field} or use_beam_search")
         return BeamSearchParams(
             self.n,
             max_tokens or UNLIMITED,
@@ -486,7 +486,7 @@ class Generation(Sampled):
         """Returns the engine's options. Raises ConfigError for a combination that makes no sense."""
         if self.use_beam_search:
             if logprobs is not None or prompt_logprobs is not None:
-                raise ConfigError("beams come without log-probabilities: leave logprobs out, or use_beam_search")
+                raise ConfigError("beam search does not return log-probabilities: remove logprobs or use_beam_search")
             return self.beam_search(max_tokens)
         given = {name: getattr(self, name) for name in SamplingParams.names() if name in Generation.model_fields}
         given |= {"max_tokens": max_tokens, "logprobs": logprobs, "prompt_logprobs": prompt_logprobs}
@@ -507,7 +507,7 @@ class CompletionRequest(Generation):
     @model_validator(mode="after")
     def _check_best_of(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != self.n:
-            raise ValueError("best_of is not supported: ask for n answers and choose among them")
+            raise ValueError("best_of is not supported: use n")
         return self
 
 
@@ -540,7 +540,7 @@ class ChatRequest(Generation):
     def _check_choice(cls, choice: Any, given: ValidationInfo) -> Any:
         tools: list[Tool] = given.data.get("tools") or []
         if choice not in (None, "none", "auto") and not tools:
-            raise ValueError("there are no tools to choose from: send tools")
+            raise ValueError("tool_choice needs tools: send tools")
         if isinstance(choice, Chosen) and choice.function.name not in [tool.function.name for tool in tools]:
             raise ValueError(f"there is no tool {choice.function.name!r} among tools")
         return choice
@@ -580,7 +580,7 @@ class ChatRequest(Generation):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs goes with logprobs: true")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise ValueError("max_tokens and max_completion_tokens are the same: give one of them")
+            raise ValueError("max_tokens conflicts with max_completion_tokens: remove one")
         return self
 
 
@@ -594,7 +594,7 @@ class TokenizeRequest(Body):
     @model_validator(mode="after")
     def _check_source(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise ValueError("send either prompt or messages")
         if self.tools is not None and self.messages is None:
             raise ValueError("tools go with messages")
         return self

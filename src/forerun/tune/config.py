@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from forerun.core.config import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, Within, check_within
+from forerun.core.config import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, Within, check_within, option
 from forerun.core.errors import ConfigError
 from forerun.core.folders import expanded
 from forerun.models.kinds import UNQUANTIZED
@@ -27,22 +27,25 @@ class TuneConfig:
 
     model: str
     out: Path
-    hours: float = 0.75  # hours for the whole run
-    data: Path | None = None  # your own prompts, chats or texts: a JSONL or text file, or a folder of them
-    text: Path | None = None  # text written earlier (a tuned folder's text.safetensors), instead of new text
-    quantization: str | None = None  # form of the model's weights, as they will be served: int8_rows, or none
-    train: tuple[str, ...] = ("eagle",)
-    """what to train: eagle, or none; with forerun-lab medusa, parallel, dflash, draft_model"""
-    cpu_minutes: float | None = None  # processor time for training each of them; none: a share of hours
-    rows: int = 8192  # how many tokens, the commonest, a head may draft
-    min_tokens: int = 20_000  # with less text, nothing is trained: only drafters without a model are compared
-    max_tokens: int = 2_000_000  # most tokens of text that the model writes
-    answer: int = 256  # most tokens of an answer
-    probe: int = 16  # held-out prompts for comparing methods
-    probe_tokens: int = 48  # tokens of the answers to them
-    seed: int = 0  # random seed
-    threads: int = 0  # CPU threads; 0 leaves torch's choice
-    progress: bool = True  # show progress bars
+    hours: float = option(0.75, "Time limit of the whole run, in hours.")
+    data: Path | None = option(None, "Your prompts, chats or texts: a JSONL or text file, or a folder of them.")
+    text: Path | None = option(None, "Train on this text of an earlier run (text.safetensors) instead of generating.")
+    quantization: str | None = option(
+        None, "Quantization of the target's weights, as they will be served: int8_rows or none."
+    )
+    train: tuple[str, ...] = option(
+        ("eagle",), "Head to train: eagle or none. With forerun-lab also medusa, parallel, dflash, draft_model."
+    )
+    cpu_minutes: float | None = option(None, "CPU time for training each head. Default: a share of --hours.")
+    rows: int = option(8192, "Vocabulary size of the head: this many of the commonest tokens.")
+    min_tokens: int = option(20_000, "Train nothing with fewer tokens of text than this.")
+    max_tokens: int = option(2_000_000, "Maximum number of tokens of training text to generate.")
+    answer: int = option(256, "Maximum tokens per generated answer.")
+    probe: int = option(16, "Number of held-out prompts for comparing methods.")
+    probe_tokens: int = option(48, "Tokens per answer in the comparison.")
+    seed: int = option(0, "Random seed.")
+    threads: int = option(0, "CPU threads. 0: torch's default.")
+    progress: bool = option(True, "Show progress bars.")
 
     def __post_init__(self) -> None:
         kinds = tuple(dict.fromkeys(self.train))
@@ -50,20 +53,20 @@ class TuneConfig:
         unknown = [name for name in self.train if name not in TRAINED]
         if unknown:
             raise ConfigError(
-                f"nothing called {unknown[0]!r} is trained: choose among {', '.join(TRAINED)}, or none alone"
+                f"unknown head {unknown[0]!r} in --train: choose from {', '.join(TRAINED)}, or none alone"
             )
         if self.quantization == UNQUANTIZED:
             object.__setattr__(self, "quantization", None)
         if self.text is not None and not self.text.is_file():
             raise ConfigError(f"there is no text in {self.text}")
         if self.text is not None and self.text.resolve() == (self.out / TEXTS).resolve():
-            raise ConfigError(f"{self.text} is what a tuning into {self.out} writes: choose another --out, or copy it")
+            raise ConfigError(f"{self.text} would be overwritten by --out {self.out}: choose another --out")
         if self.text is not None and self.data is not None:
-            raise ConfigError("nothing is written beside a given text, so data has no use: leave one of them out")
+            raise ConfigError("--data has no effect with --text: remove one")
         if self.text is not None and not self.train:
-            raise ConfigError("text is to be learnt from, and with train none nothing learns: leave one of them out")
+            raise ConfigError("--text has no effect with --train none: remove one")
         if self.cpu_minutes is not None and not self.train:
-            raise ConfigError("cpu_minutes is time to learn, and with train none nothing learns: leave one of them out")
+            raise ConfigError("--cpu-minutes has no effect with --train none: remove one")
         check_within(self, {
             "hours cpu_minutes": POSITIVE,
             "rows min_tokens max_tokens answer probe probe_tokens": Within(least=2, whole=True),
@@ -91,11 +94,13 @@ class PairConfig:
     model: str
     draft: str
     """kept as an absolute path if it is one, so that it is found wherever the result is used"""
-    minutes: float = 10.0  # minutes for --draft
-    temperatures: Sequence[float] = field(default=(0.0, 0.7), metadata={"commas": "temperature"})
-    """temperatures of your requests, comma-separated"""
-    concurrency: Sequence[int] = field(default=(1,), metadata={"commas": "concurrency"})
-    """requests decoded together, comma-separated"""
+    minutes: float = option(10.0, "Time limit of --draft, in minutes.")
+    temperatures: Sequence[float] = option(
+        (0.0, 0.7), "Temperatures of your requests, comma-separated.", commas="temperature"
+    )
+    concurrency: Sequence[int] = option(
+        (1,), "Numbers of requests decoded together, comma-separated.", commas="concurrency"
+    )
     quantization: str | None = None
     answer: int = 64
     seed: int = 0

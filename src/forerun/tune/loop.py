@@ -116,8 +116,8 @@ def run(
         save_checkpoint(settings.out / CHECKPOINT, model, optimizers, state)
     if state.tokens < settings.tokens:
         raise Stopped(
-            f"stopped after {state.tokens:,} of {settings.tokens:,} tokens, all of them saved in {settings.out}: the "
-            "same command goes on from there"
+            f"stopped after {state.tokens:,} of {settings.tokens:,} tokens, saved in {settings.out}: the same "
+            "command resumes"
         )
     return state
 

@@ -128,7 +128,7 @@ class DraftVariant:
 def tune_pair(config: PairConfig, out: Path, say: Callable[[str], None] = lambda line: None) -> Path:
     """Search, and write the result into the folder ``out``. Raises ForerunError subclasses."""
     if _holds_another_tuning(out, config.draft):
-        raise ConfigError(f"{out} holds another tuning; name another --out, or remove it")
+        raise ConfigError(f"{out} has another tuning: choose another --out or remove it")
     result = search(config, say)
     out.mkdir(parents=True, exist_ok=True)
     (out / REPORT).write_text(pair_page(config.model, result), encoding="utf-8")

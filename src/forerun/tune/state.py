@@ -38,7 +38,7 @@ class TuneState:
             result = json.loads(self.path.read_text(encoding="utf-8"))
             self.marks, self.seconds, self.results = result["marks"], result["seconds"], result["results"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ConfigError(f"{self.path} cannot be read ({error}): name another --out, or remove it") from error
+            raise ConfigError(f"{self.path} cannot be read ({error}): choose another --out or remove it") from error
         if not self.results:  # no stage has ended
             self.marks = marks
         for name, value in marks.items():
@@ -47,7 +47,7 @@ class TuneState:
                 hashed = name in ("data", "text")  # a hash is of no use in a message
                 which = f"another {name}" + ("" if hashed else f": {saved}, not {value}")
                 which = f"no {name}" if hashed and saved is None else which
-                raise ConfigError(f"{folder.parent} holds a tuning with {which}; name another --out, or remove it")
+                raise ConfigError(f"{folder.parent} has a tuning with {which}: choose another --out or remove it")
 
     def _save(self) -> None:
         content = {"marks": self.marks, "seconds": self.seconds, "results": self.results}

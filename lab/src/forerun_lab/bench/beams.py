@@ -152,7 +152,7 @@ def ctranslate2_search(llm: LLM, python: str) -> tuple[Worker, Search]:
     ConfigError."""
     info = llm.model.info
     if info.encoder is None:
-        raise ConfigError("the ctranslate2 peer searches encoder-decoders' beams: leave it out")
+        raise ConfigError("the ctranslate2 peer supports encoder-decoders only: remove it")
     threads = torch.get_num_threads()
     worker = started("ctranslate2", python, threads, tempfile.TemporaryDirectory(prefix="forerun-peer-"))
     try:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from forerun_lab.load.costs import LoadCosts
     from forerun_lab.load.replica import Limits
 
-LOAD = Flags("load", flags_of(LoadOptions, "A load, and how many replicas it takes"))
+LOAD = Flags("load", flags_of(LoadOptions, "Load and replicas"))
 WITHOUT_LOAD = ("concurrency", "longest", "layer_trials", "trees", "prompts")
 LOADED = ("prompt_tokens", "max_tokens", "seed")
 """Options of a plan that say what a random load is."""
@@ -60,9 +60,9 @@ def plan_load(options: LoadOptions, load: Load, setting: LoadSetting) -> dict[st
 
     measuring = [*setting.engine, *(name for name in setting.set_options if name not in LOADED)]
     for name in measuring if options.costs is not None else ():
-        raise ConfigError(f"--costs says what runs: leave --{name.replace('_', '-')} out")
+        raise ConfigError(f"--costs conflicts with --{name.replace('_', '-')}: remove one")
     costs, limits, about = _measure(load, setting) if options.costs is None else read_costs(options.costs)
-    added = {name: getattr(options, name) for name in ("outside", "telling")}
+    added = {name: getattr(options, name) for name in ("outside", "request_overhead")}
     costs = replace(costs, **{name: value for name, value in added.items() if value is not None})
     targets = Targets(options.ttft_p95, options.tpot_p95, options.latency_p95)
     result = run(costs, limits, load.within(limits.positions), targets, options.replicas, options.router)

@@ -37,13 +37,13 @@ class LoadCosts:
 
     ``ways[0]`` is plain decoding. ``prompt`` is a prefill round by its tokens; each of them costs ``deep`` more for
     each token before it. A request spends ``outside`` on its way to the engine and back. Sending tokens adds
-    ``telling`` to a round for each request that gets some."""
+    ``request_overhead`` to a round for each request that gets some."""
 
     ways: Sequence[Way]
     prompt: Curve
     deep: float = 0.0
     outside: float = 0.0
-    telling: float = 0.0
+    request_overhead: float = 0.0
     _best: dict[int, Way] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def best(self, decoding: int) -> Way:
@@ -66,7 +66,7 @@ class LoadCosts:
         deep = self.deep * prompt_tokens * depth
         if not decoding:
             return self.prompt(prompt_tokens) + deep
-        decoded = way.seconds(decoding) + self.telling * decoding
+        decoded = way.seconds(decoding) + self.request_overhead * decoding
         if not prompt_tokens:
             return decoded
         rows = decoding * (1 + way.k)
@@ -86,14 +86,14 @@ class LoadCosts:
         counts = list(self.ways[0].seconds.points)
         switched = {count: _name(self.best(count)) for count in counts}
         reported: dict[str, Any] = {"ways": ways, "switched": switched, "prompt_seconds": self.prompt.points}
-        return reported | {"deep": self.deep, "outside": self.outside, "telling": self.telling}
+        return reported | {"deep": self.deep, "outside": self.outside, "request_overhead": self.request_overhead}
 
     @classmethod
     def from_report(cls, result: Mapping[str, Any]) -> LoadCosts:
         """The inverse of ``describe``, also from JSON. Raises ConfigError for anything else."""
         try:
             ways = [_way(way) for way in result["ways"]]
-            added = {name: _least(result[name]) for name in ("deep", "outside", "telling")}
+            added = {name: _least(result[name]) for name in ("deep", "outside", "request_overhead")}
             made = cls(ways, _curve(result["prompt_seconds"]), **added)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ConfigError(f"these are not the costs of a plan: {one_line(error)}") from None

@@ -18,19 +18,21 @@ MOST = 10_000
 class LoadOptions:
     """Each is a flag of ``forerun plan``."""
 
-    load: Path | None = option(None, f"trace file, on each line JSON with {', '.join(KEYS[:3])} (docs/plan.md)")
-    rate: float | None = option(None, "random requests a second, of --prompt-tokens and --max-tokens; no trace")
-    spread: float = option(0.5, "of the lengths of --rate: standard deviation over mean")
-    shared_prefix: float = option(0.0, "share of their prompts' tokens that others have, too")
-    prefixes: int = option(16, "how many beginnings they share")
-    replicas: int | None = option(None, "predict this many; none: find how many it takes")
-    router: str = option("affine", "where requests go: affine (as serve does) or random")
-    ttft_p95: float | None = option(None, "most seconds to the first token, for 95 %")
-    tpot_p95: float | None = option(None, "most seconds for each further token, for 95 %")
-    latency_p95: float | None = option(None, "most seconds to the last token, for 95 %")
-    costs: Path | None = option(None, "costs of an earlier plan (its --json), so that nothing is measured")
-    outside: float | None = option(None, "seconds that a request spends outside the engine")
-    telling: float | None = option(None, "seconds that each request with new tokens adds to a round")
+    load: Path | None = option(None, f"Trace file: JSON lines with {', '.join(KEYS[:3])} (docs/plan.md).")
+    rate: float | None = option(
+        None, "Random requests per second, of --prompt-tokens and --max-tokens, instead of a trace."
+    )
+    spread: float = option(0.5, "Coefficient of variation of the lengths of --rate.")
+    shared_prefix: float = option(0.0, "Share of prompt tokens that belong to a shared prefix.")
+    prefixes: int = option(16, "Number of shared prefixes.")
+    replicas: int | None = option(None, "Predict this many replicas. Default: find the number that the load needs.")
+    router: str = option("affine", "Routing of requests: affine (as forerun serve) or random.")
+    ttft_p95: float | None = option(None, "Limit of the 95th percentile of time to first token, in seconds.")
+    tpot_p95: float | None = option(None, "Limit of the 95th percentile of time per further token, in seconds.")
+    latency_p95: float | None = option(None, "Limit of the 95th percentile of time to the last token, in seconds.")
+    costs: Path | None = option(None, "Take costs from an earlier plan's --json output instead of measuring.")
+    outside: float | None = option(None, "Seconds that a request spends outside the engine.")
+    request_overhead: float | None = option(None, "Host seconds per active request and step.")
 
     def __post_init__(self) -> None:
         if self.load is not None and self.rate is not None:
@@ -43,7 +45,7 @@ class LoadOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"--{name.replace('_', '-')} must be seconds above 0, not {value!r}")
-        for name in ("outside", "telling"):
+        for name in ("outside", "request_overhead"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ConfigError(f"--{name} must be seconds, 0 or more, not {value!r}")

@@ -21,7 +21,7 @@ def peer_contenders(names: Sequence[str], llm: LLM, draft: str | None, sequences
     answered together. Raises ConfigError for an unknown peer, for one that is not installed, and for a model with
     adapters."""
     if names and llm.model.info.lora:
-        raise ConfigError("peers run the model without adapters: leave lora out, or the peers")
+        raise ConfigError("peers do not support adapters: remove lora or peers")
     result: list[Contender] = []
     for entry in names:
         name, _, runs = entry.partition("=")

@@ -12,18 +12,18 @@ from forerun.cli.console import out
 
 
 def reproduce(
-    folder: Annotated[Path, typer.Option("--out", help="folder for tables, trained models and the page")] = Path(
+    folder: Annotated[Path, typer.Option("--out", help="Folder for tables, trained models and the page.")] = Path(
         "reproduction"
     ),
-    only: Annotated[str, typer.Option(help="tables, comma-separated (lab/notebook/reproduction.md names them)")] = "",
+    only: Annotated[str, typer.Option(help="Tables, comma-separated (see lab/notebook/reproduction.md).")] = "",
     *,
-    again: Annotated[bool, typer.Option(help="make them again though they are there")] = False,
-    quick: Annotated[bool, typer.Option(help="only what takes seconds")] = False,
-    tokens: Annotated[int, typer.Option(help="the target's own tokens behind every acceptance rate")] = 10_000,
-    minutes: Annotated[float, typer.Option(help="minutes that each model of a pair trains")] = 20.0,
-    threads: Annotated[int, typer.Option(help="CPU threads")] = 1,
+    again: Annotated[bool, typer.Option(help="Reproduce finished tables again.")] = False,
+    quick: Annotated[bool, typer.Option(help="Only tables that take seconds.")] = False,
+    tokens: Annotated[int, typer.Option(help="Target tokens per acceptance rate.")] = 10_000,
+    minutes: Annotated[float, typer.Option(help="Training time of each model, in minutes.")] = 20.0,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
 ) -> int:
-    """Make the references' tables, figures and examples again, beside what they print; Ctrl-C keeps what is there."""
+    """Reproduce the papers' tables next to the published values. Ctrl-C keeps finished ones."""
     import torch
 
     from forerun.core.errors import ConfigError

@@ -23,7 +23,7 @@ from forerun_lab.train.config import (
     TargetConfig,
 )
 
-app = typer.Typer(help="Train a target, or what speculates for it.", rich_markup_mode="rich")
+app = typer.Typer(help="Train a target model or a drafter.", rich_markup_mode="rich")
 
 
 @app.callback(invoke_without_command=True)
@@ -103,7 +103,7 @@ app.command("medusa2", cls=PlainHelp)(
     command(
         JointConfig,
         "joint:train_joint",
-        "Train medusa heads together with a copy of their target; OUT/target is then the model, OUT/head its head.",
+        "Train medusa heads jointly with a copy of the target. Writes OUT/target and OUT/head.",
         sized=False,
     )
 )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forerun.core.config import option
 from forerun.core.errors import ConfigError
 from forerun.measure.prompts import standard_library
 from forerun.tune.config import LoopSettings
@@ -21,12 +22,12 @@ LOSS_NAMES = ("kl", "lk", "tv_ce")
 class ModelShape:
     """Size of a Llama model with tied embeddings."""
 
-    hidden_size: int = 384
-    layers: int = 6
-    heads: int = 6
-    kv_heads: int = 2
-    intermediate_size: int = 1024
-    positions: int = 2048  # longest context
+    hidden_size: int = option(384, "Hidden size.")
+    layers: int = option(6, "Number of layers.")
+    heads: int = option(6, "Number of attention heads.")
+    kv_heads: int = option(2, "Number of key/value heads.")
+    intermediate_size: int = option(1024, "Intermediate size of the MLP.")
+    positions: int = option(2048, "Maximum context length, in tokens.")
 
     def __post_init__(self) -> None:
         if min(asdict(self).values()) < 1:
@@ -63,23 +64,23 @@ class ModelShape:
 class RunConfig:
     """Options that all training commands share. Counts are in tokens unless they say otherwise."""
 
-    out: Path  # folder of the finished model; its `run` folder holds what a run needs to go on
-    corpus: Path = field(default_factory=standard_library)  # folder of text files, or one file
-    held_out: int | None = None  # files that are not trained on; none means 25, or a tenth of fewer than 250
+    out: Path = option(MISSING, "Folder for the finished model. Its run folder keeps what resuming needs.")
+    corpus: Path = field(default_factory=standard_library, metadata={"help": "Folder of text files, or one file."})
+    held_out: int | None = option(None, "Files to exclude from training. Default: 25, or a tenth of fewer than 250.")
     shape: ModelShape = field(default_factory=ModelShape)
-    tokens: int = 9_000_000  # length of the run; on resume a smaller number starts the decay earlier
-    batch_tokens: int = 4096  # tokens of one optimizer step
-    length: int = 512  # tokens of a training sequence
-    long_share: float = 0.1  # share of the run in sequences as long as the context
-    decay_share: float = 0.65  # share of the run over which the learning rates fall to zero
-    matrix_lr: float = 0.006  # peak learning rate of hidden matrices (Muon)
-    lr: float = 2e-3  # peak learning rate of everything else (AdamW)
-    seed: int = 0
-    threads: int = 2  # CPU threads; 0 leaves torch's choice
-    resume: bool = True  # go on from a checkpoint in `out`
-    pause_file: Path | None = None  # while this file exists the run sleeps
-    eval_tokens: int = 200_000  # tokens between two looks at held-out text
-    progress: bool = True  # show progress bars
+    tokens: int = option(9_000_000, "Tokens to train on. A smaller number on resume starts the decay earlier.")
+    batch_tokens: int = option(4096, "Tokens per optimizer step.")
+    length: int = option(512, "Tokens per training sequence.")
+    long_share: float = option(0.1, "Share of the run with sequences as long as the context.")
+    decay_share: float = option(0.65, "Share of the run over which learning rates decay to zero.")
+    matrix_lr: float = option(0.006, "Peak learning rate of hidden matrices (Muon).")
+    lr: float = option(2e-3, "Peak learning rate of all other parameters (AdamW).")
+    seed: int = option(0, "Random seed.")
+    threads: int = option(2, "CPU threads. 0: torch's default.")
+    resume: bool = option(True, "Resume from a checkpoint in --out.")
+    pause_file: Path | None = option(None, "Pause while this file exists.")
+    eval_tokens: int = option(200_000, "Tokens between two evaluations on held-out text.")
+    progress: bool = option(True, "Show progress bars.")
 
     def settings(self) -> LoopSettings:
         """The settings of the training loop."""
@@ -112,7 +113,7 @@ class RunConfig:
 class TargetConfig(RunConfig):
     """Options of `forerun train target`."""
 
-    vocab_size: int = 4096  # tokens of the tokenizer
+    vocab_size: int = option(4096, "Vocabulary size of the tokenizer.")
 
     def __post_init__(self) -> None:
         if self.vocab_size < 257:
@@ -123,11 +124,11 @@ class TargetConfig(RunConfig):
 class OnPolicyConfig(RunConfig):
     """Options of trainings that learn from a target's own text too."""
 
-    target: Path | None = None  # folder of the target; none means the bundled one
-    generated_tokens: int = 400_000  # text that the target writes before training; 0 for none
-    generated_share: float = 0.5  # share of the training sequences that come from it
-    greedy_share: float = 0.3  # share of it written at temperature 0, the rest at 1
-    generated: Path | None = None  # text of an earlier run (its run/generated.pt) instead of new text
+    target: Path | None = option(None, "Folder of the target. Default: the bundled one.")
+    generated_tokens: int = option(400_000, "Tokens of text that the target generates before training. 0: none.")
+    generated_share: float = option(0.5, "Share of training sequences taken from it.")
+    greedy_share: float = option(0.3, "Share of it generated at temperature 0, the rest at 1.")
+    generated: Path | None = option(None, "Generated text of an earlier run (run/generated.pt) to use instead.")
 
     def __post_init__(self) -> None:
         if self.generated_tokens < 0:
@@ -141,12 +142,12 @@ class OnPolicyConfig(RunConfig):
 class DistillConfig(OnPolicyConfig):
     """Options of `forerun train draft_model`; `held_out` applies if the target's record names no files."""
 
-    loss: str = "lk"  # kl, lk or tv_ce
+    loss: str = option("lk", "Loss: kl, lk or tv_ce.")
     shape: ModelShape = field(default_factory=lambda: ModelShape(128, 2, 2, 1, 384, 2048))
     tokens: int = 2_400_000
     matrix_lr: float = 0.01
     lr: float = 4e-3
-    after: tuple[Path, ...] = ()  # folder of a draft that this one complements, learning where it misses
+    after: tuple[Path, ...] = option((), "Folder of a draft model to complement: train where it misses.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,9 +161,9 @@ class HeadTrainConfig(OnPolicyConfig):
     """Options of `forerun train METHOD`."""
 
     method: str = "medusa"  # which head
-    depth: int | None = None  # tokens ahead that the head learns to guess; none means 5, and 1 for layerskip
-    exit_layer: int | None = None  # layerskip: after how many layers the target leaves; none means half
-    options: dict[str, Any] = field(default_factory=dict)  # the head's own sizes
+    depth: int | None = option(None, "Number of tokens ahead to predict. Default: 5, for layerskip 1.")
+    exit_layer: int | None = option(None, "Layerskip: number of target layers before the exit. Default: half.")
+    options: dict[str, Any] = field(default_factory=dict, metadata={"help": "Options of the head."})
     tokens: int = 300_000
     length: int = 256
     long_share: float = 0.0
@@ -202,13 +203,15 @@ class HeadTrainConfig(OnPolicyConfig):
 class JointConfig(OnPolicyConfig):
     """Options of `forerun train medusa2`; ``out`` gets the folders ``target`` and ``head``."""
 
-    depth: int = 5  # tokens ahead that the heads learn to guess
-    head: Path | None = None  # folder of a medusa head of the target that has learnt alone already: no warm-up
-    warmup_tokens: int | None = None  # tokens that the heads alone learn from first; none means 300,000, or 0 with head
+    depth: int = option(5, "Number of tokens ahead that the heads predict.")
+    head: Path | None = option(None, "Folder of a trained medusa head of the target to start from. Skips the warm-up.")
+    warmup_tokens: int | None = option(
+        None, "Tokens that train the heads alone first. Default: 300,000, with --head none."
+    )
     tokens: int = 600_000
-    head_weight: float = 0.2  # lambda_0: weight of the heads' loss beside the copy's own
-    backbone_rate: float = 0.25  # the copy's learning rates, as a share of the heads'
-    self_distillation: bool = False  # keep the copy close to the original instead of to the text
+    head_weight: float = option(0.2, "Weight of the heads' loss (lambda_0).")
+    backbone_rate: float = option(0.25, "Learning rates of the copy, as a share of the heads'.")
+    self_distillation: bool = option(False, "Train the copy towards the original's distribution instead of the text.")
     generated_tokens: int = 0
     length: int = 256
     long_share: float = 0.0

@@ -74,7 +74,9 @@ def split_files(files: Sequence[Path], held_out: int | None, seed: int) -> tuple
     means 25, or a tenth of fewer than 250. Of a single file the last tenth is held out."""
     if len(files) == 1:
         if held_out is not None:
-            raise ConfigError("held_out counts files and the corpus is one: leave it out; its last tenth is held out")
+            raise ConfigError(
+                "held_out counts files, but the corpus is one file: remove it; the last tenth is held out"
+            )
         return _split_one(files[0])
     count = min(25, max(1, len(files) // 10)) if held_out is None else held_out
     if not 0 < count < len(files):

@@ -55,7 +55,7 @@ def check(kind: str | None, device: torch.device, dtype: torch.dtype, *, invaria
         )
     if not formats[kind].can(dtype, device):
         name = str(dtype).removeprefix("torch.")
-        raise ConfigError(f"quantization {kind!r} in {name} needs {formats[kind].needs}; leave it out")
+        raise ConfigError(f"quantization {kind!r} in {name} needs {formats[kind].needs}: remove it")
     if kind == "int8" and invariant and device.type == "cpu":
         raise ConfigError(
             "quantization 'int8' makes a row depend on the rows beside it, so it cannot be invariant; "

@@ -25,7 +25,7 @@ def check(spec: Spec, config: Any, size: int) -> None:
     """Raise ConfigError unless ``size`` ranks can have equal shards."""
     if spec.uneven or spec.latent is not None:
         raise ConfigError(
-            f"tensor_parallel_size splits layers of one size: leave it out for {spec.architecture.causal}"
+            f"tensor parallelism does not support the layers of {spec.architecture.causal}: remove tensor_parallel_size"
         )
     if spec.architecture.attention.sinks is not None:
         raise ConfigError(f"tensor_parallel_size {size}: {spec.architecture.causal} has sinks, which are not split")

@@ -141,7 +141,9 @@ class RatioRule(Rule):
         ranks = compared.trials.rank
         if not self.trees and any(ranks):
             draft = scores.drafts[compared.trials.index[ranks.index(1)]]
-            raise ConfigError(f"accept={self.name!r} works on chains, but {draft.method or 'the drafter'} sent a tree")
+            raise ConfigError(
+                f"accept={self.name!r} supports chains only, but {draft.method or 'the drafter'} drafted a tree"
+            )
         if self.lossless and all(row.effective_temperature == 0.0 for row in compared.rows):
             return follow_samples(compared)  # the same where every p is a point mass
         chances, tops, overlap = self.decide(compared), compared.tops, compared.overlaps()

@@ -46,7 +46,7 @@ def take_rates(options: dict[str, Any], depth: int) -> tuple[float, ...] | None:
     if rates is None and length is None:
         return None
     if rates is not None and length is not None:
-        raise ConfigError(f"give {RATES} or {LENGTH}, not both")
+        raise ConfigError(f"{RATES} conflicts with {LENGTH}: remove one")
     if isinstance(rates, str):
         rates = profile(rates, depth)
     if rates is None:

@@ -80,7 +80,7 @@ class DrafterConfig:
         if config.tree is not None and requested != config.num_speculative_tokens:
             raise ConfigError(
                 f"num_speculative_tokens is {requested}, but tree {list(config.tree)} is {len(config.tree)} deep: "
-                "leave one of them out"
+                "remove one"
             )
         return config
 
@@ -152,8 +152,8 @@ class DraftContext:
         """Raises ConfigError if the target is an encoder-decoder, for drafters that use a decoder's layers."""
         if self.target.info.encoder is not None:
             raise ConfigError(
-                f"method {method!r} builds on a decoder's layers, and {self.target.info.name} is an encoder-decoder: "
-                "use draft_model, ngram, prompt_lookup, suffix or table"
+                f"method {method!r} does not support encoder-decoders such as {self.target.info.name}: use "
+                "draft_model, ngram, prompt_lookup, suffix or table"
             )
 
     def attention(self) -> Attention:

@@ -33,7 +33,7 @@ class TreeConfig(DrafterConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.tree_nodes is not None and self.tree is not None:
-            raise ConfigError("'tree' fixes a shape and 'tree_nodes' asks for one that adapts: remove one of them")
+            raise ConfigError("'tree' conflicts with 'tree_nodes': remove one")
 
     @property
     def branches(self) -> bool:

@@ -187,7 +187,7 @@ def read(path: Path) -> list[np.ndarray]:
     errors."""
     with safe_open(path, framework="numpy") as file:
         if (file.metadata() or {}).get("format") != FORMAT:
-            raise ConfigError(f"{path} is no datastore: forerun tune writes one")
+            raise ConfigError(f"{path} is not a datastore: run forerun tune")
         tokens, lengths = (file.get_tensor(name) for name in ("tokens", "lengths"))
     if {tokens.dtype.kind, lengths.dtype.kind} - {"i", "u"} or {tokens.ndim, lengths.ndim} != {1}:
         raise ConfigError(f"the datastore {path} is damaged: it holds no lists of whole numbers")

@@ -38,7 +38,7 @@ class LayerskipConfig(StepsConfig):
         super().__post_init__()
         if self.layers is not None:
             if self.exit_layer is not None:
-                raise ConfigError("give exit_layer or layers, not both")
+                raise ConfigError("exit_layer conflicts with layers: remove one")
             layers = tuple(self.layers) if isinstance(self.layers, (list, tuple)) else ()
             numbers = all(isinstance(i, int) and i >= 0 for i in layers)
             if not layers or not numbers or list(layers) != sorted(set(layers)):

@@ -40,7 +40,7 @@ class StepsConfig(TreeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.confidence_threshold is not None and self.branches:
-            raise ConfigError("confidence_threshold ends chains, not trees: remove it, or 'tree' and 'tree_nodes'")
+            raise ConfigError("confidence_threshold supports chains only: remove it, or 'tree' and 'tree_nodes'")
 
     @property
     def floor(self) -> float:

@@ -102,18 +102,18 @@ class DraftModelConfig(StepsConfig, CatchUpConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.draft_vocab_size is not None and self.use_heterogeneous_vocab:
-            raise ConfigError("draft_vocab_size is for drafts with the target's tokenizer: leave it out")
+            raise ConfigError("draft_vocab_size needs a draft model with the target's tokenizer: remove it")
         if self.prompt_lookup_num_tokens is not None and (self.branches or self.use_heterogeneous_vocab):
-            raise ConfigError("prompt_lookup_num_tokens is for chains in the target's own tokens: leave it out")
+            raise ConfigError("prompt_lookup_num_tokens needs a draft model with the target's tokenizer: remove it")
         method = self.heterogeneous_vocab_method
         if method not in ("tli", "slem"):
             raise ConfigError(f"heterogeneous_vocab_method must be tli or slem, not {method!r}")
         if method != "tli" and not self.use_heterogeneous_vocab:
             raise ConfigError(f"heterogeneous_vocab_method {method!r} needs use_heterogeneous_vocab")
         if method == "slem" and self.branches:
-            raise ConfigError("heterogeneous_vocab_method 'slem' drafts chains; remove 'tree' or 'tree_nodes'")
+            raise ConfigError("heterogeneous_vocab_method 'slem' supports chains only: remove 'tree' and 'tree_nodes'")
         if method == "slem" and self.confidence_threshold is not None:
-            raise ConfigError("heterogeneous_vocab_method 'slem' knows no confidence_threshold: remove one of them")
+            raise ConfigError("heterogeneous_vocab_method 'slem' does not support confidence_threshold: remove it")
 
 
 @drafters.register("draft_model")

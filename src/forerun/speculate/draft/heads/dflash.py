@@ -192,7 +192,7 @@ class DFlashHead(BlockHead):
         inner = config.get("transformer_layer_config", config)
         own = config.get("dflash_config") or config.get("dspark_config") or {}
         if not isinstance(inner, Mapping) or not isinstance(own, Mapping):
-            raise ModelError(f"{folder} is no DFlash drafter: its {CONFIG} has no usable sizes")
+            raise ModelError(f"{folder} is not a DFlash drafter: its {CONFIG} has no usable sizes")
         keys = {**inner, **config, **own}
         weights = {
             name.removeprefix("model."): tensor
