@@ -93,6 +93,23 @@ def test_a_real_time_process_is_reported_that_it_is_stopped(monkeypatch, tmp_pat
     assert environment.stopped() == pytest.approx(expected)
 
 
+def test_the_table_fits_a_terminal(capsys, tiny_target, tiny_draft):
+    """Every figure of a row that varies in all settings, and the same figures as --markdown in one table."""
+    options = [
+        "bench", "--model", tiny_target, "--spec-model", tiny_draft, *SMALL, "--methods", "none,draft_model,ngram",
+        "--accept", "coupled,token", "--concurrency", "1,2", "--temperature", "0,1", "--trees", "4",
+        "--spec-tokens", "2,3",
+    ]  # fmt: skip
+    assert run(options) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(len(line) for line in lines if " " in line.strip()) <= 100
+    heads = {word for line in lines if line.startswith("method") for word in re.split(r"  +", line)}
+    assert run([*options, "--markdown"]) == 0
+    head = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| method"))
+    assert {word.strip() for word in head.strip("| ").split("|")} - heads <= {"policy"}
+    assert "all rows: policy fixed" in lines
+
+
 def test_the_table_says_so(monkeypatch, capsys):
     monkeypatch.setattr(environment, "stopped", lambda: 0.05)
     assert run(["bench", *SMALL, "--methods", "none", "--temperature", "0", "--no-fastest"]) == 0
@@ -273,7 +290,7 @@ def test_a_rule_for_chains_leaves_trees_out(llm, tiny_draft):
     configs = method_configs(["all"], ["token"], ["fixed"], [], {"draft_model": {"model": tiny_draft}})
     kept, left_out = runnable(llm(), with_trees(configs, 6))
     assert not any("tree" in config or "tree_nodes" in config for config in kept)
-    assert "works on chains" in left_out["merged"]
+    assert "supports chains only" in left_out["merged"]
 
 
 def test_tree_shapes_narrow_and_stay_within_their_nodes():

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -27,6 +28,7 @@ from forerun.measure.check import (
     check_distribution,
     check_identity,
     chi_square,
+    estimate,
     exact_distribution,
     hand_made,
     variants,
@@ -121,6 +123,25 @@ def test_a_context_without_two_rows_to_compare_is_not_tested():
         assert (result.tested, result.passed) == (tested, tested)
         failed = _self_test_result("native", "slotted", model, ["2 rows differ"])
         assert (failed.tested, failed.passed, failed.detail) == (True, False, "2 rows differ")
+
+
+def test_a_quick_check_tests_everything_that_a_whole_one_does(capsys, tiny_target, tiny_draft):
+    """The time is told before; explicit options win over those of --quick."""
+    pair = ["check", "--model", tiny_target, "--spec-model", tiny_draft, "--prompt-set", "random", "--quick", "--json"]
+    assert run([*pair, "--samples", "60"]) == 0
+    captured = capsys.readouterr()
+    assert re.fullmatch(r"this takes about \d+ (seconds|minutes)\n", captured.err)
+    result = json.loads(captured.out)
+    assert result["tested"]
+    assert {item["check"] for item in result["results"]} >= {"same-seed identity", "distribution", "bit-equal logits"}
+    assert {item["total"] for item in result["results"] if item["unit"] == "samples"} == {60}
+
+
+def test_the_estimate_follows_the_work(llm, tiny_target):
+    model, prompt = llm(model=tiny_target), [1, 2, 3, 4]
+    small = estimate(CheckConfig(prompts=4, samples=0), model, prompt, 1)
+    large = estimate(CheckConfig(prompts=400, samples=0), model, prompt, 1)
+    assert 0 < 10 * small < large
 
 
 @pytest.mark.parametrize("option", ["temperature", "accept", "layout"])

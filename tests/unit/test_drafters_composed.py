@@ -162,7 +162,7 @@ def test_options_of_drafters_inside_drafters():
         parse({"method": "merged", "drafters": [{"method": "ngram", "tree_nodes": 3}, {"method": "suffix"}]})
     with pytest.raises(ConfigError, match="supports chains only, but 'merged' drafts trees"):
         parse({"method": "merged", "accept": "token"})
-    refused(ConfigError, "works on chains", parse, {"method": "suffix", "tree_nodes": 5, "accept": "token"})
+    refused(ConfigError, "supports chains only", parse, {"method": "suffix", "tree_nodes": 5, "accept": "token"})
     with pytest.raises(ConfigError, match="must list the options of 2 to 15"):
         parse({"method": "cascade", "drafters": [{"method": "ngram"}]})
     with pytest.raises(ConfigError, match=r"a mapping like \{'method': 'suffix'\}"):

@@ -33,8 +33,8 @@ def test_memory_sizes_that_are_none(text):
 
 @pytest.mark.parametrize(("options", "says"), [
     ({"max_num_seqs": 9, "max_num_batched_tokens": 8}, "every running request needs one token per step"),
-    ({"kv_cache_memory": "1MB", "num_pages": 4}, "give one of them"),
-    ({"prefix_caching": True}, "set page_size"),
+    ({"kv_cache_memory": "1MB", "num_pages": 4}, "conflicts with num_pages"),
+    ({"prefix_caching": True}, "needs page_size"),
     ({"max_prefill_tokens": 0}, "max_prefill_tokens must be"),
 ])  # fmt: skip
 def test_options_that_contradict_each_other(options, says):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +26,7 @@ from forerun.cli.options import (
 from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab
 from forerun.engine.config import EngineConfig
-from forerun.measure.config import HELD_OUT, WRITTEN, BenchConfig, CheckConfig
+from forerun.measure.config import HELD_OUT, QUICK, WRITTEN, BenchConfig, CheckConfig
 from forerun.speculate.names import drafters
 
 TableWriter = Callable[[Sequence[str], Sequence[Sequence[str]]], None]
@@ -72,6 +74,11 @@ COLUMNS = {
 }
 
 
+WIDTH = 100
+"""Columns of a terminal."""
+SPEED = ("tokens_per_second", "speedup", "speedup_error", "predicted_speedup", "speedup_over_fastest",
+         "bandwidth_share", "identical")  # fmt: skip
+"""Columns of the first of two tables on a terminal; acceptance and costs are in the second."""
 MoreOptions = Annotated[
     str | None,
     typer.Option(
@@ -178,11 +185,24 @@ def show(result: Mapping[str, Any], write: TableWriter = print_table) -> None:
 
     about, rows = result["environment"], result["rows"]
     shown = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
-    lines = []
-    for row in rows:
-        method = row["method"] + (" (synthetic)" if row["synthetic"] else "")
-        lines.append([method if key == "method" else cell(key, row.get(key)) for key in shown])
-    write([COLUMNS[key] for key in shown], lines)
+    same = [
+        key for key in SETTINGS if key in shown and key != "method" and len({str(row.get(key)) for row in rows}) == 1
+    ]
+    parts = [shown]
+    if write is print_table:  # in the width of a terminal
+        settings = [key for key in SETTINGS if key in shown and key not in same]
+        figures = [key for key in shown if key not in SETTINGS]
+        parts = [[*settings, *(key for key in figures if (key in SPEED) is speed)] for speed in (True, False)]
+    for index, part in enumerate(parts):
+        lines = []
+        for row in rows:
+            method = row["method"] + (" (synthetic)" if row["synthetic"] else "")
+            lines.append([method if key == "method" else cell(key, row.get(key)) for key in part])
+        if index:
+            print()
+        write([COLUMNS[key] for key in part], lines)
+    if write is print_table and same:
+        print("\nall rows: " + ", ".join(f"{COLUMNS[key]} {cell(key, rows[0].get(key))}" for key in same))
     if result["categories"]:
         from_lab("written", "bench by category").show(result["categories"], write)
     for row in rows:
@@ -191,13 +211,16 @@ def show(result: Mapping[str, Any], write: TableWriter = print_table) -> None:
     mode = "invariant" if about["invariant"] else "not invariant"
     repeated = about["prompt_repetition_rate"]
     options = "".join(f", {name} {value}" for name, value in about["sampling"].items())
-    print(
-        f"\n{about['model']} {about['dtype']}, {about['model_path']}, {mode}, {about['threads']} thread(s), "
-        f"{about['processor']}\n{about['prompts']} {about['prompt_set']} prompts of {_lengths(about)} tokens "
+    print()
+    for text in (
+        f"{about['model']} {about['dtype']}, {about['model_path']}, {mode}, {about['threads']} thread(s), "
+        f"{about['processor']}",
+        f"{about['prompts']} {about['prompt_set']} prompts of {_lengths(about)} tokens "
         f"(repeats {'-' if repeated is None else f'{repeated:.2f}'}), {about['max_tokens']} new tokens each{options}, "
-        f"medians of {about['repeats']} interleaved runs{', prompts included' if about['whole'] else ''}\n"
-        + "; ".join(map(line, about["weights"]))
-    )
+        f"medians of {about['repeats']} interleaved runs{', prompts included' if about['whole'] else ''}",
+        *map(line, about["weights"]),
+    ):
+        print(textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False))
     target = next(item for item in about["weights"] if item["role"] == TARGET)
     if target["quantization"] is not None and about["peers"]:
         warn(f"the peers ({', '.join(about['peers'])}) run {about['dtype']} weights, not {target['quantization']}")
@@ -242,6 +265,9 @@ LAYOUTS = {"slotted": None, "paged": 16}
 @takes(ENGINE, MODEL_ONLY, CHECKED.showing(methods=USUAL))
 def check(
     layout: Annotated[str, typer.Option(help="Cache layouts, comma-separated.")] = ",".join(LAYOUTS),
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer prompts and samples, in a fraction of the time.")
+    ] = False,
     speculative_config: MoreOptions = None,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown table.")] = False,
@@ -255,7 +281,8 @@ def check(
 
     Compares tokens with plain decoding for the same seeds, logits of verification with those of decoding bit by bit,
     and the distribution of sampled answers with the target's. A check without anything to test (no drafts, too few
-    samples) is reported as not tested and does not pass. Exit status 0 if every check passes, else 1.
+    samples) is reported as not tested and does not pass. Exit status 0 if every check passes, else 1. An estimate of
+    the time is printed first; it may be minutes for a small model.
     """
     if "max_num_seqs" in engine or "page_size" in engine:
         raise ConfigError("check does not support --max-num-seqs and --page-size: use --concurrency and --layout")
@@ -266,17 +293,25 @@ def check(
         if name not in LAYOUTS:
             raise ConfigError(f"unknown layout {name!r}: choose among {', '.join(LAYOUTS)}")
     shared = shared_options(speculative_config, speculative)
-    given = with_methods(checked, engine, shared)
+    given = with_methods({**(QUICK if quick else {}), **checked}, engine, shared)
     page_sizes = [LAYOUTS[name] for name in layouts]
     config = CheckConfig(engine=dict(engine), speculative=shared, page_sizes=page_sizes, **given)
     set_threads(threads)
     with progress("loading", steps(config)) as step:
-        result = run_checks(config, step)
+        result = run_checks(config, step, lambda seconds: announce(seconds, quick=quick))
     if as_json:
         print_json(result)
     else:
         show_checks(result, print_markdown if as_markdown else print_table)
     return 0 if result["passed"] else 1
+
+
+def announce(seconds: float, *, quick: bool) -> None:
+    """Says on standard error how long the checks take."""
+    from tqdm import tqdm
+
+    length = f"{seconds:.0f} seconds" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+    tqdm.write(f"this takes about {length}" + ("" if quick else "; --quick takes less"), file=sys.stderr)
 
 
 def show_checks(result: Mapping[str, Any], write: TableWriter = print_table) -> None:

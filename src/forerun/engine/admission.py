@@ -77,7 +77,7 @@ class Validator:
         if self.info.encoder is not None:
             name, empty = "source", {*prompt} <= {getattr(self.tokenizer, name, None) for name in SURROUNDING}
         if empty:
-            raise RequestError(f"the {name} must have at least one token", param="prompt")
+            raise RequestError(f"the {name} is empty: it needs at least one token", param="prompt")
         self._check_ids(prompt)
 
     def _check_ids(self, tokens: Sequence[int]) -> None:

@@ -38,6 +38,8 @@ from forerun.models.open import read_config, resolve
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import Drafter, DrafterConfig, drafters
 
+SPEED_TOKENS = 16
+"""Tokens by which the speed of plain decoding is measured."""
 DISTRIBUTION_PROMPT = 14
 """Tokens of the prompt of the distribution check. It repeats itself, so that history drafters have matches."""
 
@@ -60,9 +62,14 @@ class Result:
     p_value: float | None = None
 
 
-def run_checks(config: CheckConfig, progress: Callable[[str], None] = lambda note: None) -> dict[str, Any]:
+def run_checks(
+    config: CheckConfig,
+    progress: Callable[[str], None] = lambda note: None,
+    announce: Callable[[float], None] = lambda seconds: None,
+) -> dict[str, Any]:
     """Run every check. Returns ``{"passed": bool, "tested": bool, "environment": ..., "results": [...], "left_out":
-    {method: why}}``: whether all passed, and whether all tested something. Raises ForerunError subclasses."""
+    {method: why}}``: whether all passed, and whether all tested something. ``announce`` is called with the seconds that
+    this may take. Raises ForerunError subclasses."""
     options = method_configs(config.methods, ("coupled",), ("fixed",), (), config.speculative)[1:]
     llm = LLM(**config.engine, threads=torch.get_num_threads(), speculative_config=None)
     left_out: dict[str, str] = {}
@@ -72,6 +79,7 @@ def run_checks(config: CheckConfig, progress: Callable[[str], None] = lambda not
     prompts = make_prompts(
         config.prompt_set, llm.tokenizer, count=config.prompts, length=config.prompt_tokens, seed=config.seed
     )
+    announce(estimate(config, llm, prompts[0], len(options)))
     results = list(check_identity(config, llm, options, prompts, progress))
     results += _check_bits_of_paths(config, llm, prompts, progress)
     if config.samples:
@@ -98,6 +106,17 @@ def steps(config: CheckConfig) -> int:
     cases = methods + config.trees
     distributions = methods * len(config.accepts) if config.samples else 0
     return len(config.temperatures) * (1 + cases * len(config.page_sizes)) + 2 * len(config.page_sizes) + distributions
+
+
+def estimate(config: CheckConfig, llm: LLM, prompt: list[int], methods: int) -> float:
+    """About how many seconds the checks take, by the present speed of plain decoding."""
+    params = seeded_params(1, config.seed, temperature=0.0, max_tokens=SPEED_TOKENS, ignore_eos=True)
+    _, metrics = run_requests(llm, None, [prompt], params, concurrency=1)
+    answers = config.prompts * config.max_tokens
+    identity = len(config.temperatures) * (1 + methods + config.trees) * answers
+    bits = 2 * 2 * answers  # two paths, each fed one by one and together
+    distributions = methods * len(config.accepts) * config.samples * LENGTH if config.samples else 0
+    return (identity + bits + distributions) / (metrics.tokens_per_second or 1.0)
 
 
 def layout_name(page_size: int | None) -> str:

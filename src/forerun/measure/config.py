@@ -117,6 +117,10 @@ class BenchConfig:
             raise ConfigError("whole does not support peers: remove one")
 
 
+QUICK: dict[str, Any] = {"prompts": 11, "max_tokens": 12, "accepts": ("coupled",), "samples": 200}
+"""Settings of ``check --quick``: every sampling option, layout and kind of draft once."""
+
+
 @dataclass(frozen=True)
 class CheckConfig:
     """One check."""
