@@ -361,7 +361,7 @@ def test_more_threads_than_cores_are_a_warning(monkeypatch, capsys):
     monkeypatch.setattr("forerun.cli.console.usable_cores", lambda: 1)
     try:
         assert set_threads(2) == 2
-        assert capsys.readouterr().err == "warning: 2 threads on 1 core: they wait for each other\n"
+        assert capsys.readouterr().err == "warning: 2 threads on 1 core: lower --threads\n"
         assert set_threads(None) == "auto"
         assert torch.get_num_threads() == 1
     finally:

@@ -73,7 +73,7 @@ def test_text_alone(tuned_target, tmp_path):
     assert not (own / "run" / "held").exists() or not any((own / "run" / "held").iterdir())
     with pytest.raises(ConfigError, match="has a tuning with another training: none, not some"):
         stages.tune(TuneConfig(model=tuned_target, out=own, **QUICK))
-    refused(ConfigError, "cpu-minutes has no effect", TuneConfig, model=tuned_target, out=own, train=("none",), cpu_minutes=1.0)
+    refused(ConfigError, "has no effect", TuneConfig, model=tuned_target, out=own, train=("none",), cpu_minutes=1.0)
     refused(ConfigError, "or none alone", TuneConfig, model=tuned_target, out=own, train=("none", "eagle"))
 
 

@@ -207,7 +207,7 @@ def show(result: Mapping[str, Any], write: TableWriter = print_table) -> None:
         from_lab("written", "bench by category").show(result["categories"], write)
     for row in rows:
         if row["draft_error"] is not None:
-            warn(f"{row['method']} lost its drafter and went on as plain decoding: {row['draft_error']}")
+            warn(f"{row['method']}: drafter failed, decoding continued without it: {row['draft_error']}")
     mode = "invariant" if about["invariant"] else "not invariant"
     repeated = about["prompt_repetition_rate"]
     options = "".join(f", {name} {value}" for name, value in about["sampling"].items())
@@ -223,18 +223,18 @@ def show(result: Mapping[str, Any], write: TableWriter = print_table) -> None:
         print(textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False))
     target = next(item for item in about["weights"] if item["role"] == TARGET)
     if target["quantization"] is not None and about["peers"]:
-        warn(f"the peers ({', '.join(about['peers'])}) run {about['dtype']} weights, not {target['quantization']}")
+        warn(f"peers ({', '.join(about['peers'])}) run {about['dtype']} weights, not {target['quantization']}")
     if about["prompts_left_out"]:
-        warn(f"{about['prompts_left_out']} prompts were left out: with their answers they do not fit into the context")
+        warn(f"{about['prompts_left_out']} prompts skipped: with their answers they exceed the context")
     if about["real_time_stop"]:
         warn(
             f"Linux stops a real-time process for {1000 * about['real_time_stop']:.0f} ms in every second, and times"
             " jump by as much: use nice in the place of chrt"
         )
     if about["synthetic"] is not None:
-        warn(f"synthetic acceptance ({about['synthetic']}): drafts are accepted at given rates, whatever their tokens")
+        warn(f"synthetic acceptance ({about['synthetic']}): the text is meaningless")
     if about["offline"] is False:
-        warn("the programs could not be cut off from the network on this system")
+        warn("network access of the other engines could not be disabled on this system")
     if result["left_out"]:
         write(["left out", "because"], list(result["left_out"].items()))
 

@@ -38,7 +38,7 @@ def warn(message: object) -> None:
 def warn_synthetic(llm: Any) -> None:
     """Warns if drafts are accepted at given rates, because answers are not the model's then."""
     if llm.speculative.synthetic is not None:
-        warn("synthetic acceptance: drafts are accepted at given rates, so that answers are not the model's text")
+        warn("synthetic acceptance: drafts are accepted at given rates, and the text is meaningless")
 
 
 def model_line(llm: Any) -> str:
@@ -150,7 +150,7 @@ def set_threads(count: int | None, most: int | None = None) -> str | int:
     if not 1 <= count <= MOST_THREADS:
         raise ConfigError(f"--threads must be from 1 to {MOST_THREADS}, not {count}")
     if count > (cores := usable_cores()):
-        warn(f"{count} threads on {cores} core{'s'[: cores > 1]}: they wait for each other")
+        warn(f"{count} threads on {cores} core{'s'[: cores > 1]}: lower --threads")
     import torch
 
     torch.set_num_threads(count)

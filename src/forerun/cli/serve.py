@@ -119,7 +119,7 @@ def serve(
             "chat_template": None if chat_template is None else read_file(chat_template),
         })  # fmt: skip
         if options.api_key is None and not local:
-            warn(f"{host} can be reached from outside and there is no --api-key")
+            warn(f"{host} is reachable from other machines without --api-key")
         events = None
         if kv_events is not None:
             events = resources.enter_context(contextlib.closing(KVEvents(kv_events)))

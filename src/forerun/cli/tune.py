@@ -60,7 +60,7 @@ def tune(
         print(stopped, file=sys.stderr)
         return 130
     except KeyboardInterrupt:
-        print(f"stopped: what is in {out_folder / 'run'} is kept, the same command goes on from there", file=sys.stderr)
+        print(f"stopped: {out_folder / 'run'} is kept; the same command resumes", file=sys.stderr)
         return 130
     return 0
 

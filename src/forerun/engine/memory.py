@@ -83,7 +83,7 @@ def budget(given: int | None, utilization: float | None, device: torch.device) -
         return given
     if device.type != "cuda":
         warnings.warn(
-            "gpu_memory_utilization says nothing where the model is not on a GPU: kv_cache_memory bounds the KV caches",
+            "gpu_memory_utilization has no effect without a GPU: use kv_cache_memory",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -41,7 +41,7 @@ def until_stopped(train: Callable[[], None], config: RunConfig) -> int:
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
     except KeyboardInterrupt:
-        print(f"stopped: what is in {config.out / 'run'} is kept, the same command goes on from there", file=sys.stderr)
+        print(f"stopped: {config.out / 'run'} is kept; the same command resumes", file=sys.stderr)
     else:
         return 0
     return 130
