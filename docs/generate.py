@@ -93,10 +93,19 @@ def sentence(text: str) -> str:
 
 
 def keys(config: type) -> list[tuple[str, str, str]]:
-    from forerun.cli.options import field_comments
+    docs = attribute_docs(config)
+    return [(f"`{f.name}`", f"`{f.default!r}`", plain(docs.get(f.name, ""))) for f in fields(config)]
 
-    comments = field_comments(config)
-    return [(f"`{f.name}`", f"`{f.default!r}`", plain(comments.get(f.name, ""))) for f in fields(config)]
+
+def attribute_docs(kind: type) -> dict[str, str]:
+    """The docstring of each field of a class, inherited ones included."""
+    from sphinx.pycode import ModuleAnalyzer
+
+    result: dict[str, str] = {}
+    for owner in reversed(kind.__mro__[:-1]):
+        found = ModuleAnalyzer.for_module(owner.__module__).find_attr_docs()
+        result |= {name: " ".join(lines).strip() for (of, name), lines in found.items() if of == owner.__qualname__}
+    return result
 
 
 def methods() -> str:
@@ -149,12 +158,10 @@ def engine_options() -> str:
 
 
 def sampling_options() -> str:
-    from forerun.cli.options import field_comments
     from forerun.sampling.params import SamplingParams
 
-    comments = field_comments(SamplingParams)
     rows = [
-        (f"`{f.name}`", f"`{f.default!r}`", plain(comments[f.name]))
+        (f"`{f.name}`", f"`{f.default!r}`", plain(f.metadata["help"]))
         for f in fields(SamplingParams)
         if f.name != "bad_words_ids"
     ]

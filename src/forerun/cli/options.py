@@ -153,9 +153,9 @@ def flags_of(
         default = item.default_factory() if item.default_factory is not MISSING else item.default
         default = defaults.get(item.name, default)
         printed = None if default in (None, (), {}, MISSING) else str(default)
+        if isinstance(default, tuple) and default:
+            printed = ",".join(str(each).removesuffix(".0") for each in default)
         if commas is not None:
-            if isinstance(default, tuple) and default:
-                printed = ",".join(str(each).removesuffix(".0") for each in default)
             items = typing.get_args(hints[item.name])[0]
             result.append(Flag(commas, str, text, printed, panel, items=items, field=item.name))
         else:
