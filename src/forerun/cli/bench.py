@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,9 +76,6 @@ COLUMNS = {
 
 WIDTH = 100
 """Columns of a terminal."""
-SPEED = ("tokens_per_second", "speedup", "speedup_error", "predicted_speedup", "speedup_over_fastest",
-         "bandwidth_share", "identical")  # fmt: skip
-"""Columns of the first of two tables on a terminal; acceptance and costs are in the second."""
 MoreOptions = Annotated[
     str | None,
     typer.Option(
@@ -185,24 +182,17 @@ def show(result: Mapping[str, Any], write: TableWriter = print_table) -> None:
 
     about, rows = result["environment"], result["rows"]
     shown = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
-    same = [
-        key for key in SETTINGS if key in shown and key != "method" and len({str(row.get(key)) for row in rows}) == 1
-    ]
-    parts = [shown]
-    if write is print_table:  # in the width of a terminal
-        settings = [key for key in SETTINGS if key in shown and key not in same]
-        figures = [key for key in shown if key not in SETTINGS]
-        parts = [[*settings, *(key for key in figures if (key in SPEED) is speed)] for speed in (True, False)]
-    for index, part in enumerate(parts):
-        lines = []
-        for row in rows:
-            method = row["method"] + (" (synthetic)" if row["synthetic"] else "")
-            lines.append([method if key == "method" else cell(key, row.get(key)) for key in part])
+    cells = [{key: cell(key, row.get(key)) for key in shown} for row in rows]
+    for row, texts in zip(rows, cells):
+        texts["method"] += " (synthetic)" if row["synthetic"] else ""
+    same = {key: cells[0][key] for key in shown if key in SETTINGS and len({texts[key] for texts in cells}) == 1}
+    same.pop("method", None)
+    for index, part in enumerate(fitting(shown, same, cells) if write is print_table else [shown]):
         if index:
             print()
-        write([COLUMNS[key] for key in part], lines)
+        write([COLUMNS[key] for key in part], [[texts[key] for key in part] for texts in cells])
     if write is print_table and same:
-        print("\nall rows: " + ", ".join(f"{COLUMNS[key]} {cell(key, rows[0].get(key))}" for key in same))
+        print("\nall rows: " + ", ".join(f"{COLUMNS[key]} {text}" for key, text in same.items()))
     if result["categories"]:
         from_lab("written", "bench by category").show(result["categories"], write)
     for row in rows:
@@ -237,6 +227,21 @@ def show(result: Mapping[str, Any], write: TableWriter = print_table) -> None:
         warn("network access of the other engines could not be disabled on this system")
     if result["left_out"]:
         write(["left out", "because"], list(result["left_out"].items()))
+
+
+def fitting(
+    shown: Sequence[str], same: Container[str], cells: Sequence[Mapping[str, str]], width: int = WIDTH
+) -> list[list[str]]:
+    """The columns of tables that fit ``width``: each has the settings that differ, and as many figures as fit."""
+    sizes = {key: 2 + max(len(COLUMNS[key]), *(len(texts[key]) for texts in cells)) for key in shown}
+    settings = [key for key in shown if key in SETTINGS and key not in same]
+    parts = [settings]
+    for key in shown:
+        if key not in SETTINGS:
+            if sum(sizes[each] for each in [*parts[-1], key]) > width + 2 and parts[-1] != settings:
+                parts.append(settings)
+            parts[-1] = [*parts[-1], key]
+    return parts
 
 
 def _lengths(about: Mapping[str, Any]) -> str:

@@ -50,7 +50,7 @@ LLAMA_CPP = {
     "-p": "the text itself, without an option", "--prompt": "the text itself, without an option",
 }  # fmt: skip
 """llama.cpp's options and their names here."""
-WITH_KEYS = ("generate", "chat", "bench", "serve", "batch")
+WITH_KEYS = ("generate", "chat", "run", "bench", "serve", "batch")
 """Commands that take ``--speculative-config``."""
 
 
