@@ -268,7 +268,7 @@ def test_a_rule_that_is_not_lossless_says_so(forerun, pair):
 
 def every_command():
     """The words of each command, subcommands included."""
-    names = [*COMMANDS, *metadata.entry_points(group=GROUP).names]
+    names = [*COMMANDS, *sorted(metadata.entry_points(group=GROUP).names)]
     return [[name, *rest] for name in names for rest in [[], *([sub] for sub in getattr(load(name), "commands", ()))]]
 
 
