@@ -99,7 +99,7 @@ def test_a_share_of_the_gpus_memory(monkeypatch, tiny_target):
     assert memory.budget(None, 0.9, gpu) == 50  # 40 of 100 are in use
     assert memory.budget(None, 0.3, gpu) == 0
     assert memory.budget(7, None, gpu) == 7
-    with pytest.warns(RuntimeWarning, match="kv_cache_memory bounds"):
+    with pytest.warns(RuntimeWarning, match="use kv_cache_memory"):
         LLM(tiny_target, device="cpu", gpu_memory_utilization=0.9)
     for wrong in ({"gpu_memory_utilization": 0}, {"gpu_memory_utilization": 0.9, "kv_cache_memory": "1GiB"}):
         refused(ConfigError, "gpu_memory_utilization", LLM, tiny_target, **wrong)
