@@ -107,7 +107,7 @@ def test_the_table_fits_a_terminal(capsys, tiny_target, tiny_draft):
     assert run([*options, "--markdown"]) == 0
     head = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| method"))
     assert {word.strip() for word in head.strip("| ").split("|")} - heads <= {"policy"}
-    assert "all rows: policy fixed" in lines
+    assert "all methods: policy fixed" in lines
 
 
 def test_the_table_says_so(monkeypatch, capsys):

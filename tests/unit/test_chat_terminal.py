@@ -60,7 +60,7 @@ def test_in_a_terminal(terminal):
     shown.type("hello\r")
     shown.wait(r"hello\n.*?\w")
     shown.type("\x03")
-    assert "prompt tokens read" in shown.wait(r"stopped\n>>>$")
+    assert "10 of 10 prompt tokens" in shown.wait(r"stopped\n>>>$")
     shown.type("/show\r")
     assert re.search(r"messages +2", shown.wait(r"messages.*\n>>>$"))
     shown.type("/set max_tokens 5\r")

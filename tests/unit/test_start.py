@@ -106,7 +106,7 @@ def test_a_builtin_name_is_taken_before_its_class_is_imported():
     class Other:
         pass
 
-    refused(ConfigError, "two methods are called 'ngram'", registry.register("ngram"), Other)
+    refused(ConfigError, "duplicate method 'ngram'", registry.register("ngram"), Other)
     with pytest.raises(ConfigError, match="unknown method 'other': choose one of ngram"):
         registry["other"]
 

@@ -25,7 +25,7 @@ from forerun.cli.options import (
 )
 from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab
-from forerun.engine.config import EngineConfig
+from forerun.engine.config import NONE, EngineConfig
 from forerun.measure.config import HELD_OUT, QUICK, WRITTEN, BenchConfig, CheckConfig
 from forerun.speculate.names import drafters
 
@@ -185,14 +185,15 @@ def show(result: Mapping[str, Any], write: TableWriter = print_table) -> None:
     cells = [{key: cell(key, row.get(key)) for key in shown} for row in rows]
     for row, texts in zip(rows, cells):
         texts["method"] += " (synthetic)" if row["synthetic"] else ""
-    same = {key: cells[0][key] for key in shown if key in SETTINGS and len({texts[key] for texts in cells}) == 1}
-    same.pop("method", None)
+    drafted = [texts for row, texts in zip(rows, cells) if row["method"] != NONE]
+    values = {key: {texts[key] for texts in drafted} for key in shown if key in SETTINGS and key != "method"}
+    same = {key: "".join(texts) for key, texts in values.items() if len(texts) == 1}
     for index, part in enumerate(fitting(shown, same, cells) if write is print_table else [shown]):
         if index:
             print()
         write([COLUMNS[key] for key in part], [[texts[key] for key in part] for texts in cells])
     if write is print_table and same:
-        print("\nall rows: " + ", ".join(f"{COLUMNS[key]} {text}" for key, text in same.items()))
+        print("\nall methods: " + ", ".join(f"{COLUMNS[key]} {text}" for key, text in same.items()))
     if result["categories"]:
         from_lab("written", "bench by category").show(result["categories"], write)
     for row in rows:
