@@ -25,7 +25,7 @@ from forerun.cli.options import (
 )
 from forerun.core.errors import ConfigError
 from forerun.core.registry import from_lab
-from forerun.engine.config import NONE, EngineConfig
+from forerun.engine.config import EngineConfig
 from forerun.measure.config import HELD_OUT, QUICK, WRITTEN, BenchConfig, CheckConfig
 from forerun.speculate.names import drafters
 
@@ -185,7 +185,7 @@ def show(result: Mapping[str, Any], write: TableWriter = print_table) -> None:
     cells = [{key: cell(key, row.get(key)) for key in shown} for row in rows]
     for row, texts in zip(rows, cells):
         texts["method"] += " (synthetic)" if row["synthetic"] else ""
-    drafted = [texts for row, texts in zip(rows, cells) if row["method"] != NONE]
+    drafted = [texts for row, texts in zip(rows, cells) if row["accept"] is not None]  # plain rows have none
     values = {key: {texts[key] for texts in drafted} for key in shown if key in SETTINGS and key != "method"}
     same = {key: "".join(texts) for key, texts in values.items() if len(texts) == 1}
     for index, part in enumerate(fitting(shown, same, cells) if write is print_table else [shown]):
