@@ -175,8 +175,8 @@ class ChatCommands:
         conversation, params = self.conversation, self.conversation.params
         if not conversation.turns:
             raise RequestError("nothing to answer again")
-        random = params.seed in (None, -1)
-        if not params.greedy and not random:
+        random = params.seed is None or params.seed == -1
+        if not params.greedy and params.seed is not None and not random:
             params = replace(params, seed=params.seed + 1)
         if conversation.turns[-1]["role"] == ASSISTANT:
             conversation.turns.pop()

@@ -335,7 +335,7 @@ class WholeParser(ToolParser, ABC):
 MOST_TRIES = 100
 """Times that the parser tries whether calls are whole before the end of the answer: each try reads all of them, and
 only a text made for it has more closings in its strings."""
-STRING = re.compile(
+QUOTED = re.compile(
     r"""([rR]?)('''|\"""|'|")((?:\\.|(?!\2(?=\s*[,)\]}:'"]))[^\\])*+)\2(?=\s*[,)\]}:'"])""", re.S
 )  # fmt: skip
 """A string up to the quote after which a value may end. Models leave out the backslash before an apostrophe."""
@@ -393,7 +393,7 @@ class Reader:
     def string(self) -> str | None:
         """Returns the string that comes next, if one does. Several in a row are one."""
         parts = []
-        while (found := self.match(STRING)) is not None:
+        while (found := self.match(QUOTED)) is not None:
             parts.append(found[3] if found[1] else unescaped(found[3]))
         if self.text.startswith(("'", '"'), self.position):
             raise Unfinished
