@@ -1,117 +1,245 @@
-"""The engine on a GPU in two minutes: identity, bits and speed on random models. ``python gpu_check.py [PART ...]``.
+"""The engine on a GPU in four minutes: ``python gpu_check.py [--interpret] [PART ...]``.
 
-PARTS are ``identity`` (plain against drafted tokens), ``bits`` (the self-test of rows) and ``speed`` (Llama-3.2-1B's
-shape in bfloat16, plain and with a draft of synthetic acceptance). ``tests/unit/test_triton.py`` runs on the GPU, too.
+PARTS, each in a process of its own with its own time limit: ``bits`` (the self-test of rows, in chains and trees),
+``identity`` (drafted tokens against plain ones), ``linears`` (the kernel of matrices against cuBLAS), ``speed`` and
+``drafts`` (Llama-3.2-1B's shape in bfloat16, plain and with drafts of synthetic acceptance). Every line has what was
+found and what is expected; the last one counts those that agree.
+
+``--interpret`` runs ``bits`` and ``identity`` on tiny models under Triton's interpreter, on any machine.
 """
 
-import shutil
+import copy
+import json
+import os
+import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+INTERPRET = "--interpret" in sys.argv
+if INTERPRET:
+    os.environ.update(FORERUN_INTERPRET="1", TRITON_INTERPRET="1")
 
-from forerun import LLM, ForerunError, SamplingParams
-from forerun.models.invariance import self_test
-from forerun.models.load import load_model
-from forerun.models.open import resolve
+import torch  # noqa: E402
+from tokenizers import Tokenizer, models  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from forerun import LLM, SamplingParams  # noqa: E402
+from forerun.core.batch import Batch, Span  # noqa: E402
+from forerun.models.base import new_attention  # noqa: E402
+from forerun.models.invariance import self_test  # noqa: E402
+from forerun.models.load import load_model  # noqa: E402
+
+DEVICE = "cpu" if INTERPRET else "cuda"
+LIMITS = {"bits": 45, "identity": 45, "linears": 35, "speed": 65, "drafts": 50}
+"""Seconds of each part on a GPU."""
 RATES = [0.8, 0.65, 0.5, 0.4]
 """Synthetic acceptance of four drafted tokens."""
+BANDWIDTH = 3.35e12
+"""An H100's, in bytes a second."""
+TINY = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "vocab_size": 100}  # fmt: skip
+SMALL = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 4096}  # fmt: skip
+LARGE = {"num_hidden_layers": 16, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+         "num_key_value_heads": 8, "vocab_size": 128256}  # fmt: skip
+HEAD = {**LARGE, "num_hidden_layers": 1}
+SHAPES = ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048))
 
 
-def save(folder, layers, hidden, inner, heads, kv_heads, vocabulary, dtype, spread=0.02):
-    config = LlamaConfig(
-        vocab_size=vocabulary, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=4096, tie_word_embeddings=True,
-        bos_token_id=1, eos_token_id=2, initializer_range=spread,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    with torch.device(DEVICE):
-        model = LlamaForCausalLM(config).to(dtype)
-    model.save_pretrained(folder)
-    for file in Path(resolve("forerun:draft")).glob("tokenizer*"):
-        shutil.copy(file, folder)
+def report(part, what, found, expected, good):
+    print(f"{part}: {what}: {found} (expected {expected})", "" if good else "NOT AS EXPECTED", flush=True)
+    print("COUNT", json.dumps(bool(good)), flush=True)
+
+
+def saved(place, name, sizes, spread=0.02, **options):
+    """A random model's folder; it is made once."""
+    folder = Path(place) / name
+    if not folder.exists():
+        config = LlamaConfig(**{**sizes, **options}, max_position_embeddings=2048, tie_word_embeddings=True,
+                             bos_token_id=None, eos_token_id=0, initializer_range=spread)  # fmt: skip
+        torch.manual_seed(0)
+        with torch.device(DEVICE):
+            model = LlamaForCausalLM(config).to(torch.float32 if sizes in (TINY, SMALL) else torch.bfloat16)
+        model.save_pretrained(folder)
+        words = {"<eos>": 0, **{f"w{i}": i for i in range(1, sizes["vocab_size"])}}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="<eos>"))
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
     return str(folder)
 
 
-def prompts(count, length):
+def prompts(count, length, size):
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 4096, (length + 3 * i,), generator=generator).tolist() for i in range(count)]
-
-
-def identity(place):
-    target = save(place / "target", 4, 256, 512, 4, 2, 4096, torch.float32, 0.08)
-    draft = save(place / "draft", 1, 256, 512, 4, 2, 4096, torch.float32, 0.08)
-    ways = [{"method": "ngram"}, {"method": "suffix"}]
-    ways += [{"method": "draft_model", "model": model, "num_speculative_tokens": 4} for model in (target, draft)]
-    for dtype, invariant in (("float32", None), ("bfloat16", None), ("float32", True), ("bfloat16", True)):
-        plain = None
-        for way in (None, *ways):
-            try:
-                llm = LLM(target, device=DEVICE, dtype=dtype, invariant=invariant, speculative_config=way)
-            except ForerunError as error:
-                print("identity", dtype, invariant, way, error, flush=True)
-                continue
-            answers = []
-            for temperature in (0.0, 0.8):
-                params = SamplingParams(temperature=temperature, seed=7, max_tokens=48, ignore_eos=True)
-                answers += [out.outputs[0].token_ids for out in llm.generate(prompts(6, 20), params, use_tqdm=False)]
-            plain = plain or answers
-            same = sum(map(list.__eq__, map(list, plain), map(list, answers)))
-            print(
-                "identity",
-                dtype,
-                "invariant",
-                invariant,
-                way and way["method"],
-                f"{same} of {len(answers)}",
-                flush=True,
-            )
-            llm.close()
+    return [torch.randint(3, size, (length + i,), generator=generator).tolist() for i in range(count)]
 
 
 def bits(place):
-    target = save(place / "bits", 4, 256, 512, 4, 2, 4096, torch.float32, 0.08)
-    for dtype in (torch.float32, torch.bfloat16):
-        for invariant in (False, True):
-            model = load_model(target, device=DEVICE, dtype=dtype, invariant=invariant)
-            for finding in self_test(model, page_size=16, rows=100) or ["every row as decoded"]:
-                print("bits", dtype, "invariant", invariant, model.tiles and model.tiles.rows, finding, flush=True)
+    target = saved(place, "bits", TINY if INTERPRET else SMALL, 0.3 if INTERPRET else 0.08)
+    for dtype in ("float32",) if INTERPRET else ("float32", "bfloat16"):
+        model = load_model(target, device=DEVICE, dtype=dtype, invariant=None)
+        report("bits", f"{dtype} invariant", model.invariant, True, model.invariant)
+        options = {"rows": 4, "chunks": (3,)} if INTERPRET else {"rows": 100}
+        found = self_test(model, page_size=16, **options)
+        text = "; ".join(map(str, found)) or "every row as decoded"
+        report("bits", f"{dtype} chains and trees", text, "every row as decoded", not found)
 
 
-def speed(place):
-    target = save(place / "b1", 16, 2048, 8192, 32, 8, 128256, torch.bfloat16)
-    small = save(place / "b1d", 2, 1024, 4096, 16, 8, 128256, torch.bfloat16)
-    way = {"method": "draft_model", "model": small, "num_speculative_tokens": 4, "synthetic_acceptance_rates": RATES}
-    for streams in (1, 16, 64):
-        for config in (None, way):
-            llm = LLM(target, device=DEVICE, speculative_config=config, max_num_seqs=64, max_model_len=512)
-            params = SamplingParams(temperature=0, max_tokens=96, ignore_eos=True)
-            times = []
-            for _ in range(3):
-                began = time.monotonic()
-                llm.generate(prompts(streams, 64), params, use_tqdm=False)
-                times.append(time.monotonic() - began)
-            best, size = min(times), llm.model.info.weight_bytes
-            rate = size * params.max_tokens / best / 1e12
-            name = "plain" if config is None else "draft_model"
-            print(
-                "speed",
-                streams,
-                name,
-                f"{96 * streams / best:.0f} tokens/s, {rate:.2f} TB/s of weights if plain",
-                flush=True,
-            )
+def identity(place):
+    target = saved(place, "bits", TINY if INTERPRET else SMALL, 0.3 if INTERPRET else 0.08)
+    draft = {"method": "draft_model", "model": target}
+    ways = [{"method": "ngram", "num_speculative_tokens": 3}, {**draft, "tree": [2, 1]}]
+    ways += [] if INTERPRET else [{"method": "suffix"}, draft]
+    size, count, options = (100, 1, {"max_tokens": 4}) if INTERPRET else (4096, 6, {"max_tokens": 40})
+    options.update(top_p=0.95, seed=7, ignore_eos=True)
+    params = [SamplingParams(temperature=each, **options) for each in (0, 0.8)]
+    asked = [(prompt, each) for each in params for prompt in prompts(count, 8, size)]
+    for dtype in ("float32",) if INTERPRET else ("float32", "bfloat16"):
+        plain = None
+        for way in (None, *ways):
+            llm = LLM(target, device=DEVICE, dtype=dtype, speculative_config=way, page_size=16, max_model_len=256)
+            out = llm.generate([prompt for prompt, _ in asked], [each for _, each in asked], use_tqdm=False)
+            answers = [list(each.outputs[0].token_ids) for each in out]
+            plain = plain or answers
+            same = sum(map(list.__eq__, plain, answers))
+            name = "plain" if way is None else way["method"] + (" as a tree" if "tree" in way else "")
+            report("identity", f"{dtype} {name}", f"{same} of {len(answers)}", "all", same == len(answers))
             llm.close()
 
 
+def milliseconds(run, count=30):
+    """The median of three, by CUDA's clock."""
+    times = []
+    run()
+    for _ in range(3):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        for _ in range(count):
+            run()
+        last.record()
+        torch.cuda.synchronize()
+        times.append(first.elapsed_time(last) / count)
+    return sorted(times)[1]
+
+
+def captured(run):
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def cublas(weight):
+    return lambda x: torch.nn.functional.linear(x, weight)
+
+
+def time_of(layers, x):
+    """Milliseconds of each of several layers, in one graph."""
+    return milliseconds(captured(lambda: [layer(x) for layer in layers]), 5) / len(layers)
+
+
+def linears(place):
+    from forerun.models.formats import triton as ours
+
+    for outputs, inputs in SHAPES:
+        copies = max(1, int(2e8 / (2 * outputs * inputs)))  # more than caches hold
+        weights = [torch.randn(outputs, inputs, device=DEVICE, dtype=torch.bfloat16) for _ in range(copies)]
+        four = ours.quantized(weights[0], None, name="q4_0")
+        ways = {
+            "ours": [ours.make(weight, None) for weight in weights],
+            "cublas": [cublas(weight) for weight in weights],
+            "q4_0": [copy.deepcopy(four) for _ in range(3 * copies)],
+        }
+        found = {}
+        for rows in (1, 5, 16, 512):
+            x = torch.randn(rows, inputs, device=DEVICE, dtype=torch.bfloat16)
+            found.update({(way, rows): time_of(layers, x) for way, layers in ways.items()})
+        read = 2e-9 * outputs * inputs / found["ours", 1]
+        text = ", ".join(f"{way} {rows} {1e3 * each:.1f}" for (way, rows), each in found.items())
+        good = found["ours", 5] <= 1.08 * found["ours", 1]
+        aim = "5 rows at most 1.08 of one"
+        report("linears", f"{outputs} x {inputs}", f"{read:.2f} TB/s; us by rows: {text}", aim, good)
+        share = found["q4_0", 1] / found["ours", 1]
+        report("linears", f"{outputs} x {inputs}, 4 bits", f"{share:.2f} of bfloat16", "at most 0.5", share <= 0.5)
+
+
+def throughput(llm, streams, new=96):
+    params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
+    times = []
+    for _ in range(3):
+        began = time.monotonic()
+        llm.generate(prompts(streams, 64, 4096), params, use_tqdm=False)
+        times.append(time.monotonic() - began)
+    return streams * new / min(times)
+
+
+def speed(place):
+    llm = LLM(saved(place, "large", LARGE), device=DEVICE, speculative_config=None, max_num_seqs=64, max_model_len=512)
+    size = llm.model.info.weight_bytes
+    for streams, least in ((1, 0.55 * BANDWIDTH / size), (16, None), (64, 15000)):
+        rate = throughput(llm, streams)
+        Path(place, f"plain {streams}").write_text(str(rate))
+        aim = "no less than before" if least is None else f"at least {least:.0f}"
+        report("speed", f"plain, {streams} streams", f"{rate:.0f} tokens/s", aim, least is None or rate >= least)
+    model, attention = llm.model, new_attention(llm.model, max_seqs=1, max_len=600)
+    model.forward(Batch([Span(0, 0, list(range(3, 515)))], DEVICE), attention)
+
+    def round_of(rows):
+        attention.pool.truncate(0, 512)
+        return model.forward(Batch([Span(0, 512, [7] * rows, logits=list(range(rows)))], DEVICE), attention)
+
+    with torch.inference_mode():
+        times = {rows: milliseconds(lambda rows=rows: round_of(rows)) for rows in (1, 5, 16)}
+    for rows, most in ((5, 1.08), (16, 1.15)):
+        share = times[rows] / times[1]
+        found = f"{share:.2f} of one ({times[1]:.2f} ms)"
+        report("speed", f"{rows} rows of a forward", found, f"at most {most}", share <= most)
+
+
+def drafts(place):
+    way = {"method": "draft_model", "model": saved(place, "head", HEAD), "num_speculative_tokens": 4,
+           "synthetic_acceptance_rates": RATES}  # fmt: skip
+    llm = LLM(saved(place, "large", LARGE), device=DEVICE, speculative_config=way, max_num_seqs=64, max_model_len=512)
+    for streams in (1, 16, 64):
+        rate, kept = throughput(llm, streams), Path(place, f"plain {streams}")
+        plain = float(kept.read_text()) if kept.exists() else 0.0
+        report("drafts", f"{streams} streams", f"{rate:.0f} tokens/s", f"at least {0.98 * plain:.0f}, 0.98 of plain",
+               rate >= 0.98 * plain)  # fmt: skip
+
+
+def main():
+    parts = [each for each in sys.argv[1:] if not each.startswith("--")]
+    if "--in" in sys.argv[1:2]:  # a part, in a process of its own
+        place, part = parts
+        globals()[part](place)
+        return 0
+    unknown = {*parts} - {*LIMITS} or ({*parts} - {"bits", "identity"} if INTERPRET else set())
+    if unknown:
+        print(f"gpu_check.py has no part {', '.join(sorted(unknown))} here; there are {', '.join(LIMITS)}")
+        return 1
+    if not INTERPRET and not torch.cuda.is_available():
+        print("there is no GPU that torch can use: --interpret runs bits and identity without one")
+        return 1
+    print(torch.__version__, "interpreted" if INTERPRET else torch.cuda.get_device_name(), flush=True)
+    good = bad = 0
+    with tempfile.TemporaryDirectory() as place:
+        for part in parts or (["bits", "identity"] if INTERPRET else LIMITS):
+            command = [sys.executable, __file__, "--in", *(["--interpret"] if INTERPRET else []), place, part]
+            began, limit = time.monotonic(), 170 if INTERPRET else LIMITS[part]
+            try:
+                run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit, check=False)
+                output, failed = run.stdout, f"exit code {run.returncode}" if run.returncode else None
+            except subprocess.TimeoutExpired as error:
+                output, failed = (error.stdout or b"").decode(), f"not done after {limit} s"
+            lines = output.splitlines()
+            print("\n".join(line for line in lines if not line.startswith("COUNT")))
+            results = [json.loads(line.removeprefix("COUNT ")) for line in lines if line.startswith("COUNT")]
+            good, bad = good + sum(results), bad + len(results) - sum(results) + (failed is not None)
+            print(f"{part} took {time.monotonic() - began:.0f} s", failed or "", flush=True)
+    print(f"{good} as expected, {bad} not")
+    return bad > 0
+
+
 if __name__ == "__main__":
-    print(DEVICE, torch.__version__, torch.cuda.get_device_name() if DEVICE == "cuda" else "")
-    with tempfile.TemporaryDirectory() as folder:
-        for part in (identity, bits, speed):
-            if part.__name__ in (sys.argv[1:] or [part.__name__]):
-                part(Path(folder))
+    sys.exit(main())

@@ -11,11 +11,11 @@ from forerun.core.errors import ConfigError
 from forerun.models import formats
 from forerun.models.formats import plain
 from forerun.models.formats.base import size
-from forerun.models.kinds import GPU_KINDS
+from forerun.models.kinds import TORCHAO_KINDS
 from here import where
 from refusals import refused
 
-KINDS = where(find_spec("torchao") is not None, GPU_KINDS, "torchao is not installed")
+KINDS = where(find_spec("torchao") is not None, TORCHAO_KINDS, "torchao is not installed")
 LIMIT = {"int8": 0.02, "fp8": 0.05}
 
 

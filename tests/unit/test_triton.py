@@ -11,6 +11,13 @@ from forerun.core.batch import Batch, Span
 
 pytestmark = pytest.mark.slow
 
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("FORERUN_INTERPRET", "1")
+
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CASES = [
     (4, 2, 16, 16, 16, None, None, False),
@@ -91,3 +98,39 @@ def test_a_row_has_the_same_bits_alone_and_in_company():
         mine = out[[index.index(starts[2] + row) for row in range(4)]]
         together = mine if together is None else together
         assert torch.equal(mine, together)
+
+
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize("start", [3, 61, 130])
+def test_a_tree_node_has_the_bits_of_its_chain(start, window):
+    """Nodes in any order, some of them fed earlier, against chains of their paths."""
+    shape, heads = KVShape(2, 16, 16), 6
+    parents = [-1, -1, 0, 1, 2, 2, 3, 5]
+    generator = torch.Generator().manual_seed(start)
+    past_k, past_v = (torch.randn(start, 2, 16, generator=generator).to(DEVICE) for _ in range(2))
+    q, k, v = (torch.randn(len(parents), n, 16, generator=generator).to(DEVICE) for n in (heads, 2, 2))
+
+    def attend(*calls):
+        """Feeds calls of (nodes, span); returns the last one's outputs."""
+        pool = Pool([shape], 40, 16, torch.float32, DEVICE)
+        pool.reserve(0, start)
+        pool.advance(0, start)
+        pool.write(0, pool.slot_mapping(0, range(start)), past_k, past_v)
+        attention = TritonAttention(pool)
+        for nodes, span in calls:
+            metadata = attention.begin(Batch([span], DEVICE))
+            out = attention.run(Query(0, q[nodes], k[nodes], v[nodes], 0.25, window), metadata)
+            attention.finish(metadata)
+        return out
+
+    nodes = list(range(len(parents)))
+    tree = attend((nodes, Span(0, start, nodes, parents)))
+    later = attend(
+        (nodes[:3], Span(0, start, nodes[:3], parents[:3])), (nodes[3:], Span(0, start, nodes[3:], parents, 3))
+    )
+    assert torch.equal(later, tree[3:])
+    for node in nodes:
+        path = [node]
+        while parents[path[0]] >= 0:
+            path.insert(0, parents[path[0]])
+        assert torch.equal(attend((path, Span(0, start, path)))[-1], tree[node])

@@ -24,7 +24,7 @@ def test_what_is_so_anyway_is_accepted_and_changes_nothing(llm, tiny_target):
     model = LLM(tiny_target, **habits)
     assert model.generate("the cat", COLD)[0].outputs[0] == llm().generate("the cat", COLD)[0].outputs[0]
     assert set(habits) & set(WITHOUT_EFFECT) == {
-        "pipeline_parallel_size", "enforce_eager", "trust_remote_code", "swap_space", "kv_cache_dtype"
+        "pipeline_parallel_size", "trust_remote_code", "swap_space", "kv_cache_dtype"
     }  # fmt: skip
     assert engine_options({name: accepted[0] for name, (accepted, _) in WITHOUT_EFFECT.items()}) == {}
 
@@ -41,7 +41,7 @@ def test_objects_stand_for_their_names(llm, tiny_target):
         refused(ConfigError, "must be", LLM, tiny_target, **habits)
 
 
-@pytest.mark.parametrize("name", sorted({*WITHOUT_EFFECT, *INSTEAD} - {"enforce_eager"}))
+@pytest.mark.parametrize("name", sorted({*WITHOUT_EFFECT, *INSTEAD}))
 def test_what_cannot_be_honoured_is_one_line_that_says_what_to_do(name):
     error = refused(ConfigError, name, LLM, **{name: "anything else"})
     hint = WITHOUT_EFFECT[name][1] if name in WITHOUT_EFFECT else INSTEAD[name]

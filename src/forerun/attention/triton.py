@@ -1,258 +1,339 @@
 """Attention on a GPU: one Triton kernel over the page table for prefill, decoding and trees alike.
 
-Queries that share a KV head are folded into one tile. Keys are split at fixed multiples of ``SPLIT``, and a second
-kernel merges the splits (flash-decoding). Lengths and block tables are read on the device, and a tree's ancestors are
-packed bits. Neither splits nor tiles depend on the batch, so a row's bits do not either. A tree node's bits differ from
-a chain's, since its keys are at other entries.
+Queries that share a KV head are folded into one tile. Keys are read in blocks, which are dealt to a fixed number of
+splits; the last split of a tile to finish merges all of them in order (flash-decoding). A tree's node reads its
+ancestors where a chain would have them. Neither blocks nor splits depend on the batch, so a row has the bits of
+decoding, in a chain and in a tree. Lengths, block tables, positions and paths are read on the device, which gets all of
+them in one copy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from forerun.attention.base import Backend, Metadata, Query
-from forerun.attention.layout import ancestors, new_slots
-from forerun.cache.pool import Slots
-from forerun.core.batch import Batch, Span
+from forerun.core.batch import Batch
+from forerun.kernels import gpu
 
-SPLIT = 256
-BLOCK_KEYS = 64
-WORD = 32
+KEYS = 64
+"""Keys of a block."""
+SPLITS = 16
+LANES = 16
+"""Queries of a tile: rows by heads that share keys."""
+MOST_ROWS = 256
+"""Rows of a call, which bounds the memory for splits."""
 
 
 @triton.jit
-def _entries(side, page, slot, page_stride, head_offset, inside, width, WIDTH: tl.constexpr):
-    """One block of keys or values, [keys, width]."""
-    index = side + (page * page_stride + head_offset + slot * WIDTH)[:, None] + width[None, :]
+def _store_side(rows, side, row, page, slot, row_stride, page_stride, head_stride, numbers, WIDTH, BLOCK: tl.constexpr):
+    index = tl.arange(0, BLOCK)
+    inside = index < numbers
+    value = tl.load(rows + row.to(tl.int64) * row_stride + index, mask=inside)
+    at = page * page_stride + (index // WIDTH) * head_stride + slot * WIDTH + index % WIDTH
+    tl.store(side + at, value, mask=inside)
+
+
+@triton.jit
+def _store(
+    k, v, keys, values, row_span, offset, fed, tables, page_size, table_stride, row_stride_k, row_stride_v,
+    page_stride_k, head_stride_k, page_stride_v, head_stride_v, heads, WIDTH, VALUE_WIDTH,
+    BLOCK: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes a row's keys and values to its slot."""
+    row = tl.program_id(0)
+    span = tl.load(row_span + row)
+    if span < 0:
+        return
+    entry = tl.load(fed + span) + row - tl.load(offset + span)
+    page = tl.load(tables + span * table_stride + entry // page_size).to(tl.int64)
+    slot = entry % page_size
+    _store_side(k, keys, row, page, slot, row_stride_k, page_stride_k, head_stride_k, heads * WIDTH, WIDTH, BLOCK)
+    _store_side(
+        v, values, row, page, slot, row_stride_v, page_stride_v, head_stride_v, heads * VALUE_WIDTH, VALUE_WIDTH,
+        VALUE_BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _entries(side, table, entry, inside, page_size, page_stride, head_offset, width, WIDTH: tl.constexpr):
+    """Keys or values [entries, width]."""
+    page = tl.load(table + entry // page_size, mask=inside, other=0).to(tl.int64)
+    index = side + (page * page_stride + head_offset + (entry % page_size) * WIDTH)[:, None] + width[None, :]
     return tl.load(index, mask=inside[:, None] & (width < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit
-def _capped(score, softcap):
-    ratio = tl.exp(2.0 * (score / softcap))
-    return softcap * (1.0 - 2.0 / (ratio + 1.0))
-
-
-@triton.jit
-def _visible(
-    entry, row, at, begin, fed, span, is_tree, position, bits, depths, words, nodes, window, BITS: tl.constexpr
-):
-    """[rows, keys]: a row sees the committed entries and its ancestors, within the window of positions."""
-    committed = entry < begin
-    seen = committed[None, :] | (entry[None, :] <= (fed + row)[:, None])
-    where = entry
-    if is_tree != 0:
-        node = tl.maximum(entry - begin, 0)
-        word = tl.load(bits + at[:, None] * words + (node // BITS)[None, :], mask=(node < nodes)[None, :], other=0)
-        seen = committed[None, :] | (((word >> (node % BITS)[None, :]) & 1) != 0)
-        depth = tl.load(depths + span * nodes + node, mask=node < nodes, other=0)
-        where = tl.where(committed, entry, begin + depth)
+def _scores(query, k, place, position, scale, softcap, window):
+    """Scores of one block of keys, whose positions are ``place``; -inf where a row does not see a key."""
+    score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
+    if softcap > 0.0:
+        ratio = tl.exp(2.0 * (score / softcap))
+        score = softcap * (1.0 - 2.0 / (ratio + 1.0))
+    seen = place[None, :] <= position[:, None]
     if window > 0:
-        seen = seen & (position[:, None] - where[None, :] < window)
-    return seen
+        seen = seen & (position[:, None] - place[None, :] < window)
+    return tl.where(seen, score, float("-inf"))
 
 
 @triton.jit
-def _attend_split(
-    q, keys, values, out, top, total, tables, tile_span, tile_row, start, offset, count, tree, positions, bits, depths,
-    scale, softcap, window, page_size, table_stride, words, nodes, heads, rows,
+def _add(score, v, running, weight, result):
+    """The running maximum, sum and output after one more block."""
+    best = tl.maximum(running, tl.max(score, 1))
+    safe = tl.where(best == float("-inf"), 0.0, best)
+    chance = tl.exp(score - safe[:, None])
+    fade = tl.exp(running - safe)
+    result = result * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
+    return best, weight * fade + tl.sum(chance, 1), result
+
+
+@triton.jit
+def _attend(
+    q, keys, values, out, outputs, tops, sums, done, sinks, row_span, start, offset, count, tree, tables, positions,
+    paths, scale, softcap, window, page_size, table_stride, path_stride, first, rows, heads, row_stride_q,
     page_stride_k, head_stride_k, page_stride_v, head_stride_v,
-    GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, BLOCK_ROWS: tl.constexpr, KEYS: tl.constexpr,
-    SPAN_KEYS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr, BITS: tl.constexpr,
+    GROUPS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    TREES: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows, one KV head, one split of the keys: partial outputs with their running maximum and sum."""
-    span = tl.load(tile_span + tl.program_id(0))
-    first = tl.load(tile_row + tl.program_id(0))
-    head = tl.program_id(1)
-    split = tl.program_id(2)
-    begin = tl.load(start + span)
+    """One tile of rows, if one begins at this row, one KV head, one split of the keys."""
+    here, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    span = tl.load(row_span + first + here)
+    if span < 0:  # padding
+        index = tl.arange(0, PADDED * VALUE_PADDED)
+        wide = index < (GROUPS * VALUE_WIDTH if split == 0 else 0)
+        at = ((first + here).to(tl.int64) * heads + head * GROUPS) * VALUE_WIDTH
+        tl.store(out + at + index, tl.zeros([PADDED * VALUE_PADDED], out.dtype.element_ty), mask=wide)
+        return
     base = tl.load(offset + span)
-    size = tl.load(count + span)
-    is_tree = tl.load(tree + span)
-    lane = tl.arange(0, BLOCK_ROWS * GROUPS_PADDED)
-    row = first + lane // GROUPS_PADDED
-    group = lane % GROUPS_PADDED
+    local = first + here - base
+    if local % ROWS != 0:
+        return
+    size, begin = tl.load(count + span), tl.load(start + span)
+    lane = tl.arange(0, ROWS * PADDED)
+    row, group = local + lane // PADDED, lane % PADDED
     live = (row < size) & (group < GROUPS)
     at = base + tl.minimum(row, size - 1)
     query_head = head * GROUPS + tl.minimum(group, GROUPS - 1)
-    width = tl.arange(0, WIDTH_PADDED)
-    value_width = tl.arange(0, VALUE_PADDED)
-    wide = live[:, None] & (width < WIDTH)[None, :]
-    query = tl.load(q + (at * heads + query_head)[:, None] * WIDTH + width[None, :], mask=wide, other=0.0)
     position = tl.load(positions + at)
-    fed = tl.load(positions + rows + span)  # entries before this forward's rows
-    end = fed + size
-    running = tl.full([BLOCK_ROWS * GROUPS_PADDED], float("-inf"), tl.float32)
-    weight = tl.zeros([BLOCK_ROWS * GROUPS_PADDED], tl.float32)
-    result = tl.zeros([BLOCK_ROWS * GROUPS_PADDED, VALUE_PADDED], tl.float32)
-    for block in range(SPAN_KEYS // KEYS):
-        entry = split * SPAN_KEYS + block * KEYS + tl.arange(0, KEYS)
-        inside = entry < end
-        page = tl.load(tables + span * table_stride + entry // page_size, mask=inside, other=0).to(tl.int64)
-        slot = entry % page_size
-        k = _entries(keys, page, slot, page_stride_k, head * head_stride_k, inside, width, WIDTH)
-        score = tl.dot(query, tl.trans(k), input_precision="ieee") * scale
-        if softcap > 0.0:
-            score = _capped(score, softcap)
-        seen = _visible(entry, row, at, begin, fed, span, is_tree, position, bits, depths, words, nodes, window, BITS)
-        score = tl.where(seen & inside[None, :], score, float("-inf"))
-        best = tl.maximum(running, tl.max(score, 1))
-        safe = tl.where(best == float("-inf"), 0.0, best)
-        chance = tl.exp(score - safe[:, None])
-        fade = tl.exp(running - safe)
-        v = _entries(values, page, slot, page_stride_v, head * head_stride_v, inside, value_width, VALUE_WIDTH)
-        result = result * fade[:, None] + tl.dot(chance.to(v.dtype), v, input_precision="ieee")
-        weight = weight * fade + tl.sum(chance, 1)
-        running = best
-    cell = (split * rows + at) * heads + query_head
-    tl.store(top + cell, running, mask=live)
-    tl.store(total + cell, weight, mask=live)
+    end = tl.max(position, 0) + 1
+    blocks = (end + KEYS - 1) // KEYS
+    used = tl.minimum(blocks, SPLITS)
+    if split >= used:
+        return
+    width, value_width = tl.arange(0, WIDTH_PADDED), tl.arange(0, VALUE_PADDED)
+    where = q + at.to(tl.int64)[:, None] * row_stride_q + query_head[:, None] * WIDTH + width[None, :]
+    query = tl.load(where, mask=live[:, None] & (width < WIDTH)[None, :], other=0.0)
+    oldest = 0  # the first position that a row of the tile sees
+    if window > 0:
+        oldest = tl.min(position, 0) - window + 1
+    running = tl.full([ROWS * PADDED], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS * PADDED], tl.float32)
+    result = tl.zeros([ROWS * PADDED, VALUE_PADDED], tl.float32)
+    table = tables + span * table_stride
+    branches = False
+    if TREES:
+        branches = tl.load(tree + span) != 0
+    block = split
+    while block < blocks:
+        place = block * KEYS + tl.arange(0, KEYS)
+        if (block + 1) * KEYS > oldest:
+            if TREES and branches and (block + 1) * KEYS > begin:
+                for each in range(ROWS):  # every row has ancestors of its own
+                    mine = lane // PADDED == each
+                    node_row = base + tl.minimum(local + each, size - 1)
+                    depth = place - begin
+                    known = (depth >= 0) & (depth < path_stride)
+                    node = tl.load(paths + node_row * path_stride + depth, mask=known, other=0)
+                    entry = tl.where(depth < 0, place, begin + node)
+                    inside = place <= tl.load(positions + node_row)
+                    k = _entries(
+                        keys, table, entry, inside, page_size, page_stride_k, head * head_stride_k, width, WIDTH
+                    )
+                    v = _entries(
+                        values, table, entry, inside, page_size, page_stride_v, head * head_stride_v, value_width,
+                        VALUE_WIDTH,
+                    )  # fmt: skip
+                    score = _scores(query, k, place, position, scale, softcap, window)
+                    best, total, sides = _add(score, v, running, weight, result)
+                    running = tl.where(mine, best, running)
+                    weight = tl.where(mine, total, weight)
+                    result = tl.where(mine[:, None], sides, result)
+            else:
+                inside = place < end
+                k = _entries(keys, table, place, inside, page_size, page_stride_k, head * head_stride_k, width, WIDTH)
+                v = _entries(
+                    values, table, place, inside, page_size, page_stride_v, head * head_stride_v, value_width,
+                    VALUE_WIDTH,
+                )  # fmt: skip
+                score = _scores(query, k, place, position, scale, softcap, window)
+                running, weight, result = _add(score, v, running, weight, result)
+        block += SPLITS
+    cell = (split * rows + at - first) * heads + query_head
     kept = live[:, None] & (value_width < VALUE_WIDTH)[None, :]
-    tl.store(out + cell[:, None] * VALUE_WIDTH + value_width[None, :], result, mask=kept)
+    tl.store(tops + cell, running, mask=live)
+    tl.store(sums + cell, weight, mask=live)
+    tl.store(outputs + cell[:, None] * VALUE_WIDTH + value_width[None, :], result, mask=kept)
+    tl.debug_barrier()
+    counter = done + here * tl.num_programs(1) + head
+    if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
+        tl.debug_barrier()
+        running = tl.full([ROWS * PADDED], float("-inf"), tl.float32)
+        weight = tl.zeros([ROWS * PADDED], tl.float32)
+        result = tl.zeros([ROWS * PADDED, VALUE_PADDED], tl.float32)
+        for part in range(SPLITS):
+            cell = (part * rows + at - first) * heads + query_head
+            some = live & (part < used)
+            peak = tl.load(tops + cell, mask=some, other=float("-inf"), cache_modifier=".cg")
+            best = tl.maximum(running, peak)
+            safe = tl.where(best == float("-inf"), 0.0, best)
+            fade, gain = tl.exp(running - safe), tl.exp(peak - safe)
+            side = outputs + cell[:, None] * VALUE_WIDTH + value_width[None, :]
+            more = tl.load(side, mask=kept & (part < used), other=0.0, cache_modifier=".cg")
+            result = result * fade[:, None] + more * gain[:, None]
+            weight = weight * fade + tl.load(sums + cell, mask=some, other=0.0, cache_modifier=".cg") * gain
+            running = best
+        if SINKS:
+            sink = tl.load(sinks + query_head)
+            best = tl.maximum(running, sink)
+            fade = tl.exp(running - best)
+            result = result * fade[:, None]
+            weight = weight * fade + tl.exp(sink - best)
+        value = (result / tl.where(weight == 0.0, 1.0, weight)[:, None]).to(out.dtype.element_ty)
+        side = out + (at.to(tl.int64) * heads + query_head)[:, None] * VALUE_WIDTH + value_width[None, :]
+        tl.store(side, value, mask=kept)
+        tl.store(counter, 0)
 
 
-@triton.jit
-def _merge(
-    out, top, total, merged, sinks, cells, heads,
-    SINKS: tl.constexpr, SPLITS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr,
-):  # fmt: skip
-    """Combine one (row, head)'s splits, in order, and with SINKS the head's own score without a value."""
-    cell = tl.program_id(0)
-    width = tl.arange(0, VALUE_PADDED)
-    running = tl.load(top + cell)
-    weight = tl.load(total + cell)
-    result = tl.load(out + cell * VALUE_WIDTH + width, mask=width < VALUE_WIDTH, other=0.0)
-    for split in range(1, SPLITS):
-        other = split * cells + cell
-        peak = tl.load(top + other)
-        best = tl.maximum(running, peak)
-        safe = tl.where(best == float("-inf"), 0.0, best)
-        fade, gain = tl.exp(running - safe), tl.exp(peak - safe)
-        part = tl.load(out + other * VALUE_WIDTH + width, mask=width < VALUE_WIDTH, other=0.0)
-        result = result * fade + part * gain
-        weight = weight * fade + tl.load(total + other) * gain
-        running = best
-    if SINKS:
-        sink = tl.load(sinks + cell % heads)
-        best = tl.maximum(running, sink)
-        fade = tl.exp(running - best)
-        result = result * fade
-        weight = weight * fade + tl.exp(sink - best)
-    value = (result / weight).to(merged.dtype.element_ty)
-    tl.store(merged + cell * VALUE_WIDTH + width, value, mask=width < VALUE_WIDTH)
+@dataclass(frozen=True)
+class Sizes:
+    """How many rows, spans, pages of a span, and nodes of a tree's path there is room for."""
+
+    rows: int
+    spans: int
+    pages: int
+    nodes: int
+
+    @classmethod
+    def of(cls, batch: Batch, tables: dict[int, list[int]]) -> Sizes:
+        """Those that the batch needs."""
+        trees = [max(span.depths(), default=-1) + 1 for span in batch.spans if span.parents is not None]
+        pages = max((len(tables[span.key]) for span in batch.spans), default=1)
+        return cls(batch.num_rows, len(batch.spans), max(1, pages), max(trees, default=0))
+
+    def fields(self) -> dict[str, int]:
+        """The parts of a ``Tables``' numbers, and how long each is."""
+        rows, spans = self.rows, self.spans
+        return {
+            "input_ids": rows, "positions": rows, "row_span": rows, "logit_rows": rows, "start": spans, "fed": spans,
+            "offset": spans, "count": spans, "tree": spans, "tables": spans * self.pages, "paths": rows * self.nodes,
+        }  # fmt: skip
 
 
 @dataclass(slots=True)
 class TritonTables(Metadata):
-    """One forward's metadata on the device, shared by all layers."""
+    """One forward's metadata on the device, shared by all layers: parts of one int32 tensor."""
 
-    slots: Slots
-    tables: torch.Tensor
-    start: torch.Tensor
-    offset: torch.Tensor
-    count: torch.Tensor
-    tree: torch.Tensor
-    positions: torch.Tensor
-    """Positions of the rows, then each span's entries before this forward."""
-    bits: torch.Tensor
-    depths: torch.Tensor
-    nodes: int
-    splits: int
-    """A power of two, so that few kernels are compiled."""
-    tiles: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    sizes: Sizes
+    parts: dict[str, torch.Tensor]
 
 
-def _power_of_two(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
+def lay_out(numbers: torch.Tensor, batch: Batch, sizes: Sizes) -> TritonTables:
+    """The parts of ``numbers``. The batch gets its row tensors from them."""
+    lengths = sizes.fields()
+    parts = dict(zip(lengths, numbers.split_with_sizes([*lengths.values()])))
+    batch.input_ids, batch.positions = parts["input_ids"], parts["positions"]
+    batch.logit_rows = parts["logit_rows"][: batch.num_logits]
+    return TritonTables(batch, sizes, parts)
 
 
-def _pack_bits(spans: list[Span], nodes: int) -> torch.Tensor:
-    """int32 [rows, words]: bit n of a row says whether it sees node n after its span's committed entries."""
-    words = max(1, -(-nodes // WORD))
-    weights = torch.ones(WORD, dtype=torch.int64) << torch.arange(WORD)
-    parts = []
-    for span in spans:
-        seen = torch.zeros(span.count, words * WORD, dtype=torch.int64)
+def write_numbers(to: np.ndarray, batch: Batch, tables: dict[int, list[int]], sizes: Sizes) -> None:
+    """Writes int32 numbers [sum of ``sizes.fields()``] for a batch. Rows of padding belong to no span."""
+    ends = [*accumulate(sizes.fields().values(), initial=0)]
+    parts = {name: to[first:end] for name, first, end in zip(sizes.fields(), ends, ends[1:])}
+    spans = batch.spans
+    columns: dict[str, Sequence[int]] = {
+        "input_ids": [token for span in spans for token in span.tokens],
+        "positions": [position for span in spans for position in span.positions()],
+        "row_span": [index for index, span in enumerate(spans) for _ in span.tokens],
+        "logit_rows": [offset + row for span, offset in zip(spans, batch.offsets) for row in span.logits],
+        "start": [span.start for span in spans], "fed": [span.start + span.stored for span in spans],
+        "offset": batch.offsets, "count": [span.count for span in spans],
+        "tree": [span.parents is not None for span in spans],
+    }  # fmt: skip
+    for name, column in columns.items():
+        parts[name][: len(column)] = column
+        parts[name][len(column) :] = -1 if name == "row_span" else 0
+    for index, span in enumerate(spans):
+        table = tables[span.key]
+        parts["tables"][index * sizes.pages : index * sizes.pages + len(table)] = table
         if span.parents is not None:
-            visible = ancestors(span)
-            seen[:, : visible.shape[1]] = visible.long()
-        packed = (seen.view(span.count, words, WORD) * weights).sum(dim=-1)
-        parts.append(torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32))
-    return torch.cat(parts)
+            for row, path in enumerate(_paths(span.parents, span.stored), start=batch.offsets[index]):
+                parts["paths"][row * sizes.nodes : row * sizes.nodes + len(path)] = path
+
+
+def _paths(parents: Sequence[int], stored: int) -> Iterator[list[int]]:
+    """For each new row of a tree, its ancestors and itself, from the root down."""
+    paths: list[list[int]] = []
+    for node, parent in enumerate(parents):
+        paths.append([*(paths[parent] if parent >= 0 else ()), node])
+    yield from paths[stored:]
 
 
 class TritonAttention(Backend[TritonTables]):
     def begin(self, batch: Batch) -> TritonTables:
-        pool, spans, device = self.pool, batch.spans, self.pool.device
-        for span in spans:
-            pool.reserve(span.key, span.end)
+        sizes = self.reserve(batch)
+        numbers = np.zeros(sum(sizes.fields().values()), np.int32)
+        write_numbers(numbers, batch, self.pool.block_tables, sizes)
+        return lay_out(torch.from_numpy(numbers).to(self.pool.device), batch, sizes)
 
-        def ints(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
-        widest = max(len(pool.block_tables[span.key]) for span in spans)
-        tables = [pool.block_tables[s.key] + [0] * (widest - len(pool.block_tables[s.key])) for s in spans]
-        trees = [span for span in spans if span.parents is not None]
-        nodes = max((span.stored + span.count for span in trees), default=0)
-        depths = [((s.depths() if s.parents is not None else []) + [0] * nodes)[:nodes] for s in spans]
-        before = [span.start + span.stored for span in spans]
-        bits = _pack_bits(spans, nodes) if trees else torch.zeros(1, 1, dtype=torch.int32)
-        return TritonTables(
-            batch,
-            slots=new_slots(pool, batch),
-            tables=ints([page for table in tables for page in table]).view(len(spans), widest),
-            start=ints([span.start for span in spans]),
-            offset=ints(batch.offsets),
-            count=ints([span.count for span in spans]),
-            tree=ints([int(span.parents is not None) for span in spans]),
-            positions=ints([p for span in spans for p in span.positions()] + before),
-            bits=bits.to(device),
-            depths=ints([d for row in depths for d in row] or [0]),
-            nodes=nodes,
-            splits=_power_of_two(-(-max(span.end for span in spans) // SPLIT)),
-            tiles={},
-        )
-
-    @staticmethod
-    def _tiles(tables: TritonTables, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        if block not in tables.tiles:
-            tiles = [(i, row) for i, span in enumerate(tables.batch.spans) for row in range(0, span.count, block)]
-            pair = torch.tensor(tiles, dtype=torch.int32, device=tables.start.device)
-            tables.tiles[block] = (pair[:, 0].contiguous(), pair[:, 1].contiguous())
-        return tables.tiles[block]
+    def reserve(self, batch: Batch) -> Sizes:
+        """Reserves the batch's entries, and returns the sizes of its numbers. Raises OutOfPages."""
+        for span in batch.spans:
+            self.pool.reserve(span.key, span.end)
+        return Sizes.of(batch, self.pool.block_tables)
 
     def run(self, query: Query, tables: TritonTables) -> torch.Tensor:
-        batch = tables.batch
-        q, rows = query.q, batch.num_rows
-        self.pool.write(query.layer, tables.slots, query.k[:rows], query.v[:rows])
-        keys, values = self.pool.keys[query.layer], self.pool.values[query.layer]
-        heads, kv_heads, width, value_width = q.shape[1], keys.shape[1], keys.shape[3], values.shape[3]
+        parts, sizes, pool = tables.parts, tables.sizes, self.pool
+        keys, values = pool.keys[query.layer], pool.values[query.layer]
+        q, k, v = (side if side[0].is_contiguous() else side.contiguous() for side in (query.q, query.k, query.v))
+        count, heads, kv_heads = sizes.rows, q.shape[1], keys.shape[1]
+        width, value_width = keys.shape[3], values.shape[3]
+        strides = keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)
+        where = {name: parts[name] for name in ("row_span", "offset", "tables")}
+        _store[(count,)](
+            k, v, keys, values, **where, fed=parts["fed"], page_size=pool.page_size, table_stride=sizes.pages,
+            row_stride_k=k.stride(0), row_stride_v=v.stride(0), page_stride_k=strides[0], head_stride_k=strides[1],
+            page_stride_v=strides[2], head_stride_v=strides[3], heads=kv_heads, WIDTH=width, VALUE_WIDTH=value_width,
+            BLOCK=triton.next_power_of_2(kv_heads * width), VALUE_BLOCK=triton.next_power_of_2(kv_heads * value_width),
+        )  # fmt: skip
         groups = heads // kv_heads
-        padded = _power_of_two(groups)
-        block = max(1, 16 // padded)  # one size for every batch: a larger tile sums in another order
-        tile_span, tile_row = self._tiles(tables, block)
-        partial = torch.empty(tables.splits, rows, heads, value_width, dtype=torch.float32, device=q.device)
-        top = torch.full((tables.splits, rows, heads), float("-inf"), dtype=torch.float32, device=q.device)
-        total = torch.zeros_like(top)
-        _attend_split[(tile_span.shape[0], kv_heads, tables.splits)](
-            q[:rows].contiguous(), keys, values, partial, top, total, tables.tables, tile_span, tile_row, tables.start,
-            tables.offset, tables.count, tables.tree, tables.positions, tables.bits, tables.depths, query.scale,
-            query.softcap or 0.0, query.window or 0,
-            self.pool.page_size, tables.tables.shape[1], tables.bits.shape[1], tables.nodes, heads, rows,
-            keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
-            GROUPS=groups, GROUPS_PADDED=padded, BLOCK_ROWS=block, KEYS=BLOCK_KEYS, SPAN_KEYS=SPLIT, WIDTH=width,
-            WIDTH_PADDED=max(16, _power_of_two(width)), VALUE_WIDTH=value_width,
-            VALUE_PADDED=max(16, _power_of_two(value_width)), BITS=WORD,
-        )  # fmt: skip
-        out = q.new_zeros(q.shape[0], heads * value_width)
-        _merge[(rows * heads,)](
-            partial, top, total, out, total if query.sinks is None else query.sinks, rows * heads, heads,
-            SINKS=query.sinks is not None, SPLITS=tables.splits,
-            VALUE_WIDTH=value_width, VALUE_PADDED=max(16, _power_of_two(value_width)),
-        )  # fmt: skip
+        padded = triton.next_power_of_2(groups)
+        block = max(1, LANES // padded)  # one size for every batch: a larger tile sums in another order
+        out = q.new_empty(q.shape[0], heads * value_width)
+        most, splits = min(count, MOST_ROWS), 2 if gpu.interpreted() else SPLITS
+        cells = splits * (most + block) * heads
+        outputs, tops, sums = torch.empty(cells * (value_width + 2), dtype=torch.float32, device=q.device).split(
+            [cells * value_width, cells, cells]
+        )
+        done = gpu.counters(q.device, most * kv_heads)
+        for first in range(0, count, most):
+            _attend[(min(most, count - first), kv_heads, splits)](
+                q, keys, values, out, outputs, tops, sums, done, sums if query.sinks is None else query.sinks,
+                **where, start=parts["start"], count=parts["count"], tree=parts["tree"], positions=parts["positions"],
+                paths=parts["paths"] if sizes.nodes else parts["tree"], scale=query.scale,
+                softcap=query.softcap or 0.0, window=query.window or 0, page_size=pool.page_size,
+                table_stride=sizes.pages, path_stride=sizes.nodes, first=first, rows=most + block, heads=heads,
+                row_stride_q=q.stride(0), page_stride_k=strides[0], head_stride_k=strides[1], page_stride_v=strides[2],
+                head_stride_v=strides[3], GROUPS=groups, PADDED=padded, ROWS=block, KEYS=KEYS, SPLITS=splits,
+                WIDTH=width, WIDTH_PADDED=max(16, triton.next_power_of_2(width)), VALUE_WIDTH=value_width,
+                VALUE_PADDED=max(16, triton.next_power_of_2(value_width)), TREES=sizes.nodes > 0,
+                SINKS=query.sinks is not None,
+            )  # fmt: skip
         return out

@@ -173,10 +173,11 @@ class EngineConfig:
     dtype: str = option("auto", "Data type: auto (the checkpoint's), float32, bfloat16 or float16.")
     device: str | None = option(None, "Device: cpu or cuda. Default: the GPU, if there is one.")
     invariant: bool | None = option(
-        None, "Compute logits that are bit-equal with and without speculation. Default on CPU."
+        None,
+        "Compute logits that are bit-equal with and without speculation. Default on CPU, and on GPU where possible.",
     )
     model_path: str = option("auto", "Model implementation: auto, native or hf (transformers).")
-    weights: str = option("auto", "CPU weight layout: auto, streamed, packed or plain.")
+    weights: str = option("auto", "Weight layout: auto; streamed, packed or plain on CPU; triton or plain on GPU.")
     quantization: str | None = option(None, QUANTIZATION_HELP)
     tensor_parallel_size: int = option(1, "Number of processes that split each layer of the target.")
     lora: Sequence[str] | str | None = option(None, "LoRA adapter to merge into the target: FOLDER or FOLDER=WEIGHT.")
@@ -191,6 +192,7 @@ class EngineConfig:
     gpu_memory_utilization: float | None = option(
         None, "Fraction of GPU memory for weights and KV caches, above 0 and at most 1."
     )
+    enforce_eager: bool = option(False, "Run without CUDA graphs on a GPU.")
     prefix_caching: bool | None = option(
         None, "Reuse the KV cache of shared prompt prefixes. Default with --page-size."
     )

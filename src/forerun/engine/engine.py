@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -42,6 +43,7 @@ from forerun.speculate.length import Setting, policies
 from forerun.speculate.round import Round, speculate
 from forerun.speculate.verify import Target
 
+log = logging.getLogger("forerun")
 R = TypeVar("R")
 
 
@@ -112,6 +114,7 @@ class Engine:
             on_preempt=_weak(self._preempted),
         )
         self.threads = self._threads()
+        self._choose_graphs()
         self.stats = EngineStats(synthetic=self.speculative.synthetic is not None)
         self.jobs: dict[int, Job] = {}
         self.on_round: Callable[[Round], None] | None = None
@@ -127,6 +130,15 @@ class Engine:
         adapts = getattr(self.model, "fused", None) is not None and self.config.tensor_parallel_size == 1
         most = min(torch.get_num_threads(), usable_cores() if adapts else MOST_THREADS)
         return Threads(most, fixed=not adapts, cores_left=CoresLeft())
+
+    def _choose_graphs(self) -> None:
+        """Turns CUDA graphs off if the configuration says so."""
+        models = [self.model, *(model for each in self.router.drafters.values() for model in each.models())]
+        graphs = [each for model in models if (each := getattr(model, "graphs", None)) is not None]
+        if self.config.enforce_eager and not graphs:
+            log.info("enforce_eager says nothing here: no round uses CUDA graphs")
+        for each in graphs:
+            each.enabled = not self.config.enforce_eager
 
     def _drafters(self, configs: Sequence[SpeculativeConfig]) -> dict[str, Any]:
         context = DraftContext(

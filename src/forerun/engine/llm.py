@@ -77,7 +77,7 @@ class LLM:
             ``"auto"`` chooses a drafter for the model (``engine.auto.choose``). None decodes plainly.
         tuned: a folder that ``forerun tune`` made for this model, which says how to speculate. True: the bundled one.
         options: the fields of ``EngineConfig``, or vLLM's. ``block_size``, ``enable_prefix_caching``, ``revision`` and
-            ``download_dir`` mean what they mean there. Options without effect here, such as ``enforce_eager`` or
+            ``download_dir`` mean what they mean there. Options without effect here, such as
             ``trust_remote_code=False``, are accepted; others are refused, with what to do instead.
 
     Raises:
@@ -450,7 +450,6 @@ _ONE = ((1,), "the layers' parts are split by tensor_parallel_size; forerun serv
 WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "pipeline_parallel_size": _ONE,
     "data_parallel_size": _ONE,
-    "enforce_eager": ((True, False), ""),
     "trust_remote_code": ((False,), "remote code never runs: the model must be one that transformers knows"),
     "swap_space": ((0, 0.0), "nothing is swapped: requests that lose their pages are computed again"),
     "cpu_offload_gb": ((0, 0.0), "weights are on one device: use device='cpu' or quantization"),
@@ -465,12 +464,11 @@ WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "runner": (("auto", "generate"), "models generate here"),
     "tokenizer_revision": ((None,), "give revision, or the folder of a tokenizer as tokenizer"),
 }
-"""vLLM's options with the values that change nothing here, and a hint for other values. Nothing is captured, so
-``enforce_eager`` has no effect."""
+"""vLLM's options with the values that change nothing here, and a hint for other values."""
 INSTEAD = {
     "speculative_model": "speculative_config={'model': ..., 'num_speculative_tokens': ...}",
     "num_speculative_tokens": "speculative_config={'method': ..., 'num_speculative_tokens': ...}",
-    "max_seq_len_to_capture": "remove it: no graphs are captured",
+    "max_seq_len_to_capture": "remove it: CUDA graphs are captured on demand",
     "compilation_config": "remove it: kernels are compiled on demand",
     "distributed_executor_backend": "remove it: tensor_parallel_size starts its own processes",
     "guided_decoding_backend": "remove it: the backend is llguidance",

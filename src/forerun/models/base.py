@@ -18,6 +18,7 @@ from forerun.cache.sources import Sources
 from forerun.cache.states import INTERVAL, States, StateShape
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ConfigError
+from forerun.kernels import gpu
 
 if TYPE_CHECKING:
     from forerun.models.fused import Fused
@@ -198,7 +199,7 @@ def new_attention(
             so many as take a state's bytes in the pool.
     """
     info = model.info
-    ours = can_attend(info.dtype, info.device, info.kv_shapes)
+    ours = can_attend(info.dtype, info.device, info.kv_shapes) and not gpu.interpreted()
     tiled = model.invariant and info.device.type == "cpu" and not ours
     longest = -(-(max_len + slack) // BLOCK) * BLOCK if tiled else max_len + slack
     if page_size is None:
@@ -223,7 +224,7 @@ def new_attention(
 def attention_over(model: Model, pool: Pool) -> Attention:
     """The attention for ``model`` on this machine."""
     info = model.info
-    if info.device.type == "cuda" and not any(shape.shared for shape in info.kv_shapes):
+    if gpu.serves(info.device) and not any(shape.shared for shape in info.kv_shapes):
         from forerun.attention.triton import TritonAttention
 
         return TritonAttention(pool)

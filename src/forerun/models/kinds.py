@@ -8,4 +8,6 @@ BLOCKS = ("q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q8_0")
 FLOATS = ("bfloat16", "float16", "float32")
 """Not quantized, even if the checkpoint is."""
 CPU_KINDS = (*KINDS, *BLOCKS)
-GPU_KINDS = ("int8", "fp8")
+TORCHAO_KINDS = ("int8", "fp8")
+TRITON_KINDS = ("int8_rows", "q4_0", "q4_1", "q4_k", "q8_0")
+GPU_KINDS = (*TORCHAO_KINDS, *TRITON_KINDS)

@@ -204,6 +204,17 @@ class Layer:
         for part in (self.latent, self.experts):
             yield from () if part is None else part.linears()
 
+    def fuse(self, activation: str, *, parallel: bool) -> None:
+        """Moves norms and the ``activation`` into the linear layers beside them that compute these too, as those of
+        GPUs do. With ``parallel`` attention and MLP share a norm."""
+        if not parallel:
+            if self.mixer is None and _absorb(self.qkv, norm=self.norm_attention):
+                self.norm_attention = None
+            if self.experts is None and _absorb(self.gate_up, norm=self.norm_mlp):
+                self.norm_mlp = None
+        if self.per_layer_gate is None and self.experts is None and _absorb(self.gate_up, gate=activation):
+            self.activation = _as_they_are
+
     def norms(self) -> Iterator[Any]:
         yield from self._parts(*NORMS)
         inside = self.mixer or self.latent
@@ -215,6 +226,15 @@ class Layer:
 
     def _parts(self, *names: str) -> Iterator[Any]:
         return (part for name in names if (part := getattr(self, name)) is not None)
+
+
+def _absorb(linear: Any, **what: Any) -> bool:
+    """Whether a linear layer now computes a norm or an activation too."""
+    return hasattr(linear, "absorb") and linear.absorb(**what)
+
+
+def _as_they_are(rows: torch.Tensor) -> torch.Tensor:
+    return rows
 
 
 @dataclass(slots=True)

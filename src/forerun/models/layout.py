@@ -25,9 +25,8 @@ from forerun.models.formats.blocks import Blocked, Blocks, join
 from forerun.models.formats.compiled import Joined
 from forerun.models.formats.gguf_types import PACKED
 from forerun.models.formats.int8 import Levels, TiledInt8
-from forerun.models.formats.plain import Plain
 from forerun.models.formats.tiled import TiledLinear
-from forerun.models.kinds import KINDS
+from forerun.models.kinds import KINDS, TRITON_KINDS
 from forerun.models.prequantized import Grouped
 from forerun.models.transform import Weights
 
@@ -41,7 +40,7 @@ class Embedding:
 
     def __init__(
         self,
-        rows: torch.Tensor | Blocked | TiledLinear,
+        rows: Any,
         dtype: torch.dtype,
         *,
         shared: bool = False,
@@ -52,7 +51,8 @@ class Embedding:
         if isinstance(rows, torch.Tensor):
             (self.count, self.width), self.device = rows.shape, rows.device
         else:
-            self.count, self.width, self.device = rows.outputs, rows.inputs, torch.device("cpu")
+            self.count, self.width = rows.outputs, rows.inputs
+            self.device = rows.weight.levels.device if hasattr(rows, "weight") else torch.device("cpu")
         self.nbytes = 0 if shared else rows.nbytes
         self.factor = torch.tensor(scale, dtype=torch.float32, device=self.device)
         self.scale = float(self.factor)
@@ -106,7 +106,7 @@ class Maker:
     """Read since the last layer."""
 
     def __post_init__(self) -> None:
-        able = self.how == "streamed" and blocks.can(self.dtype, self.device)
+        able = self.how == "triton" or (self.how == "streamed" and blocks.can(self.dtype, self.device))
         self.reads_blocks = able and not self.numbers_only
         self.keeps_blocks = self.quantized is None and self.reads_blocks
 
@@ -142,7 +142,7 @@ class Maker:
             names, reorders, same_kind = zip(*group)
             bias, form = self._bias(names, reorders), self.quantized
             if kind is not None:
-                made.append(_packed(same_kind, bias))
+                made.append(self._packed(same_kind, bias))
                 continue
             weight = self._stack(names, reorders)
             if form is not None and form.pays(weight):
@@ -150,7 +150,31 @@ class Maker:
             else:
                 made.append(make_linear(weight, bias, self.how))
         self._finish()
-        return made[0] if len(made) == 1 else Joined(made)
+        if len(made) == 1:
+            return made[0]
+        return self._triton.TritonJoined(made) if self.how == "triton" else Joined(made)
+
+    @property
+    def _triton(self) -> Any:
+        from forerun.models.formats import triton  # which not every system has
+
+        return triton
+
+    def _packed(self, parts: Sequence[Blocks | Levels], bias: torch.Tensor | None) -> Linear:
+        """A layer of weights in one block format."""
+        if self.how == "triton":
+            return self._triton.kept(parts, bias, self.dtype, self.device)
+        levels = [part for part in parts if isinstance(part, Levels)]
+        if levels:
+            return TiledInt8(Levels.join(levels), bias, KINDS["int8_rows"])
+        return Blocked(join([part for part in parts if isinstance(part, Blocks)]), bias)
+
+    def _as_blocks(self, weight: Rows) -> Blocks | Levels | None:
+        """A weight as blocks that a layer can keep here; None if it can only be read as numbers."""
+        result = as_blocks(weight)
+        if self.how == "triton" and isinstance(result, Blocks) and result.kind not in TRITON_KINDS:
+            return None
+        return result
 
     def router(self, part: str) -> Linear:
         """A small layer that decides something: never quantized."""
@@ -164,7 +188,7 @@ class Maker:
 
     def _blocks(self, name: str, order: Order) -> Blocks | Levels | None:
         weight = self._read(name)
-        result = as_blocks(weight) if self.keeps_blocks else None
+        result = self._as_blocks(weight) if self.keeps_blocks else None
         if result is None:
             return None
         indices = _row_indices(weight, order)
@@ -188,16 +212,16 @@ class Maker:
     def embedding(self, name: str, head: Linear | None = None, scale: float = 1.0) -> Embedding:
         """The embedding times ``scale``; ``head`` is the output layer where that has the same weights."""
         weight = self._read(f"{name}.weight")
-        result = as_blocks(weight) if self.reads_blocks else None
-        rows: torch.Tensor | Blocked | TiledLinear
+        result = self._as_blocks(weight) if self.reads_blocks else None
+        rows: Any
+        shared = head is not None and hasattr(head, "rows") and self.keeps_blocks
         if isinstance(result, Blocks):
-            rows = head if self.keeps_blocks and isinstance(head, Blocked) else Blocked(result, None)
-        elif isinstance(head, (TiledLinear, Plain)):
-            rows = head if isinstance(head, TiledLinear) else head.weight
+            rows = head if shared else self._packed([result], None)
+        elif head is not None and (isinstance(head, TiledLinear) or getattr(head, "numbers", None) is not None):
+            rows, shared = getattr(head, "numbers", head), True
         else:
-            rows = to_tensor(stack([(weight, None)], self.dtype, self.device))
+            rows, shared = to_tensor(stack([(weight, None)], self.dtype, self.device)), False
         self._finish()
-        shared = rows is head or (isinstance(head, Plain) and rows is head.weight)
         return Embedding(rows, self.dtype, shared=shared, scale=scale)
 
 
@@ -206,14 +230,6 @@ def as_blocks(weight: Rows) -> Blocks | Levels | None:
     if isinstance(weight, Grouped):
         return weight.blocks()
     return weight if isinstance(weight, Blocks) and weight.kind in PACKED else None
-
-
-def _packed(parts: Sequence[Blocks | Levels], bias: torch.Tensor | None) -> Linear:
-    """A layer of weights in one block format."""
-    levels = [part for part in parts if isinstance(part, Levels)]
-    if levels:
-        return TiledInt8(Levels.join(levels), bias, KINDS["int8_rows"])
-    return Blocked(join([part for part in parts if isinstance(part, Blocks)]), bias)
 
 
 def _row_indices(weight: Rows, order: Order) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ import torch
 
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.tiles import ENOUGH
+from forerun.kernels import gpu
 from forerun.models import lora as adapter
 from forerun.models import sanity
 from forerun.models.architectures.families import ARCHITECTURES
@@ -204,7 +205,8 @@ def load_model(
     feature = f"quantization {quantization!r} of {path_or_id}" if quantization else feature
     feature = f"a smaller output layer of {path_or_id}" if outputs is not None else feature
     native = _uses_native(config, folder, model_path, feature)
-    requested = replace(requested, invariant=device.type == "cpu" if invariant is None else invariant)
+    if invariant is None and not (native and gpu.serves(device)):  # there the model finds out itself
+        requested = replace(requested, invariant=device.type == "cpu")
     model: Model
     if native:
         model = _load_ranks(requested, config, tensor_parallel_size)
@@ -231,10 +233,10 @@ def load_shard(requested: LoadRequest, config: Any, team: Team | None = None) ->
     packed = getattr(config, "quantization_config", None) is not None
     opened = open_files(requested.folder, packed=packed)
     weights = transform(opened, config, adapters=adapter.read(requested.lora))
-    keeps_blocks = requested.device.type == "cpu" and not requested.numbers
-    if isinstance(opened, GGUFFile) and keeps_blocks and (larger := larger_in_memory(opened.types())):
+    on_gpu, keeps_blocks = requested.device.type != "cpu" or gpu.interpreted(), not requested.numbers
+    if isinstance(opened, GGUFFile) and keeps_blocks and (larger := larger_in_memory(opened.types(), on_gpu=on_gpu)):
         log.warning("%s holds types that take more room in memory: %s", opened.path, larger)
-    caches = requested.device.type == "cpu" and team is None and weights.nbytes >= weight_cache.LARGE
+    caches = not on_gpu and team is None and weights.nbytes >= weight_cache.LARGE
     with _cache(requested, config) if caches else nullcontext():
         return NativeModel(config, weights, requested, team)  # lays out a layer at a time: ``layout.Maker``
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,6 +20,7 @@ from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.core.inference import inference
 from forerun.core.loading import watch
+from forerun.kernels import gpu
 from forerun.models import activations, formats, tiling
 from forerun.models.architectures.spec import ALL, OUTSIDE, bind, refusal
 from forerun.models.base import LoadRequest, MixtureInfo, ModelInfo, Tiles
@@ -36,6 +37,9 @@ from forerun.models.recurrent import lay_out
 from forerun.models.rotary import Rotary
 from forerun.models.tiling import TiledModel
 from forerun.models.transform import Weights
+
+if TYPE_CHECKING:
+    from forerun.models.graphs import Graphs
 
 
 @dataclass(slots=True)
@@ -79,7 +83,7 @@ class NativeModel(TiledModel):
             self.spec = split.own(self.spec, team.size)
         self.routes = any(layer.experts for layer in self.spec.layers)
         self.dtype, self.device = requested.dtype, requested.device
-        self.invariant = bool(requested.invariant)
+        self.invariant = requested.invariant is not False
         how = choose(self.dtype, self.device, requested.weights)
         self._kernels = how == "streamed"
         form = formats.check(requested.quantization, self.device, self.dtype, invariant=self.invariant)
@@ -96,7 +100,12 @@ class NativeModel(TiledModel):
         """The whole decoder in one call, if every part has a kernel."""
         self.ranges = compiled if team is not None else None
         """This rank's layers in one call."""
-        if self.invariant and (team is None or team.leads) and not self._exact():
+        self.graphs = self._make_graphs()
+        """Forwards of few rows as CUDA graphs, on a GPU."""
+        exact = self._exact()
+        if requested.invariant is None:
+            self.invariant = exact
+        if self.invariant and (team is None or team.leads) and not exact:
             self.tiles = self.find()
 
     def find(self) -> Tiles:
@@ -118,6 +127,8 @@ class NativeModel(TiledModel):
         )  # fmt: skip
         builder = Builder(spec, maker, self._rotaries, activation, kernels=self._kernels, team=self.team)
         self._layers = [builder.layer(index) for index in range(len(spec.layers))]
+        for layer in self._layers:
+            layer.fuse(spec.activation if names.mlp.gated else "not gated", parallel=names.parallel)
         self._norm = builder.norm(names.norm.checkpoint)
         self._sigmoid_gate = KernelGate("sigmoid", self.dtype) if self._kernels else None
         """sigmoid(gate) * output of [gate, output], of attention or of the MLP beside experts, as a kernel."""
@@ -153,8 +164,21 @@ class NativeModel(TiledModel):
         decoder = Decoder(self.spec, self._embedding, self._layers, *ends, total=total, table=self._table)
         return Fused(decoder) if decoder.can_fuse() else None
 
+    def _make_graphs(self) -> Graphs | None:
+        """None if a layer asks the host, or is split over ranks."""
+        every = self._layers
+        asks = any(part is not None for each in every for part in (each.mixer, each.latent, each.experts))
+        if not gpu.serves(self.device) or asks or self._table is not None or self.team is not None:
+            return None
+        from forerun.models.graphs import Graphs
+
+        rotaries = self._rotaries.values()
+        return Graphs(self.device, lambda size: tuple(each.table(size).data_ptr() for each in rotaries))
+
     def _exact(self) -> bool:
         """Whether our kernels compute every sum, and torch's functions, where they run, round alike at every index."""
+        if gpu.serves(self.device):
+            return self.graphs is not None and all(linear.exact for linear in self.linears())
         norms = [self._norm, *(norm for layer in self._layers for norm in layer.norms())]
         norms += [] if self._table is None else [self._table.norm]
         fused = self.fused is not None or self.ranges is not None
@@ -201,6 +225,10 @@ class NativeModel(TiledModel):
         self._check(batch)
         if self.fused is not None and isinstance(attention, KernelAttention):
             return self.fused(batch, attention)
+        if self.graphs is not None and self.tiles is None and self.graphs.serves(batch, attention):
+            output = self.graphs(batch, attention, partial(self._feed, attention=attention))
+            if output is not None:
+                return output
         return super().forward(batch, attention)
 
     def _check(self, batch: Batch) -> None:
@@ -220,9 +248,9 @@ class NativeModel(TiledModel):
         """A forward layer by layer, its rows padded to a call's size if the model is tiled."""
         metadata, team = attention.begin(batch), self.team
         with nullcontext() if team is None else team.feeding(batch, attention, self.tiles, invariant=self.invariant):
-            return self._feed(batch, attention, metadata)
+            return self._feed(batch, metadata, attention)
 
-    def _feed(self, batch: Batch, attention: Attention, metadata: Metadata) -> Output:
+    def _feed(self, batch: Batch, metadata: Metadata, attention: Attention) -> Output:
         x, last, experts = self._inputs(batch), len(self._layers), 0
         rows, normed = self._logit_rows(batch), last in batch.hidden
         if self.ranges is not None and isinstance(attention, KernelAttention) and isinstance(metadata, AttentionPlan):

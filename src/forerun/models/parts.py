@@ -5,12 +5,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from forerun import kernels
-from forerun.kernels import structs
+from forerun.kernels import gpu, structs
 from forerun.models import activations
 from forerun.models.architectures.spec import CLAMPED, GELU_TANH, RELU2, SILU, XIELU
 from forerun.models.formats.compiled import Compiled, kernel
@@ -72,8 +73,12 @@ def make_norm(
     kernels: bool,
     layer_norm: bool = False,
     bias: torch.Tensor | None = None,
-) -> RMSNorm | LayerNorm | KernelNorm:
-    """An RMS norm or a ``layer_norm`` for rows in ``dtype``; with ``kernels`` on our own kernel."""
+) -> Any:
+    """An RMS norm or a ``layer_norm`` for rows in ``dtype``; with ``kernels`` on our own kernel, as on a GPU."""
+    if gpu.serves(weight.device):
+        from forerun.models.rows import TritonNorm
+
+        return TritonNorm(weight, eps, dtype, layer_norm=layer_norm, bias=bias)
     if kernels:
         shift = torch.zeros_like(weight) if layer_norm and bias is None else bias
         return KernelNorm(weight, eps, dtype, shift)

@@ -10,11 +10,20 @@ import torch
 from forerun import kernels
 from forerun.core.batch import Batch
 from forerun.core.errors import shown
+from forerun.kernels import gpu
 from forerun.models import checkpoint
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """Those whose frequencies do not depend on the length of the text."""
 GROWTH = 2048
+
+
+Angles = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+def room(count: int) -> int:
+    """The next power of two: what grows with a text is seldom made anew."""
+    return 1 << max(0, count - 1).bit_length()
 
 
 def is_constant(rope: Mapping[str, Any]) -> bool:
@@ -67,23 +76,29 @@ class Rotary:
     def table(self, size: int) -> torch.Tensor:
         """Cosines and sines as complex numbers [positions, 1, width / 2], of at least ``size`` positions."""
         if size > self._table.shape[0]:
-            positions = torch.arange(-(-size // GROWTH) * GROWTH, dtype=torch.float32)
+            positions = torch.arange(GROWTH * room(-(-size // GROWTH)), dtype=torch.float32)
             angles = positions[:, None] * self.frequencies
             table = torch.complex(angles.cos() * self.factor, angles.sin() * self.factor)
             table[:, self.pairs :] = 1.0
             self._table = table[:, None].to(self.device)
         return self._table
 
-    def angles(self, batch: Batch) -> torch.Tensor:
-        """Those of a batch's rows: [rows, 1, width / 2]."""
-        table = self.table(max(span.end for span in batch.spans))
+    def angles(self, batch: Batch) -> Angles:
+        """Those of a batch's rows: [rows, 1, width / 2]. On a GPU the table, and the positions to look up in it."""
+        table = self.table(max((span.end for span in batch.spans), default=0))
+        if gpu.serves(self.device):
+            return table, batch.positions
         if len(batch.spans) == 1 and batch.spans[0].parents is None:
             first = batch.spans[0].start + batch.spans[0].stored
             return table[first : first + batch.num_rows]
         return table.index_select(0, batch.positions)
 
-    def apply_rotary(self, heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    def apply_rotary(self, heads: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Heads [rows, heads, width], rotated in place if possible."""
+        if isinstance(angles, tuple):
+            from forerun.models.rows import rotate
+
+            return rotate(heads, *angles)
         if self._kernel is not None and heads.stride()[1:] == (self.width, 1):
             rows, count = heads.shape[:2]
             if heads.dtype is not self.dtype:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from forerun import kernels
+from forerun.kernels import gpu
 from forerun.sampling.params import SamplingParams
 
 
 def can_sample(device: torch.device) -> bool:
-    return device.type == "cpu" and kernels.has("gumbel_max")
+    return device.type == "cpu" and kernels.has("gumbel_max") and not gpu.interpreted()
 
 
 def restrict(

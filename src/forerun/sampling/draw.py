@@ -48,6 +48,9 @@ class Sampler:
         """
         if self.compiled is not None:
             return self.compiled.choose(warped, _target_keys(rows), distribution)
+        if self.noise.on_gpu is not None and warped.dtype is torch.float32:
+            best = self.noise.on_gpu.choose(warped, _target_keys(rows))
+            return *best, probabilities(warped) if distribution else None
         return *argmax(self.couple(warped, rows)), probabilities(warped) if distribution else None
 
     def distribution(self, warped: torch.Tensor) -> tuple[torch.Tensor, list[float], list[int]]:

@@ -10,10 +10,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
+from forerun.kernels import gpu
 from forerun.sampling.compiled import CompiledSampling, can_sample
+
+if TYPE_CHECKING:
+    from forerun.sampling.triton import TritonSampling
 
 _MASK = (1 << 64) - 1
 
@@ -68,6 +73,7 @@ class Gumbel:
             ids = _fold_high(ids.mul_(_signed(factor)))
         self._ids = ids
         self.compiled = CompiledSampling(ids) if can_sample(self.device) else None
+        self.on_gpu = _on_gpu(ids) if gpu.serves(self.device) else None
         # Wide rows are computed one by one: several at once do not fit the processor's cache.
         one_by_one = self.compiled is not None or (width > 1 << 15 and self.device.type == "cpu")
         self.together = 1 if one_by_one else 16
@@ -102,6 +108,12 @@ class Gumbel:
         # (0, 1).
         u = _fold_high(x).float().abs_().add_(0.5).mul_(-(2.0**-31)).clamp_(min=-(1.0 - 2.0**-24))
         return u.log1p_().neg_().log_().neg_()[:, : self.vocab_size]
+
+
+def _on_gpu(words: torch.Tensor) -> TritonSampling:
+    from forerun.sampling.triton import TritonSampling  # which not every system has
+
+    return TritonSampling(words)
 
 
 def _fold_high(x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import numpy
 import torch
 
 from forerun.core.request import RequestState
+from forerun.kernels import gpu
 from forerun.sampling import compiled
 
 NEG_INF = float("-inf")
@@ -44,7 +45,7 @@ def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
     filtered.
     """
     logits = edit(logits, rows)
-    if logits.dtype == torch.float32 and compiled.can_sample(logits.device):
+    if logits.dtype == torch.float32 and (compiled.can_sample(logits.device) or gpu.serves(logits.device)):
         return _restrict(logits, rows)
     scales = [row.effective_temperature or 1.0 for row in rows]
     if any(scale != 1.0 for scale in scales):
@@ -60,13 +61,18 @@ def warp(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
 
 
 def _restrict(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
-    """Temperature and filters through a CPU kernel."""
+    """Temperature and filters through a kernel."""
     temperatures = [row.effective_temperature for row in rows]
     params = [row.sequence.params for row in rows]
     if not any(temperature != 1.0 or each.filters for temperature, each in zip(temperatures, params) if temperature):
         return logits
     thresholds = [threshold for each in params for threshold in (each.min_p, each.top_p)]
-    return compiled.restrict(logits, temperatures, thresholds, [each.top_k for each in params])
+    arguments = logits, temperatures, thresholds, [each.top_k for each in params]
+    if compiled.can_sample(logits.device):
+        return compiled.restrict(*arguments)
+    from forerun.sampling import triton  # which not every system has
+
+    return triton.restrict(*arguments)
 
 
 def edit(logits: torch.Tensor, rows: Sequence[Row]) -> torch.Tensor:
@@ -152,7 +158,8 @@ def _penalise(logits: torch.Tensor, row: Row) -> None:
         return
     size = logits.shape[0]
     output = sequence.tokens[sequence.num_prompt :] + list(row.path)
-    counts = torch.bincount(torch.tensor(output, dtype=torch.long), minlength=size)[:size].to(logits.device)
+    ids = torch.tensor([token for token in output if token < size], dtype=torch.long).to(logits.device)
+    counts = torch.zeros(size, device=logits.device).index_add_(0, ids, torch.ones(len(ids), device=logits.device))
     if params.repetition_penalty != 1.0:
         seen = counts > 0
         prompt = torch.tensor(sequence.tokens[: sequence.num_prompt], dtype=torch.long, device=logits.device)

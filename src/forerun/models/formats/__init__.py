@@ -1,25 +1,43 @@
 """The registry of weight formats, by their names as options, and the choice of one for a linear layer.
 
-``base.Format`` describes a format; they are in ``tiled.py``, ``plain.py``, ``int8.py`` and ``blocks.py``.
+``base.Format`` describes a format; they are in ``tiled.py``, ``plain.py``, ``int8.py``, ``blocks.py`` and, for GPUs,
+``triton.py``.
 ``gguf_types.PACKED`` maps a type of GGUF files to one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
 from forerun.core.errors import ConfigError
+from forerun.kernels import gpu
 from forerun.models import kinds
 from forerun.models.formats import blocks, int8, plain, tiled
 from forerun.models.formats.base import Format, Linear, Rows
 from forerun.models.formats.compiled import Joined
 
-NUMBERS: dict[str, Format] = {each.name: each for each in (tiled.FORMAT, plain.PACKED, plain.PLAIN)}
+
+def _in_triton(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Linear:
+    from forerun.models.formats import triton  # which not every system has
+
+    return triton.make(weight, bias) if name == "triton" else triton.quantized(weight, bias, name=name)
+
+
+def _can_in_triton(dtype: torch.dtype, device: torch.device) -> bool:
+    return gpu.serves(device)
+
+
+_TRITON = tuple(
+    Format(name, _can_in_triton, "an NVIDIA GPU of compute capability 8.0, and Triton", partial(_in_triton, name=name))
+    for name in ("triton", *kinds.TRITON_KINDS)
+)
+NUMBERS: dict[str, Format] = {each.name: each for each in (_TRITON[0], tiled.FORMAT, plain.PACKED, plain.PLAIN)}
 """Formats of unquantized weights, the best first."""
 ON_CPU: dict[str, Format] = {each.name: each for each in (*int8.FORMATS, *blocks.FORMATS)}
-ON_GPU: dict[str, Format] = {each.name: each for each in plain.ON_GPU}
+ON_GPU: dict[str, Format] = {each.name: each for each in (*plain.ON_GPU, *_TRITON[1:])}
 """Formats that weights can be quantized to."""
 WEIGHTS = ("auto", *NUMBERS)
 
@@ -47,7 +65,7 @@ def check(kind: str | None, device: torch.device, dtype: torch.dtype, *, invaria
     """The format called ``kind``; None: weights are not quantized. Raises ConfigError if it does not run here."""
     if kind is None:
         return None
-    formats = ON_CPU if device.type == "cpu" else ON_GPU
+    formats = ON_CPU if device.type == "cpu" and not gpu.interpreted() else ON_GPU
     if kind not in formats:
         choices = ", ".join([*formats, *kinds.FLOATS])
         raise ConfigError(

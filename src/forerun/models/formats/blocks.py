@@ -46,7 +46,7 @@ def quantize_rows(weight: Rows, kind: str) -> LazyBytes:
     types that weights are not rounded to."""
 
     def make(rows: slice) -> Bytes:
-        result = weight[rows].float().numpy()
+        result = weight[rows].float().cpu().numpy()
         return to_blocks(np.pad(result, ((0, 0), (0, -result.shape[1] % sizes(kind)[0]))), kind)
 
     return LazyBytes(weight.shape[0], make)

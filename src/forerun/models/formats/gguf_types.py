@@ -17,6 +17,7 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from forerun.kernels.structs import QUANTS
+from forerun.models.kinds import TRITON_KINDS
 
 OUTPUTS, INPUTS = 16, 32
 Bytes = np.ndarray
@@ -249,8 +250,11 @@ def bits_per_weight(kind: str) -> tuple[float, float]:
     return 8 * size / of, 8 * record_size / inputs / OUTPUTS
 
 
-def larger_in_memory(types: Iterable[str]) -> str:
+def larger_in_memory(types: Iterable[str], *, on_gpu: bool = False) -> str:
     """For a message: those of ``types`` that take more memory than in the file, since no kernel has their form."""
+    if on_gpu:
+        others = sorted({each.lower() for each in types} & {*PACKED, *EXPANDED} - {*TRITON_KINDS})
+        return ", ".join(f"{kind.upper()}, as numbers" for kind in others)
     result = []
     for kind in sorted({each.lower() for each in types} & {*PACKED, *EXPANDED}):
         if kind not in PACKED or PACKED[kind].form != kind:

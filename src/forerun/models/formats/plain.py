@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from forerun.core.errors import ConfigError
 from forerun.models.formats.base import Format, Linear, Rows, to_tensor
 from forerun.models.formats.int8 import pays
-from forerun.models.kinds import GPU_KINDS
+from forerun.models.kinds import TORCHAO_KINDS
 
 PACK_FROM = 256
 """Fewest inputs and outputs for which packing pays: a packed call costs some 10 us more."""
@@ -29,6 +29,11 @@ class Plain:
         self.weight = to_tensor(weight)
         self.bias = bias
         self.nbytes = self.weight.nbytes
+
+    @property
+    def numbers(self) -> torch.Tensor:
+        """The weights [outputs, inputs]."""
+        return self.weight
 
     def __call__(self, x: torch.Tensor, add: torch.Tensor | None = None) -> torch.Tensor:
         y = F.linear(x, self.weight, self.bias)
@@ -108,5 +113,5 @@ def through_torchao(weight: Rows, bias: torch.Tensor | None, *, name: str) -> Li
 
 ON_GPU = tuple(
     Format(name, lambda dtype, device: device.type != "cpu", "a GPU", partial(through_torchao, name=name), pays)
-    for name in GPU_KINDS
+    for name in TORCHAO_KINDS
 )

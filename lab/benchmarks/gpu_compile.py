@@ -1,0 +1,95 @@
+"""Compiles the kernels of GPUs without a GPU: ``python gpu_compile.py [CAPABILITY ...]``, such as 80 90 (the default).
+
+Triton's interpreter accepts programs that its compiler refuses. Each kernel is called here as the engine calls it, and
+what would be launched is compiled by Triton and ptxas instead. Nothing runs.
+"""
+
+import os
+import sys
+from unittest.mock import patch
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from triton.runtime.jit import JITFunction
+
+from forerun.attention.base import Query
+from forerun.attention.triton import TritonAttention
+from forerun.cache.pool import KVShape, Pool
+from forerun.core.batch import Batch, Span
+from forerun.kernels import gpu
+from forerun.models.formats import triton as linears
+from forerun.models.formats.triton import make, quantized
+from forerun.models.rows import TritonNorm, rotate
+from forerun.sampling import triton as sampling
+
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",
+         torch.uint8: "u8", torch.int8: "i8"}  # fmt: skip
+CAPABILITIES = [int(each) for each in sys.argv[1:]] or [80, 90]
+SHARED = {80: 163 << 10, 90: 227 << 10}
+"""Bytes of shared memory that a program may use."""
+done = {}
+
+
+def kind(value):
+    if isinstance(value, torch.Tensor):
+        return f"*{NAMES[value.dtype]}"
+    return {bool: "i1", int: "i32", float: "fp32"}[type(value)]
+
+
+def compile_instead(self, *arguments, grid, warmup=False, **options):
+    settings = {name: options.pop(name) for name in ("num_warps", "num_stages") if name in options}
+    given = {**dict(zip(self.arg_names, arguments)), **options}
+    constants = {each.name: given[each.name] for each in self.params if each.is_constexpr}
+    types = {name: "constexpr" if name in constants else kind(given[name]) for name in self.arg_names}
+    for capability in CAPABILITIES:
+        key = (self.__name__, capability, *types.values(), *constants.items(), *settings.items())
+        if key in done:
+            continue
+        made = compile(ASTSource(self, types, constants), target=GPUTarget("cuda", capability, 32), options=settings)
+        done[key] = made.metadata.shared
+        if made.metadata.shared > SHARED.get(capability, 96 << 10):
+            raise SystemExit(
+                f"{self.__name__} takes {made.metadata.shared} bytes of shared memory on {capability}: {key}"
+            )
+
+
+def multiply(dtype):
+    weight = torch.zeros(96, 768, dtype=dtype)
+    names = ("numbers", "int8_rows", *linears.PACKABLE)
+    for layer in [make(weight, None) if name == "numbers" else quantized(weight, None, name=name) for name in names]:
+        for rows in (5, 70):
+            layer(torch.zeros(rows, 768, dtype=dtype))
+        layer.absorb(TritonNorm(torch.ones(768), 1e-5, dtype), "silu")
+        layer(torch.zeros(5, 768, dtype=dtype), torch.zeros(5, 48, dtype=dtype))
+        if layer.numbers is None and layer.weight.kind != linears.OUTPUTS:
+            layer.rows(torch.tensor([1]), dtype)
+
+
+def attend(dtype, heads, kv_heads, width, parents, options):
+    attention = TritonAttention(Pool([KVShape(kv_heads, width, width)], 8, 64, dtype))
+    tables = attention.begin(batch := Batch([Span(0, 0, [1, 2, 3, 4], parents)]))
+    q, k = (torch.zeros(4, count, width, dtype=dtype) for count in (heads, kv_heads))
+    attention.run(Query(0, q, k, k.clone(), 0.1, **options), tables)
+    norm = torch.ones(heads, width), 1e-5, dtype
+    TritonNorm(*norm, layer_norm=parents is None, bias=None if parents else norm[0])(q, q)
+    rotate(q, torch.zeros(16, 1, width // 2, dtype=torch.complex64), batch.positions)
+
+
+def main():
+    with patch.object(JITFunction, "run", compile_instead), patch.object(gpu, "serves", lambda device: True):
+        for dtype in (torch.bfloat16, torch.float32):
+            multiply(dtype)
+        attend(torch.bfloat16, 8, 2, 64, None, {})
+        attend(torch.bfloat16, 8, 2, 128, [-1, -1, 0, 1], {"softcap": 3.0, "sinks": torch.zeros(8), "window": 9})
+        attend(torch.float32, 3, 1, 64, [-1, -1, 0, 1], {})
+        scores, words = torch.zeros(2, 10000), torch.zeros(10048, dtype=torch.int32)
+        sampling.restrict(scores, [1.0, 0.5], [0.1, 0.9, 0, 1], [5, 0])
+        sampling.TritonSampling(words).choose(scores, [1, None])
+    print(f"{len(done)} kernels compiled for {', '.join(map(str, CAPABILITIES))}")
+
+
+if __name__ == "__main__":
+    main()

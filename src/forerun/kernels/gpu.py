@@ -1,0 +1,84 @@
+"""Where kernels in Triton run: on an NVIDIA GPU and, for tests, under Triton's interpreter on a CPU.
+
+The kernels are beside what they compute: ``models/formats/triton.py``, ``models/rows.py``, ``attention/triton.py`` and
+``sampling/triton.py``. With the environment variables ``FORERUN_INTERPRET`` and ``TRITON_INTERPRET`` set to 1, all of
+them run on a CPU in place of the kernels in C++: slowly, and with the GPU's results up to rounding.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+log = logging.getLogger("forerun")
+OLDEST = (8, 0)
+"""The least compute capability: it has bfloat16."""
+
+
+def interpreted() -> bool:
+    """Whether the kernels run on a CPU."""
+    asked = os.environ.get("FORERUN_INTERPRET") == "1" and os.environ.get("TRITON_INTERPRET") == "1"
+    if asked:
+        _multiply_alike()
+    return asked
+
+
+@cache
+def _multiply_alike() -> None:
+    """Makes the interpreter multiply every row of a tile alike, as a GPU does: in float64, since a row's bits in
+    NumPy's float32 product depend on its place."""
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def wide(side: Any) -> Any:
+        bits = side.dtype.scalar.is_bf16()  # which NumPy does not have
+        return ((side.data.astype(np.uint32) << 16).view(np.float32) if bits else side.data).astype(np.float64)
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        product = np.matmul(wide(a), wide(b)).astype(np.float32)
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+    interpreter.InterpreterBuilder.create_dot = create_dot
+
+
+def serves(device: torch.device) -> bool:
+    """Whether our kernels in Triton compute on ``device``. A GPU on which they cannot is named in the log, once."""
+    if device.type == "cpu":
+        return interpreted()
+    return device.type == "cuda" and torch.cuda.is_available() and _check(device) is None
+
+
+def counters(device: torch.device, count: int) -> torch.Tensor:
+    """At least ``count`` zeros, by which the programs of a call find out which of them is the last. Each call leaves
+    zeros behind, and calls on a device come one after the other."""
+    return _counters(device, max(1 << 14, 1 << (count - 1).bit_length()))
+
+
+@cache
+def _counters(device: torch.device, count: int) -> torch.Tensor:
+    """They are never freed: a CUDA graph may hold their address."""
+    with torch.inference_mode(False):
+        return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+@cache
+def _check(device: torch.device) -> str | None:
+    reason = refusal(find_spec("triton") is not None, torch.cuda.get_device_capability(device))
+    if reason is not None:
+        log.warning("%s; torch's own run instead, slower and not the same at every number of rows", reason)
+    return reason
+
+
+def refusal(has_triton: bool, capability: tuple[int, int]) -> str | None:
+    """Why our kernels do not run on a GPU; None: they do."""
+    if not has_triton:
+        return "Forerun's kernels for GPUs need Triton: pip install triton"
+    if capability < OLDEST:
+        had, least = (f"{major}.{minor}" for major, minor in (capability, OLDEST))
+        return f"Forerun's kernels for GPUs need compute capability {least}, and this GPU has {had}"
+    return None

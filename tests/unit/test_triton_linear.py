@@ -1,0 +1,102 @@
+"""Linear layers in Triton, under its interpreter: a row's bits, and every format against float64."""
+
+import numpy as np
+import pytest
+import torch
+from gguf.constants import GGMLQuantizationType
+from gguf.quants import dequantize
+
+from forerun.models.formats import triton as ours
+from forerun.models.formats.blocks import Blocks
+from forerun.models.formats.int8 import Levels
+from forerun.models.rows import TritonNorm
+
+pytestmark = pytest.mark.slow
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+COUNTS = (1, 2, 5, 16, 17, 64, 65)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setenv("FORERUN_INTERPRET", "1")
+
+
+def layer(kind, outputs, inputs, dtype, bias=False):
+    """A layer, and the float64 weights that it stands for."""
+    generator = torch.Generator().manual_seed(outputs)
+    weight = torch.randn(outputs, inputs, generator=generator) / inputs**0.5
+    shift = torch.randn(outputs, generator=generator) if bias else None
+    if kind == "numbers":
+        weight = weight.to(dtype)
+        return ours.make(weight.to(DEVICE), None if shift is None else shift.to(DEVICE)), weight.double(), shift
+    if kind == "int8_rows":
+        levels = torch.randint(-127, 128, (outputs, inputs), generator=generator, dtype=torch.int8)
+        scales = torch.rand(outputs, generator=generator) / 1000
+        made = ours.kept([Levels(levels, scales)], shift, dtype, torch.device(DEVICE))
+        return made, levels.double() * scales[:, None].double(), shift
+    blocks = Blocks.of(weight, kind)
+    made = ours.kept([blocks], None if shift is None else shift.to(DEVICE), dtype, torch.device(DEVICE))
+    exact = dequantize(blocks.raw[:], GGMLQuantizationType[kind.upper()])[:, :inputs]
+    return made, torch.from_numpy(np.array(exact)).double(), shift
+
+
+KINDS = ("numbers", "int8_rows", *ours.PACKABLE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("numbers", dtype) for dtype in TOLERANCE]
+    + [(kind, torch.float32) for kind in KINDS[1:]]
+    + [("int8_rows", torch.bfloat16), ("q4_k", torch.bfloat16)],
+    ids=str,
+)
+def test_a_row_has_the_same_bits_in_every_call_and_its_value(kind, dtype):
+    inputs = 512 if kind in ours.PACKABLE else 768
+    made, weight, bias = layer(kind, 40, inputs, dtype, bias=True)
+    assert made.cut.parts > 1
+    x = torch.randn(max(COUNTS), inputs, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    every = made(x)  # one program adds all parts of the inputs; below, several do
+    for count in COUNTS:
+        assert torch.equal(made(x[:count]), every[:count])
+        assert torch.equal(made(x[-count:]), every[-count:])
+    expected = x.cpu().double() @ weight.T + bias.double()
+    assert (every.cpu().double() - expected).norm() <= TOLERANCE[dtype] * expected.norm()
+
+
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 32), (3, 96), (300, 40), (40, 1088)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_that_fill_no_tile(kind, outputs, inputs):
+    if kind == "q4_k" and inputs % 256:
+        inputs = 256
+    made, weight, _ = layer(kind, outputs, inputs, torch.float32)
+    x = torch.randn(3, inputs, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    expected = x.cpu().double() @ weight.T
+    assert (made(x).cpu().double() - expected).norm() <= 2e-6 * expected.norm() + 1e-9
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("kind", ["numbers", "int8_rows", "q4_k", "q8_0"])
+def test_norm_gate_and_residual_in_one_call(kind, gate):
+    made, weight, bias = layer(kind, 96, 256, torch.float32, bias=True)
+    generator = torch.Generator().manual_seed(3)
+    gain = torch.rand(256, generator=generator) + 0.5
+    x, residual = torch.randn(20, 256, generator=generator), torch.randn(20, 48, generator=generator)
+    assert made.absorb(TritonNorm(gain.to(DEVICE), 1e-5, torch.float32), gate)
+    got = made(x.to(DEVICE), residual.to(DEVICE))
+    wide = x.double()
+    normed = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * gain.double()
+    first, up = (normed @ weight.T + bias.double()).chunk(2, -1)
+    how = torch.nn.functional.silu if gate == "silu" else lambda z: torch.nn.functional.gelu(z, approximate="tanh")
+    expected = how(first) * up + residual.double()
+    torch.testing.assert_close(got.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(made(x[7:8].to(DEVICE), residual[7:8].to(DEVICE)), got[7:8])
+
+
+@pytest.mark.parametrize("kind", ours.PACKABLE)
+def test_rows_of_an_embedding(kind):
+    made, weight, _ = layer(kind, 50, 256, torch.float32)
+    ids = torch.tensor([[3, 49], [0, 3]], device=DEVICE)
+    assert torch.equal(made.rows(ids, torch.float32).cpu().double(), weight[ids.flatten().cpu()])
