@@ -42,7 +42,7 @@ MODEL = "smollm2"
 PAGE_SIZE = 16
 """Whole pages are kept between turns; with smaller ones, less is read again."""
 DEFAULTS: dict[str, Any] = {"max_tokens": None, "seed": 0}
-MILD = {"temperature": 0.7, "min_p": 0.05}
+MILD: dict[str, Any] = {"temperature": 0.7, "min_p": 0.05}
 """For models without sampling settings: at temperature 0, small ones repeat themselves."""
 
 
