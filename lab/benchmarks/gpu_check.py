@@ -226,7 +226,7 @@ def main():
     with tempfile.TemporaryDirectory() as place:
         for part in parts or (["bits", "identity"] if INTERPRET else LIMITS):
             command = [sys.executable, __file__, "--in", *(["--interpret"] if INTERPRET else []), place, part]
-            began, limit = time.monotonic(), 170 if INTERPRET else LIMITS[part]
+            began, limit = time.monotonic(), 900 if INTERPRET else LIMITS[part]
             try:
                 run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=limit, check=False)
                 output, failed = run.stdout, f"exit code {run.returncode}" if run.returncode else None
