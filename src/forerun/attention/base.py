@@ -78,7 +78,7 @@ class Backend(ABC, Generic[M]):
         width]."""
         raise TypeError(f"{type(self).__name__} does not attend to sources")
 
-    def finish(self, metadata: M) -> None:
+    def finish(self, metadata: Metadata) -> None:
         """Records the new lengths."""
         for span in metadata.batch.spans:
             self.pool.advance(span.key, span.end)

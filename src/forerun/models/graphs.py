@@ -11,11 +11,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from forerun.attention.base import Metadata
+from forerun.attention.base import Attention, Metadata
 from forerun.attention.triton import Sizes, TritonAttention, TritonTables, lay_out, write_numbers
 from forerun.core.batch import Batch, Output
 from forerun.models.rotary import room
@@ -77,7 +78,7 @@ class Graphs:
         self.device, self.tables = device, tables
         self.enabled = True
         self._graphs: WeakKeyDictionary[TritonAttention, dict[object, Graph]] = WeakKeyDictionary()
-        self._pool: object = None
+        self._pool: Any = None
         self._at: tuple[int, ...] = ()
 
     def serves(self, batch: Batch, attention: object) -> bool:
@@ -91,8 +92,9 @@ class Graphs:
             and all(len(span.logits) == span.count for span in batch.spans)
         )
 
-    def __call__(self, batch: Batch, attention: TritonAttention, body: Body) -> Output | None:
-        """The output of ``body`` for a batch; None if there is no memory for a graph."""
+    def __call__(self, batch: Batch, attention: Attention, body: Body) -> Output | None:
+        """The output of ``body`` for a batch that it ``serves``; None if there is no memory for a graph."""
+        assert isinstance(attention, TritonAttention)
         sizes = bucket(attention.reserve(batch))
         at = self.tables(max(span.end for span in batch.spans))
         if at != self._at:

@@ -34,7 +34,7 @@ from forerun.models.parts import KernelGate, make_gate, softcap
 from forerun.models.ranks import split
 from forerun.models.ranks.team import Gathered, SplitEmbedding, Team
 from forerun.models.recurrent import lay_out
-from forerun.models.rotary import Rotary
+from forerun.models.rotary import Angles, Rotary
 from forerun.models.tiling import TiledModel
 from forerun.models.transform import Weights
 
@@ -48,7 +48,7 @@ class Pass:
 
     attention: Attention
     metadata: Metadata
-    angles: Mapping[str, torch.Tensor]
+    angles: Mapping[str, Angles]
     states: Any
     """States of recurrent layers, and how to replay them."""
     replay: Any

@@ -316,7 +316,8 @@ class Weight:
 
 def numbers(weight: Rows) -> Weight:
     levels = to_tensor(weight)
-    return Weight(NUMBERS, "triton", *levels.shape, levels)
+    outputs, inputs = levels.shape
+    return Weight(NUMBERS, "triton", outputs, inputs, levels)
 
 
 def in_levels(weight: Rows | Levels, device: torch.device) -> Weight:
@@ -327,7 +328,8 @@ def in_levels(weight: Rows | Levels, device: torch.device) -> Weight:
         rounded = [to_levels(rows) for _, rows in row_chunks(weight)]
         scales, levels = (torch.cat(side) for side in zip(*rounded))
     levels, scales = levels.to(device).contiguous(), scales.to(device, torch.float32)
-    return Weight(OUTPUTS, KINDS["int8_rows"], *levels.shape, levels, scales)
+    outputs, inputs = levels.shape
+    return Weight(OUTPUTS, KINDS["int8_rows"], outputs, inputs, levels, scales)
 
 
 PACKABLE = tuple(kind for kind in TRITON_KINDS if kind in BLOCKS)
@@ -343,7 +345,8 @@ def in_blocks(blocks: Blocks, device: torch.device) -> Weight:
     kind = EIGHT if blocks.kind == "q8_0" else FOUR
     zero = 8 if blocks.kind == "q4_0" else 0
     name = blocks.kind.upper()
-    return Weight(kind, name, *blocks.shape, levels, scales, minima, steps, least_steps, zero)
+    outputs, inputs = blocks.shape
+    return Weight(kind, name, outputs, inputs, levels, scales, minima, steps, least_steps, zero)
 
 
 CHUNK_ROWS = 1024

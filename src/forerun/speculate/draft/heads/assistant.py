@@ -228,7 +228,7 @@ class KernelTargetReader(KernelAttention):
     def run(self, query: Query, plan: AttentionPlan) -> torch.Tensor:
         return self.read(self.pool, self.layers[query.layer], query.q, query.scale, plan, query.window or 0)
 
-    def finish(self, metadata: AttentionPlan) -> None:
+    def finish(self, metadata: Metadata) -> None:
         """No entries were added."""
 
 
