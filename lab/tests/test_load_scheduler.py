@@ -105,8 +105,8 @@ def load(rate, count, seed, prefixes=0):
     [
         (Limits(seats=1), 1.0, 0, 1e-6),
         (Limits(seats=8, chunk=64), 4.0, 0, 1e-6),
-        (Limits(seats=8), 4.0, 0, 0.02),
-        (Limits(seats=3, rows=64), 3.0, 0, 0.02),
+        (Limits(seats=8), 4.0, 0, 0.03),
+        (Limits(seats=3, rows=64), 3.0, 0, 0.03),
         (Limits(seats=8, chunk=64), 4.0, 4, 0.01),
         (Limits(seats=8, page=16, pages=120), 6.0, 4, 0.05),
         (Limits(seats=8, page=16, pages=60, prefixes=False), 5.0, 0, 0.05),

@@ -202,7 +202,7 @@ def test_ctrl_c_saves_the_step_that_runs_and_the_run_goes_on_as_if_nothing_had_b
     whole, part, rest = Bigram(), Bigram(), Bigram()
     loop.run(whole, STREAM, noisy_loss, settings(tmp_path / "whole"), lambda model: {"drawn": float(torch.rand(()))})
     handler = signal.getsignal(signal.SIGINT)
-    with pytest.raises(Stopped, match=r"stopped after 120 of 200 tokens.*the same command goes on"):
+    with pytest.raises(Stopped, match=r"stopped after 120 of 200 tokens.*the same command resumes"):
         loop.run(part, Pressing(at=80), noisy_loss, settings(tmp_path / "part"))
     assert signal.getsignal(signal.SIGINT) is handler
     assert "stopping when this step is done" in capsys.readouterr().err

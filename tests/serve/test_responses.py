@@ -327,7 +327,7 @@ WRONG = [
     ({**ASK, "tools": [{"name": "f"}]}, "tools.0", "must be a tool with a type"),
     ({**ASK, "tools": [{"type": "a\r\nb: c"}]}, "tools.0.type", "match pattern"),
     ({**ASK, "include": ["a\nb"]}, "include.0", "match pattern"),
-    ({**ASK, "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({**ASK, "tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "needs tools"),
     ({**ASK, "tools": [FLAT[0], FLAT[0]]}, "tools", "two tools are called"),
     ({**ASK, "tools": FLAT, "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "there is no tool 'x'"),
     ({**ASK, "tools": FLAT, **LOGPROBS}, None, "tools do not support log-probabilities"),

@@ -297,7 +297,7 @@ WRONG = [
     ({"tools": TOOLS, "guided_regex": "a"}, None, "structured_outputs and guided_* exclude tools"),
     ({"tools": TOOLS, "tool_choice": "required", "structured_outputs": {"choice": ["a"]}}, None, "exclude tools"),
     ({"tools": TOOLS, "response_format": {"type": "json_schema", "json_schema": {"schema": False}}}, None,
-     "no answer can match the schema false of response_format"),
+     "the schema of response_format is false, which no answer can meet"),
     ({"functions": [{"name": "a"}]}, "functions", "functions are called tools now"),
     (history(tool_calls=None, function_call={"name": "a"}), "messages.1.function_call", "called tools now"),
     ({"messages": [{"role": "function", "name": "a", "content": "x"}]}, "messages.0.role", "'assistant' or 'tool'"),

@@ -71,12 +71,12 @@ class Served:
         answers = llm.generate(texts, params(len(texts), temperature))
         self.others_numbers = torch.equal(state, torch.get_rng_state())
         """Nobody else's random numbers were touched."""
+        self.learner = llm.engine.router.drafters[method].learner
         llm.close()
         self.tokens = [answer.outputs[0].token_ids for answer in answers]
         self.errors = [answer.metrics.draft_error for answer in answers]
         self.matched = sum(answer.metrics.matched for answer in answers)
         self.rate = self.matched / sum(answer.metrics.tested for answer in answers)
-        self.learner = llm.engine.router.drafters[method].learner
 
 
 def plainly(target, texts, temperature):

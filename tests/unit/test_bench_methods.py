@@ -55,7 +55,7 @@ def test_each_way_that_cannot_run_is_reported(llm):
 
 @pytest.mark.parametrize("key", ["method", "accept", "length"])
 def test_what_is_chosen_for_all_methods_is_no_option_of_one(key):
-    with pytest.raises(ConfigError, match=f"'{key}' is chosen for all methods alike"):
+    with pytest.raises(ConfigError, match=f"'{key}' applies to all methods"):
         method_configs(["ngram"], ["coupled"], ["fixed"], [], {"ngram": {key: "token"}})
 
 

@@ -238,7 +238,7 @@ def test_synthetic_length_is_reached_with_the_least_variance():
     ({"synthetic_acceptance_rates": [0.5, 0.6, 0.1]}, "none above the one before"),
     ({"synthetic_acceptance_rates": [0.5]}, "one entry per drafted position: 3, not 1"),
     ({"synthetic_acceptance_length": 4.5}, "from 1 to num_speculative_tokens"),
-    ({"synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [1, 1, 1]}, "not both"),
+    ({"synthetic_acceptance_length": 2, "synthetic_acceptance_rates": [1, 1, 1]}, "conflicts with"),
 ])  # fmt: skip
 def test_synthetic_options_are_checked(options, message):
     refused(ConfigError, message, SpeculativeConfig.parse, {"method": "random", **options})

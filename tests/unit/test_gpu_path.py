@@ -16,7 +16,8 @@ from forerun.models.invariance import self_test
 from forerun.models.load import load_model
 from tiny import save_checkpoint, tiny_llama
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="lab/benchmarks/gpu_check.py runs on the GPU itself")
+ON_GPU = pytest.mark.elsewhere("the interpreter: lab/benchmarks/gpu_check.py runs on the GPU itself")
+pytestmark = [ON_GPU] if torch.cuda.is_available() else []
 PROMPTS = [[9, 3, 8, 6, 3, 8], [20, 11]]
 SIZES = {"num_attention_heads": 2, "num_key_value_heads": 1}
 

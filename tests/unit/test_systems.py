@@ -16,7 +16,7 @@ from refusals import refused
 
 WITHOUT = """
 import os, pkgutil, sys, importlib
-import torch, fastapi, uvicorn, transformers  # which have forms of their own for every system
+import torch, fastapi, uvicorn, transformers.masking_utils  # which have forms of their own for every system
 
 LACKING = {"fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "readline", "syslog"}
 

@@ -91,7 +91,7 @@ def test_other_weights_are_refused(tuned_folder, tmp_path):
         for parameter in other.parameters():
             parameter.add_(0.01)
     save_checkpoint(other, tmp_path)
-    refused(ConfigError, r"was tuned for .* the weights of .* are others", LLM, str(tmp_path), tuned=tuned_folder)
+    refused(ConfigError, r"was tuned for .* but the weights of .*", LLM, str(tmp_path), tuned=tuned_folder)
 
 
 def flipped(content):

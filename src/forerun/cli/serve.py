@@ -75,9 +75,7 @@ def serve(
     port: Annotated[int, typer.Option(help="Port. 0: any free one.", min=0, max=65535)] = 8000,
     also_draft: AlsoDraft = None,
     chat_template: ChatTemplate = None,
-    max_queue: Annotated[
-        int, typer.Option(help="Maximum number of waiting sequences. Beyond it, status 429.", min=1)
-    ] = 1024,
+    max_queue: Annotated[int, typer.Option(help="Most waiting sequences. Beyond it, status 429.", min=1)] = 1024,
     max_delay: Annotated[float, typer.Option(help="Seconds to gather tokens that are sent together.", min=0)] = 0.01,
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests have to finish on shutdown.", min=0)

@@ -268,7 +268,10 @@ class SimulatedReplica:
             beside = max(SMALLEST_CHUNK, rows - decoding * self._way.k)
             rows = min(rows, self.prefill_budget.allowance(decoding, depth, least), beside)
         self._starved = rows <= 0
-        for job in reading:
+        share = -(-rows // 4)
+        if self._short(reading, rows - share, chosen):
+            rows = share
+        for job in (each for each in self.running if each.reads and each not in dict(chosen)):
             tokens = min(rows, job.to_read - job.read)
             rows -= tokens
             if tokens:
@@ -280,6 +283,30 @@ class SimulatedReplica:
             rows -= tokens
             chosen.append((job, tokens))
         return chosen
+
+    def _short(self, reading: list[SimulatedJob], rows: int, chosen: list[tuple[SimulatedJob, int]]) -> bool:
+        """Chooses chunks of prompts with less left than the first, as ``Scheduler._schedule_short`` does."""
+        if not reading:
+            return False
+        most = reading[0].to_read - reading[0].read
+        short = [job for job in reading if job.to_read - job.read < most]
+        while (
+            sum(job.to_read - job.read for job in short) < rows
+            and self.waiting
+            and len(self.running) < self.limits.seats
+            and self.waiting[0].to_read < most
+            and self._admit(self.waiting[0])
+        ):
+            job = self.waiting.popleft()
+            insort(self.running, job, key=_number)
+            short.append(job)
+        first = rows
+        for job in sorted(short, key=lambda job: job.to_read - job.read):
+            tokens = min(rows, job.to_read - job.read)
+            rows -= tokens
+            if tokens:
+                chosen.append((job, tokens))
+        return rows < first
 
     # ------------------------------------------------------------------------------------------------------- pages
 
