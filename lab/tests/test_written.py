@@ -258,7 +258,7 @@ def test_synthetic_profiles_are_marked_everywhere(capsys, chat_model, tmp_path):
     assert json.loads(capsys.readouterr().out)["metrics"]["synthetic"] is True
     twice = ["--speculative-config", '{"synthetic_acceptance_rates": [1, 1, 1]}']
     assert run(["bench", *options, *twice]) == 2
-    assert "given twice" in capsys.readouterr().err
+    assert "is in --speculative-config and in --synthetic" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
