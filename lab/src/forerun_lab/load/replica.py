@@ -256,7 +256,8 @@ class SimulatedReplica:
 
     def _prompts(self, decoding: int) -> list[tuple[SimulatedJob, int]]:
         """Jobs whose prompts are read in the next round, and the tokens of each, as ``Scheduler`` decides."""
-        limits, chosen = self.limits, []
+        limits = self.limits
+        chosen: list[tuple[SimulatedJob, int]] = []
         self._starved = False
         reading = [job for job in self.running if job.reads]
         if not reading and not (self.waiting and len(self.running) < limits.seats):
