@@ -149,3 +149,73 @@ def test_what_may_still_become_a_stop_string_is_held_back():
     params = SamplingParams(stop=["zw", "world"])
     for text, held in [("", 0), ("hello", 0), ("helloz", 1), ("hellow", 1), ("hellowor", 3), ("zworl", 4), ("zz", 1)]:
         assert held_back(text, params) == held
+
+
+class Characters:
+    """A tokenizer whose tokens are characters."""
+
+    def decode(self, tokens, **options):
+        return "".join(map(chr, tokens))
+
+
+def block_of(text, least):
+    """The definition, line by line: what comes before the first line with text that is indented less, after another
+    line with text; blank lines before it go, too."""
+    kept = []
+    for line in text.split("\n"):
+        indent = len(line) - len(line.lstrip())
+        if line.strip() and "".join(kept).strip() and indent + (line.lstrip()[0] in ")]}") < least:
+            while not kept[-1].strip():
+                kept.pop()
+            return "\n".join(kept)
+        kept.append(line)
+    return None
+
+
+def stopped(text, size, **options):
+    """The text of an answer, what its reader saw of it piece by piece, and its finish."""
+    params = SamplingParams(max_tokens=1000, **options)
+    sequence = RequestState(0, [97], 1, params, 0, max_tokens=1001)
+    stopper, shown = Stopper(sequence, Detokenizer(Characters(), [97])), [""]
+    for block in blocks_of([*map(ord, text)], [size]):
+        verdict = Verdict(path=list(range(len(block) - 1)), token=block[-1])
+        sequence.tokens.extend(stopper.clip(Draft.chain(block[:-1]), verdict))
+        whole, finish = stopper.detokenizer.text, stopper.finish
+        if finish is not None:
+            return whole[: finish.cut], shown, finish
+        shown.append(whole[: len(whole) - held_back(whole, params)])
+    return whole, shown, None
+
+
+BLOCKS = [
+    ("x = 1\n    y = 2\n\n\nz = 3\n", 4, "x = 1\n    y = 2"),
+    ("f(\n        a,\n    )\n    return\n", 5, "f(\n        a,\n    )"),
+    ("\n\ndef f():\n    pass\n\ndef g", 1, "\n\ndef f():\n    pass"),
+    ("a\n\t\tb\n\tc", 2, "a\n\t\tb"),
+    ("a\n    b\n   ", 4, None),
+    ("a\n   b", 4, "a"),
+]
+
+
+@pytest.mark.parametrize("size", [1, 3, 40])
+@pytest.mark.parametrize(("text", "least", "block"), BLOCKS)
+def test_a_block_ends_where_lines_are_indented_less(text, least, block, size):
+    kept, _, finish = stopped(text, size, min_indent=least)
+    assert kept == (text if block is None else block)
+    assert (finish and finish.reason, finish and finish.stopped_by) == (None if block is None else "stop", None)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("ab \n)", min_size=1, max_size=30), st.integers(1, 5), st.integers(1, 4), st.sampled_from(["", "ab"]))
+def test_any_text_and_indentation(text, least, size, stop):
+    """The first character that decides where the block ends, or completes the stop string, is the last."""
+    kept, shown, finish = stopped(text, size, min_indent=least, stop=stop or None)
+    for end in range(1, len(text) + 1):
+        block = block_of(text[:end], least)
+        if block is not None or (stop and text[:end].endswith(stop)):
+            assert (kept, finish.reason) == (text[: end - len(stop)] if block is None else block, "stop")
+            break
+    else:
+        assert (kept, finish) == (text, None)
+    for seen in shown:  # nothing was shown that the answer does not have
+        assert kept.startswith(seen)

@@ -114,8 +114,8 @@ class Validator:
             for token in tokens:
                 if token >= self.info.vocab_size:
                     raise self._unknown_id(token, name)
-        if params.stop and self.tokenizer is None:
-            raise RequestError("stop strings need a tokenizer")
+        if params.stops_in_text and self.tokenizer is None:
+            raise RequestError("stop strings and min_indent need a tokenizer")
         top_k = min(params.top_k, self.info.vocab_size)
         if (bad_words, top_k) == (params.bad_words_ids, params.top_k):
             return params

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -27,6 +28,7 @@ from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.tuned import load as load_tuned
 from forerun.models import lora
 from forerun.models.chat import Message, conversations, render_chat
+from forerun.models.infill import Hole, Infill, ending, files_of
 from forerun.models.load import load_model
 from forerun.models.open import resolve
 from forerun.models.tokenizer import encode, load_tokenizer, with_end
@@ -155,7 +157,10 @@ class LLM:
         if isinstance(prompt, Mapping):
             if set(prompt) == {"encoder_prompt", "decoder_prompt"}:
                 return self.encode(prompt["encoder_prompt"])
-            if not prompt or set(prompt) - {"prompt_token_ids", "prompt"}:
+            if HOLE & set(prompt):
+                hole = _hole(prompt)
+                return hole.prefix, self.infill.prompt(hole)
+            if not prompt or set(prompt) - {"prompt_token_ids", "prompt", "stop_at"}:
                 names = shown(list(prompt))
                 raise RequestError(f"a prompt mapping has 'prompt_token_ids' or 'prompt', not {names}", param="prompt")
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
@@ -167,6 +172,22 @@ class LLM:
                 )
             return text, _ids(ids)
         return None, _ids(prompt)
+
+    @cached_property
+    def infill(self) -> Infill:
+        """Makes prompts with text after the cursor."""
+        return Infill(self.tokenizer)
+
+    def _ending(self, prompt: Prompt, params: Params) -> Params:
+        """The options with the end that a prompt asks for. Raises RequestError."""
+        if not isinstance(prompt, Mapping) or not {*HOLE, "stop_at"} & set(prompt):
+            return params
+        if isinstance(params, BeamSearchParams):
+            raise RequestError("beam search has no ends of its own: remove suffix and stop_at", param="stop_at")
+        before = prompt.get("prompt")
+        if not isinstance(before, str):
+            raise RequestError("suffix and stop_at go with 'prompt', a string", param="prompt")
+        return ending(params, prompt.get("stop_at"), before, self.infill.ends if HOLE & set(prompt) else ())
 
     def _decoder_prompt(self, prompt: Prompt) -> list[int] | None:
         """Token ids of the prompt's ``decoder_prompt``, if it has one; text is encoded without special tokens."""
@@ -192,6 +213,9 @@ class LLM:
         Args:
             prompts: texts, token ids or ``{"prompt_token_ids": IDS}``. An encoder-decoder reads a prompt as its source;
                 ``{"encoder_prompt": PROMPT, "decoder_prompt": PROMPT}`` also gives the beginning of the answer.
+                ``{"prompt": TEXT, "suffix": TEXT}`` is filled in the middle, by the tokens that the model has for that.
+                It may have ``stop_at`` (``line`` or ``block``: where the answer ends) and ``input_extra`` (other files
+                of the repository, ``{"filename": TEXT, "text": TEXT}`` each).
             sampling_params: one for all prompts or a list of one each. ``BeamSearchParams`` among them are answered
                 with their beams, the best first.
             use_tqdm: show a progress bar on standard error. None: if that is a terminal.
@@ -248,6 +272,7 @@ class LLM:
         ):
             tokens_before = self.engine.stats.generated_tokens
             encoded = [(*self.encode(prompt), self._decoder_prompt(prompt)) for prompt in batch]
+            params = list(map(self._ending, batch, params))
             try:
                 for (_, ids, decoder_prompt), options, rank in zip(encoded, params, priorities):
                     requests.append(
@@ -413,6 +438,21 @@ def _prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     batch = [to_python(prompt) for prompt in prompts]
     single = bool(batch) and isinstance(batch[0], int)
     return [cast(Sequence[int], batch)] if single else cast(list[Prompt], batch)
+
+
+HOLE = {"suffix", "input_extra"}
+"""Keys of a prompt with other text than what is before the cursor, which is its ``prompt``."""
+
+
+def _hole(given: Mapping[str, Any]) -> Hole:
+    """Raises RequestError."""
+    unknown = sorted(set(given) - {*HOLE, "prompt", "stop_at"})
+    if unknown:
+        raise RequestError(f"a prompt with a suffix has no {shown(unknown[0])}: remove it", param="prompt")
+    for name in ("prompt", "suffix"):
+        if not isinstance(given.get(name, ""), str):
+            raise RequestError(f"{name} must be a string, not {shown(given[name])}", param=name)
+    return Hole(given.get("prompt", ""), given.get("suffix", ""), files=files_of(given.get("input_extra", ())))
 
 
 def _ids(prompt: Any) -> list[int]:

@@ -3,6 +3,7 @@ cached."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,11 @@ from forerun.models.tokenizer import Detokenizer
 from forerun.sampling.params import SamplingParams
 
 STOP, LENGTH, ERROR, ABORT = "stop", "length", "error", "abort"
+NEXT_LINE = re.compile(r"\n(?:[^\S\n]*\n)*([^\S\n]*)(\S)")
+"""A line end, blank lines, and the beginning of a line: its indentation and first letter."""
+UNDECIDED = re.compile(r"\n\s*\Z")
+CLOSING = ")]}"
+"""A line that begins with one of these may be indented by one character less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +64,7 @@ class Stopper:
             constraint = self.sequence.constraint
             fault = constraint.fault(self.sequence, decided) if constraint is not None else None
             self.finish = Finish(ERROR, fault or verdict.error)
-        if self.detokenizer is not None and not self.sequence.params.stop:
+        if self.detokenizer is not None and not self.sequence.params.stops_in_text:
             self.detokenizer.add(tokens if self.finish is None else self.finish.text_tokens(tokens))
         return tokens
 
@@ -70,7 +76,7 @@ class Stopper:
             listed = token in params.stop_token_ids
             keep = params.include_stop_str_in_output and listed
             result = Finish(STOP, token if listed else None, silent=not keep)
-        if params.stop and self.detokenizer is not None and (result is None or not result.silent):
+        if params.stops_in_text and self.detokenizer is not None and (result is None or not result.silent):
             fresh = self.detokenizer.push([token])
             if result is None and may_stop:
                 result = self._find(self.detokenizer.text, len(fresh))
@@ -79,20 +85,28 @@ class Stopper:
         return result
 
     def _find(self, text: str, fresh: int) -> Finish | None:
-        """A finish at the first stop string that ends among the last ``fresh`` characters; None if there is none."""
+        """A finish at the first stop string that ends among the last ``fresh`` characters, or at the end of the block
+        before it; None if there is neither."""
         params = self.sequence.params
         old = len(text) - fresh
-        matches = [(text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in params.stop]
+        matches = [(text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in params.stop or ()]
         matches = [match for match in matches if match[0] >= 0]
+        at, stop = min(matches) if matches else (len(text), "")
+        for line in NEXT_LINE.finditer(text, 0, at) if params.min_indent is not None else ():
+            less = len(line[1]) + (line[2] in CLOSING) < (params.min_indent or 0)
+            if less and line.end() > old and text[: line.start()].strip():
+                return Finish(STOP, cut=line.start())
         if not matches:
             return None
-        at, stop = min(matches)
         return Finish(STOP, stop, at + len(stop) if params.include_stop_str_in_output else at)
 
 
 def held_back(text: str, params: SamplingParams) -> int:
-    """How many characters at the end of ``text`` may begin a stop string, so that they must not be shown yet."""
+    """How many characters at the end of ``text`` must not be shown yet: those that may begin a stop string, or lie
+    between a block and a line after it."""
+    undecided = UNDECIDED.search(text) if params.min_indent is not None else None
+    blank = 0 if undecided is None else len(text) - undecided.start()
     if params.include_stop_str_in_output:
-        return 0
+        return blank
     lengths = (count for stop in params.stop or () for count in range(1, len(stop)) if text.endswith(stop[:count]))
-    return max(lengths, default=0)
+    return max([blank, *lengths])

@@ -21,6 +21,11 @@ SPACE = "\u2581"
 LISTED_MERGES = "gemma4"
 """The ``tokenizer.ggml.model`` of SentencePiece's kind with a list of merges."""
 COPY = "__deepcopy__"
+INFILL_KEYS = {
+    "prefix": ("fim_pre", "prefix"), "suffix": ("fim_suf", "suffix"), "middle": ("fim_mid", "middle"),
+    "repository": ("fim_rep",), "file": ("fim_sep",), "pad": ("fim_pad",),
+}  # fmt: skip
+"""The keys of tokens that fill in the middle, by role, the newest first: ``tokenizer.ggml.fim_pre_token_id``."""
 PHI3_PLAIN = ("<unk>", "<s>", "<|endoftext|>")
 """Phi-3's added tokens that do not strip the spaces after them."""
 
@@ -219,7 +224,13 @@ def make_tokenizer(metadata: Mapping[str, Any], where: str) -> Any:
         raise ModelError(f"{where} has a tokenizer.chat_template that is no text")
     result = GGUFTokenizer(tokenizer, named, template)
     # transformers adds special tokens that are not added ones: the backend changes with it
-    return result if set(result.all_special_tokens) <= result.get_added_vocab().keys() else result.full
+    made: Any = result if set(result.all_special_tokens) <= result.get_added_vocab().keys() else result.full
+    found = {
+        role: [index for key in keys if (index := _special_id(metadata, key, len(tokens), where)) is not None]
+        for role, keys in INFILL_KEYS.items()
+    }
+    made.infill_ids = {role: indices[0] for role, indices in found.items() if indices}
+    return made
 
 
 def vocabulary(metadata: Mapping[str, Any], where: str) -> dict[str, int]:

@@ -41,7 +41,7 @@ LIMITS = {
     "top_k": Within(least=-1, whole=True),
     "top_p": POSITIVE_FRACTION,
     "min_p": FRACTION,
-    "max_tokens": COUNT,
+    "max_tokens min_indent": COUNT,
     "min_tokens logprobs prompt_logprobs": Within(least=0, whole=True),
     "repetition_penalty": Within(least=1 / LARGEST, most=LARGEST),
     "presence_penalty frequency_penalty": Within(least=-2, most=2),
@@ -200,6 +200,9 @@ class SamplingParams:
     stop: str | Sequence[str] | None = option(None, "Stop string.")
     stop_token_ids: Sequence[int] | None = option(None, "Token id that stops the answer.")
     include_stop_str_in_output: bool = option(False, "Keep the stop string in the answer.")
+    min_indent: int | None = option(
+        None, "Stop before a line that is indented by fewer characters, once there is text (llama.cpp's n_indent)."
+    )
     ignore_eos: bool = option(False, "Continue after the end-of-text token.")
     repetition_penalty: float = option(
         1.0, "Penalty for tokens of the prompt and answer. Above 1, they become less likely."
@@ -269,6 +272,11 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def stops_in_text(self) -> bool:
+        """Whether the answer's text must be read to find its end."""
+        return bool(self.stop) or self.min_indent is not None
 
     @cached_property
     def penalised(self) -> bool:
