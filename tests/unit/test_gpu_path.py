@@ -43,13 +43,7 @@ def answers(target, **options):
 
 
 @pytest.mark.parametrize(
-    "way",
-    [
-        None,
-        {"method": "ngram", "num_speculative_tokens": 2},
-        {"method": "draft_model", "tree": [2, 1], "accept": "coupled"},
-    ],
-    ids=["plain", "ngram", "tree"],
+    "way", [None, {"method": "draft_model", "tree": [2, 1], "accept": "coupled"}], ids=["plain", "tree"]
 )
 def test_tokens_are_those_of_the_cpu(target, way, monkeypatch):
     if way is not None and way["method"] == "draft_model":
@@ -70,19 +64,21 @@ def test_every_row_has_the_bits_of_decoding(target, interpreted):
     assert self_test(model, page_size=16, rows=6, chunks=(3,)) == []
 
 
-def test_garbage_in_padding_changes_no_bit(target, interpreted, monkeypatch):
+@pytest.mark.parametrize("larger", [1, 4], ids=["its bucket", "a larger bucket"])
+def test_padding_and_garbage_in_it_change_no_bit(target, interpreted, monkeypatch, larger):
     model = load_model(target, device="cpu", dtype="float32")
 
-    def logits():
+    def forward():
         over = new_attention(model, max_seqs=3, max_len=40, page_size=16)
         model.forward(Batch([Span(0, 0, [4, 5, 6, 7]), Span(1, 0, [8])]), over)
         spans = [Span(0, 4, [9, 1, 2], [-1, -1, 0], logits=[0, 1, 2]), Span(1, 1, [3, 2], logits=[0, 1])]
-        return model.forward(Batch(spans, hidden=(1,)), over)
+        out = model.forward(Batch(spans, hidden=(1,)), over)
+        return [out.logits.clone(), out.hidden[1], *over.pool.keys, *over.pool.values]
 
     model.graphs.enabled = False
-    expected = logits()
+    expected = forward()
     model.graphs.enabled = True
-    write = attention.write_numbers
+    write, bucket = attention.write_numbers, graphs.bucket
 
     def spoil(to, batch, tables, sizes):
         generator = torch.Generator().manual_seed(0)
@@ -94,11 +90,14 @@ def test_garbage_in_padding_changes_no_bit(target, interpreted, monkeypatch):
             first = [*sizes.fields()].index(name) * sizes.rows
             to[first + rows : first + sizes.rows] = kept[first + rows : first + sizes.rows]
 
+    def wide(sizes):
+        return attention.Sizes(*(larger * each for each in vars(bucket(sizes)).values()))
+
     monkeypatch.setattr(graphs, "write_numbers", spoil)
-    got = logits()
-    assert [key[0].rows for key in next(iter(model.graphs._graphs.values()))] == [8]
-    assert torch.equal(got.logits, expected.logits)
-    assert torch.equal(got.hidden[1], expected.hidden[1])
+    monkeypatch.setattr(graphs, "bucket", wide)
+    got = forward()
+    assert [key[0].rows for key in next(iter(model.graphs._graphs.values()))] == [8 * larger]
+    assert all(map(torch.equal, got, expected))
 
 
 def test_no_memory_for_a_graph_is_said_once_and_loses_nothing(target, interpreted, monkeypatch, caplog):

@@ -11,6 +11,7 @@ import logging
 import os
 from functools import cache
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,14 +25,14 @@ def interpreted() -> bool:
     """Whether the kernels run on a CPU."""
     asked = os.environ.get("FORERUN_INTERPRET") == "1" and os.environ.get("TRITON_INTERPRET") == "1"
     if asked:
-        _multiply_alike()
+        _prepare()
     return asked
 
 
 @cache
-def _multiply_alike() -> None:
+def _prepare() -> None:
     """Makes the interpreter multiply every row of a tile alike, as a GPU does: in float64, since a row's bits in
-    NumPy's float32 product depend on its place."""
+    NumPy's float32 product depend on its place. It replaces Triton's functions once, not at every call."""
     import numpy as np
     from triton.runtime import interpreter
 
@@ -43,7 +44,15 @@ def _multiply_alike() -> None:
         product = np.matmul(wide(a), wide(b)).astype(np.float32)
         return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
 
-    interpreter.InterpreterBuilder.create_dot = create_dot
+    def patch_once(function: Any) -> Any:
+        if function.__module__ not in patched:
+            patched.add(function.__module__)
+            patch(function)
+        return SimpleNamespace(restore=lambda: None)
+
+    patch, patched = interpreter._patch_lang, set[str]()
+
+    interpreter.InterpreterBuilder.create_dot, interpreter._patch_lang = create_dot, patch_once
 
 
 def serves(device: torch.device) -> bool:
