@@ -57,6 +57,7 @@ def test_in_a_terminal(terminal):
     """Ctrl-C stops an answer and not the program, a command works, several lines are one message, two Ctrl-C end it."""
     shown = terminal("--max-tokens", "30000", "--ignore-eos")
     assert "sampling" in shown.wait(READY)
+    assert b">>> " in shown.raw  # with its space, which is what scripts wait for
     shown.type("hello\r")
     shown.wait(r"hello\n.*?\w")
     shown.type("\x03")

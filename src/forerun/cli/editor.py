@@ -51,7 +51,7 @@ def reader(following: Mapping[str, Sequence[str]]) -> Callable[[], str]:
             buffer.document = Document(more)
 
     session: PromptSession[str] = PromptSession(
-        PROMPT,
+        [("fg:ansidefault", PROMPT)],  # the space behind a prompt without a colour would not be printed
         multiline=True,
         prompt_continuation=MORE,
         key_bindings=keys,
