@@ -21,7 +21,7 @@ STALL = 60.0
 class Repository:
     files: dict[str, bytes]
     asks: str = ""
-    """What it fails by: token, gated, slow, down, cut."""
+    """What it fails by: token, gated, slow, down, absent, cut."""
 
     @property
     def commit(self):
@@ -82,6 +82,8 @@ def hub(**repositories):
                 return self.refuse(403, "GatedRepo")
             if result.asks == "down":
                 return self.refuse(503, None)
+            if result.asks == "absent":
+                return self.refuse(404, None)
             if result.asks == "slow":
                 ended.wait(STALL)
                 return None

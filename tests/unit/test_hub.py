@@ -101,6 +101,7 @@ def ours(model, tiny_target, tmp_path_factory):
         slow=Repository({"s.gguf": content}, "slow"),
         cut=Repository({"c.gguf": LARGE}, "cut"),
         down=Repository({"d.gguf": content}, "down"),
+        absent=Repository({}, "absent"),
     ) as state:
         home = tmp_path_factory.mktemp("home")
         line = ["generate", "--model", "hf:own/tiny-gguf:q4_k_m", "the 12", "--max-tokens", "6"]
@@ -171,6 +172,7 @@ def test_hubs_that_fail_are_one_line_each_and_a_token_opens_what_asks_for_one(ou
     before = state.asked["range"]
     cases = {
         "hf:own/nothing": "has no model own/nothing, or asks for a token: set HF_TOKEN",
+        "hf:own/absent": "has no model own/absent, or asks for a token: set HF_TOKEN",
         "hf:own/token": "has no model own/token, or asks for a token: set HF_TOKEN",
         "hf:own/gated": f"hf:own/gated asks for a token: accept its terms at {state.url}/own/gated, then set HF_TOKEN",
         "hf:own/slow": "cannot be reached or does not answer in time (ReadTimeout",

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler
 
 import httpx2
 import pytest
-from huggingface_hub import get_hf_file_metadata
+from huggingface_hub import close_session, get_hf_file_metadata, get_session, set_client_factory
 from huggingface_hub.utils import _http
 from test_hub import ask
 
@@ -135,15 +135,25 @@ def test_what_is_refused_is_named(tmp_path):
 
 
 def test_a_programs_own_client_is_checked_too(monkeypatch):
-    """A client that the program around Forerun has set up stays, and is checked as huggingface_hub's own is."""
-    client = httpx2.Client()
-    monkeypatch.setattr(_http, "_GLOBAL_CLIENT_FACTORY", lambda: client)
-    monkeypatch.setattr(_http, "_GLOBAL_CLIENT", None)
+    """A client that the program around Forerun has set up stays, and is checked as huggingface_hub's own is. So is the
+    next one that its factory makes, as after a failed connection. Fails if a new huggingface_hub keeps the factory
+    elsewhere."""
+    clients = []
+
+    def factory():
+        clients.append(httpx2.Client())
+        return clients[-1]
+
+    monkeypatch.setattr(_http, "_GLOBAL_CLIENT_FACTORY", None)  # what was there comes back afterwards
+    set_client_factory(factory)
     for _ in range(2):
         refused(ModelError, "names no repository", download, ModelSource("", None))
     lie = Lie(1, "")
     lie.headers = {"ETag": '"../../x"'}
-    with client, serving(answering([lie])) as url:
-        refused(ModelError, "not made of letters", get_hf_file_metadata, f"{url}/own/lie-0/resolve/main/m.gguf")
-        assert _http.get_session() is client
-        assert len(client.event_hooks["response"]) == 1
+    with serving(answering([lie])) as url:
+        for _ in range(2):
+            refused(ModelError, "not made of letters", get_hf_file_metadata, f"{url}/own/lie-0/resolve/main/m.gguf")
+            assert get_session() is clients[-1]
+            assert len(clients[-1].event_hooks["response"]) == 1
+            close_session()
+    assert len(clients) == 2

@@ -35,7 +35,20 @@ def test_a_folder_that_is_no_checkpoint(tmp_path):
 def test_a_hub_that_cannot_be_reached(monkeypatch):
     monkeypatch.setattr(hub.hf.constants, "ENDPOINT", "http://127.0.0.1:9")
     refuse("somebody/some-model", "no folder 'somebody/some-model' here, and the hub .* cannot be reached")
-    refuse("smolm2", r"no folder 'smolm2' here \(did you mean smollm2\?\), and the hub ")
+    refuse("smolm2", r"no folder 'smolm2' here \(did you mean smollm2\?\), and the hub .* \(ConnectError: [^)]*\)$")
+
+
+def test_a_download_that_has_begun_goes_on(monkeypatch, tmp_path):
+    """The next call is promised to continue it only where it has begun."""
+    monkeypatch.setattr(hub.hf.constants, "ENDPOINT", "http://127.0.0.1:9")
+    for begun in (False, True):
+        error = refused(
+            ModelError, "cannot be reached", hub.download, hub.ModelSource("own/m", None), None, str(tmp_path)
+        )
+        assert str(error).endswith("; the next call continues the download of hf:own/m") is begun
+        blobs = tmp_path / hub.hf.file_download.repo_folder_name(repo_id="own/m", repo_type="model") / "blobs"
+        blobs.mkdir(parents=True, exist_ok=True)
+        (blobs / "abc.incomplete").write_text("")
 
 
 def test_a_bundled_model_of_another_name():

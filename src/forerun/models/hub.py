@@ -164,7 +164,7 @@ def download(source: ModelSource, revision: str | None = None, cache: str | None
                     path = hf.hf_hub_download(name, file, revision=revision, cache_dir=cache, tqdm_class=Bar)
                 paths.append(Path(path))
         except (errors.HTTPError, OSError, errors.HFValidationError, RuntimeError) as error:  # hf_xet raises the last
-            raise ModelError(_explained(name, revision, error)) from error
+            raise ModelError(_explained(name, revision, error, cache)) from error
         except UserWarning as error:
             raise ModelError(f"{PREFIX}{name} cannot be downloaded: {one_line(error)}") from error
     return _model_path(paths[0], chosen[0])
@@ -174,7 +174,11 @@ _installing = threading.Lock()
 
 
 def _check_answers() -> None:
-    """Have the client of huggingface_hub check all answers, whichever factory makes that client."""
+    """Have the client of huggingface_hub check all answers, whichever factory makes that client.
+
+    Nothing public says which factory that is. A hook of the present client alone is not enough: huggingface_hub makes
+    another client after a failed connection.
+    """
     from huggingface_hub.utils import _http
 
     with _installing:
@@ -334,7 +338,7 @@ def _size(folder: Path) -> int:
     return sum({(each.st_dev, each.st_ino): each.st_size for each in states if stat.S_ISREG(each.st_mode)}.values())
 
 
-def _explained(name: str, revision: str, error: Exception) -> str:
+def _explained(name: str, revision: str, error: Exception, cache: str | None) -> str:
     """What went wrong with a download, and what to do about it."""
     from huggingface_hub import errors
 
@@ -346,7 +350,8 @@ def _explained(name: str, revision: str, error: Exception) -> str:
         return f"{model} asks for a token: accept its terms at {constants.ENDPOINT}/{name}, then {token}"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{model} has no revision {revision!r}"
-    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403):
+    absent = status == 404 and not isinstance(error, errors.EntryNotFoundError)  # mirrors send no code of their own
+    if isinstance(error, errors.RepositoryNotFoundError) or status in (401, 403) or absent:
         return f"the hub {constants.ENDPOINT} has no model {name}, or asks for a token: {token}"
     if isinstance(error, OSError) and error.errno:
         reason = error.strerror or one_line(error)
@@ -355,7 +360,6 @@ def _explained(name: str, revision: str, error: Exception) -> str:
         return f"{model} is not whole in {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
     cause = error.__cause__ or error
     reason = f"HTTP {status}" if status else f"{type(cause).__name__}: {one_line(cause)}"
-    return (
-        f"the hub {constants.ENDPOINT} cannot be reached or does not answer in time ({reason}); files of {model} "
-        "that came are kept, and the next call goes on"
-    )
+    folder = Path(cache or constants.HF_HUB_CACHE, f"models--{name.replace('/', '--')}", "blobs")
+    kept = f"; the next call continues the download of {model}" if any(folder.glob("*")) else ""
+    return f"the hub {constants.ENDPOINT} cannot be reached or does not answer in time ({reason}){kept}"
