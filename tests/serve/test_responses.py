@@ -249,6 +249,48 @@ def test_calls_are_the_chats(hermes, seed, wish, speculative):
         assert (own[-2]["name"], own[-1]["item"]) == (item["name"], item)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_functions_of_a_namespace_are_called_by_both_names(hermes, caller, stream):
+    """As Codex offers those of MCP servers. The model sees one name, and the client two, in what it gets and sends."""
+    long = "m" * 60
+    spaces = [{"type": "namespace", "name": name, "description": "", "tools": tools}
+              for name, tools in ((long, FLAT[:1]), ("mcp__b", FLAT[1:]))]  # fmt: skip
+    ask = {"model": "tiny", "tools": [*spaces, FLAT[0]], "max_output_tokens": 300, "extra_body": {"seed": 7}}
+    asked = caller.responses.create(input="hi", tool_choice="required", stream=stream, **ask)
+    if stream:
+        *events, last = asked
+        asked = last.response
+        done = [event.item for event in events if event.type == "response.output_item.done"]
+        assert done == asked.output
+    named = [(long, FLAT[0]), *(("mcp__b", tool) for tool in FLAT[1:]), (None, FLAT[0])]
+    full = [tool["name"] if space is None else f"{space}__{tool['name']}" for space, tool in named]
+    functions = [{**TOOLS[FLAT.index(tool)]["function"], "name": name} for (_, tool), name in zip(named, full)]
+    tools = [{"type": "function", "function": function} for function in functions]
+    chatted = {"tools": tools, "max_tokens": 300, "seed": 7}
+    turns = [{"role": "user", "content": "hi"}]
+    expected = chat(hermes, turns, tool_choice="required", **chatted, temperature=1)["choices"][0]["message"][
+        "tool_calls"
+    ]
+    parts = {name: (space, tool["name"]) for (space, tool), name in zip(named, full)}
+    assert [(*parts[call["function"]["name"]], call["function"]["arguments"]) for call in expected] == [
+        (item.namespace, item.name, item.arguments) for item in asked.output
+    ]
+    assert any(item.namespace for item in asked.output)
+    assert [(tool.type, [each.name for each in getattr(tool, "tools", [tool])]) for tool in asked.tools] == [
+        ("namespace", [FLAT[0]["name"]]), ("namespace", [tool["name"] for tool in FLAT[1:]]),
+        ("function", [FLAT[0]["name"]]),
+    ]  # fmt: skip
+    results = [{"type": "function_call_output", "call_id": item.call_id, "output": "done"} for item in asked.output]
+    for earlier in ({"input": results, "previous_response_id": asked.id},
+                    {"input": [*turns, *asked.output, *results]}):  # fmt: skip
+        again = caller.responses.create(tool_choice="none", **earlier, **ask)
+        calls = [{"id": item.call_id, "type": "function", "function": call["function"]}
+                 for item, call in zip(asked.output, expected)]  # fmt: skip
+        before = [*turns, {"role": "assistant", "content": None, "tool_calls": calls}]
+        before += [{"role": "tool", "tool_call_id": item.call_id, "content": "done"} for item in asked.output]
+        assert again.output_text == text_of(chat(hermes, before, tool_choice="none", **chatted, temperature=1))
+
+
 def test_a_call_is_answered_and_the_conversation_goes_on(hermes, caller):
     ask = {"model": "tiny", "tools": FLAT, "max_output_tokens": 300, "extra_body": {"seed": 7}}
     asked = caller.responses.create(input="hi", tool_choice="required", **ask)
@@ -372,22 +414,23 @@ def test_requests_of_coding_agents_are_answered(hermes, caplog):
         **ASK, "store": False, "parallel_tool_calls": False, "tool_choice": "auto", "prompt_cache_key": "a",
         "instructions": "You are a coding agent.", "client_metadata": {"x-codex-installation-id": "1"},
         "tools": [FLAT[0], {"type": "web_search", "external_web_access": False},
-                  {"type": "namespace", "name": "mcp__a", "description": "", "tools": [inner]},
+                  {"type": "namespace", "name": "mcp__a", "description": "MCP", "tools": [inner]},
                   {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark"}}],
         "text": {"verbosity": "low"}, "reasoning": {"effort": "medium", "summary": "auto"},
         "include": ["reasoning.encrypted_content", "web_search_call.action.sources"],
     }  # fmt: skip
     named = [
-        "reasoning", "client_metadata", "text.verbosity", "tools.web_search", "tools.namespace", "tools.custom",
-        "include.reasoning.encrypted_content", "include.web_search_call.action.sources",
+        "reasoning", "client_metadata", "text.verbosity", "tools.web_search", "tools.custom",
+        "tools.namespace.description", "include.reasoning.encrypted_content", "include.web_search_call.action.sources",
     ]  # fmt: skip
     for stream in (True, False):
         answer = hermes.post(PATH, {**body, "stream": stream})
         assert answer.status_code == 200, answer.text
         assert answer.headers["forerun-ignored"].split(", ") == named
-    assert [tool["name"] for tool in answer.json()["tools"]] == [FLAT[0]["name"]]
+    assert [tool["name"] for tool in answer.json()["tools"]] == [FLAT[0]["name"], "mcp__a"]
+    search = {"type": "function", "function": {"name": "mcp__a__search", "parameters": inner["parameters"]}}
     assert text_of(chat(hermes, [{"role": "system", "content": body["instructions"]}, *ASK_CHAT["messages"]],
-                        tools=TOOLS[:1])) == answer.json()["output"][0]["content"][0]["text"]  # fmt: skip
+                        tools=[TOOLS[0], search])) == answer.json()["output"][0]["content"][0]["text"]  # fmt: skip
     lines = [record.getMessage() for record in caplog.records if "is ignored" in record.getMessage()]
     assert sorted(line.partition(" of ")[0] for line in lines) == sorted(named)
 

@@ -232,6 +232,7 @@ class FunctionCall(Answer):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str = sometimes("of a function in a namespace")
     arguments: str = Field(description="JSON, as the model wrote it")
     status: Status
 
@@ -260,6 +261,13 @@ class FunctionTool(Answer):
     description: str | None
     parameters: dict[str, Any] | None
     strict: bool | None
+
+
+class NamespaceTool(Answer):
+    type: Literal["namespace"]
+    name: str
+    description: str
+    tools: list[FunctionTool]
 
 
 class ChosenFunction(Answer):
@@ -318,7 +326,7 @@ class Response(Answer):
     temperature: float
     text: dict[str, Any]
     tool_choice: Literal["none", "auto", "required"] | ChosenFunction
-    tools: list[FunctionTool]
+    tools: list[FunctionTool | NamespaceTool]
     top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]

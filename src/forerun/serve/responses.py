@@ -28,6 +28,7 @@ from forerun.serve.schema import (
     CallId,
     ChatRequest,
     Function,
+    FunctionName,
     Int,
     Sampled,
     Schema,
@@ -79,7 +80,7 @@ class InputCall(Item):
     call_id: CallId
     name: Annotated[Text, Field(min_length=1)]
     arguments: Text = Field(description="a JSON object, as text; another text is shown to the model as it is")
-    namespace: str | None = Field(None, description=IGNORED)
+    namespace: FunctionName | None = None
     caller: Absent = None
 
 
@@ -141,7 +142,7 @@ def _messages(items: list[Any]) -> list[dict[str, Any]]:
         elif isinstance(item, InputCall):
             if not result or result[-1]["role"] != "assistant":
                 result.append({"role": "assistant", "content": ""})
-            function = {"name": item.name, "arguments": item.arguments}
+            function = {"name": qualified(item.namespace, item.name), "arguments": item.arguments}
             result[-1].setdefault("tool_calls", []).append(
                 {"id": item.call_id, "type": "function", "function": function}
             )
@@ -177,23 +178,54 @@ class TextOptions(Body):
 class ResponseTool(Function):
     type: Literal["function"]
 
+    def answered(self) -> dict[str, Any]:
+        return self.model_dump()
+
 
 class OtherTool(BaseModel):
     """A tool that OpenAI's servers run, or that is no function; the model is not told of it."""
 
     model_config = ConfigDict(extra="allow")
-    type: str = Field(pattern="^[a-z0-9_]{1,64}$", description=NAMED, json_schema_extra={"not": {"const": "function"}})
+    type: str = Field(
+        pattern="^[a-z0-9_]{1,64}$", description=NAMED, json_schema_extra={"not": {"enum": ["function", "namespace"]}}
+    )
 
 
 def _tool_kind(tool: Any) -> str | None:
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return None if kind is None else "function" if kind == "function" else "other"
+    return kind if kind is None or kind in ("function", "namespace") else "other"
+
+
+class NamespaceTool(Body):
+    """Functions of one MCP server or plugin. The model knows each as ``NAMESPACE__FUNCTION``; its calls have both
+    names apart."""
+
+    type: Literal["namespace"]
+    name: FunctionName
+    description: Text | None = Field(None, description=NAMED)
+    tools: list[
+        Annotated[
+            Annotated[ResponseTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
+            one_of("a tool with a type", _tool_kind),
+        ]
+    ] = Field(max_length=MAX_TOOLS)
+
+    def answered(self) -> dict[str, Any]:
+        functions = [tool.answered() for tool in self.tools if isinstance(tool, ResponseTool)]
+        return {"type": self.type, "name": self.name, "description": self.description or "", "tools": functions}
 
 
 AnyTool = Annotated[
-    Annotated[ResponseTool, Tag("function")] | Annotated[OtherTool, Tag("other")],
+    Annotated[ResponseTool, Tag("function")]
+    | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[OtherTool, Tag("other")],
     one_of("a tool with a type", _tool_kind),
 ]
+
+
+def qualified(namespace: str | None, name: str) -> str:
+    """A function's name for the model, as vLLM and Codex write it."""
+    return name if namespace is None else f"{namespace}__{name}"
 
 
 class ResponseChosen(Body):
@@ -262,8 +294,18 @@ class ResponseRequest(Sampled):
         return self
 
     @property
-    def functions(self) -> list[ResponseTool]:
-        return [tool for tool in self.tools or () if isinstance(tool, ResponseTool)]
+    def all_tools(self) -> list[tuple[str | None, ResponseTool | OtherTool]]:
+        """Each with its namespace, if it has one."""
+        result: list[tuple[str | None, ResponseTool | OtherTool]] = []
+        for tool in self.tools or ():
+            result += [(tool.name, each) for each in tool.tools] if isinstance(tool, NamespaceTool) else [(None, tool)]
+        return result
+
+    @property
+    def functions(self) -> dict[str, tuple[str | None, ResponseTool]]:
+        """Namespaces and functions by the names that the model knows."""
+        every = [(space, tool) for space, tool in self.all_tools if isinstance(tool, ResponseTool)]
+        return {qualified(space, tool.name): (space, tool) for space, tool in every}
 
     @property
     def effort(self) -> str | None:
@@ -292,7 +334,9 @@ class ResponseRequest(Sampled):
         names = ["reasoning"] if asked - used else []
         names += ["client_metadata"] if self.client_metadata else []
         names += ["text.verbosity"] if self.text is not None and self.text.verbosity is not None else []
-        names += [f"tools.{tool.type}" for tool in self.tools or () if isinstance(tool, OtherTool)]
+        names += [f"tools.{tool.type}" for _, tool in self.all_tools if isinstance(tool, OtherTool)]
+        spaces = [tool for tool in self.tools or () if isinstance(tool, NamespaceTool)]
+        names += ["tools.namespace.description" for space in spaces if space.description]
         names += [f"include.{name}" for name in self.include or () if name != LOGPROBS]
         return list(dict.fromkeys([*names, *super().ignored(known)]))
 
@@ -302,7 +346,11 @@ class ResponseRequest(Sampled):
         choice: Any = self.tool_choice
         if isinstance(choice, ResponseChosen):
             choice = {"type": "function", "function": {"name": choice.name}}
-        tools = [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.functions]
+        tools = [
+            {"type": "function", "function": tool.model_dump(exclude={"type"}) | {"name": qualified(space, tool.name)}}
+            for space, tool in self.all_tools
+            if isinstance(tool, ResponseTool)
+        ]
         given = {
             **{name: getattr(self, name) for name in Sampled.model_fields if name in self.model_fields_set},
             "messages": system + _messages([*before, *self.items]),
@@ -343,6 +391,7 @@ class ResponseReply(ChatReply):
         self.keep = keep
         self.output: list[OutputItem] = []
         (self._parser,) = self._parsers
+        self._functions = request.functions
         self._call: ParsedCall | None = None
         """The latest one."""
         self._numbers = count()
@@ -398,6 +447,9 @@ class ResponseReply(ChatReply):
                 id=_new_id("fc"), type="function_call", call_id=call.id, name=call.name, arguments="",
                 status="in_progress",
             )  # fmt: skip
+            space, function = self._functions.get(call.name, (None, None))
+            if space is not None and function is not None:
+                item.namespace, item.name = space, function.name
             events = self._open_item(item)  # which closes the call before
             self._call = call
         self.output[-1].arguments += piece.text  # type: ignore[union-attr]
@@ -471,7 +523,7 @@ class ResponseReply(ChatReply):
     def _response(self, status: Any, error: ApiError | None = None) -> answers.Response:
         request, ended = self.request, status != "in_progress"
         fields = request.model_dump(include=set(REPEATED))
-        fields["tools"] = [tool.model_dump() for tool in request.functions]
+        fields["tools"] = [tool.answered() for tool in request.tools or () if not isinstance(tool, OtherTool)]
         if ended:
             fields["metrics"] = self.metrics()
         if ended and self.traced:

@@ -128,7 +128,7 @@ class Body(BaseModel):
 
 
 MAX_TOOLS = 128
-FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
+FunctionName = Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,128}$")]
 CallId = Annotated[str, Field(min_length=1, max_length=256), Encodable]
 
 
