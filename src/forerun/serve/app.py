@@ -5,16 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.openapi.utils import get_openapi
 from fastapi.responses import PlainTextResponse, StreamingResponse
-from pydantic import BaseModel
-from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Send
 
@@ -24,13 +21,15 @@ from forerun.engine.client import EngineClient, Stream
 from forerun.engine.config import NONE
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 from forerun.serve import answers, errors
-from forerun.serve.errors import STATUSES, ApiError
-from forerun.serve.guard import Guard, needs_key
+from forerun.serve.errors import ApiError
+from forerun.serve.guard import Guard
 from forerun.serve.metrics import Recorder, RequestLog
+from forerun.serve.openapi import BODY, GENERATION, describe, responses
 from forerun.serve.options import ServerOptions, checked_origin
 from forerun.serve.responses import ResponseReply, ResponseRequest, ResponseStore
 from forerun.serve.schema import (
     MAX_CHOICES,
+    Asked,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -94,7 +93,7 @@ class Server:
         options = self.engine_options(body)
         for prompt in prompts:
             computed = self.engine.prompt_tokens_computed(prompt)
-            if limit is not None and computed + limit > self.max_model_len:
+            if limit is not None and body.must_fit and computed + limit > self.max_model_len:
                 raise ApiError(
                     400,
                     f"the prompt has {computed} tokens and {body.limit_field} is {limit}: together more than this "
@@ -118,7 +117,9 @@ class Server:
             on_failure.pop_all()
         return streams
 
-    async def completion(self, body: CompletionRequest, request_id: str) -> Reply:
+    async def completion(
+        self, body: CompletionRequest, request_id: str, reply: type[CompletionReply] = CompletionReply
+    ) -> Reply:
         prompt_only = body.max_tokens == 0
         if body.echo and body.stream and body.logprobs is not None:
             raise ApiError(400, "streaming does not support echo with logprobs: remove one", param="echo")
@@ -143,7 +144,7 @@ class Server:
         limit = body.max_tokens if "max_tokens" in body.model_fields_set else None
         streams = await self.submit(prompts, params, body, limit)
         logprobs = body.logprobs is not None
-        return CompletionReply(self, streams, body, request_id, logprobs, echo=echo, prompt_only=prompt_only)
+        return reply(self, streams, body, request_id, logprobs, echo=echo, prompt_only=prompt_only)
 
     async def _echo(self, body: CompletionRequest, prompts: list[list[int]], given: Sequence[Any]) -> list[Echo]:
         for prompt in prompts:  # before every token of it is turned into text
@@ -186,11 +187,11 @@ class Server:
 
         return await self.chat(body.chat(before), request_id, ResponseReply, request=body, keep=keep)
 
-    async def answer(self, request: Request, body: Any, make: Callable[[Any, str], Awaitable[Reply]]) -> Response:
+    async def answer(self, request: Request, body: Asked, make: Callable[[Any, str], Awaitable[Reply]]) -> Response:
         """Answers a request for text with the reply that ``make`` returns for it."""
         self.check_model(body.model)
-        if self.strict and body.model_extra:
-            name = next(iter(body.model_extra))
+        name = next(body.unknown(), None) if self.strict else None
+        if name is not None:
             raise ApiError(400, f"unknown field {name!r}: remove it", param=name, code="unknown_field")
         try:
             reply = request.state.reply = await make(body, request.state.request_id)
@@ -204,7 +205,9 @@ class Server:
         self.ignored.update(ignored[: MOST_IGNORED - len(self.ignored)])
         headers = {"Forerun-Ignored": ", ".join(ignored)} if ignored else {}
         if body.stream:
-            return EventStream(reply.events(), headers={"Cache-Control": "no-cache", **headers})
+            return EventStream(
+                reply.events(), headers={"Cache-Control": "no-cache", **headers}, media_type=reply.media_type
+            )
         answer = await unless_gone(request, reply.collect())
         answer.headers.update(headers)
         return answer
@@ -212,8 +215,6 @@ class Server:
 
 class EventStream(StreamingResponse):
     """Sends the end of the response along with its last event, so that the client is woken once."""
-
-    media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[tuple[str, bool]], **options: Any) -> None:
         super().__init__((), **options)
@@ -270,35 +271,9 @@ def create_app(engine: EngineClient, options: ServerOptions | None = None) -> Fa
     _playground(app)
     _generation_routes(app, server)
     _operator_routes(app, server)
-    _describe(app, options, engine.facts.drafters)
+    unseen = (answers.Error, answers.CompletionChunk, answers.ChatChunk, answers.ResponseEvent)
+    describe(app, options, engine.facts.drafters, unseen)
     return app
-
-
-EVERYWHERE = (403, 408, 413, 500)
-"""The statuses of errors of all routes; below, of those that take a body, and of those that generate."""
-BODY = (400, 404)
-GENERATION = (*BODY, 429, 503, 504)
-
-Responses = dict[int | str, dict[str, Any]]
-ERROR = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-
-
-def responses(*errors: int, answer: type[BaseModel] | None = None, chunk: type[BaseModel] | None = None) -> Responses:
-    """Returns FastAPI's description of a route: the statuses of its errors, its answer, and the events of a stream."""
-    result: Responses = {
-        status: {"description": STATUSES[status][1], "content": ERROR} for status in (*EVERYWHERE, *errors)
-    }
-    if answer is not None:
-        result[200] = {"description": "The answer", "model": answer}
-    if chunk is not None:
-        ends = "or an Error that ends the answer; the last is [DONE]"
-        if chunk is answers.ResponseEvent:
-            ends = "the last of which ends the answer"
-        events = f"Server-sent events if stream is true: each data is a {chunk.__name__}, {ends}"
-        fields = {"event": {"type": "string"}, "data": {"type": "string"}}
-        event = {"type": "object", "properties": fields, "required": ["data"], "description": events}
-        result[200]["content"] = {"text/event-stream": {"schema": event}}  # of each event, as before OpenAPI 3.2
-    return result
 
 
 def _generation_routes(app: FastAPI, server: Server) -> None:
@@ -413,48 +388,3 @@ def _playground(app: FastAPI) -> None:
         if name not in files:
             raise ApiError(404, f"there is nothing at /page/{name}")
         return Response(files[name].read_bytes(), headers=headers, media_type=MEDIA_TYPES[files[name].suffix])
-
-
-def _describe(app: FastAPI, options: ServerOptions, drafters: Mapping[str, int]) -> None:
-    """Makes ``/openapi.json``, with the model's names, and the ``drafters`` and how many tokens each drafts at most."""
-    names, has_key = (options.served_model_name, *options.aliases), options.api_key is not None
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            app.openapi_schema = described = get_openapi(title=app.title, version=app.version, routes=app.routes)
-            for path, item in described["paths"].items():
-                for operation in item.values():
-                    operation["responses"].pop("422", None)  # errors.py answers those with 400
-                    if has_key and needs_key(path):
-                        operation["security"] = [{"key": []}]
-                        operation["responses"]["401"] = {"description": STATUSES[401][1], "content": ERROR}
-            if has_key:
-                described["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-            schemas = described["components"]["schemas"]
-            for name in ("HTTPValidationError", "ValidationError"):
-                schemas.pop(name, None)
-            # FastAPI sees one model per status of a route, and would describe errors in the route's own media type.
-            unseen = answers.Error, answers.CompletionChunk, answers.ChatChunk, answers.ResponseEvent
-            models: list[tuple[type[BaseModel], JsonSchemaMode]] = [(model, "serialization") for model in unseen]
-            schemas |= models_json_schema(models, ref_template="#/components/schemas/{model}")[1]["$defs"]
-            _set_values(schemas, names, drafters)
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _set_values(schemas: dict[str, Any], names: Sequence[str], drafters: Mapping[str, int]) -> None:
-    """Narrows the description of fields to the values that this server takes."""
-    for schema in schemas.values():
-        if "model" in (properties := schema.get("properties", {})):
-            optional = "model" not in schema.get("required", ())
-            properties["model"] = {"title": "Model", "enum": [*names, None] if optional else [names[0]]}
-    tokens = {"type": "integer", "minimum": 0, "maximum": max(drafters.values(), default=0)}
-    narrowed: dict[str, dict[str, Any]] = {
-        "method": {"enum": [*drafters, NONE, None]},
-        "num_speculative_tokens": {"anyOf": [tokens, {"type": "null"}]},
-    }
-    properties = schemas["Speculative"]["properties"]
-    for name, values in narrowed.items():
-        about = {key: properties[name][key] for key in ("title", "description", "default") if key in properties[name]}
-        properties[name] = {**about, **values}

@@ -1,20 +1,23 @@
-"""Errors as OpenAI's clients expect them: a status and ``{"error": {"message", "type", "param", "code"}}``."""
+"""Errors as clients expect them: a status and OpenAI's ``{"error": {"message", "type", "param", "code"}}``, or the form
+of another API under that one's paths."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 
 from forerun.core.errors import ContextLengthError, ForerunError
 from forerun.engine.client import ClosedError, QueueFullError, TimeLimitError
 
 log = logging.getLogger("forerun")
+M = TypeVar("M", bound=BaseModel)
 
 STATUSES = {
     400: ("invalid_request_error", "The request cannot be run as it is"),
@@ -32,7 +35,12 @@ STATUSES = {
 """The type and the description of errors by status. Any other status has the type of 400."""
 NOT_AN_OBJECT = ("model_attributes_type", "model_type", "dict_type")
 """Pydantic's errors whose messages would name our classes."""
-
+ANTHROPIC = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    408: "invalid_request_error", 413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error",
+    504: "timeout_error",
+}  # fmt: skip
+"""Anthropic's types of errors by status."""
 
 CODES: dict[type[ForerunError], tuple[int, str | None]] = {
     QueueFullError: (429, "queue_full"),
@@ -60,9 +68,19 @@ class ApiError(Exception):
         param = _printable(self.param) if self.param is not None else None
         return {"error": {"message": _printable(self.message), "type": kind, "param": param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
+    def response(self, path: str = "") -> JSONResponse:
+        """Returns the answer to a request to ``path``."""
         headers = {401: {"WWW-Authenticate": "Bearer"}, 429: {"Retry-After": "1"}, 503: {"Retry-After": "5"}}
-        return JSONResponse(self.body, self.status, headers.get(self.status))
+        return JSONResponse(self.body_for(path), self.status, headers.get(self.status))
+
+    def body_for(self, path: str) -> dict[str, Any]:
+        """Returns the body as clients of ``path`` expect it."""
+        message = self.body["error"]["message"]
+        if path.startswith("/api/"):
+            return {"error": message}
+        if path.startswith("/v1/messages"):
+            return {"type": "error", "error": {"type": ANTHROPIC.get(self.status, "api_error"), "message": message}}
+        return self.body
 
 
 def _printable(text: str) -> str:
@@ -115,6 +133,17 @@ def _invalid(error: RequestValidationError, content_type: str | None) -> ApiErro
     return ApiError(400, f"{name}: {message}" if name else message, param=name, code=kind)
 
 
+def converted(model: type[M], given: Mapping[str, Any], field_of: Callable[[str], str | None]) -> M:
+    """Returns a request of another API as one for ``model``. Raises ApiError, which names a field by ``field_of``."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = field_of(".".join(str(part) for part in first["loc"][:1]))
+        message = first["msg"].removeprefix("Value error, ").replace(" after validation", "")
+        raise ApiError(400, f"{param}: {message}" if param else message, param=param, code=first["type"]) from None
+
+
 def _is_json(content_type: str | None) -> bool:
     kind = (content_type or "").partition(";")[0].strip().lower()
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
@@ -124,11 +153,11 @@ def install(app: FastAPI) -> None:
     """Makes ``app`` answer every error in this form; no traceback reaches a client."""
 
     async def ours(request: Request, error: Exception) -> JSONResponse:
-        return as_api_error(error).response()
+        return as_api_error(error).response(request.url.path)
 
     async def invalid(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, RequestValidationError)
-        return _invalid(error, request.headers.get("content-type")).response()
+        return _invalid(error, request.headers.get("content-type")).response(request.url.path)
 
     async def http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
@@ -137,7 +166,7 @@ def install(app: FastAPI) -> None:
             message = f"there is nothing at {request.url.path}"
         elif error.status_code == 405:
             message = f"{request.url.path} does not take {request.method}"
-        response = ApiError(error.status_code, message).response()
+        response = ApiError(error.status_code, message).response(request.url.path)
         response.headers.update(error.headers or {})
         return response
 

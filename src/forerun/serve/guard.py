@@ -44,10 +44,10 @@ class Guard:
                 body = await self._read(scope, receive)
         except TimeoutError:
             error = ApiError(408, f"the body did not arrive within {self.body_timeout:g} seconds")
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await error.response(scope["path"])(scope, receive, send)
             return
         pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -70,9 +70,10 @@ class Guard:
     def _check_key(self, scope: Scope) -> None:
         if self.key is None or not needs_key(scope["path"]):
             return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, key = given.partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(key.strip(), self.key):
+        headers = dict(scope["headers"])
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        given = key if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")  # Anthropic's header
+        if not hmac.compare_digest(given.strip(), self.key):
             message = "this server needs its API key: send 'Authorization: Bearer KEY'"
             raise ApiError(401, message, code="invalid_api_key")
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, Tag, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Tag, TypeAdapter, model_validator
 
 from forerun.engine.stop import LENGTH
 from forerun.serve import answers
-from forerun.serve.errors import ApiError
+from forerun.serve.errors import ApiError, converted
 from forerun.serve.schema import (
     IGNORED,
     MAX_LOGPROBS,
@@ -364,13 +364,7 @@ class ResponseRequest(Sampled):
             "prompt_cache_key": self.prompt_cache_key,
             "reasoning_effort": self.effort,
         }
-        try:
-            return ResponseAsChat.model_validate(given)
-        except ValidationError as error:
-            first = error.errors()[0]
-            param = self.field_of(".".join(str(part) for part in first["loc"][:1]))
-            message = first["msg"].removeprefix("Value error, ").replace(" after validation", "")
-            raise ApiError(400, f"{param}: {message}", param=param, code=first["type"]) from None
+        return converted(ResponseAsChat, given, self.field_of)
 
 
 OutputItem = answers.OutputMessage | answers.FunctionCall | answers.ReasoningItem
@@ -390,7 +384,6 @@ class ResponseReply(ChatReply):
         self.request = request
         self.keep = keep
         self.output: list[OutputItem] = []
-        (self._parser,) = self._parsers
         self._functions = request.functions
         self._call: ParsedCall | None = None
         """The latest one."""
@@ -413,11 +406,8 @@ class ResponseReply(ChatReply):
         return self._event_of("failed", response=self._response("failed", error))
 
     def _choice_events(self, new: Choice) -> list[str]:
-        pieces = [Piece(new.text)] if new.text or new.logprobs else []
-        if self._parser is not None:
-            pieces = self._parser.push(new.text, last=new.finish is not None)
         events: list[str] = []
-        for piece in pieces:
+        for piece in self.pieces(new):
             events += self._text_events(piece, new) if piece.call is None else self._call_events(piece, piece.call)
         if new.finish is not None:
             if not self.output and not self.calls_only:

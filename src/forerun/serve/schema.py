@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -350,12 +350,44 @@ class StructuredOutputs(Body):
     json_object: bool | None = None
 
 
-class Sampled(Body):
-    """The fields of all requests for texts. Unknown ones are ignored and named, or refused by ``--strict``."""
+class Open(Body):
+    """An object whose unknown fields are ignored and named, or refused by ``--strict``."""
 
     model_config = ConfigDict(extra="allow")
 
+    def unknown(self) -> Iterator[str]:
+        """Yields the names of unknown fields, those of objects within this one included."""
+        yield from self.model_extra or ()
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for each in value if isinstance(value, list) else [value]:
+                if isinstance(each, Open):
+                    yield from (f"{name}.{inner}" for inner in each.unknown())
+
+
+class Asked(Open):
+    """What requests of all APIs share. ``field_of`` and ``ignored`` are for whoever answers."""
+
     model: str | None = None
+    stream: bool = False
+
+    def field_of(self, param: str | None) -> str | None:
+        """Returns the field of this body for what the engine or the chat calls ``param``."""
+        return param
+
+    def ignored(self, known: Callable[[str], bool]) -> list[str]:
+        """Returns the fields that ask for something and change nothing; the answer's headers name them.
+
+        Args:
+            known: says whether the chat template has a variable of this name.
+        """
+        names = [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:64] for name in self.unknown()]
+        return list(dict.fromkeys(names))[:MAX_NAMED]
+
+
+class Sampled(Asked):
+    """The fields of all requests for texts in OpenAI's APIs."""
+
     min_tokens: Int = Field(0, ge=0)
     temperature: float = Field(1.0, ge=0, le=100, description=f"below {COLDEST:g}: the likeliest token")
     top_p: float = Field(1.0, ge=0, le=1, description="0: the likeliest token")
@@ -372,7 +404,6 @@ class Sampled(Body):
     logit_bias: dict[str, Bias] | None = Field(None, max_length=1024)
     bad_words: list[StopText] | None = Field(None, max_length=MAX_STOPS)
     skip_special_tokens: bool = True
-    stream: bool = False
     speculative: Speculative | None = None
     priority: Int = Field(
         0, ge=-1000, le=1000, description="lower is served earlier; no value moves a turn by more than 1024 rounds"
@@ -381,16 +412,7 @@ class Sampled(Body):
     metadata: dict[str, Any] | None = Field(None, description=IGNORED)
 
     def field_of(self, param: str | None) -> str | None:
-        """Returns the field of this body for what the engine or the chat calls ``param``."""
         return f"speculative.{param}" if param in Speculative.model_fields else param
-
-    def ignored(self, known: Callable[[str], bool]) -> list[str]:
-        """Returns the fields that ask for something and change nothing; the answer's headers name them.
-
-        Args:
-            known: says whether the chat template has a variable of this name.
-        """
-        return [re.sub(r"[^\w.-]", "?", name, flags=re.ASCII)[:64] for name in self.model_extra or ()][:MAX_NAMED]
 
 
 SYNONYMS = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
@@ -400,6 +422,8 @@ SYNONYMS = {"n_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 class Generation(Sampled):
     """The fields that chat and completions share."""
 
+    must_fit: ClassVar[bool] = True
+    """Whether a limit beyond the context is refused. Otherwise the answer ends where the context does."""
     max_tokens: Int | None = Field(None, ge=1)
     n: Int = Field(1, ge=1, le=MAX_CHOICES, description="answers; with use_beam_search, as many beams, the best first")
     use_beam_search: bool = Field(False, description="search instead of sampling; the answers come at its end")

@@ -86,6 +86,8 @@ class Reply(ABC):
     chunk_model: Callable[..., answers.Chunk]
     chunk_object: str
     id_prefix: str
+    media_type = "text/event-stream"
+    """Of a stream."""
     parsed = False
     """Whether a parser reads the text before it is sent."""
 
@@ -121,6 +123,10 @@ class Reply(ABC):
     def chunk_choices(self, choice: Choice) -> list[Any]:
         """Returns the entries of what is new of an answer, an event each; none if nothing can be sent yet."""
 
+    def pieces(self, choice: Choice) -> list[Piece]:
+        """Returns what is new of an answer, by its kind: text, reasoning or calls."""
+        return [Piece(choice.text)] if choice.text or choice.logprobs else []
+
     def finish_reason(self, choice: Choice) -> str | None:
         return None if choice.finish is None else choice.finish.reason
 
@@ -153,6 +159,15 @@ class Reply(ABC):
             drafted=round_.drafted,
             method=round_.method,
         )
+
+    def _token(self, placed: PlacedToken) -> answers.ListedToken:
+        item = placed.item
+        top = [answers.TokenLogprob(**self._logprob(token, value)) for token, value in item.top.items()]
+        return answers.ListedToken(**self._logprob(item.token, item.logprob), top_logprobs=top)
+
+    def _logprob(self, token: int, value: float) -> dict[str, Any]:
+        text, encoded = self.text.token_text(token)
+        return {"token": text, "logprob": finite(value), "bytes": encoded}
 
     async def collect(self) -> answers.Answer:
         """Returns the whole answer. Raises ApiError or ForerunError if it failed."""
@@ -387,12 +402,16 @@ class ChatReply(Reply):
                 message.tool_calls = [_tool_call(call) for call in parser.calls]
         return answers.ChatChoice(message=message, **self._fields(choice))
 
+    def pieces(self, choice: Choice) -> list[Piece]:
+        parser = self._parsers[choice.index]
+        return super().pieces(choice) if parser is None else parser.push(choice.text, last=choice.finish is not None)
+
     def chunk_choices(self, choice: Choice) -> list[answers.ChatChunkChoice]:
         parser = self._parsers[choice.index]
         if parser is None:
             return [answers.ChatChunkChoice(delta=answers.ChatDelta(content=choice.text), **self._fields(choice))]
         last = choice.finish is not None
-        deltas = [_delta(piece) for piece in parser.push(choice.text, last=last)]
+        deltas = [_delta(piece) for piece in self.pieces(choice)]
         if not deltas and (last or choice.trace or choice.logprobs):
             deltas = [answers.ChatDelta()]
         text_only = replace(choice, finish=None, logprobs=[])
@@ -413,15 +432,6 @@ class ChatReply(Reply):
         parser, reason = self._parsers[choice.index], super().finish_reason(choice)
         called = parser is not None and parser.calls and all(call.complete for call in parser.calls)
         return "tool_calls" if reason == STOP and called else reason
-
-    def _token(self, placed: PlacedToken) -> answers.ListedToken:
-        item = placed.item
-        top = [answers.TokenLogprob(**self._logprob(token, value)) for token, value in item.top.items()]
-        return answers.ListedToken(**self._logprob(item.token, item.logprob), top_logprobs=top)
-
-    def _logprob(self, token: int, value: float) -> dict[str, Any]:
-        text, encoded = self.text.token_text(token)
-        return {"token": text, "logprob": finite(value), "bytes": encoded}
 
 
 def _tool_call(call: ParsedCall) -> answers.ToolCall:
