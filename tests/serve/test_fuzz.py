@@ -16,13 +16,14 @@ from schemathesis.specs.openapi.checks import (
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 MODES = {"valid": GenerationMode.POSITIVE, "invalid": GenerationMode.NEGATIVE}
 PATHS = {
-    "/v1/completions": 30, "/v1/chat/completions": 40, "/v1/responses": 30, "/v1/responses/{id}": 10,
+    "/v1/completions": 30, "/v1/chat/completions": 80, "/v1/responses": 30, "/v1/responses/{id}": 10,
     "/v1/embeddings": 1, "/tokenize": 40, "/detokenize": 12, "/v1/models/{name}": 10, "/v1/models": 1, "/health": 1,
-    "/live": 1, "/version": 1, "/metrics": 1,
+    "/live": 1, "/version": 1, "/metrics": 1, "/api/chat": 30, "/api/generate": 20, "/api/show": 10, "/api/tags": 1,
+    "/api/ps": 1, "/api/version": 1,
 }  # fmt: skip
 """Examples per path and mode."""
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
-BODIES = (*GENERATING, "/tokenize", "/detokenize")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/api/chat", "/api/generate")
+BODIES = (*GENERATING, "/tokenize", "/detokenize", "/api/show")
 """Where something invalid can be sent."""
 ANSWERED = (*BODIES, "/v1/models", "/health", "/live", "/version", "/metrics")
 """Where some valid request must be answered."""
@@ -39,10 +40,13 @@ def test_every_path_is_covered(description):
     assert {operation.ok().path for operation in description.get_all_operations()} == set(PATHS)
 
 
-def short(body):
+def short(path, body):
     """The same body, asking for few tokens: what is looked for are crashes, not long answers."""
-    if not isinstance(body, dict) or not ({"prompt", "messages", "input"} & set(body)):
+    if not isinstance(body, dict) or not ({"prompt", "messages", "input", "suffix"} & set(body)):
         return body
+    options = body.get("options") or {}
+    if path.startswith("/api/"):
+        return {**body, "options": {**options, "num_predict": 2}} if isinstance(options, dict) else body
     if "input" in body:
         return {**body, "max_output_tokens": 2, "min_tokens": 0}
     changed = {key: 2 for key in ("max_tokens", "max_completion_tokens") if isinstance(body.get(key), int)}
@@ -73,7 +77,7 @@ def test_every_answer_is_as_described(description, path, mode):
         if path in BODIES and mode == "valid":
             case.body = some(case.body, data)
         if path in GENERATING:
-            case.body = short(case.body)
+            case.body = short(path, case.body)
         response = case.call(timeout=30)
         case.validate_response(response, checks=CHECKS)
         seen.append(response.status_code)

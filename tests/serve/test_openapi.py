@@ -14,6 +14,7 @@ from forerun.serve.schema import Body
 COMPLETION = {"prompt": "def parse(", "max_tokens": 12, "logprobs": 2, "stream_options": {"include_usage": True}}
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
 FUNCTION = {"name": "add", "parameters": {"properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}}}}
+LINES = {"messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 12}, "logprobs": True}
 ANSWER, LOGPROBS = {"input": "hi", "max_output_tokens": 12}, ["message.output_text.logprobs"]
 CALLED = {**CHAT, "tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required", "max_tokens": 64}
 TRACED = {"temperature": 0.8, "seed": 7, "speculative": {"method": "draft_model", "trace": True}}
@@ -47,18 +48,21 @@ def operations(description):
     ("/v1/responses",
      {**ANSWER, "tools": [{"type": "function", **FUNCTION}], "tool_choice": "required", "max_output_tokens": 64},
      "Response", "ResponseEvent"),
+    ("/api/chat", LINES, "OllamaChatAnswer", "OllamaChatAnswer"),
+    ("/api/generate", {**LINES, "messages": None, "prompt": "a"}, "OllamaGenerateAnswer", "OllamaGenerateAnswer"),
 ])  # fmt: skip
 def test_whole_and_streamed_answers(server, description, path, body, whole, chunk):
     good = description["paths"][path]["post"]["responses"]["200"]["content"]
+    kind = "application/x-ndjson" if path.startswith("/api/") else "text/event-stream"
     assert good["application/json"]["schema"] == {"$ref": f"#/components/schemas/{whole}"}
-    assert chunk in good["text/event-stream"]["schema"]["description"]
-    alone = {key: value for key, value in body.items() if key != "stream_options"}
+    assert chunk in good[kind]["schema"]["description"]
+    alone = {key: value for key, value in {**body, "stream": False}.items() if key != "stream_options"}
     answer = server.post(path, alone)
     validate(description, whole, answer.json())
     stream = server.post(path, {**body, "stream": True})
-    assert stream.headers["content-type"].startswith("text/event-stream")
-    events = re.findall("^data: (.*)$", stream.text, re.M)
-    if chunk != "ResponseEvent":
+    assert stream.headers["content-type"].startswith(kind)
+    events = stream.text.splitlines() if "ndjson" in kind else re.findall("^data: (.*)$", stream.text, re.M)
+    if chunk in ("CompletionChunk", "ChatChunk"):
         assert events.pop() == "[DONE]"
     for event in events:
         validate(description, chunk, json.loads(event))
@@ -109,7 +113,8 @@ def test_errors_are_described(description):
         for status, response in operation["responses"].items():
             if status != "200":
                 schema = response["content"]["application/json"]["schema"]
-                assert schema == {"$ref": "#/components/schemas/Error"}, (path, method, status)
+                form = "OllamaError" if path.startswith("/api/") else "Error"
+                assert schema == {"$ref": f"#/components/schemas/{form}"}, (path, method, status)
     statuses = set(description["paths"]["/v1/chat/completions"]["post"]["responses"])
     assert statuses == {"200", "400", "403", "404", "408", "413", "429", "500", "503", "504"}
     assert "HTTPValidationError" not in description["components"]["schemas"]

@@ -61,6 +61,11 @@ class EngineFacts:
     max_grammar_bytes: int
     grammar_bytes: int
     reasoning_parser: str | None
+    architecture: str
+    weight_bytes: int
+    quantization: str
+    """The form of the weights in memory."""
+    device: str
 
     @classmethod
     def of(cls, engine: Engine) -> EngineFacts:
@@ -81,6 +86,10 @@ class EngineFacts:
             max_grammar_bytes=config.max_grammar_bytes,
             grammar_bytes=config.grammar_bytes,
             reasoning_parser=config.reasoning_parser,
+            architecture=info.architecture,
+            weight_bytes=info.weight_bytes,
+            quantization=info.quantization or str(info.dtype).removeprefix("torch."),
+            device=info.device.type,
         )
 
 

@@ -20,7 +20,7 @@ from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.client import EngineClient, Stream
 from forerun.engine.config import NONE
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
-from forerun.serve import answers, errors
+from forerun.serve import answers, errors, ollama
 from forerun.serve.errors import ApiError
 from forerun.serve.guard import Guard
 from forerun.serve.metrics import Recorder, RequestLog
@@ -42,6 +42,8 @@ from forerun.serve.tools import tool_grammar
 
 log = logging.getLogger("forerun")
 
+LATEST = ":latest"
+"""Ollama's clients add it to a name without a tag."""
 MOST_IGNORED = 1000
 """Names of ignored fields that the log tells apart."""
 
@@ -65,9 +67,11 @@ class Server:
         """Names of request fields that were ignored, which the log has named."""
 
     def check_model(self, name: str | None) -> None:
-        if name is not None and not self.any_model_name and name not in (self.name, *self.aliases):
-            message = f"there is no model {name!r} here; there is {self.name!r}"
-            raise ApiError(404, message, param="model", code="model_not_found")
+        names = (self.name, *self.aliases)
+        if name is None or self.any_model_name or name in names or name.removesuffix(LATEST) in names:
+            return
+        message = f"there is no model {name!r} here; there is {self.name!r}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
     def engine_options(self, body: Generation) -> dict[str, Any]:
         """Returns the keywords of ``EngineClient.submit`` beside prompt and sampling."""
@@ -271,7 +275,8 @@ def create_app(engine: EngineClient, options: ServerOptions | None = None) -> Fa
     _playground(app)
     _generation_routes(app, server)
     _operator_routes(app, server)
-    unseen = (answers.Error, answers.CompletionChunk, answers.ChatChunk, answers.ResponseEvent)
+    ollama.install(app, server)
+    unseen = (answers.Error, answers.CompletionChunk, answers.ChatChunk, answers.ResponseEvent, *ollama.MODELS)
     describe(app, options, engine.facts.drafters, unseen)
     return app
 
@@ -379,7 +384,7 @@ def _playground(app: FastAPI) -> None:
     files = {path.name: path for path in (Path(__file__).parent / "page").iterdir() if path.suffix in MEDIA_TYPES}
     headers = {"Content-Security-Policy": POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
 
-    @app.get("/", include_in_schema=False)
+    @app.api_route("/", methods=["GET", "HEAD"], include_in_schema=False)  # HEAD: ollama's own client looks for it
     async def index() -> Response:
         return await file("index.html")
 

@@ -148,7 +148,9 @@ class Recorder:
 
 
 log = logging.getLogger("forerun.requests")
-LOGGED = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
+LOGGED = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate",
+)  # fmt: skip
 
 
 class RequestLog:
