@@ -375,3 +375,37 @@ def test_models_and_tokens(client, server):
     assert server.post("/detokenize", {"tokens": chat["tokens"]}).json()["prompt"] == "<user>hi\n<assistant>"
     assert server.http.get("/health").json() == {"status": "ok"}
     assert server.http.get("/version").json()["version"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_predicted_outputs(client, expected, stream):
+    """OpenAI's ``prediction``: the same answer, most of it accepted from the prediction."""
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    ask = {"model": "tiny", "messages": messages, "temperature": 0.8, "seed": 7, "max_tokens": 24}
+    for content in (expected["chat"].text, [{"type": "text", "text": expected["chat"].text}], "something else"):
+        given = {"prediction": {"type": "content", "content": content}}
+        if stream:
+            chunks = list(
+                client.chat.completions.create(**ask, **given, stream=True, stream_options={"include_usage": True})
+            )
+            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+            usage = chunks[-1].usage
+        else:
+            answer = client.chat.completions.create(**ask, **given)
+            text, usage = answer.choices[0].message.content, answer.usage
+        assert text == expected["chat"].text
+        details = usage.completion_tokens_details
+        assert details.rejected_prediction_tokens >= 0
+        assert (details.accepted_prediction_tokens > 12) == (content != "something else")
+    plain = client.chat.completions.create(**ask)
+    assert plain.usage.completion_tokens_details is None
+
+
+def test_a_prediction_for_a_drafter_that_looks_up_nothing(server):
+    body = {"prompt": PROMPT, "max_tokens": 4, "prediction": {"type": "content", "content": "a"}}
+    answer = server.post("/v1/completions", {**body, "speculative": {"method": "draft_model"}})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prediction")
+    assert "drafts from no prediction: remove one" in answer.json()["error"]["message"]
+    assert server.post("/v1/completions", {**body, "speculative": {"method": "ngram"}}).status_code == 200
+    assert server.post("/v1/completions", {**body, "speculative": {"enabled": False}}).status_code == 200
+    assert server.post("/v1/completions", {**body, "prediction": {"type": "diff"}}).status_code == 400

@@ -20,7 +20,7 @@ WRONG = [
     (COMPLETIONS, {"max_tokens": 4}, "prompt", "Field required"),
     (COMPLETIONS, {**GOOD, "n_predict": 3, "max_tokens": 3}, None, "n_predict and max_tokens are the same"),
     (COMPLETIONS, {**GOOD, "speculative": {"k": 1}}, "speculative.k", "unknown field 'speculative.k'"),
-    (COMPLETIONS, {**GOOD, "suffix": "x"}, "suffix", "does not support it"),
+    (COMPLETIONS, {**GOOD, "suffix": "x"}, "suffix", "no tokens to fill in the middle"),
     (COMPLETIONS, {"prompt": None}, "prompt", "must be a text, a list of texts, a list of token ids"),
     (COMPLETIONS, {"prompt": {}}, "prompt", "must be a text, a list of texts, a list of token ids"),
     (COMPLETIONS, {"prompt": []}, "prompt", "at least 1 item"),

@@ -17,16 +17,17 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 MODES = {"valid": GenerationMode.POSITIVE, "invalid": GenerationMode.NEGATIVE}
 PATHS = {
     "/v1/completions": 30, "/v1/chat/completions": 80, "/v1/responses": 30, "/v1/responses/{id}": 10,
+    "/infill": 20,
     "/v1/embeddings": 1, "/tokenize": 40, "/detokenize": 12, "/v1/models/{name}": 10, "/v1/models": 1, "/health": 1,
     "/live": 1, "/version": 1, "/metrics": 1, "/api/chat": 30, "/api/generate": 20, "/api/show": 10, "/api/tags": 1,
     "/api/ps": 1, "/api/version": 1,
 }  # fmt: skip
 """Examples per path and mode."""
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/api/chat", "/api/generate")
+GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/infill", "/api/chat", "/api/generate")
 BODIES = (*GENERATING, "/tokenize", "/detokenize", "/api/show")
 """Where something invalid can be sent."""
-ANSWERED = (*BODIES, "/v1/models", "/health", "/live", "/version", "/metrics")
-"""Where some valid request must be answered."""
+ANSWERED = (*[path for path in BODIES if path != "/infill"], "/v1/models", "/health", "/live", "/version", "/metrics")
+"""Where some valid request must be answered; this model has no tokens for ``/infill``."""
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +43,7 @@ def test_every_path_is_covered(description):
 
 def short(path, body):
     """The same body, asking for few tokens: what is looked for are crashes, not long answers."""
-    if not isinstance(body, dict) or not ({"prompt", "messages", "input", "suffix"} & set(body)):
+    if not isinstance(body, dict) or not ({"prompt", "messages", "input", "suffix", "input_prefix"} & set(body)):
         return body
     options = body.get("options") or {}
     if path.startswith("/api/"):
@@ -55,7 +56,7 @@ def short(path, body):
 
 def some(body, data):
     """A few of the optional fields: of all at once, some two always exclude each other."""
-    optional = sorted(set(body) - {"prompt", "messages", "input", "tokens"})
+    optional = sorted(set(body) - {"prompt", "messages", "input", "tokens", "input_prefix", "input_suffix"})
     kept = data.draw(st.sets(st.sampled_from(optional), max_size=3)) if optional else set()
     return {key: value for key, value in body.items() if key not in optional or key in kept}
 

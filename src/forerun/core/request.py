@@ -60,6 +60,8 @@ class RequestState:
     """The scheduler's order: the round of arrival, moved by the priority, then the id."""
     source: tuple[int, ...] | None = None
     """What an encoder-decoder's encoder reads; ``tokens`` are then the decoder's. Answers to one prompt share it."""
+    lookup: tuple[int, ...] = ()
+    """Another text of which the answer may have parts, for drafters that look up in the request's text."""
     constraint: Constraint | None = field(default=None, repr=False)
     """Which tokens its grammar permits; None: all."""
     group: Beams | None = field(default=None, repr=False)

@@ -52,7 +52,7 @@ class Validator:
             prompt = prompt[-count:]
         self._check_prompt(prompt)
         committed = token_ids(committed)
-        self._check_ids(committed)
+        self.check_ids(committed)
         source: tuple[int, ...] | None = None
         if self.info.encoder is not None:
             if params.prompt_logprobs is not None:
@@ -78,12 +78,13 @@ class Validator:
             name, empty = "source", {*prompt} <= {getattr(self.tokenizer, name, None) for name in SURROUNDING}
         if empty:
             raise RequestError(f"the {name} is empty: it needs at least one token", param="prompt")
-        self._check_ids(prompt)
+        self.check_ids(prompt)
 
-    def _check_ids(self, tokens: Sequence[int]) -> None:
+    def check_ids(self, tokens: Sequence[int], param: str = "prompt") -> None:
+        """Raises RequestError for an id that the model lacks."""
         for token in tokens:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self.info.vocab_size:
-                raise self._unknown_id(token, "prompt")
+                raise self._unknown_id(token, param)
 
     def _unknown_id(self, token: Any, param: str) -> RequestError:
         return RequestError(f"token id {shown(token)} is outside the vocabulary of {self.info.vocab_size}", param=param)
@@ -91,7 +92,7 @@ class Validator:
     def _decoder_prompt(self, given: Sequence[int] | None, start: tuple[int, ...]) -> list[int]:
         """``given`` after the decoder's start token; the checkpoint's ``start`` where it is None."""
         tokens = list(start) if given is None else token_ids(given)
-        self._check_ids(tokens)
+        self.check_ids(tokens)
         tokens = tokens if tokens[:1] == [start[0]] else [start[0], *tokens]
         if len(tokens) >= self.max_model_len:
             message = f"the decoder_prompt has {len(tokens)} tokens; max_model_len {self.max_model_len} leaves no room"

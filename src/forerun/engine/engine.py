@@ -23,7 +23,7 @@ from forerun.core.request import Requests, RequestState
 from forerun.core.threads import MOST_THREADS, CoresLeft, Threads, check_threads, usable_cores
 from forerun.core.tree import Draft, Verdict
 from forerun.engine import beams
-from forerun.engine.admission import Validator
+from forerun.engine.admission import Validator, token_ids
 from forerun.engine.config import NONE, EngineConfig, SpeculativeConfig
 from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.jobs import Job, Update, emitted_logprobs, prompt_logprobs
@@ -44,6 +44,10 @@ from forerun.speculate.round import Round, speculate
 from forerun.speculate.verify import Target
 
 log = logging.getLogger("forerun")
+LOOKUP, PREDICTED = "prompt_lookup", 16
+"""The drafter of requests with a prediction where no loaded one looks up in texts, and the length of its drafts."""
+CONTEXT = 8
+"""Tokens of the prompt that precede a prediction."""
 R = TypeVar("R")
 
 
@@ -141,7 +145,11 @@ class Engine:
             each.enabled = not self.config.enforce_eager
 
     def _drafters(self, configs: Sequence[SpeculativeConfig]) -> dict[str, Any]:
-        context = DraftContext(
+        context = self._draft_context()
+        return {c.method: drafters[c.method].build(c.drafter, context) for c in configs if c.drafter is not None}
+
+    def _draft_context(self) -> DraftContext:
+        return DraftContext(
             target=self.model,
             sampler=self.sampler,
             rule=self.rule,
@@ -157,7 +165,6 @@ class Engine:
             prefix_caching=self.config.caches_prefixes,
             target_attention=_weak(self._attention),
         )
-        return {c.method: drafters[c.method].build(c.drafter, context) for c in configs if c.drafter is not None}
 
     def _attention(self) -> Attention:
         return self.target.attention
@@ -174,6 +181,7 @@ class Engine:
         trace: bool = False,
         priority: int = 0,
         committed: Sequence[int] = (),
+        prediction: Sequence[int] = (),
     ) -> list[Job]:
         """Queues a request.
 
@@ -187,6 +195,7 @@ class Engine:
             trace: records its rounds.
             priority: lower values go first, within bounds.
             committed: tokens of the answer that were generated before; they are continued.
+            prediction: what the answer may be; its parts are drafted where the answer agrees with it so far.
 
         Returns:
             Its ``params.n`` jobs. The answers of a beam search, best first, come together at its end.
@@ -200,6 +209,12 @@ class Engine:
         assert isinstance(params, SamplingParams)
         source, prompt, committed, params = self.validator.admit(prompt, decoder_prompt, params, committed)
         drafter = self._choose_drafter(method, max_draft) if speculate else None
+        lookup: tuple[int, ...] = ()
+        if prediction and drafter is not None:
+            drafter = self._looking_up(drafter, chosen=method is not None)
+            prediction = token_ids(prediction)
+            self.validator.check_ids(prediction, "prediction")
+            lookup = (*prompt[-CONTEXT:], *prediction)  # so that the beginning of the answer is found in it
         grammar = params.grammar
         seed = drawn(params.seed if params.seed is not None else self.config.seed)
         limit = min(self.max_model_len, len(prompt) + (params.max_tokens or self.max_model_len))
@@ -218,6 +233,7 @@ class Engine:
                 constraint=self.grammars.start(grammar) if grammar is not None else None,
                 priority=priority,
                 source=source,
+                lookup=lookup,
             )
             detokenizer = None
             if self.tokenizer is not None:
@@ -255,6 +271,22 @@ class Engine:
                 param="num_speculative_tokens",
             )
         return method
+
+    def _looking_up(self, drafter: str, chosen: bool) -> str:
+        """The drafter for a request with a prediction: its own, another loaded one, or one that is loaded for them."""
+        loaded = self.router.drafters
+        if loaded[drafter].looks_up:
+            return drafter
+        if chosen:
+            raise RequestError(f"method {drafter!r} drafts from no prediction: remove one", param="prediction")
+        name = next((name for name, each in loaded.items() if each.looks_up), None)
+        if name is None:
+            has_states = self.target.attention.pool.states is not None  # they can be taken back by so many tokens
+            kind, depth = drafters[LOOKUP], min(PREDICTED, self.max_nodes) if has_states else PREDICTED
+            name, config = LOOKUP, kind.config_class(num_speculative_tokens=depth)
+            loaded[name] = kind.build(config, self._draft_context())
+            self.policy.add(name, config.nodes_by_depth())
+        return name
 
     def abort(self, job: Job) -> None:
         """Ends a request now and frees everything it holds."""
@@ -346,6 +378,9 @@ class Engine:
         metrics.draft_error = self.router.failures.get(job.sequence.id)
         if not prefill:
             metrics.add(draft, verdict)
+            if job.sequence.lookup and draft.method is not None and drafters[draft.method].looks_up:
+                metrics.num_prediction_tokens += len(draft)
+                metrics.num_accepted_prediction_tokens += verdict.accepted
         if job.traced:
             job.trace.append(RoundTrace.of(draft, verdict))
         self.stats.add(draft, verdict, len(job.sequence.tokens) - len(verdict.tokens))

@@ -160,7 +160,7 @@ class LLM:
             if HOLE & set(prompt):
                 hole = _hole(prompt)
                 return hole.prefix, self.infill.prompt(hole)
-            if not prompt or set(prompt) - {"prompt_token_ids", "prompt", "stop_at"}:
+            if not prompt or set(prompt) - {"prompt_token_ids", "prompt", "stop_at", "prediction"}:
                 names = shown(list(prompt))
                 raise RequestError(f"a prompt mapping has 'prompt_token_ids' or 'prompt', not {names}", param="prompt")
             text, ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
@@ -189,12 +189,17 @@ class LLM:
             raise RequestError("suffix and stop_at go with 'prompt', a string", param="prompt")
         return ending(params, prompt.get("stop_at"), before, self.infill.ends if HOLE & set(prompt) else ())
 
-    def _decoder_prompt(self, prompt: Prompt) -> list[int] | None:
-        """Token ids of the prompt's ``decoder_prompt``, if it has one; text is encoded without special tokens."""
-        given = prompt.get("decoder_prompt") if isinstance(prompt, Mapping) else None
-        if isinstance(given, str):
-            return encode(self.tokenizer, given, add_special_tokens=False)
-        return None if given is None else self.encode(given)[1]
+    def _choices(self, prompt: Prompt) -> dict[str, Any]:
+        """The token ids of a prompt's ``decoder_prompt`` and ``prediction``, if it has them; texts are encoded without
+        special tokens."""
+        result = {}
+        for name in ("decoder_prompt", "prediction") if isinstance(prompt, Mapping) else ():
+            given = prompt.get(name)
+            if isinstance(given, str):
+                result[name] = encode(self.tokenizer, given, add_special_tokens=False)
+            elif given is not None:
+                result[name] = self.encode(given)[1]
+        return result
 
     def generate(
         self,
@@ -215,7 +220,8 @@ class LLM:
                 ``{"encoder_prompt": PROMPT, "decoder_prompt": PROMPT}`` also gives the beginning of the answer.
                 ``{"prompt": TEXT, "suffix": TEXT}`` is filled in the middle, by the tokens that the model has for that.
                 It may have ``stop_at`` (``line`` or ``block``: where the answer ends) and ``input_extra`` (other files
-                of the repository, ``{"filename": TEXT, "text": TEXT}`` each).
+                of the repository, ``{"filename": TEXT, "text": TEXT}`` each). A mapping may have a ``prediction``, a
+                text or token ids: what the answer may be, to draft from. It changes no token.
             sampling_params: one for all prompts or a list of one each. ``BeamSearchParams`` among them are answered
                 with their beams, the best first.
             use_tqdm: show a progress bar on standard error. None: if that is a terminal.
@@ -271,13 +277,11 @@ class LLM:
             tqdm(total=answers, desc="Answers", unit="answer", dynamic_ncols=True, disable=disable) as bar,
         ):
             tokens_before = self.engine.stats.generated_tokens
-            encoded = [(*self.encode(prompt), self._decoder_prompt(prompt)) for prompt in batch]
+            encoded = [(*self.encode(prompt), self._choices(prompt)) for prompt in batch]
             params = list(map(self._ending, batch, params))
             try:
-                for (_, ids, decoder_prompt), options, rank in zip(encoded, params, priorities):
-                    requests.append(
-                        self.engine.add(ids, options, decoder_prompt=decoder_prompt, speculate=speculate, priority=rank)
-                    )
+                for (_, ids, choices), options, rank in zip(encoded, params, priorities):
+                    requests.append(self.engine.add(ids, options, speculate=speculate, priority=rank, **choices))
                 with torch.inference_mode():  # entered once, not in every step
                     while self.engine.busy:
                         updates = self.engine.step()
@@ -446,7 +450,7 @@ HOLE = {"suffix", "input_extra"}
 
 def _hole(given: Mapping[str, Any]) -> Hole:
     """Raises RequestError."""
-    unknown = sorted(set(given) - {*HOLE, "prompt", "stop_at"})
+    unknown = sorted(set(given) - {*HOLE, "prompt", "stop_at", "prediction"})
     if unknown:
         raise RequestError(f"a prompt with a suffix has no {shown(unknown[0])}: remove it", param="prompt")
     for name in ("prompt", "suffix"):

@@ -20,6 +20,9 @@ class RequestMetrics:
     """Rounds with a draft."""
     num_draft_tokens: int = 0
     num_accepted_draft_tokens: int = 0
+    num_prediction_tokens: int = 0
+    """Tokens that were looked up in a request's prediction and text."""
+    num_accepted_prediction_tokens: int = 0
     acceptance_histogram: list[int] = field(default_factory=list)
     """Entry j: how many drafts had exactly j tokens accepted."""
     accepted_per_step: list[int] = field(default_factory=list)

@@ -51,11 +51,19 @@ class PromptDetails(Answer):
     cached_tokens: int
 
 
+class CompletionDetails(Answer):
+    """Tokens that were looked up in the prediction and the text so far."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(Answer):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails = sometimes("if the request had a prediction")
 
 
 class SpeculativeMetrics(Answer):
@@ -133,6 +141,49 @@ class Completion(Whole):
 class CompletionChunk(Chunk):
     object: Literal["text_completion"]
     choices: list[CompletionChunkChoice]
+
+
+class Timings(Answer):
+    """How long the prompt and the answer took; without the tokens of the prompt that were in the cache."""
+
+    prompt_n: int
+    prompt_ms: float
+    prompt_per_second: float | None
+    predicted_n: int
+    predicted_ms: float
+    predicted_per_second: float | None
+    draft_n: int = Field(description="drafted tokens")
+    draft_n_accepted: int
+
+
+class InfillChunk(Answer):
+    """One event of llama.cpp's ``/infill``. The last one has ``stop``, and all fields."""
+
+    index: Literal[0]
+    content: str
+    stop: bool
+    model: str = sometimes("at the end")
+    tokens_predicted: int = sometimes("at the end")
+    tokens_evaluated: int = sometimes("at the end: tokens of the prompt")
+    tokens_cached: int = sometimes("at the end: those of them that were in the prefix cache")
+    truncated: bool = sometimes("at the end: whether files of input_extra had no room in the prompt")
+    has_new_line: bool = sometimes("at the end")
+    stop_type: Literal["eos", "limit", "word"] = sometimes("at the end; an answer that n_indent ends has limit")
+    stopping_word: str = sometimes("at the end")
+    timings: Timings = sometimes("at the end")
+    trace: list[TraceRound] = sometimes("if speculative.trace asked for it")
+
+
+class Infill(InfillChunk):
+    """An answer of llama.cpp's ``/infill``."""
+
+    stop: Literal[True]
+
+
+class ChosenFields(Answer):
+    """The fields of an answer that ``response_fields`` lists, by their paths."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 class TokenLogprob(Answer):

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ from forerun import __version__
 from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.client import EngineClient, Stream
 from forerun.engine.config import NONE
+from forerun.models.infill import Hole, ending
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
-from forerun.serve import answers, errors, ollama
+from forerun.serve import answers, errors, infill, ollama
 from forerun.serve.errors import ApiError
 from forerun.serve.guard import Guard
 from forerun.serve.metrics import Recorder, RequestLog
@@ -35,6 +37,7 @@ from forerun.serve.schema import (
     DetokenizeRequest,
     Generation,
     TokenizeRequest,
+    plain_text,
 )
 from forerun.serve.stream import ChatReply, CompletionReply, Echo, Reply
 from forerun.serve.text import TextService
@@ -95,6 +98,8 @@ class Server:
     ) -> list[Stream]:
         """Queues every prompt, or none. ``limit`` is the client's own bound on new tokens."""
         options = self.engine_options(body)
+        if body.prediction is not None:
+            options["prediction"] = await self.text.predicted(plain_text(body.prediction.content))
         for prompt in prompts:
             computed = self.engine.prompt_tokens_computed(prompt)
             if limit is not None and body.must_fit and computed + limit > self.max_model_len:
@@ -135,7 +140,7 @@ class Server:
         given: Any = body.prompt
         if isinstance(given, str) or isinstance(given[0], int):
             given = [given]
-        prompts = [await self.text.encode(item) if isinstance(item, str) else list(item) for item in given]
+        prompts = [await self._prompt(body, item) for item in given]
         if len(prompts) * body.n > MAX_CHOICES:
             message = f"{len(prompts)} prompts times n {body.n} are more than {MAX_CHOICES} answers"
             raise ApiError(400, message, param="n")
@@ -144,11 +149,23 @@ class Server:
             max_tokens=1 if prompt_only else body.max_tokens,
             prompt_logprobs=body.logprobs if body.echo else None,
         )
+        if isinstance(params, SamplingParams) and isinstance(body.prompt, str):
+            params = ending(params, body.stop_at, body.prompt, self.text.fill_ends if body.fills else ())
         echo = await self._echo(body, prompts, given) if body.echo else None
         limit = body.max_tokens if "max_tokens" in body.model_fields_set else None
         streams = await self.submit(prompts, params, body, limit)
         logprobs = body.logprobs is not None
         return reply(self, streams, body, request_id, logprobs, echo=echo, prompt_only=prompt_only)
+
+    async def _prompt(self, body: CompletionRequest, given: Any) -> list[int]:
+        if not isinstance(given, str):
+            return list(given)
+        if not body.fills:
+            return await self.text.encode(given)
+        if body.use_beam_search:
+            raise ApiError(400, "beam search does not fill in the middle: remove suffix", param="suffix")
+        files = [(each.filename, each.text) for each in body.input_extra or ()]
+        return await self.text.fill(Hole(given, body.suffix or "", files=files))
 
     async def _echo(self, body: CompletionRequest, prompts: list[list[int]], given: Sequence[Any]) -> list[Echo]:
         for prompt in prompts:  # before every token of it is turned into text
@@ -276,7 +293,8 @@ def create_app(engine: EngineClient, options: ServerOptions | None = None) -> Fa
     _generation_routes(app, server)
     _operator_routes(app, server)
     ollama.install(app, server)
-    unseen = (answers.Error, answers.CompletionChunk, answers.ChatChunk, answers.ResponseEvent, *ollama.MODELS)
+    chunks = (answers.CompletionChunk, answers.ChatChunk, answers.ResponseEvent, answers.InfillChunk)
+    unseen = (answers.Error, *chunks, *ollama.MODELS)
     describe(app, options, engine.facts.drafters, unseen)
     return app
 
@@ -293,6 +311,12 @@ def _generation_routes(app: FastAPI, server: Server) -> None:
     @app.post("/v1/chat/completions", response_model=None, responses=conversation)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         return await server.answer(request, body, server.chat)
+
+    filled = responses(*GENERATION, answer=answers.Infill, chunk=answers.InfillChunk)
+
+    @app.post("/infill", response_model=None, responses=filled)
+    async def fill_in(body: infill.InfillRequest, request: Request) -> Response:
+        return await server.answer(request, body, partial(infill.reply, server))
 
     @app.post("/v1/responses", response_model=None, responses=response)
     async def respond(body: ResponseRequest, request: Request) -> Response:

@@ -149,7 +149,7 @@ class Recorder:
 
 log = logging.getLogger("forerun.requests")
 LOGGED = (
-    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/api/generate",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill", "/api/chat", "/api/generate",
 )  # fmt: skip
 
 

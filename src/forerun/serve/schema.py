@@ -270,6 +270,13 @@ def _check_call_ids(messages: list[Message]) -> list[Message]:
 Messages = Annotated[list[Message], Field(min_length=1, max_length=4096), AfterValidator(_check_call_ids)]
 
 
+class Prediction(Body):
+    """OpenAI's predicted output."""
+
+    type: Literal["content"]
+    content: Content
+
+
 MAX_CHOICES = 128
 UNLIMITED = 1 << 30
 """Tokens of an answer that only the context limits."""
@@ -303,6 +310,9 @@ Prompt = Annotated[
 ]
 Never = Annotated[Literal["never"], Tag("text")]
 EarlyStopping = Annotated[Annotated[bool, Tag("flag")] | Never, one_of('true, false or "never"')]
+
+
+StopAt = Literal["line", "block"]
 
 
 class Speculative(Body):
@@ -437,6 +447,7 @@ class Generation(Sampled):
     guided_choice: list[Text] | None = None
     guided_grammar: Text | None = None
     store: bool | None = Field(None, description="accepted; nothing is stored")
+    prediction: Prediction | None = Field(None, description="what the answer may be, to draft from; changes no token")
 
     @classmethod
     def _renamed(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -520,18 +531,41 @@ class Generation(Sampled):
         return SamplingParams(**given)
 
 
+class ExtraFile(Body):
+    """Another file of the repository."""
+
+    filename: Text = "tmp"
+    text: Text
+
+
+ExtraFiles = Annotated[list[ExtraFile], Field(max_length=4096)]
+
+
 class CompletionRequest(Generation):
     prompt: Prompt
     max_tokens: Int | None = Field(16, ge=0, description="0, with echo: the prompt alone, and its logprobs")
     logprobs: Int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     echo: bool = False
     best_of: Int | None = Field(None, ge=1, description="refused unless it equals n: there is no re-ranking here")
-    suffix: Absent = None
+    suffix: Text | None = Field(
+        None, description="what follows the answer, for models with tokens to fill in the middle"
+    )
+    input_extra: ExtraFiles | None = Field(None, description="other files, the least important first")
+    stop_at: StopAt | None = Field(None, description="end the answer with the cursor's line, or with its block")
+
+    @property
+    def fills(self) -> bool:
+        """Whether the prompt is only what is before the cursor."""
+        return bool(self.suffix or self.input_extra)
 
     @model_validator(mode="after")
     def _check_best_of(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of != self.n:
             raise ValueError("best_of is not supported: use n")
+        if (self.fills or self.stop_at is not None) and not isinstance(self.prompt, str):
+            raise ValueError("suffix, input_extra and stop_at go with one text as prompt")
+        if self.fills and self.echo:
+            raise ValueError("echo does not go with suffix or input_extra: remove it")
         return self
 
 
@@ -547,7 +581,6 @@ class ChatRequest(Generation):
     function_call: Replaced = None
     modalities: list[Literal["text"]] | None = Field(None, description=IGNORED)
     audio: Absent = None
-    prediction: Absent = None
     web_search_options: Absent = None
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables of the chat template")
     reasoning_effort: Word | None = Field(None, description=VARIABLE)

@@ -101,6 +101,7 @@ class Reply(ABC):
         self.include_usage = options is not None and options.include_usage
         self.continuous_usage = options is not None and options.continuous_usage_stats
         self.traced = body.speculative is not None and body.speculative.trace
+        self.predicted = body.prediction is not None
         facts = server.engine.facts
         self.identity = facts.identity
         self.method = sequence.drafter
@@ -277,12 +278,20 @@ class Reply(ABC):
         prompt = sum(stream.num_prompt_tokens for stream in self.streams)
         completion = sum(choice.num_tokens for choice in self.choices)
         cached = sum(stream.jobs[0].metrics.num_cached_tokens for stream in self.streams)
-        return answers.Usage(
+        usage = answers.Usage(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=answers.PromptDetails(cached_tokens=cached),
         )
+        if self.predicted:
+            each = [job.metrics for stream in self.streams for job in stream.jobs]
+            accepted = sum(metrics.num_accepted_prediction_tokens for metrics in each)
+            usage.completion_tokens_details = answers.CompletionDetails(
+                accepted_prediction_tokens=accepted,
+                rejected_prediction_tokens=sum(metrics.num_prediction_tokens for metrics in each) - accepted,
+            )
+        return usage
 
     def metrics(self) -> answers.Metrics:
         counts = RequestMetrics.merged([job.metrics for stream in self.streams for job in stream.jobs]).as_dict()

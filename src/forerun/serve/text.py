@@ -19,6 +19,7 @@ from forerun.core.errors import ContextLengthError, RequestError
 from forerun.engine.client import Delta
 from forerun.engine.jobs import TokenLogprobs, finite
 from forerun.models.chat import Message, knows_tools, render_chat
+from forerun.models.infill import Hole, Infill
 from forerun.models.reasoning import HARMONY, PARSERS, Boundary
 from forerun.models.tokenizer import BYTE_LETTERS, REPLACEMENT, Detokenizer, encode, token_text
 from forerun.serve.reasoning import AnswerParser, ReasoningParser
@@ -73,6 +74,7 @@ class TextService:
         self.tokenizer = tokenizer
         self.limit = limit
         self.short, self.long = Lane(tokenizer, "short-text"), Lane(tokenizer, "long-text")
+        self._infill: Infill | None = None
         self.own_template = chat_template
         self.chat_template = chat_template or getattr(tokenizer, "chat_template", None)
         self.token_text = lru_cache(maxsize=1 << 17)(self._token_text)
@@ -101,6 +103,31 @@ class TextService:
         if not counted and len(text) > max(PIECE, PER_TOKEN * self.limit):
             self._check_length(tokenizer, text)
         return _tokens(tokenizer, text, special)
+
+    async def predicted(self, text: str) -> list[int]:
+        """Returns the tokens of what an answer may be, as far as an answer may go."""
+        longest = PER_TOKEN * self.limit
+        return (await self.run(min(longest, len(text)), _tokens, text[:longest], False))[: self.limit]
+
+    async def fill(self, hole: Hole, room: int | None = None) -> list[int]:
+        """Returns the tokens of a prompt with text after the cursor, as ``Infill.prompt`` does. Raises RequestError."""
+        size = sum(map(len, (hole.prefix, hole.suffix, hole.begun, *(text for _, text in hole.files))))
+        return await self.run(size, self._fill, hole, room)
+
+    def _fill(self, tokenizer: Any, hole: Hole, room: int | None) -> list[int]:
+        if self._infill is None:
+            self._infill = Infill(tokenizer)
+        around = hole.prefix + hole.suffix
+        if len(around) > max(PIECE, PER_TOKEN * self.limit):
+            self._check_length(tokenizer, around)
+        infill = copy.copy(self._infill)
+        infill.tokenizer = tokenizer
+        return infill.prompt(hole, room)
+
+    @property
+    def fill_ends(self) -> list[int]:
+        """Tokens that end what fills in the middle, once ``fill`` was called."""
+        return [] if self._infill is None else self._infill.ends
 
     def _check_length(self, tokenizer: Any, text: str) -> None:
         """Refuses a text with twice as many tokens as fit. Cuts change the tokens beside them, but never so many."""

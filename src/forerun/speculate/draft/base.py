@@ -179,6 +179,8 @@ class Drafter(ABC, Generic[C]):
     needs: Needs = Needs()
     watches: ClassVar[bool] = True
     """Whether ``observe`` is called after every round; False: only after rounds with a call of ``propose``."""
+    looks_up: bool = False
+    """Whether it drafts from the request's own text, ``RequestState.lookup`` included."""
     inner: Sequence[Drafter] = ()
     """Drafters that this one is made of."""
     per_sequence: ClassVar[tuple[str, ...]] = ()

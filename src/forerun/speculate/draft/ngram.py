@@ -31,8 +31,10 @@ I = TypeVar("I", bound=Index)
 
 
 class HistoryDrafter(Drafter[C], Generic[C, I]):
-    """Keeps an index per sequence, of its encoder source, if any, and its tokens. Tentative tokens are used as context
-    only."""
+    """Keeps an index per sequence, of its encoder source, its ``lookup`` and its tokens. Tentative tokens are used as
+    context only."""
+
+    looks_up = True
 
     def __init__(self, config: C, context: DraftContext) -> None:
         super().__init__(config, context)
@@ -52,9 +54,9 @@ class HistoryDrafter(Drafter[C], Generic[C, I]):
             index = self.indices.get(sequence.id)
             if index is None:
                 index = self.indices[sequence.id] = self.new_index()
-                index.update(sequence.source or ())
+                index.update([*(sequence.source or ()), *sequence.lookup])
             end = len(sequence.tokens) - sequence.tentative
-            index.update(sequence.tokens[len(index.seen) - len(sequence.source or ()) : end])
+            index.update(sequence.tokens[len(index.seen) - _before(sequence) : end])
             drafts.append(self.draft(sequence, index, sequence.tokens[end:], budget))
         return drafts
 
@@ -66,7 +68,12 @@ class HistoryDrafter(Drafter[C], Generic[C, I]):
 
     def cached_tokens(self, sequence: RequestState) -> list[int]:
         index = self.indices.get(sequence.id)
-        return index.seen[len(sequence.source or ()) :] if index is not None else []
+        return index.seen[_before(sequence) :] if index is not None else []
+
+
+def _before(sequence: RequestState) -> int:
+    """How many tokens of an index are not the sequence's own."""
+    return len(sequence.source or ()) + len(sequence.lookup)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ deepseek-ai/DeepSpec, algorithm 1). They depend on earlier rounds alone, so rule
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -148,6 +148,8 @@ class Adaptive(LengthPolicy):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
+        self.methods = tuple(setting.nodes)
+        """Those whose acceptance is saved."""
         self.costs = Costs(setting.nodes, setting.row_multiple, setting.mixture)
         self.by_method: dict[tuple[str, int | None], Acceptance] = {
             (method, None): Acceptance(
@@ -174,6 +176,12 @@ class Adaptive(LengthPolicy):
         self._until_deepest, self._next_until_deepest = self.DEEPEST_AFTER, 2 * self.DEEPEST_AFTER
         self._own_seconds = 0.0
         """Seconds that planning took and that were not charged yet."""
+
+    def add(self, method: str, nodes: Sequence[int]) -> None:
+        """What is learnt of it is not saved."""
+        super().add(method, nodes)
+        self.by_method[method, None] = Acceptance(len(nodes) - 1)
+        self.costs.reading[method] = deque(maxlen=5)
 
     def longest_nodes(self, sequence: RequestState) -> int:
         """At most the plan's budget, so that no rows and pages are reserved in vain."""
@@ -490,7 +498,7 @@ class Adaptive(LengthPolicy):
 
     def state(self) -> dict[str, Any] | None:
         """What was learnt, as JSON, for the next engine of the same kind on this machine; None if it is too little."""
-        methods = {method: self.by_method[method, None] for method in self.setting.nodes}
+        methods = {method: self.by_method[method, None] for method in self.methods}
         if not self.costs.plain_known(1) or any(a.requested[0] < self.TRIAL_WEIGHT for a in methods.values()):
             return None
         counts = {m: [[round(value, 3) for value in values] for values in a.counts] for m, a in methods.items()}
@@ -498,7 +506,7 @@ class Adaptive(LengthPolicy):
 
     def restore(self, state: Any) -> None:
         """Continue from another engine's ``state``. Anything else is ignored."""
-        methods = {method: self.by_method[method, None] for method in self.setting.nodes}
+        methods = {method: self.by_method[method, None] for method in self.methods}
         try:
             counts = {m: [[float(x) for x in values] for values in state["acceptance"][m]] for m in methods}
             lengths = [int(length) for length in state["lengths"]]
@@ -607,8 +615,8 @@ class Planned(Adaptive):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self.plans: dict[str, int] = {}
-        self._drafts = dict.fromkeys(setting.nodes, 0)
-        self._sums = {method: [0, 0] for method in setting.nodes}
+        self._drafts: Counter[str] = Counter()
+        self._sums: defaultdict[str, list[int]] = defaultdict(lambda: [0, 0])
         """Accepted tokens, and tokens that were tested."""
 
     def _make_plan(self, sequences: Requests, longest: list[int]) -> DraftPlan:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Drafts, Verdicts
@@ -73,6 +73,10 @@ class LengthPolicy(ABC):
     def longest_nodes(self, sequence: RequestState) -> int:
         """The most rows that this sequence's draft may add in this round."""
         return self.setting.nodes[sequence.drafter][self.longest(sequence)] if sequence.drafter is not None else 0
+
+    def add(self, method: str, nodes: Sequence[int]) -> None:
+        """A drafter was loaded later; ``nodes`` are as in ``Setting``."""
+        self.setting = replace(self.setting, nodes={**self.setting.nodes, method: nodes})
 
     @abstractmethod
     def budgets(self, sequences: Requests) -> list[int]:
