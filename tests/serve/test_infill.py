@@ -77,6 +77,14 @@ def test_the_suffix_of_a_completion(server, expected):
         assert beside.choices[0].text == expected["files"]
 
 
+def test_ollamas_suffix(server):
+    options = {"temperature": 0, "num_predict": 24}
+    asked = {"model": "tiny", "prompt": BEFORE, "suffix": AFTER, "stream": False, "options": options}
+    body = {"prompt": BEFORE, "suffix": AFTER, "temperature": 0, "max_tokens": 24}
+    expected = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    assert server.post("/api/generate", asked).json()["response"] == expected
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_line_of_a_completion(server, coder, stream):
     newline = coder.get_tokenizer().encode("\n")[0]

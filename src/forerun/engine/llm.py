@@ -192,13 +192,14 @@ class LLM:
     def _choices(self, prompt: Prompt) -> dict[str, Any]:
         """The token ids of a prompt's ``decoder_prompt`` and ``prediction``, if it has them; texts are encoded without
         special tokens."""
-        result = {}
-        for name in ("decoder_prompt", "prediction") if isinstance(prompt, Mapping) else ():
-            given = prompt.get(name)
-            if isinstance(given, str):
-                result[name] = encode(self.tokenizer, given, add_special_tokens=False)
-            elif given is not None:
-                result[name] = self.encode(given)[1]
+        given = dict(prompt) if isinstance(prompt, Mapping) else {}
+        result: dict[str, Any] = {}
+        for name in given.keys() & {"decoder_prompt", "prediction"}:
+            value = given[name]
+            if isinstance(value, str):
+                result[name] = encode(self.tokenizer, value, add_special_tokens=False)
+            elif value is not None:
+                result[name] = self.encode(value)[1]
         return result
 
     def generate(
