@@ -94,6 +94,85 @@ def _add(score, v, running, weight, result):
 
 
 @triton.jit
+def _clear(
+    out, row, head, split, heads, GROUPS: tl.constexpr, PADDED: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    VALUE_PADDED: tl.constexpr,
+):  # fmt: skip
+    """Zeros for a row of padding; the first split writes them."""
+    index = tl.arange(0, PADDED * VALUE_PADDED)
+    wide = index < (GROUPS * VALUE_WIDTH if split == 0 else 0)
+    at = (row.to(tl.int64) * heads + head * GROUPS) * VALUE_WIDTH
+    tl.store(out + at + index, tl.zeros([PADDED * VALUE_PADDED], out.dtype.element_ty), mask=wide)
+
+
+@triton.jit
+def _add_entries(
+    query, keys, values, table, entry, inside, place, position, running, weight, result, scale, softcap, window,
+    page_size, page_stride_k, head_k, page_stride_v, head_v, width, value_width, WIDTH: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The running maximum, sum and output after the entries of one more block."""
+    k = _entries(keys, table, entry, inside, page_size, page_stride_k, head_k, width, WIDTH)
+    v = _entries(values, table, entry, inside, page_size, page_stride_v, head_v, value_width, VALUE_WIDTH)
+    return _add(_scores(query, k, place, position, scale, softcap, window), v, running, weight, result)
+
+
+@triton.jit
+def _add_nodes(
+    query, keys, values, table, positions, paths, base, local, size, begin, path_stride, row, place, position, running,
+    weight, result, scale, softcap, window, page_size, page_stride_k, head_k, page_stride_v, head_v, width, value_width,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+):  # fmt: skip
+    """As ``_add_entries`` for a tree, where every row has ancestors of its own. ``row`` is a query's in the tile."""
+    for each in range(ROWS):
+        node_row = base + tl.minimum(local + each, size - 1)
+        depth = place - begin
+        node = tl.load(paths + node_row * path_stride + depth, mask=(depth >= 0) & (depth < path_stride), other=0)
+        entry = tl.where(depth < 0, place, begin + node)
+        best, total, sides = _add_entries(
+            query, keys, values, table, entry, place <= tl.load(positions + node_row), place, position, running, weight,
+            result, scale, softcap, window, page_size, page_stride_k, head_k, page_stride_v, head_v, width, value_width,
+            WIDTH, VALUE_WIDTH,
+        )  # fmt: skip
+        mine = row == each
+        running, weight = tl.where(mine, best, running), tl.where(mine, total, weight)
+        result = tl.where(mine[:, None], sides, result)
+    return running, weight, result
+
+
+@triton.jit
+def _merge(
+    outputs, tops, sums, sinks, at, rows, heads, query_head, live, used, value_width,
+    LANES: tl.constexpr, SPLITS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_PADDED: tl.constexpr,
+    SINKS: tl.constexpr,
+):  # fmt: skip
+    """The outputs of a tile's rows from those of its splits, added in order."""
+    kept = live[:, None] & (value_width < VALUE_WIDTH)[None, :]
+    running = tl.full([LANES], float("-inf"), tl.float32)
+    weight = tl.zeros([LANES], tl.float32)
+    result = tl.zeros([LANES, VALUE_PADDED], tl.float32)
+    for part in range(SPLITS):
+        cell = (part * rows + at) * heads + query_head
+        some = live & (part < used)
+        peak = tl.load(tops + cell, mask=some, other=float("-inf"), cache_modifier=".cg")
+        best = tl.maximum(running, peak)
+        safe = tl.where(best == float("-inf"), 0.0, best)
+        fade, gain = tl.exp(running - safe), tl.exp(peak - safe)
+        side = outputs + cell[:, None] * VALUE_WIDTH + value_width[None, :]
+        more = tl.load(side, mask=kept & (part < used), other=0.0, cache_modifier=".cg")
+        result = result * fade[:, None] + more * gain[:, None]
+        weight = weight * fade + tl.load(sums + cell, mask=some, other=0.0, cache_modifier=".cg") * gain
+        running = best
+    if SINKS:
+        sink = tl.load(sinks + query_head)
+        best = tl.maximum(running, sink)
+        fade = tl.exp(running - best)
+        result = result * fade[:, None]
+        weight = weight * fade + tl.exp(sink - best)
+    return result / tl.where(weight == 0.0, 1.0, weight)[:, None]
+
+
+@triton.jit
 def _attend(
     q, keys, values, out, outputs, tops, sums, done, sinks, row_span, start, offset, count, tree, tables, positions,
     paths, scale, softcap, window, page_size, table_stride, path_stride, first, rows, heads, row_stride_q,
@@ -105,11 +184,8 @@ def _attend(
     """One tile of rows, if one begins at this row, one KV head, one split of the keys."""
     here, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     span = tl.load(row_span + first + here)
-    if span < 0:  # padding
-        index = tl.arange(0, PADDED * VALUE_PADDED)
-        wide = index < (GROUPS * VALUE_WIDTH if split == 0 else 0)
-        at = ((first + here).to(tl.int64) * heads + head * GROUPS) * VALUE_WIDTH
-        tl.store(out + at + index, tl.zeros([PADDED * VALUE_PADDED], out.dtype.element_ty), mask=wide)
+    if span < 0:
+        _clear(out, first + here, head, split, heads, GROUPS, PADDED, VALUE_WIDTH, VALUE_PADDED)
         return
     base = tl.load(offset + span)
     local = first + here - base
@@ -137,6 +213,7 @@ def _attend(
     weight = tl.zeros([ROWS * PADDED], tl.float32)
     result = tl.zeros([ROWS * PADDED, VALUE_PADDED], tl.float32)
     table = tables + span * table_stride
+    head_k, head_v = head * head_stride_k, head * head_stride_v
     branches = False
     if TREES:
         branches = tl.load(tree + span) != 0
@@ -145,35 +222,17 @@ def _attend(
         place = block * KEYS + tl.arange(0, KEYS)
         if (block + 1) * KEYS > oldest:
             if TREES and branches and (block + 1) * KEYS > begin:
-                for each in range(ROWS):  # every row has ancestors of its own
-                    mine = lane // PADDED == each
-                    node_row = base + tl.minimum(local + each, size - 1)
-                    depth = place - begin
-                    known = (depth >= 0) & (depth < path_stride)
-                    node = tl.load(paths + node_row * path_stride + depth, mask=known, other=0)
-                    entry = tl.where(depth < 0, place, begin + node)
-                    inside = place <= tl.load(positions + node_row)
-                    k = _entries(
-                        keys, table, entry, inside, page_size, page_stride_k, head * head_stride_k, width, WIDTH
-                    )
-                    v = _entries(
-                        values, table, entry, inside, page_size, page_stride_v, head * head_stride_v, value_width,
-                        VALUE_WIDTH,
-                    )  # fmt: skip
-                    score = _scores(query, k, place, position, scale, softcap, window)
-                    best, total, sides = _add(score, v, running, weight, result)
-                    running = tl.where(mine, best, running)
-                    weight = tl.where(mine, total, weight)
-                    result = tl.where(mine[:, None], sides, result)
-            else:
-                inside = place < end
-                k = _entries(keys, table, place, inside, page_size, page_stride_k, head * head_stride_k, width, WIDTH)
-                v = _entries(
-                    values, table, place, inside, page_size, page_stride_v, head * head_stride_v, value_width,
-                    VALUE_WIDTH,
+                running, weight, result = _add_nodes(
+                    query, keys, values, table, positions, paths, base, local, size, begin, path_stride, lane // PADDED,
+                    place, position, running, weight, result, scale, softcap, window, page_size, page_stride_k, head_k,
+                    page_stride_v, head_v, width, value_width, ROWS, WIDTH, VALUE_WIDTH,
                 )  # fmt: skip
-                score = _scores(query, k, place, position, scale, softcap, window)
-                running, weight, result = _add(score, v, running, weight, result)
+            else:
+                running, weight, result = _add_entries(
+                    query, keys, values, table, place, place < end, place, position, running, weight, result, scale,
+                    softcap, window, page_size, page_stride_k, head_k, page_stride_v, head_v, width, value_width,
+                    WIDTH, VALUE_WIDTH,
+                )  # fmt: skip
         block += SPLITS
     cell = (split * rows + at - first) * heads + query_head
     kept = live[:, None] & (value_width < VALUE_WIDTH)[None, :]
@@ -184,30 +243,12 @@ def _attend(
     counter = done + here * tl.num_programs(1) + head
     if tl.atomic_add(counter, 1, sem="acq_rel") == used - 1:
         tl.debug_barrier()
-        running = tl.full([ROWS * PADDED], float("-inf"), tl.float32)
-        weight = tl.zeros([ROWS * PADDED], tl.float32)
-        result = tl.zeros([ROWS * PADDED, VALUE_PADDED], tl.float32)
-        for part in range(SPLITS):
-            cell = (part * rows + at - first) * heads + query_head
-            some = live & (part < used)
-            peak = tl.load(tops + cell, mask=some, other=float("-inf"), cache_modifier=".cg")
-            best = tl.maximum(running, peak)
-            safe = tl.where(best == float("-inf"), 0.0, best)
-            fade, gain = tl.exp(running - safe), tl.exp(peak - safe)
-            side = outputs + cell[:, None] * VALUE_WIDTH + value_width[None, :]
-            more = tl.load(side, mask=kept & (part < used), other=0.0, cache_modifier=".cg")
-            result = result * fade[:, None] + more * gain[:, None]
-            weight = weight * fade + tl.load(sums + cell, mask=some, other=0.0, cache_modifier=".cg") * gain
-            running = best
-        if SINKS:
-            sink = tl.load(sinks + query_head)
-            best = tl.maximum(running, sink)
-            fade = tl.exp(running - best)
-            result = result * fade[:, None]
-            weight = weight * fade + tl.exp(sink - best)
-        value = (result / tl.where(weight == 0.0, 1.0, weight)[:, None]).to(out.dtype.element_ty)
+        value = _merge(
+            outputs, tops, sums, sinks, at - first, rows, heads, query_head, live, used, value_width, ROWS * PADDED,
+            SPLITS, VALUE_WIDTH, VALUE_PADDED, SINKS,
+        )  # fmt: skip
         side = out + (at.to(tl.int64) * heads + query_head)[:, None] * VALUE_WIDTH + value_width[None, :]
-        tl.store(side, value, mask=kept)
+        tl.store(side, value.to(out.dtype.element_ty), mask=kept)
         tl.store(counter, 0)
 
 

@@ -53,6 +53,17 @@ def _inputs(x, m, live, k, inverse, gain, K: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
+def _inverse_norm(x, m, live, epsilon, K: tl.constexpr, BM: tl.constexpr, SUMMED: tl.constexpr):
+    """1 / sqrt(mean(x^2) + epsilon) of each row."""
+    square = tl.zeros([BM], tl.float32)
+    for first in range(0, K, SUMMED):
+        k = first + tl.arange(0, SUMMED)
+        wide = tl.load(x + m[:, None] * K + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
+        square += tl.sum(wide.to(tl.float32) * wide.to(tl.float32), 1)
+    return 1.0 / tl.sqrt(square / K + epsilon)
+
+
+@triton.jit
 def _add_numbers(total, tile, w, n, inside, k, K: tl.constexpr):
     """Adds the product with weights that are numbers, or levels whose scale comes later."""
     weight = tl.load(w + n[:, None] * K + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0)
@@ -106,6 +117,16 @@ def _add_pair(
 
 
 @triton.jit
+def _scaled(total, scales, bias, n, inside, KIND: tl.constexpr, BIAS: tl.constexpr):
+    """Sums with the scale per output, if they have one, and the bias."""
+    if KIND == 1:
+        total *= tl.load(scales + n, mask=inside, other=0.0)[None, :]
+    if BIAS:
+        total += tl.load(bias + n, mask=inside, other=0.0)[None, :]
+    return total
+
+
+@triton.jit
 def _activate(gate, up, GATE: tl.constexpr):
     if GATE == 1:
         gate = gate / (1.0 + tl.exp(-gate))
@@ -132,12 +153,7 @@ def _rows_linear(
         columns = 2 * N
     inverse = tl.full([BM], 1.0, tl.float32)
     if NORM:
-        square = tl.zeros([BM], tl.float32)
-        for first in range(0, K, SUMMED):
-            k = first + tl.arange(0, SUMMED)
-            wide = tl.load(x + m[:, None] * K + k[None, :], mask=live[:, None] & (k < K)[None, :], other=0.0)
-            square += tl.sum(wide.to(tl.float32) * wide.to(tl.float32), 1)
-        inverse = 1.0 / tl.sqrt(square / K + epsilon)
+        inverse = _inverse_norm(x, m, live, epsilon, K, BM, SUMMED)
     total = tl.zeros([BM, BN], tl.float32)
     upper = tl.zeros([BM, BN], tl.float32)
     first_part = 0
@@ -186,16 +202,9 @@ def _rows_linear(
             for index in range(PARTS):
                 total += tl.load(partial + index * rows * N + where, mask=keep, other=0.0, cache_modifier=".cg")
             tl.store(counter, 0)
-        if KIND == 1:
-            total *= tl.load(scales + n, mask=inside, other=0.0)[None, :]
-            if GATE != 0:
-                upper *= tl.load(scales + n + N, mask=inside, other=0.0)[None, :]
-        if BIAS:
-            total += tl.load(bias + n, mask=inside, other=0.0)[None, :]
-            if GATE != 0:
-                upper += tl.load(bias + n + N, mask=inside, other=0.0)[None, :]
+        total = _scaled(total, scales, bias, n, inside, KIND, BIAS)
         if GATE != 0:
-            total = _activate(total, upper, GATE)
+            total = _activate(total, _scaled(upper, scales, bias, n + N, inside, KIND, BIAS), GATE)
         if RESIDUAL:
             total += tl.load(residual + where, mask=keep, other=0.0).to(tl.float32)
         tl.store(out + where, total.to(out.dtype.element_ty), mask=keep)
