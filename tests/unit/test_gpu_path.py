@@ -1,6 +1,9 @@
 """The path of a GPU on a CPU: kernels under Triton's interpreter, and the rounds around them without a graph."""
 
 import logging
+import warnings
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,11 +12,13 @@ from forerun import LLM, SamplingParams
 from forerun.attention import triton as attention
 from forerun.attention.triton import TritonAttention
 from forerun.core.batch import Batch, Span
+from forerun.core.errors import ConfigError, ModelError
 from forerun.kernels import gpu
 from forerun.models import graphs
 from forerun.models.base import new_attention
 from forerun.models.invariance import self_test
-from forerun.models.load import load_model
+from forerun.models.load import load_model, parse_device
+from refusals import refused
 from tiny import save_checkpoint, tiny_llama
 
 ON_GPU = pytest.mark.elsewhere("the interpreter: lab/benchmarks/gpu_check.py runs on the GPU itself")
@@ -100,17 +105,129 @@ def test_padding_and_garbage_in_it_change_no_bit(target, interpreted, monkeypatc
     assert all(map(torch.equal, got, expected))
 
 
-def test_no_memory_for_a_graph_is_said_once_and_loses_nothing(target, interpreted, monkeypatch, caplog):
+@pytest.fixture
+def said(caplog):
+    """The log; nothing was said in it before."""
+    gpu.warn.cache_clear()
+    gpu._check.cache_clear()
+    with caplog.at_level(logging.WARNING, "forerun"):
+        yield caplog
+    gpu._check.cache_clear()
+
+
+def test_no_memory_for_graphs_is_said_once_and_loses_nothing(target, monkeypatch, said):
     def fail(self, body):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
+    way = {"method": "draft_model", "model": target, "num_speculative_tokens": 1}
     expected = answers(target)[1]
-    monkeypatch.setattr(graphs.Graphs, "_record", fail)
-    with caplog.at_level(logging.WARNING, "forerun"):
-        assert answers(target)[1] == expected
-    assert [record.message for record in caplog.records if "CUDA graphs" in record.message] == [
+    monkeypatch.setenv("FORERUN_INTERPRET", "1")
+    monkeypatch.setattr(graphs.Graphs, "_record", fail)  # the target's, then the draft's
+    llm, got = answers(target, speculative_config=way)
+    assert got == expected
+    assert not llm.engine.model.graphs.enabled
+    assert said.messages == [
         "no GPU memory for CUDA graphs: rounds run without them, slower; "
         "lower gpu_memory_utilization or kv_cache_memory"
+    ]
+
+
+def test_a_capture_that_cannot_end_is_a_lack_of_memory(monkeypatch):
+    """torch's own context does not leave the stream of a capture whose end fails."""
+    streams = []
+
+    class Capture:
+        def __init__(self, graph, pool):
+            pass
+
+        def __enter__(self):
+            streams.append("the capture's")
+
+        def __exit__(self, *_):
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    def body():
+        if streams:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for name in ("Stream", "CUDAGraph", "current_stream", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, Mock())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "graph", Capture)
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.Graphs(torch.device("cuda"), None)._record(body)
+    assert streams == ["the capture's", torch.cuda.current_stream()]
+
+
+@pytest.mark.parametrize("path", ["native", "hf"])
+def test_no_memory_for_weights(target, monkeypatch, path):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 has more to say")
+
+    monkeypatch.setattr("forerun.models.load.NativeModel", fail)
+    monkeypatch.setattr("forerun.models.hf.HFModel", fail)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**29, 2**33))
+    refused(ModelError, r"no room for the weights of .*target \(0\.5 GiB of 8\.0 GiB are left\): use quant",
+            load_model, target, device="cpu", model_path=path)  # fmt: skip
+
+
+def test_no_memory_for_caches(target, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("forerun.cache.pool.zeros", fail)
+    refused(ConfigError, "the GPU does not give .* MB for KV caches: lower .* or set gpu_memory_utilization",
+            LLM, target, device="cpu", speculative_config=None)  # fmt: skip
+
+
+def test_a_driver_older_than_torchs_cuda(monkeypatch, said):
+    old = "The NVIDIA driver on your system is too old (found version 11040).\nPlease update your GPU driver"
+
+    def is_available():
+        warnings.warn(f"CUDA initialization: {old}", UserWarning, stacklevel=2)
+        return False
+
+    def fail():
+        raise RuntimeError(old)
+
+    monkeypatch.setattr(torch.cuda, "is_available", is_available)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", fail)
+    assert parse_device(None) == torch.device("cpu")
+    assert said.messages == ["runs on the CPU: CUDA initialization: " + old.replace("\n", " ")]
+    refused(ConfigError, "device 'cuda' cannot be used: The NVIDIA driver .* too old", parse_device, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("has_triton", "capability", "reason"),
+    [
+        (True, (8, 0), None),
+        (True, (7, 5), "Forerun's kernels for GPUs need compute capability 8.0, and this GPU has 7.5"),
+        (False, (9, 0), "Forerun's kernels for GPUs need Triton: pip install triton"),
+    ],
+)
+def test_gpus_that_our_kernels_do_not_serve(has_triton, capability, reason, monkeypatch, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(gpu, "find_spec", lambda name: "there" if has_triton else None)
+    for number in (0, 1, 0):
+        assert gpu.serves(torch.device("cuda", number)) is (reason is None)
+    end = "; torch's own run instead, slower and not the same at every number of rows"
+    assert said.messages == ([] if reason is None else [reason + end])
+
+
+def test_parts_that_ask_the_host_are_named(described, interpreted, said):
+    def logits():
+        model = load_model(described("deepseek_v3"), device="cpu", dtype="float32")
+        over = new_attention(model, max_seqs=1, max_len=20)
+        assert not isinstance(over, TritonAttention)
+        return model.forward(Batch([Span(0, 0, [4, 5, 6], logits=[2])]), over).logits
+
+    logits()
+    logits()
+    assert said.messages == [
+        "no CUDA graphs, so that launches take most of the time: experts and latent attention ask the host",
+        "attention runs in torch, slower, since our kernel for GPUs does not serve latent attention (MLA)",
     ]
 
 
@@ -134,16 +251,3 @@ def test_quantized_while_it_is_loaded(target, kind, monkeypatch):
     path, got = logits()
     assert path == f"native, {'int8 by rows' if kind == 'int8_rows' else 'Q4_0'}"
     assert (got - expected).norm() < 0.05 * expected.norm()  # on a CPU, activations have 8 bits too
-
-
-@pytest.mark.parametrize(
-    ("has_triton", "capability", "reason"),
-    [
-        (True, (8, 0), None),
-        (True, (7, 5), "need compute capability 8.0, and this GPU has 7.5"),
-        (False, (9, 0), "pip install triton"),
-    ],
-)
-def test_gpus_that_our_kernels_do_not_serve(has_triton, capability, reason):
-    got = gpu.refusal(has_triton, capability)
-    assert got is None if reason is None else reason in got

@@ -337,7 +337,7 @@ class Pool(Pages):
         return zeros(shape, self.dtype, self.device, sparse)
 
     def allocate(self) -> None:
-        """Makes the tensors now, not when they are first used. Raises OSError or MemoryError."""
+        """Makes the tensors now, not when they are first used. Raises OSError, MemoryError or torch's error."""
         assert len(self.keys) == len(self.values)
 
     def scrub(self) -> None:

@@ -106,6 +106,8 @@ def share(pools: Sequence[Pool], budget: int | None, num_pages: int | None, proc
     Raises:
         ConfigError: the budget does not pay for one page, or the system does not give it.
     """
+    import torch
+
     each = sum(pool.page_bytes for pool in pools)
     if pools[0].device.type == "cpu":  # they share its memory
         each += (processes - 1) * pools[0].page_bytes
@@ -126,11 +128,12 @@ def share(pools: Sequence[Pool], budget: int | None, num_pages: int | None, proc
             pool.resize(num_pages)
         try:
             pool.allocate()
-        except (OSError, MemoryError) as error:
-            size = megabytes(pool.num_pages * pool.page_bytes)
+        except (OSError, MemoryError, torch.OutOfMemoryError) as error:
+            size, on_gpu = megabytes(pool.num_pages * pool.page_bytes), isinstance(error, torch.OutOfMemoryError)
+            more = "set gpu_memory_utilization" if on_gpu else "raise the limit of address space (ulimit -v)"
             raise ConfigError(
-                f"the system does not give {size} for KV caches: lower kv_cache_memory or max_model_len, or raise the "
-                "limit of address space (ulimit -v)"
+                f"the {'GPU' if on_gpu else 'system'} does not give {size} for KV caches: lower kv_cache_memory or "
+                f"max_model_len, or {more}"
             ) from error
 
 

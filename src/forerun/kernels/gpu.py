@@ -76,10 +76,16 @@ def _counters(device: torch.device, count: int) -> torch.Tensor:
 
 
 @cache
+def warn(message: str) -> None:
+    """Writes a warning to the log, once."""
+    log.warning("%s", message)
+
+
+@cache
 def _check(device: torch.device) -> str | None:
     reason = refusal(find_spec("triton") is not None, torch.cuda.get_device_capability(device))
     if reason is not None:
-        log.warning("%s; torch's own run instead, slower and not the same at every number of rows", reason)
+        warn(f"{reason}; torch's own run instead, slower and not the same at every number of rows")
     return reason
 
 

@@ -217,6 +217,8 @@ def new_attention(
     if info.encoder is not None:
         longest = min(info.encoder.max_len, max_len)
         pool.sources = Sources(info.encoder.kv_shapes, max_seqs, longest, info.dtype, info.device)
+        if gpu.serves(info.device):
+            gpu.warn("attention runs in torch, slower, since our kernel for GPUs does not serve encoder-decoders")
         return KernelAttention(pool) if ours else SdpaAttention(pool)
     return attention_over(model, pool)
 
@@ -224,10 +226,12 @@ def new_attention(
 def attention_over(model: Model, pool: Pool) -> Attention:
     """The attention for ``model`` on this machine."""
     info = model.info
-    if gpu.serves(info.device) and not any(shape.shared for shape in info.kv_shapes):
-        from forerun.attention.triton import TritonAttention
+    if gpu.serves(info.device):
+        if not any(shape.shared for shape in info.kv_shapes):
+            from forerun.attention.triton import TritonAttention
 
-        return TritonAttention(pool)
+            return TritonAttention(pool)
+        gpu.warn("attention runs in torch, slower, since our kernel for GPUs does not serve latent attention (MLA)")
     if can_attend(info.dtype, info.device, info.kv_shapes):
         return KernelAttention(pool)
     tiled = model.invariant and info.device.type == "cpu"

@@ -19,6 +19,7 @@ import torch
 from forerun.attention.base import Attention, Metadata
 from forerun.attention.triton import Sizes, TritonAttention, TritonTables, lay_out, write_numbers
 from forerun.core.batch import Batch, Output
+from forerun.kernels import gpu
 from forerun.models.rotary import room
 
 log = logging.getLogger("forerun")
@@ -127,7 +128,7 @@ class Graphs:
         except torch.OutOfMemoryError:
             self.enabled = False
             self._graphs.clear()
-            log.warning(
+            gpu.warn(
                 "no GPU memory for CUDA graphs: rounds run without them, slower; lower gpu_memory_utilization or "
                 "kv_cache_memory"
             )
@@ -146,8 +147,14 @@ class Graphs:
         current.wait_stream(stream)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = body()
+        try:
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = body()
+        except RuntimeError as error:
+            torch.cuda.set_stream(current)  # a capture that cannot be ended leaves its own
+            if isinstance(error.__context__, torch.OutOfMemoryError):
+                raise error.__context__ from None
+            raise
 
         def replay() -> Output:
             graph.replay()

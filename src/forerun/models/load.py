@@ -84,7 +84,12 @@ def _check_rope(config: Any, max_model_len: int | None) -> None:
 def parse_device(device: str | torch.device | None) -> torch.device:
     """The device; None is the GPU if there is one. Raises ConfigError for one that is unknown or not available."""
     if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = torch.cuda.is_available()
+        for each in caught:  # such as a driver that is older than torch's CUDA
+            log.warning("runs on the CPU: %s", one_line(Warning(each.message)))
+        return torch.device("cuda" if found else "cpu")
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, AssertionError, TypeError) as error:
@@ -208,13 +213,14 @@ def load_model(
     if invariant is None and not (native and gpu.serves(device)):  # there the model finds out itself
         requested = replace(requested, invariant=device.type == "cpu")
     model: Model
-    if native:
-        model = _load_ranks(requested, config, tensor_parallel_size)
-    else:
-        from forerun.models import hf
+    with _room_for_weights(requested):
+        if native:
+            model = _load_ranks(requested, config, tensor_parallel_size)
+        else:
+            from forerun.models import hf
 
-        module: Any = hf.read_module(folder, read_config(folder), requested.dtype, lora=lora)
-        model = hf.HFModel(module.to(device), requested)
+            module: Any = hf.read_module(folder, read_config(folder), requested.dtype, lora=lora)
+            model = hf.HFModel(module.to(device), requested)
     model.info = replace(model.info, lora=(lora,) if isinstance(lora, str) else tuple(lora or ()))
     if invariant is None and model.tiles is not None and model.tiles.together < ENOUGH:
         warnings.warn(
@@ -225,6 +231,19 @@ def load_model(
         )
         model.invariant, model.tiles = False, None
     return model
+
+
+@contextmanager
+def _room_for_weights(requested: LoadRequest) -> Iterator[None]:
+    """Raises ModelError where the GPU has too little memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = (f"{each / 2**30:.1f} GiB" for each in torch.cuda.mem_get_info(requested.device))
+        raise ModelError(
+            f"the GPU has no room for the weights of {requested.name} ({free} of {total} are left): use "
+            "quantization='q4_0', a smaller model, or device='cpu'"
+        ) from error
 
 
 def load_shard(requested: LoadRequest, config: Any, team: Team | None = None) -> NativeModel:

@@ -166,9 +166,17 @@ class NativeModel(TiledModel):
 
     def _make_graphs(self) -> Graphs | None:
         """None if a layer asks the host, or is split over ranks."""
-        every = self._layers
-        asks = any(part is not None for each in every for part in (each.mixer, each.latent, each.experts))
-        if not gpu.serves(self.device) or asks or self._table is not None or self.team is not None:
+        if not gpu.serves(self.device):
+            return None
+        layers = self._layers
+        parts = {
+            "layers with state": [each.mixer for each in layers], "experts": [each.experts for each in layers],
+            "latent attention": [each.latent for each in layers], "embeddings of layers": [self._table],
+            "tensor parallelism": [self.team],
+        }  # fmt: skip
+        asks = [name for name, every in parts.items() if any(part is not None for part in every)]
+        if asks:
+            gpu.warn(f"no CUDA graphs, so that launches take most of the time: {' and '.join(asks)} ask the host")
             return None
         from forerun.models.graphs import Graphs
 
