@@ -1,7 +1,8 @@
 """Compiles the kernels of GPUs without a GPU: ``python gpu_compile.py [CAPABILITY ...]``, such as 80 90 (the default).
 
 Triton's interpreter accepts programs that its compiler refuses. Each kernel is called here as the engine calls it, and
-what would be launched is compiled by Triton and ptxas instead. Nothing runs.
+what would be launched is compiled by Triton and ptxas instead. Nothing runs. The last lines name the shared memory that
+each kernel takes at most; one that takes more than the GPU has is refused.
 """
 
 import os
@@ -10,6 +11,7 @@ from unittest.mock import patch
 
 os.environ.pop("TRITON_INTERPRET", None)
 
+import numpy as np
 import torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
@@ -21,7 +23,9 @@ from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.kernels import gpu
 from forerun.models.formats import triton as linears
+from forerun.models.formats.blocks import Blocks
 from forerun.models.formats.triton import make, quantized
+from forerun.models.kinds import TRITON_KINDS
 from forerun.models.rows import TritonNorm, rotate
 from forerun.sampling import triton as sampling
 
@@ -58,8 +62,9 @@ def compile_instead(self, *arguments, grid, warmup=False, **options):
 
 def multiply(dtype):
     weight = torch.zeros(96, 768, dtype=dtype)
-    names = ("numbers", "int8_rows", *linears.PACKABLE)
-    for layer in [make(weight, None) if name == "numbers" else quantized(weight, None, name=name) for name in names]:
+    six = Blocks("q6_k", np.zeros((96, 3 * 210), np.uint8), 768)
+    layers = [make(weight, None), linears.kept([six], None, dtype, torch.device("cpu"))]
+    for layer in [*layers, *(quantized(weight, None, name=name) for name in TRITON_KINDS)]:
         for rows in (5, 70):
             layer(torch.zeros(rows, 768, dtype=dtype))
         layer.absorb(TritonNorm(torch.ones(768), 1e-5, dtype), "silu")
@@ -85,9 +90,14 @@ def main():
         attend(torch.bfloat16, 8, 2, 64, None, {})
         attend(torch.bfloat16, 8, 2, 128, [-1, -1, 0, 1], {"softcap": 3.0, "sinks": torch.zeros(8), "window": 9})
         attend(torch.float32, 3, 1, 64, [-1, -1, 0, 1], {})
+        for width in (256, 512):  # Gemma's
+            attend(torch.bfloat16, 8, 1, width, [-1, -1, 0, 1], {})
         scores, words = torch.zeros(2, 10000), torch.zeros(10048, dtype=torch.int32)
         sampling.restrict(scores, [1.0, 0.5], [0.1, 0.9, 0, 1], [5, 0])
         sampling.TritonSampling(words).choose(scores, [1, None])
+    for name, capability in sorted({key[:2] for key in done}):
+        most = max(size for key, size in done.items() if key[:2] == (name, capability))
+        print(f"{name} on {capability}: at most {most:,} bytes of shared memory")
     print(f"{len(done)} kernels compiled for {', '.join(map(str, CAPABILITIES))}")
 
 

@@ -9,6 +9,7 @@ from gguf.quants import dequantize
 from forerun.models.formats import triton as ours
 from forerun.models.formats.blocks import Blocks
 from forerun.models.formats.int8 import Levels
+from forerun.models.kinds import TRITON_BLOCKS
 from forerun.models.rows import TritonNorm
 
 pytestmark = pytest.mark.slow
@@ -24,6 +25,13 @@ def interpreted(monkeypatch):
         monkeypatch.setenv("FORERUN_INTERPRET", "1")
 
 
+def random_six(outputs, inputs):
+    """Any bits of a type that weights are not rounded to, with steps that are as large as in files."""
+    raw = np.random.default_rng(outputs).integers(0, 256, (outputs, inputs // 256, 210), np.uint8)
+    raw[..., 208:] = np.array([3e-5], np.float16).view(np.uint8)
+    return Blocks("q6_k", raw.reshape(outputs, -1), inputs)
+
+
 def layer(kind, outputs, inputs, dtype, bias=False):
     """A layer, and the float64 weights that it stands for."""
     generator = torch.Generator().manual_seed(outputs)
@@ -37,24 +45,24 @@ def layer(kind, outputs, inputs, dtype, bias=False):
         scales = torch.rand(outputs, generator=generator) / 1000
         made = ours.kept([Levels(levels, scales)], shift, dtype, torch.device(DEVICE))
         return made, levels.double() * scales[:, None].double(), shift
-    blocks = Blocks.of(weight, kind)
+    blocks = random_six(outputs, inputs) if kind == "q6_k" else Blocks.of(weight, kind)
     made = ours.kept([blocks], None if shift is None else shift.to(DEVICE), dtype, torch.device(DEVICE))
     exact = dequantize(blocks.raw[:], GGMLQuantizationType[kind.upper()])[:, :inputs]
     return made, torch.from_numpy(np.array(exact)).double(), shift
 
 
-KINDS = ("numbers", "int8_rows", *ours.PACKABLE)
+KINDS = ("numbers", "int8_rows", *TRITON_BLOCKS)
 
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
     [("numbers", dtype) for dtype in TOLERANCE]
     + [(kind, torch.float32) for kind in KINDS[1:]]
-    + [("int8_rows", torch.bfloat16), ("q4_k", torch.bfloat16)],
+    + [("int8_rows", torch.bfloat16), ("q4_k", torch.bfloat16), ("q6_k", torch.bfloat16)],
     ids=str,
 )
 def test_a_row_has_the_same_bits_in_every_call_and_its_value(kind, dtype):
-    inputs = 512 if kind in ours.PACKABLE else 768
+    inputs = 512 if kind in TRITON_BLOCKS else 768
     made, weight, bias = layer(kind, 40, inputs, dtype, bias=True)
     assert made.cut.parts > 1
     x = torch.randn(max(COUNTS), inputs, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
@@ -69,7 +77,7 @@ def test_a_row_has_the_same_bits_in_every_call_and_its_value(kind, dtype):
 @pytest.mark.parametrize(("outputs", "inputs"), [(1, 32), (3, 96), (300, 40), (40, 1088)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_sizes_that_fill_no_tile(kind, outputs, inputs):
-    if kind == "q4_k" and inputs % 256:
+    if kind in ("q4_k", "q6_k") and inputs % 256:
         inputs = 256
     made, weight, _ = layer(kind, outputs, inputs, torch.float32)
     x = torch.randn(3, inputs, generator=torch.Generator().manual_seed(2)).to(DEVICE)
@@ -78,7 +86,7 @@ def test_sizes_that_fill_no_tile(kind, outputs, inputs):
 
 
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("kind", ["numbers", "int8_rows", "q4_k", "q8_0"])
+@pytest.mark.parametrize("kind", ["numbers", "int8_rows", "q4_k", "q6_k", "q8_0"])
 def test_norm_gate_and_residual_in_one_call(kind, gate):
     made, weight, bias = layer(kind, 96, 256, torch.float32, bias=True)
     generator = torch.Generator().manual_seed(3)
@@ -95,7 +103,7 @@ def test_norm_gate_and_residual_in_one_call(kind, gate):
     assert torch.equal(made(x[7:8].to(DEVICE), residual[7:8].to(DEVICE)), got[7:8])
 
 
-@pytest.mark.parametrize("kind", ours.PACKABLE)
+@pytest.mark.parametrize("kind", TRITON_BLOCKS)
 def test_rows_of_an_embedding(kind):
     made, weight, _ = layer(kind, 50, 256, torch.float32)
     ids = torch.tensor([[3, 49], [0, 3]], device=DEVICE)

@@ -10,4 +10,6 @@ FLOATS = ("bfloat16", "float16", "float32")
 CPU_KINDS = (*KINDS, *BLOCKS)
 TORCHAO_KINDS = ("int8", "fp8")
 TRITON_KINDS = ("int8_rows", "q4_0", "q4_1", "q4_k", "q8_0")
+TRITON_BLOCKS = ("q4_0", "q4_1", "q4_k", "q6_k", "q8_0")
+"""GGUF's types that stay in their bits on a GPU; others become numbers."""
 GPU_KINDS = (*TORCHAO_KINDS, *TRITON_KINDS)

@@ -26,7 +26,7 @@ from forerun.models.formats.compiled import Joined
 from forerun.models.formats.gguf_types import PACKED
 from forerun.models.formats.int8 import Levels, TiledInt8
 from forerun.models.formats.tiled import TiledLinear
-from forerun.models.kinds import KINDS, TRITON_KINDS
+from forerun.models.kinds import KINDS, TRITON_BLOCKS
 from forerun.models.prequantized import Grouped
 from forerun.models.transform import Weights
 
@@ -172,7 +172,7 @@ class Maker:
     def _as_blocks(self, weight: Rows) -> Blocks | Levels | None:
         """A weight as blocks that a layer can keep here; None if it can only be read as numbers."""
         result = as_blocks(weight)
-        if self.how == "triton" and isinstance(result, Blocks) and result.kind not in TRITON_KINDS:
+        if self.how == "triton" and isinstance(result, Blocks) and result.kind not in TRITON_BLOCKS:
             return None
         return result
 

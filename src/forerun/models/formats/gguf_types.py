@@ -17,7 +17,7 @@ from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from forerun.kernels.structs import QUANTS
-from forerun.models.kinds import TRITON_KINDS
+from forerun.models.kinds import TRITON_BLOCKS
 
 OUTPUTS, INPUTS = 16, 32
 Bytes = np.ndarray
@@ -253,7 +253,7 @@ def bits_per_weight(kind: str) -> tuple[float, float]:
 def larger_in_memory(types: Iterable[str], *, on_gpu: bool = False) -> str:
     """For a message: those of ``types`` that take more memory than in the file, since no kernel has their form."""
     if on_gpu:
-        others = sorted({each.lower() for each in types} & {*PACKED, *EXPANDED} - {*TRITON_KINDS})
+        others = sorted({each.lower() for each in types} & {*PACKED, *EXPANDED} - {*TRITON_BLOCKS})
         return ", ".join(f"{kind.upper()}, as numbers" for kind in others)
     result = []
     for kind in sorted({each.lower() for each in types} & {*PACKED, *EXPANDED}):

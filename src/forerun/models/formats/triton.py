@@ -27,7 +27,7 @@ from forerun.models.formats.blocks import Blocks, join, quantize_rows
 from forerun.models.formats.gguf_types import PACKED, sizes
 from forerun.models.formats.int8 import Levels
 from forerun.models.formats.int8 import quantize_rows as to_levels
-from forerun.models.kinds import BLOCKS, KINDS, TRITON_KINDS
+from forerun.models.kinds import KINDS
 
 ROWS = 16
 """Rows of a tile, the fewest that a tensor core multiplies."""
@@ -37,8 +37,9 @@ GROUP = 32
 """Inputs of a block with a scale of its own."""
 GATES = ("", "silu", "gelu_tanh")
 """Activations between a gate and an input."""
-NUMBERS, OUTPUTS, FOUR, EIGHT = range(4)
-"""Weights as numbers, as levels with a scale per output, and in 4 and 8 bits with scales for 32 inputs."""
+NUMBERS, OUTPUTS, FOUR, EIGHT, SIX = range(5)
+"""Weights as numbers, as levels with a scale per output, in 4 and 8 bits with scales for 32 inputs, and in 6 bits with
+scales for 16."""
 
 
 @triton.jit
@@ -73,11 +74,29 @@ def _add_numbers(total, tile, w, n, inside, k, K: tl.constexpr):
 
 
 @triton.jit
+def _levels(w, top, pair, columns, n, inside, KIND: tl.constexpr, ZERO: tl.constexpr):
+    """The levels [outputs, 32] of a pair of groups. Nibbles of both are in the same bytes. The upper two bits of six
+    are apart: those of both groups, and of inputs 16 apart, in a byte."""
+    lane = tl.arange(0, 32)
+    at, there = (pair * columns + n)[:, None], inside[:, None]
+    if KIND == 3:
+        where = w + (pair * columns + at) * 32 + lane[None, :]
+        low, high = tl.load(where, mask=there, other=0), tl.load(where + columns * 32, mask=there, other=0)
+    else:
+        both = tl.load(w + at * 32 + lane[None, :], mask=there, other=0)
+        low, high = both & 15, both >> 4
+    if KIND == 4:
+        more = tl.load(top + at * 16 + lane[None, :] % 16, mask=there, other=0) >> (lane // 16 * 2)[None, :]
+        low, high = low | (more & 3) << 4, high | (more >> 4 & 3) << 4
+    return low.to(tl.float32) - ZERO, high.to(tl.float32) - ZERO
+
+
+@triton.jit
 def _scale(scales, steps, group, columns, n, inside, STEPS: tl.constexpr):
-    """The scales, or minima, of one group of 32 inputs; with STEPS integers times a step for eight groups."""
+    """The scales, or minima, of one group of inputs; with STEPS integers times a step for so many groups."""
     value = tl.load(scales + group * columns + n, mask=inside, other=0).to(tl.float32)
-    if STEPS:
-        value *= tl.load(steps + (group // 8) * columns + n, mask=inside, other=0.0).to(tl.float32)
+    if STEPS > 0:
+        value *= tl.load(steps + (group // STEPS) * columns + n, mask=inside, other=0.0).to(tl.float32)
     return value
 
 
@@ -86,9 +105,17 @@ def _add_levels(
     total, tile, levels, group, scales, minima, steps, least_steps, columns, n, inside,
     MINIMA: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the product with one group of levels [outputs, 32], times its scale, less its minimum."""
-    product = tl.dot(tile, tl.trans(levels.to(tl.float32).to(tile.dtype)), input_precision="ieee")
-    total += product * _scale(scales, steps, group, columns, n, inside, STEPS)[None, :]
+    """Adds the product with one group of levels [outputs, 32], times its scale, less its minimum. With 16 STEPS each
+    half of it has a scale."""
+    if STEPS == 16:
+        half = levels * (tl.arange(0, 32) < 16)[None, :].to(tl.float32)
+        product = tl.dot(tile, tl.trans(half.to(tile.dtype)), input_precision="ieee")
+        total += product * _scale(scales, steps, 2 * group, columns, n, inside, STEPS)[None, :]
+        product = tl.dot(tile, tl.trans((levels - half).to(tile.dtype)), input_precision="ieee")
+        total += product * _scale(scales, steps, 2 * group + 1, columns, n, inside, STEPS)[None, :]
+    else:
+        product = tl.dot(tile, tl.trans(levels.to(tile.dtype)), input_precision="ieee")
+        total += product * _scale(scales, steps, group, columns, n, inside, STEPS)[None, :]
     if MINIMA:
         least = _scale(minima, least_steps, group, columns, n, inside, STEPS)
         total -= tl.sum(tile.to(tl.float32), 1)[:, None] * least[None, :]
@@ -97,19 +124,12 @@ def _add_levels(
 
 @triton.jit
 def _add_pair(
-    total, first, second, pair, w, scales, minima, steps, least_steps, columns, n, inside,
+    total, first, second, pair, w, top, scales, minima, steps, least_steps, columns, n, inside,
     KIND: tl.constexpr, ZERO: tl.constexpr, MINIMA: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Adds the product with two groups: those of nibbles are in the same bytes."""
-    lane = tl.arange(0, 32)
+    """Adds the product with two groups."""
+    low, high = _levels(w, top, pair, columns, n, inside, KIND, ZERO)
     group = 2 * pair
-    if KIND == 2:
-        both = tl.load(w + (pair * columns + n)[:, None] * 32 + lane[None, :], mask=inside[:, None], other=0)
-        low, high = (both & 15).to(tl.float32) - ZERO, (both >> 4).to(tl.float32) - ZERO
-    else:
-        at = w + (group * columns + n)[:, None] * 32 + lane[None, :]
-        low = tl.load(at, mask=inside[:, None], other=0)
-        high = tl.load(at + columns * 32, mask=inside[:, None], other=0)
     total = _add_levels(total, first, low, group, scales, minima, steps, least_steps, columns, n, inside, MINIMA, STEPS)
     return _add_levels(
         total, second, high, group + 1, scales, minima, steps, least_steps, columns, n, inside, MINIMA, STEPS
@@ -138,7 +158,7 @@ def _activate(gate, up, GATE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rows"])
 def _rows_linear(
-    x, w, scales, minima, steps, least_steps, bias, gain, residual, out, partial, done, rows, N, epsilon,
+    x, w, top, scales, minima, steps, least_steps, bias, gain, residual, out, partial, done, rows, N, epsilon,
     K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PER: tl.constexpr, PARTS: tl.constexpr,
     SERIAL: tl.constexpr, KIND: tl.constexpr, ZERO: tl.constexpr, MINIMA: tl.constexpr, STEPS: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, GATE: tl.constexpr, RESIDUAL: tl.constexpr, SUMMED: tl.constexpr,
@@ -177,13 +197,13 @@ def _rows_linear(
                 pair = (start + step) // 64
                 if pair * 64 < K:
                     part = _add_pair(
-                        part, one, two, pair, w, scales, minima, steps, least_steps, columns, n, inside,
+                        part, one, two, pair, w, top, scales, minima, steps, least_steps, columns, n, inside,
                         KIND, ZERO, MINIMA, STEPS,
                     )  # fmt: skip
                     if GATE != 0:
                         other = _add_pair(
-                            other, one, two, pair, w, scales, minima, steps, least_steps, columns, n + N, inside,
-                            KIND, ZERO, MINIMA, STEPS,
+                            other, one, two, pair, w, top, scales, minima, steps, least_steps, columns, n + N,
+                            inside, KIND, ZERO, MINIMA, STEPS,
                         )  # fmt: skip
         total += part
         upper += other
@@ -212,23 +232,24 @@ def _rows_linear(
 
 @triton.jit
 def _take_rows(
-    ids, w, scales, minima, steps, least_steps, out, columns, K,
+    ids, w, top, scales, minima, steps, least_steps, out, columns, K,
     KIND: tl.constexpr, ZERO: tl.constexpr, MINIMA: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
     """One group of 32 inputs of one row: its numbers."""
-    n = tl.load(ids + tl.program_id(0)).to(tl.int64)
+    n = tl.load(ids + tl.program_id(0) + tl.arange(0, 1)).to(tl.int64)
     group = tl.program_id(1)
     lane = tl.arange(0, 32)
-    if KIND == 2:
-        both = tl.load(w + ((group // 2) * columns + n) * 32 + lane)
-        level = tl.where(group % 2 == 0, both & 15, both >> 4).to(tl.float32) - ZERO
-    else:
-        level = tl.load(w + (group * columns + n) * 32 + lane).to(tl.float32)
-    value = level * _scale(scales, steps, group, columns, n, n >= 0, STEPS)
+    low, high = _levels(w, top, group // 2, columns, n, n >= 0, KIND, ZERO)
+    value = tl.where(group % 2 == 0, low, high)
+    part = group + lane * 0
+    if STEPS == 16:
+        part = 2 * group + lane // 16
+    value *= _scale(scales, steps, part, columns, n, n >= 0, STEPS)[None, :]
     if MINIMA:
-        value -= _scale(minima, least_steps, group, columns, n, n >= 0, STEPS)
+        value -= _scale(minima, least_steps, part, columns, n, n >= 0, STEPS)[None, :]
     k = group * 32 + lane
-    tl.store(out + tl.program_id(0).to(tl.int64) * K + k, value.to(out.dtype.element_ty), mask=k < K)
+    where = out + tl.program_id(0).to(tl.int64) * K + k
+    tl.store(where[None, :], value.to(out.dtype.element_ty), mask=(k < K)[None, :])
 
 
 @dataclass(frozen=True)
@@ -294,7 +315,7 @@ LEAST_SHARED, RESERVED_SHARED = 96 << 10, 4 << 10
 @dataclass
 class Weight:
     """A weight [outputs, inputs] on the device, as the kernel reads it: levels of 32 inputs lie together, [groups or
-    pairs of them, outputs, 32], and scales [groups, outputs]."""
+    pairs of them, outputs, 32], and scales [groups, outputs]. The upper bits of six are [pairs, outputs, 16]."""
 
     kind: int
     name: str
@@ -305,22 +326,23 @@ class Weight:
     minima: torch.Tensor | None = None
     steps: torch.Tensor | None = None
     least_steps: torch.Tensor | None = None
+    top: torch.Tensor | None = None
     zero: int = 0
+
+    def _sides(self) -> tuple[torch.Tensor | None, ...]:
+        return self.top, self.scales, self.minima, self.steps, self.least_steps
 
     def tensors(self) -> list[torch.Tensor]:
         """The kernel's arguments; the levels stand for what is not there."""
-        sides = (self.scales, self.minima, self.steps, self.least_steps)
-        return [self.levels, *(self.levels if side is None else side for side in sides)]
+        return [self.levels, *(self.levels if side is None else side for side in self._sides())]
 
     def constants(self) -> dict[str, int | bool]:
-        return {
-            "KIND": self.kind, "ZERO": self.zero, "MINIMA": self.minima is not None, "STEPS": self.steps is not None
-        }  # fmt: skip
+        steps = 0 if self.steps is None else 16 if self.kind == SIX else 8
+        return {"KIND": self.kind, "ZERO": self.zero, "MINIMA": self.minima is not None, "STEPS": steps}
 
     @property
     def nbytes(self) -> int:
-        sides = (self.levels, self.scales, self.minima, self.steps, self.least_steps)
-        return sum(side.nbytes for side in sides if side is not None)
+        return self.levels.nbytes + sum(side.nbytes for side in self._sides() if side is not None)
 
 
 def numbers(weight: Rows) -> Weight:
@@ -341,21 +363,16 @@ def in_levels(weight: Rows | Levels, device: torch.device) -> Weight:
     return Weight(OUTPUTS, KINDS["int8_rows"], outputs, inputs, levels, scales)
 
 
-PACKABLE = tuple(kind for kind in TRITON_KINDS if kind in BLOCKS)
-"""Types of GGUF files that stay in their bits; others become numbers."""
-
-
 def in_blocks(blocks: Blocks, device: torch.device) -> Weight:
     """A weight of a GGUF file, without loss."""
     chunks = [_unpack(blocks.kind, blocks.raw[first : first + CHUNK_ROWS])
               for first in range(0, len(blocks.raw), CHUNK_ROWS)]  # fmt: skip
     levels, *sides = (torch.cat([part.to(device) for part in side], 1).contiguous() for side in zip(*chunks))
-    scales, minima, steps, least_steps = [*sides, None, None, None][:4]
-    kind = EIGHT if blocks.kind == "q8_0" else FOUR
-    zero = 8 if blocks.kind == "q4_0" else 0
-    name = blocks.kind.upper()
+    kind = {"q8_0": EIGHT, "q6_k": SIX}.get(blocks.kind, FOUR)
+    zero = {"q4_0": 8, "q6_k": 32}.get(blocks.kind, 0)
+    names = ("top", "scales", "steps") if kind == SIX else ("scales", "minima", "steps", "least_steps")
     outputs, inputs = blocks.shape
-    return Weight(kind, name, outputs, inputs, levels, scales, minima, steps, least_steps, zero)
+    return Weight(kind, blocks.kind.upper(), outputs, inputs, levels, zero=zero, **dict(zip(names, sides)))
 
 
 CHUNK_ROWS = 1024
@@ -363,9 +380,16 @@ CHUNK_ROWS = 1024
 
 
 def _unpack(kind: str, raw: np.ndarray) -> list[torch.Tensor]:
-    """Levels [pairs or groups, rows, 32], then scales, minima and the steps of both as the type has them, [groups,
-    rows]. There is an even number of groups: the last may be of zeros."""
+    """Levels [pairs or groups, rows, 32], then upper bits, scales, minima and the steps of both as the type has them,
+    [groups, rows]. There is an even number of groups: the last may be of zeros."""
     unpacked = PACKED[kind].unpack(raw.reshape(len(raw), -1, sizes(kind)[1]))
+    if kind == "q6_k":
+        first, second = unpacked.levels[:, ::2], unpacked.levels[:, 1::2]
+        top = first >> 4 | second >> 4 << 4
+        scales = np.stack(unpacked.scales, -1).reshape(len(raw), -1)
+        sides = [first & 15 | second << 4, top[..., :16] | top[..., 16:] << 2, scales]
+        sides += [side.view(np.float16) for side in unpacked.heads]
+        return [torch.from_numpy(np.ascontiguousarray(side.swapaxes(0, 1))) for side in sides]
     levels, odd = unpacked.levels, unpacked.levels.shape[1] % 2
     if kind == "q8_0":
         levels = (levels ^ 128).view(np.int8)
@@ -398,7 +422,7 @@ class TritonLinear:
 
     def _plan(self) -> None:
         self.outputs, self.inputs = self.weight.outputs // (2 if self.gate else 1), self.weight.inputs
-        blocks = self.weight.kind in (FOUR, EIGHT)
+        blocks = self.weight.kind in (FOUR, EIGHT, SIX)
         self.cut = Cut.of(self.outputs, self.weight.inputs, blocks=blocks, gated=bool(self.gate))
         room = shared_memory(self.weight.levels.device)
         self.tile = first_tile(self.outputs, self.cut.step * self.dtype.itemsize, room, gated=bool(self.gate))
