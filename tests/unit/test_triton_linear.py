@@ -108,3 +108,31 @@ def test_rows_of_an_embedding(kind):
     made, weight, _ = layer(kind, 50, 256, torch.float32)
     ids = torch.tensor([[3, 49], [0, 3]], device=DEVICE)
     assert torch.equal(made.rows(ids, torch.float32).cpu().double(), weight[ids.flatten().cpu()])
+
+
+def test_the_fastest_tile_of_a_shape_is_measured_once_for_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setenv("FORERUN_CACHE", str(tmp_path))
+    x = torch.randn(2, 96, generator=torch.Generator().manual_seed(4)).to(DEVICE)
+    made = [layer("numbers", outputs, 96, torch.float32)[0] for outputs in (40, 40, 130)]
+    before, timed = [each(x) for each in made], []
+
+    def milliseconds(alike, tile):
+        timed.append((len(alike), tile.outputs))
+        return abs(tile.outputs - (16 if len(alike) == 2 else 32))
+
+    monkeypatch.setattr(ours, "_milliseconds", milliseconds)
+    ours.autotune([ours.TritonJoined(made[:2]), made[2]], "A GPU")
+    assert [each.tile.outputs for each in made] == [16, 16, 32]
+    assert {count for count, _ in timed} == {1, 2}
+    assert all(map(torch.equal, before, [each(x) for each in made]))
+    timed.clear()
+    again = layer("numbers", 40, 96, torch.float32)[0]
+    ours.autotune([again], "A GPU")
+    assert timed == []
+    assert again.tile == made[0].tile
+    (kept,) = [file for file in tmp_path.rglob("*.json") if "[16," in file.read_text()]
+    for damage in ("[16]", "[1, 2, 3]", "{}", "["):
+        kept.write_text(damage)
+        ours.autotune([again], "A GPU")
+    ours.autotune([again], "Another GPU")
+    assert len(timed) == 5 * len(again.usable_tiles()) > 5

@@ -96,6 +96,10 @@ class NativeModel(TiledModel):
         self.info = self._describe(config, requested)
         compiled = self._compile()
         prefetch.autotune(self.linears(), self.dtype)
+        if self.device.type == "cuda" and gpu.serves(self.device):
+            from forerun.models.formats import triton
+
+            triton.autotune(self.linears(), torch.cuda.get_device_name(self.device))
         self.fused = compiled if team is None else None
         """The whole decoder in one call, if every part has a kernel."""
         self.ranges = compiled if team is not None else None

@@ -11,9 +11,11 @@ bits. Activations stay in the model's dtype.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from forerun.core.folders import Record
 from forerun.kernels import gpu
 from forerun.models.formats.base import Linear, Rows, row_chunks, to_tensor
 from forerun.models.formats.blocks import Blocks, join, quantize_rows
@@ -29,6 +32,7 @@ from forerun.models.formats.int8 import Levels
 from forerun.models.formats.int8 import quantize_rows as to_levels
 from forerun.models.kinds import KINDS
 
+log = logging.getLogger("forerun")
 ROWS = 16
 """Rows of a tile, the fewest that a tensor core multiplies."""
 SERIAL_ROWS = 4 * ROWS
@@ -287,15 +291,20 @@ BUSY, NARROW = 256, 32
 """Programs that keep a GPU busy, and the outputs of a narrow tile."""
 
 
+def fits(width: int, _warps: int, stages: int, step_bytes: int, room: int, *, gated: bool) -> bool:
+    """Whether steps of ``step_bytes`` for each row and output, those of all stages but one, fit into ``room`` bytes of
+    shared memory."""
+    return (stages - 1) * (ROWS + (2 if gated else 1) * width) * step_bytes <= room
+
+
 def first_tile(outputs: int, step_bytes: int, room: int, *, gated: bool) -> Tile:
-    """A tile that is good on most GPUs. Steps of ``step_bytes`` for each row and output, those of all stages but one,
-    must fit into ``room`` bytes of shared memory."""
+    """A tile that is good on most GPUs and fits."""
     if gpu.interpreted():  # few programs, each of which takes milliseconds
         return Tile(min(256, max(ROWS, triton.next_power_of_2(outputs))), 4, 1)
     width, warps, stages = (4 * NARROW, 8, 3) if outputs > 1 << 15 else (2 * NARROW, 4, 4)
     if outputs <= 1 << 12:
         width = NARROW
-    while (stages - 1) * (ROWS + (2 if gated else 1) * width) * step_bytes > room:
+    while not fits(width, warps, stages, step_bytes, room, gated=gated):
         stages, width = (stages - 1, width) if stages > 2 else (stages, width // 2)
     return Tile(width, warps, stages)
 
@@ -310,6 +319,60 @@ def shared_memory(device: torch.device) -> int:
 
 
 LEAST_SHARED, RESERVED_SHARED = 96 << 10, 4 << 10
+TILES = ((16, 2, 5), (NARROW, 2, 5), (2 * NARROW, 2, 4), (2 * NARROW, 4, 4), (4 * NARROW, 8, 3))
+"""Outputs, warps and stages: the fastest tiles for shapes of small models on an H100."""
+TIMED_ROWS = 5
+"""Rows of a small verification."""
+
+
+def autotune(layers: Iterable[Linear], processor: str) -> None:
+    """Gives layers their shape's fastest tile on this GPU, which is measured once and kept. No bit depends on it."""
+    shapes: dict[str, list[TritonLinear]] = {}
+    for layer in layers:
+        for part in layer.parts if isinstance(layer, TritonJoined) else (layer,):
+            if isinstance(part, TritonLinear):
+                shape = (part.kind, part.dtype, part.weight.outputs, part.inputs, part.gate)
+                shapes.setdefault(repr(shape), []).append(part)
+    for shape, alike in shapes.items():
+        record = Record("gpu_tiles", processor, triton.__version__, shape)
+        usable = alike[0].usable_tiles()
+        by_numbers = {(tile.outputs, tile.warps, tile.stages): tile for tile in usable}
+        kept = record.read()
+        tile = by_numbers.get(tuple(kept)) if isinstance(kept, list) else None
+        if tile is None:
+            tile = min(usable, key=lambda each: _milliseconds(alike, each))
+            record.write([tile.outputs, tile.warps, tile.stages])
+            log.info("the fastest tile for %s on %s: %s", shape, processor, tile)
+        for layer in alike:
+            layer.tile = tile
+
+
+def _milliseconds(layers: Sequence[TritonLinear], tile: Tile) -> float:
+    """How long all of them take in a CUDA graph; infinity for a tile that does not fit."""
+    first = layers[0]
+    x = torch.zeros(TIMED_ROWS, first.inputs, dtype=first.dtype, device=first.weight.levels.device)
+
+    def run() -> None:
+        for layer in layers:
+            layer.tile = tile
+            layer(x)
+
+    try:
+        run()
+    except triton.runtime.errors.OutOfResources:
+        return inf
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(5):
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        times.append(began.elapsed_time(ended))
+    return min(times)
 
 
 @dataclass
@@ -424,8 +487,14 @@ class TritonLinear:
         self.outputs, self.inputs = self.weight.outputs // (2 if self.gate else 1), self.weight.inputs
         blocks = self.weight.kind in (FOUR, EIGHT, SIX)
         self.cut = Cut.of(self.outputs, self.weight.inputs, blocks=blocks, gated=bool(self.gate))
-        room = shared_memory(self.weight.levels.device)
-        self.tile = first_tile(self.outputs, self.cut.step * self.dtype.itemsize, room, gated=bool(self.gate))
+        self.tile = self.usable_tiles()[0]
+
+    def usable_tiles(self) -> list[Tile]:
+        """The tile that is good on most GPUs, then others."""
+        room, step_bytes = shared_memory(self.weight.levels.device), self.cut.step * self.dtype.itemsize
+        first = first_tile(self.outputs, step_bytes, room, gated=bool(self.gate))
+        others = [Tile(*each) for each in TILES if fits(*each, step_bytes, room, gated=bool(self.gate))]
+        return [*dict.fromkeys([first, *others])]
 
     def absorb(self, norm: Any = None, gate: str = "") -> bool:
         """Computes a norm or an activation too, if it can: an RMS norm of whole rows, and ``GATES``."""
