@@ -8,6 +8,7 @@ from gguf.quants import dequantize
 
 from forerun.models.formats import triton as ours
 from forerun.models.formats.blocks import Blocks
+from forerun.models.formats.gguf_types import larger_in_memory
 from forerun.models.formats.int8 import Levels
 from forerun.models.kinds import TRITON_BLOCKS
 from forerun.models.rows import TritonNorm
@@ -108,6 +109,12 @@ def test_rows_of_an_embedding(kind):
     made, weight, _ = layer(kind, 50, 256, torch.float32)
     ids = torch.tensor([[3, 49], [0, 3]], device=DEVICE)
     assert torch.equal(made.rows(ids, torch.float32).cpu().double(), weight[ids.flatten().cpu()])
+
+
+def test_types_without_a_kernel_are_named():
+    assert (
+        larger_in_memory(["Q6_K", "Q4_K", "Q5_K", "F32", "Q3_K"], on_gpu=True) == "Q3_K, as numbers, Q5_K, as numbers"
+    )
 
 
 def test_the_fastest_tile_of_a_shape_is_measured_once_for_a_gpu(tmp_path, monkeypatch):
