@@ -173,7 +173,7 @@ class NativeModel(TiledModel):
         if not gpu.serves(self.device):
             return None
         layers = self._layers
-        parts = {
+        parts: dict[str, list[Any]] = {
             "layers with state": [each.mixer for each in layers], "experts": [each.experts for each in layers],
             "latent attention": [each.latent for each in layers], "embeddings of layers": [self._table],
             "tensor parallelism": [self.team],

@@ -331,8 +331,8 @@ def autotune(layers: Iterable[Linear], processor: str) -> None:
     for layer in layers:
         for part in layer.parts if isinstance(layer, TritonJoined) else (layer,):
             if isinstance(part, TritonLinear):
-                shape = (part.kind, part.dtype, part.weight.outputs, part.inputs, part.gate)
-                shapes.setdefault(repr(shape), []).append(part)
+                key = (part.kind, part.dtype, part.weight.outputs, part.inputs, part.gate)
+                shapes.setdefault(repr(key), []).append(part)
     for shape, alike in shapes.items():
         record = Record("gpu_tiles", processor, triton.__version__, shape)
         usable = alike[0].usable_tiles()
