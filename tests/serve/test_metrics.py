@@ -1,5 +1,6 @@
 """Prometheus metrics, held against what answers say of themselves."""
 
+import itertools
 import time
 from collections import defaultdict
 
@@ -9,6 +10,7 @@ from running import run_server
 
 from forerun import ConfigError
 from forerun.serve.app import ServerOptions
+from forerun.serve.metrics import ThroughputLog
 from refusals import refused
 
 PROMPT = "def parse("
@@ -45,6 +47,43 @@ def test_prometheus_metrics(client, server):
     for phase in ("draft", "verify", "accept", "host"):
         assert grown("round_seconds_total", phase) > 0
     assert after["num_requests_running", None] == 0
+
+
+def test_drafters_are_counted_apart(server):
+    before = read(server)
+    answer = server.post("/v1/completions", {"prompt": PROMPT, "seed": 7, "max_tokens": 24}).json()
+    after = read(server)
+    said = answer["metrics"]["speculative_decoding"]
+    assert said["num_draft_tokens"] > 0
+    for name, key in (
+        ("drafts", "num_spec_steps"), ("draft_tokens", "num_draft_tokens"),
+        ("accepted_tokens", "num_accepted_draft_tokens"),
+    ):  # fmt: skip
+        name = f"spec_decode_num_{name}_by_drafter_total", said["method"]
+        assert after[name] - before.get(name, 0) == said[key]
+
+
+def test_the_log_says_what_ten_seconds_brought(server, monkeypatch):
+    log, times = ThroughputLog(server.engine), itertools.count(0, 10)
+
+    def line():
+        with monkeypatch.context() as patch:
+            patch.setattr("forerun.serve.metrics.perf_counter", times.__next__)
+            return log.line()
+
+    line()
+    assert line() is None  # nothing happened
+    prompt = [*range(21, 41)]
+    answer = server.post("/v1/completions", {"prompt": prompt, "seed": 7, "max_tokens": 24, "temperature": 0}).json()
+    said = answer["metrics"]["speculative_decoding"]
+    accepted, drafted = said["num_accepted_draft_tokens"], said["num_draft_tokens"]
+    assert line() == (
+        "running: 0 requests, waiting: 0, prompt throughput: 2.0 tokens/s, generation throughput: 2.4 tokens/s, "
+        "KV cache usage: 0.0%, prefix cache hit rate: 0.0%, mean acceptance length: "
+        f"{said['mean_acceptance_length']:.2f}, draft acceptance rate of {said['method']}: {accepted / drafted:.1%} of "
+        f"{drafted} tokens"
+    )
+    assert line() is None
 
 
 def test_what_prefixes_saved(server):

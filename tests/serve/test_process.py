@@ -18,7 +18,8 @@ import pytest
 from forerun.cli.main import run
 from forerun.cli.serve import served_drafters
 
-COMMAND = [sys.executable, "-c", "from forerun.cli.main import main; main()", "serve"]
+FAST_LOG = "from forerun.serve.metrics import ThroughputLog; ThroughputLog.INTERVAL = 0.05"
+COMMAND = [sys.executable, "-c", f"{FAST_LOG}; from forerun.cli.main import main; main()", "serve"]
 KEY = {"Authorization": "Bearer s3cret"}
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "FORERUN_API_KEY": "s3cret", "COLUMNS": "200"}
 
@@ -108,6 +109,7 @@ def test_it_serves_and_ends(model_folder, capsys):
         for text in texts:
             events = [json.loads(part[6:]) for part in text.split("\n\n") if part and "[DONE]" not in part]
             assert events[-1]["choices"][0]["finish_reason"] == "length"
+        assert re.search(r"running: [1-3] requests, waiting: 0, .* KV cache usage: ", server.stdout.read())
         assert len(texts) == 3
         with pytest.raises(httpx2.ConnectError):
             httpx2.get(f"{url}/health")

@@ -199,6 +199,7 @@ def _set_up(connections: int, *, log_requests: bool) -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     logging.getLogger("forerun").handlers = [handler]  # with the time, in place of the commands' handler
     logging.getLogger("forerun.core.threads").setLevel(logging.INFO)
+    logging.getLogger("forerun.throughput").setLevel(logging.INFO)
     logging.getLogger("forerun.requests").setLevel(logging.INFO if log_requests else logging.WARNING)
 
 

@@ -155,6 +155,8 @@ class EngineStats:
     accepted_per_pos: list[int] = field(default_factory=list)
     by_context: dict[int, list[int]] = field(default_factory=dict)
     """Drafts, drafted tokens and accepted tokens by context length; a key is an upper bound, a power of two."""
+    by_drafter: dict[str, list[int]] = field(default_factory=dict)
+    """The same by the method that drafted."""
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     accept_seconds: float = 0.0
@@ -173,10 +175,10 @@ class EngineStats:
         self.num_drafts += 1
         self.num_draft_tokens += len(draft)
         self.num_accepted_tokens += verdict.accepted
-        counts = self.by_context.setdefault(1 << max(SHORTEST, (length - 1).bit_length()), [0, 0, 0])
-        counts[0] += 1
-        counts[1] += len(draft)
-        counts[2] += verdict.accepted
+        counts = [1, len(draft), verdict.accepted]
+        _add_counts(self.by_context.setdefault(1 << max(SHORTEST, (length - 1).bit_length()), []), counts)
+        if draft.method is not None:
+            _add_counts(self.by_drafter.setdefault(draft.method, []), counts)
         self.accepted_per_pos.extend([0] * (verdict.accepted - len(self.accepted_per_pos)))
         for position in range(verdict.accepted):
             self.accepted_per_pos[position] += 1
@@ -188,7 +190,7 @@ class EngineStats:
             if isinstance(total, list):
                 _add_counts(total, value)
             elif isinstance(total, dict):
-                for key, counts in value.items():
+                for key, counts in list(value.items()):  # another thread may add a key
                     _add_counts(total.setdefault(key, []), counts)
             else:
                 setattr(self, name, total or value if isinstance(total, bool) else total + value)

@@ -1,11 +1,13 @@
-"""Prometheus' metrics, and a line of log for each request."""
+"""Prometheus' metrics, and the log: a line for each request, and one for every ten seconds with work."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
+from operator import sub
 from time import perf_counter
 from typing import Any
 
@@ -14,7 +16,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoM
 from prometheus_client.metrics_core import Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from forerun.engine.client import Delta, EngineClient, Stream
+from forerun.engine.client import ClosedError, Delta, EngineClient, Stream
+from forerun.engine.metrics import EngineStats
 from forerun.serve.stream import Reply
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -79,11 +82,13 @@ class EngineCollector:
         yield self._counter(
             "spec_decode_num_accepted_tokens_per_pos", "accepted tokens by draft position", by_position, ["position"]
         )
-        by_context = dict(stats.by_context)
-        for index, name in enumerate(("num_drafts", "num_draft_tokens", "num_accepted_tokens")):
-            values = {(str(length),): counts[index] for length, counts in sorted(by_context.items())}
-            text = f"{name} by the length of the text drafted for: at most so many tokens, more than half"
-            yield self._counter(f"spec_decode_{name}_by_context", text, values, ["context"])
+        context = "the length of the text drafted for: at most so many tokens, more than half"
+        for label, what, table in (
+            ("context", context, dict(stats.by_context)), ("drafter", "drafter", dict(stats.by_drafter))
+        ):  # fmt: skip
+            for index, name in enumerate(("num_drafts", "num_draft_tokens", "num_accepted_tokens")):
+                values = {(str(key),): counts[index] for key, counts in sorted(table.items())}
+                yield self._counter(f"spec_decode_{name}_by_{label}", f"{name} by {what}", values, [label])
         phases = ("draft", "verify", "accept", "host")
         seconds = {(phase,): getattr(stats, f"{phase}_seconds") for phase in phases}
         yield self._counter("round_seconds", "where the engine's time went", seconds, ["phase"])
@@ -147,6 +152,56 @@ class Recorder:
         return generate_latest(self.registry)
 
 
+class ThroughputLog:
+    """Every ``INTERVAL`` seconds with work, a line about what the engine did since the last one, as vLLM's."""
+
+    INTERVAL = 10.0
+
+    def __init__(self, engine: EngineClient) -> None:
+        self.engine = engine
+        self.before = EngineStats()
+        self.time = perf_counter()
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        self.line()
+        while True:
+            await asyncio.sleep(self.INTERVAL)
+            if line := self.line():
+                throughput.info(line)
+
+    def line(self) -> str | None:
+        """None: nothing happened, or no engine answers."""
+        try:
+            now = self.engine.snapshot()
+        except ClosedError:
+            return None
+        stats = EngineStats()
+        stats.include(now.stats)  # a copy: the engine goes on counting
+        old, self.before = self.before, stats
+        started, self.time = self.time, perf_counter()
+        seconds = self.time - started
+        tokens, read = stats.generated_tokens - old.generated_tokens, stats.prompt_tokens - old.prompt_tokens
+        if not (now.running or now.waiting or tokens or read):
+            return None
+        result = [
+            f"running: {now.running} requests, waiting: {now.waiting}",
+            f"prompt throughput: {read / seconds:.1f} tokens/s, generation throughput: {tokens / seconds:.1f} tokens/s",
+            f"KV cache usage: {now.usage:.1%}",
+        ]
+        if queries := stats.prefix_queries - old.prefix_queries:
+            result.append(f"prefix cache hit rate: {(stats.prefix_hits - old.prefix_hits) / queries:.1%}")
+        if drafts := stats.num_drafts - old.num_drafts:
+            length = 1 + (stats.num_accepted_tokens - old.num_accepted_tokens) / drafts
+            result.append(f"mean acceptance length: {length:.2f}")
+            for name, counts in sorted(stats.by_drafter.items()):
+                _, drafted, accepted = map(sub, counts, old.by_drafter.get(name, (0, 0, 0)))
+                if drafted:
+                    result.append(f"draft acceptance rate of {name}: {accepted / drafted:.1%} of {drafted} tokens")
+        return ", ".join(result)
+
+
+throughput = logging.getLogger("forerun.throughput")
 log = logging.getLogger("forerun.requests")
 LOGGED = (
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill", "/api/chat", "/api/generate",

@@ -19,6 +19,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from forerun.core.errors import ConfigError
 from forerun.engine.client import EngineClient
 from forerun.serve.errors import ApiError
+from forerun.serve.metrics import ThroughputLog
 from forerun.serve.options import ConnectionLimits
 
 
@@ -303,4 +304,8 @@ async def run(
     """Serves until a signal ends it."""
     gc.collect()
     gc.freeze()  # a full collection visits all that torch and transformers made, and stops everybody for 0.2 s
-    await DrainingServer(app, engine, drain_seconds, limits).serve(sockets=[listener])
+    logging = asyncio.create_task(ThroughputLog(engine).run())
+    try:
+        await DrainingServer(app, engine, drain_seconds, limits).serve(sockets=[listener])
+    finally:
+        logging.cancel()
