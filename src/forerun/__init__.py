@@ -10,11 +10,13 @@ if typing.TYPE_CHECKING:
     from forerun.core.errors import ConfigError, ForerunError, ModelError, RequestError
     from forerun.core.request import RequestState
     from forerun.core.tree import Draft, Verdict
+    from forerun.engine.async_llm import AsyncLLM
     from forerun.engine.beams import BeamSearchOutput, BeamSearchSequence
     from forerun.engine.config import EngineConfig, SpeculativeConfig
     from forerun.engine.jobs import Logprob
-    from forerun.engine.llm import LLM, CompletionOutput, RequestOutput
+    from forerun.engine.llm import LLM
     from forerun.engine.metrics import RequestMetrics
+    from forerun.engine.outputs import CompletionOutput, RequestOutput, StreamPiece
     from forerun.sampling.params import BeamSearchParams, SamplingParams, StructuredOutputsParams
     from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs
     from forerun.speculate.names import drafters
@@ -25,11 +27,13 @@ _NAMES = {
     "core.errors": "ConfigError ForerunError ModelError RequestError",
     "core.request": "RequestState",
     "core.tree": "Draft Verdict",
+    "engine.async_llm": "AsyncLLM",
     "engine.beams": "BeamSearchOutput BeamSearchSequence",
     "engine.config": "EngineConfig SpeculativeConfig",
     "engine.jobs": "Logprob",
-    "engine.llm": "LLM CompletionOutput RequestOutput",
+    "engine.llm": "LLM",
     "engine.metrics": "RequestMetrics",
+    "engine.outputs": "CompletionOutput RequestOutput StreamPiece",
     "sampling.params": "BeamSearchParams SamplingParams StructuredOutputsParams",
     "speculate.draft.base": "DraftContext Drafter DrafterConfig Needs",
     "speculate.names": "drafters",
@@ -39,6 +43,7 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
@@ -59,6 +64,7 @@ __all__ = [
     "RequestState",
     "SamplingParams",
     "SpeculativeConfig",
+    "StreamPiece",
     "StructuredOutputsParams",
     "Verdict",
     "__version__",

@@ -371,7 +371,7 @@ class Engine:
         return updates
 
     def count(self, job: Job, draft: Draft, verdict: Verdict, prefill: bool, now: float) -> None:
-        """Counts a sequence's round in the metrics, and records it if the job is traced."""
+        """Counts a sequence's round in the metrics, and records what became of its draft."""
         metrics = job.metrics
         if metrics.first_token is None:
             metrics.first_token = now
@@ -383,6 +383,7 @@ class Engine:
                 metrics.num_accepted_prediction_tokens += verdict.accepted
         if job.traced:
             job.trace.append(RoundTrace.of(draft, verdict))
+        job.drafted += [index < verdict.accepted for index in range(len(verdict.tokens))]
         self.stats.add(draft, verdict, len(job.sequence.tokens) - len(verdict.tokens))
 
     def end(self, job: Job, finish: Finish, now: float | None = None) -> None:

@@ -112,6 +112,8 @@ class Job:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     traced: bool = False
     trace: list[RoundTrace] = field(default_factory=list)
+    drafted: list[bool] = field(default_factory=list)
+    """Whether each token of the answer was drafted and accepted; none for beams."""
     beam: Hypothesis | None = None
     """The finished beam that became this answer of a beam search."""
     peers: list[Job] = field(default_factory=list)

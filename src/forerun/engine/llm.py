@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -24,7 +23,8 @@ from forerun.engine.admission import token_ids
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.engine.jobs import Job, Logprob, Update, by_token
-from forerun.engine.metrics import RequestMetrics, RoundTrace
+from forerun.engine.metrics import RequestMetrics
+from forerun.engine.outputs import CompletionOutput, Pieces, RequestOutput, StreamPiece, one_answer
 from forerun.engine.tuned import load as load_tuned
 from forerun.models import lora
 from forerun.models.chat import Message, conversations, render_chat
@@ -35,38 +35,6 @@ from forerun.models.tokenizer import encode, load_tokenizer, with_end
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One of a request's n answers."""
-
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
-    stop_reason: str | int | None = None
-    """The stop string or token id that ended it; an error's text where ``finish_reason`` is ``error``."""
-    logprobs: list[dict[int, Logprob]] | None = None
-    """For each token a mapping by id: the token itself, then the ``SamplingParams.logprobs`` likeliest."""
-    cumulative_logprob: float | None = None
-    """The sum over the answer's tokens; only with ``logprobs``, and for beams."""
-    trace: list[RoundTrace] | None = None
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """A prompt's answers and what speculation did for them."""
-
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    metrics: RequestMetrics
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """As ``CompletionOutput.logprobs``; None for the first token."""
-    request_id: str = ""
-    """A number, unique within the ``LLM``."""
-    finished: bool = True
 
 
 class LLM:
@@ -91,8 +59,7 @@ class LLM:
     A child process may use its parent's ``LLM``, unless another thread was using that when it was forked.
 
     Threads may share one ``LLM``: a call has the engine to itself, and others wait. Give prompts that are to be decoded
-    together to one call. For requests that come and go, use ``AsyncEngine``; it must not run the engine of an ``LLM``
-    that is in use.
+    together to one call. For requests that come and go, use ``AsyncLLM``.
     """
 
     def __init__(
@@ -189,7 +156,7 @@ class LLM:
             raise RequestError("suffix and stop_at go with 'prompt', a string", param="prompt")
         return ending(params, prompt.get("stop_at"), before, self.infill.ends if HOLE & set(prompt) else ())
 
-    def _choices(self, prompt: Prompt) -> dict[str, Any]:
+    def choices(self, prompt: Prompt) -> dict[str, Any]:
         """The token ids of a prompt's ``decoder_prompt`` and ``prediction``, if it has them; texts are encoded without
         special tokens."""
         given = dict(prompt) if isinstance(prompt, Mapping) else {}
@@ -238,7 +205,7 @@ class LLM:
             ConfigError: called from ``on_update``, or with lists of different lengths.
         """
         requests = self._run(prompts, sampling_params, use_tqdm, priority, speculate, on_update)
-        return [self._output(text, jobs) for text, jobs in requests]
+        return [self.output(text, jobs) for text, jobs in requests]
 
     def beam_search(
         self,
@@ -267,8 +234,8 @@ class LLM:
         on_update: Callable[[Update], None] | None,
     ) -> list[tuple[str | None, list[Job]]]:
         """Runs the prompts; returns each one's text and finished jobs."""
-        batch = _prompt_list(prompts)
-        params = self._params(given, len(batch))
+        batch = prompt_list(prompts)
+        params = self.params_of(given, len(batch))
         priorities = _priorities(priority, len(batch))
         requests: list[list[Job]] = []
         answers, disable = sum(item.n for item in params), None if use_tqdm is None else not use_tqdm
@@ -278,7 +245,7 @@ class LLM:
             tqdm(total=answers, desc="Answers", unit="answer", dynamic_ncols=True, disable=disable) as bar,
         ):
             tokens_before = self.engine.stats.generated_tokens
-            encoded = [(*self.encode(prompt), self._choices(prompt)) for prompt in batch]
+            encoded = [(*self.encode(prompt), self.choices(prompt)) for prompt in batch]
             params = list(map(self._ending, batch, params))
             try:
                 for (_, ids, choices), options, rank in zip(encoded, params, priorities):
@@ -327,20 +294,63 @@ class LLM:
         Raises:
             RequestError: the model has no template, or it refuses the messages.
         """
-        prompts: list[Prompt] = []
-        for conversation in conversations(messages):
-            text = render_chat(
-                self.tokenizer,
-                conversation,
-                tools=tools,
-                chat_template=chat_template,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs,
-            )
-            ids = encode(self.tokenizer, text, add_special_tokens=False)  # the template has them
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        template = {
+            "chat_template": chat_template, "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message, "chat_template_kwargs": chat_template_kwargs,
+            "tools": tools,
+        }  # fmt: skip
+        prompts = [self.chat_prompt(conversation, **template) for conversation in conversations(messages)]
         return self.generate(prompts, sampling_params, speculate=speculate, on_update=on_update, use_tqdm=use_tqdm)
+
+    def chat_prompt(self, messages: Sequence[Message], **template: Any) -> Prompt:
+        """A conversation as a prompt. ``template``: the arguments of ``chat`` for it. Raises RequestError."""
+        (conversation,) = conversations([messages])
+        text = render_chat(self.tokenizer, conversation, **template)
+        ids = encode(self.tokenizer, text, add_special_tokens=False)  # the template has them
+        return {"prompt": text, "prompt_token_ids": ids}
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, speculate: bool = True
+    ) -> Iterator[StreamPiece]:
+        """Yields one answer token by token, as it is decoded. The last piece has the whole ``output``.
+
+        The engine is in use until the iterator has ended or is closed: other threads' calls wait, and this thread's
+        are refused. An iterator that is closed early, as by ``break``, ends the request.
+
+        Raises:
+            RequestError: the prompt or an option cannot be served.
+            ConfigError: this thread has not closed an earlier stream.
+        """
+        params = one_answer(sampling_params)
+        with self._exclusive():
+            text, ids = self.encode(prompt)
+            (job,) = self.engine.add(ids, params, speculate=speculate, **self.choices(prompt))
+            made = Pieces(job, self.tokenizer, lambda: self.output(text, [job]))
+            try:
+                while job.finish is None:
+                    with Interrupts(), torch.inference_mode():
+                        updates = self.engine.step()
+                    for update in updates:
+                        yield from made.of(update.tokens, update.finish)
+            finally:
+                self.engine.abort(job)
+
+    def chat_stream(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        speculate: bool = True,
+        **template: Any,
+    ) -> Iterator[StreamPiece]:
+        """Yields the answer to a conversation, as ``stream`` does. ``template``: arguments of ``chat`` that make the
+        prompt, such as ``tools``."""
+        return self.stream(self.chat_prompt(messages, **template), sampling_params, speculate=speculate)
+
+    def __repr__(self) -> str:
+        if self._engine is None:
+            return "LLM(closed)"
+        return f"LLM({self.config.model!r}, drafts: {', '.join(self.engine.router.drafters) or 'none'})"
 
     def get_tokenizer(self) -> Any:
         """The tokenizer, as transformers has it."""
@@ -364,7 +374,9 @@ class LLM:
     def _exclusive(self) -> Iterator[None]:
         """Gives this thread the engine, once other threads' calls are done."""
         if self._owner == threading.get_ident():
-            raise ConfigError("on_update must not call its own LLM: call it after generate has returned")
+            raise ConfigError(
+                "this LLM is in use by this thread: close its stream first; on_update must not call its own LLM"
+            )
         with self._lock:
             self._owner = threading.get_ident()
             try:
@@ -373,7 +385,7 @@ class LLM:
                 self._owner = None
 
     @staticmethod
-    def _params(given: Params | Iterable[Params] | None, count: int) -> list[Params]:
+    def params_of(given: Params | Iterable[Params] | None, count: int) -> list[Params]:
         """One for each of ``count`` prompts. Raises ConfigError."""
         if given is None or isinstance(given, Params):
             return [given or SamplingParams()] * count
@@ -385,7 +397,8 @@ class LLM:
             raise ConfigError(f"{len(several)} sampling_params for {count} prompts: pass one, or one per prompt")
         return several
 
-    def _output(self, text: str | None, jobs: list[Job]) -> RequestOutput:
+    def output(self, text: str | None, jobs: list[Job]) -> RequestOutput:
+        """What finished jobs answered."""
         outputs, sequence = [], jobs[0].sequence
         for job in jobs:
             assert job.finish is not None
@@ -401,6 +414,7 @@ class LLM:
                     logprobs=None if logprobs is None else by_token(logprobs, self.tokenizer, sequence.prompt),
                     cumulative_logprob=total if job.beam is None else job.beam.logprob,
                     trace=job.trace if self.config.trace else None,
+                    drafted=job.drafted,
                 )
             )
         prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -408,7 +422,9 @@ class LLM:
             known = [item for item in jobs[0].prompt_logprobs if item is not None]
             prompt_logprobs = [None, *by_token(known, self.tokenizer, sequence.prompt[:1])]
         metrics = RequestMetrics.merged([job.metrics for job in jobs])
-        return RequestOutput(text, sequence.prompt, outputs, metrics, prompt_logprobs, str(sequence.id))
+        result = RequestOutput(text, sequence.prompt, outputs, metrics, prompt_logprobs, str(sequence.id))
+        vars(result)["_tokenizer"] = self.tokenizer
+        return result
 
 
 _all: weakref.WeakSet[LLM] = weakref.WeakSet()
@@ -433,7 +449,7 @@ def _priorities(given: Sequence[int] | None, count: int) -> list[int]:
     return several
 
 
-def _prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
+def prompt_list(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """A list of the prompts, which may be one prompt or several."""
     if isinstance(prompts, (str, bytes, bytearray, Mapping)):
         return [cast(Prompt, prompts)]

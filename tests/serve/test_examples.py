@@ -1,0 +1,61 @@
+"""Every file of ``examples/`` runs, and prints what it is for."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from running import run_server
+
+from forerun import LLM, SamplingParams, drafters
+from forerun.serve.app import ServerOptions
+
+FILES = {path.stem: path for path in (Path(__file__).parents[2] / "examples").glob("*.py")}
+TEMPLATE = (
+    "{% for t in tools or [] %}<tool_call> {{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}\n"
+    "{% endfor %}"
+)
+OFFLINE = ["batch", "chat", "completion", "own_drafter", "stream"]
+WITH_SERVER = ["server_client", "tools"]
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def start(name, *arguments):
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        runpy.run_path(str(FILES[name]), run_name="__main__")
+        return capsys.readouterr().out
+
+    yield start
+    drafters.remove("echo")
+
+
+def test_all_are_tried():
+    assert sorted(FILES) == sorted(OFFLINE + WITH_SERVER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OFFLINE)
+def test_without_a_server(run, name, chat_model):
+    printed = run(name, *([chat_model] if name == "chat" else []))
+    assert len(printed.splitlines()) >= (4 if name == "batch" else 2)
+    if name == "stream":
+        (whole,) = LLM().generate("def fibonacci(n):\n", SamplingParams(temperature=0, max_tokens=60))
+        *lines, last = re.sub(r"\x1b\[\d+m", "", printed).splitlines()
+        assert "\n".join(lines) == whole.outputs[0].text
+        assert last.endswith("tokens per drafted round")
+        assert "\x1b[4m" in printed
+    if name == "own_drafter":
+        assert re.search(r"mean acceptance length \d", printed)
+    if name == "chat":
+        assert "What is a prime number?" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITH_SERVER)
+def test_with_a_server(run, name, served):
+    with run_server(served, ServerOptions(served_model_name="tiny", chat_template=TEMPLATE)) as running:
+        printed = run(name, f"{running.url}/v1")
+    said = {"server_client": "'method': 'draft_model'", "tools": r'weather \{"city": ?"(Paris|Rome)"'}
+    assert re.search(said[name], printed)
