@@ -25,3 +25,28 @@ def bound(config, dtype=torch.float32):
     width = max(spec.at(index).head_dim for index in range(len(spec.layers)))
     scores = spec.scale * (width if spec.latent is None else spec.latent.query_dim)
     return torch.finfo(dtype).eps * math.sqrt(longest) * ((SUMS + scores) * len(spec.layers) + 1)
+
+
+def by_chance(count):
+    """How many times as large as another an error may be, if both are norms of ``count`` rows and their roundings are
+    alike. Such a norm's standard deviation is 1/sqrt(2 count) of it, that of two norms' ratio 1/sqrt(count): four of
+    these."""
+    return 1 + 4 / math.sqrt(count)
+
+
+def rounded_inputs(module, size=None, weights=False):
+    """``module``, whose linear layers round each ``size`` inputs, or each row, to 127 steps of the largest; with
+    ``weights``, each row of them, too."""
+
+    def steps(x):
+        count = size or x.shape[-1]
+        parts = torch.nn.functional.pad(x, (0, -x.shape[-1] % count)).unflatten(-1, (-1, count))
+        step = (parts.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
+        return ((parts / step).round() * step).flatten(-2)[..., : x.shape[-1]]
+
+    for each in module.modules():
+        if isinstance(each, torch.nn.Linear):
+            each.register_forward_pre_hook(lambda _, given: (steps(given[0]),))
+            if weights:
+                each.weight.data = steps(each.weight.data)
+    return module

@@ -63,16 +63,16 @@ def save_seq2seq(kind, folder, **more):
 
 
 @cache
-def theirs(folder):
+def theirs(folder, dtype=torch.float32):
     """The checkpoint in transformers' own hands."""
-    return AutoModelForSeq2SeqLM.from_pretrained(folder, attn_implementation="eager").eval()
+    return AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()
-def reference(folder, source, tokens):
+def reference(folder, source, tokens, dtype=torch.float32):
     """transformers' logits [tokens, vocabulary]."""
     ids, answer = torch.tensor([source]), torch.tensor([tokens])
-    return theirs(folder)(input_ids=ids, decoder_input_ids=answer, use_cache=False).logits[0]
+    return theirs(folder, dtype)(input_ids=ids, decoder_input_ids=answer, use_cache=False).logits[0]
 
 
 def some_tokens(count, seed=0):

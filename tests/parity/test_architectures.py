@@ -37,7 +37,7 @@ from forerun.speculate.draft.heads.head import Sizes
 from here import where
 from modules import requested
 from refusals import refused
-from rounding import apart, bound
+from rounding import apart, bound, by_chance
 
 ROWS = 40
 EXPERTS = ("mixtral", "mixtral-tied", "qwen3_moe", "qwen3_moe-some", "gemma4-experts")
@@ -220,7 +220,7 @@ def test_half_precision(described, name, dtype):
     with torch.inference_mode():
         off = (other(torch.tensor([tokens])).logits[0].float() - reference(folder, tokens)).norm()
     got = feed(load_model(folder, dtype=dtype, invariant=True), Span(0, 0, tokens)).logits
-    assert (got - reference(folder, tokens)).norm() <= 1.5 * off
+    assert (got - reference(folder, tokens)).norm() <= by_chance(len(tokens)) * off
 
 
 @pytest.mark.parametrize("name", ["gemma4-experts", "gpt_oss", "starcoder2", "qwen3_5_moe", "nemotron_h", "mistral4"])

@@ -15,6 +15,7 @@ from forerun.models.hf import HFModel
 from forerun.models.load import load_model
 from modules import randomise
 from refusals import refused
+from rounding import by_chance
 from tiny import tiny_llama
 
 VOCABULARY = 101
@@ -133,7 +134,8 @@ def test_half_precision(checkpoint, name, dtype):
     assert model.info.dtype == getattr(torch, dtype)
     got = feed(model, new_attention(model, max_seqs=1, max_len=64), Span(0, 0, tokens))
     exact = reference(folder, tokens)
-    assert (got - exact).norm() <= 1.5 * (reference(folder, tokens, getattr(torch, dtype)) - exact).norm()
+    theirs = reference(folder, tokens, getattr(torch, dtype))
+    assert (got - exact).norm() <= by_chance(len(tokens)) * (theirs - exact).norm()
 
 
 def test_identity_is_promised_where_bits_do_not_depend_on_the_batch(checkpoint):

@@ -36,6 +36,7 @@ from forerun.models.transform import CheckpointWeights, transform
 from here import where
 from modules import requested
 from refusals import refused
+from rounding import apart, bound, by_chance
 
 pytestmark = pytest.mark.slow
 
@@ -189,7 +190,7 @@ def test_bfloat16(checkpoint):
     folder = checkpoint("llama")
     exact, ranks = load_model(folder), two(folder, torch.bfloat16)
     one = (logits(load_model(folder, dtype="bfloat16", invariant=True)) - logits(exact)).norm()
-    assert (together(ranks, logits) - logits(exact)).norm() < 1.5 * one  # what rounding does to one rank
+    assert (together(ranks, logits) - logits(exact)).norm() < by_chance(ROWS) * one  # what rounding does to one rank
     assert not together(ranks, lambda model: self_test(model, rows=20, page_size=8, chunks=(3, 8)))
 
 
@@ -251,13 +252,27 @@ def rounds(model):
     return torch.cat(result)
 
 
+def condition(model):
+    """How many times larger a change of the embeddings is in the logits: what a state remembers, norms may enlarge."""
+    expected, table, eps = rounds(model), model._embedding, torch.finfo(torch.float32).eps
+    generator = torch.Generator().manual_seed(0)
+
+    def changed(ids):
+        rows = table(ids)
+        return rows * (1 + eps * torch.randn(rows.shape, generator=generator).sign())
+
+    model._embedding = changed
+    return max(1.0, apart(rounds(model), expected) / eps)
+
+
 @pytest.mark.parametrize("weights", ["auto", "plain"])
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_layers_with_state_are_split_by_heads_and_channels(hybrid_folder, name, weights):
     folder = hybrid_folder(name)
     one, ranks = load_model(folder, invariant=True), two(folder, weights=weights)
     expected, got = rounds(one), together(ranks, rounds)
-    assert (got - expected).abs().max() < 1e-4 * expected.abs().max()
+    limit = condition(load_model(folder, invariant=False, weights="plain")) * bound(read_config(folder))
+    assert apart(got, expected) < limit
     assert not together(ranks, lambda model: self_test(model, rows=20, page_size=8))
     whole, parts = (sum(map(numbers_of, model.info.state_shapes)) for model in (one, ranks[1]))
     assert parts <= whole * (0.51 if HYBRIDS[name][1].get("mamba_n_groups") != 1 else 0.7)
