@@ -52,6 +52,9 @@ def test_a_stream_is_the_answer_token_by_token(llm):
     (expected,) = llm.generate(PROMPT, stopped)
     assert expected.outputs[0].finish_reason == "stop"
     check(list(llm.stream(PROMPT, stopped)), expected)
+    line = {"prompt": "the 12", "stop_at": "line"}
+    (expected,) = llm.generate(line, PARAMS)
+    assert "".join(piece.text for piece in llm.stream(line, PARAMS)) == expected.outputs[0].text
     assert not any(piece.drafted for piece in llm.stream(PROMPT, PARAMS, speculate=False))
 
 

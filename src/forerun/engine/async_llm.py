@@ -97,6 +97,7 @@ class AsyncLLM:
     ) -> AsyncIterator[tuple[str | None, Stream]]:
         """A request's text and its stream; it ends with the block."""
         text, ids = self._llm.encode(prompt)
+        params = self._llm.with_ending(prompt, params)
         stream = await self._engine.submit(ids, params, speculate=speculate, **self._llm.choices(prompt))
         try:
             yield text, stream

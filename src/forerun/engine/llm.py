@@ -145,7 +145,7 @@ class LLM:
         """Makes prompts with text after the cursor."""
         return Infill(self.tokenizer)
 
-    def _ending(self, prompt: Prompt, params: Params) -> Params:
+    def with_ending(self, prompt: Prompt, params: Params) -> Params:
         """The options with the end that a prompt asks for. Raises RequestError."""
         if not isinstance(prompt, Mapping) or not {*HOLE, "stop_at"} & set(prompt):
             return params
@@ -246,7 +246,7 @@ class LLM:
         ):
             tokens_before = self.engine.stats.generated_tokens
             encoded = [(*self.encode(prompt), self.choices(prompt)) for prompt in batch]
-            params = list(map(self._ending, batch, params))
+            params = list(map(self.with_ending, batch, params))
             try:
                 for (_, ids, choices), options, rank in zip(encoded, params, priorities):
                     requests.append(self.engine.add(ids, options, speculate=speculate, priority=rank, **choices))
@@ -324,6 +324,7 @@ class LLM:
         params = one_answer(sampling_params)
         with self._exclusive():
             text, ids = self.encode(prompt)
+            params = self.with_ending(prompt, params)
             (job,) = self.engine.add(ids, params, speculate=speculate, **self.choices(prompt))
             made = Pieces(job, self.tokenizer, lambda: self.output(text, [job]))
             try:
