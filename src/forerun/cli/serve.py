@@ -94,6 +94,9 @@ def serve(
 ) -> None:
     """Serve OpenAI's API over HTTP, with a playground at /.
 
+    Editors complete code by /infill, or by suffix of /v1/completions, with
+    models that have tokens to fill in the middle.
+
     The first signal drains running requests and exits; a second exits immediately.
     """
     _check_installed("serve")
