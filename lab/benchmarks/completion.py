@@ -133,13 +133,13 @@ def main() -> None:
                 kept.read += last["tokens_evaluated"]
                 kept.cached += last["tokens_evaluated"] - last["timings"]["prompt_n"]
                 kept.same += text.partition("\n")[0].rstrip() == rest.rstrip()
-        rows += [{"mode": mode, "server": name, **kept.row()} for name, kept in times.items()]
+        for name, kept in times.items():
+            rows.append({"mode": mode, "server": name, **kept.row()})
+            if not given.json:
+                print(*(f"{key}={value:.3f}" if isinstance(value, float) else f"{key}={value}"
+                        for key, value in rows[-1].items()), flush=True)  # fmt: skip
     if given.json:
         print(json.dumps({"rows": rows}, indent=1))
-        return
-    for row in rows:
-        print(" ".join(f"{key}={value:.3f}" if isinstance(value, float) else f"{key}={value}"
-                       for key, value in row.items()))  # fmt: skip
 
 
 if __name__ == "__main__":
