@@ -321,7 +321,7 @@ class LLM:
             RequestError: the prompt or an option cannot be served.
             ConfigError: this thread has not closed an earlier stream.
         """
-        params = one_answer(sampling_params)
+        params: Params = one_answer(sampling_params)
         with self._exclusive():
             text, ids = self.encode(prompt)
             params = self.with_ending(prompt, params)
