@@ -33,7 +33,7 @@ from forerun.measure.prompts import make_prompts
 from forerun.models.base import Model, new_attention
 from forerun.models.load import load_model
 from forerun.models.tokenizer import load_tokenizer
-from forerun.speculate.length.costs import ExpertReads
+from forerun.speculate.length.experts import ExpertReads
 from forerun.theory import expected_experts
 
 SHAPE = {

@@ -7,14 +7,18 @@ import math
 import random
 import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import mul
 
 from forerun import SamplingParams
 from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
+from forerun.core.tree import Draft, Verdict, evidence
 from forerun.models.base import MixtureInfo
 from forerun.speculate.length import Seconds, Setting, policies
 from forerun.speculate.length.adaptive import Adaptive
+from forerun.speculate.length.base import Parts
+from forerun.speculate.length.prices import Timed
 from forerun.theory import expected_experts
 
 
@@ -34,12 +38,19 @@ class Machine:
     """Share of rounds that take three times as long."""
     slow: Callable[[int], float] = lambda seconds: 1.0
     multiple: int = 2
+    prices: tuple[float, ...] = ()
+    """Cost of 1, 2, 3, ... rows over one row's, as measured; beyond them as between the last two. Replaces
+    ``per_row``."""
+    later: tuple[float, tuple[float, ...]] | None = None
+    """From this second on, these ``prices``."""
+    looks_up: bool = False
+    """Drafts are looked up: the policy says what of them is verified."""
     cold_penalty: float = 0.0
     """How much slower the target's first round after drafts is; later ones less and less."""
     thaws: float = 6.0
     """In how many rounds that falls to a third."""
     host: float = 0.0
-    """What the policy and the drafter's bookkeeping take in a round with drafts."""
+    """What the policy takes to make a plan."""
     mixture: MixtureInfo | None = None
     again: float = 0.0
     """The share of experts that two rows have in common, of one text or of two."""
@@ -54,6 +65,10 @@ class Machine:
         return self.mixture.layers * expected_experts(count, chosen, rows, self.again)
 
     def verify(self, sequences, rows):
+        if self.prices:
+            prices, beyond = self.prices, max(0, rows - len(self.prices))
+            cost = prices[min(rows, len(prices)) - 1] + beyond * (prices[-1] - prices[-2])
+            return 1e-3 * (self.base * cost + self.per_sequence * sequences)
         padded = -(-rows // self.multiple) * self.multiple
         experts = self.per_expert * self.experts(padded)
         return 1e-3 * (self.base + self.per_sequence * sequences + self.per_row * padded + experts)
@@ -64,7 +79,13 @@ class Machine:
         each = self.per_level + self.per_draft_token * sequences
         return 1e-3 * (self.draft + each * levels + self.per_token_behind * behind)
 
+    def at(self, seconds):
+        """Prices of this second."""
+        if self.later is not None and seconds > self.later[0]:
+            self.prices, self.later = self.later[1], None
+
     def disturb(self, draw, seconds):
+        self.at(seconds)
         spike = 3.0 if draw.random() < self.spikes else 1.0
         return self.slow(seconds) * spike * math.exp(self.jitter * draw.gauss(0.0, 1.0))
 
@@ -83,6 +104,8 @@ class Play:
     """Per round, drafted tokens."""
     emitted: list[int] = field(default_factory=list)
     """Per round, tokens."""
+    works: list[tuple[float, float]] = field(default_factory=list)
+    """Per round, ``work``, and ``plain_work`` of the tokens that its drafts bring on average."""
 
     @property
     def tokens(self):
@@ -91,6 +114,14 @@ class Play:
     @property
     def speed(self):
         return self.tokens / self.seconds
+
+    def slowest(self, rounds=200):
+        """The least speed over plain decoding of any so many consecutive rounds."""
+        sums = [(0.0, 0.0)]
+        for work, plain in self.works:
+            sums.append((sums[-1][0] + work, sums[-1][1] + plain))
+        pairs = zip(sums, sums[rounds:])
+        return min(((b[1] - a[1]) / (b[0] - a[0]) for a, b in pairs), default=sums[-1][1] / sums[-1][0])
 
 
 def play(
@@ -117,7 +148,8 @@ def play(
             return len(sequence.tokens)
         return len(sequence.tokens) - drawn_until.get(sequence.id, 0)
 
-    decides = _policy(machine, policy, depth, lag)
+    ticks = itertools.count()
+    decides = _policy(machine, policy, depth, lag, draw, ticks)
     todo = [_request(i, prompt, length, policy) for i in range(max(requests, count))][::-1]
     running = []
     while todo or running:
@@ -125,7 +157,9 @@ def play(
             running.append(todo.pop())
         for sequence in running:
             sequence.scheduled, sequence.num_computed_tokens = 1, len(sequence.tokens) - 1
+        before = next(ticks)
         budgets = decides.budgets(running)
+        planning = 1e-3 * machine.host * (next(ticks) > before + 1)
         drafting = [i for i, budget in enumerate(budgets) if budget]
         behind = 0
         for i in drafting:
@@ -134,17 +168,26 @@ def play(
             if window is not None or running[i].reads is None:
                 began[running[i].id] = running[i].reads
             drawn_until[running[i].id] = len(running[i].tokens)
-        drafts = [Draft.chain([0] * budget if draw.random() < exists else []) for budget in budgets]
-        verdicts = [_verdict(sequence, draft, accepted, draw) for sequence, draft in zip(running, drafts)]
+        drafts = [
+            _draft(s, budget if draw.random() < exists else 0, accepted, draw) for s, budget in zip(running, budgets)
+        ]
+        if machine.looks_up:
+            for draft in drafts:
+                draft.method, draft.evidence = "m", [evidence(3 + index, 0.9) for index in range(len(draft))]
+            drafts = [d.cut(s.worth(d)) if len(d) and s.worth else d for s, d in zip(running, drafts)]
+        verdicts = [_verdict(sequence, draft) for sequence, draft in zip(running, drafts)]
         rows = len(running) + sum(len(draft) for draft in drafts)
-        silent = 0 if drafting else silent + 1
+        silent = 0 if drafting and not machine.looks_up else silent + 1  # a look-up leaves the caches alone
         cold = 1.0 + (machine.cold_penalty * math.exp((1 - silent) / machine.thaws) if silent else 0.0)
         work = machine.drafting(len(drafting), max(budgets), behind), cold * machine.verify(len(running), rows)
         slow = machine.disturb(draw, result.seconds)
         parts = slow * work[0], slow * work[1]
-        result.work += sum(work) + (1e-3 * machine.host if drafting else 0.0)
+        result.work += sum(work) + planning
         emitted = sum(len(verdict.tokens) for verdict in verdicts)
-        result.plain_work += emitted * machine.verify(len(running), len(running)) / len(running)
+        plain = emitted * machine.verify(len(running), len(running)) / len(running)
+        result.plain_work += plain
+        expected = sum(_expected(sequence, draft, accepted) for sequence, draft in zip(running, drafts))
+        result.works.append((sum(work) + planning, expected * plain / emitted))
         for sequence, verdict in zip(running, verdicts):
             sequence.tokens.extend(verdict.tokens)
             if sequence.id in drawn_until:
@@ -161,13 +204,25 @@ def play(
     return result
 
 
-def _policy(machine, policy, depth, lag):
+def _policy(machine, policy, depth, lag, draw, ticks):
     models = frozenset({"m"} if machine.per_token_behind > 1.0 else ())
-    setting = Setting({"m": list(range(depth + 1))}, machine.multiple, lag, models, machine.mixture)
+
+    @contextmanager
+    def trials(sequences):
+        def time_round(method, deep, rows):
+            slow, total = machine.disturb(draw, 0.0), sequences * rows
+            asks = method is not None and (deep or machine.looks_up)
+            drafting = machine.drafting(sequences if asks else 0, max(deep, 1), 0)
+            verify = machine.verify(sequences, total)
+            return Timed(total, deep, max(1e-9, slow * drafting), slow * verify, round(machine.experts(total)))
+
+        yield time_round, {"m": 1e-3 * machine.per_token_behind}
+
+    nodes, parts = {"m": list(range(depth + 1))}, {"m": Parts(("m",), None)} if machine.looks_up else {}
+    setting = Setting(nodes, machine.multiple, lag, models, machine.mixture, parts, trials)
     decides = policies[policy or "fixed"](setting)
-    ticks = itertools.count()
     if isinstance(decides, Adaptive):
-        decides.clock = lambda: next(ticks) * 0.5e-3 * machine.host
+        decides.clock = lambda: next(ticks) * 1e-3 * machine.host
     return decides
 
 
@@ -178,11 +233,26 @@ def _request(number, prompt, length, policy):
     return sequence
 
 
-def _verdict(sequence, draft, accepts, draw):
-    matched = 0
-    while matched < len(draft) and draw.random() < accepts(sequence.id, sequence.num_output + matched):
-        matched += 1
+def _expected(sequence, draft, accepts):
+    """Tokens that a draft brings on average, at most those that the answer still gets."""
+    chances = itertools.accumulate((accepts(sequence.id, sequence.num_output + d) for d in range(len(draft))), mul)
+    return min(1.0 + sum(chances), sequence.remaining)
+
+
+def _draft(sequence, depth, accepts, draw):
+    """A chain whose tokens are right (0) up to the first that is wrong (1)."""
+    tokens = []
+    for index in range(depth):
+        right = (not tokens or tokens[-1] == 0) and draw.random() < accepts(sequence.id, sequence.num_output + index)
+        tokens.append(0 if right else 1)
+    return Draft.chain(tokens)
+
+
+def _verdict(sequence, draft):
+    matched = draft.tokens.index(1) if 1 in draft.tokens else len(draft)
     verdict = Verdict(path=list(range(matched)), token=0, fed=1)
     verdict.tested = min(matched + 1, len(draft))
-    verdict.tokens = [0] * min(matched + 1, sequence.remaining)
+    wrong = draft.shadow is not None and draft.shadow.depth == matched and draft.shadow.token == 1
+    after = 2 if wrong or matched < len(draft) else 0
+    verdict.tokens = ([0] * matched + [after])[: sequence.remaining]
     return verdict

@@ -3,7 +3,12 @@ what ``adaptive`` makes of a cold start, of an overdue check and of drafts that 
 
 from __future__ import annotations
 
+import json
+import random
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from math import exp
 
 import pytest
@@ -11,13 +16,15 @@ from simulated import Machine, play
 
 from forerun import SamplingParams
 from forerun.core.request import RequestState
-from forerun.core.tree import Draft, Verdict
-from forerun.speculate.length import Seconds, Setting, policies
-from forerun.speculate.length.adaptive import Acceptance, Adaptive
-from forerun.speculate.length.costs import Costs, Curve, Drafted
+from forerun.core.tree import Draft, Shadow, Verdict, evidence
+from forerun.speculate.length import Seconds, Setting
+from forerun.speculate.length.acceptance import Acceptance
+from forerun.speculate.length.adaptive import Adaptive
+from forerun.speculate.length.base import Parts
+from forerun.speculate.length.prices import Curve, Prices, Timed
 
 COUNTS = (1, 4, 8, 16)
-LOOKUP = {"draft": 0.03, "per_level": 0.0, "per_draft_token": 0.005, "per_token_behind": 0.0}
+LOOKUP = {"draft": 0.03, "per_level": 0.0, "per_draft_token": 0.005, "per_token_behind": 0.0, "looks_up": True}
 
 
 def speeds(machine, count, rate, policy="adaptive"):
@@ -38,7 +45,7 @@ def test_useless_drafts_cost_next_to_nothing(count, costs):
 
 def unhurried(row_multiple):
     """The policy with a clock that stands still: its own time depends on what else the machine does."""
-    policy = Adaptive(Setting({"m": [0, 1, 2, 3]}, row_multiple))
+    policy = Adaptive(Setting({"m": [0, 1, 2, 3]}, row_multiple, trials=lambda sequences: timed(Machine(**LOOKUP), 0)))
     policy.clock = lambda: 0.0
     return policy
 
@@ -83,7 +90,7 @@ SMALL = {
 }  # fmt: skip
 """A small model's rounds, as measured: the policy's own time, and caches that drafting fills, are no longer small."""
 SMALL_DRAFTS = [
-    {"draft": 0.0, "per_level": 0.0, "per_draft_token": 0.04, "per_token_behind": 0.0},
+    {"draft": 0.0, "per_level": 0.0, "per_draft_token": 0.04, "per_token_behind": 0.0, "looks_up": True},
     {"draft": 0.1, "per_level": 0.2, "per_draft_token": 0.03, "per_token_behind": 0.004},
 ]
 
@@ -146,7 +153,7 @@ def test_it_gives_up_and_recovers(count):
     def accepts(request, position):
         return 0.0 if long // 3 <= position < 2 * long // 3 else 0.9
 
-    result = play(Machine(**LOOKUP), "adaptive", count, accepts, length=long)
+    result = play(Machine(**LOOKUP, multiple=1), "adaptive", count, accepts, length=long)
     drafted = {"first": [], "useless": [], "last": []}
     emitted = 0
     for nodes, tokens in zip(result.drafted, result.emitted):
@@ -186,18 +193,6 @@ def test_each_sequence_has_its_own_budget():
     assert sum(sum(budgets[4:]) for budgets in last) < 0.5 * 4 * len(last)
 
 
-def test_planned_settles_on_the_depth_that_is_best():
-    machine = Machine(jitter=0.0, spikes=0.0)
-    result = play(machine, "planned", 1, lambda *_: 0.5, length=300)
-    best = max(range(4), key=lambda depth: _expected(machine, depth, 0.5))
-    assert set(result.drafted[-30:-5]) == {best}
-
-
-def _expected(machine, depth, rate):
-    tokens = sum(rate**level for level in range(depth + 1))
-    return tokens / (machine.verify(1, 1 + depth) + (machine.drafting(1, depth, 0) if depth else 0.0))
-
-
 def test_rows_that_are_not_planned_are_not_reserved():
     policy = unhurried(2)
     one = sequence(0)
@@ -211,94 +206,106 @@ def test_rows_that_are_not_planned_are_not_reserved():
     assert not policy.by_sequence
 
 
-def test_a_curve_gives_back_what_it_measured_and_extends_it():
-    curve = Curve(slope=0.1)
-    assert curve.at(1) is None
-    for count in (1, 4, 16):
-        for _ in range(9):
-            curve.add(count, 3.0 + 0.3 * count)
-    for count in (1, 4, 7, 16, 32):
-        assert curve.at(count) == pytest.approx(3.0 + 0.3 * count, rel=0.02)
+XEON = {
+    "base": 3.2, "per_sequence": 0.0, "prices": (1.0, 1.15, 1.45, 1.62, 1.84), "draft": 0.3, "per_level": 0.4,
+    "per_draft_token": 0.0, "per_token_behind": 0.0, "multiple": 1,
+}  # fmt: skip
+"""SmolLM2 and its head on two threads of an Intel Xeon with AMX, as measured."""
 
 
-def test_a_curve_bends_where_a_price_jumps():
-    curve = Curve(slope=0.06)
-    for count, price in [(4, 1.0), (8, 1.05), (12, 2.0), (16, 2.05)]:
-        for _ in range(9):
-            curve.add(count, price)
-    for count, price in [(4, 1.0), (8, 1.05), (12, 2.0), (16, 2.05)]:
-        assert curve.at(count) == pytest.approx(price, rel=0.01)
+@contextmanager
+def timed(machine, seed):
+    """A busy machine: disturbances multiply what a round takes, for some rounds or for one."""
+    draw, clock = random.Random(seed), [0.0]
+
+    def time_round(method, depth, rows):
+        slow = machine.disturb(draw, clock[0])
+        parts = machine.drafting(1, depth, 0) if depth else 1e-6, machine.verify(1, rows)
+        clock[0] += slow * sum(parts)
+        return Timed(rows, depth, slow * parts[0], slow * parts[1])
+
+    yield time_round, {"m": 0.001}
 
 
-def test_a_curve_is_not_moved_by_one_slow_measurement_nor_made_to_fall():
-    curve = Curve(slope=0.8)
-    for count, price in [(1, 1.0), (1, 1.0), (1, 50.0), (1, 1.0), (1, 1.0), (2, 0.5), (2, 0.5), (2, 0.5)]:
-        curve.add(count, price)
-    assert curve.at(1) == pytest.approx(1.0, rel=0.3)
-    assert curve.at(9) > curve.at(5) > 0.0
+@pytest.mark.parametrize("seed", range(4))
+def test_prices_are_measured_as_they_are(seed):
+    machine = Machine(**XEON, slow=busy, spikes=0.05)
+    prices = Prices({"m": [0, 1, 2, 3, 4]}, trials=lambda sequences: timed(machine, seed))
+    table = prices.at(1)
+    for rows in range(1, 6):
+        assert table.verify(rows) == pytest.approx(machine.verify(1, rows), rel=0.08)
+    for depth in (1, 2, 4):
+        assert prices.draft(table, "m", depth) == pytest.approx(machine.drafting(1, depth, 0), rel=0.08)
+    other = Prices({"m": [0, 1, 2, 3, 4]})
+    other.restore(json.loads(json.dumps(prices.state())))
+    assert other.at(1).verify.points == table.verify.points
+    assert other.at(1).read == table.read
 
 
-def test_counts_of_a_slow_minute_are_compared_with_each_other():
-    """All take 1.6 times as long there; a long draft was measured then alone."""
-    curve = Curve(slope=0.06)
-    for _ in range(3):
-        curve.learn([(1, 1.0), (5, 1.06)], 3)
-    for _ in range(2):
-        curve.learn([(5, 1.6 * 1.06)] * 5 + [(8, 1.6 * 1.27)] * 3, 3)
-    assert curve.at(8) / curve.at(5) == pytest.approx(1.27 / 1.06, rel=0.03)
-    assert curve.level == pytest.approx(1.0, abs=0.05), "two stretches of five"
-    for _ in range(7):
-        curve.learn([(5, 1.6 * 1.06)] * 8, 3)
-    assert curve.level == pytest.approx(1.6, rel=0.03)
-    assert curve.at(5) == pytest.approx(1.06, rel=0.03)
-
-
-def settle(costs, seconds):
-    """Plain rounds after drafts, until they are as fast as any."""
-    for since in range(1, 15):
-        costs.observe_plain(1, seconds, since)
-
-
-def test_reading_has_a_price_of_its_own():
-    costs = Costs({"m": [0, 1, 2, 3]})
-    settle(costs, 1.0)
-    for behind, seconds in [(0, 0.5), (0, 0.5), (100, 2.5)]:
-        costs.observe_drafted(4, seconds, 1.2, [Drafted("m", 1, 3, behind)])
-    settle(costs, 1.0)
-    assert costs.draft("m", 1, 3) == pytest.approx(0.5, rel=0.06)
-    assert costs.read("m", 50) == pytest.approx(1.0, rel=0.06)
-
-
-@pytest.mark.parametrize("now", [1.0, 0.6])
-def test_drafts_get_their_price_from_the_plain_rounds_around_them(now):
-    """Plain rounds took 1.0 when they were first measured and take ``now`` since: a draft of 0.5 then costs more."""
-    costs = Costs({"m": [0, 1, 2, 3]})
-    settle(costs, 1.0)
-    for _ in range(20):
-        settle(costs, now)
+def test_prices_that_have_changed_are_corrected():
+    """Three rows cost 1.45 plain rounds where they cost 1.1 before, and the whole machine is slower, too."""
+    prices = Prices({"m": [0, 1, 2]}, trials=lambda sequences: timed(Machine(**XEON | {"prices": (1.0, 1.05, 1.1)}), 0))
+    table = prices.at(1)
+    for _ in range(60):
         for _ in range(6):
-            costs.observe_drafted(4, 0.5, 1.2 * now, [Drafted("m", 1, 3, 0)])
-    settle(costs, now)
-    assert costs.slowdown == pytest.approx(now)
-    assert costs.verify(1) == pytest.approx(1.0, rel=0.06)
-    assert costs.verify(4) == pytest.approx(1.2, rel=0.06)
-    assert costs.draft("m", 1, 3) == pytest.approx(0.5 / now, rel=0.06)
+            prices.observe(table, 1, 3, 1.5 * 3.2e-3 * 1.45, 0, True)
+        for streak in range(4):
+            prices.observe(table, 1, 1, 1.5 * 3.2e-3, 0, streak > 1)
+    assert prices.verify(table, 3, 1) / prices.verify(table, 1, 1) == pytest.approx(1.45, rel=0.03)
+    assert table.level == pytest.approx(1.5, rel=0.1)
+    assert not prices.state(), "the next engine measures anew"
 
 
-def test_what_was_learnt_goes_on_in_another_engine():
-    """Also on a machine where everything takes twice as long."""
-    costs = Costs({"m": [0, 1, 2, 3]})
-    settle(costs, 1.0)
-    for _ in range(3):
-        for _ in range(5):
-            costs.observe_drafted(4, 0.5, 1.2, [Drafted("m", 1, 3, 0)])
-        settle(costs, 1.0)
-    other = Costs({"m": [0, 1, 2, 3]})
-    other.restore(costs.state())
-    settle(other, 2.0)
-    for rows, over in [(1, 1.0), (4, 1.2)]:
-        assert other.verify(rows) / other.verify(1) == pytest.approx(over, rel=0.06)
-    assert other.draft("m", 1, 3) / other.verify(1) == pytest.approx(0.5, rel=0.06)
+def test_prices_are_guessed_where_nothing_can_be_measured():
+    prices = Prices({"m": [0, 1, 2]})
+    table = prices.at(1)
+    assert prices.verify(table, 3, 1) > prices.verify(table, 1, 1)
+    assert prices.draft(table, "m", 2) > 0.0
+
+
+def test_a_curve_never_falls_and_goes_on_beyond_its_ends():
+    curve = Curve({1: 1.0, 2: 1.4, 4: 1.2, 8: 2.0})
+    assert [curve(n) for n in (1, 2, 4, 8)] == [1.0, 1.2, 1.2, 2.0]
+    assert curve(6) == pytest.approx(1.6)
+    assert curve(10) == pytest.approx(2.4)
+    assert curve(0.5) == 1.0
+
+
+def looked_up(policy, tokens, kinds):
+    """What of a looked-up chain is verified."""
+    one = sequence(0)
+    one.drafter, one.scheduled, one.num_computed_tokens = "look", 1, len(one.tokens) - 1
+    policy.budgets([one])
+    draft = Draft.chain(tokens)
+    draft.method, draft.evidence = "look", kinds
+    return one, draft.cut(one.worth(draft))
+
+
+@pytest.mark.parametrize(("prices", "least", "most"), [((1.0, 1.01, 1.02, 1.03, 1.04), 3, 4), ((1.0, 1.9, 2.8), 0, 0)])
+def test_a_looked_up_chain_is_verified_as_far_as_its_rows_pay(prices, least, most):
+    machine = Machine(**XEON | {"prices": prices})
+    parts = {"look": Parts(("look",), None)}
+    policy = Adaptive(Setting({"look": [0, 1, 2, 3, 4]}, parts=parts, trials=lambda sequences: timed(machine, 0)))
+    _, draft = looked_up(policy, [5, 6, 7, 8], [evidence(2, 0.5)] * 4)
+    assert least <= len(draft) <= most
+    if not most:
+        assert draft.shadow == Shadow("look", 0, 5, evidence(2, 0.5))
+
+
+def test_what_is_not_verified_is_learnt_from_all_the_same():
+    """Each look-up is right, and rows are too dear for it at first; then it is known to be always right."""
+    machine = Machine(**XEON | {"prices": (1.0, 1.55, 2.1)})
+    parts = {"look": Parts(("look",), None)}
+    policy = Adaptive(Setting({"look": [0, 1, 2, 3, 4]}, parts=parts, trials=lambda sequences: timed(machine, 0)))
+    kinds = [evidence(1, 0.5)] * 4
+    lengths = []
+    for _ in range(60):
+        one, draft = looked_up(policy, [5, 5, 5, 5], kinds)
+        lengths.append(len(draft))
+        verdict = Verdict([*range(len(draft))], 5, tokens=[5] * (len(draft) + 1), fed=1)
+        policy.observe([one], [draft], [verdict], Seconds(1e-5, machine.verify(1, 1 + len(draft)), 0.0))
+    assert lengths[0] == 0
+    assert min(lengths[-10:]) > 0
 
 
 def test_acceptance_by_depth():
@@ -398,50 +405,6 @@ def test_a_draft_that_needs_the_whole_text_reads_it(prompt, length, least):
     assert seconds("fixed", 1.0) / seconds("adaptive", 0.5) > least
 
 
-def drive(policy, running, count):
-    """So many rounds in which every draft is accepted; the first four decode. Returns the plans that held."""
-    plans = []
-    for _ in range(count):
-        for one in running[:4]:
-            one.scheduled, one.num_computed_tokens = 1, len(one.tokens) - 1
-        one_round(policy, running, lambda budgets: (1e-4 * max(budgets), 1e-3 + 1e-5 * max(budgets)))
-        if not plans or policy._plan is not plans[-1]:
-            plans.append(policy._plan)
-    return plans
-
-
-def test_an_overdue_check_does_not_plan_every_round():
-    """Plain decoding cannot be measured while somebody reads a prompt; until then plans hold for a while."""
-    policy = policies["adaptive"](Setting({"m": [0, 1, 2, 3]}, 1))
-    running = [sequence(i) for i in range(4)]
-    drive(policy, running, 100)
-    for _ in range(1000):
-        if policy._plan.budgets and not policy._plan.rounds_left and policy._since_check >= policy._check_after:
-            break
-        drive(policy, running, 1)
-    else:
-        pytest.fail("no check was due")
-    running.append(sequence(4, scheduled=5))
-    assert len(drive(policy, running, 300)) < 300 / 6
-
-
-@pytest.mark.parametrize("rounds", range(4))
-def test_a_check_ends_though_an_answer_ends_and_a_prompt_is_read_in_it(rounds):
-    """After so many of its plain rounds, when checks are as far apart as they get. The next answer drafts, too."""
-    policy, first = unhurried(1), sequence(0)
-    for _ in range(1000):
-        if policy._since_check >= policy._check_after == policy.CHECKS[1] and not policy._plan.rounds_left:
-            break
-        drive(policy, [first], 1)
-    else:
-        pytest.fail("no check was due")
-    drive(policy, [first], rounds)
-    policy.release(first)
-    following = sequence(1, scheduled=5)
-    one_round(policy, [following], lambda budgets: (0.0, 5e-3), accepts=lambda _: False)
-    assert any(plan.budgets for plan in drive(policy, [following], 30))
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_useless_drafts_end_a_plan_that_nobody_watches(seed):
     """After 300 good tokens nothing is accepted: within forty rounds hardly anything is drafted."""
@@ -452,3 +415,18 @@ def test_useless_drafts_end_a_plan_that_nobody_watches(seed):
         if emitted > 340:
             late.append(nodes)
     assert sum(late) / len(late) < 0.5
+
+
+def test_drafts_go_on_after_rounds_for_which_no_rows_were_reserved():
+    """The scheduler reserves what the plan says, so that nothing can be drafted until the next plan."""
+    policy, given = unhurried(1), []
+    policy.clock = partial(next, count(0.0, 1e-4))  # plans cost something, so that each holds for several rounds
+    one = sequence(0)
+    for _ in range(1500):
+        one.scheduled, one.num_computed_tokens = 1, len(one.tokens) - 1
+        one.draft_budget = None
+        one.draft_budget = policy.longest_nodes(one)
+        given += one_round(policy, [one], as_on(Machine(**LOOKUP)))
+    late = given[200:]
+    assert sum(budget == 0 for budget in late) > 3, "prices are checked"
+    assert sum(late) > 2.5 * len(late)

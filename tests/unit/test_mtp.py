@@ -177,7 +177,7 @@ def test_latent_attention_drafts_what_transformers_says_and_auto_takes_it(tmp_pa
     params = [SamplingParams(temperature=t, seed=3, max_tokens=24, ignore_eos=True) for t in (0.0, 0.8)]
     plain = LLM(str(tmp_path), speculative_config=None, dtype="float32").generate([PROMPT] * 2, params)
     llm = LLM(str(tmp_path), dtype="float32")
-    assert (llm.speculative.method, llm.speculative.length) == ("mtp", "adaptive")
+    assert [each.method for each in llm.speculative.drafter.drafters] == ["suffix", "mtp"]
     for each in (llm, LLM(str(tmp_path), speculative_config={"method": "mtp", "tree": [2, 2]}, dtype="float32")):
         assert each.engine.identity
         told = each.generate([PROMPT] * 2, params)
@@ -293,7 +293,7 @@ def test_files_alone_say_that_they_hold_such_a_layer(tmp_path, names):
     add(target, layer, names)
     assert draft(target) == drafted
     llm = LLM(str(target), dtype="float32", max_model_len=64)
-    assert (llm.speculative.method, llm.speculative.length) == ("mtp", "adaptive")
+    assert [each.method for each in llm.speculative.drafter.drafters] == ["suffix", "mtp"]
     packed = LLM(str(target), speculative_config={"method": "mtp", "quantization": "q8_0"}, dtype="float32")
     plain = LLM(str(target), speculative_config=None, dtype="float32").generate([PROMPT], GREEDY)[0].outputs
     assert llm.generate([PROMPT], GREEDY)[0].outputs == packed.generate([PROMPT], GREEDY)[0].outputs == plain

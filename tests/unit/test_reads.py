@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import simulated
 from simulated import Machine, play
 
 from forerun import LLM, SamplingParams
@@ -90,17 +89,6 @@ def test_whole_requests_are_not_slower(prompt, length):
         assert plain / seconds("adaptive") > (1.1 if prompt == 1500 else 1.3)
     if prompt == 1500 and length == 8:
         assert plain / seconds("fixed") < 0.7
-
-
-def test_a_token_s_price_is_learnt_from_the_tokens_that_were_read(monkeypatch):
-    """Drafts that begin with the last tokens of a long prompt do not make reading look cheap."""
-    make, policies = simulated._policy, []
-    monkeypatch.setattr(simulated, "_policy", lambda *given: policies.append(make(*given)) or policies[-1])
-    machine = Machine(**PAIR, per_token_behind=READING, multiple=1)
-    play(machine, "adaptive", 1, lambda *_: 0.87, depth=7, length=128, requests=8, prompt=1500)
-    costs = policies[0].costs
-    assert costs.reading["m"]
-    assert costs.read("m", 1) / costs.verify(1) == pytest.approx(READING / (PAIR["base"] + PAIR["per_row"]), rel=0.3)
 
 
 def test_a_draft_that_was_useless_once_is_read_again():

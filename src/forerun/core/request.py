@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
+
+    from forerun.core.tree import Draft
 
 
 class Constraint(Protocol):
@@ -50,6 +52,10 @@ class RequestState:
     """The request's own limit on drafted tokens per round (None: the engine's)."""
     reads: int | None = None
     """How many of its last tokens a drafter reads before it drafts (None: all)."""
+    depths: Mapping[str, int] | None = None
+    """How far each part of its drafter may draft in this round, by method (None: as far as the round's budget)."""
+    worth: Callable[[Draft], int] | None = None
+    """How many tokens of a looked-up chain are worth their rows (None: all)."""
     tentative: int = 0
     """How many of the last tokens may still be taken back: inside a staged draft, a draft model's own output."""
     draft_budget: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +28,26 @@ def depths(parents: Sequence[int]) -> list[int]:
     return result
 
 
+class Shadow(NamedTuple):
+    """A looked-up token that is compared with what the target emits instead of being verified."""
+
+    method: str
+    depth: int
+    """Tokens before it, all of them drafted."""
+    token: int
+    evidence: int
+
+
+LENGTHS, FREQUENCIES = (1, 2, 4, 8, 16), (0.35, 0.75)
+EVIDENCE = (len(LENGTHS) + 1) * (len(FREQUENCIES) + 1)
+
+
+def evidence(matched: int, frequency: float) -> int:
+    """The kind of a looked-up token, below ``EVIDENCE``: how many tokens before it ``matched``, and how often it
+    followed them."""
+    return (len(FREQUENCIES) + 1) * bisect_left(LENGTHS, matched) + bisect_right(FREQUENCIES, frequency)
+
+
 @dataclass(slots=True)
 class Draft:
     """A tree of proposed tokens whose root is the last committed token.
@@ -45,6 +66,10 @@ class Draft:
     method: str | None = None
     confidence: float | None = None
     """The drafter's confidence from 0 to 1, before it drew anything; None: it cannot say."""
+    evidence: list[int] = field(default_factory=list)
+    """For each token of a looked-up chain, the kind of match that it comes from (``evidence``)."""
+    shadow: Shadow | None = None
+    """A looked-up token that is not verified, from which the length policy learns all the same."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -66,6 +91,15 @@ class Draft:
             draft.add(token, parent)
         if len(draft) != len(tokens):
             raise ValueError("two siblings carry the same token")
+        return draft
+
+    def cut(self, count: int) -> Draft:
+        """The first ``count`` tokens of a looked-up chain; the next one is its ``shadow``."""
+        if count >= len(self.tokens):
+            return self
+        draft = Draft.chain(self.tokens[:count])
+        draft.method, draft.confidence, draft.evidence = self.method, self.confidence, self.evidence[:count]
+        draft.shadow = Shadow(self.method or "", count, self.tokens[count], self.evidence[count])
         return draft
 
     def add(self, token: int, parent: int = -1, row: int = POINT_MASS) -> int:

@@ -15,9 +15,13 @@ from forerun.engine.drafter_files import brings_mtp
 from forerun.engine.engine import Engine
 from forerun.models.inventory import known_draft
 from forerun.speculate.length.adaptive import Adaptive
-from forerun.speculate.names import KEYS, rules
+from forerun.speculate.names import KEYS, drafters, rules
 
 AUTO = "auto"
+BEHIND = ("draft_model", "eagle", "mtp")
+"""Methods that are asked where a look-up found nothing that pays."""
+LOOKUP = 15
+"""Most tokens that are looked up before another drafter is asked."""
 LARGE = 64 << 20
 """Bytes of the smallest target for which this is kept: for smaller ones the policy learns in a moment."""
 
@@ -45,12 +49,29 @@ def choose(
     if model.startswith("forerun:"):
         return {"method": "draft_model", **config}
     if identity and not lora and tuned.has_bundled(model):
-        return {**tuned.load(True, model), **config}
+        return _after_lookup({**tuned.load(True, model), **config}, given or {})
     draft = known_draft(model)
     if draft is not None:
-        return {"method": "draft_model", "model": str(draft), **config}
+        return _after_lookup({"method": "draft_model", "model": str(draft), **config}, given or {})
     suffix_only = set(config) & {*KEYS["suffix"].split()} - {*KEYS["mtp"].split()}
-    return {"method": "mtp" if identity and not lora and not suffix_only and brings_mtp(model) else "suffix", **config}
+    if identity and not lora and not suffix_only and brings_mtp(model):
+        return _after_lookup({"method": "mtp", **config}, given or {})
+    return {"method": "suffix", **config}
+
+
+def _after_lookup(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The drafter of ``config`` behind a look-up, where the length policy chooses between them in each round.
+
+    As it is, if the user's own options (``given``) are for this drafter alone.
+    """
+    shared = {key: config[key] for key in ("accept", "length") if key in config}
+    if config.get("length") != "adaptive" or config["method"] not in BEHIND or set(given) - set(shared):
+        return dict(config)
+    inner = {key: value for key, value in config.items() if key not in shared}
+    inner = drafters[inner["method"]].config_class.with_defaults(inner)
+    inner.pop("length", None)
+    lookup = {"method": "suffix", "num_speculative_tokens": LOOKUP}
+    return {"method": "cascade", "drafters": [lookup, inner], **shared}
 
 
 def remember(engine: Engine) -> None:

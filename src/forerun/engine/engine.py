@@ -6,7 +6,7 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ from forerun.engine.memory import budget, share
 from forerun.engine.metrics import EngineStats, RequestMetrics, RoundTrace
 from forerun.engine.scheduler import PrefillBudget, Scheduler
 from forerun.engine.stop import ABORT, ERROR, Finish, Stopper
+from forerun.engine.trials import trials
 from forerun.models.base import Model, new_attention
 from forerun.models.tokenizer import Detokenizer
 from forerun.sampling.draw import Sampler
@@ -86,7 +87,16 @@ class Engine:
         nodes = {name: drafter.config.nodes_by_depth() for name, drafter in self.router.drafters.items()}
         backlog, with_models = _weak(self.router.backlog), self.router.model_drafters
         self.policy = policies[self.speculative.length](
-            Setting(nodes, model.row_multiple, backlog, with_models, model.info.mixture)
+            Setting(
+                nodes,
+                model.row_multiple,
+                backlog,
+                with_models,
+                model.info.mixture,
+                parts={name: drafter.parts() for name, drafter in self.router.drafters.items()},
+                trials=partial(trials, weakref.proxy(self)),
+                threads=partial(_threads, weakref.proxy(self)),
+            )
         )
         rows = max((drafter.needs.rows for drafter in self.router.drafters.values()), default=0)
         attention = new_attention(
@@ -285,7 +295,7 @@ class Engine:
             kind, depth = drafters[LOOKUP], min(PREDICTED, self.max_nodes) if has_states else PREDICTED
             name, config = LOOKUP, kind.config_class(num_speculative_tokens=depth)
             loaded[name] = kind.build(config, self._draft_context())
-            self.policy.add(name, config.nodes_by_depth())
+            self.policy.add(name, config.nodes_by_depth(), loaded[name].parts())
         return name
 
     def abort(self, job: Job) -> None:
@@ -336,7 +346,9 @@ class Engine:
         self.stats.draft_seconds += seconds.draft
         self.stats.verify_seconds += seconds.verify
         self.stats.accept_seconds += seconds.accept
-        self.stats.host_seconds += self.clock() - start - seconds.draft - seconds.verify - seconds.accept
+        host = self.clock() - start - seconds.draft - seconds.verify - seconds.accept
+        self.stats.host_seconds += host
+        self.policy.observe_host(host)
         if self.on_round is not None:
             self.on_round(result)
         return updates
@@ -468,3 +480,8 @@ class Engine:
     def identity(self) -> bool:
         """Whether the same seed gives the same tokens as plain decoding: a coupled rule on bit-equal logits."""
         return self.rule.identity and self.model.invariant
+
+
+def _threads(engine: Engine) -> int:
+    """The number of threads that its rounds use, probes of others left out."""
+    return engine.threads.counts[engine.threads.home]

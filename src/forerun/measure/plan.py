@@ -28,7 +28,7 @@ from forerun.measure.rounds import (
 )
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import DrafterConfig, drafters
-from forerun.speculate.length.costs import ExpertReads
+from forerun.speculate.length.experts import ExpertReads
 from forerun.theory import best_gamma
 
 LENGTHS = (1, 3, 5, 7)

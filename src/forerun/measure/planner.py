@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from typing import Any
 from forerun.engine.config import NONE
 from forerun.engine.metrics import RequestMetrics
 from forerun.measure.rounds import Measured, RoundCosts, Sample, full_rounds
+from forerun.speculate.length.prices import Curve
 from forerun.theory import best_gamma, expected_tokens, walltime_improvement
 
 MARGIN = 1.02
@@ -84,29 +84,6 @@ class Prediction:
     c: float
     verify_cost: float
     speedup: float
-
-
-class Curve:
-    """A cost by a count: linear interpolation between measured ``points``, beyond the last ones as between them. It
-    never falls with a larger count: a higher point was disturbed. It is linear in ``expected(count)``."""
-
-    def __init__(self, points: Mapping[int, float], expected: Callable[[Any], float] = float) -> None:
-        least, kept = inf, {}
-        for count in sorted(points, reverse=True):
-            least = kept[count] = min(least, points[count])
-        self.points, self.expected = dict(sorted(kept.items())), expected
-
-    def __call__(self, count: float) -> float:
-        counts = list(self.points)
-        if count in self.points:
-            return self.points[int(count)]
-        if count < counts[0] or len(counts) == 1:
-            return self.points[counts[0]]
-        right = min(bisect_left(counts, count), len(counts) - 1)
-        low, high = counts[right - 1], counts[right]
-        start, end, here = map(self.expected, (low, high, count))
-        slope = (self.points[high] - self.points[low]) / (end - start)
-        return max(self.points[low] + slope * (here - start), self.points[counts[0]])
 
 
 class CostCurve(Curve):

@@ -242,7 +242,7 @@ class EngineContender:
         self.engine = engine_of(self.llm, self.options, **self.changes)
         if fresh:
             return
-        policy.setting = self.engine.policy.setting
+        policy.move(self.engine.policy.setting)
         self.engine.policy = policy
         self.engine.scheduler.draft_rows = policy.longest_nodes
 

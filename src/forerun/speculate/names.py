@@ -60,5 +60,5 @@ rules: Registry[Rule] = Registry(
     ("block", "coupled", "lenient", "recursive", "token", "traversal"),
 )
 policies: Registry[LengthPolicy] = Registry(
-    "length policy", "forerun.policies", "forerun.speculate.length", ("adaptive", "fixed", "planned")
+    "length policy", "forerun.policies", "forerun.speculate.length", ("adaptive", "fixed")
 )

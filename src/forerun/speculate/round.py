@@ -41,8 +41,8 @@ def speculate(
 ) -> Round:
     """Runs one round. It feeds each sequence's ``scheduled`` tokens; a sequence whose last committed token is fed gets
     new tokens."""
-    began = perf_counter()
     budgets = policy.budgets(sequences)  # draft lengths; 0: plain decoding
+    began = perf_counter()
     drafts = drafter.propose(sequences, budgets)  # 1. sample guesses from q
     drafted = perf_counter()
     result = verify(target, sequences, drafts)  # 2. compute p at every guess, in one forward

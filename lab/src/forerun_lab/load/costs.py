@@ -9,8 +9,8 @@ from typing import Any
 
 from forerun.core.errors import ConfigError, one_line, shown
 from forerun.engine.config import NONE
-from forerun.measure.planner import Curve
 from forerun.speculate.length.adaptive import Adaptive
+from forerun.speculate.length.prices import Curve
 
 
 @dataclass(frozen=True)

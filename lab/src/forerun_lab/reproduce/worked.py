@@ -146,7 +146,7 @@ def ngram_trace() -> tuple[str, str]:
         for _ in range(times):
             tables.seen.clear()
             tables.update([words.index(word) for word in text.split()])
-    drafted = tables.predict([words.index(word) for word in ("the", "cat", "sat")], 4)
+    drafted, _ = tables.predict([words.index(word) for word in ("the", "cat", "sat")], 4)
     counted = tables.counts[tuple(words.index(word) for word in ("the", "cat", "sat"))]
     ranked = sorted(counted.items(), key=lambda item: -item[1])
     return " ".join(words[t] for t in drafted), ", ".join(f"{words[t]} {n}" for t, n in ranked)

@@ -22,6 +22,7 @@ from forerun.sampling.draw import Sampler, node_key, probabilities
 from forerun.sampling.noise import DRAFT
 from forerun.sampling.params import COLDEST, LARGEST
 from forerun.sampling.warp import Row, warp
+from forerun.speculate.length.base import Parts
 from forerun.speculate.names import drafters
 
 if TYPE_CHECKING:
@@ -177,6 +178,8 @@ class Drafter(ABC, Generic[C]):
     name: ClassVar[str]
     config_class: ClassVar[type[DrafterConfig]] = DrafterConfig
     needs: Needs = Needs()
+    has_evidence: bool = False
+    """Whether a draft costs next to nothing and carries its ``evidence``."""
     watches: ClassVar[bool] = True
     """Whether ``observe`` is called after every round; False: only after rounds with a call of ``propose``."""
     looks_up: bool = False
@@ -239,6 +242,10 @@ class Drafter(ABC, Generic[C]):
     def rewind(self, sequence: RequestState) -> None:
         """``tentative`` tokens were taken back: drops all state beyond ``sequence.tokens``."""
         self.release(sequence)
+
+    def parts(self) -> Parts:
+        """The methods that it is made of, for the length policy."""
+        return Parts((self.name,), None) if self.has_evidence else Parts((), self.name)
 
     def close(self) -> None:
         """The engine ends: writes what is to be kept."""

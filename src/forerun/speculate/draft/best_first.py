@@ -15,7 +15,7 @@ from typing import ClassVar, TypeVar
 
 from forerun.core.config import COUNT
 from forerun.core.errors import ConfigError
-from forerun.core.tree import Draft
+from forerun.core.tree import Draft, evidence
 from forerun.speculate.draft.base import DrafterConfig
 
 S = TypeVar("S")
@@ -51,11 +51,14 @@ class TreeConfig(DrafterConfig):
             return self.nodes_by_depth()
         return [depth * self.tree_nodes for depth in range(self.num_speculative_tokens + 1)]
 
-    def grow(self, source: Continuations[S], root: S, depth: int, floor: float = -inf) -> tuple[Draft, float]:
+    def grow(
+        self, source: Continuations[S], root: S, depth: int, floor: float = -inf, matched: int = 0
+    ) -> tuple[Draft, float]:
         """Returns a draft of the configured shape, at most ``depth`` deep, without paths whose log q is below
-        ``floor``; and the sum of its nodes' path probabilities, which is the expected accepted length."""
+        ``floor``; and the sum of its nodes' path probabilities, which is the expected accepted length. A chain after a
+        match of ``matched`` tokens gets its evidence."""
         if not self.branches:
-            return likeliest_chain(source, root, depth, floor)
+            return likeliest_chain(source, root, depth, floor, matched)
         if self.tree_nodes is not None:
             nodes = best_first(source, root, self.tree_nodes, depth, floor)
         else:
@@ -76,20 +79,27 @@ class Node:
     """Its index among the nodes that a model has read; -1: it was not read."""
 
 
-def likeliest_chain(source: Continuations[S], root: S, depth: int, floor: float = -inf) -> tuple[Draft, float]:
+def likeliest_chain(
+    source: Continuations[S], root: S, depth: int, floor: float = -inf, matched: int = 0
+) -> tuple[Draft, float]:
     """The chain of likeliest continuations, and the sum of its nodes' path probabilities."""
     tokens: list[int] = []
+    kinds: list[int] = []
     score = expected = 0.0
     state = root
     while len(tokens) < depth:
         likeliest = next(iter(source(state)), None)
         if likeliest is None or score + likeliest[1] < floor:
             break
+        if matched:
+            kinds.append(evidence(matched + len(tokens), exp(likeliest[1])))
         score += likeliest[1]
         state = likeliest[2]
         tokens.append(likeliest[0])
         expected += exp(score)
-    return Draft.chain(tokens), expected
+    draft = Draft.chain(tokens)
+    draft.evidence = kinds
+    return draft, expected
 
 
 def best_first(source: Continuations[S], root: S, nodes: int, depth: int, floor: float = -inf) -> list[Node]:

@@ -14,6 +14,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import POINT_MASS, Draft, Drafts, Verdict, Verdicts
 from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs, drafters
+from forerun.speculate.length.base import Parts
 from forerun.speculate.verify import Verification
 
 
@@ -158,17 +159,36 @@ class Cascade(CompositeDrafter[CascadeConfig]):
         undecided = list(range(len(sequences)))
         last = len(self.inner) - 1
         for number, drafter in enumerate(self.inner):
-            drafts = self.ask(number, [sequences[i] for i in undecided], [budgets[i] for i in undecided])
-            declined = []
-            for index, draft in zip(undecided, drafts):
-                confident = draft.confidence is not None and draft.confidence >= self.config.min_confidence
-                if number == last or confident:
+            limits = {i: self._budget(sequences[i], drafter.name, budgets[i]) for i in undecided}
+            asked = [i for i in undecided if limits[i]]
+            drafts = self.ask(number, [sequences[i] for i in asked], [limits[i] for i in asked])
+            for index, draft in zip(asked, drafts):
+                draft.method = drafter.name
+                if number < last:
+                    draft = self._worth(sequences[index], draft)
+                if len(draft) or not len(chosen[index]):
+                    draft.shadow = draft.shadow or chosen[index].shadow
                     chosen[index] = draft
-                    draft.method = drafter.name
-                else:
-                    declined.append(index)
-            undecided = declined
+            undecided = [i for i in undecided if not len(chosen[i])]
         return chosen
+
+    @staticmethod
+    def _budget(sequence: RequestState, method: str, budget: int) -> int:
+        return budget if sequence.depths is None else min(budget, sequence.depths.get(method, budget))
+
+    def _worth(self, sequence: RequestState, draft: Draft) -> Draft:
+        """The part of a draft that is verified; the next drafter is asked if that is nothing."""
+        if sequence.worth is not None and draft.evidence:
+            return draft.cut(sequence.worth(draft))
+        confident = draft.confidence is not None and draft.confidence >= self.config.min_confidence
+        return draft if confident else Draft()
+
+    def parts(self) -> Parts:
+        """Look-ups first, then one drafter that pays for each token; other cascades are priced as a whole."""
+        *first, last = self.inner
+        if all(drafter.has_evidence for drafter in first) and not last.has_evidence and not isinstance(last, CompositeDrafter):
+            return Parts(tuple(drafter.name for drafter in first), last.name)
+        return super().parts()
 
     @classmethod
     def example(cls, target: Path, folder: Path) -> dict[str, Any]:

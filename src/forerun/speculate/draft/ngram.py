@@ -12,7 +12,7 @@ import torch
 from forerun.core.config import Within
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
-from forerun.core.tree import POINT_MASS, Draft, Drafts
+from forerun.core.tree import POINT_MASS, Draft, Drafts, evidence
 from forerun.sampling.draw import node_key
 from forerun.sampling.noise import target_key, uniform
 from forerun.sampling.warp import Row
@@ -204,13 +204,16 @@ class NgramTables:
                 return suffix
         return None
 
-    def predict(self, context: list[int], count: int) -> list[int]:
-        """Predicts up to ``count`` tokens, each appended to ``context``."""
+    def predict(self, context: list[int], count: int) -> tuple[list[int], list[int]]:
+        """Predicts up to ``count`` tokens, each appended to ``context``. Returns them and their evidence."""
         drafted: list[int] = []
+        kinds: list[int] = []
         while len(drafted) < count and (suffix := self.longest_suffix(context)) is not None:
-            drafted.append(self.best[suffix])
-            context.append(self.best[suffix])
-        return drafted
+            token, counts = self.best[suffix], self.counts[suffix]
+            drafted.append(token)
+            kinds.append(evidence(len(suffix), counts[token] / sum(counts.values())))
+            context.append(token)
+        return drafted, kinds
 
     def confidence(self, context: Sequence[int]) -> float | None:
         """Count of the likeliest continuation over one more than all counts of the same context."""
@@ -231,6 +234,7 @@ class Ngram(HistoryDrafter[NgramConfig, NgramTables]):
     def __init__(self, config: NgramConfig, context: DraftContext) -> None:
         super().__init__(config, context)
         temperature = config.draft_temperature or 1.0
+        self.has_evidence = not config.counts_as_q
         self.counted = CountChooser(Chooser(context.sampler, context.rule, temperature, context.stream))
 
     def new_index(self) -> NgramTables:
@@ -245,7 +249,9 @@ class Ngram(HistoryDrafter[NgramConfig, NgramTables]):
         if self.config.counts_as_q and not sequence.params.greedy:
             draft = self._drawn(sequence, index, context, budget)
         else:
-            draft = Draft.chain(index.predict(context, budget))
+            tokens, kinds = index.predict(context, budget)
+            draft = Draft.chain(tokens)
+            draft.evidence = kinds
         draft.confidence = confidence
         return draft
 
@@ -325,6 +331,7 @@ class PromptLookup(HistoryDrafter[PromptLookupConfig, NgramIndex]):
 
     name = "prompt_lookup"
     config_class = PromptLookupConfig
+    has_evidence = True
 
     def new_index(self) -> NgramIndex:
         return NgramIndex(self.config.prompt_lookup_min, self.config.prompt_lookup_max)
@@ -335,4 +342,5 @@ class PromptLookup(HistoryDrafter[PromptLookupConfig, NgramIndex]):
             return Draft()
         draft = Draft.chain(index.copy(start, tail, budget))
         draft.confidence = length / (length + 1)
+        draft.evidence = [evidence(length + depth, 0.5) for depth in range(len(draft))]
         return draft

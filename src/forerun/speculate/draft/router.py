@@ -64,7 +64,8 @@ class Router:
                 continue
             for (i, _), draft in zip(asked, proposed, strict=True):
                 draft.method = draft.method or name
-                drafts[i] = draft
+                worth = sequences[i].worth
+                drafts[i] = draft.cut(worth(draft)) if worth and draft.evidence and drafter.has_evidence else draft
         return drafts
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:

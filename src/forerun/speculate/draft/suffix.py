@@ -279,6 +279,7 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
     def __init__(self, config: SuffixConfig, context: DraftContext) -> None:
         super().__init__(config, context)
         self.past = PastOutputs(config.suffix_decoding_max_cached_requests, config.suffix_decoding_max_cached_tokens)
+        self.has_evidence = not config.branches
         self.used: dict[int, tuple[TextBlock, int]] = {}
         self.store: Datastore | None = None
         if config.datastore is not None:
@@ -317,7 +318,7 @@ class Suffix(HistoryDrafter[SuffixConfig, Text]):
         depth = min(depth, config.suffix_decoding_max_tree_depth - 1)
         lowest = config.suffix_decoding_min_token_prob
         source: Continuations[Any] = match.continuations
-        return config.grow(source, match.state, depth, log(lowest) if lowest else float("-inf"))
+        return config.grow(source, match.state, depth, log(lowest) if lowest else float("-inf"), match.length)
 
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, result: Verification) -> None:
         for sequence, verdict in zip(sequences, verdicts):

@@ -5,11 +5,21 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Drafts, Verdicts
 from forerun.models.base import MixtureInfo
+from forerun.speculate.length.prices import Trials
 from forerun.speculate.names import policies as policies
+
+
+class Parts(NamedTuple):
+    """What a drafter is made of: methods that look up, which are asked first and cost next to nothing, and the method
+    that pays for each token."""
+
+    lookups: tuple[str, ...]
+    steps: str | None
 
 
 @dataclass(frozen=True)
@@ -22,6 +32,9 @@ class Setting:
         backlog: How many committed tokens the drafter of a sequence must read before it can draft.
         models: Methods that draft with a model of their own.
         mixture: The target's experts, if it has any.
+        parts: By method; without an entry, a method pays for each token.
+        trials: Runs rounds that measure prices; None: there is nothing to run them.
+        threads: The present number of threads.
     """
 
     nodes: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -29,6 +42,9 @@ class Setting:
     backlog: Callable[[RequestState], int] = lambda sequence: 0
     models: frozenset[str] = frozenset()
     mixture: MixtureInfo | None = None
+    parts: Mapping[str, Parts] = field(default_factory=dict)
+    trials: Trials | None = None
+    threads: Callable[[], int] = lambda: 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +70,10 @@ class LengthPolicy(ABC):
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
 
+    def move(self, setting: Setting) -> None:
+        """Goes on in another engine, which has this setting."""
+        self.setting = setting
+
     def longest(self, sequence: RequestState) -> int:
         """The greatest depth that this sequence may draft in this round; 0 in prefill or without a drafter.
 
@@ -74,9 +94,11 @@ class LengthPolicy(ABC):
         """The most rows that this sequence's draft may add in this round."""
         return self.setting.nodes[sequence.drafter][self.longest(sequence)] if sequence.drafter is not None else 0
 
-    def add(self, method: str, nodes: Sequence[int]) -> None:
-        """A drafter was loaded later; ``nodes`` are as in ``Setting``."""
-        self.setting = replace(self.setting, nodes={**self.setting.nodes, method: nodes})
+    def add(self, method: str, nodes: Sequence[int], parts: Parts) -> None:
+        """A drafter was loaded later; ``nodes`` and ``parts`` are as in ``Setting``."""
+        setting = self.setting
+        nodes_of, parts_of = {**setting.nodes, method: nodes}, {**setting.parts, method: parts}
+        self.setting = replace(setting, nodes=nodes_of, parts=parts_of)
 
     @abstractmethod
     def budgets(self, sequences: Requests) -> list[int]:
@@ -85,6 +107,9 @@ class LengthPolicy(ABC):
     @abstractmethod
     def observe(self, sequences: Requests, drafts: Drafts, verdicts: Verdicts, seconds: Seconds) -> None:
         """Learn from a round."""
+
+    def observe_host(self, seconds: float) -> None:
+        """Learns what a round took outside drafting, verification and acceptance."""
 
     def fork(self, source: RequestState, sequence: RequestState) -> None:
         """Start the new ``sequence`` from the state of ``source`` before this round."""

@@ -1,0 +1,143 @@
+"""Rounds of made-up requests, which measure what drafts and verifications cost on this machine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from forerun.core.request import Requests, RequestState
+from forerun.core.tree import Draft
+from forerun.sampling.params import SamplingParams
+from forerun.speculate.draft.router import Router
+from forerun.speculate.length.base import Fixed, Setting
+from forerun.speculate.length.prices import Timed, TimeRound
+from forerun.speculate.round import speculate
+
+if TYPE_CHECKING:
+    from forerun.engine.engine import Engine
+
+PROMPT = 64
+"""Tokens of a made-up prompt."""
+
+
+class _Budgets(Fixed):
+    """The same budget for every request."""
+
+    depth = 0
+
+    def budgets(self, sequences: Requests) -> list[int]:
+        return [self.depth * sequence.decodes for sequence in sequences]
+
+
+class _Filled(Router):
+    """Drafts of the engine's drafters, filled up with random tokens."""
+
+    rows, reached = 1, 0
+
+    def __init__(self, router: Router, draw: random.Random) -> None:
+        super().__init__(router.drafters)
+        self.draw = draw
+
+    def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
+        drafts = super().propose(sequences, budgets)
+        self.reached = max(draft.depth if len(draft) else 0 for draft in drafts)
+        for sequence, draft in zip(sequences, drafts):
+            while sequence.decodes and len(draft) < self.rows - 1:
+                draft.add(self.draw.choice(sequence.tokens), len(draft) - 1)
+        return drafts
+
+
+@contextmanager
+def trials(engine: Engine, sequences: int) -> Iterator[tuple[TimeRound, Mapping[str, float]] | None]:
+    """See ``length.prices.Trials``. No room: fewer than two pages for each request, or a model that needs a source."""
+    made = MadeUp(engine, sequences)
+    try:
+        yield (made.time_round, made.read()) if made.fits() else None
+    finally:
+        made.free()
+
+
+class MadeUp:
+    """Requests that exist only while prices are measured. They are neither scheduled nor counted."""
+
+    def __init__(self, engine: Engine, count: int) -> None:
+        self.engine, self.count = engine, count
+        self.draw = random.Random(0)
+        self.router = _Filled(engine.router, self.draw)
+        self.budgets = _Budgets(Setting())
+        self.params = SamplingParams(temperature=0.8, max_tokens=None)
+        self.length = min(PROMPT, engine.max_model_len // 2)
+        self.sequences: list[RequestState] = []
+
+    def fits(self) -> bool:
+        """Begins, if there are pages."""
+        if self.engine.model.info.encoder is not None or self.count > self.engine.config.max_num_seqs:
+            return False
+        return self._begin(next(iter(self.router.drafters), None))
+
+    def _begin(self, method: str | None) -> bool:
+        """Makes new requests of a drafter and reads their prompts; False if there are no pages for them."""
+        self.free()
+        pool = self.engine.target.attention.pool
+        ids = range(self.engine.model.info.vocab_size)
+        for number in range(self.count):
+            tokens = self.draw.choices(ids, k=self.length)
+            sequence = RequestState(-1 - number, tokens, self.length, self.params, number)
+            self.sequences.append(sequence)
+            if not pool.try_reserve(sequence.id, self.length + self.engine.max_nodes + 1):
+                return False
+            sequence.drafter, sequence.scheduled = method, self.length
+            sequence.worth = lambda draft: 0
+        self._round(0, 1)
+        return True
+
+    def _round(self, depth: int, rows: int) -> Timed:
+        """``depth`` 0 only looks up, if ``rows`` are more than 1."""
+        self.budgets.depth, self.router.rows = max(depth, int(rows > 1)), rows
+        drafter = self.router.drafters.get(self.sequences[0].drafter or "")
+        steps = None if drafter is None else drafter.parts().steps
+        for sequence in self.sequences:
+            sequence.depths = {} if steps is None else {steps: depth}
+        engine = self.engine
+        result = speculate(
+            self.sequences, engine.target, self.router, engine.rule, self.budgets, engine.sampler,
+            lambda sequence, draft, verdict: verdict.decided_tokens(draft),
+        )  # fmt: skip
+        seconds = result.seconds
+        rows = result.verification.batch.num_rows
+        return Timed(rows, self.router.reached, seconds.draft, seconds.verify + seconds.accept, seconds.experts)
+
+    def time_round(self, method: str | None, depth: int, rows: int) -> Timed:
+        """See ``length.prices.TimeRound``."""
+        pool, most = self.engine.target.attention.pool, self.engine.max_nodes + 1
+        longest = max(len(sequence.tokens) for sequence in self.sequences) + most
+        fits = longest < self.engine.max_model_len and all(
+            pool.try_reserve(sequence.id, len(sequence.tokens) + most) for sequence in self.sequences
+        )
+        if not fits or method not in (None, self.sequences[0].drafter):
+            self._begin(method or self.sequences[0].drafter)
+        for sequence in self.sequences:
+            sequence.scheduled = 1
+        return self._round(depth, rows)
+
+    def read(self) -> dict[str, float]:
+        """By method, the seconds in which its drafter read a token of the prompts."""
+        seconds = {}
+        for name, drafter in self.router.drafters.items():
+            if name != self.sequences[0].drafter:
+                self._begin(name)
+            backlog = sum(drafter.backlog(sequence) for sequence in self.sequences)
+            first = self.time_round(name, 1, 2).draft
+            again = min(self.time_round(name, 1, 2).draft for _ in range(2))
+            if backlog > self.count:
+                seconds[name] = max(0.0, first - again) / backlog
+        return seconds
+
+    def free(self) -> None:
+        for sequence in self.sequences:
+            sequence.num_computed_tokens = 0  # so that no drafter learns from its text
+            self.engine.target.attention.pool.free(sequence.id)
+            self.engine.router.release(sequence)
+        self.sequences.clear()

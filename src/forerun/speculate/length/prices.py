@@ -1,0 +1,313 @@
+"""Measured prices: what a verification costs by its rows, a draft by its depth, and a prompt by its tokens.
+
+Prices are timed in rounds of made-up requests, side by side in turns, once for each number of threads and size of the
+batch; ``Prices.state`` keeps them for the next engine. They are compared with the rounds that
+serve people, and corrected where these disagree for long.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from math import exp, inf, log
+from statistics import fmean, median
+from time import perf_counter
+from typing import Any, NamedTuple
+
+from forerun.models.base import MixtureInfo
+from forerun.speculate.length.experts import ExpertReads
+
+
+class Timed(NamedTuple):
+    """One round of made-up requests: its ``rows``, the ``depth`` that its drafter reached, and its seconds."""
+
+    rows: int
+    depth: int
+    draft: float
+    verify: float
+    experts: int = 0
+
+
+TimeRound = Callable[[str | None, int, int], Timed]
+"""``time_round(method, depth, rows)``: runs one round. ``method`` drafts to ``depth`` for each request, and drafts are
+filled up with random tokens until each request verifies ``rows`` rows."""
+Trials = Callable[[int], AbstractContextManager[tuple[TimeRound, Mapping[str, float]] | None]]
+"""``trials(sequences)``: makes so many requests, which sample, and reads their prompts. Gives ``time_round``, and by
+method the seconds in which its drafter read a prompt token; None if there is no room for such requests now."""
+
+
+class Curve:
+    """A cost by a count: linear interpolation between measured ``points``, beyond the last ones as between them. It
+    never falls with a larger count: a higher point was disturbed. It is linear in ``expected(count)``."""
+
+    def __init__(self, points: Mapping[int, float], expected: Callable[[Any], float] = float) -> None:
+        least, kept = inf, {}
+        for count in sorted(points, reverse=True):
+            least = kept[count] = min(least, points[count])
+        self.points, self.expected = dict(sorted(kept.items())), expected
+
+    def __call__(self, count: float) -> float:
+        counts, points = list(self.points), self.points
+        if count in points:
+            return points[int(count)]
+        if count < counts[0] or len(counts) == 1:
+            return points[counts[0]]
+        right = min(bisect_left(counts, count), len(counts) - 1)
+        low, high = counts[right - 1], counts[right]
+        start, end, here = map(self.expected, (low, high, count))
+        slope = (points[high] - points[low]) / (end - start)
+        return max(points[low] + slope * (here - start), points[counts[0]])
+
+
+@dataclass
+class PriceTable:
+    """Seconds, for one number of threads and of requests in a batch."""
+
+    verify: Curve
+    """By rows, or by ``Prices.units`` of a mixture of experts."""
+    draft: dict[str, Curve] = field(default_factory=dict)
+    """By depth, for each method. Depth 0: the look-up or the call that found nothing."""
+    read: dict[str, float] = field(default_factory=dict)
+    """Of a token that a drafter has to read first."""
+    level: float | None = None
+    """Present seconds of a round over those of the table; None: none was seen yet."""
+    bias: dict[int, float] = field(default_factory=dict)
+    """By number of rows, the log of: seconds of verifications over those of the table, relative to plain rounds."""
+    draft_bias: dict[str, float] = field(default_factory=dict)
+    """The same of drafting, by method."""
+
+    def rows_bias(self, count: int) -> float:
+        """That of the nearest number of rows that was compared."""
+        bias = self.bias
+        return bias[min(bias, key=lambda known: abs(known - count))] if bias else 0.0
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "verify": self.verify.points, "draft": {name: curve.points for name, curve in self.draft.items()},
+            "read": self.read,
+        }  # fmt: skip
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> PriceTable:
+        """Raises TypeError, KeyError or ValueError for anything but a ``state``."""
+
+        def curve(points: Mapping[Any, Any]) -> Curve:
+            result = {int(count): float(seconds) for count, seconds in points.items()}
+            if not result or not all(0.0 < seconds < inf for seconds in result.values()):
+                raise ValueError("prices are positive")
+            return Curve(result)
+
+        read = {str(name): float(seconds) for name, seconds in state["read"].items()}
+        return cls(curve(state["verify"]), {n: curve(points) for n, points in state["draft"].items()}, read)
+
+
+class Prices:
+    """Price tables of one engine.
+
+    Args:
+        nodes: by method and depth, the rows that a draft adds to a verification.
+        trials: runs rounds of made-up requests; None: prices are guessed, and learnt from rounds that serve people.
+        threads: the present number of threads.
+    """
+
+    SECONDS = (2.0, 0.5)
+    """Time limit of measuring prices for one request, and for a batch."""
+    SWEEPS = (3, 16)
+    """How often each price is measured, at least and at most."""
+    SHORT_ROUND, STREAK = 0.01, 4
+    """Plain rounds below so many seconds are measured so often in a row: the first finds caches that drafts filled."""
+    DEEPEST = 24
+    """Deepest draft that is timed; deeper ones are extrapolated."""
+    BATCH = 8
+    """From so many requests on, a batch has prices of its own; below, rows cost what they cost for one request."""
+    GUESS = 0.08
+    """Assumed price of a row, and of a draft step, in plain rounds, where nothing can be measured."""
+    SURPRISE = 0.1
+    """Change of the log of a round's seconds that is looked into."""
+    NEAR = 24
+    """Rounds between a verification of drafts and a plain one, at most, so that they are compared."""
+    APART = 0.02
+    """Weight of a verification of drafts, compared with the last ones of other numbers of rows."""
+    STALE = 0.15
+    """Tables with a mean bias beyond this are not kept: the next engine measures anew."""
+
+    def __init__(
+        self,
+        nodes: Mapping[str, Sequence[int]],
+        row_multiple: int = 1,
+        mixture: MixtureInfo | None = None,
+        trials: Trials | None = None,
+        threads: Callable[[], int] = lambda: 0,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
+        self.nodes, self.multiple, self.trials, self.threads, self.clock = nodes, row_multiple, trials, threads, clock
+        self.reads = None if mixture is None else ExpertReads(mixture)
+        self.tables: dict[tuple[int, int], PriceTable] = {}
+        """By threads and requests: 1, or a power of two from ``BATCH`` on."""
+        self.host = 0.0
+        """Seconds of a round outside drafting, verification and acceptance."""
+        self._plain: deque[float] = deque(maxlen=5)
+        self._drafted: deque[tuple[int, int, float]] = deque(maxlen=16)
+        """Of the last verifications of drafts: number, rows, and log of their seconds over the table's."""
+        self._usual = self._common = 0.0
+        self._rounds = self._sequences = 0
+
+    @property
+    def slower(self) -> bool:
+        """Whether rounds with drafts have become slower, or faster: a plain round tells whether all have."""
+        recent = [residual for *_, residual in self._drafted][-7:]
+        return len(recent) > 4 and abs(median(recent) - self._usual) > self.SURPRISE
+
+    def units(self, rows: float, sequences: int, experts: int = 0) -> int:
+        """What verification is priced by: padded rows, or of a mixture eighths of the price by ``ExpertReads``."""
+        padded = int(-(-rows // self.multiple) * self.multiple)
+        if self.reads is None:
+            return padded
+        return max(1, round(8 * self.reads.price(max(padded, sequences), sequences, experts)))
+
+    def at(self, sequences: int) -> PriceTable:
+        """The table for so many requests. It is measured now if there is none, or copied from another number of
+        threads, and corrected by the rounds that use it."""
+        size = 1 if sequences < self.BATCH else 1 << (sequences - 1).bit_length()
+        key = self.threads(), size
+        table = self.tables.get(key)
+        if table is None:
+            others = [known for known in self.tables if known[1] == size]
+            table = self.tables[key] = (None if others else self._measure(size)) or self._guess(*key)
+        return table
+
+    def _guess(self, threads: int, size: int) -> PriceTable:
+        """The nearest measured table, or an assumption in units of a plain round."""
+        known = sorted((abs(key[1] - size), abs(key[0] - threads), key) for key in self.tables)
+        if known:
+            near = self.tables[known[0][-1]]
+            return PriceTable(near.verify, dict(near.draft), dict(near.read))
+        draft = {name: Curve({0: 0.01, 1: self.GUESS, 9: 9 * self.GUESS}) for name in self.nodes}
+        verify = Curve({self.units(n, 1): 1.0 + self.GUESS * (n - 1) for n in (1, 17)})
+        return PriceTable(verify, draft, dict.fromkeys(self.nodes, 0.5 * self.GUESS))
+
+    def _measure(self, sequences: int) -> PriceTable | None:
+        if self.trials is None:
+            return None
+        with self.trials(sequences) as found:
+            return None if found is None else self._timed(*found, sequences)
+
+    def _timed(self, time_round: TimeRound, read: Mapping[str, float], sequences: int) -> PriceTable:
+        """Times every kind of round in turns, until the time is over. Of each, the lower quartile counts: disturbances
+        add to times."""
+        began, limit = self.clock(), self.SECONDS[sequences > 1]
+        verify: dict[int, list[float]] = {}
+        draft: dict[str, dict[int, list[float]]] = {method: {} for method in self.nodes}
+        kinds = list(self._kinds(sequences))
+        for sweep in range(self.SWEEPS[1]):
+            if sweep >= self.SWEEPS[0] and self.clock() - began > limit:
+                break
+            for method, depth, rows in kinds if sweep % 2 else reversed(kinds):
+                for _ in range(self.STREAK):
+                    timed = time_round(method, depth, rows)
+                    units = self.units(timed.rows, sequences, timed.experts)
+                    verify.setdefault(units, []).append(timed.verify)
+                    if method is not None:
+                        draft[method].setdefault(timed.depth, []).append(timed.draft)
+                    if timed.verify > self.SHORT_ROUND or method is not None:
+                        break
+        curves = {method: Curve(_quartiles(times)) for method, times in draft.items() if times}
+        return PriceTable(Curve(_quartiles(verify)), curves, dict(read))
+
+    def _kinds(self, sequences: int) -> Iterator[tuple[str | None, int, int]]:
+        """The rounds to time: ``time_round``'s arguments. A verification follows a draft, as it does later."""
+        yield None, 0, 1
+        for method, nodes in self.nodes.items():
+            deepest = min(len(nodes) - 1, self.DEEPEST)
+            depths = {1, 2, 4, 8, deepest} & {*range(1, deepest + 1)}
+            drafted = {nodes[depth] + 1: depth for depth in depths}
+            rows = {*drafted, *range(2, min(nodes[deepest], 12) + 2)}
+            yield method, 0, 2
+            if sequences > 1:
+                rows = {n for n in (2, 3, 5, 9) if n <= nodes[deepest] + 1}
+            for n in sorted(rows):
+                yield method, drafted.get(n, 1), n
+
+    def verify(self, table: PriceTable, rows: float, sequences: int, experts: int = 0) -> float:
+        """Seconds of a target forward over so many rows, acceptance and the host's work included."""
+        count, plain = self.units(rows, sequences, experts), self.units(sequences, sequences)
+        seconds = table.verify(count)
+        if count > plain:
+            seconds = max(seconds * exp(table.rows_bias(count)), table.verify(plain))
+        return seconds + (self.host / table.level if table.level else 0.0)
+
+    def draft(self, table: PriceTable, method: str, depth: float) -> float:
+        """Seconds of drafting to this depth."""
+        curve = table.draft.get(method)
+        if curve is None:
+            return self.GUESS * depth * table.verify(1)
+        return curve(depth) * exp(table.draft_bias.get(method, 0.0))
+
+    def observe(self, table: PriceTable, sequences: int, rows: int, seconds: float, experts: int, warm: bool) -> None:
+        """Compares a forward with the table. ``warm``: not right after forwards of the other kind, in whose caches it
+        runs."""
+        if self.reads is not None:
+            self.reads.learn(rows, sequences, experts)
+        units = self.units(rows, sequences, experts)
+        residual = log(seconds / table.verify(units))
+        level = exp(residual - (table.rows_bias(units) if rows > sequences else 0.0))
+        table.level = level if table.level is None else table.level + 0.2 * (level - table.level)
+        self._rounds += 1
+        if sequences != self._sequences:
+            self._sequences = sequences
+            self._plain.clear()
+            self._drafted.clear()
+        if rows > sequences:
+            self._usual = residual if not self._drafted else self._usual + 0.02 * (residual - self._usual)
+            if self._drafted:  # by how much these rows are dearer than others of the last rounds
+                apart = residual - table.rows_bias(units) - self._common
+                self._common += 0.1 * apart
+                table.bias[units] = table.rows_bias(units) + self.APART * max(-0.3, min(apart, 0.3))
+            else:
+                self._common = residual - table.rows_bias(units)
+            self._drafted.append((self._rounds, units, residual))
+            self._plain.clear()
+        elif warm:
+            self._plain.append(residual)
+            if len(self._plain) == 2:
+                self._compare(table, sum(self._plain) / 2)
+
+    def _compare(self, table: PriceTable, plain: float) -> None:
+        """Corrects the prices of the numbers of rows that were used shortly before these plain rounds."""
+        self._usual = median([residual for *_, residual in self._drafted] or [0.0])
+        by_rows: dict[int, list[float]] = {}
+        for number, units, residual in self._drafted:
+            if self._rounds - number < self.NEAR:
+                by_rows.setdefault(units, []).append(residual)
+        for units, residuals in by_rows.items():
+            apart = max(-0.7, min(median(residuals) - plain, 0.7))
+            before = table.rows_bias(units)
+            table.bias[units] = before + min(0.2, 0.05 * len(residuals)) * (apart - before)
+
+    def observe_draft(self, table: PriceTable, method: str, depth: int, seconds: float) -> None:
+        """Compares a draft with the table, at the present speed of the machine."""
+        curve = table.draft.get(method)
+        if curve is not None and table.level is not None and seconds > 0.0:
+            apart = max(-1.0, min(log(seconds / (curve(depth) * table.level)), 1.0))
+            bias = table.draft_bias.get(method, 0.0)
+            table.draft_bias[method] = bias + 0.05 * (apart - bias)
+
+    def state(self) -> list[Any]:
+        """All measured tables, as JSON."""
+        return [
+            [*key, table.state()]
+            for key, table in self.tables.items()
+            if not table.bias or abs(fmean(table.bias.values())) < self.STALE
+        ]
+
+    def restore(self, state: Any) -> None:
+        """Raises TypeError, KeyError or ValueError for anything but a ``state``."""
+        self.tables = {(int(threads), int(size)): PriceTable.of(table) for threads, size, table in state}
+
+
+def _quartiles(times: Mapping[int, list[float]]) -> dict[int, float]:
+    """The lower quartile of each."""
+    return {count: sorted(each)[(len(each) - 1) // 4] for count, each in times.items()}
