@@ -186,7 +186,11 @@ class Cascade(CompositeDrafter[CascadeConfig]):
     def parts(self) -> Parts:
         """Look-ups first, then one drafter that pays for each token; other cascades are priced as a whole."""
         *first, last = self.inner
-        if all(drafter.has_evidence for drafter in first) and not last.has_evidence and not isinstance(last, CompositeDrafter):
+        if (
+            all(drafter.has_evidence for drafter in first)
+            and not last.has_evidence
+            and not isinstance(last, CompositeDrafter)
+        ):
             return Parts(tuple(drafter.name for drafter in first), last.name)
         return super().parts()
 
