@@ -11,6 +11,7 @@ from test_answers_keep_the_distribution import PARAMS, PROMPT, distribution, pva
 
 from forerun import SamplingParams
 from forerun.speculate.accept import RatioRule, rules
+from forerun.speculate.length.adaptive import Adaptive
 from forerun.speculate.length.base import Seconds
 
 RULES = [name for name in rules if issubclass(rules[name], RatioRule) and rules[name].lossless]
@@ -22,19 +23,25 @@ __all__ = ["distribution"]
 
 
 class Clock:
-    """Prices by rows and depth in place of measured seconds, so that every run meets the same ones; counts drafts by
-    length."""
+    """Prices by rows and depth in place of measured ones, so that every run meets the same; counts drafts by length."""
 
     def __init__(self, engine):
         self.observe, self.rounds = engine.policy.observe, 0
         self.lengths = Counter()
         engine.policy.observe = self
+        if isinstance(engine.policy, Adaptive):
+            prices = engine.policy.prices
+            prices.verify = lambda table, rows, sequences, experts=0: 1.0
+            prices.draft = lambda table, method, depth: self.level * depth
+
+    @property
+    def level(self):
+        return 0.6 if self.rounds % PHASE > CHEAP else 0.001
 
     def __call__(self, sequences, drafts, verdicts, seconds):
         self.rounds += 1
         depth = max(map(len, drafts), default=0)
-        level = 0.6 if self.rounds % PHASE > CHEAP else 0.001
-        self.observe(sequences, drafts, verdicts, Seconds(level * depth, 1.0, 0.01))
+        self.observe(sequences, drafts, verdicts, Seconds(self.level * depth, 1.0, 0.01))
         self.lengths.update(map(len, drafts))
 
 

@@ -14,7 +14,7 @@ DRAFTERS = [
     {"method": "prompt_lookup"},
     {"method": "draft_model", "num_speculative_tokens": 3},
     {"method": "draft_model", "num_speculative_tokens": 3, "length": "adaptive"},
-    {"method": "draft_model", "num_speculative_tokens": 3, "length": "planned"},
+    {"method": "draft_model", "num_speculative_tokens": 3, "length": "fixed"},
     {"method": "draft_model", "num_speculative_tokens": 3, "accept": "token"},
     {"method": "cascade", "drafters": [{"method": "suffix"}, {"method": "pattern"}]},
     {"method": "token_recycling"},
