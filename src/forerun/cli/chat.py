@@ -346,6 +346,7 @@ class Options:
         from forerun.engine.llm import LLM
 
         fixed = {"model": MODEL, "page_size": PAGE_SIZE, "max_num_seqs": 1, **self.engine}
+        fixed["generation_config"] = self.generation_config
         options = {"threads": set_threads(self.threads), **fixed}
         if terminal:
             out().print(Text(f"loading {options['model']}", style="dim"))
@@ -356,19 +357,16 @@ class Options:
                     f"{llm.model.info.name} has no chat template: add --chat-template FILE, or continue texts with "
                     "forerun generate"
                 )
-            defaults, source = self.defaults(llm.config.model)
+            defaults, source = self.defaults(llm.model.info.sampling)
             params = replace(defaults, **self.sampling)
             conversation = Conversation(params, defaults, system=self.system, trace=self.trace)
             facts = model_facts(llm, named=names_method(self.speculative))
             facts["sampling"] = f"{sampling_line(params)} ({source})"
             yield (Terminal if terminal else ChatSession)(llm, conversation, template, facts)
 
-    def defaults(self, model: str) -> tuple[SamplingParams, str]:
-        """The sampling options of a conversation with ``model`` where none are given, and where they come from."""
-        from forerun.models.generation_config import model_settings
-        from forerun.models.open import resolve
-
+    def defaults(self, own: Mapping[str, Any]) -> tuple[SamplingParams, str]:
+        """The sampling options of a conversation where none are given, and where they come from. ``own`` are the
+        model's."""
         if self.generation_config == "vllm":
             return SamplingParams(**DEFAULTS), "neutral defaults"
-        own = model_settings(resolve(model))
         return SamplingParams(**DEFAULTS, **(own or MILD)), "the model's own" if own else "the model sets none"

@@ -182,7 +182,7 @@ def method_options() -> str:
     return "\n\n".join([f"every method: {', '.join(SHARED_KEYS.split())}", *lines])
 
 
-ENGINE = Flags("engine", flags_of(EngineConfig, "Engine", skip=("seed", "trace", "threads")))
+ENGINE = Flags("engine", flags_of(EngineConfig, "Engine", skip=("seed", "trace", "threads", "generation_config")))
 SERVED = Flags("engine", flags_of(EngineConfig, "Engine", skip=("trace", "threads")))
 """For commands that have no other seed."""
 GREEDY = {"temperature": 0, "max_tokens": 128, "seed": 0}

@@ -34,7 +34,7 @@ class AsyncLLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, speculate: bool = True
     ) -> AsyncIterator[StreamPiece]:
         """Yields one answer token by token, as ``LLM.stream`` does."""
-        params = one_answer(sampling_params)
+        params = one_answer(sampling_params or self._llm.default_params())
         async with self._submitted(prompt, params, speculate) as (text, stream):
             (job,) = stream.jobs
             made = Pieces(job, self._engine.tokenizer, lambda: self._llm.output(text, [job]))
@@ -65,7 +65,7 @@ class AsyncLLM:
     ) -> list[RequestOutput]:
         """Answers every prompt; returns one output for each, in order."""
         batch = prompt_list(prompts)
-        params = LLM.params_of(sampling_params, len(batch))
+        params = self._llm.params_of(sampling_params, len(batch))
         tasks = [asyncio.create_task(self._whole(*each, speculate)) for each in zip(batch, params)]
         try:
             return [await task for task in tasks]

@@ -66,6 +66,8 @@ class EngineFacts:
     quantization: str
     """The form of the weights in memory."""
     device: str
+    sampling: Mapping[str, Any]
+    """The model's own settings, for requests that leave them open."""
 
     @classmethod
     def of(cls, engine: Engine) -> EngineFacts:
@@ -90,6 +92,7 @@ class EngineFacts:
             weight_bytes=info.weight_bytes,
             quantization=info.quantization or str(info.dtype).removeprefix("torch."),
             device=info.device.type,
+            sampling=dict(info.sampling),
         )
 
 

@@ -204,6 +204,9 @@ class EngineConfig:
     reasoning_parser: str | None = option(
         None, f"Reasoning format. Grammars start after the reasoning. One of {', '.join(PARSERS)}."
     )
+    generation_config: str = option(
+        "auto", "Sampling defaults: auto (the model's own, else neutral ones) or vllm (neutral ones)."
+    )
     threads: str | int = AUTO
     """Threads of the CPU kernels; "auto": torch's, but at most one per core, and fewer while others need them."""
     seed: int | None = option(None, "Seed of requests without one.")
@@ -233,6 +236,8 @@ class EngineConfig:
             check_parser(self.reasoning_parser)
         check_seed(self.seed)
         check_threads(self.threads)
+        if self.generation_config not in ("auto", "vllm"):
+            raise ConfigError(f"generation_config must be auto or vllm, not {self.generation_config!r}")
         if self.logprobs_mode not in ("raw_logprobs", "processed_logprobs"):
             raise ConfigError(f"logprobs_mode must be raw_logprobs or processed_logprobs, not {self.logprobs_mode!r}")
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -28,11 +30,14 @@ from forerun.engine.outputs import CompletionOutput, Pieces, RequestOutput, Stre
 from forerun.engine.tuned import load as load_tuned
 from forerun.models import lora
 from forerun.models.chat import Message, conversations, render_chat
+from forerun.models.generation_config import model_settings, settings_line
 from forerun.models.infill import Hole, Infill, ending, files_of
 from forerun.models.load import load_model
 from forerun.models.open import resolve
 from forerun.models.tokenizer import encode, load_tokenizer, with_end
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
+
+log = logging.getLogger("forerun")
 
 Prompt = str | Mapping[str, Any] | Sequence[int]
 
@@ -97,13 +102,16 @@ class LLM:
             tensor_parallel_size=config.tensor_parallel_size,
         )
         self.tokenizer = load_tokenizer(config.tokenizer or lora.tokenizer(config.lora) or config.model)
-        loaded.info = with_end(loaded.info, self.tokenizer)
+        sampling = {} if config.generation_config == "vllm" else model_settings(resolve(config.model))
+        loaded.info = replace(with_end(loaded.info, self.tokenizer), sampling=sampling)
         self._engine: Engine | None = Engine(loaded, self.tokenizer, config, speculative)
         auto.remember(self.engine)
         self._lock = threading.Lock()
         self._owner: int | None = None
         """The thread that holds the lock."""
         self._closed = "this LLM is closed"
+        self._told = False
+        """Whether the log has the model's sampling settings."""
         _all.add(self)
 
     @property
@@ -190,8 +198,8 @@ class LLM:
                 It may have ``stop_at`` (``line`` or ``block``: where the answer ends) and ``input_extra`` (other files
                 of the repository, ``{"filename": TEXT, "text": TEXT}`` each). A mapping may have a ``prediction``, a
                 text or token ids: what the answer may be, to draft from. It changes no token.
-            sampling_params: one for all prompts or a list of one each. ``BeamSearchParams`` among them are answered
-                with their beams, the best first.
+            sampling_params: one for all prompts or a list of one each; None: ``get_default_sampling_params``.
+                ``BeamSearchParams`` among them are answered with their beams, the best first.
             use_tqdm: show a progress bar on standard error. None: if that is a terminal.
             priority: one number per prompt; lower ones go first.
             speculate: False decodes these prompts plainly, for comparison.
@@ -321,7 +329,7 @@ class LLM:
             RequestError: the prompt or an option cannot be served.
             ConfigError: this thread has not closed an earlier stream.
         """
-        params: Params = one_answer(sampling_params)
+        params: Params = one_answer(sampling_params or self.default_params())
         with self._exclusive():
             text, ids = self.encode(prompt)
             params = self.with_ending(prompt, params)
@@ -385,11 +393,14 @@ class LLM:
             finally:
                 self._owner = None
 
-    @staticmethod
-    def params_of(given: Params | Iterable[Params] | None, count: int) -> list[Params]:
+    def get_default_sampling_params(self) -> SamplingParams:
+        """The options of requests without any: the model's own settings, else neutral ones."""
+        return SamplingParams(**self.model.info.sampling)
+
+    def params_of(self, given: Params | Iterable[Params] | None, count: int) -> list[Params]:
         """One for each of ``count`` prompts. Raises ConfigError."""
         if given is None or isinstance(given, Params):
-            return [given or SamplingParams()] * count
+            return [given or self.default_params()] * count
         several: list[Any] = list(given) if isinstance(given, Iterable) and not isinstance(given, Mapping) else [given]
         for item in several:
             if not isinstance(item, Params):
@@ -397,6 +408,14 @@ class LLM:
         if len(several) != count:
             raise ConfigError(f"{len(several)} sampling_params for {count} prompts: pass one, or one per prompt")
         return several
+
+    def default_params(self) -> SamplingParams:
+        """The default options; the log says so once."""
+        own, self._told = self.model.info.sampling, self._told or not self.model.info.sampling
+        if not self._told:
+            log.warning("sampling by the model's own settings, %s: pass SamplingParams for others", settings_line(own))
+            self._told = True
+        return self.get_default_sampling_params()
 
     def output(self, text: str | None, jobs: list[Job]) -> RequestOutput:
         """What finished jobs answered."""

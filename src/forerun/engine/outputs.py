@@ -128,11 +128,10 @@ class Pieces:
         return StreamPiece(text, tokens, drafted, None if finish is None else self.finished())
 
 
-def one_answer(given: SamplingParams | None) -> SamplingParams:
+def one_answer(given: SamplingParams) -> SamplingParams:
     """The options of a stream, which has one answer. Raises RequestError."""
-    params = SamplingParams() if given is None else given
-    if not isinstance(params, SamplingParams):
-        raise RequestError(f"a stream takes SamplingParams, not {type(params).__name__}", param="sampling_params")
-    if params.n != 1:
+    if not isinstance(given, SamplingParams):
+        raise RequestError(f"a stream takes SamplingParams, not {type(given).__name__}", param="sampling_params")
+    if given.n != 1:
         raise RequestError("a stream has one answer: set n to 1, or use generate", param="n")
-    return params
+    return given

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -83,6 +83,8 @@ class ModelInfo:
     """Each layer's state beside keys and values; () if no layer keeps one."""
     mixture: MixtureInfo | None = None
     """None: there are no experts, or ``Output.experts`` does not count them."""
+    sampling: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """The model's own sampling settings: fields of ``SamplingParams`` that requests get by default."""
 
     def begin(self, prompt: Sequence[int]) -> tuple[list[int], tuple[int, ...] | None]:
         """The decoder's first tokens for a prompt, and the encoder's tokens; None if there is no encoder."""

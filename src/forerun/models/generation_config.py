@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ def model_settings(path: Path) -> dict[str, Any]:
     except ConfigError as error:
         raise ModelError(f"{source} has unusable sampling settings: {error}") from None
     return result
+
+
+def settings_line(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in settings.items())
 
 
 def _shortest(value: Any) -> Any:

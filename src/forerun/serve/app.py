@@ -66,6 +66,7 @@ class Server:
         self.recorder = Recorder(engine, self.name, options.metrics_names)
         self.stored = ResponseStore(options.response_memory)
         self.started = int(time.time())
+        self.defaults = engine.facts.sampling
         self.ignored: set[str] = set()
         """Names of request fields that were ignored, which the log has named."""
 
@@ -129,6 +130,7 @@ class Server:
     async def completion(
         self, body: CompletionRequest, request_id: str, reply: type[CompletionReply] = CompletionReply
     ) -> Reply:
+        body.settle(self.defaults)
         prompt_only = body.max_tokens == 0
         if body.echo and body.stream and body.logprobs is not None:
             raise ApiError(400, "streaming does not support echo with logprobs: remove one", param="echo")
@@ -179,6 +181,7 @@ class Server:
         self, body: ChatRequest, request_id: str, reply: type[ChatReply] = ChatReply, **options: Any
     ) -> Reply:
         """``options`` are those of the class ``reply``."""
+        body.settle(self.defaults)
         tools = body.offered()
         messages = [message.plain() for message in body.messages]
         options_of_template = body.template_options(self.text.has_variable)
@@ -200,6 +203,7 @@ class Server:
 
     async def response(self, body: ResponseRequest, request_id: str) -> Reply:
         """A chat completion in another form."""
+        body.settle(self.defaults)
         before = self.stored.items_up_to(body.previous_response_id)
 
         def keep(answer: answers.Response) -> None:

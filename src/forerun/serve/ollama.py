@@ -465,12 +465,12 @@ def install(app: FastAPI, server: Server) -> None:
     @app.post("/api/show", responses=responses(*BODY, answer=OllamaShown, error=OllamaError))
     async def ollama_show(body: OllamaShow) -> OllamaShown:
         server.check_model(body.model or body.name)
-        template = server.text.chat_template
+        template, names = server.text.chat_template, {ours: name for name, ours in OPTIONS.items()}
         kinds = {"completion": True, "tools": template is not None, "thinking": facts.reasoning_parser is not None}
         return OllamaShown(
             modelfile=f"FROM {server.name}", modified_at=since, details=details,
             capabilities=[name for name, has in kinds.items() if has],
-            parameters="",
+            parameters="\n".join(f"{names.get(name, name)} {value:g}" for name, value in server.defaults.items()),
             template=template if isinstance(template, str) else "",
             model_info={"general.architecture": family, f"{family}.context_length": server.max_model_len},
         )  # fmt: skip

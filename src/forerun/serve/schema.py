@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -421,6 +421,11 @@ class Sampled(Asked):
     user: str | None = Field(None, description=SESSION)
     metadata: dict[str, Any] | None = Field(None, description=IGNORED)
 
+    def settle(self, defaults: Mapping[str, Any]) -> None:
+        """Sets what the request leaves open to ``defaults``, the model's own settings."""
+        for name in set(defaults) - self.model_fields_set:
+            setattr(self, name, defaults[name])
+
     def field_of(self, param: str | None) -> str | None:
         return f"speculative.{param}" if param in Speculative.model_fields else param
 
@@ -466,6 +471,10 @@ class Generation(Sampled):
         if not self.use_beam_search and (self.length_penalty != 1.0 or self.early_stopping is not False):
             raise ValueError("length_penalty and early_stopping go with use_beam_search: true")
         return self
+
+    def settle(self, defaults: Mapping[str, Any]) -> None:
+        if not self.use_beam_search:
+            super().settle(defaults)
 
     @property
     def session(self) -> str | None:
