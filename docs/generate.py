@@ -172,10 +172,13 @@ def sampling_options() -> str:
 
 
 def request_fields() -> str:
-    from forerun.serve import schema
+    from forerun.serve import anthropic, ollama, responses, schema
 
     parts = []
-    for model in (schema.CompletionRequest, schema.ChatRequest):
+    for model in (
+        schema.CompletionRequest, schema.ChatRequest, responses.ResponseRequest, ollama.OllamaChat,
+        ollama.OllamaGenerate, anthropic.MessagesRequest,
+    ):  # fmt: skip
         rows = [(f"`{name}`", plain(field.description or "")) for name, field in sorted(model.model_fields.items())]
         parts.append(f"### {model.__name__}\n\n" + table(("field", "meaning"), rows))
     return "\n".join(parts)

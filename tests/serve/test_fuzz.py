@@ -20,11 +20,14 @@ PATHS = {
     "/infill": 20,
     "/v1/embeddings": 1, "/tokenize": 40, "/detokenize": 12, "/v1/models/{name}": 10, "/v1/models": 1, "/health": 1,
     "/live": 1, "/version": 1, "/metrics": 1, "/api/chat": 30, "/api/generate": 20, "/api/show": 10, "/api/tags": 1,
-    "/api/ps": 1, "/api/version": 1,
+    "/v1/messages": 40, "/v1/messages/count_tokens": 20, "/api/ps": 1, "/api/version": 1,
+    "/apply-template": 20, "/tokenizer_info": 1, "/props": 1,
 }  # fmt: skip
 """Examples per path and mode."""
-GENERATING = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/infill", "/api/chat", "/api/generate")
-BODIES = (*GENERATING, "/tokenize", "/detokenize", "/api/show")
+GENERATING = (
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/infill", "/api/chat", "/api/generate",
+)  # fmt: skip
+BODIES = (*GENERATING, "/v1/messages/count_tokens", "/tokenize", "/detokenize", "/apply-template", "/api/show")
 """Where something invalid can be sent."""
 ANSWERED = (*[path for path in BODIES if path != "/infill"], "/v1/models", "/health", "/live", "/version", "/metrics")
 """Where some valid request must be answered; this model has no tokens for ``/infill``."""
@@ -48,6 +51,8 @@ def short(path, body):
     options = body.get("options") or {}
     if path.startswith("/api/"):
         return {**body, "options": {**options, "num_predict": 2}} if isinstance(options, dict) else body
+    if path == "/v1/messages":
+        return {**body, "max_tokens": 2} if isinstance(body.get("max_tokens"), int) else body
     if "input" in body:
         return {**body, "max_output_tokens": 2, "min_tokens": 0}
     changed = {key: 2 for key in ("max_tokens", "max_completion_tokens") if isinstance(body.get(key), int)}
@@ -56,7 +61,8 @@ def short(path, body):
 
 def some(body, data):
     """A few of the optional fields: of all at once, some two always exclude each other."""
-    optional = sorted(set(body) - {"prompt", "messages", "input", "tokens", "input_prefix", "input_suffix"})
+    needed = {"prompt", "messages", "input", "tokens", "input_prefix", "input_suffix", "max_tokens"}
+    optional = sorted(set(body) - needed)
     kept = data.draw(st.sets(st.sampled_from(optional), max_size=3)) if optional else set()
     return {key: value for key, value in body.items() if key not in optional or key in kept}
 

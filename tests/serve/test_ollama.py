@@ -13,7 +13,8 @@ from test_reasoning import thinking  # noqa: F401 - a fixture
 from test_tools import HERMES
 
 from forerun.serve.app import ServerOptions
-from forerun.serve.ollama import OllamaChat, arguments_of
+from forerun.serve.ollama import OllamaChat
+from forerun.serve.tools.base import arguments_of
 
 ASK = [{"role": "user", "content": "hi"}]
 OPTIONS = {"num_predict": 24, "temperature": 0.8, "seed": 7}

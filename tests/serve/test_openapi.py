@@ -15,6 +15,7 @@ COMPLETION = {"prompt": "def parse(", "max_tokens": 12, "logprobs": 2, "stream_o
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "logprobs": True, "top_logprobs": 2}
 FUNCTION = {"name": "add", "parameters": {"properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}}}}
 LINES = {"messages": [{"role": "user", "content": "hi"}], "options": {"num_predict": 12}, "logprobs": True}
+MESSAGES = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12}
 ANSWER, LOGPROBS = {"input": "hi", "max_output_tokens": 12}, ["message.output_text.logprobs"]
 CALLED = {**CHAT, "tools": [{"type": "function", "function": FUNCTION}], "tool_choice": "required", "max_tokens": 64}
 TRACED = {"temperature": 0.8, "seed": 7, "speculative": {"method": "draft_model", "trace": True}}
@@ -49,6 +50,9 @@ def operations(description):
      {**ANSWER, "tools": [{"type": "function", **FUNCTION}], "tool_choice": "required", "max_output_tokens": 64},
      "Response", "ResponseEvent"),
     ("/api/chat", LINES, "OllamaChatAnswer", "OllamaChatAnswer"),
+    ("/v1/messages", MESSAGES, "AnthropicAnswer", "AnthropicEvent"),
+    ("/v1/messages", {**MESSAGES, "tools": [{"name": "add", "input_schema": FUNCTION["parameters"]}],
+                      "tool_choice": {"type": "any"}, "max_tokens": 60}, "AnthropicAnswer", "AnthropicEvent"),
     ("/api/generate", {**LINES, "messages": None, "prompt": "a"}, "OllamaGenerateAnswer", "OllamaGenerateAnswer"),
 ])  # fmt: skip
 def test_whole_and_streamed_answers(server, description, path, body, whole, chunk):
@@ -113,7 +117,8 @@ def test_errors_are_described(description):
         for status, response in operation["responses"].items():
             if status != "200":
                 schema = response["content"]["application/json"]["schema"]
-                form = "OllamaError" if path.startswith("/api/") else "Error"
+                forms = {"/api/": "OllamaError", "/v1/messages": "AnthropicError"}
+                form = next((form for prefix, form in forms.items() if path.startswith(prefix)), "Error")
                 assert schema == {"$ref": f"#/components/schemas/{form}"}, (path, method, status)
     statuses = set(description["paths"]["/v1/chat/completions"]["post"]["responses"])
     assert statuses == {"200", "400", "403", "404", "408", "413", "429", "500", "503", "504"}

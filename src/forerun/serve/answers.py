@@ -466,20 +466,15 @@ class ResponseEvent(RootModel[Annotated[Event, Field(discriminator="type")]]):
     """One event of a response's stream, by its type."""
 
 
-class Tokens(Answer):
-    tokens: list[int]
-    count: int
-    max_model_len: int
-
-
-class Prompt(Answer):
-    prompt: str
-
-
 class ModelCard(Answer):
+    """OpenAI's and Anthropic's fields, and our own."""
+
     id: str
     object: Literal["model"]
+    type: Literal["model"]
+    display_name: str
     created: int
+    created_at: str
     owned_by: str
     max_model_len: int
     chat_template: bool = Field(description="whether it can chat")
@@ -489,6 +484,9 @@ class ModelCard(Answer):
 class Models(Answer):
     object: Literal["list"]
     data: list[ModelCard]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
 
 
 class Health(Answer):

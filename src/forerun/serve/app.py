@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from forerun.engine.client import EngineClient, Stream
 from forerun.engine.config import NONE
 from forerun.models.infill import Hole, ending
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
-from forerun.serve import answers, errors, infill, ollama
+from forerun.serve import answers, anthropic, errors, infill, ollama, tokens
 from forerun.serve.errors import ApiError
 from forerun.serve.guard import Guard
 from forerun.serve.metrics import Recorder, RequestLog
@@ -34,9 +35,7 @@ from forerun.serve.schema import (
     Asked,
     ChatRequest,
     CompletionRequest,
-    DetokenizeRequest,
     Generation,
-    TokenizeRequest,
     plain_text,
 )
 from forerun.serve.stream import ChatReply, CompletionReply, Echo, Reply
@@ -76,6 +75,13 @@ class Server:
             return
         message = f"there is no model {name!r} here; there is {self.name!r}"
         raise ApiError(404, message, param="model", code="model_not_found")
+
+    def check(self, body: Asked) -> None:
+        """Refuses another model's name and, if the server is strict, unknown fields."""
+        self.check_model(body.model)
+        name = next(body.unknown(), None) if self.strict else None
+        if name is not None:
+            raise ApiError(400, f"unknown field {name!r}: remove it", param=name, code="unknown_field")
 
     def engine_options(self, body: Generation) -> dict[str, Any]:
         """Returns the keywords of ``EngineClient.submit`` beside prompt and sampling."""
@@ -214,10 +220,7 @@ class Server:
 
     async def answer(self, request: Request, body: Asked, make: Callable[[Any, str], Awaitable[Reply]]) -> Response:
         """Answers a request for text with the reply that ``make`` returns for it."""
-        self.check_model(body.model)
-        name = next(body.unknown(), None) if self.strict else None
-        if name is not None:
-            raise ApiError(400, f"unknown field {name!r}: remove it", param=name, code="unknown_field")
+        self.check(body)
         try:
             reply = request.state.reply = await make(body, request.state.request_id)
         except RequestError as error:
@@ -296,9 +299,10 @@ def create_app(engine: EngineClient, options: ServerOptions | None = None) -> Fa
     _playground(app)
     _generation_routes(app, server)
     _operator_routes(app, server)
-    ollama.install(app, server)
+    for api in (ollama, anthropic, tokens):
+        api.install(app, server)
     chunks = (answers.CompletionChunk, answers.ChatChunk, answers.ResponseEvent, answers.InfillChunk)
-    unseen = (answers.Error, *chunks, *ollama.MODELS)
+    unseen = (answers.Error, *chunks, *ollama.MODELS, *anthropic.MODELS)
     describe(app, options, engine.facts.drafters, unseen)
     return app
 
@@ -343,21 +347,6 @@ def _generation_routes(app: FastAPI, server: Server) -> None:
     async def embeddings() -> None:
         raise ApiError(404, "embeddings are not supported: the model generates text", code="no_embeddings")
 
-    @app.post("/tokenize", responses=responses(*BODY, answer=answers.Tokens))
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        server.check_model(body.model)
-        if body.messages is not None:
-            messages, tools = [[item.plain() for item in items or ()] for items in (body.messages, body.tools)]
-            tokens = await server.text.encode_chat(messages, tools, counted=True)
-        else:
-            tokens = await server.text.encode(body.prompt or "", special=body.add_special_tokens, counted=True)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": server.max_model_len}
-
-    @app.post("/detokenize", responses=responses(*BODY, answer=answers.Prompt))
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        server.check_model(body.model)
-        return {"prompt": await server.text.decode(body.tokens)}
-
 
 def _operator_routes(app: FastAPI, server: Server) -> None:
     engine = server.engine
@@ -366,7 +355,10 @@ def _operator_routes(app: FastAPI, server: Server) -> None:
         return {
             "id": server.name,
             "object": "model",
+            "type": "model",
+            "display_name": server.name,
             "created": server.started,
+            "created_at": datetime.fromtimestamp(server.started, UTC).isoformat(),
             "owned_by": "forerun",
             "max_model_len": server.max_model_len,
             "chat_template": server.text.chat_template is not None,
@@ -375,7 +367,8 @@ def _operator_routes(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models", responses=responses(answer=answers.Models))
     async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [model()]}
+        ends = {"has_more": False, "first_id": server.name, "last_id": server.name}
+        return {"object": "list", "data": [model()], **ends}
 
     @app.get("/v1/models/{name:path}", responses=responses(404, answer=answers.ModelCard))
     async def one_model(name: str) -> dict[str, Any]:

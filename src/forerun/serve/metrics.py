@@ -228,7 +228,10 @@ class RequestLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+                names = (
+                    (b"x-request-id", b"request-id") if scope["path"].startswith("/v1/messages") else (b"x-request-id",)
+                )
+                message["headers"] = [*message["headers"], *((name, request_id.encode()) for name in names)]
             await send(message)
 
         try:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from fastapi import FastAPI, Request, Response
 from pydantic import Field, Tag
-from pydantic_core import from_json
 
 from forerun.engine.stop import LENGTH
 from forerun.serve import answers
@@ -37,6 +36,7 @@ from forerun.serve.schema import (
     one_of,
 )
 from forerun.serve.stream import ChatReply, Choice, CompletionReply, Reply
+from forerun.serve.tools.base import arguments_of
 
 if TYPE_CHECKING:
     from forerun.serve.app import Server
@@ -356,7 +356,7 @@ class Lines(Reply):
 
 
 class OllamaChatReply(Lines, ChatReply):
-    line = OllamaChatAnswer
+    line: type[OllamaLine] = OllamaChatAnswer
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -378,15 +378,6 @@ class OllamaGenerateReply(OllamaChatReply):
 
 class OllamaTextReply(Lines, CompletionReply):
     """An answer to a prompt as it is."""
-
-
-def arguments_of(text: str) -> dict[str, Any]:
-    """Returns a call's arguments as an object: as much of it as there is, or any other text as one parameter."""
-    try:
-        arguments = from_json(text or "{}", allow_partial=True)
-    except ValueError:
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {"arguments": text}
 
 
 def _json(line: OllamaLine) -> str:

@@ -648,24 +648,3 @@ class ChatRequest(Generation):
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise ValueError("max_tokens conflicts with max_completion_tokens: remove one")
         return self
-
-
-class TokenizeRequest(Body):
-    model: str | None = None
-    prompt: Text | None = None
-    messages: Messages | None = None
-    tools: Tools | None = None
-    add_special_tokens: bool = True
-
-    @model_validator(mode="after")
-    def _check_source(self) -> TokenizeRequest:
-        if (self.prompt is None) == (self.messages is None):
-            raise ValueError("send either prompt or messages")
-        if self.tools is not None and self.messages is None:
-            raise ValueError("tools go with messages")
-        return self
-
-
-class DetokenizeRequest(Body):
-    model: str | None = None
-    tokens: list[TokenId]

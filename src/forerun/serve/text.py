@@ -167,13 +167,25 @@ class TextService:
     ) -> list[int]:
         """Returns a conversation's tokens, as ``encode`` does; ``options`` are those of ``render_chat``. Raises
         RequestError also without a chat template, or if it refuses the messages."""
+        size, render = self._rendering(messages, tools, options)
+        return await self.run(size, self._encode_chat, render, counted)
+
+    async def render(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), **options: Any) -> str:
+        """Returns a conversation's prompt. The rest is as in ``encode_chat``."""
+        size, render = self._rendering(messages, tools, options)
+        return await self.run(size, render)
+
+    def _rendering(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], options: dict[str, Any]
+    ) -> tuple[int, Callable[..., str]]:
+        """Returns the size of a conversation, and what renders it with a tokenizer."""
         if self.chat_template is None:
             raise RequestError(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE"
             )
         size = sum(len(message["content"]) + _json_length(message.get("tool_calls")) for message in messages)
         render = partial(render_chat, messages=list(messages), tools=tools, chat_template=self.own_template, **options)
-        return await self.run(size + _json_length(tools), self._encode_chat, render, counted)
+        return size + _json_length(tools), render
 
     def _encode_chat(self, tokenizer: Any, render: Callable[..., str], counted: bool) -> list[int]:
         text = render(tokenizer)
@@ -231,17 +243,7 @@ class TextService:
     def _token_text(self, token: int) -> tuple[str, list[int] | None]:
         """Returns one token's text and its bytes (None: unknown). Half a character has no text of its own."""
         text = token_text(self.tokenizer, token)
-        if REPLACEMENT not in text:
-            return text, list(text.encode())
-        letters = self.tokenizer.convert_ids_to_tokens(token)
-        if letters is None:
-            return text, None
-        if REPLACEMENT in letters:
-            return text, list(text.encode())
-        if letters.startswith("<0x") and letters.endswith(">"):
-            return text, [int(letters[3:-1], 16)]
-        encoded = [BYTE_LETTERS[letter] for letter in letters if letter in BYTE_LETTERS]
-        return text, encoded if len(encoded) == len(letters) else None
+        return text, token_bytes(self.tokenizer, token, text)
 
     def _token_name(self, token: int) -> str:
         """Returns one token's text or, if it is not whole characters, its bytes as OpenAI's completions write them."""
@@ -256,6 +258,21 @@ class TextService:
     def close(self) -> None:
         for lane in (self.short, self.long):
             lane.thread.shutdown(wait=False, cancel_futures=True)
+
+
+def token_bytes(tokenizer: Any, token: int, text: str) -> list[int] | None:
+    """Returns the bytes of a token whose text is ``text``; None: unknown."""
+    if REPLACEMENT not in text:
+        return list(text.encode())
+    letters = tokenizer.convert_ids_to_tokens(token)
+    if letters is None:
+        return None
+    if REPLACEMENT in letters:
+        return list(text.encode())
+    if letters.startswith("<0x") and letters.endswith(">"):
+        return [int(letters[3:-1], 16)]
+    encoded = [BYTE_LETTERS[letter] for letter in letters if letter in BYTE_LETTERS]
+    return encoded if len(encoded) == len(letters) else None
 
 
 def _tokens(tokenizer: Any, text: str, special: bool) -> list[int]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
 import regex
+from pydantic_core import from_json
 
 from forerun.models.chat import CLOSING, OPENING, PYTHON_TAG, finite_float, loads
 
@@ -467,6 +468,15 @@ def json_calls(text: str) -> Calls | None:
 def is_text(text: str) -> bool:
     """Whether it has no half of a surrogate pair, which JSON can spell and UTF-8 cannot."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def arguments_of(text: str) -> dict[str, Any]:
+    """Returns a call's arguments as an object: as much of it as there is, or any other text as one parameter."""
+    try:
+        arguments = from_json(text or "{}", allow_partial=True)
+    except ValueError:
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"arguments": text}
 
 
 def as_text(value: Any) -> str:
