@@ -46,6 +46,13 @@ def slow_rounds(served, monkeypatch):
     monkeypatch.setattr(served.engine, "step", slow)
 
 
+@pytest.fixture
+def slower_rounds(served, slow_rounds, monkeypatch):
+    """Rounds so slow that a long answer still runs when its first words have been read on a busy machine."""
+    step = served.engine.step
+    monkeypatch.setattr(served.engine, "step", lambda: time.sleep(10 * ROUND) or step())
+
+
 @pytest.fixture(scope="module")
 def server(served):
     with run_server(served) as running:

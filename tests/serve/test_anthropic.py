@@ -280,7 +280,7 @@ def test_a_key_is_x_api_key_or_a_bearer(served):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_hanging_up_frees_the_request(server, slow_rounds, stream):
+def test_hanging_up_frees_the_request(server, slower_rounds, stream):
     body = {"messages": ASK, "max_tokens": 480, "temperature": 0, "stream": stream}
     if stream:
         with server.http.stream("POST", MESSAGES, json=body) as answer:

@@ -291,7 +291,7 @@ def test_logprobs(server, client):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_hanging_up_frees_the_request(server, slow_rounds, stream):
+def test_hanging_up_frees_the_request(server, slower_rounds, stream):
     body = {"messages": ASK, "options": {"temperature": 0}, "stream": stream}
     if stream:
         with server.http.stream("POST", CHAT, json=body) as answer:

@@ -47,7 +47,7 @@ def test_tokens_become_text_in_both_forms(server, tokenizer):
 
 
 def test_a_conversation_becomes_its_prompt(server, served):
-    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    tool = {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, "name": "add"}}
     for more in ({}, {"tools": [tool]}, {"add_generation_prompt": False}):
         answer = server.post("/apply-template", {"messages": ASK, **more})
         assert answer.json() == {"prompt": render_chat(served.tokenizer, ASK, chat_template=TEMPLATE, **more)}

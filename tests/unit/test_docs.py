@@ -20,7 +20,7 @@ PAGES = [
     *(page for page in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in page.parts),
 ]
 PROGRAMS = (*OURS, *LAB)
-HISTORY = {"complaints.md"}
+HISTORY = {"complaints.md", "coming_from.md"}
 """Pages that name files and flags of other projects."""
 PIP = {"--index-url", "--find-links"}
 IMAGE = {"--isolation", "--format", "--build-arg"}
@@ -64,6 +64,18 @@ def test_commands_and_their_flags_exist(page):
         assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", line)) <= options(load(name)), line
     everywhere = set().union(*(options(load(name)) for name in PROGRAMS)) | TOP | PYTEST | COSTS | PIP | IMAGE
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - everywhere == set()
+
+
+def test_our_commands_and_flags_beside_those_of_others_exist():
+    page = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
+    ours = "\n".join(line.rstrip("| ").split("|")[-1] for line in page.splitlines() if line.startswith("|"))
+    names = {line.split()[0] for line in commands(ours)}
+    assert len(names) > 5
+    assert names <= set(PROGRAMS)
+    everywhere = set().union(*(options(load(name)) for name in PROGRAMS))
+    flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", ours))
+    assert len(flags) > 5
+    assert flags <= everywhere
 
 
 @pytest.mark.parametrize("page", pages())

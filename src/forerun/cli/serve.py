@@ -100,7 +100,6 @@ def serve(
     The first signal drains running requests and exits; a second exits immediately.
     """
     _check_installed("serve")
-    from forerun.models.generation_config import settings_line
     from forerun.serve.app import create_app
     from forerun.serve.kv_events import KVEvents
     from forerun.serve.run import address_of, open_socket, run
@@ -136,8 +135,6 @@ def serve(
                     raise
                 out().print(f"KV events at {events.endpoint}")
             named, described = options.named_after(client.facts.model), client.facts.described
-            if client.facts.sampling:
-                described += f"; sampling by the model's own settings: {settings_line(client.facts.sampling)}"
             what = described if number is None else f"{number} replicas, each with {described}"
             out().print(f"{named.served_model_name}: {what}\nlistening on {address_of(host, listener)}", soft_wrap=True)
             await run(create_app(client, named), client, listener, limits, drain_seconds=drain_timeout)

@@ -20,6 +20,7 @@ from forerun.engine.jobs import Job, TokenLogprobs
 from forerun.engine.memory import megabytes
 from forerun.engine.metrics import RoundTrace, Snapshot
 from forerun.engine.stop import Finish, held_back
+from forerun.models.generation_config import settings_line
 from forerun.models.tokenizer import Detokenizer
 from forerun.sampling.params import Params, StructuredOutputsParams
 
@@ -74,6 +75,8 @@ class EngineFacts:
         config, info = engine.config, engine.model.info
         weights = megabytes(sum(model.info.weight_bytes for model in (engine.model, *engine.router.models())))
         methods = ", ".join(engine.router.drafters) or "none"
+        if info.sampling:
+            methods += f"; the model's own sampling settings: {settings_line(info.sampling)}"
         return cls(
             model=info.name,
             described=f"{weights} of weights, {engine.kv_cache_tokens} tokens of KV cache, drafters: {methods}",

@@ -245,8 +245,8 @@ def _messages(given: list[AnthropicMessage]) -> list[dict[str, Any]]:
         text = message.content if isinstance(message.content, str) else _joined(texts)
         calls = [_call(block) for block in blocks if block.type == "tool_use"]
         thoughts = "\n".join(block.thinking for block in blocks if block.type == "thinking")
-        if not text and not calls and not thoughts and blocks:
-            continue  # nothing but results
+        if blocks and all(block.type == "tool_result" for block in blocks):
+            continue
         last = result[-1] if result else {}
         if last.get("role") == message.role and not last.get("tool_calls") and not thoughts:
             last["content"] = "\n".join(filter(None, (last["content"], text)))
