@@ -4,7 +4,7 @@ FROM $BASE
 ARG TORCH="--index-url https://download.pytorch.org/whl/cpu"
 RUN useradd --create-home forerun && install --directory --owner forerun /models && python3 -m venv /opt/forerun
 ENV PATH=/opt/forerun/bin:$PATH
-RUN pip install --no-cache-dir $TORCH "torch>=2.11,<2.14"
+RUN pip install --no-cache-dir $TORCH "torch>=2.11"
 RUN --mount=type=bind,source=dist,target=/dist \
     pip install --no-cache-dir "$(ls /dist/forerun-*-manylinux_2_28_$(uname -m).whl)[serve]"
 USER forerun
