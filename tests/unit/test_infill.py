@@ -53,7 +53,9 @@ def tokenizer(special, *, bos=False):
 def test_the_documented_prompt_of_each_family(special, bos, documented):
     made = tokenizer(special, bos=bos)
     assert Infill(made).prompt(Hole(BEFORE, AFTER)) == made.encode(documented)
-    assert Infill(made).prompt(Hole(BEFORE, AFTER, begun="wi")) == [*made.encode(documented), *made.encode("wi")[bos:]]
+    head, tail = documented.split(BEFORE)
+    parts = [made.encode(text)[bos * bool(number) :] for number, text in enumerate((head + BEFORE, "wi", tail))]
+    assert Infill(made).prompt(Hole(BEFORE, AFTER, begun="wi")) == sum(parts, [])
 
 
 FILES = [("a.py", "import b\n"), ("src/b.py", "width = 3")]
@@ -103,7 +105,8 @@ def test_code_llamas_suffix_has_no_space_of_its_own(after):
     infill = Infill(made)
     assert made.convert_ids_to_tokens(infill.prompt(Hole(BEFORE, after))) == names
     begun = infill.prompt(Hole(BEFORE, after, begun="width"))
-    assert made.convert_ids_to_tokens(begun) == [*names, *bare.tokenize("width")]
+    rest = names.index("▁<SUF>")
+    assert made.convert_ids_to_tokens(begun) == [*names[:rest], *bare.tokenize("width"), *names[rest:]]
     assert made.convert_tokens_to_ids("▁<EOT>") in infill.ends
 
 

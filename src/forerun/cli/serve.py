@@ -112,15 +112,7 @@ def serve(
         raise ConfigError("--kv-events does not support --replicas: remove one")
     with contextlib.ExitStack() as resources:
         listener = resources.enter_context(contextlib.closing(open_socket(host, port)))
-        local = is_loopback(listener.getsockname()[0])
-        hosts = server.get("allowed_host", [])
-        options = ServerOptions(**{
-            "served_model_name": "", "api_key": os.environ.get(API_KEY_VARIABLE), **server,
-            "allowed_host": [host.partition("%")[0], *hosts] if local or hosts else None,
-            "chat_template": None if chat_template is None else read_file(chat_template),
-        })  # fmt: skip
-        if options.api_key is None and not local:
-            warn(f"{host} is reachable from other machines without --api-key")
+        options = _server_options(server, host, is_loopback(listener.getsockname()[0]), chat_template)
         events = None
         if kv_events is not None:
             events = resources.enter_context(contextlib.closing(KVEvents(kv_events)))
@@ -147,6 +139,18 @@ def serve(
         # Uvicorn raises the signal again once everything is closed.
         with answers as opening, contextlib.suppress(KeyboardInterrupt):
             asyncio.run(answer(opening))
+
+
+def _server_options(server: Mapping[str, Any], host: str, local: bool, chat_template: Path | None) -> ServerOptions:
+    hosts = server.get("allowed_host", [])
+    options = ServerOptions(**{
+        "served_model_name": "", "api_key": os.environ.get(API_KEY_VARIABLE), **server,
+        "allowed_host": [host.partition("%")[0], *hosts] if local or hosts else None,
+        "chat_template": None if chat_template is None else read_file(chat_template),
+    })  # fmt: skip
+    if options.api_key is None and not local:
+        warn(f"{host} is reachable from other machines without --api-key")
+    return options
 
 
 def _check_installed(command: str) -> None:

@@ -66,7 +66,8 @@ REPOSITORIES = (
 class Hole:
     """What is around the cursor.
 
-    ``begun`` is the beginning of the answer; what was read before it is found in the prefix cache while it grows.
+    ``begun`` follows the prefix with tokens of its own, as llama.cpp does it (``format_prompt_infill``): what was read
+    before it is found in the prefix cache while it grows.
     ``files`` are other files of the repository, a path and a text each, the least important first.
     """
 
@@ -156,11 +157,11 @@ class Infill:
                 within = line
             else:
                 path += self._plain(line)
-        prefix = [self.ids[PREFIX], *self._plain(within + hole.prefix, spaced=True)]
+        prefix = [self.ids[PREFIX], *self._plain(within + hole.prefix, spaced=True), *self._plain(hole.begun)]
         suffix = [self.ids[SUFFIX], *self._plain(hole.suffix)]
         middle = [self.ids[MIDDLE]] if MIDDLE in self.ids else []
         both = [*suffix, *prefix] if self.suffix_first else [*prefix, *suffix]
-        return [*path, *both, *middle, *self._plain(hole.begun)]
+        return [*path, *both, *middle]
 
     def _plain(self, text: str, *, spaced: bool = False) -> list[int]:
         """The tokens of a text in which the names of special tokens are text, too. ``spaced``: with the space that the

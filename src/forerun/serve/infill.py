@@ -29,7 +29,7 @@ class InfillRequest(Generation):
     input_prefix: Text = Field(description="the text before the cursor's line, or before the cursor")
     input_suffix: Text = Field(description="the text after the cursor")
     input_extra: ExtraFiles | None = Field(None, description="other files; the first ones go if there is no room")
-    prompt: Text = Field("", description="the beginning of the answer, such as the cursor's line up to the cursor")
+    prompt: Text = Field("", description="what follows input_prefix, such as the cursor's line up to the cursor")
     max_tokens: Int | None = Field(None, ge=0, description="0: the prompt is read into the cache, and nothing else")
     n: Int = Field(1, ge=1, le=1)
     n_indent: Int = Field(0, ge=0, description="end before a line that is indented by fewer characters")
