@@ -40,7 +40,7 @@ def coder(tmp_path_factory):
 
 def documented(coder, *texts):
     """What the model says after the strings that Qwen's document and llama.cpp's code give, encoded one by one."""
-    tokens = sum(map(coder.get_tokenizer().encode, texts), [])
+    tokens = [token for text in texts for token in coder.get_tokenizer().encode(text)]
     return coder.generate([tokens], COLD, speculate=False)[0].outputs[0].text
 
 
