@@ -110,7 +110,7 @@ WRONG = [
     (CHAT, {**HI, "top_logprobs": 2}, None, "goes with logprobs"),
     (CHAT, {**HI, "response_format": {"type": "json_schema"}}, "response_format", "goes with type"),
     ("/detokenize", {"tokens": [70000]}, "tokens", "outside the tokenizer's 4096"),
-    ("/tokenize", {}, None, "either prompt or messages"),
+    ("/tokenize", {}, None, "only one of them"),
 ]  # fmt: skip
 
 

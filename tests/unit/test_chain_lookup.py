@@ -138,21 +138,26 @@ BAD = {
 }
 
 
+@pytest.mark.parametrize("length", ["fixed", "adaptive"])
 @pytest.mark.parametrize("part", where(kernels.has("draft_float32"), BAD))
-def test_a_wrong_guess_ends_drafts_and_nothing_else(part, tiny_target, tiny_draft, monkeypatch):
+def test_a_wrong_guess_ends_drafts_and_nothing_else(part, length, tiny_target, tiny_draft, monkeypatch, caplog):
+    """With ``adaptive`` drafts fail while their prices are measured, too: they are asked for once there."""
+
     def spoilt(self, *given):
         guess = begin(self, *given)
         BAD[part](guess)
         return guess
 
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-    llm = LLM(tiny_target, speculative_config={"method": "draft_model", "model": tiny_draft})
+    llm = LLM(tiny_target, speculative_config={"method": "draft_model", "model": tiny_draft, "length": length})
     expected = llm.generate([TEXT], params, speculate=False)[0].outputs[0].token_ids
     begin = ChainLookup.begin
     monkeypatch.setattr(ChainLookup, "begin", spoilt)
     answer = llm.generate([TEXT], params)[0]
-    assert "a kernel was called wrongly" in answer.metrics.draft_error
+    if length == "fixed":
+        assert "a kernel was called wrongly" in answer.metrics.draft_error
     assert answer.outputs[0].token_ids == expected
+    assert 0 < sum("failed" in record.message for record in caplog.records) < 4
 
 
 @pytest.mark.parametrize("more", [{"tree": [2, 1]}, {"use_heterogeneous_vocab": True}, {"method": "staged"}])

@@ -302,7 +302,7 @@ def test_the_known_draft_of_a_known_model_is_found(pair, model, tmp_path, capsys
     assert known_draft("large") == draft
     result = said(capsys, "show", "large")
     assert result["drafts"] == [{"name": "small", "here": True}]
-    assert result["auto"] == {"method": "draft_model", "model": str(draft)}
+    assert result["auto"] == {"method": "draft_model", "model": str(draft), "lookup": "suffix"}
     titled = write_model(tmp_path / "any.gguf", {"general.name": "Large 7B Instruct GGUF"})
     folder = tmp_path / "models--org--Large-7B-Instruct" / "snapshots" / "abc"
     for target in (titled, str(titled), "hf:org/large-7b-instruct-GGUF:Q8_0", "hf:org/Large-7B-Instruct", folder):
@@ -318,7 +318,7 @@ def test_show_names_the_drafter_that_auto_takes(pair, capsys, monkeypatch):
     monkeypatch.setattr("forerun.engine.tuned.has_bundled", lambda name: name == "large")
     monkeypatch.setattr("forerun.engine.tuned.load", lambda tuned, name: dict(head))
     assert run(["show", "large"]) == 0
-    assert "auto takes    eagle: /heads/eagle" in capsys.readouterr().out.splitlines()
+    assert "auto takes    eagle: /heads/eagle, where suffix finds nothing" in capsys.readouterr().out.splitlines()
 
 
 def test_fetched_models_are_listed_and_removed(pair, model, capsys):

@@ -244,7 +244,8 @@ def test_texts_of_tokens_make_up_the_text(tokenizer):
 
 def test_padding_and_logits_beyond_the_tokenizer_are_none(tiny_target, tmp_path):
     save_checkpoint(tiny_llama(layers=1, vocab_size=len(ALPHABET) + 30, pad_token_id=3), tmp_path)
-    llm = LLM(tiny_target, speculative_config={"method": "draft_model", "model": str(tmp_path)}, max_model_len=64)
+    drafter = {"method": "draft_model", "model": str(tmp_path), "length": "fixed"}
+    llm = LLM(tiny_target, speculative_config=drafter, max_model_len=64)
     params = SamplingParams(seed=0, ignore_eos=True)
     assert llm.generate("hello", params)[0].metrics.num_draft_tokens > 0
 

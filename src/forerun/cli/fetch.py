@@ -21,6 +21,10 @@ def megabytes(size: int) -> str:
     return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.2f} GB"
 
 
+def _taken(method: str, model: str | None = None, lookup: str | None = None) -> str:
+    return method + (f": {model}" if model else "") + (f", where {lookup} finds nothing" if lookup else "")
+
+
 def _fractions(sizes: Mapping[str, int]) -> str:
     """Each name with its fraction of the total, in percent."""
     return ", ".join(f"{name} {size / sum(sizes.values()):.1%}" for name, size in sizes.items())
@@ -101,7 +105,10 @@ def show_command(
 
     result = describe(name)
     taken = choose(name)
-    result["auto"] = {key: taken[key] for key in ("method", "model") if key in taken}
+    *lookups, paid = taken.get("drafters", [taken])
+    result["auto"] = {key: paid[key] for key in ("method", "model") if key in paid}
+    if lookups:
+        result["auto"]["lookup"] = lookups[0]["method"]
     if json:
         print_json(result)
         return
@@ -120,7 +127,7 @@ def show_command(
         "vocabulary": f"{result['vocabulary']} tokens",
         "size": megabytes(result["size"]),
         "path": result["path"],
-        "auto takes": ": ".join(result["auto"].values()),
+        "auto takes": _taken(**result["auto"]),
         "drafts with": ", ".join([*drafts, "its own text (suffix, ngram)"]),
     }
     for key, value in rows.items():

@@ -41,7 +41,8 @@ class _Filled(Router):
         self.draw = draw
 
     def propose(self, sequences: Requests, budgets: Sequence[int]) -> list[Draft]:
-        drafts = super().propose(sequences, budgets)
+        # One that fails here is asked once, and again by a request, which says so.
+        drafts = [Draft() for _ in sequences] if self.failures else super().propose(sequences, budgets)
         self.reached = max(draft.depth if len(draft) else 0 for draft in drafts)
         for sequence, draft in zip(sequences, drafts):
             while sequence.decodes and len(draft) < self.rows - 1:
