@@ -113,8 +113,8 @@ class Prices:
         threads: the present number of threads.
     """
 
-    SECONDS = (2.0, 0.5)
-    """Time limit of measuring prices for one request, and for a batch."""
+    SECONDS, ROUNDS = (2.0, 0.5), 150
+    """Time limits of measuring prices for one request, and for a batch; and in plain rounds."""
     SWEEPS = (3, 16)
     """How often each price is measured, at least and at most."""
     SHORT_ROUND, STREAK = 0.01, 4
@@ -203,7 +203,7 @@ class Prices:
         draft: dict[str, dict[int, list[float]]] = {method: {} for method in self.nodes}
         kinds = list(self._kinds(sequences))
         for sweep in range(self.SWEEPS[1]):
-            if sweep >= self.SWEEPS[0] and self.clock() - began > limit:
+            if sweep >= self.SWEEPS[0] and self.clock() - began > min(limit, self.ROUNDS * min(min(verify.values()))):
                 break
             for method, depth, rows in kinds if sweep % 2 else reversed(kinds):
                 for _ in range(self.STREAK):
