@@ -27,6 +27,7 @@ from forerun import LLM, kernels
 from forerun.cli.main import run
 from forerun.engine.config import SpeculativeConfig
 from forerun.measure.plan import Trial
+from forerun.speculate.length.prices import Prices
 from forerun.tune import data
 from forerun.tune.config import TuneConfig
 from forerun.tune.run import tune
@@ -35,6 +36,9 @@ from hybrids import save_hybrid
 from promised import promising
 from tiny import ALPHABET, EOS, UNKNOWN, save_checkpoint, tiny_llama
 from tiny_seq2seq import save_seq2seq
+
+# Tests make thousands of engines: each measures prices once, roughly.
+Prices.SWEEPS, Prices.ROUNDS = (1, 16), 20
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin with it ignored

@@ -223,6 +223,7 @@ def _policy(machine, policy, depth, lag, draw, ticks):
     decides = policies[policy or "fixed"](setting)
     if isinstance(decides, Adaptive):
         decides.clock = lambda: next(ticks) * 1e-3 * machine.host
+        decides.prices.clock = lambda: 0.0
     return decides
 
 

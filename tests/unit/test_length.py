@@ -46,7 +46,7 @@ def test_useless_drafts_cost_next_to_nothing(count, costs):
 def unhurried(row_multiple):
     """The policy with a clock that stands still: its own time depends on what else the machine does."""
     policy = Adaptive(Setting({"m": [0, 1, 2, 3]}, row_multiple, trials=lambda sequences: timed(Machine(**LOOKUP), 0)))
-    policy.clock = lambda: 0.0
+    policy.clock = policy.prices.clock = lambda: 0.0
     return policy
 
 
@@ -230,7 +230,7 @@ def timed(machine, seed):
 @pytest.mark.parametrize("seed", range(4))
 def test_prices_are_measured_as_they_are(seed):
     machine = Machine(**XEON, slow=busy, spikes=0.05)
-    prices = Prices({"m": [0, 1, 2, 3, 4]}, trials=lambda sequences: timed(machine, seed))
+    prices = Prices({"m": [0, 1, 2, 3, 4]}, trials=lambda sequences: timed(machine, seed), clock=lambda: 0.0)
     table = prices.at(1)
     for rows in range(1, 6):
         assert table.verify(rows) == pytest.approx(machine.verify(1, rows), rel=0.08)
@@ -244,7 +244,11 @@ def test_prices_are_measured_as_they_are(seed):
 
 def test_prices_that_have_changed_are_corrected():
     """Three rows cost 1.45 plain rounds where they cost 1.1 before, and the whole machine is slower, too."""
-    prices = Prices({"m": [0, 1, 2]}, trials=lambda sequences: timed(Machine(**XEON | {"prices": (1.0, 1.05, 1.1)}), 0))
+    prices = Prices(
+        {"m": [0, 1, 2]},
+        trials=lambda sequences: timed(Machine(**XEON | {"prices": (1.0, 1.05, 1.1)}), 0),
+        clock=lambda: 0.0,
+    )
     table = prices.at(1)
     for _ in range(60):
         for _ in range(6):
@@ -286,6 +290,7 @@ def test_a_looked_up_chain_is_verified_as_far_as_its_rows_pay(prices, least, mos
     machine = Machine(**XEON | {"prices": prices})
     parts = {"look": Parts(("look",), None)}
     policy = Adaptive(Setting({"look": [0, 1, 2, 3, 4]}, parts=parts, trials=lambda sequences: timed(machine, 0)))
+    policy.prices.clock = lambda: 0.0
     _, draft = looked_up(policy, [5, 6, 7, 8], [evidence(2, 0.5)] * 4)
     assert least <= len(draft) <= most
     if not most:
@@ -297,6 +302,7 @@ def test_what_is_not_verified_is_learnt_from_all_the_same():
     machine = Machine(**XEON | {"prices": (1.0, 1.55, 2.1)})
     parts = {"look": Parts(("look",), None)}
     policy = Adaptive(Setting({"look": [0, 1, 2, 3, 4]}, parts=parts, trials=lambda sequences: timed(machine, 0)))
+    policy.prices.clock = lambda: 0.0
     kinds = [evidence(1, 0.5)] * 4
     lengths = []
     for _ in range(60):

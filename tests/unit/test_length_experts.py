@@ -78,7 +78,7 @@ def test_a_price_follows_the_experts_that_rounds_read(mixture):
 
         yield time_round, {}
 
-    prices = Prices({"m": [*range(9)]}, 1, mixture, trials)
+    prices = Prices({"m": [*range(9)]}, 1, mixture, trials, clock=lambda: 0.0)
     table = prices.at(1)
     for _ in range(200):
         rows = draw.choice((2, 3, 5))

@@ -113,9 +113,9 @@ class Prices:
         threads: the present number of threads.
     """
 
-    SECONDS, ROUNDS = (2.0, 0.5), 150
+    SECONDS, ROUNDS = (2.0, 0.5), 100
     """Time limits of measuring prices for one request, and for a batch; and in plain rounds."""
-    SWEEPS = (3, 16)
+    SWEEPS = (2, 16)
     """How often each price is measured, at least and at most."""
     SHORT_ROUND, STREAK = 0.01, 4
     """Plain rounds below so many seconds are measured so often in a row: the first finds caches that drafts filled."""
