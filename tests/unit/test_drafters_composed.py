@@ -138,6 +138,19 @@ def test_cascade_asks_the_next_only_about_what_the_first_is_unsure_of():
     assert second.asked == [2, 3]
 
 
+@pytest.mark.usefixtures("scripted")
+@pytest.mark.parametrize(
+    ("options", "tokens"), [({}, [4]), ({"min_confidence": 0.9}, [8]), ({"min_confidence": 0.6}, [4, 5])]
+)
+def test_a_cascades_own_threshold_goes_before_prices(options, tokens):
+    cascade, one = build("cascade", **options), sequence(1)
+    one.worth = lambda draft: 1
+    first, second = cascade.inner
+    first.script[1], second.script[1] = Draft.chain([4, 5]), Draft.chain([8])
+    first.script[1].confidence, first.script[1].evidence = 0.7, [0, 0]
+    assert [draft.tokens for draft in cascade.propose([one], [3])] == [tokens]
+
+
 def test_drafters_inside_drafters_draw_independently():
     """Uniform draws of two parts agree once in VOCAB rounds, wherever the parts are."""
     one = {"method": "random", "num_speculative_tokens": 1}
@@ -179,7 +192,7 @@ def test_options_of_drafters_inside_drafters():
 
 @pytest.mark.parametrize(("options", "said"), [
     ({"method": "ngram", "max_order": None}, "max_order must be an integer, not None"),
-    ({"method": "cascade", "min_confidence": None}, "min_confidence must be a number, not None"),
+    ({"method": "cascade", "min_confidence": "high"}, "min_confidence must be a number"),
     ({"method": "cascade", "drafters": None}, "must list the options of 2 to 15"),
     ({"method": "merged", "drafters": 5}, "must list the options of 2 to 15"),
     ({"method": "draft_model", "quantization": []}, r"quantization must be text, not \[\]"),

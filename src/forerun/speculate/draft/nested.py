@@ -135,12 +135,17 @@ def _own_verdict(own: Draft, draft: Draft, verdict: Verdict) -> Verdict:
     return replace(verdict, path=path)
 
 
+CONFIDENT = 0.5
+"""The least confidence in a cascade, unless an option says so."""
+
+
 @dataclass(frozen=True)
 class CascadeConfig(CompositeConfig):
     drafters: tuple[Any, ...] = ({"method": "suffix"}, {"method": "draft_model"})
     """Options of each drafter, the first to be asked first; ``num_speculative_tokens`` is their default."""
-    min_confidence: float = 0.5
-    """Confidence, from 0 to 1, that a drafter other than the last must have in its draft."""
+    min_confidence: float | None = None
+    """Confidence, from 0 to 1, that a drafter other than the last must have in its draft. None: what a look-up found
+    is taken as far as it pays by measured prices where lengths are ``adaptive``; elsewhere ``CONFIDENT``."""
     limits: ClassVar = {"min_confidence": FRACTION}
 
     def nodes_by_depth(self) -> list[int]:
@@ -178,10 +183,11 @@ class Cascade(CompositeDrafter[CascadeConfig]):
 
     def _worth(self, sequence: RequestState, draft: Draft) -> Draft:
         """The part of a draft that is verified; the next drafter is asked if that is nothing."""
-        if sequence.worth is not None and draft.evidence:
+        least = self.config.min_confidence
+        if least is None and sequence.worth is not None and draft.evidence:
             return draft.cut(sequence.worth(draft))
-        confident = draft.confidence is not None and draft.confidence >= self.config.min_confidence
-        return draft if confident else Draft()
+        least = CONFIDENT if least is None else least
+        return draft if draft.confidence is not None and draft.confidence >= least else Draft()
 
     def parts(self) -> Parts:
         """Look-ups first, then one drafter that pays for each token; other cascades are priced as a whole."""
