@@ -1,14 +1,18 @@
 """What other systems lack, what a shell asks for, and what README's commands install."""
 
+import contextlib
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from forerun import LLM, ConfigError, SamplingParams, StructuredOutputsParams
 from forerun.cli.main import run
@@ -53,6 +57,43 @@ def test_everything_imports_without_the_modules_that_windows_lacks():
     result = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert int(result.stdout) > 150
+
+
+BASE = """
+import sys
+
+class Lacking:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {lacking!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Lacking())
+from forerun.cli.main import run
+sys.exit(run(["generate", "def parse(", "--max-tokens", "4", "--seed", "1"]))
+"""
+
+
+def installed_without_extras():
+    """The distributions that ``pip install forerun`` installs."""
+    found, waiting = set(), ["forerun"]
+    while waiting:
+        if (name := canonicalize_name(waiting.pop())) not in found:
+            found.add(name)
+            with contextlib.suppress(PackageNotFoundError):  # of another system
+                needed = [Requirement(each) for each in requires(name) or []]
+                waiting += [each.name for each in needed if not each.marker or each.marker.evaluate({"extra": ""})]
+    return found
+
+
+@pytest.mark.slow
+def test_the_package_answers_without_its_extras():
+    named = {canonicalize_name(each) for extra in EXTRAS for each in packages(extra)} - installed_without_extras()
+    lacking = {
+        module for module, owners in packages_distributions().items() if {*map(canonicalize_name, owners)} & named
+    }
+    assert {"llguidance", "fastapi"} <= lacking
+    result = subprocess.run([sys.executable, "-c", BASE.format(lacking=lacking)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
 
 
 SHELLS = {

@@ -12,8 +12,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from llguidance import LLMatcher
-
 COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """llguidance's options for JSON as ``json.dumps`` writes it, unless the schema's ``x-guidance`` says otherwise. A model
 that may put any white space between tokens may never stop."""
@@ -321,6 +319,8 @@ class SpelledRules(SchemaRules):
 
     def _check_apart(self, choices: Sequence[Any]) -> None:
         """Refuses the schemas of a ``oneOf`` unless no value can meet two of them, in llguidance's judgement."""
+        from llguidance import LLMatcher  # from an extra, as in engine/grammar.py
+
         refs = [each.get("$ref") if isinstance(each, dict) else None for each in choices]
         plain = [self.defined.get(ref, each) if isinstance(ref, str) else each for ref, each in zip(refs, choices)]
         homes = {home: self.schema[home] for home in HOMES if home in self.schema}
