@@ -217,7 +217,7 @@ def architectures() -> str:
 
 
 def known_models() -> str:
-    from forerun.models.fetch import KNOWN
+    from forerun.models.files.fetch import KNOWN
 
     rows = [
         (f"`{name}`", each.title, f"{each.size / 1e6:.0f} MB", each.licence, ", ".join(f"`{d}`" for d in each.drafts))

@@ -3,10 +3,10 @@
 import torch
 
 from forerun.models.architectures.spec import bind, refusal
-from forerun.models.base import LoadRequest
-from forerun.models.encdec import ModuleWeights
-from forerun.models.native import NativeModel
-from forerun.models.transform import unstacked
+from forerun.models.run.base import LoadRequest
+from forerun.models.run.encdec import ModuleWeights
+from forerun.models.run.native import NativeModel
+from forerun.models.weights.transform import unstacked
 
 
 @torch.no_grad()

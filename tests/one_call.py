@@ -4,7 +4,7 @@ import torch
 
 from forerun.core.batch import Batch, Span
 from forerun.core.inference import inference
-from forerun.models.base import new_attention
+from forerun.models.run.base import new_attention
 
 
 def some_ids(model, count, seed):

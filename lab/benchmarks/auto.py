@@ -31,7 +31,7 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.measure.config import CATEGORIES, CATEGORIES_SMALL, HUMANEVAL
 from forerun.measure.environment import processor
-from forerun.models.inventory import here
+from forerun.models.files.inventory import here
 from forerun_lab.intervals import shown
 from forerun_lab.written import read_set
 

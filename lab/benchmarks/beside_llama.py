@@ -25,7 +25,7 @@ import torch
 
 from forerun import LLM, SamplingParams
 from forerun.measure.environment import processor, read_bandwidth
-from forerun.models.base import new_attention
+from forerun.models.run.base import new_attention
 from forerun_lab.intervals import shown
 from hybrids import rounds
 

@@ -29,9 +29,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast 
 
 from forerun import LLM, SamplingParams  # noqa: E402
 from forerun.core.batch import Batch, Span  # noqa: E402
-from forerun.models.base import new_attention  # noqa: E402
-from forerun.models.invariance import self_test  # noqa: E402
 from forerun.models.load import load_model  # noqa: E402
+from forerun.models.run.base import new_attention  # noqa: E402
+from forerun.models.run.invariance import self_test  # noqa: E402
 
 DEVICE = "cpu" if INTERPRET else "cuda"
 LIMITS = {"bits": 40, "identity": 40, "linears": 55, "speed": 65, "drafts": 40}

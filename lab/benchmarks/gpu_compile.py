@@ -26,7 +26,7 @@ from forerun.models.formats import triton as linears
 from forerun.models.formats.blocks import Blocks
 from forerun.models.formats.triton import make, quantized
 from forerun.models.kinds import TRITON_KINDS
-from forerun.models.rows import TritonNorm, rotate
+from forerun.models.run.rows import TritonNorm, rotate
 from forerun.sampling import triton as sampling
 
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "i32", torch.int64: "i64",

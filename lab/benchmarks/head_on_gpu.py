@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import torch
 
-from forerun.models.open import resolve
+from forerun.models.files.open import resolve
 from forerun.speculate.draft.heads import eagle
 from forerun.tune import kinds, loop
 from forerun.tune.config import LoopSettings

@@ -24,8 +24,8 @@ from forerun.attention.base import Attention
 from forerun.core.batch import Batch, Span
 from forerun.core.inference import inference
 from forerun.measure.environment import read_bandwidth
-from forerun.models.base import Model, new_attention
 from forerun.models.load import load_model
+from forerun.models.run.base import Model, new_attention
 
 FULL, LINEAR, CONV = "full_attention", "linear_attention", "conv"
 ENDS = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": None, "max_position_embeddings": 4096}

@@ -30,9 +30,9 @@ from forerun.core.batch import Batch, Span
 from forerun.core.inference import inference
 from forerun.measure.planner import CostCurve
 from forerun.measure.prompts import make_prompts
-from forerun.models.base import Model, new_attention
 from forerun.models.load import load_model
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.run.base import Model, new_attention
+from forerun.models.text.tokenizer import load_tokenizer
 from forerun.speculate.length.experts import ExpertReads
 from forerun.theory import expected_experts
 

@@ -26,7 +26,7 @@ import torch
 from auto import serve
 
 from forerun import LLM, SamplingParams
-from forerun.models.inventory import here
+from forerun.models.files.inventory import here
 
 ANIMALS = ("fox", "heron", "mole", "pike", "crow", "hare", "newt", "swan")
 """One for each run, so that no drafter remembers the answer."""

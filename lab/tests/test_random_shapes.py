@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forerun.models.load import load_model
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.text.tokenizer import load_tokenizer
 from forerun_lab.shapes import random_checkpoint
 
 

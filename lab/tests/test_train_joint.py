@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.models.open import fingerprint
+from forerun.models.files.open import fingerprint
 from forerun.speculate.draft.heads.head import Sizes
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun_lab.train.joint import Joint, JointConfig, joint_losses, train_joint

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
-from forerun.models.open import fingerprint
+from forerun.models.files.open import fingerprint
 from forerun.tune import loop
 from forerun.tune import loop as progress
 from forerun.tune.config import LoopSettings

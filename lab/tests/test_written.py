@@ -19,7 +19,7 @@ from forerun.engine.metrics import RequestMetrics
 from forerun.measure.bench import run_interleaved
 from forerun.measure.config import CATEGORIES, HUMANEVAL, BenchConfig
 from forerun.measure.rounds import Measured
-from forerun.models.chat import render_chat
+from forerun.models.text.chat import render_chat
 from forerun_lab.intervals import median_interval, ratio_error
 from forerun_lab.written import FOLDER, RecordedConversation, Texts, by_category, make_texts, read_set, stops
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from forerun.models.open import resolve
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.files.open import resolve
+from forerun.models.text.tokenizer import load_tokenizer
 
 FILE = 40_000
 """Most characters of a file."""

@@ -23,8 +23,8 @@ from llama_oracle import ROOT, LlamaCpp
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from forerun.core.errors import ModelError
-from forerun.models.gguf import GGUFFile
-from forerun.models.gguf_tokenizer import PRE_TOKENIZERS, make_tokenizer
+from forerun.models.files.gguf import GGUFFile
+from forerun.models.text.gguf_tokenizer import PRE_TOKENIZERS, make_tokenizer
 
 TEXT = (
     "a b z A Z the The THE e\u0301 \u00e9 \u00df \u0130 \u01c5 \u02b0 \u0434 \u0416 \u4e2d\u6587 \u3042 \u30ab\u30bf "

@@ -25,7 +25,7 @@ import numpy as np
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.text.tokenizer import load_tokenizer
 from forerun.sampling.draw import Sampler
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig

@@ -10,7 +10,7 @@ from table import PROPERTY, markdown
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.models.load import load_model
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.text.tokenizer import load_tokenizer
 from forerun.speculate.draft import drafters
 from tiny import WIDE, save_checkpoint, tiny_llama
 

@@ -15,8 +15,8 @@ from forerun.attention.base import Attention
 from forerun.attention.kernel import KernelAttention
 from forerun.core.batch import Batch, Span
 from forerun.core.tree import Draft
-from forerun.models.base import Model, new_attention
 from forerun.models.load import load_model
+from forerun.models.run.base import Model, new_attention
 
 LLAMA, WIDE = "llama", "wide heads"
 PROMPT = 23

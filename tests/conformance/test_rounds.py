@@ -12,7 +12,7 @@ from scripted import Scripted
 
 from forerun.core.batch import Batch, Span
 from forerun.core.tree import Draft
-from forerun.models.base import new_attention
+from forerun.models.run.base import new_attention
 from forerun.speculate.accept import rules
 from forerun.speculate.draft import drafters
 from tiny import ALPHABET

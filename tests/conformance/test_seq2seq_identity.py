@@ -15,9 +15,9 @@ from forerun.core.errors import ContextLengthError, RequestError
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.models.formats.tiled import can_tile
-from forerun.models.invariance import self_test
 from forerun.models.load import load_model
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.run.invariance import self_test
+from forerun.models.text.tokenizer import load_tokenizer
 from forerun.speculate.accept import rules
 from here import NO_KERNELS
 from refusals import refused
@@ -170,7 +170,7 @@ def test_lookup_copies_from_the_source(engine):
 @pytest.fixture
 def encoded(monkeypatch):
     """Which sources each call of the encoder reads."""
-    from forerun.models.encdec import EncoderDecoder
+    from forerun.models.run.encdec import EncoderDecoder
 
     calls = []
     encode = EncoderDecoder._encode

@@ -26,12 +26,12 @@ from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, ModelError
 from forerun.models.architectures.spec import refusal
-from forerun.models.base import new_attention
 from forerun.models.formats.tiled import DTYPES, can_tile
-from forerun.models.invariance import self_test
 from forerun.models.load import load_model
-from forerun.models.native import NativeModel
-from forerun.models.rotary import Rotary
+from forerun.models.run.base import new_attention
+from forerun.models.run.invariance import self_test
+from forerun.models.run.native import NativeModel
+from forerun.models.run.rotary import Rotary
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
 from here import where

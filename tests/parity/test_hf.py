@@ -10,9 +10,9 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ModelError
 from forerun.engine.config import EngineConfig
 from forerun.engine.engine import Engine
-from forerun.models.base import new_attention
-from forerun.models.hf import HFModel
 from forerun.models.load import load_model
+from forerun.models.run.base import new_attention
+from forerun.models.run.hf import HFModel
 from modules import randomise
 from refusals import refused
 from rounding import by_chance

@@ -6,9 +6,9 @@ import torch
 from described import GROWING, LINEAR, LLAMA3, MSCALES, TOKENS, YARN, save_described
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ForerunError
-from forerun.models.base import new_attention
 from forerun.models.load import load_model
-from forerun.models.rotary import Rotary
+from forerun.models.run.base import new_attention
+from forerun.models.run.rotary import Rotary
 from rounding import apart, bound
 
 IDS = torch.randint(3, TOKENS, (1, 40), generator=torch.Generator().manual_seed(1))

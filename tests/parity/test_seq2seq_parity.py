@@ -12,9 +12,9 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, ModelError
 from forerun.engine.config import EngineConfig, SpeculativeConfig
 from forerun.engine.engine import Engine
-from forerun.models.base import new_attention
 from forerun.models.formats.tiled import can_tile
 from forerun.models.load import load_model
+from forerun.models.run.base import new_attention
 from forerun.sampling.noise import Gumbel, target_key
 from here import where
 from refusals import refused

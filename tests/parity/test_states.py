@@ -13,10 +13,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCa
 from described import HYBRIDS
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, ModelError
-from forerun.models import sanity
-from forerun.models.base import new_attention
-from forerun.models.hf import HFModel
 from forerun.models.load import load_model
+from forerun.models.run.base import new_attention
+from forerun.models.run.hf import HFModel
+from forerun.models.weights import sanity
 from hybrids import save_hybrid
 from modules import requested
 from refusals import refused

@@ -7,8 +7,8 @@ from built import kernels_for
 from described import MAIN, UNEVEN
 from forerun import kernels
 from forerun.core.batch import Batch, Span
-from forerun.models.base import new_attention
 from forerun.models.load import load_model
+from forerun.models.run.base import new_attention
 from here import where
 
 pytestmark = pytest.mark.slow

@@ -9,8 +9,8 @@ import vocabularies
 
 from forerun import LLM
 from forerun.core.errors import ModelError
-from forerun.models.fetch import fetched
-from forerun.models.gguf import GGUFFile
+from forerun.models.files.fetch import fetched
+from forerun.models.files.gguf import GGUFFile
 from here import LEFT_OUT
 
 

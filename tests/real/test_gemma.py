@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from forerun import LLM, SamplingParams
-from forerun.models.invariance import self_test
+from forerun.models.run.invariance import self_test
 
 PROMPT = "The capital of Japan is"
 

@@ -8,9 +8,9 @@ import torch
 from forerun import LLM, SamplingParams
 from forerun.cli.main import run
 from forerun.engine import tuned
-from forerun.models.hf import read_module
-from forerun.models.open import read_config
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.files.open import read_config
+from forerun.models.run.hf import read_module
+from forerun.models.text.tokenizer import load_tokenizer
 from forerun.serve.schema import ChatRequest
 from forerun.serve.tools import formats, tool_grammar
 from forerun.serve.tools.base import ToolParser

@@ -9,7 +9,7 @@ import torch
 from forerun import SamplingParams, StructuredOutputsParams
 from forerun.core.request import RequestState
 from forerun.engine.grammar import GrammarCompiler
-from forerun.models.gguf_tokenizer import make_tokenizer
+from forerun.models.text.gguf_tokenizer import make_tokenizer
 
 NAMES = ("qwen2", "llama-bpe", "deepseek-coder", "gpt-2")
 DECOMPOSED = ["re\u0301sume\u0301.txt", "\u1112\u1161\u11ab\u1100\u1173\u11af", "A\u030angstro\u0308m", "\u212b\u2126"]

@@ -3,7 +3,7 @@
 import pytest
 import vocabularies
 
-from forerun.models.gguf_tokenizer import make_tokenizer
+from forerun.models.text.gguf_tokenizer import make_tokenizer
 
 
 @pytest.mark.parametrize("name", vocabularies.NAMES)

@@ -6,7 +6,7 @@ import pytest
 from running import client_of, run_server
 
 from forerun import LLM, pretrained
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.text.tokenizer import load_tokenizer
 from tiny import tiny_llama
 
 ROUND = 0.01

@@ -3,7 +3,7 @@
 import pytest
 from running import run_server
 
-from forerun.models.chat import render_chat
+from forerun.models.text.chat import render_chat
 from forerun.serve.app import ServerOptions
 
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"

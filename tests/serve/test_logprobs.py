@@ -8,7 +8,7 @@ import pytest
 
 from forerun import SamplingParams, pretrained
 from forerun.engine.jobs import TokenLogprobs
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.text.tokenizer import load_tokenizer
 from forerun.serve.text import TextService, top_by_name
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

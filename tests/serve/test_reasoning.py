@@ -12,7 +12,7 @@ from test_tools import told
 
 from forerun import LLM, ConfigError, SamplingParams, StructuredOutputsParams
 from forerun.core.request import RequestState
-from forerun.models.reasoning import PARSERS, Boundary, Markers
+from forerun.models.text.reasoning import PARSERS, Boundary, Markers
 from forerun.serve.app import ServerOptions
 from forerun.serve.reasoning import ReasoningParser
 from forerun.serve.tools.base import ToolParser

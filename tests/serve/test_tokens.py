@@ -3,7 +3,7 @@
 import pytest
 from running import TEMPLATE
 
-from forerun.models.chat import render_chat
+from forerun.models.text.chat import render_chat
 
 TEXT = "def f(x): return 'é 日本 🙂'"
 ASK = [{"role": "user", "content": "hi"}]

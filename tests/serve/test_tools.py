@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from running import client_of, closed, run_server
 from transformers import AddedToken
 
-from forerun.models.chat import render_chat
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.text.chat import render_chat
+from forerun.models.text.tokenizer import load_tokenizer
 from forerun.serve.app import ServerOptions
 from forerun.serve.text import TextService
 from forerun.serve.tools.base import ToolParser

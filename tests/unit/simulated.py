@@ -14,7 +14,7 @@ from operator import mul
 from forerun import SamplingParams
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict, evidence
-from forerun.models.base import MixtureInfo
+from forerun.models.run.base import MixtureInfo
 from forerun.speculate.length import Seconds, Setting, policies
 from forerun.speculate.length.adaptive import Adaptive
 from forerun.speculate.length.base import Parts

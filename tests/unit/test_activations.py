@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forerun.models import activations
-from forerun.models.hf import HFModel
-from forerun.models.invariance import self_test
+from forerun.models.run import activations
+from forerun.models.run.hf import HFModel
+from forerun.models.run.invariance import self_test
 from modules import requested
 
 OWN = {

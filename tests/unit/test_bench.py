@@ -19,7 +19,7 @@ from forerun.measure.methods import method_configs, runnable, shape, with_trees
 from forerun.measure.planner import CostCurve, Estimate, predict, recommend
 from forerun.measure.prompts import make_prompts, repetition_rate
 from forerun.measure.rounds import ROUNDS, EngineContender, Interleaved, Measured, RoundCosts, Sample, measure, shares
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.text.tokenizer import load_tokenizer
 from forerun.speculate.accept.synthetic import profile
 from forerun.speculate.draft import drafters
 from forerun.theory import predicted_speedup

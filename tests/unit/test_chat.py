@@ -8,8 +8,8 @@ from terminal import Terminal
 
 from forerun import SamplingParams
 from forerun.core.errors import RequestError
-from forerun.models.chat import conversations, render_chat
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.text.chat import conversations, render_chat
+from forerun.models.text.tokenizer import load_tokenizer
 from forerun.serve.tools import format_of, formats
 from refusals import refused
 

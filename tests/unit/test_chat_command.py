@@ -28,7 +28,7 @@ from forerun.cli.chat_session import MarkdownView, PlainView, TraceView, answer,
 from forerun.cli.editor import Words, parse, read_lines
 from forerun.cli.main import load, run
 from forerun.core.errors import ConfigError, ForerunError, RequestError
-from forerun.models.native import NativeModel
+from forerun.models.run.native import NativeModel
 from refusals import refused
 
 LENGTH = 12

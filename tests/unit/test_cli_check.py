@@ -33,7 +33,7 @@ from forerun.measure.check import (
     hand_made,
     variants,
 )
-from forerun.models.native import NativeModel
+from forerun.models.run.native import NativeModel
 from forerun.speculate import round as rounds
 from forerun.speculate.accept import base
 from forerun.speculate.accept.chains import Coupled, Token

@@ -14,8 +14,8 @@ from damage import CONFIG, DAMAGES, SCHEMES, edit
 from described import save_described
 from forerun import LLM, ConfigError, ForerunError, ModelError, SamplingParams
 from forerun.models.architectures.spec import refusal
+from forerun.models.files.open import eos_ids, read_config
 from forerun.models.load import load_model, parse_dtype
-from forerun.models.open import eos_ids, read_config
 from tiny import save_checkpoint, tiny_llama
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
@@ -108,8 +108,8 @@ def test_layers_are_compared_with_the_weights_before_a_config_is_made_of_them(fo
 def test_experts_are_compared_with_the_weights(tmp_path, monkeypatch, path):
     save_described("mixtral", tmp_path)
     edit(CONFIG, num_local_experts=2**31 - 1)(tmp_path)
-    monkeypatch.setattr("forerun.models.transform.bind", None)
-    monkeypatch.setattr("forerun.models.hf.AutoModelForCausalLM", None)
+    monkeypatch.setattr("forerun.models.weights.transform.bind", None)
+    monkeypatch.setattr("forerun.models.run.hf.AutoModelForCausalLM", None)
     with pytest.raises(ModelError, match="does not fit its weights: num_local_experts is 2147483647, but there are"):
         load_model(tmp_path, model_path=path)
 

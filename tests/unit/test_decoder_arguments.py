@@ -11,10 +11,10 @@ from border import NOWHERE, call, with_each
 from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.kernels import KernelError, structs
-from forerun.models.base import new_attention
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.load import load_model
-from forerun.models.parts import KernelEach
+from forerun.models.run.base import new_attention
+from forerun.models.run.parts import KernelEach
 from refusals import refused
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from forerun import LLM, ForerunError, SamplingParams
-from forerun.models.open import read_config
+from forerun.models.files.open import read_config
 from refusals import refused
 
 PROMPT = [5, 9, 12, 7, 7, 3, 5, 9, 12, 11, 4]

@@ -270,7 +270,7 @@ def test_the_tables_that_come_along():
 @pytest.mark.parametrize("quantization", [None, "q8_0"])
 def test_its_logits_are_the_whole_layers_rows(quantization):
     from forerun.core.batch import Batch, Span
-    from forerun.models.base import new_attention
+    from forerun.models.run.base import new_attention
 
     names = torch.tensor([0, 3, 17, 300, 301, 999])
     result = []

@@ -15,8 +15,8 @@ import pytest
 from forerun import LLM, SamplingParams
 from forerun.cli.main import run
 from forerun.core.errors import ModelError
-from forerun.models import fetch as fetching
-from forerun.models.fetch import KNOWN, Known, fetch, fetched, home, named
+from forerun.models.files import fetch as fetching
+from forerun.models.files.fetch import KNOWN, Known, fetch, fetched, home, named
 from gguf_files import write_model
 
 pytestmark = pytest.mark.slow
@@ -26,7 +26,7 @@ PARTS = 12
 LIMITED = """
 import json, resource, sys
 from forerun.cli.main import run
-from forerun.models.fetch import KNOWN, Known
+from forerun.models.files.fetch import KNOWN, Known
 KNOWN["tiny"] = Known(**json.loads(sys.argv[2]))
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
 sys.exit(run(["fetch", "tiny", "--from", sys.argv[1]]))

@@ -20,8 +20,8 @@ from forerun.core import folders, tiles
 from forerun.core.errors import ModelError
 from forerun.core.folders import cache_folder, distrust, make_folder, replace_with
 from forerun.core.loading import watch, watch_parts
-from forerun.models import fetch as fetching
-from forerun.models.fetch import KNOWN, Known, fetched
+from forerun.models.files import fetch as fetching
+from forerun.models.files.fetch import KNOWN, Known, fetched
 from here import where
 from refusals import refused
 

@@ -7,7 +7,7 @@ import pytest
 from transformers import GenerationConfig
 
 from forerun.core.errors import ModelError
-from forerun.models.generation_config import model_settings
+from forerun.models.text.generation_config import model_settings
 from refusals import refused
 
 OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")

@@ -9,7 +9,7 @@ import torch
 from gguf import GGMLQuantizationType as Kinds
 
 from forerun.core.errors import ModelError
-from forerun.models.gguf import GGUFFile
+from forerun.models.files.gguf import GGUFFile
 from gguf_files import add, finish, write_model
 from refusals import refused
 

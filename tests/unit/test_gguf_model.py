@@ -10,11 +10,11 @@ from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError, ForerunError, ModelError
 from forerun.measure.environment import logits
 from forerun.models.architectures.families import LLAMA
+from forerun.models.files.gguf import GGUFFile
+from forerun.models.files.open import read_config
 from forerun.models.formats import blocks, error
-from forerun.models.gguf import GGUFFile
-from forerun.models.hf import read_module
 from forerun.models.kinds import BLOCKS
-from forerun.models.open import read_config
+from forerun.models.run.hf import read_module
 from forerun.speculate.draft import drafters
 from forerun_lab.shapes import random_checkpoint
 from gguf_files import TOKENS, VOCABULARY, write_model

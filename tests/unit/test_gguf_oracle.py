@@ -20,12 +20,12 @@ from forerun import LLM, SamplingParams
 from forerun.core.errors import ConfigError, ModelError
 from forerun.measure.environment import logits
 from forerun.models.architectures.spec import bind
+from forerun.models.files.open import CachedConfig, quick_config, read_config
 from forerun.models.formats import blocks, error
-from forerun.models.gguf_tokenizer import PRE_TOKENIZERS, make_tokenizer
-from forerun.models.hf import read_module
 from forerun.models.load import load_model
-from forerun.models.open import CachedConfig, quick_config, read_config
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.run.hf import read_module
+from forerun.models.text.gguf_tokenizer import PRE_TOKENIZERS, make_tokenizer
+from forerun.models.text.tokenizer import load_tokenizer
 from gguf_files import add, finish, write_model
 from here import where
 from refusals import refused

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 
 from forerun.core.errors import ModelError
-from forerun.models.gguf_tokenizer import make_tokenizer
+from forerun.models.text.gguf_tokenizer import make_tokenizer
 from refusals import refused
 
 SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>"]

@@ -6,8 +6,8 @@ import gguf
 import pytest
 
 from forerun import LLM, ModelError, SamplingParams
-from forerun.models.gguf import GGUFFile, shards_of
-from forerun.models.open import fingerprint, resolve
+from forerun.models.files.gguf import GGUFFile, shards_of
+from forerun.models.files.open import fingerprint, resolve
 from gguf_files import finish, write_model
 from refusals import refused
 

@@ -3,7 +3,7 @@
 import pytest
 
 from forerun.core.errors import ModelError
-from forerun.models.gguf_tokenizer import PRE_TOKENIZERS, make_tokenizer, vocabulary
+from forerun.models.text.gguf_tokenizer import PRE_TOKENIZERS, make_tokenizer, vocabulary
 from gguf_files import TEMPLATE, TOKENS, VOCABULARY
 from refusals import refused
 

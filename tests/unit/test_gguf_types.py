@@ -13,11 +13,11 @@ from gguf import dequantize
 from forerun import LLM
 from forerun.cli.main import run
 from forerun.measure.environment import logits
+from forerun.models.files.open import read_config
 from forerun.models.formats import blocks, error, gguf_types
 from forerun.models.formats.blocks import Blocked, Blocks
 from forerun.models.formats.gguf_types import EXPANDED, PACKED, sizes
-from forerun.models.hf import read_module
-from forerun.models.open import read_config
+from forerun.models.run.hf import read_module
 from gguf_files import TOKENS, write_model
 from gguf_files import blocks as made
 from here import where

@@ -14,10 +14,10 @@ from forerun.attention.triton import TritonAttention
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, ModelError
 from forerun.kernels import gpu
-from forerun.models import graphs
-from forerun.models.base import new_attention
-from forerun.models.invariance import self_test
 from forerun.models.load import load_model, parse_device
+from forerun.models.run import graphs
+from forerun.models.run.base import new_attention
+from forerun.models.run.invariance import self_test
 from refusals import refused
 from tiny import save_checkpoint, tiny_llama
 
@@ -166,7 +166,7 @@ def test_no_memory_for_weights(target, monkeypatch, path):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.\nGPU 0 has more to say")
 
     monkeypatch.setattr("forerun.models.load.NativeModel", fail)
-    monkeypatch.setattr("forerun.models.hf.HFModel", fail)
+    monkeypatch.setattr("forerun.models.run.hf.HFModel", fail)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**29, 2**33))
     refused(ModelError, r"no room for the weights of .*target \(0\.5 GiB of 8\.0 GiB are left\): use quant",
             load_model, target, device="cpu", model_path=path)  # fmt: skip

@@ -18,9 +18,9 @@ from transformers import LlamaForCausalLM
 from forerun import LLM, SamplingParams
 from forerun.cli.main import run
 from forerun.core.errors import ModelError
-from forerun.models.fetch import KNOWN, Known, fetch, partial_file
-from forerun.models.hub import ModelSource, choose, parse, quantization
-from forerun.models.inventory import known_draft, on_disk, remove
+from forerun.models.files.fetch import KNOWN, Known, fetch, partial_file
+from forerun.models.files.hub import ModelSource, choose, parse, quantization
+from forerun.models.files.inventory import known_draft, on_disk, remove
 from gguf_files import write_model
 from hub import TOKEN, Repository, hub
 from refusals import refused
@@ -31,7 +31,7 @@ CHILD = """
 import contextlib, io, json, os, sys
 from forerun.cli.main import run
 from forerun.core.errors import ForerunError
-from forerun.models.open import resolve
+from forerun.models.files.open import resolve
 for ask in json.load(sys.stdin):
     if isinstance(ask, list):
         out, err = io.StringIO(), io.StringIO()

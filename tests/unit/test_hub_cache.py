@@ -9,8 +9,8 @@ import pytest
 from huggingface_hub import constants
 
 from forerun.core.errors import ModelError
-from forerun.models import fetch
-from forerun.models.inventory import on_disk, remove
+from forerun.models.files import fetch
+from forerun.models.files.inventory import on_disk, remove
 from refusals import refused
 
 COMMITS = [letter * 40 for letter in "abc"]

@@ -12,7 +12,7 @@ from huggingface_hub.utils import _http
 from test_hub import ask
 
 from forerun.core.errors import ModelError
-from forerun.models.hub import ModelSource, download
+from forerun.models.files.hub import ModelSource, download
 from hub import serving
 from refusals import refused
 

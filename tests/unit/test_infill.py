@@ -11,8 +11,8 @@ from transformers import CodeLlamaTokenizer, PreTrainedTokenizerFast
 
 from forerun import LLM, BeamSearchParams, SamplingParams
 from forerun.core.errors import ModelError, RequestError
-from forerun.models.gguf_tokenizer import make_tokenizer
-from forerun.models.infill import FAMILIES, Hole, Infill, ending
+from forerun.models.text.gguf_tokenizer import make_tokenizer
+from forerun.models.text.infill import FAMILIES, Hole, Infill, ending
 from gguf_files import TOKENS, VOCABULARY
 from refusals import refused
 from tiny import save_checkpoint, tiny_llama

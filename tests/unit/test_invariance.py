@@ -8,14 +8,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
-from forerun.models import invariance, tiling
-from forerun.models.base import new_attention
 from forerun.models.formats import plain
 from forerun.models.formats.plain import can_pack
 from forerun.models.formats.tiled import can_tile
-from forerun.models.hf import HFModel
-from forerun.models.invariance import self_test
 from forerun.models.load import load_model
+from forerun.models.run import invariance
+from forerun.models.run.base import new_attention
+from forerun.models.run.hf import HFModel
+from forerun.models.run.invariance import self_test
+from forerun.models.weights import tiling
 from here import NO_PACKING, where
 from modules import native, requested
 
@@ -67,7 +68,7 @@ def test_every_way_of_feeding_gives_the_bits_of_decoding(kind, dtype, how):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_way_of_feeding_through_torchs_attention(monkeypatch, dtype, page_size):
     """Which knows nothing of how the weights are held."""
-    monkeypatch.setattr("forerun.models.base.can_attend", lambda *_: False)
+    monkeypatch.setattr("forerun.models.run.base.can_attend", lambda *_: False)
     assert self_test(build("qwen3", dtype), page_size=page_size, rows=ROWS, chunks=CHUNKS) == []
 
 

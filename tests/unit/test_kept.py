@@ -11,8 +11,8 @@ from gguf import GGMLQuantizationType as Kinds
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.measure.environment import logits
+from forerun.models.files.gguf import GGUFFile
 from forerun.models.formats import blocks, weight_cache
-from forerun.models.gguf import GGUFFile
 from forerun.models.load import load_model
 from gguf_files import TOKENS, write_model
 from here import where

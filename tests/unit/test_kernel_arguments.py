@@ -14,11 +14,11 @@ from forerun.cache.pool import KVShape, Pool
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ForerunError
 from forerun.kernels import KernelError, structs
-from forerun.models import parts
-from forerun.models.base import new_attention
 from forerun.models.formats.int8 import TiledInt8
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.load import load_model
+from forerun.models.run import parts
+from forerun.models.run.base import new_attention
 from forerun.sampling.compiled import CompiledSampling, penalise, restrict
 from forerun.sampling.params import SamplingParams
 from refusals import refused

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from forerun import LLM, SamplingParams
 from forerun.core.batch import Batch, Span
 from forerun.measure.planner import CostCurve
-from forerun.models.base import MixtureInfo, new_attention
 from forerun.models.load import load_model
+from forerun.models.run.base import MixtureInfo, new_attention
 from forerun.speculate.length.experts import ExpertReads
 from forerun.speculate.length.prices import Prices, Timed
 

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from built import threads
 from forerun import kernels
 from forerun.core.errors import ConfigError
-from forerun.models import formats, parts
+from forerun.models import formats
 from forerun.models.formats import blocks, compiled, int8, plain, tiled
+from forerun.models.run import parts
 from here import NO_PACKING, where
 from refusals import refused
 

@@ -7,7 +7,7 @@ import pytest
 from damage import CONFIG, DAMAGES, edit
 from forerun import LLM
 from forerun.core.errors import ConfigError, ModelError
-from forerun.models import hub
+from forerun.models.files import hub
 from forerun.models.load import load_model
 from refusals import refused
 from tiny import save_tokenizer, tiny_llama

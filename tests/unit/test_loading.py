@@ -17,7 +17,7 @@ from described import save_described
 from forerun import LLM, SamplingParams
 from forerun.cli import console
 from forerun.core.loading import watch
-from forerun.models.checkpoint import weight_files
+from forerun.models.files.checkpoint import weight_files
 from forerun.models.formats import blocks
 from forerun.models.load import load_model
 from forerun_lab.peers.gguf import write_gguf

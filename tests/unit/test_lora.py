@@ -17,10 +17,10 @@ from forerun import LLM, ConfigError, ModelError, SamplingParams
 from forerun.cli.main import run
 from forerun.engine.tuned import load, save
 from forerun.measure.environment import logits
+from forerun.models.files.open import fingerprint
 from forerun.models.formats import blocks
 from forerun.models.load import load_model
-from forerun.models.lora import parse, read
-from forerun.models.open import fingerprint
+from forerun.models.weights.lora import parse, read
 from gguf_files import write_model
 from here import where
 from refusals import refused

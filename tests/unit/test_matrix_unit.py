@@ -14,13 +14,13 @@ from built import kept, kernels_for, threads
 from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.kernels import structs
-from forerun.models.base import new_attention
 from forerun.models.formats import ON_CPU, prefetch
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.compiled import Compiled
 from forerun.models.formats.gguf_types import sizes
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.load import load_model
+from forerun.models.run.base import new_attention
 from gguf_files import FORMS as FILES
 from gguf_files import weights
 from here import where

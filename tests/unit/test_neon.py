@@ -12,11 +12,11 @@ from built import bound
 from forerun import kernels
 from forerun.core.batch import Batch, Span
 from forerun.kernels import structs
-from forerun.models.base import new_attention
 from forerun.models.formats.blocks import Blocked
 from forerun.models.formats.int8 import TiledInt8
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.load import load_model
+from forerun.models.run.base import new_attention
 from forerun.sampling import compiled
 from forerun.sampling.params import SamplingParams
 from gguf_files import weights

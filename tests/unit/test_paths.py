@@ -11,8 +11,8 @@ import pytest
 from forerun import LLM, ConfigError, SamplingParams, drafters
 from forerun.core.errors import ModelError
 from forerun.engine import tuned
-from forerun.models.open import read_config
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.files.open import read_config
+from forerun.models.text.tokenizer import load_tokenizer
 from forerun.speculate.draft.heads.adapt import Adaptation
 from forerun.speculate.names import KEYS
 from forerun.tune import choose

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from forerun import LLM, ConfigError, ModelError, SamplingParams, drafters
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.text.tokenizer import load_tokenizer
 from forerun.tune.loop import load_checkpoint
 from forerun.tune.state import load_target
 from refusals import refused

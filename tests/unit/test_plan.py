@@ -149,6 +149,6 @@ def test_methods_where_none_are_named(tiny_target, monkeypatch):
     mine, shared = {"model": tiny_target}, {}
     assert with_methods({}, {}, {}) == with_methods({}, mine, {"model": "a draft"}) == {}
     assert with_methods({}, mine, {}) == {"methods": ["suffix", "ngram"]}
-    monkeypatch.setattr("forerun.models.inventory.known_draft", lambda model: "known")
+    monkeypatch.setattr("forerun.models.files.inventory.known_draft", lambda model: "known")
     assert with_methods({}, mine, shared) == {}
     assert shared == {"model": "known"}

@@ -11,12 +11,12 @@ from safetensors.torch import load_file, save_file
 from damage import CONFIG, edit
 from forerun import LLM, ConfigError, ModelError, SamplingParams
 from forerun.measure.environment import logits
+from forerun.models.files.open import open_files, read_config
 from forerun.models.formats import blocks, error
-from forerun.models.layout import as_blocks
 from forerun.models.load import load_model
-from forerun.models.open import open_files, read_config
-from forerun.models.prequantized import Grouped, gather
-from forerun.models.transform import transform
+from forerun.models.weights.layout import as_blocks
+from forerun.models.weights.prequantized import Grouped, gather
+from forerun.models.weights.transform import transform
 from here import where
 from refusals import refused
 from tiny import save_checkpoint, tiny_llama

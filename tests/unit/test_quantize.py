@@ -11,11 +11,11 @@ from forerun.core.errors import ConfigError
 from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.models import formats
-from forerun.models.base import new_attention
 from forerun.models.formats import ON_CPU, blocks, int8
 from forerun.models.formats.base import size
-from forerun.models.invariance import self_test
 from forerun.models.kinds import KINDS
+from forerun.models.run.base import new_attention
+from forerun.models.run.invariance import self_test
 from forerun.speculate.draft import drafters
 from modules import native
 from refusals import refused

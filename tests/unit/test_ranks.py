@@ -22,17 +22,17 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError, RankError
 from forerun.engine.async_engine import AsyncEngine
 from forerun.models.architectures.spec import bind
-from forerun.models.base import new_attention
+from forerun.models.files.open import open_files, read_config
 from forerun.models.formats.base import size
 from forerun.models.formats.tiled import can_tile
-from forerun.models.fused import PartialSums
-from forerun.models.invariance import self_test
 from forerun.models.load import load_model
-from forerun.models.native import NativeModel
-from forerun.models.open import open_files, read_config
 from forerun.models.ranks import leader, split
 from forerun.models.ranks.team import Team
-from forerun.models.transform import CheckpointWeights, transform
+from forerun.models.run.base import new_attention
+from forerun.models.run.fused import PartialSums
+from forerun.models.run.invariance import self_test
+from forerun.models.run.native import NativeModel
+from forerun.models.weights.transform import CheckpointWeights, transform
 from here import where
 from modules import requested
 from refusals import refused

@@ -12,8 +12,8 @@ from forerun.cache.states import States
 from forerun.core.batch import Batch, Span
 from forerun.kernels import KernelError, structs
 from forerun.models.architectures.spec import MixerSpec
-from forerun.models.parts import KernelNorm
-from forerun.models.recurrent import Convolution, DeltaNet, KernelMixer, Mamba2, ShortConv, lay_out
+from forerun.models.run.parts import KernelNorm
+from forerun.models.run.recurrent import Convolution, DeltaNet, KernelMixer, Mamba2, ShortConv, lay_out
 from refusals import refused
 
 CPU, EPS, DEPTH = torch.device("cpu"), 1e-5, 12

@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.shapes import shapes
 from forerun.models.architectures.spec import bind
-from forerun.models.transform import unstacked
+from forerun.models.weights.transform import unstacked
 
 SIZES = {
     "vocab_size": 51, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,

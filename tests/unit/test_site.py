@@ -10,7 +10,7 @@ import pytest
 
 from forerun.cli.main import COMMANDS
 from forerun.models.architectures.families import ARCHITECTURES
-from forerun.models.fetch import KNOWN
+from forerun.models.files.fetch import KNOWN
 from forerun.models.formats.gguf_types import FLOATS, TYPES
 from forerun.speculate.names import KEYS, policies, rules
 

@@ -8,7 +8,7 @@ from forerun import SamplingParams
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
 from forerun.engine.stop import Finish, Stopper, held_back
-from forerun.models.tokenizer import Detokenizer
+from forerun.models.text.tokenizer import Detokenizer
 
 
 class Letters:

@@ -16,8 +16,8 @@ from forerun.core.errors import ConfigError, ModelError
 from forerun.core.request import RequestState
 from forerun.engine.jobs import TokenLogprobs, by_token
 from forerun.engine.metrics import CORRECTED, RoundTrace
-from forerun.models.gguf_tokenizer import make_tokenizer
-from forerun.models.tokenizer import REPLACEMENT, Detokenizer, load_tokenizer, token_text
+from forerun.models.text.gguf_tokenizer import make_tokenizer
+from forerun.models.text.tokenizer import REPLACEMENT, Detokenizer, load_tokenizer, token_text
 from forerun.serve.text import TextService
 from refusals import refused
 from tiny import ALPHABET, save_checkpoint, save_tokenizer, tiny_llama

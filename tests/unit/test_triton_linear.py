@@ -11,7 +11,7 @@ from forerun.models.formats.blocks import Blocks
 from forerun.models.formats.gguf_types import larger_in_memory
 from forerun.models.formats.int8 import Levels
 from forerun.models.kinds import TRITON_BLOCKS
-from forerun.models.rows import TritonNorm
+from forerun.models.run.rows import TritonNorm
 
 pytestmark = pytest.mark.slow
 

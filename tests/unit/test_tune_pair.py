@@ -18,9 +18,9 @@ from forerun.engine.config import SpeculativeConfig
 from forerun.engine.engine import Engine
 from forerun.measure.planner import CostCurve
 from forerun.measure.rounds import measure
-from forerun.models.checkpoint import read_tensors
+from forerun.models.files.checkpoint import read_tensors
+from forerun.models.files.open import resolve
 from forerun.models.load import load_shared, sharing
-from forerun.models.open import resolve
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes
 from forerun.tune.config import PairConfig

@@ -10,7 +10,7 @@ from forerun import LLM, ConfigError, ForerunError, ModelError, SamplingParams, 
 from forerun.engine import memory
 from forerun.engine.config import EngineConfig
 from forerun.engine.llm import INSTEAD, WITHOUT_EFFECT, engine_options
-from forerun.models.open import resolve
+from forerun.models.files.open import resolve
 from refusals import refused
 
 COLD = SamplingParams(temperature=0.0, max_tokens=6)
@@ -82,7 +82,7 @@ def test_a_revision_and_a_folder_reach_the_download(monkeypatch, tiny_target, tm
         asked.append((index.repository, revision, cache))
         return Path(tiny_target)
 
-    monkeypatch.setattr("forerun.models.hub.download", download)
+    monkeypatch.setattr("forerun.models.files.hub.download", download)
     result = engine_options({"model": "someone/something", "revision": "v2", "download_dir": str(tmp_path)})
     assert result == {"model": tiny_target}
     assert asked == [("someone/something", "v2", str(tmp_path))]

@@ -30,8 +30,8 @@ from forerun.measure.bench import acceptance_by_position
 from forerun.measure.config import CATEGORIES_SMALL, HUMANEVAL, SMALL, BenchConfig
 from forerun.measure.prompts import repetition_rate
 from forerun.measure.rounds import FASTEST, Contender, Measured
-from forerun.models.chat import Message, render_chat
-from forerun.models.tokenizer import encode
+from forerun.models.text.chat import Message, render_chat
+from forerun.models.text.tokenizer import encode
 from forerun.sampling.params import SamplingParams
 from forerun_lab.humaneval import Judge, Task, read_tasks
 from forerun_lab.intervals import median_interval, ratio_error

@@ -146,7 +146,7 @@ def with_methods(given: Mapping[str, Any], engine: Mapping[str, Any], shared: di
     model = str(engine.get("model", EngineConfig.model))
     if "methods" in given or model.startswith("forerun:") or {"model", *drafters} & set(shared):
         return dict(given)
-    from forerun.models.inventory import known_draft
+    from forerun.models.files.inventory import known_draft
 
     draft = known_draft(model)
     if draft is None:

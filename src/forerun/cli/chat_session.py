@@ -31,8 +31,8 @@ from forerun.engine.jobs import Job, Update
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import PLAIN
 from forerun.engine.stop import ABORT, ERROR, LENGTH
-from forerun.models.chat import render_chat
-from forerun.models.tokenizer import encode
+from forerun.models.text.chat import render_chat
+from forerun.models.text.tokenizer import encode
 from forerun.sampling.params import SamplingParams
 
 PATIENCE = 4

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from forerun.cli.console import print_json, print_table
-from forerun.models.fetch import KNOWN, fetch, model_file
+from forerun.models.files.fetch import KNOWN, fetch, model_file
 
 Json = Annotated[bool, typer.Option("--json", help="print JSON instead of text")]
 
@@ -69,7 +69,7 @@ def fetch_command(
         )  # fmt: skip
         return
     if name.startswith("hf:"):
-        from forerun.models.open import resolve  # takes as long to import as torch
+        from forerun.models.files.open import resolve  # takes as long to import as torch
 
         path = resolve(name)
     else:
@@ -82,8 +82,8 @@ def fetch_command(
 
 def list_command(json: Json = False) -> None:
     """List the models on this machine: what was fetched, and what the hub's cache holds."""
+    from forerun.models.files.inventory import on_disk
     from forerun.models.formats.weight_cache import files
-    from forerun.models.inventory import on_disk
 
     result, kept = on_disk(), sum(path.stat().st_size for path in files())
     if json:
@@ -101,7 +101,7 @@ def show_command(
 ) -> None:
     """Show a local model's details and the drafters it can use."""
     from forerun.engine.auto import choose
-    from forerun.models.inventory import describe
+    from forerun.models.files.inventory import describe
 
     result = describe(name)
     taken = choose(name)
@@ -140,7 +140,7 @@ def remove_command(
     json: Json = False,
 ) -> None:
     """Remove a model that was fetched, or one of the hub's cache, from this machine."""
-    from forerun.models.inventory import remove
+    from forerun.models.files.inventory import remove
 
     freed = remove(name)
     if json:

@@ -307,7 +307,7 @@ def as_objects(tokens: Sequence[int], result: Sequence[Position | None], count: 
 
 def lines(tokens: Sequence[int], result: Sequence[Position | None], count: int, tokenizer: Any) -> Iterator[str]:
     """Yields a line per token: its text, log-probability and rank, and the likeliest tokens."""
-    from forerun.models.tokenizer import token_text
+    from forerun.models.text.tokenizer import token_text
 
     texts = [repr(token_text(tokenizer, token)) for token in tokens]
     width = max(map(len, texts), default=0)

@@ -33,7 +33,7 @@ KINDS = {
 
 def parts(round_: RoundTrace, tokenizer: Any) -> list[tuple[str, str]]:
     """A round's tokens as (kind, text): accepted ones, then rejected ones, then the target's own."""
-    from forerun.models.tokenizer import token_text
+    from forerun.models.text.tokenizer import token_text
 
     emitted = [(origin, token_text(tokenizer, token)) for origin, token in zip(round_.origins, round_.tokens)]
     rejected = [(REJECTED, token_text(tokenizer, token)) for token in round_.rejected]

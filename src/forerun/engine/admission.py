@@ -9,8 +9,8 @@ from typing import Any
 from forerun.cache.sources import Sources
 from forerun.core.config import to_python
 from forerun.core.errors import ContextLengthError, RequestError, shown
-from forerun.models.base import ModelInfo
-from forerun.models.tokenizer import encode
+from forerun.models.run.base import ModelInfo
+from forerun.models.text.tokenizer import encode
 from forerun.sampling.params import SamplingParams
 
 SURROUNDING = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id")

@@ -11,7 +11,7 @@ from forerun.engine.async_engine import AsyncEngine
 from forerun.engine.client import Stream
 from forerun.engine.llm import LLM, Prompt, prompt_list
 from forerun.engine.outputs import Pieces, RequestOutput, StreamPiece, one_answer
-from forerun.models.chat import Message, conversations
+from forerun.models.text.chat import Message, conversations
 from forerun.sampling.params import Params, SamplingParams
 
 

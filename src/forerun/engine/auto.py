@@ -13,7 +13,7 @@ from forerun.core.tiles import environment
 from forerun.engine import tuned
 from forerun.engine.drafter_files import brings_mtp
 from forerun.engine.engine import Engine
-from forerun.models.inventory import known_draft
+from forerun.models.files.inventory import known_draft
 from forerun.speculate.length.adaptive import Adaptive
 from forerun.speculate.names import KEYS, drafters, rules
 

@@ -13,7 +13,7 @@ from forerun.core.tree import Draft, Verdict
 from forerun.engine.jobs import Job, Update
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.stop import ERROR, LENGTH, STOP, Finish
-from forerun.models.base import ModelInfo
+from forerun.models.run.base import ModelInfo
 from forerun.sampling.params import BeamSearchParams, SamplingParams
 from forerun.speculate.accept.base import NO_TOKEN
 

@@ -20,8 +20,8 @@ from forerun.engine.jobs import Job, TokenLogprobs
 from forerun.engine.memory import megabytes
 from forerun.engine.metrics import RoundTrace, Snapshot
 from forerun.engine.stop import Finish, held_back
-from forerun.models.generation_config import settings_line
-from forerun.models.tokenizer import Detokenizer
+from forerun.models.text.generation_config import settings_line
+from forerun.models.text.tokenizer import Detokenizer
 from forerun.sampling.params import Params, StructuredOutputsParams
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from forerun.core.errors import ConfigError, shown
 from forerun.core.threads import AUTO, check_threads
 from forerun.engine.memory import parse_bytes
 from forerun.models.kinds import CPU_KINDS, FLOATS, GPU_KINDS, UNQUANTIZED
-from forerun.models.reasoning import PARSERS, check_parser
+from forerun.models.text.reasoning import PARSERS, check_parser
 from forerun.speculate.names import drafters, policies, rules
 
 if TYPE_CHECKING:

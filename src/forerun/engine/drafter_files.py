@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable
 
 from forerun.core.errors import ConfigError, ModelError, shown
-from forerun.models.checkpoint import CONFIG, read_object
-from forerun.models.gguf import is_gguf, open_gguf
-from forerun.models.inventory import here
-from forerun.models.open import open_files, quick_config
+from forerun.models.files.checkpoint import CONFIG, read_object
+from forerun.models.files.gguf import is_gguf, open_gguf
+from forerun.models.files.inventory import here
+from forerun.models.files.open import open_files, quick_config
 from forerun.speculate.names import drafters
 
 OURS = "forerun_head"

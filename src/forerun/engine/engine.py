@@ -32,8 +32,8 @@ from forerun.engine.metrics import EngineStats, RequestMetrics, RoundTrace
 from forerun.engine.scheduler import PrefillBudget, Scheduler
 from forerun.engine.stop import ABORT, ERROR, Finish, Stopper
 from forerun.engine.trials import trials
-from forerun.models.base import Model, new_attention
-from forerun.models.tokenizer import Detokenizer
+from forerun.models.run.base import Model, new_attention
+from forerun.models.text.tokenizer import Detokenizer
 from forerun.sampling.draw import Sampler
 from forerun.sampling.noise import fold
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams

@@ -21,7 +21,7 @@ import torch
 from forerun.core.errors import ConfigError, RequestError
 from forerun.core.request import RequestState
 from forerun.engine.schemas import COMPACT, grammars
-from forerun.models.reasoning import Boundary
+from forerun.models.text.reasoning import Boundary
 from forerun.sampling.params import StructuredOutputsParams
 
 LONG = re.compile(r"\d{16}")

@@ -12,7 +12,7 @@ from forerun.core.request import Hypothesis, RequestState
 from forerun.core.tree import Verdict
 from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.stop import Finish, Stopper
-from forerun.models.tokenizer import Detokenizer, token_text
+from forerun.models.text.tokenizer import Detokenizer, token_text
 from forerun.speculate.verify import Verification
 
 LOWEST = -9999.0

@@ -28,13 +28,13 @@ from forerun.engine.jobs import Job, Logprob, Update, by_token
 from forerun.engine.metrics import RequestMetrics
 from forerun.engine.outputs import CompletionOutput, Pieces, RequestOutput, StreamPiece, one_answer
 from forerun.engine.tuned import load as load_tuned
-from forerun.models import lora
-from forerun.models.chat import Message, conversations, render_chat
-from forerun.models.generation_config import model_settings, settings_line
-from forerun.models.infill import Hole, Infill, ending, files_of
+from forerun.models.files.open import resolve
 from forerun.models.load import load_model
-from forerun.models.open import resolve
-from forerun.models.tokenizer import encode, load_tokenizer, with_end
+from forerun.models.text.chat import Message, conversations, render_chat
+from forerun.models.text.generation_config import model_settings, settings_line
+from forerun.models.text.infill import Hole, Infill, ending, files_of
+from forerun.models.text.tokenizer import encode, load_tokenizer, with_end
+from forerun.models.weights import lora
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 
 log = logging.getLogger("forerun")

@@ -14,7 +14,7 @@ from forerun.engine.client import StreamedText
 from forerun.engine.jobs import Job, Logprob
 from forerun.engine.metrics import RequestMetrics, RoundTrace
 from forerun.engine.stop import Finish
-from forerun.models.tokenizer import Detokenizer
+from forerun.models.text.tokenizer import Detokenizer
 from forerun.sampling.params import SamplingParams
 
 

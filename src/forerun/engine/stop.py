@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from forerun.core.request import RequestState
 from forerun.core.tree import Draft, Verdict
-from forerun.models.tokenizer import Detokenizer
+from forerun.models.text.tokenizer import Detokenizer
 from forerun.sampling.params import SamplingParams
 
 STOP, LENGTH, ERROR, ABORT = "stop", "length", "error", "abort"

@@ -18,9 +18,9 @@ from typing import Any
 from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.folders import expanded
-from forerun.models.checkpoint import read_object
-from forerun.models.inventory import here, known_draft
-from forerun.models.open import fingerprint, resolve
+from forerun.models.files.checkpoint import read_object
+from forerun.models.files.inventory import here, known_draft
+from forerun.models.files.open import fingerprint, resolve
 from forerun.speculate.names import KEYS
 
 FILE = "tuned.json"

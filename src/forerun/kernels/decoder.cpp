@@ -1,4 +1,4 @@
-// All layers of a decoder in one call, from token ids to logits. It runs the same kernels as models/native.py, with the
+// All layers of a decoder in one call, from token ids to logits. It runs the same kernels as models/run/native.py, with the
 // same bits; per-layer Python calls would dominate for small models. ``Drafting`` drafts whole chains in one call.
 #include "kernels.h"
 

@@ -1,8 +1,8 @@
 """Where kernels in Triton run: on an NVIDIA GPU and, for tests, under Triton's interpreter on a CPU.
 
-The kernels are beside what they compute: ``models/formats/triton.py``, ``models/rows.py``, ``attention/triton.py`` and
-``sampling/triton.py``. With the environment variables ``FORERUN_INTERPRET`` and ``TRITON_INTERPRET`` set to 1, all of
-them run on a CPU in place of the kernels in C++: slowly, and with the GPU's results up to rounding.
+The kernels are beside what they compute: ``models/formats/triton.py``, ``models/run/rows.py``, ``attention/triton.py``
+and ``sampling/triton.py``. With the environment variables ``FORERUN_INTERPRET`` and ``TRITON_INTERPRET`` set to 1, all
+of them run on a CPU in place of the kernels in C++: slowly, and with the GPU's results up to rounding.
 """
 
 from __future__ import annotations

@@ -30,11 +30,11 @@ from forerun.measure.methods import labels, method_configs, runnable, tree_of
 from forerun.measure.prompts import make_prompts
 from forerun.measure.rounds import engine_of, seeded_params
 from forerun.models.architectures.spec import refusal
-from forerun.models.base import Model, new_attention
-from forerun.models.invariance import BRANCHES, self_test
+from forerun.models.files.open import read_config, resolve
 from forerun.models.kinds import UNQUANTIZED
 from forerun.models.load import load_model
-from forerun.models.open import read_config, resolve
+from forerun.models.run.base import Model, new_attention
+from forerun.models.run.invariance import BRANCHES, self_test
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import Drafter, DrafterConfig, drafters
 

@@ -19,9 +19,9 @@ from forerun.engine.llm import LLM
 from forerun.engine.memory import megabytes
 from forerun.kernels import cpuinfo
 from forerun.models import formats
-from forerun.models.base import Model, new_attention
 from forerun.models.load import load_model
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.run.base import Model, new_attention
+from forerun.models.text.tokenizer import load_tokenizer
 
 UNITS = {
     "avx2": "AVX2", "avx512f": "AVX-512", "avx_vnni": "AVX-VNNI", "avx512_vnni": "VNNI", "avx512_bf16": "BF16",

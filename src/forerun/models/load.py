@@ -18,22 +18,22 @@ import torch
 from forerun.core.errors import ConfigError, ModelError, one_line, shown
 from forerun.core.tiles import ENOUGH
 from forerun.kernels import gpu
-from forerun.models import lora as adapter
-from forerun.models import sanity
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import bind, is_sized, keeps_state, refusal
-from forerun.models.base import LoadRequest, Model
+from forerun.models.files.gguf import GGUFFile
+from forerun.models.files.open import eos_ids, files, fingerprint, open_files, quick_config, read_config, resolve
 from forerun.models.formats import weight_cache
 from forerun.models.formats.gguf_types import larger_in_memory
-from forerun.models.gguf import GGUFFile
 from forerun.models.kinds import FLOATS, UNQUANTIZED
-from forerun.models.native import NativeModel
-from forerun.models.open import eos_ids, files, fingerprint, open_files, quick_config, read_config, resolve
 from forerun.models.ranks import split
 from forerun.models.ranks.leader import Leader
 from forerun.models.ranks.team import Team
-from forerun.models.rotary import is_constant
-from forerun.models.transform import transform
+from forerun.models.run.base import LoadRequest, Model
+from forerun.models.run.native import NativeModel
+from forerun.models.run.rotary import is_constant
+from forerun.models.weights import lora as adapter
+from forerun.models.weights import sanity
+from forerun.models.weights.transform import transform
 
 log = logging.getLogger("forerun")
 DTYPES = {
@@ -203,7 +203,7 @@ def load_model(
         numbers=numbers, lora=lora, outputs=outputs, max_model_len=max_model_len,
     )  # fmt: skip
     if sanity.has_encoder(config):
-        from forerun.models import encdec  # modules of transformers' take as long to import as torch
+        from forerun.models.run import encdec  # modules of transformers' take as long to import as torch
 
         return encdec.load_encoder_decoder(requested, config, model_path=model_path, ranks=tensor_parallel_size)
     feature = f"tensor_parallel_size {tensor_parallel_size}" if tensor_parallel_size != 1 else None
@@ -217,7 +217,7 @@ def load_model(
         if native:
             model = _load_ranks(requested, config, tensor_parallel_size)
         else:
-            from forerun.models import hf
+            from forerun.models.run import hf
 
             module: Any = hf.read_module(folder, read_config(folder), requested.dtype, lora=lora)
             model = hf.HFModel(module.to(device), requested)

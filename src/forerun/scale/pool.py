@@ -18,7 +18,7 @@ from forerun.engine.grammar import GrammarCompiler
 from forerun.engine.jobs import Job
 from forerun.engine.metrics import RequestMetrics, Snapshot
 from forerun.engine.stop import Stopper
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.text.tokenizer import load_tokenizer
 from forerun.sampling.noise import fold
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams, StructuredOutputsParams
 from forerun.scale.replica import Facts, Message, OtherModelError, Progress, Rejected, Request, Started

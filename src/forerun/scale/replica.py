@@ -19,7 +19,7 @@ from forerun.engine.client import ClosedError, Delta, EngineFacts
 from forerun.engine.jobs import TokenLogprobs
 from forerun.engine.llm import LLM
 from forerun.engine.metrics import RequestMetrics, Snapshot
-from forerun.models.open import fingerprint, resolve
+from forerun.models.files.open import fingerprint, resolve
 from forerun.sampling.params import Params, SamplingParams
 
 

@@ -21,7 +21,7 @@ from forerun import __version__
 from forerun.core.errors import ConfigError, RequestError
 from forerun.engine.client import EngineClient, Stream
 from forerun.engine.config import NONE
-from forerun.models.infill import Hole, ending
+from forerun.models.text.infill import Hole, ending
 from forerun.sampling.params import BeamSearchParams, Params, SamplingParams
 from forerun.serve import answers, anthropic, errors, infill, ollama, tokens
 from forerun.serve.errors import ApiError

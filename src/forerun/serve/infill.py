@@ -10,7 +10,7 @@ from pydantic import Field
 from forerun.core.errors import ConfigError
 from forerun.engine.client import Stream
 from forerun.engine.stop import LENGTH
-from forerun.models.infill import Hole, ending
+from forerun.models.text.infill import Hole, ending
 from forerun.sampling.params import SamplingParams
 from forerun.serve import answers
 from forerun.serve.schema import ExtraFiles, Generation, Int, StopAt, Text

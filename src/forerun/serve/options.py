@@ -123,7 +123,7 @@ def model_names(model: str) -> tuple[str, ...]:
     The name of a path is its last part, without the suffix of GGUF files. The path itself and the file's name are
     aliases, with and without the suffix. Any other name, such as a hub's id, stays, and its last part is an alias.
     """
-    from forerun.models.gguf import SUFFIX
+    from forerun.models.files.gguf import SUFFIX
 
     folder = expanded(model)
     local = model.startswith((".", "/", "~")) or model.count("/") > 1 or model.endswith(SUFFIX) or folder.is_dir()

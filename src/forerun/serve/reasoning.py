@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forerun.models.reasoning import Markers
+from forerun.models.text.reasoning import Markers
 from forerun.serve.tools.base import ParsedCall, Piece, ToolParser, length_without_marker
 
 

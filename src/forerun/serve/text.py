@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from forerun.core.errors import ContextLengthError, RequestError
 from forerun.engine.client import Delta
 from forerun.engine.jobs import TokenLogprobs, finite
-from forerun.models.chat import Message, knows_tools, render_chat
-from forerun.models.infill import Hole, Infill
-from forerun.models.reasoning import HARMONY, PARSERS, Boundary
-from forerun.models.tokenizer import BYTE_LETTERS, REPLACEMENT, Detokenizer, encode, token_text
+from forerun.models.text.chat import Message, knows_tools, render_chat
+from forerun.models.text.infill import Hole, Infill
+from forerun.models.text.reasoning import HARMONY, PARSERS, Boundary
+from forerun.models.text.tokenizer import BYTE_LETTERS, REPLACEMENT, Detokenizer, encode, token_text
 from forerun.serve.reasoning import AnswerParser, ReasoningParser
 from forerun.serve.schema import ChatRequest
 from forerun.serve.tools import ToolFormat, format_of, formats

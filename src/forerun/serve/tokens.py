@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from pydantic import Field, RootModel, model_validator
 
 from forerun import __version__
-from forerun.models.tokenizer import token_text
+from forerun.models.text.tokenizer import token_text
 from forerun.serve.answers import Answer, sometimes
 from forerun.serve.openapi import BODY, responses
 from forerun.serve.schema import Body, ChatRequest, Messages, Text, TokenId, Tools

@@ -10,7 +10,7 @@ from forerun.attention.base import Attention
 from forerun.core.batch import Batch, Output, Scores, Span
 from forerun.core.request import Requests
 from forerun.core.tree import Drafts
-from forerun.models.base import Model
+from forerun.models.run.base import Model
 from forerun.sampling.warp import warp
 from forerun.speculate.accept.compare import row_contexts
 

@@ -15,8 +15,8 @@ from typing import Any
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 from forerun.measure.prompts import standard_library
-from forerun.models.chat import Message, render_chat
-from forerun.models.tokenizer import encode
+from forerun.models.text.chat import Message, render_chat
+from forerun.models.text.tokenizer import encode
 
 OPENING = 32
 """Tokens of a text that a model without a chat template continues."""

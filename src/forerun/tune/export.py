@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from forerun.core.errors import ConfigError, ModelError
 from forerun.core.folders import let_read
-from forerun.models.checkpoint import CONFIG, read_object, read_tensors
-from forerun.models.open import resolve
+from forerun.models.files.checkpoint import CONFIG, read_object, read_tensors
+from forerun.models.files.open import resolve
 from forerun.speculate.draft.heads.eagle import NORMS, EagleHead
 
 SPECULATORS, SGLANG = "speculators", "sglang"

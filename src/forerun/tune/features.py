@@ -24,8 +24,8 @@ from forerun.core.folders import replace_with
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.engine.llm import LLM
-from forerun.models.chat import Message, render_chat
-from forerun.models.tokenizer import encode
+from forerun.models.text.chat import Message, render_chat
+from forerun.models.text.tokenizer import encode
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs
 from forerun.speculate.draft.heads.head import TrainingBatch

@@ -39,12 +39,12 @@ from forerun.measure.rounds import (
     in_plain_forwards,
     measure,
 )
-from forerun.models import sanity
-from forerun.models.checkpoint import read_object
+from forerun.models.files.checkpoint import read_object
+from forerun.models.files.inventory import here
+from forerun.models.files.open import read_config, resolve, weight_sizes
 from forerun.models.formats import blocks
-from forerun.models.inventory import here
 from forerun.models.load import sharing
-from forerun.models.open import read_config, resolve, weight_sizes
+from forerun.models.weights import sanity
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.model import LARGE, DraftModel
 from forerun.tune.choose import pair_page

@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM
 from forerun.core.errors import ConfigError, one_line
 from forerun.engine import tuned
 from forerun.engine.llm import LLM
-from forerun.models import sanity
+from forerun.models.files.open import fingerprint, read_config, resolve
 from forerun.models.formats import int8
-from forerun.models.open import fingerprint, read_config, resolve
+from forerun.models.weights import sanity
 from forerun.speculate.draft import datastore, drafters
 from forerun.tune import choose, loop
 from forerun.tune.choose import page

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError, ModelError
 from forerun.core.folders import replace_with
-from forerun.models import sanity
-from forerun.models.hf import read_module
-from forerun.models.open import read_config
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.files.open import read_config
+from forerun.models.run.hf import read_module
+from forerun.models.text.tokenizer import load_tokenizer
+from forerun.models.weights import sanity
 
 
 class TuneState:

@@ -29,7 +29,7 @@ from forerun.core.errors import ConfigError, ForerunError
 from forerun.engine.llm import LLM
 from forerun.measure.environment import environment
 from forerun.measure.prompts import make_prompts
-from forerun.models.open import resolve
+from forerun.models.files.open import resolve
 from forerun.sampling.params import BeamSearchParams
 from forerun_lab.peers.outside import Worker, started
 

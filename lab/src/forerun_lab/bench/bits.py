@@ -1,7 +1,7 @@
 """``python -m forerun_lab.bench.bits``: which architectures have bit-equal logits on this machine.
 
 Tiny random checkpoints of many architectures and head widths are loaded in every dtype with ``invariant=True``, and
-hundreds of rows are batched in every way that the engine has (``models/invariance.py``).
+hundreds of rows are batched in every way that the engine has (``models/run/invariance.py``).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from forerun import kernels
 from forerun.core.errors import ForerunError
 from forerun.measure.environment import processor
 from forerun.measure.page import markdown
-from forerun.models.invariance import self_test
 from forerun.models.load import load_model
+from forerun.models.run.invariance import self_test
 
 SIZES = {
     "vocab_size": 300, "hidden_size": 192, "intermediate_size": 352, "num_hidden_layers": 2,

@@ -26,8 +26,8 @@ from forerun.core.batch import Batch, Span
 from forerun.core.errors import ForerunError
 from forerun.measure.environment import processor, read_bandwidth
 from forerun.measure.page import markdown
-from forerun.models.base import Model, new_attention
 from forerun.models.load import load_model
+from forerun.models.run.base import Model, new_attention
 from forerun_lab.intervals import median_interval
 
 CONTEXT = 256

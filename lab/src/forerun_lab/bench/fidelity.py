@@ -23,10 +23,10 @@ from forerun.core.errors import ForerunError
 from forerun.measure.environment import logits, processor
 from forerun.measure.page import markdown
 from forerun.models import formats
-from forerun.models.hf import read_module
+from forerun.models.files.open import read_config, resolve
 from forerun.models.load import load_model
-from forerun.models.open import read_config, resolve
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.run.hf import read_module
+from forerun.models.text.tokenizer import load_tokenizer
 from forerun_lab.peers.outside import scorer
 
 EXACT = "float32"

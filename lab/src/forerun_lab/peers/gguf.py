@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import AutoConfig
 
 from forerun.core.errors import ConfigError
-from forerun.models.checkpoint import weight_files
+from forerun.models.files.checkpoint import weight_files
 
 
 def gguf_name(name: str, layers: int) -> str:

@@ -29,8 +29,8 @@ import torch
 from forerun.core.errors import ConfigError
 from forerun.engine.llm import LLM
 from forerun.measure.rounds import Contender, Measured
-from forerun.models.hf import read_module
-from forerun.models.open import read_config, resolve
+from forerun.models.files.open import read_config, resolve
+from forerun.models.run.hf import read_module
 from forerun.sampling.params import SamplingParams
 from forerun_lab.peers.gguf import write_gguf
 

@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, StoppingCr
 
 from forerun.engine.llm import LLM
 from forerun.measure.rounds import Contender, Measured
-from forerun.models.base import ModelInfo
-from forerun.models.hf import read_module
-from forerun.models.open import read_config, resolve
+from forerun.models.files.open import read_config, resolve
+from forerun.models.run.base import ModelInfo
+from forerun.models.run.hf import read_module
 from forerun.sampling.params import SamplingParams
 from forerun_lab.peers.outside import peer_facts
 

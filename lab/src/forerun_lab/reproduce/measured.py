@@ -10,8 +10,8 @@ from torch import Tensor
 
 from forerun.engine.llm import LLM
 from forerun.measure.prompts import held_out_files, standard_library
-from forerun.models.hf import read_module
-from forerun.models.open import read_config, resolve
+from forerun.models.files.open import read_config, resolve
+from forerun.models.run.hf import read_module
 from forerun.sampling.params import SamplingParams
 from forerun_lab.reproduce.distributions import LENIENCE, NgramCounts, Rates, Sums
 from forerun_lab.reproduce.parts import Cell, ReportTable, Section, Settings

@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, T5Con
 
 from forerun.core.errors import ConfigError
 from forerun.measure.prompts import read_text, standard_library
-from forerun.models.open import resolve
-from forerun.models.tokenizer import load_tokenizer
+from forerun.models.files.open import resolve
+from forerun.models.text.tokenizer import load_tokenizer
 from forerun_lab.reproduce.parts import Settings
 from forerun_lab.train.corpus import list_files
 

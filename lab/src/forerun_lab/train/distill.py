@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
-from forerun.models.open import resolve
+from forerun.models.files.open import resolve
 from forerun.speculate.draft.heads.head import overlap
 from forerun.tune import loop
 from forerun.tune.kinds import Figures

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forerun import pretrained
 from forerun.core.errors import ConfigError
-from forerun.models.open import fingerprint, resolve
+from forerun.models.files.open import fingerprint, resolve
 from forerun_lab.train.config import RunConfig
 from forerun_lab.train.corpus import describe
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from forerun.core.errors import ConfigError
-from forerun.models.open import fingerprint, resolve
+from forerun.models.files.open import fingerprint, resolve
 from forerun.speculate.draft.heads.head import Sizes, weights
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.tune import loop

@@ -24,7 +24,7 @@ from forerun.models.architectures.description import (
     ShortConvSpec,
 )
 from forerun.models.architectures.families import ARCHITECTURES
-from forerun.models.rotary import ROPE_TYPES, is_constant
+from forerun.models.run.rotary import ROPE_TYPES, is_constant
 
 SILU, GELU_TANH, XIELU, CLAMPED, RELU2 = "silu", "gelu_tanh", "xielu", "clamped", "relu2"
 ACTIVATIONS = {"silu": SILU, "swish": SILU, "gelu_pytorch_tanh": GELU_TANH, "gelu_new": GELU_TANH, "xielu": XIELU,

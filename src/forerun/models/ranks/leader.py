@@ -24,8 +24,8 @@ from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
 from forerun.core.batch import Batch
 from forerun.core.errors import RankError
-from forerun.models.base import LoadRequest, Tiles
 from forerun.models.ranks.team import FAILED, READY, TIMEOUT, UP, Feed, Hello, RankCall, StatesFeed, Team
+from forerun.models.run.base import LoadRequest, Tiles
 
 START = 600.0
 """Seconds that the others have to start, and again to load their shards."""

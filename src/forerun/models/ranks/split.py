@@ -17,8 +17,8 @@ from forerun.models.architectures.description import Recurrence
 from forerun.models.architectures.shapes import Units, tensors
 from forerun.models.architectures.spec import MixerSpec, Spec
 from forerun.models.formats.base import LazyRows, Rows
-from forerun.models.layout import as_blocks
-from forerun.models.transform import ChangedWeights, Weights
+from forerun.models.weights.layout import as_blocks
+from forerun.models.weights.transform import ChangedWeights, Weights
 
 
 def check(spec: Spec, config: Any, size: int) -> None:

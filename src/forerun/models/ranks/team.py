@@ -21,9 +21,9 @@ from forerun.cache.pool import Change
 from forerun.cache.states import States
 from forerun.core.batch import Batch
 from forerun.core.errors import RankError
-from forerun.models.base import LoadRequest, Tiles
 from forerun.models.formats.base import Linear
-from forerun.models.layout import Embedding
+from forerun.models.run.base import LoadRequest, Tiles
+from forerun.models.weights.layout import Embedding
 
 TIMEOUT = timedelta(seconds=60)
 """How long the others may take to reach the same operation."""

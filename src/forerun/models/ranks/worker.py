@@ -15,11 +15,11 @@ from forerun.attention.base import Attention
 from forerun.cache.pool import Pool
 from forerun.cache.states import States
 from forerun.core.errors import ForerunError, RankError
-from forerun.models.base import attention_over
+from forerun.models.files.open import quick_config
 from forerun.models.load import load_shard, of_rank
-from forerun.models.native import NativeModel
-from forerun.models.open import quick_config
 from forerun.models.ranks.team import FAILED, READY, UP, Feed, Hello, StatesFeed, Team
+from forerun.models.run.base import attention_over
+from forerun.models.run.native import NativeModel
 
 
 class Mirror(Pool):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from forerun.core.errors import RequestError
-from forerun.models.chat import knows_tools
-from forerun.models.checkpoint import library
+from forerun.models.files.checkpoint import library
+from forerun.models.text.chat import knows_tools
 from forerun.serve.tools import gemma, harmony, hermes, llama, mistral, pythonic, qwen  # noqa: F401
 from forerun.serve.tools.grammar import ToolFormat, formats, tool_grammar
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn, TypeVar
 import regex
 from pydantic_core import from_json
 
-from forerun.models.chat import CLOSING, OPENING, PYTHON_TAG, finite_float, loads
+from forerun.models.text.chat import CLOSING, OPENING, PYTHON_TAG, finite_float, loads
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from forerun.engine.schemas import quoted
-from forerun.models.chat import CLOSING, OPENING
+from forerun.models.text.chat import CLOSING, OPENING
 from forerun.serve.tools.grammar import CallGrammar, ToolFormat, formats
 
 

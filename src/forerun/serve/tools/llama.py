@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from forerun.engine.schemas import quoted
-from forerun.models.chat import PYTHON_TAG
+from forerun.models.text.chat import PYTHON_TAG
 from forerun.serve.tools.grammar import CallGrammar, ToolFormat, formats
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import regex
 
 from forerun.engine.schemas import SpelledRules, either, free_text, of_each_type, quoted
-from forerun.models.chat import CLOSING, OPENING, PYTHON_TAG, loads
+from forerun.models.text.chat import CLOSING, OPENING, PYTHON_TAG, loads
 from forerun.serve.tools.base import Calls, Unfinished, WholeParser, as_text
 from forerun.serve.tools.grammar import CallGrammar, ToolFormat, formats
 

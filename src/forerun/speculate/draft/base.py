@@ -17,7 +17,7 @@ from forerun.core.config import Within, check_types, check_within
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import POINT_MASS, Draft, Drafts, Verdicts
-from forerun.models.base import Model
+from forerun.models.run.base import Model
 from forerun.sampling.draw import Sampler, node_key, probabilities
 from forerun.sampling.noise import DRAFT
 from forerun.sampling.params import COLDEST, LARGEST

@@ -28,7 +28,7 @@ from forerun.core.request import Requests, RequestState
 from forerun.core.tree import POINT_MASS, Draft
 from forerun.kernels import structs
 from forerun.kernels.structs import PassStruct
-from forerun.models.fused import Fused
+from forerun.models.run.fused import Fused
 from forerun.sampling.draw import node_key
 from forerun.sampling.noise import target_key, uniform
 from forerun.sampling.warp import Row

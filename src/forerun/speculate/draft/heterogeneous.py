@@ -18,7 +18,7 @@ from forerun.core.batch import Span
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdict, Verdicts
-from forerun.models.tokenizer import BYTE_LETTERS, load_tokenizer, with_end
+from forerun.models.text.tokenizer import BYTE_LETTERS, load_tokenizer, with_end
 from forerun.sampling.noise import target_key
 from forerun.speculate.draft.base import DraftContext, scatter_logits
 from forerun.speculate.draft.model import DraftModel, DraftModelConfig

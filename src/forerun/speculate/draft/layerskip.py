@@ -17,7 +17,7 @@ from forerun.core.errors import ConfigError
 from forerun.core.inference import inference
 from forerun.core.request import Requests
 from forerun.core.tree import Draft, Drafts
-from forerun.models.open import BUNDLED, resolve
+from forerun.models.files.open import BUNDLED, resolve
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs, drafters
 from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level

@@ -20,13 +20,13 @@ from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdict, Verdicts
 from forerun.models.architectures.spec import refusal
-from forerun.models.base import Model, new_attention
+from forerun.models.files.open import quick_config, resolve, weight_sizes
 from forerun.models.formats import blocks, int8
 from forerun.models.formats.tiled import can_tile
 from forerun.models.kinds import FLOATS, UNQUANTIZED
 from forerun.models.load import load_shared, parse_dtype
-from forerun.models.open import quick_config, resolve, weight_sizes
-from forerun.models.tokenizer import check_compatible, read_vocabulary
+from forerun.models.run.base import Model, new_attention
+from forerun.models.text.tokenizer import check_compatible, read_vocabulary
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, drafters, scatter_logits
 from forerun.speculate.draft.chain import CatchUpConfig, ChainLookup, ChainRunner, can_chain
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from forerun.cache.pool import Pool
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
-from forerun.models.base import Model
+from forerun.models.run.base import Model
 from forerun.speculate.draft.base import Drafter
 from forerun.speculate.verify import Verification
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Drafts, Verdicts
-from forerun.models.base import MixtureInfo
+from forerun.models.run.base import MixtureInfo
 from forerun.speculate.length.prices import Trials
 from forerun.speculate.names import policies as policies
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from forerun.models.base import MixtureInfo
+from forerun.models.run.base import MixtureInfo
 from forerun.theory import expected_experts
 
 

@@ -17,7 +17,7 @@ from statistics import fmean, median
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from forerun.models.base import MixtureInfo
+from forerun.models.run.base import MixtureInfo
 from forerun.speculate.length.experts import ExpertReads
 
 

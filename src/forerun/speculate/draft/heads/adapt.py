@@ -23,7 +23,7 @@ from torch import nn
 from forerun.core.config import COUNT, POSITIVE, POSITIVE_FRACTION, check_types, check_within
 from forerun.core.errors import ConfigError
 from forerun.core.request import RequestState
-from forerun.models.base import Model
+from forerun.models.run.base import Model
 from forerun.speculate.draft.heads.head import Head, TrainingBatch
 
 MAX_DUE = 4

@@ -29,16 +29,16 @@ from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
 from forerun.models.architectures.families import GEMMA4
+from forerun.models.architectures.gguf_config import read_config as read_metadata
 from forerun.models.architectures.spec import READS_TARGET, refusal
-from forerun.models.base import LoadRequest, Model
-from forerun.models.checkpoint import CONFIG, read_object
+from forerun.models.files.checkpoint import CONFIG, read_object
+from forerun.models.files.gguf import GGUFFile, is_gguf, open_gguf
+from forerun.models.files.open import Files, as_config, open_files, read_config, resolve
 from forerun.models.formats import choose, make_linear
-from forerun.models.gguf import GGUFFile, is_gguf, open_gguf
-from forerun.models.gguf_config import read_config as read_metadata
 from forerun.models.kinds import UNQUANTIZED
-from forerun.models.native import NativeModel
-from forerun.models.open import Files, as_config, open_files, read_config, resolve
-from forerun.models.transform import transform
+from forerun.models.run.base import LoadRequest, Model
+from forerun.models.run.native import NativeModel
+from forerun.models.weights.transform import transform
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs, scatter_logits
 from forerun.speculate.draft.heads.mtp import MtpConfig, output_ids
 from forerun.speculate.draft.levels import Frontier, grow

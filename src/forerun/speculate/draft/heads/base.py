@@ -16,10 +16,10 @@ from forerun.core.inference import inference
 from forerun.core.registry import has_lab
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts, Verdicts
-from forerun.models.base import Model
+from forerun.models.files.open import BUNDLED, fingerprint, quick_config, resolve
 from forerun.models.formats import int8
 from forerun.models.kinds import BLOCKS, UNQUANTIZED
-from forerun.models.open import BUNDLED, fingerprint, quick_config, resolve
+from forerun.models.run.base import Model
 from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, DrafterConfig, Needs, scatter_logits
 from forerun.speculate.draft.best_first import TreeConfig, best_first, depth_first
 from forerun.speculate.draft.heads.adapt import Adaptation, Learner

@@ -26,7 +26,7 @@ from forerun.core.errors import ModelError, shown
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
-from forerun.models.checkpoint import CONFIG
+from forerun.models.files.checkpoint import CONFIG
 from forerun.speculate.draft.base import drafters
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter
 from forerun.speculate.draft.heads.block import BlockHead, BlockLayer, ContextCache

@@ -28,15 +28,15 @@ from forerun.core.errors import ModelError, shown
 from forerun.core.inference import inference
 from forerun.core.request import Requests, RequestState
 from forerun.core.tree import Draft, Drafts
-from forerun.models import parts
 from forerun.models.architectures.families import LLAMA
 from forerun.models.architectures.spec import ALL, Spec
-from forerun.models.base import Model
-from forerun.models.checkpoint import CONFIG
+from forerun.models.files.checkpoint import CONFIG
 from forerun.models.formats import ON_CPU, make_linear
-from forerun.models.fused import RAW, Decoder, Fused
-from forerun.models.layer import Layer
-from forerun.models.rotary import Rotary
+from forerun.models.run import parts
+from forerun.models.run.base import Model
+from forerun.models.run.fused import RAW, Decoder, Fused
+from forerun.models.run.layer import Layer
+from forerun.models.run.rotary import Rotary
 from forerun.speculate.draft.base import DraftContext, drafters
 from forerun.speculate.draft.chain import CatchUpConfig, ChainRunner, can_chain
 from forerun.speculate.draft.heads.base import HeadConfig, HeadDrafter

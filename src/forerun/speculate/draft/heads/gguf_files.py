@@ -11,10 +11,10 @@ import torch
 from gguf import GGMLQuantizationType
 
 from forerun.core.errors import ModelError, shown
-from forerun.models.checkpoint import CONFIG, read_object, read_tensors
-from forerun.models.gguf import GGUFFile, is_gguf, open_gguf
-from forerun.models.gguf_config import FREQUENCIES, read_divisors
-from forerun.models.transform import deinterleaved
+from forerun.models.architectures.gguf_config import FREQUENCIES, read_divisors
+from forerun.models.files.checkpoint import CONFIG, read_object, read_tensors
+from forerun.models.files.gguf import GGUFFile, is_gguf, open_gguf
+from forerun.models.weights.transform import deinterleaved
 
 LAYER = {
     "attn_norm": "input_layernorm", "attn_norm_2": "hidden_norm", "ffn_norm": "post_attention_layernorm",

@@ -19,11 +19,11 @@ from torch import nn
 from forerun.core.config import POSITIVE, Within
 from forerun.core.errors import ModelError, one_line, shown
 from forerun.core.folders import let_read
-from forerun.models import parts
-from forerun.models.checkpoint import CONFIG, read_object, read_tensors
+from forerun.models.files.checkpoint import CONFIG, read_object, read_tensors
+from forerun.models.files.gguf import is_gguf
 from forerun.models.formats import ON_CPU, choose, make_linear
-from forerun.models.gguf import is_gguf
 from forerun.models.kinds import BLOCKS
+from forerun.models.run import parts
 
 FORMAT = "forerun_head"
 PACKED = "packed"

@@ -8,7 +8,7 @@ transformers. If a checkpoint has several such layers, only the first one is use
 
 It reads Qwen 3.5's and Qwen3-Next's ``mtp.*``, DeepSeek's and GLM's ``model.layers.N.{enorm,hnorm,eh_proj,...}``,
 MiMo's ``model.mtp_layers.0.*`` and GGUF's ``blk.N.nextn.*``, out of the target's own files or a file beside them. Where
-the target has latent attention, so has the layer, in the same absorbed form (``models/layer.py``).
+the target has latent attention, so has the layer, in the same absorbed form (``models/run/layer.py``).
 Gemma 4's assistant, another kind of drafter under the same method, is in ``assistant.py``.
 """
 
@@ -30,17 +30,17 @@ from forerun.core.errors import ConfigError, ModelError
 from forerun.models.architectures.description import LatentAttention
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import LatentSpec, Routing, bind, refusal
-from forerun.models.base import Model
-from forerun.models.checkpoint import CONFIG, read_object
-from forerun.models.experts import Expert, Experts
+from forerun.models.files.checkpoint import CONFIG, read_object
+from forerun.models.files.gguf import is_gguf
+from forerun.models.files.open import open_files, read_config, resolve
 from forerun.models.formats import choose, make_linear
 from forerun.models.formats.plain import Plain
-from forerun.models.gguf import is_gguf
-from forerun.models.layer import LatentHeads, PerHead
-from forerun.models.open import open_files, read_config, resolve
-from forerun.models.parts import make_gate
-from forerun.models.rotary import Rotary
-from forerun.models.transform import deinterleaved
+from forerun.models.run.base import Model
+from forerun.models.run.experts import Expert, Experts
+from forerun.models.run.layer import LatentHeads, PerHead
+from forerun.models.run.parts import make_gate
+from forerun.models.run.rotary import Rotary
+from forerun.models.weights.transform import deinterleaved
 from forerun.speculate.draft.base import DraftContext, Drafter, drafters
 from forerun.speculate.draft.heads.eagle import Eagle, EagleConfig
 from forerun.speculate.draft.heads.gguf_files import LAYER

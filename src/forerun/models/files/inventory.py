@@ -11,13 +11,13 @@ import gguf
 
 from forerun.core.errors import ForerunError, ModelError
 from forerun.core.folders import expanded
-from forerun.models import fetch, hub
-from forerun.models.fetch import KNOWN, model_file, named, num_fetched_parts, partial_file
+from forerun.models.files import fetch, hub
+from forerun.models.files.fetch import KNOWN, model_file, named, num_fetched_parts, partial_file
+from forerun.models.files.gguf import DRAFTERS, NO_MODEL, SUFFIX, GGUFFile, is_gguf, open_gguf, shards_of
+from forerun.models.files.open import open_files, quick_config, resolve
 from forerun.models.formats import weight_cache
 from forerun.models.formats.gguf_types import larger_in_memory
-from forerun.models.gguf import DRAFTERS, NO_MODEL, SUFFIX, GGUFFile, is_gguf, open_gguf, shards_of
-from forerun.models.open import open_files, quick_config, resolve
-from forerun.models.tokenizer import read_vocabulary
+from forerun.models.text.tokenizer import read_vocabulary
 
 
 @dataclass(frozen=True)

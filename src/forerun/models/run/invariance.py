@@ -14,7 +14,7 @@ from itertools import pairwise
 import torch
 
 from forerun.core.batch import Batch, Span
-from forerun.models.base import Model, new_attention
+from forerun.models.run.base import Model, new_attention
 
 ROWS = 330
 SUMS, PER_LAYER, MOST_RUNS = 20e6, 7, 16

@@ -18,9 +18,9 @@ import torch
 from forerun import kernels
 from forerun.cache.states import NONE, Replay, Run, States
 from forerun.kernels import structs
-from forerun.models import activations
 from forerun.models.architectures.spec import MixerSpec
 from forerun.models.formats.compiled import address, kernel
+from forerun.models.run import activations
 
 UNIT_EPS = 1e-6
 """Added to the squared norms of keys and queries, which are made unit vectors."""

@@ -19,11 +19,13 @@ from typing import Any
 from forerun import pretrained
 from forerun.core.errors import ConfigError, ModelError
 from forerun.core.folders import Record, expanded
-from forerun.models import checkpoint, gguf, gguf_config, hub, sanity
-from forerun.models import lora as adapter
+from forerun.models.architectures import gguf_config
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import is_sized, refusal
-from forerun.models.fetch import KNOWN, fetched
+from forerun.models.files import checkpoint, gguf, hub
+from forerun.models.files.fetch import KNOWN, fetched
+from forerun.models.weights import lora as adapter
+from forerun.models.weights import sanity
 
 BUNDLED = "forerun:"
 Files = checkpoint.Safetensors | gguf.GGUFFile

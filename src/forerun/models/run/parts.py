@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from forerun import kernels
 from forerun.kernels import gpu, structs
-from forerun.models import activations
 from forerun.models.architectures.spec import CLAMPED, GELU_TANH, RELU2, SILU, XIELU
 from forerun.models.formats.compiled import Compiled, kernel
+from forerun.models.run import activations
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 FAST: dict[str, Function] = {
@@ -76,7 +76,7 @@ def make_norm(
 ) -> Any:
     """An RMS norm or a ``layer_norm`` for rows in ``dtype``; with ``kernels`` on our own kernel, as on a GPU."""
     if gpu.serves(weight.device):
-        from forerun.models.rows import TritonNorm
+        from forerun.models.run.rows import TritonNorm
 
         return TritonNorm(weight, eps, dtype, layer_norm=layer_norm, bias=bias)
     if kernels:

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from forerun.core.errors import ForerunError, ModelError, one_line
-from forerun.models.gguf import find_model, is_gguf, refuse_pointer
+from forerun.models.files.gguf import find_model, is_gguf, refuse_pointer
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"

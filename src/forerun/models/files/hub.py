@@ -19,8 +19,8 @@ from huggingface_hub import constants
 from tqdm import tqdm
 
 from forerun.core.errors import ModelError, one_line, shown
-from forerun.models.checkpoint import WEIGHTS, library
-from forerun.models.gguf import SUFFIX, first_shard, models_among, shards_of
+from forerun.models.files.checkpoint import WEIGHTS, library
+from forerun.models.files.gguf import SUFFIX, first_shard, models_among, shards_of
 
 PREFIX = "hf:"
 MAIN = "main"

@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 
 from forerun.kernels import structs
-from forerun.models import recurrent
 from forerun.models.architectures.description import Name, ShortConvSpec
 from forerun.models.architectures.spec import ALL, LatentSpec, LayerSpec, Spec
-from forerun.models.experts import Expert, Experts
 from forerun.models.formats.base import Linear
 from forerun.models.formats.compiled import Compiled
-from forerun.models.layout import Embedding, Maker, Order
-from forerun.models.parts import Function, KernelEach, KernelNorm, make_norm
 from forerun.models.ranks.team import OverAll, Summed, Team
-from forerun.models.rotary import Rotary
+from forerun.models.run import recurrent
+from forerun.models.run.experts import Expert, Experts
+from forerun.models.run.parts import Function, KernelEach, KernelNorm, make_norm
+from forerun.models.run.rotary import Rotary
+from forerun.models.weights.layout import Embedding, Maker, Order
 
 
 class PerHead:

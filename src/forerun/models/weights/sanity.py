@@ -10,13 +10,13 @@ from typing import Any
 
 from forerun.core.config import NOT_NEGATIVE, POSITIVE, Within
 from forerun.core.errors import ModelError, shown
-from forerun.models import checkpoint
 from forerun.models.architectures import seq2seq
 from forerun.models.architectures.description import Architecture
 from forerun.models.architectures.families import ARCHITECTURES
-from forerun.models.checkpoint import Tensor
-from forerun.models.gguf import GGUFTensor
-from forerun.models.prequantized import SCHEMES, refusal
+from forerun.models.files import checkpoint
+from forerun.models.files.checkpoint import Tensor
+from forerun.models.files.gguf import GGUFTensor
+from forerun.models.weights.prequantized import SCHEMES, refusal
 
 LARGEST = 2**31 - 1
 SHORTEST_CONTEXT = 32

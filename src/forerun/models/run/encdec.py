@@ -25,14 +25,16 @@ from forerun.core.batch import Batch, Output
 from forerun.core.errors import ConfigError, ModelError, shown
 from forerun.core.inference import inference
 from forerun.core.loading import watch
-from forerun.models import checkpoint, formats, tiling
+from forerun.models import formats
 from forerun.models.architectures.seq2seq import ACTIVATIONS, SEQ2SEQ, SPARE, BlockNames, Seq2Seq, StackNames
-from forerun.models.base import EncoderInfo, LoadRequest, ModelInfo, Tiles
+from forerun.models.files import checkpoint
 from forerun.models.formats import choose, describe
 from forerun.models.formats.base import Linear, Rows, size
-from forerun.models.hf import read_module
-from forerun.models.layout import Embedding, Maker
-from forerun.models.parts import make_gate, make_norm
+from forerun.models.run.base import EncoderInfo, LoadRequest, ModelInfo, Tiles
+from forerun.models.run.hf import read_module
+from forerun.models.run.parts import make_gate, make_norm
+from forerun.models.weights import tiling
+from forerun.models.weights.layout import Embedding, Maker
 
 TOGETHER = 4096
 """The most tokens that the encoder reads in one call, except for a longer source."""

@@ -11,12 +11,12 @@ from typing import Any
 from forerun.core.errors import ConfigError, ModelError, RequestError, check_text
 from forerun.core.folders import expanded
 from forerun.core.request import RequestState
-from forerun.models.base import ModelInfo
-from forerun.models.checkpoint import ADAPTER, library, read_object
-from forerun.models.gguf import is_gguf, open_gguf, refuse_pointer
-from forerun.models.gguf_tokenizer import GGUFTokenizer, make_tokenizer, vocabulary
-from forerun.models.open import quiet, resolve
-from forerun.models.sanity import check_tokenizer
+from forerun.models.files.checkpoint import ADAPTER, library, read_object
+from forerun.models.files.gguf import is_gguf, open_gguf, refuse_pointer
+from forerun.models.files.open import quiet, resolve
+from forerun.models.run.base import ModelInfo
+from forerun.models.text.gguf_tokenizer import GGUFTokenizer, make_tokenizer, vocabulary
+from forerun.models.weights.sanity import check_tokenizer
 
 
 def load_tokenizer(path_or_id: str | Path) -> Any:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from forerun.core.errors import RequestError, shown
-from forerun.models.checkpoint import library
+from forerun.models.files.checkpoint import library
 
 log = logging.getLogger("forerun")
 

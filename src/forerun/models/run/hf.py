@@ -28,18 +28,20 @@ from forerun.cache.pool import KVShape
 from forerun.core.batch import Batch, Output
 from forerun.core.errors import ModelError
 from forerun.core.inference import inference
-from forerun.models import activations, checkpoint, sanity
-from forerun.models import lora as adapter
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.architectures.spec import TILED_HEADS
-from forerun.models.base import LoadRequest, ModelInfo
+from forerun.models.files import checkpoint
+from forerun.models.files.gguf import GGUFFile, is_gguf, open_gguf
+from forerun.models.files.open import quiet
 from forerun.models.formats import choose, describe, make_linear
 from forerun.models.formats.base import Linear
 from forerun.models.formats.plain import Plain
-from forerun.models.gguf import GGUFFile, is_gguf, open_gguf
-from forerun.models.open import quiet
-from forerun.models.tiling import TiledModel
-from forerun.models.transform import GGUFWeights
+from forerun.models.run import activations
+from forerun.models.run.base import LoadRequest, ModelInfo
+from forerun.models.weights import lora as adapter
+from forerun.models.weights import sanity
+from forerun.models.weights.tiling import TiledModel
+from forerun.models.weights.transform import GGUFWeights
 
 NAME = "forerun"
 NAMES = ("_name_or_path", "bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id")

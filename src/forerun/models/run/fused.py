@@ -20,12 +20,12 @@ from forerun.core.batch import Batch, Output
 from forerun.kernels import KernelError, structs
 from forerun.models.architectures.spec import OUTSIDE, Spec
 from forerun.models.formats.compiled import Compiled
-from forerun.models.layer import LINEARS, NORMS, Layer, LayerTable
-from forerun.models.layout import Embedding
-from forerun.models.parts import KernelNorm
 from forerun.models.ranks.team import Summed
-from forerun.models.recurrent import CompiledReplay, KernelMixer, lay_out
-from forerun.models.rotary import Rotary
+from forerun.models.run.layer import LINEARS, NORMS, Layer, LayerTable
+from forerun.models.run.parts import KernelNorm
+from forerun.models.run.recurrent import CompiledReplay, KernelMixer, lay_out
+from forerun.models.run.rotary import Rotary
+from forerun.models.weights.layout import Embedding
 
 ALIGNED = 32
 """Numbers to which a piece of the workspace is rounded up, ROUND_UP in the kernel."""

@@ -12,8 +12,8 @@ from forerun.core.errors import ModelError, shown
 from forerun.models.architectures.description import Architecture, Recurrence
 from forerun.models.architectures.families import ARCHITECTURES, NEMOTRON_H
 from forerun.models.architectures.spec import FULL, SLIDING, TILED_HEADS
+from forerun.models.files.gguf import GGUFFile
 from forerun.models.formats.gguf_types import FLOATS
-from forerun.models.gguf import GGUFFile
 
 READ = {each.gguf: each for each in reversed(ARCHITECTURES.values())} | {f"{NEMOTRON_H.gguf}_moe": NEMOTRON_H}
 """By ``general.architecture``; ``_variant`` distinguishes those that share a name."""

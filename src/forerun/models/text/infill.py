@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forerun.core.errors import RequestError, shown
-from forerun.models.tokenizer import encode
+from forerun.models.text.tokenizer import encode
 from forerun.sampling.params import SamplingParams
 
 PREFIX, SUFFIX, MIDDLE, REPOSITORY, FILE, PAD = "prefix", "suffix", "middle", "repository", "file", "pad"

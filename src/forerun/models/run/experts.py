@@ -17,12 +17,12 @@ import torch
 from forerun import kernels
 from forerun.core import tiles
 from forerun.kernels import structs
-from forerun.models import activations
 from forerun.models.architectures.spec import Routing
-from forerun.models.base import pad_rows
 from forerun.models.formats.base import Linear, size
 from forerun.models.formats.compiled import Compiled, address, kernel
-from forerun.models.parts import KernelGate
+from forerun.models.run import activations
+from forerun.models.run.base import pad_rows
+from forerun.models.run.parts import KernelGate
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,25 +21,27 @@ from forerun.core.errors import ModelError
 from forerun.core.inference import inference
 from forerun.core.loading import watch
 from forerun.kernels import gpu
-from forerun.models import activations, formats, tiling
+from forerun.models import formats
 from forerun.models.architectures.spec import ALL, OUTSIDE, bind, refusal
-from forerun.models.base import LoadRequest, MixtureInfo, ModelInfo, Tiles
-from forerun.models.experts import Experts
 from forerun.models.formats import choose, describe, prefetch
 from forerun.models.formats.base import Linear, size
-from forerun.models.fused import RAW, Decoder, Fused
-from forerun.models.layer import Builder, LatentHeads, Layer, LayerTable
-from forerun.models.layout import Maker
-from forerun.models.parts import KernelGate, make_gate, softcap
 from forerun.models.ranks import split
 from forerun.models.ranks.team import Gathered, SplitEmbedding, Team
-from forerun.models.recurrent import lay_out
-from forerun.models.rotary import Angles, Rotary
-from forerun.models.tiling import TiledModel
-from forerun.models.transform import Weights
+from forerun.models.run import activations
+from forerun.models.run.base import LoadRequest, MixtureInfo, ModelInfo, Tiles
+from forerun.models.run.experts import Experts
+from forerun.models.run.fused import RAW, Decoder, Fused
+from forerun.models.run.layer import Builder, LatentHeads, Layer, LayerTable
+from forerun.models.run.parts import KernelGate, make_gate, softcap
+from forerun.models.run.recurrent import lay_out
+from forerun.models.run.rotary import Angles, Rotary
+from forerun.models.weights import tiling
+from forerun.models.weights.layout import Maker
+from forerun.models.weights.tiling import TiledModel
+from forerun.models.weights.transform import Weights
 
 if TYPE_CHECKING:
-    from forerun.models.graphs import Graphs
+    from forerun.models.run.graphs import Graphs
 
 
 @dataclass(slots=True)
@@ -182,7 +184,7 @@ class NativeModel(TiledModel):
         if asks:
             gpu.warn(f"no CUDA graphs, so that launches take most of the time: {' and '.join(asks)} ask the host")
             return None
-        from forerun.models.graphs import Graphs
+        from forerun.models.run.graphs import Graphs
 
         rotaries = self._rotaries.values()
         return Graphs(self.device, lambda size: tuple(each.table(size).data_ptr() for each in rotaries))

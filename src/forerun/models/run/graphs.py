@@ -20,7 +20,7 @@ from forerun.attention.base import Attention, Metadata
 from forerun.attention.triton import Sizes, TritonAttention, TritonTables, lay_out, write_numbers
 from forerun.core.batch import Batch, Output
 from forerun.kernels import gpu
-from forerun.models.rotary import room
+from forerun.models.run.rotary import room
 
 log = logging.getLogger("forerun")
 MOST_ROWS = 256

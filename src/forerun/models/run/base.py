@@ -21,7 +21,7 @@ from forerun.core.errors import ConfigError
 from forerun.kernels import gpu
 
 if TYPE_CHECKING:
-    from forerun.models.fused import Fused
+    from forerun.models.run.fused import Fused
 
 
 BACK = 16

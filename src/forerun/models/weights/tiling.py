@@ -24,11 +24,11 @@ from forerun.cache.states import States
 from forerun.core import tiles
 from forerun.core.batch import Batch, Output, Span
 from forerun.core.inference import inference
-from forerun.models import activations
-from forerun.models.base import ModelInfo, Tiles, pad_rows
 from forerun.models.formats.base import Linear
 from forerun.models.formats.plain import pack
-from forerun.models.parts import KernelNorm
+from forerun.models.run import activations
+from forerun.models.run.base import ModelInfo, Tiles, pad_rows
+from forerun.models.run.parts import KernelNorm
 
 MAX_WORK, ALWAYS_UP_TO = 25e9, 16
 """Multiplications that comparing a layer may cost; row counts up to the second number are always compared."""

@@ -21,19 +21,20 @@ import torch
 
 from forerun.core.config import Within
 from forerun.core.errors import ModelError, shown
-from forerun.models import checkpoint, lora, sanity
 from forerun.models.architectures.description import SUFFIXES, Architecture, Recurrence
 from forerun.models.architectures.families import ARCHITECTURES
+from forerun.models.architectures.gguf_config import FREQUENCIES
 from forerun.models.architectures.shapes import Shape, shapes, unread
 from forerun.models.architectures.spec import TILED_HEADS, Spec, bind
-from forerun.models.checkpoint import Safetensors
+from forerun.models.files import checkpoint
+from forerun.models.files.checkpoint import Safetensors
+from forerun.models.files.gguf import GGUFFile, GGUFTensor
+from forerun.models.files.open import Files
 from forerun.models.formats.base import LazyRows, Rows
 from forerun.models.formats.blocks import Blocks
 from forerun.models.formats.gguf_types import FLOATS, TYPES
-from forerun.models.gguf import GGUFFile, GGUFTensor
-from forerun.models.gguf_config import FREQUENCIES
-from forerun.models.open import Files
-from forerun.models.prequantized import Grouped, gather
+from forerun.models.weights import lora, sanity
+from forerun.models.weights.prequantized import Grouped, gather
 
 log = logging.getLogger("forerun")
 BASE = "model."

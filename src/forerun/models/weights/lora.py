@@ -19,8 +19,8 @@ from torch import nn
 from forerun.core.config import POSITIVE, Within
 from forerun.core.errors import ConfigError, ModelError, shown
 from forerun.core.folders import expanded
-from forerun.models import checkpoint
-from forerun.models.checkpoint import ADAPTER
+from forerun.models.files import checkpoint
+from forerun.models.files.checkpoint import ADAPTER
 
 log = logging.getLogger("forerun")
 WEIGHTS = "adapter_model.safetensors"

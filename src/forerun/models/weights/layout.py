@@ -27,8 +27,8 @@ from forerun.models.formats.gguf_types import PACKED
 from forerun.models.formats.int8 import Levels, TiledInt8
 from forerun.models.formats.tiled import TiledLinear
 from forerun.models.kinds import KINDS, TRITON_BLOCKS
-from forerun.models.prequantized import Grouped
-from forerun.models.transform import Weights
+from forerun.models.weights.prequantized import Grouped
+from forerun.models.weights.transform import Weights
 
 Order = Callable[[torch.Tensor], torch.Tensor] | None
 """Reorders rows of a weight, or numbers of a bias; it may drop some."""

@@ -11,7 +11,7 @@ from forerun import kernels
 from forerun.core.batch import Batch
 from forerun.core.errors import shown
 from forerun.kernels import gpu
-from forerun.models import checkpoint
+from forerun.models.files import checkpoint
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 """Those whose frequencies do not depend on the length of the text."""
@@ -96,7 +96,7 @@ class Rotary:
     def apply_rotary(self, heads: torch.Tensor, angles: Angles) -> torch.Tensor:
         """Heads [rows, heads, width], rotated in place if possible."""
         if isinstance(angles, tuple):
-            from forerun.models.rows import rotate
+            from forerun.models.run.rows import rotate
 
             return rotate(heads, *angles)
         if self._kernel is not None and heads.stride()[1:] == (self.width, 1):

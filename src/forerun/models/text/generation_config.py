@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from forerun.core.errors import ConfigError, ModelError
-from forerun.models import checkpoint, gguf
+from forerun.models.files import checkpoint, gguf
 from forerun.sampling.params import SamplingParams
 
 FILE = "generation_config.json"

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from forerun.core.errors import ModelError, shown
 from forerun.models.architectures.families import PHI3
-from forerun.models.gguf_config import ENDS
+from forerun.models.architectures.gguf_config import ENDS
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 """Values of ``tokenizer.ggml.token_type``. Control and user-defined tokens are matched before the text is split."""

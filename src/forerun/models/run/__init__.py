@@ -1,0 +1,1 @@
+"""What runs a model: the protocol, the layers' parts, and the runners."""
