@@ -33,6 +33,7 @@ from forerun.measure.check import (
     hand_made,
     variants,
 )
+from forerun.models.run import invariance
 from forerun.models.run.native import NativeModel
 from forerun.speculate import round as rounds
 from forerun.speculate.accept import base
@@ -46,7 +47,9 @@ SMALL = ["--prompts", "6", "--prompt-tokens", "20", "--max-tokens", "12", "--pro
 
 
 @pytest.fixture
-def check(capsys, tiny_target, tiny_draft):
+def check(capsys, tiny_target, tiny_draft, monkeypatch):
+    monkeypatch.setattr(invariance, "MOST_RUNS", 2)  # sixteen take minutes
+
     def call(*options):
         code = run(["check", "--model", tiny_target, "--spec-model", tiny_draft, *SMALL, "--json", *options])
         return code, json.loads(capsys.readouterr().out)
@@ -125,7 +128,8 @@ def test_a_context_without_two_rows_to_compare_is_not_tested():
         assert (failed.tested, failed.passed, failed.detail) == (True, False, "2 rows differ")
 
 
-def test_a_quick_check_tests_everything_that_a_whole_one_does(capsys, tiny_target, tiny_draft):
+def test_a_quick_check_tests_everything_that_a_whole_one_does(capsys, tiny_target, tiny_draft, monkeypatch):
+    monkeypatch.setattr(invariance, "MOST_RUNS", 2)
     """The time is told before; explicit options win over those of --quick."""
     pair = ["check", "--model", tiny_target, "--spec-model", tiny_draft, "--prompt-set", "random", "--quick", "--json"]
     assert run([*pair, "--samples", "60"]) == 0
