@@ -110,14 +110,15 @@ def attribute_docs(kind: type) -> dict[str, str]:
 
 def methods() -> str:
     from forerun.speculate.draft.base import DrafterConfig
-    from forerun.speculate.names import KEYS, drafters
+    from forerun.speculate.names import LAB_KEYS, drafters
 
     shared = {f.name for f in fields(DrafterConfig)}
     parts = ["### Keys of every method\n", table(("key", "default", "meaning"), keys(DrafterConfig))]
-    for name in KEYS:
+    for name in drafters:
         drafter = drafters[name]
         own = [row for row in keys(drafter.config_class) if row[0].strip("`") not in shared]
-        parts.append(f"### {name}\n\n{first_line(drafter)}\n")
+        note = " Part of forerun-lab." if name in LAB_KEYS else ""
+        parts.append(f"### {name}\n\n{first_line(drafter)}{note}\n")
         if own:
             parts.append(table(("key", "default", "meaning"), own))
     return "\n".join(parts)

@@ -93,7 +93,7 @@ def test_a_corpus_that_is_too_short_is_an_error():
 
 
 def test_bundled_models_are_found_by_name():
-    for name in pretrained.names():
+    for name in pretrained.folders():
         assert (pretrained.path(name) / "config.json").is_file()
     with pytest.raises(ModelError, match="no bundled model is called 'nothing'; there are: "):
         pretrained.path("nothing")

@@ -8,7 +8,7 @@ import torch
 from unrolled import SOME, narrowed, sizes_of
 
 from forerun import ConfigError
-from forerun.speculate.draft.heads.medusa import MedusaHead
+from forerun_lab.drafters.medusa import MedusaHead
 from forerun_lab.train.heads import HEADS, HeadTrainConfig, train_head
 from forerun_lab.train.material import lesson
 

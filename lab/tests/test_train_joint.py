@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from forerun import LLM, ConfigError, SamplingParams
 from forerun.models.files.open import fingerprint
 from forerun.speculate.draft.heads.head import Sizes
-from forerun.speculate.draft.heads.medusa import MedusaHead
+from forerun_lab.drafters.medusa import MedusaHead
 from forerun_lab.train.joint import Joint, JointConfig, joint_losses, train_joint
 
 pytestmark = pytest.mark.slow

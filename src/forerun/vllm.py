@@ -29,7 +29,7 @@ from forerun.models.text.tokenizer import load_tokenizer
 from forerun.sampling.draw import Sampler
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig
-from forerun.speculate.draft.table import TokenRecycling
+from forerun.speculate.draft.token_recycling import TokenRecycling
 from forerun.speculate.names import drafters, rules
 
 KEY = "forerun"

@@ -13,8 +13,8 @@ from forerun.engine.async_engine import AsyncEngine
 from forerun.models.load import load_model
 from forerun.speculate.draft.heads.adapt import Adaptation, Learner
 from forerun.speculate.draft.heads.head import Sizes
-from forerun.speculate.draft.heads.medusa import MedusaHead
-from forerun.speculate.draft.table import Tables
+from forerun_lab.drafters.medusa import MedusaHead
+from forerun_lab.drafters.table import Tables
 from refusals import refused
 from tiny import ALPHABET, save_checkpoint, tiny_llama
 

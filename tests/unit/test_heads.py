@@ -14,11 +14,12 @@ from unrolled import SOME, narrowed, scramble, sizes_of, unrolled
 from forerun import LLM, ConfigError, ForerunError, SamplingParams
 from forerun.cli.main import COMMANDS
 from forerun.core.errors import ModelError
-from forerun.speculate.draft.heads.block import ContextCache, ParallelHead
+from forerun.speculate.draft.heads.block import ContextCache
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Sizes, TrainingBatch
-from forerun.speculate.draft.heads.medusa import MedusaHead
-from forerun.speculate.draft.layerskip import ExitHead
+from forerun_lab.drafters.layerskip import ExitHead
+from forerun_lab.drafters.medusa import MedusaHead
+from forerun_lab.drafters.parallel import ParallelHead
 from refusals import refused
 
 pytestmark = pytest.mark.slow

@@ -14,7 +14,6 @@ from forerun.engine import tuned
 from forerun.models.files.open import read_config
 from forerun.models.text.tokenizer import load_tokenizer
 from forerun.speculate.draft.heads.adapt import Adaptation
-from forerun.speculate.names import KEYS
 from forerun.tune import choose
 from forerun.tune import run as stages
 from forerun.tune.config import TuneConfig
@@ -100,7 +99,7 @@ def test_a_text_inside_is_read_and_learnt_from_without_a_place_to_write(folder, 
 
 def test_every_key_that_names_a_path_is_known():
     """Every option of a drafter that is text is a path to read, a place to write, or known to be neither."""
-    classes = [drafters[name].config_class for name in KEYS]
+    classes = [drafters[name].config_class for name in drafters]
     texts = {item.name for kind in (*classes, Adaptation) for item in fields(kind) if "str" in str(item.type)}
     assert texts == {*tuned.READ, *tuned.WRITTEN, *NO_PATHS}
 

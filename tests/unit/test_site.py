@@ -12,7 +12,7 @@ from forerun.cli.main import COMMANDS
 from forerun.models.architectures.families import ARCHITECTURES
 from forerun.models.files.fetch import KNOWN
 from forerun.models.formats.gguf_types import FLOATS, TYPES
-from forerun.speculate.names import KEYS, policies, rules
+from forerun.speculate.names import KEYS, LAB_KEYS, policies, rules
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -42,8 +42,8 @@ def test_the_site_builds_without_a_warning(tmp_path):
 def test_generated_parts_name_all_that_there_is(generate):
     for part, names in {
         "commands": [f"## forerun {name}\n" for name in COMMANDS],
-        "methods": [f"### {name}\n" for name in KEYS]
-        + [f"| `{key}` |" for keys in KEYS.values() for key in keys.split()],
+        "methods": [f"### {name}\n" for name in (*KEYS, *LAB_KEYS)]
+        + [f"| `{key}` |" for keys in (*KEYS.values(), *LAB_KEYS.values()) for key in keys.split()],
         "rules": [f"| `{name}` |" for name in rules],
         "policies": [f"| `{name}` |" for name in policies],
         "architectures": [f"| `{name}` |" for name in ARCHITECTURES],

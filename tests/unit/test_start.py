@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import forerun
-from forerun import ConfigError, DrafterConfig, drafters
+from forerun import ConfigError, DrafterConfig, ForerunError, drafters
 from forerun.cli.main import COMMANDS, LAB, run
 from forerun.core.registry import Registry
-from forerun.speculate.names import KEYS, SHARED_KEYS, policies, rules
+from forerun.speculate.names import KEYS, LAB_KEYS, SHARED_KEYS, policies, rules
 from refusals import refused
 
 pytestmark = pytest.mark.slow
@@ -89,7 +89,7 @@ def test_types_see_what_the_package_imports_later():
 def test_names_and_keys_that_help_shows_are_those_of_the_classes():
     shared = {item.name for item in fields(DrafterConfig)}
     assert set(SHARED_KEYS.split()) == shared
-    for name, keys in KEYS.items():
+    for name, keys in {**KEYS, **LAB_KEYS}.items():
         assert drafters[name].name == name
         assert set(keys.split()) == {item.name for item in fields(drafters[name].config_class)} - shared, name
     for registry in (drafters, rules, policies):
@@ -109,6 +109,18 @@ def test_a_builtin_name_is_taken_before_its_class_is_imported():
     refused(ConfigError, "duplicate method 'ngram'", registry.register("ngram"), Other)
     with pytest.raises(ConfigError, match="unknown method 'other': choose one of ngram"):
         registry["other"]
+
+
+def test_a_name_of_the_laboratory_says_how_to_install_it(monkeypatch):
+    registry = Registry("method", "forerun.nothing", of_lab=LAB_KEYS)
+    for name in LAB_KEYS:
+        assert name not in registry
+        with pytest.raises(ConfigError, match=rf"method '{name}' is part of forerun-lab: pip install \./lab"):
+            registry[name]
+    assert "medusa" in forerun.pretrained.folders()
+    monkeypatch.setattr("forerun.pretrained.has_lab", lambda name: False)
+    with pytest.raises(ForerunError, match=r"no bundled model is called 'medusa'.*pip install \./lab"):
+        forerun.pretrained.path("medusa")
 
 
 def test_a_plugin_that_cannot_be_imported_is_an_error_of_whoever_asks_for_it(tmp_path, monkeypatch, capsys):

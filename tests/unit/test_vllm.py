@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from forerun import ConfigError, Draft
-from forerun.speculate.draft.table import UNSEEN
+from forerun.speculate.draft.token_recycling import UNSEEN
 from forerun.vllm import Proposer, first_branch
 from refusals import refused
 

@@ -14,13 +14,13 @@ from torch.nn import functional
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
-from forerun.speculate.draft.heads.block import ParallelHead
 from forerun.speculate.draft.heads.dflash import DFlashHead
 from forerun.speculate.draft.heads.head import Guess, Head, Sizes, TrainingBatch, overlap
-from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.tune.features import Features
 from forerun.tune.fit import CALIBRATION_TOKENS, LOGIT_SCALES, LeastSquares, copy_layer, eagle_options, factor_of
 from forerun.tune.kinds import PARALLEL_DEPTH, DraftLayers, HeadKind, eos_ids, sizes_of
+from forerun_lab.drafters.medusa import MedusaHead
+from forerun_lab.drafters.parallel import ParallelHead
 from forerun_lab.train.folder import save_model
 
 DISTILLED = ("llama", "mistral", "qwen2", "qwen3", "phi3")

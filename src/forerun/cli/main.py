@@ -18,7 +18,8 @@ from typer.core import TyperGroup
 
 import forerun
 from forerun.cli.console import PlainHelp, one_line, quiet, watch_loading
-from forerun.core.errors import ConfigError, ForerunError
+from forerun.core.errors import ForerunError
+from forerun.core.registry import lacks_lab
 
 COMMANDS = {
     "generate": "generate:generate",
@@ -92,7 +93,7 @@ class Commands(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[Any, Any, list[str]]:
         if args[0] in LAB and args[0] not in self.added:
-            raise ConfigError(f"forerun {args[0]} is part of forerun-lab: pip install ./lab")
+            raise lacks_lab(f"forerun {args[0]}")
         result: tuple[Any, Any, list[str]] = super().resolve_command(ctx, args)
         return result
 

@@ -22,7 +22,7 @@ from forerun.cli.console import one_line, read_file
 from forerun.core.errors import ConfigError, shown
 from forerun.engine.config import NONE, EngineConfig
 from forerun.sampling.params import SamplingParams
-from forerun.speculate.names import KEYS, PROFILES, SHARED_KEYS, drafters, policies, rules
+from forerun.speculate.names import KEYS, LAB_KEYS, PROFILES, SHARED_KEYS, drafters, policies, rules
 
 T = TypeVar("T")
 Threads = Annotated[
@@ -177,7 +177,7 @@ def option_type(hint: Any) -> tuple[Any, bool]:
 
 def method_options() -> str:
     """Help on each method's own keys of ``speculative_config``, a line each."""
-    own = {name: ", ".join(keys.split()) or "none" for name, keys in KEYS.items()}
+    own = {name: ", ".join(keys.split()) or "none" for name, keys in {**KEYS, **LAB_KEYS}.items()}
     lines = [f"{name}: {own.get(name, 'see the package that adds it')}" for name in drafters]
     return "\n\n".join([f"every method: {', '.join(SHARED_KEYS.split())}", *lines])
 

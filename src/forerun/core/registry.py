@@ -17,12 +17,16 @@ class Registry(Generic[T]):
     """A table of classes by name, filled by a decorator and by the entry-point group ``group``.
 
     Importing the package ``home`` registers ``names``, which are known before. A class is imported when looked up.
+    ``of_lab`` are the names that forerun-lab adds.
     """
 
-    def __init__(self, kind: str, group: str, home: str = "", names: Collection[str] = ()) -> None:
+    def __init__(
+        self, kind: str, group: str, home: str = "", names: Collection[str] = (), of_lab: Collection[str] = ()
+    ) -> None:
         self.kind = kind
         self.group = group
         self._home = home
+        self._of_lab = of_lab
         self._names = frozenset(names)
         self._items: dict[str, type[T]] = {}
 
@@ -55,6 +59,8 @@ class Registry(Generic[T]):
 
     def __getitem__(self, name: str) -> type[T]:
         if name not in self:
+            if name in self._of_lab:
+                raise lacks_lab(f"{self.kind} {name!r}")
             known = ", ".join(self)
             raise ConfigError(f"unknown {self.kind} {name!r}: choose one of {known}")
         if name not in self._items:
@@ -92,4 +98,8 @@ def from_lab(name: str, use: str) -> Any:
     """Loads the entry point ``name`` of forerun-lab. Raises ConfigError, naming ``use``, if that is not installed."""
     for point in metadata.entry_points(group=LAB, name=name):
         return point.load()
-    raise ConfigError(f"{use} is part of forerun-lab: pip install ./lab")
+    raise lacks_lab(use)
+
+
+def lacks_lab(use: str) -> ConfigError:
+    return ConfigError(f"{use} is part of forerun-lab: pip install ./lab")

@@ -21,7 +21,7 @@ from forerun.core.folders import expanded
 from forerun.models.files.checkpoint import read_object
 from forerun.models.files.inventory import here, known_draft
 from forerun.models.files.open import fingerprint, resolve
-from forerun.speculate.names import KEYS
+from forerun.speculate.names import KEYS, LAB_KEYS
 
 FILE = "tuned.json"
 FORMAT = "forerun_tuned"
@@ -140,7 +140,7 @@ def placed(config: Any, folder: Path, drafts: Mapping[str, str] = MappingProxyTy
         return [placed(item, folder, drafts) for item in config]
     if not isinstance(config, Mapping):
         return config
-    if config.get("method", "none") not in (*KEYS, "none"):
+    if config.get("method", "none") not in (*KEYS, *LAB_KEYS, "none"):
         raise ConfigError(f"{folder} names the method {shown(config['method'])}, which forerun tune does not write")
     for key in WRITTEN:
         if config.get(key) is not None:

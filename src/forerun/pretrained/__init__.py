@@ -1,13 +1,21 @@
-"""The bundled models: a Python-code target, its draft, and heads. They are plain files of this package."""
+"""The bundled models: a Python-code target, its draft, and a head. They are plain files of this package, and of
+forerun-lab, which adds heads."""
 
 from pathlib import Path
 
 from forerun.core.errors import ModelError
+from forerun.core.registry import from_lab, has_lab
+
+LAB = "pretrained"
+"""The part of forerun-lab that has models."""
 
 
-def names() -> list[str]:
-    """Names of the bundled models, sorted."""
-    return sorted(config.parent.name for config in Path(__file__).parent.glob("*/config.json"))
+def folders() -> dict[str, Path]:
+    """The folders of the bundled models, by name."""
+    homes = [Path(__file__).parent]
+    if has_lab(LAB):
+        homes.append(Path(from_lab(LAB, "a bundled head").__file__).parent)
+    return {config.parent.name: config.parent for home in homes for config in sorted(home.glob("*/config.json"))}
 
 
 def common_tokens() -> list[Path]:
@@ -17,9 +25,11 @@ def common_tokens() -> list[Path]:
 
 def path(name: str) -> Path:
     """Folder of a bundled model, which transformers can load."""
-    if name not in names():
+    known = folders()
+    if name not in known:
+        more = "" if has_lab(LAB) else " (forerun-lab has more heads: pip install ./lab)"
         raise ModelError(
-            f"no bundled model is called {name!r}; there are: {', '.join(names()) or 'none'}; a checkpoint of your own "
-            "is named by its folder ('model')"
+            f"no bundled model is called {name!r}; there are: {', '.join(known) or 'none'}{more}; a checkpoint of your "
+            "own is named by its folder ('model')"
         )
-    return Path(__file__).parent / name
+    return known[name]

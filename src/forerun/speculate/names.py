@@ -21,18 +21,13 @@ DRAFT_MODEL = (
 SHARED_KEYS = "num_speculative_tokens tree draft_temperature"
 """The keys of ``speculative_config`` that every drafter has."""
 KEYS = {
-    "blockwise": "model adapt tree_nodes quantization",
     "cascade": "drafters min_confidence",
     "dflash": "model adapt tree_nodes confidence_threshold quantization",
     "draft_model": DRAFT_MODEL,
     "eagle": "prefill_chunk model adapt tree_nodes confidence_threshold quantization",
-    "layerskip": "tree_nodes confidence_threshold exit_layer layers exit_head",
-    "lookahead": "model adapt tree_nodes quantization",
-    "medusa": "model adapt tree_nodes quantization",
     "merged": "drafters",
     "mtp": "prefill_chunk model adapt tree_nodes confidence_threshold quantization draft_vocab_size",
     "ngram": "max_order max_history counts_as_q",
-    "parallel": "model adapt tree_nodes quantization",
     "pattern": "",
     "prompt_lookup": "prompt_lookup_max prompt_lookup_min",
     "random": "",
@@ -41,10 +36,18 @@ KEYS = {
         "tree_nodes suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
         "suffix_decoding_max_cached_tokens suffix_decoding_max_spec_factor suffix_decoding_min_token_prob datastore"
     ),
-    "table": "table_file table_order adapt adapt_weight adapt_save",
     "token_recycling": "tree_nodes recycled_candidates",
 }
 """Our own drafters and the fields of their config classes beside the shared ones, as ``--help`` lists them."""
+LAB_KEYS = {
+    "blockwise": "model adapt tree_nodes quantization",
+    "layerskip": "tree_nodes confidence_threshold exit_layer layers exit_head",
+    "lookahead": "model adapt tree_nodes quantization",
+    "medusa": "model adapt tree_nodes quantization",
+    "parallel": "model adapt tree_nodes quantization",
+    "table": "table_file table_order adapt adapt_weight adapt_save",
+}
+"""The same of the drafters of forerun-lab."""
 
 PROFILES = {
     "humaneval": (0.837, 0.685, 0.562, 0.460, 0.368, 0.283, 0.217, 0.161),
@@ -52,7 +55,7 @@ PROFILES = {
 }
 """Acceptance by position published for Llama-3.2-1B, unconditional as in vLLM: profiles of synthetic acceptance."""
 
-drafters: Registry[Drafter] = Registry("method", "forerun.drafters", "forerun.speculate.draft", KEYS)
+drafters: Registry[Drafter] = Registry("method", "forerun.drafters", "forerun.speculate.draft", KEYS, LAB_KEYS)
 rules: Registry[Rule] = Registry(
     "acceptance rule",
     "forerun.rules",
@@ -60,5 +63,5 @@ rules: Registry[Rule] = Registry(
     ("block", "coupled", "lenient", "recursive", "token", "traversal"),
 )
 policies: Registry[LengthPolicy] = Registry(
-    "length policy", "forerun.policies", "forerun.speculate.length", ("adaptive", "fixed")
+    "length policy", "forerun.policies", "forerun.speculate.length", ("adaptive", "fixed"), ("planned",)
 )

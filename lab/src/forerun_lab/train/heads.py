@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forerun.speculate.draft.heads.block import ParallelHead
 from forerun.speculate.draft.heads.dflash import DFlashHead
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Head, Sizes, weights
-from forerun.speculate.draft.heads.medusa import BlockwiseHead, LookaheadHead, MedusaHead
-from forerun.speculate.draft.layerskip import ExitHead
 from forerun.tune import loop
 from forerun.tune.kinds import Figures, evaluate_head
+from forerun_lab.drafters.layerskip import ExitHead
+from forerun_lab.drafters.medusa import BlockwiseHead, LookaheadHead, MedusaHead
+from forerun_lab.drafters.parallel import ParallelHead
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import HeadTrainConfig
 from forerun_lab.train.losses import show

@@ -20,9 +20,9 @@ from transformers import PreTrainedModel
 from forerun.core.errors import ConfigError
 from forerun.models.files.open import fingerprint, resolve
 from forerun.speculate.draft.heads.head import Sizes, weights
-from forerun.speculate.draft.heads.medusa import MedusaHead
 from forerun.tune import loop
 from forerun.tune.kinds import Figures, evaluate_head
+from forerun_lab.drafters.medusa import MedusaHead
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import JointConfig
 from forerun_lab.train.corpus import describe, names

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import forerun_lab.pretrained
 from forerun import pretrained
 from forerun.speculate.draft.heads.head import FORMAT
 from forerun_lab.train.folder import RECORD
@@ -87,5 +88,6 @@ def _plain(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    folder = Path(pretrained.__file__).parent
-    (folder / "README.md").write_text(report(folder), encoding="utf-8")
+    for package in (pretrained, forerun_lab.pretrained):
+        folder = Path(str(package.__file__)).parent
+        (folder / "README.md").write_text(report(folder), encoding="utf-8")

@@ -1,5 +1,5 @@
 """Drafters that are trained on a target's hidden states."""
 
-from forerun.speculate.draft.heads import block, dflash, eagle, medusa, mtp
+from forerun.speculate.draft.heads import dflash, eagle, mtp
 
-__all__ = ["block", "dflash", "eagle", "medusa", "mtp"]
+__all__ = ["dflash", "eagle", "mtp"]

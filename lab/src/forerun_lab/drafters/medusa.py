@@ -22,9 +22,9 @@ from torch import nn
 from forerun.core.batch import Batch, Span
 from forerun.core.errors import ConfigError
 from forerun.core.request import Requests, RequestState
-from forerun.speculate.draft.base import DraftContext, drafters
-from forerun.speculate.draft.heads.base import BlockConfig, BlockDrafter
+from forerun.speculate.draft.base import DraftContext
 from forerun.speculate.draft.heads.head import Guess, Head, Sizes, TrainingBatch
+from forerun_lab.drafters.block import BlockConfig, BlockDrafter
 
 
 class ResidualHead(Head):
@@ -85,7 +85,6 @@ class ResidualDrafter(BlockDrafter):
         return self.predict(states.flatten(0, 1)).unflatten(0, states.shape[:2])
 
 
-@drafters.register("medusa")
 class Medusa(ResidualDrafter):
     """Residual heads on the target's last hidden state, one for each position ahead (arXiv 2401.10774)."""
 
@@ -108,7 +107,6 @@ class BlockwiseHead(ResidualHead):
         return hidden[:, None] + torch.einsum("nti,tih->nth", inner, self.gather)
 
 
-@drafters.register("blockwise")
 class Blockwise(ResidualDrafter):
     """One wide layer on the target's last hidden state, which predicts all positions ahead."""
 
@@ -161,7 +159,6 @@ class LookaheadHead(Head):
             yield Guess(out[:, :, position], requested[:, :, position])
 
 
-@drafters.register("lookahead")
 class Lookahead(BlockDrafter):
     """Costs one pass of the target per round. Its first token is drawn from the target's own distribution."""
 

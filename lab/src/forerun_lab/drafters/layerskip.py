@@ -18,9 +18,9 @@ from forerun.core.inference import inference
 from forerun.core.request import Requests
 from forerun.core.tree import Draft, Drafts
 from forerun.models.files.open import BUNDLED, resolve
-from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs, drafters
-from forerun.speculate.draft.heads.medusa import MedusaHead
+from forerun.speculate.draft.base import Chooser, DraftContext, Drafter, Needs
 from forerun.speculate.draft.levels import Frontier, StepsConfig, grow, newest_level
+from forerun_lab.drafters.medusa import MedusaHead
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,6 @@ class ExitHead(MedusaHead):
     ahead = 0
 
 
-@drafters.register("layerskip")
 class Layerskip(Drafter[LayerskipConfig]):
     name = "layerskip"
     config_class = LayerskipConfig

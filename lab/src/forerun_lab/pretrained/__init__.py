@@ -1,0 +1,1 @@
+"""Heads of the laboratory's drafters, trained for the bundled target."""
