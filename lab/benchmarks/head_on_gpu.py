@@ -16,12 +16,12 @@ import torch
 
 from forerun.models.files.open import resolve
 from forerun.speculate.draft.heads import eagle
-from forerun.tune import kinds, loop
-from forerun.tune.config import LoopSettings
-from forerun.tune.data import Data
-from forerun.tune.features import Features, Writer, save_part
-from forerun.tune.kinds import EAGLE, LOSS_LABEL, Trainer, draft_vocabulary, feature_layers
-from forerun.tune.state import load_target
+from forerun_lab.tune import kinds, loop
+from forerun_lab.tune.config import LoopSettings
+from forerun_lab.tune.data import Data
+from forerun_lab.tune.features import Features, Writer, save_part
+from forerun_lab.tune.kinds import EAGLE, LOSS_LABEL, Trainer, draft_vocabulary, feature_layers
+from forerun_lab.tune.state import load_target
 
 ANSWER, PROMPT, READ = 256, 448, 128
 """Most tokens of an answer and of a prompt; texts that are read together."""

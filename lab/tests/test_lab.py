@@ -19,7 +19,7 @@ FROM_THE_LAB = {
     "peers": ["bench", "--peers", "transformers", "--max-tokens", "2", "--prompts", "1"],
     "written": ["bench", "--prompt-set", "categories-small"],
     "shapes": ["bench", "--random-shape", "tiny"],
-    "kinds": ["tune", "forerun:target", "--out", "x", "--train", "medusa"],
+    "tune": ["tune", "forerun:target", "--out", "x", "--train", "medusa"],
     "traces": ["generate", "x", "--trace-html", "trace.html"],
     "plots": ["bench", "--plots", "x"],
 }

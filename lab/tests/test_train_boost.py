@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from forerun import LLM, ConfigError, SamplingParams
-from forerun.tune.loop import LoopSettings, run
 from forerun_lab.train.config import ModelShape
 from forerun_lab.train.distill import DistillConfig, coverage, mean_over, missed, train_draft_model
 from forerun_lab.train.losses import kl
 from forerun_lab.train.target import forward
+from forerun_lab.tune.config import LoopSettings
+from forerun_lab.tune.loop import run
 from tiny import ALPHABET, save_tokenizer
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forerun.core.errors import ConfigError, ModelError
-from forerun.tune.state import load_target
 from forerun_lab.train.config import ModelShape
 from forerun_lab.train.corpus import TokenStream
 from forerun_lab.train.distill import DistillConfig, acceptance, inherit_embeddings, train_draft_model
@@ -17,6 +16,7 @@ from forerun_lab.train.material import DataMixture, gather, mixed_batches
 from forerun_lab.train.report import report
 from forerun_lab.train.rollout import continue_prompts
 from forerun_lab.train.target import TargetConfig, held_out_loss, train_target
+from forerun_lab.tune.state import load_target
 
 pytestmark = pytest.mark.slow
 

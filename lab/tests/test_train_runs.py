@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM
 from forerun.cli.main import run
 from forerun.core.errors import ConfigError
 from forerun.models.files.open import fingerprint
-from forerun.tune import loop
-from forerun.tune import loop as progress
-from forerun.tune.config import LoopSettings
-from forerun.tune.loop import Stopped
+from forerun.tune import progress
+from forerun.tune.run import Stopped
 from forerun_lab.train.config import DistillConfig, HeadTrainConfig, ModelShape, TargetConfig
 from forerun_lab.train.corpus import Excerpt, TokenStream, encode_files, list_files, read_text, split_files
 from forerun_lab.train.distill import train_draft_model
 from forerun_lab.train.heads import train_head
 from forerun_lab.train.target import train_target
+from forerun_lab.tune import loop
+from forerun_lab.tune.config import LoopSettings
 
 pytestmark = pytest.mark.slow
 
@@ -127,7 +127,7 @@ def test_starting_over_leaves_nothing_of_the_old_run_to_go_on_from(trained, othe
     def broken(*rest):
         raise KeyError
 
-    monkeypatch.setattr("forerun.tune.loop._step", broken)
+    monkeypatch.setattr("forerun_lab.tune.loop._step", broken)
     with pytest.raises(KeyError):
         train_head(replace(trained, out=out, target=Path(other_target), resume=False))
     assert sorted(path.name for path in (out / "run").iterdir()) == ["log.jsonl", "run.json"]

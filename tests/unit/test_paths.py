@@ -14,9 +14,9 @@ from forerun.engine import tuned
 from forerun.models.files.open import read_config
 from forerun.models.text.tokenizer import load_tokenizer
 from forerun.speculate.draft.heads.adapt import Adaptation
-from forerun.tune import choose
-from forerun.tune import run as stages
 from forerun.tune.config import TuneConfig
+from forerun_lab.tune import choose
+from forerun_lab.tune import run as stages
 from refusals import refused
 
 NO_PATHS = {"dtype", "quantization", "heterogeneous_vocab_method"}

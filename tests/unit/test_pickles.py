@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from forerun import LLM, ConfigError, ModelError, SamplingParams, drafters
 from forerun.models.text.tokenizer import load_tokenizer
-from forerun.tune.loop import load_checkpoint
-from forerun.tune.state import load_target
+from forerun_lab.tune.loop import load_checkpoint
+from forerun_lab.tune.state import load_target
 from refusals import refused
 
 pytestmark = pytest.mark.slow

@@ -96,8 +96,8 @@ def plan(
 def _search(settings: dict[str, Any], page: Path | None, as_json: bool) -> None:
     """Prints what ``tune --draft`` would choose. Raises ConfigError."""
     from forerun.engine.config import EngineConfig
-    from forerun.tune.choose import pair_page
     from forerun.tune.config import PairConfig
+    from forerun.tune.page import pair_page
     from forerun.tune.pair import search, verdict
 
     if settings["draft"] is None:

@@ -41,8 +41,9 @@ def tune(
     """Train and select the fastest drafter for a model on this machine.
 
     Generates text with the model, trains a head on it, measures every drafting method, and checks and saves the
-    fastest. With --draft nothing is trained: the quantization, depth and other settings of that draft model are
-    measured. Ctrl-C stops; the same command resumes. Use the result with --tuned FOLDER.
+    fastest: that needs forerun-lab (pip install ./lab). With --draft nothing is trained: the quantization, depth and
+    other settings of that draft model are measured. Ctrl-C stops; the same command resumes. Use the result with
+    --tuned FOLDER.
     """
     if draft is None and pair:
         given = next(flag.name for flag in PAIR.flags if (flag.field or flag.name) in pair)
@@ -51,7 +52,7 @@ def tune(
         return _tune_pair(model, draft, out_folder, pair, options)
     config = TuneConfig(model=model, out=out_folder, **options)
     set_threads(config.threads or None)
-    from forerun.tune.loop import Stopped
+    from forerun.tune.run import Stopped
     from forerun.tune.run import tune as run
 
     try:

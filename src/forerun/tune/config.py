@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from forerun.core.config import COUNT, FRACTION, NOT_NEGATIVE, POSITIVE, Within, check_within, option
+from forerun.core.config import COUNT, NOT_NEGATIVE, POSITIVE, Within, check_within, option
 from forerun.core.errors import ConfigError
 from forerun.core.folders import expanded
 from forerun.models.kinds import UNQUANTIZED
@@ -33,9 +33,7 @@ class TuneConfig:
     quantization: str | None = option(
         None, "Quantization of the target's weights, as they will be served: int8_rows or none."
     )
-    train: tuple[str, ...] = option(
-        ("eagle",), "Head to train: eagle or none. With forerun-lab also medusa, parallel, dflash, draft_model."
-    )
+    train: tuple[str, ...] = option(("eagle",), "Head to train: eagle, medusa, parallel, dflash, draft_model, or none.")
     cpu_minutes: float | None = option(None, "CPU time for training each head. Default: a share of --hours.")
     rows: int = option(8192, "Vocabulary size of the head: this many of the commonest tokens.")
     min_tokens: int = option(20_000, "Train nothing with fewer tokens of text than this.")
@@ -120,61 +118,3 @@ class PairConfig:
     def workloads(self) -> list[tuple[float, int]]:
         """Temperature and number of sequences decoded together, every combination."""
         return [(temperature, count) for count in self.concurrency for temperature in self.temperatures]
-
-
-@dataclass(frozen=True)
-class LoopSettings:
-    """Length, learning rates and batches of a training run. Lengths are in tokens; ``seconds``, if given, limits the
-    run instead."""
-
-    out: Path  # folder of the checkpoint and of the log
-    tokens: int  # tokens of the whole run; on resume a smaller number starts the decay earlier
-    seconds: float = 0.0  # time of all steps; tokens are then as many as that allows. 0: tokens say
-    cpu_time: bool = False  # seconds are the processor's
-    batch_tokens: int = 8192  # tokens of one optimizer step
-    micro_tokens: int = 4096  # tokens of one forward and backward pass
-    length: int = 512  # tokens of a training sequence
-    long_length: int = 2048  # tokens of a sequence in the last part of the run
-    long_share: float = 0.1  # share of the run's tokens that comes in long sequences
-    matrix_lr: float = 0.01  # peak learning rate of Muon, for hidden matrices; 0 gives them to AdamW
-    lr: float = 3e-3  # peak learning rate of AdamW, for everything else
-    rates: Mapping[str, float] = field(default_factory=dict)  # factor of both rates, by how a parameter's name begins
-    weight_decay: float = 0.1
-    warmup_share: float = 0.02  # share of the run's tokens over which the learning rate rises
-    decay_share: float = 0.65  # share of the run's tokens over which the learning rate falls to zero
-    clip: float = 1.0  # largest norm of the gradient
-    seed: int = 0
-    threads: int = 2  # CPU threads; 0 leaves torch's choice
-    resume: bool = True  # go on from a checkpoint in `out` if there is one
-    checkpoint_seconds: float = 180.0
-    eval_tokens: int = 500_000  # tokens between two evaluations
-    pause_file: Path | None = None  # while this file exists the loop sleeps
-    progress: bool = True
-
-    def __post_init__(self) -> None:
-        check_within(self, {
-            "tokens batch_tokens micro_tokens length long_length eval_tokens": COUNT,
-            "long_share warmup_share decay_share": FRACTION,
-            "seconds matrix_lr lr weight_decay threads": NOT_NEGATIVE,
-            "clip": POSITIVE,
-        })  # fmt: skip
-
-    def planned(self, tokens: int, seconds: float) -> LoopSettings:
-        """The settings after ``tokens`` took ``seconds``: with as many tokens as the run's time allows."""
-        if not self.seconds or not seconds:
-            return self
-        return replace(self, tokens=max(tokens, int(tokens * self.seconds / seconds)))
-
-    def rate(self, name: str) -> float:
-        """Factor of the learning rates of the parameter ``name``."""
-        return next((factor for start, factor in self.rates.items() if name.startswith(start)), 1.0)
-
-    def scale(self, consumed: int) -> float:
-        """Factor of the learning rates after `consumed` tokens: up, flat, down to zero (a trapezium)."""
-        warmup = (consumed + self.batch_tokens) / max(1.0, self.warmup_share * self.tokens)
-        decay = (self.tokens - consumed) / max(1.0, self.decay_share * self.tokens)
-        return max(0.0, min(warmup, decay, 1.0))
-
-    def length_at(self, consumed: int) -> int:
-        """Tokens of the sequences of the step that starts after `consumed` tokens."""
-        return self.long_length if consumed >= (1 - self.long_share) * self.tokens else self.length

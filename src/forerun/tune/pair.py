@@ -47,10 +47,10 @@ from forerun.models.load import sharing
 from forerun.models.weights import sanity
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.model import LARGE, DraftModel
-from forerun.tune.choose import pair_page
 from forerun.tune.config import PairConfig
 from forerun.tune.data import held_out_prompts
-from forerun.tune.loop import Progress, progress
+from forerun.tune.page import pair_page
+from forerun.tune.progress import Progress, progress
 
 DRAFT = "draft_model"
 DRAFT_VOCABULARIES = (32_768, 65_536)

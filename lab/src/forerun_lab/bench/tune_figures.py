@@ -19,8 +19,8 @@ from forerun.engine.llm import LLM
 from forerun.measure.environment import environment
 from forerun.measure.rounds import PLAIN, engine_of, measure
 from forerun.sampling.params import SamplingParams
-from forerun.tune.choose import CONFIDENT, HISTORY, with_datastore
 from forerun.tune.data import held_out
+from forerun_lab.tune.choose import CONFIDENT, HISTORY, with_datastore
 
 TREES = (8, 16)
 """Nodes of the compared trees."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from forerun.core.config import option
 from forerun.core.errors import ConfigError
 from forerun.measure.prompts import standard_library
-from forerun.tune.config import LoopSettings
+from forerun_lab.tune.config import LoopSettings
 
 if TYPE_CHECKING:
     from transformers import LlamaForCausalLM

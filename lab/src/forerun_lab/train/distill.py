@@ -19,9 +19,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from forerun.core.errors import ConfigError
 from forerun.models.files.open import resolve
 from forerun.speculate.draft.heads.head import overlap
-from forerun.tune import loop
-from forerun.tune.kinds import Figures
-from forerun.tune.state import load_target
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import DistillConfig
 from forerun_lab.train.corpus import describe
@@ -30,6 +27,9 @@ from forerun_lab.train.losses import LOSSES, DistillationLoss, of_chains, round_
 from forerun_lab.train.material import gather
 from forerun_lab.train.rollout import continue_prompts
 from forerun_lab.train.target import forward, held_out_losses
+from forerun_lab.tune import loop
+from forerun_lab.tune.kinds import Figures
+from forerun_lab.tune.state import load_target
 
 LOSS_LABELS = {
     "kl": loop.LossLabel("KL(target || draft), nats per token"),

@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from forerun.speculate.draft.heads.dflash import DFlashHead
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Head, Sizes, weights
-from forerun.tune import loop
-from forerun.tune.kinds import Figures, evaluate_head
 from forerun_lab.drafters.layerskip import ExitHead
 from forerun_lab.drafters.medusa import BlockwiseHead, LookaheadHead, MedusaHead
 from forerun_lab.drafters.parallel import ParallelHead
@@ -23,6 +21,8 @@ from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import HeadTrainConfig
 from forerun_lab.train.losses import show
 from forerun_lab.train.material import gather, lesson
+from forerun_lab.tune import loop
+from forerun_lab.tune.kinds import Figures, evaluate_head
 
 HEADS: dict[str, type[Head]] = {
     "medusa": MedusaHead,

@@ -20,8 +20,6 @@ from transformers import PreTrainedModel
 from forerun.core.errors import ConfigError
 from forerun.models.files.open import fingerprint, resolve
 from forerun.speculate.draft.heads.head import Sizes, weights
-from forerun.tune import loop
-from forerun.tune.kinds import Figures, evaluate_head
 from forerun_lab.drafters.medusa import MedusaHead
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import JointConfig
@@ -31,6 +29,8 @@ from forerun_lab.train.heads import loss_label
 from forerun_lab.train.losses import kl, round_weights, show
 from forerun_lab.train.material import gather, lesson, view
 from forerun_lab.train.target import held_out_losses
+from forerun_lab.tune import loop
+from forerun_lab.tune.kinds import Figures, evaluate_head
 
 
 class Joint(nn.Module):

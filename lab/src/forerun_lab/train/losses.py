@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn, no_grad
 
-from forerun.tune.kinds import Figures, lk_loss
+from forerun_lab.tune.kinds import Figures, lk_loss
 
 DistillationLoss = Callable[[Tensor, Tensor], Tensor]
 """(target logits, draft logits) -> loss per position."""

@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.speculate.draft.heads.head import TrainingBatch
-from forerun.tune import loop
-from forerun.tune.state import load_target
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import OnPolicyConfig, RunConfig
 from forerun_lab.train.corpus import Document, list_files, split_files
 from forerun_lab.train.folder import RECORD
 from forerun_lab.train.identity import claim, target_folder
 from forerun_lab.train.rollout import read, rollout_stream, save
+from forerun_lab.tune import loop
+from forerun_lab.tune.state import load_target
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from forerun.tune import loop
 from forerun_lab.train import corpus as corpora
 from forerun_lab.train.config import TargetConfig
 from forerun_lab.train.corpus import Document, describe, list_files, names, read_text, split_files
 from forerun_lab.train.folder import save_model, train_tokenizer
 from forerun_lab.train.identity import claim
 from forerun_lab.train.losses import round_weights
+from forerun_lab.tune import loop
 
 LOSS_LABEL = loop.LossLabel("cross entropy of the next token, nats per token")
 

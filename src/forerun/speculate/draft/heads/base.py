@@ -101,10 +101,10 @@ class HeadDrafter(Drafter[C]):
 
     def _load(self, config: C, target: Model) -> Head:
         if config.model is None and target.info.name != f"{BUNDLED}target":
-            name, lab = target.info.name, "" if has_lab("kinds") else " (in forerun-lab: pip install ./lab)"
+            name, lab = target.info.name, "" if has_lab("tune") else " (in forerun-lab: pip install ./lab)"
             how = f"'forerun train {self.name} --target {name} --out FOLDER'{lab} makes one"
             if self.name == "eagle":
-                how = f"'forerun tune {name} --out FOLDER' makes one, which 'tuned' takes instead of a method"
+                how = f"'forerun tune {name} --out FOLDER'{lab} makes one, which 'tuned' takes instead of a method"
             raise ConfigError(
                 f"method {self.name!r} needs a head trained on {name}, to be named as 'model': {how}. Where a head "
                 "comes with this model, give 'tuned': 'bundled' and no method"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -16,8 +15,9 @@ from forerun.measure.rounds import PLAIN, EngineContender, Interleaved, Prompts,
 from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft import drafters
 from forerun.speculate.draft.levels import StepsConfig
-from forerun.tune.loop import progress
-from forerun.tune.state import TuneState
+from forerun.tune.page import header, label, minutes
+from forerun.tune.progress import progress
+from forerun_lab.tune.state import TuneState
 
 HISTORY: tuple[dict[str, Any], ...] = (
     {"method": "ngram", "num_speculative_tokens": 4},
@@ -146,7 +146,7 @@ def page(model: str, state: TuneState) -> str:
     wrote = state.results.get("write", {"tokens": 0})
     most = max(row["speedup"] for row in results["measured"])
     rows = [
-        [_name(row["config"]), f"{row['speedup']:.2f}", f"{row['tokens_per_second']:.1f}",
+        [label(row["config"]), f"{row['speedup']:.2f}", f"{row['tokens_per_second']:.1f}",
          f"{row['tokens_per_round']:.2f}", bar(row["speedup"] / most)]
         for row in results["measured"]
     ]  # fmt: skip
@@ -159,68 +159,12 @@ def page(model: str, state: TuneState) -> str:
     ]
     learnt = "; ".join(f"{name} on {result['tokens']:,}, kept: {result['kept']}" for name, result in trained.items())
     parts = [
-        *_header(model, results["chosen"], state.results["check"]),
+        *header(model, results["chosen"], state.results["check"]),
         "<h2>Speed, one request at a time, temperature 0</h2>",
         table(["drafter", "over plain decoding", "tokens/s", "tokens a round", ""], rows),
         "<h2>Held-out drafts that are kept up to each position, temperature 0</h2>",
         table(["draft", "position", "fitted", "trained", ""], kept),
         f"<p>{wrote['tokens']:,} tokens of the model's own text; {escape(learnt)}.</p>",
-        *_minutes(state.seconds),
+        *minutes(state.seconds),
     ]
-    return html(model, parts)
-
-
-def _header(tuned: str, chosen: Mapping[str, Any], checked: Mapping[str, Any]) -> list[str]:
-    """The tuned model, the chosen config and the identity check."""
-    return [
-        f"<h1>{escape(tuned)}, tuned</h1>",
-        f"<p>Chosen: <code>{escape(json.dumps(chosen))}</code></p>",
-        f"<p>{checked['answers']} held-out answers with and without speculation, {checked['different']} differ.</p>",
-    ]
-
-
-def _minutes(seconds: Mapping[str, float]) -> list[str]:
-    rows = [[stage, f"{spent / 60:.1f}"] for stage, spent in seconds.items()]
-    return ["<h2>Minutes</h2>", table(["stage", "minutes"], rows)]
-
-
-def _name(config: dict[str, Any]) -> str:
-    """A drafter as the report names it: method, length, datastore and parts."""
-    parts = [_name(part) for part in config.get("drafters", ())]
-    length = config.get("num_speculative_tokens")
-    texts = " with the model's own text" if "datastore" in config else ""
-    return config["method"] + (f" {length}" if length else "") + texts + (f" ({', '.join(parts)})" if parts else "")
-
-
-def pair_page(model: str, result: dict[str, Any]) -> str:
-    """The report of ``pair.search``, as HTML."""
-    most = max(row["speedup"] for row in result["measured"])
-    rows = [
-        [_name(row["config"]), json.dumps(row["config"]), f"{row['temperature']:g}", str(row["concurrency"]),
-         str(row["answers"]), f"{row['speedup']:.2f}", f"{row['tokens_per_second']:.1f}",
-         f"{row['tokens_per_round']:.2f}", bar(row["speedup"] / most)]
-        for row in result["measured"]
-    ]  # fmt: skip
-    forms = [
-        [json.dumps(form["config"]), f"{form['bytes'] / 1e6:.0f}", f"{form['guessed']:.1%}", f"{form['start']:.3f}",
-         f"{form['step']:.3f}", f"{form['on_paper']:.2f}"]
-        for form in result["forms"]
-    ]  # fmt: skip
-    dearest = max(cost for points in result["verify_cost"].values() for cost in points.values())
-    costs = [
-        [str(count), str(rows), f"{cost:.2f}", bar(cost / dearest)]
-        for count, points in result["verify_cost"].items()
-        for rows, cost in points.items()
-    ]
-    parts = [
-        *_header(f"{model} and its draft", result["chosen"], result["check"]),
-        "<h2>Measured, interleaved with plain decoding</h2>",
-        table(["drafter", "options", "temperature", "at a time", "answers", "over plain decoding", "tokens/s",
-               "tokens a round", ""], rows),
-        "<h2>Variants of the draft, each with its best simulated settings</h2><p>Costs in plain forwards.</p>",
-        table(["variant", "MB", "tokens guessed", "a draft's start", "a step", "simulated speed-up"], forms),
-        "<h2>A verification by its rows, in plain forwards</h2>",
-        table(["at a time", "rows", "cost", ""], costs),
-        *_minutes(result["seconds"]),
-    ]  # fmt: skip
     return html(model, parts)

@@ -1,7 +1,4 @@
-"""Kinds of drafts that ``tune`` trains: initialisation, learning rates, loss, evaluation and export.
-
-Kinds other than EAGLE's belong to the laboratory (``forerun_lab.kinds``).
-"""
+"""A kind of draft that ``forerun tune`` trains, and EAGLE's: initialisation, learning rates, loss and evaluation."""
 
 from __future__ import annotations
 
@@ -17,12 +14,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from forerun.core.errors import ConfigError
 from forerun.core.folders import replace_with
-from forerun.core.registry import from_lab
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import Guess, Head, Sizes, TrainingBatch, overlap, weights
-from forerun.tune.features import Features
-from forerun.tune.fit import InputScaled, eagle_options, fit_eagle
-from forerun.tune.loop import UNFIT, LossLabel
+from forerun_lab.tune.features import Features
+from forerun_lab.tune.fit import InputScaled, eagle_options, fit_eagle
+from forerun_lab.tune.loop import UNFIT, LossLabel
 
 CHUNK = 1 << 18
 """Logits of which the loss is computed at a time: a few such arrays fit into a processor's caches."""
@@ -97,11 +93,6 @@ class EagleKind(HeadKind):
 
 
 EAGLE = EagleKind()
-
-
-def kind_of(name: str) -> HeadKind:
-    """The kind called ``name`` (``config.TRAINED``). Raises ConfigError if that needs the laboratory."""
-    return EAGLE if name == "eagle" else from_lab("kinds", f"tune --train {name}").KINDS[name]
 
 
 def sizes_of(target: PreTrainedModel, more: Mapping[str, Any], depth: int) -> Sizes:

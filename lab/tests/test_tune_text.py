@@ -8,8 +8,9 @@ from chat_model import save_chat_model
 
 from forerun import LLM
 from forerun.speculate.names import drafters
-from forerun.tune.data import Data, rendered, user_turns
-from forerun.tune.features import PLACEHOLDER, HiddenStateRecorder, Writer
+from forerun.tune.data import rendered
+from forerun_lab.tune.data import Data, user_turns
+from forerun_lab.tune.features import PLACEHOLDER, HiddenStateRecorder, Writer
 
 SAID = [("stop", " What is rain? "), ("length", "And then the"), ("stop", "  "), ("stop", "Hello;")]
 

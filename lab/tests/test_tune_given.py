@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 from forerun import LLM
 from forerun.core.errors import ConfigError
 from forerun.speculate.draft import datastore
-from forerun.tune import run as stages
 from forerun.tune.config import TuneConfig
-from forerun.tune.data import Data
-from forerun.tune.features import Features, Writer
-from forerun.tune.kinds import PARALLEL_DEPTH
-from forerun.tune.state import TuneState
+from forerun_lab.tune import run as stages
+from forerun_lab.tune.data import Data
+from forerun_lab.tune.features import Features, Writer
+from forerun_lab.tune.kinds import PARALLEL_DEPTH
+from forerun_lab.tune.state import TuneState
 from refusals import refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_turns")]

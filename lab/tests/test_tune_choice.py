@@ -7,7 +7,7 @@ import pytest
 from forerun.cli.options import speculative_config
 from forerun.engine import tuned
 from forerun.measure.rounds import Measured, Sample
-from forerun.tune import choose
+from forerun_lab.tune import choose
 
 
 def test_a_choice_does_not_follow_what_else_runs(monkeypatch):

@@ -17,12 +17,13 @@ from forerun.cli.bench import with_tuned
 from forerun.core.errors import ConfigError
 from forerun.engine import tuned
 from forerun.speculate.draft.heads.eagle import EagleHead
-from forerun.tune import choose, data, features, loop
-from forerun.tune import run as stages
 from forerun.tune.config import TuneConfig
-from forerun.tune.fit import factor_of
-from forerun.tune.kinds import EAGLE
-from forerun.tune.state import TuneState
+from forerun_lab.tune import choose, features, loop
+from forerun_lab.tune import data as texts
+from forerun_lab.tune import run as stages
+from forerun_lab.tune.fit import factor_of
+from forerun_lab.tune.kinds import EAGLE
+from forerun_lab.tune.state import TuneState
 from refusals import refused
 from tiny import save_checkpoint, tiny_llama
 
@@ -290,7 +291,7 @@ def test_data_without_a_usable_line(tuned_target, tmp_path):
     path.write_text('{"question": "why?"}\nno json\n{"prompt": ""}\n{"messages": [{"role": "system"}]}\n', "utf-8")
     with pytest.raises(ConfigError, match="no usable line"):
         stages.tune(TuneConfig(model=tuned_target, out=tmp_path / "out", data=path, **QUICK))
-    refused(ConfigError, "no such file", data.read, tmp_path / "nothing")
+    refused(ConfigError, "no such file", texts.read, tmp_path / "nothing")
 
 
 def test_data_of_every_kind(tmp_path):
@@ -301,7 +302,7 @@ def test_data_of_every_kind(tmp_path):
     ]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     (tmp_path / "b.txt").write_text("sentence " * 50 + "\n\nshort", encoding="utf-8")
-    result = data.read(tmp_path)
+    result = texts.read(tmp_path)
     assert result.turns == ["What is rain?", "Hello"]
     assert [part[:8] for part in result.paragraphs] == ["word wor", "sentence"]
 

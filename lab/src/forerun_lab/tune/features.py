@@ -30,15 +30,8 @@ from forerun.sampling.params import SamplingParams
 from forerun.speculate.draft.base import DraftContext, Drafter, DrafterConfig, Needs
 from forerun.speculate.draft.heads.head import TrainingBatch
 from forerun.speculate.verify import Verification
-from forerun.tune.data import (
-    OPENING,
-    Data,
-    every_fortieth,
-    held_out_prompts,
-    library_paragraphs,
-    rendered,
-    user_turns,
-)
+from forerun.tune.data import OPENING, every_fortieth, held_out_prompts, library_paragraphs, rendered
+from forerun_lab.tune.data import Data, user_turns
 
 FOLLOW_UP_EVERY = 4
 """One conversation in so many gets a second user turn."""

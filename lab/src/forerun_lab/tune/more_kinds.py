@@ -16,12 +16,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from forerun.core.errors import ConfigError
 from forerun.speculate.draft.heads.dflash import DFlashHead
 from forerun.speculate.draft.heads.head import Guess, Head, Sizes, TrainingBatch, overlap
-from forerun.tune.features import Features
-from forerun.tune.fit import CALIBRATION_TOKENS, LOGIT_SCALES, LeastSquares, copy_layer, eagle_options, factor_of
-from forerun.tune.kinds import PARALLEL_DEPTH, DraftLayers, HeadKind, eos_ids, sizes_of
 from forerun_lab.drafters.medusa import MedusaHead
 from forerun_lab.drafters.parallel import ParallelHead
 from forerun_lab.train.folder import save_model
+from forerun_lab.tune.features import Features
+from forerun_lab.tune.fit import CALIBRATION_TOKENS, LOGIT_SCALES, LeastSquares, copy_layer, eagle_options, factor_of
+from forerun_lab.tune.kinds import EAGLE, PARALLEL_DEPTH, DraftLayers, HeadKind, eos_ids, sizes_of
 
 DISTILLED = ("llama", "mistral", "qwen2", "qwen3", "phi3")
 """Targets whose layers can be a draft: they run in float32, and their ``o_proj`` and ``down_proj`` can be fitted."""
@@ -125,6 +125,7 @@ class Distilled(HeadKind):
 
 
 KINDS: dict[str, HeadKind] = {
+    "eagle": EAGLE,
     "medusa": MedusaKind(),
     "parallel": ParallelKind(),
     "dflash": DFlashKind(),

@@ -12,8 +12,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -21,14 +20,13 @@ from types import FrameType
 from typing import Any, Protocol
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
 from torch import Tensor, nn
 
 from forerun.core.errors import ConfigError, ForerunError
 from forerun.core.folders import replace_with
-from forerun.tune.config import LoopSettings
+from forerun.tune.progress import progress
+from forerun.tune.run import Stopped
+from forerun_lab.tune.config import LoopSettings
 
 CHECKPOINT = "checkpoint.pt"
 UNFIT = (OSError, EOFError, KeyError, RuntimeError, TypeError, ValueError, UnpicklingError)
@@ -258,10 +256,6 @@ def _log(path: Path, **figures: Any) -> None:
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Stopped(ForerunError):
-    """A run was stopped on request, and its progress is saved."""
-
-
 class Interrupt:
     """A block in which the first Ctrl-C (or SIGTERM) sets ``requested``; the second one ends everything at once.
     Signals reach the main thread alone; in another one nothing changes. Ignored signals stay ignored."""
@@ -289,57 +283,3 @@ class Interrupt:
             file=sys.stderr,
             flush=True,
         )
-
-
-LINE_SECONDS = 20.0
-"""Time between two lines where there is no terminal."""
-
-
-class Progress:
-    """Progress out of ``total`` units: a bar or, without a terminal, a line every ``LINE_SECONDS``; nothing unless
-    ``shown``."""
-
-    def __init__(self, title: str, total: int, shown: bool) -> None:
-        self.title, self.total, self.shown = title, total, shown
-        console = Console(file=sys.stderr)
-        self.bar = Bar(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeRemainingColumn(),
-            TextColumn("{task.fields[note]}"), console=console, disable=not shown or not console.is_terminal,
-        )  # fmt: skip
-        self._task = self.bar.add_task(title, total=total, note="")
-        self._started = time.monotonic()
-        self._first: int | None = None
-        self._last_line = float("-inf")
-
-    def update(self, done: int, note: str = "") -> None:
-        done = min(done, self.total)
-        if not self.bar.disable:
-            self.bar.update(self._task, completed=done, note=note)
-            return
-        now = time.monotonic()
-        if self._first is None:  # a resumed run does not begin at 0
-            self._started, self._first = now, done
-        if now - self._last_line >= LINE_SECONDS or done == self.total:
-            self._last_line = now
-            fraction = f"{self.title}: {done:,} of {self.total:,} ({done / max(1, self.total):.0%})"
-            self.say(", ".join(part for part in (fraction, note, self._left(done, now)) if part))
-
-    def _left(self, done: int, now: float) -> str:
-        fresh = done - (self._first or 0)
-        if fresh <= 0 or done >= self.total:
-            return ""
-        seconds = (now - self._started) * (self.total - done) / fresh
-        return f"{seconds / 60:.0f} min left" if seconds >= 60 else f"{seconds:.0f} s left"
-
-    def say(self, text: str) -> None:
-        """Print a line above the bar."""
-        if self.shown:
-            self.bar.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
-
-
-@contextmanager
-def progress(title: str, total: int, shown: bool = True) -> Iterator[Progress]:
-    """Progress of a block of ``total`` units; nothing unless ``shown``."""
-    result = Progress(title, total, shown)
-    with result.bar:
-        yield result

@@ -12,10 +12,11 @@ from torch.nn import functional
 
 from forerun.core.errors import ConfigError, ForerunError
 from forerun.speculate.draft.heads.head import Guess, overlap
-from forerun.tune import kinds
-from forerun.tune.kinds import evaluate_head, lk_loss
-from forerun.tune.loop import LoopSettings, make_optimizers, run, wait_while_paused
 from forerun_lab.train.corpus import TokenStream
+from forerun_lab.tune import kinds
+from forerun_lab.tune.config import LoopSettings
+from forerun_lab.tune.kinds import evaluate_head, lk_loss
+from forerun_lab.tune.loop import make_optimizers, run, wait_while_paused
 from refusals import refused
 
 VOCABULARY = 11
@@ -143,7 +144,7 @@ def test_the_loop_waits_while_the_pause_file_exists(tmp_path, monkeypatch):
         if len(naps) == 3:
             pause.unlink()
 
-    monkeypatch.setattr("forerun.tune.loop.time.sleep", nap)
+    monkeypatch.setattr("forerun_lab.tune.loop.time.sleep", nap)
     wait_while_paused(pause)
     wait_while_paused(None)
     assert len(naps) == 3

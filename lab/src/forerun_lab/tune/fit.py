@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from forerun.speculate.draft.heads.eagle import EagleHead
 from forerun.speculate.draft.heads.head import overlap
-from forerun.tune.features import Features
+from forerun_lab.tune.features import Features
 
 RIDGE = 0.01
 """Ridge of the least squares, a fraction of every input's mean square."""
