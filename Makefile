@@ -7,7 +7,10 @@ SANITIZED = tests/unit/test_kernel_arguments.py tests/unit/test_decoder_argument
 	tests/unit/test_sampling_draw.py tests/unit/test_sampling_warp.py tests/unit/test_drafted_chains.py \
 	tests/unit/test_compare.py tests/conformance/test_forward.py tests/conformance/test_rounds.py
 
-.PHONY: setup check quick test size sanitize sanitize_threads emulated wheels bench docs
+.PHONY: help setup check quick test size sanitize sanitize_threads emulated wheels bench docs
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z_]+:.*## / {printf "make %-17s %s\n", $$1, $$2}' Makefile
 
 setup:  ## virtual environment with everything that development needs
 	$(PYTHON) -m venv .venv

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,42 @@ def test_the_image_starts_by_itself():
     assert not re.search(r"gcc|g\+\+|ziglang|compiler|build-essential", stage)
     assert stage.index("USER forerun") < stage.index("ENTRYPOINT")
     assert "/health" in stage
+
+
+def makefile():
+    """Every target of the Makefile, with the variables before them."""
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    return set(re.findall(r"^(\w+):", text, re.MULTILINE)), dict(re.findall(r"^(\w+) = (.*)$", text, re.MULTILINE))
+
+
+def test_help_lists_every_target():
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert {line.split()[1] for line in done.stdout.splitlines()} == makefile()[0]
+
+
+def test_the_workflow_makes_what_the_makefile_has():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/check.yml").read_text(encoding="utf-8"))["jobs"]
+    targets, variables = makefile()
+    made = [step["run"] for job in jobs.values() for step in job["steps"] if step.get("run", "").startswith("make ")]
+    asked = {word for line in [*made, *jobs["check"]["strategy"]["matrix"]["target"]] for word in line.split()}
+    assert {word for word in asked if word.isalpha()} - {"make", "matrix"} <= targets
+    assert asked >= {"check", "quick", "docs", "wheels"}
+    assert jobs["wheels"]["strategy"]["matrix"]["platform"] == variables["PLATFORMS"].split()
+
+
+def test_one_version_of_ruff():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    (version,) = [repo["rev"].removeprefix("v") for repo in hooks if repo["repo"].endswith("ruff-pre-commit")]
+    dev = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"][
+        "dev"
+    ]
+    assert f"ruff=={version}" in dev
+
+
+@pytest.mark.parametrize("form", sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml")), ids=lambda path: path.stem)
+def test_forms_of_issues_have_what_github_asks_for(form):
+    content = yaml.safe_load(form.read_text(encoding="utf-8"))
+    assert content.keys() >= {"name", "description", "body"}
+    for item in content["body"]:
+        assert item["type"] in ("input", "textarea", "markdown", "dropdown", "checkboxes")
+        assert item["attributes"]["label"]
