@@ -14,7 +14,7 @@ from typing import Any
 
 MARK = re.compile(r"^<!-- generated: (\w+) -->$", re.MULTILINE)
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "lab" / "benchmarks" / "results"
 MARKUP = re.compile(r"\[/?[a-z][a-z ]*\]")
 
 
@@ -293,7 +293,7 @@ def performance() -> str:
         parts.append(
             f"{where['model']}, {where.get('model_path')}; {where['processor']}, {threads} thread"
             f"{'s' if threads != 1 else ''}; prompts `{set_}`, {where.get('max_tokens')} tokens an answer. "
-            f"File: `benchmarks/results/{file}.json`.\n"
+            f"File: `lab/benchmarks/results/{file}.json`.\n"
         )
         head = ("method", "T", "requests at once", "tokens/s", "speed-up", "tokens a round", "same tokens")
         parts.append(table(head, rows))
