@@ -175,7 +175,7 @@ class States:
                 records[slot] = 0
             if numbers is not None:
                 numbers[slot] = 0 if origin is None else numbers[origin]
-        if origin is not None:
+        if origin is not None:  # a checkpoint lacks the convolution's inputs, which are the last records
             self._copy_records(origin, slot, range(length - self.columns, length))
 
     def release(self, key: int) -> None:
@@ -231,7 +231,7 @@ class States:
         """How many of the first ``length`` entries stay: all, or none where the checkpoint covers more."""
         if key not in self.slots or length >= self.lengths[key]:
             return length
-        self._clear(key)
+        self._clear(key)  # a recurrence cannot run backwards: everything is read again
         return 0
 
     def fork(self, source: int, key: int) -> None:
@@ -277,16 +277,19 @@ class States:
         for span, offset in zip(batch.spans, batch.offsets):
             run = self._run(span, offset, len(taps), whole=whole)
             base, slot, first = self.lengths[span.key], run.slot, span.start + span.stored
+            # Entries from base on are records, which run again, those from first on are rows of this batch. The
+            # convolution also reads ``columns`` records before base. Taps count the batch's rows, then ``read``, where
+            # entry e is number begin + e.
             begin = batch.num_rows + len(read) - (base - self.columns)
             read += [slot * self.ring + entry % self.ring for entry in range(base - self.columns, first)]
             indices = {entry: offset + entry - first for entry in range(first, span.end)}
             for entry in range(base, span.end):
-                path = [entry]
+                path = [entry]  # in a tree, the convolution reads a node's ancestors, not what lies before it
                 for _ in range(self.columns):
                     path.append(_parent(span, path[-1]))
                 taps.append([indices.get(each, begin + each) for each in reversed(path)])
             fed += range(len(taps) - span.count, len(taps))
-            stored = range(max(first, span.end - self.ring), span.end)
+            stored = range(max(first, span.end - self.ring), span.end)  # of a long prompt, what the ring holds
             written += [slot * self.ring + entry % self.ring for entry in stored]
             kept += [indices[entry] for entry in stored]
             for length, target in self.to_store.get(span.key, {}).items():
@@ -308,7 +311,7 @@ class States:
         if first < base:
             raise ValueError(f"a forward from entry {first} on, where the state covers {base} already")
         length = span.start if span.settled is None else span.settled
-        if span.parents is None:
+        if span.parents is None:  # a chain longer than the ring: its beginning is settled
             length = max(length, span.end - self.depth)
         length = max(base, min(length, span.end)) if whole else base
         if span.end - length > self.depth:

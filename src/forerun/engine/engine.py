@@ -80,6 +80,8 @@ class Engine:
             raise ConfigError(
                 f"max_model_len {self.max_model_len} exceeds the model's context of {model.info.max_len} tokens"
             )
+        # Drafters ask for the sampler and the rule. What they then need decides the rest: how far drafts reach, which
+        # hidden states are kept, and how many entries behind a sequence's last token its cache must hold.
         self.sampler = Sampler(model.info.vocab_size, model.info.device)
         self.rule = self.speculative.make_rule()
         self.max_nodes = max((c.drafter.max_nodes() for c in configs if c.drafter is not None), default=0)
@@ -108,13 +110,16 @@ class Engine:
             back=self.max_nodes + rows + 1,
             keeps=self.config.caches_prefixes,
         )
+        # Every cache exists now, none has pages yet: target and drafters share one budget, a page of each for a page.
         memory = budget(self.config.kv_cache_bytes, self.config.gpu_memory_utilization, model.info.device)
         share([attention.pool, *self.router.pools()], memory, self.config.num_pages, self.config.tensor_parallel_size)
+        # A small cache bounds the context, so requests are checked against what it has become.
         if self.config.max_model_len is None:
             self.max_model_len = min(self.max_model_len, attention.pool.num_tokens)
         self.validator = Validator(model.info, tokenizer, self.max_model_len, attention.pool.sources)
         self.target = Target(model, attention, self.router.hidden)
         states = [pool.states for pool in self.pools if pool.states is not None]
+        # Twice as many states as sequences: beams begin while others end.
         self.scheduler = Scheduler(
             attention.pool,
             max_num_seqs=min([self.config.max_num_seqs, *(each.count // 2 for each in states)]),
@@ -127,7 +132,7 @@ class Engine:
             on_admit=_weak(self._admitted),
             on_preempt=_weak(self._preempted),
         )
-        self.threads = self._threads()
+        self.threads = self._threads()  # last: it looks at what the layers have become
         self._choose_graphs()
         self.stats = EngineStats(synthetic=self.speculative.synthetic is not None)
         self.jobs: dict[int, Job] = {}

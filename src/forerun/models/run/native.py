@@ -332,6 +332,18 @@ class NativeModel(TiledModel):
             hidden[len(self._layers)] = x[: batch.num_rows]
         return x, hidden, run.experts
 
+    # For Llama, and with torch in place of the kernels' fused calls, this is
+    #
+    #     normed = rms_norm(x)                                       layer.norm_attention
+    #     q, k, v = (normed @ qkv.T).split(...)                      layer.qkv; _attend: apply_rotary to q and k
+    #     x = x + attention(q, k, v, cache) @ out.T                  the cache gets k and v first; layer.out adds x
+    #     x = x[kept]                                                of the last layer, only rows that need logits
+    #     normed = rms_norm(x)                                       layer.norm_mlp
+    #     gate, up = (normed @ gate_up.T).chunk(2)                   layer.gate_up
+    #     x = x + (silu(gate) * up) @ down.T                         layer.activation, layer.down
+    #
+    # Other families add to it: norms after a part (Gemma), a mixer beside or in place of attention (Qwen3.5, LFM2),
+    # experts in place of the MLP (Mixtral), latent attention (DeepSeek), an MLP beside attention (Cohere 2).
     def _run(self, index: int, x: torch.Tensor, kept: torch.Tensor | None, run: Pass) -> torch.Tensor:
         """One layer's output; after attention, only the rows ``kept`` go on."""
         layer, count = self._layers[index], run.metadata.batch.num_rows

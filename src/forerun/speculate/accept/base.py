@@ -17,6 +17,19 @@ from forerun.sampling.noise import ACCEPT, RESIDUAL, fold, uniform
 from forerun.speculate.accept.compare import Comparison, compare, take
 from forerun.speculate.names import rules as rules
 
+# Both tests, for one sequence. p: the target's distribution behind a node; q: the drafter's, from which c was drawn.
+#
+#   follow_samples (coupled: the same tokens)      RatioRule (token, recursive: the same distribution)
+#
+#   node = root                                    node = root
+#   while True:                                    while node has children:
+#       x = argmax(log p(. | node) + Gumbel)           for c in children of node, as they were drawn:
+#       c = the child of node that carries x               if uniform() < min(1, p(c) / q(c)):
+#       if there is none: emit x, end                          node = c; go on below it
+#       node = c                                           p = max(0, p - q), normalised
+#                                                      if no child passed: emit a draw from p, end
+#   The noise is that of plain decoding at x's     emit a draw from p    # all were accepted: a token more
+#   position, so x is what it would emit there.
 NAN = "the model returned NaN logits"
 NO_TOKEN = "no token is permitted: the bans and masks of this request leave nothing to sample"
 

@@ -97,7 +97,7 @@ class Comparison:
         if self._p is None:
             p, self._tops, self._best = self.sampler.distribution(self.scores.warped)
             greedy = [i for i, row in enumerate(self.rows) if row.effective_temperature == 0.0]
-            if greedy:
+            if greedy:  # scores are not divided by a temperature of 0: their softmax is not p
                 p[greedy] = 0.0
                 p[greedy, [self._best[i] for i in greedy]] = 1.0
             self._p = p
@@ -156,6 +156,7 @@ class Comparison:
         vocabulary] and ``factor`` [rows, 1]. A row stays as it is where only rounding left it without mass."""
         at = take(self.residual, rows)
         left = (factor * at - q).clamp_(min=0.0)
+        # q >= p everywhere makes them equal, so a rejection is rounding's fault: p itself is then right.
         mass = left.sum(dim=1, keepdim=True)
         return torch.addcmul(left, at, (mass <= 0.0).to(at.dtype), out=left), mass
 
@@ -180,6 +181,7 @@ class Comparison:
         """The running product of each chain's ratios, cut at 1: after and before each trial, [trials, 1] each."""
         trials = self.trials
         depth = max(trials.parent) + 1
+        # A row per sequence. Column 0 and missing trials are 1; the ratio of the trial under node d - 2 is in column d.
         grid = ratio.new_ones(trials.index[-1] + 1, depth + 2)
         indices = [index * (depth + 2) + parent + 2 for index, parent in zip(trials.index, trials.parent)]
         flat = grid.view(-1, 1)
@@ -218,7 +220,7 @@ class Comparison:
         parts = []
         if masses:
             at = target(masses)
-            parts.append(at.gather(1, column([trials.token[t] for t in masses], at))[:, 0])
+            parts.append(at.gather(1, column([trials.token[t] for t in masses], at))[:, 0])  # min(p, 1) at its token
         if spread:
             at = target(spread)
             parts.append(torch.minimum(at, self.gather_q(spread, at)).sum(dim=1))
@@ -235,7 +237,7 @@ class CompiledComparison(Comparison):
         """Every trial's overlap, once chains were compared."""
 
     def chains(self, *, linked: bool = False, lenience: float = 1.0) -> tuple[list[float], list[float]]:
-        trials, kept = self.trials, {}
+        trials, kept = self.trials, {}  # kept: the call gets bare addresses, so their tensors must outlive it
         qs = []
         for index, row in zip(trials.index, trials.q_row):
             q = self.scores.drafts[index].q
@@ -244,7 +246,7 @@ class CompiledComparison(Comparison):
                 continue
             if index not in kept:
                 kept[index] = q.float().contiguous()
-            qs.append(kept[index].data_ptr() + 4 * row * q.shape[1])
+            qs.append(kept[index].data_ptr() + 4 * row * q.shape[1])  # 4 bytes a float32
         greedy = [row.effective_temperature == 0.0 for row in self.rows]
         follows = [linked and parent >= 0 for parent in trials.parent]
         weighed = self.kernels.weigh(self.scores.warped, greedy, trials.row, trials.token, qs, follows, lenience)

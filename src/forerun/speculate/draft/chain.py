@@ -164,8 +164,8 @@ class ChainLookup:
         """Fits a line through the times of calls over their rows, with recent calls weighted most."""
         weight, x, y, xx, xy = self._sums
         if weight:
-            seconds = min(seconds, 3.0 * y / weight)
-        sample = (1.0, rows, seconds, rows * rows, rows * seconds)
+            seconds = min(seconds, 3.0 * y / weight)  # a call that waited for another process
+        sample = (1.0, rows, seconds, rows * rows, rows * seconds)  # the sums of least squares
         self._sums = weight, x, y, xx, xy = [DECAY * before + now for before, now in zip(self._sums, sample)]
         variance = xx / weight - (x / weight) ** 2
         if weight > 8.0 and variance > MIN_VARIANCE:
@@ -240,11 +240,13 @@ class ChainRunner:
         with_logits = [i for i, span in enumerate(batch.spans) if span.logits]
         if not len(with_logits) == count or self.noise_ids.numel() < self.fused.vocab_size:
             raise ValueError(f"{len(with_logits)} spans that ask for logits for {count} sequences")
+        # Structs hold bare addresses, so all of these arrays live in local names until the call returns.
         starts = array("q", [batch.spans[i].end for i in with_logits])
         guess = None
         if self.lookup is not None and texts:
             guess = self.lookup.begin(texts, depths, self.fused.num_ids)
         if guess is not None:
+            # Guesses are read like a prompt's tokens; those that the model would not have drafted are cut afterwards.
             batch = _append(batch, dict(zip(with_logits, guess.first)))
         wide = 0 if guess is None else guess.max_rows
         prepared = self.fused.prepare(batch, attention, embeds, ahead=longest, wide=wide)
@@ -254,7 +256,7 @@ class ChainRunner:
         tables = array("q", [prepared.plan.table_starts[i] for i in with_logits])
         width = self.fused.vocab_size if self.output_ids is None else self.chooser.sampler.vocab_size
         samples = any(temperatures)
-        q = torch.empty(longest * count, width) if samples else None
+        q = torch.empty(longest * count, width) if samples else None  # step s of chain i: row s * count + i
         keys, quantiles = self._keys(chosen, longest) if samples else (array("Q"), array("d"))
         tokens = array("q", bytes(8 * longest * count))
         siblings = array("q", [NO_TOKEN]) * count
@@ -275,7 +277,7 @@ class ChainRunner:
         drafts = [Draft() for _ in sequences]
         for i, (index, depth, start) in enumerate(zip(ready, depths, starts)):
             chain = [token for token in tokens[i : depth * count : count] if token != NO_TOKEN]
-            fed = max(0, len(chain) - 1)
+            fed = max(0, len(chain) - 1)  # the last drafted token was chosen, not read: it has no entry
             attention.pool.advance(batch.spans[with_logits[i]].key, start + fed)
             rows = range(i, longest * count, count) if temperatures[i] else [POINT_MASS] * longest
             drafts[index] = Draft.chain(chain, q, rows)
@@ -286,6 +288,8 @@ class ChainRunner:
     def _keys(self, sequences: Requests, longest: int) -> tuple[array[int], array[float]]:
         """The randomness of each step and sequence: keys of the target's own noise at that position or, under rules
         that compare p and q, uniform draws of its own. One of the two is empty."""
+        # With the target's own noise, draft and target choose the same token where their distributions agree. Rules
+        # that test p / q need draws that do not depend on it.
         chooser, keys, quantiles = self.chooser, array("Q"), array("d")
         for step in range(longest):
             for sequence in sequences:

@@ -132,13 +132,14 @@ class Adaptive(LengthPolicy):
     def budgets(self, sequences: Requests) -> list[int]:
         longest = [self.longest(sequence) for sequence in sequences]
         self._planned = 0.0
-        self._checking -= 1
+        self._checking -= 1  # below 0: no plain rounds are being timed
         if not any(longest):  # also where this plan's own 0 was reserved: it comes to an end all the same
             self._plan.rounds_left -= 1
             self._budgets = longest
             return longest
         self._table = table = self.prices.at(len(sequences))
         plan = self._plan
+        # Planning takes time, too, so a plan holds for several rounds, unless a sequence is not in it.
         if plan.rounds_left <= 0 or not all(s.id in plan.sequences or not cap for s, cap in zip(sequences, longest)):
             began = self.clock()
             self._plan = plan = self._make_plan(sequences, longest, table)
@@ -146,6 +147,7 @@ class Adaptive(LengthPolicy):
             self._planned = seconds
             self._planning += 0.2 * (seconds - self._planning)
             per_round = len(sequences) / max(plan.rate, 1e-9) * (table.level or 1.0)
+            # A trial is bounded by what it may cost, and a check must not end in the middle of a plan.
             most = self.TRIAL if plan.trial else self._checking if self._checking > 0 else self.ROUNDS
             plan.rounds_left = max(1, min(int(self._planning / (self.PLANNING * per_round)), most))
         plan.rounds_left -= 1
@@ -161,6 +163,7 @@ class Adaptive(LengthPolicy):
         if depth:
             backlog = min(self.setting.backlog(sequence), sequence.reads or sys.maxsize)
             self._backlogged |= backlog > depth + 1
+        # A look-up would be a draft, too: while plain rounds are timed (``_checking``) none is made.
         looks = cap if parts.lookups and self._checking < 0 and self._looks(sequence, plan) else 0
         sequence.depths = {**dict.fromkeys(parts.lookups, looks), **({parts.steps: depth} if parts.steps else {})}
         sequence.worth = partial(self.worth, sequence) if looks else None
@@ -208,7 +211,7 @@ class Adaptive(LengthPolicy):
                 self._learn(sequence, draft, verdict.matched, verdict.tokens)
         table = self._table
         if table is None or not all(verdict.fed == 1 for verdict in verdicts):
-            return
+            return  # a round that also read a prompt says nothing of what verifying costs
         drafted = rows > count
         self._streak = max(self._streak, 0) + 1 if drafted else min(self._streak, 0) - 1
         self._since_plain = self._since_plain + 1 if drafted else 0
@@ -225,9 +228,10 @@ class Adaptive(LengthPolicy):
         fade = 1.0 - self.RECENT
         self._recent = fade * self._recent[0] + tokens, fade * self._recent[1] + cost
         loss = cost / self.prices.verify(table, count, count) - tokens / count if drafted else 0.0
+        # The full deque drops its oldest loss, so the running sum does, too.
         self._lost += loss - (self._losses[0] if len(self._losses) == self.WINDOW else 0.0)
         self._losses.append(loss)
-        if loss < 0.0:
+        if loss < 0.0:  # a gain; a trial's own is saved whole, since the trial was paid in advance
             self._savings -= loss * (1.0 if self._plan.trial else self.EARNS)
         elif not drafted:
             self._savings += self.EXPLORES / (1 + self._vain)
@@ -323,6 +327,7 @@ class Adaptive(LengthPolicy):
         best = self._best_plan(sequences, stepping, table)
         plain = len(sequences) / self.prices.verify(table, len(sequences), len(sequences))
         pauses = self._lost > self.LOSS and best.speedup < self.CLEAR
+        # Drafts that should not pay are tried all the same, seldom: otherwise no acceptance would ever be learnt again.
         if best.depths and (self._checking > 0 or best.speedup < self.MARGIN or pauses):
             best = self._trial(sequences, best, table)
         elif best.depths:
@@ -330,6 +335,7 @@ class Adaptive(LengthPolicy):
         elif any(stepping):
             best = self._trial(sequences, self._least(sequences, stepping, table), table)
         tokens, seconds = self._recent
+        # Look-ups are not part of the plan. Where they bring more than it expects, the recent speed shows it.
         best.rate = max(best.speedup * plain, tokens / seconds if seconds else 0.0)
         best.sequences = ids
         self._set_nets(sequences, best, table)
@@ -381,7 +387,7 @@ class Adaptive(LengthPolicy):
                 chances += [(chance, index, depth) for depth, chance in enumerate(rates, 1)]
         chances.sort(key=lambda each: -each[0])
         depths, best, speed = [0] * len(sequences), [0] * len(sequences), 1.0
-        step = max(1, len(sequences) // 2)
+        step = max(1, len(sequences) // 2)  # of a large batch every prefix would be priced, to no end
         for number, (_, index, depth) in enumerate(chances, 1):
             depths[index] = depth
             if number % step and number < len(chances):
@@ -410,6 +416,7 @@ class Adaptive(LengthPolicy):
             nodes = [number + (extra if length else 0.0) for length, number in enumerate(self.setting.nodes[method])]
             exists = list(accumulate(acceptance.existence()[:depth], mul))
             ends = [here - after for here, after in zip([1.0, *exists], [*exists, 0.0])]  # chance of each length
+            # Prices bend: of one sequence their mean over lengths counts. A batch is near its mean number of rows.
             if count == 1:
                 chances = [(length, chance) for length, chance in enumerate(ends) if chance]
                 seconds = sum(chance * prices.verify(table, 1 + nodes[length], 1) for length, chance in chances)
@@ -458,6 +465,7 @@ class Adaptive(LengthPolicy):
 
         ``count``: answers like this one in the batch.
         """
+        # The plan below reads both of these; they are put back behind it.
         before, sequence.reads = sequence.reads, reads
         own = self.by_sequence.pop(sequence.id) if reads != before and sequence.id in self.by_sequence else None
         best = self._best_plan([sequence], [cap], table, count)
