@@ -124,7 +124,10 @@ class Delta:
 
 
 class StreamedText:
-    """Turns one answer's tokens into the text that its reader may see."""
+    """Turns one answer's tokens into the text that its reader may see.
+
+    Its detokenizer is the reader's thread's. The engine's thread has another, which decodes only for stop strings.
+    """
 
     def __init__(self, job: Job, tokenizer: Any) -> None:
         self.params = job.sequence.params

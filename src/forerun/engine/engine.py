@@ -415,8 +415,8 @@ class Engine:
         del self.jobs[job.sequence.id]
 
     def forget(self, sequence: RequestState) -> None:
-        """Frees the pages of a sequence that has ended, and what drafters and the length policy keep of it."""
-        self.target.attention.pool.free(sequence.id)
+        """Frees what drafters and the length policy keep of a sequence that has ended. Its pages are free already: the
+        scheduler does that, or the search that drops a beam."""
         self._release(sequence)
         self.policy.release(sequence)
         self.router.failures.pop(sequence.id, None)
