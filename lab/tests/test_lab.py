@@ -21,6 +21,7 @@ FROM_THE_LAB = {
     "shapes": ["bench", "--random-shape", "tiny"],
     "tune": ["tune", "forerun:target", "--out", "x", "--train", "medusa"],
     "traces": ["generate", "x", "--trace-html", "trace.html"],
+    "metrics": ["serve", "--metrics-names", "vllm"],
     "plots": ["bench", "--plots", "x"],
 }
 

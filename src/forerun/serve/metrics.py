@@ -12,60 +12,28 @@ from time import perf_counter
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from forerun.core.registry import from_lab
 from forerun.engine.client import ClosedError, Delta, EngineClient, Stream
 from forerun.engine.metrics import EngineStats
 from forerun.serve.stream import Reply
 
 FIRST_TOKEN = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
-SHARED_WITH_VLLM = frozenset(
-    (
-        "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_queries",
-        "prefix_cache_hits", "num_preemptions", "prompt_tokens", "generation_tokens", "spec_decode_num_drafts",
-        "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "spec_decode_num_accepted_tokens_per_pos",
-    )
-)  # fmt: skip
-"""Metrics that vLLM has with the same name and meaning, under ``vllm:``. Routers and dashboards read some of them."""
 WHOLE_ANSWER = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 
 
 class EngineCollector:
-    """Collects the engine's counters; with ``vllm`` as ``names``, under vLLM's names, too."""
+    """Collects the engine's counters."""
 
-    def __init__(self, engine: EngineClient, model: str, names: str) -> None:
+    def __init__(self, engine: EngineClient, model: str) -> None:
         self.engine = engine
         self.model = model
-        self.names = names
 
     def collect(self) -> Iterator[Metric]:
-        for family in self._own():
-            yield family
-            name = family.name.removeprefix("forerun:")
-            if self.names == "vllm" and name in SHARED_WITH_VLLM:
-                yield self._as_vllm(family, name)
-        if self.names == "vllm":
-            yield self._cache_config()
-
-    def _as_vllm(self, own: Metric, name: str) -> Metric:
-        family = Metric(f"vllm:{name}", own.documentation, own.type)
-        for sample in own.samples:
-            suffix = sample.name.removeprefix(own.name)
-            family.add_sample(family.name + suffix, {"engine": "0", **sample.labels}, sample.value)
-        return family
-
-    def _cache_config(self) -> Metric:
-        now = self.engine.snapshot()
-        facts = {
-            "block_size": str(now.page_size), "num_gpu_blocks": str(now.pages), "cache_dtype": "auto",
-            "enable_prefix_caching": str(now.caches_prefixes), "engine": "0",
-        }  # fmt: skip
-        return InfoMetricFamily("vllm:cache_config", "the KV cache: tokens in a page, pages", value=facts)
-
-    def _own(self) -> Iterator[Metric]:
         now = self.engine.snapshot()
         stats = now.stats
         yield self._gauge("num_requests_running", "sequences that decode or read their prompt", now.running)
@@ -110,7 +78,10 @@ class Recorder:
 
     def __init__(self, engine: EngineClient, model: str, names: str) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(EngineCollector(engine, model, names))
+        own = EngineCollector(engine, model)
+        self.registry.register(own)
+        if names == "vllm":
+            self.registry.register(from_lab("vllm_metrics", "serve --metrics-names vllm").VllmNames(own))
 
         def seconds(name: str, text: str, buckets: Sequence[float]) -> Histogram:
             own = Histogram(f"forerun:{name}_seconds", text, ["model_name"], buckets=buckets, registry=self.registry)

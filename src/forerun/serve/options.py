@@ -13,6 +13,7 @@ from pathlib import Path
 from forerun.core.config import COUNT, Within, check_within, option
 from forerun.core.errors import ConfigError
 from forerun.core.folders import expanded
+from forerun.core.registry import has_lab, lacks_lab
 
 METRICS_NAMES = ("forerun", "vllm")
 API_KEY_VARIABLE = "FORERUN_API_KEY"
@@ -38,7 +39,9 @@ class ServerOptions:
         False, "Refuse requests with unknown fields. Default: ignore them and name them in the header Forerun-Ignored."
     )
     any_model_name: bool = option(False, "Serve requests whatever model they name.")
-    metrics_names: str = option("forerun", "Metric names: forerun, or vllm to add vLLM's for gateways that read them.")
+    metrics_names: str = option(
+        "forerun", "Metric names: forerun; vllm adds vLLM's for gateways that read them, and needs forerun-lab."
+    )
 
     def __post_init__(self) -> None:
         check_within(self, {
@@ -47,6 +50,8 @@ class ServerOptions:
         })  # fmt: skip
         if self.metrics_names not in METRICS_NAMES:
             raise ConfigError(f"metrics_names is {' or '.join(METRICS_NAMES)}, not {self.metrics_names!r}")
+        if self.metrics_names == "vllm" and not has_lab("vllm_metrics"):
+            raise lacks_lab("--metrics-names vllm")
         for name in self.allowed_host or ():
             checked_host(name)
         for origin in self.allowed_origin:
